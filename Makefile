@@ -1,0 +1,31 @@
+# Two commands do everything: `make demo` and `make test`. Each makes its own .venv if there is none.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test soak
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sightline needs Python 3.11 or newer; say make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+.venv/demo: .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[plot]'
+	@touch $@
+
+.venv/dev: .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: .venv/demo
+	$(BIN)/sightline demo
+
+test: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -n 2
+
+soak: .venv/dev
+	$(BIN)/python -m pytest -n 2 -m soak

@@ -1,0 +1,51 @@
+"""Sightline: exact scaled dot-product attention, written as a formula and open to inspection."""
+
+from .attention import attention, explain
+from .formula.expression import SYMBOLS, Expression, Table, table, where
+from .formula.library import (
+    alibi,
+    alibi_slopes,
+    bias,
+    causal,
+    dense,
+    documents,
+    padding,
+    prefix,
+    relative_bias,
+    softcap,
+    window,
+)
+from .observe import lse, weights
+
+__all__ = [
+    "Expression",
+    "Table",
+    "alibi",
+    "alibi_slopes",
+    "attention",
+    "b",
+    "bias",
+    "causal",
+    "dense",
+    "documents",
+    "explain",
+    "h",
+    "i",
+    "j",
+    "lse",
+    "m",
+    "n",
+    "padding",
+    "prefix",
+    "relative_bias",
+    "s",
+    "softcap",
+    "table",
+    "weights",
+    "where",
+    "window",
+]
+
+__version__ = "0.1.0"
+
+b, h, i, j, s, n, m = (SYMBOLS[name] for name in "bhijsnm")

@@ -1,0 +1,82 @@
+"""What the library needs to know of an array, whatever library made it: namespace, dtype, device, host copy.
+
+NumPy and torch arrays are told apart by the module of their type, so no framework is imported to ask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .errors import DtypeError
+
+__all__ = ["FLOATS", "accumulator", "convert", "device", "dtype_name", "framework", "namespace", "resolve", "to_numpy"]
+
+Array = Any  # NumPy's or a framework's; checked at the door, so annotations below say only that it is one
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def framework(array: Array) -> str:
+    """ "numpy", "torch", ...: the package the array's type comes from."""
+    for base in type(array).__mro__:
+        package = base.__module__.partition(".")[0]
+        if package in ("numpy", "torch", "jax", "jaxlib"):
+            return "jax" if package == "jaxlib" else package
+    return type(array).__module__.partition(".")[0]
+
+
+def namespace(array: Array) -> Any:
+    """The array-API namespace of the array."""
+    from array_api_compat import array_namespace
+
+    return array_namespace(array)
+
+
+def device(array: Array) -> str:
+    """Where the array lives, as text: "cpu", "cuda:0"."""
+    return str(getattr(array, "device", "cpu"))
+
+
+def dtype_name(array: Array) -> str:
+    """ "float32" for NumPy's, torch's and ml_dtypes' alike."""
+    return str(array.dtype).removeprefix("torch.")
+
+
+def accumulator(name: str) -> str:
+    """The dtype sums are kept in: float64 for float64, float32 for all narrower floats."""
+    return "float64" if name == "float64" else "float32"
+
+
+def resolve(xp: Any, name: str) -> Any:
+    """The namespace's dtype object of that name; "bfloat16" in NumPy comes from ml_dtypes."""
+    if hasattr(xp, name):
+        return getattr(xp, name)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise DtypeError(f"dtype {name} in {xp.__name__}", "dtypes the library has", "pip install ml_dtypes") from error
+    return np.dtype(getattr(ml_dtypes, name))
+
+
+def to_numpy(array: Array) -> Any:
+    """The values as a NumPy array: no copy where NumPy can share the memory; bfloat16 widens to float32."""
+    if framework(array) != "torch":
+        return np.asarray(array)
+    array = array.detach()
+    if dtype_name(array) == "bfloat16":
+        array = array.float()
+    return array.cpu().resolve_conj().resolve_neg().numpy()
+
+
+def convert(array: Array, like: Array) -> Array:
+    """The values as an array of `like`'s library and device, shared where both are on the CPU."""
+    if framework(array) == framework(like):
+        return array
+    host = to_numpy(array)
+    if framework(like) != "torch":
+        return host
+    if not host.flags.writeable or any(stride < 0 for stride in host.strides):
+        host = host.copy()  # torch cannot share these
+    return namespace(like).asarray(host, device=like.device)

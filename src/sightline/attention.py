@@ -1,0 +1,149 @@
+"""attention and explain: pose the problem, choose a kernel, run it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from . import arrays
+from .cpu import Cpu
+from .explanation import Explanation
+from .observe import Statistic
+from .plan import Kernel, Result, choose
+from .problem import Problem, pose
+from .reference import Reference
+from .streaming import Streaming
+
+__all__ = ["KERNELS", "attention", "explain", "solve"]
+
+KERNELS: tuple[Kernel, ...] = (Cpu(), Streaming(), Reference())
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    see: Sequence[Statistic] | None = None,
+    kernel: str | None = None,
+    threads: int | None = None,
+) -> Any:
+    """Exact scaled dot-product attention, softmax(score(Q Kᵀ · scale) + M) V.
+
+    Parameters
+    ----------
+    query : (..., H, n, d_k) float16, bfloat16, float32 or float64, NumPy or torch
+    key : (..., G, m, d_k), same dtype; H is a multiple of G and head h reads key head h // (H / G)
+    value : (..., G, m, d_v)
+        Leading axes broadcast. (n, d) and (B, n, d) without heads work too. Any strides.
+    mask : formula, function (b, h, i, j) or boolean array, optional
+        True attends. What it hides never reaches the output, NaN and ∞ included.
+    score : formula or function (s, b, h, i, j), optional
+        What becomes of the scaled scores s, in logits. −∞ hides the pair.
+    scale : float, default 1/√d_k
+    sinks : (H,) floats, optional
+        A logit per head that takes weight and gives nothing (Xiao et al., "Efficient streaming language models with
+        attention sinks", 2024; OpenAI, gpt-oss model card, 2025).
+    dropout : float, default 0
+        Probability with which a weight is dropped; the kept ones are divided by 1 − dropout.
+    seed : int, required with dropout for NumPy arrays
+        The same seed drops the same weights with every kernel. torch draws it from its own generator.
+    see : list of statistics, optional
+        What to know of the weights, as `[lse(), weights()]`.
+    kernel : str, optional
+        Take this kernel and no other.
+    threads : int, optional
+        Threads of the generated kernels; all processors this process may use by default.
+
+    Returns
+    -------
+    output : (..., H, n, d_v), the inputs' dtype; 0 for a query that sees nothing
+    seen : tuple, only where `see` was given
+        One entry per statistic.
+
+    Raises
+    ------
+    SightlineError
+        As `sightline.problem.pose` and `sightline.plan.choose` say.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, equation 1.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> from sightline import i, j
+    >>> x = np.eye(3, dtype=np.float32)
+    >>> sightline.attention(x, x, x, mask=i >= j).round(2)
+    array([[1.  , 0.  , 0.  ],
+           [0.36, 0.64, 0.  ],
+           [0.26, 0.26, 0.47]], dtype=float32)
+    """
+    options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
+    options |= {"see": () if see is None else see}
+    if arrays.framework(query) == "torch":
+        answer = importlib.import_module("sightline.torch").run(query, key, value, options, kernel, threads)
+    else:
+        problem = pose(query, key, value, **options)
+        answer = shaped(problem, solve(problem, kernel, threads))
+    output, seen = answer
+    return output if see is None else (output, seen)
+
+
+def solve(problem: Problem, kernel: str | None = None, threads: int | None = None) -> Result:
+    """The problem's result by the chosen kernel, every array with its leading and head axes."""
+    return choose(KERNELS, problem, kernel).kernel.run(problem, threads)
+
+
+def shaped(problem: Problem, result: Result) -> tuple[Any, tuple[Any, ...]]:
+    """(output, seen) in the layout of the caller's arrays."""
+    seen = tuple(
+        problem.headed(array, len(statistic.shape(problem)) - len(problem.lead) - 1)
+        for statistic, array in zip(problem.see, result.seen, strict=True)
+    )
+    return problem.headed(result.output, 2), seen
+
+
+def explain(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    see: Sequence[Statistic] | None = None,
+    kernel: str | None = None,
+) -> Explanation:
+    """What `attention` would do with the same arguments, without doing it.
+
+    Returns
+    -------
+    Explanation
+        Prints as a page: the formula, the kernel taken and why each other refused, empty, full and partial tiles, FLOPs,
+        bytes, and memory beside the dense form's. Its fields hold the same.
+    """
+    problem = pose(
+        query,
+        key,
+        value,
+        mask=mask,
+        score=score,
+        scale=scale,
+        sinks=sinks,
+        dropout=dropout,
+        seed=seed or 0,
+        see=see or (),
+    )
+    return Explanation.of(problem, choose(KERNELS, problem, kernel))

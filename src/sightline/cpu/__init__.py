@@ -1,0 +1,37 @@
+"""Kernels generated through LLVM for the processor they run on. llvmlite loads when the first one is made."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from ..plan import Kernel, Refusal, Result
+from ..problem import Problem
+
+__all__ = ["Cpu"]
+
+
+class Cpu(Kernel):
+    """Forward in float32 and float64, generated for the formula."""
+
+    name = "cpu"
+    describes = "generated through LLVM for this processor, float32 and float64, O(n) memory"
+
+    def refuses(self, problem: Problem) -> Iterator[Refusal]:
+        """Other devices, other dtypes, dropout, and a machine without llvmlite."""
+        if problem.device != "cpu":
+            yield Refusal(f"arrays on {problem.device}", "move them to the CPU")
+        if problem.dtype not in ("float32", "float64"):
+            yield Refusal(f"dtype {problem.dtype}", "cast to float32 or float64")
+        if problem.dropout:
+            yield Refusal("dropout is not generated yet", "dropout=0")
+        if importlib.util.find_spec("llvmlite") is None:
+            yield Refusal("llvmlite is not installed", "pip install llvmlite")
+
+    def cost(self, problem: Problem) -> float:
+        return 1.0
+
+    def run(self, problem: Problem, threads: int | None = None) -> Result:
+        from .forward import run
+
+        return run(problem, threads)

@@ -1,0 +1,49 @@
+"""Dropout by counter: the same seed drops the same weights on every backend, for any tiling, forward and backward.
+
+Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with key = the 64-bit seed and
+counter = (b, h, i, j). The weight at a counter is dropped when the first output word, over 2³², is below p.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .problem import Problem
+
+__all__ = ["keep_factor", "philox"]
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> Any:
+    """First 32-bit word of Philox 4x32-10, elementwise over int64 arrays (NumPy or torch) of words below 2³²."""
+    key = [seed & _LOW, seed >> 32 & _LOW]
+    x0, x1, x2, x3 = counter
+    for _ in range(10):
+        high0, low0 = _multiply(_MULTIPLIERS[0], x0)
+        high1, low1 = _multiply(_MULTIPLIERS[1], x2)
+        x0, x1, x2, x3 = high1 ^ x1 ^ key[0], low1, high0 ^ x3 ^ key[1], low0
+        key = [(k + w) & _LOW for k, w in zip(key, _WEYL, strict=True)]
+    return x0
+
+
+def _multiply(constant: int, x: Any) -> tuple[Any, Any]:
+    """High and low words of constant · x. Split in half words so that int64 never overflows."""
+    low_part = (constant & 0xFFFF) * x
+    high_part = (constant >> 16) * x + (low_part >> 16)
+    return high_part >> 16, (high_part << 16 | low_part & 0xFFFF) & _LOW
+
+
+def keep_factor(problem: Problem, xp: Any, rows: slice, columns: slice) -> Any:
+    """Factors on the weights of a tile, (*lead, H, rows, columns): 0 where dropped, 1/(1 − p) where kept; 1.0 for p = 0."""
+    p = problem.dropout
+    if p == 0:
+        return 1.0
+    if p == 1:
+        return 0.0
+    b, h, i, j = problem.positions(xp, rows, columns)
+    dropped = philox(problem.seed, (b, h, i, j)) < round(p * 2**32)
+    return xp.where(dropped, 0.0, 1 / (1 - p))

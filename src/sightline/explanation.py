@@ -1,0 +1,95 @@
+"""What `explain` says: the plan of a problem in numbers, and as a page to read or to paste into a report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .formula.runs import find_runs
+from .plan import Plan
+from .problem import Problem
+
+__all__ = ["Explanation"]
+
+TILE = (64, 64)  # the tiles counted; a kernel's own may be larger
+WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The plan of a problem. Sizes in bytes; FLOPs count a multiplication and an addition as two."""
+
+    asked: str
+    formulas: tuple[str, ...]
+    kernel: str
+    describes: str
+    refusals: dict[str, tuple[str, ...]]
+    forced: bool
+    tiles: dict[str, int]
+    flops: int
+    dense_flops: int
+    bytes_read_and_written: int
+    memory: int
+    dense_memory: int
+
+    @classmethod
+    def of(cls, problem: Problem, plan: Plan) -> Explanation:
+        """The explanation of a plan."""
+        B, H, n, m = problem.extent
+        tiles = find_runs(problem.mask, problem.extent, *TILE).tiles
+        total = sum(tiles.values())
+        share = (tiles["full"] + tiles["partial"]) / total if total else 0.0
+        dense = 2 * B * H * n * m * (problem.d_k + problem.d_v)
+        rows = B * (H * n * (problem.d_k + problem.d_v) + problem.G * m * (problem.d_k + problem.d_v))
+        width = WIDTH[problem.dtype]
+        return cls(
+            asked=f"{B} × {H} heads on {problem.G}, {n:,} queries on {m:,} keys, d_k {problem.d_k}, d_v {problem.d_v}, "
+            f"{problem.dtype} on {problem.device}",
+            formulas=_formulas(problem),
+            kernel=plan.kernel.name,
+            describes=plan.kernel.describes,
+            refusals={name: tuple(map(str, reasons)) for name, reasons in plan.refusals.items()},
+            forced=plan.forced,
+            tiles=tiles,
+            flops=round(dense * share),
+            dense_flops=dense,
+            bytes_read_and_written=rows * width,
+            memory=rows * width + B * H * n * WIDTH[problem.accumulator],
+            dense_memory=rows * width + 2 * B * H * n * m * width,
+        )
+
+    def __str__(self) -> str:
+        total = max(sum(self.tiles.values()), 1)
+        share = ", ".join(f"{count:,} {kind} ({count / total:.1%})" for kind, count in self.tiles.items())
+        lines = [
+            ("problem", self.asked),
+            *(("", formula) for formula in self.formulas),
+            ("kernel", f"{self.kernel}: {self.describes}" + (" (asked for by name)" if self.forced else "")),
+            *((f"not {name}", "; ".join(reasons)) for name, reasons in self.refusals.items() if reasons),
+            ("tiles", f"{share}, each {TILE[0]} × {TILE[1]}"),
+            ("FLOPs", f"{_scaled(self.flops, 1000, '')} of the dense form's {_scaled(self.dense_flops, 1000, '')}"),
+            ("bytes", f"{_scaled(self.bytes_read_and_written, 1024, 'B')} read and written at least"),
+            ("memory", f"{_scaled(self.memory, 1024, 'B')}; the dense form {_scaled(self.dense_memory, 1024, 'B')}"),
+        ]
+        return "\n".join(f"{name:<14}{text}" for name, text in lines)
+
+
+def _formulas(problem: Problem) -> tuple[str, ...]:
+    written = [f"scale {problem.scale:.6g}"]
+    if problem.score is not None:
+        written.append(f"score {problem.score}")
+    if problem.mask is not None:
+        written.append(f"mask  {problem.mask}")
+    written += [f"{entry} is t in its formula" for entry in problem.tables[:1] if len(problem.tables) == 1]
+    if problem.sinks is not None:
+        written.append("sinks, one per head")
+    if problem.dropout:
+        written.append(f"dropout {problem.dropout}, seed {problem.seed}")
+    return tuple(written)
+
+
+def _scaled(amount: float, step: int, unit: str) -> str:
+    prefixes = ["", "k", "M", "G", "T", "P"] if step == 1000 else ["", "Ki", "Mi", "Gi", "Ti", "Pi"]
+    power = 0
+    while amount >= step and power < len(prefixes) - 1:
+        amount, power = amount / step, power + 1
+    return f"{amount:.3g} {prefixes[power]}{unit}".rstrip()

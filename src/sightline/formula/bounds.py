@@ -1,0 +1,173 @@
+"""Interval arithmetic: what a formula can be over many rectangles of (i, j) at once.
+
+Every value is a pair (low, high) of float64 arrays that broadcast over the rectangles; for conditions 1 is True, so
+low = 1 means surely True and high = 0 surely False. Endpoints of + − · / √ round as the formula itself does, which is
+monotone, so the interval holds exactly; transcendental functions are widened by a few units in the last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .expression import Apply, Constant, Expression, Lookup, Symbol, walk
+
+__all__ = ["BOUND_RULES", "Interval", "intervals"]
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Interval = tuple[Array, Array]
+
+
+def intervals(formula: Expression, box: Mapping[str, Interval]) -> dict[int, Interval]:
+    """(low, high) of every node by its id, over rectangles given as intervals of the symbols, ends included."""
+    found: dict[int, Interval] = {}
+    with np.errstate(all="ignore"):
+        for node in walk(formula):
+            if isinstance(node, Symbol):
+                found[id(node)] = box[node.name]
+            elif isinstance(node, Constant):
+                value = np.float64(node.value)
+                found[id(node)] = (value, value)  # type: ignore[assignment]
+            elif isinstance(node, Lookup):
+                found[id(node)] = _tidy(node.table.extrema.over([found[id(a)] for a in node.arguments]))
+            elif isinstance(node, Apply):
+                found[id(node)] = _tidy(BOUND_RULES[node.operator](*(found[id(a)] for a in node.arguments)))
+    return found
+
+
+def _tidy(interval: Interval) -> Interval:
+    """NaN ends (∞ − ∞, 0 · ∞, ln of a negative) mean nothing is known."""
+    low, high = interval
+    unknown = np.isnan(low) | np.isnan(high)
+    if unknown.any():
+        low, high = np.where(unknown, -np.inf, low), np.where(unknown, np.inf, high)
+    return low, high
+
+
+def _ends(*candidates: Array) -> Interval:
+    return np.minimum.reduce(np.broadcast_arrays(*candidates)), np.maximum.reduce(np.broadcast_arrays(*candidates))
+
+
+def _multiply(x: Interval, y: Interval) -> Interval:
+    def product(a: Array, b: Array) -> Array:
+        return np.where((a == 0) | (b == 0), 0.0, a * b)
+
+    return _ends(*(product(a, b) for a in x for b in y))
+
+
+def _divide(x: Interval, y: Interval) -> Interval:
+    low, high = _ends(*(a / b for a in x for b in y))
+    through_zero = (y[0] <= 0) & (y[1] >= 0)
+    return np.where(through_zero, -np.inf, low), np.where(through_zero, np.inf, high)
+
+
+def _floor_divide(x: Interval, y: Interval) -> Interval:
+    low, high = _divide(x, y)
+    return np.floor(low), np.floor(high)
+
+
+def _remainder(x: Interval, y: Interval) -> Interval:
+    """x − ⌊x / y⌋ y lies in [0, y) for positive y, and is x − c y where the quotient is one c throughout."""
+    low, high = _floor_divide(x, y)
+    steady = (low == high) & (y[0] == y[1]) & np.isfinite(low)
+    shift = np.where(steady, low, 0) * np.where(steady, y[0], 0)
+    wide_low, wide_high = np.minimum(y[0], 0), np.maximum(y[1], 0)
+    return np.where(steady, x[0] - shift, wide_low), np.where(steady, x[1] - shift, wide_high)
+
+
+def _absolute(x: Interval) -> Interval:
+    low, high = _ends(np.abs(x[0]), np.abs(x[1]))
+    return np.where((x[0] <= 0) & (x[1] >= 0), 0.0, low), high
+
+
+def _equal(x: Interval, y: Interval) -> Interval:
+    same = (x[0] == x[1]) & (y[0] == y[1]) & (x[0] == y[0])
+    return _truth(same), _truth((x[0] <= y[1]) & (y[0] <= x[1]))
+
+
+def _truth(condition: Any) -> Array:
+    return np.asarray(condition, np.float64)
+
+
+def _less(x: Interval, y: Interval) -> Interval:
+    return _truth(x[1] < y[0]), _truth(x[0] < y[1])
+
+
+def _less_equal(x: Interval, y: Interval) -> Interval:
+    return _truth(x[1] <= y[0]), _truth(x[0] <= y[1])
+
+
+def _negate(x: Interval) -> Interval:
+    return 1 - x[1], 1 - x[0]
+
+
+def _xor(x: Interval, y: Interval) -> Interval:
+    known = (x[0] == x[1]) & (y[0] == y[1])
+    value = np.abs(x[0] - y[0])
+    return np.where(known, value, 0.0), np.where(known, value, 1.0)
+
+
+def _where(c: Interval, x: Interval, y: Interval) -> Interval:
+    low = np.where(c[0] == 1, x[0], np.where(c[1] == 0, y[0], np.minimum(x[0], y[0])))
+    high = np.where(c[0] == 1, x[1], np.where(c[1] == 0, y[1], np.maximum(x[1], y[1])))
+    return low, high
+
+
+def _rising(function: Callable[[Any], Any], ulps: int = 0) -> Callable[[Interval], Interval]:
+    """A rule for a function that never falls; `ulps` widens what the library's own rounding may get wrong."""
+
+    def rule(x: Interval) -> Interval:
+        low, high = function(x[0]), function(x[1])
+        for _ in range(ulps):
+            low, high = np.nextafter(low, -np.inf), np.nextafter(high, np.inf)
+        return low, high
+
+    return rule
+
+
+def _wave(x: Interval) -> Interval:
+    return np.full_like(x[0], -1.0), np.full_like(x[0], 1.0)
+
+
+def _power(x: Interval, y: Interval) -> Interval:
+    """Known for positive bases, where x^y = exp(y ln x) is monotone in each argument."""
+    low, high = _ends(*(np.power(a, b) for a in x for b in y))
+    return np.where(x[0] > 0, low * (1 - 1e-15), -np.inf), np.where(x[0] > 0, high * (1 + 1e-15), np.inf)
+
+
+BOUND_RULES: dict[str, Callable[..., Interval]] = {
+    "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
+    "subtract": lambda x, y: (x[0] - y[1], x[1] - y[0]),
+    "multiply": _multiply,
+    "divide": _divide,
+    "floor_divide": _floor_divide,
+    "remainder": _remainder,
+    "negative": lambda x: (-x[1], -x[0]),
+    "power": _power,
+    "absolute": _absolute,
+    "minimum": lambda x, y: (np.minimum(x[0], y[0]), np.minimum(x[1], y[1])),
+    "maximum": lambda x, y: (np.maximum(x[0], y[0]), np.maximum(x[1], y[1])),
+    "less": _less,
+    "less_equal": _less_equal,
+    "greater": lambda x, y: _less(y, x),
+    "greater_equal": lambda x, y: _less_equal(y, x),
+    "equal": _equal,
+    "not_equal": lambda x, y: _negate(_equal(x, y)),
+    "logical_not": _negate,
+    "logical_and": lambda x, y: (np.minimum(x[0], y[0]), np.minimum(x[1], y[1])),
+    "logical_xor": _xor,
+    "logical_or": lambda x, y: (np.maximum(x[0], y[0]), np.maximum(x[1], y[1])),
+    "where": _where,
+    "exp": _rising(np.exp, 4),
+    "exp2": _rising(np.exp2, 4),
+    "log": _rising(np.log, 4),
+    "log2": _rising(np.log2, 4),
+    "sqrt": _rising(np.sqrt),
+    "tanh": _rising(np.tanh, 4),
+    "sin": _wave,
+    "cos": _wave,
+    "floor": _rising(np.floor),
+    "ceil": _rising(np.ceil),
+}

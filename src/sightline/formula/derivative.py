@@ -1,0 +1,97 @@
+"""Derivatives of a score: d score / d s, and d score / d of a table's entry, as formulas again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from .expression import SYMBOLS, Apply, Constant, Expression, apply, walk, where
+
+__all__ = ["DERIVATIVE_RULES", "derivative"]
+
+ZERO, ONE = Constant(0.0, "float"), Constant(1.0, "float")
+
+
+def derivative(formula: Expression, by: Expression = SYMBOLS["s"]) -> Expression:
+    """d formula / d by, where `by` is s or one of the formula's own lookups (the same object).
+
+    Conditions and whole numbers are constant. At kinks (abs, min, max, floor) it is the slope of the side taken; abs at 0
+    gives 0.
+    """
+    slopes: dict[int, Expression] = {}
+    for node in walk(formula):
+        slopes[id(node)] = ONE if node is by else ZERO
+        if isinstance(node, Apply) and node.kind == "float":
+            inner = [slopes[id(a)] for a in node.arguments]
+            if any(slope is not ZERO for slope in inner):
+                slopes[id(node)] = DERIVATIVE_RULES[node.operator](node, *inner)
+    return slopes[id(formula)]
+
+
+def _plus(x: Expression, y: Expression) -> Expression:
+    return y if x is ZERO else x if y is ZERO else x + y
+
+
+def _minus(x: Expression, y: Expression) -> Expression:
+    return x if y is ZERO else -y if x is ZERO else x - y
+
+
+def _times(x: Expression, y: Expression) -> Expression:
+    """Product of a slope x and a factor y."""
+    return ZERO if x is ZERO else y if x is ONE else x * y
+
+
+def _chain(factor: Callable[[Expression, Expression], Expression]) -> Callable[[Apply, Expression], Expression]:
+    """The rule of a function of one argument: factor(f(x), x) · dx."""
+    return lambda node, dx: _times(dx, factor(node, node.arguments[0]))
+
+
+def _product(node: Apply, dx: Expression, dy: Expression) -> Expression:
+    x, y = node.arguments
+    return _plus(_times(dx, y), _times(dy, x))
+
+
+def _quotient(node: Apply, dx: Expression, dy: Expression) -> Expression:
+    x, y = node.arguments
+    return _minus(dx if dx is ZERO else dx / y, ZERO if dy is ZERO else _times(dy, x / (y * y)))
+
+
+def _remainder(node: Apply, dx: Expression, dy: Expression) -> Expression:
+    x, y = node.arguments
+    return _minus(dx, _times(dy, apply("floor", x / y)))
+
+
+def _power(node: Apply, dx: Expression, dy: Expression) -> Expression:
+    x, y = node.arguments
+    base = _times(dx, y * apply("power", x, y - 1))
+    return _plus(base, ZERO if dy is ZERO else _times(dy, node * apply("log", x)))
+
+
+def _pick(comparison: str) -> Callable[[Apply, Expression, Expression], Expression]:
+    return lambda node, dx, dy: where(apply(comparison, *node.arguments), dx, dy)
+
+
+DERIVATIVE_RULES: dict[str, Callable[..., Expression]] = {
+    "add": lambda node, dx, dy: _plus(dx, dy),
+    "subtract": lambda node, dx, dy: _minus(dx, dy),
+    "multiply": _product,
+    "divide": _quotient,
+    "remainder": _remainder,
+    "negative": lambda node, dx: -dx,
+    "power": _power,
+    "absolute": _chain(lambda f, x: where(x > 0, 1.0, where(x < 0, -1.0, 0.0))),
+    "minimum": _pick("less_equal"),
+    "maximum": _pick("greater_equal"),
+    "where": lambda node, dc, dx, dy: where(node.arguments[0], dx, dy),
+    "exp": _chain(lambda f, x: f),
+    "exp2": _chain(lambda f, x: f * math.log(2)),
+    "log": _chain(lambda f, x: 1 / x),
+    "log2": _chain(lambda f, x: 1 / (x * math.log(2))),
+    "sqrt": _chain(lambda f, x: 0.5 / f),
+    "tanh": _chain(lambda f, x: 1 - f * f),
+    "sin": _chain(lambda f, x: apply("cos", x)),
+    "cos": _chain(lambda f, x: -apply("sin", x)),
+    "floor_divide": lambda node, dx, dy: ZERO,
+    "floor": lambda node, dx: ZERO,
+    "ceil": lambda node, dx: ZERO,
+}

@@ -1,0 +1,557 @@
+"""The language masks and scores are written in: symbols, operators and tables.
+
+Five symbols (batch `b`, query head `h`, query position `i`, key position `j`, scaled score `s`) and two lengths
+(`n` queries, `m` keys) combine by arithmetic, comparisons, `& | ~`, `where` and NumPy's or torch's functions into an
+immutable graph. Every other module of this room is one pass over that graph, arguments before what uses them
+(`walk`), so shared parts cost once and depth never meets the recursion limit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..arrays import dtype_name, to_numpy
+from ..errors import DtypeError, FormulaError, ShapeError
+from .extrema import Extrema
+from .operators import OPERATORS, TORCH_SPELLINGS, Kind
+
+if TYPE_CHECKING:
+    from ..view.picture import Picture
+
+__all__ = [
+    "Apply",
+    "Constant",
+    "Expression",
+    "Lookup",
+    "Symbol",
+    "Table",
+    "apply",
+    "as_expression",
+    "from_text",
+    "table",
+    "walk",
+    "where",
+]
+
+LARGEST_INTEGER = 2**53  # intervals are float64: beyond this an integer would not be exact
+
+
+class Expression:
+    """A formula over `b h i j s n m`; build one from `sightline.i >= sightline.j` and the like.
+
+    Printing gives the mathematics, `array` the dense values, `show` a picture.
+    """
+
+    kind: Kind
+    arguments: tuple[Expression, ...]
+
+    # -- arithmetic ------------------------------------------------------------------------------------------------
+    def __add__(self, other: Any) -> Expression:
+        return apply("add", self, other)
+
+    def __radd__(self, other: Any) -> Expression:
+        return apply("add", other, self)
+
+    def __sub__(self, other: Any) -> Expression:
+        return apply("subtract", self, other)
+
+    def __rsub__(self, other: Any) -> Expression:
+        return apply("subtract", other, self)
+
+    def __mul__(self, other: Any) -> Expression:
+        return apply("multiply", self, other)
+
+    def __rmul__(self, other: Any) -> Expression:
+        return apply("multiply", other, self)
+
+    def __truediv__(self, other: Any) -> Expression:
+        return apply("divide", self, other)
+
+    def __rtruediv__(self, other: Any) -> Expression:
+        return apply("divide", other, self)
+
+    def __floordiv__(self, other: Any) -> Expression:
+        return apply("floor_divide", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Expression:
+        return apply("floor_divide", other, self)
+
+    def __mod__(self, other: Any) -> Expression:
+        return apply("remainder", self, other)
+
+    def __rmod__(self, other: Any) -> Expression:
+        return apply("remainder", other, self)
+
+    def __pow__(self, other: Any) -> Expression:
+        return power(self, other)
+
+    def __rpow__(self, other: Any) -> Expression:
+        return power(other, self)
+
+    def __neg__(self) -> Expression:
+        return apply("negative", self)
+
+    def __pos__(self) -> Expression:
+        return self
+
+    def __abs__(self) -> Expression:
+        return apply("absolute", self)
+
+    # -- comparisons; `==` builds a formula, so identity is the hash ------------------------------------------------
+    def __lt__(self, other: Any) -> Expression:
+        return apply("less", self, other)
+
+    def __le__(self, other: Any) -> Expression:
+        return apply("less_equal", self, other)
+
+    def __gt__(self, other: Any) -> Expression:
+        return apply("greater", self, other)
+
+    def __ge__(self, other: Any) -> Expression:
+        return apply("greater_equal", self, other)
+
+    def __eq__(self, other: object) -> Expression:  # type: ignore[override]
+        return apply("equal", self, other)
+
+    def __ne__(self, other: object) -> Expression:  # type: ignore[override]
+        return apply("not_equal", self, other)
+
+    __hash__ = object.__hash__
+
+    # -- conditions -------------------------------------------------------------------------------------------------
+    def __and__(self, other: Any) -> Expression:
+        return apply("logical_and", self, other)
+
+    __rand__ = __and__
+
+    def __or__(self, other: Any) -> Expression:
+        return apply("logical_or", self, other)
+
+    __ror__ = __or__
+
+    def __xor__(self, other: Any) -> Expression:
+        return apply("logical_xor", self, other)
+
+    __rxor__ = __xor__
+
+    def __invert__(self) -> Expression:
+        return apply("logical_not", self)
+
+    # -- what Python must not do with a formula ---------------------------------------------------------------------
+    def __bool__(self) -> NoReturn:
+        raise FormulaError(
+            f"a formula ({self}) was used as one True or False, by `and`, `or`, `not`, `if` or a chained comparison",
+            "conditions over all (i, j) at once, joined by & | ~",
+            "write (a < i) & (i < b) for a < i < b, & for and, | for or, ~ for not, sightline.where(...) for if",
+        )
+
+    def __index__(self) -> NoReturn:
+        raise FormulaError(
+            f"a formula ({self}) was used as one whole number, as in array[{self}]",
+            "formulas index tables",
+            "wrap the array first: sightline.table(array)[...]",
+        )
+
+    __int__ = __float__ = __index__
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise FormulaError(
+            f"a formula ({self}) was turned into an array",
+            "formulas stay formulas until the lengths are known",
+            "call formula.array(n, m) for its values",
+        )
+
+    # -- other libraries' functions ---------------------------------------------------------------------------------
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Expression:
+        if method != "__call__" or kwargs:
+            raise _unknown(f"numpy.{ufunc.__name__}.{method} with {sorted(kwargs)}")
+        return call(ufunc.__name__, inputs, {}, "numpy")
+
+    def __array_function__(self, function: Any, _: Any, inputs: Any, kwargs: Any) -> Expression:
+        return call(function.__name__, inputs, kwargs, "numpy")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Expression:
+        return call(function.__name__, inputs, kwargs or {}, "torch")
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        from .printing import mathematics
+
+        return mathematics(self)
+
+    def array(self, n: int, m: int | None = None, *, batch: int = 1, heads: int = 1, s: Any = None) -> Any:
+        """The formula's values at every position, dense.
+
+        Parameters
+        ----------
+        n, m : int
+            Numbers of queries and keys; m defaults to n.
+        batch, heads : int
+            Ranges of b and h.
+        s : array, optional
+            Scores, broadcastable to (batch, heads, n, m); required where the formula reads them.
+
+        Returns
+        -------
+        numpy.ndarray
+            (n, m) when batch = heads = 1, else (batch, heads, n, m); bool, int64 or float64 by the formula's kind.
+
+        Examples
+        --------
+        >>> from sightline import i, j
+        >>> (i >= j).array(2, 3).astype(int)
+        array([[1, 0, 0],
+               [1, 1, 0]])
+        """
+        from .render_array import dense_values
+
+        values = dense_values(self, (batch, heads, n, n if m is None else m), s)
+        return values[0, 0] if batch == heads == 1 else values
+
+    def show(self, n: int, m: int | None = None, *, batch: int = 0, head: int = 0) -> Picture:
+        """A picture of a mask or of what a score adds, at any length.
+
+        Parameters
+        ----------
+        n, m : int
+            Numbers of queries and keys; m defaults to n.
+        batch, head : int
+            The b and h shown.
+
+        Returns
+        -------
+        Picture
+            Prints itself in a terminal, shows itself in a notebook, `.save(path)` writes PNG, SVG or PDF.
+        """
+        from ..view.picture import formula_picture
+
+        return formula_picture(self, n, n if m is None else m, batch=batch, head=head)
+
+    @cached_property
+    def tables(self) -> tuple[Table, ...]:
+        """The tables the formula reads, in order of first appearance."""
+        found = {id(node.table): node.table for node in walk(self) if isinstance(node, Lookup)}
+        return tuple(found.values())
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Names of the symbols the formula depends on."""
+        return frozenset(node.name for node in walk(self) if isinstance(node, Symbol))
+
+    @cached_property
+    def text(self) -> str:
+        """The graph without its tables' data, as one line of JSON; `from_text` reads it back."""
+        nodes = walk(self)
+        number = {id(node): k for k, node in enumerate(nodes)}
+        slot = {id(t): k for k, t in enumerate(self.tables)}
+        return json.dumps([node.record(number, slot) for node in nodes], separators=(",", ":"))
+
+    def with_tables(self, tables: Sequence[Table]) -> Expression:
+        """The same formula reading other tables, given in the order of `self.tables`."""
+        replacement = {id(old): new for old, new in zip(self.tables, tables, strict=True)}
+        built: dict[int, Expression] = {}
+        for node in walk(self):
+            built[id(node)] = node.rebuilt(tuple(built[id(a)] for a in node.arguments), replacement)
+        return built[id(self)]
+
+    # -- for subclasses ---------------------------------------------------------------------------------------------
+    def record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
+        raise NotImplementedError(f"{type(self).__name__} has no text form")
+
+    def rebuilt(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
+        return self
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Symbol(Expression):
+    """One of b, h, i, j, s, n, m."""
+
+    name: str
+    kind: Kind
+    arguments: tuple[Expression, ...] = ()
+
+    def record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
+        return [self.name]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Constant(Expression):
+    """A Python number or truth value."""
+
+    value: bool | int | float
+    kind: Kind
+    arguments: tuple[Expression, ...] = ()
+
+    def record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
+        return ["constant", self.kind, repr(self.value)]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Apply(Expression):
+    """An operator of `operators.OPERATORS` applied to arguments."""
+
+    operator: str
+    arguments: tuple[Expression, ...]
+    kind: Kind
+
+    def record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
+        return [self.operator, *(number[id(a)] for a in self.arguments)]
+
+    def rebuilt(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
+        return Apply(self.operator, arguments, self.kind)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Lookup(Expression):
+    """One number read from a table at integer expressions."""
+
+    table: Table
+    arguments: tuple[Expression, ...]
+
+    @property
+    def kind(self) -> Kind:  # type: ignore[override]
+        return self.table.kind
+
+    def record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
+        return ["lookup", slot[id(self.table)], *(number[id(a)] for a in self.arguments)]
+
+    def rebuilt(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
+        return Lookup(replacement[id(self.table)], arguments)
+
+
+class Table:
+    """An array that formulas read: document numbers, lengths, slopes, biases, a dense mask.
+
+    Parameters
+    ----------
+    array : array
+        Booleans, integers or real floats of at least one axis; NumPy, torch or anything NumPy can read.
+    axes : tuple of str or None, optional
+        For each axis the symbol whose whole range it must span (or have length 1), as `dense` and `bias` promise.
+    """
+
+    def __init__(self, array: Any, axes: tuple[str | None, ...] | None = None) -> None:
+        import numpy as np
+
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            array = np.asarray(array)
+        self.array: Any = array
+        self.axes = axes
+        self.shape: tuple[int, ...] = tuple(int(length) for length in array.shape)
+        self.ndim = len(self.shape)
+        self.dtype = array.dtype
+        self.kind: Kind = _table_kind(array)
+        if self.ndim == 0:
+            raise ShapeError(
+                "a table of no axes, one number", "one axis or more", "use the Python number itself in the formula"
+            )
+
+    def __getitem__(self, indices: Any) -> Expression:
+        indices = indices if isinstance(indices, tuple) else (indices,)
+        if len(indices) != self.ndim:
+            raise FormulaError(
+                f"a table of shape {self.shape} read with {len(indices)} indices",
+                f"one index for each of its {self.ndim} axes",
+                f"write table[{', '.join('bhij'[-self.ndim :])}] or the expressions you mean",
+            )
+        arguments = tuple(as_expression(index) for index in indices)
+        for argument in arguments:
+            if argument.kind != "int":
+                raise FormulaError(
+                    f"a table indexed by {argument}, which is a {argument.kind}",
+                    "whole numbers",
+                    "use // for division, and sightline.where(condition, 1, 0) for a condition",
+                )
+        return Lookup(self, arguments)
+
+    @cached_property
+    def extrema(self) -> Extrema:
+        """Least and greatest entries over ranges; made once, so for tables whose array no longer changes."""
+        return Extrema(to_numpy(self.array))
+
+    def __repr__(self) -> str:
+        return f"table({'×'.join(map(str, self.shape))} {self.dtype})"
+
+
+def table(array: Any) -> Table:
+    """Wrap an array so that formulas can read it: `table(slopes)[h]`.
+
+    Parameters
+    ----------
+    array : array
+        (length, ...) of bool, integer or real float. Float tables given as torch tensors may need gradients.
+
+    Returns
+    -------
+    Table
+        Index it with one whole-number expression per axis. Reading outside it is an error unless the mask hides the
+        pair or an enclosing `where` takes the other branch.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> from sightline import h, i, j, s, table
+    >>> s - table(np.array([0.5, 0.25]))[h] * (i - j)
+    s − t[h]·(i − j)
+    """
+    return Table(array)
+
+
+def where(condition: Any, yes: Any, no: Any) -> Expression:
+    """`yes` where the condition holds, `no` elsewhere, as a formula.
+
+    Examples
+    --------
+    >>> from sightline import i, j, s, where
+    >>> where(i >= j, s, s - 1)
+    where(i ≥ j, s, s − 1)
+    """
+    return apply("where", condition, yes, no)
+
+
+def as_expression(value: Any) -> Expression:
+    """A formula as it is, a number as a constant; anything else is an error that names `table`."""
+    if isinstance(value, Expression):
+        return value
+    if isinstance(value, Table):
+        raise FormulaError(
+            f"{value} used without indices", "table(array)[...]", "index it, as in table(array)[h, i - j]"
+        )
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool):
+        return Constant(value, "bool")
+    if isinstance(value, int):
+        if abs(value) > LARGEST_INTEGER:
+            raise FormulaError(f"the whole number {value} in a formula", "at most 2⁵³ in size", "write it as a float")
+        return Constant(value, "int")
+    if isinstance(value, float):
+        return Constant(value, "float")
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    raise FormulaError(
+        f"a {type(value).__name__}{shape} inside a formula",
+        "formulas, numbers and tables",
+        "read arrays through a table: sightline.table(array)[h, i, j]",
+    )
+
+
+def apply(operator: str, *values: Any) -> Expression:
+    """The operator on the values, checked for kinds."""
+    arguments = tuple(as_expression(value) for value in values)
+    rule = OPERATORS[operator]
+    kinds = tuple(argument.kind for argument in arguments)
+    wanted_bool = [k for k in rule.conditions if kinds[k] != "bool"]
+    if wanted_bool:
+        argument = arguments[wanted_bool[0]]
+        raise FormulaError(
+            f"{rule.symbol} on {argument}, which is {'an int' if argument.kind == 'int' else 'a float'}",
+            "conditions",
+            f"compare it first, for instance ({argument} != 0)",
+        )
+    return Apply(operator, arguments, rule.kind(kinds))
+
+
+def power(base: Any, exponent: Any) -> Expression:
+    """base ** exponent; small whole exponents become products, which keeps whole numbers whole."""
+    if isinstance(exponent, int) and not isinstance(exponent, bool) and 1 <= exponent <= 8:
+        result = first = as_expression(base)
+        for _ in range(exponent - 1):
+            result = apply("multiply", result, first)
+        return result
+    return apply("power", base, exponent)
+
+
+def call(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library: str) -> Expression:
+    """What `numpy.name(...)` or `torch.name(...)` means on formulas."""
+    name = TORCH_SPELLINGS.get(name, name)
+    if name == "sigmoid" and len(inputs) == 1:
+        return 1 / (1 + apply("exp", apply("negative", inputs[0])))
+    if name == "clip":
+        return _clip(*inputs, **kwargs)
+    if name == "power" and not kwargs and len(inputs) == 2:
+        return power(*inputs)
+    if name == "square" and not kwargs and len(inputs) == 1:
+        return power(inputs[0], 2)
+    if name not in OPERATORS or kwargs or len(inputs) != OPERATORS[name].arity:
+        raise _unknown(f"{library}.{name} with {len(inputs)} inputs" + (f" and {sorted(kwargs)}" if kwargs else ""))
+    return apply(name, *inputs)
+
+
+def _clip(value: Any, low: Any = None, high: Any = None, **names: Any) -> Expression:
+    low = names.pop("min", names.pop("a_min", low))
+    high = names.pop("max", names.pop("a_max", high))
+    if names:
+        raise _unknown(f"clip with {sorted(names)}")
+    result = as_expression(value)
+    if low is not None:
+        result = apply("maximum", result, low)
+    return result if high is None else apply("minimum", result, high)
+
+
+def _unknown(what: str) -> FormulaError:
+    return FormulaError(
+        f"{what}, on a formula",
+        "+ - * / // % ** abs, comparisons, & | ^ ~, where, clip, square, pow and " + ", ".join(sorted(OPERATORS)),
+        "write it with these, or put the values into a table",
+    )
+
+
+def _table_kind(array: Any) -> Kind:
+    name = dtype_name(array)
+    if name == "bool":
+        return "bool"
+    if name.startswith(("int", "uint")) and name != "uint64":
+        return "int"
+    if name in ("float16", "bfloat16", "float32", "float64"):
+        return "float"
+    raise DtypeError(
+        f"a table of dtype {name}",
+        "bool, integers up to 64 bits signed, float16, bfloat16, float32, float64",
+        "cast it",
+    )
+
+
+def walk(*roots: Expression) -> list[Expression]:
+    """Every node of the graphs once, arguments before what uses them."""
+    done: dict[int, Expression] = {}
+    stack: list[tuple[Expression, Iterator[Expression]]] = []
+    for root in roots:
+        stack.append((root, iter(root.arguments)))
+        while stack:
+            node, rest = stack[-1]
+            following = next((a for a in rest if id(a) not in done), None)
+            if following is None:
+                done.setdefault(id(node), node)
+                stack.pop()
+            else:
+                stack.append((following, iter(following.arguments)))
+    return list(done.values())
+
+
+def from_text(text: str, tables: Sequence[Table]) -> Expression:
+    """The formula that `Expression.text` wrote, reading the given tables."""
+    nodes: list[Expression] = []
+    for head, *rest in json.loads(text):
+        if head == "constant":
+            nodes.append(Constant(_CONSTANTS[rest[0]](rest[1]), rest[0]))
+        elif head == "lookup":
+            nodes.append(Lookup(tables[rest[0]], tuple(nodes[k] for k in rest[1:])))
+        elif head in SYMBOLS:
+            nodes.append(SYMBOLS[head])
+        else:
+            nodes.append(apply(head, *(nodes[k] for k in rest)))
+    return nodes[-1]
+
+
+_CONSTANTS: dict[str, Callable[[str], bool | int | float]] = {
+    "bool": lambda text: text == "True",
+    "int": int,
+    "float": float,
+}
+
+SYMBOLS: dict[str, Symbol] = {name: Symbol(name, "int") for name in "bhijnm"} | {"s": Symbol("s", "float")}

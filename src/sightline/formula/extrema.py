@@ -1,0 +1,77 @@
+"""Least and greatest entries of a table over ranges of its indices, many ranges at once.
+
+A pyramid of aligned blocks, each level twice as wide as the last: a range is covered by at most two blocks per axis of
+the narrowest level at least as wide. The answer covers at least the range asked, and exactly that range when it is one
+aligned block or one index.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Extrema"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Level = tuple[int, ...]  # per axis, log2 of the block's width
+
+BASE = 4  # blocks up to 2⁴ wide come from the table itself, wider ones from those: one pass over large tables
+
+
+class Extrema:
+    """The pyramid over one array; levels are made when first asked for."""
+
+    def __init__(self, values: Array) -> None:
+        self.values = values
+        self.levels: dict[Level, tuple[Array, Array]] = {}
+
+    def over(self, ranges: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+        """(least, greatest) as float64 for index ranges (low, high), ends included, one pair per axis.
+
+        Ranges that leave the table are cut to it.
+        """
+        if 0 in self.values.shape:
+            return np.float64(-np.inf), np.float64(np.inf)
+        ends = np.broadcast_arrays(*(end for pair in ranges for end in pair))
+        shape = ends[0].shape
+        limits = [length - 1 for length in self.values.shape]
+        flat = [np.clip(e.ravel(), 0, limits[k // 2]).astype(np.int64) for k, e in enumerate(ends)]
+        first, last = flat[0::2], flat[1::2]
+        width = [np.ceil(np.log2(np.maximum(z - a, 0) + 1)).astype(np.int64) for a, z in zip(first, last, strict=True)]
+        code = sum(w << (6 * k) for k, w in enumerate(width))
+        least, greatest = np.empty(code.shape), np.empty(code.shape)
+        for one in np.unique(code):
+            chosen = np.flatnonzero(code == one)
+            level = tuple(int(one) >> (6 * k) & 63 for k in range(len(first)))
+            low, high = self._level(level)
+            sides = [
+                (a[chosen] >> w, z[chosen] >> w) if w else (a[chosen],)
+                for a, z, w in zip(first, last, level, strict=True)
+            ]
+            corners = list(itertools.product(*sides))
+            least[chosen] = np.minimum.reduce([low[corner] for corner in corners])
+            greatest[chosen] = np.maximum.reduce([high[corner] for corner in corners])
+        return least.reshape(shape), greatest.reshape(shape)
+
+    def _level(self, level: Level) -> tuple[Array, Array]:
+        if not any(level):
+            return self.values, self.values
+        if level not in self.levels:
+            base = tuple(min(w, BASE) for w in level)
+            source, below = (
+                ((self.values, self.values), (0,) * len(level)) if level == base else (self._level(base), base)
+            )
+            steps = [w - v for w, v in zip(level, below, strict=True)]
+            self.levels[level] = (_blocks(source[0], steps, np.minimum), _blocks(source[1], steps, np.maximum))
+        return self.levels[level]
+
+
+def _blocks(values: Array, steps: Sequence[int], reduce: Any) -> Array:
+    """Each axis reduced in blocks of 2^step; the last block may be shorter."""
+    for axis, step in enumerate(steps):
+        if step:
+            values = reduce.reduceat(values, np.arange(0, values.shape[axis], 1 << step), axis=axis)
+    return values

@@ -1,0 +1,241 @@
+"""Ready names for the masks and scores people use. Each is one function that writes a formula."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+from ..arrays import namespace, to_numpy
+from ..errors import ParameterError, ShapeError
+from .expression import SYMBOLS, Constant, Expression, Lookup, Table, apply, where
+
+__all__ = [
+    "alibi",
+    "alibi_slopes",
+    "bias",
+    "causal",
+    "dense",
+    "documents",
+    "padding",
+    "prefix",
+    "relative_bias",
+    "softcap",
+    "window",
+]
+
+b, h, i, j, s = (SYMBOLS[name] for name in "bhijs")
+n, m = SYMBOLS["n"], SYMBOLS["m"]
+
+
+def causal(align: Literal["upper left", "lower right"] = "upper left") -> Expression:
+    """i ≥ j: no query sees a later key.
+
+    Parameters
+    ----------
+    align : {"upper left", "lower right"}
+        Which corner the diagonal starts from when n ≠ m: "upper left" is i ≥ j (torch's is_causal), "lower right" is
+        i + (m − n) ≥ j (the last query sees every key, as in decoding with a cache; FlashAttention's).
+
+    Raises
+    ------
+    ParameterError
+        Any other word.
+    """
+    if align == "upper left":
+        return i >= j
+    if align == "lower right":
+        return i + (m - n) >= j
+    raise ParameterError(f"align={align!r}", '"upper left" or "lower right"', 'causal("lower right") for decoding')
+
+
+def window(left: int, right: int = 0) -> Expression:
+    """−right ≤ i − j < left: the `left` keys up to and including the query's own, and `right` after it.
+
+    `window(256)` is a causal window of 256 keys, the same as (i ≥ j) ∧ (i − j < 256).
+
+    Raises
+    ------
+    ParameterError
+        left below 1, or right below 0.
+    """
+    if left < 1 or right < 0:
+        raise ParameterError(f"window({left}, {right})", "left ≥ 1 and right ≥ 0", "window(1) sees the own key alone")
+    return (i - j < left) & (j - i <= right)
+
+
+def padding(lengths: Any) -> Expression:
+    """j < lengths[b]: keys past the end of a sequence are hidden.
+
+    Parameters
+    ----------
+    lengths : (B,) integers
+        Real keys of each sequence, `b` counting all leading axes in C order.
+    """
+    table = Table(lengths)
+    if table.ndim != 1 or table.kind != "int":
+        raise ShapeError(f"lengths {table}", "(B,) integers, one length per sequence", "padding([7, 20])")
+    return j < table[b]
+
+
+def documents(ids: Any = None, *, lengths: Any = None) -> Expression:
+    """Sequences packed on one axis see only themselves: id[i] = id[j].
+
+    Parameters
+    ----------
+    ids : (n,) or (B, n) integers
+        A document number for every position.
+    lengths : (documents,) integers
+        Instead: how long each document is, in order along the axis; their sum is n.
+
+    Examples
+    --------
+    >>> import sightline
+    >>> sightline.documents(lengths=[2, 1]).array(3).astype(int)
+    array([[1, 1, 0],
+           [1, 1, 0],
+           [0, 0, 1]])
+    """
+    if (ids is None) == (lengths is None):
+        raise ParameterError(
+            "documents with ids and lengths both or neither", "one of them", "documents(lengths=[3, 5])"
+        )
+    if lengths is not None:
+        each = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
+        if each.ndim != 1 or each.dtype.kind not in "iu" or (each.size and each.min() < 0):
+            raise ShapeError(f"lengths {lengths!r}", "one axis of whole numbers ≥ 0", "documents(lengths=[3, 5])")
+        ids = np.repeat(np.arange(each.size), each)
+    table = Table(ids)
+    if table.ndim not in (1, 2) or table.kind != "int":
+        raise ShapeError(f"document ids {table}", "(n,) or (B, n) integers", "documents(ids) or documents(lengths=...)")
+    lead = () if table.ndim == 1 else (b if table.shape[0] != 1 else 0,)
+    return apply("equal", table[(*lead, i)], table[(*lead, j)])
+
+
+def prefix(length: int) -> Expression:
+    """j < length: keys every query sees; `causal() | prefix(64)` is a prefix language model."""
+    if length < 0:
+        raise ParameterError(f"prefix({length})", "a length ≥ 0", "prefix(0) is empty")
+    return j < length
+
+
+def dense(array: Any) -> Expression:
+    """A mask given in full: array[b, h, i, j], True attends.
+
+    Parameters
+    ----------
+    array : (..., n, m) bool
+        Right-aligned to (B, H, n, m); axes of length 1 broadcast; more than four axes count their leading ones as B.
+    """
+    table = _spanning(array)
+    if table.kind != "bool":
+        from ..errors import MaskError
+
+        raise MaskError(
+            f"dense({table})",
+            "a boolean array, True attends",
+            "dense(array != 0) for integers; score=sightline.bias(array) for numbers to be added to the scores",
+        )
+    return _read(table)
+
+
+def bias(array: Any) -> Expression:
+    """s + array[b, h, i, j]; −∞ hides the pair.
+
+    Parameters
+    ----------
+    array : (..., n, m) real numbers, in logits
+        Right-aligned to (B, H, n, m); axes of length 1 broadcast; more than four axes count their leading ones as B.
+    """
+    table = _spanning(array)
+    if table.kind == "bool":
+        raise ParameterError(f"bias({table})", "numbers to be added", "pass a condition as mask=")
+    return s + _read(table)
+
+
+def alibi_slopes(heads: int) -> Any:
+    """The slopes of ALiBi for a number of heads: 2^(−8k/heads), k = 1, ..., heads.
+
+    For heads that are no power of two, the slopes of the power below, then every other one of twice that power (Press,
+    Smith and Lewis, "Train short, test long", 2022, section 3 and the authors' code).
+
+    Returns
+    -------
+    numpy.ndarray
+        (heads,) float64
+    """
+    if heads < 1:
+        raise ParameterError(f"alibi_slopes({heads})", "at least one head", "alibi_slopes(8)")
+    below = 1 << (heads.bit_length() - 1)
+
+    def slopes(count: int) -> Any:
+        return 2.0 ** (-8.0 * np.arange(1, count + 1) / count)
+
+    return np.concatenate([slopes(below), slopes(2 * below)[0::2][: heads - below]])
+
+
+def alibi(slopes: Any) -> Expression:
+    """s − slope[h] (i − j): linear biases by distance (Press, Smith and Lewis, 2022).
+
+    Parameters
+    ----------
+    slopes : int or (H,) floats
+        A number of heads, for `alibi_slopes`, or the slopes themselves. In a model that looks both ways write the
+        formula with abs(i − j).
+    """
+    table = Table(alibi_slopes(slopes) if isinstance(slopes, int) else slopes)
+    return s - table[h] * (i - j)
+
+
+def softcap(t: float) -> Expression:
+    """t tanh(s / t): scores held within ±t (Gemma 2 report, 2024, section 2).
+
+    Raises
+    ------
+    ParameterError
+        t not positive and finite.
+    """
+    if not (math.isfinite(t) and t > 0):
+        raise ParameterError(f"softcap({t})", "a finite cap above 0", "softcap(30.0)")
+    return apply("tanh", s / float(t)) * float(t)
+
+
+def relative_bias(table: Any) -> Expression:
+    """s + table[h, clip(j − i + w, 0, 2w)]: a learned number per head and distance, as far as w either way.
+
+    Parameters
+    ----------
+    table : (H, 2w + 1) or (2w + 1,) floats, in logits
+        Entry w is distance 0; distances beyond w share the last entry (Shaw, Uszkoreit and Vaswani, 2018, equation 5's
+        clipping; Raffel et al., 2020, section 2.1, for scalars added to the scores).
+    """
+    held = Table(table)
+    if held.ndim > 2 or held.shape[-1] % 2 == 0:
+        raise ShapeError(
+            f"relative_bias({held})", "(H, 2w + 1) or (2w + 1,)", "an odd number of distances, 0 in the middle"
+        )
+    reach = held.shape[-1] // 2
+    distance = apply("minimum", apply("maximum", j - i + reach, 0), 2 * reach)
+    return s + held[distance if held.ndim == 1 else (h, distance)]
+
+
+def _spanning(array: Any) -> Table:
+    """A table whose axes stand for the last of b, h, i, j; leading axes beyond four become one."""
+    if not hasattr(array, "shape"):
+        array = np.asarray(array)
+    if array.ndim > 4:
+        array = namespace(array).reshape(array, (-1, *array.shape[-3:]))
+    return Table(array, axes=tuple("bhij"[4 - array.ndim :]))
+
+
+def _read(table: Table) -> Expression:
+    """The table at its axes' own symbols; an axis of length 1 is read at 0."""
+    names = "bhij"[4 - table.ndim :]
+    return Lookup(
+        table,
+        tuple(
+            Constant(0, "int") if length == 1 else SYMBOLS[name]
+            for name, length in zip(names, table.shape, strict=True)
+        ),
+    )

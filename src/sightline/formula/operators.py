@@ -1,0 +1,121 @@
+"""The operators of the language: one line each, with what every other pass needs to know of them.
+
+Each pass keeps its own table under the same names: `bounds`, `derivative`, `render_array`, `render_llvm`. A test
+checks that all of them cover this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["OPERATORS", "TORCH_SPELLINGS", "Kind", "Operator", "promote"]
+
+Kind = Literal["bool", "int", "float"]
+_RANK: dict[Kind, int] = {"bool": 0, "int": 1, "float": 2}
+
+
+def promote(kinds: tuple[Kind, ...]) -> Kind:
+    """The widest kind, at least int: what arithmetic gives."""
+    return max((*kinds, "int"), key=_RANK.__getitem__)
+
+
+def _same(kinds: tuple[Kind, ...]) -> Kind:
+    return max(kinds, key=_RANK.__getitem__)
+
+
+def _floating(_: tuple[Kind, ...]) -> Kind:
+    return "float"
+
+
+def _whole(_: tuple[Kind, ...]) -> Kind:
+    return "int"
+
+
+def _condition(_: tuple[Kind, ...]) -> Kind:
+    return "bool"
+
+
+def _branches(kinds: tuple[Kind, ...]) -> Kind:
+    return _same(kinds[1:])
+
+
+@dataclass(frozen=True)
+class Operator:
+    """How an operator is written and what it gives.
+
+    `symbol` is its mathematics; `precedence` binds tighter when larger (0: written as a function);
+    `conditions` are the positions of arguments that must be conditions.
+    """
+
+    symbol: str
+    arity: int
+    precedence: int
+    kind: Callable[[tuple[Kind, ...]], Kind]
+    conditions: tuple[int, ...] = ()
+
+
+OPERATORS: dict[str, Operator] = {
+    "add": Operator("+", 2, 5, promote),
+    "subtract": Operator("−", 2, 5, promote),
+    "multiply": Operator("·", 2, 6, promote),
+    "divide": Operator("/", 2, 6, _floating),
+    "floor_divide": Operator("//", 2, 6, promote),
+    "remainder": Operator("mod", 2, 6, promote),
+    "negative": Operator("−", 1, 7, promote),
+    "power": Operator("^", 2, 8, _floating),
+    "absolute": Operator("|·|", 1, 9, promote),
+    "minimum": Operator("min", 2, 0, _same),
+    "maximum": Operator("max", 2, 0, _same),
+    "less": Operator("<", 2, 4, _condition),
+    "less_equal": Operator("≤", 2, 4, _condition),
+    "greater": Operator(">", 2, 4, _condition),
+    "greater_equal": Operator("≥", 2, 4, _condition),
+    "equal": Operator("=", 2, 4, _condition),
+    "not_equal": Operator("≠", 2, 4, _condition),
+    "logical_not": Operator("¬", 1, 3, _condition, (0,)),
+    "logical_and": Operator("∧", 2, 2, _condition, (0, 1)),
+    "logical_xor": Operator("⊻", 2, 1, _condition, (0, 1)),
+    "logical_or": Operator("∨", 2, 1, _condition, (0, 1)),
+    "where": Operator("where", 3, 0, _branches, (0,)),
+    "exp": Operator("exp", 1, 0, _floating),
+    "exp2": Operator("exp2", 1, 0, _floating),
+    "log": Operator("ln", 1, 0, _floating),
+    "log2": Operator("log2", 1, 0, _floating),
+    "sqrt": Operator("√", 1, 0, _floating),
+    "tanh": Operator("tanh", 1, 0, _floating),
+    "sin": Operator("sin", 1, 0, _floating),
+    "cos": Operator("cos", 1, 0, _floating),
+    "floor": Operator("floor", 1, 0, promote),
+    "ceil": Operator("ceil", 1, 0, promote),
+}
+
+# How other libraries (and torch's methods on Python's operators) spell them.
+TORCH_SPELLINGS: dict[str, str] = {
+    "abs": "absolute",
+    "fabs": "absolute",
+    "true_divide": "divide",
+    "div": "divide",
+    "mul": "multiply",
+    "sub": "subtract",
+    "neg": "negative",
+    "mod": "remainder",
+    "fmod": "fmod",
+    "eq": "equal",
+    "ne": "not_equal",
+    "lt": "less",
+    "le": "less_equal",
+    "gt": "greater",
+    "ge": "greater_equal",
+    "bitwise_and": "logical_and",
+    "bitwise_or": "logical_or",
+    "bitwise_xor": "logical_xor",
+    "bitwise_not": "logical_not",
+    "invert": "logical_not",
+    "fmin": "minimum",
+    "fmax": "maximum",
+    "float_power": "power",
+    "pow": "power",
+    "clamp": "clip",
+}

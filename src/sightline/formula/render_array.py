@@ -1,0 +1,122 @@
+"""Formulas as plain array operations, in any array-API namespace.
+
+Floats inside a mask are float64 everywhere, so that every kernel decides alike; in a score they are the dtype asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..arrays import convert, namespace, to_numpy
+from ..errors import FormulaError
+from .expression import Apply, Constant, Expression, Lookup, Symbol, walk
+from .operators import Kind
+
+__all__ = ["ARRAY_RULES", "dense_values", "evaluate"]
+
+
+def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_dtype: Any, like: Any) -> Any:
+    """The formula's values over broadcastable arrays of its symbols.
+
+    Parameters
+    ----------
+    symbols : the arrays of b, h, i, j (int64) and s; n and m as Python ints
+    xp : namespace the values are computed in
+    float_dtype : dtype of float parts
+    like : an array of that namespace, for its device
+    """
+    place = {} if isinstance(like, np.ndarray | np.generic) else {"device": like.device}
+    dtypes = {"bool": xp.bool, "int": xp.int64, "float": float_dtype}
+
+    def cast(value: Any, kind: Kind) -> Any:
+        return value if value.dtype == dtypes[kind] else xp.astype(value, dtypes[kind])
+
+    values: dict[int, Any] = {}
+    for node in walk(formula):
+        if isinstance(node, Symbol):
+            value = symbols[node.name]
+            values[id(node)] = cast(xp.asarray(value, **place), node.kind)
+        elif isinstance(node, Constant):
+            values[id(node)] = xp.asarray(node.value, dtype=dtypes[node.kind], **place)
+        elif isinstance(node, Lookup):
+            source = convert(node.table.array, like)
+            index = tuple(
+                xp.clip(values[id(a)], 0, length - 1) for a, length in zip(node.arguments, source.shape, strict=True)
+            )
+            values[id(node)] = cast(source[index], node.kind)
+        elif isinstance(node, Apply):
+            widest = _common(node)
+            inputs = [
+                values[id(a)] if node.operator == "where" and k == 0 else cast(values[id(a)], widest)
+                for k, a in enumerate(node.arguments)
+            ]
+            values[id(node)] = ARRAY_RULES[node.operator](xp, *inputs)
+    return values[id(formula)]
+
+
+def dense_values(formula: Expression, extent: tuple[int, int, int, int], s: Any = None) -> Any:
+    """(B, H, n, m) NumPy values of a formula: bool, int64 or float64."""
+    B, H, n, m = extent
+    if s is None and "s" in formula.reads:
+        raise FormulaError(f"{formula}.array(...) without scores", "scores for a formula that reads s", "pass s=scores")
+    symbols: dict[str, Any] = {
+        "b": np.arange(B).reshape(-1, 1, 1, 1),
+        "h": np.arange(H).reshape(-1, 1, 1),
+        "i": np.arange(n).reshape(-1, 1),
+        "j": np.arange(m),
+        "n": n,
+        "m": m,
+    }
+    if s is not None:
+        symbols["s"] = np.broadcast_to(to_numpy(s), extent)
+    like = symbols["b"]
+    with np.errstate(all="ignore"):
+        values = evaluate(formula, symbols, xp=namespace(like), float_dtype=np.dtype("float64"), like=like)
+    return np.broadcast_to(values, extent)
+
+
+def _common(node: Apply) -> Kind:
+    """The kind an operator's arguments are brought to before it is applied."""
+    kinds = [a.kind for a in node.arguments[1 if node.operator == "where" else 0 :]]
+    if "float" in kinds or node.kind == "float":
+        return "float"
+    if "int" in kinds or node.kind == "int":
+        return "int"
+    return "bool"
+
+
+def _whole_division(name: str) -> Callable[[Any, Any, Any], Any]:
+    """Floor division and remainder; by 0 gives 0 for whole numbers, as NumPy has it, without a trap on any backend."""
+
+    def rule(xp: Any, x: Any, y: Any) -> Any:
+        if xp.isdtype(x.dtype, "real floating"):
+            return xp.floor(x / y) if name == "floor_divide" else x - xp.floor(x / y) * y
+        zero = y == 0
+        result = getattr(xp, name)(x, xp.where(zero, 1, y))
+        return xp.where(zero, 0, result)
+
+    return rule
+
+
+def _plain(name: str) -> Callable[..., Any]:
+    return lambda xp, *inputs: getattr(xp, name)(*inputs)
+
+
+ARRAY_RULES: dict[str, Callable[..., Any]] = {
+    name: _plain(name)
+    for name in (
+        "add subtract multiply divide negative minimum maximum less less_equal greater greater_equal equal not_equal "
+        "logical_not logical_and logical_xor logical_or where exp log log2 sqrt tanh sin cos"
+    ).split()
+} | {
+    "absolute": _plain("abs"),
+    "power": _plain("pow"),
+    "exp2": lambda xp, x: xp.pow(xp.asarray(2.0, dtype=x.dtype), x),
+    "floor": lambda xp, x: xp.floor(x) if xp.isdtype(x.dtype, "real floating") else x,
+    "ceil": lambda xp, x: xp.ceil(x) if xp.isdtype(x.dtype, "real floating") else x,
+    "floor_divide": _whole_division("floor_divide"),
+    "remainder": _whole_division("remainder"),
+}

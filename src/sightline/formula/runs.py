@@ -1,0 +1,156 @@
+"""Runs: which blocks of keys each block of queries has to look at, found from bounds alone.
+
+The key axis is bisected only where bounds answer "partial", so the work follows the allowed area, not n².
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..arrays import namespace
+from .bounds import Interval, intervals
+from .expression import Constant, Expression
+from .render_array import evaluate
+
+__all__ = ["Runs", "find_runs", "somewhere"]
+
+Array = np.ndarray[Any, np.dtype[np.int64]]
+
+LARGEST_SCORE = 1e30  # scores are finite: −∞ in a formula's bounds comes from the formula
+SEARCH_BLOCK = (64, 64)
+ROWS_AT_ONCE = 1 << 16  # rows bisected together: bounds the memory of the search
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """For each block of queries, runs of key blocks: [first, last) in units of `key_block`, full or partial.
+
+    Rows are (batch, head, query block) in C order; `batches` and `heads` are 1 where the formulas do not depend on them.
+    Row r owns entries `start[r]:start[r + 1]`. What no run covers is empty.
+    """
+
+    extent: tuple[int, int, int, int]
+    query_block: int
+    key_block: int
+    batches: int
+    heads: int
+    start: Array
+    first: Array
+    last: Array
+    full: np.ndarray[Any, np.dtype[np.bool_]]
+
+    @property
+    def query_blocks(self) -> int:
+        return -(-self.extent[2] // self.query_block)
+
+    @property
+    def key_blocks(self) -> int:
+        return -(-self.extent[3] // self.key_block)
+
+    def row(self, b: int, h: int, block: int) -> range:
+        """The entries of one block of queries."""
+        row = ((b if self.batches > 1 else 0) * self.heads + (h if self.heads > 1 else 0)) * self.query_blocks + block
+        return range(int(self.start[row]), int(self.start[row + 1]))
+
+    @cached_property
+    def tiles(self) -> dict[str, int]:
+        """Numbers of empty, full and partial tiles over all batches and heads."""
+        B, H, _, _ = self.extent
+        repeats = (B // self.batches) * (H // self.heads) if B and H else 0
+        lengths = self.last - self.first
+        full = int(lengths[self.full].sum()) * repeats
+        partial = int(lengths[~self.full].sum()) * repeats
+        return {"empty": B * H * self.query_blocks * self.key_blocks - full - partial, "full": full, "partial": partial}
+
+
+def find_runs(mask: Expression | None, extent: tuple[int, int, int, int], query_block: int, key_block: int) -> Runs:
+    """The runs of a mask. Empty: surely hidden. Full: surely allowed. Partial: everything between."""
+    B, H, n, m = extent
+    mask = Constant(True, "bool") if mask is None else mask
+    batches, heads = (length if name in mask.reads else min(length, 1) for name, length in (("b", B), ("h", H)))
+    rows = batches * heads * -(-n // query_block)
+    found = [
+        _bisect(mask, extent, (query_block, key_block), heads, np.arange(at, min(at + ROWS_AT_ONCE, rows)))
+        for at in range(0, rows, ROWS_AT_ONCE)
+    ]
+    row, first, last, full = _merged(np.concatenate([np.empty((4, 0), np.int64), *found], axis=1))
+    start = np.searchsorted(row, np.arange(rows + 1))
+    return Runs(extent, query_block, key_block, batches, heads, start, first, last, full.astype(bool))
+
+
+def _bisect(
+    mask: Expression, extent: tuple[int, int, int, int], block: tuple[int, int], heads: int, rows: Array
+) -> Array:
+    """(row, first, last, full) of every decided piece of these rows, in no order."""
+    _, _, n, m = extent
+    key_blocks, query_blocks = -(-m // block[1]), -(-n // block[0])
+    width = 1 << max(key_blocks - 1, 0).bit_length()
+    first = np.zeros_like(rows)
+    found: list[Array] = []
+    while rows.size and key_blocks:
+        last = np.minimum(first + width, key_blocks)
+        i0 = rows % query_blocks * block[0]
+        box = box_of(
+            extent,
+            b=(rows // query_blocks // heads,) * 2,
+            h=(rows // query_blocks % heads,) * 2,
+            i=(i0, np.minimum(i0 + block[0], n) - 1),
+            j=(first * block[1], np.minimum(last * block[1], m) - 1),
+        )
+        low, high = (np.broadcast_to(end, rows.shape) for end in intervals(mask, box)[id(mask)])
+        full = low == 1
+        settled = full | ((width == 1) & (high != 0))
+        found.append(np.stack([rows[settled], first[settled], last[settled], full[settled].astype(np.int64)]))
+        width //= 2
+        halve = (high != 0) & ~settled
+        rows, first = np.repeat(rows[halve], 2), np.repeat(first[halve], 2)
+        first[1::2] += width
+        inside = first < key_blocks
+        rows, first = rows[inside], first[inside]
+    return np.concatenate([np.empty((4, 0), np.int64), *found], axis=1)
+
+
+def _merged(pieces: Array) -> Array:
+    """Pieces in order, neighbours of one kind joined."""
+    pieces = pieces[:, np.lexsort((pieces[1], pieces[0]))]
+    row, first, last, full = pieces
+    if row.size == 0:
+        return pieces
+    joins = (row[1:] == row[:-1]) & (first[1:] == last[:-1]) & (full[1:] == full[:-1])
+    heads = np.flatnonzero(np.concatenate([[True], ~joins]))
+    ends = np.append(heads[1:], row.size) - 1
+    return np.stack([row[heads], first[heads], last[ends], full[heads]])
+
+
+def box_of(extent: tuple[int, int, int, int], **symbols: tuple[Any, Any]) -> dict[str, Interval]:
+    """Intervals for every symbol: the whole range where none is given."""
+    B, H, n, m = extent
+    whole = {"b": (0, B - 1), "h": (0, H - 1), "i": (0, n - 1), "j": (0, m - 1), "n": (n, n), "m": (m, m)}
+    box = {name: (np.asarray(a, np.float64), np.asarray(z, np.float64)) for name, (a, z) in (whole | symbols).items()}
+    box["s"] = (np.asarray(-LARGEST_SCORE), np.asarray(LARGEST_SCORE))
+    return box
+
+
+def somewhere(condition: Expression, extent: tuple[int, int, int, int]) -> tuple[int, int, int, int] | None:
+    """One (b, h, i, j) at which the condition holds, or None where it holds nowhere.
+
+    Bounds first, then the values of the tiles they leave open.
+    """
+    runs = find_runs(condition, extent, *SEARCH_BLOCK)
+    _, _, n, m = extent
+    owner = np.repeat(np.arange(runs.start.size - 1), np.diff(runs.start))
+    for row, first, last in zip(owner, runs.first, runs.last, strict=True):
+        group, block = divmod(int(row), runs.query_blocks)
+        b, h = divmod(group, runs.heads)
+        i = np.arange(block * SEARCH_BLOCK[0], min((block + 1) * SEARCH_BLOCK[0], n))[:, None]
+        j = np.arange(first * SEARCH_BLOCK[1], min(last * SEARCH_BLOCK[1], m))
+        symbols = {"b": np.asarray(b), "h": np.asarray(h), "i": i, "j": j, "n": n, "m": m}
+        holds = evaluate(condition, symbols, xp=namespace(i), float_dtype=np.dtype("float64"), like=i)
+        at = np.argwhere(np.broadcast_to(holds, (i.shape[0], j.shape[0])))
+        if at.size:
+            return b, h, int(i[at[0, 0], 0]), int(j[at[0, 1]])
+    return None

@@ -1,0 +1,93 @@
+"""The choice of a kernel, with its reasons.
+
+A kernel says why it cannot serve a problem (`refuses`), each reason with its cure; the cheapest of the others is taken.
+`refuses` is the one source of truth on what a kernel can do: the planner, `explain`, `sightline info` and the tests read
+it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import KernelRefusedError, ParameterError
+from .problem import Problem
+
+__all__ = ["Kernel", "Plan", "Refusal", "Result", "choose"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a kernel cannot serve a problem, and what would let it."""
+
+    reason: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.cure})"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a kernel answers: output (..., H, n, d_v), lse (..., H, n), and one entry for each asked statistic."""
+
+    output: Any
+    lse: Any
+    seen: tuple[Any, ...] = ()
+
+
+class Kernel(ABC):
+    """One way to compute attention: a file of its own and a line in `attention.KERNELS`."""
+
+    name: str
+    describes: str
+
+    @abstractmethod
+    def refuses(self, problem: Problem) -> Iterator[Refusal]:
+        """Every reason this kernel cannot serve the problem; none means that it can."""
+
+    @abstractmethod
+    def cost(self, problem: Problem) -> float:
+        """Relative cost among the kernels that can serve the problem; the smallest is taken."""
+
+    @abstractmethod
+    def run(self, problem: Problem, threads: int | None = None) -> Result:
+        """The answer."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernel taken and why each other was not."""
+
+    kernel: Kernel
+    refusals: dict[str, tuple[Refusal, ...]]
+    forced: bool
+
+
+def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = None) -> Plan:
+    """The cheapest kernel that does not refuse, or the one asked for by name.
+
+    Raises
+    ------
+    ParameterError
+        `forced` is no kernel's name.
+    KernelRefusedError
+        The kernel asked for refuses; the message holds every reason with its cure.
+    """
+    refusals = {kernel.name: tuple(kernel.refuses(problem)) for kernel in kernels}
+    if forced is None:
+        able = [kernel for kernel in kernels if not refusals[kernel.name]]
+        return Plan(min(able, key=lambda kernel: kernel.cost(problem)), refusals, forced=False)
+    for kernel in kernels:
+        if kernel.name == forced:
+            if refusals[forced]:
+                raise KernelRefusedError(
+                    f"kernel={forced!r} cannot serve this problem: " + "; ".join(r.reason for r in refusals[forced]),
+                    "problems the kernel does not refuse",
+                    "; ".join(r.cure for r in refusals[forced]) + "; or leave kernel=None",
+                )
+            return Plan(kernel, refusals, forced=True)
+    names = ", ".join(repr(kernel.name) for kernel in kernels)
+    raise ParameterError(f"kernel={forced!r}", f"one of {names}, or None", "leave kernel=None to have one chosen")

@@ -1,0 +1,358 @@
+"""The question: everything attention was asked, checked.
+
+The shape legend, used everywhere:
+
+    B    batch: any number of leading axes, broadcast; `b` counts them together, in C order
+    H    query heads            G    key/value heads; H is a multiple of G and head h reads group h // (H / G)
+    n    queries                m    keys
+    d_k  width of query and key d_v  width of value
+
+    query (..., H, n, d_k)    key (..., G, m, d_k)    value (..., G, m, d_v)    output (..., H, n, d_v)
+
+Without a head axis (n, d_k), and (B, n, d_k) as textbooks have it, work too. Every input error is raised here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from . import arrays
+from .errors import DeviceError, DtypeError, MaskError, ParameterError, ShapeError
+from .formula import checks, hiding, library, trace
+from .formula.expression import Expression, Table
+from .observe import Statistic
+
+__all__ = ["Problem", "pose", "read_mask", "read_score"]
+
+Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One attention problem; make it with `pose`, which checks it.
+
+    `query`, `key` and `value` all carry the broadcast leading axes `lead` and a head axis.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    mask: Expression | None
+    score: Expression | None
+    sinks: Any | None
+    scale: float
+    dropout: float
+    seed: int
+    see: tuple[Statistic, ...]
+    headless: bool  # the caller's arrays have no head axis
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        return tuple(self.query.shape[:-3])
+
+    @property
+    def B(self) -> int:
+        return math.prod(self.lead)
+
+    @property
+    def H(self) -> int:
+        return int(self.query.shape[-3])
+
+    @property
+    def G(self) -> int:
+        return int(self.key.shape[-3])
+
+    @property
+    def group(self) -> int:
+        """Query heads to a key head."""
+        return self.H // self.G if self.G else 1
+
+    @property
+    def n(self) -> int:
+        return int(self.query.shape[-2])
+
+    @property
+    def m(self) -> int:
+        return int(self.key.shape[-2])
+
+    @property
+    def d_k(self) -> int:
+        return int(self.query.shape[-1])
+
+    @property
+    def d_v(self) -> int:
+        return int(self.value.shape[-1])
+
+    @property
+    def extent(self) -> tuple[int, int, int, int]:
+        """(B, H, n, m): the ranges of b, h, i and j."""
+        return self.B, self.H, self.n, self.m
+
+    @cached_property
+    def dtype(self) -> str:
+        return arrays.dtype_name(self.query)
+
+    @property
+    def accumulator(self) -> str:
+        return arrays.accumulator(self.dtype)
+
+    @cached_property
+    def framework(self) -> str:
+        return arrays.framework(self.query)
+
+    @cached_property
+    def device(self) -> str:
+        return arrays.device(self.query)
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The tables of mask and score, each once."""
+        found = {id(t): t for f in (self.mask, self.score) if f is not None for t in f.tables}
+        return tuple(found.values())
+
+    def positions(self, xp: Any, rows: slice, columns: slice) -> tuple[Any, Any, Any, Any]:
+        """b, h, i, j of a tile as int64 arrays that broadcast to (*lead, H, rows, columns)."""
+        options = {"dtype": xp.int64}
+        if "torch" in xp.__name__:
+            options["device"] = self.query.device
+        b = xp.reshape(xp.arange(self.B, **options), (*self.lead, 1, 1, 1))
+        h = xp.reshape(xp.arange(self.H, **options), (self.H, 1, 1))
+        i = xp.reshape(xp.arange(rows.start, rows.stop, **options), (-1, 1))
+        return b, h, i, xp.arange(columns.start, columns.stop, **options)
+
+    def headed(self, array: Any, trailing: int) -> Any:
+        """An array (*lead, H, `trailing` more axes) as the caller's layout has it: without the head axis if none came."""
+        if not self.headless:
+            return array
+        return array.reshape((*array.shape[: -trailing - 1], *array.shape[array.ndim - trailing :]))
+
+    def with_tables(self, tables: Sequence[Any]) -> Problem:
+        """The same problem reading other arrays, in the order of `tables`."""
+        new = {id(old): Table(array, old.axes) for old, array in zip(self.tables, tables, strict=True)}
+
+        def swap(formula: Expression | None) -> Expression | None:
+            return None if formula is None else formula.with_tables([new[id(t)] for t in formula.tables])
+
+        return replace(self, mask=swap(self.mask), score=swap(self.score))
+
+
+def pose(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Formula = None,
+    score: Formula = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    see: Sequence[Statistic] = (),
+) -> Problem:
+    """The problem these arguments of `sightline.attention` pose; every input error is raised here.
+
+    Raises
+    ------
+    DtypeError
+        Arrays that are not float16, bfloat16, float32 or float64, or not all of one dtype.
+    DeviceError
+        Arrays of different frameworks or on different devices.
+    ShapeError
+        Shapes that do not fit the legend above.
+    MaskError, FormulaError, TableError
+        A mask that is no condition; a formula that cannot be meant; a formula that reads outside its table.
+    ParameterError
+        scale not finite, dropout outside [0, 1], a seed missing, an unknown statistic.
+    """
+    named = {"query": query, "key": key, "value": value}
+    _check_arrays(named)
+    headless = query.ndim < 4
+    query, key, value = _shaped(named)
+    problem = Problem(
+        query,
+        key,
+        value,
+        mask=read_mask(mask),
+        score=read_score(score),
+        sinks=_read_sinks(sinks, query),
+        scale=_read_scale(scale, query.shape[-1]),
+        dropout=_read_dropout(dropout),
+        seed=_read_seed(seed, dropout),
+        see=_read_statistics(see),
+        headless=headless,
+    )
+    if problem.tables:
+        _check_devices(problem)
+        problem = problem.with_tables([arrays.convert(t.array, query) for t in problem.tables])
+    if problem.score is not None:
+        hidden = hiding.hidden(problem.score, problem.extent)
+        if hidden is not None:
+            problem = replace(problem, mask=~hidden if problem.mask is None else problem.mask & ~hidden)
+    checks.check_reads(problem.mask, problem.score, problem.extent)
+    return problem
+
+
+def read_mask(mask: Formula) -> Expression | None:
+    """A mask as a formula: a formula, a FlexAttention mask_mod, or a boolean array (which means `dense`)."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Expression | bool) and hasattr(mask, "dtype") and hasattr(mask, "shape"):
+        if arrays.dtype_name(mask) not in ("bool", "bool_"):
+            raise MaskError(
+                f"mask is an array of {arrays.dtype_name(mask)}",
+                "a condition, True attends: a formula or a boolean array",
+                "mask=array != 0 for integers; score=sightline.bias(array) for numbers to be added to the scores",
+            )
+        return library.dense(mask)
+    expression = trace.formula(mask, "mask", "b h i j")
+    if expression.kind != "bool":
+        raise MaskError(
+            f"mask is {expression}, which is a number",
+            "a condition, True attends",
+            f"compare it, as in ({expression}) != 0; what is to be added to the scores goes into score=s + ...",
+        )
+    if "s" in expression.reads:
+        raise MaskError(
+            f"mask {expression} reads the score s", "conditions on b, h, i and j", "score=where(condition, s, -inf)"
+        )
+    return expression
+
+
+def read_score(score: Formula) -> Expression | None:
+    """A score as a formula: a formula or a FlexAttention score_mod."""
+    if score is None:
+        return None
+    expression = trace.formula(score, "score", "s b h i j")
+    if expression.kind == "bool":
+        raise MaskError(f"score is {expression}, a condition", "a number", "pass conditions as mask=")
+    return expression
+
+
+def _check_arrays(named: dict[str, Any]) -> None:
+    for name, array in named.items():
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise DtypeError(f"{name} is a {type(array).__name__}", "arrays", f"{name}=numpy.asarray({name})")
+        if arrays.dtype_name(array) not in arrays.FLOATS:
+            raise DtypeError(
+                f"{name} has dtype {arrays.dtype_name(array)}", ", ".join(arrays.FLOATS), f"cast {name} to one of these"
+            )
+    kinds = {name: arrays.framework(array) for name, array in named.items()}
+    if set(kinds.values()) - {"numpy", "torch"} or len(set(kinds.values())) > 1:
+        raise DeviceError(_list(kinds), "query, key and value all from NumPy or all from torch", "convert them first")
+    for what, error, describe in (
+        ("dtype", DtypeError, arrays.dtype_name),
+        ("device", DeviceError, arrays.device),
+    ):
+        found = {name: describe(array) for name, array in named.items()}
+        if len(set(found.values())) > 1:
+            raise error(f"{what} of {_list(found)}", f"one {what} for all", f"move key and value to query's {what}")
+
+
+def _shaped(named: dict[str, Any]) -> list[Any]:
+    """query, key and value with a head axis and one set of leading axes."""
+    shapes = {name: tuple(array.shape) for name, array in named.items()}
+
+    def refuse(what: str, cure: str) -> ShapeError:
+        given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        legend = "query (..., H, n, d_k), key (..., G, m, d_k), value (..., G, m, d_v), or all without heads"
+        return ShapeError(f"{what}: {given}", legend, cure)
+
+    axes = {len(shape) for shape in shapes.values()}
+    if min(axes) < 2:
+        raise refuse("fewer than two axes", "give each array at least (positions, width)")
+    if len(axes) > 1 and min(axes) < 4:
+        raise refuse("different numbers of axes", "give all three a head axis and a batch axis")
+    if max(axes) < 4:
+        named = {name: array[..., None, :, :] for name, array in named.items()}
+    q, k, v = (tuple(array.shape) for array in named.values())
+    if q[-1] != k[-1]:
+        raise refuse(f"query is {q[-1]} wide and key {k[-1]}", "project both to the same d_k")
+    if q[-1] == 0:
+        raise refuse("d_k is 0", "give query and key at least one component")
+    if k[-2] != v[-2]:
+        raise refuse(f"{k[-2]} keys and {v[-2]} values", "give one value for every key")
+    if k[-3] != v[-3]:
+        raise refuse(f"{k[-3]} key heads and {v[-3]} value heads", "give key and value the same heads")
+    if (k[-3] == 0 and q[-3] != 0) or (k[-3] and q[-3] % k[-3]):
+        raise refuse(f"{q[-3]} query heads do not share {k[-3]} key heads evenly", "make H a multiple of G")
+    try:
+        lead = _broadcast(q[:-3], k[:-3], v[:-3])
+    except ValueError:
+        raise refuse("leading axes that do not broadcast", "make them equal, or 1") from None
+    xp = arrays.namespace(named["query"])
+    return [x if x.shape[:-3] == lead else xp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in named.values()]
+
+
+def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    import numpy as np
+
+    return tuple(int(length) for length in np.broadcast_shapes(*(tuple(map(int, shape)) for shape in shapes)))
+
+
+def _read_sinks(sinks: Any, query: Any) -> Any:
+    if sinks is None:
+        return None
+    sinks = Table(sinks).array
+    if tuple(sinks.shape) != (query.shape[-3],):
+        raise ShapeError(
+            f"sinks of shape {tuple(sinks.shape)}", f"(H,) = ({query.shape[-3]},)", "one logit per query head"
+        )
+    if arrays.dtype_name(sinks) not in arrays.FLOATS:
+        raise DtypeError(f"sinks of dtype {arrays.dtype_name(sinks)}", ", ".join(arrays.FLOATS), "cast sinks")
+    return arrays.convert(sinks, query)
+
+
+def _read_scale(scale: Any, d_k: int) -> float:
+    if scale is None:
+        return 1 / math.sqrt(d_k)
+    try:
+        value = float(scale)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ParameterError(f"scale={scale!r}", "a finite number", "leave scale=None for 1/√d_k")
+    return value
+
+
+def _read_dropout(dropout: Any) -> float:
+    try:
+        value = float(dropout)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise ParameterError(f"dropout={dropout!r}", "a probability from 0 to 1", "dropout=0.1 drops a tenth")
+    return value
+
+
+def _read_seed(seed: Any, dropout: float) -> int:
+    if seed is None and dropout == 0:
+        return 0
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= seed.__index__() < 2**64:
+        raise ParameterError(
+            f"seed={seed!r} with dropout={dropout}", "a whole number from 0 to 2⁶⁴ − 1", "pass seed=0, say"
+        )
+    return int(seed)
+
+
+def _read_statistics(see: Any) -> tuple[Statistic, ...]:
+    listed = tuple(see) if isinstance(see, Sequence) and not isinstance(see, str) else (see,)
+    for entry in listed:
+        if not isinstance(entry, Statistic):
+            raise ParameterError(f"see={see!r}", "a list of statistics", "see=[sightline.lse(), sightline.weights()]")
+    return listed
+
+
+def _check_devices(problem: Problem) -> None:
+    for entry in problem.tables:
+        if arrays.framework(entry.array) == "torch" and problem.framework == "torch":
+            place = arrays.device(entry.array)
+            if place != problem.device:
+                raise DeviceError(f"{entry} on {place}, query on {problem.device}", "one device", "move the table")
+
+
+def _list(found: dict[str, Any]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in found.items())

@@ -1,0 +1,193 @@
+"""The definition: scaled dot-product attention and its gradients in float64, every stage named.
+
+    S = Q Kᵀ · scale        P = softmax(score(S) + M)        O = P V
+
+(Vaswani et al., "Attention Is All You Need", 2017, equation 1; gradients: Dao et al., "FlashAttention", 2022, appendix
+B.2.) Everything else in this library is checked against this page. It holds n×m arrays and is in no hurry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .arrays import convert, namespace, resolve, to_numpy
+from .dropout import keep_factor
+from .formula.derivative import derivative
+from .formula.render_array import dense_values
+from .observe import Tile
+from .plan import Kernel, Refusal, Result
+from .problem import Problem
+
+__all__ = ["Gradients", "Reference", "Stages", "backward", "forward"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What attention computes on its way, float64; (..., H, n, m) unless said."""
+
+    scores: Array  # Q Kᵀ
+    scaled: Array  # scores · scale
+    masked: Array  # score(scaled), −∞ where hidden
+    weights: Array  # softmax over keys; a row that sees nothing is 0
+    output: Array  # (..., H, n, d_v): (weights ∘ dropout) V
+    lse: Array  # (..., H, n): ln Σ exp(masked), sinks counted; −∞ for a row that sees nothing
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients in the order the chain rule meets them; names as in the papers."""
+
+    value: Array  # dV = Pᵀ dO
+    weights: Array  # dP = dO Vᵀ
+    masked: Array  # dS = P ∘ (dP − rowsum(P ∘ dP))
+    scores: Array  # dS through the score formula and the scale
+    query: Array  # dQ = dS K
+    key: Array  # dK = dSᵀ Q
+
+
+def forward(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    scale: float,
+    score: Callable[[Array], Array] = lambda s: s,
+    allowed: Array | bool = True,
+    sinks: Array | None = None,
+    keep: Array | float = 1.0,
+) -> Stages:
+    """Attention, stage by stage.
+
+    Parameters
+    ----------
+    query, key, value : (..., H, n, d_k), (..., H, m, d_k), (..., H, m, d_v)
+    scale : factor on the dot products, usually 1/√d_k
+    score : function of the scaled scores
+    allowed : (..., H, n, m) bool, True attends
+    sinks : (H,) logits that take weight and give nothing
+    keep : dropout factors on the weights, 0 or 1/(1 − p)
+    """
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    with np.errstate(all="ignore"):  # what the mask hides may overflow
+        scores = query @ key.swapaxes(-1, -2)
+        scaled = scores * scale
+        masked = np.where(allowed, score(scaled), -np.inf)
+        sink = (
+            np.full(masked.shape[:-1], -np.inf)
+            if sinks is None
+            else np.broadcast_to(np.asarray(sinks, np.float64)[:, None], masked.shape[:-1])
+        )
+        largest = np.maximum(masked.max(-1, initial=-np.inf), sink)
+        shift = np.where(largest == -np.inf, 0, largest)
+        exponentials = np.exp(masked - shift[..., None])
+        total = exponentials.sum(-1) + np.exp(sink - shift)
+        weights = exponentials / np.where(total == 0, 1, total)[..., None]
+        lse = shift + np.log(total)
+        output = product(weights * keep, value)
+    return Stages(scores, scaled, masked, weights, output, lse)
+
+
+def backward(
+    stages: Stages,
+    query: Array,
+    key: Array,
+    value: Array,
+    d_output: Array,
+    *,
+    scale: float,
+    slope: Array | float = 1.0,
+    keep: Array | float = 1.0,
+    d_lse: Array | float = 0.0,
+    d_weights: Array | float = 0.0,
+) -> Gradients:
+    """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse + Σ d_weights ∘ weights.
+
+    `slope` is d score(s) / d s at the scaled scores; the rest as in `forward`.
+    """
+    query, key, value, d_output = (np.asarray(x, np.float64) for x in (query, key, value, d_output))
+    p = stages.weights
+    with np.errstate(all="ignore"):
+        d_value = product((p * keep).swapaxes(-1, -2), d_output)
+        d_p = np.where(p == 0, 0, (d_output @ value.swapaxes(-1, -2)) * keep + d_weights)
+        row = (p * d_p).sum(-1, keepdims=True) - np.asarray(d_lse)[..., None]
+        d_masked = np.where(p == 0, 0, p * (d_p - row))
+        d_scores = np.where(p == 0, 0, d_masked * slope * scale)
+        d_query = product(d_scores, key)
+        d_key = product(d_scores.swapaxes(-1, -2), query)
+    return Gradients(d_value, d_p, d_masked, d_scores, d_query, d_key)
+
+
+def product(weights: Array, rows: Array) -> Array:
+    """Σⱼ weights[i, j] · rows[j], where a weight of 0 gives nothing, even of NaN or ∞."""
+    if np.isfinite(rows).all():
+        return weights @ rows
+    with np.errstate(all="ignore"):
+        terms = weights[..., None] * rows[..., None, :, :]
+        return np.where(weights[..., None] == 0, 0, terms).sum(-2)
+
+
+def stages_of(problem: Problem) -> Stages:
+    """The definition applied to a problem: its formulas made dense, its key heads repeated."""
+    query, key, value = (to_numpy(x) for x in (problem.query, problem.key, problem.value))
+    key, value = (np.repeat(x, problem.group, axis=-3) for x in (key, value))
+    shape = (*problem.lead, problem.H, problem.n, problem.m)
+
+    def score(scaled: Array) -> Array:
+        if problem.score is None:
+            return scaled
+        return np.asarray(dense_values(problem.score, problem.extent, scaled.reshape(problem.extent))).reshape(shape)
+
+    return forward(
+        query,
+        key,
+        value,
+        scale=problem.scale,
+        score=score,
+        allowed=True if problem.mask is None else dense_values(problem.mask, problem.extent).reshape(shape),
+        sinks=None if problem.sinks is None else to_numpy(problem.sinks),
+        keep=keep_factor(problem, np, slice(0, problem.n), slice(0, problem.m)),
+    )
+
+
+def gradients_of(problem: Problem, d_output: Array, **extra: Any) -> Gradients:
+    """Gradients of a problem with respect to its query, and to its key and value per *query* head."""
+    stages = stages_of(problem)
+    query, key, value = (to_numpy(x) for x in (problem.query, problem.key, problem.value))
+    key, value = (np.repeat(x, problem.group, axis=-3) for x in (key, value))
+    slope: Array | float = 1.0
+    if problem.score is not None:
+        slope = dense_values(derivative(problem.score), problem.extent, stages.scaled.reshape(problem.extent))
+        slope = slope.reshape(stages.scaled.shape)
+    keep = keep_factor(problem, np, slice(0, problem.n), slice(0, problem.m))
+    return backward(stages, query, key, value, d_output, scale=problem.scale, slope=slope, keep=keep, **extra)
+
+
+class Reference(Kernel):
+    """The definition as a kernel: float64, n² memory."""
+
+    name = "reference"
+    describes = "the definition, dense float64 in NumPy, n² memory"
+
+    def refuses(self, problem: Problem) -> Iterator[Refusal]:
+        """Nothing: the definition covers every problem."""
+        yield from ()
+
+    def cost(self, problem: Problem) -> float:
+        return 100.0
+
+    def run(self, problem: Problem, threads: int | None = None) -> Result:
+        stages = stages_of(problem)
+        xp = namespace(problem.query)
+
+        def back(array: Array, dtype: str) -> Any:
+            return xp.astype(convert(array, problem.query), resolve(xp, dtype))
+
+        output, lse = back(stages.output, problem.dtype), back(stages.lse, problem.accumulator)
+        whole = Tile(slice(0, problem.n), slice(0, problem.m), back(stages.weights, problem.accumulator))
+        return Result(output, lse, tuple(s.collect(problem, lse, lambda: iter((whole,))) for s in problem.see))

@@ -1,0 +1,329 @@
+"""Attention by tiles in plain array operations: any device torch knows, NumPy, every dtype, every formula, O(n) memory.
+
+Forward keeps a running maximum and sum per query (Milakov and Gimelshein, 2018; Dao et al., "FlashAttention", 2022,
+algorithm 1); backward recomputes the weights from the saved normaliser (ibid., algorithm 4). Both are plain operations
+on fresh arrays, so torch can differentiate either to any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .arrays import framework, namespace, resolve
+from .dropout import keep_factor
+from .formula.derivative import derivative
+from .formula.expression import Lookup, walk
+from .formula.render_array import evaluate
+from .formula.runs import Runs, find_runs
+from .observe import Tile
+from .plan import Kernel, Refusal, Result
+from .problem import Problem
+
+__all__ = ["Gradients", "Streaming", "backward", "forward", "tiles"]
+
+TILE_ELEMENTS = 1 << 20  # scores held at once, over all batches and heads
+KEY_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of query, key, value, of the float tables in the order of `Problem.tables` (else None), and of sinks."""
+
+    query: Any
+    key: Any
+    value: Any
+    tables: tuple[Any, ...]
+    sinks: Any
+
+
+class Work:
+    """A problem with what every tile of it needs."""
+
+    def __init__(self, problem: Problem, *others: Any) -> None:
+        self.problem = problem
+        self.xp = xp = namespace(problem.query)
+        self.dtype = resolve(xp, problem.accumulator)
+        self.place = {} if problem.framework == "numpy" else {"device": problem.query.device}
+        self.finite = all(bool(xp.all(xp.isfinite(x))) for x in (problem.query, problem.key, problem.value, *others))
+
+    @cached_property
+    def runs(self) -> Runs:
+        problem = self.problem
+        columns = min(KEY_BLOCK, 1 << max(problem.m - 1, 0).bit_length())
+        rows = max(TILE_ELEMENTS // (max(problem.B * problem.H, 1) * columns), 1)
+        return find_runs(problem.mask, problem.extent, min(1 << (rows.bit_length() - 1), 1024), columns)
+
+    def blocks(self) -> Iterator[slice]:
+        """Blocks of queries."""
+        size = self.runs.query_block
+        for start in range(0, self.problem.n, size):
+            yield slice(start, min(start + size, self.problem.n))
+
+    def columns(self, rows: slice) -> Iterator[tuple[slice, bool]]:
+        """Key blocks that some batch or head of these queries sees, and whether all of them see all of it."""
+        runs, full = self.runs, {}
+        block = rows.start // runs.query_block
+        for b in range(runs.batches):
+            for h in range(runs.heads):
+                for entry in runs.row(b, h, block):
+                    for column in range(runs.first[entry], runs.last[entry]):
+                        full[column] = full.get(column, 0) + bool(runs.full[entry])
+        for column in sorted(full):
+            start = column * runs.key_block
+            stop = min(start + runs.key_block, self.problem.m)
+            yield slice(start, stop), full[column] == runs.batches * runs.heads
+
+    def wide(self, array: Any, part: slice) -> Any:
+        """Rows of query, key or value in the accumulator's dtype."""
+        return self.xp.astype(array[..., part, :], self.dtype)
+
+    def symbols(self, rows: slice, columns: slice, s: Any = None) -> dict[str, Any]:
+        b, h, i, j = self.problem.positions(self.xp, rows, columns)
+        return {"b": b, "h": h, "i": i, "j": j, "s": s, "n": self.problem.n, "m": self.problem.m}
+
+    def value_of(self, formula: Any, symbols: dict[str, Any], dtype: Any = None) -> Any:
+        dtype = self.dtype if dtype is None else dtype
+        symbols = {name: value for name, value in symbols.items() if value is not None}
+        return evaluate(formula, symbols, xp=self.xp, float_dtype=dtype, like=self.problem.query)
+
+    def scaled(self, query: Any, columns: slice) -> Any:
+        """Q Kᵀ · scale of a tile, (*lead, H, rows, columns); `query` is already wide."""
+        return self.dot_rows(query, self.wide(self.problem.key, columns)) * self.problem.scale
+
+    def masked(self, s: Any, rows: slice, columns: slice, full: bool) -> Any:
+        """Scores after the score formula and the mask."""
+        problem, xp = self.problem, self.xp
+        if problem.score is not None:
+            s = xp.broadcast_to(self.value_of(problem.score, self.symbols(rows, columns, s)), s.shape)
+            s = xp.astype(s, self.dtype)
+        if problem.mask is not None and not full:
+            allowed = self.value_of(problem.mask, self.symbols(rows, columns), xp.float64)
+            s = xp.where(allowed, s, self.full(-xp.inf))
+        return s
+
+    def onto_rows(self, weights: Any, array: Any, signed: bool = False) -> Any:
+        """Σⱼ weights[i, j] · array[j], the rows of a key head shared by its group: (*lead, H, rows, width)."""
+        rows = weights.shape[-2]
+        product = self.grouped(weights) @ array if signed else self.product(self.grouped(weights), array)
+        return self.xp.reshape(product, (*self.problem.lead, self.problem.H, rows, array.shape[-1]))
+
+    def onto_keys(self, weights: Any, array: Any, signed: bool = False) -> Any:
+        """Σ weights[i, j] · array[i] over i and the heads of a group: (*lead, G, columns, width)."""
+        turned = self.xp.matrix_transpose(self.grouped(weights))
+        return turned @ self.grouped(array) if signed else self.product(turned, self.grouped(array))
+
+    def dot_rows(self, array: Any, other: Any) -> Any:
+        """array[i] · other[j]: (*lead, H, rows, columns)."""
+        product = self.grouped(array) @ self.xp.matrix_transpose(other)
+        return self.xp.reshape(product, (*array.shape[:-1], other.shape[-2]))
+
+    def grouped(self, array: Any) -> Any:
+        """(*lead, H, rows, width) with the heads of a group one below the other: (*lead, G, H / G · rows, width)."""
+        problem = self.problem
+        return self.xp.reshape(array, (*problem.lead, problem.G, problem.group * array.shape[-2], array.shape[-1]))
+
+    def product(self, weights: Any, array: Any) -> Any:
+        """weights @ array, where a weight of 0 gives nothing even of NaN or ∞ (weights are never negative)."""
+        if self.finite:
+            return weights @ array
+        xp = self.xp
+        seen = xp.astype(weights != 0, self.dtype)
+        counts = [
+            seen @ xp.astype(kind, self.dtype) > 0 for kind in (xp.isnan(array), array == xp.inf, array == -xp.inf)
+        ]
+        nan, up, down = counts
+        result = weights @ self.cleaned(array)
+        for where_, value in ((up, xp.inf), (down, -xp.inf), (nan | (up & down), xp.nan)):
+            result = xp.where(where_, self.full(value), result)
+        return result
+
+    def cleaned(self, array: Any) -> Any:
+        """The array with 0 for NaN and ∞: in gradients a visible one already shows in the weights."""
+        return array if self.finite else self.xp.where(self.xp.isfinite(array), array, self.full(0.0))
+
+    def full(self, value: float, *shape: int) -> Any:
+        return self.xp.full(shape, value, dtype=self.dtype, **self.place)
+
+    def sink(self, rows: int) -> Any:
+        """The sinks as (*lead, H, rows) logits; −∞ where there are none."""
+        problem, xp = self.problem, self.xp
+        if problem.sinks is None:
+            return self.full(-xp.inf, *problem.lead, problem.H, rows)
+        return xp.broadcast_to(xp.astype(problem.sinks, self.dtype)[:, None], (*problem.lead, problem.H, rows))
+
+
+def forward(work: Work) -> tuple[Any, Any]:
+    """(output, lse), both in the accumulator's dtype."""
+    xp, problem = work.xp, work.problem
+    output = work.full(0.0, *problem.lead, problem.H, problem.n, problem.d_v)
+    lse = work.full(-xp.inf, *problem.lead, problem.H, problem.n)
+    for rows in work.blocks():
+        query = work.wide(problem.query, rows)
+        largest = work.sink(query.shape[-2])
+        total = xp.where(largest == -xp.inf, work.full(0.0), work.full(1.0))
+        acc = output[..., rows, :]
+        for columns, full in work.columns(rows):
+            s = work.masked(work.scaled(query, columns), rows, columns, full)
+            new = xp.maximum(largest, xp.max(s, axis=-1))
+            shift = xp.where(new == -xp.inf, work.full(0.0), new)
+            alpha = xp.exp(largest - shift)
+            p = xp.exp(s - shift[..., None])
+            total = total * alpha + xp.sum(p, axis=-1)
+            p = xp.astype(p * keep_factor(problem, xp, rows, columns), work.dtype)
+            acc = acc * alpha[..., None] + work.onto_rows(p, work.wide(problem.value, columns))
+            largest = new
+        sees = total != 0  # NaN counts as seeing
+        safe = xp.where(sees, total, work.full(1.0))
+        output[..., rows, :] = acc / safe[..., None]
+        lse[..., rows] = xp.where(sees, xp.where(sees, largest, work.full(0.0)) + xp.log(safe), work.full(-xp.inf))
+    return output, lse
+
+
+def tiles(work: Work, lse: Any) -> Iterator[Tile]:
+    """Normalised weights of every tile that is not empty, before dropout."""
+    for rows in work.blocks():
+        for columns, _, weights in row_tiles(work, rows, lse):
+            yield Tile(rows, columns, weights)
+
+
+def row_tiles(work: Work, rows: slice, lse: Any) -> Iterator[tuple[slice, Any, Any]]:
+    """(columns, scaled scores, weights) of the tiles of some queries: P = exp(S − lse), 0 in rows that see nothing."""
+    query = work.wide(work.problem.query, rows)
+    normaliser = lse[..., rows]
+    normaliser = work.xp.where(normaliser == -work.xp.inf, work.full(0.0), normaliser)[..., None]
+    for columns, full in work.columns(rows):
+        scaled = work.scaled(query, columns)
+        yield columns, scaled, work.xp.exp(work.masked(scaled, rows, columns, full) - normaliser)
+
+
+def backward(
+    problem: Problem,
+    d_output: Any,
+    d_lse: Any = None,
+    d_seen: tuple[Any, ...] = (),
+    saved: tuple[Any, Any] | None = None,
+) -> Gradients:
+    """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse + Σ d_seen ∘ seen.
+
+        P = exp(S − lse)    dV = (P ∘ keep)ᵀ dO    dP = (dO Vᵀ) ∘ keep + d_weights
+        dS = P ∘ (dP − rowsum(P ∘ dP) + d_lse)     dQ = dS K · scale    dK = dSᵀ Q · scale
+
+    Parameters
+    ----------
+    d_output, d_lse : the shapes of output and lse; d_lse None for 0
+    d_seen : one gradient or None for each statistic of `problem.see`
+    saved : (output, lse) of the forward pass; computed again where None, which makes the result differentiable
+    """
+    work = Work(problem, d_output)
+    xp = work.xp
+    output, lse = forward(work) if saved is None else (xp.astype(x, work.dtype) for x in saved)
+    d_output = xp.astype(d_output, work.dtype)
+    row = xp.sum(d_output * output, axis=-1)
+    if d_lse is not None:
+        row = row - xp.astype(d_lse, work.dtype)
+    seen = [(s, g) for s, g in zip(problem.see, d_seen, strict=False) if g is not None]
+    d_query, d_key, d_value = (work.full(0.0, *x.shape) for x in (problem.query, problem.key, problem.value))
+    scorer = Scorer(work)
+    for rows in work.blocks():
+        d_o, d_row = d_output[..., rows, :], row[..., rows]
+        for statistic, gradient in seen:  # a statistic's share of rowsum(P ∘ dP)
+            for columns, _, p in row_tiles(work, rows, lse):
+                d_row = d_row + xp.sum(p * statistic.d_weights(gradient, rows, columns), axis=-1)
+        for columns, scaled, p in row_tiles(work, rows, lse):
+            keep = keep_factor(problem, xp, rows, columns)
+            d_p = work.dot_rows(d_o, work.wide(problem.value, columns)) * keep
+            for statistic, gradient in seen:
+                d_p = d_p + statistic.d_weights(gradient, rows, columns)
+            d_masked = xp.where(p == 0, work.full(0.0), xp.astype(p * (d_p - d_row[..., None]), work.dtype))
+            scorer.add(d_masked, scaled, rows, columns)
+            d_s = xp.where(p == 0, work.full(0.0), d_masked * scorer.slope(scaled, rows, columns)) * problem.scale
+            d_query[..., rows, :] += work.onto_rows(d_s, work.cleaned(work.wide(problem.key, columns)), signed=True)
+            d_key[..., columns, :] += work.onto_keys(d_s, work.cleaned(work.wide(problem.query, rows)), signed=True)
+            d_value[..., columns, :] += work.onto_keys(xp.astype(p * keep, work.dtype), d_o)
+        scorer.add_sinks(d_row, lse[..., rows])
+    back = [
+        xp.astype(g, x.dtype)
+        for g, x in zip((d_query, d_key, d_value), (problem.query, problem.key, problem.value), strict=True)
+    ]
+    return Gradients(*back, *scorer.gradients())
+
+
+class Scorer:
+    """d score / d s, and the gradients of the score's tables and of the sinks, summed tile by tile."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, problem = work, work.problem
+        self.d_s = None if problem.score is None else derivative(problem.score)
+        nodes = [] if problem.score is None else walk(problem.score)
+        self.lookups = [
+            (node, derivative(problem.score, node))
+            for node in nodes
+            if problem.score is not None and isinstance(node, Lookup) and node.kind == "float"
+        ]
+        self.tables = {id(node.table): work.full(0.0, *node.table.shape) for node, _ in self.lookups}
+        self.sinks = None if problem.sinks is None else work.full(0.0, problem.H)
+
+    def slope(self, scaled: Any, rows: slice, columns: slice) -> Any:
+        """d score / d s over a tile, or 1.0."""
+        return 1.0 if self.d_s is None else self.work.value_of(self.d_s, self.work.symbols(rows, columns, scaled))
+
+    def add(self, d_masked: Any, scaled: Any, rows: slice, columns: slice) -> None:
+        """Each table's entry gains Σ dS · d score / d entry over the pairs that read it."""
+        work, xp = self.work, self.work.xp
+        symbols = work.symbols(rows, columns, scaled)
+        for node, slope in self.lookups:
+            share = xp.where(d_masked == 0, work.full(0.0), d_masked * work.value_of(slope, symbols))
+            index = tuple(
+                xp.broadcast_to(xp.clip(work.value_of(a, symbols), 0, length - 1), d_masked.shape)
+                for a, length in zip(node.arguments, node.table.shape, strict=True)
+            )
+            _add_at(self.tables[id(node.table)], index, share)
+
+    def add_sinks(self, d_row: Any, lse: Any) -> None:
+        """dsink_h = −Σ exp(sink_h − lse) (rowsum(P ∘ dP) − d_lse)."""
+        if self.sinks is not None:
+            p = self.work.xp.exp(self.work.sink(lse.shape[-1]) - lse)
+            p = self.work.xp.where(lse == -self.work.xp.inf, self.work.full(0.0), p)
+            sums = self.work.xp.sum(-p * d_row, axis=-1)
+            self.sinks += self.work.xp.sum(self.work.xp.reshape(sums, (-1, self.sinks.shape[0])), axis=0)
+
+    def gradients(self) -> tuple[tuple[Any, ...], Any]:
+        """(per table of the problem or None, sinks or None)."""
+        xp, problem = self.work.xp, self.work.problem
+        tables = tuple(
+            xp.astype(self.tables[id(t)], t.array.dtype) if id(t) in self.tables else None for t in problem.tables
+        )
+        return tables, None if self.sinks is None else xp.astype(self.sinks, problem.sinks.dtype)
+
+
+def _add_at(target: Any, index: tuple[Any, ...], values: Any) -> None:
+    if framework(target) == "torch":
+        target.index_put_(index, values, accumulate=True)
+    else:
+        np.add.at(target, index, values)
+
+
+class Streaming(Kernel):
+    """Tiles in plain array operations."""
+
+    name = "streaming"
+    describes = "tiles in plain array operations (NumPy, torch on any device), O(n) memory"
+
+    def refuses(self, problem: Problem) -> Iterator[Refusal]:
+        """Nothing: every problem streams."""
+        yield from ()
+
+    def cost(self, problem: Problem) -> float:
+        return 10.0
+
+    def run(self, problem: Problem, threads: int | None = None) -> Result:
+        work = Work(problem)
+        with np.errstate(all="ignore"):  # what the mask hides may overflow
+            output, lse = forward(work)
+            seen = tuple(statistic.collect(problem, lse, lambda: tiles(work, lse)) for statistic in problem.see)
+        return Result(work.xp.astype(output, problem.query.dtype), lse, seen)
