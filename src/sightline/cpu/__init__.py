@@ -32,6 +32,6 @@ class Cpu(Kernel):
         return 1.0
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
-        from .forward import run
+        from .run import run
 
         return run(problem, threads)

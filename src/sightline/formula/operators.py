@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["OPERATORS", "TORCH_SPELLINGS", "Kind", "Operator", "promote"]
+__all__ = ["OPERATORS", "TORCH_SPELLINGS", "Kind", "Operator", "common_kind", "promote"]
 
 Kind = Literal["bool", "int", "float"]
 _RANK: dict[Kind, int] = {"bool": 0, "int": 1, "float": 2}
@@ -19,6 +19,12 @@ _RANK: dict[Kind, int] = {"bool": 0, "int": 1, "float": 2}
 def promote(kinds: tuple[Kind, ...]) -> Kind:
     """The widest kind, at least int: what arithmetic gives."""
     return max((*kinds, "int"), key=_RANK.__getitem__)
+
+
+def common_kind(node: Any) -> Kind:
+    """The kind an application's arguments are brought to first; the condition of a `where` stays apart."""
+    kinds = [a.kind for a in node.arguments[1 if node.operator == "where" else 0 :]]
+    return max((*kinds, *([] if node.kind == "bool" else [node.kind])), key=_RANK.__getitem__)
 
 
 def _same(kinds: tuple[Kind, ...]) -> Kind:

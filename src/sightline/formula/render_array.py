@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import convert, namespace, to_numpy
 from ..errors import FormulaError
 from .expression import Apply, Constant, Expression, Lookup, Symbol, walk
-from .operators import Kind
+from .operators import Kind, common_kind
 
 __all__ = ["ARRAY_RULES", "dense_values", "evaluate"]
 
@@ -48,7 +48,7 @@ def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_
             )
             values[id(node)] = cast(source[index], node.kind)
         elif isinstance(node, Apply):
-            widest = _common(node)
+            widest = common_kind(node)
             inputs = [
                 values[id(a)] if node.operator == "where" and k == 0 else cast(values[id(a)], widest)
                 for k, a in enumerate(node.arguments)
@@ -76,16 +76,6 @@ def dense_values(formula: Expression, extent: tuple[int, int, int, int], s: Any 
     with np.errstate(all="ignore"):
         values = evaluate(formula, symbols, xp=namespace(like), float_dtype=np.dtype("float64"), like=like)
     return np.broadcast_to(values, extent)
-
-
-def _common(node: Apply) -> Kind:
-    """The kind an operator's arguments are brought to before it is applied."""
-    kinds = [a.kind for a in node.arguments[1 if node.operator == "where" else 0 :]]
-    if "float" in kinds or node.kind == "float":
-        return "float"
-    if "int" in kinds or node.kind == "int":
-        return "int"
-    return "bool"
 
 
 def _whole_division(name: str) -> Callable[[Any, Any, Any], Any]:

@@ -1,0 +1,385 @@
+"""The forward kernel: FlashAttention's running softmax on register tiles, written for one formula and one machine.
+
+Vectors run along queries. A block of queries is turned once into Qᵀ[d][lane]; scores are made as Sᵀ[key][lane], the
+output is kept as Oᵀ[d_v][lane]. So K and V are read in their own row order, one number spread over the lanes at a time,
+whatever their strides; row maximum and sum are plain operations on vectors; and both products are one register tile:
+
+    Sᵀ[key][lane]  = Σ_d  K[key][d] · Qᵀ[d][lane]          for each block of keys a run names:
+    Sᵀ             = score, mask                               m' = max(m, max Sᵀ),  α = 2^(m − m')
+    P              = 2^(Sᵀ − m')                               l  = α l + Σ P
+    Oᵀ[d_v][lane]  = α Oᵀ + Σ_key V[key][d_v] · P[key][lane]   at the end O = Oᵀ / l
+
+Scores are in base 2 from the start (log₂ e is folded into Q, or multiplied in behind a score formula). Work is blocks of
+queries × heads, handed out by an atomic counter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from ..formula.expression import Expression
+from .arguments import Arguments
+from .functions import exp2_of_negative
+from .lanes import BYTE, DOUBLE, FLOAT, INT32, INT64, POINTER, Code, Value, Variable, bytes_of, vector
+from .machine import Machine
+from .render import Renderer, Source
+
+__all__ = ["KEYS", "Forward", "Structure"]
+
+KEYS = 64  # keys at a time; their scores, K and V rows stay in the first two caches
+UNROLL = 4  # steps of the inner product written out
+
+
+@dataclass(frozen=True)
+class Structure:
+    """All that is compiled into a kernel; everything else (lengths, strides, scale, tables' data) is an argument."""
+
+    dtype: str
+    d_k: int
+    d_v: int
+    unit: tuple[bool, bool, bool]  # whether the columns of query, key and value lie next to each other
+    mask: str | None
+    score: str | None
+    tables: tuple[tuple[str, int], ...]  # dtype and number of axes of each
+    wide: bool  # whether whole numbers need 64 bits
+    clamped: tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]  # of mask and score; see Renderer
+    sinks: bool
+
+
+class Forward:
+    """Writes the kernel into a module."""
+
+    def __init__(self, structure: Structure, mask: Expression | None, score: Expression | None, machine: Machine) -> None:
+        self.structure, self.machine = structure, machine
+        self.float = FLOAT if structure.dtype == "float32" else DOUBLE
+        self.size = bytes_of(self.float)
+        self.lanes = machine.width // self.size
+        self.rows, self.vectors = machine.tile
+        self.block = self.lanes * self.vectors  # queries at a time
+        self.vector = vector(self.float, self.lanes)
+        self.integer = INT64 if structure.wide else INT32
+        self.formulas = (mask, score)
+        self.module = ir.Module("sightline")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one row of Qᵀ, Sᵀ or Oᵀ to the next."""
+        return self.block * self.size
+
+    def write(self, name: str) -> Any:
+        """The module with the kernel in it."""
+        self.code = code = Code(self.module, name)
+        self.given = given = Arguments(code, code.arguments[0], tuple(axes for _, axes in self.structure.tables))
+        self.q_t = code.array(self.float, self.structure.d_k * self.block)
+        self.s_t = code.array(self.float, KEYS * self.block)
+        self.o_t = code.array(self.float, max(self.structure.d_v, 1) * self.block)
+        self.largest, self.total, self.tile_max, self.shift, self.alpha = (
+            [Variable(code, self.vector) for _ in range(self.vectors)] for _ in range(5)
+        )
+        self.prepare_formulas()
+        with code.forever() as leave:
+            item = code.increment(given.counter)
+            leave(item >= given.items)
+            self.place(item)
+            self.turn_queries()
+            self.evaluate_block()
+            self.attend(careful=False)
+            with code.when(self.tainted()):
+                self.attend(careful=True)
+            self.hand_over()
+        code.finish()
+        return self.module
+
+    # -- where the item's data lie --------------------------------------------------------------------------------
+    def place(self, item: Value) -> None:
+        """Item → (b, h, block of queries); later blocks first, since a causal mask makes those the longest."""
+        code, given = self.code, self.given
+        blocks = given.query_blocks
+        position = item // blocks
+        self.query_block = blocks - 1 - item % blocks
+        self.b, self.h = position // given.H, position % given.H
+        self.i0 = self.query_block * self.block
+        g = self.h // given.group
+        offset = self.b * 8
+        self.q = given.query.at(given.query_batch.at(offset).load(INT64)).at(self.h * given.query_head)
+        self.k = given.key.at(given.key_batch.at(offset).load(INT64)).at(g * given.key_head)
+        self.v = given.value.at(given.value_batch.at(offset).load(INT64)).at(g * given.value_head)
+        row = self.b * given.run_batch + self.h * given.run_head + self.query_block * given.run_block
+        self.run_start = given.run_start.at(row * 8).load(INT64)
+        self.run_stop = given.run_start.at(row * 8 + 8).load(INT64)
+        self.valid = code.minimum(given.n - self.i0, self.block)
+
+    def column(self, stride: Value, which: int) -> Any:
+        """Bytes from one column to the next: a constant where they lie together."""
+        return self.size if self.structure.unit[which] else stride
+
+    def turn_queries(self) -> None:
+        """Qᵀ[d][lane] = Q[i0 + lane][d] · factor; lanes past the end repeat the last query."""
+        code, given = self.code, self.given
+        step = self.column(given.query_column, 0)
+        factor = given.factor.to(self.float)
+        with code.loop(0, self.block) as lane:
+            source = self.q.at((self.i0 + code.minimum(lane, self.valid - 1)) * given.query_row)
+            with code.loop(0, self.structure.d_k) as d:
+                entry = source.at(d * step).load(self.float) * factor
+                self.q_t.at(d * self.row_bytes + lane * self.size).store(entry)
+
+    # -- formulas -------------------------------------------------------------------------------------------------
+    def prepare_formulas(self) -> None:
+        sources = [
+            Source(t.pointer, t.strides, t.lengths, TABLE_TYPES[dtype])
+            for t, (dtype, _) in zip(self.given.tables, self.structure.tables, strict=True)
+        ]
+        found = {id(t): t for f in self.formulas if f is not None for t in f.tables}
+        by_id = {key: source for key, source in zip(found, sources, strict=True)}
+        self.renderers = [
+            None if formula is None else Renderer(self.code, formula, floats, self.integer, by_id, clamped)
+            for formula, floats, clamped in zip(
+                self.formulas, (DOUBLE, self.float), self.structure.clamped, strict=True
+            )
+        ]
+
+    def evaluate_block(self) -> None:
+        """What mask and score say of the block's queries alone, for each vector of lanes."""
+        code, given = self.code, self.given
+        last = (given.n - 1).to(self.integer)
+        self.symbols: list[dict[str, Value]] = []
+        self.known: list[list[dict[int, Value]]] = []
+        for v in range(self.vectors):
+            i = code.minimum(code.count(self.lanes, self.integer) + (self.i0 + v * self.lanes).to(self.integer), last)
+            self.symbols.append({"b": self.b, "h": self.h, "i": i, "n": given.n, "m": given.m})
+            self.known.append([{} if r is None else r.block(self.symbols[v]) for r in self.renderers])
+
+    # -- attention of the block -----------------------------------------------------------------------------------
+    def attend(self, careful: bool) -> None:
+        """The running softmax over the block's runs. `careful`: weights of 0 take nothing, even of NaN and ∞ in V."""
+        code, given = self.code, self.given
+        with code.loop(0, self.structure.d_v * self.vectors) as index:
+            self.o_t.at(index * (self.lanes * self.size)).store(code.value(0.0, self.vector), self.machine.width)
+        for v in range(self.vectors):
+            self.largest[v].set(self.sink() if self.structure.sinks else -math.inf)
+            self.total[v].set(1.0 if self.structure.sinks else 0.0)
+        with code.loop(self.run_start, self.run_stop) as run:
+            partial = given.run_full.at(run).load(BYTE) == 0
+            stop = given.run_last.at(run * 8).load(INT64)
+            with code.loop(given.run_first.at(run * 8).load(INT64), stop) as tile:
+                self.key_tile(tile * KEYS, partial, careful)
+
+    def sink(self) -> Value:
+        return self.given.sinks.at(self.h * 8).load(DOUBLE).to(self.float)
+
+    def key_tile(self, j0: Value, partial: Value, careful: bool) -> None:
+        """One tile: scores, score formula and mask, softmax, weighted values."""
+        code = self.code
+        self.keys = code.minimum(self.given.m - j0, KEYS)
+        for v in range(self.vectors):
+            self.tile_max[v].set(-math.inf)
+        self.score_tile(j0)
+        mask, score = self.renderers
+        if score is not None:
+            if mask is None:
+                self.reshape_scores(j0, masked=False)
+            else:
+                with code.either(partial) as (yes, no):
+                    with yes:
+                        self.reshape_scores(j0, masked=True)
+                    with no:
+                        self.reshape_scores(j0, masked=False)
+        elif mask is not None:
+            with code.when(partial):
+                self.reshape_scores(j0, masked=True)
+        self.softmax()
+        if careful:
+            self.weigh_values_carefully(j0)
+        else:
+            self.weigh_values(j0)
+
+    def score_tile(self, j0: Value) -> None:
+        """Sᵀ[key][lane] and, from the registers, its maximum. Keys past the end repeat the last."""
+        code, given = self.code, self.given
+        step = self.column(given.key_column, 1)
+
+        def rows(first: Value, count: int) -> None:
+            bases = [self.k.at((j0 + code.minimum(first + r, self.keys - 1)) * given.key_row) for r in range(count)]
+            sums = [[Variable(code, self.vector, 0.0) for _ in range(self.vectors)] for _ in range(count)]
+            self.accumulate(sums, bases, step, self.q_t, self.structure.d_k)
+            for r in range(count):
+                for v in range(self.vectors):
+                    s = sums[r][v].get()
+                    self.at(self.s_t, first + r, v).store(s, self.machine.width)
+                    self.tile_max[v].set(code.maximum(s, self.tile_max[v].get()))
+
+        self.in_groups(self.keys, KEYS, rows)
+
+    def in_groups(self, count: Any, most: int, write: Any) -> None:
+        """write(first, rows) for groups of the tile's rows up to `count` (≤ most), the last group as small as it may be."""
+        code = self.code
+        whole = most // self.rows * self.rows
+        if whole:
+            stop = code.minimum(count, whole) if isinstance(count, Value) else whole
+            with code.loop(0, stop, self.rows) as first:
+                write(first, self.rows)
+        if most > whole:
+            if isinstance(count, Value):
+                with code.when(count > whole):
+                    write(code.value(whole, INT64), most - whole)
+            else:
+                write(code.value(whole, INT64), most - whole)
+
+    def accumulate(
+        self, sums: list[list[Variable]], bases: Sequence[Value], step: Any, matrix: Value, count: Any
+    ) -> None:
+        """sums[r][lane] += Σ_k base_r[k · step] · matrix[k][lane]: the register tile everything is made of."""
+        code = self.code
+
+        def once(k: Value) -> None:
+            lanes = [self.at(matrix, k, v).load(self.vector, self.machine.width) for v in range(self.vectors)]
+            for r, base in enumerate(bases):
+                number = base.at(k * step).load(self.float).spread(self.lanes)
+                for v in range(self.vectors):
+                    sums[r][v].set(code.fma(number, lanes[v], sums[r][v].get()))
+
+        if isinstance(count, Value):
+            whole = count - count % UNROLL
+        else:
+            whole = code.value(count - count % UNROLL, INT64)
+        with code.loop(0, whole, UNROLL) as k:
+            for u in range(UNROLL):
+                once(k + u)
+        with code.loop(whole, count) as k:
+            once(k)
+
+    def at(self, matrix: Value, row: Value, v: int) -> Value:
+        """Address of a vector of Qᵀ, Sᵀ or Oᵀ."""
+        return matrix.at(row * self.row_bytes).at(v * self.lanes * self.size)
+
+    def reshape_scores(self, j0: Value, masked: bool) -> None:
+        """Sᵀ through the score formula, into base 2, −∞ where hidden; and its maximum anew."""
+        code = self.code
+        mask, score = self.renderers
+        for v in range(self.vectors):
+            self.tile_max[v].set(-math.inf)
+        with code.loop(0, self.keys) as key:
+            j = (j0 + key).to(self.integer)
+            rows = [{} if r is None else r.row(self.symbols[0] | {"j": j}, self._shared(k)) for k, r in enumerate(self.renderers)]
+            for v in range(self.vectors):
+                address = self.at(self.s_t, key, v)
+                s = address.load(self.vector, self.machine.width)
+                symbols = self.symbols[v] | {"j": j, "s": s}
+                if score is not None:
+                    s = score.pair(symbols, self.known[v][1] | rows[1]).spread(self.lanes) * math.log2(math.e)
+                if masked and mask is not None:
+                    allowed = mask.pair(symbols, self.known[v][0] | rows[0])
+                    s = code.where(allowed, s, code.value(-math.inf, self.vector))
+                address.store(s, self.machine.width)
+                self.tile_max[v].set(code.maximum(s, self.tile_max[v].get()))
+
+    def _shared(self, which: int) -> dict[int, Value]:
+        """What is known of the block and does not differ between vectors of lanes."""
+        renderer = self.renderers[which]
+        assert renderer is not None
+        return {id(n): self.known[0][which][id(n)] for n in renderer.nodes if id(n) in self.known[0][which] and "i" not in n.reads}
+
+    def softmax(self) -> None:
+        """P = 2^(Sᵀ − m') in place of Sᵀ, and the running maximum m and sum l."""
+        code = self.code
+        for v in range(self.vectors):
+            new = code.maximum(self.tile_max[v].get(), self.largest[v].get())
+            shift = code.where(new == -math.inf, 0.0, new)
+            alpha = exp2_of_negative(code, self.largest[v].get() - shift)
+            self.largest[v].set(new)
+            self.shift[v].set(shift)
+            self.alpha[v].set(alpha)
+            self.total[v].set(self.total[v].get() * alpha)
+        with code.loop(0, self.keys) as key:
+            for v in range(self.vectors):
+                address = self.at(self.s_t, key, v)
+                p = exp2_of_negative(code, address.load(self.vector, self.machine.width) - self.shift[v].get())
+                address.store(p, self.machine.width)
+                self.total[v].set(self.total[v].get() + p)
+
+    def weigh_values(self, j0: Value) -> None:
+        """Oᵀ = α Oᵀ + Σ V[key][d_v] · P[key][lane]."""
+        code, given = self.code, self.given
+        step = self.column(given.value_column, 2)
+        values = self.v.at(j0 * given.value_row)
+
+        def rows(first: Value, count: int) -> None:
+            bases = [values.at((first + r) * step) for r in range(count)]
+            sums = [[Variable(code, self.vector) for _ in range(self.vectors)] for _ in range(count)]
+            for r in range(count):
+                for v in range(self.vectors):
+                    old = self.at(self.o_t, first + r, v).load(self.vector, self.machine.width)
+                    sums[r][v].set(old * self.alpha[v].get())
+            self.accumulate(sums, bases, given.value_row, self.s_t, self.keys)
+            for r in range(count):
+                for v in range(self.vectors):
+                    self.at(self.o_t, first + r, v).store(sums[r][v].get(), self.machine.width)
+
+        self.in_groups(self.structure.d_v, self.structure.d_v, rows)
+
+    def weigh_values_carefully(self, j0: Value) -> None:
+        """The same, one number at a time, where a weight of 0 takes nothing."""
+        code, given = self.code, self.given
+        step = self.column(given.value_column, 2)
+        with code.loop(0, self.structure.d_v) as d, code.loop(0, self.vectors) as v:
+            address = self.o_t.at(d * self.row_bytes + v * (self.lanes * self.size))
+            alpha = self.lane_vector(self.alpha, v)
+            acc = Variable(code, self.vector, address.load(self.vector, self.machine.width) * alpha)
+            with code.loop(0, self.keys) as key:
+                p = self.s_t.at(key * self.row_bytes + v * (self.lanes * self.size)).load(self.vector, self.machine.width)
+                number = self.v.at((j0 + key) * given.value_row).at(d * step).load(self.float).spread(self.lanes)
+                acc.set(code.where(p == 0.0, acc.get(), code.fma(number, p, acc.get())))
+            address.store(acc.get(), self.machine.width)
+
+    def lane_vector(self, variables: list[Variable], v: Value) -> Value:
+        """variables[v] for an index known at run time only."""
+        result = variables[0].get()
+        for k in range(1, self.vectors):
+            result = self.code.where(v == k, variables[k].get(), result)
+        return result
+
+    # -- the end of the block -------------------------------------------------------------------------------------
+    def tainted(self) -> Value:
+        """Whether any output is NaN: then V held NaN or ∞, hidden or not, or a score was NaN."""
+        code = self.code
+        seen = Variable(code, self.vector, 0.0)
+        with code.loop(0, self.structure.d_v * self.vectors) as index:
+            entry = self.o_t.at(index * (self.lanes * self.size)).load(self.vector, self.machine.width)
+            seen.set(code.where(entry != entry, 1.0, seen.get()))
+        return self.any(seen.get() != 0.0)
+
+    def any(self, condition: Value) -> Value:
+        whole = ir.IntType(self.lanes)
+        return Value(self.code, self.code.builder.bitcast(condition.raw, whole)) != 0
+
+    def hand_over(self) -> None:
+        """O = Oᵀ / l and lse = ln 2 (m + log₂ l), row by row; 0 and −∞ for queries that saw nothing."""
+        code, given = self.code, self.given
+        inverse, lse = code.array(self.float, self.block), code.array(self.float, self.block)
+        for v in range(self.vectors):
+            total, largest = self.total[v].get(), self.largest[v].get()
+            nothing = total == 0.0
+            inverse.at(v * self.lanes * self.size).store(1.0 / code.where(nothing, 1.0, total))
+            self.at(lse, code.value(0, INT64), v).store(code.where(nothing, -math.inf, largest * math.log(2)))
+            self.shift[v].set(total)
+            self.at(self.s_t, code.value(0, INT64), v).store(code.where(nothing, 1.0, total))
+        row = (self.b * given.H + self.h) * given.n + self.i0
+        with code.loop(0, self.valid) as lane:
+            factor = inverse.at(lane * self.size).load(self.float)
+            target = given.output.at((row + lane) * (self.structure.d_v * self.size))
+            with code.loop(0, self.structure.d_v) as d:
+                entry = self.o_t.at(d * self.row_bytes + lane * self.size).load(self.float)
+                target.at(d * self.size).store(entry * factor)
+            total = self.s_t.at(lane * self.size).load(self.float)
+            base = lse.at(lane * self.size).load(self.float)
+            given.lse.at((row + lane) * self.size).store(base + code.intrinsic("log", total))
+
+
+TABLE_TYPES = {"bool": BYTE, "int32": INT32, "int64": INT64, "float32": FLOAT, "float64": DOUBLE}

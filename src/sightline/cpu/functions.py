@@ -1,0 +1,105 @@
+"""Elementary functions on lanes: exp and its kin from one reduction, the rest from the C library lane by lane."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+
+from .lanes import DOUBLE, INT32, INT64, Code, Value, element, horner
+
+__all__ = ["exp", "exp2", "exp2_of_negative", "tanh"]
+
+
+class Format:
+    """What these functions need to know of float32 or float64."""
+
+    def __init__(self, value: Value) -> None:
+        wide = element(value.type) == DOUBLE
+        self.integer = INT64 if wide else INT32
+        self.mantissa = 52 if wide else 23
+        self.rounding = 1.5 * 2**self.mantissa  # adding it leaves the nearest whole number in the low bits
+        self.smallest = -1022 if wide else -126  # exponent of the smallest normal number
+        self.terms = 14 if wide else 7  # of the series of e^r − 1 on |r| ≤ ½ ln 2
+        # ln 2 in two parts, the first short enough that its multiples are exact (Cody and Waite, 1980)
+        self.ln2 = (0.6931471803691238, 1.9082149292705877e-10) if wide else (0.693359375, -2.12194440e-4)
+
+
+@cache
+def exp2_coefficients(degree: int) -> tuple[float, ...]:
+    """(2^f − 1) / f on [−½, ½] as a polynomial of degree − 1, interpolated at Chebyshev's points."""
+    points = np.cos(np.pi * (np.arange(degree) + 0.5) / degree) / 2
+    values = np.expm1(points * math.log(2)) / points
+    return tuple(float(c) for c in np.polynomial.polynomial.polyfit(points, values, degree - 1))
+
+
+def exp2_of_negative(code: Code, x: Value) -> Value:
+    """2^x for x ≤ 0 or NaN, within about 1 ulp; 0 below the smallest normal number, −∞ included.
+
+    The softmax's own: the fewest instructions that do. 2^x = 2^n (1 + f q(f)), n added to the exponent bits.
+    """
+    form = Format(x)
+    magic = x + form.rounding
+    fraction = x - (magic - form.rounding)
+    coefficients = exp2_coefficients(6 if form.mantissa == 23 else 12)
+    power = code.fma(fraction, horner(code, fraction, coefficients), 1.0)
+    scaled = (power.bits(form.integer) + (magic.bits(form.integer) << form.mantissa)).bits(element(x.type))
+    return code.where(x < form.smallest, 0.0, scaled)
+
+
+def _grown(code: Code, whole: Value, rest: Value) -> tuple[Value, Value]:
+    """(2^n, e^r − 1) for n = whole − rounding bits; n within twice the exponents' range."""
+    form = Format(rest)
+    coefficients = [1 / math.factorial(k) for k in range(1, form.terms + 1)]
+    grown = rest * horner(code, rest, coefficients)
+    count = whole.bits(form.integer) - code.value(form.rounding, whole.type).bits(form.integer)
+    return count, grown
+
+
+def _times_power(code: Code, x: Value, count: Value) -> Value:
+    """x · 2^count in two steps, so that neither leaves the range before the result does."""
+    form = Format(x)
+    one = code.value(1.0, x.type).bits(form.integer)
+    half = Value(code, code.builder.ashr(count.raw, code.value(1, count.type).raw))
+    for part in (half, count - half):
+        x = x * ((part << form.mantissa) + one).bits(element(x.type))
+    return x
+
+
+def _held(code: Code, x: Value, limit: float) -> Value:
+    """x within ±limit; NaN stays."""
+    return code.where(x > limit, limit, code.where(x < -limit, -limit, x))
+
+
+def exp2(code: Code, x: Value) -> Value:
+    """2^x."""
+    form = Format(x)
+    x = _held(code, x, -1.2 * form.smallest)
+    whole = x + form.rounding
+    count, grown = _grown(code, whole, (x - (whole - form.rounding)) * math.log(2))
+    return _times_power(code, grown + 1.0, count)
+
+
+def exp(code: Code, x: Value) -> Value:
+    """e^x."""
+    count, grown = _grown(code, *_reduced(code, x))
+    return _times_power(code, grown + 1.0, count)
+
+
+def tanh(code: Code, x: Value) -> Value:
+    """tanh x = −t / (t + 2) with t = e^(−2|x|) − 1 = 2^n (e^r − 1) + (2^n − 1), which keeps its digits near 0."""
+    size = code.intrinsic("fabs", x)
+    count, grown = _grown(code, *_reduced(code, _held(code, size, 25.0) * -2.0))
+    scale = _times_power(code, code.value(1.0, x.type), count)
+    t = code.fma(scale, grown, scale - 1.0)
+    return code.intrinsic("copysign", -t / (t + 2.0), x)
+
+
+def _reduced(code: Code, x: Value) -> tuple[Value, Value]:
+    """(n with rounding bits, r) with x = n ln 2 + r and |r| ≤ ½ ln 2."""
+    form = Format(x)
+    x = _held(code, x, -1.2 * form.smallest * math.log(2))
+    whole = x * (1 / math.log(2)) + form.rounding
+    n = whole - form.rounding
+    return whole, code.fma(n, -form.ln2[1], code.fma(n, -form.ln2[0], x))

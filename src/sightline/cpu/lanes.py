@@ -1,0 +1,359 @@
+"""A small vector language over llvmlite: it reads like NumPy and emits LLVM.
+
+`Code` is one function being written; `Value` is one of its scalars or vectors, with Python's operators. A scalar meeting
+a vector is spread over its lanes. Mutable things are `Variable`s (stack slots that LLVM turns into registers). Addresses
+are made by GEP alone, in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+
+__all__ = ["BOOL", "BYTE", "DOUBLE", "FLOAT", "INT32", "INT64", "POINTER", "Code", "Value", "Variable", "element", "vector"]
+
+Type = Any  # llvmlite's types are untyped
+
+BOOL, BYTE, INT32, INT64 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
+FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
+POINTER = ir.PointerType()
+
+
+def vector(kind: Type, lanes: int) -> Type:
+    """The type of that many lanes; a scalar for 1."""
+    return ir.VectorType(kind, lanes) if lanes > 1 else kind
+
+
+def element(kind: Type) -> Type:
+    """The type of one lane."""
+    return kind.element if isinstance(kind, ir.VectorType) else kind
+
+
+def lanes_of(kind: Type) -> int:
+    return kind.count if isinstance(kind, ir.VectorType) else 1
+
+
+def is_float(kind: Type) -> bool:
+    return isinstance(element(kind), ir.FloatType | ir.DoubleType)
+
+
+def bytes_of(kind: Type) -> int:
+    """Size of one lane in bytes."""
+    one = element(kind)
+    if isinstance(one, ir.IntType):
+        return max(one.width // 8, 1)
+    return 4 if isinstance(one, ir.FloatType) else 8
+
+
+class Value:
+    """A scalar or vector of the function being written."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, code: Code, raw: Any) -> None:
+        self.code, self.raw = code, raw
+
+    @property
+    def type(self) -> Type:
+        return self.raw.type
+
+    def _binary(self, other: Any, for_float: str, for_int: str, swap: bool = False) -> Value:
+        x, y = self.code.meet(self, other)
+        if swap:
+            x, y = y, x
+        name = for_float if is_float(x.type) else for_int
+        return Value(self.code, getattr(self.code.builder, name)(x.raw, y.raw))
+
+    def __add__(self, other: Any) -> Value:
+        return self._binary(other, "fadd", "add")
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Value:
+        return self._binary(other, "fsub", "sub")
+
+    def __rsub__(self, other: Any) -> Value:
+        return self._binary(other, "fsub", "sub", swap=True)
+
+    def __mul__(self, other: Any) -> Value:
+        return self._binary(other, "fmul", "mul")
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Value:
+        return self._binary(other, "fdiv", "sdiv")
+
+    def __rtruediv__(self, other: Any) -> Value:
+        return self._binary(other, "fdiv", "sdiv", swap=True)
+
+    def __floordiv__(self, other: Any) -> Value:
+        """Quotient of integers known not to be negative."""
+        return self._binary(other, "fdiv", "udiv")
+
+    def __mod__(self, other: Any) -> Value:
+        """Remainder of integers known not to be negative."""
+        return self._binary(other, "frem", "urem")
+
+    def __lshift__(self, other: Any) -> Value:
+        return self._binary(other, "shl", "shl")
+
+    def __and__(self, other: Any) -> Value:
+        return self._binary(other, "and_", "and_")
+
+    def __or__(self, other: Any) -> Value:
+        return self._binary(other, "or_", "or_")
+
+    def __xor__(self, other: Any) -> Value:
+        return self._binary(other, "xor", "xor")
+
+    def __invert__(self) -> Value:
+        return Value(self.code, self.code.builder.not_(self.raw))
+
+    def __neg__(self) -> Value:
+        builder = self.code.builder
+        return Value(self.code, builder.fneg(self.raw) if is_float(self.type) else builder.neg(self.raw))
+
+    def compare(self, sign: str, other: Any) -> Value:
+        """Lane-wise comparison; false with NaN, but for != ."""
+        x, y = self.code.meet(self, other)
+        builder = self.code.builder
+        if is_float(x.type):
+            compare = builder.fcmp_unordered if sign == "!=" else builder.fcmp_ordered
+            return Value(self.code, compare(sign, x.raw, y.raw))
+        return Value(self.code, builder.icmp_signed(sign, x.raw, y.raw))
+
+    def __lt__(self, other: Any) -> Value:
+        return self.compare("<", other)
+
+    def __le__(self, other: Any) -> Value:
+        return self.compare("<=", other)
+
+    def __gt__(self, other: Any) -> Value:
+        return self.compare(">", other)
+
+    def __ge__(self, other: Any) -> Value:
+        return self.compare(">=", other)
+
+    def __eq__(self, other: object) -> Value:  # type: ignore[override]
+        return self.compare("==", other)
+
+    def __ne__(self, other: object) -> Value:  # type: ignore[override]
+        return self.compare("!=", other)
+
+    def to(self, kind: Type) -> Value:
+        """The lanes as another type of number (signed integers, truth values as 0 and 1)."""
+        source, target = element(self.type), element(kind)
+        wanted = vector(target, lanes_of(self.type))
+        builder = self.code.builder
+        if source == target:
+            return self
+        if is_float(source) and is_float(target):
+            raw = (builder.fpext if bytes_of(target) > bytes_of(source) else builder.fptrunc)(self.raw, wanted)
+        elif is_float(target):
+            raw = (builder.uitofp if source == BOOL else builder.sitofp)(self.raw, wanted)
+        elif is_float(source):
+            raw = builder.fptosi(self.raw, wanted)
+        elif target == BOOL:
+            return self != 0
+        elif target.width > source.width:
+            raw = (builder.zext if source == BOOL else builder.sext)(self.raw, wanted)
+        else:
+            raw = builder.trunc(self.raw, wanted)
+        return Value(self.code, raw)
+
+    def bits(self, kind: Type) -> Value:
+        """The same bits read as another type of the same width."""
+        return Value(self.code, self.code.builder.bitcast(self.raw, vector(element(kind), lanes_of(self.type))))
+
+    def spread(self, lanes: int) -> Value:
+        """A scalar in every lane; a vector as it is."""
+        if lanes == 1 or isinstance(self.type, ir.VectorType):
+            return self
+        kind = vector(self.type, lanes)
+        first = self.code.builder.insert_element(ir.Constant(kind, ir.Undefined), self.raw, INT32(0))
+        zeros = ir.Constant(vector(INT32, lanes), None)
+        return Value(self.code, self.code.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros))
+
+    def at(self, offset: Any, kind: Type | None = None) -> Value:
+        """A pointer moved by bytes; by a vector of offsets, a vector of pointers."""
+        offset = self.code.value(offset, INT64)
+        raw = self.code.builder.gep(self.raw, [offset.raw], source_etype=BYTE)
+        raw.type = vector(POINTER, lanes_of(offset.type))  # llvmlite forgets that vectors of offsets give vectors
+        return Value(self.code, raw)
+
+    def load(self, kind: Type, align: int = 1) -> Value:
+        return Value(self.code, self.code.builder.load(self.raw, align=align, typ=kind))
+
+    def store(self, value: Value, align: int = 1) -> None:
+        self.code.builder.store(value.raw, self.raw, align=align)
+
+    def gather(self, kind: Type, lanes: int) -> Value:
+        """Loads through a vector of pointers."""
+        wanted, pointers = vector(kind, lanes), vector(POINTER, lanes)
+        name = f"llvm.masked.gather.{_suffix(wanted)}.v{lanes}p0"
+        signature = ir.FunctionType(wanted, [pointers, vector(BOOL, lanes), wanted])
+        function = self.code.declare(name, signature)
+        everywhere = ir.Constant(vector(BOOL, lanes), [1] * lanes)
+        raw = self.code.builder.call(function, [self.raw, everywhere, ir.Constant(wanted, ir.Undefined)])
+        return Value(self.code, raw)
+
+
+class Variable:
+    """A value that changes; a stack slot until LLVM makes it a register."""
+
+    def __init__(self, code: Code, kind: Type, start: Any = None) -> None:
+        self.code, self.kind = code, kind
+        self.slot = code.stack(kind)
+        if start is not None:
+            self.set(start)
+
+    def get(self) -> Value:
+        return Value(self.code, self.code.builder.load(self.slot, typ=self.kind))
+
+    def set(self, value: Any) -> None:
+        value = self.code.value(value, self.kind).spread(lanes_of(self.kind))
+        self.code.builder.store(value.raw, self.slot)
+
+
+class Code:
+    """One function of a module being written, void of its name and of pointers alone."""
+
+    def __init__(self, module: Any, name: str, arguments: int = 1) -> None:
+        self.module = module
+        self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER] * arguments), name)
+        self.entry = ir.IRBuilder(self.function.append_basic_block("entry"))
+        self.builder = ir.IRBuilder(self.function.append_basic_block("body"))
+        self.body = self.builder.block
+        self.arguments = [Value(self, argument) for argument in self.function.args]
+
+    def finish(self) -> None:
+        """Return, and join the stack slots to the body."""
+        self.builder.ret_void()
+        self.entry.branch(self.body)
+
+    # -- values ---------------------------------------------------------------------------------------------------
+    def value(self, x: Any, kind: Type) -> Value:
+        """A Python number as a constant of the type (in every lane); a Value as it is."""
+        if isinstance(x, Value):
+            return x
+        one = element(kind)
+        number = float(x) if is_float(one) else int(x)
+        lanes = lanes_of(kind)
+        return Value(self, ir.Constant(kind, [number] * lanes if lanes > 1 else number))
+
+    def meet(self, x: Any, y: Any) -> tuple[Value, Value]:
+        """Two operands of one type: constants take the other's, scalars spread over the other's lanes."""
+        kind = x.type if isinstance(x, Value) else y.type
+        x, y = self.value(x, kind), self.value(y, kind)
+        lanes = max(lanes_of(x.type), lanes_of(y.type))
+        return x.spread(lanes), y.spread(lanes)
+
+    def count(self, lanes: int, kind: Type) -> Value:
+        """0, 1, 2, ... in the lanes."""
+        return Value(self, ir.Constant(vector(kind, lanes), list(range(lanes)) if lanes > 1 else 0))
+
+    def stack(self, kind: Type) -> Any:
+        """A slot on the stack, aligned for the widest vectors."""
+        slot = self.entry.alloca(kind)
+        slot.align, slot.type = 64, POINTER
+        return slot
+
+    def array(self, kind: Type, count: int) -> Value:
+        """Room for that many elements on the stack."""
+        return Value(self, self.stack(ir.ArrayType(kind, count)))
+
+    # -- functions ------------------------------------------------------------------------------------------------
+    def declare(self, name: str, signature: Any) -> Any:
+        if name in self.module.globals:
+            return self.module.globals[name]
+        return ir.Function(self.module, signature, name)
+
+    def intrinsic(self, name: str, *values: Any) -> Value:
+        """llvm.name on values of one type."""
+        kind = max((v.type for v in values if isinstance(v, Value)), key=lanes_of)
+        inputs = [self.value(v, kind).spread(lanes_of(kind)) for v in values]
+        function = self.declare(f"llvm.{name}.{_suffix(kind)}", ir.FunctionType(kind, [kind] * len(inputs)))
+        return Value(self, self.builder.call(function, [v.raw for v in inputs]))
+
+    def fma(self, x: Any, y: Any, z: Any) -> Value:
+        """x · y + z, rounded once."""
+        return self.intrinsic("fma", x, y, z)
+
+    def where(self, condition: Value, yes: Any, no: Any) -> Value:
+        yes, no = self.meet(yes, no)
+        lanes = max(lanes_of(condition.type), lanes_of(yes.type))
+        if isinstance(condition.type, ir.VectorType):
+            yes, no = yes.spread(lanes), no.spread(lanes)
+        return Value(self, self.builder.select(condition.raw, yes.raw, no.raw))
+
+    def maximum(self, x: Any, y: Any) -> Value:
+        """The larger lane; of a NaN x the y, so that one instruction does it."""
+        x, y = self.meet(x, y)
+        return self.where(x > y, x, y)
+
+    def minimum(self, x: Any, y: Any) -> Value:
+        x, y = self.meet(x, y)
+        return self.where(x < y, x, y)
+
+    # -- control --------------------------------------------------------------------------------------------------
+    @contextmanager
+    def loop(self, start: Any, stop: Any, step: int = 1, kind: Type = INT64) -> Iterator[Value]:
+        """for index in range(start, stop, step), with start < stop or not entered."""
+        index = Variable(self, kind, start)
+        head, body, after = (self.function.append_basic_block(name) for name in ("head", "body", "after"))
+        self.builder.branch(head)
+        self.builder.position_at_end(head)
+        self.builder.cbranch((index.get() < self.value(stop, kind)).raw, body, after)
+        self.builder.position_at_end(body)
+        yield index.get()
+        index.set(index.get() + step)
+        self.builder.branch(head)
+        self.builder.position_at_end(after)
+
+    @contextmanager
+    def forever(self) -> Iterator[Callable[[Value], None]]:
+        """while True; the yielded function leaves when its condition holds."""
+        body, after = self.function.append_basic_block("again"), self.function.append_basic_block("done")
+        self.builder.branch(body)
+        self.builder.position_at_end(body)
+
+        def leave(condition: Value) -> None:
+            onward = self.function.append_basic_block("onward")
+            self.builder.cbranch(condition.raw, after, onward)
+            self.builder.position_at_end(onward)
+
+        yield leave
+        self.builder.branch(body)
+        self.builder.position_at_end(after)
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        with self.builder.if_then(condition.raw):
+            yield
+
+    @contextmanager
+    def either(self, condition: Value) -> Iterator[tuple[Any, Any]]:
+        """with code.either(c) as (yes, no): with yes: ...; with no: ..."""
+        with self.builder.if_else(condition.raw) as (yes, no):
+            yield yes, no
+
+    def increment(self, pointer: Value) -> Value:
+        """The counter's value before one is added, atomically."""
+        return Value(self, self.builder.atomic_rmw("add", pointer.raw, INT64(1), "monotonic"))
+
+
+def horner(code: Code, x: Value, coefficients: Sequence[float]) -> Value:
+    """c₀ + c₁ x + c₂ x² + ..."""
+    result: Any = code.value(coefficients[-1], x.type)
+    for coefficient in reversed(coefficients[:-1]):
+        result = code.fma(result, x, coefficient)
+    return result
+
+
+def _suffix(kind: Type) -> str:
+    one = element(kind)
+    name = f"i{one.width}" if isinstance(one, ir.IntType) else "f32" if isinstance(one, ir.FloatType) else "f64"
+    return f"v{lanes_of(kind)}{name}" if isinstance(kind, ir.VectorType) else name

@@ -1,0 +1,174 @@
+"""From a problem to a call of its kernel: what is compiled (`Structure`), what is passed (`pack`), and the answer."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..arrays import convert, to_numpy
+from ..formula.bounds import intervals
+from ..formula.expression import Expression, Lookup, walk
+from ..formula.runs import Runs, box_of, find_runs
+from ..plan import Result
+from ..problem import Problem
+from ..streaming import Work, tiles
+from . import threads as team
+from .arguments import pack
+from .compile import compile_module
+from .forward import KEYS, Forward, Structure
+from .machine import host
+
+__all__ = ["run"]
+
+SMALL = 1 << 18  # multiplications below which a second thread costs more than it gives
+_compiled: dict[Structure, int] = {}
+
+
+def run(problem: Problem, threads: int | None = None) -> Result:
+    """Forward through the generated kernel; statistics beyond lse by a second pass over the tiles."""
+    arrays = [to_numpy(x) for x in (problem.query, problem.key, problem.value)]
+    output = np.empty((*problem.lead, problem.H, problem.n, problem.d_v), problem.dtype)
+    lse = np.empty((*problem.lead, problem.H, problem.n), problem.dtype)
+    if output.size or lse.size:
+        _call(problem, arrays, output, lse, team.count(threads))
+    back = tuple(convert(x, problem.query) for x in (output, lse))
+    seen = tuple(s.collect(problem, back[1], lambda: tiles(Work(problem), back[1])) for s in problem.see)
+    return Result(*back, seen)
+
+
+def _call(problem: Problem, arrays: list[Any], output: Any, lse: Any, threads: int) -> None:
+    tables = [_table_array(t.array) for t in problem.tables]
+    structure, address = kernel_for(problem, arrays, tables)
+    block = block_of(structure.dtype)
+    runs = runs_of(problem, block)
+    query_blocks = -(-problem.n // block)
+    counter = np.zeros(1, np.int64)
+    batch = [_batch_offsets(x) for x in arrays]
+    sinks = np.zeros(1) if problem.sinks is None else to_numpy(problem.sinks).astype(np.float64) * math.log2(math.e)
+    full = np.ascontiguousarray(runs.full, np.uint8)
+    kept = [np.ascontiguousarray(x, np.int64) for x in (runs.start, runs.first, runs.last)]
+    fields = {
+        "counter": counter.ctypes.data,
+        "items": problem.B * problem.H * query_blocks,
+        "output": output.ctypes.data,
+        "lse": lse.ctypes.data,
+        "sinks": sinks.ctypes.data,
+        "factor": problem.scale * (math.log2(math.e) if problem.score is None else 1.0),
+        "H": problem.H,
+        "group": problem.group,
+        "n": problem.n,
+        "m": problem.m,
+        "query_blocks": query_blocks,
+        "run_start": kept[0].ctypes.data,
+        "run_first": kept[1].ctypes.data,
+        "run_last": kept[2].ctypes.data,
+        "run_full": full.ctypes.data,
+        "run_batch": runs.heads * runs.query_blocks if runs.batches > 1 else 0,
+        "run_head": runs.query_blocks if runs.heads > 1 else 0,
+        "run_block": 1,
+    }
+    for name, x, offsets in zip(("query", "key", "value"), arrays, batch, strict=True):
+        fields |= {name: x.ctypes.data, f"{name}_batch": offsets.ctypes.data}
+        fields |= {f"{name}_{axis}": stride for axis, stride in zip(("head", "row", "column"), x.strides[-3:], strict=True)}
+    words = pack(fields, [(t.ctypes.data, t.strides, t.shape) for t in tables])
+    work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
+    team.call(address, words.ctypes.data, 1 if work < SMALL else min(threads, fields["items"]))
+
+
+def kernel_for(problem: Problem, arrays: list[Any], tables: list[Any]) -> tuple[Structure, int]:
+    """The structure of the problem's kernel and its address, compiled when first met."""
+    size = arrays[0].itemsize
+    largest, clamped = _ranges(problem)
+    structure = Structure(
+        dtype=problem.dtype,
+        d_k=problem.d_k,
+        d_v=problem.d_v,
+        unit=tuple(x.strides[-1] == size for x in arrays),  # type: ignore[arg-type]
+        mask=None if problem.mask is None else problem.mask.text,
+        score=None if problem.score is None else problem.score.text,
+        tables=tuple((str(t.dtype), t.ndim) for t in tables),
+        wide=max([largest, *(t.nbytes for t in tables)]) >= 2**31 - 1,
+        clamped=clamped,
+        sinks=problem.sinks is not None,
+    )
+    if structure not in _compiled:
+        name = "sightline_forward"
+        module = Forward(structure, problem.mask, problem.score, host()).write(name)
+        _compiled[structure] = compile_module(module, host(), name)
+    return structure, _compiled[structure]
+
+
+@cache
+def block_of(dtype: str) -> int:
+    """Queries the kernel takes at a time."""
+    machine = host()
+    return machine.width // np.dtype(dtype).itemsize * machine.tile[1]
+
+
+def runs_of(problem: Problem, block: int) -> Runs:
+    """The problem's runs; kept for masks that read no table, whose data could have changed."""
+    if problem.mask is None or not problem.mask.tables:
+        text = None if problem.mask is None else problem.mask.text
+        return _kept_runs(text, problem.extent, block, Held(problem.mask))
+    return find_runs(problem.mask, problem.extent, block, KEYS)
+
+
+class Held:
+    """Carries a formula into a cache whose key is the formula's text."""
+
+    def __init__(self, formula: Expression | None) -> None:
+        self.formula = formula
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@lru_cache(64)
+def _kept_runs(text: str | None, extent: tuple[int, int, int, int], block: int, held: Held) -> Runs:
+    return find_runs(held.formula, extent, block, KEYS)
+
+
+def _ranges(problem: Problem) -> tuple[float, tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]]:
+    """The largest whole number the formulas meet, and the table indices that may leave their table at hidden pairs."""
+    largest, clamped = 0.0, []
+    for formula in (problem.mask, problem.score):
+        loose = set()
+        if formula is not None:
+            bounds = intervals(formula, box_of(problem.extent))
+            for place, node in enumerate(walk(formula)):
+                if node.kind == "int":
+                    largest = max(largest, *(float(np.max(np.abs(end))) for end in bounds[id(node)]))
+                if isinstance(node, Lookup):
+                    for axis, index in enumerate(node.arguments):
+                        low, high = bounds[id(index)]
+                        if np.min(low) < 0 or np.max(high) >= node.table.shape[axis]:
+                            loose.add((place, axis))
+        clamped.append(frozenset(loose))
+    return largest, (clamped[0], clamped[1])
+
+
+def _table_array(array: Any) -> Any:
+    """A table as the kernel reads it: bool, int32, int64, float32 or float64, shared where it is one of these."""
+    array = to_numpy(array)
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if kind == "b":
+        return array
+    if kind in "iu":
+        return array if kind == "i" and size in (4, 8) else array.astype(np.int32 if size < 4 else np.int64)
+    return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
+
+
+def _batch_offsets(array: Any) -> Any:
+    """Bytes from the first to each batch, leading axes counted in C order, whatever their strides."""
+    offsets = np.zeros(array.shape[:-3], np.int64)
+    for axis, (length, stride) in enumerate(zip(array.shape[:-3], array.strides[:-3], strict=True)):
+        shape = [1] * offsets.ndim
+        shape[axis] = length
+        offsets += (np.arange(length) * stride).reshape(shape)
+    return np.ascontiguousarray(offsets).reshape(-1)

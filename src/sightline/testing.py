@@ -1,0 +1,258 @@
+"""What tests and benchmarks share: the budget for rounding errors, the plain computation it is measured by, and arrays
+that are hard to read.
+
+The budget. A kernel's error against the float64 definition, on the same already rounded inputs, is at most twice that of
+the plain computation in the same dtype, plus 2 units in the last place. In full:
+
+- Errors are taken by rows (the last axis): the largest in the row, and its ulp at the row's largest value. A row of an
+  output is a weighted mean, so a small entry beside large ones carries the rounding of the large ones.
+- Plain's error is the largest over all rows, since in one row it may be 0 by luck; in absolute terms or in ulps of its
+  row, whichever grants the row at hand less. The second keeps large rows from excusing small ones, the first keeps
+  rows that cancel (many ulps of a small value) from excusing all others.
+- Plain is computed in several orders of summation, as different matrix libraries would; its worst counts.
+- NaN, ∞ and −∞ stand exactly where the definition has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .arrays import dtype_name, namespace, resolve, to_numpy
+from .dropout import keep_factor
+from .formula.render_array import evaluate
+from .observe import Lse, Weights
+from .plan import Result
+from .problem import Problem
+from .reference import stages_of
+
+__all__ = [
+    "LAYOUTS",
+    "Plain",
+    "assert_conforms",
+    "assert_within_budget",
+    "budget_used",
+    "dense",
+    "guarded",
+    "plain",
+    "ulp",
+]
+
+FORMATS = {  # fraction bits, least exponent
+    "float16": (10, -14),
+    "bfloat16": (7, -126),
+    "float32": (23, -126),
+    "float64": (52, -1022),
+}
+FACTOR, ULPS = 2.0, 2.0
+
+
+def ulp(values: Any, dtype: str) -> Any:
+    """The distance between neighbouring numbers of the dtype at the size of the values, float64."""
+    fraction, least = FORMATS[dtype]
+    exponent = np.where(values == 0, least, np.frexp(np.abs(values))[1] - 1)
+    return np.ldexp(1.0, np.maximum(exponent, least) - fraction)
+
+
+def budget_used(actual: Any, oracle: Any, plain: Any) -> float:
+    """The largest share of its budget any row of `actual` uses; at most 1 is within it, ∞ is a NaN or ∞ out of place.
+
+    Parameters
+    ----------
+    actual : what a kernel answered, in the dtype it is judged by
+    oracle : the definition's answer, float64
+    plain : the plain computation's, of the same shape, or with one more leading axis for its orders of summation
+    """
+    dtype, given = dtype_name(actual), np.atleast_1d(to_numpy(actual).astype(np.float64))
+    oracle = np.atleast_1d(np.asarray(oracle, np.float64))
+    if given.shape != oracle.shape:
+        raise AssertionError(f"shape {given.shape} where the definition has {oracle.shape}")
+    for kind in (np.isnan, np.isposinf, np.isneginf):
+        if not np.array_equal(kind(given), kind(oracle)):
+            return np.inf
+    if oracle.size == 0:
+        return 0.0
+    orders = np.asarray(plain, np.float64).reshape(-1, *oracle.shape)
+    unit = ulp(_largest(oracle), dtype)
+    rough = np.max([_largest(_difference(order, oracle)) for order in orders], axis=0)
+    allowed = FACTOR * np.minimum(rough.max(), (rough / unit).max() * unit) + ULPS * unit
+    return float((_largest(_difference(given, oracle)) / allowed).max())
+
+
+def assert_within_budget(actual: Any, oracle: Any, plain: Any, what: str = "result") -> None:
+    """Raise AssertionError where `budget_used` is over 1."""
+    used = budget_used(actual, oracle, plain)
+    if not used <= 1:
+        raise AssertionError(f"{what} uses {used:.3g} times its budget of rounding errors")
+
+
+def assert_conforms(run: Callable[[Problem], Result], problem: Problem) -> None:
+    """A kernel's `run` answers the problem as the definition does: output, lse, and weights where they are asked for."""
+    result, truth, rough = run(problem), stages_of(problem), plain(problem)
+    expected = {
+        "output": (result.output, truth.output, rough.output, problem.dtype),
+        "lse": (result.lse, truth.lse, rough.lse, problem.accumulator),
+    }
+    for statistic, found in zip(problem.see, result.seen, strict=True):
+        if isinstance(statistic, Weights):
+            expected["weights"] = (found, truth.weights, rough.weights, problem.dtype)
+        if isinstance(statistic, Lse):
+            expected["lse seen"] = (found, truth.lse, rough.lse, problem.accumulator)
+    for what, (found, oracle, worst, dtype) in expected.items():
+        if dtype_name(found) != dtype:
+            raise AssertionError(f"{what} has dtype {dtype_name(found)}, not {dtype}")
+        assert_within_budget(found, oracle, worst, what)
+
+
+def _largest(values: Any) -> Any:
+    """The largest finite size in each row, the row's axis kept."""
+    sizes = np.abs(values)
+    return np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(sizes), initial=0.0)
+
+
+def _difference(x: Any, y: Any) -> Any:
+    with np.errstate(invalid="ignore"):  # ∞ − ∞ in place
+        return x - y
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The plain computation in several orders of summation, the first axis of each array."""
+
+    output: Any
+    lse: Any
+    weights: Any
+
+
+def plain(problem: Problem) -> Plain:
+    """The dense computation a person would write in the problem's own dtype; float64 holds its values.
+
+    Where inputs are NaN or ∞ it means nothing: only what the definition finds finite is compared.
+    """
+    with np.errstate(all="ignore"):
+        narrow = [dense(problem, problem.dtype, order) for order in range(len(ORDERS))]
+        wide = narrow
+        if problem.dtype != problem.accumulator:  # lse is kept in the accumulator's dtype, so it is judged by that
+            wide = [dense(problem, problem.accumulator, order) for order in range(len(ORDERS))]
+
+    def stack(arrays: list[Any]) -> Any:
+        return np.stack([to_numpy(array).astype(np.float64) for array in arrays])
+
+    outputs, _, weights = zip(*narrow, strict=True)
+    return Plain(stack(list(outputs)), stack([lse for _, lse, _ in wide]), stack(list(weights)))
+
+
+ORDERS: tuple[Callable[[int], Any], ...] = (
+    lambda count: np.arange(count),
+    lambda count: np.arange(count)[::-1].copy(),
+    lambda count: np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)]),
+    lambda count: np.random.default_rng(0).permutation(count),
+)
+
+
+def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
+    """(output, lse, weights) by plain array operations, each stage rounded to the dtype.
+
+    Sums run in the accumulator's dtype, as matrix libraries have it. Odd orders scale the queries, even ones the scores:
+    both are usual. torch can differentiate it.
+    """
+    xp = namespace(problem.query)
+    wide, narrow = resolve(xp, problem.accumulator), resolve(xp, dtype)
+
+    def rounded(array: Any) -> Any:
+        return xp.astype(xp.astype(array, narrow), wide)
+
+    def permuted(array: Any, axis: int) -> Any:
+        return array if order == 0 else xp.take(array, index(array.shape[axis]), axis=axis)
+
+    def index(count: int) -> Any:
+        return xp.asarray(ORDERS[order](count), device=problem.query.device)
+
+    rows, columns = slice(0, problem.n), slice(0, problem.m)
+    query = permuted(xp.astype(problem.query, wide), -1)
+    key, value = (
+        permuted(xp.repeat(xp.astype(x, wide), problem.group, axis=-3), -2) for x in (problem.key, problem.value)
+    )
+    value = xp.where(xp.isfinite(value), value, xp.zeros_like(value))
+    key = xp.matrix_transpose(permuted(key, -1))
+    s = rounded(rounded(query * problem.scale) @ key) if order % 2 else rounded(rounded(query @ key) * problem.scale)
+    b, h, i, _ = problem.positions(xp, rows, columns)
+    symbols = {"b": b, "h": h, "i": i, "j": index(problem.m), "n": problem.n, "m": problem.m, "s": s}
+    if problem.score is not None:
+        values = evaluate(problem.score, symbols, xp=xp, float_dtype=wide, like=problem.query)
+        s = rounded(xp.broadcast_to(values, s.shape))
+    least = xp.full_like(s[..., :1], -xp.inf)
+    if problem.mask is not None:
+        allowed = evaluate(problem.mask, symbols, xp=xp, float_dtype=xp.float64, like=problem.query)
+        s = xp.where(allowed, s, least)
+    sink = least if problem.sinks is None else xp.astype(problem.sinks, wide)[:, None, None] + xp.zeros_like(least)
+    s = xp.concat([xp.broadcast_to(sink, (*s.shape[:-1], 1)), s], axis=-1)
+    largest = xp.max(s, axis=-1, keepdims=True)
+    shift = xp.where(largest == -xp.inf, xp.zeros_like(largest), largest)
+    p = xp.exp(s - shift)
+    total = xp.sum(p, axis=-1, keepdims=True)
+    lse = (shift + xp.log(total))[..., 0]
+    weights = rounded(p / xp.where(total == 0, xp.ones_like(total), total))[..., 1:]
+    keep = keep_factor(problem, xp, rows, columns)
+    kept = weights if isinstance(keep, float) else weights * xp.astype(permuted(keep, -1), wide)
+    output = rounded((kept * keep if isinstance(keep, float) else kept) @ value)
+    if order:
+        weights = xp.take(weights, xp.asarray(np.argsort(ORDERS[order](problem.m)), device=weights.device), axis=-1)
+    return output, lse, weights
+
+
+GUARD = 4096  # bytes on either side: more than any kernel's widest read past an end
+
+
+def guarded(array: Any) -> tuple[Any, Callable[[], None]]:
+    """A NumPy array between guards of NaN bytes, and a check that raises AssertionError where a guard was written on.
+
+    Reading a guard shows too: its bytes are NaN in every float format.
+    """
+    buffer = np.full(array.nbytes + 2 * GUARD, 0xFF, np.uint8)
+    inside = buffer[GUARD : GUARD + array.nbytes].view(array.dtype).reshape(array.shape)
+    inside[...] = array
+
+    def check() -> None:
+        for name, guard in (("before", buffer[:GUARD]), ("after", buffer[GUARD + array.nbytes :])):
+            if not (guard == 0xFF).all():
+                raise AssertionError(f"{np.count_nonzero(guard != 0xFF)} bytes written {name} the array")
+
+    return inside, check
+
+
+def _moved(array: Any, source: int, target: int) -> Any:
+    """The same array, its axes stored in another order."""
+    return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, source, target)), target, source)
+
+
+def _gaps(array: Any) -> Any:
+    """Every second entry of an array twice as wide both ways; NaN between."""
+    *lead, rows, width = array.shape
+    whole = np.full((*lead, 2 * rows, 2 * width), np.nan, array.dtype)
+    whole[..., ::2, ::2] = array
+    return whole[..., ::2, ::2]
+
+
+def _unaligned(array: Any) -> Any:
+    """An array that starts at an odd address."""
+    buffer = np.empty(array.nbytes + 1, np.uint8)
+    inside = buffer[1:].view(array.dtype) if array.dtype.itemsize == 1 else np.ndarray(array.shape, array.dtype, buffer, 1)
+    inside[...] = array
+    return inside
+
+
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "contiguous": np.ascontiguousarray,
+    "columns first": lambda x: _moved(x, -1, -2),
+    "Fortran": lambda x: np.asfortranarray(x),
+    "positions before heads": lambda x: _moved(x, -3, -2) if x.ndim > 2 else np.ascontiguousarray(x),
+    "backwards": lambda x: np.ascontiguousarray(x[..., ::-1, ::-1])[..., ::-1, ::-1],
+    "gaps": _gaps,
+    "unaligned": _unaligned,
+    "one row for all": lambda x: np.broadcast_to(x[..., :1, :], x.shape),  # stride 0; other values
+    "one head for all": lambda x: np.broadcast_to(x[..., :1, :, :], x.shape) if x.ndim > 2 else x,
+}

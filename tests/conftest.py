@@ -1,0 +1,36 @@
+"""Settings of every test: the same draws on every run, and long runs only when asked for."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "suite",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=False,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+)
+settings.register_profile("soak", settings.get_profile("suite"), derandomize=False, max_examples=20_000)
+settings.load_profile("suite")
+
+
+def pytest_configure(config):
+    if "soak" in config.getoption("markexpr"):
+        settings.load_profile("soak")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is marked `soak` unless -m names it."""
+    if "soak" not in config.getoption("markexpr"):
+        long = [item for item in items if item.get_closest_marker("soak")]
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
+
+
+@pytest.fixture
+def rng():
+    """Random numbers, the same on every run."""
+    import numpy as np
+
+    return np.random.default_rng(20170612)
