@@ -19,7 +19,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def framework(array: Array) -> str:
-    """ "numpy", "torch", ...: the package the array's type comes from."""
+    """The package the array's type comes from: "numpy", "torch", ..."""
     for base in type(array).__mro__:
         package = base.__module__.partition(".")[0]
         if package in ("numpy", "torch", "jax", "jaxlib"):
@@ -40,7 +40,7 @@ def device(array: Array) -> str:
 
 
 def dtype_name(array: Array) -> str:
-    """ "float32" for NumPy's, torch's and ml_dtypes' alike."""
+    """The dtype's plain name, "float32" for NumPy's, torch's and ml_dtypes' alike."""
     return str(array.dtype).removeprefix("torch.")
 
 

@@ -131,8 +131,8 @@ def explain(
     Returns
     -------
     Explanation
-        Prints as a page: the formula, the kernel taken and why each other refused, empty, full and partial tiles, FLOPs,
-        bytes, and memory beside the dense form's. Its fields hold the same.
+        Prints as a page: the formula, the kernel taken and why each other refused, empty, full and partial tiles,
+        FLOPs, bytes, and memory beside the dense form's. Its fields hold the same.
     """
     problem = pose(
         query,

@@ -18,15 +18,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from . import arrays
 from .errors import DeviceError, DtypeError, MaskError, ParameterError, ShapeError
 from .formula import checks, hiding, library, trace
-from .formula.expression import Expression, Table
+from .formula.expression import SYMBOLS, Expression, Table, walk
 from .observe import Statistic
 
-__all__ = ["Problem", "pose", "read_mask", "read_score"]
+__all__ = ["Problem", "ask", "examine", "pose", "read_mask", "read_score"]
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
 
@@ -60,11 +60,11 @@ class Problem:
 
     @property
     def H(self) -> int:
-        return int(self.query.shape[-3])
+        return cast(int, self.query.shape[-3])  # lengths stay as they are: symbols while torch compiles
 
     @property
     def G(self) -> int:
-        return int(self.key.shape[-3])
+        return cast(int, self.key.shape[-3])
 
     @property
     def group(self) -> int:
@@ -73,19 +73,19 @@ class Problem:
 
     @property
     def n(self) -> int:
-        return int(self.query.shape[-2])
+        return cast(int, self.query.shape[-2])
 
     @property
     def m(self) -> int:
-        return int(self.key.shape[-2])
+        return cast(int, self.key.shape[-2])
 
     @property
     def d_k(self) -> int:
-        return int(self.query.shape[-1])
+        return cast(int, self.query.shape[-1])
 
     @property
     def d_v(self) -> int:
-        return int(self.value.shape[-1])
+        return cast(int, self.value.shape[-1])
 
     @property
     def extent(self) -> tuple[int, int, int, int]:
@@ -153,7 +153,7 @@ def pose(
     seed: int | None = None,
     see: Sequence[Statistic] = (),
 ) -> Problem:
-    """The problem these arguments of `sightline.attention` pose; every input error is raised here.
+    """The problem these arguments of `sightline.attention` pose; every input error is raised by this one call.
 
     Raises
     ------
@@ -168,11 +168,44 @@ def pose(
     ParameterError
         scale not finite, dropout outside [0, 1], a seed missing, an unknown statistic.
     """
+    return examine(
+        ask(
+            query,
+            key,
+            value,
+            mask=mask,
+            score=score,
+            scale=scale,
+            sinks=sinks,
+            dropout=dropout,
+            seed=seed,
+            see=see,
+        )
+    )
+
+
+def ask(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Formula = None,
+    score: Formula = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    see: Sequence[Statistic] = (),
+) -> Problem:
+    """The first half of `pose`: what is decided by shapes, dtypes and parameters, no array's values.
+
+    torch.compile follows it line by line, so it keeps to plain Python.
+    """
     named = {"query": query, "key": key, "value": value}
     _check_arrays(named)
     headless = query.ndim < 4
     query, key, value = _shaped(named)
-    problem = Problem(
+    return Problem(
         query,
         key,
         value,
@@ -185,9 +218,13 @@ def pose(
         see=_read_statistics(see),
         headless=headless,
     )
+
+
+def examine(problem: Problem) -> Problem:
+    """The second half of `pose`: tables next to the arrays, what the score hides added to the mask, every read checked."""
     if problem.tables:
         _check_devices(problem)
-        problem = problem.with_tables([arrays.convert(t.array, query) for t in problem.tables])
+        problem = problem.with_tables([arrays.convert(t.array, problem.query) for t in problem.tables])
     if problem.score is not None:
         hidden = hiding.hidden(problem.score, problem.extent)
         if hidden is not None:
@@ -215,7 +252,7 @@ def read_mask(mask: Formula) -> Expression | None:
             "a condition, True attends",
             f"compare it, as in ({expression}) != 0; what is to be added to the scores goes into score=s + ...",
         )
-    if "s" in expression.reads:
+    if any(node is SYMBOLS["s"] for node in walk(expression)):
         raise MaskError(
             f"mask {expression} reads the score s", "conditions on b, h, i and j", "score=where(condition, s, -inf)"
         )
@@ -283,14 +320,22 @@ def _shaped(named: dict[str, Any]) -> list[Any]:
         lead = _broadcast(q[:-3], k[:-3], v[:-3])
     except ValueError:
         raise refuse("leading axes that do not broadcast", "make them equal, or 1") from None
+    if q[:-3] == k[:-3] == v[:-3]:
+        return list(named.values())
     xp = arrays.namespace(named["query"])
-    return [x if x.shape[:-3] == lead else xp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in named.values()]
+    return [xp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in named.values()]
 
 
 def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    import numpy as np
-
-    return tuple(int(length) for length in np.broadcast_shapes(*(tuple(map(int, shape)) for shape in shapes)))
+    """NumPy's broadcasting of shapes, for lengths that may be torch's symbols. ValueError where they do not fit."""
+    joined: list[int] = []
+    for axis in range(-max(map(len, shapes)), 0):
+        lengths = [shape[axis] for shape in shapes if len(shape) >= -axis]
+        wide = [length for length in lengths if length != 1]
+        if any(length != wide[0] for length in wide):
+            raise ValueError(f"lengths {lengths}")
+        joined.append(wide[0] if wide else 1)
+    return tuple(joined)
 
 
 def _read_sinks(sinks: Any, query: Any) -> Any:

@@ -128,8 +128,8 @@ def product(weights: Array, rows: Array) -> Array:
     if np.isfinite(rows).all():
         return weights @ rows
     with np.errstate(all="ignore"):
-        terms = weights[..., None] * rows[..., None, :, :]
-        return np.where(weights[..., None] == 0, 0, terms).sum(-2)
+        terms: Array = np.where(weights[..., None] == 0, 0, weights[..., None] * rows[..., None, :, :])
+    return terms.sum(-2)
 
 
 def stages_of(problem: Problem) -> Stages:
@@ -160,7 +160,7 @@ def gradients_of(problem: Problem, d_output: Array, **extra: Any) -> Gradients:
     stages = stages_of(problem)
     query, key, value = (to_numpy(x) for x in (problem.query, problem.key, problem.value))
     key, value = (np.repeat(x, problem.group, axis=-3) for x in (key, value))
-    slope: Array | float = 1.0
+    slope: Any = 1.0
     if problem.score is not None:
         slope = dense_values(derivative(problem.score), problem.extent, stages.scaled.reshape(problem.extent))
         slope = slope.reshape(stages.scaled.shape)

@@ -66,7 +66,8 @@ class Work:
 
     def columns(self, rows: slice) -> Iterator[tuple[slice, bool]]:
         """Key blocks that some batch or head of these queries sees, and whether all of them see all of it."""
-        runs, full = self.runs, {}
+        runs = self.runs
+        full: dict[int, int] = {}
         block = rows.start // runs.query_block
         for b in range(runs.batches):
             for h in range(runs.heads):
@@ -246,11 +247,12 @@ def backward(
             d_key[..., columns, :] += work.onto_keys(d_s, work.cleaned(work.wide(problem.query, rows)), signed=True)
             d_value[..., columns, :] += work.onto_keys(xp.astype(p * keep, work.dtype), d_o)
         scorer.add_sinks(d_row, lse[..., rows])
-    back = [
-        xp.astype(g, x.dtype)
-        for g, x in zip((d_query, d_key, d_value), (problem.query, problem.key, problem.value), strict=True)
-    ]
-    return Gradients(*back, *scorer.gradients())
+    narrow = {
+        name: xp.astype(gradient, problem.query.dtype)
+        for name, gradient in (("query", d_query), ("key", d_key), ("value", d_value))
+    }
+    tables, sinks = scorer.gradients()
+    return Gradients(**narrow, tables=tables, sinks=sinks)
 
 
 class Scorer:
@@ -298,7 +300,9 @@ class Scorer:
         tables = tuple(
             xp.astype(self.tables[id(t)], t.array.dtype) if id(t) in self.tables else None for t in problem.tables
         )
-        return tables, None if self.sinks is None else xp.astype(self.sinks, problem.sinks.dtype)
+        if self.sinks is None or problem.sinks is None:
+            return tables, None
+        return tables, xp.astype(self.sinks, problem.sinks.dtype)
 
 
 def _add_at(target: Any, index: tuple[Any, ...], values: Any) -> None:

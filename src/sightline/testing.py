@@ -10,6 +10,7 @@ the plain computation in the same dtype, plus 2 units in the last place. In full
   row, whichever grants the row at hand less. The second keeps large rows from excusing small ones, the first keeps
   rows that cancel (many ulps of a small value) from excusing all others.
 - Plain is computed in several orders of summation, as different matrix libraries would; its worst counts.
+- lse is one row: its errors follow the scores' size, not its own.
 - NaN, ∞ and −∞ stand exactly where the definition has them.
 """
 
@@ -94,13 +95,13 @@ def assert_conforms(run: Callable[[Problem], Result], problem: Problem) -> None:
     result, truth, rough = run(problem), stages_of(problem), plain(problem)
     expected = {
         "output": (result.output, truth.output, rough.output, problem.dtype),
-        "lse": (result.lse, truth.lse, rough.lse, problem.accumulator),
+        "lse": (result.lse.reshape(-1), truth.lse.reshape(-1), rough.lse, problem.accumulator),
     }
     for statistic, found in zip(problem.see, result.seen, strict=True):
         if isinstance(statistic, Weights):
             expected["weights"] = (found, truth.weights, rough.weights, problem.dtype)
         if isinstance(statistic, Lse):
-            expected["lse seen"] = (found, truth.lse, rough.lse, problem.accumulator)
+            expected["lse seen"] = (found.reshape(-1), truth.lse.reshape(-1), rough.lse, problem.accumulator)
     for what, (found, oracle, worst, dtype) in expected.items():
         if dtype_name(found) != dtype:
             raise AssertionError(f"{what} has dtype {dtype_name(found)}, not {dtype}")
@@ -156,8 +157,9 @@ ORDERS: tuple[Callable[[int], Any], ...] = (
 def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
     """(output, lse, weights) by plain array operations, each stage rounded to the dtype.
 
-    Sums run in the accumulator's dtype, as matrix libraries have it. Odd orders scale the queries, even ones the scores:
-    both are usual. torch can differentiate it.
+    Sums run in the accumulator's dtype, as matrix libraries have it. What is usual in two ways is done in both: even
+    orders scale the scores and divide the weights by their sum; odd ones scale the queries, divide the output, and give
+    the weights as exp(s − lse). torch can differentiate it.
     """
     xp = namespace(problem.query)
     wide, narrow = resolve(xp, problem.accumulator), resolve(xp, dtype)
@@ -184,21 +186,26 @@ def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
     if problem.score is not None:
         values = evaluate(problem.score, symbols, xp=xp, float_dtype=wide, like=problem.query)
         s = rounded(xp.broadcast_to(values, s.shape))
-    least = xp.full_like(s[..., :1], -xp.inf)
+    least = xp.full((*s.shape[:-1], 1), -xp.inf, dtype=wide, device=problem.query.device)
     if problem.mask is not None:
         allowed = evaluate(problem.mask, symbols, xp=xp, float_dtype=xp.float64, like=problem.query)
         s = xp.where(allowed, s, least)
     sink = least if problem.sinks is None else xp.astype(problem.sinks, wide)[:, None, None] + xp.zeros_like(least)
-    s = xp.concat([xp.broadcast_to(sink, (*s.shape[:-1], 1)), s], axis=-1)
+    s = xp.concat([sink, s], axis=-1)
     largest = xp.max(s, axis=-1, keepdims=True)
     shift = xp.where(largest == -xp.inf, xp.zeros_like(largest), largest)
     p = xp.exp(s - shift)
     total = xp.sum(p, axis=-1, keepdims=True)
     lse = (shift + xp.log(total))[..., 0]
-    weights = rounded(p / xp.where(total == 0, xp.ones_like(total), total))[..., 1:]
+    total = xp.where(total == 0, xp.ones_like(total), total)
     keep = keep_factor(problem, xp, rows, columns)
-    kept = weights if isinstance(keep, float) else weights * xp.astype(permuted(keep, -1), wide)
-    output = rounded((kept * keep if isinstance(keep, float) else kept) @ value)
+    keep = keep if isinstance(keep, float) else xp.astype(permuted(keep, -1), wide)
+    if order % 2:
+        output = rounded(rounded(p[..., 1:] * keep) @ value / total)
+        weights = rounded(xp.exp(s[..., 1:] - xp.where(lse == -xp.inf, xp.zeros_like(lse), lse)[..., None]))
+    else:
+        weights = rounded(p / total)[..., 1:]
+        output = rounded((weights * keep) @ value)
     if order:
         weights = xp.take(weights, xp.asarray(np.argsort(ORDERS[order](problem.m)), device=weights.device), axis=-1)
     return output, lse, weights
@@ -240,7 +247,9 @@ def _gaps(array: Any) -> Any:
 def _unaligned(array: Any) -> Any:
     """An array that starts at an odd address."""
     buffer = np.empty(array.nbytes + 1, np.uint8)
-    inside = buffer[1:].view(array.dtype) if array.dtype.itemsize == 1 else np.ndarray(array.shape, array.dtype, buffer, 1)
+    inside = (
+        buffer[1:].view(array.dtype) if array.dtype.itemsize == 1 else np.ndarray(array.shape, array.dtype, buffer, 1)
+    )
     inside[...] = array
     return inside
 

@@ -60,9 +60,7 @@ class Arguments:
     """The words as values of the kernel, loaded once; fields are attributes."""
 
     def __init__(self, code: Code, words: Value, axes: tuple[int, ...]) -> None:
-        self._values = {
-            name: words.at(8 * place).load(kind, 8) for place, (name, kind) in enumerate(FIELDS.items())
-        }
+        self._values = {name: words.at(8 * place).load(kind, 8) for place, (name, kind) in enumerate(FIELDS.items())}
         self.tables: list[Table] = []
         place = len(FIELDS)
         for count in axes:

@@ -9,15 +9,14 @@ whatever their strides; row maximum and sum are plain operations on vectors; and
     P              = 2^(Sᵀ − m')                               l  = α l + Σ P
     Oᵀ[d_v][lane]  = α Oᵀ + Σ_key V[key][d_v] · P[key][lane]   at the end O = Oᵀ / l
 
-Scores are in base 2 from the start (log₂ e is folded into Q, or multiplied in behind a score formula). Work is blocks of
-queries × heads, handed out by an atomic counter.
+Scores are in base 2 from the start (log₂ e is folded into Q, or multiplied in behind a score formula). Work is blocks
+of queries × heads, handed out by an atomic counter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from llvmlite import ir
 from ..formula.expression import Expression
 from .arguments import Arguments
 from .functions import exp2_of_negative
-from .lanes import BYTE, DOUBLE, FLOAT, INT32, INT64, POINTER, Code, Value, Variable, bytes_of, vector
+from .lanes import BYTE, DOUBLE, FLOAT, INT32, INT64, Code, Value, Variable, bytes_of, vector
 from .machine import Machine
 from .render import Renderer, Source
 
@@ -43,7 +42,7 @@ class Structure:
     dtype: str
     d_k: int
     d_v: int
-    unit: tuple[bool, bool, bool]  # whether the columns of query, key and value lie next to each other
+    unit: tuple[bool, ...]  # whether the columns of query, key and value lie next to each other
     mask: str | None
     score: str | None
     tables: tuple[tuple[str, int], ...]  # dtype and number of axes of each
@@ -55,7 +54,9 @@ class Structure:
 class Forward:
     """Writes the kernel into a module."""
 
-    def __init__(self, structure: Structure, mask: Expression | None, score: Expression | None, machine: Machine) -> None:
+    def __init__(
+        self, structure: Structure, mask: Expression | None, score: Expression | None, machine: Machine
+    ) -> None:
         self.structure, self.machine = structure, machine
         self.float = FLOAT if structure.dtype == "float32" else DOUBLE
         self.size = bytes_of(self.float)
@@ -137,7 +138,7 @@ class Forward:
             for t, (dtype, _) in zip(self.given.tables, self.structure.tables, strict=True)
         ]
         found = {id(t): t for f in self.formulas if f is not None for t in f.tables}
-        by_id = {key: source for key, source in zip(found, sources, strict=True)}
+        by_id = dict(zip(found, sources, strict=True))
         self.renderers = [
             None if formula is None else Renderer(self.code, formula, floats, self.integer, by_id, clamped)
             for formula, floats, clamped in zip(
@@ -218,7 +219,7 @@ class Forward:
         self.in_groups(self.keys, KEYS, rows)
 
     def in_groups(self, count: Any, most: int, write: Any) -> None:
-        """write(first, rows) for groups of the tile's rows up to `count` (≤ most), the last group as small as it may be."""
+        """write(first, rows) for groups of rows up to `count` (≤ most); the last group is what `most` leaves."""
         code = self.code
         whole = most // self.rows * self.rows
         if whole:
@@ -245,10 +246,7 @@ class Forward:
                 for v in range(self.vectors):
                     sums[r][v].set(code.fma(number, lanes[v], sums[r][v].get()))
 
-        if isinstance(count, Value):
-            whole = count - count % UNROLL
-        else:
-            whole = code.value(count - count % UNROLL, INT64)
+        whole = count - count % UNROLL
         with code.loop(0, whole, UNROLL) as k:
             for u in range(UNROLL):
                 once(k + u)
@@ -267,7 +265,10 @@ class Forward:
             self.tile_max[v].set(-math.inf)
         with code.loop(0, self.keys) as key:
             j = (j0 + key).to(self.integer)
-            rows = [{} if r is None else r.row(self.symbols[0] | {"j": j}, self._shared(k)) for k, r in enumerate(self.renderers)]
+            rows = [
+                {} if r is None else r.row(self.symbols[0] | {"j": j}, self._shared(k))
+                for k, r in enumerate(self.renderers)
+            ]
             for v in range(self.vectors):
                 address = self.at(self.s_t, key, v)
                 s = address.load(self.vector, self.machine.width)
@@ -284,7 +285,11 @@ class Forward:
         """What is known of the block and does not differ between vectors of lanes."""
         renderer = self.renderers[which]
         assert renderer is not None
-        return {id(n): self.known[0][which][id(n)] for n in renderer.nodes if id(n) in self.known[0][which] and "i" not in n.reads}
+        return {
+            id(n): self.known[0][which][id(n)]
+            for n in renderer.nodes
+            if id(n) in self.known[0][which] and "i" not in n.reads
+        }
 
     def softmax(self) -> None:
         """P = 2^(Sᵀ − m') in place of Sᵀ, and the running maximum m and sum l."""
@@ -333,7 +338,9 @@ class Forward:
             alpha = self.lane_vector(self.alpha, v)
             acc = Variable(code, self.vector, address.load(self.vector, self.machine.width) * alpha)
             with code.loop(0, self.keys) as key:
-                p = self.s_t.at(key * self.row_bytes + v * (self.lanes * self.size)).load(self.vector, self.machine.width)
+                p = self.s_t.at(key * self.row_bytes + v * (self.lanes * self.size)).load(
+                    self.vector, self.machine.width
+                )
                 number = self.v.at((j0 + key) * given.value_row).at(d * step).load(self.float).spread(self.lanes)
                 acc.set(code.where(p == 0.0, acc.get(), code.fma(number, p, acc.get())))
             address.store(acc.get(), self.machine.width)

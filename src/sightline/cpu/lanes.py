@@ -13,7 +13,20 @@ from typing import Any
 
 from llvmlite import ir
 
-__all__ = ["BOOL", "BYTE", "DOUBLE", "FLOAT", "INT32", "INT64", "POINTER", "Code", "Value", "Variable", "element", "vector"]
+__all__ = [
+    "BOOL",
+    "BYTE",
+    "DOUBLE",
+    "FLOAT",
+    "INT32",
+    "INT64",
+    "POINTER",
+    "Code",
+    "Value",
+    "Variable",
+    "element",
+    "vector",
+]
 
 Type = Any  # llvmlite's types are untyped
 
@@ -33,7 +46,7 @@ def element(kind: Type) -> Type:
 
 
 def lanes_of(kind: Type) -> int:
-    return kind.count if isinstance(kind, ir.VectorType) else 1
+    return int(kind.count) if isinstance(kind, ir.VectorType) else 1
 
 
 def is_float(kind: Type) -> bool:
@@ -347,7 +360,7 @@ class Code:
 
 def horner(code: Code, x: Value, coefficients: Sequence[float]) -> Value:
     """c₀ + c₁ x + c₂ x² + ..."""
-    result: Any = code.value(coefficients[-1], x.type)
+    result: Value = code.value(coefficients[-1], x.type)
     for coefficient in reversed(coefficients[:-1]):
         result = code.fma(result, x, coefficient)
     return result

@@ -34,9 +34,9 @@ def run(problem: Problem, threads: int | None = None) -> Result:
     lse = np.empty((*problem.lead, problem.H, problem.n), problem.dtype)
     if output.size or lse.size:
         _call(problem, arrays, output, lse, team.count(threads))
-    back = tuple(convert(x, problem.query) for x in (output, lse))
-    seen = tuple(s.collect(problem, back[1], lambda: tiles(Work(problem), back[1])) for s in problem.see)
-    return Result(*back, seen)
+    lse = convert(lse, problem.query)
+    seen = tuple(s.collect(problem, lse, lambda: tiles(Work(problem), lse)) for s in problem.see)
+    return Result(convert(output, problem.query), lse, seen)
 
 
 def _call(problem: Problem, arrays: list[Any], output: Any, lse: Any, threads: int) -> None:
@@ -72,7 +72,9 @@ def _call(problem: Problem, arrays: list[Any], output: Any, lse: Any, threads: i
     }
     for name, x, offsets in zip(("query", "key", "value"), arrays, batch, strict=True):
         fields |= {name: x.ctypes.data, f"{name}_batch": offsets.ctypes.data}
-        fields |= {f"{name}_{axis}": stride for axis, stride in zip(("head", "row", "column"), x.strides[-3:], strict=True)}
+        fields |= {
+            f"{name}_{axis}": stride for axis, stride in zip(("head", "row", "column"), x.strides[-3:], strict=True)
+        }
     words = pack(fields, [(t.ctypes.data, t.strides, t.shape) for t in tables])
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
     team.call(address, words.ctypes.data, 1 if work < SMALL else min(threads, fields["items"]))
@@ -86,7 +88,7 @@ def kernel_for(problem: Problem, arrays: list[Any], tables: list[Any]) -> tuple[
         dtype=problem.dtype,
         d_k=problem.d_k,
         d_v=problem.d_v,
-        unit=tuple(x.strides[-1] == size for x in arrays),  # type: ignore[arg-type]
+        unit=tuple(x.strides[-1] == size for x in arrays),
         mask=None if problem.mask is None else problem.mask.text,
         score=None if problem.score is None else problem.score.text,
         tables=tuple((str(t.dtype), t.ndim) for t in tables),

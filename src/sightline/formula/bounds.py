@@ -33,8 +33,23 @@ def intervals(formula: Expression, box: Mapping[str, Interval]) -> dict[int, Int
             elif isinstance(node, Lookup):
                 found[id(node)] = _tidy(node.table.extrema.over([found[id(a)] for a in node.arguments]))
             elif isinstance(node, Apply):
-                found[id(node)] = _tidy(BOUND_RULES[node.operator](*(found[id(a)] for a in node.arguments)))
+                found[id(node)] = _apply(node, [found[id(a)] for a in node.arguments])
     return found
+
+
+def _apply(node: Apply, inputs: list[Interval]) -> Interval:
+    low, high = _tidy(BOUND_RULES[node.operator](*inputs))
+    if node.operator == "floor_divide" and node.kind == "int":  # 0 for a divisor of 0, and never farther out than x
+        farthest = np.maximum(np.abs(inputs[0][0]), np.abs(inputs[0][1]))
+        low, high = np.maximum(low, -farthest), np.minimum(high, farthest)
+    if node.operator != "where":
+        for argument, (a, z) in zip(node.arguments, inputs, strict=True):
+            if argument.kind == "float":  # where nothing is known it may be NaN, and so may all that is made of it
+                unknown = (a == -np.inf) & (z == np.inf)
+                if unknown.any():
+                    nothing = (0.0, 1.0) if node.kind == "bool" else (-np.inf, np.inf)
+                    low, high = np.where(unknown, nothing[0], low), np.where(unknown, nothing[1], high)
+    return low, high
 
 
 def _tidy(interval: Interval) -> Interval:
@@ -51,10 +66,7 @@ def _ends(*candidates: Array) -> Interval:
 
 
 def _multiply(x: Interval, y: Interval) -> Interval:
-    def product(a: Array, b: Array) -> Array:
-        return np.where((a == 0) | (b == 0), 0.0, a * b)
-
-    return _ends(*(product(a, b) for a in x for b in y))
+    return _ends(*(a * b for a in x for b in y))
 
 
 def _divide(x: Interval, y: Interval) -> Interval:
