@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,7 +89,9 @@ def attention(
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     options |= {"see": () if see is None else see}
     if arrays.framework(query) == "torch":
-        answer = importlib.import_module("sightline.torch").run(query, key, value, options, kernel, threads)
+        from .torch import run  # a plain import, which torch.compile can follow
+
+        answer = run(query, key, value, options, kernel, threads)
     else:
         problem = pose(query, key, value, **options)
         answer = shaped(problem, solve(problem, kernel, threads))
@@ -146,4 +147,9 @@ def explain(
         seed=seed or 0,
         see=see or (),
     )
-    return Explanation.of(problem, choose(KERNELS, problem, kernel))
+    kernels = KERNELS
+    if problem.framework == "torch":
+        from .torch import kernels as with_torch
+
+        kernels = with_torch()
+    return Explanation.of(problem, choose(kernels, problem, kernel))

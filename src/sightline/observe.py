@@ -38,6 +38,10 @@ class Statistic:
         """Shape of the result."""
         raise NotImplementedError(type(self).__name__)
 
+    def dtype(self, problem: Problem) -> str:
+        """Dtype of the result: the accumulator's unless it says otherwise."""
+        return problem.accumulator
+
     def collect(self, problem: Problem, lse: Any, tiles: Callable[[], Iterator[Tile]]) -> Any:
         """The result, from the normaliser and, if it must, one pass over the tiles that hold any weight."""
         raise NotImplementedError(type(self).__name__)
@@ -70,9 +74,12 @@ class Weights(Statistic):
     def shape(self, problem: Problem) -> tuple[int, ...]:
         return (*problem.lead, problem.H, problem.n, problem.m)
 
+    def dtype(self, problem: Problem) -> str:
+        return problem.dtype
+
     def collect(self, problem: Problem, lse: Any, tiles: Callable[[], Iterator[Tile]]) -> Any:
         xp = namespace(problem.query)
-        whole = xp.zeros(self.shape(problem), dtype=resolve(xp, problem.dtype), device=problem.query.device)
+        whole = xp.zeros(self.shape(problem), dtype=resolve(xp, self.dtype(problem)), device=problem.query.device)
         for tile in tiles():
             whole[..., tile.rows, tile.columns] = xp.astype(tile.weights, whole.dtype)
         return whole

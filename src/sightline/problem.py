@@ -26,7 +26,7 @@ from .formula import checks, hiding, library, trace
 from .formula.expression import SYMBOLS, Expression, Table, walk
 from .observe import Statistic
 
-__all__ = ["Problem", "ask", "examine", "pose", "read_mask", "read_score"]
+__all__ = ["Problem", "ask", "examine", "pose", "read_mask", "read_score", "settle"]
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
 
@@ -140,19 +140,7 @@ class Problem:
         return replace(self, mask=swap(self.mask), score=swap(self.score))
 
 
-def pose(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    mask: Formula = None,
-    score: Formula = None,
-    scale: float | None = None,
-    sinks: Any = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    see: Sequence[Statistic] = (),
-) -> Problem:
+def pose(query: Any, key: Any, value: Any, **options: Any) -> Problem:
     """The problem these arguments of `sightline.attention` pose; every input error is raised by this one call.
 
     Raises
@@ -168,20 +156,7 @@ def pose(
     ParameterError
         scale not finite, dropout outside [0, 1], a seed missing, an unknown statistic.
     """
-    return examine(
-        ask(
-            query,
-            key,
-            value,
-            mask=mask,
-            score=score,
-            scale=scale,
-            sinks=sinks,
-            dropout=dropout,
-            seed=seed,
-            see=see,
-        )
-    )
+    return examine(ask(query, key, value, **options))
 
 
 def ask(
@@ -197,7 +172,7 @@ def ask(
     seed: int | None = None,
     see: Sequence[Statistic] = (),
 ) -> Problem:
-    """The first half of `pose`: what is decided by shapes, dtypes and parameters, no array's values.
+    """The first half of `pose`: what shapes, dtypes and parameters decide, no array's values.
 
     torch.compile follows it line by line, so it keeps to plain Python.
     """
@@ -225,12 +200,20 @@ def examine(problem: Problem) -> Problem:
     if problem.tables:
         _check_devices(problem)
         problem = problem.with_tables([arrays.convert(t.array, problem.query) for t in problem.tables])
-    if problem.score is not None:
-        hidden = hiding.hidden(problem.score, problem.extent)
+    mask, score = settle(problem.mask, problem.score, problem.extent)
+    return replace(problem, mask=mask, score=score)
+
+
+def settle(
+    mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
+) -> tuple[Expression | None, Expression | None]:
+    """Mask and score of a problem of these lengths: what the score hides joins the mask, and every read is checked."""
+    if score is not None:
+        hidden = hiding.hidden(score, extent)
         if hidden is not None:
-            problem = replace(problem, mask=~hidden if problem.mask is None else problem.mask & ~hidden)
-    checks.check_reads(problem.mask, problem.score, problem.extent)
-    return problem
+            mask = ~hidden if mask is None else mask & ~hidden
+    checks.check_reads(mask, score, extent)
+    return mask, score
 
 
 def read_mask(mask: Formula) -> Expression | None:
@@ -316,12 +299,12 @@ def _shaped(named: dict[str, Any]) -> list[Any]:
         raise refuse(f"{k[-3]} key heads and {v[-3]} value heads", "give key and value the same heads")
     if (k[-3] == 0 and q[-3] != 0) or (k[-3] and q[-3] % k[-3]):
         raise refuse(f"{q[-3]} query heads do not share {k[-3]} key heads evenly", "make H a multiple of G")
+    if q[:-3] == k[:-3] == v[:-3]:
+        return list(named.values())
     try:
         lead = _broadcast(q[:-3], k[:-3], v[:-3])
     except ValueError:
         raise refuse("leading axes that do not broadcast", "make them equal, or 1") from None
-    if q[:-3] == k[:-3] == v[:-3]:
-        return list(named.values())
     xp = arrays.namespace(named["query"])
     return [xp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in named.values()]
 

@@ -11,6 +11,9 @@ from ..problem import Problem
 __all__ = ["Cpu"]
 
 
+WIDEST = 2048
+
+
 class Cpu(Kernel):
     """Forward in float32 and float64, generated for the formula."""
 
@@ -23,6 +26,8 @@ class Cpu(Kernel):
             yield Refusal(f"arrays on {problem.device}", "move them to the CPU")
         if problem.dtype not in ("float32", "float64"):
             yield Refusal(f"dtype {problem.dtype}", "cast to float32 or float64")
+        if max(problem.d_k, problem.d_v) > WIDEST:
+            yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}", f"widths up to {WIDEST} fit a thread's stack")
         if problem.dropout:
             yield Refusal("dropout is not generated yet", "dropout=0")
         if importlib.util.find_spec("llvmlite") is None:

@@ -25,7 +25,7 @@ from llvmlite import ir
 from ..formula.expression import Expression
 from .arguments import Arguments
 from .functions import exp2_of_negative
-from .lanes import BYTE, DOUBLE, FLOAT, INT32, INT64, Code, Value, Variable, bytes_of, vector
+from .lanes import BOOL, BYTE, DOUBLE, FLOAT, INT32, INT64, Code, Value, Variable, bytes_of, vector
 from .machine import Machine
 from .render import Renderer, Source
 
@@ -90,9 +90,10 @@ class Forward:
             self.place(item)
             self.turn_queries()
             self.evaluate_block()
-            self.attend(careful=False)
-            with code.when(self.tainted()):
-                self.attend(careful=True)
+            again = Variable(code, BOOL, True)
+            with code.loop(0, 2) as attempt, code.when(again.get()):
+                self.attend(careful=attempt == 1)
+                again.set(self.tainted())
             self.hand_over()
         code.finish()
         return self.module
@@ -158,8 +159,11 @@ class Forward:
             self.known.append([{} if r is None else r.block(self.symbols[v]) for r in self.renderers])
 
     # -- attention of the block -----------------------------------------------------------------------------------
-    def attend(self, careful: bool) -> None:
-        """The running softmax over the block's runs. `careful`: weights of 0 take nothing, even of NaN and ∞ in V."""
+    def attend(self, careful: Value) -> None:
+        """The running softmax over the block's runs. `careful`: weights of 0 take nothing, even of NaN and ∞ in V.
+
+        A NaN in the output of the first attempt is the sign that care is needed, which costs whole inputs nothing.
+        """
         code, given = self.code, self.given
         with code.loop(0, self.structure.d_v * self.vectors) as index:
             self.o_t.at(index * (self.lanes * self.size)).store(code.value(0.0, self.vector), self.machine.width)
@@ -175,7 +179,7 @@ class Forward:
     def sink(self) -> Value:
         return self.given.sinks.at(self.h * 8).load(DOUBLE).to(self.float)
 
-    def key_tile(self, j0: Value, partial: Value, careful: bool) -> None:
+    def key_tile(self, j0: Value, partial: Value, careful: Value) -> None:
         """One tile: scores, score formula and mask, softmax, weighted values."""
         code = self.code
         self.keys = code.minimum(self.given.m - j0, KEYS)
@@ -196,10 +200,11 @@ class Forward:
             with code.when(partial):
                 self.reshape_scores(j0, masked=True)
         self.softmax()
-        if careful:
-            self.weigh_values_carefully(j0)
-        else:
-            self.weigh_values(j0)
+        with code.either(careful) as (yes, no):
+            with yes:
+                self.weigh_values_carefully(j0)
+            with no:
+                self.weigh_values(j0)
 
     def score_tile(self, j0: Value) -> None:
         """Sᵀ[key][lane] and, from the registers, its maximum. Keys past the end repeat the last."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays import convert, to_numpy
 from ..formula.bounds import intervals
-from ..formula.expression import Expression, Lookup, walk
+from ..formula.expression import Lookup, from_text, walk
 from ..formula.runs import Runs, box_of, find_runs
 from ..plan import Result
 from ..problem import Problem
@@ -113,27 +113,13 @@ def block_of(dtype: str) -> int:
 def runs_of(problem: Problem, block: int) -> Runs:
     """The problem's runs; kept for masks that read no table, whose data could have changed."""
     if problem.mask is None or not problem.mask.tables:
-        text = None if problem.mask is None else problem.mask.text
-        return _kept_runs(text, problem.extent, block, Held(problem.mask))
+        return _kept_runs(None if problem.mask is None else problem.mask.text, problem.extent, block)
     return find_runs(problem.mask, problem.extent, block, KEYS)
 
 
-class Held:
-    """Carries a formula into a cache whose key is the formula's text."""
-
-    def __init__(self, formula: Expression | None) -> None:
-        self.formula = formula
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Held)
-
-    def __hash__(self) -> int:
-        return 0
-
-
 @lru_cache(64)
-def _kept_runs(text: str | None, extent: tuple[int, int, int, int], block: int, held: Held) -> Runs:
-    return find_runs(held.formula, extent, block, KEYS)
+def _kept_runs(text: str | None, extent: tuple[int, int, int, int], block: int) -> Runs:
+    return find_runs(None if text is None else from_text(text, ()), extent, block, KEYS)
 
 
 def _ranges(problem: Problem) -> tuple[float, tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ class Extrema:
         limits = [length - 1 for length in self.values.shape]
         flat = [np.clip(e.ravel(), 0, limits[k // 2]).astype(np.int64) for k, e in enumerate(ends)]
         first, last = flat[0::2], flat[1::2]
+        if all((a == 0).all() and (z == limit).all() for a, z, limit in zip(first, last, limits, strict=True)):
+            return tuple(np.full(shape, end) for end in self.whole)
         width = [np.ceil(np.log2(np.maximum(z - a, 0) + 1)).astype(np.int64) for a, z in zip(first, last, strict=True)]
         code = sum(w << (6 * k) for k, w in enumerate(width))
         least, greatest = np.empty(code.shape), np.empty(code.shape)
@@ -55,6 +58,11 @@ class Extrema:
             least[chosen] = np.minimum.reduce([low[corner] for corner in corners])
             greatest[chosen] = np.maximum.reduce([high[corner] for corner in corners])
         return least.reshape(shape), greatest.reshape(shape)
+
+    @cached_property
+    def whole(self) -> tuple[float, float]:
+        """(least, greatest) of all entries."""
+        return float(self.values.min()), float(self.values.max())
 
     def _level(self, level: Level) -> tuple[Array, Array]:
         if not any(level):
