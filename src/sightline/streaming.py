@@ -167,7 +167,7 @@ def forward(work: Work) -> tuple[Any, Any]:
         query = work.wide(problem.query, rows)
         largest = work.sink(query.shape[-2])
         total = xp.where(largest == -xp.inf, work.full(0.0), work.full(1.0))
-        acc = output[..., rows, :]
+        acc = xp.zeros_like(output[..., rows, :])  # its own memory: torch keeps it for second derivatives
         for columns, full in work.columns(rows):
             s = work.masked(work.scaled(query, columns), rows, columns, full)
             new = xp.maximum(largest, xp.max(s, axis=-1))

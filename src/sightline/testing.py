@@ -9,13 +9,15 @@ the plain computation in the same dtype, plus 2 units in the last place. In full
 - Plain's error is the largest over all rows, since in one row it may be 0 by luck; in absolute terms or in ulps of its
   row, whichever grants the row at hand less. The second keeps large rows from excusing small ones, the first keeps
   rows that cancel (many ulps of a small value) from excusing all others.
-- Plain is computed in several orders of summation, as different matrix libraries would; its worst counts.
+- Plain is computed in several orders of summation, as different matrix libraries would, in base e and base 2; its
+  worst counts.
 - lse is one row: its errors follow the scores' size, not its own.
 - NaN, ∞ and −∞ stand exactly where the definition has them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +51,7 @@ FORMATS = {  # fraction bits, least exponent
     "float64": (52, -1022),
 }
 FACTOR, ULPS = 2.0, 2.0
+LOG2_E = math.log2(math.e)
 
 
 def ulp(values: Any, dtype: str) -> Any:
@@ -157,9 +160,9 @@ ORDERS: tuple[Callable[[int], Any], ...] = (
 def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
     """(output, lse, weights) by plain array operations, each stage rounded to the dtype.
 
-    Sums run in the accumulator's dtype, as matrix libraries have it. What is usual in two ways is done in both: even
-    orders scale the scores and divide the weights by their sum; odd ones scale the queries, divide the output, and give
-    the weights as exp(s − lse). torch can differentiate it.
+    Sums run in the accumulator's dtype, as matrix libraries have it. Even orders follow the paper's formula. Odd ones do
+    as fused kernels do: base 2 with the scale in the queries, the output divided in the end, weights as 2^(s − lse).
+    torch can differentiate either.
     """
     xp = namespace(problem.query)
     wide, narrow = resolve(xp, problem.accumulator), resolve(xp, dtype)
@@ -180,35 +183,38 @@ def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
     )
     value = xp.where(xp.isfinite(value), value, xp.zeros_like(value))
     key = xp.matrix_transpose(permuted(key, -1))
-    s = rounded(rounded(query * problem.scale) @ key) if order % 2 else rounded(rounded(query @ key) * problem.scale)
+    base_2 = order % 2 == 1
+    factor = problem.scale * (LOG2_E if base_2 and problem.score is None else 1.0)
+    s = rounded(rounded(query * factor) @ key) if base_2 else rounded(rounded(query @ key) * factor)
     b, h, i, _ = problem.positions(xp, rows, columns)
     symbols = {"b": b, "h": h, "i": i, "j": index(problem.m), "n": problem.n, "m": problem.m, "s": s}
     if problem.score is not None:
         values = evaluate(problem.score, symbols, xp=xp, float_dtype=wide, like=problem.query)
-        s = rounded(xp.broadcast_to(values, s.shape))
+        s = rounded(xp.broadcast_to(values, s.shape) * (LOG2_E if base_2 else 1.0))
     least = xp.full((*s.shape[:-1], 1), -xp.inf, dtype=wide, device=problem.query.device)
     if problem.mask is not None:
         allowed = evaluate(problem.mask, symbols, xp=xp, float_dtype=xp.float64, like=problem.query)
         s = xp.where(allowed, s, least)
     sink = least if problem.sinks is None else xp.astype(problem.sinks, wide)[:, None, None] + xp.zeros_like(least)
-    s = xp.concat([sink, s], axis=-1)
+    s = xp.concat([sink * (LOG2_E if base_2 else 1.0), s], axis=-1)
     largest = xp.max(s, axis=-1, keepdims=True)
     shift = xp.where(largest == -xp.inf, xp.zeros_like(largest), largest)
-    p = xp.exp(s - shift)
+    p = 2 ** (s - shift) if base_2 else xp.exp(s - shift)
     total = xp.sum(p, axis=-1, keepdims=True)
-    lse = (shift + xp.log(total))[..., 0]
-    total = xp.where(total == 0, xp.ones_like(total), total)
     keep = keep_factor(problem, xp, rows, columns)
     keep = keep if isinstance(keep, float) else xp.astype(permuted(keep, -1), wide)
-    if order % 2:
-        output = rounded(rounded(p[..., 1:] * keep) @ value / total)
-        weights = rounded(xp.exp(s[..., 1:] - xp.where(lse == -xp.inf, xp.zeros_like(lse), lse)[..., None]))
+    divisor = xp.where(total == 0, xp.ones_like(total), total)
+    if base_2:
+        lse = shift + xp.log2(total)
+        weights = rounded(2 ** (s - xp.where(total == 0, xp.zeros_like(lse), lse)))[..., 1:]
+        output, lse = rounded(rounded(p[..., 1:] * keep) @ value / divisor), lse * math.log(2)
     else:
-        weights = rounded(p / total)[..., 1:]
+        lse = shift + xp.log(total)
+        weights = rounded(p / divisor)[..., 1:]
         output = rounded((weights * keep) @ value)
     if order:
         weights = xp.take(weights, xp.asarray(np.argsort(ORDERS[order](problem.m)), device=weights.device), axis=-1)
-    return output, lse, weights
+    return output, lse[..., 0], weights
 
 
 GUARD = 4096  # bytes on either side: more than any kernel's widest read past an end

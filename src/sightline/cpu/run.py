@@ -23,7 +23,7 @@ from .machine import host
 
 __all__ = ["run"]
 
-SMALL = 1 << 18  # multiplications below which a second thread costs more than it gives
+SMALL = 1 << 21  # multiplications below which a second thread costs more than it gives
 _compiled: dict[Structure, int] = {}
 
 

@@ -38,7 +38,7 @@ def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_
     for node in walk(formula):
         if isinstance(node, Symbol):
             value = symbols[node.name]
-            values[id(node)] = cast(xp.asarray(value, **place), node.kind)
+            values[id(node)] = cast(value if hasattr(value, "dtype") else xp.asarray(value, **place), node.kind)
         elif isinstance(node, Constant):
             values[id(node)] = xp.asarray(node.value, dtype=dtypes[node.kind], **place)
         elif isinstance(node, Lookup):

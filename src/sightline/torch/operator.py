@@ -1,12 +1,12 @@
 """Attention as a registered torch operator, `torch.ops.sightline.attention`, with gradients to any order.
 
-An operator takes tensors and plain values. Formulas travel as text, what they read as a list of tensors, and the problem
-is put together again inside. Three functions of one signature: the answer, its shapes for tracing, its gradient. The
-gradient is an operator too; its own gradient is torch's, of the same tiles in plain operations.
+Each operator has its computation and its shapes (for tracing); torch.library adds the rest. The gradient is an operator
+too. Its own gradient is torch's, of the same tiles in plain operations, so every further order works.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,36 +14,24 @@ from torch import Tensor
 
 from .. import streaming
 from ..attention import solve
-from ..observe import STATISTICS
-from ..problem import Problem
-from .wording import gaining, read
+from .question import SCHEMA, Question
 
 __all__ = ["attention", "attention_backward"]
 
-QUESTION = (
-    "Tensor query, Tensor key, Tensor value, Tensor[] tables, Tensor? sinks, Tensor? seed, "
-    "str mask, str score, str spans, float scale, float dropout, str see, str? kernel, int? threads"
-)
-WORDS = 8  # of these the last, which are no tensors
 
-
-def _answer(*question: Any) -> list[Tensor]:
+def _answer(*arguments: Any) -> list[Tensor]:
     """[output, lse, *every statistic asked for but lse]."""
-    problem = _problem(*question)
-    result = solve(problem, *question[-2:])
+    question = Question(*arguments)
+    problem = question.problem()
+    result = solve(problem, question.kernel, question.threads)
     seen = zip(problem.see, result.seen, strict=True)
     return [result.output, result.lse, *(array for statistic, array in seen if statistic.name != "lse")]
 
 
-def _shapes(*question: Any) -> list[Tensor]:
-    """Empty tensors like the answer's; the formulas are not read, since their tables have no values yet."""
-    problem = _outline(*question)
-    query, value = problem.query, problem.value
-    rows = query.shape[:-1]
-    outputs = [
-        query.new_empty((*rows, value.shape[-1])),
-        query.new_empty(rows, dtype=getattr(torch, problem.accumulator)),
-    ]
+def _answer_shapes(*arguments: Any) -> list[Tensor]:
+    problem = Question(*arguments).outline()
+    query, rows = problem.query, problem.query.shape[:-1]
+    outputs = [query.new_empty((*rows, problem.d_v)), query.new_empty(rows, dtype=getattr(torch, problem.accumulator))]
     for statistic in problem.see:
         if statistic.name != "lse":
             dtype = getattr(torch, statistic.dtype(problem))
@@ -52,31 +40,111 @@ def _shapes(*question: Any) -> list[Tensor]:
 
 
 attention = torch.library.custom_op(
-    "sightline::attention", _answer, mutates_args=(), schema=f"({QUESTION}) -> Tensor[]"
+    "sightline::attention", _answer, mutates_args=(), schema=f"({SCHEMA}) -> Tensor[]"
 )
-attention.register_fake(_shapes)
+attention.register_fake(_answer_shapes)
 
 
-def _gradients(gradients: list[Tensor], given: list[int], output: Tensor, lse: Tensor, *question: Any) -> list[Tensor]:
-    """Gradients of `_inputs(question)`, from those of the answer's parts numbered in `given`."""
-    return _shares(gradients, given, (output, lse), question)
+def _gradient(gradients: list[Tensor], given: list[int], output: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
+    """Gradients of `Question.inputs`; `gradients` are those of the answer's entries numbered in `given`."""
+    return _chain(gradients, given, Question(*arguments), (output, lse))
 
 
-def _gradient_shapes(_: list[Tensor], __: list[int], ___: Tensor, ____: Tensor, *question: Any) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape) for tensor in _inputs(question)]
+def _gradient_shapes(_: Any, given: Any, output: Any, lse: Any, *arguments: Any) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in Question(*arguments).inputs]
 
 
 attention_backward = torch.library.custom_op(
     "sightline::attention_backward",
-    _gradients,
+    _gradient,
     mutates_args=(),
-    schema=f"(Tensor[] gradients, int[] given, Tensor output, Tensor lse, {QUESTION}) -> Tensor[]",
+    schema=f"(Tensor[] gradients, int[] given, Tensor output, Tensor lse, {SCHEMA}) -> Tensor[]",
 )
 attention_backward.register_fake(_gradient_shapes)
 
 
-def _outline(query: Tensor, key: Tensor, value: Tensor, _: Any, sinks: Any, seed: Any, *words: Any) -> Problem:
-    """The problem without its formulas."""
-    *_, scale, dropout, see, _, _ = words
-    see = tuple(STATISTICS[name]() for name in see.split())
-    return Problem(query, key, value, None, None, sinks, scale, dropout, 0, see, headless=False)
+def _chain(
+    gradients: Sequence[Tensor], given: Sequence[int], question: Question, saved: tuple[Tensor, Tensor] | None
+) -> list[Tensor]:
+    """The chain rule through attention, tile by tile; differentiable where `saved` is None."""
+    problem = question.problem()
+    of_answer = dict(zip(given, gradients, strict=True))
+    d_output = of_answer.get(0)
+    if d_output is None:
+        d_output = problem.query.new_zeros((*problem.query.shape[:-1], problem.d_v))
+    places = iter(range(2, 2 + len(problem.see)))
+    d_seen = tuple(None if statistic.name == "lse" else of_answer.get(next(places)) for statistic in problem.see)
+    found = streaming.backward(problem, d_output, of_answer.get(1), d_seen, saved)
+    by_tensor: dict[int, Tensor] = {}  # one tensor may stand in two tables: the first of its places has their sum
+    for table, gradient in zip(problem.tables, found.tables, strict=True):
+        if gradient is not None:
+            known = by_tensor.get(id(table.array))
+            by_tensor[id(table.array)] = gradient if known is None else known + gradient
+    tables = [question.tables[k] for k in question.gaining]
+    of_tables = [by_tensor.pop(id(table), None) for table in tables]
+    whole = [torch.zeros_like(t) if g is None else g for t, g in zip(tables, of_tables, strict=True)]
+    return [found.query, found.key, found.value, *whole, *([] if found.sinks is None else [found.sinks])]
+
+
+# -- what torch calls ----------------------------------------------------------------------------------------------
+
+
+def _keep(ctx: Any, question: Question, *others: Tensor) -> None:
+    """Tensors go where torch guards them, the rest into the context."""
+    ctx.save_for_backward(
+        question.query, question.key, question.value, question.sinks, question.seed, *question.tables, *others
+    )
+    ctx.words, ctx.tables = question[6:], len(question.tables)
+
+
+def _kept(ctx: Any) -> tuple[Question, list[Tensor]]:
+    query, key, value, sinks, seed, *rest = ctx.saved_tensors
+    tables, others = rest[: ctx.tables], rest[ctx.tables :]
+    return Question(query, key, value, tables, sinks, seed, *ctx.words), others
+
+
+def _keep_answer(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    _keep(ctx, Question(*inputs), output[0], output[1])
+
+
+def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
+    question, (output, lse) = _kept(ctx)
+    given = [k for k, gradient in enumerate(gradients) if gradient is not None]
+    found = attention_backward([g for g in gradients if g is not None], given, output, lse, *question)
+    return question.places(found)
+
+
+def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    gradients, ctx.given, _, _, *arguments = inputs
+    _keep(ctx, Question(*arguments), *gradients)
+
+
+def _backward_of_backward(ctx: Any, directions: list[Tensor | None]) -> tuple[Any, ...]:
+    """Output and lse only spare the gradient a forward pass: here it is done again, so they take no gradient."""
+    question, gradients = _kept(ctx)
+    onward = torch.is_grad_enabled()
+
+    def fresh(tensor: Tensor) -> Tensor:
+        """The tensor as a variable of its own, joined to the caller's graph where further orders may come."""
+        if not tensor.requires_grad:
+            return tensor
+        return tensor.view_as(tensor) if onward else tensor.detach().requires_grad_()
+
+    with torch.enable_grad():
+        variables = [fresh(tensor) for tensor in (*gradients, *question.inputs)]
+        count = len(gradients)
+        found = _chain(variables[:count], ctx.given, question.with_inputs(variables[count:]), None)
+        pairs = [(f, d) for f, d in zip(found, directions, strict=True) if d is not None and f.requires_grad]
+        wanted = [variable for variable in variables if variable.requires_grad]
+        results = torch.autograd.grad(
+            [f for f, _ in pairs], wanted, [d for _, d in pairs], create_graph=onward, allow_unused=True
+        )
+    rest = iter(results)
+    every = [next(rest) if variable.requires_grad else None for variable in variables]
+    return every[:count], None, None, None, *question.places(every[count:])
+
+
+attention.register_autograd(_backward, setup_context=_keep_answer)
+attention_backward.register_autograd(_backward_of_backward, setup_context=_keep_gradient)

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,7 +69,7 @@ class Question(NamedTuple):
         )
 
     def outline(self) -> Problem:
-        """The problem without its formulas: enough for shapes."""
+        """The problem without what must be read from tensors, its formulas and seed: enough for shapes."""
         return Problem(
             self.query,
             self.key,
@@ -77,17 +79,18 @@ class Question(NamedTuple):
             sinks=self.sinks,
             scale=self.scale,
             dropout=self.dropout,
-            seed=0 if self.seed is None else int(self.seed) % 2**64,
+            seed=0,
             see=tuple(STATISTICS[name]() for name in self.see.split()),
             headless=False,
         )
 
     def problem(self) -> Problem:
-        """The problem, its formulas settled: without tables once for given lengths, else by reading the tables."""
-        words = self.mask, self.score, self.spans
+        """The problem. Formulas without tables are settled once for the same lengths, the others every time."""
         outline = self.outline()
+        words = self.mask, self.score, self.spans
         mask, score = _settled(words, self.tables, outline.extent) if self.tables else _kept(words, outline.extent)
-        return replace(outline, mask=mask, score=score)
+        seed = 0 if self.seed is None else int(self.seed) % 2**64
+        return replace(outline, mask=mask, score=score, seed=seed)
 
     @property
     def gaining(self) -> list[int]:
@@ -97,20 +100,71 @@ class Question(NamedTuple):
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors that may have gradients."""
+        """The tensors that may have gradients: query, key, value, those tables, sinks."""
         tables = [self.tables[k] for k in self.gaining]
         return [self.query, self.key, self.value, *tables, *([] if self.sinks is None else [self.sinks])]
 
-    def arranged(self, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """Gradients of `inputs` in the places of the arguments, None for the others."""
-        query, key, value, *others = gradients
+    def with_inputs(self, inputs: Sequence[Tensor]) -> Question:
+        """The question with others in the places of `inputs`."""
+        query, key, value, new, sinks, *_ = self.places(inputs)
+        tables = [old if table is None else table for old, table in zip(self.tables, new, strict=True)]
+        return self._replace(query=query, key=key, value=value, tables=tables, sinks=sinks)
+
+    def places(self, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """Gradients of `inputs` as torch wants them: one entry an argument, None where there is none."""
+        query, key, value, *rest = gradients
         tables: list[Tensor | None] = [None] * len(self.tables)
         for k in self.gaining:
-            tables[k] = others.pop(0)
-        sinks = others[0] if others else None
-        return (query, key, value, tables, sinks) + (None,) * (len(self) - 5)
+            tables[k] = rest.pop(0)
+        return (query, key, value, tables, rest[0] if rest else None) + (None,) * (len(self) - 5)
 
-    def reading(self, inputs: Sequence[Tensor]) -> Question:
-        """The same question of other tensors in the places of `inputs`."""
-        query, key, value, tables, sinks, *_ = self.arranged(inputs)
-        ...
+
+def spelled(formula: Expression | None) -> tuple[str, list[Table]]:
+    """`formula.text` and `formula.tables`; under torch.compile without json and cached properties, which it cannot see."""
+    if formula is None:
+        return "", []
+    if not torch.compiler.is_compiling():
+        return formula.text, list(formula.tables)
+    nodes = walk(formula)
+    number = {id(node): k for k, node in enumerate(nodes)}
+    tables = list({id(node.table): node.table for node in nodes if isinstance(node, Lookup)}.values())
+    slot = {id(table): k for k, table in enumerate(tables)}
+    lines = []
+    for node in nodes:
+        words = [str(word) if isinstance(word, int) else f'"{word}"' for word in node.record(number, slot)]
+        lines.append("[" + ",".join(words) + "]")
+    return "[" + ",".join(lines) + "]", tables
+
+
+def _spans(tables: list[Table]) -> str:
+    return "".join(["-," if t.axes is None else "".join([axis or "." for axis in t.axes]) + "," for t in tables])
+
+
+def _tensor(table: Table, query: Tensor) -> Tensor:
+    if isinstance(table.array, Tensor):
+        return table.array
+    if torch.compiler.is_compiling():
+        return torch.as_tensor(table.array, device=query.device)
+    tensor: Tensor = convert(table.array, query)
+    return tensor
+
+
+def _settled(words: tuple[str, str, str], tensors: list[Tensor], extent: Extent) -> Pair:
+    mask, score, spans = words
+    promised = [None if span == "-" else _axes(span) for span in spans.replace("|", "").split(",")[:-1]]
+    tables = [Table(tensor, axes) for tensor, axes in zip(tensors, promised, strict=True)]
+    first = spans.partition("|")[0].count(",")
+    return settle(
+        from_text(mask, tables[:first]) if mask else None,
+        from_text(score, tables[first:]) if score else None,
+        extent,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _kept(words: tuple[str, str, str], extent: Extent) -> Pair:
+    return _settled(words, [], extent)
+
+
+def _axes(span: str) -> tuple[str | None, ...]:
+    return tuple(None if axis == "." else axis for axis in span)

@@ -1,0 +1,64 @@
+"""Where `sightline.attention` takes in torch tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import KERNELS, shaped
+from ..formula.expression import SYMBOLS, Expression
+from ..plan import Kernel, Result
+from ..problem import Problem, ask
+from . import operator
+from .fused import Fused
+from .question import Question
+
+__all__ = ["kernels", "run"]
+
+FUSED = Fused()
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """Every kernel a problem of torch tensors may be given to."""
+    return (FUSED, *KERNELS)
+
+
+def run(
+    query: Any, key: Any, value: Any, options: dict[str, Any], kernel: str | None, threads: int | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(output, seen) of `sightline.attention`, whose other arguments `options` holds."""
+    query, key, value = (_autocast(array) for array in (query, key, value))
+    formulas = {"mask": _called(options["mask"], "bhij"), "score": _called(options["score"], "sbhij")}
+    seed = options["seed"]
+    problem = ask(query, key, value, **(options | formulas | {"seed": 0 if seed is None else seed}))
+    if kernel in (None, FUSED.name) and not list(FUSED.refuses(problem)):
+        return shaped(problem, FUSED.run(problem))
+    drawn = _seed(problem, seed) if problem.dropout else None
+    output, lse, *others = operator.attention(*Question.of(problem, drawn, kernel, threads))
+    rest = iter(others)
+    seen = tuple([lse if statistic.name == "lse" else next(rest) for statistic in problem.see])
+    return shaped(problem, Result(output, lse, seen))
+
+
+def _autocast(array: Any) -> Any:
+    """Under torch.autocast attention runs in its dtype, as torch's own does; float64 stays."""
+    if not isinstance(array, Tensor) or array.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return array
+    place = array.device.type
+    return array.to(torch.get_autocast_dtype(place)) if torch.is_autocast_enabled(place) else array
+
+
+def _called(formula: Any, symbols: str) -> Any:
+    """While torch.compile follows, a function's formula: it cannot follow `formula.trace`, which rebuilds functions."""
+    if not torch.compiler.is_compiling() or isinstance(formula, Expression | Tensor) or not callable(formula):
+        return formula
+    return formula(*[SYMBOLS[name] for name in symbols])
+
+
+def _seed(problem: Problem, seed: int | None) -> Tensor:
+    """The caller's seed, or one from torch's generator, so that torch.manual_seed repeats a run."""
+    if seed is None:
+        return torch.randint(2**63 - 1, (), dtype=torch.int64)
+    return torch.tensor(problem.seed - (2**64 if problem.seed >= 2**63 else 0), dtype=torch.int64)

@@ -1,0 +1,124 @@
+"""The generated kernel's own parts: elementary functions, register tiles of other machines, threads."""
+
+import ctypes
+import math
+
+import numpy as np
+import pytest
+from llvmlite import ir
+
+import sightline
+from sightline import h, i, j, s
+from sightline.cpu import Cpu, functions, run
+from sightline.cpu.compile import compile_module
+from sightline.cpu.lanes import DOUBLE, FLOAT, Code, vector
+from sightline.cpu.machine import Machine, host
+from sightline.cpu.render import LLVM_RULES
+from sightline.formula.operators import OPERATORS
+from sightline.problem import pose
+from sightline.testing import assert_conforms
+
+LANES = 16
+PROMISED = {"exp": 2, "exp2": 2, "exp2_of_negative": 2, "tanh": 3}  # units in the last place, as their docstrings say
+
+
+def applied(function, x):
+    """A function of lanes over an array, compiled for this machine."""
+    kind = FLOAT if x.dtype == np.float32 else DOUBLE
+    module = ir.Module("test")
+    code = Code(module, "apply", arguments=2)
+    source, target = code.arguments
+    with code.loop(0, x.size, LANES) as at:
+        value = source.at(at * x.itemsize).load(vector(kind, LANES))
+        target.at(at * x.itemsize).store(function(code, value))
+    code.finish()
+    address = compile_module(module, host(), "apply")
+    result = np.full_like(x, np.nan)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(address)(x.ctypes.data, result.ctypes.data)
+    return result
+
+
+def ulps(actual, exact):
+    """Largest error in units in the last place of the exact value; NaN and infinities must agree."""
+    rounded = exact.astype(actual.dtype)
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(rounded))
+    finite = np.isfinite(rounded)
+    np.testing.assert_array_equal(actual[~finite & ~np.isnan(rounded)], rounded[~finite & ~np.isnan(rounded)])
+    normal = finite & (np.abs(rounded) >= np.finfo(actual.dtype).tiny)
+    error = np.abs(actual[normal].astype(np.longdouble) - exact[normal])
+    return float((error / np.spacing(np.abs(rounded[normal])).astype(np.longdouble)).max())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", PROMISED)
+def test_elementary_functions_keep_their_promise(name, dtype):
+    reach = 800.0 if dtype == np.float64 else 110.0
+    x = np.concatenate([np.linspace(-reach, reach, 4096), np.linspace(-1, 1, 4096), np.geomspace(1e-30, 1, 2032)])
+    x = np.concatenate([x, [0.0, -0.0, np.inf, -np.inf, np.nan, 88.4, 88.72, 88.73, 127.9, 128.0, -126.0, 1.0, 2, 3, 4, 5]])
+    if name == "exp2_of_negative":
+        x = np.where(np.isnan(x), x, -np.abs(x))
+    x = x.astype(dtype)
+    with np.errstate(all="ignore"):
+        exact = getattr(np, name.removesuffix("_of_negative"))(x.astype(np.longdouble))
+        assert ulps(applied(getattr(functions, name), x), exact) <= PROMISED[name]
+
+
+def test_every_operator_has_a_rule():
+    assert set(LLVM_RULES) == set(OPERATORS)
+
+
+def test_hidden_scores_weigh_exactly_nothing():
+    x = np.full(LANES, -np.inf, np.float32)
+    np.testing.assert_array_equal(applied(functions.exp2_of_negative, x), np.zeros(LANES, np.float32))
+
+
+PROBLEMS = {
+    "full": {},
+    "causal window": {"mask": (i >= j) & (i - j < 33)},
+    "soft cap": {"score": 5 * np.tanh(s / 5)},
+    "slopes": {"score": s - sightline.table(sightline.alibi_slopes(4))[h] * abs(i - j), "mask": i + 3 >= j},
+}
+
+
+def arrays(dtype=np.float32, n=201, m=167):
+    rng = np.random.default_rng(5)
+    shapes = ((2, 4, n, 20), (2, 2, m, 20), (2, 2, m, 11))
+    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_any_number_of_threads_gives_the_same_bits(problem):
+    q, k, v = arrays(n=1100)
+    once = sightline.attention(q, k, v, kernel="cpu", threads=1, **PROBLEMS[problem])
+    for threads in (2, 3, 7):
+        again = sightline.attention(q, k, v, kernel="cpu", threads=threads, **PROBLEMS[problem])
+        np.testing.assert_array_equal(again, once)
+
+
+NARROW = {
+    "avx2": ("haswell", "+avx2,+fma,-avx512f", 32),
+    "sse2": ("x86-64", "+sse2,-avx", 16),
+}
+
+
+@pytest.mark.skipif("x86_64" not in host().triple, reason="features of x86 are restricted here")
+@pytest.mark.parametrize("machine", NARROW)
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_narrower_machines_agree(machine, problem, dtype, monkeypatch):
+    cpu, features, width = NARROW[machine]
+    narrow = Machine(host().triple, cpu, features, width, 16)
+    monkeypatch.setattr(run, "host", lambda: narrow)
+    monkeypatch.setattr(run, "_compiled", {})
+    run.block_of.cache_clear()
+    try:
+        assert_conforms(Cpu().run, pose(*arrays(dtype), **PROBLEMS[problem]))
+    finally:
+        run.block_of.cache_clear()
+
+
+def test_widths_beyond_the_stack_are_refused():
+    x = np.zeros((1, 1, 2, 4096), np.float32)
+    with pytest.raises(sightline.errors.KernelRefusedError, match="stack"):
+        sightline.attention(x, x, x, kernel="cpu")
+    assert math.isfinite(sightline.attention(x, x, x).sum())
