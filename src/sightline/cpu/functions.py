@@ -30,13 +30,13 @@ class Format:
 def exp2_coefficients(wide: bool) -> tuple[float, ...]:
     """(2^f − 1) / f on [−½, ½] as a polynomial.
 
-    For float32 interpolated at Chebyshev's points, one term shorter than the series; for float64 the series, since
-    interpolation in float64 would lose the last digits.
+    For float64 its series; for float32 the series interpolated at Chebyshev's points, which needs fewer terms.
     """
-    if wide:
-        return tuple(math.log(2) ** k / math.factorial(k) for k in range(1, 14))
-    fitted = np.polynomial.Chebyshev.interpolate(lambda f: np.expm1(f * math.log(2)) / f, 4, [-0.5, 0.5])
-    return tuple(float(c) for c in fitted.convert(kind=np.polynomial.Polynomial).coef)
+    series = np.polynomial.Polynomial([math.log(2) ** k / math.factorial(k) for k in range(1, 14)])
+    if not wide:
+        fitted = np.polynomial.Chebyshev.interpolate(series, 4, [-0.5, 0.5])
+        series = fitted.convert(kind=np.polynomial.Polynomial)
+    return tuple(float(c) for c in series.coef)
 
 
 def exp2_of_negative(code: Code, x: Value) -> Value:
