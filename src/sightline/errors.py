@@ -33,7 +33,7 @@ class SightlineError(Exception):
 
     def __init__(self, given: str, allowed: str, cure: str) -> None:
         self.given, self.allowed, self.cure = given, allowed, cure
-        super().__init__(f"{given}\n  allowed: {allowed}\n  cure:    {cure}")
+        self.args = (f"{given}\n  allowed: {allowed}\n  cure:    {cure}",)
 
     def __reduce__(self) -> tuple[type["SightlineError"], tuple[str, str, str]]:
         return type(self), (self.given, self.allowed, self.cure)

@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
+import numpy as np
+
 from . import arrays
 from .errors import DeviceError, DtypeError, MaskError, ParameterError, ShapeError
 from .formula import checks, hiding, library, trace
@@ -305,8 +307,7 @@ def _shaped(named: dict[str, Any]) -> list[Any]:
         lead = _broadcast(q[:-3], k[:-3], v[:-3])
     except ValueError:
         raise refuse("leading axes that do not broadcast", "make them equal, or 1") from None
-    xp = arrays.namespace(named["query"])
-    return [xp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in named.values()]
+    return [_broadcast_to(x, (*lead, *x.shape[-3:])) for x in named.values()]
 
 
 def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
@@ -319,6 +320,10 @@ def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
             raise ValueError(f"lengths {lengths}")
         joined.append(wide[0] if wide else 1)
     return tuple(joined)
+
+
+def _broadcast_to(array: Any, shape: tuple[int, ...]) -> Any:
+    return array.expand(shape) if hasattr(array, "expand") else np.broadcast_to(array, shape)
 
 
 def _read_sinks(sinks: Any, query: Any) -> Any:

@@ -51,7 +51,7 @@ FORMATS = {  # fraction bits, least exponent
     "float64": (52, -1022),
 }
 FACTOR, ULPS = 2.0, 2.0
-LOG2_E = math.log2(math.e)
+LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 
 
 def ulp(values: Any, dtype: str) -> Any:
@@ -161,7 +161,7 @@ def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
     """(output, lse, weights) by plain array operations, each stage rounded to the dtype.
 
     Sums run in the accumulator's dtype, as matrix libraries have it. Even orders follow the paper's formula. Odd ones do
-    as fused kernels do: base 2 with the scale in the queries, the output divided in the end, weights as 2^(s − lse).
+    as fused kernels do: base 2 with the scale in the queries, the output divided in the end, weights from the lse.
     torch can differentiate either.
     """
     xp = namespace(problem.query)
@@ -205,9 +205,9 @@ def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
     keep = keep if isinstance(keep, float) else xp.astype(permuted(keep, -1), wide)
     divisor = xp.where(total == 0, xp.ones_like(total), total)
     if base_2:
-        lse = shift + xp.log2(total)
-        weights = rounded(2 ** (s - xp.where(total == 0, xp.zeros_like(lse), lse)))[..., 1:]
-        output, lse = rounded(rounded(p[..., 1:] * keep) @ value / divisor), lse * math.log(2)
+        lse = (shift + xp.log2(total)) * LN_2
+        weights = rounded(xp.exp(s * LN_2 - xp.where(total == 0, xp.zeros_like(lse), lse)))[..., 1:]
+        output = rounded(rounded(p[..., 1:] * keep) @ value / divisor)
     else:
         lse = shift + xp.log(total)
         weights = rounded(p / divisor)[..., 1:]

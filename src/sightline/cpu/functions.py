@@ -34,7 +34,7 @@ def exp2_coefficients(wide: bool) -> tuple[float, ...]:
     """
     series = np.polynomial.Polynomial([math.log(2) ** k / math.factorial(k) for k in range(1, 14)])
     if not wide:
-        fitted = np.polynomial.Chebyshev.interpolate(series, 4, [-0.5, 0.5])
+        fitted = np.polynomial.Chebyshev.interpolate(series, 5, [-0.5, 0.5])
         series = fitted.convert(kind=np.polynomial.Polynomial)
     return tuple(float(c) for c in series.coef)
 
