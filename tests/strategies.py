@@ -83,7 +83,9 @@ def lookups(draw: Any, extent: tuple[int, ...], kind: str) -> Any:
     index = draw(st.permutations([b, h, i, j]))
     shift = draw(st.integers(-2, 2))
     wrap = draw(st.booleans())
-    return table(values)[tuple((a + shift) % k if wrap else at_most(a + shift, k) for a, k in zip(index, lengths, strict=False))]
+    return table(values)[
+        tuple((a + shift) % k if wrap else at_most(a + shift, k) for a, k in zip(index, lengths, strict=False))
+    ]
 
 
 @st.composite
@@ -270,7 +272,11 @@ def shapes(draw: Any) -> tuple[tuple[int, ...], ...]:
     groups, group = (draw(st.integers(1, 3)), draw(st.integers(1, 3))) if axes > 3 else (1, 1)
     lead = [draw(st.sampled_from([1, 2, 3, 1, 2, 0])) for _ in range({2: 0, 3: 1}.get(axes, axes - 3))]
     while int(np.prod(lead)) * groups * group * rows * columns > LARGEST:
-        rows, columns, lead = rows // 2, columns // 2, lead[:1] * len(lead) if max(lead, default=1) < 3 else [1] * len(lead)
+        rows, columns, lead = (
+            rows // 2,
+            columns // 2,
+            lead[:1] * len(lead) if max(lead, default=1) < 3 else [1] * len(lead),
+        )
     heads = {"q": (groups * group,), "k": (groups,), "v": (groups,)} if axes > 3 else dict.fromkeys("qkv", ())
     tails = {"q": (rows, d_k), "k": (columns, d_k), "v": (columns, d_v)}
     found = []

@@ -54,7 +54,9 @@ def ulps(actual, exact):
 def test_elementary_functions_keep_their_promise(name, dtype):
     reach = 800.0 if dtype == np.float64 else 110.0
     x = np.concatenate([np.linspace(-reach, reach, 4096), np.linspace(-1, 1, 4096), np.geomspace(1e-30, 1, 2032)])
-    x = np.concatenate([x, [0.0, -0.0, np.inf, -np.inf, np.nan, 88.4, 88.72, 88.73, 127.9, 128.0, -126.0, 1.0, 2, 3, 4, 5]])
+    x = np.concatenate(
+        [x, [0.0, -0.0, np.inf, -np.inf, np.nan, 88.4, 88.72, 88.73, 127.9, 128.0, -126.0, 1.0, 2, 3, 4, 5]]
+    )
     if name == "exp2_of_negative":
         x = np.where(np.isnan(x), x, -np.abs(x))
     x = x.astype(dtype)
@@ -122,3 +124,12 @@ def test_widths_beyond_the_stack_are_refused():
     with pytest.raises(sightline.errors.KernelRefusedError, match="stack"):
         sightline.attention(x, x, x, kernel="cpu")
     assert math.isfinite(sightline.attention(x, x, x).sum())
+
+
+def test_tables_spread_beyond_32_bits_are_read_where_they_lie():
+    """A view whose entries lie gigabytes apart: untouched pages of a fresh mapping cost nothing."""
+    spread = np.zeros(3 << 28, np.float64)[:: 1 << 28]
+    spread[:] = [0.0, 5.0, -5.0]
+    q, k, v = arrays(n=3, m=3)
+    score = s + sightline.table(spread)[j]
+    assert_conforms(Cpu().run, pose(q, k, v, score=score))

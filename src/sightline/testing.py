@@ -158,63 +158,69 @@ ORDERS: tuple[Callable[[int], Any], ...] = (
 
 
 def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
-    """(output, lse, weights) by plain array operations, each stage rounded to the dtype.
+    """(output, lse, weights) by plain array operations, each stage rounded to the dtype; torch can differentiate it.
 
     Sums run in the accumulator's dtype, as matrix libraries have it. Even orders follow the paper's formula. Odd ones do
-    as fused kernels do: base 2 with the scale in the queries, the output divided in the end, weights from the lse.
-    torch can differentiate either.
+    as fused kernels do: the scale in the queries, base 2, the output divided in the end, and the weights from the lse
+    and scores computed once more.
     """
-    xp = namespace(problem.query)
+    xp, fused = namespace(problem.query), order % 2 == 1
     wide, narrow = resolve(xp, problem.accumulator), resolve(xp, dtype)
 
     def rounded(array: Any) -> Any:
         return xp.astype(xp.astype(array, narrow), wide)
 
-    def permuted(array: Any, axis: int) -> Any:
-        return array if order == 0 else xp.take(array, index(array.shape[axis]), axis=axis)
-
     def index(count: int) -> Any:
         return xp.asarray(ORDERS[order](count), device=problem.query.device)
 
-    rows, columns = slice(0, problem.n), slice(0, problem.m)
-    query = permuted(xp.astype(problem.query, wide), -1)
-    key, value = (
-        permuted(xp.repeat(xp.astype(x, wide), problem.group, axis=-3), -2) for x in (problem.key, problem.value)
-    )
+    def ordered(array: Any, axis: int) -> Any:
+        return xp.take(array, index(array.shape[axis]), axis=axis)
+
+    def repeated(array: Any) -> Any:
+        """Key heads for every query head, keys in this order."""
+        return ordered(xp.repeat(xp.astype(array, wide), problem.group, axis=-3), -2)
+
+    query, key, value = xp.astype(problem.query, wide), repeated(problem.key), repeated(problem.value)
     value = xp.where(xp.isfinite(value), value, xp.zeros_like(value))
-    key = xp.matrix_transpose(permuted(key, -1))
-    base_2 = order % 2 == 1
-    factor = problem.scale * (LOG2_E if base_2 and problem.score is None else 1.0)
-    s = rounded(rounded(query * factor) @ key) if base_2 else rounded(rounded(query @ key) * factor)
+    rows, columns = slice(0, problem.n), slice(0, problem.m)
     b, h, i, _ = problem.positions(xp, rows, columns)
-    symbols = {"b": b, "h": h, "i": i, "j": index(problem.m), "n": problem.n, "m": problem.m, "s": s}
-    if problem.score is not None:
-        values = evaluate(problem.score, symbols, xp=xp, float_dtype=wide, like=problem.query)
-        s = rounded(xp.broadcast_to(values, s.shape) * (LOG2_E if base_2 else 1.0))
-    least = xp.full((*s.shape[:-1], 1), -xp.inf, dtype=wide, device=problem.query.device)
-    if problem.mask is not None:
-        allowed = evaluate(problem.mask, symbols, xp=xp, float_dtype=xp.float64, like=problem.query)
-        s = xp.where(allowed, s, least)
+    symbols = {"b": b, "h": h, "i": i, "j": index(problem.m), "n": problem.n, "m": problem.m}
+    least = xp.full((*problem.lead, problem.H, problem.n, 1), -xp.inf, dtype=wide, device=problem.query.device)
+
+    def logits(scaled: Any) -> Any:
+        """Through the score formula and the mask."""
+        if problem.score is not None:
+            values = evaluate(problem.score, symbols | {"s": scaled}, xp=xp, float_dtype=wide, like=query)
+            scaled = rounded(xp.broadcast_to(values, scaled.shape))
+        if problem.mask is None:
+            return scaled
+        return xp.where(evaluate(problem.mask, symbols, xp=xp, float_dtype=xp.float64, like=query), scaled, least)
+
+    scores = logits(rounded(rounded(query @ xp.matrix_transpose(key)) * problem.scale))
+    s = scores
+    if fused:
+        s = (
+            logits(rounded(ordered(rounded(query * problem.scale), -1) @ xp.matrix_transpose(ordered(key, -1))))
+            * LOG2_E
+        )
     sink = least if problem.sinks is None else xp.astype(problem.sinks, wide)[:, None, None] + xp.zeros_like(least)
-    s = xp.concat([sink * (LOG2_E if base_2 else 1.0), s], axis=-1)
+    s = xp.concat([sink * (LOG2_E if fused else 1.0), s], axis=-1)
     largest = xp.max(s, axis=-1, keepdims=True)
     shift = xp.where(largest == -xp.inf, xp.zeros_like(largest), largest)
-    p = 2 ** (s - shift) if base_2 else xp.exp(s - shift)
+    p = 2 ** (s - shift) if fused else xp.exp(s - shift)
     total = xp.sum(p, axis=-1, keepdims=True)
-    keep = keep_factor(problem, xp, rows, columns)
-    keep = keep if isinstance(keep, float) else xp.astype(permuted(keep, -1), wide)
+    lse = (shift + xp.log2(total)) * LN_2 if fused else shift + xp.log(total)
     divisor = xp.where(total == 0, xp.ones_like(total), total)
-    if base_2:
-        lse = (shift + xp.log2(total)) * LN_2
-        weights = rounded(xp.exp(s * LN_2 - xp.where(total == 0, xp.zeros_like(lse), lse)))[..., 1:]
+    keep = keep_factor(problem, xp, rows, columns)
+    keep = keep if isinstance(keep, float) else xp.astype(ordered(keep, -1), wide)
+    if fused:
+        weights = rounded(xp.exp(scores - xp.where(total == 0, xp.zeros_like(lse), lse)))
         output = rounded(rounded(p[..., 1:] * keep) @ value / divisor)
     else:
-        lse = shift + xp.log(total)
         weights = rounded(p / divisor)[..., 1:]
         output = rounded((weights * keep) @ value)
-    if order:
-        weights = xp.take(weights, xp.asarray(np.argsort(ORDERS[order](problem.m)), device=weights.device), axis=-1)
-    return output, lse[..., 0], weights
+    back = xp.asarray(np.argsort(ORDERS[order](problem.m)), device=problem.query.device)
+    return output, lse[..., 0], xp.take(weights, back, axis=-1)
 
 
 GUARD = 4096  # bytes on either side: more than any kernel's widest read past an end

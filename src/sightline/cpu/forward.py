@@ -244,23 +244,26 @@ class Forward:
         """sums[r][lane] += Σ_k base_r[k · step] · matrix[k][lane]: the register tile everything is made of."""
         code = self.code
 
-        def once(k: Value) -> None:
-            lanes = [self.at(matrix, k, v).load(self.vector, self.machine.width) for v in range(self.vectors)]
-            for r, base in enumerate(bases):
-                number = base.at(k * step).load(self.float).spread(self.lanes)
-                for v in range(self.vectors):
-                    sums[r][v].set(code.fma(number, lanes[v], sums[r][v].get()))
+        def steps(first: Value, count: int) -> None:
+            held = [[variable.get() for variable in row] for row in sums]
+            for k in (first + u for u in range(count)):
+                lanes = [self.at(matrix, k, v).load(self.vector, self.machine.width) for v in range(self.vectors)]
+                for r, base in enumerate(bases):
+                    number = base.at(k * step).load(self.float).spread(self.lanes)
+                    held[r] = [code.fma(number, lane, old) for lane, old in zip(lanes, held[r], strict=True)]
+            for row, values in zip(sums, held, strict=True):
+                for variable, value in zip(row, values, strict=True):
+                    variable.set(value)
 
         whole = count - count % UNROLL
         with code.loop(0, whole, UNROLL) as k:
-            for u in range(UNROLL):
-                once(k + u)
+            steps(k, UNROLL)
         with code.loop(whole, count) as k:
-            once(k)
+            steps(k, 1)
 
     def at(self, matrix: Value, row: Value, v: int) -> Value:
         """Address of a vector of Qᵀ, Sᵀ or Oᵀ."""
-        return matrix.at(row * self.row_bytes).at(v * self.lanes * self.size)
+        return matrix.at(row * self.row_bytes + v * self.lanes * self.size)
 
     def reshape_scores(self, j0: Value, masked: bool) -> None:
         """Sᵀ through the score formula, into base 2, −∞ where hidden; and its maximum anew."""

@@ -92,7 +92,7 @@ def kernel_for(problem: Problem, arrays: list[Any], tables: list[Any]) -> tuple[
         mask=None if problem.mask is None else problem.mask.text,
         score=None if problem.score is None else problem.score.text,
         tables=tuple((str(t.dtype), t.ndim) for t in tables),
-        wide=max([largest, *(t.nbytes for t in tables)]) >= 2**31 - 1,
+        wide=max([largest, *map(_reach, tables)]) >= 2**31 - 1,
         clamped=clamped,
         sinks=problem.sinks is not None,
     )
@@ -150,6 +150,11 @@ def _table_array(array: Any) -> Any:
     if kind in "iu":
         return array if kind == "i" and size in (4, 8) else array.astype(np.int32 if size < 4 else np.int64)
     return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
+
+
+def _reach(array: Any) -> int:
+    """Bytes between the farthest entries of an array, which a view with gaps may spread far beyond its size."""
+    return sum(max(length - 1, 0) * abs(stride) for length, stride in zip(array.shape, array.strides, strict=True))
 
 
 def _batch_offsets(array: Any) -> Any:
