@@ -61,8 +61,8 @@ def generators() -> st.SearchStrategy[np.random.Generator]:
     return st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 
-# -- formulas -----------------------------------------------------------------------------------------------------------
-# Strategies below take the extent (B, H, n, m) the formula will be asked at, so that tables have the lengths they need.
+# -- formulas ------------------------------------------------------------
+# Strategies below take the extent (B, H, n, m) the formula will be asked at, for tables of the lengths it needs.
 
 
 def at_most(index: Any, length: int) -> Any:
@@ -163,7 +163,7 @@ def conditions(draw: Any, extent: tuple[int, ...]) -> Any:
 @st.composite
 def ready_masks(draw: Any, extent: tuple[int, ...]) -> Any:
     """Every mask of the library."""
-    B, H, rows, columns = extent
+    B, _, rows, columns = extent
     rng, longest = draw(generators()), max(rows, columns, 1)
     small = st.integers(1, 40)
 
@@ -223,8 +223,7 @@ def biases(rng: np.random.Generator, draw: Any, extent: tuple[int, ...], hides: 
 @st.composite
 def scores(draw: Any, extent: tuple[int, ...], hides: bool = True) -> Any:
     """Score formulas; with `hides`, some are −∞ at some pairs. None has a jump in s, where rounding alone decides."""
-    B, H, rows, columns = extent
-    rng = draw(generators())
+    rng, H = draw(generators()), extent[1]
     inner = draw(
         st.sampled_from(
             [
@@ -258,7 +257,7 @@ def scores(draw: Any, extent: tuple[int, ...], hides: bool = True) -> Any:
     return draw(st.sampled_from(outer))(inner)
 
 
-# -- arrays -------------------------------------------------------------------------------------------------------------
+# -- arrays --------------------------------------------------------------
 
 lengths = st.one_of(st.integers(1, 9), st.integers(1, 40), st.integers(1, 150), st.just(0))
 widths = st.one_of(st.integers(1, 8), st.integers(1, 80), st.sampled_from([16, 32, 64]))

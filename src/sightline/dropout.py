@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .arrays import resolve
+
 if TYPE_CHECKING:
     from .problem import Problem
 
@@ -37,8 +39,11 @@ def _multiply(constant: int, x: Any) -> tuple[Any, Any]:
     return high_part >> 16, (high_part << 16 | low_part & 0xFFFF) & _LOW
 
 
-def keep_factor(problem: Problem, xp: Any, rows: slice, columns: slice) -> Any:
-    """Factors on the weights of a tile, (*lead, H, rows, columns): 0 where dropped, 1/(1 − p) where kept; 1.0 for p = 0."""
+def keep_factor(problem: Problem, xp: Any, rows: slice, columns: slice, dtype: Any = None) -> Any:
+    """Factors on the weights of a tile, (*lead, H, rows, columns): 0 if dropped, 1/(1 − p) if kept; 1.0 for p = 0.
+
+    `dtype` is the accumulator's unless given.
+    """
     p = problem.dropout
     if p == 0:
         return 1.0
@@ -46,4 +51,4 @@ def keep_factor(problem: Problem, xp: Any, rows: slice, columns: slice) -> Any:
         return 0.0
     b, h, i, j = problem.positions(xp, rows, columns)
     dropped = philox(problem.seed, (b, h, i, j)) < round(p * 2**32)
-    return xp.where(dropped, 0.0, 1 / (1 - p))
+    return xp.astype(~dropped, resolve(xp, problem.accumulator) if dtype is None else dtype) * (1 / (1 - p))

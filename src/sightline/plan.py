@@ -1,8 +1,8 @@
 """The choice of a kernel, with its reasons.
 
 A kernel says why it cannot serve a problem (`refuses`), each reason with its cure; the cheapest of the others is taken.
-`refuses` is the one source of truth on what a kernel can do: the planner, `explain`, `sightline info` and the tests read
-it.
+`refuses` is the one source of truth on what a kernel can do: the planner, `explain`, `sightline info` and the tests
+read it.
 """
 
 from __future__ import annotations

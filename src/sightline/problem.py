@@ -127,7 +127,7 @@ class Problem:
         return b, h, i, xp.arange(columns.start, columns.stop, **options)
 
     def headed(self, array: Any, trailing: int) -> Any:
-        """An array (*lead, H, `trailing` more axes) as the caller's layout has it: without the head axis if none came."""
+        """An array (*lead, H, `trailing` more axes) in the caller's layout: without the head axis if none came."""
         if not self.headless:
             return array
         return array.reshape((*array.shape[: -trailing - 1], *array.shape[array.ndim - trailing :]))
@@ -198,7 +198,7 @@ def ask(
 
 
 def examine(problem: Problem) -> Problem:
-    """The second half of `pose`: tables next to the arrays, what the score hides added to the mask, every read checked."""
+    """The second half of `pose`: tables next to the arrays, what the score hides put into the mask, reads checked."""
     if problem.tables:
         _check_devices(problem)
         problem = problem.with_tables([arrays.convert(t.array, problem.query) for t in problem.tables])

@@ -151,7 +151,7 @@ def stages_of(problem: Problem) -> Stages:
         score=score,
         allowed=True if problem.mask is None else dense_values(problem.mask, problem.extent).reshape(shape),
         sinks=None if problem.sinks is None else to_numpy(problem.sinks),
-        keep=keep_factor(problem, np, slice(0, problem.n), slice(0, problem.m)),
+        keep=keep_factor(problem, np, slice(0, problem.n), slice(0, problem.m), np.float64),
     )
 
 
@@ -164,7 +164,7 @@ def gradients_of(problem: Problem, d_output: Array, **extra: Any) -> Gradients:
     if problem.score is not None:
         slope = dense_values(derivative(problem.score), problem.extent, stages.scaled.reshape(problem.extent))
         slope = slope.reshape(stages.scaled.shape)
-    keep = keep_factor(problem, np, slice(0, problem.n), slice(0, problem.m))
+    keep = keep_factor(problem, np, slice(0, problem.n), slice(0, problem.m), np.float64)
     return backward(stages, query, key, value, d_output, scale=problem.scale, slope=slope, keep=keep, **extra)
 
 

@@ -32,7 +32,7 @@ KEY_BLOCK = 512
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of query, key, value, of the float tables in the order of `Problem.tables` (else None), and of sinks."""
+    """Gradients of query, key, value, sinks, and of the tables in `Problem.tables`' order (None for whole numbers)."""
 
     query: Any
     key: Any

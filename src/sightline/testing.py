@@ -1,17 +1,16 @@
-"""What tests and benchmarks share: the budget for rounding errors, the plain computation it is measured by, and arrays
-that are hard to read.
+"""What tests and benchmarks share: the budget for rounding errors, the plain computation it is measured by, arrays that
+are hard to read.
 
-The budget. A kernel's error against the float64 definition, on the same already rounded inputs, is at most twice that of
-the plain computation in the same dtype, plus 2 units in the last place. In full:
+The budget. A kernel's error against the float64 definition, on the same already rounded inputs, is at most twice that
+of the plain computation in the same dtype, plus 2 units in the last place. In full:
 
-- Errors are taken by rows (the last axis): the largest in the row, and its ulp at the row's largest value. A row of an
-  output is a weighted mean, so a small entry beside large ones carries the rounding of the large ones.
+- Errors are taken by rows (the last axis): the largest in the row, in ulps of the row's largest value. A row of an
+  output is a weighted mean, so a small entry beside large ones carries the rounding of the large ones. For the same
+  reason a row counts as no smaller than a sixteenth of the largest row: it may be small because its terms cancel.
 - Plain's error is the largest over all rows, since in one row it may be 0 by luck; in absolute terms or in ulps of its
-  row, whichever grants the row at hand less. The second keeps large rows from excusing small ones, the first keeps
-  rows that cancel (many ulps of a small value) from excusing all others.
-- Plain is computed in several orders of summation, as different matrix libraries would, in base e and base 2; its
-  worst counts.
-- lse is one row: its errors follow the scores' size, not its own.
+  row, whichever grants the row at hand less, so that neither large rows nor rows that cancel excuse all others.
+- Plain is computed in several orders of summation, by the paper's formula and as fused kernels do it; its worst counts.
+- lse is one row: its errors follow the size of the scores, not its own.
 - NaN, ∞ and −∞ stand exactly where the definition has them.
 """
 
@@ -50,7 +49,7 @@ FORMATS = {  # fraction bits, least exponent
     "float32": (23, -126),
     "float64": (52, -1022),
 }
-FACTOR, ULPS = 2.0, 2.0
+FACTOR, ULPS, SMALLEST = 2.0, 2.0, 16
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 
 
@@ -66,9 +65,12 @@ def budget_used(actual: Any, oracle: Any, plain: Any) -> float:
 
     Parameters
     ----------
-    actual : what a kernel answered, in the dtype it is judged by
-    oracle : the definition's answer, float64
-    plain : the plain computation's, of the same shape, or with one more leading axis for its orders of summation
+    actual : (..., width)
+        What a kernel answered, in the dtype it is judged by.
+    oracle : (..., width) float64
+        The definition's answer.
+    plain : (..., width) or (orders, ..., width)
+        The plain computation's, in one or several orders of summation.
     """
     dtype, given = dtype_name(actual), np.atleast_1d(to_numpy(actual).astype(np.float64))
     oracle = np.atleast_1d(np.asarray(oracle, np.float64))
@@ -80,7 +82,8 @@ def budget_used(actual: Any, oracle: Any, plain: Any) -> float:
     if oracle.size == 0:
         return 0.0
     orders = np.asarray(plain, np.float64).reshape(-1, *oracle.shape)
-    unit = ulp(_largest(oracle), dtype)
+    size = _largest(oracle)
+    unit = ulp(np.maximum(size, size.max() / SMALLEST), dtype)
     rough = np.max([_largest(_difference(order, oracle)) for order in orders], axis=0)
     allowed = FACTOR * np.minimum(rough.max(), (rough / unit).max() * unit) + ULPS * unit
     return float((_largest(_difference(given, oracle)) / allowed).max())
@@ -94,7 +97,7 @@ def assert_within_budget(actual: Any, oracle: Any, plain: Any, what: str = "resu
 
 
 def assert_conforms(run: Callable[[Problem], Result], problem: Problem) -> None:
-    """A kernel's `run` answers the problem as the definition does: output, lse, and weights where they are asked for."""
+    """Raise AssertionError unless a kernel's `run` answers as the definition does: output, lse, weights if asked."""
     result, truth, rough = run(problem), stages_of(problem), plain(problem)
     expected = {
         "output": (result.output, truth.output, rough.output, problem.dtype),
@@ -160,9 +163,9 @@ ORDERS: tuple[Callable[[int], Any], ...] = (
 def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
     """(output, lse, weights) by plain array operations, each stage rounded to the dtype; torch can differentiate it.
 
-    Sums run in the accumulator's dtype, as matrix libraries have it. Even orders follow the paper's formula. Odd ones do
-    as fused kernels do: the scale in the queries, base 2, the output divided in the end, and the weights from the lse
-    and scores computed once more.
+    Sums run in the accumulator's dtype, as matrix libraries have it. Even orders follow the paper's formula. Odd ones
+    do as fused kernels do: the scale in the queries, base 2, the output divided in the end, and the weights from the
+    lse and scores computed once more.
     """
     xp, fused = namespace(problem.query), order % 2 == 1
     wide, narrow = resolve(xp, problem.accumulator), resolve(xp, dtype)
@@ -176,15 +179,20 @@ def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
     def ordered(array: Any, axis: int) -> Any:
         return xp.take(array, index(array.shape[axis]), axis=axis)
 
+    def restored(array: Any, axis: int) -> Any:
+        back = np.argsort(ORDERS[order](array.shape[axis]))
+        return xp.take(array, xp.asarray(back, device=problem.query.device), axis=axis)
+
     def repeated(array: Any) -> Any:
         """Key heads for every query head, keys in this order."""
         return ordered(xp.repeat(xp.astype(array, wide), problem.group, axis=-3), -2)
 
-    query, key, value = xp.astype(problem.query, wide), repeated(problem.key), repeated(problem.value)
+    query = ordered(xp.astype(problem.query, wide), -2)
+    key, value = repeated(problem.key), repeated(problem.value)
     value = xp.where(xp.isfinite(value), value, xp.zeros_like(value))
     rows, columns = slice(0, problem.n), slice(0, problem.m)
-    b, h, i, _ = problem.positions(xp, rows, columns)
-    symbols = {"b": b, "h": h, "i": i, "j": index(problem.m), "n": problem.n, "m": problem.m}
+    b, h, i, j = problem.positions(xp, rows, columns)
+    symbols = {"b": b, "h": h, "i": ordered(i, 0), "j": ordered(j, 0), "n": problem.n, "m": problem.m}
     least = xp.full((*problem.lead, problem.H, problem.n, 1), -xp.inf, dtype=wide, device=problem.query.device)
 
     def logits(scaled: Any) -> Any:
@@ -206,21 +214,23 @@ def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
     sink = least if problem.sinks is None else xp.astype(problem.sinks, wide)[:, None, None] + xp.zeros_like(least)
     s = xp.concat([sink * (LOG2_E if fused else 1.0), s], axis=-1)
     largest = xp.max(s, axis=-1, keepdims=True)
+    largest = largest.detach() if hasattr(largest, "detach") else largest  # the result does not depend on the shift
     shift = xp.where(largest == -xp.inf, xp.zeros_like(largest), largest)
     p = 2 ** (s - shift) if fused else xp.exp(s - shift)
     total = xp.sum(p, axis=-1, keepdims=True)
-    lse = (shift + xp.log2(total)) * LN_2 if fused else shift + xp.log(total)
     divisor = xp.where(total == 0, xp.ones_like(total), total)
+    normaliser = (shift + xp.log2(divisor)) * LN_2 if fused else shift + xp.log(divisor)
     keep = keep_factor(problem, xp, rows, columns)
-    keep = keep if isinstance(keep, float) else xp.astype(ordered(keep, -1), wide)
+    keep = keep if isinstance(keep, float) else ordered(ordered(keep, -1), -2)
     if fused:
-        weights = rounded(xp.exp(scores - xp.where(total == 0, xp.zeros_like(lse), lse)))
+        weights = rounded(xp.exp(scores - normaliser))
         output = rounded(rounded(p[..., 1:] * keep) @ value / divisor)
     else:
         weights = rounded(p / divisor)[..., 1:]
         output = rounded((weights * keep) @ value)
-    back = xp.asarray(np.argsort(ORDERS[order](problem.m)), device=problem.query.device)
-    return output, lse[..., 0], xp.take(weights, back, axis=-1)
+    lse = xp.where(total == 0, least, normaliser)
+    output, lse, weights = (restored(x, -2) for x in (output, lse, weights))
+    return output, lse[..., 0], restored(weights, -1)
 
 
 GUARD = 4096  # bytes on either side: more than any kernel's widest read past an end

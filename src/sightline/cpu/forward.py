@@ -15,8 +15,9 @@ of queries × heads, handed out by an atomic counter.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +26,14 @@ from llvmlite import ir
 from ..formula.expression import Expression
 from .arguments import Arguments
 from .functions import exp2_of_negative
-from .lanes import BOOL, BYTE, DOUBLE, FLOAT, INT32, INT64, Code, Value, Variable, bytes_of, vector
+from .lanes import BOOL, BYTE, DOUBLE, FLOAT, INT32, INT64, Code, Value, Variable
 from .machine import Machine
 from .render import Renderer, Source
+from .tiles import Tiles
 
 __all__ = ["KEYS", "Forward", "Structure"]
 
 KEYS = 64  # keys at a time; their scores, K and V rows stay in the first two caches
-UNROLL = 4  # steps of the inner product written out
 
 
 @dataclass(frozen=True)
@@ -59,30 +60,18 @@ class Forward:
     ) -> None:
         self.structure, self.machine = structure, machine
         self.float = FLOAT if structure.dtype == "float32" else DOUBLE
-        self.size = bytes_of(self.float)
-        self.lanes = machine.width // self.size
-        self.rows, self.vectors = machine.tile
-        self.block = self.lanes * self.vectors  # queries at a time
-        self.vector = vector(self.float, self.lanes)
         self.integer = INT64 if structure.wide else INT32
         self.formulas = (mask, score)
         self.module = ir.Module("sightline")
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes from one row of Qᵀ, Sᵀ or Oᵀ to the next."""
-        return self.block * self.size
 
     def write(self, name: str) -> Any:
         """The module with the kernel in it."""
         self.code = code = Code(self.module, name)
         self.given = given = Arguments(code, code.arguments[0], tuple(axes for _, axes in self.structure.tables))
-        self.q_t = code.array(self.float, self.structure.d_k * self.block)
-        self.s_t = code.array(self.float, KEYS * self.block)
-        self.o_t = code.array(self.float, max(self.structure.d_v, 1) * self.block)
-        self.largest, self.total, self.tile_max, self.shift, self.alpha = (
-            [Variable(code, self.vector) for _ in range(self.vectors)] for _ in range(5)
-        )
+        self.tiles = tiles = Tiles(code, self.float, self.machine)
+        self.vectors, self.lanes, self.vector = range(tiles.vectors), tiles.lanes, tiles.vector
+        self.q_t, self.s_t, self.o_t = (tiles.matrix(rows) for rows in (self.structure.d_k, KEYS, self.structure.d_v))
+        self.largest, self.total, self.tile_max, self.shift, self.alpha = (tiles.variables() for _ in range(5))
         self.prepare_formulas()
         with code.forever() as leave:
             item = code.increment(given.counter)
@@ -106,7 +95,7 @@ class Forward:
         position = item // blocks
         self.query_block = blocks - 1 - item % blocks
         self.b, self.h = position // given.H, position % given.H
-        self.i0 = self.query_block * self.block
+        self.i0 = self.query_block * self.tiles.block
         g = self.h // given.group
         offset = self.b * 8
         self.q = given.query.at(given.query_batch.at(offset).load(INT64)).at(self.h * given.query_head)
@@ -115,22 +104,26 @@ class Forward:
         row = self.b * given.run_batch + self.h * given.run_head + self.query_block * given.run_block
         self.run_start = given.run_start.at(row * 8).load(INT64)
         self.run_stop = given.run_start.at(row * 8 + 8).load(INT64)
-        self.valid = code.minimum(given.n - self.i0, self.block)
+        self.valid = code.minimum(given.n - self.i0, self.tiles.block)
 
     def column(self, stride: Value, which: int) -> Any:
         """Bytes from one column to the next: a constant where they lie together."""
-        return self.size if self.structure.unit[which] else stride
+        return self.tiles.size if self.structure.unit[which] else stride
 
     def turn_queries(self) -> None:
         """Qᵀ[d][lane] = Q[i0 + lane][d] · factor; lanes past the end repeat the last query."""
         code, given = self.code, self.given
         step = self.column(given.query_column, 0)
         factor = given.factor.to(self.float)
-        with code.loop(0, self.block) as lane:
+        with code.loop(0, self.tiles.block) as lane:
             source = self.q.at((self.i0 + code.minimum(lane, self.valid - 1)) * given.query_row)
             with code.loop(0, self.structure.d_k) as d:
                 entry = source.at(d * step).load(self.float) * factor
-                self.q_t.at(d * self.row_bytes + lane * self.size).store(entry)
+                self.lane_of(self.q_t, d, lane).store(entry)
+
+    def lane_of(self, matrix: Value, row: Any, lane: Value) -> Value:
+        """Address of one number of a scratch matrix."""
+        return self.tiles.at(matrix, row, 0).at(lane * self.tiles.size)
 
     # -- formulas -------------------------------------------------------------------------------------------------
     def prepare_formulas(self) -> None:
@@ -153,7 +146,7 @@ class Forward:
         last = (given.n - 1).to(self.integer)
         self.symbols: list[dict[str, Value]] = []
         self.known: list[list[dict[int, Value]]] = []
-        for v in range(self.vectors):
+        for v in self.vectors:
             i = code.minimum(code.count(self.lanes, self.integer) + (self.i0 + v * self.lanes).to(self.integer), last)
             self.symbols.append({"b": self.b, "h": self.h, "i": i, "n": given.n, "m": given.m})
             self.known.append([{} if r is None else r.block(self.symbols[v]) for r in self.renderers])
@@ -165,9 +158,10 @@ class Forward:
         A NaN in the output of the first attempt is the sign that care is needed, which costs whole inputs nothing.
         """
         code, given = self.code, self.given
-        with code.loop(0, self.structure.d_v * self.vectors) as index:
-            self.o_t.at(index * (self.lanes * self.size)).store(code.value(0.0, self.vector), self.machine.width)
-        for v in range(self.vectors):
+        with code.loop(0, self.structure.d_v) as d:
+            for v in self.vectors:
+                self.tiles.store(self.o_t, d, v, code.value(0.0, self.vector))
+        for v in self.vectors:
             self.largest[v].set(self.sink() if self.structure.sinks else -math.inf)
             self.total[v].set(1.0 if self.structure.sinks else 0.0)
         with code.loop(self.run_start, self.run_stop) as run:
@@ -183,7 +177,7 @@ class Forward:
         """One tile: scores, score formula and mask, softmax, weighted values."""
         code = self.code
         self.keys = code.minimum(self.given.m - j0, KEYS)
-        for v in range(self.vectors):
+        for v in self.vectors:
             self.tile_max[v].set(-math.inf)
         self.score_tile(j0)
         mask, score = self.renderers
@@ -208,101 +202,50 @@ class Forward:
 
     def score_tile(self, j0: Value) -> None:
         """Sᵀ[key][lane] and, from the registers, its maximum. Keys past the end repeat the last."""
-        code, given = self.code, self.given
+        code, given, tiles = self.code, self.given, self.tiles
         step = self.column(given.key_column, 1)
 
         def rows(first: Value, count: int) -> None:
             bases = [self.k.at((j0 + code.minimum(first + r, self.keys - 1)) * given.key_row) for r in range(count)]
-            sums = [[Variable(code, self.vector, 0.0) for _ in range(self.vectors)] for _ in range(count)]
-            self.accumulate(sums, bases, step, self.q_t, self.structure.d_k)
+            sums = [[Variable(code, self.vector, 0.0) for _ in self.vectors] for _ in range(count)]
+            tiles.accumulate(sums, bases, step, self.q_t, self.structure.d_k)
             for r in range(count):
-                for v in range(self.vectors):
+                for v in self.vectors:
                     s = sums[r][v].get()
-                    self.at(self.s_t, first + r, v).store(s, self.machine.width)
+                    tiles.store(self.s_t, first + r, v, s)
                     self.tile_max[v].set(code.maximum(s, self.tile_max[v].get()))
 
-        self.in_groups(self.keys, KEYS, rows)
-
-    def in_groups(self, count: Any, most: int, write: Any) -> None:
-        """write(first, rows) for groups of rows up to `count` (≤ most); the last group is what `most` leaves."""
-        code = self.code
-        whole = most // self.rows * self.rows
-        if whole:
-            stop = code.minimum(count, whole) if isinstance(count, Value) else whole
-            with code.loop(0, stop, self.rows) as first:
-                write(first, self.rows)
-        if most > whole:
-            if isinstance(count, Value):
-                with code.when(count > whole):
-                    write(code.value(whole, INT64), most - whole)
-            else:
-                write(code.value(whole, INT64), most - whole)
-
-    def accumulate(
-        self, sums: list[list[Variable]], bases: Sequence[Value], step: Any, matrix: Value, count: Any
-    ) -> None:
-        """sums[r][lane] += Σ_k base_r[k · step] · matrix[k][lane]: the register tile everything is made of."""
-        code = self.code
-
-        def steps(first: Value, count: int) -> None:
-            held = [[variable.get() for variable in row] for row in sums]
-            for k in (first + u for u in range(count)):
-                lanes = [self.at(matrix, k, v).load(self.vector, self.machine.width) for v in range(self.vectors)]
-                for r, base in enumerate(bases):
-                    number = base.at(k * step).load(self.float).spread(self.lanes)
-                    held[r] = [code.fma(number, lane, old) for lane, old in zip(lanes, held[r], strict=True)]
-            for row, values in zip(sums, held, strict=True):
-                for variable, value in zip(row, values, strict=True):
-                    variable.set(value)
-
-        whole = count - count % UNROLL
-        with code.loop(0, whole, UNROLL) as k:
-            steps(k, UNROLL)
-        with code.loop(whole, count) as k:
-            steps(k, 1)
-
-    def at(self, matrix: Value, row: Value, v: int) -> Value:
-        """Address of a vector of Qᵀ, Sᵀ or Oᵀ."""
-        return matrix.at(row * self.row_bytes + v * self.lanes * self.size)
+        tiles.in_groups(self.keys, KEYS, rows)
 
     def reshape_scores(self, j0: Value, masked: bool) -> None:
         """Sᵀ through the score formula, into base 2, −∞ where hidden; and its maximum anew."""
-        code = self.code
+        code, tiles = self.code, self.tiles
         mask, score = self.renderers
-        for v in range(self.vectors):
+        for v in self.vectors:
             self.tile_max[v].set(-math.inf)
         with code.loop(0, self.keys) as key:
             j = (j0 + key).to(self.integer)
-            rows = [
-                {} if r is None else r.row(self.symbols[0] | {"j": j}, self._shared(k))
-                for k, r in enumerate(self.renderers)
-            ]
-            for v in range(self.vectors):
-                address = self.at(self.s_t, key, v)
-                s = address.load(self.vector, self.machine.width)
+            by_row = [{} if r is None else r.row(self.symbols[0] | {"j": j}, self._shared(r)) for r in self.renderers]
+            for v in self.vectors:
+                s = tiles.load(self.s_t, key, v)
                 symbols = self.symbols[v] | {"j": j, "s": s}
                 if score is not None:
-                    s = score.pair(symbols, self.known[v][1] | rows[1]).spread(self.lanes) * math.log2(math.e)
+                    s = score.pair(symbols, self.known[v][1] | by_row[1]).spread(self.lanes) * math.log2(math.e)
                 if masked and mask is not None:
-                    allowed = mask.pair(symbols, self.known[v][0] | rows[0])
+                    allowed = mask.pair(symbols, self.known[v][0] | by_row[0])
                     s = code.where(allowed, s, code.value(-math.inf, self.vector))
-                address.store(s, self.machine.width)
+                tiles.store(self.s_t, key, v, s)
                 self.tile_max[v].set(code.maximum(s, self.tile_max[v].get()))
 
-    def _shared(self, which: int) -> dict[int, Value]:
-        """What is known of the block and does not differ between vectors of lanes."""
-        renderer = self.renderers[which]
-        assert renderer is not None
-        return {
-            id(n): self.known[0][which][id(n)]
-            for n in renderer.nodes
-            if id(n) in self.known[0][which] and "i" not in n.reads
-        }
+    def _shared(self, renderer: Renderer) -> dict[int, Value]:
+        """What is known of the block and is the same for all its queries."""
+        known = self.known[0][self.renderers.index(renderer)]
+        return {id(n): known[id(n)] for n in renderer.nodes if id(n) in known and "i" not in n.reads}
 
     def softmax(self) -> None:
         """P = 2^(Sᵀ − m') in place of Sᵀ, and the running maximum m and sum l."""
-        code = self.code
-        for v in range(self.vectors):
+        code, tiles = self.code, self.tiles
+        for v in self.vectors:
             new = code.maximum(self.tile_max[v].get(), self.largest[v].get())
             shift = code.where(new == -math.inf, 0.0, new)
             alpha = exp2_of_negative(code, self.largest[v].get() - shift)
@@ -311,90 +254,77 @@ class Forward:
             self.alpha[v].set(alpha)
             self.total[v].set(self.total[v].get() * alpha)
         with code.loop(0, self.keys) as key:
-            for v in range(self.vectors):
-                address = self.at(self.s_t, key, v)
-                p = exp2_of_negative(code, address.load(self.vector, self.machine.width) - self.shift[v].get())
-                address.store(p, self.machine.width)
+            for v in self.vectors:
+                p = exp2_of_negative(code, tiles.load(self.s_t, key, v) - self.shift[v].get())
+                tiles.store(self.s_t, key, v, p)
                 self.total[v].set(self.total[v].get() + p)
 
     def weigh_values(self, j0: Value) -> None:
         """Oᵀ = α Oᵀ + Σ V[key][d_v] · P[key][lane]."""
-        code, given = self.code, self.given
+        code, given, tiles = self.code, self.given, self.tiles
         step = self.column(given.value_column, 2)
         values = self.v.at(j0 * given.value_row)
 
         def rows(first: Value, count: int) -> None:
             bases = [values.at((first + r) * step) for r in range(count)]
-            sums = [[Variable(code, self.vector) for _ in range(self.vectors)] for _ in range(count)]
+            sums = [
+                [
+                    Variable(code, self.vector, tiles.load(self.o_t, first + r, v) * self.alpha[v].get())
+                    for v in self.vectors
+                ]
+                for r in range(count)
+            ]
+            tiles.accumulate(sums, bases, given.value_row, self.s_t, self.keys)
             for r in range(count):
-                for v in range(self.vectors):
-                    old = self.at(self.o_t, first + r, v).load(self.vector, self.machine.width)
-                    sums[r][v].set(old * self.alpha[v].get())
-            self.accumulate(sums, bases, given.value_row, self.s_t, self.keys)
-            for r in range(count):
-                for v in range(self.vectors):
-                    self.at(self.o_t, first + r, v).store(sums[r][v].get(), self.machine.width)
+                for v in self.vectors:
+                    tiles.store(self.o_t, first + r, v, sums[r][v].get())
 
-        self.in_groups(self.structure.d_v, self.structure.d_v, rows)
+        tiles.in_groups(self.structure.d_v, self.structure.d_v, rows)
 
     def weigh_values_carefully(self, j0: Value) -> None:
-        """The same, one number at a time, where a weight of 0 takes nothing."""
-        code, given = self.code, self.given
+        """The same, one number of V at a time, where a weight of 0 takes nothing."""
+        code, given, tiles = self.code, self.given, self.tiles
         step = self.column(given.value_column, 2)
-        with code.loop(0, self.structure.d_v) as d, code.loop(0, self.vectors) as v:
-            address = self.o_t.at(d * self.row_bytes + v * (self.lanes * self.size))
-            alpha = self.lane_vector(self.alpha, v)
-            acc = Variable(code, self.vector, address.load(self.vector, self.machine.width) * alpha)
+        with code.loop(0, self.structure.d_v) as d:
+            sums = [Variable(code, self.vector, tiles.load(self.o_t, d, v) * self.alpha[v].get()) for v in self.vectors]
             with code.loop(0, self.keys) as key:
-                p = self.s_t.at(key * self.row_bytes + v * (self.lanes * self.size)).load(
-                    self.vector, self.machine.width
-                )
                 number = self.v.at((j0 + key) * given.value_row).at(d * step).load(self.float).spread(self.lanes)
-                acc.set(code.where(p == 0.0, acc.get(), code.fma(number, p, acc.get())))
-            address.store(acc.get(), self.machine.width)
-
-    def lane_vector(self, variables: list[Variable], v: Value) -> Value:
-        """variables[v] for an index known at run time only."""
-        result = variables[0].get()
-        for k in range(1, self.vectors):
-            result = self.code.where(v == k, variables[k].get(), result)
-        return result
+                for v in self.vectors:
+                    p, old = tiles.load(self.s_t, key, v), sums[v].get()
+                    sums[v].set(code.where(p == 0.0, old, code.fma(number, p, old)))
+            for v in self.vectors:
+                tiles.store(self.o_t, d, v, sums[v].get())
 
     # -- the end of the block -------------------------------------------------------------------------------------
     def tainted(self) -> Value:
         """Whether any output is NaN: then V held NaN or ∞, hidden or not, or a score was NaN."""
         code = self.code
-        seen = Variable(code, self.vector, 0.0)
-        with code.loop(0, self.structure.d_v * self.vectors) as index:
-            entry = self.o_t.at(index * (self.lanes * self.size)).load(self.vector, self.machine.width)
-            seen.set(code.where(entry != entry, 1.0, seen.get()))
-        return self.any(seen.get() != 0.0)
-
-    def any(self, condition: Value) -> Value:
-        whole = ir.IntType(self.lanes)
-        return Value(self.code, self.code.builder.bitcast(condition.raw, whole)) != 0
+        marks = [Variable(code, self.vector, 0.0) for _ in self.vectors]
+        with code.loop(0, self.structure.d_v) as d:
+            for v in self.vectors:
+                entry = self.tiles.load(self.o_t, d, v)
+                marks[v].set(code.where(entry != entry, 1.0, marks[v].get()))
+        found = [(mark.get() != 0.0).any() for mark in marks]
+        return functools.reduce(operator.or_, found)
 
     def hand_over(self) -> None:
         """O = Oᵀ / l and lse = ln 2 (m + log₂ l), row by row; 0 and −∞ for queries that saw nothing."""
-        code, given = self.code, self.given
-        inverse, lse = code.array(self.float, self.block), code.array(self.float, self.block)
-        for v in range(self.vectors):
-            total, largest = self.total[v].get(), self.largest[v].get()
-            nothing = total == 0.0
-            inverse.at(v * self.lanes * self.size).store(1.0 / code.where(nothing, 1.0, total))
-            self.at(lse, code.value(0, INT64), v).store(code.where(nothing, -math.inf, largest * math.log(2)))
-            self.shift[v].set(total)
-            self.at(self.s_t, code.value(0, INT64), v).store(code.where(nothing, 1.0, total))
+        code, given, tiles = self.code, self.given, self.tiles
+        size = tiles.size
+        total, base = tiles.matrix(1), tiles.matrix(1)
+        for v in self.vectors:
+            nothing = self.total[v].get() == 0.0
+            tiles.store(total, 0, v, code.where(nothing, 1.0, self.total[v].get()))
+            tiles.store(base, 0, v, code.where(nothing, -math.inf, self.largest[v].get() * math.log(2)))
         row = (self.b * given.H + self.h) * given.n + self.i0
         with code.loop(0, self.valid) as lane:
-            factor = inverse.at(lane * self.size).load(self.float)
-            target = given.output.at((row + lane) * (self.structure.d_v * self.size))
+            sum_of_row = self.lane_of(total, 0, lane).load(self.float)
+            factor = 1.0 / sum_of_row
+            target = given.output.at((row + lane) * (self.structure.d_v * size))
             with code.loop(0, self.structure.d_v) as d:
-                entry = self.o_t.at(d * self.row_bytes + lane * self.size).load(self.float)
-                target.at(d * self.size).store(entry * factor)
-            total = self.s_t.at(lane * self.size).load(self.float)
-            base = lse.at(lane * self.size).load(self.float)
-            given.lse.at((row + lane) * self.size).store(base + code.intrinsic("log", total))
+                target.at(d * size).store(self.lane_of(self.o_t, d, lane).load(self.float) * factor)
+            lse = self.lane_of(base, 0, lane).load(self.float) + code.intrinsic("log", sum_of_row)
+            given.lse.at((row + lane) * size).store(lse)
 
 
 TABLE_TYPES = {"bool": BYTE, "int32": INT32, "int64": INT64, "float32": FLOAT, "float64": DOUBLE}

@@ -92,7 +92,7 @@ def exp(code: Code, x: Value) -> Value:
 
 
 def tanh(code: Code, x: Value) -> Value:
-    """tanh x = −t / (t + 2) with t = e^(−2|x|) − 1 = 2^n (e^r − 1) + (2^n − 1), which keeps its digits near 0; 3 ulps."""
+    """tanh x = −t / (t + 2) with t = e^(−2|x|) − 1 = 2^n (e^r − 1) + (2^n − 1), exact near 0; 3 ulps."""
     size = code.intrinsic("fabs", x)
     count, grown = _grown(code, *_reduced(code, _held(code, size, 25.0) * -2.0))
     scale = _times_power(code, code.value(1.0, x.type), count)

@@ -1,8 +1,8 @@
 """A small vector language over llvmlite: it reads like NumPy and emits LLVM.
 
-`Code` is one function being written; `Value` is one of its scalars or vectors, with Python's operators. A scalar meeting
-a vector is spread over its lanes. Mutable things are `Variable`s (stack slots that LLVM turns into registers). Addresses
-are made by GEP alone, in bytes.
+`Code` is one function being written; `Value` is one of its scalars or vectors, with Python's operators. A scalar
+meeting a vector is spread over its lanes. Mutable things are `Variable`s (stack slots that LLVM turns into registers).
+Addresses are made by GEP alone, in bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def bytes_of(kind: Type) -> int:
     """Size of one lane in bytes."""
     one = element(kind)
     if isinstance(one, ir.IntType):
-        return max(one.width // 8, 1)
+        return max(int(one.width) // 8, 1)
     return 4 if isinstance(one, ir.FloatType) else 8
 
 
@@ -189,6 +189,11 @@ class Value:
         first = self.code.builder.insert_element(ir.Constant(kind, ir.Undefined), self.raw, INT32(0))
         zeros = ir.Constant(vector(INT32, lanes), None)
         return Value(self.code, self.code.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros))
+
+    def any(self) -> Value:
+        """Whether a condition holds in any lane."""
+        whole = ir.IntType(lanes_of(self.type))
+        return Value(self.code, self.code.builder.bitcast(self.raw, whole)) != 0
 
     def at(self, offset: Any, kind: Type | None = None) -> Value:
         """A pointer moved by bytes; by a vector of offsets, a vector of pointers."""

@@ -1,7 +1,7 @@
 """Running a kernel on several threads: every thread calls it once, and the kernel hands out its own work.
 
-A pool of our own beside torch's would fight it for the processors, since OpenMP's threads spin for a while after each of
-torch's operations. So where torch has loaded an OpenMP runtime, its team is borrowed; elsewhere a small pool serves.
+A pool of our own beside torch's would fight it for the processors, since OpenMP's threads spin for a while after each
+of torch's operations. So where torch has loaded an OpenMP runtime, its team is borrowed; elsewhere a small pool serves.
 """
 
 from __future__ import annotations

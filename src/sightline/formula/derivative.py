@@ -15,8 +15,8 @@ ZERO, ONE = Constant(0.0, "float"), Constant(1.0, "float")
 def derivative(formula: Expression, by: Expression = SYMBOLS["s"]) -> Expression:
     """d formula / d by, where `by` is s or one of the formula's own lookups (the same object).
 
-    Conditions and whole numbers are constant. At kinks (abs, min, max, floor) it is the slope of the side taken; abs at 0
-    gives 0.
+    Conditions and whole numbers are constant. At kinks (abs, min, max, floor) it is the slope of the side taken; abs at
+    0 gives 0.
     """
     slopes: dict[int, Expression] = {}
     for node in walk(formula):

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import namespace, to_numpy
 from ..errors import ParameterError, ShapeError
-from .expression import SYMBOLS, Constant, Expression, Lookup, Table, apply, where
+from .expression import SYMBOLS, Constant, Expression, Lookup, Table, apply
 
 __all__ = [
     "alibi",

@@ -1,6 +1,7 @@
 """Formulas as plain array operations, in any array-API namespace.
 
-Floats inside a mask are float64 everywhere, so that every kernel decides alike; in a score they are the dtype asked for.
+Floats inside a mask are float64 everywhere, so that every kernel decides alike; in a score they have the dtype asked
+for.
 """
 
 from __future__ import annotations
@@ -95,13 +96,12 @@ def _plain(name: str) -> Callable[..., Any]:
     return lambda xp, *inputs: getattr(xp, name)(*inputs)
 
 
-ARRAY_RULES: dict[str, Callable[..., Any]] = {
-    name: _plain(name)
-    for name in (
-        "add subtract multiply divide negative minimum maximum less less_equal greater greater_equal equal not_equal "
-        "logical_not logical_and logical_xor logical_or where exp log log2 sqrt tanh sin cos"
-    ).split()
-} | {
+_SAME_NAME = (
+    "add subtract multiply divide negative minimum maximum less less_equal greater greater_equal equal not_equal "
+    "logical_not logical_and logical_xor logical_or where exp log log2 sqrt tanh sin cos"
+)
+
+ARRAY_RULES: dict[str, Callable[..., Any]] = {name: _plain(name) for name in _SAME_NAME.split()} | {
     "absolute": _plain("abs"),
     "power": _plain("pow"),
     "exp2": lambda xp, x: xp.pow(xp.asarray(2.0, dtype=x.dtype), x),

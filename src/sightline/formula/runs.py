@@ -29,8 +29,8 @@ ROWS_AT_ONCE = 1 << 16  # rows bisected together: bounds the memory of the searc
 class Runs:
     """For each block of queries, runs of key blocks: [first, last) in units of `key_block`, full or partial.
 
-    Rows are (batch, head, query block) in C order; `batches` and `heads` are 1 where the formulas do not depend on them.
-    Row r owns entries `start[r]:start[r + 1]`. What no run covers is empty.
+    Rows are (batch, head, query block) in C order; `batches` and `heads` are 1 where the formula does not depend on
+    them. Row r owns entries `start[r]:start[r + 1]`. What no run covers is empty.
     """
 
     extent: tuple[int, int, int, int]
@@ -69,7 +69,7 @@ class Runs:
 
 def find_runs(mask: Expression | None, extent: tuple[int, int, int, int], query_block: int, key_block: int) -> Runs:
     """The runs of a mask. Empty: surely hidden. Full: surely allowed. Partial: everything between."""
-    B, H, n, m = extent
+    B, H, n, _ = extent
     mask = Constant(True, "bool") if mask is None else mask
     batches, heads = (length if name in mask.reads else min(length, 1) for name, length in (("b", B), ("h", H)))
     rows = batches * heads * -(-n // query_block)

@@ -6,7 +6,6 @@ Such functions read arrays of the surrounding scope (`document_id[q_idx]`); in t
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 from ..arrays import framework
@@ -37,9 +36,10 @@ def formula(given: Any, argument: str, symbols: str) -> Expression:
     except (TypeError, AttributeError, IndexError) as error:
         if isinstance(error, FormulaError):
             raise
+        listed = ", ".join(symbols.split())
         raise FormulaError(
-            f"{argument}={getattr(given, '__name__', given)!r} failed when called with ({', '.join(symbols.split())}): {error}",
-            f"a function f({', '.join(symbols.split())}) of formulas",
+            f"{argument}={getattr(given, '__name__', given)!r} failed when called with ({listed}): {error}",
+            f"a function f({listed}) of formulas",
             "build the formula from the symbols: from sightline import b, h, i, j, s, table, where",
         ) from error
     return as_expression(result)

@@ -1,5 +1,14 @@
-"""Sightline for torch: the registered operator, torch's own signature, and layers."""
+"""Sightline for torch: torch's own signature, and attention as layers. `sightline.attention` takes tensors as it is."""
 
 from .door import kernels, run
+from .functional import scaled_dot_product_attention
+from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 
-__all__ = ["kernels", "run"]
+__all__ = [
+    "MultiHeadAttention",
+    "ScaledDotProductAttention",
+    "SelfAttention",
+    "kernels",
+    "run",
+    "scaled_dot_product_attention",
+]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..attention import KERNELS, shaped
 from ..formula.expression import SYMBOLS, Expression
-from ..plan import Kernel, Result
+from ..plan import Kernel, Result, choose
 from ..problem import Problem, ask
 from . import operator
 from .fused import Fused
@@ -33,8 +33,8 @@ def run(
     formulas = {"mask": _called(options["mask"], "bhij"), "score": _called(options["score"], "sbhij")}
     seed = options["seed"]
     problem = ask(query, key, value, **(options | formulas | {"seed": 0 if seed is None else seed}))
-    if kernel in (None, FUSED.name) and not list(FUSED.refuses(problem)):
-        return shaped(problem, FUSED.run(problem))
+    if kernel == FUSED.name or (kernel is None and next(FUSED.refuses(problem), None) is None):
+        return shaped(problem, choose((FUSED,), problem, FUSED.name).kernel.run(problem))
     drawn = _seed(problem, seed) if problem.dropout else None
     output, lse, *others = operator.attention(*Question.of(problem, drawn, kernel, threads))
     rest = iter(others)

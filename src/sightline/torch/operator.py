@@ -39,9 +39,7 @@ def _answer_shapes(*arguments: Any) -> list[Tensor]:
     return outputs
 
 
-attention = torch.library.custom_op(
-    "sightline::attention", _answer, mutates_args=(), schema=f"({SCHEMA}) -> Tensor[]"
-)
+attention = torch.library.custom_op("sightline::attention", _answer, mutates_args=(), schema=f"({SCHEMA}) -> Tensor[]")
 attention.register_fake(_answer_shapes)
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -68,29 +67,28 @@ class Question(NamedTuple):
             threads,
         )
 
-    def outline(self) -> Problem:
-        """The problem without what must be read from tensors, its formulas and seed: enough for shapes."""
+    def problem(self) -> Problem:
+        """The problem. Formulas without tables are settled once for the same lengths, the others every time."""
+        extent = self.outline().extent
+        words = self.mask, self.score, self.spans
+        mask, score = _settled(words, self.tables, extent) if self.tables else _kept(words, extent)
+        return self.outline(mask, score, 0 if self.seed is None else int(self.seed) % 2**64)
+
+    def outline(self, mask: Expression | None = None, score: Expression | None = None, seed: int = 0) -> Problem:
+        """The problem with these for what must be read from tensors: without them enough for shapes."""
         return Problem(
             self.query,
             self.key,
             self.value,
-            mask=None,
-            score=None,
+            mask=mask,
+            score=score,
             sinks=self.sinks,
             scale=self.scale,
             dropout=self.dropout,
-            seed=0,
+            seed=seed,
             see=tuple(STATISTICS[name]() for name in self.see.split()),
             headless=False,
         )
-
-    def problem(self) -> Problem:
-        """The problem. Formulas without tables are settled once for the same lengths, the others every time."""
-        outline = self.outline()
-        words = self.mask, self.score, self.spans
-        mask, score = _settled(words, self.tables, outline.extent) if self.tables else _kept(words, outline.extent)
-        seed = 0 if self.seed is None else int(self.seed) % 2**64
-        return replace(outline, mask=mask, score=score, seed=seed)
 
     @property
     def gaining(self) -> list[int]:
@@ -120,7 +118,7 @@ class Question(NamedTuple):
 
 
 def spelled(formula: Expression | None) -> tuple[str, list[Table]]:
-    """`formula.text` and `formula.tables`; under torch.compile without json and cached properties, which it cannot see."""
+    """`formula.text` and `formula.tables`; under torch.compile without json and cached properties, closed to it."""
     if formula is None:
         return "", []
     if not torch.compiler.is_compiling():

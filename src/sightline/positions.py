@@ -1,0 +1,180 @@
+"""Positions: rotary (RoPE), which turns queries and keys, and sinusoidal, which is added to embeddings."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from .arrays import FLOATS, accumulator, convert, dtype_name, namespace, resolve
+from .errors import DtypeError, ParameterError, ShapeError
+
+__all__ = ["rotary", "sinusoidal"]
+
+Pairing = Literal["half", "interleaved"]
+
+
+def rotary(
+    x: Any,
+    *,
+    base: float = 10000.0,
+    pairing: Pairing = "half",
+    dimensions: int | None = None,
+    positions: Any = None,
+) -> Any:
+    """Turn pairs of components by angles that grow with the position, so that scores depend on j − i alone.
+
+        (x_a, x_b) → (x_a cos pθ − x_b sin pθ, x_b cos pθ + x_a sin pθ),   θ_t = base^(−2t / dimensions)
+
+    for the pairs t = 0, 1, ... and position p. Apply it to query and key alike, not to value.
+
+    Parameters
+    ----------
+    x : (..., n, d) float16, bfloat16, float32 or float64, NumPy or torch
+        Angles are computed in float64, the rotation in the accumulator's dtype (float32 for narrower ones).
+    base : float, default 10000
+        Above 0. The slowest pair turns once in about 2π · base positions.
+    pairing : {"half", "interleaved"}
+        Which components make a pair: t and t + dimensions/2 (GPT-NeoX, Llama in Hugging Face's transformers), or 2t and
+        2t + 1 (RoFormer, GPT-J, Meta's Llama). One is the other with components reordered; weights fit one only.
+    dimensions : int, default d
+        The first `dimensions` components turn, the others pass through. Even.
+    positions : (n,) or (..., n) ints or floats, optional
+        Broadcastable to x.shape[:-1]; 0, 1, ..., n − 1 by default.
+
+    Returns
+    -------
+    (..., n, d) array of x's library and dtype; in torch with gradients.
+
+    Raises
+    ------
+    ShapeError
+        x has fewer than two axes, an odd number of components to turn, or positions that do not broadcast.
+    DtypeError
+        x is no array of floats; positions are not real numbers.
+    ParameterError
+        base not positive and finite, an unknown pairing, dimensions outside 2 ... d.
+
+    References
+    ----------
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equation 34.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sightline.positions import rotary
+    >>> rotary(np.array([[1.0, 0.0], [1.0, 0.0]])).round(2)  # position 0 stays, position 1 turns by 1 radian
+    array([[1.  , 0.  ],
+           [0.54, 0.84]])
+    """
+    width = _check(x, base, pairing, dimensions)
+    xp, half = namespace(x), width // 2
+    angles = _angles(xp, x, base, width, positions)
+    wide = resolve(xp, accumulator(dtype_name(x)))
+    cos, sin = xp.astype(xp.cos(angles), wide), xp.astype(xp.sin(angles), wide)
+    turning = xp.astype(x[..., :width], wide)
+    if pairing == "half":
+        first, second = turning[..., :half], turning[..., half:]
+    else:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    pair = [first * cos - second * sin, second * cos + first * sin]
+    turned = xp.concat(pair, axis=-1) if pairing == "half" else xp.reshape(xp.stack(pair, axis=-1), turning.shape)
+    turned = xp.astype(turned, x.dtype)
+    return turned if width == x.shape[-1] else xp.concat([turned, x[..., width:]], axis=-1)
+
+
+def sinusoidal(n: int, d: int, base: float = 10000.0) -> Any:
+    """PE[p, 2t] = sin(p / base^(2t/d)) and PE[p, 2t + 1] = cos(p / base^(2t/d)).
+
+    Parameters
+    ----------
+    n, d : int
+        Positions, and components of an embedding. d is even.
+    base : float, default 10000
+
+    Returns
+    -------
+    numpy.ndarray
+        (n, d) float64, to be added to embeddings.
+
+    Raises
+    ------
+    ShapeError
+        d odd, or n or d negative.
+    ParameterError
+        base not positive and finite.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
+
+    Examples
+    --------
+    >>> from sightline.positions import sinusoidal
+    >>> sinusoidal(2, 2).round(2)
+    array([[0.  , 1.  ],
+           [0.84, 0.54]])
+    """
+    _check_base(base)
+    if n < 0 or d < 0 or d % 2:
+        raise ShapeError(
+            f"sinusoidal({n}, {d})", "n ≥ 0 and an even d ≥ 0", f"d={max(d + d % 2, 0)}: a sine for every cosine"
+        )
+    angles = np.arange(n, dtype=np.float64)[:, None] * float(base) ** (-np.arange(0, d, 2) / max(d, 1))
+    return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(n, d)
+
+
+def _angles(xp: Any, x: Any, base: float, width: int, positions: Any) -> Any:
+    """P · base^(−2t/width) in float64, (..., n, width/2)."""
+    place = {"device": x.device, "dtype": xp.float64}
+    if positions is None:
+        positions = xp.arange(x.shape[-2], **place)
+    else:
+        positions = xp.astype(_read_positions(x, positions), xp.float64)
+    exponents = xp.arange(0, width, 2, **place) / -width
+    return positions[..., None] * xp.pow(xp.asarray(float(base), **place), exponents)
+
+
+def _read_positions(x: Any, positions: Any) -> Any:
+    """The positions as an array of x's library."""
+    if not hasattr(positions, "dtype"):
+        positions = np.asarray(positions)
+    if not dtype_name(positions).startswith(("int", "uint", "float", "bfloat")):
+        raise DtypeError(f"positions of dtype {dtype_name(positions)}", "ints or floats", "cast positions")
+    given, rows = tuple(positions.shape), tuple(x.shape[:-1])
+    if len(given) > len(rows) or any(p not in (1, r) for p, r in zip(given[::-1], rows[::-1], strict=False)):
+        raise ShapeError(
+            f"positions of shape {given} for x of shape {tuple(x.shape)}",
+            f"a shape that broadcasts to x.shape[:-1] = {rows}",
+            "positions of shape (n,); one row per sequence next to a head axis is positions[:, None, :]",
+        )
+    return convert(positions, x)
+
+
+def _check(x: Any, base: float, pairing: str, dimensions: int | None) -> int:
+    """How many components turn."""
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise DtypeError(f"x is a {type(x).__name__}", "an array of floats", "x=numpy.asarray(x)")
+    if dtype_name(x) not in FLOATS:
+        raise DtypeError(f"x has dtype {dtype_name(x)}", ", ".join(FLOATS), "cast x to one of these")
+    if x.ndim < 2:
+        raise ShapeError(f"x of shape {tuple(x.shape)}", "(..., n, d)", "x[None, :] for a single position")
+    _check_base(base)
+    if pairing not in ("half", "interleaved"):
+        raise ParameterError(f"pairing={pairing!r}", '"half" or "interleaved"', 'pairing="half" for Llama weights')
+    d = x.shape[-1]
+    width = d if dimensions is None else dimensions
+    if not hasattr(width, "__index__") or isinstance(width, bool) or not 0 < width <= d:
+        raise ParameterError(f"dimensions={dimensions!r} of {d}", f"an even number from 2 to {d}", "dimensions=None")
+    if width % 2:
+        raise ShapeError(
+            f"{width} components to turn in pairs (x is {d} wide)",
+            "an even number",
+            f"dimensions={width - 1} leaves the last one as it is" if width > 1 else "x of an even width",
+        )
+    return width
+
+
+def _check_base(base: float) -> None:
+    if not 0 < base < float("inf"):
+        raise ParameterError(f"base={base!r}", "a finite number above 0", "base=10000.0")

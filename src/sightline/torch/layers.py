@@ -1,0 +1,294 @@
+"""Attention as layers, in the forms people publish."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..attention import attention
+from ..errors import ParameterError
+from ..formula.expression import SYMBOLS, Expression, Table
+from ..formula.library import causal, dense
+from ..observe import weights as weights_of
+from ..positions import rotary
+from .functional import aligned
+
+__all__ = ["MultiHeadAttention", "ScaledDotProductAttention", "SelfAttention"]
+
+j, s = SYMBOLS["j"], SYMBOLS["s"]
+
+
+class ScaledDotProductAttention(nn.Module):
+    """softmax(Q Kᵀ · scale + M) V, and the weights beside it.
+
+    One layer for the published forms: masks where 0 hides (`masked_fill(mask == 0, -1e9)`), masks where True hides,
+    with and without heads, d_v other than d_k.
+
+    Parameters
+    ----------
+    dropout : float, default 0
+        Probability with which a weight is dropped, in training only.
+    scale : float, default 1/√d_k
+        Give 1 / math.sqrt(d_model) to divide by the model's width.
+    mask_means : {"attend", "ignore"}, default "attend"
+        What a mask's True or non-zero entries do.
+
+    Raises
+    ------
+    ParameterError
+        `mask_means` is another word; dropout outside [0, 1] (on the first call).
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, section 3.2.1.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sightline.torch import ScaledDotProductAttention
+    >>> x = torch.eye(2)
+    >>> output, weights = ScaledDotProductAttention()(x, x, x, torch.tensor([[1, 0], [1, 1]]))
+    >>> weights
+    tensor([[1.0000, 0.0000],
+            [0.3302, 0.6698]])
+    """
+
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        *,
+        scale: float | None = None,
+        mask_means: Literal["attend", "ignore"] = "attend",
+    ) -> None:
+        super().__init__()
+        if mask_means not in ("attend", "ignore"):
+            raise ParameterError(f"mask_means={mask_means!r}", '"attend" or "ignore"', "say what True does to a pair")
+        self.dropout, self.scale, self.mask_means = dropout, scale, mask_means
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Expression | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The output and the weights.
+
+        Parameters
+        ----------
+        query, key, value : (..., H, n, d_k), (..., G, m, d_k), (..., G, m, d_v), or (B, n, d) without heads
+        mask : bool or numbers, broadcastable to the scores (..., H, n, m) or (B, n, m), or a formula, optional
+            Read by `mask_means`. A formula is True where the pair attends, whatever `mask_means` says.
+
+        Returns
+        -------
+        output : (..., H, n, d_v); 0 for a query that sees nothing
+        weights : (..., H, n, m), the inputs' dtype
+            Before dropout: they sum to 1 over the keys, or are 0 for a query that sees nothing. The output is made
+            with the dropped ones.
+        """
+        if mask is not None and not isinstance(mask, Expression):
+            allowed = mask != 0 if self.mask_means == "attend" else mask == 0
+            mask = dense(aligned(allowed, query, key, value))
+        dropout = self.dropout if self.training else 0.0
+        output, (weights,) = attention(
+            query, key, value, mask=mask, scale=self.scale, dropout=dropout, see=[weights_of()]
+        )
+        return output, weights
+
+    def extra_repr(self) -> str:
+        return f"dropout={self.dropout}, scale={self.scale}, mask_means={self.mask_means!r}"
+
+
+class SelfAttention(nn.Module):
+    """softmax(R(x W_Q) R(x W_K)ᵀ / √d_k + M) x W_V: a sequence attending to itself.
+
+    R turns pairs of components by the position (rotary positions), on queries and keys and not on values; M is the
+    causal mask. There is no output projection: one head gives its d_v components, several are put side by side, and a
+    `nn.Linear` after the layer mixes them where that is wanted.
+
+    Parameters
+    ----------
+    d_model : int
+        Width of x.
+    d_k, d_v : int
+        Width of queries and keys, and of values, in each head. d_k is even with `rope`.
+    heads : int, default 1
+    rope : bool, default True
+    causal : bool, default True
+
+    Attributes
+    ----------
+    query, key, value : nn.Linear without bias, Glorot normal at the start
+
+    Raises
+    ------
+    ParameterError
+        d_k odd with `rope`.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2; Su et al., "RoFormer", 2021, equation 16; Glorot
+    and Bengio, "Understanding the difficulty of training deep feedforward neural networks", 2010, equation 12 (its
+    variance, drawn from a normal).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sightline.torch import SelfAttention
+    >>> SelfAttention(d_model=16, d_k=8, d_v=4)(torch.randn(2, 5, 16)).shape
+    torch.Size([2, 5, 4])
+    """
+
+    def __init__(
+        self, d_model: int, d_k: int, d_v: int, heads: int = 1, rope: bool = True, causal: bool = True
+    ) -> None:
+        super().__init__()
+        if rope and d_k % 2:
+            raise ParameterError(
+                f"d_k={d_k} with rope=True", "an even d_k: positions turn pairs", "d_k + 1, or rope=False"
+            )
+        self.heads, self.rope, self.causal = heads, rope, causal
+        self.query = nn.Linear(d_model, heads * d_k, bias=False)
+        self.key = nn.Linear(d_model, heads * d_k, bias=False)
+        self.value = nn.Linear(d_model, heads * d_v, bias=False)
+        for projection in (self.query, self.key, self.value):
+            nn.init.xavier_normal_(projection.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., n, d_model) to (..., n, heads · d_v), the dtype of the projections."""
+        query, key, value = (
+            projection(x).reshape(*x.shape[:-1], self.heads, -1).transpose(-2, -3)
+            for projection in (self.query, self.key, self.value)
+        )
+        if self.rope:
+            query, key = rotary(query), rotary(key)
+        output: Tensor = attention(query, key, value, mask=causal() if self.causal else None)
+        return output.transpose(-2, -3).flatten(-2)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, rope={self.rope}, causal={self.causal}"
+
+
+class MultiHeadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` computed here: the same parameters, arguments and state dict.
+
+    Masks keep that layer's polarity, **True hides**, the opposite of `sightline.attention`; floats are added to the
+    scaled scores, in logits. Three things differ: a query that sees nothing gets the output projection of 0 where torch
+    gives NaN; weights are returned before dropout; `is_causal` is the mask i ≥ j by itself, where torch wants
+    `attn_mask` too and takes it for a hint.
+
+    Parameters
+    ----------
+    embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        As `torch.nn.MultiheadAttention` has them.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sightline.torch import MultiHeadAttention
+    >>> theirs = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    >>> ours = MultiHeadAttention(8, 2, batch_first=True)
+    >>> ours.load_state_dict(theirs.state_dict())
+    <All keys matched successfully>
+    >>> x = torch.randn(3, 5, 8)
+    >>> torch.allclose(ours(x, x, x)[0], theirs(x, x, x)[0], atol=1e-6)
+    True
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output and, with `need_weights`, the weights.
+
+        Parameters
+        ----------
+        query, key, value : (n, N, E), (m, N, kdim), (m, N, vdim), with `batch_first` (N, n, E) and so on, or without N
+        key_padding_mask : (N, m) or (m,), bool (True hides) or floats to be added, optional
+        need_weights : bool, default True
+            Without them memory stays O(n).
+        attn_mask : (n, m) or (N · heads, n, m), bool (True hides) or floats to be added, optional
+        average_attn_weights : bool, default True
+            Give the weights' mean over heads.
+        is_causal : bool, default False
+            Hide keys after the query's own position.
+
+        Returns
+        -------
+        output : as query
+        weights : (N, n, m), (N, heads, n, m) without averaging, without N where query has none; None if not needed
+        """
+        batched = query.ndim == 3
+        if not batched:
+            query, key, value = (x[None] for x in (query, key, value))
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        queries, keys, values = self._projected(query, key, value)
+        extra = keys.shape[-2] - key.shape[1]  # keys that no mask touches: bias_k, and zeros
+        formulas = self._formulas(attn_mask, key_padding_mask, is_causal, key.shape[1], extra)
+        output, seen = attention(
+            queries,
+            keys,
+            values,
+            **formulas,
+            dropout=self.dropout if self.training else 0.0,
+            see=[weights_of()] if need_weights else [],
+        )
+        output = self.out_proj(output.transpose(1, 2).flatten(2))
+        weights = None
+        if need_weights:
+            weights = seen[0].mean(1) if average_attn_weights else seen[0]
+        if not batched:
+            return output[0], None if weights is None else weights[0]
+        return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Queries (N, heads, n, d), keys and values (N, heads, m + extra, d)."""
+        if self.in_proj_weight is not None:
+            matrices = self.in_proj_weight.chunk(3)
+        else:
+            matrices = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        arrays = [functional.linear(*three) for three in zip((query, key, value), matrices, biases, strict=True)]
+        if self.bias_k is not None and self.bias_v is not None:
+            arrays[1:] = [
+                torch.cat([x, row.expand(x.shape[0], 1, -1)], 1)
+                for x, row in zip(arrays[1:], (self.bias_k, self.bias_v), strict=True)
+            ]
+        if self.add_zero_attn:
+            arrays[1:] = [functional.pad(x, (0, 0, 0, 1)) for x in arrays[1:]]
+        return [x.reshape(*x.shape[:-1], self.num_heads, -1).transpose(1, 2) for x in arrays]
+
+    def _formulas(
+        self, attn_mask: Tensor | None, padding: Tensor | None, is_causal: bool, m: int, extra: int
+    ) -> dict[str, Any]:
+        """The two masks and the causal one as mask and score; each array may be conditions or numbers."""
+        arrays: list[tuple[Tensor, str]] = []
+        if attn_mask is not None and attn_mask.ndim == 3:
+            arrays.append((attn_mask.reshape(-1, self.num_heads, *attn_mask.shape[1:]), "bhij"))
+        elif attn_mask is not None:
+            arrays.append((attn_mask, "ij"))
+        if padding is not None:
+            arrays.append((padding if padding.ndim == 2 else padding[None], "bj"))
+        mask: Any = causal() | (j >= m) if is_causal else None
+        score: Any = None
+        for array, axes in arrays:
+            adds = array.is_floating_point()
+            values = functional.pad(array, (0, extra)) if adds else functional.pad(~array, (0, extra), value=True)
+            read = Table(values, tuple(axes))[tuple([SYMBOLS[axis] for axis in axes])]
+            if adds:
+                score = (s if score is None else score) + read
+            else:
+                mask = read if mask is None else mask & read
+        return {"mask": mask, "score": score}

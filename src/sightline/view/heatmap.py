@@ -1,0 +1,146 @@
+"""Attention weights as a heat map, for matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import to_numpy
+from ..errors import ShapeError
+from . import plotting
+
+__all__ = ["heatmap", "pooled"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Labels = Sequence[str]
+
+ANNOTATED = 14  # tokens each way up to which every cell shows its number
+LABELLED = 64  # and every row its token
+FINEST = 512  # cells each way; longer axes are pooled
+
+
+def heatmap(
+    weights: Any,
+    labels: Labels | tuple[Labels, Labels] | None = None,
+    axis: Any = None,
+    *,
+    title: str | None = None,
+    annotate: bool | None = None,
+) -> Any:
+    """Draw one head's weights: a row for each query, a column for each key.
+
+    Parameters
+    ----------
+    weights : (n, m) array, or with leading axes of length 1
+        Weights of exactly 0, hidden pairs, are grey. More than 512 rows or columns are pooled: a cell is the mean.
+    labels : tokens, or (tokens of the queries, tokens of the keys), optional
+        Shown up to 64 a side.
+    axis : matplotlib axis, optional
+        Where to draw; a new figure by default, reached as `axis.figure`.
+    title : str, optional
+    annotate : bool, optional
+        Write each weight in its cell; by default up to 14 tokens each way.
+
+    Returns
+    -------
+    matplotlib axis
+
+    Raises
+    ------
+    ShapeError
+        Weights that are no matrix, labels of other lengths.
+    MissingExtraError
+        matplotlib is not installed.
+    """
+    values = _matrix(weights)
+    rows, columns = values.shape
+    sides = _both(labels, values)
+    if axis is None:
+        size = min(max(0.42 * max(rows, columns), 3.2), 9.0)
+        axis = plotting.new_figure(size + 1.4, size + 0.5).add_subplot()
+    cells = pooled(values, FINEST)
+    from matplotlib import colormaps
+
+    colours = colormaps[plotting.COLOURS].with_extremes(bad=plotting.HIDDEN)
+    frame = (-0.5, columns - 0.5, rows - 0.5, -0.5)
+    shown = np.ma.masked_where(cells == 0, cells)
+    aspect = "equal" if max(rows, columns) <= 4 * min(rows, columns) else "auto"
+    image = axis.imshow(shown, cmap=colours, vmin=0, extent=frame, interpolation="nearest", aspect=aspect)
+    bar = axis.figure.colorbar(image, ax=axis, shrink=0.7, pad=0.02)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=0, labelsize=8)
+    _name_sides(axis, sides, (rows, columns))
+    if max(rows, columns) <= ANNOTATED if annotate is None else annotate:
+        _annotate(axis, image, values)
+    if max(rows, columns) <= LABELLED:
+        _separate(axis, rows, columns)
+    if title:
+        axis.set_title(title, loc="left", fontsize=10, pad=8)
+    plotting.quiet(axis)
+    return axis
+
+
+def pooled(values: Any, most: int) -> Any:
+    """The matrix with at most `most` rows and columns: means over blocks of neighbours, nearly equal in size."""
+    for axis in (0, 1):
+        length = values.shape[axis]
+        if length > most:
+            edges = np.arange(most + 1) * length // most
+            sums = np.add.reduceat(values, edges[:-1], axis=axis)
+            values = sums / np.expand_dims(np.diff(edges), 1 - axis)
+    return values
+
+
+def _matrix(weights: Any) -> Array:
+    values = np.asarray(to_numpy(weights), np.float64)
+    shape = values.shape
+    while values.ndim > 2 and values.shape[0] == 1:
+        values = values[0]
+    if values.ndim != 2 or 0 in values.shape:
+        raise ShapeError(f"weights of shape {shape}", "(n, m), one head", "choose one: heatmap(weights[0, head])")
+    return values
+
+
+def _both(labels: Any, values: Array) -> tuple[Labels | None, Labels | None]:
+    if labels is None:
+        return None, None
+    sides = (
+        labels if isinstance(labels, tuple) and len(labels) == 2 and not isinstance(labels[0], str) else (labels,) * 2
+    )
+    if tuple(map(len, sides)) != values.shape:
+        raise ShapeError(
+            f"{len(sides[0])} and {len(sides[1])} labels for weights of shape {values.shape}",
+            "one label per query and per key",
+            "labels=(queries, keys) where they differ",
+        )
+    return tuple([str(label).replace(" ", "␣") for label in side] for side in sides)  # type: ignore[return-value]
+
+
+def _name_sides(axis: Any, sides: tuple[Labels | None, Labels | None], shape: tuple[int, int]) -> None:
+    queries, keys = sides
+    axis.set(xlabel="key", ylabel="query")
+    size = float(np.clip(260 / max(shape), 5, 9))
+    if queries is not None and shape[0] <= LABELLED:
+        axis.set_yticks(range(shape[0]), queries, fontsize=size)
+    if keys is not None and shape[1] <= LABELLED:
+        long = shape[1] > ANNOTATED or max(map(len, keys)) > 4
+        axis.set_xticks(range(shape[1]), keys, fontsize=size, rotation=90 if long else 0)
+
+
+def _annotate(axis: Any, image: Any, values: Array) -> None:
+    """Each weight in two digits, in black or white, whichever reads better."""
+    for (i, j), value in np.ndenumerate(values):
+        red, green, blue, _ = image.cmap(image.norm(value)) if value else (1, 1, 1, 1)
+        ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
+        text = "0" if value == 0 else f"{value:.2f}".lstrip("0") if value < 0.995 else f"{value:.1f}"
+        axis.text(j, i, text, ha="center", va="center", fontsize=7.5, color="#9a9a94" if value == 0 else ink)
+
+
+def _separate(axis: Any, rows: int, columns: int) -> None:
+    """Thin white lines between cells."""
+    axis.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
+    axis.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
+    axis.grid(which="minor", color="white", linewidth=0.8)
+    axis.tick_params(which="minor", length=0)

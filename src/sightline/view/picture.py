@@ -1,0 +1,275 @@
+"""Pictures of formulas at any length: a mask's allowed pairs, or what a score adds.
+
+A picture has as many cells as it has room for, each standing for a rectangle of (i, j). Bounds tell which cells are
+empty and which are full, at any length; the others are sampled. Memory is that of the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..arrays import namespace
+from ..errors import ParameterError
+from ..formula.bounds import intervals
+from ..formula.checks import check_reads
+from ..formula.expression import Expression
+from ..formula.render_array import evaluate
+from ..formula.runs import box_of
+from . import plotting, terminal
+
+__all__ = ["Picture", "formula_picture"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+SAMPLES = 8  # points looked at in a cell, each way
+FINE = 256  # cells each way in files; terminals have COARSE, or twice that with colours
+COARSE = 32
+EXACT = 1 << 20  # pairs up to which a mask's are counted, not estimated
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Picture:
+    """A picture of n queries on m keys that prints itself, shows itself in notebooks, and saves itself.
+
+    Parameters
+    ----------
+    title : str
+    n, m : int
+    kind : {"mask", "numbers"}
+        Shares of allowed pairs, or values; hidden cells are NaN.
+    cells : function
+        (rows, columns) → values of so many cells, (rows, columns) float64.
+    """
+
+    title: str
+    n: int
+    m: int
+    kind: str
+    cells: Callable[[int, int], Array]
+
+    def text(self, colour: bool | None = None) -> str:
+        """The drawing as lines of at most 80 characters.
+
+        Parameters
+        ----------
+        colour : bool, optional
+            24-bit colours, or shades of blocks; by default whichever standard output can show.
+        """
+        colour = terminal.colours_here() if colour is None else colour
+        if 0 in (self.n, self.m):
+            return f"{self.title}   {self.n:,} queries × {self.m:,} keys"
+        most = 2 * COARSE if colour and max(self.n, self.m) > COARSE else COARSE
+        values = self.cells(min(self.n, most), min(self.m, most))
+        shown, low, high = self._normalised(values)
+        width = values.shape[1] * (2 if most == COARSE else 1)
+        lines = terminal.framed(terminal.blocks(shown, colour), width, (0, self.n - 1), (0, self.m - 1))
+        size = f"{self.n:,} queries × {self.m:,} keys"
+        note = f"{size}, {self._share(values)}" if self.kind == "mask" else f"{size}, {_legend(low, high, colour)}"
+        head = f"{self.title}   {note}"
+        return "\n".join([head] if len(head) <= 80 else [self.title, note]) + "\n" + "\n".join(lines)
+
+    def save(self, path: str | Path) -> Path:
+        """Write PNG, SVG or PDF, by the path's ending.
+
+        Raises
+        ------
+        MissingExtraError
+            matplotlib is not installed.
+        ParameterError
+            Another ending.
+        """
+        return plotting.save(self.figure(), path)
+
+    def figure(self) -> Any:
+        """The picture as a matplotlib figure."""
+        figure = plotting.new_figure(4.6, 4.6)
+        axis = figure.add_subplot()
+        if 0 not in (self.n, self.m):
+            self._draw(axis, self.cells(min(self.n, FINE), min(self.m, FINE)))
+        axis.set(xlabel="key j", ylabel="query i")
+        axis.set_title(self.title, loc="left", fontsize=10)
+        plotting.quiet(axis)
+        return figure
+
+    def _draw(self, axis: Any, values: Array) -> None:
+        from matplotlib import colormaps
+        from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+        colours = colormaps[plotting.COLOURS].with_extremes(bad=plotting.HIDDEN)
+        limits = {"vmin": 0, "vmax": 1} if self.kind == "mask" else {}
+        frame = (-0.5, self.m - 0.5, self.n - 0.5, -0.5)
+        image = axis.imshow(
+            np.ma.masked_invalid(values),
+            cmap=colours,
+            extent=frame,
+            aspect=self.m / self.n,
+            interpolation="nearest",
+            **limits,
+        )
+        for ruler in (axis.xaxis, axis.yaxis):
+            ruler.set_major_locator(MaxNLocator(5, integer=True))
+            ruler.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        if self.kind == "numbers" and np.isfinite(values).any():
+            bar = axis.figure.colorbar(image, ax=axis, shrink=0.8)
+            bar.outline.set_visible(False)
+            bar.ax.tick_params(labelsize=8, length=0)
+
+    def _normalised(self, values: Array) -> tuple[Array, float, float]:
+        """Values from 0 to 1, and the ends they had."""
+        if self.kind == "mask":
+            return np.where(values == 0, np.nan, values), 0.0, 1.0
+        if not np.isfinite(values).any():
+            return values, np.nan, np.nan
+        low, high = float(np.nanmin(values)), float(np.nanmax(values))
+        return (values - low) / (high - low) if high > low else values * 0 + 0.5, low, high
+
+    def _share(self, values: Array) -> str:
+        pairs = self.n * self.m
+        if pairs > EXACT:
+            return f"about {values.mean():.2%} of the pairs allowed"
+        allowed = round(float(self.cells(self.n, self.m).sum()))
+        return f"{allowed:,} of {pairs:,} pairs allowed ({allowed / pairs:.1%})"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def _repr_png_(self) -> bytes | None:
+        if not plotting.has_matplotlib():
+            return None
+        buffer = BytesIO()
+        self.figure().savefig(buffer, format="png", dpi=110)
+        return buffer.getvalue()
+
+    def _repr_html_(self) -> str | None:
+        """Shades in a notebook without matplotlib; where it is there, the PNG is shown."""
+        if plotting.has_matplotlib():
+            return None
+        text = self.text(colour=False).replace("&", "&amp;").replace("<", "&lt;")
+        return f'<pre style="line-height: 1.1">{text}</pre>'
+
+
+def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head: int = 0) -> Picture:
+    """The picture of a mask, or of the number a formula gives where s = 0: what a score adds.
+
+    Parameters
+    ----------
+    formula : Expression
+    n, m : int
+        Numbers of queries and keys.
+    batch, head : int
+        The b and h shown.
+
+    Raises
+    ------
+    ParameterError
+        A negative number.
+    TableError, ShapeError
+        The formula reads outside its tables at these lengths.
+    """
+    if min(n, m, batch, head) < 0:
+        raise ParameterError(f"n={n}, m={m}, batch={batch}, head={head}", "numbers ≥ 0", "formula.show(64)")
+    extent = (_span(formula, "b", batch), _span(formula, "h", head), n, m)
+    check_reads(formula, None, extent)
+    mask = formula.kind == "bool"
+    at = [f"{name} = {value}" for name, value in (("b", batch), ("h", head)) if name in formula.reads]
+    title = f"{formula}" + (f"   at {', '.join(at)}" if at else "") + (" at s = 0" if "s" in formula.reads else "")
+
+    def cells(rows: int, columns: int) -> Array:
+        edges = _edges(n, rows), _edges(m, columns)
+        values = _sampled(formula, extent, batch, head, edges)
+        if not mask:
+            return _mean(values)
+        share = values.mean(axis=(1, 3))
+        return _settled(formula, extent, batch, head, edges, share)
+
+    return Picture(title, n, m, "mask" if mask else "numbers", cells)
+
+
+def _span(formula: Expression, name: str, shown: int) -> int:
+    """A range of b or h that holds the one shown and fits the tables that promise to span it."""
+    promised = (pair for table in formula.tables for pair in zip(table.axes or (), table.shape, strict=False))
+    return max(shown + 1, *(length for axis, length in promised if axis == name), 0)
+
+
+def _edges(length: int, count: int) -> Array:
+    """The first position of every cell, and the end: count + 1 numbers."""
+    return np.arange(count + 1) * length // max(count, 1)
+
+
+def _sampled(
+    formula: Expression, extent: tuple[int, int, int, int], batch: int, head: int, edges: tuple[Array, Array]
+) -> Array:
+    """Values at up to SAMPLES² points of every cell, (rows, points, columns, points) float64."""
+
+    def points(edge: Array) -> Array:
+        sizes = edge[1:] - edge[:-1]
+        count = min(int(sizes.max(initial=1)), SAMPLES)
+        share = np.arange(count) / max(count - 1, 1)
+        return edge[:-1, None] + np.rint(share * (sizes[:, None] - 1)).astype(np.int64)
+
+    i, j = points(edges[0]), points(edges[1])
+    symbols: dict[str, Any] = {
+        "b": np.asarray(batch),
+        "h": np.asarray(head),
+        "i": i.reshape(-1, 1),
+        "j": j.reshape(-1),
+        "n": extent[2],
+        "m": extent[3],
+        "s": np.zeros(()),
+    }
+    with np.errstate(all="ignore"):
+        values = evaluate(formula, symbols, xp=namespace(i), float_dtype=np.dtype("float64"), like=i)
+    whole = np.broadcast_to(values, (i.size, j.size)).astype(np.float64)
+    return whole.reshape(*i.shape, *j.shape)
+
+
+def _mean(values: Array) -> Array:
+    """The mean over a cell's points of what is finite; NaN where nothing is."""
+    finite = np.isfinite(values)
+    count = finite.sum(axis=(1, 3))
+    total = np.where(finite, values, 0).sum(axis=(1, 3))
+    return np.where(count == 0, np.nan, total / np.maximum(count, 1))
+
+
+def _settled(
+    mask: Expression,
+    extent: tuple[int, int, int, int],
+    batch: int,
+    head: int,
+    edges: tuple[Array, Array],
+    share: Array,
+) -> Array:
+    """Shares as bounds have them where they know: 0 empty, 1 full. A cell of several pairs they leave open is between."""
+    i, j = edges
+    box = box_of(
+        extent,
+        b=(batch, batch),
+        h=(head, head),
+        i=(i[:-1, None], i[1:, None] - 1),
+        j=(j[None, :-1], j[None, 1:] - 1),
+    )
+    low, high = (np.broadcast_to(end, share.shape) for end in intervals(mask, box)[id(mask)])
+    single = np.outer(np.diff(i), np.diff(j)) == 1
+    between = np.where(single, share, np.clip(share, 1 / SAMPLES**2, 1 - 1 / SAMPLES**2))
+    settled: Array = np.where(low == 1, 1.0, np.where(high == 0, 0.0, between))
+    return settled
+
+
+def _legend(low: float, high: float, colour: bool) -> str:
+    if np.isnan(low):
+        return "all hidden"
+    if colour:
+        shades = (
+            "".join(f"\x1b[48;2;{';'.join(map(str, terminal.colour_of(k / 7)))}m " for k in range(8)) + terminal.RESET
+        )
+    else:
+        shades = terminal.SHADES[1:]
+    return f"{low:.4g} {shades} {high:.4g}"

@@ -1,0 +1,140 @@
+"""Why scores are divided by √d_k: what softmax makes of them with and without it.
+
+For q and k of independent components of mean 0 and variance 1 the dot product has variance d_k (Vaswani et al., 2017,
+footnote 4). Undivided, the largest score takes all the weight and softmax's gradient vanishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import plotting
+
+__all__ = ["WIDTHS", "ScalingEffect", "effect_of_scaling", "scaling_figure"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+WIDTHS = (1, 16, 64, 256, 512)
+KEYS, QUERIES = 16, 512
+PLAIN, SCALED = "q · k", "q · k / √d_k"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Means over queries, of the weights softmax gives to `KEYS` keys."""
+
+    ranked: Array  # (KEYS,): the weight of the most attended key, of the second, ...
+    keys: float  # exp(entropy): over how many keys the weight is spread, 1 to KEYS
+    gradient: float  # Frobenius norm of d weights / d scores = diag(p) − p pᵀ, in 1/logit
+
+
+@dataclass(frozen=True)
+class ScalingEffect:
+    """The effect at one width d_k: scores as they are, and divided by √d_k."""
+
+    d_k: int
+    plain: Effect
+    scaled: Effect
+
+
+def effect_of_scaling(widths: Sequence[int] = WIDTHS, seed: int = 0) -> list[ScalingEffect]:
+    """Softmax over 16 keys of random q · k, 512 queries, with and without division by √d_k.
+
+    Parameters
+    ----------
+    widths : sequence of int
+        The d_k to try.
+    seed : int
+        Draws q and k, standard normal.
+    """
+    rng = np.random.default_rng(seed)
+    effects = []
+    for d_k in widths:
+        query, key = rng.standard_normal((QUERIES, 1, d_k)), rng.standard_normal((QUERIES, KEYS, d_k))
+        scores = (query * key).sum(-1)
+        effects.append(ScalingEffect(d_k, _effect(scores), _effect(scores / np.sqrt(d_k))))
+    return effects
+
+
+def _effect(scores: Array) -> Effect:
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    entropy = -(p * np.log(np.where(p == 0, 1, p))).sum(-1)
+    square = (p**2).sum(-1)
+    gradient = np.sqrt(np.maximum(square - 2 * (p**3).sum(-1) + square**2, 0))
+    return Effect(np.sort(p)[:, ::-1].mean(0), float(np.exp(entropy).mean()), float(gradient.mean()))
+
+
+def scaling_figure(effects: Sequence[ScalingEffect] | None = None) -> Any:
+    """The effect as a matplotlib figure: the weights at each width above, their spread and gradient below.
+
+    Raises
+    ------
+    MissingExtraError
+        matplotlib is not installed.
+    """
+    effects = effect_of_scaling() if effects is None else effects
+    figure = plotting.new_figure(9.6, 5.6)
+    grid = figure.add_gridspec(2, 2 * len(effects), height_ratios=(1, 1.25))
+    first = None
+    for place, effect in enumerate(effects):
+        axis = figure.add_subplot(grid[0, 2 * place : 2 * place + 2], sharey=first)
+        first = first or axis
+        _weights_panel(axis, effect, named=place == len(effects) - 1)
+        axis.tick_params(labelleft=axis is first)
+    first.set_ylabel("mean weight", fontsize=9)
+    spread = figure.add_subplot(grid[1, : len(effects)])
+    _line_panel(spread, effects, "keys", f"keys the weight is spread over, of {KEYS}: exp(entropy)")
+    spread.set_ylim(0, KEYS * 0.8)
+    gradient = figure.add_subplot(grid[1, len(effects) :])
+    _line_panel(gradient, effects, "gradient", "size of softmax's gradient, ‖diag(p) − p pᵀ‖")
+    gradient.set_ylim(0, None)
+    figure.suptitle("Scores divided by √d_k keep softmax soft, and its gradient alive, at any width", fontsize=11)
+    return figure
+
+
+def _weights_panel(axis: Any, effect: ScalingEffect, named: bool) -> None:
+    ranks = np.arange(1, KEYS + 1)
+    axis.bar(ranks, effect.plain.ranked, width=0.86, color=plotting.ORANGE, alpha=0.45)
+    axis.step(
+        np.append(ranks, KEYS + 1) - 0.5,
+        np.append(effect.scaled.ranked, effect.scaled.ranked[-1]),
+        where="post",
+        color=plotting.BLUE,
+    )
+    axis.set_title(f"d_k = {effect.d_k}", fontsize=9)
+    axis.set_xticks([1, KEYS])
+    axis.set_xlabel("keys, most attended first", fontsize=7.5)
+    axis.tick_params(labelsize=8)
+    if named:
+        axis.text(3.2, effect.plain.ranked[0] * 0.8, PLAIN, color=plotting.ORANGE, fontsize=9)
+        axis.text(3.2, effect.scaled.ranked[0] * 0.9, SCALED, color=plotting.BLUE, fontsize=9)
+    _open(axis)
+
+
+def _line_panel(axis: Any, effects: Sequence[ScalingEffect], what: str, title: str) -> None:
+    widths = [effect.d_k for effect in effects]
+    for name, colour, side in ((PLAIN, plotting.ORANGE, "plain"), (SCALED, plotting.BLUE, "scaled")):
+        values = [getattr(getattr(effect, side), what) for effect in effects]
+        axis.plot(widths, values, "o-", color=colour, markersize=4.5)
+        axis.annotate(
+            name, (widths[-1], values[-1]), (-4, 8), textcoords="offset points", color=colour, fontsize=9, ha="right"
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(widths, [str(width) for width in widths])
+    axis.minorticks_off()
+    axis.set_xlabel("d_k", fontsize=9)
+    axis.set_title(title, loc="left", fontsize=9)
+    axis.tick_params(labelsize=8)
+    axis.grid(axis="y", color="#e6e6e6", linewidth=0.7)
+    _open(axis)
+
+
+def _open(axis: Any) -> None:
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    axis.set_axisbelow(True)

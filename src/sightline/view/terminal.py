@@ -1,0 +1,102 @@
+"""Matrices drawn with characters: shades of blocks anywhere, colours where the terminal has them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+__all__ = ["blocks", "colour_of", "colours_here", "framed", "ink_on"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+RGB = tuple[int, int, int]
+
+SHADES = " ░▒▓█"
+NOTHING = " ·"  # a hidden cell: seen to be there
+CIVIDIS: tuple[RGB, ...] = (
+    (0, 34, 78),
+    (0, 49, 112),
+    (42, 63, 109),
+    (67, 78, 108),
+    (87, 93, 109),
+    (106, 108, 113),
+    (125, 124, 120),
+    (145, 139, 120),
+    (165, 156, 116),
+    (188, 174, 108),
+    (210, 192, 96),
+    (233, 211, 78),
+    (254, 232, 56),
+)
+GREY: RGB = (38, 38, 42)
+RESET = "\x1b[0m"
+
+
+def colours_here() -> bool:
+    """Whether standard output is a terminal that shows 24-bit colours and wants them (https://no-color.org)."""
+    deep = os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit")
+    return deep and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def colour_of(value: float) -> RGB:
+    """The map's colour of a value from 0 to 1; grey for NaN, a hidden cell."""
+    if np.isnan(value):
+        return GREY
+    at = min(max(value, 0.0), 1.0) * (len(CIVIDIS) - 1)
+    low = CIVIDIS[int(at)]
+    high = CIVIDIS[min(int(at) + 1, len(CIVIDIS) - 1)]
+    red, green, blue = (round(a + (z - a) * (at % 1)) for a, z in zip(low, high, strict=True))
+    return red, green, blue
+
+
+def ink_on(colour: RGB) -> RGB:
+    """Black or white, whichever reads better on the colour."""
+    return (0, 0, 0) if 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 125 else (255, 255, 255)
+
+
+def blocks(values: Array, colour: bool) -> list[str]:
+    """Lines of a matrix of values from 0 to 1, NaN for hidden cells.
+
+    Shades take two characters a cell; coloured cells take two where they fit 32 × 32, else half a character's height.
+    """
+    if not colour:
+        return ["".join(_shade(value) for value in row) for row in values]
+    if max(values.shape) <= 32:
+        return ["".join(f"\x1b[48;2;{_code(value)}m  " for value in row) + RESET for row in values]
+    if values.shape[0] % 2:
+        values = np.concatenate([values, np.full((1, values.shape[1]), np.nan)])
+    return [
+        "".join(f"\x1b[38;2;{_code(upper)};48;2;{_code(lower)}m▀" for upper, lower in zip(above, below, strict=True))
+        + RESET
+        for above, below in zip(values[0::2], values[1::2], strict=True)
+    ]
+
+
+def framed(lines: list[str], width: int, rows: tuple[int, int], columns: tuple[int, int]) -> list[str]:
+    """Drawn lines in a frame, the first and last row and column numbered; `width` is that of a line in characters."""
+    first, last = f"{rows[0]:,}", f"{rows[1]:,}"
+    margin = max(len(first), len(last), 2)
+    left = [""] * len(lines)
+    left[0] = first
+    if len(lines) > 1:
+        left[-1] = last
+    body = [f"{label:>{margin}} │{line}│" for label, line in zip(left, lines, strict=True)]
+    start, end = f"{columns[0]:,}", f"{columns[1]:,}"
+    foot = start + (end.rjust(width - len(start)) if len(start) + len(end) < width else f" … {end}")
+    pad = " " * (margin + 1)
+    return [f"{pad}┌{'─' * width}┐", *body, f"{pad}└{'─' * width}┘", f"{pad} {foot}"]
+
+
+def _shade(value: float) -> str:
+    if np.isnan(value):
+        return NOTHING
+    step = round(value * (len(SHADES) - 1))
+    if value > 0 and step == 0:
+        step = 1
+    return SHADES[step] * 2
+
+
+def _code(value: float) -> str:
+    return ";".join(map(str, colour_of(value)))

@@ -1,0 +1,144 @@
+"""Every kernel answers drawn problems as the float64 definition does, within the budget of `sightline.testing`."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from strategies import DTYPES, LAYOUTS, Case, cases
+
+from sightline import alibi, causal, documents, i, j, lse, padding, s, softcap, weights, window
+from sightline.attention import KERNELS
+from sightline.problem import pose
+from sightline.testing import assert_conforms, guarded
+
+EXAMPLES = {"cpu": 250, "streaming": 400, "reference": 50}  # of each dtype; the first compiles for each
+
+
+def probe(dtype, **options):
+    x = np.zeros((1, 1, 1, 1), DTYPES[dtype])
+    return pose(x, x, x, **options)
+
+
+def serves(kernel, dtype, **options):
+    return not list(kernel.refuses(probe(dtype, **options)))
+
+
+def each(*frameworks):
+    """Every kernel with every dtype it serves, in each framework."""
+    return pytest.mark.parametrize(
+        ("kernel", "dtype", "framework"),
+        [
+            pytest.param(kernel, dtype, framework, id=f"{kernel.name}-{dtype}-{framework}")
+            for kernel in KERNELS
+            for dtype in DTYPES
+            for framework in frameworks
+            if serves(kernel, dtype)
+        ],
+    )
+
+
+def check(kernel, case, framework="numpy"):
+    case = case.as_torch() if framework == "torch" else case
+    assert_conforms(kernel.run, case.pose(see=[lse(), weights()]))
+
+
+def drawn(kernel, dtype, framework, examples, **options):
+    """Check that many drawn problems."""
+    options |= {"dropout": serves(kernel, dtype, dropout=0.5, seed=0), "dtypes": (dtype,)}
+
+    @settings(max_examples=examples)
+    @given(cases(**options))
+    def conforms(case):
+        check(kernel, case, framework)
+
+    conforms()
+
+
+@each("numpy", "torch")
+def test_drawn_problems(kernel, dtype, framework):
+    drawn(kernel, dtype, framework, EXAMPLES.get(kernel.name, 250) // (1 if framework == "numpy" else 2))
+
+
+@pytest.mark.soak
+@each("numpy", "torch")
+def test_many_drawn_problems(kernel, dtype, framework):
+    drawn(kernel, dtype, framework, 20 * EXAMPLES.get(kernel.name, 250))
+
+
+def arrays(shape, dtype, d_v=None, groups=None, m=None, seed=0):
+    """Query (..., H, n, d), key and value with their own heads, keys and width."""
+    rng = np.random.default_rng(seed)
+    *lead, H, n, d = shape
+    key = (*lead, groups or H, m or n, d)
+    sizes = (shape, key, (*key[:-1], d_v or d))
+    return [rng.normal(size=size).astype(DTYPES[dtype]) for size in sizes]
+
+
+ODD = {
+    "odd lengths": ({"shape": (1, 2, 300, 64), "m": 517}, {}),
+    "causal, long": ({"shape": (1, 1, 1031, 32)}, {"mask": causal()}),
+    "window, long": ({"shape": (2, 1, 1500, 16)}, {"mask": window(100, 3)}),
+    "wide heads": ({"shape": (1, 2, 130, 128), "m": 67}, {"mask": causal("lower right")}),
+    "latent heads": ({"shape": (1, 4, 33, 576), "groups": 1, "d_v": 512, "m": 201}, {}),
+    "decoding": ({"shape": (2, 8, 1, 64), "groups": 2, "m": 4097}, {"mask": padding([4097, 1300])}),
+    "one key": ({"shape": (1, 3, 259, 40), "m": 1}, {}),
+    "packed": ({"shape": (1, 2, 600, 24)}, {"mask": documents(lengths=[1, 63, 65, 0, 471]) & causal()}),
+    "capped, biased": ({"shape": (1, 3, 257, 48), "m": 130}, {"score": softcap(20.0), "mask": (i + j) % 3 != 0}),
+    "alibi": ({"shape": (1, 5, 140, 80)}, {"score": alibi(5), "mask": i >= j}),
+    "large scores": ({"shape": (1, 2, 90, 64)}, {"scale": 2.0, "score": s * 4}),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@each("numpy")
+def test_odd_sizes(kernel, dtype, framework, name):
+    shapes, options = ODD[name]
+    check(kernel, Case(*arrays(dtype=dtype, **shapes), options), framework)
+
+
+@pytest.fixture
+def guards(monkeypatch):
+    """Arrays NumPy hands out are NaN and lie between guards; every guard is checked in the end."""
+    checks = []
+
+    def empty(shape, dtype=float, **_):
+        array, unharmed = guarded(np.full(shape, -1).astype(np.int8).astype(dtype))
+        array.view(np.uint8)[...] = 0xFF
+        checks.append(unharmed)
+        return array
+
+    monkeypatch.setattr(np, "empty", empty)
+    yield checks
+    for unharmed in checks:
+        unharmed()
+
+
+@each("numpy")
+def test_no_byte_outside_an_array_is_read_or_written(kernel, dtype, framework, guards):
+    options = {"dtypes": (dtype,), "dropout": False, "poison": False, "layouts": ("contiguous",)}
+
+    @settings(max_examples=60)
+    @given(cases(**options))
+    def conforms(case):
+        held = [guarded(x) for x in case.arrays]
+        check(kernel, Case(*(array for array, _ in held), case.options))
+        for _, unharmed in held:
+            unharmed()
+
+    conforms()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@each("numpy")
+def test_layouts(kernel, dtype, framework, layout):
+    x = [LAYOUTS[layout](array) for array in arrays((2, 4, 70, 24), dtype, d_v=20, groups=2, m=75)]
+    check(kernel, Case(*x, {"mask": causal()}))
+
+
+@each("numpy")
+def test_the_same_bits_every_time_for_any_number_of_threads(kernel, dtype, framework):
+    problem = pose(*arrays((2, 3, 333, 32), dtype, m=400), mask=causal("lower right"), see=[lse()])
+    first = kernel.run(problem, 1)
+    for threads in (1, 2, 3, None):
+        again = kernel.run(problem, threads)
+        assert np.array_equal(again.output, first.output)
+        assert np.array_equal(again.lse, first.lse)

@@ -1,0 +1,429 @@
+"""`sightline.attention` on torch tensors: the registered operator, its gradients, compilation, torch's own signature."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import gradcheck, gradgradcheck
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sightline
+from sightline import b, h, i, j, m, n, s, table, where
+from sightline.errors import DeviceError, DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
+from sightline.formula.expression import Table
+from sightline.problem import ask, pose
+from sightline.reference import stages_of
+from sightline.testing import assert_within_budget, dense, plain
+from sightline.torch import kernels, scaled_dot_product_attention
+from sightline.torch.operator import attention as operator
+from sightline.torch.operator import attention_backward
+from sightline.torch.question import Question, spelled
+
+SHAPES = ((2, 4, 5, 6), (2, 2, 7, 6), (2, 2, 7, 3))  # two queries to a key head, d_v other than d_k
+DOCUMENTS = torch.tensor([0, 0, 1, 1, 1, 2, 2])
+
+
+def drawn(*shape, dtype=torch.float64, grad=True, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+
+
+def arrays(dtype=torch.float64, grad=True):
+    return [drawn(*shape, dtype=dtype, grad=grad, seed=k) for k, shape in enumerate(SHAPES)]
+
+
+# A problem is a function of learned slopes (H,), a learned bias (n, m) and sinks (H,) that gives attention's arguments.
+PROBLEMS = {
+    "plain": lambda slopes, bias, sinks: {},
+    "causal": lambda slopes, bias, sinks: {"mask": i >= j},
+    "blind rows": lambda slopes, bias, sinks: {"mask": (j < 3) & (i != 2)},
+    "documents": lambda slopes, bias, sinks: {"mask": sightline.documents(DOCUMENTS) & (i >= j)},
+    "softcap": lambda slopes, bias, sinks: {"score": sightline.softcap(2.0)},
+    "alibi": lambda slopes, bias, sinks: {"mask": i >= j, "score": sightline.alibi(slopes)},
+    "bias": lambda slopes, bias, sinks: {"score": sightline.bias(bias)},
+    "curved": lambda slopes, bias, sinks: {"score": torch.tanh(s * table(slopes)[h]) + table(bias)[i, j] * s},
+    "one table twice": lambda slopes, bias, sinks: {"score": s * table(slopes)[h] + table(slopes)[j % 4]},
+    "sinks": lambda slopes, bias, sinks: {"mask": i > j, "sinks": sinks},
+    "dropout": lambda slopes, bias, sinks: {"mask": i >= j, "dropout": 0.4, "seed": 2**64 - 1},
+    "all": lambda slopes, bias, sinks: {
+        "mask": i + (m - n) >= j,
+        "score": where(i > j, s, torch.tanh(s) - table(slopes)[h] * abs(i - j)) + table(bias)[i, j],
+        "sinks": sinks,
+        "dropout": 0.2,
+        "seed": 7,
+        "scale": 0.3,
+    },
+}
+
+
+def learned(dtype=torch.float64):
+    return [drawn(4, dtype=dtype, seed=3), drawn(5, 7, dtype=dtype, seed=4), drawn(4, dtype=dtype, seed=5)]
+
+
+def answers(name, see=()):
+    """output and statistics as a function of every tensor that may have gradients; −∞ of blind rows left out."""
+
+    def call(query, key, value, *parameters):
+        output, seen = sightline.attention(query, key, value, **PROBLEMS[name](*parameters), see=see)
+        return output, *(torch.where(array == -math.inf, 0.0, array) for array in seen)
+
+    return call
+
+
+# -- values and gradients ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_output_and_statistics_are_the_definitions(name):
+    options = PROBLEMS[name](*learned(torch.float32)) | {"see": [sightline.weights(), sightline.lse()]}
+    question = arrays(torch.float32)
+    output, (weights, lse) = sightline.attention(*question, **options)
+    problem = pose(*question, **options)
+    truth, rough = stages_of(problem), plain(problem)
+    for found, expected, worst in (
+        (output, truth.output, rough.output),
+        (weights, truth.weights, rough.weights),
+        (lse, truth.lse, rough.lse),
+    ):
+        assert_within_budget(found, expected, worst, name)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradients_are_those_of_finite_differences(name):
+    see = [sightline.lse(), sightline.weights()] if name in ("curved", "all", "blind rows") else ()
+    assert gradcheck(answers(name, see), [*arrays(), *learned()])
+
+
+@pytest.mark.parametrize("name", ["blind rows", "one table twice", "all"])
+def test_gradients_of_gradients_are_those_of_finite_differences(name):
+    small = [x[:1, : x.shape[1] // 2, :4, :3].detach().requires_grad_() for x in arrays()]
+    see = [sightline.lse(), sightline.weights()] if name == "all" else ()
+    slopes, bias, sinks = (x.detach() for x in learned())
+    parameters = [x.requires_grad_() for x in (slopes[:2].clone(), bias[:4, :4].clone(), sinks[:2].clone())]
+    if name == "one table twice":
+        assert gradgradcheck(
+            lambda q, k, v, t: sightline.attention(q, k, v, score=s * table(t)[h] + table(t)[h // 2]),
+            [*small, parameters[0]],
+        )
+    else:
+        assert gradgradcheck(answers(name, see), [*small, *parameters])
+
+
+def test_third_derivatives():
+    x = drawn(3, 2)
+
+    def second(query):
+        first = torch.autograd.grad(
+            sightline.attention(query, query, query, mask=i >= j).sin().sum(), query, create_graph=True
+        )
+        return torch.autograd.grad(first[0].square().sum(), query, create_graph=True)[0]
+
+    assert gradcheck(second, [x])
+
+
+@pytest.mark.parametrize("name", ["plain", "blind rows", "alibi", "sinks", "dropout"])
+def test_float32_gradients_within_budget(name):
+    def gradients(call, dtype):
+        tensors = [x.detach().to(dtype).requires_grad_() for x in (*arrays(torch.float32), *learned(torch.float32))]
+        output = call(tensors)
+        return torch.autograd.grad(output.square().sum(), tensors, allow_unused=True)
+
+    def by_hand(order):
+        return lambda t: dense(pose(*t[:3], **PROBLEMS[name](*t[3:])), str(t[0].dtype)[6:], order)[0]
+
+    found = gradients(lambda t: sightline.attention(*t[:3], **PROBLEMS[name](*t[3:])), torch.float32)
+    truth = gradients(by_hand(0), torch.float64)
+    rough = [gradients(by_hand(order), torch.float32) for order in range(4)]
+    for ours, oracle, *orders in zip(found, truth, *rough, strict=True):
+        assert (ours is None) == (oracle is None)
+        if ours is not None:
+            assert_within_budget(ours, oracle, np.stack([x.numpy() for x in orders]), name)
+
+
+def test_hidden_nan_reaches_neither_output_nor_gradient():
+    query, key, value = arrays(grad=False)
+    query[..., 0, :], key[..., 6, :], value[..., 6, :] = math.nan, math.nan, math.inf
+    tensors = [x.requires_grad_() for x in (query, key, value)]
+    output = sightline.attention(*tensors, mask=(j < 6) & (i > 0))
+    gradients = torch.autograd.grad(output.sum(), tensors)
+    assert all(x.isfinite().all() for x in (output, *gradients))
+    assert not output[..., 0, :].any()
+    assert not gradients[0][..., 0, :].any()
+    assert not gradients[1][..., 6, :].any()
+
+
+def test_gradients_reach_only_what_is_used():
+    query, key, value = arrays()
+    _, (lse,) = sightline.attention(query, key, value, see=[sightline.lse()])
+    of_query, of_value = torch.autograd.grad(lse.sum(), (query, value))
+    assert of_query.any()
+    assert not of_value.any()
+
+
+def test_mask_functions_with_captured_tensors():
+    slopes = drawn(4)
+
+    def score_mod(score, batch, head, q_idx, kv_idx):
+        return score - slopes[head] * (q_idx - kv_idx)
+
+    def mask_mod(batch, head, q_idx, kv_idx):
+        return DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]
+
+    question = arrays()
+    output = sightline.attention(*question, mask=mask_mod, score=score_mod)
+    expected = sightline.attention(*question, mask=sightline.documents(DOCUMENTS), score=sightline.alibi(slopes))
+    assert torch.equal(output, expected)
+    assert torch.autograd.grad(output.sum(), slopes)[0].any()
+
+
+# -- dropout, autocast, devices, errors --------------------------------------------------------------------------------
+
+
+def test_manual_seed_repeats_dropout():
+    question = arrays(torch.float32)
+
+    def call(seed):
+        torch.manual_seed(seed)
+        first = sightline.attention(*question, dropout=0.5)
+        return first, sightline.attention(*question, dropout=0.5)
+
+    (one, two), (again, _), (other, _) = call(1), call(1), call(2)
+    assert torch.equal(one, again)
+    assert not torch.equal(one, two)
+    assert not torch.equal(one, other)
+
+
+def test_a_call_without_dropout_leaves_torch_generator_alone():
+    state = torch.get_rng_state()
+    sightline.attention(*arrays(torch.float32), mask=i >= j)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_autocast_runs_in_its_dtype():
+    question = arrays(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = sightline.attention(*question)
+        wide = sightline.attention(*arrays(torch.float64))
+    assert output.dtype == torch.bfloat16
+    assert wide.dtype == torch.float64
+    assert torch.equal(output, sightline.attention(*(x.bfloat16() for x in question)))
+    assert torch.autograd.grad(output.float().sum(), question[0])[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"key": np.zeros((2, 2, 7, 6))}, DeviceError),
+        ({"key": torch.zeros(2, 2, 7, 5, dtype=torch.float64)}, ShapeError),
+        ({"value": torch.zeros(2, 2, 7, 3)}, DtypeError),
+        ({"mask": i - j}, MaskError),
+        ({"mask": torch.ones(3, 7, dtype=torch.bool)}, ShapeError),
+        ({"mask": torch.ones(5, 7)}, MaskError),
+        ({"scale": math.nan}, ParameterError),
+        ({"dropout": 1.5}, ParameterError),
+        ({"dropout": 0.1, "seed": -1}, ParameterError),
+        ({"see": ["lse"]}, ParameterError),
+        ({"kernel": "none such"}, ParameterError),
+        ({"kernel": "fused", "mask": i >= j}, KernelRefusedError),
+        ({"sinks": torch.zeros(3)}, ShapeError),
+    ],
+)
+def test_errors_are_the_librarys_own(change, error):
+    given = dict(zip(("query", "key", "value"), arrays(), strict=True)) | change
+    with pytest.raises(error):
+        sightline.attention(**given)
+
+
+def test_fused_says_why_not():
+    reasons = str(sightline.explain(*arrays(), mask=i >= j).refusals["fused"])
+    assert "on cpu" in reasons
+    assert "mask" in reasons
+    assert kernels()[0].name == "fused"
+
+
+def test_tensors_without_elements():
+    output = sightline.attention(torch.zeros(2, 1, 0, 4), torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), mask=i >= j)
+    assert output.shape == (2, 1, 0, 4)
+    output = sightline.attention(torch.ones(2, 1, 3, 4), torch.zeros(2, 1, 0, 4), torch.zeros(2, 1, 0, 4))
+    assert not output.any()
+
+
+# -- the operator ------------------------------------------------------------------------------------------------------
+
+
+def question_of(name, see=(), grad=True):
+    tensors = [x.requires_grad_(grad) for x in (*arrays(torch.float32), *learned(torch.float32))]
+    problem = ask(*tensors[:3], **PROBLEMS[name](*tensors[3:]), see=see)
+    return Question.of(problem, torch.tensor(5) if problem.dropout else None, None, None)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_opcheck(name):
+    see = [sightline.weights(), sightline.lse()] if name == "all" else []
+    torch.library.opcheck(operator._opoverload, tuple(question_of(name, see)))
+    plain_question = question_of(name, see, grad=False)
+    answer = operator(*plain_question)
+    given = list(range(len(answer)))
+    torch.library.opcheck(
+        attention_backward._opoverload, ([torch.ones_like(x) for x in answer], given, *answer[:2], *plain_question)
+    )
+
+
+def test_spelled_is_the_formulas_text(monkeypatch):
+    slopes, bias, _ = learned()
+    formula = where(i >= j, torch.tanh(s / 2.5) - table(slopes)[h], -math.inf) + Table(bias, ("i", None))[i, j % 7]
+    expected = formula.text, list(formula.tables)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert spelled(formula) == expected
+
+
+# -- compilation -------------------------------------------------------------------------------------------------------
+
+OUTSIDE = (i >= j) & (i - j < 256)
+ALIBI = sightline.alibi(4)  # its slopes are a NumPy array
+SLOPES = drawn(4, dtype=torch.float32)
+
+COMPILED = {
+    "no formula": lambda q, k, v: sightline.attention(q, k, v),
+    "formula inside": lambda q, k, v: sightline.attention(q, k, v, mask=i >= j),
+    "formula outside": lambda q, k, v: sightline.attention(q, k, v, mask=OUTSIDE),
+    "ready names": lambda q, k, v: sightline.attention(q, k, v, mask=sightline.causal() & sightline.window(256)),
+    "lambda": lambda q, k, v: sightline.attention(q, k, v, mask=lambda b, h, i, j: i >= j),
+    "score lambda": lambda q, k, v: sightline.attention(q, k, v, score=lambda s, b, h, i, j: torch.tanh(s / 30) * 30),
+    "slopes": lambda q, k, v: sightline.attention(q, k, v, score=s - table(SLOPES)[h] * (i - j)),
+    "NumPy table outside": lambda q, k, v: sightline.attention(q, k, v, score=ALIBI),
+    "dense mask": lambda q, k, v: sightline.attention(q, k, v, mask=torch.ones(5, 7, dtype=torch.bool).tril()),
+    "computed bias": lambda q, k, v: sightline.attention(q, k, v, score=sightline.bias(SLOPES.reshape(4, 1, 1).exp())),
+    "statistics": lambda q, k, v: sightline.attention(q, k, v, see=[sightline.weights(), sightline.lse()])[1][0],
+    "sinks": lambda q, k, v: sightline.attention(q, k, v, sinks=SLOPES, scale=0.5),
+    "dropout": lambda q, k, v: sightline.attention(q, k, v, dropout=0.5),
+    "without heads": lambda q, k, v: sightline.attention(q[:, 0], k[:, 0], v[:, 0], mask=i >= j),
+    "broadcast": lambda q, k, v: sightline.attention(q[:1], k, v, mask=i >= j),
+    "torch's signature": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_whole(name):
+    torch.compiler.reset()
+    call, tensors = COMPILED[name], arrays(torch.float32)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (call, compiled):
+        torch.manual_seed(0)
+        output = function(*tensors)
+        results.append((output, *torch.autograd.grad(output.square().sum(), tensors, allow_unused=True)))
+    for eager, other in zip(*results, strict=True):
+        assert (eager is None and other is None) or torch.equal(eager, other)
+
+
+def test_compiled_once_for_all_lengths():
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def call(x):
+        output, (weights,) = sightline.attention(
+            x, x, x, mask=i >= j, score=s - table(SLOPES)[h], see=[sightline.weights()]
+        )
+        return output.sum() + weights.square().sum()
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+    for length in (4, 5, 9, 70):
+        x = drawn(2, 4, length, 8, dtype=torch.float32)
+        assert torch.equal(compiled(x), call(x))
+    assert len(graphs) == 1
+
+
+def test_shape_errors_name_themselves_when_compiled():
+    torch.compiler.reset()
+    compiled = torch.compile(lambda q, k: sightline.attention(q, k, k), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="project both to the same d_k"):
+        compiled(torch.ones(1, 1, 2, 3), torch.ones(1, 1, 2, 4))
+
+
+# -- torch's own signature ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def calls(draw):
+    """Arguments of F.scaled_dot_product_attention, and a mask's shape and kind."""
+    lengths = st.integers(1, 9)
+    query_length, keys, width, value_width = draw(st.tuples(lengths, lengths, lengths, lengths))
+    lead = draw(st.sampled_from([(), (2,), (2, 4), (3, 2, 4)]))
+    gqa = len(lead) > 1 and draw(st.booleans())
+    key_lead = (*lead[:-1], 2) if gqa else lead
+    shapes = [(*lead, query_length, width), (*key_lead, keys, width), (*key_lead, keys, value_width)]
+    kind = draw(st.sampled_from(["none", "bool", "float", "causal"]))
+    mask_lead = tuple(draw(st.sampled_from([1, length])) for length in lead)[draw(st.integers(0, len(lead))) :]
+    mask_shape = (*mask_lead, draw(st.sampled_from([1, query_length])), draw(st.sampled_from([1, keys])))
+    scale = draw(st.sampled_from([None, 0.3]))
+    return shapes, kind, mask_shape, scale, gqa
+
+
+def mask_of(kind, shape):
+    noise = drawn(*shape, grad=False, seed=9)
+    if kind == "bool":
+        return noise > -0.5
+    return torch.where(noise > -1, noise, -math.inf).requires_grad_() if kind == "float" else None
+
+
+@given(calls())
+@settings(max_examples=60, deadline=None)
+def test_agrees_with_torch(call):
+    shapes, kind, mask_shape, scale, gqa = call
+    rounded = [drawn(*shape, dtype=torch.float32, grad=False, seed=k) for k, shape in enumerate(shapes)]
+    mask = mask_of(kind, mask_shape)
+
+    def run(function, dtype):
+        tensors = [x.to(dtype).requires_grad_() for x in rounded]
+        given_mask = mask if mask is None or kind == "bool" else mask.detach().float().to(dtype).requires_grad_()
+        options = {"attn_mask": given_mask, "is_causal": kind == "causal", "scale": scale, "enable_gqa": gqa}
+        output = function(*tensors, **options)
+        wanted = [*tensors, given_mask] if kind == "float" else tensors
+        return output, *torch.autograd.grad(output.square().sum(), wanted)
+
+    found = run(scaled_dot_product_attention, torch.float32)
+    with sdpa_kernel(SDPBackend.MATH):
+        truth = run(functional.scaled_dot_product_attention, torch.float64)
+        rough = run(functional.scaled_dot_product_attention, torch.float32)
+    hidden = torch.isneginf(mask) if kind == "float" else None
+    for place, (ours, oracle, worst) in enumerate(zip(found, truth, rough, strict=True)):
+        assert ours.shape == oracle.shape
+        if place == 4:
+            assert not ours[hidden].any()
+        assert_within_budget(ours.detach(), oracle.detach(), worst.detach(), f"{place} of {call}")
+
+
+def test_mask_and_causal_together_are_their_intersection():
+    query, key, value = arrays(torch.float32)
+    allowed = mask_of("bool", (5, 7))
+    together = scaled_dot_product_attention(query, key, value, allowed, is_causal=True, enable_gqa=True)
+    joined = allowed & torch.ones(5, 7, dtype=torch.bool).tril()
+    assert torch.equal(together, scaled_dot_product_attention(query, key, value, joined, enable_gqa=True))
+
+
+def test_heads_that_differ_want_enable_gqa():
+    query, key, value = arrays(torch.float32)
+    with pytest.raises(ShapeError, match="enable_gqa"):
+        scaled_dot_product_attention(query, key, value)
+    one = scaled_dot_product_attention(query, key[:, :1], value[:, :1])
+    assert torch.equal(one, scaled_dot_product_attention(query, key[:, :1], value[:, :1], enable_gqa=True))
+
+
+def test_integer_mask_is_refused():
+    with pytest.raises(MaskError):
+        scaled_dot_product_attention(*[torch.ones(2, 3, 4)] * 3, attn_mask=torch.ones(3, 3, dtype=torch.int64))
+
+
+def test_dropout_without_training_mode_as_torch_has_it():
+    x = torch.ones(1, 1, 4, 2)
+    assert not scaled_dot_product_attention(x, x, x, dropout_p=1.0).any()
+    assert b is sightline.b
