@@ -91,6 +91,7 @@ def sinusoidal(n: int, d: int, base: float = 10000.0) -> Any:
     n, d : int
         Positions, and components of an embedding. d is even.
     base : float, default 10000
+        Above 0.
 
     Returns
     -------

@@ -129,7 +129,8 @@ def product(weights: Array, rows: Array) -> Array:
         return weights @ rows
     with np.errstate(all="ignore"):
         terms: Array = np.where(weights[..., None] == 0, 0, weights[..., None] * rows[..., None, :, :])
-    return terms.sum(-2)
+    total: Array = terms.sum(-2)
+    return total
 
 
 def stages_of(problem: Problem) -> Stages:

@@ -1,8 +1,8 @@
 """Every stage of attention on a short text, with numbers to look at: the source of `sightline explain`.
 
-Text → tokens → embeddings → query, key, value → rotation → scores → scaling → mask → softmax → weighted values. The last
-five are the stages of the definition itself, `sightline.reference.forward`. Embeddings and projections are drawn, not
-trained: the numbers show how attention works, not what a model knows.
+Text → tokens → embeddings → query, key, value → rotation → scores → scaling → mask → softmax → weighted values. The
+last five are the stages of the definition itself, `sightline.reference.forward`. Embeddings and projections are drawn,
+not trained: the numbers show how attention works, not what a model knows.
 
 How the text becomes tokens. Byte-pair encoding (Gage, 1994; Sennrich et al., 2016) over spaces, six letters and three
 merges: a + t, t + h, th + e. The last makes a whole word, and as in SentencePiece (Kudo and Richardson, 2018) a word
@@ -181,6 +181,7 @@ def walk_through(
         Draws the embeddings, standard normal, and W_Q, W_K, W_V, normal with variance 2 / (d_model + d_k) (Glorot and
         Bengio, "Understanding the difficulty of training deep feedforward neural networks", 2010).
     mask : {"none", "causal", "window:N"}
+        Which pairs are allowed; see `named_mask`.
     pair : (query, key), optional
         The pair to follow, counted from 0; by default the first c and the first r after it where the text has both,
         else the first and the last token.

@@ -42,7 +42,7 @@ class Extrema:
         flat = [np.clip(e.ravel(), 0, limits[k // 2]).astype(np.int64) for k, e in enumerate(ends)]
         first, last = flat[0::2], flat[1::2]
         if all((a == 0).all() and (z == limit).all() for a, z, limit in zip(first, last, limits, strict=True)):
-            return tuple(np.full(shape, end) for end in self.whole)
+            return np.full(shape, self.whole[0]), np.full(shape, self.whole[1])
         width = [np.ceil(np.log2(np.maximum(z - a, 0) + 1)).astype(np.int64) for a, z in zip(first, last, strict=True)]
         code = sum(w << (6 * k) for k, w in enumerate(width))
         least, greatest = np.empty(code.shape), np.empty(code.shape)

@@ -40,6 +40,7 @@ def heatmap(
     axis : matplotlib axis, optional
         Where to draw; a new figure by default, reached as `axis.figure`.
     title : str, optional
+        Written above.
     annotate : bool, optional
         Write each weight in its cell; by default up to 14 tokens each way.
 

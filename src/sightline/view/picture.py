@@ -30,7 +30,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 SAMPLES = 8  # points looked at in a cell, each way
 FINE = 256  # cells each way in files; terminals have COARSE, or twice that with colours
 COARSE = 32
-EXACT = 1 << 20  # pairs up to which a mask's are counted, not estimated
+EXACT = 1 << 20  # pairs up to which those a mask allows are counted
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -101,6 +101,7 @@ class Picture:
         from matplotlib import colormaps
         from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+        values = _seen(values) if self.kind == "mask" else values
         colours = colormaps[plotting.COLOURS].with_extremes(bad=plotting.HIDDEN)
         limits = {"vmin": 0, "vmax": 1} if self.kind == "mask" else {}
         frame = (-0.5, self.m - 0.5, self.n - 0.5, -0.5)
@@ -123,7 +124,7 @@ class Picture:
     def _normalised(self, values: Array) -> tuple[Array, float, float]:
         """Values from 0 to 1, and the ends they had."""
         if self.kind == "mask":
-            return np.where(values == 0, np.nan, values), 0.0, 1.0
+            return _seen(values), 0.0, 1.0
         if not np.isfinite(values).any():
             return values, np.nan, np.nan
         low, high = float(np.nanmin(values)), float(np.nanmax(values))
@@ -132,7 +133,8 @@ class Picture:
     def _share(self, values: Array) -> str:
         pairs = self.n * self.m
         if pairs > EXACT:
-            return f"about {values.mean():.2%} of the pairs allowed"
+            empty, full = int((values == 0).sum()), int((values == 1).sum())
+            return f"{empty:,} cells empty, {full:,} full, {values.size - empty - full:,} between"
         allowed = round(float(self.cells(self.n, self.m).sum()))
         return f"{allowed:,} of {pairs:,} pairs allowed ({allowed / pairs:.1%})"
 
@@ -162,6 +164,7 @@ def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head
     Parameters
     ----------
     formula : Expression
+        A condition, or a number.
     n, m : int
         Numbers of queries and keys.
     batch, head : int
@@ -231,6 +234,11 @@ def _sampled(
     return whole.reshape(*i.shape, *j.shape)
 
 
+def _seen(share: Array) -> Array:
+    """Shares as they are drawn: hidden NaN, full 1, and what is between lifted, so that a few pairs in a cell show."""
+    return np.where(share == 0, np.nan, np.where(share == 1, 1.0, 0.2 + 0.5 * share))
+
+
 def _mean(values: Array) -> Array:
     """The mean over a cell's points of what is finite; NaN where nothing is."""
     finite = np.isfinite(values)
@@ -247,7 +255,7 @@ def _settled(
     edges: tuple[Array, Array],
     share: Array,
 ) -> Array:
-    """Shares as bounds have them where they know: 0 empty, 1 full. A cell of several pairs they leave open is between."""
+    """Shares as bounds have them where they know: 0 empty, 1 full. Cells of several pairs they leave open are between."""
     i, j = edges
     box = box_of(
         extent,
@@ -271,5 +279,5 @@ def _legend(low: float, high: float, colour: bool) -> str:
             "".join(f"\x1b[48;2;{';'.join(map(str, terminal.colour_of(k / 7)))}m " for k in range(8)) + terminal.RESET
         )
     else:
-        shades = terminal.SHADES[1:]
-    return f"{low:.4g} {shades} {high:.4g}"
+        shades = terminal.SHADES
+    return f"{low:.4g} {shades} {high:.4g}".replace("-", "−")

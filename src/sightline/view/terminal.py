@@ -13,7 +13,7 @@ __all__ = ["blocks", "colour_of", "colours_here", "framed", "ink_on"]
 Array = np.ndarray[Any, np.dtype[Any]]
 RGB = tuple[int, int, int]
 
-SHADES = " ░▒▓█"
+SHADES = "░▒▓█"
 NOTHING = " ·"  # a hidden cell: seen to be there
 CIVIDIS: tuple[RGB, ...] = (
     (0, 34, 78),
@@ -90,12 +90,7 @@ def framed(lines: list[str], width: int, rows: tuple[int, int], columns: tuple[i
 
 
 def _shade(value: float) -> str:
-    if np.isnan(value):
-        return NOTHING
-    step = round(value * (len(SHADES) - 1))
-    if value > 0 and step == 0:
-        step = 1
-    return SHADES[step] * 2
+    return NOTHING if np.isnan(value) else SHADES[min(int(value * len(SHADES)), len(SHADES) - 1)] * 2
 
 
 def _code(value: float) -> str:
