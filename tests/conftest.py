@@ -1,6 +1,7 @@
 """Settings of every test: the same draws on every run, and long runs only when asked for."""
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -13,6 +14,7 @@ settings.register_profile(
 )
 settings.register_profile("soak", settings.get_profile("suite"), derandomize=False, max_examples=20_000)
 settings.load_profile("suite")
+torch.set_num_threads(1)  # tests run side by side
 
 
 def pytest_configure(config):

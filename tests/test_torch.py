@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sightline
-from sightline import b, h, i, j, m, n, s, table, where
+from sightline import h, i, j, m, n, s, table, where
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
 from sightline.formula.expression import Table
 from sightline.problem import ask, pose
@@ -80,7 +80,7 @@ def answers(name, see=()):
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_output_and_statistics_are_the_definitions(name):
     options = PROBLEMS[name](*learned(torch.float32)) | {"see": [sightline.weights(), sightline.lse()]}
-    question = arrays(torch.float32)
+    question = arrays(torch.float32, batch=20)
     output, (weights, lse) = sightline.attention(*question, **options)
     problem = pose(*question, **options)
     truth, rough = stages_of(problem), plain(problem)
@@ -123,7 +123,9 @@ def test_third_derivatives():
 @pytest.mark.parametrize("name", ["plain", "blind rows", "alibi", "sinks", "dropout"])
 def test_float32_gradients_within_budget(name):
     def gradients(call, dtype):
-        tensors = [x.detach().to(dtype).requires_grad_() for x in (*arrays(torch.float32), *learned(torch.float32))]
+        tensors = [
+            x.detach().to(dtype).requires_grad_() for x in (*arrays(torch.float32, batch=20), *learned(torch.float32))
+        ]
         output = call(tensors)
         return torch.autograd.grad(output.square().sum(), tensors, allow_unused=True)
 
@@ -238,6 +240,16 @@ def test_fused_says_why_not():
     assert "on cpu" in reasons
     assert "mask" in reasons
     assert kernels()[0].name == "fused"
+
+
+def test_fused_computes_what_it_would_be_asked():
+    """Its refusals aside, which on a CPU it always has: groups of heads, a scale, several leading axes."""
+    query, key, value = (
+        drawn(3, 2, heads, length, 8, dtype=torch.float32) for heads, length in ((4, 6), (2, 9), (2, 9))
+    )
+    problem = pose(query, key, value, scale=0.3)
+    truth, rough = stages_of(problem), plain(problem)
+    assert_within_budget(kernels()[0].run(problem).output.detach(), truth.output, rough.output)
 
 
 def test_tensors_without_elements():
@@ -381,22 +393,17 @@ def run_call(call, function, dtype):
     options = {"is_causal": kind == "causal", "scale": scale, "enable_gqa": gqa}
     output = function(*tensors[:3], attn_mask=tensors[3] if kind == "float" else mask, **options)
     gradients = torch.autograd.grad(output.square().sum(), tensors)
-    hidden = [torch.where(torch.isneginf(x), 0.0, g) for x, g in zip(tensors, gradients, strict=True)]
-    assert all(torch.equal(g, h) for g, h in zip(gradients, hidden, strict=True)) or function is not ours
-    return output.detach(), *hidden
-
-
-ours = scaled_dot_product_attention
+    return output.detach(), *gradients
 
 
 @given(calls())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_agrees_with_torch(call):
     with sdpa_kernel(SDPBackend.MATH):
         truth, *gradients = run_call(call, functional.scaled_dot_product_attention, torch.float64)
         rough, *_ = run_call(call, functional.scaled_dot_product_attention, torch.float32)
-    assert_within_budget(run_call(call, ours, torch.float32)[0], truth, rough, str(call))
-    _, *found = run_call(call, ours, torch.float64)
+    assert_within_budget(run_call(call, scaled_dot_product_attention, torch.float32)[0], truth, rough, str(call))
+    _, *found = run_call(call, scaled_dot_product_attention, torch.float64)
     for gradient, expected in zip(found, gradients, strict=True):
         torch.testing.assert_close(gradient, expected)
 
@@ -425,4 +432,3 @@ def test_integer_mask_is_refused():
 def test_dropout_without_training_mode_as_torch_has_it():
     x = torch.ones(1, 1, 4, 2)
     assert not scaled_dot_product_attention(x, x, x, dropout_p=1.0).any()
-    assert b is sightline.b

@@ -63,7 +63,8 @@ class Lse(Statistic):
         return (*problem.lead, problem.H, problem.n)
 
     def collect(self, problem: Problem, lse: Any, tiles: Callable[[], Iterator[Tile]]) -> Any:
-        return lse
+        xp = namespace(lse)
+        return xp.astype(lse, resolve(xp, problem.accumulator))
 
 
 class Weights(Statistic):

@@ -24,7 +24,7 @@ from .observe import Tile
 from .plan import Kernel, Refusal, Result
 from .problem import Problem
 
-__all__ = ["Gradients", "Streaming", "backward", "forward", "tiles"]
+__all__ = ["Gradients", "Streaming", "Work", "backward", "forward", "observe", "tiles"]
 
 TILE_ELEMENTS = 1 << 20  # scores held at once, over all batches and heads
 KEY_BLOCK = 512
@@ -128,6 +128,13 @@ class Work:
         problem = self.problem
         return self.xp.reshape(array, (*problem.lead, problem.G, problem.group * array.shape[-2], array.shape[-1]))
 
+    def halves(self, lse: Any) -> tuple[Any, Any]:
+        """lse as a sum of two numbers of the accumulator's dtype, (..., rows, 1); 0 for rows that see nothing."""
+        xp = self.xp
+        lse = xp.where(lse == -xp.inf, xp.zeros_like(lse), lse)[..., None]
+        high = xp.astype(lse, self.dtype)
+        return high, xp.astype(lse - xp.astype(high, lse.dtype), self.dtype)
+
     def product(self, weights: Any, array: Any) -> Any:
         """weights @ array, where a weight of 0 gives nothing even of NaN or ∞ (weights are never negative)."""
         if self.finite:
@@ -159,10 +166,10 @@ class Work:
 
 
 def forward(work: Work) -> tuple[Any, Any]:
-    """(output, lse), both in the accumulator's dtype."""
+    """(output in the accumulator's dtype, lse in float64: weights made from it take on its error)."""
     xp, problem = work.xp, work.problem
     output = work.full(0.0, *problem.lead, problem.H, problem.n, problem.d_v)
-    lse = work.full(-xp.inf, *problem.lead, problem.H, problem.n)
+    lse = xp.astype(work.full(-xp.inf, *problem.lead, problem.H, problem.n), xp.float64)
     for rows in work.blocks():
         query = work.wide(problem.query, rows)
         largest = work.sink(query.shape[-2])
@@ -181,7 +188,8 @@ def forward(work: Work) -> tuple[Any, Any]:
         sees = total != 0  # NaN counts as seeing
         safe = xp.where(sees, total, work.full(1.0))
         output[..., rows, :] = acc / safe[..., None]
-        lse[..., rows] = xp.where(sees, xp.where(sees, largest, work.full(0.0)) + xp.log(safe), work.full(-xp.inf))
+        shift = xp.astype(xp.where(sees, largest, work.full(-xp.inf)), xp.float64)
+        lse[..., rows] = shift + xp.log(xp.astype(safe, xp.float64))
     return output, lse
 
 
@@ -192,14 +200,19 @@ def tiles(work: Work, lse: Any) -> Iterator[Tile]:
             yield Tile(rows, columns, weights)
 
 
+def observe(work: Work, lse: Any) -> tuple[Any, ...]:
+    """The problem's statistics, from the normaliser and a second pass over the tiles."""
+    with np.errstate(all="ignore"):
+        return tuple(s.collect(work.problem, lse, lambda: tiles(work, lse)) for s in work.problem.see)
+
+
 def row_tiles(work: Work, rows: slice, lse: Any) -> Iterator[tuple[slice, Any, Any]]:
     """(columns, scaled scores, weights) of the tiles of some queries: P = exp(S − lse), 0 in rows that see nothing."""
     query = work.wide(work.problem.query, rows)
-    normaliser = lse[..., rows]
-    normaliser = work.xp.where(normaliser == -work.xp.inf, work.full(0.0), normaliser)[..., None]
+    high, low = work.halves(lse[..., rows])
     for columns, full in work.columns(rows):
         scaled = work.scaled(query, columns)
-        yield columns, scaled, work.xp.exp(work.masked(scaled, rows, columns, full) - normaliser)
+        yield columns, scaled, work.xp.exp((work.masked(scaled, rows, columns, full) - high) - low)
 
 
 def backward(
@@ -222,7 +235,7 @@ def backward(
     """
     work = Work(problem, d_output)
     xp = work.xp
-    output, lse = forward(work) if saved is None else (xp.astype(x, work.dtype) for x in saved)
+    output, lse = forward(work) if saved is None else (xp.astype(saved[0], work.dtype), saved[1])
     d_output = xp.astype(d_output, work.dtype)
     row = xp.sum(d_output * output, axis=-1)
     if d_lse is not None:
@@ -289,8 +302,8 @@ class Scorer:
     def add_sinks(self, d_row: Any, lse: Any) -> None:
         """dsink_h = −Σ exp(sink_h − lse) (rowsum(P ∘ dP) − d_lse)."""
         if self.sinks is not None:
-            p = self.work.xp.exp(self.work.sink(lse.shape[-1]) - lse)
-            p = self.work.xp.where(lse == -self.work.xp.inf, self.work.full(0.0), p)
+            high, low = self.work.halves(lse)
+            p = self.work.xp.exp(self.work.sink(lse.shape[-1]) - high[..., 0] - low[..., 0])
             sums = self.work.xp.sum(-p * d_row, axis=-1)
             self.sinks += self.work.xp.sum(self.work.xp.reshape(sums, (-1, self.sinks.shape[0])), axis=0)
 
@@ -329,5 +342,5 @@ class Streaming(Kernel):
         work = Work(problem)
         with np.errstate(all="ignore"):  # what the mask hides may overflow
             output, lse = forward(work)
-            seen = tuple(statistic.collect(problem, lse, lambda: tiles(work, lse)) for statistic in problem.see)
-        return Result(work.xp.astype(output, problem.query.dtype), lse, seen)
+        narrow = work.xp.astype(output, problem.query.dtype), work.xp.astype(lse, work.dtype)
+        return Result(*narrow, seen=observe(work, lse))

@@ -31,7 +31,7 @@ FIELDS: dict[str, Any] = {
     "value_row": INT64,
     "value_column": INT64,
     "output": POINTER,  # (B, H, n, d_v), contiguous
-    "lse": POINTER,  # (B, H, n), contiguous
+    "lse": POINTER,  # (B, H, n) float64, contiguous: weights made from it take on its error
     "sinks": POINTER,  # (H,) float64 in base-2 logits
     "factor": DOUBLE,  # what the queries are multiplied with
     "H": INT64,

@@ -308,14 +308,14 @@ class Forward:
         return functools.reduce(operator.or_, found)
 
     def hand_over(self) -> None:
-        """O = Oᵀ / l and lse = ln 2 (m + log₂ l), row by row; 0 and −∞ for queries that saw nothing."""
+        """O = Oᵀ / l and lse = m ln 2 + ln l, row by row; 0 and −∞ for queries that saw nothing."""
         code, given, tiles = self.code, self.given, self.tiles
         size = tiles.size
         total, base = tiles.matrix(1), tiles.matrix(1)
         for v in self.vectors:
             nothing = self.total[v].get() == 0.0
             tiles.store(total, 0, v, code.where(nothing, 1.0, self.total[v].get()))
-            tiles.store(base, 0, v, code.where(nothing, -math.inf, self.largest[v].get() * math.log(2)))
+            tiles.store(base, 0, v, code.where(nothing, -math.inf, self.largest[v].get()))
         row = (self.b * given.H + self.h) * given.n + self.i0
         with code.loop(0, self.valid) as lane:
             sum_of_row = self.lane_of(total, 0, lane).load(self.float)
@@ -323,8 +323,9 @@ class Forward:
             target = given.output.at((row + lane) * (self.structure.d_v * size))
             with code.loop(0, self.structure.d_v) as d:
                 target.at(d * size).store(self.lane_of(self.o_t, d, lane).load(self.float) * factor)
-            lse = self.lane_of(base, 0, lane).load(self.float) + code.intrinsic("log", sum_of_row)
-            given.lse.at((row + lane) * size).store(lse)
+            base_2 = self.lane_of(base, 0, lane).load(self.float).to(DOUBLE)
+            lse = code.fma(base_2, math.log(2), code.intrinsic("log", sum_of_row.to(DOUBLE)))
+            given.lse.at((row + lane) * 8).store(lse)
 
 
 TABLE_TYPES = {"bool": BYTE, "int32": INT32, "int64": INT64, "float32": FLOAT, "float64": DOUBLE}

@@ -14,7 +14,7 @@ from ..formula.expression import Lookup, from_text, walk
 from ..formula.runs import Runs, box_of, find_runs
 from ..plan import Result
 from ..problem import Problem
-from ..streaming import Work, tiles
+from ..streaming import Work, observe
 from . import threads as team
 from .arguments import pack
 from .compile import compile_module
@@ -31,12 +31,11 @@ def run(problem: Problem, threads: int | None = None) -> Result:
     """Forward through the generated kernel; statistics beyond lse by a second pass over the tiles."""
     arrays = [to_numpy(x) for x in (problem.query, problem.key, problem.value)]
     output = np.empty((*problem.lead, problem.H, problem.n, problem.d_v), problem.dtype)
-    lse = np.empty((*problem.lead, problem.H, problem.n), problem.dtype)
+    lse = np.empty((*problem.lead, problem.H, problem.n), np.float64)
     if output.size or lse.size:
         _call(problem, arrays, output, lse, team.count(threads))
-    lse = convert(lse, problem.query)
-    seen = tuple(s.collect(problem, lse, lambda: tiles(Work(problem), lse)) for s in problem.see)
-    return Result(convert(output, problem.query), lse, seen)
+    seen = observe(Work(problem), convert(lse, problem.query)) if problem.see else ()
+    return Result(convert(output, problem.query), convert(lse.astype(problem.dtype), problem.query), seen)
 
 
 def _call(problem: Problem, arrays: list[Any], output: Any, lse: Any, threads: int) -> None:

@@ -6,7 +6,8 @@ too. Its own gradient is torch's, of the same tiles in plain operations, so ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,6 +20,21 @@ from .question import SCHEMA, Question
 __all__ = ["attention", "attention_backward"]
 
 
+def _as_written(computation: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """The computation with torch.autocast off: the door has cast what it would, and sums are kept wide."""
+
+    @wraps(computation)
+    def run(*arguments: Any) -> list[Tensor]:
+        place = next(x for x in arguments if isinstance(x, Tensor)).device.type
+        if not torch.is_autocast_enabled(place):
+            return computation(*arguments)
+        with torch.autocast(place, enabled=False):
+            return computation(*arguments)
+
+    return run
+
+
+@_as_written
 def _answer(*arguments: Any) -> list[Tensor]:
     """[output, lse, *every statistic asked for but lse]."""
     question = Question(*arguments)
@@ -43,6 +59,7 @@ attention = torch.library.custom_op("sightline::attention", _answer, mutates_arg
 attention.register_fake(_answer_shapes)
 
 
+@_as_written
 def _gradient(gradients: list[Tensor], given: list[int], output: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
     """Gradients of `Question.inputs`; `gradients` are those of the answer's entries numbered in `given`."""
     return _chain(gradients, given, Question(*arguments), (output, lse))

@@ -34,7 +34,8 @@ def heatmap(
     Parameters
     ----------
     weights : (n, m) array, or with leading axes of length 1
-        Weights of exactly 0, hidden pairs, are grey. More than 512 rows or columns are pooled: a cell is the mean.
+        Weights of exactly 0, hidden pairs, are grey; colours follow the square root, so that small weights show. More
+        than 512 rows or columns are pooled: a cell is the mean.
     labels : tokens, or (tokens of the queries, tokens of the keys), optional
         Shown up to 64 a side.
     axis : matplotlib axis, optional
@@ -62,18 +63,21 @@ def heatmap(
         size = min(max(0.42 * max(rows, columns), 3.2), 9.0)
         axis = plotting.new_figure(size + 1.4, size + 0.5).add_subplot()
     cells = pooled(values, FINEST)
+    written = max(rows, columns) <= ANNOTATED if annotate is None else annotate
     from matplotlib import colormaps
+    from matplotlib.colors import PowerNorm
 
     colours = colormaps[plotting.COLOURS].with_extremes(bad=plotting.HIDDEN)
     frame = (-0.5, columns - 0.5, rows - 0.5, -0.5)
     shown = np.ma.masked_where(cells == 0, cells)
     aspect = "equal" if max(rows, columns) <= 4 * min(rows, columns) else "auto"
-    image = axis.imshow(shown, cmap=colours, vmin=0, extent=frame, interpolation="nearest", aspect=aspect)
+    scale = PowerNorm(0.5, vmin=0, vmax=float(shown.max()) if shown.count() else 1.0)
+    image = axis.imshow(shown, cmap=colours, norm=scale, extent=frame, interpolation="nearest", aspect=aspect)
     bar = axis.figure.colorbar(image, ax=axis, shrink=0.7, pad=0.02)
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=8)
     _name_sides(axis, sides, (rows, columns))
-    if max(rows, columns) <= ANNOTATED if annotate is None else annotate:
+    if written:
         _annotate(axis, image, values)
     if max(rows, columns) <= LABELLED:
         _separate(axis, rows, columns)

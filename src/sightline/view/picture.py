@@ -44,7 +44,7 @@ class Picture:
     kind : {"mask", "numbers"}
         Shares of allowed pairs, or values; hidden cells are NaN.
     cells : function
-        (rows, columns) → values of so many cells, (rows, columns) float64.
+        (rows, columns) → values of at most so many cells, float64. Cells are a power of two positions wide and high.
     """
 
     title: str
@@ -104,7 +104,8 @@ class Picture:
         values = _seen(values) if self.kind == "mask" else values
         colours = colormaps[plotting.COLOURS].with_extremes(bad=plotting.HIDDEN)
         limits = {"vmin": 0, "vmax": 1} if self.kind == "mask" else {}
-        frame = (-0.5, self.m - 0.5, self.n - 0.5, -0.5)
+        high, wide = (_edges(length, FINE)[1] for length in (self.n, self.m))
+        frame = (-0.5, values.shape[1] * wide - 0.5, values.shape[0] * high - 0.5, -0.5)
         image = axis.imshow(
             np.ma.masked_invalid(values),
             cmap=colours,
@@ -113,6 +114,7 @@ class Picture:
             interpolation="nearest",
             **limits,
         )
+        axis.set(xlim=(-0.5, self.m - 0.5), ylim=(self.n - 0.5, -0.5))
         for ruler in (axis.xaxis, axis.yaxis):
             ruler.set_major_locator(MaxNLocator(5, integer=True))
             ruler.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -182,8 +184,8 @@ def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head
     extent = (_span(formula, "b", batch), _span(formula, "h", head), n, m)
     check_reads(formula, None, extent)
     mask = formula.kind == "bool"
-    at = [f"{name} = {value}" for name, value in (("b", batch), ("h", head)) if name in formula.reads]
-    title = f"{formula}" + (f"   at {', '.join(at)}" if at else "") + (" at s = 0" if "s" in formula.reads else "")
+    at = [f"{name} = {value}" for name, value in (("b", batch), ("h", head), ("s", 0)) if name in formula.reads]
+    title = f"{formula}" + (f"   at {', '.join(at)}" if at else "")
 
     def cells(rows: int, columns: int) -> Array:
         edges = _edges(n, rows), _edges(m, columns)
@@ -202,9 +204,10 @@ def _span(formula: Expression, name: str, shown: int) -> int:
     return max(shown + 1, *(length for axis, length in promised if axis == name), 0)
 
 
-def _edges(length: int, count: int) -> Array:
-    """The first position of every cell, and the end: count + 1 numbers."""
-    return np.arange(count + 1) * length // max(count, 1)
+def _edges(length: int, most: int) -> Array:
+    """The first position of every cell, and the end; cells a power of two wide, for which tables' bounds are exact."""
+    width = 1 << max(-(-length // max(most, 1)) - 1, 0).bit_length()
+    return np.append(np.arange(0, length, width), length)
 
 
 def _sampled(
@@ -216,7 +219,8 @@ def _sampled(
         sizes = edge[1:] - edge[:-1]
         count = min(int(sizes.max(initial=1)), SAMPLES)
         share = np.arange(count) / max(count - 1, 1)
-        return edge[:-1, None] + np.rint(share * (sizes[:, None] - 1)).astype(np.int64)
+        places: Array = edge[:-1, None] + np.rint(share * (sizes[:, None] - 1)).astype(np.int64)
+        return places
 
     i, j = points(edges[0]), points(edges[1])
     symbols: dict[str, Any] = {
@@ -231,12 +235,14 @@ def _sampled(
     with np.errstate(all="ignore"):
         values = evaluate(formula, symbols, xp=namespace(i), float_dtype=np.dtype("float64"), like=i)
     whole = np.broadcast_to(values, (i.size, j.size)).astype(np.float64)
-    return whole.reshape(*i.shape, *j.shape)
+    cells: Array = whole.reshape(*i.shape, *j.shape)
+    return cells
 
 
 def _seen(share: Array) -> Array:
     """Shares as they are drawn: hidden NaN, full 1, and what is between lifted, so that a few pairs in a cell show."""
-    return np.where(share == 0, np.nan, np.where(share == 1, 1.0, 0.2 + 0.5 * share))
+    seen: Array = np.where(share == 0, np.nan, np.where(share == 1, 1.0, 0.2 + 0.5 * share))
+    return seen
 
 
 def _mean(values: Array) -> Array:
@@ -244,7 +250,8 @@ def _mean(values: Array) -> Array:
     finite = np.isfinite(values)
     count = finite.sum(axis=(1, 3))
     total = np.where(finite, values, 0).sum(axis=(1, 3))
-    return np.where(count == 0, np.nan, total / np.maximum(count, 1))
+    mean: Array = np.where(count == 0, np.nan, total / np.maximum(count, 1))
+    return mean
 
 
 def _settled(
@@ -255,7 +262,7 @@ def _settled(
     edges: tuple[Array, Array],
     share: Array,
 ) -> Array:
-    """Shares as bounds have them where they know: 0 empty, 1 full. Cells of several pairs they leave open are between."""
+    """Shares with what bounds know: 0 empty, 1 full. Cells they leave open and samples do not exhaust are between."""
     i, j = edges
     box = box_of(
         extent,
@@ -265,8 +272,8 @@ def _settled(
         j=(j[None, :-1], j[None, 1:] - 1),
     )
     low, high = (np.broadcast_to(end, share.shape) for end in intervals(mask, box)[id(mask)])
-    single = np.outer(np.diff(i), np.diff(j)) == 1
-    between = np.where(single, share, np.clip(share, 1 / SAMPLES**2, 1 - 1 / SAMPLES**2))
+    seen_whole = max(np.diff(i).max(initial=0), np.diff(j).max(initial=0)) <= SAMPLES
+    between = share if seen_whole else np.clip(share, 1 / SAMPLES**2, 1 - 1 / SAMPLES**2)
     settled: Array = np.where(low == 1, 1.0, np.where(high == 0, 0.0, between))
     return settled
 

@@ -80,7 +80,8 @@ def scaling_figure(effects: Sequence[ScalingEffect] | None = None) -> Any:
     effects = effect_of_scaling() if effects is None else effects
     figure = plotting.new_figure(9.6, 5.6)
     grid = figure.add_gridspec(2, 2 * len(effects), height_ratios=(1, 1.25))
-    first = None
+    figure.get_layout_engine().set(hspace=0.08)
+    first: Any = None
     for place, effect in enumerate(effects):
         axis = figure.add_subplot(grid[0, 2 * place : 2 * place + 2], sharey=first)
         first = first or axis
@@ -118,12 +119,14 @@ def _weights_panel(axis: Any, effect: ScalingEffect, named: bool) -> None:
 
 def _line_panel(axis: Any, effects: Sequence[ScalingEffect], what: str, title: str) -> None:
     widths = [effect.d_k for effect in effects]
-    for name, colour, side in ((PLAIN, plotting.ORANGE, "plain"), (SCALED, plotting.BLUE, "scaled")):
+    for name, colour, side, at in (
+        (PLAIN, plotting.ORANGE, "plain", len(widths) // 2),
+        (SCALED, plotting.BLUE, "scaled", -1),
+    ):
         values = [getattr(getattr(effect, side), what) for effect in effects]
         axis.plot(widths, values, "o-", color=colour, markersize=4.5)
-        axis.annotate(
-            name, (widths[-1], values[-1]), (-4, 8), textcoords="offset points", color=colour, fontsize=9, ha="right"
-        )
+        place = {"xytext": (-6, -15), "textcoords": "offset points", "ha": "right"}
+        axis.annotate(name, (widths[at], values[at]), color=colour, fontsize=9, **place)
     axis.set_xscale("log", base=2)
     axis.set_xticks(widths, [str(width) for width in widths])
     axis.minorticks_off()

@@ -1,0 +1,105 @@
+"""The command line: `sightline demo`, `sightline explain TEXT`, `sightline info`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..errors import SightlineError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; 0 when done, 2 for an error, whose message goes to standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without these signs still gets the words
+    options = parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except SightlineError as error:
+        print(f"sightline {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    top = argparse.ArgumentParser(
+        prog="sightline", description="Exact scaled dot-product attention, written as a formula and open to inspection."
+    )
+    top.add_argument("--version", action="version", version=f"sightline {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    _add_demo(commands)
+    _add_explain(commands)
+    info = commands.add_parser("info", help="this machine, the frameworks found, and what each kernel can do")
+    info.set_defaults(run=_info)
+    return top
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="real activations of a trained model: checked, timed and drawn",
+        description="Attention over real activations of a trained encoder with the default kernel: which kernel ran "
+        "and why, how far it is from the float64 definition and from the model's own numbers, how long it took, and "
+        "one head's weights as a picture.",
+    )
+    demo.add_argument("--output", metavar="PATH", help="the picture: .png, .svg or .pdf (default: sightline-demo.png)")
+    demo.add_argument("--layer", type=int, default=3, choices=(0, 3), help="layer of the model (default: 3)")
+    demo.add_argument("--head", type=int, default=1, choices=range(12), metavar="0-11", help="head drawn (default: 1)")
+    demo.add_argument("--repeats", type=int, default=7, help="timed runs, of which the median counts (default: 7)")
+    demo.set_defaults(run=_demo)
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from ..walkthrough import MASKS, TEXT
+
+    explain = commands.add_parser(
+        "explain",
+        help="attention over a short text, every stage with its shape and numbers",
+        description="Walks a text through attention: tokens, embeddings, query, key and value, rotation, scores, "
+        "scaling, mask, softmax, weighted values, and one pair of tokens through all of them.",
+    )
+    explain.add_argument("text", nargs="?", default=TEXT, help=f"of spaces and a c e h t r (default: {TEXT!r})")
+    explain.add_argument("--d-model", type=int, default=512, help="width of embeddings (default: 512)")
+    explain.add_argument("--d-k", type=int, default=64, help="width of query, key and value, even (default: 64)")
+    explain.add_argument("--seed", type=int, default=0, help="draws embeddings and projections (default: 0)")
+    explain.add_argument("--mask", default="none", help=f"{MASKS} (default: none)")
+    explain.add_argument(
+        "--pair", type=int, nargs=2, metavar=("QUERY", "KEY"), help="the pair to follow (default: the first c and r)"
+    )
+    explain.add_argument(
+        "--figure", metavar="PATH", help="write the weights there, and the effect of scaling to PATH with -scaling"
+    )
+    explain.set_defaults(run=_explain)
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from .demo import demo
+
+    demo(options.output, options.layer, options.head, options.repeats)
+
+
+def _explain(options: argparse.Namespace) -> None:
+    from ..walkthrough import walk_through
+    from .explain import draw, explain
+
+    pair = None if options.pair is None else (options.pair[0], options.pair[1])
+    walk = walk_through(
+        options.text, d_model=options.d_model, d_k=options.d_k, seed=options.seed, mask=options.mask, pair=pair
+    )
+    explain(walk, options.seed)
+    if options.figure is not None:
+        draw(walk, options.figure)
+
+
+def _info(_: argparse.Namespace) -> None:
+    from .info import info
+
+    info()

@@ -1,0 +1,145 @@
+"""What the commands print with: one console, matrices, sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..view.picture import Picture
+from ..view.terminal import colour_of, ink_on
+
+__all__ = ["facts", "make_console", "matrix", "number", "picture", "progress", "section", "shaded", "table"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+WIDEST = 100  # longer lines are hard to read
+ELLIPSIS = "⋯"
+
+
+def make_console() -> Console:
+    """Standard output: styled in a terminal, plain text of 80 columns in a pipe."""
+    console = Console(highlight=False, emoji=False, markup=False)
+    if not console.is_terminal:
+        return Console(highlight=False, emoji=False, markup=False, width=80, no_color=True)
+    return Console(highlight=False, emoji=False, markup=False, width=min(console.width, WIDEST))
+
+
+def section(console: Console, title: str, note: str = "") -> None:
+    """A heading, with a note of shapes or formulas at its right."""
+    console.print()
+    line = Table.grid(expand=True)
+    line.add_column(style="bold")
+    line.add_column(justify="right", style="dim")
+    line.add_row(title, note)
+    console.print(line)
+
+
+def table(*heads: str, rows: Sequence[Sequence[Any]], left: int = 1) -> Table:
+    """A table with no lines but one under its head; the first `left` columns are words, the others numbers."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for place, head in enumerate(heads):
+        made.add_column(head, justify="left" if place < left else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in row))
+    return made
+
+
+def facts(named: Iterable[tuple[str, str]]) -> Table:
+    """Names at the left, what is said of them at the right."""
+    made = Table.grid(padding=(0, 2, 0, 0))
+    made.add_column(style="cyan", no_wrap=True, min_width=12)
+    made.add_column(overflow="fold")
+    for name, text in named:
+        made.add_row(name, text)
+    return made
+
+
+def matrix(
+    values: Array,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    most: tuple[int, int] = (11, 11),
+    weights: bool = False,
+    mark: tuple[int, int] | None = None,
+) -> Table:
+    """A matrix with labels; beyond `most` rows and columns its middle is left out.
+
+    Weights are coloured, and `mark` is the entry to point at.
+    """
+    made = Table(box=None, pad_edge=False, padding=(0, 0), show_header=True)
+    made.add_column("", style="cyan", no_wrap=True)
+    shown_rows, shown_columns = _ends(values.shape[0], most[0]), _ends(values.shape[1], most[1])
+    for j in shown_columns:
+        made.add_column(Text(ELLIPSIS if j is None else columns[j], style="cyan"), justify="right", no_wrap=True)
+    for i in shown_rows:
+        cells = [
+            Text(f" {ELLIPSIS}", style="dim")
+            if i is None or j is None
+            else _cell(float(values[i, j]), weights, (i, j) == mark)
+            for j in shown_columns
+        ]
+        made.add_row(ELLIPSIS if i is None else rows[i], *cells)
+    return made
+
+
+def _ends(length: int, most: int) -> list[int | None]:
+    """Indices shown, None where the middle is left out."""
+    if length <= most:
+        return list(range(length))
+    return [*range(most // 2), None, *range(length - (most - most // 2 - 1), length)]
+
+
+def _cell(value: float, weights: bool, marked: bool) -> Text:
+    style = _on(value**0.5) if weights and value > 0 else "dim" if value == -np.inf or (weights and value == 0) else ""
+    text = number(value, 2) if not weights else "0" if value == 0 else f"{value:.2f}"
+    text = f"[{text}]" if marked else f"{text} "
+    return Text(f"{text:>7}" if not weights else f"{text:>6}", style=f"bold {style}" if marked else style)
+
+
+def _on(value: float) -> str:
+    background = colour_of(value)
+    ink = ink_on(background)
+    return f"#{ink[0]:02x}{ink[1]:02x}{ink[2]:02x} on #{background[0]:02x}{background[1]:02x}{background[2]:02x}"
+
+
+def shaded(console: Console, weights: Array, tokens: Sequence[str]) -> Text:
+    """A heat map of weights, three characters a cell: hundredths on colours, or shades where there are none."""
+    drawn = Text()
+    margin = max(map(len, tokens)) + 4
+    drawn.append(" " * margin + "".join(f"{j:>3}" for j in range(len(tokens))) + "\n", style="dim")
+    coloured = console.color_system in ("truecolor", "256")
+    for i, token in enumerate(tokens):
+        drawn.append(f"{i:>2} {token:<{margin - 3}}", style="cyan")
+        for value in map(float, weights[i]):
+            if coloured:
+                drawn.append(f"{min(round(100 * value), 99):>2} " if value >= 0.01 else " · ", style=_on(value**0.5))
+            else:
+                drawn.append(" " + ("··" if value < 0.01 else "░▒▓█"[min(int(value**0.5 * 4), 3)] * 2))
+        drawn.append("\n")
+    drawn.rstrip()
+    return drawn
+
+
+def picture(console: Console, drawing: Picture) -> Text:
+    """A picture with colours where the console has them."""
+    return Text.from_ansi(drawing.text(colour=console.color_system == "truecolor"))
+
+
+def number(value: float, digits: int = 4) -> str:
+    """A number as mathematics writes it, with −."""
+    if np.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    return f"{value:.{digits}f}".replace("-", "−")
+
+
+def progress(console: Console) -> Progress:
+    """A bar for long work, gone when done; none in a pipe."""
+    columns = (TextColumn("{task.description}", style="dim"), BarColumn(bar_width=30, complete_style="cyan"))
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

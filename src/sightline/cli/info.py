@@ -1,0 +1,136 @@
+"""`sightline info`: the machine, the frameworks, and what each kernel can do, as `Kernel.refuses` says."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from .. import __version__
+from ..attention import KERNELS
+from ..formula.library import alibi, causal
+from ..observe import weights
+from ..plan import Kernel
+from ..problem import Problem, pose
+from .console import facts, make_console, section, table
+
+__all__ = ["SAMPLES", "info", "support"]
+
+PACKAGES = {
+    "numpy": "",
+    "llvmlite": "generated kernels",
+    "torch": "tensors, layers, gradients; pip install torch",
+    "keras": "the Keras layer; pip install keras",
+    "matplotlib": 'picture files; pip install "sightline-attention[plot]"',
+    "ml_dtypes": "bfloat16 in NumPy; pip install ml_dtypes",
+}
+VECTORS = ("avx512f", "avx512bf16", "amx-bf16", "avx2", "fma", "sse4.2", "neon", "sve")
+
+
+def _sample(dtype: str = "float32", **options: Any) -> Problem:
+    """A small problem: 4 query heads on 2, 8 tokens, 8 wide."""
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        kind = np.dtype(ml_dtypes.bfloat16)
+    else:
+        kind = np.dtype(dtype)
+    query, key = np.ones((1, 4, 8, 8), kind), np.ones((1, 2, 8, 8), kind)
+    return pose(query, key, key, **options)
+
+
+SAMPLES: dict[str, Callable[[], Problem]] = {
+    "float64": lambda: _sample("float64"),
+    "float32": lambda: _sample("float32"),
+    "bfloat16": lambda: _sample("bfloat16"),
+    "float16": lambda: _sample("float16"),
+    "mask formula": lambda: _sample(mask=causal()),
+    "score formula": lambda: _sample(score=alibi(4)),
+    "grouped heads": _sample,
+    "sinks": lambda: _sample(sinks=np.zeros(4)),
+    "dropout": lambda: _sample(dropout=0.1, seed=0),
+    "see weights": lambda: _sample(see=[weights()]),
+}
+
+
+def support(kernels: tuple[Kernel, ...] = KERNELS) -> dict[str, dict[str, tuple[str, ...]]]:
+    """For every kernel and sample problem, the reasons it refuses; none means that it serves."""
+    problems = {}
+    for name, make in SAMPLES.items():
+        if name != "bfloat16" or find_spec("ml_dtypes"):
+            problems[name] = make()
+    return {
+        kernel.name: {name: tuple(map(str, kernel.refuses(problem))) for name, problem in problems.items()}
+        for kernel in kernels
+    }
+
+
+def info(console: Console | None = None) -> None:
+    """Print the page."""
+    console = make_console() if console is None else console
+    console.print(Text(f"sightline {__version__}", style="bold"))
+    section(console, "Machine")
+    console.print(facts(_machine().items()))
+    section(console, "Libraries")
+    console.print(facts((name, _found(name, use)) for name, use in PACKAGES.items()))
+    section(console, "Kernels")
+    console.print(facts((kernel.name, kernel.describes) for kernel in KERNELS))
+    console.print()
+    found = support()
+    samples = next(iter(found.values()))
+    rows = [(sample, *(_mark(found[kernel][sample]) for kernel in found)) for sample in samples]
+    console.print(table("", *found, rows=rows))
+    for kernel, answers in found.items():
+        for reason in dict.fromkeys(reason for reasons in answers.values() for reason in reasons):
+            console.print(f"{kernel}: {reason}", style="dim")
+    console.print(
+        "\nOf the kernels that serve a problem the cheapest is taken; sightline.explain(...) says which and why."
+    )
+
+
+def _machine() -> dict[str, str]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = {
+        "processor": f"{_processor()}, {usable} usable threads",
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}, Python {sys.version.split()[0]}",
+    }
+    if find_spec("llvmlite"):
+        import llvmlite.binding as llvm
+
+        from ..cpu.machine import host
+
+        features = llvm.get_host_cpu_features()
+        machine = host()
+        found["vectors"] = ", ".join(name for name in VECTORS if features.get(name)) or "none known"
+        found["kernels for"] = f"{machine.cpu}: {machine.registers} registers of {machine.width} bytes"
+    return found
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _found(name: str, use: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return f"not installed ({use})" if use else "not installed"
+
+
+def _mark(reasons: tuple[str, ...]) -> Text:
+    return Text("no", style="dim") if reasons else Text("yes", style="green")

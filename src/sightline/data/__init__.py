@@ -1,0 +1,76 @@
+"""Real activations of a trained encoder, shipped with the library; README.md beside this file tells their origin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from typing import Any
+
+import numpy as np
+
+from ..errors import ParameterError
+
+__all__ = ["NAMES", "Activations", "Layer", "load"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+NAMES = ("minilm_cat", "minilm_moby")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one attention layer took in and gave out, float32."""
+
+    query: Array  # (B, H, n, d_k)
+    key: Array  # (B, H, n, d_k)
+    value: Array  # (B, H, n, d_v)
+    output: Array  # (B, H, n, d_v), as the model computed it
+    weights: Array | None  # (B, H, n, n), as the model computed them, where they were kept
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Texts and what attention layers of all-MiniLM-L6-v2 made of them; scale 1/√d_k, keys past `lengths` hidden."""
+
+    texts: tuple[str, ...]
+    tokens: tuple[tuple[str, ...], ...]  # B rows of n
+    lengths: Array  # (B,) int64: real tokens of each row, the others are padding
+    layers: dict[int, Layer]
+
+
+def load(name: str) -> Activations:
+    """Activations by name.
+
+    Parameters
+    ----------
+    name : {"minilm_cat", "minilm_moby"}
+        Two sentences padded to 20 tokens, layers 0 and 3 with their weights; one paragraph of 135 tokens, layer 3.
+
+    Returns
+    -------
+    Activations
+
+    Raises
+    ------
+    ParameterError
+        Any other name.
+
+    Examples
+    --------
+    >>> import sightline.data
+    >>> cat = sightline.data.load("minilm_cat")
+    >>> cat.texts[0], cat.layers[3].query.shape
+    ('the cat ate the rat', (2, 12, 20, 32))
+    """
+    if name not in NAMES:
+        raise ParameterError(f"activations {name!r}", " or ".join(map(repr, NAMES)), f"load({NAMES[0]!r})")
+    with as_file(files(__package__) / f"{name}.npz") as path, np.load(path) as stored:
+        arrays = dict(stored)
+    numbers = sorted({int(key.removeprefix("layer").split("_")[0]) for key in arrays if key.startswith("layer")})
+    parts = ("query", "key", "value", "output", "weights")
+    return Activations(
+        tuple(map(str, arrays["texts"])),
+        tuple(tuple(map(str, row)) for row in arrays["tokens"]),
+        arrays["lengths"],
+        {number: Layer(*(arrays.get(f"layer{number}_{part}") for part in parts)) for number in numbers},  # type: ignore[arg-type]
+    )

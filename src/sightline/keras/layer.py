@@ -1,0 +1,107 @@
+"""Self-attention with its projections, as a Keras layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from ..attention import attention
+from ..errors import ParameterError, ShapeError
+from ..formula.library import dense
+from ..observe import weights
+
+__all__ = ["ScaledDotProductAttention"]
+
+Shape = tuple[int | None, ...]
+
+
+@keras.saving.register_keras_serializable(package="sightline")
+class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
+    """softmax(Q Kᵀ / √dk) V of one head, with Q = X W_Q + b_Q, K = X W_K + b_K, V = X W_V + b_V.
+
+    Parameters
+    ----------
+    dk : int
+        Width of query and key.
+    dv : int
+        Width of value and output.
+    return_attn : bool, default False
+        Return (weights, output), in this order, instead of output alone. The weights take n² memory.
+    use_bias : bool, default True
+        As `keras.layers.Dense` has it.
+    **options
+        `name`, `dtype` and the others of `keras.layers.Layer`.
+
+    Call
+    ----
+    inputs : (batch, n, d_model) floats
+    mask : (batch, n) bool, optional
+        True for real tokens, as Keras passes it on from Embedding and Masking: keys of padding are hidden. Where a
+        sequence has no real token, weights and output are 0.
+
+    Returns output (batch, n, dv), or (weights (batch, n, n), output).
+
+    Raises
+    ------
+    ParameterError
+        dk or dv below 1.
+    ShapeError
+        Inputs of other than three axes.
+
+    Notes
+    -----
+    The kernels start Glorot normal, the biases at 0 (Glorot and Bengio, 2010; Vaswani et al., 2017, section 3.2.1).
+
+    Examples
+    --------
+    >>> layer = ScaledDotProductAttention(64, 64, return_attn=True)  # doctest: +SKIP
+    >>> weights, output = layer(x)  # doctest: +SKIP
+    """
+
+    def __init__(self, dk: int, dv: int, return_attn: bool = False, *, use_bias: bool = True, **options: Any) -> None:
+        super().__init__(**options)
+        for name, width in (("dk", dk), ("dv", dv)):
+            if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+                raise ParameterError(f"{name}={width!r}", "a width of at least 1", f"{name}=64")
+        self.dk, self.dv, self.return_attn, self.use_bias = dk, dv, return_attn, use_bias
+        self.supports_masking = True
+        self.query, self.key, self.value = (
+            keras.layers.Dense(
+                width, use_bias=use_bias, kernel_initializer="glorot_normal", dtype=self.dtype_policy, name=name
+            )
+            for name, width in (("query", dk), ("key", dk), ("value", dv))
+        )
+
+    def build(self, input_shape: Shape) -> None:
+        """Make the weights for inputs of this shape."""
+        if len(input_shape) != 3:
+            raise ShapeError(
+                f"inputs of shape {tuple(input_shape)}", "(batch, n, d_model)", "inputs[None] for one text"
+            )
+        for projection in (self.query, self.key, self.value):
+            projection.build(input_shape)
+
+    def call(self, inputs: Any, mask: Any = None) -> Any:
+        """Output, or (weights, output)."""
+        query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
+        hidden = None if mask is None else dense(keras.ops.cast(mask, "bool")[:, None, None, :])
+        if not self.return_attn:
+            return attention(query, key, value, mask=hidden)
+        output, (matrix,) = attention(query, key, value, mask=hidden, see=[weights()])
+        return matrix, output
+
+    def compute_output_shape(self, input_shape: Shape) -> Any:
+        """Shape of the output, or of (weights, output)."""
+        batch, n, _ = input_shape
+        output = (batch, n, self.dv)
+        return ((batch, n, n), output) if self.return_attn else output
+
+    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+        """The output has the inputs' mask, the weights have none."""
+        return (None, previous_mask) if self.return_attn else previous_mask
+
+    def get_config(self) -> dict[str, Any]:
+        """What `from_config` needs to make the layer again."""
+        own = {"dk": self.dk, "dv": self.dv, "return_attn": self.return_attn, "use_bias": self.use_bias}
+        return {**super().get_config(), **own}

@@ -1,0 +1,200 @@
+"""The commands: what they say, that pipes get plain text of 80 columns, and that errors are messages."""
+
+import importlib.util
+import io
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from sightline import __version__, attention, padding, weights
+from sightline.attention import KERNELS
+from sightline.cli import main
+from sightline.cli.demo import budget, compare, errors
+from sightline.cli.explain import explain
+from sightline.cli.info import SAMPLES, support
+from sightline.data import NAMES, load
+from sightline.errors import ParameterError
+from sightline.problem import pose
+from sightline.testing import assert_within_budget, plain
+from sightline.walkthrough import walk_through
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """A command's exit code, output and errors; everything printed is plain and fits 80 columns."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+    def command(*arguments):
+        code = main(arguments)
+        captured = capsys.readouterr()
+        assert "\x1b" not in captured.out + captured.err
+        assert max(map(len, captured.out.splitlines()), default=0) <= 80
+        return code, captured.out, captured.err
+
+    return command
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"sightline {__version__}\n"
+
+
+def test_explain_shows_every_stage(run):
+    code, out, _ = run("explain", "the cat ate the rat")
+    assert code == 0
+    assert re.search(r"number +9 +0 +2 +7 +0 +7 +3 +9 +0 +6 +7$", out, re.M)
+    for stage in (
+        "Tokens",
+        "Embeddings",
+        "Projections",
+        "Query, key",
+        "Rotation",
+        "Scores",
+        "Scaled",
+        "Mask",
+        "Weights",
+    ):
+        assert re.search(rf"^\d+  {stage}.*\(", out, re.M), stage
+    for shape in ("(11, 512)", "3 × (512, 64)", "3 × (11, 64)", "(11, 11)", "(11, 64)"):
+        assert shape in out
+    assert "query 2 (c) and key 9 (r), 7 apart" in out
+    assert "The mask allows the pair" in out
+    value = walk_through().stages.weights[2, 9]
+    assert f"[{value:.2f}]" in out
+
+
+def test_explain_under_the_causal_mask(run):
+    code, out, _ = run("explain", "--mask", "causal")
+    assert code == 0
+    assert re.search(r"^weight .* 0$", out, re.M)
+    assert "its weight is exactly 0" in out
+    assert "66 of 121 pairs allowed" in out
+
+
+def test_explain_options(run):
+    code, out, _ = run(
+        "explain", "cat " * 9 + "rat", "--d-model", "6", "--d-k", "2", "--seed", "5", "--mask", "window:3"
+    )
+    assert code == 0
+    assert "3 × (6, 2)" in out
+    assert "⋯" in out
+    assert run("explain", "the", "--d-k", "4", "--pair", "0", "0")[0] == 0
+
+
+def test_explain_draws_two_figures(run, tmp_path):
+    code, out, _ = run("explain", "--figure", str(tmp_path / "cat.svg"))
+    assert code == 0
+    assert "Wrote" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cat-scaling.svg", "cat.svg"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "the dog"], "'d', 'g', 'o'"),
+        (["explain", "--mask", "diagonal"], "none, causal or window:N"),
+        (["explain", "--d-k", "7"], "even width"),
+        (["explain", "--figure", "cat.bmp"], ".png, .svg, .pdf"),
+    ],
+)
+def test_errors_are_messages(run, arguments, message):
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert message in err
+    assert "cure:" in err
+    assert "Traceback" not in err
+
+
+def test_colours_in_a_terminal(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    console = Console(force_terminal=True, color_system="truecolor", width=90, highlight=False, file=io.StringIO())
+    with console.capture() as captured:
+        explain(walk_through(mask="causal"), 0, console)
+    assert "48;2;254;232;56" in captured.get()
+
+
+def test_info_says_what_kernels_say(run):
+    code, out, _ = run("info")
+    assert code == 0
+    for kernel in KERNELS:
+        assert kernel.describes.split()[0] in out
+    assert np.__version__ in out
+    answers = support()
+    for sample in SAMPLES:
+        words = ["no" if answers[kernel.name][sample] else "yes" for kernel in KERNELS]
+        assert re.search(rf"^{sample} +{' +'.join(words)}$", out, re.M)
+    for reasons in answers["cpu"].values():
+        for reason in reasons:
+            assert reason in out
+
+
+def test_demo(run, tmp_path):
+    code, out, _ = run("demo", "--output", str(tmp_path / "demo.png"), "--repeats", "1")
+    assert code == 0
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    for said in ("the cat ate the rat", "kernel", "float64 definition", "Sightline", "NumPy", "torch SDPA", "15 ran"):
+        assert said in out
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_the_models_own_numbers_within_rounding(layer):
+    """The trained model's weights and outputs come out of its queries, keys and values again, within float32."""
+    cat = load("minilm_cat")
+    given, mask = cat.layers[layer], padding(cat.lengths)
+    out, (seen,) = attention(given.query, given.key, given.value, mask=mask, see=[weights()])
+    assert max(budget(given, mask, out, seen)) <= 1
+    rough = plain(pose(given.query, given.key, given.value, mask=mask))
+    assert_within_budget(out, given.output.astype(float), rough.output)  # no farther from the model than plain NumPy is
+    assert_within_budget(seen, given.weights.astype(float), rough.weights)
+    found = errors(given, mask, out, seen)
+    assert max(max(both) for both in found.values()) < 32 * np.finfo(np.float32).eps
+    assert not seen[0, :, :, cat.lengths[0] :].any()
+
+
+def test_comparison_times_every_contender():
+    arrays = [np.ones((1, 2, 8, 4), np.float32)] * 3
+    times = compare(arrays, np.array([5]), 2)
+    assert list(times) == ["Sightline", "torch SDPA", "NumPy"]
+    assert min(times.values()) > 0
+
+
+def test_demo_without_torch_and_matplotlib(run, monkeypatch):
+    find = importlib.util.find_spec
+    absent = ("torch", "matplotlib")
+    for place in ("sightline.cli.demo.find_spec", "importlib.util.find_spec"):
+        monkeypatch.setattr(place, lambda name, *rest: None if name in absent else find(name, *rest))
+    code, out, _ = run("demo", "--repeats", "1", "--layer", "0", "--head", "5")
+    assert code == 0
+    assert "pip install torch" in out
+    assert 'pip install "sightline-attention[plot]"' in out
+    assert "NumPy" in out
+
+
+def test_shipped_activations():
+    assert set(NAMES) == {"minilm_cat", "minilm_moby"}
+    moby = load("minilm_moby")
+    assert moby.texts[0].startswith("Call me Ishmael.")
+    assert moby.layers[3].query.shape == (1, 12, len(moby.tokens[0]), 32)
+    assert moby.layers[3].weights is None
+    with pytest.raises(ParameterError, match="minilm_cat"):
+        load("minilm_dog")
+
+
+def test_commands_load_no_framework_they_do_not_need():
+    """`explain` and `info` in a fresh interpreter: neither torch, keras nor matplotlib."""
+    program = (
+        "import sys, json, sightline; first = sorted(sys.modules)\n"
+        "from sightline.cli import main; main(['explain']); main(['info'])\n"
+        "print(json.dumps([first, sorted(sys.modules)]))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, later = json.loads(result.stdout.splitlines()[-1])
+    assert not {"torch", "keras", "matplotlib", "rich", "llvmlite"} & set(first)
+    assert not {"torch", "keras", "matplotlib"} & set(later)

@@ -1,0 +1,292 @@
+"""The layers against the forms they stand for, each written out here by hand."""
+
+import doctest
+import itertools
+import math
+import pathlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sightline
+from sightline import i, j
+from sightline.errors import MaskError, ParameterError, ShapeError
+from sightline.problem import pose
+from sightline.testing import assert_within_budget, plain
+from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, functional, layers
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def agrees(layer, tensors, mask, hide, scale=None):
+    """Output and weights, in float32, are the textbook's within the budget."""
+    truth = textbook(*(x.double() for x in tensors), hide, scale)
+    allowed = ~hide.expand(truth[1].shape)
+    rough = plain(pose(*tensors, mask=allowed[:, None] if allowed.ndim == 3 else allowed, scale=scale))
+    for found, oracle, worst in zip(layer(*tensors, mask), truth, (rough.output, rough.weights), strict=True):
+        assert_within_budget(found, oracle, worst.reshape(-1, *oracle.shape))
+
+
+def textbook(query, key, value, hide=None, scale=None):
+    """softmax(QKᵀ · scale + M) V; a row that sees nothing is 0."""
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    if hide is not None:
+        scores = scores.masked_fill(hide, -math.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return weights @ value, weights
+
+
+# -- ScaledDotProductAttention -----------------------------------------------------------------------------------------
+
+HEADS = (6, 4, 9, 8)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize("shape", [(9, 9), (6, 1, 9, 9), (6, 1, 1, 9), (6, 4, 9, 9)])
+def test_mask_whose_zero_hides(kind, shape):
+    mask = (drawn(*shape) > -0.5).to(kind)
+    agrees(ScaledDotProductAttention(), [drawn(*HEADS, seed=k) for k in range(3)], mask, mask == 0)
+
+
+def test_mask_whose_true_hides_and_scale_of_the_models_width():
+    mask = drawn(6, 1, 9, 9) > 0
+    mask[:, :, 3] = True
+    layer = ScaledDotProductAttention(scale=1 / math.sqrt(32), mask_means="ignore")
+    tensors = [drawn(*HEADS, seed=k) for k in range(3)]
+    agrees(layer, tensors, mask, mask, 1 / math.sqrt(32))
+    output, weights = layer(*tensors, mask)
+    assert not output[:, :, 3].any()
+    assert not weights[:, :, 3].any()
+
+
+def test_without_heads_the_mask_stands_for_the_batch():
+    mask = drawn(6, 9, 9) > 0
+    agrees(ScaledDotProductAttention(), [drawn(6, 9, 8), drawn(6, 9, 8, seed=1), drawn(6, 9, 3)], mask, ~mask)
+
+
+def test_more_leading_axes_than_one():
+    mask = drawn(3, 1, 4, 9, 9) > 0
+    agrees(ScaledDotProductAttention(), [drawn(3, 2, 4, 9, 8, seed=k) for k in range(3)], mask, ~mask)
+
+
+def test_a_formula_as_mask_means_attend():
+    x = drawn(*HEADS)
+    for meaning in ("attend", "ignore"):
+        output, _ = ScaledDotProductAttention(mask_means=meaning)(x, x, x, i >= j)
+        assert torch.equal(output, sightline.attention(x, x, x, mask=i >= j))
+
+
+def test_drops_only_while_training_and_returns_weights_before_it():
+    layer, x = ScaledDotProductAttention(dropout=0.5), drawn(*HEADS)
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(layer(x, x, x))
+    still = layer.eval()(x, x, x)
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert not torch.equal(outputs[0][0], outputs[2][0])
+    assert not torch.equal(outputs[0][0], still[0])
+    for _, weights in outputs:
+        torch.testing.assert_close(weights, still[1])
+    assert torch.equal(still[0], layer(x, x, x)[0])
+
+
+def test_weights_have_gradients():
+    x = drawn(2, 5, 3).requires_grad_()
+    _, weights = ScaledDotProductAttention()(x, x, x)
+    assert torch.autograd.grad(weights.square().sum(), x)[0].any()
+
+
+def test_unknown_meaning_of_a_mask():
+    with pytest.raises(ParameterError, match="mask_means"):
+        ScaledDotProductAttention(mask_means="maybe")
+
+
+# -- SelfAttention -----------------------------------------------------------------------------------------------------
+
+
+def turned(x):
+    n, d = x.shape[-2:]
+    angles = torch.arange(n, dtype=torch.float64)[:, None] * 10000.0 ** (
+        -torch.arange(0, d, 2, dtype=torch.float64) / d
+    )
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+@pytest.mark.parametrize(("heads", "rope", "causal"), [*itertools.product((1, 3), (True, False), (True, False))])
+def test_self_attention(heads, rope, causal):
+    torch.manual_seed(0)
+    layer = SelfAttention(16, 8, 4, heads=heads, rope=rope, causal=causal)
+
+    def by_hand(x):
+        def split(projection):
+            return (x @ projection.weight.T.to(x.dtype)).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+        query, key, value = split(layer.query), split(layer.key), split(layer.value)
+        if rope:
+            query, key = turned(query), turned(key)
+        hide = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if causal else None
+        return textbook(query, key, value, hide)[0].transpose(1, 2).flatten(2).detach()
+
+    x = drawn(6, 9, 16)
+    assert_within_budget(layer(x).detach(), by_hand(x.double()), by_hand(x))
+    assert layer(x).shape == (6, 9, heads * 4)
+
+
+def test_self_attention_trains_and_starts_glorot_normal():
+    torch.manual_seed(0)
+    layer = SelfAttention(64, 64, 64)
+    layer(drawn(2, 5, 64)).sum().backward()
+    assert all(parameter.grad.any() for parameter in layer.parameters())
+    variance = layer.query.weight.detach().var() * (64 + 64) / 2
+    assert 0.9 < variance < 1.1
+    with pytest.raises(ParameterError, match="even"):
+        SelfAttention(8, 3, 4)
+
+
+# -- MultiHeadAttention ------------------------------------------------------------------------------------------------
+
+WAYS = [
+    {},
+    {"batch_first": True, "bias": False},
+    {"batch_first": True, "kdim": 5, "vdim": 7},
+    {"add_bias_kv": True, "add_zero_attn": True},
+    {"batch_first": True, "add_bias_kv": True, "bias": False, "kdim": 5, "vdim": 7},
+]
+PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] + [True] * 5])
+BLOCKED = (drawn(4, 6) > 0.5) & (torch.arange(6) > 0)
+MASKS = {
+    "none": {},
+    "attn_mask": {"attn_mask": BLOCKED},
+    "floats": {"attn_mask": drawn(4, 6), "average_attn_weights": False},
+    "for each head": {"attn_mask": BLOCKED.repeat(6, 1, 1), "average_attn_weights": False},
+    "padding": {"key_padding_mask": PADDING},
+    "both": {"attn_mask": BLOCKED, "key_padding_mask": PADDING},
+    "both as floats": {
+        "attn_mask": drawn(6, 4, 6),
+        "key_padding_mask": torch.zeros(3, 6).masked_fill(PADDING, -math.inf),
+    },
+}
+
+
+def pair(**way):
+    """torch's layer and ours with the same parameters, which start away from 0."""
+    torch.manual_seed(0)
+    theirs, ours = nn.MultiheadAttention(8, 2, **way), MultiHeadAttention(8, 2, **way)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter)
+    assert str(ours.load_state_dict(theirs.state_dict())) == "<All keys matched successfully>"
+    return theirs, ours
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_agrees_with_torchs_layer(way, mask):
+    theirs, ours = (layer.double() for layer in pair(**way))
+    tensors = [drawn(3, 4, 8), drawn(3, 6, way.get("kdim", 8)), drawn(3, 6, way.get("vdim", 8))]
+    if not way.get("batch_first"):
+        tensors = [x.transpose(0, 1) for x in tensors]
+    tensors = [x.double().requires_grad_() for x in tensors]
+    options = {
+        k: x.double() if isinstance(x, torch.Tensor) and x.dtype != torch.bool else x for k, x in MASKS[mask].items()
+    }
+    results = []
+    for layer in (theirs, ours):
+        with sdpa_kernel(SDPBackend.MATH):
+            output, weights = layer(*tensors, **options)
+            gradients = torch.autograd.grad(
+                (output.square().sum() + weights.square().sum()), [*tensors, *layer.parameters()]
+            )
+        without, nothing = layer(*tensors, **options, need_weights=False)
+        assert nothing is None
+        results.append((output, weights, without, *gradients))
+    for found, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_without_a_batch_and_causal():
+    theirs, ours = (layer.double() for layer in pair())
+    x = drawn(5, 8).double()
+    later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    for found, expected in zip(ours(x, x, x, is_causal=True), theirs(x, x, x, attn_mask=later), strict=True):
+        torch.testing.assert_close(found, expected)
+    padding = torch.tensor([False, False, False, True, True])
+    for found, expected in zip(ours(x, x, x, padding), theirs(x, x, x, padding), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_query_that_sees_nothing_gets_the_projection_of_zero():
+    _, ours = pair(batch_first=True)
+    x = drawn(2, 3, 8)
+    output, weights = ours(x, x, x, key_padding_mask=torch.ones(2, 3, dtype=torch.bool))
+    assert not weights.any()
+    assert torch.equal(output, ours.out_proj.bias.expand(2, 3, 8))
+
+
+def test_dropout_in_training_only():
+    _, ours = pair(dropout=0.5)
+    x = drawn(5, 2, 8)
+    torch.manual_seed(3)
+    first = ours(x, x, x)[0]
+    torch.manual_seed(3)
+    assert torch.equal(first, ours(x, x, x)[0])
+    assert not torch.equal(first, ours.eval()(x, x, x)[0])
+
+
+def test_in_torchs_encoder_layer():
+    encoder = nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0).double()
+    x = drawn(2, 5, 8).double()
+    expected = encoder(x)
+    ours = MultiHeadAttention(8, 2, batch_first=True).double()
+    ours.load_state_dict(encoder.self_attn.state_dict())
+    encoder.self_attn = ours
+    torch.testing.assert_close(encoder(x), expected)
+
+
+def test_masks_that_do_not_fit():
+    _, ours = pair(batch_first=True)
+    x = drawn(2, 3, 8)
+    with pytest.raises(ShapeError):
+        ours(x, x, x, attn_mask=torch.ones(3, 4, dtype=torch.bool))
+    with pytest.raises(MaskError):
+        functional.scaled_dot_product_attention(x, x, x, torch.ones(3, 3, dtype=torch.int32))
+
+
+LAYERS = {
+    "SelfAttention": lambda: SelfAttention(8, 4, 4, heads=2),
+    "MultiHeadAttention": lambda: pair(batch_first=True)[1],
+    "ScaledDotProductAttention": ScaledDotProductAttention,
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_compile_whole(name):
+    layer = LAYERS[name]()
+    torch.compiler.reset()
+    arguments = [drawn(2, 5, 8)] * (1 if isinstance(layer, SelfAttention) else 3)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected, found = layer(*arguments), compiled(*arguments)
+    if isinstance(layer, SelfAttention):
+        expected, found = [expected], [found]
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+
+
+# -- examples ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [functional, layers], ids=lambda module: module.__name__)
+def test_examples_in_docstrings(module):
+    assert doctest.testmod(module).failed == 0
+
+
+def test_the_page_on_layers():
+    page = pathlib.Path(__file__).parent.parent / "docs" / "layers.md"
+    results = doctest.testfile(str(page), module_relative=False)
+    assert results.attempted > 0
+    assert results.failed == 0

@@ -1,0 +1,200 @@
+"""Pictures: their cells against the values, any length, terminals with and without colours, and files."""
+
+import builtins
+import doctest
+import re
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import sightline.view
+from sightline import alibi, bias, causal, dense, documents, i, j, padding, s, softcap, where, window
+from sightline.errors import MissingExtraError, ParameterError, ShapeError, TableError
+from sightline.view import Picture, effect_of_scaling, heatmap, save, scaling_figure
+from sightline.view.heatmap import pooled
+from sightline.view.terminal import colour_of, colours_here, ink_on
+
+MASKS = {
+    "causal": causal(),
+    "window": causal() & window(3),
+    "documents": documents(lengths=[3, 5, 4] + [2] * 26),
+    "stripes": (i * j) % 7 == 0,
+    "nothing": i < 0,
+    "everything": i >= 0,
+}
+
+
+def test_the_example_of_the_docs():
+    assert doctest.testmod(sightline.view).failed == 0
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_short_masks_are_exact(name):
+    mask = MASKS[name]
+    picture = mask.show(12)
+    assert np.array_equal(picture.cells(12, 12), mask.array(12).astype(float))
+    lines = picture.text(colour=False).splitlines()
+    drawn = np.array([[cell == "█" for cell in line.split("│")[1][::2]] for line in lines if "│" in line])
+    assert np.array_equal(drawn, mask.array(12))
+    assert f"{mask.array(12).sum()} of 144 pairs" in lines[0] + lines[1]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_cells_of_long_masks_tell_empty_full_and_between(name):
+    mask, n = MASKS[name], 64
+    cells = mask.show(n).cells(4, 3)  # 16 wide: samples do not see every pair, bounds must know
+    whole = mask.array(n).reshape(4, 16, 2, 32).mean(axis=(1, 3))
+    sure = (cells == 0) | (cells == 1)
+    assert np.array_equal(cells[sure], whole[sure])
+    if name not in ("stripes", "documents"):
+        assert np.array_equal(sure, (whole == 0) | (whole == 1))
+    fine = mask.show(n).cells(8, 8)
+    assert np.array_equal(fine, mask.array(n).reshape(8, 8, 8, 8).mean(axis=(1, 3)))
+
+
+def test_a_million_by_a_million():
+    picture = (causal() & window(4096) | (j < 100)).show(1_000_000)
+    cells = picture.cells(64, 64)
+    off_diagonal = np.abs(np.subtract.outer(*[np.arange(len(cells))] * 2)) > 1
+    off_diagonal[:, 0] = False
+    assert not cells[off_diagonal].any()
+    assert cells.diagonal().all()
+    assert "1,000,000 queries × 1,000,000 keys" in str(picture)
+    assert "999,999" in str(picture)
+
+
+def test_batches_and_heads():
+    mask = padding([3, 5])
+    assert mask.show(5, batch=0).cells(5, 5).sum() == 15
+    assert mask.show(5, batch=1).cells(5, 5).sum() == 25
+    assert "at b = 1" in str(mask.show(5, batch=1))
+    with pytest.raises(TableError, match="outside its table"):
+        mask.show(5, batch=2)
+    whole = np.arange(2 * 3 * 4 * 4).reshape(2, 3, 4, 4) % 5 == 0
+    assert np.array_equal(dense(whole).show(4, batch=1, head=2).cells(4, 4), whole[1, 2].astype(float))
+    with pytest.raises(ShapeError):
+        dense(whole).show(5)
+    with pytest.raises(ParameterError):
+        mask.show(-1)
+
+
+def test_scores_show_what_they_add(rng):
+    added = rng.normal(size=(6, 6))
+    added[0, 3] = -np.inf
+    cells = bias(added).show(6).cells(6, 6)
+    assert np.array_equal(cells, np.where(np.isinf(added), np.nan, added), equal_nan=True)
+    picture = alibi(8).show(9, head=1)
+    assert np.array_equal(picture.cells(9, 9), -0.25 * np.subtract.outer(np.arange(9), np.arange(9)))
+    assert "−2 ░▒▓█ 2" in picture.text(colour=False)
+    assert "at h = 1, s = 0" in picture.text(colour=False)
+    assert "0 ░▒▓█ 0" in softcap(30.0).show(4).text(colour=False)
+    assert "all hidden" in where(i >= 0, -np.inf, s).show(4).text(colour=False)
+
+
+def test_lines_fit_80_columns_and_pipes_get_no_escapes():
+    for picture in (causal().show(8), window(9, 9).show(300, 17), alibi(4).show(1000), causal().show(40)):
+        plain, coloured = picture.text(colour=False), picture.text(colour=True)
+        assert "\x1b" not in plain
+        assert max(map(len, plain.splitlines())) <= 80
+        stripped = re.sub("\x1b\\[[0-9;]*m", "", coloured)
+        assert "48;2;" in coloured
+        assert max(map(len, stripped.splitlines())) <= 80
+    assert repr(causal().show(3)) == str(causal().show(3))
+    assert "0 queries" in str(causal().show(0))
+
+
+def test_colours_only_where_a_terminal_has_them(monkeypatch):
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert colours_here()
+    assert "\x1b[48;2;" in str(causal().show(4))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not colours_here()
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("COLORTERM", "")
+    assert not colours_here()
+    assert colour_of(0.0) == (0, 34, 78)
+    assert colour_of(1.0) == (254, 232, 56)
+    assert (ink_on(colour_of(0.0)), ink_on(colour_of(1.0))) == ((255, 255, 255), (0, 0, 0))
+
+
+SIGNATURES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+
+
+@pytest.mark.parametrize("ending", SIGNATURES)
+def test_files(tmp_path, ending):
+    for name, picture in (("mask", causal().show(100_000)), ("score", alibi(8).show(10)), ("empty", causal().show(0))):
+        path = picture.save(tmp_path / f"{name}.{ending}")
+        assert path.read_bytes().startswith(SIGNATURES[ending])
+
+
+def test_notebooks():
+    picture = causal().show(5)
+    assert picture._repr_png_().startswith(SIGNATURES["png"])
+    assert picture._repr_html_() is None
+    with pytest.raises(ParameterError, match=r"\.png, \.svg, \.pdf"):
+        picture.save("picture.bmp")
+
+
+def test_without_matplotlib(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *rest, **more):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr("sightline.view.plotting.has_matplotlib", lambda: False)
+    picture = causal().show(5)
+    assert "██" in picture.text(colour=False)
+    assert picture._repr_png_() is None
+    assert picture._repr_html_().startswith("<pre")
+    with pytest.raises(MissingExtraError, match=r'pip install "sightline-attention\[plot\]"'):
+        picture.save("picture.png")
+
+
+def test_heatmap_annotates_what_is_small(rng):
+    weights = np.tril(rng.uniform(size=(4, 4)))
+    axis = heatmap(weights, ["the", " ", "c", "at"], title="four tokens")
+    written = [text.get_text() for text in axis.texts]
+    assert written.count("0") == 6
+    assert len(written) == 16
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["the", "␣", "c", "at"]
+    assert axis.get_title(loc="left") == "four tokens"
+    large = heatmap(rng.uniform(size=(1, 1, 40, 30)), (["q"] * 40, ["k"] * 30))
+    assert not large.texts
+    assert len(large.get_xticklabels()) == 30
+
+
+def test_heatmap_on_a_given_axis_and_pooled(rng, tmp_path):
+    axis = Figure().add_subplot()
+    weights = rng.uniform(size=(1100, 2000))
+    assert heatmap(weights, axis=axis) is axis
+    assert axis.images[0].get_array().shape == (512, 512)
+    assert save(axis.figure, tmp_path / "large.png").exists()
+    assert np.array_equal(pooled(np.arange(12.0).reshape(4, 3), 2), [[1.5, 3.0], [7.5, 9.0]])
+
+
+@pytest.mark.parametrize("wrong", [((3,), None), ((2, 3, 3), None), ((3, 3), ["a"]), ((3, 2), ["a", "b", "c"])])
+def test_heatmap_checks_shapes(wrong):
+    shape, labels = wrong
+    with pytest.raises(ShapeError):
+        heatmap(np.ones(shape), labels)
+
+
+def test_scaling_keeps_softmax_soft():
+    effects = effect_of_scaling()
+    assert [effect.d_k for effect in effects] == [1, 16, 64, 256, 512]
+    assert np.array_equal(effects[0].plain.ranked, effects[0].scaled.ranked)
+    plain_keys, scaled_keys = ([getattr(e, side).keys for e in effects] for side in ("plain", "scaled"))
+    assert plain_keys == sorted(plain_keys, reverse=True)
+    assert plain_keys[-1] < 2 < 10 < min(scaled_keys)
+    assert effects[-1].plain.gradient < effects[-1].scaled.gradient / 3
+    assert len(scaling_figure(effects).axes) == 7
+
+
+def test_pictures_come_from_formulas():
+    assert isinstance(causal().show(3), Picture)
