@@ -2,6 +2,8 @@
 """The Keras layer: its numbers, masks, training, and the way to disk and back."""
 
 import os
+import subprocess
+import sys
 
 os.environ["KERAS_BACKEND"] = "torch"  # before keras is first imported
 
@@ -125,3 +127,17 @@ def test_widths_are_checked(wrong):
 def test_inputs_have_three_axes():
     with pytest.raises(ShapeError, match=r"\(batch, n, d_model\)"):
         ScaledDotProductAttention(4, 4)(np.zeros((5, 4), np.float32))
+
+
+@pytest.mark.parametrize("backend", ["numpy", "tensorflow"])
+def test_other_backends_are_refused_with_the_cure(backend):
+    """Whether they are installed or not."""
+    result = subprocess.run(
+        [sys.executable, "-c", "import sightline.keras"],
+        env={**os.environ, "KERAS_BACKEND": backend},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "ParameterError: Keras" in result.stderr
+    assert "KERAS_BACKEND=torch" in result.stderr

@@ -35,7 +35,7 @@ WARM_UP = 2
 
 def demo(output: str | None = None, layer: int = 3, head: int = 1, repeats: int = 7) -> None:
     """Run and print it; the picture goes to `output`."""
-    console = make_console()
+    console, repeats = make_console(), max(repeats, 1)
     cat, moby = load("minilm_cat"), load("minilm_moby")
     chosen, mask = cat.layers[layer], padding(cat.lengths)
     console.print(Text("softmax(Q Kᵀ / √d_k + M) V   on what a trained model computed", style="bold"))
@@ -131,7 +131,7 @@ def compare(
     """Median seconds of Sightline, torch's attention where it is installed, and the formula written out in NumPy."""
     runs = _contenders(arrays, lengths)
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(WARM_UP + max(repeats, 1)):
+    for turn in range(WARM_UP + repeats):
         for name, run in runs.items():
             started = time.perf_counter()
             run()

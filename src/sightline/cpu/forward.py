@@ -114,12 +114,11 @@ class Forward:
         """Qᵀ[d][lane] = Q[i0 + lane][d] · factor; lanes past the end repeat the last query."""
         code, given = self.code, self.given
         step = self.column(given.query_column, 0)
-        factor = given.factor.to(self.float)
         with code.loop(0, self.tiles.block) as lane:
             source = self.q.at((self.i0 + code.minimum(lane, self.valid - 1)) * given.query_row)
             with code.loop(0, self.structure.d_k) as d:
-                entry = source.at(d * step).load(self.float) * factor
-                self.lane_of(self.q_t, d, lane).store(entry)
+                entry = source.at(d * step).load(self.float).to(DOUBLE) * given.factor
+                self.lane_of(self.q_t, d, lane).store(entry.to(self.float))
 
     def lane_of(self, matrix: Value, row: Any, lane: Value) -> Value:
         """Address of one number of a scratch matrix."""
@@ -252,12 +251,14 @@ class Forward:
             self.largest[v].set(new)
             self.shift[v].set(shift)
             self.alpha[v].set(alpha)
-            self.total[v].set(self.total[v].get() * alpha)
+        sums = [Variable(code, self.vector, 0.0) for _ in self.vectors]
         with code.loop(0, self.keys) as key:
             for v in self.vectors:
                 p = exp2_of_negative(code, tiles.load(self.s_t, key, v) - self.shift[v].get())
                 tiles.store(self.s_t, key, v, p)
-                self.total[v].set(self.total[v].get() + p)
+                sums[v].set(sums[v].get() + p)
+        for v in self.vectors:
+            self.total[v].set(code.fma(self.total[v].get(), self.alpha[v].get(), sums[v].get()))
 
     def weigh_values(self, j0: Value) -> None:
         """Oᵀ = α Oᵀ + Σ V[key][d_v] · P[key][lane]."""
@@ -267,17 +268,12 @@ class Forward:
 
         def rows(first: Value, count: int) -> None:
             bases = [values.at((first + r) * step) for r in range(count)]
-            sums = [
-                [
-                    Variable(code, self.vector, tiles.load(self.o_t, first + r, v) * self.alpha[v].get())
-                    for v in self.vectors
-                ]
-                for r in range(count)
-            ]
+            sums = [[Variable(code, self.vector, 0.0) for _ in self.vectors] for _ in range(count)]
             tiles.accumulate(sums, bases, given.value_row, self.s_t, self.keys)
             for r in range(count):
-                for v in self.vectors:
-                    tiles.store(self.o_t, first + r, v, sums[r][v].get())
+                for v in self.vectors:  # added at the end: a tile's sum is rounded at its own size
+                    old = tiles.load(self.o_t, first + r, v)
+                    tiles.store(self.o_t, first + r, v, code.fma(old, self.alpha[v].get(), sums[r][v].get()))
 
         tiles.in_groups(self.structure.d_v, self.structure.d_v, rows)
 
@@ -319,10 +315,11 @@ class Forward:
         row = (self.b * given.H + self.h) * given.n + self.i0
         with code.loop(0, self.valid) as lane:
             sum_of_row = self.lane_of(total, 0, lane).load(self.float)
-            factor = 1.0 / sum_of_row
+            factor = 1.0 / sum_of_row.to(DOUBLE)
             target = given.output.at((row + lane) * (self.structure.d_v * size))
             with code.loop(0, self.structure.d_v) as d:
-                target.at(d * size).store(self.lane_of(self.o_t, d, lane).load(self.float) * factor)
+                entry = self.lane_of(self.o_t, d, lane).load(self.float).to(DOUBLE) * factor
+                target.at(d * size).store(entry.to(self.float))
             base_2 = self.lane_of(base, 0, lane).load(self.float).to(DOUBLE)
             lse = code.fma(base_2, math.log(2), code.intrinsic("log", sum_of_row.to(DOUBLE)))
             given.lse.at((row + lane) * 8).store(lse)

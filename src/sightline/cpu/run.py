@@ -12,9 +12,10 @@ from ..arrays import convert, to_numpy
 from ..formula.bounds import intervals
 from ..formula.expression import Lookup, from_text, walk
 from ..formula.runs import Runs, box_of, find_runs
+from ..observe import Lse
 from ..plan import Result
 from ..problem import Problem
-from ..streaming import Work, observe
+from ..streaming import Streaming
 from . import threads as team
 from .arguments import pack
 from .compile import compile_module
@@ -28,14 +29,15 @@ _compiled: dict[Structure, int] = {}
 
 
 def run(problem: Problem, threads: int | None = None) -> Result:
-    """Forward through the generated kernel; statistics beyond lse by a second pass over the tiles."""
+    """Forward through the generated kernel; statistics beyond lse by `streaming`, from scores and normaliser of one pass."""
     arrays = [to_numpy(x) for x in (problem.query, problem.key, problem.value)]
     output = np.empty((*problem.lead, problem.H, problem.n, problem.d_v), problem.dtype)
     lse = np.empty((*problem.lead, problem.H, problem.n), np.float64)
     if output.size or lse.size:
         _call(problem, arrays, output, lse, team.count(threads))
-    seen = observe(Work(problem), convert(lse, problem.query)) if problem.see else ()
-    return Result(convert(output, problem.query), convert(lse.astype(problem.dtype), problem.query), seen)
+    output, lse = convert(output, problem.query), convert(lse.astype(problem.dtype), problem.query)
+    rides = all(isinstance(statistic, Lse) for statistic in problem.see)
+    return Result(output, lse, (lse,) * len(problem.see) if rides else Streaming().run(problem).seen)
 
 
 def _call(problem: Problem, arrays: list[Any], output: Any, lse: Any, threads: int) -> None:

@@ -80,7 +80,7 @@ OPERATORS: dict[str, Operator] = {
     "greater_equal": Operator("≥", 2, 4, _condition),
     "equal": Operator("=", 2, 4, _condition),
     "not_equal": Operator("≠", 2, 4, _condition),
-    "logical_not": Operator("¬", 1, 3, _condition, (0,)),
+    "logical_not": Operator("¬", 1, 7, _condition, (0,)),
     "logical_and": Operator("∧", 2, 2, _condition, (0, 1)),
     "logical_xor": Operator("⊻", 2, 1, _condition, (0, 1)),
     "logical_or": Operator("∨", 2, 1, _condition, (0, 1)),

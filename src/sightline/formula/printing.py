@@ -49,7 +49,8 @@ def _write(node: Expression, parts: list[tuple[str, int]], names: dict[int, str]
     left = _inside(parts[0], rule.precedence)
     right = _inside(parts[1], rule.precedence + (node.operator in NOT_ASSOCIATIVE or rule.precedence == 4))
     tight = node.operator in ("multiply", "power")
-    return f"{left}{rule.symbol}{right}" if tight else f"{left} {rule.symbol} {right}", rule.precedence
+    own = rule.precedence - (node.operator in ("floor_divide", "remainder"))  # (i mod 3)·2, not i mod 3·2
+    return f"{left}{rule.symbol}{right}" if tight else f"{left} {rule.symbol} {right}", own
 
 
 def _inside(part: tuple[str, int], precedence: int) -> str:

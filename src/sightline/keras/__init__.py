@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from ..errors import MissingExtraError, ParameterError
+
+CURE = "pip install torch, and set the environment variable KERAS_BACKEND=torch before keras is first imported"
 
 try:
     import keras
 except ImportError as error:
+    if find_spec("keras") is not None:  # there, but its backend is not
+        raise ParameterError(f"Keras that does not load ({error})", "Keras on its torch backend", CURE) from error
     raise MissingExtraError(
         "sightline.keras, and no Keras", "Keras 3.9 or later", 'pip install "sightline-attention[keras]" torch'
     ) from error
 if keras.backend.backend() != "torch":
-    raise ParameterError(
-        f"Keras on its {keras.backend.backend()} backend",
-        "the torch backend",
-        "set the environment variable KERAS_BACKEND=torch before keras is first imported",
-    )
+    raise ParameterError(f"Keras on its {keras.backend.backend()} backend", "the torch backend", CURE)
 
-from .layer import ScaledDotProductAttention
+from .layer import ScaledDotProductAttention  # noqa: E402  once the backend is known
 
 __all__ = ["ScaledDotProductAttention"]

@@ -1,0 +1,232 @@
+"""Intervals hold every value, and tiles called empty or full are: soundness, precision on the usual masks, and cost."""
+
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from strategies import generators, masks, reals, wholes
+
+from sightline import causal, documents, i, j, padding, prefix, table, where, window
+from sightline.arrays import namespace
+from sightline.formula.bounds import intervals
+from sightline.formula.expression import SYMBOLS, apply, walk
+from sightline.formula.extrema import Extrema
+from sightline.formula.operators import OPERATORS
+from sightline.formula.render_array import ARRAY_RULES
+from sightline.formula.runs import find_runs, somewhere
+
+NAMESPACE = namespace(np.zeros(1))
+NUMBERS = st.one_of(
+    st.integers(-9, 9).map(float),
+    st.floats(-1e3, 1e3),
+    st.sampled_from([0.0, -0.0, np.inf, -np.inf, 0.5, 1e300, -1e-300]),
+)
+
+
+def samples(rng, low, high, whole):
+    """Numbers of an interval, its ends among them."""
+    inside = rng.uniform(max(low, -1e300), min(high, 1e300), 20) if low < high else np.array([low])
+    inside = np.concatenate([[low, high], np.clip(inside, low, high), np.clip(np.round(inside), low, high)])
+    return inside[inside == np.round(inside)] if whole else inside
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_intervals_hold_every_value(name):
+    rule = OPERATORS[name]
+
+    @settings(max_examples=300)
+    @given(st.data(), st.booleans(), generators())
+    def holds(data, whole, rng):
+        inputs, taken = [], []
+        for place in range(rule.arity):
+            if place in rule.conditions:
+                low, high = data.draw(st.sampled_from([(0.0, 0.0), (0.0, 1.0), (1.0, 1.0)]))
+                values = np.array([low, high])[rng.integers(0, 2, 40)] != 0
+            else:
+                low, high = sorted((data.draw(NUMBERS), data.draw(NUMBERS)))
+                if whole:
+                    low, high = (float(np.clip(np.round(end), -(2**20), 2**20)) for end in (low, high))
+                values = rng.choice(samples(rng, low, high, whole), 40)
+                values = values.astype(np.int64) if whole else values
+            inputs.append((np.array([low]), np.array([high])))
+            taken.append(values)
+        with np.errstate(all="ignore"):
+            result = ARRAY_RULES[name](NAMESPACE, *promoted(name, taken)).astype(float)
+        low, high = bounds_of(name, inputs, whole)
+        assert ((low <= result) & (result <= high) | np.isnan(result) & (low == -np.inf) & (high == np.inf)).all()
+
+    holds()
+
+
+def promoted(name, taken):
+    """Arguments as `evaluate` brings them: operators that always give floats take floats."""
+    floats = OPERATORS[name].kind(("int",) * len(taken)) == "float"
+    return [x.astype(float) if floats and x.dtype != bool else x for x in taken]
+
+
+def bounds_of(name, inputs, whole):
+    """Bounds of one operator applied to symbols of these intervals."""
+    rule, names = OPERATORS[name], iter("ijb" if whole else "sss")
+    box, nodes = {}, []
+    for place, (low, high) in enumerate(inputs):
+        if place in rule.conditions:
+            node = table(np.array([False, True]))[SYMBOLS["h" if place == 0 else "n"]]
+            box["h" if place == 0 else "n"] = (low, high)
+        elif whole:
+            node = SYMBOLS[next(names)]
+            box[node.name] = (low, high)
+        else:
+            entries = np.array([low[0], high[0]])
+            node = table(entries)[SYMBOLS["m"]]
+            box["m"] = (np.array([0.0]), np.array([1.0]))
+        nodes.append(node)
+    formula = apply(name, *nodes)
+    return intervals(formula, box)[id(formula)]
+
+
+EXTENT = (2, 3, 40, 50)
+
+
+def at_every_pair(formula):
+    return formula.array(EXTENT[2], EXTENT[3], batch=EXTENT[0], heads=EXTENT[1])
+
+
+@settings(max_examples=400)
+@given(st.one_of(masks(EXTENT), wholes(EXTENT), reals(EXTENT)), st.data())
+def test_intervals_of_formulas_hold_every_value(formula, data):
+    """Over a rectangle of (b, h, i, j), for every part of the formula."""
+    ranges = []
+    for length in EXTENT:
+        first = data.draw(st.integers(0, length - 1))
+        ranges.append((first, data.draw(st.integers(first, length - 1))))
+    box = {name: (np.array([float(a)]), np.array([float(z)])) for name, (a, z) in zip("bhij", ranges, strict=True)}
+    box |= {name: (np.array([float(k)]),) * 2 for name, k in (("n", EXTENT[2]), ("m", EXTENT[3]))}
+    found = intervals(formula, box)
+    inside = tuple(slice(a, z + 1) for a, z in ranges)
+    for node in walk(formula):
+        low, high = found[id(node)]
+        values = at_every_pair(node)[inside].astype(float)
+        unknown = (low == -np.inf) & (high == np.inf)
+        assert (unknown | (low <= values) & (values <= high)).all(), str(node)
+
+
+@settings(max_examples=200)
+@given(generators(), st.integers(1, 4))
+def test_extrema_of_ranges_hold_every_entry(rng, axes):
+    lengths = rng.integers(1, [70, 40, 12, 9][:axes][-1] + 1, axes)
+    values = rng.normal(size=lengths)
+    first = [rng.integers(0, length, 30) for length in lengths]
+    last = [np.minimum(a + rng.integers(0, length, 30), length - 1) for a, length in zip(first, lengths, strict=True)]
+    least, greatest = Extrema(values).over(list(zip(first, last, strict=True)))
+    for k in range(30):
+        inside = values[tuple(slice(a[k], z[k] + 1) for a, z in zip(first, last, strict=True))]
+        assert least[k] <= inside.min()
+        assert greatest[k] >= inside.max()
+        if all(a[k] == z[k] for a, z in zip(first, last, strict=True)):
+            assert least[k] == greatest[k] == inside.min()
+
+
+# -- tiles -----------------------------------------------------------------------------------------------------------
+
+
+def tiles_of(runs):
+    """(B, H, query blocks, key blocks) of 0 empty, 1 full, 2 partial."""
+    B, H, _, _ = runs.extent
+    kinds = np.zeros((B, H, runs.query_blocks, runs.key_blocks), int)
+    for b, h, block in np.ndindex(B, H, runs.query_blocks):
+        for entry in runs.row(b, h, block):
+            kinds[b, h, block, runs.first[entry] : runs.last[entry]] = 1 if runs.full[entry] else 2
+    return kinds
+
+
+def truth_of(mask, extent, query_block, key_block):
+    """The same, from every value of the mask."""
+    B, H, n, m = extent
+    values = mask.array(n, m, batch=B, heads=H).reshape(extent)
+    kinds = np.zeros((B, H, -(-n // query_block), -(-m // key_block)), int)
+    for at in np.ndindex(kinds.shape):
+        b, h, r, c = at
+        tile = values[b, h, r * query_block : (r + 1) * query_block, c * key_block : (c + 1) * key_block]
+        kinds[at] = 1 if tile.all() else 2 if tile.any() else 0
+    return kinds
+
+
+@settings(max_examples=500)
+@given(masks(EXTENT), st.sampled_from([1, 4, 16, 64]), st.sampled_from([1, 8, 16, 64]))
+@example(np.minimum(np.sqrt(i - 5.0), 3.0) <= 3.0, 4, 8)  # NaN at i < 5
+@example(np.exp(i * 100.0) * 0 <= 0, 4, 8)  # ∞ · 0
+@example(i // (j - 3) < 5, 4, 8)
+@example(~(np.log(j - 4.0) < 100), 4, 8)
+def test_empty_tiles_hold_nothing_and_full_tiles_all(mask, query_block, key_block):
+    runs = find_runs(mask, EXTENT, query_block, key_block)
+    found, truth = tiles_of(runs), truth_of(mask, EXTENT, query_block, key_block)
+    assert (truth[found == 0] == 0).all()
+    assert (truth[found == 1] == 1).all()
+    counted = {kind: int((found == k).sum()) for k, kind in enumerate(("empty", "full", "partial"))}
+    assert runs.tiles == counted
+
+
+USUAL = {
+    "causal": causal(),
+    "lower right": causal("lower right"),
+    "window": window(7, 2),
+    "wide window": (i >= j) & (i - j < 33),
+    "prefix": causal() | prefix(11),
+    "documents": documents(lengths=[3, 20, 0, 17, 10]),
+    "sorted documents": documents(np.sort(np.random.default_rng(0).integers(0, 5, (2, 50)))) & causal(),
+    "padding": padding([0, 33]),
+    "everything": where(i >= 0, i >= 0, i < 0),
+}
+
+
+@pytest.mark.parametrize("blocks", [(1, 1), (4, 8), (16, 16), (64, 8)])
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_masks_have_no_partial_tile_too_many(name, blocks):
+    found = tiles_of(find_runs(USUAL[name], EXTENT, *blocks))
+    assert np.array_equal(found, truth_of(USUAL[name], EXTENT, *blocks))
+
+
+@settings(max_examples=150)
+@given(masks(EXTENT))
+def test_somewhere_finds_a_pair_where_there_is_one(condition):
+    at, values = somewhere(condition, EXTENT), at_every_pair(condition)
+    assert (at is not None) == values.any()
+    if at is not None:
+        assert values[at]
+
+
+@pytest.mark.parametrize("extent", [(0, 2, 5, 5), (1, 0, 5, 5), (1, 1, 0, 5), (1, 1, 5, 0)])
+def test_no_pairs_no_tiles(extent):
+    assert find_runs(causal(), extent, 4, 4).tiles == {"empty": 0, "full": 0, "partial": 0}
+
+
+# -- cost ------------------------------------------------------------------------------------------------------------
+
+LONG = 1 << 20
+
+
+def long_documents():
+    lengths = np.random.default_rng(0).integers(1, 1000, 4096)
+    lengths = lengths[np.cumsum(lengths) <= LONG]
+    return documents(lengths=np.append(lengths, LONG - lengths.sum()))
+
+
+@pytest.mark.parametrize("make", [lambda: (i >= j) & (i - j < 256), long_documents], ids=["window", "documents"])
+def test_a_million_positions_are_planned_within_a_second(make):
+    """Best of three, in memory that grows with n and not with n²."""
+    took = []
+    for _ in range(3):
+        mask = make()  # anew: what a table keeps of itself must not count as free
+        started = time.perf_counter()
+        runs = find_runs(mask, (1, 1, LONG, LONG), 64, 64)
+        took.append(time.perf_counter() - started)
+    assert runs.tiles["full"] + runs.tiles["partial"] < 32 * LONG / 64
+    assert min(took) < 1
+    tracemalloc.start()
+    find_runs(make(), (1, 1, LONG, LONG), 64, 64)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 128 * LONG  # bytes; the dense mask would take 2⁴⁰

@@ -1,0 +1,394 @@
+"""The formula language: what it prints, what it evaluates to, whose functions it takes, and how it travels as text."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import conditions, lookups, masks, reals, scores, wholes
+
+from sightline import Table, b, causal, documents, h, i, j, m, n, padding, prefix, s, softcap, table, where, window
+from sightline.arrays import namespace
+from sightline.errors import FormulaError
+from sightline.formula.bounds import BOUND_RULES
+from sightline.formula.derivative import DERIVATIVE_RULES, derivative
+from sightline.formula.expression import apply, from_text
+from sightline.formula.operators import OPERATORS
+from sightline.formula.render_array import ARRAY_RULES, evaluate
+from sightline.problem import read_mask, read_score
+
+EXTENT = (2, 3, 9, 11)
+
+
+def values(formula, extent=EXTENT, s=0.75):
+    B, H, rows, columns = extent
+    return formula.array(rows, columns, batch=B, heads=H, s=np.full(extent, s))
+
+
+def same(x, y):
+    assert x.dtype == y.dtype
+    assert np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
+
+
+# -- every pass knows every operator ---------------------------------------------------------------------------------
+
+
+def test_bounds_and_arrays_cover_every_operator():
+    assert set(BOUND_RULES) == set(OPERATORS)
+    assert set(ARRAY_RULES) == set(OPERATORS)
+
+
+def test_derivatives_cover_every_operator_that_gives_floats():
+    kinds = {name: rule.kind(("float",) * rule.arity) for name, rule in OPERATORS.items()}
+    assert set(DERIVATIVE_RULES) == {name for name, kind in kinds.items() if kind == "float"}
+
+
+# -- printing --------------------------------------------------------------------------------------------------------
+
+t, u = table(np.arange(4.0)), table(np.arange(6).reshape(2, 3))
+
+PRINTED = [
+    (i >= j, "i ≥ j"),
+    (causal("lower right"), "i + m − n ≥ j"),
+    (window(256), "i − j < 256 ∧ j − i ≤ 0"),
+    (causal() | prefix(4), "i ≥ j ∨ j < 4"),
+    ((i >= j) & ((i < 3) | (j < 3)), "i ≥ j ∧ (i < 3 ∨ j < 3)"),
+    (~(i >= j), "¬(i ≥ j)"),
+    (~((i >= j) & (i < 3)), "¬(i ≥ j ∧ i < 3)"),
+    (i - (j - 1), "i − (j − 1)"),
+    (i - j - 1, "i − j − 1"),
+    ((i + 1) * (j + 2), "(i + 1)·(j + 2)"),
+    (i // 4 == j // 4, "i // 4 = j // 4"),
+    ((i % 3) * 2, "(i mod 3)·2"),
+    (i % 3 != 0, "i mod 3 ≠ 0"),
+    (-(i + 1), "−(i + 1)"),
+    (i - -3, "i − −3"),
+    (abs(i - j), "|i − j|"),
+    (s**2.5, "s^2.5"),
+    ((s + 1) ** 0.5, "(s + 1)^0.5"),
+    (s / (2 * n), "s / (2·n)"),
+    (softcap(30.0), "tanh(s / 30)·30"),
+    (where(i >= j, s, -np.inf), "where(i ≥ j, s, −∞)"),
+    (np.sqrt(np.exp(s)) + np.log(m), "√(exp(s)) + ln(m)"),
+    (np.minimum(s, 1e-6), "min(s, 1e−06)"),
+    (s - t[h] * (i - j), "s − t[h]·(i − j)"),
+    (t[b] + u[h, 0], "t₁[b] + t₂[h, 0]"),
+    ((i < j) ^ (i == 0), "i < j ⊻ i = 0"),
+]
+
+
+@pytest.mark.parametrize(("formula", "text"), PRINTED, ids=[text for _, text in PRINTED])
+def test_formulas_print_as_mathematics(formula, text):
+    assert str(formula) == text
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+def test_array_gives_the_values_at_every_position():
+    same((i * 10 + j).array(2, 3), np.array([[0, 1, 2], [10, 11, 12]]))
+    same((i >= j).array(2), np.array([[True, False], [True, True]]))
+    same(((b + h) / 2).array(1, 1, batch=2, heads=2)[..., 0, 0], np.array([[0, 0.5], [0.5, 1]]))
+    same((s + n + m).array(1, 2, s=np.array([[0.5, 1.5]])), np.array([[3.5, 4.5]]))
+
+
+def test_array_of_a_score_needs_scores():
+    with pytest.raises(FormulaError, match="s=scores"):
+        (s + 1).array(3)
+
+
+WHOLE = np.arange(-6, 7)
+ARITHMETIC = {
+    "//": (lambda x, y: x // y, np.floor_divide),
+    "%": (lambda x, y: x % y, np.remainder),
+    "+": (lambda x, y: x + y, np.add),
+    "-": (lambda x, y: x - y, np.subtract),
+    "*": (lambda x, y: x * y, np.multiply),
+}
+
+
+@pytest.mark.parametrize("sign", ARITHMETIC)
+def test_whole_numbers_compute_as_numpys(sign):
+    """Division by 0 included: NumPy gives 0 for it."""
+    written, numpys = ARITHMETIC[sign]
+    x, y = np.meshgrid(WHOLE, WHOLE, indexing="ij")
+    with np.errstate(all="ignore"):
+        same(written(i - 6, j - 6).array(13), numpys(x, y))
+
+
+def test_powers_of_whole_numbers_stay_whole():
+    same((i**3).array(4, 1), np.arange(4)[:, None] ** 3)
+    assert (i**3).kind == "int"
+    assert (i**0.5).kind == (2.0**i).kind == "float"
+
+
+READY = {
+    "window": (window(3, 1), lambda i, j: (i - j < 3) & (j - i <= 1)),
+    "prefix": (prefix(2), lambda i, j: j < 2 + 0 * i),
+    "documents": (documents([0, 0, 1, 1, 0]), lambda i, j: i // 2 % 2 == j // 2 % 2),
+    "lengths": (documents(lengths=[2, 0, 3]), lambda i, j: (i < 2) == (j < 2)),
+    "lower right": (causal("lower right"), lambda i, j: i >= j),
+    "padding": (padding(np.array([3])), lambda i, j: j < 3 + 0 * i),
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_ready_masks(name):
+    formula, expected = READY[name]
+    same(formula.array(5), expected(*np.indices((5, 5))))
+
+
+# -- functions of NumPy and torch ------------------------------------------------------------------------------------
+
+X, Y = i * 0.5 - 2, j - 3  # a float and a whole number, of both signs
+BOTH = {
+    "tanh": lambda lib: lib.tanh(X),
+    "exp": lambda lib: lib.exp(X),
+    "exp2": lambda lib: lib.exp2(X),
+    "log": lambda lib: lib.log(lib.abs(X) + 1),
+    "log2": lambda lib: lib.log2(X * X + 1),
+    "sqrt": lambda lib: lib.sqrt(X * X),
+    "sin": lambda lib: lib.sin(X) + lib.cos(X),
+    "floor": lambda lib: lib.floor(X) + lib.ceil(X),
+    "square": lambda lib: lib.square(X) - lib.negative(X),
+    "where": lambda lib: lib.where(X > Y, X, Y * 1.0),
+    "minimum": lambda lib: lib.minimum(X, Y * 1.0) - lib.maximum(X, Y * 1.0),
+    "logical": lambda lib: lib.logical_or(
+        lib.logical_and(X < 1, Y > 0), lib.logical_not(lib.logical_xor(X < 0, Y < 0))
+    ),
+    "bitwise": lambda lib: lib.bitwise_or(lib.bitwise_and(X < 1, Y > 0), lib.bitwise_not(Y < 0)),
+    "clip": lambda lib: lib.clip(X, -1, 1),
+    "remainder": lambda lib: lib.remainder(X, 0.75) + lib.floor_divide(X, 0.75),
+    "arithmetic": lambda lib: lib.add(X, Y) * lib.subtract(X, Y) / lib.multiply(Y * Y + 1.0, 2.0),
+    "true_divide": lambda lib: lib.true_divide(X, Y * Y + 1.0),
+    "comparisons": lambda lib: lib.less_equal(X, Y) ^ lib.not_equal(X, Y) ^ lib.greater(X, 0),
+}
+
+
+@pytest.mark.parametrize("library", [np, torch], ids=["numpy", "torch"])
+@pytest.mark.parametrize("name", BOTH)
+def test_functions_on_formulas_are_the_functions_on_arrays(name, library, monkeypatch):
+    found = BOTH[name](library).array(9, 11)
+    rows, columns = np.indices((9, 11))
+    monkeypatch.setitem(globals(), "X", rows * 0.5 - 2)
+    monkeypatch.setitem(globals(), "Y", columns - 3)
+    expected = BOTH[name](np)
+    same(found, expected)
+
+
+ONLY = {
+    "torch.clamp": (lambda: torch.clamp(X, min=-1), lambda x, y: np.maximum(x, -1)),
+    "torch.pow": (lambda: torch.pow(X, 2), lambda x, y: x**2),
+    "torch.sub": (lambda: torch.sub(X, Y), lambda x, y: x - y),
+    "torch.mul": (lambda: torch.mul(X, 2.0), lambda x, y: x * 2),
+    "torch.eq": (lambda: torch.eq(Y, 0), lambda x, y: y == 0),
+    "np.clip by name": (lambda: np.clip(X, a_min=None, a_max=1), lambda x, y: np.minimum(x, 1)),
+    "np.fabs": (lambda: np.fabs(X), lambda x, y: abs(x)),
+    "np.power": (lambda: np.power(X * X, 1.5), lambda x, y: (x * x) ** 1.5),
+    "a NumPy number": (lambda: np.float32(0.5) * X + np.int64(2), lambda x, y: x / 2 + 2),
+    "an array of one number": (lambda: X + np.array(1.5), lambda x, y: x + 1.5),
+    "a tensor of one number": (lambda: X + torch.tensor(1.5), lambda x, y: x + 1.5),
+}
+
+
+@pytest.mark.parametrize("name", ONLY)
+def test_spellings_of_one_library(name):
+    written, expected = ONLY[name]
+    x, y = np.indices((9, 11))
+    found = written().array(9, 11)
+    assert np.array_equal(found, expected(x * 0.5 - 2, y - 3))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: np.cumsum(i),
+        lambda: np.add.reduce(i),
+        lambda: np.arctan2(i, j),
+        lambda: np.exp(s, out=np.zeros(1)),
+        lambda: torch.softmax(s, 0),
+        lambda: torch.clamp(s, 0, 1, out=None) + torch.sum(s),
+        lambda: np.clip(s, 0, 1, dtype=float),
+    ],
+)
+def test_functions_formulas_do_not_have_say_which_there_are(call):
+    with pytest.raises(FormulaError, match="tanh"):
+        call()
+
+
+# -- functions as formulas -------------------------------------------------------------------------------------------
+
+DOCUMENT = torch.tensor([0, 0, 1, 1, 1])
+SLOPES, SPARE = np.array([0.5, 0.25, 0.125]), np.array([1, 2])
+
+
+def sliding(b, h, q_idx, kv_idx):
+    return q_idx - kv_idx <= 2
+
+
+def same_document(b, h, q_idx, kv_idx):
+    return DOCUMENT[q_idx] == DOCUMENT[kv_idx]
+
+
+def biased(score, b, h, q_idx, kv_idx):
+    return score - SLOPES[h] * (q_idx - kv_idx)
+
+
+def both(*mods):
+    """As FlexAttention's and_masks: the functions to be joined lie in a closure."""
+
+    def joined(b, h, q_idx, kv_idx):
+        result = None
+        for mod in mods:
+            one = mod(b, h, q_idx, kv_idx)
+            result = one if result is None else result & one
+        return result
+
+    return joined
+
+
+def offset(by):
+    lengths = np.array([3, 5])
+
+    def mod(b, h, q_idx, kv_idx, *, spare=SPARE):
+        return (q_idx + by >= kv_idx) & (kv_idx < lengths[b]) & (spare[b] > 0)
+
+    return mod
+
+
+def test_mask_mods_work_as_they_stand():
+    rows, columns = np.indices((5, 5))
+    ids = DOCUMENT.numpy()
+    same(read_mask(sliding).array(5), rows - columns <= 2)
+    same(read_mask(same_document).array(5), ids[rows] == ids[columns])
+    joined = both(sliding, same_document, lambda b, h, q, k: q >= k)
+    same(read_mask(joined).array(5), (rows - columns <= 2) & (ids[rows] == ids[columns]) & (rows >= columns))
+
+
+def test_captured_arrays_become_tables():
+    found = read_mask(offset(1)).array(5, batch=2)[:, 0]
+    rows, columns = np.indices((5, 5))
+    same(found, np.stack([(rows + 1 >= columns) & (columns < length) for length in (3, 5)]))
+    assert len(read_score(biased).tables) == 1
+    scores_ = np.ones((1, 3, 4, 4))
+    rows, columns = np.indices((4, 4))
+    same(read_score(biased).array(4, heads=3, s=scores_)[0], 1 - SLOPES[:, None, None] * (rows - columns))
+
+
+def test_the_function_given_is_left_as_it_was():
+    read_mask(same_document)
+    assert DOCUMENT[3] == same_document.__globals__["DOCUMENT"][3]
+    assert isinstance(same_document.__globals__["DOCUMENT"], torch.Tensor)
+
+
+# -- formulas as text ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300)
+@given(st.one_of(masks(EXTENT), scores(EXTENT), wholes(EXTENT), reals(EXTENT)))
+def test_text_gives_the_formula_back(formula):
+    again = from_text(formula.text, formula.tables)
+    assert again.text == formula.text
+    same(values(again), values(formula))
+    json.loads(formula.text)
+
+
+@settings(max_examples=100)
+@given(st.one_of(conditions(EXTENT), scores(EXTENT)))
+def test_other_tables_of_the_same_values_change_nothing(formula):
+    copies = [Table(np.array(entry.array), entry.axes) for entry in formula.tables]
+    same(values(formula.with_tables(copies)), values(formula))
+
+
+# -- derivatives -----------------------------------------------------------------------------------------------------
+
+POINT = table(np.array([0.7]))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        (name, k)
+        for name in DERIVATIVE_RULES
+        for k in range(OPERATORS[name].arity)
+        if k not in OPERATORS[name].conditions
+    ],
+)
+def test_derivatives_are_slopes(name, place):
+    """Each operator's, in each argument that may depend on s; central differences with halved steps."""
+    rule = OPERATORS[name]
+    inner = s * 0.9 + 0.4
+    inputs = [inner if k == place else (i < 3) if k in rule.conditions else POINT + 1.6 for k in range(rule.arity)]
+    formula = apply(name, *inputs)
+    at = np.linspace(0.11, 1.77, 8).reshape(1, 1, 8, 1)
+    found = values_at(derivative(formula), at)
+    assert_slope(lambda x: values_at(formula, x), at, found)
+
+
+def values_at(formula, at):
+    return formula.array(at.shape[2], 1, s=at)
+
+
+def assert_slope(function, at, slope):
+    """A central difference at two steps: the error of its Richardson extrapolation bounds what may be missing."""
+    step = np.finfo(float).eps ** (1 / 5)
+    wide, narrow = ((function(at + d) - function(at - d))[:, 0] / (2 * d) for d in (step, step / 2))
+    best = (4 * narrow - wide) / 3
+    noise = np.finfo(float).eps / step * (1 + np.abs(function(at)[:, 0]))
+    assert (np.abs(best - slope[:, 0]) <= np.abs(narrow - wide) + 8 * noise).all()
+
+
+@settings(max_examples=200)
+@given(scores(EXTENT, hides=False))
+def test_derivatives_of_drawn_scores_are_torchs(formula):
+    at = torch.linspace(-2.0, 2.0, 9 * 11, dtype=torch.float64).reshape(9, 11).requires_grad_()
+    symbols = {"b": 0, "h": 0, "i": torch.arange(9)[:, None], "j": torch.arange(11), "n": 9, "m": 11, "s": at}
+    value = evaluate(formula, symbols, xp=namespace(at), float_dtype=torch.float64, like=at)
+    (expected,) = torch.autograd.grad(value.sum() + 0 * at.sum(), at)
+    found = derivative(formula).array(9, 11, s=at.detach().numpy())
+    finite = np.isfinite(value.detach().numpy())
+    spread = np.abs(expected.numpy())[finite].max(initial=1.0)
+    worst = np.abs(np.broadcast_to(found, finite.shape)[finite] - expected.numpy()[finite]).max(initial=0.0)
+    assert worst <= 64 * np.finfo(float).eps * spread
+
+
+@settings(max_examples=50)
+@given(lookups(EXTENT, "float"))
+def test_the_derivative_by_a_lookup_is_where_it_is_read(node):
+    same(values(derivative(s + 2.0 * node, node) + 0 * node), values(2.0 + 0 * node))
+
+
+# -- graphs no one would write by hand -------------------------------------------------------------------------------
+
+
+def doubled(x, times):
+    for _ in range(times):
+        x = x + x
+    return x
+
+
+def every_pass(formula):
+    str(formula)
+    from_text(formula.text, formula.tables)
+    formula.with_tables(formula.tables)
+    derivative(formula)
+    values(formula)
+    return formula.reads, formula.tables
+
+
+def test_shared_parts_cost_once():
+    started = time.perf_counter()
+    every_pass(doubled(s, 60))
+    every_pass(doubled(i * 1.0 + POINT, 60))
+    assert time.perf_counter() - started < 5
+
+
+def test_depth_is_no_limit():
+    deep = s
+    for k in range(5000):
+        deep = deep + k
+    every_pass(deep)
+    assert values(deep).max() == 0.75 + 5000 * 4999 / 2
