@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "suite",
     derandomize=True,
     database=None,
     deadline=None,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
     print_blob=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )

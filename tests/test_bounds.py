@@ -185,8 +185,9 @@ USUAL = {
 @pytest.mark.parametrize("blocks", [(1, 1), (4, 8), (16, 16), (64, 8)])
 @pytest.mark.parametrize("name", USUAL)
 def test_usual_masks_have_no_partial_tile_too_many(name, blocks):
-    found = tiles_of(find_runs(USUAL[name], EXTENT, *blocks))
-    assert np.array_equal(found, truth_of(USUAL[name], EXTENT, *blocks))
+    extent = (2, 3, 50, 50) if "documents" in name else EXTENT  # a document's table is as long as both axes
+    found = tiles_of(find_runs(USUAL[name], extent, *blocks))
+    assert np.array_equal(found, truth_of(USUAL[name], extent, *blocks))
 
 
 @settings(max_examples=150)

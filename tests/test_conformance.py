@@ -10,6 +10,7 @@ from sightline.attention import KERNELS
 from sightline.problem import pose
 from sightline.testing import assert_conforms, guarded
 
+TILED = [kernel for kernel in KERNELS if kernel.name != "reference"]
 EXAMPLES = {"cpu": 250, "streaming": 400, "reference": 50}  # of each dtype; the first compiles for each
 
 
@@ -22,13 +23,13 @@ def serves(kernel, dtype, **options):
     return not list(kernel.refuses(probe(dtype, **options)))
 
 
-def each(*frameworks):
+def each(*frameworks, kernels=KERNELS):
     """Every kernel with every dtype it serves, in each framework."""
     return pytest.mark.parametrize(
         ("kernel", "dtype", "framework"),
         [
             pytest.param(kernel, dtype, framework, id=f"{kernel.name}-{dtype}-{framework}")
-            for kernel in KERNELS
+            for kernel in kernels
             for dtype in DTYPES
             for framework in frameworks
             if serves(kernel, dtype)
@@ -76,7 +77,7 @@ def arrays(shape, dtype, d_v=None, groups=None, m=None, seed=0):
 ODD = {
     "odd lengths": ({"shape": (1, 2, 300, 64), "m": 517}, {}),
     "causal, long": ({"shape": (1, 1, 1031, 32)}, {"mask": causal()}),
-    "window, long": ({"shape": (2, 1, 1500, 16)}, {"mask": window(100, 3)}),
+    "window, long": ({"shape": (2, 1, 700, 16)}, {"mask": window(100, 3)}),
     "wide heads": ({"shape": (1, 2, 130, 128), "m": 67}, {"mask": causal("lower right")}),
     "latent heads": ({"shape": (1, 4, 33, 576), "groups": 1, "d_v": 512, "m": 201}, {}),
     "decoding": ({"shape": (2, 8, 1, 64), "groups": 2, "m": 4097}, {"mask": padding([4097, 1300])}),
@@ -89,7 +90,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-@each("numpy")
+@each("numpy", kernels=TILED)
 def test_odd_sizes(kernel, dtype, framework, name):
     shapes, options = ODD[name]
     check(kernel, Case(*arrays(dtype=dtype, **shapes), options), framework)
@@ -128,7 +129,7 @@ def test_no_byte_outside_an_array_is_read_or_written(kernel, dtype, framework, g
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@each("numpy")
+@each("numpy", kernels=TILED)
 def test_layouts(kernel, dtype, framework, layout):
     x = [LAYOUTS[layout](array) for array in arrays((2, 4, 70, 24), dtype, d_v=20, groups=2, m=75)]
     check(kernel, Case(*x, {"mask": causal()}))

@@ -173,23 +173,23 @@ def forward(work: Work) -> tuple[Any, Any]:
     for rows in work.blocks():
         query = work.wide(problem.query, rows)
         largest = work.sink(query.shape[-2])
-        total = xp.where(largest == -xp.inf, work.full(0.0), work.full(1.0))
+        total = xp.astype(largest != -xp.inf, xp.float64)
         acc = xp.zeros_like(output[..., rows, :])  # its own memory: torch keeps it for second derivatives
         for columns, full in work.columns(rows):
             s = work.masked(work.scaled(query, columns), rows, columns, full)
             new = xp.maximum(largest, xp.max(s, axis=-1))
             shift = xp.where(new == -xp.inf, work.full(0.0), new)
-            alpha = xp.exp(largest - shift)
+            alpha = xp.exp(xp.astype(largest - shift, xp.float64))
             p = xp.exp(s - shift[..., None])
-            total = total * alpha + xp.sum(p, axis=-1)
+            total = total * alpha + xp.astype(xp.sum(p, axis=-1), xp.float64)
             p = xp.astype(p * keep_factor(problem, xp, rows, columns), work.dtype)
-            acc = acc * alpha[..., None] + work.onto_rows(p, work.wide(problem.value, columns))
+            values = work.onto_rows(p, work.wide(problem.value, columns))
+            acc = acc * xp.astype(alpha, work.dtype)[..., None] + values
             largest = new
         sees = total != 0  # NaN counts as seeing
-        safe = xp.where(sees, total, work.full(1.0))
-        output[..., rows, :] = acc / safe[..., None]
-        shift = xp.astype(xp.where(sees, largest, work.full(-xp.inf)), xp.float64)
-        lse[..., rows] = shift + xp.log(xp.astype(safe, xp.float64))
+        safe = xp.where(sees, total, xp.ones_like(total))
+        output[..., rows, :] = acc / xp.astype(safe, work.dtype)[..., None]
+        lse[..., rows] = xp.astype(xp.where(sees, largest, work.full(-xp.inf)), xp.float64) + xp.log(safe)
     return output, lse
 
 

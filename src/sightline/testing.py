@@ -161,8 +161,8 @@ def _orders(count: int) -> list[Any]:
 
 
 def orders_of(problem: Problem) -> range:
-    """The orders `dense` is tried in: fewer for large problems, which have many rows to find the worst error in."""
-    return range(ORDERS if problem.B * problem.H * problem.n * problem.m < 4096 else 4)
+    """The orders `dense` is tried in: fewer where there are many rows to find the worst error in."""
+    return range(ORDERS if problem.B * problem.H * problem.n < 256 else 4)
 
 
 def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:

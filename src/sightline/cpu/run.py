@@ -29,7 +29,7 @@ _compiled: dict[Structure, int] = {}
 
 
 def run(problem: Problem, threads: int | None = None) -> Result:
-    """Forward through the generated kernel; statistics beyond lse by `streaming`, from scores and normaliser of one pass."""
+    """Forward through the generated kernel; statistics beyond lse through `streaming`, scores and normaliser alike."""
     arrays = [to_numpy(x) for x in (problem.query, problem.key, problem.value)]
     output = np.empty((*problem.lead, problem.H, problem.n, problem.d_v), problem.dtype)
     lse = np.empty((*problem.lead, problem.H, problem.n), np.float64)

@@ -39,9 +39,13 @@ def intervals(formula: Expression, box: Mapping[str, Interval]) -> dict[int, Int
 
 def _apply(node: Apply, inputs: list[Interval]) -> Interval:
     low, high = _tidy(BOUND_RULES[node.operator](*inputs))
-    if node.operator == "floor_divide" and node.kind == "int":  # 0 for a divisor of 0, and never farther out than x
-        farthest = np.maximum(np.abs(inputs[0][0]), np.abs(inputs[0][1]))
-        low, high = np.maximum(low, -farthest), np.minimum(high, farthest)
+    if node.kind == "int" and node.operator in (
+        "floor_divide",
+        "remainder",
+    ):  # 0 for a divisor of 0; else no larger than
+        first, last = inputs[node.operator == "remainder"]  # what is divided, or what it is divided by
+        farthest = np.maximum(np.abs(first), np.abs(last))
+        low, high = np.maximum(np.ceil(low), -farthest), np.minimum(np.floor(high), farthest)
     if node.operator != "where":
         for argument, (a, z) in zip(node.arguments, inputs, strict=True):
             if argument.kind == "float":  # where nothing is known it may be NaN, and so may all that is made of it
@@ -81,12 +85,16 @@ def _floor_divide(x: Interval, y: Interval) -> Interval:
 
 
 def _remainder(x: Interval, y: Interval) -> Interval:
-    """x − ⌊x / y⌋ y lies in [0, y) for positive y, and is x − c y where the quotient is one c throughout."""
+    """x − ⌊x / y⌋ y lies in [0, y] for positive y, give or take its rounding, and is x − c y for one quotient c."""
     low, high = _floor_divide(x, y)
     steady = (low == high) & (y[0] == y[1]) & np.isfinite(low)
     shift = np.where(steady, low, 0) * np.where(steady, y[0], 0)
-    wide_low, wide_high = np.minimum(y[0], 0), np.maximum(y[1], 0)
-    return np.where(steady, x[0] - shift, wide_low), np.where(steady, x[1] - shift, wide_high)
+    size = np.maximum(np.abs(x[0]), np.abs(x[1]))
+    rounding = size * np.finfo(np.float64).eps
+    unknown = ((y[0] <= 0) & (y[1] >= 0)) | np.isinf(size) | np.isinf(y[0]) | np.isinf(y[1])
+    wide_low, wide_high = np.minimum(y[0], 0) - rounding, np.maximum(y[1], 0) + rounding
+    low, high = np.where(steady, x[0] - shift, wide_low), np.where(steady, x[1] - shift, wide_high)
+    return np.where(unknown, -np.inf, low), np.where(unknown, np.inf, high)
 
 
 def _absolute(x: Interval) -> Interval:
@@ -140,7 +148,8 @@ def _rising(function: Callable[[Any], Any], ulps: int = 0) -> Callable[[Interval
 
 
 def _wave(x: Interval) -> Interval:
-    return np.full_like(x[0], -1.0), np.full_like(x[0], 1.0)
+    reach = np.where(np.isinf(x[0]) | np.isinf(x[1]), np.inf, 1.0)  # NaN at ∞
+    return -reach, reach
 
 
 def _power(x: Interval, y: Interval) -> Interval:

@@ -149,7 +149,8 @@ def somewhere(condition: Expression, extent: tuple[int, int, int, int]) -> tuple
         i = np.arange(block * SEARCH_BLOCK[0], min((block + 1) * SEARCH_BLOCK[0], n))[:, None]
         j = np.arange(first * SEARCH_BLOCK[1], min(last * SEARCH_BLOCK[1], m))
         symbols = {"b": np.asarray(b), "h": np.asarray(h), "i": i, "j": j, "n": n, "m": m}
-        holds = evaluate(condition, symbols, xp=namespace(i), float_dtype=np.dtype("float64"), like=i)
+        with np.errstate(all="ignore"):
+            holds = evaluate(condition, symbols, xp=namespace(i), float_dtype=np.dtype("float64"), like=i)
         at = np.argwhere(np.broadcast_to(holds, (i.shape[0], j.shape[0])))
         if at.size:
             return b, h, int(i[at[0, 0], 0]), int(j[at[0, 1]])
