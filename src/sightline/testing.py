@@ -4,9 +4,9 @@ are hard to read.
 The budget. A kernel's error against the float64 definition, on the same already rounded inputs, is at most twice that
 of the plain computation in the same dtype, plus 2 units in the last place. In full:
 
-- Errors are taken by rows (the last axis): the largest in the row, in ulps of the row's largest value. A row of an
-  output is a weighted mean, so a small entry beside large ones carries the rounding of the large ones. For the same
-  reason a row counts as no smaller than a sixteenth of the largest row: it may be small because its terms cancel.
+- Errors are taken by rows (the last axis): the largest in the row, in ulps of the row's largest value. An output is a
+  weighted mean P V whose terms may cancel, and carries the rounding of the terms: its size is that of P |V|. Other
+  rows count as no smaller than a sixteenth of the largest row, for the same reason.
 - Plain's error is the largest over all rows, since in one row it may be 0 by luck; in absolute terms or in ulps of its
   row, whichever grants the row at hand less, so that neither large rows nor rows that cancel excuse all others.
 - Plain is computed in several orders of summation, by the paper's formula and as fused kernels do it; its worst counts.
@@ -51,6 +51,7 @@ FORMATS = {  # fraction bits, least exponent
     "float64": (52, -1022),
 }
 FACTOR, ULPS, SMALLEST, ORDERS = 2.0, 2.0, 16, 8
+LOOPS = (4, 5)  # the orders whose products are written as loops
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 
 
@@ -61,7 +62,7 @@ def ulp(values: Any, dtype: str) -> Any:
     return np.ldexp(1.0, np.maximum(exponent, least) - fraction)
 
 
-def budget_used(actual: Any, oracle: Any, plain: Any) -> float:
+def budget_used(actual: Any, oracle: Any, plain: Any, terms: Any = None) -> float:
     """The largest share of its budget any row of `actual` uses; at most 1 is within it, ∞ is a NaN or ∞ out of place.
 
     Parameters
@@ -72,6 +73,8 @@ def budget_used(actual: Any, oracle: Any, plain: Any) -> float:
         The definition's answer.
     plain : (..., width) or (orders, ..., width)
         The plain computation's, in one or several orders of summation.
+    terms : (..., width), optional
+        Σ |term| of the sums behind each entry, whose last places no order of summation can save; `oracle` if not given.
     """
     dtype, given = dtype_name(actual), np.atleast_1d(to_numpy(actual).astype(np.float64))
     oracle = np.atleast_1d(np.asarray(oracle, np.float64))
@@ -83,16 +86,16 @@ def budget_used(actual: Any, oracle: Any, plain: Any) -> float:
     if oracle.size == 0:
         return 0.0
     orders = np.asarray(plain, np.float64).reshape(-1, *oracle.shape)
-    size = _largest(oracle)
+    size = _largest(oracle if terms is None else np.maximum(np.abs(oracle), terms))
     unit = ulp(np.maximum(size, size.max() / SMALLEST), dtype)
     rough = np.max([_largest(_difference(order, oracle)) for order in orders], axis=0)
     allowed = FACTOR * np.minimum(rough.max(), (rough / unit).max() * unit) + ULPS * unit
     return float((_largest(_difference(given, oracle)) / allowed).max())
 
 
-def assert_within_budget(actual: Any, oracle: Any, plain: Any, what: str = "result") -> None:
+def assert_within_budget(actual: Any, oracle: Any, plain: Any, what: str = "result", terms: Any = None) -> None:
     """Raise AssertionError where `budget_used` is over 1."""
-    used = budget_used(actual, oracle, plain)
+    used = budget_used(actual, oracle, plain, terms)
     if not used <= 1:
         raise AssertionError(f"{what} uses {used:.3g} times its budget of rounding errors")
 
@@ -112,7 +115,16 @@ def assert_conforms(run: Callable[[Problem], Result], problem: Problem) -> None:
     for what, (found, oracle, worst, dtype) in expected.items():
         if dtype_name(found) != dtype:
             raise AssertionError(f"{what} has dtype {dtype_name(found)}, not {dtype}")
-        assert_within_budget(found, oracle, worst, what)
+        assert_within_budget(
+            found, oracle, worst, what, _averaged(problem, truth.weights) if what == "output" else None
+        )
+
+
+def _averaged(problem: Problem, weights: Any) -> Any:
+    """P |V|: the size of the terms an output is the sum of."""
+    sizes = np.abs(np.repeat(to_numpy(problem.value).astype(np.float64), problem.group, axis=-3))
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isnan(weights), 0, weights) @ np.where(np.isfinite(sizes), sizes, 0)
 
 
 def _largest(values: Any) -> Any:
@@ -140,11 +152,9 @@ def plain(problem: Problem) -> Plain:
 
     Where inputs are NaN or ∞ it means nothing: only what the definition finds finite is compared.
     """
-    with np.errstate(all="ignore"):
-        narrow = [dense(problem, problem.dtype, order) for order in orders_of(problem)]
-        wide = narrow
-        if problem.dtype != problem.accumulator:  # lse is kept in the accumulator's dtype, so it is judged by that
-            wide = [dense(problem, problem.accumulator, order) for order in orders_of(problem)]
+    wide = narrow = [dense(problem, problem.dtype, order) for order in orders_of(problem)]
+    if problem.dtype != problem.accumulator:  # lse is kept in the accumulator's dtype, so it is judged by that
+        wide = [dense(problem, problem.accumulator, order) for order in orders_of(problem)]
 
     def stack(arrays: list[Any]) -> Any:
         return np.stack([to_numpy(array).astype(np.float64) for array in arrays])
@@ -165,12 +175,13 @@ def orders_of(problem: Problem) -> range:
     return range(ORDERS if problem.B * problem.H * problem.n < 256 else 4)
 
 
+@np.errstate(all="ignore")  # what the mask hides may overflow
 def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
     """(output, lse, weights) by plain array operations, each stage rounded to the dtype; torch can differentiate it.
 
     Sums run in the accumulator's dtype, as matrix libraries have it. Even orders follow the paper's formula. Odd ones
     do as fused kernels do: the scale in the queries, base 2, the output divided in the end, and the weights from the
-    lse and scores computed once more.
+    lse and scores computed once more. Two of them sum term by term, as a loop does.
     """
     xp, fused = namespace(problem.query), order % 2 == 1
     wide, narrow = resolve(xp, problem.accumulator), resolve(xp, dtype)
@@ -209,13 +220,11 @@ def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
             return scaled
         return xp.where(evaluate(problem.mask, symbols, xp=xp, float_dtype=xp.float64, like=query), scaled, least)
 
-    scores = logits(rounded(rounded(query @ xp.matrix_transpose(key)) * problem.scale))
-    s = scores
+    times = _by_loop if order in LOOPS else xp.matmul
+    products = times(ordered(query, -1), xp.matrix_transpose(ordered(key, -1)))
+    s = scores = logits(rounded(rounded(products) * problem.scale))
     if fused:
-        s = (
-            logits(rounded(ordered(rounded(query * problem.scale), -1) @ xp.matrix_transpose(ordered(key, -1))))
-            * LOG2_E
-        )
+        s = logits(rounded(times(rounded(query * problem.scale), xp.matrix_transpose(key)))) * LOG2_E
     sink = least if problem.sinks is None else xp.astype(problem.sinks, wide)[:, None, None] + xp.zeros_like(least)
     s = xp.concat([sink * (LOG2_E if fused else 1.0), s], axis=-1)
     largest = xp.max(s, axis=-1, keepdims=True)
@@ -229,13 +238,21 @@ def dense(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
     keep = keep if isinstance(keep, float) else ordered(ordered(keep, -1), -2)
     if fused:
         weights = rounded(xp.exp(scores - normaliser))
-        output = rounded(rounded(p[..., 1:] * keep) @ value / divisor)
+        output = rounded(times(rounded(p[..., 1:] * keep), value) / divisor)
     else:
         weights = rounded(p / divisor)[..., 1:]
-        output = rounded((weights * keep) @ value)
+        output = rounded(times(weights * keep, value))
     lse = xp.where(total == 0, least, normaliser)
     output, lse, weights = (restored(x, -2) for x in (output, lse, weights))
     return output, lse[..., 0], restored(weights, -1)
+
+
+def _by_loop(x: Any, y: Any) -> Any:
+    """The product of two matrices summed term by term, where a library's sums in parts and rounds less."""
+    total = x[..., :, :0] @ y[..., :0, :]
+    for k in range(x.shape[-1]):
+        total = total + x[..., :, k : k + 1] * y[..., k : k + 1, :]
+    return total
 
 
 GUARD = 4096  # bytes on either side: more than any kernel's widest read past an end
