@@ -41,6 +41,7 @@ __all__ = [
     "guarded",
     "orders_of",
     "plain",
+    "size_of_terms",
     "ulp",
 ]
 
@@ -116,11 +117,11 @@ def assert_conforms(run: Callable[[Problem], Result], problem: Problem) -> None:
         if dtype_name(found) != dtype:
             raise AssertionError(f"{what} has dtype {dtype_name(found)}, not {dtype}")
         assert_within_budget(
-            found, oracle, worst, what, _averaged(problem, truth.weights) if what == "output" else None
+            found, oracle, worst, what, size_of_terms(problem, truth.weights) if what == "output" else None
         )
 
 
-def _averaged(problem: Problem, weights: Any) -> Any:
+def size_of_terms(problem: Problem, weights: Any) -> Any:
     """P |V|: the size of the terms an output is the sum of."""
     sizes = np.abs(np.repeat(to_numpy(problem.value).astype(np.float64), problem.group, axis=-3))
     with np.errstate(invalid="ignore"):

@@ -1,0 +1,53 @@
+"""What `import sightline` brings along: NumPy and nothing heavier."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import sightline
+
+HEAVY = set(["jax", "keras", "llvmlite", "matplotlib", "ml_dtypes", "pandas", "rich", "scipy", "tensorflow", "torch", "transformers", "triton"])
+
+
+def loaded(program):
+    """Top-level packages a fresh Python has loaded after the program."""
+    report = "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    result = subprocess.run([sys.executable, "-c", program + report], capture_output=True, text=True, check=True)
+    return set(result.stdout.split())
+
+
+def test_import_brings_numpy_alone():
+    found = loaded("import sightline")
+    assert "numpy" in found
+    assert not found & HEAVY
+
+
+def test_this_test_can_fail():
+    assert "llvmlite" in loaded("import sightline, llvmlite") & HEAVY
+
+
+def test_formulas_and_streaming_need_no_compiler():
+    program = """
+import numpy as np, sightline
+x = np.ones((4, 2), np.float32)
+sightline.attention(x, x, x, mask=sightline.causal(), kernel="streaming")
+sightline.explain(x, x, x)"""
+    assert not loaded(program) & HEAVY
+
+
+def test_llvmlite_loads_with_the_first_generated_kernel():
+    program = "import numpy as np, sightline; x = np.ones((4, 2), np.float32); sightline.attention(x, x, x)"
+    assert loaded(program) & HEAVY == {"llvmlite"}
+
+
+@pytest.mark.parametrize(
+    "name", [m.name for m in pkgutil.walk_packages(sightline.__path__, "sightline.") if "__main__" not in m.name]
+)
+def test_every_public_name_is_there(name):
+    module = importlib.import_module(name)
+    public = getattr(module, "__all__", [])
+    assert len(public) == len(set(public))
+    assert all(hasattr(module, entry) for entry in public)

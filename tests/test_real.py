@@ -1,0 +1,46 @@
+"""A trained model's own numbers: its weights and outputs come out of its queries, keys and values by every kernel."""
+
+import numpy as np
+import pytest
+
+import sightline.data
+from sightline import padding, weights
+from sightline.attention import KERNELS
+from sightline.problem import pose
+from sightline.testing import assert_conforms, assert_within_budget, plain
+
+LAYERS = [(name, number) for name in sightline.data.NAMES for number in sightline.data.load(name).layers]
+
+
+@pytest.fixture(params=LAYERS, ids=lambda given: f"{given[0]}-{given[1]}")
+def layer(request):
+    name, number = request.param
+    text = sightline.data.load(name)
+    return text, text.layers[number]
+
+
+def problem_of(text, layer, **options):
+    return pose(layer.query, layer.key, layer.value, mask=padding(text.lengths), see=[weights()], **options)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_kernels_conform_on_real_activations(layer, kernel):
+    assert_conforms(kernel.run, problem_of(*layer))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_kernels_agree_with_the_model(layer, kernel):
+    """With the model in the oracle's place: no farther from it than the plain float32 computation is."""
+    text, given = layer
+    problem = problem_of(text, given)
+    result, rough = kernel.run(problem), plain(problem)
+    assert_within_budget(result.output, given.output.astype(float), rough.output)
+    if given.weights is not None:
+        assert_within_budget(result.seen[0], given.weights.astype(float), rough.weights)
+
+
+def test_real_scores_reach_far(layer):
+    """These are no random numbers: attention is sharp, and scores spread over tens."""
+    _, given = layer
+    scores = np.einsum("bhid,bhjd->bhij", given.query, given.key) / np.sqrt(given.query.shape[-1])
+    assert np.ptp(scores) > 10
