@@ -147,7 +147,7 @@ def test_the_references_gradients_are_its_slopes(rng):
         assert abs((4 * narrow - wide) / 3 - (gradient * direction).sum()) <= slack
 
 
-# -- what the mask hides ------------------------------------------------------------------------------------------------
+# -- what the mask hides -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

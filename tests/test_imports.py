@@ -9,7 +9,8 @@ import pytest
 
 import sightline
 
-HEAVY = set(["jax", "keras", "llvmlite", "matplotlib", "ml_dtypes", "pandas", "rich", "scipy", "tensorflow", "torch", "transformers", "triton"])
+HEAVY = {"jax", "keras", "llvmlite", "matplotlib", "ml_dtypes", "pandas", "rich", "scipy", "torch", "transformers"}
+HEAVY |= {"tensorflow", "triton"}
 
 
 def loaded(program):
