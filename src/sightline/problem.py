@@ -222,7 +222,7 @@ def read_mask(mask: Formula) -> Expression | None:
     """A mask as a formula: a formula, a FlexAttention mask_mod, or a boolean array (which means `dense`)."""
     if mask is None:
         return None
-    if not isinstance(mask, Expression | bool) and hasattr(mask, "dtype") and hasattr(mask, "shape"):
+    if not isinstance(mask, Expression | bool) and hasattr(mask, "dtype") and tuple(getattr(mask, "shape", ())):
         if arrays.dtype_name(mask) not in ("bool", "bool_"):
             raise MaskError(
                 f"mask is an array of {arrays.dtype_name(mask)}",
@@ -230,6 +230,12 @@ def read_mask(mask: Formula) -> Expression | None:
                 "mask=array != 0 for integers; score=sightline.bias(array) for numbers to be added to the scores",
             )
         return library.dense(mask)
+    if isinstance(mask, str | list | tuple):
+        raise MaskError(
+            f"mask is a {type(mask).__name__}",
+            "a condition, True attends: a formula or a boolean array",
+            "mask=sightline.causal(), or numpy.asarray(mask) of True and False",
+        )
     expression = trace.formula(mask, "mask", "b h i j")
     if expression.kind != "bool":
         raise MaskError(
@@ -261,6 +267,12 @@ def _check_arrays(named: dict[str, Any]) -> None:
         if arrays.dtype_name(array) not in arrays.FLOATS:
             raise DtypeError(
                 f"{name} has dtype {arrays.dtype_name(array)}", ", ".join(arrays.FLOATS), f"cast {name} to one of these"
+            )
+        if hasattr(array, "mask") or "strided" not in str(getattr(array, "layout", "strided")):
+            raise DtypeError(
+                f"{name} is masked or sparse",
+                "plain arrays",
+                f"hide entries by mask=, and pass {name}.data or to_dense()",
             )
     kinds = {name: arrays.framework(array) for name, array in named.items()}
     if set(kinds.values()) - {"numpy", "torch"} or len(set(kinds.values())) > 1:
@@ -329,13 +341,18 @@ def _broadcast_to(array: Any, shape: tuple[int, ...]) -> Any:
 def _read_sinks(sinks: Any, query: Any) -> Any:
     if sinks is None:
         return None
-    sinks = Table(sinks).array
+    if not hasattr(sinks, "dtype"):
+        sinks = np.asarray(sinks)
     if tuple(sinks.shape) != (query.shape[-3],):
         raise ShapeError(
             f"sinks of shape {tuple(sinks.shape)}", f"(H,) = ({query.shape[-3]},)", "one logit per query head"
         )
     if arrays.dtype_name(sinks) not in arrays.FLOATS:
         raise DtypeError(f"sinks of dtype {arrays.dtype_name(sinks)}", ", ".join(arrays.FLOATS), "cast sinks")
+    if arrays.framework(sinks) == arrays.framework(query) and arrays.device(sinks) != arrays.device(query):
+        raise DeviceError(
+            f"sinks on {arrays.device(sinks)}, query on {arrays.device(query)}", "one device", "move the sinks"
+        )
     return arrays.convert(sinks, query)
 
 
@@ -344,7 +361,7 @@ def _read_scale(scale: Any, d_k: int) -> float:
         return 1 / math.sqrt(d_k)
     try:
         value = float(scale)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value):
         raise ParameterError(f"scale={scale!r}", "a finite number", "leave scale=None for 1/√d_k")
@@ -380,6 +397,8 @@ def _read_statistics(see: Any) -> tuple[Statistic, ...]:
 
 
 def _check_devices(problem: Problem) -> None:
+    if problem.device == "meta":
+        raise DeviceError("a formula with tables, and a query on meta", "arrays that hold numbers", "leave meta first")
     for entry in problem.tables:
         if arrays.framework(entry.array) == "torch" and problem.framework == "torch":
             place = arrays.device(entry.array)

@@ -32,8 +32,10 @@ def check_reads(mask: Expression | None, score: Expression | None, extent: Exten
         bounds = intervals(formula, box_of(extent))
         for node in walk(formula):
             low, high = bounds[id(node)]
-            if node.kind == "int" and max(np.max(np.abs(low)), np.max(np.abs(high))) > LARGEST_INTEGER:
-                raise FormulaError(f"{node} grows beyond 2⁵³ here", "whole numbers up to 2⁵³", "use floats: 1.0 * i")
+            if node.kind == "int" and max(np.max(np.abs(low)), np.max(np.abs(high))) >= LARGEST_INTEGER:
+                raise FormulaError(
+                    f"{node} grows to 2⁵³ or beyond here", "whole numbers below 2⁵³", "use floats: 1.0 * i"
+                )
             if isinstance(node, Lookup):
                 for axis, index in enumerate(node.arguments):
                     _check_index(formula, node, axis, bounds[id(index)], allowed, extent)
@@ -41,11 +43,13 @@ def check_reads(mask: Expression | None, score: Expression | None, extent: Exten
 
 def _check_span(table: Any, extent: Extent) -> None:
     for axis, name in enumerate(table.axes or ()):
+        if name is None:
+            continue
         length, whole = table.shape[axis], extent["bhij".index(name)]
         if length not in (1, whole):
             raise ShapeError(
                 f"an array of shape {table.shape}, whose axis {axis} of length {length} stands for {name}",
-                f"length {whole} or 1, right-aligned to (B, H, n, m) = {extent}",
+                f"length {whole}{' or 1' * (whole != 1)}, where (B, H, n, m) = {extent}",
                 "give the array these lengths, or index it yourself: table(array)[...]",
             )
 

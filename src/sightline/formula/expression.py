@@ -278,6 +278,9 @@ class Symbol(Expression):
     def record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
         return [self.name]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _symbol, (self.name,)  # copies are the symbol itself: derivatives tell s by identity
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Constant(Expression):
@@ -338,8 +341,15 @@ class Table:
     def __init__(self, array: Any, axes: tuple[str | None, ...] | None = None) -> None:
         import numpy as np
 
+        if isinstance(array, Table):
+            array = array.array
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
-            array = np.asarray(array)
+            try:
+                array = np.asarray(array)
+            except ValueError as error:
+                raise ShapeError(
+                    "a table of lists of unequal lengths", "a rectangular array", "pad the lists"
+                ) from error
         self.array: Any = array
         self.axes = axes
         self.shape: tuple[int, ...] = tuple(int(length) for length in array.shape)
@@ -369,6 +379,11 @@ class Table:
                 )
         return Lookup(self, arguments)
 
+    def __iter__(self) -> NoReturn:
+        raise FormulaError(
+            f"a loop over {self}", "table(array)[...]", "index it by formulas, as in table(array)[h, i - j]"
+        )
+
     @cached_property
     def extrema(self) -> Extrema:
         """Least and greatest entries over ranges; made once, so for tables whose array no longer changes."""
@@ -376,6 +391,10 @@ class Table:
 
     def __repr__(self) -> str:
         return f"table({'×'.join(map(str, self.shape))} {self.dtype})"
+
+
+def _symbol(name: str) -> Symbol:
+    return SYMBOLS[name]
 
 
 def table(array: Any) -> Table:

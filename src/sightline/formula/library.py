@@ -60,8 +60,10 @@ def window(left: int, right: int = 0) -> Expression:
     ParameterError
         left below 1, or right below 0.
     """
-    if left < 1 or right < 0:
-        raise ParameterError(f"window({left}, {right})", "left ≥ 1 and right ≥ 0", "window(1) sees the own key alone")
+    if not (_whole(left) and _whole(right) and left >= 1 and right >= 0):
+        raise ParameterError(
+            f"window({left!r}, {right!r})", "whole numbers, left ≥ 1 and right ≥ 0", "window(1) sees the own key alone"
+        )
     return (i - j < left) & (j - i <= right)
 
 
@@ -73,7 +75,7 @@ def padding(lengths: Any) -> Expression:
     lengths : (B,) integers
         Real keys of each sequence, `b` counting all leading axes in C order.
     """
-    table = Table(lengths)
+    table = Table(lengths, axes=("b",))
     if table.ndim != 1 or table.kind != "int":
         raise ShapeError(f"lengths {table}", "(B,) integers, one length per sequence", "padding([7, 20])")
     return j < table[b]
@@ -106,7 +108,7 @@ def documents(ids: Any = None, *, lengths: Any = None) -> Expression:
         if each.ndim != 1 or each.dtype.kind not in "iu" or (each.size and each.min() < 0):
             raise ShapeError(f"lengths {lengths!r}", "one axis of whole numbers ≥ 0", "documents(lengths=[3, 5])")
         ids = np.repeat(np.arange(each.size), each)
-    table = Table(ids)
+    table = Table(ids, axes=(None,) if np.ndim(ids) == 1 else ("b", None))
     if table.ndim not in (1, 2) or table.kind != "int":
         raise ShapeError(f"document ids {table}", "(n,) or (B, n) integers", "documents(ids) or documents(lengths=...)")
     lead = () if table.ndim == 1 else (b if table.shape[0] != 1 else 0,)
@@ -115,8 +117,8 @@ def documents(ids: Any = None, *, lengths: Any = None) -> Expression:
 
 def prefix(length: int) -> Expression:
     """j < length: keys every query sees; `causal() | prefix(64)` is a prefix language model."""
-    if length < 0:
-        raise ParameterError(f"prefix({length})", "a length ≥ 0", "prefix(0) is empty")
+    if not (_whole(length) and length >= 0):
+        raise ParameterError(f"prefix({length!r})", "a whole number ≥ 0", "prefix(0) is empty")
     return j < length
 
 
@@ -165,9 +167,9 @@ def alibi_slopes(heads: int) -> Any:
     numpy.ndarray
         (heads,) float64
     """
-    if heads < 1:
-        raise ParameterError(f"alibi_slopes({heads})", "at least one head", "alibi_slopes(8)")
-    below = 1 << (heads.bit_length() - 1)
+    if not (_whole(heads) and heads >= 1):
+        raise ParameterError(f"alibi_slopes({heads!r})", "a whole number of heads, at least one", "alibi_slopes(8)")
+    below = 1 << (int(heads).bit_length() - 1)
 
     def slopes(count: int) -> Any:
         return 2.0 ** (-8.0 * np.arange(1, count + 1) / count)
@@ -184,7 +186,9 @@ def alibi(slopes: Any) -> Expression:
         A number of heads, for `alibi_slopes`, or the slopes themselves. In a model that looks both ways write the
         formula with abs(i − j).
     """
-    table = Table(alibi_slopes(slopes) if isinstance(slopes, int) else slopes)
+    table = Table(alibi_slopes(slopes) if np.ndim(slopes) == 0 else slopes, axes=("h",))
+    if table.ndim != 1:
+        raise ShapeError(f"slopes {table}", "(H,) floats, or a number of heads", "alibi(8)")
     return s - table[h] * (i - j)
 
 
@@ -196,8 +200,8 @@ def softcap(t: float) -> Expression:
     ParameterError
         t not positive and finite.
     """
-    if not (math.isfinite(t) and t > 0):
-        raise ParameterError(f"softcap({t})", "a finite cap above 0", "softcap(30.0)")
+    if not (isinstance(t, int | float | np.integer | np.floating) and math.isfinite(t) and t > 0):
+        raise ParameterError(f"softcap({t!r})", "a finite cap above 0", "softcap(30.0)")
     return apply("tanh", s / float(t)) * float(t)
 
 
@@ -215,9 +219,15 @@ def relative_bias(table: Any) -> Expression:
         raise ShapeError(
             f"relative_bias({held})", "(H, 2w + 1) or (2w + 1,)", "an odd number of distances, 0 in the middle"
         )
+    if held.ndim == 2:
+        held.axes = ("h", None)
     reach = held.shape[-1] // 2
     distance = apply("minimum", apply("maximum", j - i + reach, 0), 2 * reach)
     return s + held[distance if held.ndim == 1 else (h, distance)]
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _spanning(array: Any) -> Table:
