@@ -77,6 +77,8 @@ def test_hidden_scores_weigh_exactly_nothing():
 PROBLEMS = {
     "full": {},
     "causal window": {"mask": (i >= j) & (i - j < 33)},
+    "a score of whole numbers": {"score": (j - i) // 8},
+    "a score of one number": {"score": 3},
     "soft cap": {"score": 5 * np.tanh(s / 5)},
     "slopes": {"score": s - sightline.table(sightline.alibi_slopes(4))[h] * abs(i - j), "mask": i + 3 >= j},
 }

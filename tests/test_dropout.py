@@ -1,79 +1,87 @@
-"""Dropout by counter: known answers of Philox, the same weights dropped everywhere, the right share of them."""
+"""Dropout by counter: Philox as published, the same weights for any tiling and backend, and the right share of them."""
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
 import sightline
-from sightline import weights
-from sightline.dropout import philox
+from sightline import causal, weights
+from sightline.attention import KERNELS
+from sightline.dropout import keep_factor, philox
 from sightline.problem import pose
-from sightline.reference import stages_of
-from sightline.streaming import Streaming, Work, forward
+
+# First words of philox4x32-10 in Random123's own known-answer file (kat_vectors): counter, key, word.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), 0x6627E8D5),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, 0x408F276D),
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), 0xD16CFE09),
+]
 
 
-def words(*counter):
-    return tuple(np.array([word], np.int64) for word in counter)
+@pytest.mark.parametrize("library", [np, torch], ids=["numpy", "torch"])
+@pytest.mark.parametrize(("counter", "key", "word"), KNOWN)
+def test_philox_is_the_published_one(counter, key, word, library):
+    seed = key[0] | key[1] << 32
+    found = philox(seed, tuple(library.asarray([x], dtype=library.int64) for x in counter))
+    assert int(found[0]) == word
 
 
-@pytest.mark.parametrize(
-    ("seed", "counter", "expected"),
-    [  # the known-answer vectors that come with Random123, the authors' own library
-        (0, (0, 0, 0, 0), 0x6627E8D5),
-        (0xFFFFFFFFFFFFFFFF, (0xFFFFFFFF,) * 4, 0x408F276D),
-        (0x299F31D0_A4093822, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0xD16CFE09),
-    ],
-)
-def test_known_answers(seed, counter, expected):
-    assert int(philox(seed, words(*counter))[0]) == expected
+def posed(shape=(2, 3, 70, 4), **options):
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    return pose(x, x, x, **{"dropout": 0.3, "seed": 7} | options)
 
 
-def by_integers(seed, counter):
-    """Philox 4x32-10 with Python's whole numbers, straight from the paper's section 3.3."""
-    key, x = [seed & 0xFFFFFFFF, seed >> 32], list(counter)
-    for _ in range(10):
-        first, second = 0xD2511F53 * x[0], 0xCD9E8D57 * x[2]
-        x = [second >> 32 ^ x[1] ^ key[0], second & 0xFFFFFFFF, first >> 32 ^ x[3] ^ key[1], first & 0xFFFFFFFF]
-        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return x[0]
+def whole(problem):
+    return keep_factor(problem, np, slice(0, problem.n), slice(0, problem.m))
 
 
-@given(st.integers(0, 2**64 - 1), st.tuples(*[st.integers(0, 2**32 - 1)] * 4))
-def test_words_of_64_bits_never_overflow(seed, counter):
-    assert int(philox(seed, words(*counter))[0]) == by_integers(seed, counter)
+def test_tiles_agree_with_the_whole():
+    problem = posed()
+    rows, columns = slice(13, 41), slice(5, 66)
+    assert np.array_equal(keep_factor(problem, np, rows, columns), whole(problem)[..., rows, columns])
 
 
-def question(seed, dropout=0.3, n=150):
-    rng = np.random.default_rng(0)
-    q, k = (rng.normal(size=(2, 3, n, 4)) for _ in range(2))
-    return pose(q, k, np.broadcast_to(np.eye(n), (2, 3, n, n)), dropout=dropout, seed=seed, see=[weights()])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_the_share_dropped_is_p(p):
+    """Within six standard deviations of the binomial distribution."""
+    factor = np.broadcast_to(whole(posed((4, 4, 100, 4), dropout=p)), (4, 4, 100, 100))
+    dropped = factor == 0
+    assert abs(dropped.mean() - p) <= 6 * np.sqrt(p * (1 - p) / dropped.size)
+    assert np.array_equal(np.unique(factor[~dropped]), np.unique(np.float32([1 / (1 - p)] if p < 1 else [])))
 
 
-def test_tiles_drop_what_the_definition_drops(monkeypatch):
-    """With V the identity the output is the dropped weights themselves."""
-    problem = question(7)
-    truth = stages_of(problem).output
-    work = Work(problem)
-    monkeypatch.setattr("sightline.streaming.TILE_ELEMENTS", 1 << 12)
-    monkeypatch.setattr("sightline.streaming.KEY_BLOCK", 32)
-    output, _ = forward(work)
-    np.testing.assert_array_equal(output == 0, truth == 0)
-    assert 0.29 < (output == 0).mean() < 0.31
+def test_seeds_batches_heads_and_positions_all_count():
+    base = whole(posed()) == 0
+    assert (base != (whole(posed(seed=8)) == 0)).any()
+    assert (base != (whole(posed(seed=7 + 2**40)) == 0)).any()
+    for axis in range(4):
+        first, second = np.take(base, 0, axis), np.take(base, 1, axis)
+        assert (first != second).any()
 
 
-def test_seeds_differ_and_repeat():
-    outputs = [Streaming().run(question(seed)).output for seed in (1, 1, 2)]
-    np.testing.assert_array_equal(outputs[0], outputs[1])
-    assert ((outputs[0] == 0) != (outputs[2] == 0)).mean() > 0.3
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_kernel_drops_the_same_weights(kernel, framework):
+    """One-hot values show which weight reached which output."""
+    q = np.random.default_rng(1).normal(size=(2, 2, 60, 8)).astype(np.float32)
+    value = np.broadcast_to(np.eye(60, dtype=np.float32), (2, 2, 60, 60)).copy()
+    arrays = [torch.from_numpy(x) if framework == "torch" else x for x in (q, q, value)]
+    problem = pose(*arrays, mask=causal(), dropout=0.4, seed=2**63 + 5, see=[weights()])
+    if list(kernel.refuses(problem)):
+        pytest.skip("; ".join(map(str, kernel.refuses(problem))))
+    result = kernel.run(problem)
+    output, kept = np.asarray(result.output), np.asarray(result.seen[0])
+    expected = whole(pose(q, q, value, mask=causal(), dropout=0.4, seed=2**63 + 5)) != 0
+    assert np.array_equal(output != 0, expected & (kept != 0))
 
 
-def test_weights_seen_are_those_before_dropout():
-    result = Streaming().run(question(3))
-    assert ((result.output == 0) & (result.seen[0] > 0)).any()
-    np.testing.assert_array_equal(result.seen[0] > 0, np.ones_like(result.seen[0], bool))
+def test_weights_seen_are_those_before_dropout(rng):
+    x = rng.normal(size=(1, 1, 9, 4))
+    _, (dropped,) = sightline.attention(x, x, x, dropout=0.5, seed=3, see=[weights()])
+    _, (whole_,) = sightline.attention(x, x, x, see=[weights()], kernel="streaming")
+    assert np.array_equal(dropped, whole_)
 
 
-def test_everything_dropped_gives_nothing():
-    x = np.ones((1, 1, 3, 2))
-    np.testing.assert_array_equal(sightline.attention(x, x, x, dropout=1.0, seed=0), np.zeros_like(x))
+def test_dropping_all_gives_zero(rng):
+    x = rng.normal(size=(1, 1, 9, 4))
+    assert not sightline.attention(x, x, x, dropout=1.0, seed=0).any()

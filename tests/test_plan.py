@@ -1,80 +1,112 @@
-"""The choice of a kernel: reasons, cures, and what `explain` says of them."""
+"""The choice of a kernel, its reasons, and the page that tells them."""
+
+import dataclasses
 
 import numpy as np
 import pytest
 
 import sightline
-from sightline import i, j
+from sightline import alibi, causal, window
 from sightline.attention import KERNELS
 from sightline.errors import KernelRefusedError, ParameterError
 from sightline.plan import Kernel, Refusal, choose
 from sightline.problem import pose
 
-
-def zeros(*shape, dtype=np.float32):
-    return np.zeros(shape, dtype)
+X = np.ones((2, 4, 96, 8), np.float32)
 
 
-def question(dtype=np.float32, **options):
-    x = zeros(1, 2, 8, 4, dtype=dtype)
-    return pose(x, x, x, **options)
+class Choosy(Kernel):
+    """A kernel of a given cost that gives the reasons it is told."""
 
+    describes = "for this test"
 
-class Picky(Kernel):
-    """Refuses for two reasons, and would be the cheapest."""
-
-    name, describes = "picky", "says no"
+    def __init__(self, name, cost, *reasons):
+        self.name, self._cost, self._reasons = name, cost, reasons
 
     def refuses(self, problem):
-        yield Refusal("too small", "make it larger")
-        yield Refusal("too plain", "add a mask")
+        yield from (Refusal(reason, f"no {reason}") for reason in self._reasons)
 
     def cost(self, problem):
-        return 0.0
+        return self._cost
 
     def run(self, problem, threads=None):
-        raise AssertionError("a kernel that refuses is not run")
+        raise AssertionError("not to be run")
 
 
-def test_the_cheapest_kernel_that_can_is_taken():
-    assert choose(KERNELS, question()).kernel.name == "cpu"
-    assert choose(KERNELS, question(dtype=np.float16)).kernel.name == "streaming"
-    assert choose((Picky(), *KERNELS), question()).kernel.name == "cpu"
+def test_the_cheapest_that_can_is_taken():
+    kernels = [Choosy("dear", 3.0), Choosy("cheap", 1.0, "wine", "song"), Choosy("fair", 2.0)]
+    plan = choose(kernels, pose(X, X, X))
+    assert plan.kernel.name == "fair"
+    assert not plan.forced
+    assert [str(reason) for reason in plan.refusals["cheap"]] == ["wine (no wine)", "song (no song)"]
+    assert plan.refusals["dear"] == ()
 
 
-def test_a_forced_kernel_raises_every_reason_with_its_cure():
-    with pytest.raises(KernelRefusedError) as caught:
-        choose((Picky(), *KERNELS), question(), "picky")
-    for words in ("too small", "too plain", "make it larger", "add a mask"):
-        assert words in str(caught.value)
+def test_a_kernel_asked_for_is_taken_or_says_every_reason():
+    kernels = [Choosy("dear", 3.0), Choosy("cheap", 1.0, "wine", "song")]
+    assert choose(kernels, pose(X, X, X), "dear").forced
+    with pytest.raises(KernelRefusedError, match=r"(?s)wine; song.*no wine; no song; or leave kernel=None"):
+        choose(kernels, pose(X, X, X), "cheap")
+    with pytest.raises(ParameterError, match="'dear', 'cheap'"):
+        choose(kernels, pose(X, X, X), "dearest")
 
 
-def test_an_unknown_kernel_is_an_error_that_names_the_known_ones():
-    with pytest.raises(ParameterError, match="'cpu', 'streaming', 'reference'"):
-        choose(KERNELS, question(), "gpu")
+def test_names_are_unique_and_one_kernel_refuses_nothing():
+    names = [kernel.name for kernel in KERNELS]
+    assert len(names) == len(set(names))
+    problem = pose(*[X.astype(np.float16)] * 3, mask=causal(), score=alibi(4), dropout=0.1, seed=1)
+    able = [kernel.name for kernel in KERNELS if not list(kernel.refuses(problem))]
+    assert "streaming" in able
+    assert "reference" in able
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_every_kernel_serves_a_plain_problem(kernel):
-    assert not list(kernel.refuses(question()))
+def test_every_refusal_has_a_cure(kernel):
+    problem = pose(*[X.astype(np.float16)] * 3, dropout=0.1, seed=1)
+    for refusal in kernel.refuses(problem):
+        assert refusal.reason
+        assert refusal.cure
 
 
-def test_explain_counts_tiles_and_work():
-    x = zeros(2, 4, 1024, 32)
-    found = sightline.explain(x, x, x, mask=i >= j)
-    assert found.kernel == "cpu"
-    assert found.tiles == {"empty": 8 * 120, "full": 8 * 120, "partial": 8 * 16}
-    assert found.dense_flops == 2 * 8 * 1024 * 1024 * 64
-    assert found.flops == found.dense_flops * 136 // 256
-    assert found.dense_memory > found.memory
-    assert "i ≥ j" in str(found)
+def test_explain_counts_what_will_be_computed():
+    told = sightline.explain(X, X, X, mask=causal())
+    assert told.tiles == {"empty": 2 * 4, "full": 2 * 4 * 1, "partial": 2 * 4 * 2}
+    assert told.dense_flops == 2 * 2 * 4 * 96 * 96 * 16
+    assert told.flops == told.dense_flops * 3 // 4
+    assert told.memory < told.dense_memory
 
 
-def test_explain_says_why_others_refused():
-    x = zeros(1, 1, 8, 4, dtype=np.float16)
-    assert "dtype float16 (cast to float32 or float64)" in str(sightline.explain(x, x, x))
+def test_explain_is_a_page_with_every_part():
+    told = sightline.explain(X, X, X, mask=window(5), score=alibi(4), sinks=np.zeros(4), dropout=0.25, seed=3)
+    page = str(told)
+    for part in (
+        "2 × 4 heads on 4, 96 queries on 96 keys",
+        "mask  i − j < 5 ∧ j − i ≤ 0",
+        "score s − t[h]·(i − j)",
+        "sinks, one per head",
+        "dropout 0.25, seed 3",
+        "kernel",
+        "tiles",
+        "FLOPs",
+        "memory",
+    ):
+        assert part in page
+    for kernel, reasons in told.refusals.items():
+        assert all(reason in page for reason in reasons)
+        assert (f"not {kernel}" in page) == bool(reasons)
 
 
-def test_explain_of_nothing():
-    x = zeros(0, 1, 0, 4)
-    assert sum(sightline.explain(x, x, x).tiles.values()) == 0
+def test_explain_names_the_kernel_asked_for():
+    told = sightline.explain(X, X, X, kernel="reference")
+    assert told.forced
+    assert told.kernel == "reference"
+    assert "asked for by name" in str(told)
+    assert dataclasses.asdict(told)["kernel"] == "reference"
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 0, 8), (0, 1, 4, 8)])
+def test_explain_of_nothing(shape):
+    x = np.ones(shape, np.float32)
+    told = sightline.explain(x, x, x, mask=causal())
+    assert told.flops == 0
+    assert "0 empty" in str(told)

@@ -1,154 +1,326 @@
-"""At the door: bad input gets one clear error that says what was given, what is allowed and the cure."""
+"""Errors at the door: what was given, what is allowed and the cure; and what is no error: empty and odd shapes."""
+
+import copy
+import functools
+import pickle
 
 import numpy as np
 import pytest
 import torch
 
 import sightline
-from sightline import b, errors, h, i, j, lse, s, table, weights, where
+from sightline import (
+    alibi,
+    bias,
+    causal,
+    dense,
+    documents,
+    errors,
+    i,
+    j,
+    lse,
+    padding,
+    prefix,
+    relative_bias,
+    s,
+    softcap,
+    table,
+    weights,
+    where,
+    window,
+)
+from sightline.errors import (
+    DeviceError,
+    DtypeError,
+    FormulaError,
+    KernelRefusedError,
+    MaskError,
+    ParameterError,
+    ShapeError,
+    SightlineError,
+    TableError,
+)
+from sightline.formula.derivative import derivative
 from sightline.problem import pose
 
-Q, K, V = np.zeros((2, 4, 6, 8), np.float32), np.zeros((2, 2, 7, 8), np.float32), np.zeros((2, 2, 7, 3), np.float32)
+X = np.ones((1, 2, 4, 3), np.float32)
+T = torch.ones(1, 2, 4, 3)
+META = T.to("meta")
 
 
-def z(*shape, dtype=np.float32):
-    return np.zeros(shape, dtype)
+def ask(query=X, key=X, value=X, **options):
+    return pose(query, key, value, **options)
 
 
-def chained(b, h, q, k):
-    return q >= k > 2
+def tensors(**options):
+    return ask(T, T, T, **options)
 
 
-def truthy(b, h, q, k):
-    return k if q > k else q
+def masked(function):
+    return lambda: ask(mask=function)
 
 
-# what is asked: arguments, the class of error, words its message holds
-BAD = {
-    "widths differ": (dict(query=z(2, 4, 6, 9)), errors.ShapeError, ["9 wide", "d_k"]),
-    "keys and values differ": (dict(value=z(2, 2, 8, 3)), errors.ShapeError, ["7 keys and 8 values"]),
-    "key and value heads differ": (dict(value=z(2, 1, 7, 3)), errors.ShapeError, ["2 key heads and 1 value heads"]),
-    "heads do not divide": (dict(query=z(2, 3, 6, 8)), errors.ShapeError, ["3 query heads", "multiple of G"]),
-    "batches differ": (dict(query=z(3, 4, 6, 8)), errors.ShapeError, ["broadcast", "(3, 4, 6, 8)"]),
-    "one axis": (dict(query=z(8)), errors.ShapeError, ["two axes"]),
-    "axes differ": (dict(query=z(4, 6, 8)), errors.ShapeError, ["different numbers of axes"]),
-    "no width": (dict(query=z(1, 1, 6, 0), key=z(1, 1, 7, 0)), errors.ShapeError, ["d_k is 0"]),
-    "a list": (dict(query=[[1.0]]), errors.DtypeError, ["query is a list", "asarray"]),
-    "integers": (dict(query=z(2, 4, 6, 8, dtype=np.int64)), errors.DtypeError, ["int64", "float32"]),
-    "complex": (dict(key=z(2, 2, 7, 8, dtype=np.complex64)), errors.DtypeError, ["key has dtype complex64"]),
-    "objects": (dict(value=z(2, 2, 7, 3, dtype=object)), errors.DtypeError, ["object"]),
-    "strings": (dict(query=np.full((2, 4, 6, 8), "x")), errors.DtypeError, ["query"]),
-    "mixed dtypes": (dict(key=z(2, 2, 7, 8, dtype=np.float64)), errors.DtypeError, ["float64", "one dtype"]),
-    "mixed frameworks": (dict(key=torch.zeros(2, 2, 7, 8)), errors.DeviceError, ["torch", "numpy"]),
-    "a float mask": (dict(mask=z(6, 7)), errors.MaskError, ["float32", "bias", "!= 0"]),
-    "an integer mask": (dict(mask=z(6, 7, dtype=np.int64)), errors.MaskError, ["int64", "bias", "!= 0"]),
-    "a number as mask": (dict(mask=i - j), errors.MaskError, ["i − j", "!= 0"]),
-    "a mask that reads s": (dict(mask=s > 0), errors.MaskError, ["reads the score", "where(condition, s, -inf)"]),
-    "a condition as score": (dict(score=i >= j), errors.MaskError, ["condition", "mask="]),
-    "a mask of other lengths": (dict(mask=z(6, 8, dtype=bool)), errors.ShapeError, ["length 8 stands for j", "7 or 1"]),
-    "a bias of other heads": (dict(score=sightline.bias(z(3, 6, 7))), errors.ShapeError, ["stands for h", "4 or 1"]),
-    "a string as mask": (dict(mask="causal"), errors.MaskError, ["str", "causal()"]),
-    "a list as mask": (dict(mask=[[True] * 7] * 6), errors.MaskError, ["list", "asarray"]),
-    "chained comparison": (dict(mask=chained), errors.FormulaError, ["(a < i) & (i < b)"]),
-    "an if": (dict(mask=truthy), errors.FormulaError, ["sightline.where"]),
-    "a function of other arguments": (dict(mask=lambda i, j: i >= j), errors.FormulaError, ["(b, h, i, j)"]),
-    "reads outside": (dict(score=s + table(z(9))[i - j]), errors.TableError, ["(9,)", "b=0, h=0, i=0, j=1", "clip"]),
-    "reads outside by b": (dict(mask=j < table(z(1, dtype=int))[b]), errors.TableError, ["b=1"]),
-    "sinks of other heads": (dict(sinks=z(2)), errors.ShapeError, ["(H,) = (4,)"]),
-    "whole sinks": (dict(sinks=z(4, dtype=int)), errors.DtypeError, ["sinks"]),
-    "scale NaN": (dict(scale=float("nan")), errors.ParameterError, ["scale=nan", "finite"]),
-    "scale infinite": (dict(scale=float("inf")), errors.ParameterError, ["scale=inf"]),
-    "scale a word": (dict(scale="small"), errors.ParameterError, ["scale='small'"]),
-    "dropout negative": (dict(dropout=-0.1), errors.ParameterError, ["dropout=-0.1", "0 to 1"]),
-    "dropout over one": (dict(dropout=1.5), errors.ParameterError, ["dropout=1.5"]),
-    "dropout without a seed": (dict(dropout=0.1), errors.ParameterError, ["seed"]),
-    "seed negative": (dict(dropout=0.1, seed=-1), errors.ParameterError, ["seed=-1"]),
-    "see a word": (dict(see="lse"), errors.ParameterError, ["sightline.lse()"]),
-    "see a function": (dict(see=[lse]), errors.ParameterError, ["sightline.lse()"]),
-    "huge whole numbers": (dict(mask=i * 2**52 * 4 >= j), errors.FormulaError, ["2⁵³"]),
-}  # fmt: skip
+REFUSED = {
+    # what is given: the call, its error, and words its message must hold
+    "a list": (lambda: ask([[1.0]]), DtypeError, "query is a list", "numpy.asarray"),
+    "integers": (lambda: ask(X.astype(int)), DtypeError, "query has dtype int64", "float32", "cast"),
+    "complex numbers": (lambda: ask(key=X.astype(complex)), DtypeError, "key has dtype complex128", "cast"),
+    "objects": (lambda: ask(value=X.astype(object)), DtypeError, "value has dtype object"),
+    "strings": (lambda: ask(X.astype(str)), DtypeError, "query has dtype <U"),
+    "extended precision": (lambda: ask(X.astype(np.longdouble)), DtypeError, "query has dtype", "float64"),
+    "the other byte order": (
+        lambda: ask(*[X.astype(X.dtype.newbyteorder())] * 3),
+        DtypeError,
+        "query has dtype",
+        "cast",
+    ),
+    "a masked array": (lambda: ask(np.ma.masked_array(X, X > 0)), DtypeError, "masked", "mask="),
+    "a sparse tensor": (lambda: ask(T.to_sparse(), T, T), DtypeError, "sparse", "to_dense"),
+    "two dtypes": (lambda: ask(key=X.astype(np.float64)), DtypeError, "query: float32, key: float64", "one dtype"),
+    "two frameworks": (lambda: ask(key=T), DeviceError, "query: numpy, key: torch", "convert"),
+    "two devices": (lambda: ask(T, META, T), DeviceError, "query: cpu, key: meta", "one device"),
+    "one axis": (lambda: ask(X[0, 0, 0]), ShapeError, "fewer than two axes", "query (3,)"),
+    "some without heads": (lambda: ask(X[0]), ShapeError, "different numbers of axes", "query (2, 4, 3)"),
+    "two widths": (lambda: ask(key=X[..., :2]), ShapeError, "query is 3 wide and key 2", "same d_k"),
+    "no width": (lambda: ask(X[..., :0], X[..., :0]), ShapeError, "d_k is 0", "component"),
+    "fewer values": (lambda: ask(value=X[..., :3, :]), ShapeError, "4 keys and 3 values", "one value for every key"),
+    "fewer value heads": (lambda: ask(value=X[:, :1]), ShapeError, "2 key heads and 1 value heads"),
+    "uneven groups": (lambda: ask(np.ones((1, 3, 4, 3), np.float32)), ShapeError, "3 query heads", "multiple of G"),
+    "batches of 2 and 3": (lambda: ask(*(X.repeat(k, 0) for k in (2, 3, 3))), ShapeError, "do not broadcast", "or 1"),
+    # masks
+    "a mask of floats": (lambda: ask(mask=np.zeros((4, 4))), MaskError, "array of float64", "!= 0", "bias"),
+    "a mask of integers": (lambda: ask(mask=np.zeros((4, 4), int)), MaskError, "array of int64", "!= 0", "bias"),
+    "a tensor of floats": (lambda: tensors(mask=torch.zeros(4, 4)), MaskError, "array of float32", "bias"),
+    "a list as mask": (lambda: ask(mask=[[True]]), MaskError, "mask is a list", "numpy.asarray"),
+    "a word as mask": (lambda: ask(mask="causal"), MaskError, "mask is a str", "causal()"),
+    "a number as mask": (lambda: ask(mask=i - j), MaskError, "i − j, which is a number", "(i − j) != 0"),
+    "a bias as mask": (lambda: ask(mask=bias(np.ones((4, 4)))), MaskError, "which is a number", "score="),
+    "a mask of scores": (lambda: ask(mask=s > 0), MaskError, "reads the score", "where(condition, s, -inf)"),
+    "a mask too short": (
+        lambda: ask(mask=np.ones((3, 4), bool)),
+        ShapeError,
+        "axis 0 of length 3 stands for i",
+        "4 or 1",
+    ),
+    "a mask of nothing": (lambda: ask(mask=np.ones((0, 4), bool)), ShapeError, "(0, 4)", "length 4 or 1"),
+    "a mask for 4 batches": (lambda: ask(mask=np.ones((2, 2, 2, 4, 4), bool)), ShapeError, "stands for b", "length 1,"),
+    "dense numbers": (lambda: dense(np.ones((4, 4))), MaskError, "True attends", "bias"),
+    "lengths of 2 batches": (lambda: ask(mask=padding([3, 4])), ShapeError, "axis 0 of length 2 stands for b"),
+    "fractional lengths": (lambda: padding(np.ones(2)), ShapeError, "float64", "integers"),
+    "documents too short": (lambda: ask(mask=documents([0, 1, 1])), TableError, "(3,)", "i=3"),
+    "documents twice": (lambda: documents([1], lengths=[1]), ParameterError, "one of them"),
+    "negative lengths": (lambda: documents(lengths=[2, -1]), ShapeError, "≥ 0"),
+    "a window of nothing": (lambda: window(0), ParameterError, "window(0, 0)", "left ≥ 1"),
+    "a window of half a key": (lambda: window(2.5), ParameterError, "window(2.5, 0)", "whole numbers"),
+    "a window of words": (lambda: window("4"), ParameterError, "window('4', 0)"),
+    "a negative prefix": (lambda: prefix(-1), ParameterError, "prefix(-1)", "≥ 0"),
+    "some other corner": (lambda: causal("bottom"), ParameterError, "'bottom'", "lower right"),
+    # what Python does with formulas
+    "and": (masked(lambda b, h, i, j: i >= j and j > 2), FormulaError, "i ≥ j", "& for and"),
+    "or": (masked(lambda b, h, i, j: i >= j or j > 2), FormulaError, "i ≥ j", "| for or"),
+    "not": (masked(lambda b, h, i, j: not i >= j), FormulaError, "~ for not"),
+    "a chain": (masked(lambda b, h, i, j: 0 <= i - j < 4), FormulaError, "(a < i) & (i < b)"),
+    "if": (masked(lambda b, h, i, j: True if i > j else False), FormulaError, "where(...) for if"),
+    "in": (masked(lambda b, h, i, j: i in (1, 2)), FormulaError, "i = 1", "True or False"),
+    "max": (lambda: ask(score=lambda s, b, h, i, j: max(s, 0)), FormulaError, "s < 0"),
+    "int": (lambda: ask(score=lambda s, b, h, i, j: int(s)), FormulaError, "whole number", "table"),
+    "an index": (masked(lambda b, h, i, j: [True, False][i]), FormulaError, "array[i]", "table(array)[...]"),
+    "round": (
+        lambda: ask(score=lambda s, b, h, i, j: round(s)),
+        FormulaError,
+        "failed when called with (s, b, h, i, j)",
+    ),
+    "too few arguments": (masked(lambda i, j: i >= j), FormulaError, "(b, h, i, j)", "2 positional"),
+    "no result": (masked(lambda b, h, i, j: None), FormulaError, "NoneType"),
+    "an attribute": (masked(lambda b, h, i, j: i.length > 2), FormulaError, "length"),
+    "an array in a formula": (lambda: s + np.ones(3), FormulaError, "ndarray of shape (3,)", "table(array)"),
+    "a tensor in a formula": (lambda: s + torch.ones(3), FormulaError, "Tensor of shape (3,)", "table(array)"),
+    "an array of a formula": (lambda: np.asarray(i), FormulaError, "turned into an array", ".array(n, m)"),
+    "a complex number": (lambda: s * 1j, FormulaError, "complex"),
+    "a comparison with None": (lambda: i == None, FormulaError, "NoneType"),  # noqa: E711
+    "not of a number": (lambda: ~i, FormulaError, "¬ on i", "i != 0"),
+    "and of numbers": (lambda: i & 1, FormulaError, "∧ on i", "compare it first"),
+    "a huge number": (lambda: i + 2**60, FormulaError, "2⁵³", "float"),
+    "a number that grows": (lambda: ask(mask=(i + 1) * 2**50 * (j + 1) > 0), FormulaError, "grows", "1.0 * i"),
+    "a table of huge numbers": (lambda: ask(mask=table([2**53 + 1])[0] == i), FormulaError, "t[0] grows", "2⁵³"),
+    # tables
+    "a read outside": (lambda: ask(mask=table(np.ones(3, bool))[i]), TableError, "t[i]", "(3,)", "i=3", "np.clip"),
+    "a read before 0": (lambda: ask(score=s + table(np.ones(9))[i - j]), TableError, "from -3 to 3", "i=0, j=1"),
+    "a read of nothing": (lambda: ask(score=s + table(np.ones(0))[i]), TableError, "(0,)"),
+    "a fractional index": (lambda: table(np.ones(3))[i * 0.5], FormulaError, "i·0.5", "//"),
+    "a condition as index": (lambda: table(np.ones(3))[i > j], FormulaError, "is a bool", "where(condition, 1, 0)"),
+    "a slice": (lambda: table(np.ones(3))[0:2], FormulaError, "slice"),
+    "too few indices": (lambda: table(np.ones((3, 3)))[i], FormulaError, "read with 1 indices", "table[i, j]"),
+    "a table of one number": (lambda: table(np.float64(3)), ShapeError, "one number"),
+    "a ragged table": (lambda: table([[1, 2], [3]]), ShapeError, "unequal lengths"),
+    "a table of words": (lambda: table(["a"]), DtypeError, "<U1", "cast"),
+    "a table of huge unsigned": (lambda: table(np.ones(3, np.uint64)), DtypeError, "uint64", "signed"),
+    "a table unread": (lambda: s + table(np.ones(3)), FormulaError, "without indices", "table(array)[h, i - j]"),
+    "a loop over a table": (lambda: list(table(np.ones(3))), FormulaError, "a loop over table(3 float64)"),
+    "a table elsewhere": (
+        lambda: tensors(score=s + table(META[0, 0, 0])[h_()]),
+        DeviceError,
+        "on meta",
+        "query on cpu",
+    ),
+    "a table for meta": (lambda: ask(META, META, META, mask=np.ones((4, 4), bool)), DeviceError, "meta", "numbers"),
+    # scores
+    "a condition as score": (lambda: ask(score=i >= j), MaskError, "a condition", "mask="),
+    "an array as score": (lambda: ask(score=np.zeros((4, 4))), FormulaError, "ndarray of shape (4, 4)", "table(array)"),
+    "conditions as bias": (lambda: bias(np.ones((4, 4), bool)), ParameterError, "bool", "mask="),
+    "a bias too short": (lambda: ask(score=bias(np.ones((4, 3)))), ShapeError, "axis 1 of length 3 stands for j"),
+    "slopes for 3 heads": (lambda: ask(score=alibi(3)), ShapeError, "length 3 stands for h", "length 2 or 1"),
+    "no heads": (lambda: alibi(0), ParameterError, "at least one"),
+    "an even relative bias": (lambda: relative_bias(np.ones((2, 4))), ShapeError, "2×4", "odd"),
+    "a relative bias for 3": (lambda: ask(score=relative_bias(np.ones((3, 5)))), ShapeError, "length 3 stands for h"),
+    "a cap of 0": (lambda: softcap(0), ParameterError, "softcap(0)", "above 0"),
+    "a cap that is NaN": (lambda: softcap(float("nan")), ParameterError, "finite"),
+    # numbers and words
+    "a scale of NaN": (lambda: ask(scale=float("nan")), ParameterError, "scale=nan", "1/√d_k"),
+    "a scale of ∞": (lambda: ask(scale=np.inf), ParameterError, "scale=inf", "finite"),
+    "a scale beyond floats": (lambda: ask(scale=10**400), ParameterError, "scale=1000", "finite"),
+    "scales": (lambda: ask(scale=np.ones(2)), ParameterError, "scale=array", "a finite number"),
+    "negative dropout": (lambda: ask(dropout=-0.1, seed=0), ParameterError, "dropout=-0.1", "from 0 to 1"),
+    "dropout of NaN": (lambda: ask(dropout=np.nan, seed=0), ParameterError, "dropout=nan"),
+    "dropout without a seed": (lambda: ask(dropout=0.1), ParameterError, "seed=None with dropout=0.1", "seed=0"),
+    "a negative seed": (lambda: ask(dropout=0.1, seed=-1), ParameterError, "seed=-1", "2⁶⁴"),
+    "half a seed": (lambda: ask(dropout=0.1, seed=0.5), ParameterError, "seed=0.5", "whole number"),
+    "sinks for 3 heads": (lambda: ask(sinks=np.ones(3)), ShapeError, "(3,)", "(H,) = (2,)"),
+    "one sink": (lambda: ask(sinks=1.0), ShapeError, "shape ()", "one logit per query head"),
+    "sinks of integers": (lambda: ask(sinks=np.ones(2, int)), DtypeError, "sinks of dtype int64", "cast"),
+    "sinks elsewhere": (lambda: tensors(sinks=META[0, :, 0, 0]), DeviceError, "sinks on meta, query on cpu"),
+    "a word to see": (lambda: ask(see="lse"), ParameterError, "see='lse'", "sightline.lse()"),
+    "a function to see": (lambda: ask(see=[lse]), ParameterError, "see=[<function", "list of statistics"),
+    "an unknown kernel": (lambda: sightline.attention(X, X, X, kernel="gpu"), ParameterError, "'gpu'", "'streaming'"),
+    "a kernel that refuses": (
+        lambda: sightline.attention(*[X.astype(np.float16)] * 3, kernel="cpu"),
+        KernelRefusedError,
+        "dtype float16",
+        "cast to float32",
+        "kernel=None",
+    ),
+}
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
-    given, kind, words = BAD[name]
-    arguments = {"query": Q, "key": K, "value": V} | given
+def h_():
+    return sightline.h
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_errors_say_what_was_given_what_is_allowed_and_the_cure(given):
+    call, kind, *words = REFUSED[given]
     with pytest.raises(kind) as caught:
-        sightline.attention(**arguments)
-    error = caught.value
-    assert isinstance(error, errors.SightlineError)
-    assert all(word in str(error) for word in words), str(error)
-    assert all((error.given, error.allowed, error.cure))
+        call()
+    message = str(caught.value)
+    assert type(caught.value) is kind
+    for word in (*words, "\n  allowed: ", "\n  cure:    "):
+        assert word in message
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: (i >= j) and (j > 2),
-        lambda: (i >= j) or (j > 2),
-        lambda: not (i >= j),
-        lambda: 1 < i < 5,
-        lambda: (i >= j) & (i - j),
-        lambda: ~i,
-        lambda: np.zeros(5)[i],
-        lambda: int(i),
-        lambda: np.asarray(i),
-        lambda: np.sum(i),
-        lambda: np.zeros(3) * s,
-        lambda: table(np.zeros(3)) + s,
-        lambda: table(np.zeros(3))[i, j],
-        lambda: table(np.zeros(3))[s],
-        lambda: table(np.zeros(3))[i >= j],
-        lambda: i + "1",
-        lambda: i + 2**60,
-    ],
-)
-def test_what_formulas_cannot_mean(wrong):
-    with pytest.raises(errors.FormulaError) as caught:
-        wrong()
-    assert caught.value.cure
+@pytest.mark.parametrize("name", [name for name in errors.__all__ if name != "SightlineError"])
+def test_errors_are_also_the_builtin_ones_a_caller_expects(name):
+    kind = getattr(errors, name)
+    assert issubclass(kind, SightlineError)
+    assert any(base.__module__ == "builtins" and base is not Exception for base in kind.__mro__[:-3])
+    error = kind("a", "b", "c")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.cure) == (kind, str(error), "c")
 
 
-def test_reads_are_allowed_where_nobody_looks():
-    bias = np.arange(1.0, 7.0)
-    hidden = pose(Q, K, V, mask=(i >= j) & (j < 6), score=s + table(bias)[i - j])
-    branch = pose(Q, K, V, score=where((i >= j) & (j < 6), s + table(bias)[i - j], s))
-    for problem in (hidden, branch):
-        assert problem.score is not None
-    with pytest.raises(errors.TableError):
-        pose(Q, K, V, score=where(i > j, s, s + table(bias)[i - j]))
+ACCEPTED = {
+    "a read outside where the mask hides it": {"mask": (i < 3) & (j < 2), "score": s + table(np.ones(3))[i]},
+    "a read outside in a branch not taken": {"score": where(i < 3, s + table(np.ones(3))[i], s)},
+    "two branches, two tables": {"score": where(i < 3, table(np.ones(3))[i], table(np.ones(1))[i - 3]) + s},
+    "an index clipped": {"score": s + table(np.ones(2))[np.clip(i - j, 0, 1)]},
+    "division by zero": {"mask": (i // 0 == 0) & (j % 0 == 0), "score": s + np.minimum(1 / (i - j), 1.0)},
+    "True": {"mask": True},
+    "NumPy's True": {"mask": np.True_},
+    "a constant score": {"score": 3},
+    "a mask over keys": {"mask": np.array([True, False, True, True])},
+    "a mask of lists": {"mask": dense([[True] * 4] * 4)},
+    "a table of a table": {"score": s + table(table(np.ones(4)))[i]},
+    "a tensor as table": {"score": s + table(torch.ones(4))[i]},
+    "a partial function": {"mask": functools.partial(lambda by, b, h, i, j: i + by >= j, 1)},
+    "a seed of NumPy's": {"dropout": 0.5, "seed": np.uint64(2**64 - 1)},
+    "one statistic": {"see": lse()},
+    "sinks as a list": {"sinks": [0.5, -np.inf]},
+    "a scale in a tensor": {"scale": torch.tensor(0.5)},
+    "a mask of the rest": {"mask": ~causal() & ~window(2, 1)},
+}
 
 
-@pytest.mark.parametrize("n", [0, 1])
-@pytest.mark.parametrize("m", [0, 1])
-@pytest.mark.parametrize("batch", [0, 1])
-@pytest.mark.parametrize("kernel", [None, "cpu", "streaming", "reference"])
-def test_nothing_is_not_an_error(n, m, batch, kernel):
-    q, k, v = z(batch, 2, n, 4), z(batch, 1, m, 4), np.ones((batch, 1, m, 3), np.float32)
-    see = [lse(), weights()]
-    out, (normaliser, seen) = sightline.attention(q, k, v, mask=i >= j, see=see, kernel=kernel)
-    assert out.shape == (batch, 2, n, 3)
-    assert normaliser.shape == (batch, 2, n)
-    assert seen.shape == (batch, 2, n, m)
-    np.testing.assert_array_equal(out, np.full_like(out, 1.0 if m else 0.0))
-    np.testing.assert_array_equal(normaliser, np.full_like(normaliser, 0.0 if m else -np.inf))
+@pytest.mark.parametrize("given", ACCEPTED)
+def test_what_is_no_error(given):
+    output = sightline.attention(X, X, X, **ACCEPTED[given])
+    output = output[0] if "see" in ACCEPTED[given] else output
+    assert output.shape == X.shape
+    assert np.isfinite(output).all()
 
 
-def test_layouts_without_heads():
-    rng = np.random.default_rng(0)
-    q, k, v = rng.normal(size=(3, 5, 4)), rng.normal(size=(3, 6, 4)), rng.normal(size=(3, 6, 2))
-    whole = sightline.attention(q[:, None], k[:, None], v[:, None], mask=j < 2 + b + h)
-    np.testing.assert_array_equal(sightline.attention(q, k, v, mask=j < 2 + b + h), whole[:, 0])
-    np.testing.assert_array_equal(sightline.attention(q[1], k[1], v[1], mask=j < 3), whole[1, 0])
-    _, (normaliser, seen) = sightline.attention(q, k, v, see=[lse(), weights()])
-    assert (normaliser.shape, seen.shape) == ((3, 5), (3, 5, 6))
+EMPTY = {
+    "no queries": ((2, 3, 0, 4), (2, 3, 5, 4), (2, 3, 5, 6)),
+    "no keys": ((2, 3, 5, 4), (2, 3, 0, 4), (2, 3, 0, 6)),
+    "no batch": ((0, 3, 5, 4), (0, 3, 5, 4), (0, 3, 5, 6)),
+    "no batch on one side": ((0, 3, 5, 4), (1, 3, 5, 4), (1, 3, 5, 6)),
+    "no heads": ((2, 0, 5, 4), (2, 0, 5, 4), (2, 0, 5, 6)),
+    "no heads on keys": ((2, 0, 5, 4), (2, 2, 5, 4), (2, 2, 5, 6)),
+    "no value width": ((2, 3, 5, 4), (2, 3, 5, 4), (2, 3, 5, 0)),
+    "nothing, headless": ((0, 4), (0, 4), (0, 6)),
+}
 
 
-def test_leading_axes_broadcast_and_b_counts_them_in_c_order():
-    rng = np.random.default_rng(0)
-    q, k, v = rng.normal(size=(2, 3, 4, 5, 6)), rng.normal(size=(3, 2, 7, 6)), rng.normal(size=(1, 1, 2, 7, 6))
-    lengths = np.array([1, 2, 3, 4, 5, 6])
-    out = sightline.attention(q, k, v, mask=sightline.padding(lengths))
-    assert out.shape == (2, 3, 4, 5, 6)
-    one = sightline.attention(q[1, :1], k[:1], v[0], mask=j < 4)
-    np.testing.assert_array_equal(out[1, :1], one)
+@pytest.mark.parametrize("library", [np, torch], ids=["numpy", "torch"])
+@pytest.mark.parametrize("kernel", [None, "streaming", "reference"])
+@pytest.mark.parametrize("given", EMPTY)
+def test_empty_axes_give_empty_or_zero_outputs(given, kernel, library):
+    q, k, v = (library.ones(shape, dtype=library.float32) for shape in EMPTY[given])
+    output, (normaliser, matrix) = sightline.attention(
+        q, k, v, mask=causal(), score=softcap(5.0), see=[lse(), weights()], kernel=kernel
+    )
+    lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    rows = (*lead, *q.shape[-3:-1])
+    assert tuple(output.shape) == (*rows, v.shape[-1])
+    assert tuple(normaliser.shape) == rows
+    assert tuple(matrix.shape) == (*rows, k.shape[-2])
+    if k.shape[-2] == 0:
+        assert not np.asarray(output).any()
+        assert (np.asarray(normaliser) == -np.inf).all()
+
+
+LAYOUTS = {
+    "one sequence": ((5, 4), (7, 4), (7, 6), (5, 6)),
+    "a batch": ((2, 5, 4), (2, 7, 4), (2, 7, 6), (2, 5, 6)),
+    "a batch against one": ((2, 5, 4), (1, 7, 4), (1, 7, 6), (2, 5, 6)),
+    "heads in groups": ((2, 6, 5, 4), (2, 2, 7, 4), (2, 2, 7, 6), (2, 6, 5, 6)),
+    "two leading axes": ((3, 1, 2, 5, 4), (1, 2, 2, 7, 4), (2, 2, 7, 6), (3, 2, 2, 5, 6)),
+}
+
+
+@pytest.mark.parametrize("given", LAYOUTS)
+def test_shapes_of_answers(given, rng):
+    *shapes, expected = LAYOUTS[given]
+    q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    output, (normaliser, matrix) = sightline.attention(q, k, v, see=[lse(), weights()])
+    assert output.shape == expected
+    assert normaliser.shape == expected[:-1]
+    assert matrix.shape == (*expected[:-1], k.shape[-2])
+
+
+def test_the_batch_is_counted_over_all_leading_axes(rng):
+    """b runs over leading axes in C order, so a table by b has one entry for each."""
+    x = rng.normal(size=(2, 3, 1, 4, 5)).astype(np.float64)
+    lengths = np.array([4, 3, 2, 1, 4, 0])
+    whole = sightline.attention(x, x, x, mask=padding(lengths))
+    for place, length in zip(np.ndindex(2, 3), lengths, strict=True):
+        one = x[place][None]
+        alone = sightline.attention(one, one[..., :length, :], one[..., :length, :])[0]
+        assert np.allclose(whole[place], alone)
+
+
+def test_copies_of_formulas_mean_the_same():
+    """Pickled and deep-copied formulas keep their symbols: the derivative by s is not lost on the way."""
+    formula = softcap(2.0)
+    for again in (copy.deepcopy(formula), pickle.loads(pickle.dumps(formula))):
+        assert str(again) == str(formula)
+        assert again.text == formula.text
+        assert str(derivative(again)) == str(derivative(formula)) != "0"

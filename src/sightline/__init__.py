@@ -1,5 +1,8 @@
 """Sightline: exact scaled dot-product attention, written as a formula and open to inspection."""
 
+from importlib import import_module
+from types import ModuleType
+
 from .attention import attention, explain
 from .formula.expression import SYMBOLS, Expression, Table, table, where
 from .formula.library import (
@@ -47,5 +50,12 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+ROOMS = ("data", "keras", "positions", "torch", "view")  # imported when first asked for
 
 b, h, i, j, s, n, m = (SYMBOLS[name] for name in "bhijsnm")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in ROOMS:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .formula.runs import find_runs
@@ -14,7 +15,7 @@ TILE = (64, 64)  # the tiles counted; a kernel's own may be larger
 WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The plan of a problem. Sizes in bytes; FLOPs count a multiplication and an addition as two."""
 
@@ -41,6 +42,7 @@ class Explanation:
         dense = 2 * B * H * n * m * (problem.d_k + problem.d_v)
         rows = B * (H * n * (problem.d_k + problem.d_v) + problem.G * m * (problem.d_k + problem.d_v))
         width = WIDTH[problem.dtype]
+        seen = sum(math.prod(s.shape(problem)) * WIDTH[s.dtype(problem)] for s in problem.see)
         return cls(
             asked=f"{B} × {H} heads on {problem.G}, {n:,} queries on {m:,} keys, d_k {problem.d_k}, d_v {problem.d_v}, "
             f"{problem.dtype} on {problem.device}",
@@ -52,18 +54,23 @@ class Explanation:
             tiles=tiles,
             flops=round(dense * share),
             dense_flops=dense,
-            bytes_read_and_written=rows * width,
-            memory=rows * width + B * H * n * WIDTH[problem.accumulator],
-            dense_memory=rows * width + 2 * B * H * n * m * width,
+            bytes_read_and_written=rows * width + seen,
+            memory=rows * width + B * H * n * WIDTH[problem.accumulator] + seen,
+            dense_memory=rows * width + 2 * B * H * n * m * width + seen,
         )
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         total = max(sum(self.tiles.values()), 1)
+        able = [name for name, reasons in self.refusals.items() if not reasons]
         share = ", ".join(f"{count:,} {kind} ({count / total:.1%})" for kind, count in self.tiles.items())
         lines = [
             ("problem", self.asked),
             *(("", formula) for formula in self.formulas),
             ("kernel", f"{self.kernel}: {self.describes}" + (" (asked for by name)" if self.forced else "")),
+            *([] if self.forced else [("", f"the cheapest that can: {', '.join(able)}")]),
             *((f"not {name}", "; ".join(reasons)) for name, reasons in self.refusals.items() if reasons),
             ("tiles", f"{share}, each {TILE[0]} × {TILE[1]}"),
             ("FLOPs", f"{_scaled(self.flops, 1000, '')} of the dense form's {_scaled(self.dense_flops, 1000, '')}"),

@@ -227,7 +227,7 @@ def read_mask(mask: Formula) -> Expression | None:
             raise MaskError(
                 f"mask is an array of {arrays.dtype_name(mask)}",
                 "a condition, True attends: a formula or a boolean array",
-                "mask=array != 0 for integers; score=sightline.bias(array) for numbers to be added to the scores",
+                "mask=array != 0 if it holds zeros and ones; score=sightline.bias(array) if it is added to the scores",
             )
         return library.dense(mask)
     if isinstance(mask, str | list | tuple):

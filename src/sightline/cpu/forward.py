@@ -229,7 +229,8 @@ class Forward:
                 s = tiles.load(self.s_t, key, v)
                 symbols = self.symbols[v] | {"j": j, "s": s}
                 if score is not None:
-                    s = score.pair(symbols, self.known[v][1] | by_row[1]).spread(self.lanes) * math.log2(math.e)
+                    s = score.pair(symbols, self.known[v][1] | by_row[1]).to(self.float).spread(self.lanes)
+                    s = s * math.log2(math.e)
                 if masked and mask is not None:
                     allowed = mask.pair(symbols, self.known[v][0] | by_row[0])
                     s = code.where(allowed, s, code.value(-math.inf, self.vector))

@@ -156,13 +156,20 @@ class Expression:
             "wrap the array first: sightline.table(array)[...]",
         )
 
-    __int__ = __float__ = __index__
+    __int__ = __index__
+
+    def __float__(self) -> NoReturn:
+        raise FormulaError(
+            f"a formula ({self}) was used as one number, as Python's math functions do",
+            "NumPy's functions, which stay formulas",
+            "np.tanh(s) for math.tanh(s), and so on",
+        )
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise FormulaError(
             f"a formula ({self}) was turned into an array",
             "formulas stay formulas until the lengths are known",
-            "call formula.array(n, m) for its values",
+            "formula.array(n, m) for its values; sightline.table(array)[...] to read an array at it",
         )
 
     # -- other libraries' functions ---------------------------------------------------------------------------------
@@ -470,7 +477,8 @@ def apply(operator: str, *values: Any) -> Expression:
         raise FormulaError(
             f"{rule.symbol} on {argument}, which is {'an int' if argument.kind == 'int' else 'a float'}",
             "conditions",
-            f"compare it first, for instance ({argument} != 0)",
+            "put every comparison in parentheses, (i >= j) & (i - j < 256), since Python's & | ~ bind tighter than >=; "
+            f"to use a number as a condition write ({argument} != 0)",
         )
     return Apply(operator, arguments, rule.kind(kinds))
 

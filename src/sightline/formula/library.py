@@ -183,8 +183,8 @@ def alibi(slopes: Any) -> Expression:
     Parameters
     ----------
     slopes : int or (H,) floats
-        A number of heads, for `alibi_slopes`, or the slopes themselves. In a model that looks both ways write the
-        formula with abs(i − j).
+        A number of heads, for `alibi_slopes`, or the slopes themselves. Use it with `causal()`: later keys would gain.
+        In a model that looks both ways write s - table(slopes)[h] * abs(i - j).
     """
     table = Table(alibi_slopes(slopes) if np.ndim(slopes) == 0 else slopes, axes=("h",))
     if table.ndim != 1:
@@ -214,7 +214,7 @@ def relative_bias(table: Any) -> Expression:
         Entry w is distance 0; distances beyond w share the last entry (Shaw, Uszkoreit and Vaswani, 2018, equation 5's
         clipping; Raffel et al., 2020, section 2.1, for scalars added to the scores).
     """
-    held = Table(table)
+    held = Table(table, axes=(None,) if np.ndim(table) == 1 else ("h", None))
     if held.ndim > 2 or held.shape[-1] % 2 == 0:
         raise ShapeError(
             f"relative_bias({held})", "(H, 2w + 1) or (2w + 1,)", "an odd number of distances, 0 in the middle"

@@ -27,6 +27,11 @@ def formula(given: Any, argument: str, symbols: str) -> Expression:
     """
     if isinstance(given, Expression) or not callable(given):
         return as_expression(given)
+    if getattr(given, "__module__", "").startswith("sightline."):
+        name = f"sightline.{given.__name__}"
+        raise FormulaError(
+            f"{argument} is the function {name} itself", "the formula it writes", f"call it: {name}(...)"
+        )
     arguments = [SYMBOLS[name] for name in symbols.split()]
     function = with_tables(given)
     try:
