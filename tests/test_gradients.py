@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from strategies import DTYPES, Case, cases, to_torch
 
-from sightline import padding, softcap, weights
+from sightline import attention, h, i, j, padding, s, softcap, table, weights
 from sightline.arrays import dtype_name, to_numpy
 from sightline.formula.expression import Lookup, walk
 from sightline.reference import backward, forward, gradients_of
@@ -170,3 +170,15 @@ def test_what_is_hidden_reaches_no_gradient(framework, bad, rng):
     assert not to_numpy(found[1].query)[1].any()
     assert not to_numpy(found[1].key)[0, :, 6:].any()
     assert np.isfinite(to_numpy(found[1].value)).all()
+
+
+def test_gradients_of_tables_repeat_bit_for_bit():
+    """Many pairs read one entry; its sum is taken in one order, whatever the threads do."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 300, 8, generator=generator) for _ in range(3))
+    bias = torch.randn(4, 1023, generator=generator).requires_grad_()
+    found = []
+    for _ in range(3):
+        out = attention(q, k, v, score=s + table(bias)[h, i - j + 511])
+        found.append(torch.autograd.grad(out.square().sum(), bias)[0])
+    assert all(torch.equal(found[0], other) for other in found[1:])

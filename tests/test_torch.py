@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sightline
 from sightline import h, i, j, m, n, s, table, where
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
-from sightline.formula.expression import Table
+from sightline.formula.table import Table
 from sightline.problem import ask, pose
 from sightline.reference import stages_of
 from sightline.testing import assert_within_budget, dense, plain

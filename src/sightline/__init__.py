@@ -4,7 +4,7 @@ from importlib import import_module
 from types import ModuleType
 
 from .attention import attention, explain
-from .formula.expression import SYMBOLS, Expression, Table, table, where
+from .formula.expression import SYMBOLS, Expression, where
 from .formula.library import (
     alibi,
     alibi_slopes,
@@ -18,6 +18,7 @@ from .formula.library import (
     softcap,
     window,
 )
+from .formula.table import Table, table
 from .observe import lse, weights
 
 __all__ = [

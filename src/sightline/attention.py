@@ -10,7 +10,7 @@ from .cpu import Cpu
 from .explanation import Explanation
 from .observe import Statistic
 from .plan import Kernel, Result, choose
-from .problem import Problem, pose
+from .problem import Problem, check_threads, pose
 from .reference import Reference
 from .streaming import Streaming
 
@@ -59,7 +59,8 @@ def attention(
     kernel : str, optional
         Take this kernel and no other.
     threads : int, optional
-        Threads of the generated kernels; all processors this process may use by default.
+        Threads of the generated kernels; torch's own setting where torch is loaded, else every
+        processor this process may run on.
 
     Returns
     -------
@@ -86,6 +87,7 @@ def attention(
            [0.36, 0.64, 0.  ],
            [0.26, 0.26, 0.47]], dtype=float32)
     """
+    check_threads(threads)
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     options |= {"see": () if see is None else see}
     if arrays.framework(query) == "torch":

@@ -29,7 +29,7 @@ class Tile:
 class Statistic:
     """Something to be known of the weights.
 
-    `name` stands for it in texts and is unique; `row_axes` is how many axes follow (..., H) in its result.
+    `name` stands for it in texts and is unique.
     """
 
     name: str

@@ -25,7 +25,8 @@ import numpy as np
 from . import arrays
 from .errors import DeviceError, DtypeError, MaskError, ParameterError, ShapeError
 from .formula import checks, hiding, library, trace
-from .formula.expression import SYMBOLS, Expression, Table, walk
+from .formula.expression import SYMBOLS, Expression, walk
+from .formula.table import Table
 from .observe import Statistic
 
 __all__ = ["Problem", "ask", "examine", "pose", "read_mask", "read_score", "settle"]
@@ -200,7 +201,8 @@ def ask(
 def examine(problem: Problem) -> Problem:
     """The second half of `pose`: tables next to the arrays, what the score hides put into the mask, reads checked."""
     if problem.tables:
-        _check_devices(problem)
+        for entry in problem.tables:
+            check_device("table", entry.array, problem.query)
         problem = problem.with_tables([arrays.convert(t.array, problem.query) for t in problem.tables])
     mask, score = settle(problem.mask, problem.score, problem.extent)
     return replace(problem, mask=mask, score=score)
@@ -349,10 +351,7 @@ def _read_sinks(sinks: Any, query: Any) -> Any:
         )
     if arrays.dtype_name(sinks) not in arrays.FLOATS:
         raise DtypeError(f"sinks of dtype {arrays.dtype_name(sinks)}", ", ".join(arrays.FLOATS), "cast sinks")
-    if arrays.framework(sinks) == arrays.framework(query) and arrays.device(sinks) != arrays.device(query):
-        raise DeviceError(
-            f"sinks on {arrays.device(sinks)}, query on {arrays.device(query)}", "one device", "move the sinks"
-        )
+    check_device("sinks", sinks, query)
     return arrays.convert(sinks, query)
 
 
@@ -396,14 +395,18 @@ def _read_statistics(see: Any) -> tuple[Statistic, ...]:
     return listed
 
 
-def _check_devices(problem: Problem) -> None:
-    if problem.device == "meta":
-        raise DeviceError("a formula with tables, and a query on meta", "arrays that hold numbers", "leave meta first")
-    for entry in problem.tables:
-        if arrays.framework(entry.array) == "torch" and problem.framework == "torch":
-            place = arrays.device(entry.array)
-            if place != problem.device:
-                raise DeviceError(f"{entry} on {place}, query on {problem.device}", "one device", "move the table")
+def check_threads(threads: Any) -> None:
+    """Raise ParameterError for anything but None and whole numbers of at least 1."""
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise ParameterError(f"threads={threads!r}", "a whole number of at least 1, or None", "threads=1")
+
+
+def check_device(what: str, array: Any, query: Any) -> None:
+    """Raise DeviceError where the array is the query's framework's and lies elsewhere; other frameworks' are moved."""
+    if arrays.framework(array) == arrays.framework(query) and arrays.device(array) != arrays.device(query):
+        raise DeviceError(
+            f"{what} on {arrays.device(array)}, query on {arrays.device(query)}", "one device", f"move the {what}"
+        )
 
 
 def _list(found: dict[str, Any]) -> str:

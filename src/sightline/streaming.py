@@ -107,16 +107,15 @@ class Work:
             s = xp.where(allowed, s, self.full(-xp.inf))
         return s
 
-    def onto_rows(self, weights: Any, array: Any, signed: bool = False) -> Any:
+    def onto_rows(self, weights: Any, array: Any) -> Any:
         """Σⱼ weights[i, j] · array[j], the rows of a key head shared by its group: (*lead, H, rows, width)."""
         rows = weights.shape[-2]
-        product = self.grouped(weights) @ array if signed else self.product(self.grouped(weights), array)
+        product = self.product(self.grouped(weights), array)
         return self.xp.reshape(product, (*self.problem.lead, self.problem.H, rows, array.shape[-1]))
 
-    def onto_keys(self, weights: Any, array: Any, signed: bool = False) -> Any:
+    def onto_keys(self, weights: Any, array: Any) -> Any:
         """Σ weights[i, j] · array[i] over i and the heads of a group: (*lead, G, columns, width)."""
-        turned = self.xp.matrix_transpose(self.grouped(weights))
-        return turned @ self.grouped(array) if signed else self.product(turned, self.grouped(array))
+        return self.product(self.xp.matrix_transpose(self.grouped(weights)), self.grouped(array))
 
     def dot_rows(self, array: Any, other: Any) -> Any:
         """array[i] · other[j]: (*lead, H, rows, columns)."""
@@ -136,7 +135,7 @@ class Work:
         return high, xp.astype(lse - xp.astype(high, lse.dtype), self.dtype)
 
     def product(self, weights: Any, array: Any) -> Any:
-        """weights @ array, where a weight of 0 gives nothing even of NaN or ∞ (weights are never negative)."""
+        """weights @ array, where a weight of 0 gives nothing even of NaN or ∞; weights on these are never negative."""
         if self.finite:
             return weights @ array
         xp = self.xp
@@ -256,8 +255,8 @@ def backward(
             d_masked = xp.where(p == 0, work.full(0.0), xp.astype(p * (d_p - d_row[..., None]), work.dtype))
             scorer.add(d_masked, scaled, rows, columns)
             d_s = xp.where(p == 0, work.full(0.0), d_masked * scorer.slope(scaled, rows, columns)) * problem.scale
-            d_query[..., rows, :] += work.onto_rows(d_s, work.cleaned(work.wide(problem.key, columns)), signed=True)
-            d_key[..., columns, :] += work.onto_keys(d_s, work.cleaned(work.wide(problem.query, rows)), signed=True)
+            d_query[..., rows, :] += work.onto_rows(d_s, work.cleaned(work.wide(problem.key, columns)))
+            d_key[..., columns, :] += work.onto_keys(d_s, work.cleaned(work.wide(problem.query, rows)))
             d_value[..., columns, :] += work.onto_keys(xp.astype(p * keep, work.dtype), d_o)
         scorer.add_sinks(d_row, lse[..., rows])
     narrow = {
@@ -319,10 +318,14 @@ class Scorer:
 
 
 def _add_at(target: Any, index: tuple[Any, ...], values: Any) -> None:
+    """target[index] += values where indices repeat, in a fixed order, so that reruns give the same bits."""
+    place: Any = 0
+    for part, length in zip(index, target.shape, strict=True):
+        place = place * length + part
     if framework(target) == "torch":
-        target.index_put_(index, values, accumulate=True)
+        target.view(-1).index_add_(0, place.reshape(-1), values.reshape(-1))
     else:
-        np.add.at(target, index, values)
+        np.add.at(target.reshape(-1), place, values)
 
 
 class Streaming(Kernel):

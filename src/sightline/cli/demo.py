@@ -20,7 +20,7 @@ from ..formula.expression import Expression
 from ..formula.library import padding
 from ..observe import lse, weights
 from ..problem import pose
-from ..testing import budget_used, plain
+from ..testing import budget_used, plain, size_of_terms
 from .console import facts, make_console, progress, section, shaded, table
 
 __all__ = ["budget", "compare", "demo", "errors"]
@@ -87,8 +87,9 @@ def errors(layer: Layer, mask: Expression, out: Array, seen: Array) -> dict[str,
 def budget(layer: Layer, mask: Expression, out: Array, seen: Array) -> tuple[float, float]:
     """How much of their budget of rounding errors output and weights use; see `sightline.testing`."""
     true, true_weights = _definition(layer, mask)
-    rough = plain(pose(layer.query, layer.key, layer.value, mask=mask))
-    return budget_used(out, true, rough.output), budget_used(seen, true_weights, rough.weights)
+    problem = pose(layer.query, layer.key, layer.value, mask=mask)
+    rough, terms = plain(problem), size_of_terms(problem, true_weights)
+    return budget_used(out, true, rough.output, terms), budget_used(seen, true_weights, rough.weights)
 
 
 def _definition(layer: Layer, mask: Expression) -> tuple[Array, Array]:

@@ -31,7 +31,7 @@ FIELDS: dict[str, Any] = {
     "value_row": INT64,
     "value_column": INT64,
     "output": POINTER,  # (B, H, n, d_v), contiguous
-    "lse": POINTER,  # (B, H, n) float64, contiguous: weights made from it take on its error
+    "lse": POINTER,  # (B, H, n) float64, contiguous
     "sinks": POINTER,  # (H,) float64 in base-2 logits
     "factor": DOUBLE,  # what the queries are multiplied with
     "H": INT64,
@@ -43,9 +43,8 @@ FIELDS: dict[str, Any] = {
     "run_first": POINTER,
     "run_last": POINTER,
     "run_full": POINTER,
-    "run_batch": INT64,  # rows of runs from one batch, head and block of queries to the next; 0 where they share
+    "run_batch": INT64,  # rows of runs from one batch and one head to the next; 0 where they share
     "run_head": INT64,
-    "run_block": INT64,
 }
 
 

@@ -101,7 +101,7 @@ class Forward:
         self.q = given.query.at(given.query_batch.at(offset).load(INT64)).at(self.h * given.query_head)
         self.k = given.key.at(given.key_batch.at(offset).load(INT64)).at(g * given.key_head)
         self.v = given.value.at(given.value_batch.at(offset).load(INT64)).at(g * given.value_head)
-        row = self.b * given.run_batch + self.h * given.run_head + self.query_block * given.run_block
+        row = self.b * given.run_batch + self.h * given.run_head + self.query_block
         self.run_start = given.run_start.at(row * 8).load(INT64)
         self.run_stop = given.run_start.at(row * 8 + 8).load(INT64)
         self.valid = code.minimum(given.n - self.i0, self.tiles.block)
@@ -180,18 +180,13 @@ class Forward:
             self.tile_max[v].set(-math.inf)
         self.score_tile(j0)
         mask, score = self.renderers
-        if score is not None:
-            if mask is None:
-                self.reshape_scores(j0, masked=False)
-            else:
-                with code.either(partial) as (yes, no):
-                    with yes:
-                        self.reshape_scores(j0, masked=True)
-                    with no:
-                        self.reshape_scores(j0, masked=False)
-        elif mask is not None:
-            with code.when(partial):
-                self.reshape_scores(j0, masked=True)
+        with code.either(partial) as (yes, no):  # without a mask every run is full
+            with yes:
+                if mask is not None:
+                    self.reshape_scores(j0, masked=True)
+            with no:
+                if score is not None:
+                    self.reshape_scores(j0, masked=False)
         self.softmax()
         with code.either(careful) as (yes, no):
             with yes:

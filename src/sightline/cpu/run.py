@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from ..arrays import convert, to_numpy
 from ..formula.bounds import intervals
-from ..formula.expression import Lookup, from_text, walk
-from ..formula.runs import Runs, box_of, find_runs
+from ..formula.expression import Lookup, walk
+from ..formula.runs import box_of, find_runs
 from ..observe import Lse
 from ..plan import Result
 from ..problem import Problem
@@ -44,7 +44,7 @@ def _call(problem: Problem, arrays: list[Any], output: Any, lse: Any, threads: i
     tables = [_table_array(t.array) for t in problem.tables]
     structure, address = kernel_for(problem, arrays, tables)
     block = block_of(structure.dtype)
-    runs = runs_of(problem, block)
+    runs = find_runs(problem.mask, problem.extent, block, KEYS)
     query_blocks = -(-problem.n // block)
     counter = np.zeros(1, np.int64)
     batch = [_batch_offsets(x) for x in arrays]
@@ -69,7 +69,6 @@ def _call(problem: Problem, arrays: list[Any], output: Any, lse: Any, threads: i
         "run_full": full.ctypes.data,
         "run_batch": runs.heads * runs.query_blocks if runs.batches > 1 else 0,
         "run_head": runs.query_blocks if runs.heads > 1 else 0,
-        "run_block": 1,
     }
     for name, x, offsets in zip(("query", "key", "value"), arrays, batch, strict=True):
         fields |= {name: x.ctypes.data, f"{name}_batch": offsets.ctypes.data}
@@ -109,18 +108,6 @@ def block_of(dtype: str) -> int:
     """Queries the kernel takes at a time."""
     machine = host()
     return machine.width // np.dtype(dtype).itemsize * machine.tile[1]
-
-
-def runs_of(problem: Problem, block: int) -> Runs:
-    """The problem's runs; kept for masks that read no table, whose data could have changed."""
-    if problem.mask is None or not problem.mask.tables:
-        return _kept_runs(None if problem.mask is None else problem.mask.text, problem.extent, block)
-    return find_runs(problem.mask, problem.extent, block, KEYS)
-
-
-@lru_cache(64)
-def _kept_runs(text: str | None, extent: tuple[int, int, int, int], block: int) -> Runs:
-    return find_runs(None if text is None else from_text(text, ()), extent, block, KEYS)
 
 
 def _ranges(problem: Problem) -> tuple[float, tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]]:

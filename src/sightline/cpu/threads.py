@@ -13,22 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-from ..errors import ParameterError
-
 __all__ = ["call", "count"]
 
 
 def count(asked: int | None = None) -> int:
-    """Threads to use: as asked, else torch's own setting where torch is loaded, else every processor we may run on.
-
-    Raises
-    ------
-    ParameterError
-        Fewer than one, or not a whole number.
-    """
+    """Threads to use: as asked, else torch's own setting where torch is loaded, else every processor we may run on."""
     if asked is not None:
-        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
-            raise ParameterError(f"threads={asked!r}", "a whole number of at least 1, or None", "threads=1")
         return asked
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_num_threads"):

@@ -1,4 +1,4 @@
-"""The language masks and scores are written in: symbols, operators and tables.
+"""The language masks and scores are written in: symbols and operators.
 
 Five symbols (batch `b`, query head `h`, query position `i`, key position `j`, scaled score `s`) and two lengths
 (`n` queries, `m` keys) combine by arithmetic, comparisons, `& | ~`, `where` and NumPy's or torch's functions into an
@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..arrays import dtype_name, to_numpy
-from ..errors import DtypeError, FormulaError, ShapeError
-from .extrema import Extrema
-from .operators import OPERATORS, TORCH_SPELLINGS, Kind
+from ..errors import FormulaError
+from .operators import OPERATORS, Kind
 
 if TYPE_CHECKING:
     from ..view.picture import Picture
+    from .table import Table
 
 __all__ = [
     "Apply",
@@ -28,11 +27,9 @@ __all__ = [
     "Expression",
     "Lookup",
     "Symbol",
-    "Table",
     "apply",
     "as_expression",
     "from_text",
-    "table",
     "walk",
     "where",
 ]
@@ -87,9 +84,13 @@ class Expression:
         return apply("remainder", other, self)
 
     def __pow__(self, other: Any) -> Expression:
+        from .spelling import power
+
         return power(self, other)
 
     def __rpow__(self, other: Any) -> Expression:
+        from .spelling import power
+
         return power(other, self)
 
     def __neg__(self) -> Expression:
@@ -174,15 +175,21 @@ class Expression:
 
     # -- other libraries' functions ---------------------------------------------------------------------------------
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Expression:
+        from .spelling import call, unknown
+
         if method != "__call__" or kwargs:
-            raise _unknown(f"numpy.{ufunc.__name__}.{method} with {sorted(kwargs)}")
+            raise unknown(f"numpy.{ufunc.__name__}.{method} with {sorted(kwargs)}")
         return call(ufunc.__name__, inputs, {}, "numpy")
 
     def __array_function__(self, function: Any, _: Any, inputs: Any, kwargs: Any) -> Expression:
+        from .spelling import call
+
         return call(function.__name__, inputs, kwargs, "numpy")
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Expression:
+        from .spelling import call
+
         return call(function.__name__, inputs, kwargs or {}, "torch")
 
     # -- reading ----------------------------------------------------------------------------------------------------
@@ -215,9 +222,12 @@ class Expression:
         array([[1, 0, 0],
                [1, 1, 0]])
         """
+        from .checks import check_reads
         from .render_array import dense_values
 
-        values = dense_values(self, (batch, heads, n, n if m is None else m), s)
+        extent = (batch, heads, n, n if m is None else m)
+        check_reads(self, None, extent)
+        values = dense_values(self, extent, s)
         return values[0, 0] if batch == heads == 1 else values
 
     def show(self, n: int, m: int | None = None, *, batch: int = 0, head: int = 0) -> Picture:
@@ -334,98 +344,8 @@ class Lookup(Expression):
         return Lookup(replacement[id(self.table)], arguments)
 
 
-class Table:
-    """An array that formulas read: document numbers, lengths, slopes, biases, a dense mask.
-
-    Parameters
-    ----------
-    array : array
-        Booleans, integers or real floats of at least one axis; NumPy, torch or anything NumPy can read.
-    axes : tuple of str or None, optional
-        For each axis the symbol whose whole range it must span (or have length 1), as `dense` and `bias` promise.
-    """
-
-    def __init__(self, array: Any, axes: tuple[str | None, ...] | None = None) -> None:
-        import numpy as np
-
-        if isinstance(array, Table):
-            array = array.array
-        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
-            try:
-                array = np.asarray(array)
-            except ValueError as error:
-                raise ShapeError(
-                    "a table of lists of unequal lengths", "a rectangular array", "pad the lists"
-                ) from error
-        self.array: Any = array
-        self.axes = axes
-        self.shape: tuple[int, ...] = tuple(int(length) for length in array.shape)
-        self.ndim = len(self.shape)
-        self.dtype = array.dtype
-        self.kind: Kind = _table_kind(array)
-        if self.ndim == 0:
-            raise ShapeError(
-                "a table of no axes, one number", "one axis or more", "use the Python number itself in the formula"
-            )
-
-    def __getitem__(self, indices: Any) -> Expression:
-        indices = indices if isinstance(indices, tuple) else (indices,)
-        if len(indices) != self.ndim:
-            raise FormulaError(
-                f"a table of shape {self.shape} read with {len(indices)} indices",
-                f"one index for each of its {self.ndim} axes",
-                f"write table[{', '.join('bhij'[-self.ndim :])}] or the expressions you mean",
-            )
-        arguments = tuple(as_expression(index) for index in indices)
-        for argument in arguments:
-            if argument.kind != "int":
-                raise FormulaError(
-                    f"a table indexed by {argument}, which is a {argument.kind}",
-                    "whole numbers",
-                    "use // for division, and sightline.where(condition, 1, 0) for a condition",
-                )
-        return Lookup(self, arguments)
-
-    def __iter__(self) -> NoReturn:
-        raise FormulaError(
-            f"a loop over {self}", "table(array)[...]", "index it by formulas, as in table(array)[h, i - j]"
-        )
-
-    @cached_property
-    def extrema(self) -> Extrema:
-        """Least and greatest entries over ranges; made once, so for tables whose array no longer changes."""
-        return Extrema(to_numpy(self.array))
-
-    def __repr__(self) -> str:
-        return f"table({'×'.join(map(str, self.shape))} {self.dtype})"
-
-
 def _symbol(name: str) -> Symbol:
     return SYMBOLS[name]
-
-
-def table(array: Any) -> Table:
-    """Wrap an array so that formulas can read it: `table(slopes)[h]`.
-
-    Parameters
-    ----------
-    array : array
-        (length, ...) of bool, integer or real float. Float tables given as torch tensors may need gradients.
-
-    Returns
-    -------
-    Table
-        Index it with one whole-number expression per axis. Reading outside it is an error unless the mask hides the
-        pair or an enclosing `where` takes the other branch.
-
-    Examples
-    --------
-    >>> import numpy as np, sightline
-    >>> from sightline import h, i, j, s, table
-    >>> s - table(np.array([0.5, 0.25]))[h] * (i - j)
-    s − t[h]·(i − j)
-    """
-    return Table(array)
 
 
 def where(condition: Any, yes: Any, no: Any) -> Expression:
@@ -444,10 +364,6 @@ def as_expression(value: Any) -> Expression:
     """A formula as it is, a number as a constant; anything else is an error that names `table`."""
     if isinstance(value, Expression):
         return value
-    if isinstance(value, Table):
-        raise FormulaError(
-            f"{value} used without indices", "table(array)[...]", "index it, as in table(array)[h, i - j]"
-        )
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, bool):
@@ -458,6 +374,12 @@ def as_expression(value: Any) -> Expression:
         return Constant(value, "int")
     if isinstance(value, float):
         return Constant(value, "float")
+    from .table import Table
+
+    if isinstance(value, Table):
+        raise FormulaError(
+            f"{value} used without indices", "table(array)[...]", "index it, as in table(array)[h, i - j]"
+        )
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise FormulaError(
         f"a {type(value).__name__}{shape} inside a formula",
@@ -481,66 +403,6 @@ def apply(operator: str, *values: Any) -> Expression:
             f"to use a number as a condition write ({argument} != 0)",
         )
     return Apply(operator, arguments, rule.kind(kinds))
-
-
-def power(base: Any, exponent: Any) -> Expression:
-    """base ** exponent; small whole exponents become products, which keeps whole numbers whole."""
-    if isinstance(exponent, int) and not isinstance(exponent, bool) and 1 <= exponent <= 8:
-        result = first = as_expression(base)
-        for _ in range(exponent - 1):
-            result = apply("multiply", result, first)
-        return result
-    return apply("power", base, exponent)
-
-
-def call(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library: str) -> Expression:
-    """What `numpy.name(...)` or `torch.name(...)` means on formulas."""
-    name = TORCH_SPELLINGS.get(name, name)
-    if name == "sigmoid" and len(inputs) == 1:
-        return 1 / (1 + apply("exp", apply("negative", inputs[0])))
-    if name == "clip":
-        return _clip(*inputs, **kwargs)
-    if name == "power" and not kwargs and len(inputs) == 2:
-        return power(*inputs)
-    if name == "square" and not kwargs and len(inputs) == 1:
-        return power(inputs[0], 2)
-    if name not in OPERATORS or kwargs or len(inputs) != OPERATORS[name].arity:
-        raise _unknown(f"{library}.{name} with {len(inputs)} inputs" + (f" and {sorted(kwargs)}" if kwargs else ""))
-    return apply(name, *inputs)
-
-
-def _clip(value: Any, low: Any = None, high: Any = None, **names: Any) -> Expression:
-    low = names.pop("min", names.pop("a_min", low))
-    high = names.pop("max", names.pop("a_max", high))
-    if names:
-        raise _unknown(f"clip with {sorted(names)}")
-    result = as_expression(value)
-    if low is not None:
-        result = apply("maximum", result, low)
-    return result if high is None else apply("minimum", result, high)
-
-
-def _unknown(what: str) -> FormulaError:
-    return FormulaError(
-        f"{what}, on a formula",
-        "+ - * / // % ** abs, comparisons, & | ^ ~, where, clip, square, pow and " + ", ".join(sorted(OPERATORS)),
-        "write it with these, or put the values into a table",
-    )
-
-
-def _table_kind(array: Any) -> Kind:
-    name = dtype_name(array)
-    if name == "bool":
-        return "bool"
-    if name.startswith(("int", "uint")) and name != "uint64":
-        return "int"
-    if name in ("float16", "bfloat16", "float32", "float64"):
-        return "float"
-    raise DtypeError(
-        f"a table of dtype {name}",
-        "bool, integers up to 64 bits signed, float16, bfloat16, float32, float64",
-        "cast it",
-    )
 
 
 def walk(*roots: Expression) -> list[Expression]:

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..arrays import namespace, to_numpy
 from ..errors import ParameterError, ShapeError
-from .expression import SYMBOLS, Constant, Expression, Lookup, Table, apply
+from .expression import SYMBOLS, Constant, Expression, Lookup, apply
+from .table import Table
 
 __all__ = [
     "alibi",

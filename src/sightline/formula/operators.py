@@ -1,6 +1,6 @@
 """The operators of the language: one line each, with what every other pass needs to know of them.
 
-Each pass keeps its own table under the same names: `bounds`, `derivative`, `render_array`, `render_llvm`. A test
+Each pass keeps its own table under the same names: `bounds`, `derivative`, `render_array`, `cpu.render`. A test
 checks that all of them cover this one.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["OPERATORS", "TORCH_SPELLINGS", "Kind", "Operator", "common_kind", "promote"]
+__all__ = ["OPERATORS", "SPELLINGS", "Kind", "Operator", "common_kind", "promote"]
 
 Kind = Literal["bool", "int", "float"]
 _RANK: dict[Kind, int] = {"bool": 0, "int": 1, "float": 2}
@@ -33,10 +33,6 @@ def _same(kinds: tuple[Kind, ...]) -> Kind:
 
 def _floating(_: tuple[Kind, ...]) -> Kind:
     return "float"
-
-
-def _whole(_: tuple[Kind, ...]) -> Kind:
-    return "int"
 
 
 def _condition(_: tuple[Kind, ...]) -> Kind:
@@ -97,8 +93,8 @@ OPERATORS: dict[str, Operator] = {
     "ceil": Operator("ceil", 1, 0, promote),
 }
 
-# How other libraries (and torch's methods on Python's operators) spell them.
-TORCH_SPELLINGS: dict[str, str] = {
+# How NumPy and torch (and torch's methods behind Python's operators) spell them.
+SPELLINGS: dict[str, str] = {
     "abs": "absolute",
     "fabs": "absolute",
     "true_divide": "divide",
@@ -107,7 +103,6 @@ TORCH_SPELLINGS: dict[str, str] = {
     "sub": "subtract",
     "neg": "negative",
     "mod": "remainder",
-    "fmod": "fmod",
     "eq": "equal",
     "ne": "not_equal",
     "lt": "less",
@@ -119,8 +114,6 @@ TORCH_SPELLINGS: dict[str, str] = {
     "bitwise_xor": "logical_xor",
     "bitwise_not": "logical_not",
     "invert": "logical_not",
-    "fmin": "minimum",
-    "fmax": "maximum",
     "float_power": "power",
     "pow": "power",
     "clamp": "clip",

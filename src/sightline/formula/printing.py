@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from .expression import Apply, Constant, Expression, Lookup, Symbol, Table, walk
+from .expression import Apply, Constant, Expression, Lookup, Symbol, walk
 from .operators import OPERATORS
+from .table import Table
 
 __all__ = ["mathematics"]
 

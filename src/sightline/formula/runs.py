@@ -6,14 +6,14 @@ The key axis is bisected only where bounds answer "partial", so the work follows
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
 from ..arrays import namespace
 from .bounds import Interval, intervals
-from .expression import Constant, Expression
+from .expression import Constant, Expression, from_text
 from .render_array import evaluate
 
 __all__ = ["Runs", "find_runs", "somewhere"]
@@ -68,9 +68,23 @@ class Runs:
 
 
 def find_runs(mask: Expression | None, extent: tuple[int, int, int, int], query_block: int, key_block: int) -> Runs:
-    """The runs of a mask. Empty: surely hidden. Full: surely allowed. Partial: everything between."""
-    B, H, n, _ = extent
+    """The runs of a mask. Empty: surely hidden. Full: surely allowed. Partial: everything between.
+
+    Those of masks without tables are kept: such a mask is its text.
+    """
     mask = Constant(True, "bool") if mask is None else mask
+    if mask.tables:
+        return _search(mask, extent, query_block, key_block)
+    return _kept(mask.text, extent, query_block, key_block)
+
+
+@lru_cache(64)
+def _kept(text: str, extent: tuple[int, int, int, int], query_block: int, key_block: int) -> Runs:
+    return _search(from_text(text, ()), extent, query_block, key_block)
+
+
+def _search(mask: Expression, extent: tuple[int, int, int, int], query_block: int, key_block: int) -> Runs:
+    B, H, n, _ = extent
     batches, heads = (length if name in mask.reads else min(length, 1) for name, length in (("b", B), ("h", H)))
     rows = batches * heads * -(-n // query_block)
     found = [

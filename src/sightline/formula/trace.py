@@ -9,8 +9,9 @@ import types
 from typing import Any
 
 from ..arrays import framework
-from ..errors import FormulaError
-from .expression import SYMBOLS, Expression, Table, as_expression
+from ..errors import FormulaError, SightlineError
+from .expression import SYMBOLS, Expression, as_expression
+from .table import Table
 
 __all__ = ["formula"]
 
@@ -36,11 +37,9 @@ def formula(given: Any, argument: str, symbols: str) -> Expression:
     function = with_tables(given)
     try:
         result = function(*arguments)
-    except SyntaxError:
+    except SightlineError:
         raise
     except (TypeError, AttributeError, IndexError) as error:
-        if isinstance(error, FormulaError):
-            raise
         listed = ", ".join(symbols.split())
         raise FormulaError(
             f"{argument}={getattr(given, '__name__', given)!r} failed when called with ({listed}): {error}",

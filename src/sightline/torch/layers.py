@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from ..attention import attention
 from ..errors import ParameterError
-from ..formula.expression import SYMBOLS, Expression, Table
+from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import causal, dense
+from ..formula.table import Table
 from ..observe import weights as weights_of
 from ..positions import rotary
 from .functional import aligned

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..arrays import convert
-from ..formula.expression import Expression, Lookup, Table, from_text, walk
+from ..formula.expression import Expression, Lookup, from_text, walk
+from ..formula.table import Table
 from ..observe import STATISTICS
-from ..problem import Problem, settle
+from ..problem import Problem, check_device, settle
 
 __all__ = ["SCHEMA", "Question", "spelled"]
 
@@ -140,6 +141,7 @@ def _spans(tables: list[Table]) -> str:
 
 def _tensor(table: Table, query: Tensor) -> Tensor:
     if isinstance(table.array, Tensor):
+        check_device("table", table.array, query)
         return table.array
     if torch.compiler.is_compiling():
         return torch.as_tensor(table.array, device=query.device)

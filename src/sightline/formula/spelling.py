@@ -1,0 +1,58 @@
+"""What functions of NumPy and torch mean on formulas, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import FormulaError
+from .expression import Expression, apply, as_expression
+from .operators import OPERATORS, SPELLINGS
+
+__all__ = ["call", "power", "unknown"]
+
+
+def power(base: Any, exponent: Any) -> Expression:
+    """base ** exponent; small whole exponents become products, which keeps whole numbers whole."""
+    if isinstance(exponent, int) and not isinstance(exponent, bool) and 1 <= exponent <= 8:
+        result = first = as_expression(base)
+        for _ in range(exponent - 1):
+            result = apply("multiply", result, first)
+        return result
+    return apply("power", base, exponent)
+
+
+def call(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library: str) -> Expression:
+    """What `numpy.name(...)` or `torch.name(...)` means on formulas."""
+    name = SPELLINGS.get(name, name)
+    if name == "sigmoid" and len(inputs) == 1:
+        return 1 / (1 + apply("exp", apply("negative", inputs[0])))
+    if name == "clip":
+        return _clip(*inputs, **kwargs)
+    if name == "power" and not kwargs and len(inputs) == 2:
+        return power(*inputs)
+    if name == "square" and not kwargs and len(inputs) == 1:
+        return power(inputs[0], 2)
+    if name not in OPERATORS or kwargs or len(inputs) != OPERATORS[name].arity:
+        raise unknown(f"{library}.{name} with {len(inputs)} inputs" + (f" and {sorted(kwargs)}" if kwargs else ""))
+    return apply(name, *inputs)
+
+
+def _clip(value: Any, low: Any = None, high: Any = None, **names: Any) -> Expression:
+    low = names.pop("min", names.pop("a_min", low))
+    high = names.pop("max", names.pop("a_max", high))
+    if names:
+        raise unknown(f"clip with {sorted(names)}")
+    result = as_expression(value)
+    if low is not None:
+        result = apply("maximum", result, low)
+    return result if high is None else apply("minimum", result, high)
+
+
+def unknown(what: str) -> FormulaError:
+    """The error for a function the language does not have."""
+    return FormulaError(
+        f"{what}, on a formula",
+        "+ - * / // % ** abs, comparisons, & | ^ ~, where, clip, square, pow and " + ", ".join(sorted(OPERATORS)),
+        "write it with these, or put the values into a table",
+    )
