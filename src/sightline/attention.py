@@ -10,7 +10,7 @@ from .cpu import Cpu
 from .explanation import Explanation
 from .observe import Statistic
 from .plan import Kernel, Result, choose
-from .problem import Problem, check_threads, pose
+from .problem import Problem, check_choice, pose
 from .reference import Reference
 from .streaming import Streaming
 
@@ -87,7 +87,7 @@ def attention(
            [0.36, 0.64, 0.  ],
            [0.26, 0.26, 0.47]], dtype=float32)
     """
-    check_threads(threads)
+    check_choice(kernel, threads)
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     options |= {"see": () if see is None else see}
     if arrays.framework(query) == "torch":

@@ -201,6 +201,8 @@ def ask(
 def examine(problem: Problem) -> Problem:
     """The second half of `pose`: tables next to the arrays, what the score hides put into the mask, reads checked."""
     if problem.tables:
+        if problem.device == "meta":
+            raise DeviceError("a formula with tables, a query on meta", "arrays that hold numbers", "leave meta first")
         for entry in problem.tables:
             check_device("table", entry.array, problem.query)
         problem = problem.with_tables([arrays.convert(t.array, problem.query) for t in problem.tables])
@@ -211,12 +213,12 @@ def examine(problem: Problem) -> Problem:
 def settle(
     mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
 ) -> tuple[Expression | None, Expression | None]:
-    """Mask and score of a problem of these lengths: what the score hides joins the mask, and every read is checked."""
+    """Mask and score of a problem of these lengths: every read is checked, and what the score hides joins the mask."""
+    checks.check_reads(mask, score, extent)
     if score is not None:
         hidden = hiding.hidden(score, extent)
         if hidden is not None:
             mask = ~hidden if mask is None else mask & ~hidden
-    checks.check_reads(mask, score, extent)
     return mask, score
 
 
@@ -358,6 +360,8 @@ def _read_sinks(sinks: Any, query: Any) -> Any:
 def _read_scale(scale: Any, d_k: int) -> float:
     if scale is None:
         return 1 / math.sqrt(d_k)
+    if getattr(scale, "requires_grad", False):
+        raise ParameterError("a scale that wants a gradient", "a plain number", "scale=1.0, score=s * scale")
     try:
         value = float(scale)
     except (TypeError, ValueError, OverflowError):
@@ -395,9 +399,11 @@ def _read_statistics(see: Any) -> tuple[Statistic, ...]:
     return listed
 
 
-def check_threads(threads: Any) -> None:
-    """Raise ParameterError for anything but None and whole numbers of at least 1."""
-    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+def check_choice(kernel: Any, threads: Any) -> None:
+    """Raise ParameterError for a kernel that is no word, and for threads that are no whole number of at least 1."""
+    if kernel is not None and not isinstance(kernel, str):
+        raise ParameterError(f"kernel={kernel!r}", "a kernel's name, or None", 'kernel="cpu"')
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads < 2**31):
         raise ParameterError(f"threads={threads!r}", "a whole number of at least 1, or None", "threads=1")
 
 

@@ -153,9 +153,9 @@ def plain(problem: Problem) -> Plain:
 
     Where inputs are NaN or ∞ it means nothing: only what the definition finds finite is compared.
     """
-    wide = narrow = [dense(problem, problem.dtype, order) for order in orders_of(problem)]
-    if problem.dtype != problem.accumulator:  # lse is kept in the accumulator's dtype, so it is judged by that
-        wide = [dense(problem, problem.accumulator, order) for order in orders_of(problem)]
+    wide = narrow = [dense(problem, problem.accumulator, order) for order in orders_of(problem)]
+    if problem.dtype != problem.accumulator:  # lse is kept in the accumulator's dtype, so it is judged by that;
+        narrow = [dense(problem, problem.dtype, order) for order in range(2)]  # here rounding outweighs the order
 
     def stack(arrays: list[Any]) -> Any:
         return np.stack([to_numpy(array).astype(np.float64) for array in arrays])

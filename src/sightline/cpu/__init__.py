@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from ..formula.expression import walk
 from ..plan import Kernel, Refusal, Result
 from ..problem import Problem
 
 __all__ = ["Cpu"]
 
 
-WIDEST = 2048
+WIDEST = 1024  # of d_k and d_v: their scratch, 256 bytes a component each, lies on a thread's stack
+LONGEST = 400  # parts of mask and score: LLVM takes about 10 ms for each
 
 
 class Cpu(Kernel):
@@ -28,6 +30,9 @@ class Cpu(Kernel):
             yield Refusal(f"dtype {problem.dtype}", "cast to float32 or float64")
         if max(problem.d_k, problem.d_v) > WIDEST:
             yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}", f"widths up to {WIDEST} fit a thread's stack")
+        parts = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
+        if parts > LONGEST:
+            yield Refusal(f"formulas of {parts} parts would compile for long", "put what they compute into a table")
         if problem.dropout:
             yield Refusal("dropout is not generated yet", "dropout=0")
         if importlib.util.find_spec("llvmlite") is None:

@@ -32,7 +32,7 @@ FIELDS: dict[str, Any] = {
     "value_column": INT64,
     "output": POINTER,  # (B, H, n, d_v), contiguous
     "lse": POINTER,  # (B, H, n) float64, contiguous
-    "sinks": POINTER,  # (H,) float64 in base-2 logits
+    "sinks": POINTER,  # (H,) float64
     "factor": DOUBLE,  # what the queries are multiplied with
     "H": INT64,
     "group": INT64,  # query heads to a key head

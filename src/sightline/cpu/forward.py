@@ -9,8 +9,8 @@ whatever their strides; row maximum and sum are plain operations on vectors; and
     P              = 2^(Sᵀ − m')                               l  = α l + Σ P
     Oᵀ[d_v][lane]  = α Oᵀ + Σ_key V[key][d_v] · P[key][lane]   at the end O = Oᵀ / l
 
-Scores are in base 2 from the start (log₂ e is folded into Q, or multiplied in behind a score formula). Work is blocks
-of queries × heads, handed out by an atomic counter.
+Scores are in base 2 from the start, log₂ e folded into Q, where no score formula or sink wants natural logits. Work is
+blocks of queries × heads, handed out by an atomic counter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llvmlite import ir
 
 from ..formula.expression import Expression
 from .arguments import Arguments
-from .functions import exp2_of_negative
+from .functions import exp2_of_negative, exp_of_negative
 from .lanes import BOOL, BYTE, DOUBLE, FLOAT, INT32, INT64, Code, Value, Variable
 from .machine import Machine
 from .render import Renderer, Source
@@ -47,9 +47,15 @@ class Structure:
     mask: str | None
     score: str | None
     tables: tuple[tuple[str, int], ...]  # dtype and number of axes of each
+    slots: tuple[int, ...]  # which of them each table of the mask, then of the score, is
     wide: bool  # whether whole numbers need 64 bits
     clamped: tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]  # of mask and score; see Renderer
     sinks: bool
+
+    @property
+    def base_2(self) -> bool:
+        """Whether scores are in base 2 from the start; formulas and sinks are in natural logits, up to the largest."""
+        return self.score is None and not self.sinks
 
 
 class Forward:
@@ -212,7 +218,7 @@ class Forward:
         tiles.in_groups(self.keys, KEYS, rows)
 
     def reshape_scores(self, j0: Value, masked: bool) -> None:
-        """Sᵀ through the score formula, into base 2, −∞ where hidden; and its maximum anew."""
+        """Sᵀ through the score formula, −∞ where hidden; and its maximum anew."""
         code, tiles = self.code, self.tiles
         mask, score = self.renderers
         for v in self.vectors:
@@ -225,7 +231,6 @@ class Forward:
                 symbols = self.symbols[v] | {"j": j, "s": s}
                 if score is not None:
                     s = score.pair(symbols, self.known[v][1] | by_row[1]).to(self.float).spread(self.lanes)
-                    s = s * math.log2(math.e)
                 if masked and mask is not None:
                     allowed = mask.pair(symbols, self.known[v][0] | by_row[0])
                     s = code.where(allowed, s, code.value(-math.inf, self.vector))
@@ -237,20 +242,24 @@ class Forward:
         known = self.known[0][self.renderers.index(renderer)]
         return {id(n): known[id(n)] for n in renderer.nodes if id(n) in known and "i" not in n.reads}
 
+    def power(self, difference: Value) -> Value:
+        """2^x or e^x, by the base of the scores; x ≤ 0."""
+        return (exp2_of_negative if self.structure.base_2 else exp_of_negative)(self.code, difference)
+
     def softmax(self) -> None:
         """P = 2^(Sᵀ − m') in place of Sᵀ, and the running maximum m and sum l."""
         code, tiles = self.code, self.tiles
         for v in self.vectors:
             new = code.maximum(self.tile_max[v].get(), self.largest[v].get())
             shift = code.where(new == -math.inf, 0.0, new)
-            alpha = exp2_of_negative(code, self.largest[v].get() - shift)
+            alpha = self.power(self.largest[v].get() - shift)
             self.largest[v].set(new)
             self.shift[v].set(shift)
             self.alpha[v].set(alpha)
         sums = [Variable(code, self.vector, 0.0) for _ in self.vectors]
         with code.loop(0, self.keys) as key:
             for v in self.vectors:
-                p = exp2_of_negative(code, tiles.load(self.s_t, key, v) - self.shift[v].get())
+                p = self.power(tiles.load(self.s_t, key, v) - self.shift[v].get())
                 tiles.store(self.s_t, key, v, p)
                 sums[v].set(sums[v].get() + p)
         for v in self.vectors:
@@ -316,8 +325,9 @@ class Forward:
             with code.loop(0, self.structure.d_v) as d:
                 entry = self.lane_of(self.o_t, d, lane).load(self.float).to(DOUBLE) * factor
                 target.at(d * size).store(entry.to(self.float))
-            base_2 = self.lane_of(base, 0, lane).load(self.float).to(DOUBLE)
-            lse = code.fma(base_2, math.log(2), code.intrinsic("log", sum_of_row.to(DOUBLE)))
+            largest = self.lane_of(base, 0, lane).load(self.float).to(DOUBLE)
+            unit = math.log(2) if self.structure.base_2 else 1.0
+            lse = code.fma(largest, unit, code.intrinsic("log", sum_of_row.to(DOUBLE)))
             given.lse.at((row + lane) * 8).store(lse)
 
 

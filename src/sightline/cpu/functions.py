@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 
 from .lanes import DOUBLE, INT32, INT64, Code, Value, element, horner
 
-__all__ = ["exp", "exp2", "exp2_of_negative", "tanh"]
+__all__ = ["exp", "exp2", "exp2_of_negative", "exp_of_negative", "tanh"]
 
 
 class Format:
@@ -47,9 +48,27 @@ def exp2_of_negative(code: Code, x: Value) -> Value:
     form = Format(x)
     magic = x + form.rounding
     fraction = x - (magic - form.rounding)
-    power = code.fma(fraction, horner(code, fraction, exp2_coefficients(form.mantissa == 52)), 1.0)
+    return _softmax_power(code, x, form.smallest, magic, fraction, exp2_coefficients(form.mantissa == 52))
+
+
+def exp_of_negative(code: Code, x: Value) -> Value:
+    """e^x for x ≤ 0 or NaN, as `exp2_of_negative`: one instruction more, and no rounding of x log₂ e."""
+    form = Format(x)
+    magic = code.fma(x, 1 / math.log(2), form.rounding)
+    n = magic - form.rounding
+    rest = code.fma(n, -form.ln2[1], code.fma(n, -form.ln2[0], x))
+    in_e = [c / math.log(2) ** (k + 1) for k, c in enumerate(exp2_coefficients(form.mantissa == 52))]
+    return _softmax_power(code, x, form.smallest * math.log(2), magic, rest, in_e)
+
+
+def _softmax_power(
+    code: Code, x: Value, smallest: float, magic: Value, fraction: Value, coefficients: Sequence[float]
+) -> Value:
+    """2^n (1 + f q(f)) with n in the low bits of `magic`; 0 for x below `smallest`."""
+    form = Format(x)
+    power = code.fma(fraction, horner(code, fraction, coefficients), 1.0)
     scaled = (power.bits(form.integer) + (magic.bits(form.integer) << form.mantissa)).bits(element(x.type))
-    return code.where(x < form.smallest, 0.0, scaled)
+    return code.where(x < smallest, 0.0, scaled)
 
 
 def _grown(code: Code, whole: Value, rest: Value) -> tuple[Value, Value]:

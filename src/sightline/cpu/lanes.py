@@ -136,7 +136,8 @@ class Value:
         if is_float(x.type):
             compare = builder.fcmp_unordered if sign == "!=" else builder.fcmp_ordered
             return Value(self.code, compare(sign, x.raw, y.raw))
-        return Value(self.code, builder.icmp_signed(sign, x.raw, y.raw))
+        compare = builder.icmp_unsigned if element(x.type) == BOOL else builder.icmp_signed  # a signed True is −1
+        return Value(self.code, compare(sign, x.raw, y.raw))
 
     def __lt__(self, other: Any) -> Value:
         return self.compare("<", other)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -26,6 +28,7 @@ __all__ = ["run"]
 
 SMALL = 1 << 21  # multiplications below which a second thread costs more than it gives
 _compiled: dict[Structure, int] = {}
+_compiling = threading.Lock()
 
 
 def run(problem: Problem, threads: int | None = None) -> Result:
@@ -48,7 +51,7 @@ def _call(problem: Problem, arrays: list[Any], output: Any, lse: Any, threads: i
     query_blocks = -(-problem.n // block)
     counter = np.zeros(1, np.int64)
     batch = [_batch_offsets(x) for x in arrays]
-    sinks = np.zeros(1) if problem.sinks is None else to_numpy(problem.sinks).astype(np.float64) * math.log2(math.e)
+    sinks = np.zeros(1) if problem.sinks is None else to_numpy(problem.sinks).astype(np.float64)
     full = np.ascontiguousarray(runs.full, np.uint8)
     kept = [np.ascontiguousarray(x, np.int64) for x in (runs.start, runs.first, runs.last)]
     fields = {
@@ -57,7 +60,7 @@ def _call(problem: Problem, arrays: list[Any], output: Any, lse: Any, threads: i
         "output": output.ctypes.data,
         "lse": lse.ctypes.data,
         "sinks": sinks.ctypes.data,
-        "factor": problem.scale * (math.log2(math.e) if problem.score is None else 1.0),
+        "factor": problem.scale * (math.log2(math.e) if structure.base_2 else 1.0),
         "H": problem.H,
         "group": problem.group,
         "n": problem.n,
@@ -77,7 +80,8 @@ def _call(problem: Problem, arrays: list[Any], output: Any, lse: Any, threads: i
         }
     words = pack(fields, [(t.ctypes.data, t.strides, t.shape) for t in tables])
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
-    team.call(address, words.ctypes.data, 1 if work < SMALL else min(threads, fields["items"]))
+    memory = (arrays, tables, output, lse, counter, batch, sinks, full, kept)
+    team.call(address, words, 1 if work < SMALL else min(threads, int(fields["items"])), memory)
 
 
 def kernel_for(problem: Problem, arrays: list[Any], tables: list[Any]) -> tuple[Structure, int]:
@@ -92,14 +96,16 @@ def kernel_for(problem: Problem, arrays: list[Any], tables: list[Any]) -> tuple[
         mask=None if problem.mask is None else problem.mask.text,
         score=None if problem.score is None else problem.score.text,
         tables=tuple((str(t.dtype), t.ndim) for t in tables),
+        slots=tuple(_slots(problem)),
         wide=max([largest, *map(_reach, tables)]) >= 2**31 - 1,
         clamped=clamped,
         sinks=problem.sinks is not None,
     )
-    if structure not in _compiled:
-        name = "sightline_forward"
-        module = Forward(structure, problem.mask, problem.score, host()).write(name)
-        _compiled[structure] = compile_module(module, host(), name)
+    with _compiling:
+        if structure not in _compiled:
+            name = "sightline_forward"
+            module = Forward(structure, problem.mask, problem.score, host()).write(name)
+            _compiled[structure] = compile_module(module, host(), name)
     return structure, _compiled[structure]
 
 
@@ -129,9 +135,18 @@ def _ranges(problem: Problem) -> tuple[float, tuple[frozenset[tuple[int, int]], 
     return largest, (clamped[0], clamped[1])
 
 
+def _slots(problem: Problem) -> Iterator[int]:
+    """Which of the problem's tables each table of the mask, then of the score, is: they may share some."""
+    place = {id(table): k for k, table in enumerate(problem.tables)}
+    for formula in (problem.mask, problem.score):
+        yield from () if formula is None else (place[id(table)] for table in formula.tables)
+
+
 def _table_array(array: Any) -> Any:
     """A table as the kernel reads it: bool, int32, int64, float32 or float64, shared where it is one of these."""
     array = to_numpy(array)
+    if array.size == 0:  # read at hidden pairs alone, where any number will do
+        array = np.zeros([max(length, 1) for length in array.shape], array.dtype)
     kind, size = array.dtype.kind, array.dtype.itemsize
     if kind == "b":
         return array

@@ -15,6 +15,8 @@ from typing import Any
 
 __all__ = ["call", "count"]
 
+MOST = max(os.cpu_count() or 1, 16)  # more threads than that find no processor
+
 
 def count(asked: int | None = None) -> int:
     """Threads to use: as asked, else torch's own setting where torch is loaded, else every processor we may run on."""
@@ -26,9 +28,14 @@ def count(asked: int | None = None) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def call(address: int, arguments: int, threads: int) -> None:
-    """Call void f(void *) at the address once on each thread, with the same argument."""
-    function = _FUNCTION(address)
+def call(address: int, words: Any, threads: int, kept: tuple[Any, ...]) -> None:
+    """Call void f(void *) at the address once on each thread, with the address of `words`.
+
+    `kept` is all memory the words point to: threads of the pool hold it, so that an exception in this one, Ctrl-C say,
+    cannot free what they still write.
+    """
+    function, arguments = _FUNCTION(address), words.ctypes.data
+    threads = min(threads, MOST)
     if threads == 1:
         function(arguments)
         return
@@ -36,10 +43,15 @@ def call(address: int, arguments: int, threads: int) -> None:
     if team is not None:
         team(address, arguments, threads, 0)
         return
-    others = [_pool(os.getpid()).submit(function, arguments) for _ in range(threads - 1)]
+    pool = _pool(os.getpid())
+    others = [pool.submit(_work, function, arguments, (words, *kept)) for _ in range(threads - 1)]
     function(arguments)
     for other in others:
         other.result()
+
+
+def _work(function: Any, arguments: int, kept: tuple[Any, ...]) -> None:
+    function(arguments)
 
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -48,7 +60,7 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 @cache
 def _pool(process: int) -> ThreadPoolExecutor:
     """The pool of this process; a forked child makes its own."""
-    return ThreadPoolExecutor(max(os.cpu_count() or 1, 16), thread_name_prefix="sightline")
+    return ThreadPoolExecutor(MOST, thread_name_prefix="sightline")
 
 
 @cache

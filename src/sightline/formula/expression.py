@@ -364,6 +364,10 @@ def as_expression(value: Any) -> Expression:
     """A formula as it is, a number as a constant; anything else is an error that names `table`."""
     if isinstance(value, Expression):
         return value
+    if getattr(value, "requires_grad", False) and tuple(value.shape) == ():
+        from .table import Table
+
+        return Table(value.reshape(1))[0]  # a learned number: a table of one entry, which keeps its gradient
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, bool):

@@ -29,7 +29,7 @@ def hidden(score: Expression, extent: tuple[int, int, int, int]) -> Expression |
             condition = _either(*parts)
         elif isinstance(node, Apply) and node.operator == "subtract":
             condition = parts[0]
-        elif isinstance(node, Apply) and node.operator == "maximum" and None not in parts:
+        elif isinstance(node, Apply) and node.operator == "maximum" and all(part is not None for part in parts):
             condition = parts[0] & parts[1]  # type: ignore[operator]
         elif isinstance(node, Apply) and node.operator == "where" and (parts[1] is not None or parts[2] is not None):
             yes, no = (Constant(False, "bool") if part is None else part for part in parts[1:])

@@ -37,6 +37,10 @@ class Table:
                 raise ShapeError(
                     "a table of lists of unequal lengths", "a rectangular array", "pad the lists"
                 ) from error
+        if isinstance(array, np.ma.MaskedArray):
+            raise DtypeError("a masked array as table", "plain arrays", "fill it: array.filled(0)")
+        if isinstance(array, np.ndarray):
+            array = np.asarray(array)
         self.array: Any = array
         self.axes = axes
         self.shape: tuple[int, ...] = tuple(int(length) for length in array.shape)
@@ -65,6 +69,11 @@ class Table:
                     "use // for division, and sightline.where(condition, 1, 0) for a condition",
                 )
         return Lookup(self, arguments)
+
+    def __eq__(self, other: object) -> NoReturn:
+        raise FormulaError(f"{self} compared as a whole", "table(array)[...]", "index it, as in table(array)[i] == 3")
+
+    __hash__ = object.__hash__
 
     def __iter__(self) -> NoReturn:
         raise FormulaError(

@@ -1,0 +1,87 @@
+"""What an adversary found: each of these once gave wrong numbers, or took the process down."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import sightline
+from sightline import i, j, s, table, where
+from sightline.attention import KERNELS
+from sightline.problem import pose
+from sightline.testing import assert_conforms
+
+FLOAT_MAX = float(np.finfo(np.float32).max)
+
+
+def question(**options):
+    rng = np.random.default_rng(0)
+    return pose(*(rng.normal(size=(1, 2, 70, 8)).astype(np.float32) for _ in range(3)), **options)
+
+
+def holey():
+    entries = np.arange(70.0)
+    entries[3] = -np.inf
+    return table(entries)
+
+
+PROBLEMS = {
+    "conditions are ordered": {"mask": (i >= j) < (j > 3)},
+    "conditions from tables are ordered": {
+        "mask": table(np.arange(70) % 2 == 0)[i] <= table(np.arange(70) % 3 == 0)[j]
+    },
+    "a mask of the least float": {"score": s + where(i < 5, -FLOAT_MAX, 0.0)},
+    "a sink beyond base 2": {"sinks": np.array([3e38, 0], np.float32)},
+    "a part hidden, then clipped": {"score": np.clip(where(i >= j, s, -np.inf), -80, 80)},
+    "a guarded read of a table that hides": {"score": s + holey()[i - j], "mask": i >= j},
+    "a table without entries": {"mask": where(i < 0, table(np.zeros(0, bool))[i], i >= j)},
+    "a score of whole numbers": {"score": -(i - j)},
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_kernels_still_conform(name, kernel):
+    assert_conforms(kernel.run, question(**PROBLEMS[name]))
+
+
+def test_shared_tables_in_another_order_make_another_kernel():
+    first, second = table(np.arange(70) % 7 * 1.0), table(np.arange(70) % 5 * 0.3)
+    for one, other in ((first, second), (second, first)):
+        assert_conforms(KERNELS[0].run, question(mask=first[i] < 5, score=s + one[i] - other[j]))
+
+
+def test_learned_numbers_keep_their_gradient():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(2, 5, 4) for _ in range(3))
+    factor = torch.tensor(2.0, requires_grad=True)
+    out = sightline.attention(q, k, v, score=s * factor)
+    assert torch.autograd.grad(out.square().sum(), factor)[0] != 0
+    with pytest.raises(sightline.errors.ParameterError, match="score=s"):
+        sightline.attention(q, k, v, scale=factor)
+
+
+INTERRUPT = """
+import signal, numpy as np, sightline
+from sightline import i, j
+def interrupt(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, interrupt)
+q = np.ones((1, 2, 3000, 32), np.float32)
+seen = 0
+for attempt in range(8):
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    try:
+        sightline.attention(q, q, q, mask=(i >= j) | (i < 1), threads=8)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        seen += 1
+print(seen)
+"""
+
+
+def test_an_interrupt_leaves_running_threads_their_memory():
+    result = subprocess.run([sys.executable, "-c", INTERRUPT], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 0
