@@ -76,6 +76,7 @@ def heatmap(
     bar = axis.figure.colorbar(image, ax=axis, shrink=0.7, pad=0.02)
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=8)
+    bar.set_label("weight, coloured by its square root", fontsize=8)
     _name_sides(axis, sides, (rows, columns))
     if written:
         _annotate(axis, image, values)
