@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 import sightline.view
 from sightline import alibi, bias, causal, dense, documents, i, j, padding, s, softcap, where, window
-from sightline.errors import MissingExtraError, ParameterError, ShapeError, TableError
+from sightline.errors import MissingExtraError, ParameterError, ShapeError
 from sightline.view import Picture, effect_of_scaling, heatmap, save, scaling_figure
 from sightline.view.heatmap import pooled
 from sightline.view.terminal import colour_of, colours_here, ink_on
@@ -69,7 +69,7 @@ def test_batches_and_heads():
     assert mask.show(5, batch=0).cells(5, 5).sum() == 15
     assert mask.show(5, batch=1).cells(5, 5).sum() == 25
     assert "at b = 1" in str(mask.show(5, batch=1))
-    with pytest.raises(TableError, match="outside its table"):
+    with pytest.raises(ShapeError, match="stands for b"):
         mask.show(5, batch=2)
     whole = np.arange(2 * 3 * 4 * 4).reshape(2, 3, 4, 4) % 5 == 0
     assert np.array_equal(dense(whole).show(4, batch=1, head=2).cells(4, 4), whole[1, 2].astype(float))
