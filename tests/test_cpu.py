@@ -9,7 +9,7 @@ from llvmlite import ir
 
 import sightline
 from sightline import h, i, j, s
-from sightline.cpu import Cpu, functions, run
+from sightline.cpu import Cpu, call, functions, gradients, run
 from sightline.cpu.compile import compile_module
 from sightline.cpu.lanes import DOUBLE, FLOAT, Code, vector
 from sightline.cpu.machine import Machine, host
@@ -118,13 +118,14 @@ NARROW = {
 def test_narrower_machines_agree(machine, problem, dtype, monkeypatch):
     cpu, features, width = NARROW[machine]
     narrow = Machine(host().triple, cpu, features, width, 16)
-    monkeypatch.setattr(run, "host", lambda: narrow)
-    monkeypatch.setattr(run, "_compiled", {})
-    run.block_of.cache_clear()
+    for module in (call, run, gradients):
+        monkeypatch.setattr(module, "host", lambda: narrow)
+    monkeypatch.setattr(call, "_compiled", {})
+    call.block_of.cache_clear()
     try:
         assert_conforms(Cpu().run, pose(*arrays(dtype), **PROBLEMS[problem]))
     finally:
-        run.block_of.cache_clear()
+        call.block_of.cache_clear()
 
 
 def test_widths_beyond_the_stack_are_refused():

@@ -11,10 +11,11 @@ from strategies import DTYPES, Case, cases, to_torch
 
 from sightline import attention, h, i, j, padding, s, softcap, table, weights
 from sightline.arrays import dtype_name, to_numpy
+from sightline.cpu import Cpu
 from sightline.formula.expression import Lookup, walk
 from sightline.reference import backward, forward, gradients_of
 from sightline.streaming import backward as streaming_backward
-from sightline.testing import assert_within_budget, dense, orders_of
+from sightline.testing import assert_within_budget, dense, orders_of, sizes_of_gradients
 
 NAMES = ("query", "key", "value")
 
@@ -50,35 +51,62 @@ def seeds_of(problem):
     return [[rng.normal(size=shape).astype(np.float32) for shape in shapes] for _ in range(2)]
 
 
-def check(case, framework="numpy"):
-    """Streaming's gradients of output, lse and weights together, within the budget.
+def by_streaming(problem, d_output, d_lse, d_weights):
+    return streaming_backward(problem, d_output, d_lse, (d_weights,))
+
+
+def by_cpu(problem, d_output, d_lse, _):
+    """The generated kernels forward and backward; on two threads and on three they agree bit for bit."""
+    answer = Cpu().run(problem)
+    wanted = range(len(problem.tables))
+    options = (problem, d_output, d_lse, (answer.output, answer.lse), wanted)
+    found, again = (Cpu().gradients(*options, threads=threads) for threads in (2, 3))
+    if found is not None:
+        for one, other in zip(entries(found), entries(again), strict=True):
+            assert one is other is None or np.array_equal(to_numpy(one), to_numpy(other))
+    return found
+
+
+def entries(found):
+    return [found.query, found.key, found.value, found.sinks, *found.tables]
+
+
+def check(case, framework="numpy", differentiate=by_streaming):
+    """Gradients of output and lse, by streaming of weights too, within the budget.
 
     Plain's error is also taken from a second set of seeds, as in a sum of few terms it may be 0 by luck.
     """
-    problem = case.pose(see=[weights()])
+    streams = differentiate is by_streaming
+    problem = case.pose(see=[weights()] if streams else [])
     if np.isnan(dense(problem, "float64")[0]).any():
         return  # a score that is NaN
     seeds = seeds_of(problem)
+    if not streams:
+        seeds = [(d_output.astype(problem.query.dtype), d_lse, 0 * d_weights) for d_output, d_lse, d_weights in seeds]
     oracle, other = differentiated(problem, seeds, "float64", 0)
     plain = []
     for order in orders_of(problem):
         same, more = differentiated(problem, seeds, problem.dtype, order)
         plain += [same, [truth + (x - y) for truth, x, y in zip(oracle, more, other, strict=True)]]
-    given = case.as_torch().pose(see=[weights()]) if framework == "torch" else problem
+    given = case.as_torch().pose(see=problem.see) if framework == "torch" else problem
     d_output, d_lse, d_weights = (to_torch(x) if framework == "torch" else x for x in seeds[0])
     with np.errstate(all="ignore"):
-        found = streaming_backward(given, d_output, d_lse, (d_weights,))
+        found = differentiate(given, d_output, d_lse, d_weights)
+    if found is None:
+        return  # not finite: streaming's
     floats = [k for k, entry in enumerate(problem.tables) if entry.kind == "float"]
     read = {id(x.table) for x in walk(problem.score) if isinstance(x, Lookup)} if problem.score is not None else set()
     for k, entry in enumerate(problem.tables):
         assert (found.tables[k] is not None) == (entry.kind == "float" and id(entry) in read)
+    keys = [*NAMES, *floats, "sinks"]
     answers = [found.query, found.key, found.value, *(found.tables[k] for k in floats), found.sinks]
     names = [*NAMES, *(f"table {k}" for k in floats), "sinks"]
-    for what, answer, truth, *rough in itertools.zip_longest(names, answers, oracle, *plain):
+    sizes = sizes_of_gradients(problem, *seeds[0])
+    for what, key, answer, truth, *rough in itertools.zip_longest(names, keys, answers, oracle, *plain):
         if answer is not None:
             finer = what not in NAMES and dtype_name(answer) == "float64"  # than the sums it comes from
             judged = to_numpy(answer).astype(problem.accumulator) if finer else answer
-            assert_within_budget(judged, truth, rough, f"gradient of {what}")
+            assert_within_budget(judged, truth, rough, f"gradient of {what}", sizes.get(key))
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
@@ -88,6 +116,17 @@ def test_drawn_problems(dtype, framework):
     @given(cases(dtypes=(dtype,), poison=False, layouts=("contiguous", "positions before heads"), largest=2000))
     def conforms(case):
         check(case, framework)
+
+    conforms()
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_problems_by_the_generated_kernel(dtype, framework):
+    @settings(max_examples=24 if framework == "numpy" else 12)  # each compiles two kernels
+    @given(cases(dtypes=(dtype,), poison=False, largest=20000))
+    def conforms(case):
+        check(case, framework, by_cpu)
 
     conforms()
 

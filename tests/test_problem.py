@@ -195,10 +195,10 @@ REFUSED = {
     "a function to see": (lambda: ask(see=[lse]), ParameterError, "see=[<function", "list of statistics"),
     "an unknown kernel": (lambda: sightline.attention(X, X, X, kernel="gpu"), ParameterError, "'gpu'", "'streaming'"),
     "a kernel that refuses": (
-        lambda: sightline.attention(*[X.astype(np.float16)] * 3, kernel="cpu"),
+        lambda: sightline.attention(*[np.zeros((2, 4096), np.float16)] * 3, kernel="cpu"),
         KernelRefusedError,
-        "dtype float16",
-        "cast to float32",
+        "d_k 4096",
+        "fit a thread's stack",
         "kernel=None",
     ),
 }

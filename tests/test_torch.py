@@ -17,7 +17,7 @@ from sightline.errors import DeviceError, DtypeError, KernelRefusedError, MaskEr
 from sightline.formula.table import Table
 from sightline.problem import ask, pose
 from sightline.reference import stages_of
-from sightline.testing import assert_within_budget, dense, plain
+from sightline.testing import assert_within_budget, dense, plain, sizes_of_gradients
 from sightline.torch import kernels, scaled_dot_product_attention
 from sightline.torch.operator import attention as operator
 from sightline.torch.operator import attention_backward
@@ -135,10 +135,15 @@ def test_float32_gradients_within_budget(name):
     found = gradients(lambda t: sightline.attention(*t[:3], **PROBLEMS[name](*t[3:])), torch.float32)
     truth = gradients(by_hand(0), torch.float64)
     rough = [gradients(by_hand(order), torch.float32) for order in range(4)]
-    for ours, oracle, *orders in zip(found, truth, *rough, strict=True):
+    tensors = [x.detach() for x in (*arrays(torch.float32, batch=20), *learned(torch.float32))]
+    problem = pose(*tensors[:3], **PROBLEMS[name](*tensors[3:]))
+    sizes = sizes_of_gradients(problem, 2 * stages_of(problem).output)
+    slots = {id(entry.array): k for k, entry in enumerate(problem.tables)}
+    keys = ["query", "key", "value", *(slots.get(id(x)) for x in tensors[3:5]), "sinks"]
+    for key, ours, oracle, *orders in zip(keys, found, truth, *rough, strict=True):
         assert (ours is None) == (oracle is None)
         if ours is not None:
-            assert_within_budget(ours, oracle, np.stack([x.numpy() for x in orders]), name)
+            assert_within_budget(ours, oracle, np.stack([x.numpy() for x in orders]), name, sizes.get(key))
 
 
 def test_hidden_nan_reaches_neither_output_nor_gradient():
@@ -275,8 +280,10 @@ def test_opcheck(name):
     plain_question = question_of(name, see, grad=False)
     answer = operator(*plain_question)
     given = list(range(len(answer)))
+    gradients = [torch.ones_like(x) for x in answer]
     torch.library.opcheck(
-        attention_backward._opoverload, ([torch.ones_like(x) for x in answer], given, *answer[:2], *plain_question)
+        attention_backward._opoverload,
+        (gradients, given, plain_question.gaining, *answer[:2], *plain_question),
     )
 
 

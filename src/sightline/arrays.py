@@ -11,7 +11,20 @@ import numpy as np
 
 from .errors import DtypeError
 
-__all__ = ["FLOATS", "accumulator", "convert", "device", "dtype_name", "framework", "namespace", "resolve", "to_numpy"]
+__all__ = [
+    "FLOATS",
+    "accumulator",
+    "convert",
+    "device",
+    "dtype_name",
+    "empty",
+    "framework",
+    "layout",
+    "namespace",
+    "plain",
+    "resolve",
+    "to_numpy",
+]
 
 Array = Any  # NumPy's or a framework's; checked at the door, so annotations below say only that it is one
 
@@ -84,3 +97,23 @@ def convert(array: Array, like: Array) -> Array:
     if not host.flags.writeable or any(stride < 0 for stride in host.strides):
         host = host.copy()  # torch cannot share these
     return namespace(like).asarray(host, device=like.device)
+
+
+def plain(array: Array) -> Array:
+    """The array as its memory holds it, without history: torch's conjugate and negative views are written out."""
+    return array.detach().resolve_conj().resolve_neg() if framework(array) == "torch" else np.asarray(array)
+
+
+def layout(array: Array) -> tuple[int, tuple[int, ...]]:
+    """(address of the first entry, bytes from entry to entry along each axis) of a `plain` array on the CPU."""
+    if framework(array) == "torch":
+        size = array.element_size()
+        return array.data_ptr(), tuple(size * stride for stride in array.stride())
+    return array.__array_interface__["data"][0], array.strides
+
+
+def empty(shape: tuple[int, ...], name: str, like: Array) -> Array:
+    """A new array of that dtype, in `like`'s library and place."""
+    if framework(like) == "torch":
+        return like.new_empty(shape, dtype=resolve(namespace(like), name))
+    return np.empty(shape, resolve(np, name))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from . import arrays
 from .cpu import Cpu
 from .explanation import Explanation
 from .observe import Statistic
-from .plan import Kernel, Result, choose
+from .plan import Gradients, Kernel, Result, choose
 from .problem import Problem, check_choice, pose
 from .reference import Reference
-from .streaming import Streaming
+from .streaming import Streaming, backward
 
-__all__ = ["KERNELS", "attention", "explain", "solve"]
+__all__ = ["KERNELS", "attention", "differentiate", "explain", "solve"]
 
 KERNELS: tuple[Kernel, ...] = (Cpu(), Streaming(), Reference())
 
@@ -104,6 +104,33 @@ def attention(
 def solve(problem: Problem, kernel: str | None = None, threads: int | None = None) -> Result:
     """The problem's result by the chosen kernel, every array with its leading and head axes."""
     return choose(KERNELS, problem, kernel).kernel.run(problem, threads)
+
+
+def differentiate(
+    problem: Problem,
+    d_output: Any,
+    d_lse: Any,
+    d_seen: tuple[Any, ...],
+    saved: tuple[Any, Any],
+    *,
+    wanted: Collection[int],
+    kernel: str | None = None,
+    threads: int | None = None,
+) -> Gradients:
+    """Gradients of what `solve` answered: by the kernel that did where it has them, else by `streaming.backward`.
+
+    Parameters
+    ----------
+    d_output, d_lse, d_seen : gradients of output, lse and each statistic; None for 0
+    saved : (output, lse)
+    wanted : places in `Problem.tables` of those whose gradients are asked for
+    """
+    if all(gradient is None for gradient in d_seen):
+        taken = choose(KERNELS, problem, kernel).kernel
+        found = taken.gradients(problem, d_output, d_lse, saved, wanted, threads)
+        if found is not None:
+            return found
+    return backward(problem, d_output, d_lse, d_seen, saved)
 
 
 def shaped(problem: Problem, result: Result) -> tuple[Any, tuple[Any, ...]]:

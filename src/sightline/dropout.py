@@ -1,7 +1,8 @@
 """Dropout by counter: the same seed drops the same weights on every backend, for any tiling, forward and backward.
 
 Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with key = the 64-bit seed and
-counter = (b, h, i, j). The weight at a counter is dropped when the first output word, over 2³², is below p.
+counter = (b, h, i, ⌊j / 4⌋), whose four words serve four neighbouring keys: the weight of key j is dropped when word
+j mod 4, over 2³², is below p.
 """
 
 from __future__ import annotations
@@ -13,23 +14,29 @@ from .arrays import resolve
 if TYPE_CHECKING:
     from .problem import Problem
 
-__all__ = ["keep_factor", "philox"]
+__all__ = ["MULTIPLIERS", "ROUNDS", "WEYL", "keep_factor", "philox", "threshold"]
 
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> Any:
-    """First 32-bit word of Philox 4x32-10, elementwise over int64 arrays (NumPy or torch) of words below 2³²."""
+def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+    """The four 32-bit words of Philox 4x32-10, elementwise over int64 arrays (NumPy or torch) of words below 2³²."""
     key = [seed & _LOW, seed >> 32 & _LOW]
     x0, x1, x2, x3 = counter
-    for _ in range(10):
-        high0, low0 = _multiply(_MULTIPLIERS[0], x0)
-        high1, low1 = _multiply(_MULTIPLIERS[1], x2)
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(MULTIPLIERS[0], x0)
+        high1, low1 = _multiply(MULTIPLIERS[1], x2)
         x0, x1, x2, x3 = high1 ^ x1 ^ key[0], low1, high0 ^ x3 ^ key[1], low0
-        key = [(k + w) & _LOW for k, w in zip(key, _WEYL, strict=True)]
-    return x0
+        key = [(k + w) & _LOW for k, w in zip(key, WEYL, strict=True)]
+    return x0, x1, x2, x3
+
+
+def threshold(problem: Problem) -> int:
+    """p · 2³²: words below it drop their weights."""
+    return round(problem.dropout * 2**32)
 
 
 def _multiply(constant: int, x: Any) -> tuple[Any, Any]:
@@ -49,6 +56,9 @@ def keep_factor(problem: Problem, xp: Any, rows: slice, columns: slice, dtype: A
         return 1.0
     if p == 1:
         return 0.0
-    b, h, i, j = problem.positions(xp, rows, columns)
-    dropped = philox(problem.seed, (b, h, i, j)) < round(p * 2**32)
-    return xp.astype(~dropped, resolve(xp, problem.accumulator) if dtype is None else dtype) * (1 / (1 - p))
+    first, last = columns.start // 4, -(-columns.stop // 4)
+    b, h, i, quad = problem.positions(xp, rows, slice(first, last))
+    words = xp.stack(xp.broadcast_arrays(*philox(problem.seed, (b, h, i, quad))), axis=-1)
+    words = xp.reshape(words, (*words.shape[:-2], 4 * (last - first)))
+    kept = words[..., columns.start - 4 * first : columns.stop - 4 * first] >= threshold(problem)
+    return xp.astype(kept, resolve(xp, problem.accumulator) if dtype is None else dtype) * (1 / (1 - p))

@@ -8,14 +8,14 @@ read it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import KernelRefusedError, ParameterError
 from .problem import Problem
 
-__all__ = ["Kernel", "Plan", "Refusal", "Result", "choose"]
+__all__ = ["Gradients", "Kernel", "Plan", "Refusal", "Result", "choose"]
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,25 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Result:
-    """What a kernel answers: output (..., H, n, d_v), lse (..., H, n), and one entry for each asked statistic."""
+    """What a kernel answers: output (..., H, n, d_v), lse (..., H, n) float64, and one entry for each asked statistic.
+
+    Weights made from lse take on its error, so it is kept wide.
+    """
 
     output: Any
     lse: Any
     seen: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of query, key, value, sinks, and of the tables in `Problem.tables`' order (None for whole numbers)."""
+
+    query: Any
+    key: Any
+    value: Any
+    tables: tuple[Any, ...]
+    sinks: Any
 
 
 class Kernel(ABC):
@@ -55,6 +69,27 @@ class Kernel(ABC):
     @abstractmethod
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         """The answer."""
+
+    def gradients(
+        self,
+        problem: Problem,
+        d_output: Any,
+        d_lse: Any,
+        saved: tuple[Any, Any],
+        wanted: Collection[int],
+        threads: int | None = None,
+    ) -> Gradients | None:
+        """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse with respect to what `Gradients` names.
+
+        Parameters
+        ----------
+        d_output, d_lse : the shapes of output and lse; d_lse None for 0
+        saved : (output, lse) of `run`
+        wanted : places in `Problem.tables` of those whose gradients are asked for
+
+        Returns None where the kernel has none for this problem; `streaming.backward` has them for every problem.
+        """
+        return None
 
 
 @dataclass(frozen=True)

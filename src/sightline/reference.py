@@ -189,6 +189,6 @@ class Reference(Kernel):
         def back(array: Array, dtype: str) -> Any:
             return xp.astype(convert(array, problem.query), resolve(xp, dtype))
 
-        output, lse = back(stages.output, problem.dtype), back(stages.lse, problem.accumulator)
+        output, lse = back(stages.output, problem.dtype), back(stages.lse, "float64")
         whole = Tile(slice(0, problem.n), slice(0, problem.m), back(stages.weights, problem.accumulator))
         return Result(output, lse, tuple(s.collect(problem, lse, lambda: iter((whole,))) for s in problem.see))

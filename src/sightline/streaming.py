@@ -8,7 +8,6 @@ on fresh arrays, so torch can differentiate either to any order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,24 +20,13 @@ from .formula.expression import Lookup, walk
 from .formula.render_array import evaluate
 from .formula.runs import Runs, find_runs
 from .observe import Tile
-from .plan import Kernel, Refusal, Result
+from .plan import Gradients, Kernel, Refusal, Result
 from .problem import Problem
 
-__all__ = ["Gradients", "Streaming", "Work", "backward", "forward", "observe", "tiles"]
+__all__ = ["Streaming", "Work", "backward", "forward", "observe", "tiles"]
 
 TILE_ELEMENTS = 1 << 20  # scores held at once, over all batches and heads
 KEY_BLOCK = 512
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of query, key, value, sinks, and of the tables in `Problem.tables`' order (None for whole numbers)."""
-
-    query: Any
-    key: Any
-    value: Any
-    tables: tuple[Any, ...]
-    sinks: Any
 
 
 class Work:
@@ -345,5 +333,4 @@ class Streaming(Kernel):
         work = Work(problem)
         with np.errstate(all="ignore"):  # what the mask hides may overflow
             output, lse = forward(work)
-        narrow = work.xp.astype(output, problem.query.dtype), work.xp.astype(lse, work.dtype)
-        return Result(*narrow, seen=observe(work, lse))
+        return Result(work.xp.astype(output, problem.query.dtype), lse, seen=observe(work, lse))

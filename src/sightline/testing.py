@@ -25,6 +25,8 @@ import numpy as np
 
 from .arrays import dtype_name, namespace, resolve, to_numpy
 from .dropout import keep_factor
+from .formula.derivative import derivative
+from .formula.expression import Lookup, walk
 from .formula.render_array import evaluate
 from .observe import Lse, Weights
 from .plan import Result
@@ -42,6 +44,7 @@ __all__ = [
     "orders_of",
     "plain",
     "size_of_terms",
+    "sizes_of_gradients",
     "ulp",
 ]
 
@@ -106,7 +109,12 @@ def assert_conforms(run: Callable[[Problem], Result], problem: Problem) -> None:
     result, truth, rough = run(problem), stages_of(problem), plain(problem)
     expected = {
         "output": (result.output, truth.output, rough.output, problem.dtype),
-        "lse": (result.lse.reshape(-1), truth.lse.reshape(-1), rough.lse, problem.accumulator),
+        "lse": (
+            to_numpy(result.lse).astype(problem.accumulator).reshape(-1),
+            truth.lse.reshape(-1),
+            rough.lse,
+            problem.accumulator,
+        ),
     }
     for statistic, found in zip(problem.see, result.seen, strict=True):
         if isinstance(statistic, Weights):
@@ -126,6 +134,56 @@ def size_of_terms(problem: Problem, weights: Any) -> Any:
     sizes = np.abs(np.repeat(to_numpy(problem.value).astype(np.float64), problem.group, axis=-3))
     with np.errstate(invalid="ignore"):
         return np.where(np.isnan(weights), 0, weights) @ np.where(np.isfinite(sizes), sizes, 0)
+
+
+@np.errstate(all="ignore")
+def sizes_of_gradients(problem: Problem, d_output: Any, d_lse: Any = 0.0, d_weights: Any = 0.0) -> dict[Any, Any]:
+    """The sizes of the terms that each gradient is a sum of, since rows of dS cancel; weights are before dropout.
+
+        |dP| = |dO| |V|ᵀ + |d_weights|    |dS| = P ∘ (|dP| + rowsum(P ∘ |dP|) + |d_lse|)    and with it dQ, dK, dV, ...
+
+    Keys are "query", "key", "value", "sinks", and places of tables of floats in `Problem.tables`.
+    """
+    query, key, value, d_o = (
+        np.abs(to_numpy(x).astype(np.float64)) for x in (problem.query, problem.key, problem.value, d_output)
+    )
+    key, value = (np.repeat(x, problem.group, axis=-3) for x in (key, value))
+    keep = keep_factor(problem, np, slice(0, problem.n), slice(0, problem.m), np.float64)
+    stages = stages_of(problem)
+    d_p = d_o @ np.swapaxes(value, -1, -2) * keep + np.abs(to_numpy(d_weights))
+    row = (stages.weights * d_p).sum(-1) + np.abs(to_numpy(d_lse))
+    b, h, i, j = problem.positions(np, slice(0, problem.n), slice(0, problem.m))
+    symbols = {"b": b, "h": h, "i": i, "j": j, "s": stages.scaled, "n": problem.n, "m": problem.m}
+
+    def values(formula: Any) -> Any:
+        return evaluate(formula, symbols, xp=np, float_dtype=np.dtype("float64"), like=query)
+
+    d_score = np.where(stages.weights == 0, 0.0, stages.weights * (d_p + row[..., None]))
+    slope = 1.0 if problem.score is None else values(derivative(problem.score))
+    d_s = np.where(stages.weights == 0, 0.0, d_score * np.abs(slope * problem.scale))
+
+    def over_groups(array: Any) -> Any:
+        return array.reshape(*problem.lead, problem.G, problem.group, *array.shape[-2:]).sum(-3)
+
+    sizes: dict[Any, Any] = {
+        "query": d_s @ key,
+        "key": over_groups(np.swapaxes(d_s, -1, -2) @ query),
+        "value": over_groups(np.swapaxes(stages.weights * keep, -1, -2) @ d_o),
+    }
+    if problem.sinks is not None:
+        p = np.exp(to_numpy(problem.sinks).astype(np.float64)[:, None] - stages.lse)
+        sizes["sinks"] = np.where(np.isfinite(p), p * row, 0.0).reshape(-1, problem.H, problem.n).sum((0, 2))
+    place = {id(table): k for k, table in enumerate(problem.tables)}
+    for node in [] if problem.score is None else walk(problem.score):
+        if isinstance(node, Lookup) and node.kind == "float":
+            share = np.where(d_score == 0, 0.0, d_score * np.abs(values(derivative(problem.score, node))))
+            index = [
+                np.broadcast_to(np.clip(values(a), 0, length - 1), share.shape)
+                for a, length in zip(node.arguments, node.table.shape, strict=True)
+            ]
+            total = sizes.setdefault(place[id(node.table)], np.zeros(node.table.shape))
+            np.add.at(total, tuple(index), share)
+    return sizes
 
 
 def _largest(values: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from ..formula.expression import walk
-from ..plan import Kernel, Refusal, Result
+from ..plan import Gradients, Kernel, Refusal, Result
 from ..problem import Problem
 
 __all__ = ["Cpu"]
@@ -17,24 +18,20 @@ LONGEST = 400  # parts of mask and score: LLVM takes about 10 ms for each
 
 
 class Cpu(Kernel):
-    """Forward in float32 and float64, generated for the formula."""
+    """Forward and backward in every dtype, generated for the formula."""
 
     name = "cpu"
-    describes = "generated through LLVM for this processor, float32 and float64, O(n) memory"
+    describes = "generated through LLVM for this processor, O(n) memory"
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        """Other devices, other dtypes, dropout, and a machine without llvmlite."""
+        """Other devices, rows and formulas too large, and a machine without llvmlite."""
         if problem.device != "cpu":
             yield Refusal(f"arrays on {problem.device}", "move them to the CPU")
-        if problem.dtype not in ("float32", "float64"):
-            yield Refusal(f"dtype {problem.dtype}", "cast to float32 or float64")
         if max(problem.d_k, problem.d_v) > WIDEST:
             yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}", f"widths up to {WIDEST} fit a thread's stack")
         parts = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
         if parts > LONGEST:
             yield Refusal(f"formulas of {parts} parts would compile for long", "put what they compute into a table")
-        if problem.dropout:
-            yield Refusal("dropout is not generated yet", "dropout=0")
         if importlib.util.find_spec("llvmlite") is None:
             yield Refusal("llvmlite is not installed", "pip install llvmlite")
 
@@ -45,3 +42,18 @@ class Cpu(Kernel):
         from .run import run
 
         return run(problem, threads)
+
+    def gradients(
+        self,
+        problem: Problem,
+        d_output: Any,
+        d_lse: Any,
+        saved: tuple[Any, Any],
+        wanted: Collection[int],
+        threads: int | None = None,
+    ) -> Gradients | None:
+        if 0 in problem.extent or next(self.refuses(problem), None) is not None:
+            return None
+        from .gradients import gradients
+
+        return gradients(problem, d_output, d_lse, saved, wanted, threads)

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .lanes import DOUBLE, INT64, POINTER, Code, Value
 
-__all__ = ["Arguments", "Table", "pack"]
+__all__ = ["BACKWARD", "DECODE", "FORWARD", "Arguments", "Table", "pack"]
 
-# Strides and offsets are in bytes. *_batch point to one offset per batch, so that leading axes may have any strides.
-FIELDS: dict[str, Any] = {
+
+def _operand(name: str) -> dict[str, Any]:
+    """An array (*lead, heads, rows, columns): strides in bytes; `_batch` points to one offset per batch, so that the
+    leading axes may have any strides.
+    """
+    parts = {"": POINTER, "_batch": POINTER, "_head": INT64, "_row": INT64, "_column": INT64}
+    return {name + part: kind for part, kind in parts.items()}
+
+
+COMMON: dict[str, Any] = {
     "counter": POINTER,  # the next item of work
-    "items": INT64,  # batches × query heads × blocks of queries
-    "query": POINTER,
-    "query_batch": POINTER,
-    "query_head": INT64,
-    "query_row": INT64,
-    "query_column": INT64,
-    "key": POINTER,
-    "key_batch": POINTER,
-    "key_head": INT64,
-    "key_row": INT64,
-    "key_column": INT64,
-    "value": POINTER,
-    "value_batch": POINTER,
-    "value_head": INT64,
-    "value_row": INT64,
-    "value_column": INT64,
-    "output": POINTER,  # (B, H, n, d_v), contiguous
+    "items": INT64,
+    **_operand("query"),
+    **_operand("key"),
+    **_operand("value"),
     "lse": POINTER,  # (B, H, n) float64, contiguous
-    "sinks": POINTER,  # (H,) float64
-    "factor": DOUBLE,  # what the queries are multiplied with
+    "factor": DOUBLE,  # what products of query and key are multiplied with; above 0
+    "sign": DOUBLE,  # of the scale, which the queries take: −1, 0 or 1
     "H": INT64,
     "group": INT64,  # query heads to a key head
     "n": INT64,
@@ -45,6 +40,34 @@ FIELDS: dict[str, Any] = {
     "run_full": POINTER,
     "run_batch": INT64,  # rows of runs from one batch and one head to the next; 0 where they share
     "run_head": INT64,
+    "seed": INT64,  # of dropout
+    "threshold": INT64,  # weights whose random word is below it are dropped
+    "keep": DOUBLE,  # what the others are multiplied with
+}
+FORWARD = COMMON | {
+    "output": POINTER,  # (B, H, n, d_v), contiguous
+    "sinks": POINTER,  # (H,) float64
+}
+DECODE = COMMON | {
+    "output": POINTER,  # (chunks, B, H, n, d_v) in the accumulator's type
+    "sinks": POINTER,
+    "chunks": INT64,  # parts of the keys
+    "chunk": INT64,  # blocks of keys in each
+}
+BACKWARD = COMMON | {
+    **_operand("output"),
+    **_operand("d_output"),
+    "d_lse": POINTER,  # (B, H, n) float64, contiguous
+    "scale": DOUBLE,
+    "d_query": POINTER,  # (chunks, B, H, n, d_k), in the accumulator's type like those below
+    "d_key": POINTER,  # (B, G, m, d_k rounded up to whole vectors)
+    "d_value": POINTER,  # (B, G, m, d_v rounded up to whole vectors)
+    "taint": POINTER,  # set to 1 where a gradient is NaN or infinite
+    "batches": INT64,
+    "chunks": INT64,  # parts of the keys, each worked on by one thread
+    "chunk": INT64,  # blocks of keys in each
+    "heads_apart": INT64,  # key heads worked on apart: G, or 1 where one item takes all in turn
+    "batches_apart": INT64,  # likewise batches
 }
 
 
@@ -58,10 +81,10 @@ class Table:
 class Arguments:
     """The words as values of the kernel, loaded once; fields are attributes."""
 
-    def __init__(self, code: Code, words: Value, axes: tuple[int, ...]) -> None:
-        self._values = {name: words.at(8 * place).load(kind, 8) for place, (name, kind) in enumerate(FIELDS.items())}
+    def __init__(self, code: Code, words: Value, fields: Mapping[str, Any], axes: Sequence[int]) -> None:
+        self._values = {name: words.at(8 * place).load(kind, 8) for place, (name, kind) in enumerate(fields.items())}
         self.tables: list[Table] = []
-        place = len(FIELDS)
+        place = len(fields)
         for count in axes:
             numbers = [words.at(8 * (place + 1 + k)).load(INT64, 8) for k in range(2 * count)]
             pointer = words.at(8 * place).load(POINTER, 8)
@@ -75,16 +98,25 @@ class Arguments:
             raise AttributeError(name) from None
         return value
 
+    def operand(self, name: str, b: Value, head: Value) -> Value:
+        """Address of one head's rows of an operand."""
+        offset = self._values[f"{name}_batch"].at(b * 8).load(INT64)
+        return self._values[name].at(offset).at(head * self._values[f"{name}_head"])
 
-def pack(fields: Mapping[str, int | float], tables: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> Any:
-    """The words for these fields and tables (address, strides, lengths), as an int64 array."""
-    words = np.zeros(len(FIELDS) + sum(1 + 2 * len(strides) for _, strides, _ in tables), np.int64)
-    for place, (name, kind) in enumerate(FIELDS.items()):
+
+def pack(
+    fields: Mapping[str, Any],
+    values: Mapping[str, int | float],
+    tables: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
+) -> Any:
+    """The words for these values of a kernel's fields and its tables (address, strides, lengths), as an int64 array."""
+    words = np.zeros(len(fields) + sum(1 + 2 * len(strides) for _, strides, _ in tables), np.int64)
+    for place, (name, kind) in enumerate(fields.items()):
         if kind is DOUBLE:
-            words[place : place + 1].view(np.float64)[0] = fields[name]
+            words[place : place + 1].view(np.float64)[0] = values[name]
         else:
-            words[place] = fields[name]
-    place = len(FIELDS)
+            words[place] = values[name]
+    place = len(fields)
     for address, strides, lengths in tables:
         numbers = [address, *strides, *lengths]
         words[place : place + len(numbers)] = numbers

@@ -14,24 +14,44 @@ from typing import Any
 from llvmlite import ir
 
 __all__ = [
+    "BFLOAT",
     "BOOL",
     "BYTE",
     "DOUBLE",
     "FLOAT",
+    "HALF",
+    "INT16",
     "INT32",
     "INT64",
     "POINTER",
     "Code",
     "Value",
     "Variable",
+    "bytes_of",
     "element",
+    "is_float",
+    "lanes_of",
     "vector",
 ]
 
 Type = Any  # llvmlite's types are untyped
 
-BOOL, BYTE, INT32, INT64 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
-FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
+
+class _BFloatType(ir.types.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloatType)
+
+    def __hash__(self) -> int:
+        return hash(_BFloatType)
+
+
+BOOL, BYTE, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+HALF, BFLOAT, FLOAT, DOUBLE = ir.HalfType(), _BFloatType(), ir.FloatType(), ir.DoubleType()
 POINTER = ir.PointerType()
 
 
@@ -50,7 +70,7 @@ def lanes_of(kind: Type) -> int:
 
 
 def is_float(kind: Type) -> bool:
-    return isinstance(element(kind), ir.FloatType | ir.DoubleType)
+    return isinstance(element(kind), ir.HalfType | _BFloatType | ir.FloatType | ir.DoubleType)
 
 
 def bytes_of(kind: Type) -> int:
@@ -58,7 +78,7 @@ def bytes_of(kind: Type) -> int:
     one = element(kind)
     if isinstance(one, ir.IntType):
         return max(int(one.width) // 8, 1)
-    return 4 if isinstance(one, ir.FloatType) else 8
+    return 2 if isinstance(one, ir.HalfType | _BFloatType) else 4 if isinstance(one, ir.FloatType) else 8
 
 
 class Value:
@@ -112,6 +132,10 @@ class Value:
 
     def __lshift__(self, other: Any) -> Value:
         return self._binary(other, "shl", "shl")
+
+    def __rshift__(self, other: Any) -> Value:
+        """The bits moved down, zeros above: whole numbers known not to be negative."""
+        return self._binary(other, "lshr", "lshr")
 
     def __and__(self, other: Any) -> Value:
         return self._binary(other, "and_", "and_")
@@ -178,6 +202,11 @@ class Value:
             raw = builder.trunc(self.raw, wanted)
         return Value(self.code, raw)
 
+    def widened(self, kind: Type) -> Value:
+        """Whole numbers with zeros above: for bits, which have no sign."""
+        wanted = vector(element(kind), lanes_of(self.type))
+        return Value(self.code, self.code.builder.zext(self.raw, wanted))
+
     def bits(self, kind: Type) -> Value:
         """The same bits read as another type of the same width."""
         return Value(self.code, self.code.builder.bitcast(self.raw, vector(element(kind), lanes_of(self.type))))
@@ -195,6 +224,22 @@ class Value:
         """Whether a condition holds in any lane."""
         whole = ir.IntType(lanes_of(self.type))
         return Value(self.code, self.code.builder.bitcast(self.raw, whole)) != 0
+
+    def sum(self) -> Value:
+        """The sum of the lanes, halves added to halves."""
+        total, lanes = self, lanes_of(self.type)
+        while lanes > 1:
+            lanes //= 2
+            low, high = (total.pick(range(start, start + lanes)) for start in (0, lanes))
+            total = low + high
+        return total
+
+    def pick(self, places: Sequence[int]) -> Value:
+        """The lanes at these places; a scalar for one."""
+        if len(places) == 1:
+            return Value(self.code, self.code.builder.extract_element(self.raw, INT32(places[0])))
+        chosen = ir.Constant(vector(INT32, len(places)), list(places))
+        return Value(self.code, self.code.builder.shuffle_vector(self.raw, self.raw, chosen))
 
     def at(self, offset: Any, kind: Type | None = None) -> Value:
         """A pointer moved by bytes; by a vector of offsets, a vector of pointers."""

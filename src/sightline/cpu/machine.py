@@ -17,6 +17,8 @@ class Machine:
     triple, cpu, features : as LLVM names them
     width : bytes in a vector register
     registers : how many there are
+    half : whether it converts float16 in hardware
+    bf16_dot : whether it multiplies pairs of bfloat16 (AVX512-BF16)
     """
 
     triple: str
@@ -24,6 +26,8 @@ class Machine:
     features: str
     width: int
     registers: int
+    half: bool = False
+    bf16_dot: bool = False
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -47,4 +51,7 @@ def host() -> Machine:
         width = 32
     elif llvm.get_process_triple().startswith(("aarch64", "arm64")):
         registers = 32
-    return Machine(llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten(), width, registers)
+    half = bool(features.get("f16c")) or registers == 32
+    bf16_dot = bool(features.get("avx512bf16")) and width == 64
+    triple, cpu = llvm.get_process_triple(), llvm.get_host_cpu_name()
+    return Machine(triple, cpu, features.flatten(), width, registers, half, bf16_dot)

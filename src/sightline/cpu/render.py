@@ -62,7 +62,11 @@ class Renderer:
 
     def pair(self, symbols: dict[str, Value], known: dict[int, Value]) -> Value:
         """The formula itself."""
-        return self._evaluate(symbols, known, lambda reads: True)[id(self.formula)]
+        return self.everything(symbols, known)[id(self.formula)]
+
+    def everything(self, symbols: dict[str, Value], known: dict[int, Value]) -> dict[int, Value]:
+        """The formula and all its parts."""
+        return self._evaluate(symbols, known, lambda reads: True)
 
     def _evaluate(
         self, symbols: dict[str, Value], known: dict[int, Value], wanted: Callable[[frozenset[str]], bool]

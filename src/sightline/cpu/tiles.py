@@ -1,7 +1,12 @@
 """The register tile: the one matrix product everything is made of.
 
-Matrices in scratch memory are rows of `block` lanes, a whole number of vectors. A tile is a few rows by all vectors of
-a row, kept in registers while numbers of one operand are spread over the lanes of the other.
+Matrices in scratch memory are rows of vectors. A tile is a few rows of sums by the vectors of a row, kept in registers
+while numbers of one operand are spread over the lanes of the other:
+
+    sums[r][lane] += Σ_k number_r[k] · matrix[k][lane]
+
+In bfloat16, where the processor multiplies pairs, `number` and each lane of `matrix` hold two neighbours of the k axis
+in 32 bits, and the sums stay float32.
 """
 
 from __future__ import annotations
@@ -9,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .lanes import INT64, Code, Value, Variable, bytes_of, vector
+from llvmlite import ir
+
+from .lanes import BFLOAT, FLOAT, INT32, INT64, Code, Value, Variable, bytes_of, vector
 from .machine import Machine
 
 __all__ = ["Tiles"]
@@ -20,30 +27,47 @@ Groups = Callable[[Value, int], None]
 
 
 class Tiles:
-    """Products and addresses of scratch matrices for one type of number on one machine."""
+    """Products and addresses of scratch matrices for one type of number on one machine.
 
-    def __init__(self, code: Code, kind: Any, machine: Machine) -> None:
-        self.code, self.kind = code, kind
-        self.size = bytes_of(kind)
+    Parameters
+    ----------
+    kind : type of the sums, FLOAT or DOUBLE
+    paired : whether the numbers multiplied are pairs of bfloat16
+    """
+
+    def __init__(self, code: Code, kind: Any, machine: Machine, paired: bool = False) -> None:
+        self.code, self.kind, self.paired = code, kind, paired
+        self.size = bytes_of(kind)  # of a sum, of a number and of a pair alike
+        self.number = INT32 if paired else kind
+        self.pair = 2 if paired else 1
         self.lanes = machine.width // self.size
         self.rows, self.vectors = machine.tile
         self.block = self.lanes * self.vectors
         self.align = machine.width
         self.vector = vector(kind, self.lanes)
+        self.numbers = vector(self.number, self.lanes)
         self.row_bytes = self.block * self.size
 
+    def pairs(self, count: int) -> int:
+        """Numbers that hold so many entries of the axis summed over."""
+        return -(-count // self.pair)
+
     def matrix(self, rows: int) -> Value:
-        """Scratch memory of that many rows."""
-        return self.code.array(self.kind, max(rows, 1) * self.block)
+        """Scratch memory of that many rows of a block."""
+        return self.scratch(rows * self.row_bytes)
 
-    def variables(self) -> list[Variable]:
+    def scratch(self, size: int) -> Value:
+        """Scratch memory of that many bytes."""
+        return self.code.array(self.number, max(size, self.align) // self.size)
+
+    def variables(self, start: float | None = None) -> list[Variable]:
         """One variable for each vector of a row."""
-        return [Variable(self.code, self.vector) for _ in range(self.vectors)]
+        return [Variable(self.code, self.vector, start) for _ in range(self.vectors)]
 
-    def at(self, matrix: Value, row: Any, v: Any) -> Value:
-        """Address of a vector of a matrix."""
+    def at(self, matrix: Value, row: Any, v: Any = 0) -> Value:
+        """Address of a vector of a matrix of blocks."""
         row, v = (self.code.value(x, INT64) for x in (row, v))
-        return matrix.at(row * self.row_bytes + v * (self.lanes * self.size))
+        return matrix.at(row * self.row_bytes + v * self.align)
 
     def load(self, matrix: Value, row: Any, v: Any) -> Value:
         return self.at(matrix, row, v).load(self.vector, self.align)
@@ -64,20 +88,28 @@ class Tiles:
                 write(code.value(whole, INT64), most - whole)
 
     def accumulate(
-        self, sums: list[list[Variable]], bases: Sequence[Value], step: Any, matrix: Value, count: Any
+        self,
+        sums: Sequence[Sequence[Variable]],
+        bases: Sequence[Value],
+        step: Any,
+        matrix: Value,
+        count: Any,
+        stride: int | None = None,
     ) -> None:
-        """sums[r][lane] += Σ_k base_r[k · step] · matrix[k][lane] for k < count; `step` in bytes."""
+        """sums[r][v] += Σ_k base_r[k · step] · matrix[k · stride][v] for k < count; `step` and `stride` in bytes."""
         code = self.code
+        stride = self.row_bytes if stride is None else stride
 
         def steps(first: Value, count: int) -> None:
             held = [[variable.get() for variable in row] for row in sums]
             for k in (first + u for u in range(count)):
-                lanes = [self.load(matrix, k, v) for v in range(self.vectors)]
+                row = matrix.at(k * stride)
+                lanes = [row.at(v * self.align).load(self.numbers, self.align) for v in range(len(held[0]))]
                 for r, base in enumerate(bases):
-                    number = base.at(k * step).load(self.kind).spread(self.lanes)
-                    held[r] = [code.fma(number, lane, old) for lane, old in zip(lanes, held[r], strict=True)]
-            for row, values in zip(sums, held, strict=True):
-                for variable, value in zip(row, values, strict=True):
+                    number = base.at(k * step).load(self.number).spread(self.lanes)
+                    held[r] = [self.multiply_add(number, lane, old) for lane, old in zip(lanes, held[r], strict=True)]
+            for row_of_sums, values in zip(sums, held, strict=True):
+                for variable, value in zip(row_of_sums, values, strict=True):
                     variable.set(value)
 
         whole = count - count % UNROLL
@@ -85,3 +117,14 @@ class Tiles:
             steps(k, UNROLL)
         with code.loop(whole, count) as k:
             steps(k, 1)
+
+    def multiply_add(self, x: Value, y: Value, z: Value) -> Value:
+        """x · y + z; of pairs x₀ y₀ + x₁ y₁ + z."""
+        if not self.paired:
+            return self.code.fma(x, y, z)
+        pairs = vector(BFLOAT, 2 * self.lanes)
+        sums = vector(FLOAT, self.lanes)
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{self.align * 8}"
+        function = self.code.declare(name, ir.FunctionType(sums, [sums, pairs, pairs]))
+        builder = self.code.builder
+        return Value(self.code, builder.call(function, [z.raw, *(builder.bitcast(v.raw, pairs) for v in (x, y))]))

@@ -38,7 +38,8 @@ def run(
     drawn = _seed(problem, seed) if problem.dropout else None
     output, lse, *others = operator.attention(*Question.of(problem, drawn, kernel, threads))
     rest = iter(others)
-    seen = tuple([lse if statistic.name == "lse" else next(rest) for statistic in problem.see])
+    narrow = lse if query.dtype == torch.float64 else lse.float()
+    seen = tuple([narrow if statistic.name == "lse" else next(rest) for statistic in problem.see])
     return shaped(problem, Result(output, lse, seen))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import streaming
-from ..attention import solve
+from ..attention import differentiate, solve
 from .question import SCHEMA, Question
 
 __all__ = ["attention", "attention_backward"]
@@ -47,7 +47,7 @@ def _answer(*arguments: Any) -> list[Tensor]:
 def _answer_shapes(*arguments: Any) -> list[Tensor]:
     problem = Question(*arguments).outline()
     query, rows = problem.query, problem.query.shape[:-1]
-    outputs = [query.new_empty((*rows, problem.d_v)), query.new_empty(rows, dtype=getattr(torch, problem.accumulator))]
+    outputs = [query.new_empty((*rows, problem.d_v)), query.new_empty(rows, dtype=torch.float64)]
     for statistic in problem.see:
         if statistic.name != "lse":
             dtype = getattr(torch, statistic.dtype(problem))
@@ -60,26 +60,32 @@ attention.register_fake(_answer_shapes)
 
 
 @_as_written
-def _gradient(gradients: list[Tensor], given: list[int], output: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
+def _gradient(
+    gradients: list[Tensor], given: list[int], wanted: list[int], output: Tensor, lse: Tensor, *arguments: Any
+) -> list[Tensor]:
     """Gradients of `Question.inputs`; `gradients` are those of the answer's entries numbered in `given`."""
-    return _chain(gradients, given, Question(*arguments), (output, lse))
+    return _chain(gradients, given, wanted, Question(*arguments), (output, lse))
 
 
-def _gradient_shapes(_: Any, given: Any, output: Any, lse: Any, *arguments: Any) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape) for tensor in Question(*arguments).inputs]
+def _gradient_shapes(_: Any, given: Any, wanted: list[int], output: Any, lse: Any, *arguments: Any) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in Question(*arguments).inputs(wanted)]
 
 
 attention_backward = torch.library.custom_op(
     "sightline::attention_backward",
     _gradient,
     mutates_args=(),
-    schema=f"(Tensor[] gradients, int[] given, Tensor output, Tensor lse, {SCHEMA}) -> Tensor[]",
+    schema=f"(Tensor[] gradients, int[] given, int[] wanted, Tensor output, Tensor lse, {SCHEMA}) -> Tensor[]",
 )
 attention_backward.register_fake(_gradient_shapes)
 
 
 def _chain(
-    gradients: Sequence[Tensor], given: Sequence[int], question: Question, saved: tuple[Tensor, Tensor] | None
+    gradients: Sequence[Tensor],
+    given: Sequence[int],
+    wanted: Sequence[int],
+    question: Question,
+    saved: tuple[Tensor, Tensor] | None,
 ) -> list[Tensor]:
     """The chain rule through attention, tile by tile; differentiable where `saved` is None."""
     problem = question.problem()
@@ -89,13 +95,26 @@ def _chain(
         d_output = problem.query.new_zeros((*problem.query.shape[:-1], problem.d_v))
     places = iter(range(2, 2 + len(problem.see)))
     d_seen = tuple(None if statistic.name == "lse" else of_answer.get(next(places)) for statistic in problem.see)
-    found = streaming.backward(problem, d_output, of_answer.get(1), d_seen, saved)
+    tables = [question.tables[k] for k in wanted]
+    if saved is None:
+        found = streaming.backward(problem, d_output, of_answer.get(1), d_seen)
+    else:
+        slots = [k for k, table in enumerate(problem.tables) if any(table.array is tensor for tensor in tables)]
+        found = differentiate(
+            problem,
+            d_output,
+            of_answer.get(1),
+            d_seen,
+            saved,
+            wanted=slots,
+            kernel=question.kernel,
+            threads=question.threads,
+        )
     by_tensor: dict[int, Tensor] = {}  # one tensor may stand in two tables: the first of its places has their sum
     for table, gradient in zip(problem.tables, found.tables, strict=True):
         if gradient is not None:
             known = by_tensor.get(id(table.array))
             by_tensor[id(table.array)] = gradient if known is None else known + gradient
-    tables = [question.tables[k] for k in question.gaining]
     of_tables = [by_tensor.pop(id(table), None) for table in tables]
     whole = [torch.zeros_like(t) if g is None else g for t, g in zip(tables, of_tables, strict=True)]
     return [found.query, found.key, found.value, *whole, *([] if found.sinks is None else [found.sinks])]
@@ -126,13 +145,14 @@ def _keep_answer(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> Non
 def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     question, (output, lse) = _kept(ctx)
     given = [k for k, gradient in enumerate(gradients) if gradient is not None]
-    found = attention_backward([g for g in gradients if g is not None], given, output, lse, *question)
-    return question.places(found)
+    wanted = [k for k in question.gaining if ctx.needs_input_grad[3][k]]
+    found = attention_backward([g for g in gradients if g is not None], given, wanted, output, lse, *question)
+    return question.places(found, wanted)
 
 
 def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    gradients, ctx.given, _, _, *arguments = inputs
+    gradients, ctx.given, ctx.wanted, _, _, *arguments = inputs
     _keep(ctx, Question(*arguments), *gradients)
 
 
@@ -148,9 +168,10 @@ def _backward_of_backward(ctx: Any, directions: list[Tensor | None]) -> tuple[An
         return tensor.view_as(tensor) if onward else tensor.detach().requires_grad_()
 
     with torch.enable_grad():
-        variables = [fresh(tensor) for tensor in (*gradients, *question.inputs)]
+        variables = [fresh(tensor) for tensor in (*gradients, *question.inputs(ctx.wanted))]
         count = len(gradients)
-        found = _chain(variables[:count], ctx.given, question.with_inputs(variables[count:]), None)
+        again = question.with_inputs(variables[count:], ctx.wanted)
+        found = _chain(variables[:count], ctx.given, ctx.wanted, again, None)
         pairs = [(f, d) for f, d in zip(found, directions, strict=True) if d is not None and f.requires_grad]
         wanted = [variable for variable in variables if variable.requires_grad]
         results = torch.autograd.grad(
@@ -158,7 +179,8 @@ def _backward_of_backward(ctx: Any, directions: list[Tensor | None]) -> tuple[An
         )
     rest = iter(results)
     every = [next(rest) if variable.requires_grad else None for variable in variables]
-    return every[:count], None, None, None, *question.places(every[count:])
+    nothing: Any = None if ctx.wanted else []  # torch takes an empty list for one of tensors
+    return every[:count], None, nothing, None, None, *question.places(every[count:], ctx.wanted)
 
 
 attention.register_autograd(_backward, setup_context=_keep_answer)

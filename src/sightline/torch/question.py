@@ -97,23 +97,22 @@ class Question(NamedTuple):
         first = self.spans.partition("|")[0].count(",")
         return [k for k, table in enumerate(self.tables) if k >= first and table.is_floating_point()]
 
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The tensors that may have gradients: query, key, value, those tables, sinks."""
-        tables = [self.tables[k] for k in self.gaining]
+    def inputs(self, wanted: Sequence[int]) -> list[Tensor]:
+        """The tensors that may have gradients: query, key, value, the tables `wanted` names, sinks."""
+        tables = [self.tables[k] for k in wanted]
         return [self.query, self.key, self.value, *tables, *([] if self.sinks is None else [self.sinks])]
 
-    def with_inputs(self, inputs: Sequence[Tensor]) -> Question:
+    def with_inputs(self, inputs: Sequence[Tensor], wanted: Sequence[int]) -> Question:
         """The question with others in the places of `inputs`."""
-        query, key, value, new, sinks, *_ = self.places(inputs)
+        query, key, value, new, sinks, *_ = self.places(inputs, wanted)
         tables = [old if table is None else table for old, table in zip(self.tables, new, strict=True)]
         return self._replace(query=query, key=key, value=value, tables=tables, sinks=sinks)
 
-    def places(self, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    def places(self, gradients: Sequence[Tensor | None], wanted: Sequence[int]) -> tuple[Any, ...]:
         """Gradients of `inputs` as torch wants them: one entry an argument, None where there is none."""
         query, key, value, *rest = gradients
         tables: list[Tensor | None] = [None] * len(self.tables)
-        for k in self.gaining:
+        for k in wanted:
             tables[k] = rest.pop(0)
         return (query, key, value, tables, rest[0] if rest else None) + (None,) * (len(self) - 5)
 

@@ -1,0 +1,226 @@
+"""What forward and backward share: a block of queries against tiles of keys, on register tiles.
+
+Vectors run along queries. A block of queries is turned once into Qᵀ[d][lane], and scores are made as Sᵀ[key][lane]. So
+K and V are read in their own row order, one number spread over the lanes at a time, and everything per query (maximum,
+sum, normaliser) is plain operations on vectors.
+
+Products of query and key are scaled where they meet the softmax, in one rounding with the shift. Scores are in base 2
+from there, log₂ e in the factor, where no score formula or sink wants natural logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from ..formula.expression import Expression
+from .arguments import Arguments
+from .formats import format_of
+from .functions import exp2_of_negative, exp_of_negative
+from .lanes import BFLOAT, BYTE, DOUBLE, FLOAT, INT16, INT32, INT64, Code, Value, Variable
+from .machine import Machine
+from .operands import Rows
+from .random import words
+from .render import Renderer, Source
+from .tiles import Tiles
+
+__all__ = ["KEYS", "TABLE_TYPES", "Block", "Structure"]
+
+KEYS = 64  # keys at a time; their scores, K and V rows stay in the first two caches
+TABLE_TYPES = {"bool": BYTE, "int32": INT32, "int64": INT64, "float32": FLOAT, "float64": DOUBLE}
+
+
+@dataclass(frozen=True)
+class Structure:
+    """All that is compiled into a kernel; everything else (lengths, strides, scale, tables' data) is an argument."""
+
+    kernel: str
+    dtype: str
+    d_k: int
+    d_v: int
+    unit: tuple[bool, ...]  # whether the columns of query, key and value lie next to each other
+    mask: str | None
+    score: str | None
+    tables: tuple[tuple[str, int], ...]  # dtype and number of axes of each
+    slots: tuple[int, ...]  # which of them each table of the mask, then of the score, is
+    wide: bool  # whether whole numbers need 64 bits
+    clamped: tuple[tuple[tuple[int, int], ...], ...]  # of mask and score; see Renderer
+    sinks: bool
+    dropout: bool
+    gaining: tuple[tuple[int, int, bool], ...] = ()  # lookups of the score whose tables gain gradients; see Backward
+
+    @property
+    def base_2(self) -> bool:
+        """Whether scores are in base 2 from the start; formulas and sinks are in natural logits, up to the largest."""
+        return self.score is None and not self.sinks
+
+
+class Block:
+    """Writes what a block of queries needs into a module; a kernel is a subclass."""
+
+    fields: Mapping[str, Any]
+
+    def __init__(
+        self, structure: Structure, mask: Expression | None, score: Expression | None, machine: Machine
+    ) -> None:
+        self.structure, self.machine = structure, machine
+        self.form = format_of(structure.dtype, machine)
+        self.float = self.form.wide
+        self.paired = structure.dtype == "bfloat16" and machine.bf16_dot
+        self.integer = INT64 if structure.wide else INT32
+        self.formulas = (mask, score)
+        self.module = ir.Module("sightline")
+
+    def begin(self, name: str) -> None:
+        """The function's arguments and tiles."""
+        self.code = code = Code(self.module, name)
+        axes = [axes for _, axes in self.structure.tables] + [1] * len(self.structure.gaining)
+        self.given = Arguments(code, code.arguments[0], self.fields, axes)
+        self.tiles = tiles = Tiles(code, self.float, self.machine, self.paired)
+        self.vectors, self.lanes, self.vector = range(tiles.vectors), tiles.lanes, tiles.vector
+        self.q_t = tiles.matrix(tiles.pairs(self.structure.d_k))
+        self.s_t = tiles.matrix(KEYS)
+        self.factor = self.given.factor.to(self.float)
+        self.prepare_formulas()
+
+    # -- where the block's data lie -------------------------------------------------------------------------------
+    def place(self, b: Value, h: Value, query_block: Value) -> None:
+        """Query rows, runs and length of a block."""
+        code, given = self.code, self.given
+        self.b, self.h, self.query_block = b, h, query_block
+        self.i0 = query_block * self.tiles.block
+        self.valid = code.minimum(given.n - self.i0, self.tiles.block)
+        self.q = given.operand("query", b, h)
+        row = b * given.run_batch + h * given.run_head + query_block
+        self.run_start = given.run_start.at(row * 8).load(INT64)
+        self.run_stop = given.run_start.at(row * 8 + 8).load(INT64)
+        self.row = (b * given.H + h) * given.n + self.i0
+
+    def place_keys(self, b: Value, g: Value, key: Rows, value: Rows) -> None:
+        """The rows of a key head."""
+        given = self.given
+        key.place(given.operand("key", b, g), given.key_row, given.key_column)
+        value.place(given.operand("value", b, g), given.value_row, given.value_column)
+
+    def rows(self, which: int, along: bool, down: bool) -> Rows:
+        """Scratch and addresses of the keys' rows (1) or the values' (2)."""
+        width = (self.structure.d_k, self.structure.d_k, self.structure.d_v)[which]
+        return Rows(self.tiles, self.form, width, self.structure.unit[which], KEYS, along, down)
+
+    def turn_queries(self) -> None:
+        """Qᵀ[d][lane] = Q[i0 + lane][d] · sign of the scale: nothing is rounded. Lanes past the end repeat the last."""
+        code, given = self.code, self.given
+        step = self.form.bytes if self.structure.unit[0] else given.query_column
+        flip = code.where(given.sign < 0.0, code.value(0x80008000 - 2**32, INT32), 0)
+        hold = code.where(given.sign == 0.0, code.value(0, INT32), -1)
+        sign = given.sign.to(self.float)
+        with code.loop(0, self.tiles.block) as lane:
+            source = self.q.at((self.i0 + code.minimum(lane, self.valid - 1)) * given.query_row)
+            if self.paired:
+                self.turn_pairs(source, step, self.structure.d_k, self.q_t, lane, flip, hold)
+            else:
+                with code.loop(0, self.structure.d_k) as d:
+                    self.lane_of(self.q_t, d, lane).store(self.form.load(source.at(d * step)) * sign)
+
+    def turn_pairs(
+        self, source: Value, step: Any, width: int, target: Value, lane: Value, flip: Any = 0, hold: Any = -1
+    ) -> None:
+        """A row of bfloat16 as a lane of pairs, its bits flipped and held; 0 after an odd end."""
+        code = self.code
+
+        def bits(at: Value) -> Value:
+            return source.at(at * step).load(INT16).widened(INT32)
+
+        with code.loop(0, width // 2) as d:
+            pair = bits(d * 2) | (bits(d * 2 + 1) << 16)
+            self.lane_of(target, d, lane).store((pair ^ flip) & hold)
+        if width % 2:
+            last = code.value(width - 1, INT64)
+            self.lane_of(target, last // 2, lane).store((bits(last) ^ flip) & hold & 0xFFFF)
+
+    def lane_of(self, matrix: Value, row: Any, lane: Value) -> Value:
+        """Address of one number of a scratch matrix."""
+        return self.tiles.at(matrix, row).at(lane * self.tiles.size)
+
+    # -- formulas -------------------------------------------------------------------------------------------------
+    def prepare_formulas(self) -> None:
+        sources = [
+            Source(t.pointer, t.strides, t.lengths, TABLE_TYPES[dtype])
+            for t, (dtype, _) in zip(self.given.tables, self.structure.tables, strict=False)
+        ]
+        tables = [table for f in self.formulas if f is not None for table in f.tables]
+        self.sources = {id(t): sources[slot] for t, slot in zip(tables, self.structure.slots, strict=True)}
+        self.renderers = [
+            None if formula is None else self.renderer(formula, floats, frozenset(clamped))
+            for formula, floats, clamped in zip(
+                self.formulas, (DOUBLE, self.float), self.structure.clamped, strict=True
+            )
+        ]
+
+    def renderer(self, formula: Expression, floats: Any, clamped: frozenset[tuple[int, int]]) -> Renderer:
+        return Renderer(self.code, formula, floats, self.integer, self.sources, clamped)
+
+    def evaluate_block(self) -> None:
+        """What mask and score say of the block's queries alone, for each vector of lanes."""
+        code, given = self.code, self.given
+        last = (given.n - 1).to(self.integer)
+        self.symbols: list[dict[str, Value]] = []
+        self.known: list[list[dict[int, Value]]] = []
+        for v in self.vectors:
+            i = code.minimum(code.count(self.lanes, self.integer) + (self.i0 + v * self.lanes).to(self.integer), last)
+            self.symbols.append({"b": self.b, "h": self.h, "i": i, "n": given.n, "m": given.m})
+            self.known.append([{} if r is None else r.block(self.symbols[v]) for r in self.renderers])
+
+    def by_row(self, j: Value) -> list[dict[int, Value]]:
+        """What mask and score say of one key alone."""
+        symbols = self.symbols[0] | {"j": j}
+        return [{} if r is None else r.row(symbols, self._shared(r)) for r in self.renderers]
+
+    def _shared(self, renderer: Renderer) -> dict[int, Value]:
+        """What is known of the block and is the same for all its queries."""
+        known = self.known[0][self.renderers.index(renderer)]
+        return {id(n): known[id(n)] for n in renderer.nodes if id(n) in known and "i" not in n.reads}
+
+    def power(self, difference: Value) -> Value:
+        """2^x or e^x, by the base of the scores; x ≤ 0."""
+        return (exp2_of_negative if self.structure.base_2 else exp_of_negative)(self.code, difference)
+
+    def kept(self, j: Value) -> list[list[Value]]:
+        """Whether dropout keeps the weights of four keys from j on, a multiple of 4: by key, then by vector."""
+        code, given = self.code, self.given
+        found = []
+        for symbols in self.symbols:
+            counter = (self.b, self.h, symbols["i"].to(INT64), j.to(INT64) >> 2)
+            found.append([word >= given.threshold for word in words(code, given.seed, counter)])
+        return [list(by_key) for by_key in zip(*found, strict=True)]
+
+    # -- products -------------------------------------------------------------------------------------------------
+    def product(
+        self,
+        count: Any,
+        most: int,
+        number: Callable[[Value], tuple[Value, Any]],
+        matrix: Value,
+        length: Any,
+        finish: Callable[[Value, int, Value], None],
+    ) -> None:
+        """finish(row, v, Σ_k number_row[k] · matrix[k][v]) for rows < count ≤ most, k < length."""
+        code, tiles = self.code, self.tiles
+
+        def rows(first: Value, count: int) -> None:
+            found = [number(first + r) for r in range(count)]
+            sums = [[Variable(code, self.vector, 0.0) for _ in self.vectors] for _ in range(count)]
+            tiles.accumulate(sums, [base for base, _ in found], found[0][1], matrix, length)
+            for r in range(count):
+                for v in self.vectors:
+                    finish(first + r, v, sums[r][v].get())
+
+        tiles.in_groups(count, most, rows)
+
+    def packed(self, first: Value, second: Value) -> Value:
+        """Two vectors as pairs of bfloat16: `first` in the low halves."""
+        low, high = (x.to(BFLOAT).bits(INT16).widened(INT32) for x in (first, second))
+        return low | (high << 16)

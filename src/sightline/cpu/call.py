@@ -1,0 +1,175 @@
+"""From a problem to a call: what is compiled (`structure_of`), and the words every kernel takes (`fields_of`)."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ..arrays import layout, plain, to_numpy
+from ..dropout import threshold
+from ..formula.bounds import intervals
+from ..formula.expression import Lookup, walk
+from ..formula.runs import Runs, box_of, find_runs
+from ..problem import Problem
+from .block import KEYS, Structure
+from .compile import compile_module
+from .machine import host
+
+__all__ = ["Inputs", "address_of", "block_of", "operand", "structure_of"]
+
+_compiled: dict[Structure, int] = {}
+_compiling = threading.Lock()
+
+
+class Inputs:
+    """A problem's arrays as a kernel reads them, its runs, and the words that every kernel takes."""
+
+    def __init__(self, problem: Problem, query_block: int) -> None:
+        self.problem = problem
+        self.arrays = {name: plain(getattr(problem, name)) for name in ("query", "key", "value")}
+        self.tables = [_table_array(t.array) for t in problem.tables]
+        self.runs = find_runs(problem.mask, problem.extent, query_block, KEYS)
+        self.counter = np.zeros(1, np.int64)
+        self.kept: list[Any] = [self.arrays, self.tables, self.counter]  # memory the words point to
+
+    def table_words(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        return [(t.ctypes.data, t.strides, t.shape) for t in self.tables]
+
+    def address(self, array: Any) -> int:
+        """Where a NumPy array lies; it is kept until the call is over."""
+        self.kept.append(array)
+        return int(array.ctypes.data)
+
+    def fields(self, structure: Structure) -> dict[str, Any]:
+        """The fields of `arguments.COMMON` but for items, query_blocks and lse."""
+        problem, runs = self.problem, self.runs
+        found = {
+            "counter": self.counter.ctypes.data,
+            "factor": (abs(problem.scale) or 1.0) * (math.log2(math.e) if structure.base_2 else 1.0),
+            "sign": float(np.sign(problem.scale)),
+            "H": problem.H,
+            "group": problem.group,
+            "n": problem.n,
+            "m": problem.m,
+            "run_batch": runs.heads * runs.query_blocks if runs.batches > 1 else 0,
+            "run_head": runs.query_blocks if runs.heads > 1 else 0,
+            "seed": problem.seed - (2**64 if problem.seed >= 2**63 else 0),
+            "threshold": threshold(problem),
+            "keep": 0.0 if problem.dropout == 1 else 1 / (1 - problem.dropout),
+        }
+        found |= self.run_words(runs)
+        for name, array in self.arrays.items():
+            found |= operand(name, array, self.kept)
+        return found
+
+    def run_words(self, runs: Runs) -> dict[str, int]:
+        words = {
+            f"run_{name}": self.address(np.ascontiguousarray(getattr(runs, name), np.int64))
+            for name in ("start", "first", "last")
+        }
+        return words | {"run_full": self.address(np.ascontiguousarray(runs.full, np.uint8))}
+
+
+def operand(name: str, array: Any, kept: list[Any]) -> dict[str, int]:
+    """The words of an array (*lead, heads, rows, columns)."""
+    address, strides = layout(array)
+    offsets = np.zeros(array.shape[:-3], np.int64)  # bytes to each batch, leading axes counted in C order
+    for axis, (length, stride) in enumerate(zip(array.shape[:-3], strides[:-3], strict=True)):
+        shape = [1] * offsets.ndim
+        shape[axis] = length
+        offsets += (np.arange(length) * stride).reshape(shape)
+    offsets = np.ascontiguousarray(offsets).reshape(-1)
+    kept += [array, offsets]
+    axes = zip(("head", "row", "column"), strides[-3:], strict=True)
+    return {name: address, f"{name}_batch": offsets.ctypes.data} | {f"{name}_{axis}": stride for axis, stride in axes}
+
+
+def structure_of(kernel: str, problem: Problem, inputs: Inputs, **more: Any) -> Structure:
+    """What of a problem is compiled into a kernel."""
+    largest, clamped = _ranges(problem)
+    return Structure(
+        kernel=kernel,
+        dtype=problem.dtype,
+        d_k=problem.d_k,
+        d_v=problem.d_v,
+        unit=tuple(_unit(array) for array in inputs.arrays.values()),
+        mask=None if problem.mask is None else problem.mask.text,
+        score=None if problem.score is None else problem.score.text,
+        tables=tuple((str(t.dtype), t.ndim) for t in inputs.tables),
+        slots=tuple(_slots(problem)),
+        wide=max([largest, *map(_reach, inputs.tables)]) >= 2**31 - 1,
+        clamped=clamped,
+        sinks=problem.sinks is not None,
+        dropout=problem.dropout > 0,
+        **more,
+    )
+
+
+def address_of(structure: Structure, write: Callable[[str], Any]) -> int:
+    """The kernel's address, compiled when first met."""
+    with _compiling:
+        if structure not in _compiled:
+            name = f"sightline_{structure.kernel}"
+            _compiled[structure] = compile_module(write(name), host(), name)
+    return _compiled[structure]
+
+
+@cache
+def block_of(dtype: str) -> int:
+    """Queries a kernel takes at a time."""
+    machine = host()
+    return machine.width // (8 if dtype == "float64" else 4) * machine.tile[1]
+
+
+def _unit(array: Any) -> bool:
+    """Whether the columns of an array lie next to each other."""
+    return bool(layout(array)[1][-1] == array.itemsize)
+
+
+def _ranges(problem: Problem) -> tuple[float, tuple[tuple[tuple[int, int], ...], ...]]:
+    """The largest whole number the formulas meet, and the table indices that may leave their table at hidden pairs."""
+    largest, clamped = 0.0, []
+    for formula in (problem.mask, problem.score):
+        loose = set()
+        if formula is not None:
+            bounds = intervals(formula, box_of(problem.extent))
+            for place, node in enumerate(walk(formula)):
+                if node.kind == "int":
+                    largest = max(largest, *(float(np.max(np.abs(end))) for end in bounds[id(node)]))
+                if isinstance(node, Lookup):
+                    for axis, index in enumerate(node.arguments):
+                        low, high = bounds[id(index)]
+                        if np.min(low) < 0 or np.max(high) >= node.table.shape[axis]:
+                            loose.add((place, axis))
+        clamped.append(tuple(sorted(loose)))
+    return largest, tuple(clamped)
+
+
+def _slots(problem: Problem) -> Iterator[int]:
+    """Which of the problem's tables each table of the mask, then of the score, is: they may share some."""
+    place = {id(table): k for k, table in enumerate(problem.tables)}
+    for formula in (problem.mask, problem.score):
+        yield from () if formula is None else (place[id(table)] for table in formula.tables)
+
+
+def _table_array(array: Any) -> Any:
+    """A table as the kernel reads it: bool, int32, int64, float32 or float64, shared where it is one of these."""
+    array = to_numpy(array)
+    if array.size == 0:  # read at hidden pairs alone, where any number will do
+        array = np.zeros([max(length, 1) for length in array.shape], array.dtype)
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if kind == "b":
+        return array
+    if kind in "iu":
+        return array if kind == "i" and size in (4, 8) else array.astype(np.int32 if size < 4 else np.int64)
+    return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
+
+
+def _reach(array: Any) -> int:
+    """Bytes between the farthest entries of an array, which a view with gaps may spread far beyond its size."""
+    return sum(max(length - 1, 0) * abs(stride) for length, stride in zip(array.shape, array.strides, strict=True))

@@ -1,0 +1,118 @@
+"""Rows of key and value as the register tile reads them: numbers to spread, along a row or down a column.
+
+float32 and float64 are read where they lie, whatever their strides. Narrower floats are staged, a block of keys at a
+time: widened to float32, or for pairs of bfloat16 laid so that the two of a pair are neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .formats import Format
+from .lanes import INT16, INT32, INT64, Code, Value, vector
+from .tiles import Tiles
+
+__all__ = ["Rows"]
+
+
+class Rows:
+    """One operand's rows of a block of keys.
+
+    Parameters
+    ----------
+    width : numbers in a row
+    unit : whether the numbers of a row lie next to each other
+    most : rows in a block
+    along, down : whether `row` and `column` will be asked for
+    """
+
+    def __init__(
+        self, tiles: Tiles, form: Format, width: int, unit: bool, most: int, along: bool = True, down: bool = True
+    ) -> None:
+        self.code: Code = tiles.code
+        self.tiles, self.form, self.width, self.unit, self.most = tiles, form, width, unit, most
+        self.in_place = form.same
+        self.long = tiles.pairs(width) * tiles.size  # bytes of a staged row
+        self.wide = width * tiles.size  # of a row of pairs taken down the columns
+        pairs = tiles.paired
+        self.by_row = None if self.in_place or (pairs and not along) else tiles.scratch(most * self.long)
+        self.by_column = self.by_row if not pairs else tiles.scratch(tiles.pairs(most) * self.wide) if down else None
+
+    def place(self, head: Value, row: Value, column: Value) -> None:
+        """Where a head's rows lie: its address, and bytes from row to row and column to column."""
+        self.head, self.row_step = head, row
+        self.column_step: Any = self.form.bytes if self.unit else column
+
+    def stage(self, first: Value, count: Value) -> None:
+        """Make ready the rows from `first` on, `count` of them."""
+        self.block, self.count = self.head.at(first * self.row_step), count
+        if self.in_place:
+            return
+        code = self.code
+        if self.by_row is not None:
+            with code.loop(0, count) as r:
+                self._copy_row(self.block.at(r * self.row_step), self.by_row.at(r * self.long))
+        if self.tiles.paired and self.by_column is not None:
+            with code.loop(0, count, 2) as r:
+                self._join_rows(
+                    self.block.at(r * self.row_step), self.by_column.at(r * (self.wide // 2)), r + 1 < count
+                )
+
+    def row(self, r: Value) -> tuple[Value, Any]:
+        """(address of row r's first number, bytes to the next); rows past the end repeat the last."""
+        r = self.code.minimum(r, self.count - 1)
+        if self.by_row is not None:
+            return self.by_row.at(r * self.long), self.tiles.size
+        return self.block.at(r * self.row_step), self.column_step
+
+    def column(self, c: Value) -> tuple[Value, Any]:
+        """(address of column c's first number, bytes to the next)."""
+        if self.by_column is not None:
+            return self.by_column.at(c * self.tiles.size), self.wide if self.tiles.paired else self.long
+        return self.block.at(c * self.column_step), self.row_step
+
+    def entry(self, r: Value, c: Value) -> Value:
+        """One number as it lies in memory, widened."""
+        return self.form.load(self.block.at(r * self.row_step).at(c * self.column_step))
+
+    # -- staging --------------------------------------------------------------------------------------------------
+    def _copy_row(self, source: Value, target: Value) -> None:
+        """A row widened, or copied as pairs with 0 after an odd end."""
+        code, tiles = self.code, self.tiles
+        lanes = tiles.lanes
+        if tiles.paired:
+            whole = self.width // (2 * lanes) * lanes if self.unit else 0
+            with code.loop(0, whole, lanes) as c:
+                target.at(c * 4).store(source.at(c * 4).load(tiles.numbers))
+            with code.loop(whole, self.width // 2) as c:
+                pair = [self._bits(source.at((c * 2 + k) * self.column_step)) for k in range(2)]
+                target.at(c * 4).store(pair[0] | (pair[1] << 16))
+            if self.width % 2:
+                last = code.value(self.width // 2, INT64)
+                target.at(last * 4).store(self._bits(source.at(last * 2 * self.column_step)))
+            return
+        whole = self.width // lanes * lanes if self.unit else 0
+        with code.loop(0, whole, lanes) as c:
+            target.at(c * tiles.size).store(self.form.load(source.at(c * self.form.bytes), lanes))
+        with code.loop(whole, self.width) as c:
+            target.at(c * tiles.size).store(self.form.load(source.at(c * self.column_step)))
+
+    def _join_rows(self, source: Value, target: Value, both: Value) -> None:
+        """Two rows as one of pairs; 0 in place of a second that is not there."""
+        code, lanes = self.code, self.tiles.lanes
+        step = code.where(both, self.row_step, 0)
+        second = code.where(both, code.value(0xFFFF, INT32), 0)
+        whole = self.width // lanes * lanes if self.unit else 0
+
+        def join(at: Value, count: int) -> Value:
+            kind = vector(INT16, count)
+            low, high = (x.load(kind).widened(INT32) for x in (at, at.at(step)))
+            return low | ((high & second) << 16)
+
+        with code.loop(0, whole, lanes) as c:
+            target.at(c * 4).store(join(source.at(c * 2), lanes))
+        with code.loop(whole, self.width) as c:
+            target.at(c * 4).store(join(source.at(c * self.column_step), 1))
+
+    def _bits(self, pointer: Value) -> Value:
+        return pointer.load(INT16).widened(INT32)
