@@ -19,6 +19,7 @@ from .formula.library import (
     window,
 )
 from .formula.table import Table, table
+from .merge import merge
 from .observe import lse, weights
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "j",
     "lse",
     "m",
+    "merge",
     "n",
     "padding",
     "prefix",
