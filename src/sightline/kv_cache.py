@@ -44,6 +44,9 @@ class KVCache:
     count from 0 in every call, as everywhere: `causal` says at which positions they stand, by default those of the
     newest append. In a batch of different lengths every call hides what lies beyond a sequence's end.
 
+    torch.compile breaks its graph at a cache and traces anew at every length until it gives up: put
+    `torch.compiler.disable` on the function that appends and attends.
+
     Views given out (`key`, `value`) share the cache's storage. Growing leaves them as they are; `truncate`, `reorder`
     and `reset` followed by an append write into them.
 
@@ -80,8 +83,8 @@ class KVCache:
     # -- what is there ----------------------------------------------------------------------------------------------
     @property
     def lengths(self) -> Any:
-        """(B,) int64: positions of each sequence. The array is never changed, a new one takes its place."""
-        return self._lengths
+        """(B,) int64: positions of each sequence."""
+        return self._lengths.copy()
 
     @property
     def key(self) -> Any:
@@ -231,7 +234,7 @@ class KVCache:
             The last n positions of every sequence. By default those of the newest append, row by row as it came.
         """
         if n is None:
-            return self._newest
+            return self._newest.copy()
         last = self._lengths[:, None] - _whole("n", n) + np.arange(n)
         return np.maximum(last, -1)
 
@@ -267,8 +270,6 @@ class KVCache:
 
     def _note(self, lengths: Any, newest: Any) -> None:
         """The lengths and the newest positions from now on; plain numbers beside, which torch.compile can read."""
-        for array in (lengths, newest):
-            array.setflags(write=False)
         self._lengths, self._newest = lengths, newest
         self._longest = int(lengths.max(initial=0))
         self._even = bool((lengths == self._longest).all())
@@ -381,6 +382,8 @@ def _whole(name: str, value: Any) -> int:
 
 def _counts(lengths: Any, B: int, t: int) -> Any:
     counts = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
+    if counts.size == 0:
+        counts = counts.astype(np.int64)  # an empty list is one of floats to NumPy
     if counts.shape != (B,) or counts.dtype.kind not in "iu" or (counts < 0).any() or (counts > t).any():
         raise ShapeError(
             f"lengths {lengths!r}", f"({B},) whole numbers from 0 to {t}", "the real positions of each sequence"

@@ -29,7 +29,7 @@ def enlarged(storage: Array, capacity: int, used: int) -> Array:
 
 def write(storage: Array, array: Array, places: Any) -> None:
     """storage[b, :, places[b, r]] = array[b, :, r] where the place is not −1."""
-    if places.size and (places == places[0]).all() and places[0, 0] >= 0:
+    if places.size and places.min() >= 0 and (places == places[0]).all():
         storage[:, :, places[0, 0] : places[0, -1] + 1] = array
         return
     sequence, row = np.nonzero(places >= 0)
