@@ -19,10 +19,13 @@ from .formula.library import (
     window,
 )
 from .formula.table import Table, table
+from .kv_cache import KVCache
+from .merge import merge
 from .observe import lse, weights
 
 __all__ = [
     "Expression",
+    "KVCache",
     "Table",
     "alibi",
     "alibi_slopes",
@@ -38,6 +41,7 @@ __all__ = [
     "j",
     "lse",
     "m",
+    "merge",
     "n",
     "padding",
     "prefix",

@@ -22,7 +22,7 @@ KERNELS: tuple[Kernel, ...] = (Cpu(), Streaming(), Reference())
 def attention(
     query: Any,
     key: Any,
-    value: Any,
+    value: Any = None,
     *,
     mask: Any = None,
     score: Any = None,
@@ -41,7 +41,8 @@ def attention(
     query : (..., H, n, d_k) float16, bfloat16, float32 or float64, NumPy or torch
     key : (..., G, m, d_k), same dtype; H is a multiple of G and head h reads key head h // (H / G)
     value : (..., G, m, d_v)
-        Leading axes broadcast. (n, d) and (B, n, d) without heads work too. Any strides.
+        Leading axes broadcast. (n, d) and (B, n, d) without heads work too. Any strides. A `KVCache` may stand in place
+        of key and value: attention(query, cache).
     mask : formula, function (b, h, i, j) or boolean array, optional
         True attends. What it hides never reaches the output, NaN and ∞ included.
     score : formula or function (s, b, h, i, j), optional
@@ -145,7 +146,7 @@ def shaped(problem: Problem, result: Result) -> tuple[Any, tuple[Any, ...]]:
 def explain(
     query: Any,
     key: Any,
-    value: Any,
+    value: Any = None,
     *,
     mask: Any = None,
     score: Any = None,

@@ -27,6 +27,7 @@ from .errors import DeviceError, DtypeError, MaskError, ParameterError, ShapeErr
 from .formula import checks, hiding, library, trace
 from .formula.expression import SYMBOLS, Expression, walk
 from .formula.table import Table
+from .kv_cache import opened
 from .observe import Statistic
 
 __all__ = ["Problem", "ask", "examine", "pose", "read_mask", "read_score", "settle"]
@@ -143,7 +144,7 @@ class Problem:
         return replace(self, mask=swap(self.mask), score=swap(self.score))
 
 
-def pose(query: Any, key: Any, value: Any, **options: Any) -> Problem:
+def pose(query: Any, key: Any, value: Any = None, **options: Any) -> Problem:
     """The problem these arguments of `sightline.attention` pose; every input error is raised by this one call.
 
     Raises
@@ -165,7 +166,7 @@ def pose(query: Any, key: Any, value: Any, **options: Any) -> Problem:
 def ask(
     query: Any,
     key: Any,
-    value: Any,
+    value: Any = None,
     *,
     mask: Formula = None,
     score: Formula = None,
@@ -179,6 +180,7 @@ def ask(
 
     torch.compile follows it line by line, so it keeps to plain Python.
     """
+    key, value, beyond = opened(query, key, value)
     named = {"query": query, "key": key, "value": value}
     _check_arrays(named)
     headless = query.ndim < 4
@@ -187,7 +189,7 @@ def ask(
         query,
         key,
         value,
-        mask=read_mask(mask),
+        mask=_both(read_mask(mask), beyond),
         score=read_score(score),
         sinks=_read_sinks(sinks, query),
         scale=_read_scale(scale, query.shape[-1]),
@@ -252,6 +254,12 @@ def read_mask(mask: Formula) -> Expression | None:
             f"mask {expression} reads the score s", "conditions on b, h, i and j", "score=where(condition, s, -inf)"
         )
     return expression
+
+
+def _both(mask: Expression | None, other: Expression | None) -> Expression | None:
+    if mask is None or other is None:
+        return other if mask is None else mask
+    return mask & other
 
 
 def read_score(score: Formula) -> Expression | None:

@@ -82,15 +82,28 @@ def padding(lengths: Any) -> Expression:
     return j < table[b]
 
 
-def documents(ids: Any = None, *, lengths: Any = None) -> Expression:
+def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) -> Expression:
     """Sequences packed on one axis see only themselves: id[i] = id[j].
+
+    Tiles between different documents are skipped: the cost is that of the documents one by one, Σ length². Numbers in
+    order along the axis keep it so; a document scattered over the axis makes tiles partial that hold none of it.
 
     Parameters
     ----------
     ids : (n,) or (B, n) integers
         A document number for every position.
     lengths : (documents,) integers
-        Instead: how long each document is, in order along the axis; their sum is n.
+        Instead: how long each document is, in order along the axis; their sum is n. One of 0 is an empty document.
+    key_lengths : (documents,) integers, optional
+        With `lengths`: how long each document is among the keys, where it is not as long as among the queries, as in
+        cross-attention; their sum is m. Queries of a document without keys see nothing.
+
+    Raises
+    ------
+    ParameterError
+        ids and lengths both or neither, key_lengths without lengths.
+    ShapeError
+        Arrays that are not as above. When attention is asked: key_lengths given, and sums other than n and m.
 
     Examples
     --------
@@ -99,21 +112,43 @@ def documents(ids: Any = None, *, lengths: Any = None) -> Expression:
     array([[1, 1, 0],
            [1, 1, 0],
            [0, 0, 1]])
+    >>> sightline.documents(lengths=[2, 1], key_lengths=[1, 3]).array(3, 4).astype(int)
+    array([[1, 0, 0, 0],
+           [1, 0, 0, 0],
+           [0, 1, 1, 1]])
     """
     if (ids is None) == (lengths is None):
         raise ParameterError(
             "documents with ids and lengths both or neither", "one of them", "documents(lengths=[3, 5])"
         )
+    if key_lengths is not None and lengths is None:
+        raise ParameterError(
+            "documents with key_lengths and no lengths", "both", "documents(lengths=[3, 5], key_lengths=[7, 2])"
+        )
+    if key_lengths is not None:
+        of_queries, of_keys = _numbers("lengths", lengths), _numbers("key_lengths", key_lengths)
+        if len(lengths) != len(key_lengths):
+            raise ShapeError(
+                f"{len(lengths)} lengths and {len(key_lengths)} key_lengths",
+                "one of each to a document",
+                "a length of 0 where a document has no queries or no keys",
+            )
+        return apply("equal", Table(of_queries, axes=("i",))[i], Table(of_keys, axes=("j",))[j])
     if lengths is not None:
-        each = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
-        if each.ndim != 1 or each.dtype.kind not in "iu" or (each.size and each.min() < 0):
-            raise ShapeError(f"lengths {lengths!r}", "one axis of whole numbers ≥ 0", "documents(lengths=[3, 5])")
-        ids = np.repeat(np.arange(each.size), each)
+        ids = _numbers("lengths", lengths)
     table = Table(ids, axes=(None,) if np.ndim(ids) == 1 else ("b", None))
     if table.ndim not in (1, 2) or table.kind != "int":
         raise ShapeError(f"document ids {table}", "(n,) or (B, n) integers", "documents(ids) or documents(lengths=...)")
     lead = () if table.ndim == 1 else (b if table.shape[0] != 1 else 0,)
     return apply("equal", table[(*lead, i)], table[(*lead, j)])
+
+
+def _numbers(name: str, lengths: Any) -> Any:
+    """The number of its document for every position."""
+    each = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
+    if each.ndim != 1 or each.dtype.kind not in "iu" or (each.size and each.min() < 0):
+        raise ShapeError(f"{name} {lengths!r}", "one axis of whole numbers ≥ 0", "documents(lengths=[3, 5])")
+    return np.repeat(np.arange(each.size), each)
 
 
 def prefix(length: int) -> Expression:

@@ -1,0 +1,718 @@
+"""`sightline.KVCache`: a decoding loop against attention on the whole sequence, and the cache against plain lists."""
+
+import copy
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from strategies import DTYPES, to_torch
+from test_faults import broken
+
+import sightline
+from sightline import KVCache, i, j
+from sightline.arrays import framework, to_numpy
+from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError, TableError
+from sightline.problem import pose
+from sightline.reference import stages_of
+from sightline.testing import assert_within_budget, plain, size_of_terms
+
+B, H, G, T, D_K, D_V = 3, 4, 2, 40, 16, 9
+STEPS = (7, 1, 1, 1, 4, 1, 1, 24)  # positions appended at a time
+
+
+def arrays(rng, dtype="float32", kind="numpy", batch=B, length=T):
+    """Queries, keys and values of whole sequences."""
+    shapes = ((batch, H, length, D_K), (batch, G, length, D_K), (batch, G, length, D_V))
+    found = [rng.normal(size=shape).astype(DTYPES[dtype]) for shape in shapes]
+    return [to_torch(x) for x in found] if kind == "torch" else found
+
+
+def numpy_of(array):
+    return array if framework(array) == "numpy" else to_numpy(array)
+
+
+def agrees(output, query, key, value, mask, rows=slice(None)):
+    """Raise AssertionError unless `output` is those rows of attention on the whole, within the budget."""
+    whole = pose(query, key, value, mask=mask)
+    truth, rough = stages_of(whole), plain(whole)
+    terms = size_of_terms(whole, truth.weights)[..., rows, :]
+    assert_within_budget(output, truth.output[..., rows, :], rough.output[..., rows, :], terms=terms)
+
+
+def decoded(cache, query, key, value, steps=STEPS, **options):
+    """Outputs of a loop that appends some positions at a time and attends with the newest, in one array."""
+    outputs, at = [], 0
+    for t in steps:
+        rows = slice(at, at := at + t)
+        cache.append(key[..., rows, :], value[..., rows, :])
+        outputs.append(sightline.attention(query[..., rows, :], cache, mask=cache.causal(), **options))
+    return (torch.cat if framework(query) == "torch" else np.concatenate)(outputs, -2)
+
+
+# -- decoding loops ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_loop_is_causal_attention_row_by_row(rng, dtype, kind):
+    cache, whole = KVCache(), arrays(rng, dtype, kind)
+    output = decoded(cache, *whole)
+    assert output.dtype == whole[0].dtype
+    agrees(output, *whole, mask=i >= j)
+    assert cache.lengths.tolist() == [T] * B
+    assert cache.dtype == dtype
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_without_heads_or_batch(rng, axes, kind):
+    lead = {2: (0, 0), 3: (slice(None), 0)}[axes]
+    query, key, value = (x[lead] for x in arrays(rng, kind=kind))
+    cache = KVCache()
+    output = decoded(cache, query, key, value)
+    assert output.ndim == axes
+    assert cache.key.shape == key.shape
+    parts = (x.reshape(-1, 1, *x.shape[-2:]) for x in (output, query, key, value))
+    agrees(*parts, mask=i >= j)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "streaming", "reference"])
+def test_every_kernel_reads_a_cache(rng, kernel):
+    whole = arrays(rng, "float64")
+    agrees(decoded(KVCache(), *whole, kernel=kernel), *whole, mask=i >= j)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_kept_narrower_than_appended(rng, dtype, kind):
+    """The cache rounds once; attention then is exact on what it keeps."""
+    whole = arrays(rng, "float64", kind)
+    cache = KVCache(dtype=dtype)
+    cache.append(*whole[1:])
+    cache.append(*whole[1:], lengths=[1, 3, 5])
+    assert cache.dtype == dtype
+    cast = [numpy_of(x).astype(DTYPES[dtype]) for x in whole]
+    assert str(cache.key.dtype).endswith(dtype)
+    kept = [numpy_of(x).astype(np.float64) for x in (cache.key, cache.value)]
+    for found, x in zip(kept, cast[1:], strict=True):
+        assert np.array_equal(found[:, :, :T], x.astype(np.float64))
+        assert np.array_equal(found[2, :, T:], x.astype(np.float64)[2, :, :5])
+    query = to_torch(cast[0]) if kind == "torch" else cast[0]
+    cache.truncate(T)
+    agrees(sightline.attention(query, cache), *cast, mask=None)
+
+
+# -- sequences of their own lengths ------------------------------------------------------------------------------------
+
+LENGTHS = np.array([9, 4, 0])  # prompts of these many tokens, padded to 10
+PADDED = 10
+
+
+def ragged(rng, padding, kind="numpy"):
+    """(query, key, value) of whole sequences, and their prompts padded with NaN."""
+    whole = arrays(rng, kind=kind)
+    prompts = []
+    for x in whole:
+        prompt = x[:, :, :PADDED] * math.nan
+        for b, count in enumerate(LENGTHS):
+            real = slice(0, count) if padding == "right" else slice(PADDED - count, PADDED)
+            prompt[b, :, real] = x[b, :, :count]
+        prompts.append(prompt)
+    return whole, prompts
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_prompts_of_different_lengths_then_one_token_each(rng, padding, kind):
+    whole, (query, key, value) = ragged(rng, padding, kind)
+    cache = KVCache()
+    cache.append(key, value, lengths=LENGTHS, padding=padding)
+    output = sightline.attention(query, cache, mask=cache.causal())
+    steps = 6
+    after = []
+    for t in range(steps):
+        token = [np.stack([numpy_of(x)[b, :, c + t : c + t + 1] for b, c in enumerate(LENGTHS)]) for x in whole]
+        token = [to_torch(x) for x in token] if kind == "torch" else token
+        cache.append(*token[1:])
+        after.append(numpy_of(sightline.attention(token[0], cache, mask=cache.causal())))
+    for b, count in enumerate(LENGTHS):
+        one = [numpy_of(x)[b : b + 1] for x in whole]
+        real = slice(0, count) if padding == "right" else slice(PADDED - count, PADDED)
+        found = numpy_of(output)[b : b + 1]
+        if count:
+            agrees(found[:, :, real], *one, mask=i >= j, rows=slice(0, count))
+        assert not np.delete(found, np.r_[real], axis=2).any()  # padding sees nothing: 0, not NaN
+        agrees(np.concatenate(after, 2)[b : b + 1], *one, mask=i >= j, rows=slice(count, count + steps))
+    assert cache.lengths.tolist() == (LENGTHS + steps).tolist()
+
+
+def test_a_sequence_that_has_ended_takes_nothing(rng):
+    query, key, value = arrays(rng)
+    cache = KVCache()
+    for t in range(6):
+        going = np.array([1, t < 4, 1])
+        cache.append(key[:, :, t : t + 1], value[:, :, t : t + 1], lengths=going)
+        output = sightline.attention(query[:, :, t : t + 1], cache, mask=cache.causal())
+        assert bool(output[1].any()) == (t < 4)
+    assert cache.lengths.tolist() == [6, 4, 6]
+    agrees(output[[0, 2]], query[[0, 2]], key[[0, 2]], value[[0, 2]], mask=i >= j, rows=slice(5, 6))
+
+
+def test_the_last_token_of_each_prompt(rng):
+    """causal(n) is for queries that are the last n positions, whatever the newest append was."""
+    whole, (_, key, value) = ragged(rng, "right")
+    cache = KVCache()
+    cache.append(key, value, lengths=LENGTHS)
+    last = np.stack([whole[0][b, :, max(count - 2, 0) : max(count, 2)] for b, count in enumerate(LENGTHS)])
+    output = sightline.attention(last, cache, mask=cache.causal(2))
+    for b, count in enumerate(LENGTHS[:2]):
+        one = [x[b : b + 1] for x in whole]
+        agrees(output[b : b + 1], *one, mask=i >= j, rows=slice(count - 2, count))
+    assert not output[2].any()
+    assert cache.positions(2).tolist() == [[7, 8], [2, 3], [-1, -1]]
+
+
+def test_other_queries_than_the_newest_append_are_an_error(rng):
+    query, key, value = arrays(rng)
+    cache = KVCache()
+    cache.append(key[:, :, :5], value[:, :, :5])
+    with pytest.raises(ShapeError, match="stands for i"):
+        sightline.attention(query[:, :, :3], cache, mask=cache.causal())
+    cache.append(key[:, :, :1], value[:, :, :1])
+    with pytest.raises(TableError, match="outside"):
+        sightline.attention(query[:, :, :3], cache, mask=cache.causal())
+
+
+def test_stale_memory_is_never_seen(rng):
+    """Positions beyond a sequence's end are hidden even where NaN was left, mask or none."""
+    query, key, value = arrays(rng)
+    cache = KVCache()
+    cache.append(key * np.nan, value * np.nan)
+    cache.truncate(0)
+    cache.append(key[:, :, :9], value[:, :, :9], lengths=[9, 2, 5])
+    for options in ({}, {"mask": i >= 0}, {"mask": np.ones((T, 9), bool)}, {"mask": lambda b, h, i, j: j >= 0}):
+        output = sightline.attention(query, cache, **options)
+        for b, count in enumerate([9, 2, 5]):
+            one = query[b : b + 1], key[b : b + 1, :, :count], value[b : b + 1, :, :count]
+            agrees(output[b : b + 1], *one, mask=None)
+
+
+def test_many_queries_on_one_cached_prompt(rng):
+    """A batch of 1 broadcasts, as keys and values do."""
+    query, key, value = arrays(rng)
+    cache = KVCache()
+    cache.append(key[:1], value[:1])
+    output = sightline.attention(query, cache, mask=cache.causal())
+    agrees(output, query, key[:1], value[:1], mask=i >= j)
+
+
+# -- going back, and beams ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_rejected_drafts_leave_no_trace(rng, kind):
+    """Speculative decoding: drafts are appended, attended, and cut where they were wrong, per sequence."""
+    query, key, value = arrays(rng, kind=kind)
+    cache = KVCache()
+    cache.append(key[:, :, :5], value[:, :, :5])
+    drafts = [-x[:, :, 5:9] for x in (key, value)]
+    for draft, x in zip(drafts, (key, value), strict=True):
+        draft[0, :, :3] = x[0, :, 5:8]  # the first sequence guessed three tokens, the second one, the third none
+        draft[1, :, :1] = x[1, :, 5:6]
+    cache.append(*drafts)
+    cache.truncate([8, 6, 5])
+    assert cache.positions().tolist() == [[5, 6, 7, -1], [5, -1, -1, -1], [-1] * 4]
+    rest = [np.zeros((B, G, 7, x.shape[-1]), np.float32) for x in (key, value)]
+    queries, counts = np.zeros((B, H, 7, D_K), np.float32), [4, 6, 7]
+    for b, count in enumerate(counts):
+        for new, x in zip((queries, *rest), (query, key, value), strict=True):
+            new[b, :, :count] = numpy_of(x)[b, :, 12 - count : 12]
+    queries, *rest = (to_torch(x) for x in (queries, *rest)) if kind == "torch" else (queries, *rest)
+    cache.append(*rest, lengths=counts)
+    output = numpy_of(sightline.attention(queries, cache, mask=cache.causal()))
+    for b, count in enumerate(counts):
+        one = [numpy_of(x)[b : b + 1] for x in (query, key, value)]
+        agrees(output[b : b + 1, :, :count], *one, mask=i >= j, rows=slice(12 - count, 12))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_beams(rng, kind):
+    """One prompt becomes three beams, beams take each other's places, two end."""
+    query, key, value = arrays(rng, kind=kind)
+    prompt = [x[:1, :, :6] for x in (key, value)]
+    cache = KVCache()
+    cache.append(*prompt)
+    cache.reorder([0, 0, 0])
+    cache.append(key[:, :, 6:8], value[:, :, 6:8])
+    origin = np.array([2, 1, 2])
+    cache.reorder(to_torch(origin) if kind == "torch" else origin)
+    cache.append(key[:, :, 8:9], value[:, :, 8:9])
+    output = sightline.attention(query[:, :, 8:9], cache, mask=cache.causal())
+    for b, of in enumerate(origin):
+        history = [
+            np.concatenate(
+                [numpy_of(x)[:1, :, :6], numpy_of(x)[of : of + 1, :, 6:8], numpy_of(x)[b : b + 1, :, 8:9]], 2
+            )
+            for x in (key, value)
+        ]
+        agrees(numpy_of(output)[b : b + 1], numpy_of(query)[b : b + 1, :, 8:9], *history, mask=None)
+    cache.reorder([1])
+    again = sightline.attention(query[1:2, :, 8:9], cache, mask=cache.causal())
+    assert np.array_equal(numpy_of(again), numpy_of(output)[1:2])
+
+
+def test_sequences_that_stay_are_not_written(rng):
+    """Reordering touches the sequences that move alone: the others' memory may even be read-only."""
+    _, key, value = arrays(rng)
+    cache = KVCache()
+    cache.append(key, value)
+    own = cache.key
+    before = own.copy()
+    cache._key[1].setflags(write=False)
+    cache.reorder([2, 1, 0])
+    assert np.shares_memory(cache.key, own)
+    assert np.array_equal(cache.key, before[[2, 1, 0]])
+    address = cache.key.ctypes.data
+    cache.reorder([0, 1, 2])
+    assert cache.key.ctypes.data == address
+
+
+def test_reset_keeps_the_storage(rng):
+    whole = arrays(rng)
+    cache = KVCache()
+    first = decoded(cache, *whole)
+    capacity, address = cache.capacity, cache.key.ctypes.data
+    cache.reset()
+    assert cache.lengths.tolist() == [0] * B
+    assert np.array_equal(decoded(cache, *whole), first)
+    assert (cache.capacity, cache.key.ctypes.data) == (capacity, address)
+
+
+def test_nothing_kept_is_nothing_seen(rng):
+    query, key, value = arrays(rng)
+    cache = KVCache()
+    cache.append(key[:, :, :0], value[:, :, :0])
+    assert not sightline.attention(query, cache).any()
+    assert not sightline.attention(query[:, :, :0], cache, mask=cache.causal()).any()
+    cache.append(key, value)
+    cache.reorder([])
+    assert sightline.attention(query[:0], cache, mask=cache.causal()).shape == (0, H, T, D_V)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 100])
+def test_growth_is_rare(rng, capacity):
+    """2,000 tokens one by one move the storage about log₂ 2,000 times, and never to more than twice what is needed."""
+    _, key, value = arrays(rng, length=1)
+    cache, tokens, places = KVCache(capacity=capacity), 2000, set()
+    for t in range(1, tokens + 1):
+        cache.append(key, value)
+        places.add((cache.capacity, cache.key.ctypes.data))
+        assert cache.capacity <= max(2 * t, capacity)
+    assert len(places) <= 1 + math.ceil(math.log2(tokens / max(capacity, 1)))
+    assert cache.nbytes == B * G * cache.capacity * (D_K + D_V) * 4
+
+
+def test_views_outlive_growth(rng):
+    _, key, value = arrays(rng)
+    cache = KVCache()
+    cache.append(key[:, :, :5], value[:, :, :5])
+    old, before = cache.key, cache.key.copy()
+    cache.append(key[:, :, 5:], value[:, :, 5:])
+    assert not np.shares_memory(old, cache.key)
+    cache.truncate(0)
+    cache.append(-key, -value)
+    assert np.array_equal(old, before)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_attention_reads_the_storage_itself(rng, kind):
+    query, key, value = arrays(rng, kind=kind)
+    cache = KVCache(capacity=3 * T)
+    cache.append(key, value, lengths=[T, 3, 4])
+    problem = pose(query, cache)
+    for posed, storage in ((problem.key, cache._key), (problem.value, cache._value)):
+        assert np.shares_memory(numpy_of(posed), numpy_of(storage))
+        assert numpy_of(posed).strides == numpy_of(storage).strides
+    rows = numpy_of(cache.key)[1, 1]
+    assert rows.flags.c_contiguous  # a head's positions lie side by side
+
+
+def test_one_kernel_for_prompt_and_tokens(rng):
+    """Lengths are tables, so that no step makes a formula of its own."""
+    query, key, value = arrays(rng)
+    cache, texts = KVCache(), set()
+    for t in range(1, 9):
+        cache.append(key[:, :, :t], value[:, :, :t], lengths=[t, 1, t - 1])
+        texts.add(pose(query[:, :, :t], cache, mask=cache.causal()).mask.text)
+    assert len(texts) == 1
+
+
+def test_the_tiles_are_those_of_each_length(rng):
+    """What lies beyond a sequence's end is not computed."""
+    query, key, value = (np.zeros((2, 1, 1024, 8), np.float32) for _ in range(3))
+    cache = KVCache()
+    cache.append(key, value, lengths=[1024, 64])
+    query = query[:, :, :64]
+    told = sightline.explain(query, cache)
+    assert told.tiles == {"empty": 15, "full": 17, "partial": 0}
+    assert "j < t[b]" in str(told)
+
+
+def test_copies_are_their_own(rng):
+    _, key, value = arrays(rng)
+    cache = KVCache()
+    cache.append(key, value)
+    other = copy.deepcopy(cache)
+    other.append(key, value)
+    assert cache.lengths.tolist() == [T] * B
+    assert other.lengths.tolist() == [2 * T] * B
+    assert np.array_equal(other.key[:, :, :T], cache.key)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "says"),
+    [
+        ([5, 5, 5], "3 sequences of 5 positions each, room for 6"),
+        ([5, 0, 5], "3 sequences of 0 to 5 positions"),
+        ([5, 2], "2 sequences of 5 and 2 positions"),
+        ([2], "1 sequence of 2 positions"),
+    ],
+)
+def test_it_tells_what_it_is(rng, lengths, says):
+    _, key, value = arrays(rng, batch=len(lengths), length=5)
+    cache = KVCache(capacity=6, dtype="bfloat16")
+    assert repr(cache) == "KVCache: empty, room for 6, the first append decides the rest"
+    assert (cache.nbytes, cache.dtype, cache.capacity) == (0, "bfloat16", 6)
+    cache.append(key, value, lengths=lengths)
+    assert says in repr(cache)
+    assert f"2 heads, d_k {D_K}, d_v {D_V}, bfloat16, numpy on cpu, " in repr(cache)
+    cache = KVCache()
+    cache.append(key[:, 0], value[:, 0])
+    assert "no head axis" in repr(cache)
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_query_has_its_gradient(rng):
+    query, key, value = arrays(rng, kind="torch", dtype="float64")
+    cache = KVCache()
+    cache.append(key, value)
+    query.requires_grad_()
+    (found,) = torch.autograd.grad(sightline.attention(query, cache, mask=cache.causal()).sum(), query)
+    (expected,) = torch.autograd.grad(sightline.attention(query, key, value, mask=i >= j).sum(), query)
+    assert torch.equal(found, expected)
+
+
+def test_a_write_after_attention_is_no_silent_fault(rng):
+    """torch itself tells where a gradient is asked for after the cache has changed."""
+    query, key, value = arrays(rng, kind="torch")
+    cache = KVCache(capacity=2 * T)
+    cache.append(key, value)
+    output = sightline.attention(query.requires_grad_(), cache)
+    cache.append(key, value)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_projections_under_no_grad(rng, mode):
+    layer, x = torch.nn.Linear(D_K, D_K), torch.ones(B, G, T, D_K)
+    cache = KVCache()
+    with mode():
+        cache.append(layer(x), layer(x), lengths=[T, 4, 5])
+        output = sightline.attention(x, cache, mask=cache.causal())
+    assert torch.isfinite(output).all()
+
+
+def test_autocast_casts_the_query_to_the_cache(rng):
+    whole = arrays(rng, kind="torch")
+    cache = KVCache(dtype="bfloat16")
+    with torch.autocast("cpu", torch.bfloat16):
+        output = decoded(cache, *whole)
+    agrees(output, *(x.bfloat16() for x in whole), mask=i >= j)
+    cache = KVCache()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(DtypeError, match=r"KVCache\(dtype='bfloat16'\)"):
+        decoded(cache, *whole)
+
+
+def test_a_compiled_loop_answers_the_same(rng):
+    """Append and attention in a compiled function: its graph breaks there, and goes on."""
+    torch.compiler.reset()
+    query, key, value = arrays(rng, kind="torch")
+    outputs = {}
+    for name in ("eager", "compiled"):
+        cache = KVCache()
+
+        def step(query, key, value, cache=cache):
+            cache.append(key, value)
+            return sightline.attention(query, cache, mask=cache.causal())
+
+        run = torch.compile(step, backend="eager") if name == "compiled" else step
+        outputs[name] = []
+        for t in range(2):
+            outputs[name].append(run(*(x[:, :, t : t + 1] for x in (query, key, value))))
+    assert torch.equal(torch.cat(outputs["compiled"]), torch.cat(outputs["eager"]))
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+X = np.zeros((2, 2, 5, 8), np.float32)
+
+
+def full():
+    cache = KVCache()
+    cache.append(X, X)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: KVCache(capacity=-1), ParameterError, "capacity=-1"),
+        (lambda: KVCache(capacity=2.5), ParameterError, "capacity=2.5"),
+        (lambda: KVCache(dtype="int8"), DtypeError, "int8"),
+        (lambda: KVCache().key, ParameterError, "nothing was appended"),
+        (lambda: KVCache().append([1.0], X), DtypeError, "key is a list"),
+        (lambda: KVCache().append(X, np.ma.array(X)), DtypeError, "MaskedArray"),
+        (lambda: KVCache().append(X.astype(int), X), DtypeError, "int64"),
+        (lambda: KVCache().append(X, X.astype(np.float64)), DtypeError, "key of float32, value of float64"),
+        (lambda: KVCache().append(X, X[:, :, :4]), ShapeError, "give one value to a key"),
+        (lambda: KVCache().append(X[None], X[None]), ShapeError, r"\(B, G, t, d_k\)"),
+        (lambda: KVCache().append(X[0, 0, 0], X[0, 0, 0]), ShapeError, "without heads"),
+        (lambda: KVCache().append(X, torch.zeros(X.shape)), DeviceError, "value is torch"),
+        (lambda: KVCache().append(X, X, lengths=[5]), ShapeError, r"\(2,\) whole numbers from 0 to 5"),
+        (lambda: KVCache().append(X, X, lengths=[6, 1]), ShapeError, "from 0 to 5"),
+        (lambda: KVCache().append(X, X, lengths=[-1, 1]), ShapeError, "from 0 to 5"),
+        (lambda: KVCache().append(X, X, lengths=[1.0, 1.0]), ShapeError, "whole numbers"),
+        (lambda: KVCache().append(X, X, padding="both"), ParameterError, "padding='both'"),
+        (lambda: full().append(X[:1], X[:1]), ShapeError, r"\(2, 2, t, 8\), as before"),
+        (lambda: full().append(X, X[..., :4]), ShapeError, r"value \(2, 2, 5, 4\)"),
+        (lambda: full().append(X[0], X[0]), ShapeError, r"\(2, 2, t, 8\)"),
+        (lambda: full().append(X.astype(np.float64), X.astype(np.float64)), DtypeError, "which casts what comes"),
+        (lambda: full().append(torch.zeros(X.shape), torch.zeros(X.shape)), DeviceError, "numpy on cpu, as all before"),
+        (lambda: full().truncate(-1), ShapeError, r"truncate\(-1\)"),
+        (lambda: full().truncate([1, 2, 3]), ShapeError, "each of 2 sequences"),
+        (lambda: full().truncate(1.5), ShapeError, "whole number"),
+        (lambda: full().reorder([2]), ShapeError, "from 0 to 1"),
+        (lambda: full().reorder([-1, 0]), ShapeError, "from 0 to 1"),
+        (lambda: full().reorder([[0, 1]]), ShapeError, "one axis"),
+        (lambda: full().reorder(["a"]), ShapeError, "whole numbers"),
+        (lambda: full().positions(-1), ParameterError, "n=-1"),
+        (lambda: full().causal(True), ParameterError, "n=True"),
+        (lambda: sightline.attention(X, X), ParameterError, "without value"),
+        (lambda: sightline.attention(torch.zeros(X.shape), torch.zeros(X.shape)), ParameterError, "without value"),
+        (lambda: sightline.attention(X, full(), X), ParameterError, "in place of both"),
+        (lambda: sightline.attention(X, X, full()), ParameterError, "in place of both"),
+        (lambda: sightline.attention(full(), X, X), DtypeError, "query is a KVCache"),
+        (lambda: sightline.attention(X, KVCache()), ParameterError, "nothing was appended"),
+        (lambda: sightline.attention(X.astype(np.float64), full()), DtypeError, r"query.astype\(cache.key.dtype\)"),
+        (lambda: sightline.attention(torch.zeros(X.shape), full()), DeviceError, "query: torch, key: numpy"),
+        (lambda: sightline.attention(X[0], full()), ShapeError, "different numbers of axes"),
+        (lambda: sightline.attention(X[..., :4], full()), ShapeError, "d_k"),
+        (lambda: sightline.explain(X, X), ParameterError, "without value"),
+    ],
+)
+def test_what_does_not_fit_is_named(call, error, says):
+    with pytest.raises(error, match=says) as caught:
+        call()
+    assert caught.value.cure
+
+
+def test_the_shape_wanted_is_told_for_every_number_of_axes():
+    for axes, says in ((4, r"\(2, 2, t, 8\)"), (3, r"\(2, t, 8\)"), (2, r"\(t, 8\)")):
+        cache, own = KVCache(), X[(0,) * (4 - axes)]
+        cache.append(own, own)
+        with pytest.raises(ShapeError, match=says):
+            cache.append(own[..., :3], own)
+
+
+def test_gradients_are_refused_with_a_cure():
+    x = torch.zeros(1, 1, 2, 4, requires_grad=True)
+    with pytest.raises(ParameterError, match=r"key.detach\(\)"):
+        KVCache().append(x, x)
+
+
+def test_an_error_leaves_the_cache_as_it_was():
+    cache = full()
+    before = repr(cache), cache.positions().tolist(), cache.key.copy()
+    for wrong in ({"lengths": [1, 9]}, {"padding": "no"}):
+        with pytest.raises(sightline.errors.SightlineError):
+            cache.append(X + 1, X + 1, **wrong)
+    assert (repr(cache), cache.positions().tolist()) == before[:2]
+    assert np.array_equal(cache.key, before[2])
+
+
+def test_one_sequence_without_a_batch_axis_stays_one():
+    cache = KVCache()
+    cache.append(X[0, 0], X[0, 0])
+    with pytest.raises(ShapeError, match="append"):
+        cache.reorder([0, 0])
+
+
+# -- against plain lists -----------------------------------------------------------------------------------------------
+
+
+class AgainstLists(RuleBasedStateMachine):
+    """The cache beside one list of (key, value) rows a sequence."""
+
+    @initialize(
+        kind=st.sampled_from(["numpy", "torch"]),
+        dtype=st.sampled_from([None, "float32", "bfloat16"]),
+        batch=st.integers(1, 4),
+        capacity=st.integers(0, 9),
+    )
+    def begin(self, kind, dtype, batch, capacity):
+        self.rng, self.kind = np.random.default_rng(0), kind
+        self.cache = KVCache(capacity=capacity, dtype=dtype)
+        self.lists = [[] for _ in range(batch)]
+        self.views = []
+        self.cache.append(*self.given(self.drawn(0)))
+
+    def drawn(self, t):
+        """Rows that bfloat16 holds exactly."""
+        shape = (len(self.lists), G, t)
+        return [self.rng.integers(-99, 99, (*shape, width)).astype(np.float32) for width in (3, 2)]
+
+    def given(self, arrays):
+        return [to_torch(x) for x in arrays] if self.kind == "torch" else arrays
+
+    @rule(t=st.integers(0, 6), padding=st.sampled_from(["right", "left"]), data=st.data())
+    def append(self, t, padding, data):
+        count = len(self.lists)
+        counts = data.draw(st.none() | st.lists(st.integers(0, t), min_size=count, max_size=count))
+        key, value = self.drawn(t)
+        self.cache.append(*self.given([key, value]), lengths=counts, padding=padding)
+        newest = np.full((count, t), -1)
+        for b, rows in enumerate(self.lists):
+            real = t if counts is None else counts[b]
+            first = 0 if padding == "right" else t - real
+            newest[b, first : first + real] = range(len(rows), len(rows) + real)
+            rows += [(key[b, :, r], value[b, :, r]) for r in range(first, first + real)]
+        assert np.array_equal(self.cache.positions(), newest)
+
+    @rule(length=st.integers(0, 12))
+    def truncate(self, length):
+        self.cache.truncate(length)
+        self.lists = [rows[:length] for rows in self.lists]
+
+    @rule(data=st.data())
+    def truncate_each(self, data):
+        count = len(self.lists)
+        lengths = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
+        self.cache.truncate(np.asarray(lengths, int))
+        self.lists = [rows[:length] for rows, length in zip(self.lists, lengths, strict=True)]
+
+    @rule(data=st.data())
+    def reorder(self, data):
+        order = data.draw(st.lists(st.integers(0, len(self.lists) - 1), min_size=1, max_size=4))
+        before = self.cache.positions()
+        self.cache.reorder(order)
+        self.lists = [list(self.lists[b]) for b in order]
+        assert np.array_equal(self.cache.positions(), before[np.asarray(order, int)])
+
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        self.lists = [[] for _ in self.lists]
+
+    @rule()
+    def query(self):
+        """Attention sees each sequence's own rows: zero queries give their mean."""
+        query = self.given([np.zeros((len(self.lists), G, 1, 3), np.float32)])[0]
+        query = query.astype(self.cache.key.dtype) if self.kind == "numpy" else query.to(self.cache.key.dtype)
+        output = numpy_of(sightline.attention(query, self.cache, kernel="streaming"))
+        for b, rows in enumerate(self.lists):
+            values = np.array([value for _, value in rows]).reshape(-1, G, 2)
+            mean = values.sum(0)[:, None] / max(len(rows), 1)
+            terms = np.abs(values).sum(0)[:, None] / max(len(rows), 1)
+            found = sightline.arrays.dtype_name(query)
+            assert_within_budget(output[b].astype(DTYPES[found]), mean, mean.astype(DTYPES[found]), terms=terms)
+
+    @invariant()
+    def holds_the_lists(self):
+        if not hasattr(self, "cache"):
+            return
+        cache = self.cache
+        assert cache.lengths.tolist() == [len(rows) for rows in self.lists]
+        longest = max([len(rows) for rows in self.lists], default=0)
+        assert cache.key.shape == (len(self.lists), G, longest, 3)
+        assert cache.capacity >= longest
+        for b, rows in enumerate(self.lists):
+            for array, place in ((cache.key, 0), (cache.value, 1)):
+                own = np.array([row[place] for row in rows]).reshape(len(rows), G, array.shape[-1])
+                assert np.array_equal(numpy_of(array)[b, :, : len(rows)].astype(np.float32), own.swapaxes(0, 1))
+
+
+TestAgainstLists = AgainstLists.TestCase
+TestAgainstLists.settings = settings(max_examples=100, stateful_step_count=12)
+
+
+# -- broken on purpose -------------------------------------------------------------------------------------------------
+
+FAULTS = {
+    # room, the line as it stands, the line with the fault
+    "written one too far": (
+        "kv_storage",
+        "storage[:, :, places[0, 0] : places[0, -1] + 1] = array",
+        "storage[:, :, places[0, 0] + 1 : places[0, -1] + 2] = array",
+    ),
+    "ragged rows shifted": ("kv_storage", "array[sequence, :, row]", "array[sequence, :, row - 1]"),
+    "growth forgets": ("kv_storage", "new[:, :, :used] = storage[:, :, :used]", "pass"),
+    "left padding taken for right": ("kv_cache", '(0 if padding == "right" else (t - counts)[:, None])', "0"),
+    "lengths not hidden": ("kv_cache", "None if self._even else library.padding(self._lengths)", "None"),
+    "a query sees the next key": ("kv_cache", "return j <= table", "return j <= 1 + table"),
+    "queries from the first position": ("kv_cache", "real, self._lengths[:, None] + rows", "real, rows"),
+    "beams keep their lengths": ("kv_cache", "self._note(self._lengths[order], ", "self._note(self._lengths, "),
+    "truncation that does nothing": ("kv_cache", "kept = np.minimum(self._lengths, kept)", "kept = self._lengths"),
+}
+
+
+def sound(cache):
+    """Ragged prompts, growth, beams, drafts cut: each sequence against attention on what it should hold."""
+    rng = np.random.default_rng(5)
+    whole, (query, key, value) = ragged(rng, "left")
+    whole, (query, key, value) = [x[:2] for x in whole], (x[:2] for x in (query, key, value))
+    cache.append(key, value, lengths=LENGTHS[:2], padding="left")
+    output = sightline.attention(query, cache, mask=cache.causal())
+    for b, count in enumerate(LENGTHS[:2]):
+        one = [x[b : b + 1] for x in whole]
+        agrees(output[b : b + 1, :, PADDED - count :], *one, mask=i >= j, rows=slice(0, count))
+    seen = sightline.attention(query[:, :, PADDED - 1 :], cache)
+    cache.reorder([1, 0])
+    cache.append(whole[1][:, :, :3], whole[2][:, :, :3])  # drafts
+    cache.truncate(LENGTHS[:2][::-1])
+    swapped = sightline.attention(query[::-1, :, PADDED - 1 :], cache)
+    for b, count in enumerate(LENGTHS[:2]):
+        one = query[b : b + 1, :, PADDED - 1 :], *(x[b : b + 1, :, :count] for x in whole[1:])
+        agrees(seen[b : b + 1], *one, mask=None)
+        agrees(swapped[1 - b : 2 - b], *one, mask=None)
+    cache.truncate(0)
+    agrees(decoded(cache, *whole), *whole, mask=i >= j)
+
+
+def test_a_sound_cache_passes():
+    sound(KVCache())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_seen(fault, monkeypatch):
+    room, before, after = FAULTS[fault]
+    cache = sys.modules["sightline.kv_cache"]
+    if room == "kv_storage":
+        made = broken(sys.modules["sightline.kv_storage"], before, after)
+        for name in made.__all__:
+            monkeypatch.setattr(cache, name, getattr(made, name))
+    else:
+        cache = broken(cache, before, after)
+        monkeypatch.setattr(sys.modules["sightline.problem"], "opened", cache.opened)
+    with pytest.raises((AssertionError, ValueError), match=r"budget|broadcast|shape"):
+        sound(cache.KVCache())

@@ -1,0 +1,249 @@
+"""Packed and padded batches: each document as if it were alone, at the cost of the documents alone."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import to_torch
+from test_faults import broken
+
+import sightline
+from sightline import attention, causal, documents, explain, i, j, padding, table
+from sightline.arrays import to_numpy
+from sightline.errors import ParameterError, ShapeError
+from sightline.formula import bounds, library, runs
+from sightline.formula.runs import find_runs
+from sightline.problem import pose
+from sightline.reference import stages_of
+from sightline.testing import assert_within_budget, plain, size_of_terms
+
+TILE = 64
+LENGTHS = np.array([70, 1, 0, 129, 64, 3, 200, 45])  # with an empty one, and one that fills its tile
+N = int(LENGTHS.sum())
+MANY = np.random.default_rng(1).multinomial(131_072, np.full(1000, 1e-3))  # a thousand documents
+
+
+def spans(lengths):
+    """The positions of each document."""
+    ends = np.cumsum(lengths)
+    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+def tiles_of(rows, columns):
+    """Tiles that hold a pair of these positions."""
+    if rows.start == rows.stop or columns.start == columns.stop:
+        return set()
+    return {
+        (x, y)
+        for x in range(rows.start // TILE, (rows.stop - 1) // TILE + 1)
+        for y in range(columns.start // TILE, (columns.stop - 1) // TILE + 1)
+    }
+
+
+def visited(mask, n, m=None, batch=1, heads=1):
+    """Numbers of tiles that are computed, full ones too."""
+    tiles = find_runs(mask, (batch, heads, n, n if m is None else m), TILE, TILE).tiles
+    return tiles["full"] + tiles["partial"]
+
+
+def drawn(rng, *shapes):
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def apart(output, query, key, value, rows, columns, **options):
+    """Raise AssertionError unless the packed output, at each document, is attention on that document alone."""
+    for own, others in zip(rows, columns, strict=True):
+        alone = pose(query[..., own, :], key[..., others, :], value[..., others, :], **options)
+        truth, rough = stages_of(alone), plain(alone)
+        terms = size_of_terms(alone, truth.weights)
+        assert_within_budget(output[..., own, :], truth.output, rough.output, terms=terms)
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, MANY, np.ones(500, int), np.array([4096])], ids=lambda x: f"{len(x)}")
+def test_a_packed_axis_costs_its_documents(lengths):
+    """Exactly the tiles some document reaches into, of all n²: at most Σ (⌈length / 64⌉ + 1)²."""
+    n = int(lengths.sum())
+    count = visited(documents(lengths=lengths), n)
+    assert count == len(set().union(*(tiles_of(own, own) for own in spans(lengths))))
+    assert count <= ((-(-lengths // TILE) + 1) ** 2).sum()
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, MANY], ids=lambda x: f"{len(x)}")
+def test_causal_leaves_the_lower_half(lengths):
+    n = int(lengths.sum())
+    reached = set().union(*(tiles_of(own, own) for own in spans(lengths)))
+    assert visited(documents(lengths=lengths) & causal(), n) == sum(y <= x for x, y in reached)
+
+
+def test_documents_of_each_sequence_of_a_batch():
+    """(B, n) numbers: every sequence is packed in its own way, and all heads share the runs."""
+    rng = np.random.default_rng(2)
+    each = [rng.permutation(LENGTHS) for _ in range(3)]
+    ids = np.stack([np.repeat(np.arange(len(LENGTHS)), lengths) for lengths in each])
+    reached = sum(len(set().union(*(tiles_of(own, own) for own in spans(lengths)))) for lengths in each)
+    assert visited(documents(ids), N, batch=3, heads=8) == 8 * reached
+    assert find_runs(documents(ids), (3, 8, N, N), TILE, TILE).heads == 1
+
+
+def test_documents_of_other_lengths_among_the_keys():
+    lengths, keys = LENGTHS[LENGTHS > 0], np.array([5, 64, 100, 300, 1, 2, 190])
+    reached = set().union(*map(tiles_of, spans(lengths), spans(keys)))
+    assert visited(documents(lengths=lengths, key_lengths=keys), N, int(keys.sum())) == len(reached)
+    keys[3] = 0  # now a tile may be entered for a document that has no keys: still at most the sum
+    most = ((-(-lengths // TILE) + 1) * (-(-keys // TILE) + 1)).sum()
+    assert visited(documents(lengths=lengths, key_lengths=keys), N, int(keys.sum())) <= most
+
+
+def test_padding_costs_the_real_keys():
+    """Σ n · length: tiles beyond a sequence's end are not computed, those before it need no mask."""
+    lengths, n = np.array([1000, 64, 0, 65, 512]), 256
+    told = find_runs(padding(lengths), (5, 4, n, 1000), TILE, TILE).tiles
+    assert told["full"] + told["partial"] == 4 * n // TILE * (-(-lengths // TILE)).sum()
+    assert told["partial"] == 4 * n // TILE * (lengths % TILE != 0)[1:].sum()
+
+
+def test_explain_tells_the_cost():
+    query, key = np.zeros((1, 8, N, 16), np.float32), np.zeros((1, 2, N, 16), np.float32)
+    told = explain(query, key, key, mask=documents(lengths=LENGTHS))
+    reached = len(set().union(*(tiles_of(own, own) for own in spans(LENGTHS))))
+    assert told.tiles["full"] + told.tiles["partial"] == 8 * reached
+    assert told.flops == round(told.dense_flops * reached / (-(-N // TILE)) ** 2)
+
+
+@pytest.mark.parametrize("mask", [documents(lengths=MANY), documents(lengths=MANY) & causal()], ids=repr)
+def test_planning_follows_what_is_allowed(mask, monkeypatch):
+    """A thousand documents in 131,072 positions: bisection looks at a few rectangles for every tile, not at n²."""
+    n, looked, answer = int(MANY.sum()), [], runs.intervals
+
+    def counted(formula, box):
+        looked.append(box["i"][0].size)
+        return answer(formula, box)
+
+    monkeypatch.setattr(runs, "intervals", counted)
+    count, depth = visited(mask, n), int(np.ceil(np.log2(n / TILE))) + 1
+    assert sum(looked) <= 2 * (depth * n // TILE + count)
+
+
+# -- what it answers ---------------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "plain": {},
+    "soft cap": {"score": sightline.softcap(3.0)},
+    "sinks": {"sinks": np.linspace(-1, 1, 4)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("kernel", "kind"), [("cpu", "numpy"), ("streaming", "torch")])
+def test_each_document_as_if_alone(rng, options, kernel, kind):
+    """With grouped heads, all pairs and causal."""
+    q, k, v = drawn(rng, (1, 4, N, 16), (1, 2, N, 16), (1, 2, N, 9))
+    own = spans(LENGTHS)
+    for inside in (None, causal()):
+        mask = documents(lengths=LENGTHS) if inside is None else documents(lengths=LENGTHS) & inside
+        given_ = [to_torch(x) for x in (q, k, v)] if kind == "torch" else (q, k, v)
+        output = to_numpy(attention(*given_, mask=mask, kernel=kernel, **OPTIONS[options]))
+        apart(output, q, k, v, own, own, mask=inside, **OPTIONS[options])
+
+
+def test_each_sequence_packed_in_its_own_way(rng):
+    q, k, v = drawn(rng, (3, 4, N, 16), (3, 2, N, 16), (3, 2, N, 9))
+    each = [rng.permutation(LENGTHS) for _ in range(3)]
+    ids = np.stack([np.repeat(np.arange(len(LENGTHS)), lengths) for lengths in each])
+    output = attention(q, k, v, mask=documents(ids) & causal())
+    for b, lengths in enumerate(each):
+        one = [x[b : b + 1] for x in (output, q, k, v)]
+        apart(*one, spans(lengths), spans(lengths), mask=causal())
+
+
+def test_a_bad_neighbour_is_not_seen(rng):
+    """NaN and ∞ in one document leave all others what they are."""
+    q, k, v = drawn(rng, (1, 2, N, 16), (1, 2, N, 16), (1, 2, N, 16))
+    own = spans(LENGTHS)
+    bad = own.pop(3)
+    k[..., bad, :], v[..., bad, :] = np.nan, np.inf
+    output = attention(q, k, v, mask=documents(lengths=LENGTHS))
+    apart(output, q, k, v, own, own)
+    assert np.isnan(output[..., bad, :]).all()
+
+
+@given(st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=1, max_size=6), st.integers(0, 99))
+@settings(max_examples=30)
+def test_packed_cross_attention(pairs, seed):
+    """Documents as long as they like among queries and keys; those without keys answer 0."""
+    lengths, keys = np.array(pairs).T
+    q, k, v = drawn(np.random.default_rng(seed), (1, 4, lengths.sum(), 8), (1, 2, keys.sum(), 8), (1, 2, keys.sum(), 5))
+    mask = documents(lengths=lengths, key_lengths=keys)
+    apart(attention(q, k, v, mask=mask), q, k, v, spans(lengths), spans(keys))
+    ends = np.repeat(np.cumsum(keys) - np.cumsum(lengths), lengths)
+    if lengths.sum():
+        lower = mask & (i + table(ends)[i] >= j)  # as docs/formulas.md has it
+        own = attention(q, k, v, mask=lower)
+        apart(own, q, k, v, spans(lengths), spans(keys), mask=causal("lower right"))
+
+
+def test_padded_sequences_as_if_alone(rng):
+    lengths = [0, 33, 64, 100, 7]
+    q, k, v = drawn(rng, (5, 4, 50, 16), (5, 2, 100, 16), (5, 2, 100, 9))
+    output = attention(q, k, v, mask=padding(lengths))
+    for b, length in enumerate(lengths):
+        one = [x[b : b + 1] for x in (output, q, k, v)]
+        apart(*one, [slice(0, 50)], [slice(0, length)])
+
+
+def test_gradients_stay_inside_a_document(rng):
+    """Each document's gradients are those it has alone."""
+    whole = [torch.from_numpy(x.astype(np.float64)).requires_grad_() for x in drawn(rng, *[(1, 2, N, 8)] * 3)]
+    seed = torch.from_numpy(rng.normal(size=(1, 2, N, 8)))
+    packed = torch.autograd.grad(attention(*whole, mask=documents(lengths=LENGTHS) & causal()), whole, seed)
+    for own in spans(LENGTHS):
+        parts = [x[:, :, own].detach().requires_grad_() for x in whole]
+        alone = torch.autograd.grad(attention(*parts, mask=causal()), parts, seed[:, :, own])
+        for found, expected in zip(packed, alone, strict=True):
+            truth = to_numpy(expected)
+            assert_within_budget(found[:, :, own], truth, truth.astype(np.float32).astype(np.float64))
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+X = np.zeros((1, 1, 6, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: documents([0, 1], key_lengths=[1, 1]), ParameterError, "no lengths"),
+        (lambda: documents(lengths=[1], key_lengths=[1, 2]), ShapeError, "1 lengths and 2 key_lengths"),
+        (lambda: documents(lengths=[1], key_lengths=[-1]), ShapeError, r"key_lengths \[-1\]"),
+        (lambda: documents(lengths=[[1]], key_lengths=[1]), ShapeError, "lengths"),
+        (lambda: attention(X, X, X, mask=documents(lengths=[2, 5], key_lengths=[3, 3])), ShapeError, "stands for i"),
+        (lambda: attention(X, X, X, mask=documents(lengths=[2, 4], key_lengths=[3, 2])), ShapeError, "stands for j"),
+    ],
+)
+def test_what_does_not_fit_is_named(call, error, says):
+    with pytest.raises(error, match=says):
+        call()
+
+
+# -- broken on purpose -------------------------------------------------------------------------------------------------
+
+
+def test_documents_that_run_into_each_other_are_seen(rng):
+    """A document number that comes one position late."""
+    copy = broken(library, "np.repeat(np.arange(each.size), each)", "np.roll(np.repeat(np.arange(each.size), each), 1)")
+    q, k, v = drawn(rng, (1, 2, N, 8), (1, 2, N, 8), (1, 2, N, 8))
+    own = spans(LENGTHS)
+    apart(attention(q, k, v, mask=documents(lengths=LENGTHS)), q, k, v, own, own)
+    with pytest.raises(AssertionError, match="budget"):
+        apart(attention(q, k, v, mask=copy.documents(lengths=LENGTHS)), q, k, v, own, own)
+
+
+def test_loose_bounds_are_seen(monkeypatch):
+    """Bounds that cannot tell documents apart: right answers, and every tile computed."""
+    monkeypatch.setitem(bounds.BOUND_RULES, "equal", lambda x, y: (0 * bounds._equal(x, y)[0], 1 + 0 * x[0] + 0 * y[0]))
+    with pytest.raises(AssertionError):
+        test_a_packed_axis_costs_its_documents(LENGTHS)
