@@ -119,7 +119,6 @@ def test_narrower_machines_agree(machine, problem, dtype, monkeypatch):
     cpu, features, width = NARROW[machine]
     narrow = Machine(host().triple, cpu, features, width, 16)
     monkeypatch.setattr(run, "host", lambda: narrow)
-    monkeypatch.setattr(run, "_compiled", {})
     run.block_of.cache_clear()
     try:
         assert_conforms(Cpu().run, pose(*arrays(dtype), **PROBLEMS[problem]))

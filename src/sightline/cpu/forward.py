@@ -49,7 +49,7 @@ class Structure:
     tables: tuple[tuple[str, int], ...]  # dtype and number of axes of each
     slots: tuple[int, ...]  # which of them each table of the mask, then of the score, is
     wide: bool  # whether whole numbers need 64 bits
-    clamped: tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]  # of mask and score; see Renderer
+    clamped: tuple[tuple[tuple[int, int], ...], ...]  # of mask and score; see Renderer
     sinks: bool
 
     @property

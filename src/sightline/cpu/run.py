@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -20,15 +19,13 @@ from ..problem import Problem
 from ..streaming import Streaming
 from . import threads as team
 from .arguments import pack
-from .compile import compile_module
+from .compile import function
 from .forward import KEYS, Forward, Structure
 from .machine import host
 
 __all__ = ["run"]
 
 SMALL = 1 << 21  # multiplications below which a second thread costs more than it gives
-_compiled: dict[Structure, int] = {}
-_compiling = threading.Lock()
 
 
 def run(problem: Problem, threads: int | None = None) -> Result:
@@ -101,12 +98,9 @@ def kernel_for(problem: Problem, arrays: list[Any], tables: list[Any]) -> tuple[
         clamped=clamped,
         sinks=problem.sinks is not None,
     )
-    with _compiling:
-        if structure not in _compiled:
-            name = "sightline_forward"
-            module = Forward(structure, problem.mask, problem.score, host()).write(name)
-            _compiled[structure] = compile_module(module, host(), name)
-    return structure, _compiled[structure]
+    name, machine = "sightline_forward", host()
+    forward = partial(Forward, structure, problem.mask, problem.score, machine)
+    return structure, function(repr(structure), name, lambda: forward().write(name), machine)
 
 
 @cache
@@ -116,7 +110,7 @@ def block_of(dtype: str) -> int:
     return machine.width // np.dtype(dtype).itemsize * machine.tile[1]
 
 
-def _ranges(problem: Problem) -> tuple[float, tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]]:
+def _ranges(problem: Problem) -> tuple[float, tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]]:
     """The largest whole number the formulas meet, and the table indices that may leave their table at hidden pairs."""
     largest, clamped = 0.0, []
     for formula in (problem.mask, problem.score):
@@ -131,7 +125,7 @@ def _ranges(problem: Problem) -> tuple[float, tuple[frozenset[tuple[int, int]], 
                         low, high = bounds[id(index)]
                         if np.min(low) < 0 or np.max(high) >= node.table.shape[axis]:
                             loose.add((place, axis))
-        clamped.append(frozenset(loose))
+        clamped.append(tuple(sorted(loose)))
     return largest, (clamped[0], clamped[1])
 
 
