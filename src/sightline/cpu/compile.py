@@ -184,13 +184,13 @@ def _wait_for_llvm() -> None:
     """Take the lock llvmlite holds during each call of LLVM."""
     lock = getattr(getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", None), "_lock", None)
     if lock is not None:
-        lock.acquire()
+        lock.__enter__()
         _held.append(lock)
 
 
 def _let_go() -> None:
     if _held:
-        _held.pop().release()
+        _held.pop().__exit__(None, None, None)
 
 
 def _start_child() -> None:

@@ -121,10 +121,10 @@ def state() -> State:
     except FileNotFoundError:  # it is made with the first kernel
         above = next((step for step in path.parents if step.exists()), path) if path else None
         writable = above is None or os.access(above, os.W_OK)
-        return State(path, None) if writable else State(None, f"{above} cannot be written to")
+        return State(path, _last()) if writable else State(None, f"{above} cannot be written to")
     except OSError as error:
         return State(None, _said(error))
-    return State(path, _trouble[-1] if _trouble else None, len(sizes), sum(sizes))
+    return State(path, _last(), len(sizes), sum(sizes))
 
 
 @cache
@@ -258,6 +258,10 @@ def _make_room(folder: int, written: int) -> None:
 
 def _note(trouble: Any) -> None:
     _trouble[:] = [_said(trouble)]
+
+
+def _last() -> str | None:
+    return _trouble[-1] if _trouble else None
 
 
 def _said(trouble: Any) -> str:

@@ -175,7 +175,15 @@ class Teams:
         self.torch = False  # whether the host's team is torch's
 
 
-_teams = Teams()
+def _started_by_fork() -> bool:
+    """Whether multiprocessing forked this process before this module was there to be told."""
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is None or processes.parent_process() is None:
+        return False
+    return sys.modules["__main__"].__name__ != "__mp_main__"  # its name where the process was spawned
+
+
+_teams = Teams(forked=_started_by_fork())
 _past: list[Teams] = []  # the parent's; its pool's threads are gone, and so nothing of it may be touched or freed
 
 
