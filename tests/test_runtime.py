@@ -97,7 +97,8 @@ def test_the_c_library_is_found_by_code_from_disk(folder, monkeypatch):
     assert compile.counts == {"compiled": 1, "read": 1}
 
 
-def test_one_thread_compiles_and_all_get_the_kernel(folder):
+def test_one_thread_compiles_and_all_get_the_kernel(folder, monkeypatch):
+    monkeypatch.setenv(disk.VARIABLE, "off")
     written = []
 
     def write():
@@ -362,6 +363,15 @@ def test_what_others_may_have_written_is_not_run(doubt, folder, monkeypatch):
     assert number_of(kernel(1)) == 1
     assert compile.counts == {"compiled": 2}
     assert reason in disk.state().trouble
+
+
+def test_our_own_link_may_point_where_nothing_is_yet(folder, monkeypatch):
+    link = folder.parent / "link"
+    link.symlink_to(folder)
+    monkeypatch.setenv(disk.VARIABLE, str(link))
+    kernel(1)
+    assert len(files(folder)) == 1
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_our_own_link_and_a_shared_folder_with_the_sticky_bit_are_fine(folder, monkeypatch):

@@ -201,7 +201,7 @@ def test_many_python_threads_at_once(team):
 # -- forks, signals and the end ------------------------------------------------------------------------------------
 
 START = """
-import os, signal, sys, time, numpy as np
+import os, signal, sys, threading, time, numpy as np
 {before}
 import sightline
 from sightline.cpu import threads as room
@@ -230,7 +230,9 @@ FORK = """
 def child():
     signal.alarm(20)
     assert room._host_team() is None
-    os._exit(0 if right() and right() else 1)
+    fine = right() and right()
+    taken = sum(thread.name.startswith("sightline") for thread in threading.enumerate())
+    os._exit(0 if fine and taken else 1)
 fine = [right()]
 for _ in range(2):
     process = os.fork()

@@ -171,11 +171,8 @@ def _opened(create: bool) -> Iterator[int]:
     """A descriptor of the folder, checked: what is opened through it stays in the folder that was checked."""
     given = _folder()
     path = Path(os.path.realpath(given))
-    for step in dict.fromkeys([*reversed(given.parents), given, *reversed(path.parents)]):
+    for step in dict.fromkeys([*reversed(given.parents), given, *reversed(path.parents), path]):
         _check_step(step, create)
-    if create:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         found = os.fstat(folder)
