@@ -32,6 +32,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
+def fresh_kernels(monkeypatch):
+    """Kernels are compiled anew and kept nowhere: for tests that change how they are written."""
+    from sightline.cpu import compile
+
+    monkeypatch.setattr(compile, "_kept", compile.Kept())
+    monkeypatch.setenv("SIGHTLINE_CACHE", "off")
+
+
+@pytest.fixture
 def rng():
     """Random numbers, the same on every run."""
     import numpy as np

@@ -135,6 +135,18 @@ def test_info_says_what_kernels_say(run):
             assert reason in out
 
 
+def test_info_says_whose_threads_and_where_kernels_are_kept(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("SIGHTLINE_THREADS", "3")
+    monkeypatch.setenv("SIGHTLINE_CACHE", "off")
+    _, out, _ = run("info")
+    assert re.search(r"^threads +3: SIGHTLINE_THREADS *$", out, re.M)
+    assert re.search(r"^cache +in memory only: SIGHTLINE_CACHE=off *$", out, re.M)
+    monkeypatch.setenv("SIGHTLINE_CACHE", str(tmp_path))
+    (tmp_path / f"{'0' * 64}.kernel").write_bytes(bytes(3 << 20))
+    _, out, _ = run("info")
+    assert "1 kernels, 3.0 of 256 MiB" in " ".join(out.split())
+
+
 def test_demo(run, tmp_path):
     code, out, _ = run("demo", "--output", str(tmp_path / "demo.png"), "--repeats", "1")
     assert code == 0

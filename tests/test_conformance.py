@@ -103,7 +103,7 @@ def guards(monkeypatch):
 
     def empty(shape, dtype=float, **_):
         array, unharmed = guarded(np.full(shape, -1).astype(np.int8).astype(dtype))
-        array.view(np.uint8)[...] = 0xFF
+        np.atleast_1d(array).view(np.uint8)[...] = 0xFF
         checks.append(unharmed)
         return array
 

@@ -87,7 +87,6 @@ def planted(fault, monkeypatch):
         monkeypatch.setattr(forward, "Tiles", copy.Tiles)
     else:
         monkeypatch.setattr(run, "Forward", copy.Forward)
-    monkeypatch.setattr(run, "_compiled", {})
     return Cpu().run
 
 
@@ -108,7 +107,7 @@ def test_sound_kernels_pass(kernel):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_seen(fault, monkeypatch):
+def test_every_fault_is_seen(fault, monkeypatch, fresh_kernels):
     run = planted(fault, monkeypatch)
     with pytest.raises(AssertionError, match=r"budget|shape"):
         check(run)

@@ -4,6 +4,7 @@ from importlib import import_module
 from types import ModuleType
 
 from .attention import attention, explain
+from .cpu.threads import threads
 from .formula.expression import SYMBOLS, Expression, where
 from .formula.library import (
     alibi,
@@ -49,6 +50,7 @@ __all__ = [
     "s",
     "softcap",
     "table",
+    "threads",
     "weights",
     "where",
     "window",

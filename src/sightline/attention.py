@@ -60,8 +60,8 @@ def attention(
     kernel : str, optional
         Take this kernel and no other.
     threads : int, optional
-        Threads of the generated kernels; torch's own setting where torch is loaded, else every
-        processor this process may run on.
+        Threads of the generated kernels; else as `sightline.threads` or SIGHTLINE_THREADS says, else torch's own
+        setting where torch is loaded, else every processor this process may run on.
 
     Returns
     -------

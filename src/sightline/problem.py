@@ -411,8 +411,14 @@ def check_choice(kernel: Any, threads: Any) -> None:
     """Raise ParameterError for a kernel that is no word, and for threads that are no whole number of at least 1."""
     if kernel is not None and not isinstance(kernel, str):
         raise ParameterError(f"kernel={kernel!r}", "a kernel's name, or None", 'kernel="cpu"')
-    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads < 2**31):
-        raise ParameterError(f"threads={threads!r}", "a whole number of at least 1, or None", "threads=1")
+    if threads is not None:
+        check_threads("threads", threads)
+
+
+def check_threads(name: str, number: Any) -> None:
+    """Raise ParameterError for a number of threads that is no whole number of at least 1."""
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
+        raise ParameterError(f"{name}={number!r}", "a whole number of at least 1", f"{name}=1")
 
 
 def check_device(what: str, array: Any, query: Any) -> None:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..attention import KERNELS
+from ..cpu import disk, threads
 from ..formula.library import alibi, causal
 from ..observe import weights
 from ..plan import Kernel
@@ -79,6 +80,8 @@ def info(console: Console | None = None) -> None:
     console.print(Text(f"sightline {__version__}", style="bold"))
     section(console, "Machine")
     console.print(facts(_machine().items()))
+    section(console, "Generated kernels")
+    console.print(facts(_generated().items()))
     section(console, "Libraries")
     console.print(facts((name, _found(name, use)) for name, use in PACKAGES.items()))
     section(console, "Kernels")
@@ -112,6 +115,17 @@ def _machine() -> dict[str, str]:
         found["vectors"] = ", ".join(name for name in VECTORS if features.get(name)) or "none known"
         found["kernels for"] = f"{machine.cpu}: {machine.registers} registers of {machine.width} bytes"
     return found
+
+
+def _generated() -> dict[str, str]:
+    """Whose threads generated kernels run on, and where they are kept."""
+    number, who = threads.counted()
+    kept = disk.state()
+    if kept.folder is None:
+        return {"threads": f"{number}: {who}", "cache": f"in memory only: {kept.trouble}"}
+    size = f"{kept.kernels} kernels, {kept.size / 2**20:.1f} of {disk.LIMIT / 2**20:.0f} MiB"
+    trouble = f"; {kept.trouble}" if kept.trouble else ""
+    return {"threads": f"{number}: {who}", "cache": f"{kept.folder}: {size}{trouble}"}
 
 
 def _processor() -> str:

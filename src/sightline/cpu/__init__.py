@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..problem import Problem
 __all__ = ["Cpu"]
 
 
+LOADED = time.time()  # sources newer than this are not those that run; see disk
 WIDEST = 1024  # of d_k and d_v: their scratch, 256 bytes a component each, lies on a thread's stack
 LONGEST = 400  # parts of mask and score: LLVM takes about 10 ms for each
 

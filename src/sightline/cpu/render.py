@@ -45,7 +45,7 @@ class Renderer:
         floats: Any,
         integers: Any,
         sources: dict[int, Source],
-        clamped: frozenset[tuple[int, int]],
+        clamped: tuple[tuple[int, int], ...],
     ) -> None:
         self.code, self.formula, self.sources, self.clamped = code, formula, sources, clamped
         self.types: dict[Kind, Any] = {"bool": BOOL, "int": integers, "float": floats}

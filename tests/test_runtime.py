@@ -1,0 +1,498 @@
+"""Where kernels are kept: in memory, on disk, between threads and processes; and what is never trusted."""
+
+import dataclasses
+import gc
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import CFUNCTYPE, c_void_p
+
+import numpy as np
+import pytest
+
+from sightline.cpu import compile, disk
+from sightline.cpu.machine import host
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="kernels stay in memory where owners are unknown")
+
+# words: where to read x, where to write, how many bytes to clear there first
+LIBRARY = """
+declare float @llvm.sin.f32(float)
+declare float @llvm.pow.f32(float, float)
+declare float @tanhf(float)
+declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
+define void @apply(ptr %words) {
+  %source = load ptr, ptr %words
+  %second = getelementptr i8, ptr %words, i64 8
+  %target = load ptr, ptr %second
+  %third = getelementptr i8, ptr %words, i64 16
+  %bytes = load i64, ptr %third
+  call void @llvm.memset.p0.i64(ptr %target, i8 0, i64 %bytes, i1 false)
+  %x = load float, ptr %source
+  %sin = call float @llvm.sin.f32(float %x)
+  %pow = call float @llvm.pow.f32(float %sin, float %x)
+  %tanh = call float @tanhf(float %pow)
+  store float %tanh, ptr %target
+  ret void
+}
+"""
+
+
+def constant(number):
+    """A kernel that writes the number where its argument points."""
+    return f"define void @apply(ptr %words) {{\n  store i64 {number}, ptr %words\n  ret void\n}}\n"
+
+
+def called(address, words):
+    CFUNCTYPE(None, c_void_p)(address)(words.ctypes.data)
+    return words
+
+
+def number_of(address):
+    return int(called(address, np.zeros(1, np.int64))[0])
+
+
+def kernel(number, machine=None):
+    return compile.function(f"constant {number}", "apply", lambda: constant(number), machine or host())
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A cache of the test's own, in another process's memory so to speak; `disk._trouble` is empty."""
+    monkeypatch.setenv(disk.VARIABLE, str(tmp_path / "kernels"))
+    monkeypatch.setattr(disk, "_trouble", [])
+    monkeypatch.setattr(disk, "_room", {})
+    monkeypatch.setattr(compile, "counts", type(compile.counts)())
+    forget(monkeypatch)
+    return tmp_path / "kernels"
+
+
+def forget(monkeypatch):
+    """Nothing is in memory, as in another process."""
+    monkeypatch.setattr(compile, "_kept", compile.Kept())
+
+
+def files(folder):
+    return sorted(folder.iterdir())
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_the_c_library_is_found_by_code_from_disk(folder, monkeypatch):
+    x, target = np.array([0.7], np.float32), np.ones(5, np.float32)
+    words = np.array([x.ctypes.data, target.ctypes.data, 16], np.int64)
+    for _ in range(2):
+        target[:] = 1
+        called(compile.function("library", "apply", lambda: LIBRARY, host()), words)
+        expected = math.tanh(math.sin(x[0]) ** x[0])
+        assert abs(target[0] - expected) <= 4 * np.spacing(np.float32(expected))
+        np.testing.assert_array_equal(target[1:], [0, 0, 0, 1])
+        forget(monkeypatch)
+    assert compile.counts == {"compiled": 1, "read": 1}
+
+
+def test_one_thread_compiles_and_all_get_the_kernel(folder, monkeypatch):
+    monkeypatch.setenv(disk.VARIABLE, "off")
+    written = []
+
+    def write():
+        written.append(threading.get_ident())
+        time.sleep(0.05)
+        return constant(7)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: compile.function("seven", "apply", write, host()), range(8)))
+    assert {number_of(address) for address in found} == {7}
+    assert len(written) == 1
+
+
+def test_different_kernels_are_written_at_once(folder):
+    meeting = threading.Barrier(2, timeout=20)
+
+    def write(number):
+        meeting.wait()
+        return constant(number)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda n: compile.function(f"meet {n}", "apply", lambda: write(n), host()), (1, 2))
+        assert [number_of(address) for address in found] == [1, 2]
+
+
+def test_a_failed_kernel_can_be_tried_again(folder):
+    def fail():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile.function("constant 3", "apply", fail, host())
+    assert number_of(kernel(3)) == 3
+
+
+def test_memory_is_bounded_and_no_running_kernel_ends(folder, monkeypatch):
+    monkeypatch.setattr(compile, "MOST", 2)
+    held = kernel(0)
+    ends = [weakref.ref(kernel(n).engine) for n in range(1, 5)]
+    gc.collect()
+    assert [end() is None for end in ends] == [True, True, False, False]
+    assert number_of(held) == 0
+    kernel(3)
+    kernel(5)  # of 3 and 4 the one used longest ago goes
+    gc.collect()
+    assert [end() is None for end in ends] == [True, True, False, True]
+
+
+# -- disk ----------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, numpy as np, sightline
+from sightline import i, j, table
+from sightline.cpu import compile, disk
+if "hold" in sys.argv:
+    print("ready", flush=True); sys.stdin.readline()
+rng = np.random.default_rng(0)
+q = rng.normal(size=(1, 2, 70, 8)).astype(np.float32)
+near, far = (table(rng.normal(size=40).astype(np.float32)) for _ in range(2))
+score = sightline.s + near[i - j] + far[i - j - 1] + near[j - i + 30]
+out = sightline.attention(q, q, q, mask=(i - j >= 1) & (i - j < 40) & (j - i + 30 >= 0), score=score, kernel="cpu")
+print(out.tobytes().hex()[:64], dict(compile.counts), disk.state().trouble)
+"""
+
+
+def started(folder, *arguments, seed="0", program=PROGRAM, **options):
+    environment = os.environ | {disk.VARIABLE: str(folder), "PYTHONHASHSEED": seed}
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.Popen(
+        command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options
+    )
+
+
+def said(process):
+    out, _ = process.communicate("\n", timeout=60)
+    assert process.returncode == 0
+    return out.splitlines()[-1]
+
+
+def test_another_process_finds_the_kernel(tmp_path):
+    first, second = (said(started(tmp_path / "kernels", seed=seed)) for seed in "12")
+    assert first.endswith("{'compiled': 1} None")
+    assert second == first.replace("compiled", "read")
+
+
+def test_two_processes_at_once(tmp_path):
+    both = [started(tmp_path / "kernels", "hold") for _ in range(2)]
+    assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
+    for process in both:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    answers = [said(process).split()[0] for process in both]
+    assert answers[0] == answers[1]
+    assert [file.suffix for file in files(tmp_path / "kernels")] == [".kernel"]
+
+
+DAMAGE = {
+    "truncated": lambda content, _: content[:-9],
+    "without its code": lambda content, _: content[: len(disk.MAGIC) + 32],
+    "empty": lambda content, _: b"",
+    "one bit": lambda content, _: content[:200] + bytes([content[200] ^ 4]) + content[201:],
+    "longer": lambda content, _: content + b"\0",
+    "another kernel": lambda _, other: other,
+    "something else": lambda _, other: b"\x7fELF" * 99,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_damaged_is_made_anew(damage, folder, monkeypatch):
+    kernel(1)
+    (file,) = files(folder)
+    whole = file.read_bytes()
+    kernel(2)
+    (other,) = set(files(folder)) - {file}
+    file.write_bytes(DAMAGE[damage](whole, other.read_bytes()))
+    assert file.read_bytes() != whole
+    for expected in ({"compiled": 3}, {"compiled": 3, "read": 1}):
+        forget(monkeypatch)
+        assert number_of(kernel(1)) == 1
+        assert compile.counts == expected
+        assert "damaged" in disk.state().trouble
+    assert file.read_bytes() == whole
+
+
+def test_reading_needs_no_compiler(folder, monkeypatch):
+    kernel(1)
+    forget(monkeypatch)
+    monkeypatch.setattr(compile, "_object", None)
+    assert number_of(compile.function("constant 1", "apply", None, host())) == 1
+
+
+def change_machine(monkeypatch):
+    return dataclasses.replace(host(), features=host().features.replace("+sse4a", "-sse4a") + ",-avx512vp2intersect")
+
+
+def change_sources(monkeypatch):
+    monkeypatch.setattr(disk, "sources", lambda: "of another version")
+
+
+def change_llvm(monkeypatch):
+    import llvmlite
+
+    monkeypatch.setattr(llvmlite, "__version__", "0.0")
+
+
+@pytest.mark.parametrize("change", [change_machine, change_sources, change_llvm])
+def test_what_decides_the_code_decides_the_file(change, folder, monkeypatch):
+    kernel(1)
+    forget(monkeypatch)
+    kernel(1)
+    assert compile.counts == {"compiled": 1, "read": 1}
+    forget(monkeypatch)
+    kernel(1, change(monkeypatch))
+    assert compile.counts == {"compiled": 2, "read": 1}
+    assert len(files(folder)) == 2
+
+
+def test_sources_newer_than_the_process_keep_nothing(folder, monkeypatch):
+    monkeypatch.setattr(disk, "LOADED", 0.0)
+    disk.sources.cache_clear()
+    try:
+        assert number_of(kernel(1)) == 1
+        assert not folder.exists()
+        assert "changed after it was imported" in disk.state().trouble
+    finally:
+        disk.sources.cache_clear()
+
+
+def test_the_folder_is_ours_alone(folder):
+    old = os.umask(0)
+    try:
+        os.environ[disk.VARIABLE] = str(folder / "deeper")
+        kernel(1)
+    finally:
+        os.umask(old)
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder / "deeper")] == [0o700] * 2
+    assert [file.stat().st_mode & 0o777 for file in files(folder / "deeper")] == [0o600]
+
+
+# -- who is not trusted --------------------------------------------------------------------------------------------
+
+
+def give_away(path, monkeypatch):
+    """Make the path somebody else's; who may not is somebody else from here on."""
+    if os.geteuid() == 0:
+        os.chown(path, 65534, -1, follow_symlinks=False)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)
+
+
+def group_may_write(folder, monkeypatch):
+    folder.chmod(0o770)
+    return "others may write to"
+
+
+def all_may_write(folder, monkeypatch):
+    folder.chmod(0o702)
+    return "others may write to"
+
+
+def all_may_rename(folder, monkeypatch):
+    folder.parent.chmod(0o777)
+    return "others may write to"
+
+
+def of_somebody_else(folder, monkeypatch):
+    give_away(folder, monkeypatch)
+    return "belongs to somebody else"
+
+
+def behind_somebody_elses_link(folder, monkeypatch):
+    link = folder.parent / "link"
+    link.symlink_to(folder.parent)
+    give_away(link, monkeypatch)
+    monkeypatch.setenv(disk.VARIABLE, str(link / folder.name))
+    return "belongs to somebody else"
+
+
+def a_file_others_may_write(folder, monkeypatch):
+    files(folder)[0].chmod(0o620)
+    return "others may have written"
+
+
+def a_file_of_somebody_else(folder, monkeypatch):
+    if os.geteuid():
+        pytest.skip("only root gives a file away")
+    give_away(files(folder)[0], monkeypatch)
+    return "others may have written"
+
+
+def a_file_that_is_a_link(folder, monkeypatch):
+    (file,) = files(folder)
+    file.rename(folder.parent / "kernel")
+    file.symlink_to(folder.parent / "kernel")
+    return "symbolic links"
+
+
+def a_pipe(folder, monkeypatch):
+    (file,) = files(folder)
+    file.unlink()
+    os.mkfifo(file)
+    return "others may have written"
+
+
+DOUBTS = [
+    group_may_write,
+    all_may_write,
+    all_may_rename,
+    of_somebody_else,
+    behind_somebody_elses_link,
+    a_file_others_may_write,
+    a_file_of_somebody_else,
+    a_file_that_is_a_link,
+    a_pipe,
+]
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
+def test_what_others_may_have_written_is_not_run(doubt, folder, monkeypatch):
+    kernel(1)
+    forget(monkeypatch)
+    reason = doubt(folder, monkeypatch)
+    assert number_of(kernel(1)) == 1
+    assert compile.counts == {"compiled": 2}
+    assert reason in disk.state().trouble
+
+
+def test_our_own_link_may_point_where_nothing_is_yet(folder, monkeypatch):
+    link = folder.parent / "link"
+    link.symlink_to(folder)
+    monkeypatch.setenv(disk.VARIABLE, str(link))
+    kernel(1)
+    assert len(files(folder)) == 1
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_our_own_link_and_a_shared_folder_with_the_sticky_bit_are_fine(folder, monkeypatch):
+    kernel(1)
+    forget(monkeypatch)
+    folder.parent.chmod(0o1777)
+    (folder.parent / "link").symlink_to(folder)
+    monkeypatch.setenv(disk.VARIABLE, str(folder.parent / "link"))
+    kernel(1)
+    assert compile.counts == {"compiled": 1, "read": 1}
+
+
+# -- doing without -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["off", "OFF", "kernels", "/dev/null/kernels", "/proc/sightline"])
+def test_calls_do_without_a_disk(word, folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(disk.VARIABLE, word)
+    assert number_of(kernel(1)) == 1
+    forget(monkeypatch)
+    assert number_of(kernel(1)) == 1
+    assert compile.counts == {"compiled": 2}
+    assert disk.state().trouble
+    assert not any(tmp_path.iterdir())
+
+
+FULL = """
+import resource, signal
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+"""
+
+
+def test_a_full_disk_breaks_nothing(tmp_path):
+    answer = said(started(tmp_path / "kernels", program=FULL + PROGRAM, stderr=subprocess.STDOUT))
+    assert "{'compiled': 1}" in answer
+    assert "File too large" in answer
+    assert not any((tmp_path / "kernels").iterdir())
+
+
+def test_without_a_word_it_is_the_users_cache(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for word in (None, ""):
+        monkeypatch.delenv(disk.VARIABLE) if word is None else monkeypatch.setenv(disk.VARIABLE, word)
+        found = disk.state().folder
+        assert tmp_path in found.parents
+        assert found.name == "sightline"
+
+
+def test_the_folder_is_bounded_and_the_oldest_go(folder, monkeypatch):
+    kernel(0)
+    (first,) = files(folder)
+    strangers = [folder / "letter.kernel", folder / "letter.part"]
+    stale = folder / f"{first.name}.{'0' * 16}.part"
+    for age, path in enumerate([*strangers, stale, first]):
+        path.write_bytes(first.read_bytes())
+        os.utime(path, (age, age))
+    monkeypatch.setattr(disk, "LIMIT", 10 * first.stat().st_size)
+    monkeypatch.setattr(disk, "_room", {})
+    for number in range(1, 25):
+        kernel(number)
+        os.utime(max(files(folder), key=lambda file: file.stat().st_mtime), (100 + number, 100 + number))
+    kept = [file for file in files(folder) if file not in strangers]
+    assert all(path.exists() for path in strangers)
+    assert not stale.exists()
+    assert 7 <= len(kept) <= 11  # up to one beyond the limit is written before it is measured again
+    forget(monkeypatch)
+    compile.counts.clear()
+    for number in range(24, 17, -1):
+        kernel(number)
+    assert compile.counts == {"read": 7}
+
+
+def test_use_makes_a_kernel_younger(folder, monkeypatch):
+    kernel(1)
+    (file,) = files(folder)
+    os.utime(file, (1, 1))
+    forget(monkeypatch)
+    kernel(1)
+    assert time.time() - file.stat().st_mtime < 100
+
+
+# -- forks ---------------------------------------------------------------------------------------------------------
+
+FORK = """
+import os, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from test_runtime import constant, host, kernel, number_of
+from sightline.cpu import compile
+many = "\\n".join(f"  %x{n} = load volatile i64, ptr %words" for n in range(1500))
+heavy = "define void @apply(ptr %words) {\\n" + many + "\\n  ret void\\n}\\n"
+def work(name):
+    for n in range(40):
+        compile.function(f"{name} {n}", "apply", lambda: heavy, host())
+kernel(0)
+thread = threading.Thread(target=work, args=("heavy",), daemon=True)
+thread.start()
+bad = forks = 0
+while thread.is_alive() and forks < 6:
+    time.sleep(0.02)
+    child = os.fork()
+    if child == 0:
+        compile.function(f"heavy {forks}", "apply", lambda: constant(5), host())
+        os._exit(number_of(kernel(0)) + number_of(kernel(1)) - 1)
+    forks += 1
+    for _ in range(1000):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            bad += status != 0
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(child, 9)
+        bad += 1
+        break
+print("forks", forks, "bad", bad)
+"""
+
+
+def test_a_fork_while_another_thread_compiles(tmp_path):
+    answer = said(started("off", os.path.dirname(__file__), program=FORK)).split()
+    assert answer[3] == "0"
+    assert int(answer[1]) >= 3

@@ -1,0 +1,316 @@
+"""How many threads a kernel gets, whose they are, and what forks, signals and the interpreter's end leave usable."""
+
+import builtins
+import contextvars
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+import sightline
+from sightline.cpu import compile
+from sightline.cpu import threads as room
+from sightline.cpu.machine import host
+from sightline.errors import ParameterError
+
+# -- how many ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """Nobody says a number."""
+    monkeypatch.delenv(room.VARIABLE, raising=False)
+    monkeypatch.delitem(sys.modules, "torch")
+
+
+def usable():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def test_the_nearest_word_holds(monkeypatch, bare):
+    monkeypatch.setattr(room, "_quota", lambda: 10**6)
+    assert room.count() == usable()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 11)
+    assert room.count() == 11
+    monkeypatch.setenv(room.VARIABLE, "12")
+    assert room.count() == 12
+    with sightline.threads(13):
+        assert room.count() == 13
+        with sightline.threads(14):
+            assert room.count() == 14
+            assert room.count(15) == 15
+        assert room.count() == 13
+    assert room.count() == 12
+
+
+def test_an_error_ends_the_block():
+    before = room.count()
+    with pytest.raises(KeyError), sightline.threads(before + 1):
+        raise KeyError
+    assert room.count() == before
+
+
+def test_a_block_is_its_threads_own():
+    before = room.count()
+    with sightline.threads(before + 1), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(room.count).result() == before
+        assert pool.submit(contextvars.copy_context().run, room.count).result() == before + 1
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.0, True, "2", None, 2**31])
+def test_what_is_no_number_of_threads(number):
+    with pytest.raises(ParameterError, match=r"whole number of at least 1"):
+        sightline.threads(number)
+
+
+@pytest.mark.parametrize("word", ["0", "-2", "two", "1.5", "99999999999"])
+def test_what_is_no_number_in_the_variable(word, monkeypatch):
+    monkeypatch.setenv(room.VARIABLE, word)
+    x = np.ones((3, 2), np.float32)
+    with pytest.raises(ParameterError, match=room.VARIABLE):
+        sightline.attention(x, x, x, kernel="cpu")
+    assert sightline.attention(x, x, x, kernel="cpu", threads=1).shape == (3, 2)
+
+
+def test_an_empty_variable_says_nothing(monkeypatch, bare):
+    monkeypatch.setenv(room.VARIABLE, "")
+    assert room.count() == min(usable(), room._quota())
+
+
+@pytest.mark.parametrize(
+    ("line", "number"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", room.MOST), ("", room.MOST)]
+)
+def test_a_containers_share(line, number, tmp_path, monkeypatch, bare):
+    file = tmp_path / "cpu.max"
+    assert room._quota(str(file)) == room.MOST
+    file.write_text(line + "\n")
+    room._quota.cache_clear()
+    quota = room._quota(str(file))
+    assert quota == number
+    monkeypatch.setattr(room, "_quota", lambda: quota)
+    assert room.count() == min(number, usable())
+
+
+# -- whose ---------------------------------------------------------------------------------------------------------
+
+# words: how many have come, how many to wait for
+MEETING = """
+define void @meet(ptr %words) {
+entry:
+  %second = getelementptr i8, ptr %words, i64 8
+  %wanted = load i64, ptr %second
+  %before = atomicrmw add ptr %words, i64 1 seq_cst
+  br label %wait
+wait:
+  %turn = phi i64 [ 0, %entry ], [ %next, %again ]
+  %come = load atomic i64, ptr %words seq_cst, align 8
+  %all = icmp sge i64 %come, %wanted
+  br i1 %all, label %done, label %again
+again:
+  %next = add i64 %turn, 1
+  %tired = icmp sgt i64 %next, 3000000000
+  br i1 %tired, label %done, label %wait
+done:
+  ret void
+}
+"""
+
+
+def come(number, expected=None):
+    """How many threads came to a kernel that waits for as many as are expected."""
+    address = compile.function("meeting", "meet", lambda: MEETING, host())
+    words = np.array([0, number if expected is None else expected], np.int64)
+    room.call(address, words, number, ())
+    return int(words[0])
+
+
+borrowed = pytest.mark.skipif(room._host_team() is None, reason="torch has no OpenMP here")
+
+
+@pytest.fixture(params=[pytest.param("host", marks=borrowed), "pool"])
+def team(request, monkeypatch):
+    """The host's OpenMP, or the pool of our own."""
+    monkeypatch.setattr(room, "_teams", room.Teams(forked=request.param == "pool"))
+    assert (room._host_team() is None) == (request.param == "pool")
+    yield request.param
+    assert (room._teams.pool is None) == (request.param == "host")
+
+
+def test_every_thread_comes_once(team):
+    for number in (3, 2, 5):
+        assert come(number) == number
+
+
+def test_one_thread_takes_nobody_along(monkeypatch):
+    monkeypatch.setattr(room, "_host_team", None)
+    monkeypatch.setattr(room, "_pool", None)
+    assert come(1) == 1
+
+
+def test_loaded_libraries_are_looked_for_once(monkeypatch):
+    monkeypatch.setattr(room, "_teams", room.Teams())
+    monkeypatch.setattr(room, "_entry", lambda library: None)
+    opened = []
+    original = builtins.open
+    monkeypatch.setattr(builtins, "open", lambda *a, **k: (opened.append(a[0]), original(*a, **k))[1])
+    for _ in range(5):
+        come(2)
+    assert opened.count("/proc/self/maps") <= 1
+    monkeypatch.setitem(sys.modules, "a module that may have brought one", sys)
+    come(2)
+    assert opened.count("/proc/self/maps") <= 2
+
+
+def test_without_threads_to_be_had_one_does_it_all(monkeypatch):
+    monkeypatch.setattr(room, "_teams", room.Teams(forked=True))
+
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    assert come(4, expected=1) == 1
+
+
+def large(heads=4, n=700):
+    rng = np.random.default_rng(11)
+    return [rng.normal(size=(1, heads, n, 32)).astype(np.float32) for _ in range(3)]
+
+
+def test_many_python_threads_at_once(team):
+    arrays = [large(heads) for heads in range(1, 9)]
+    alone = [sightline.attention(*three, kernel="cpu", threads=1) for three in arrays]
+    start = threading.Barrier(8)
+
+    def work(place):
+        start.wait()
+        return [sightline.attention(*arrays[place], kernel="cpu", threads=3) for _ in range(4)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for expected, results in zip(alone, pool.map(work, range(8)), strict=True):
+            for result in results:
+                np.testing.assert_array_equal(result, expected)
+
+
+# -- forks, signals and the end ------------------------------------------------------------------------------------
+
+START = """
+import os, signal, sys, threading, time, numpy as np
+{before}
+import sightline
+from sightline.cpu import threads as room
+rng = np.random.default_rng(0)
+q = rng.normal(size=(1, 4, 900, 32)).astype(np.float32)
+expected = sightline.attention(q, q, q, kernel="cpu", threads=1)
+def right():
+    return np.array_equal(sightline.attention(q, q, q, kernel="cpu", threads=3), expected)
+"""
+WITH_TORCH = "import torch; torch.set_num_threads(2); torch.ones(1 << 20).exp().sum()"
+hosts = pytest.mark.parametrize("before", ["", WITH_TORCH], ids=["alone", "with torch"])
+
+
+def program(text, before, **options):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", START.format(before=before) + text], **pipes, **options)
+
+
+def said(process):
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    return out.splitlines()
+
+
+FORK = """
+def child():
+    signal.alarm(20)
+    assert room._host_team() is None
+    fine = right() and right()
+    taken = sum(thread.name.startswith("sightline") for thread in threading.enumerate())
+    os._exit(0 if fine and taken else 1)
+fine = [right()]
+for _ in range(2):
+    process = os.fork()
+    if process == 0:
+        child()
+    fine.append(right())
+    fine.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0)
+print(fine, room._host_team() is not None)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+@hosts
+def test_a_fork_calls_and_so_does_its_parent(before):
+    (line,) = said(program(FORK, before))
+    assert line == f"{[True] * 5} {bool(before) and room._host_team() is not None}"
+
+
+LATE = """
+import multiprocessing, numpy as np, torch
+torch.ones(1 << 20).exp().sum()
+def work(queue):
+    import sightline
+    x = np.ones((1, 4, 900, 32), np.float32)
+    queue.put(float(sightline.attention(x, x, x, kernel="cpu", threads=3).sum()))
+context = multiprocessing.get_context("fork")
+queue = context.Queue()
+process = context.Process(target=work, args=(queue,), daemon=True)
+process.start()
+print(queue.get(timeout=30))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_fork_that_imports_later_calls_too():
+    result = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
+    assert float(result.stdout) == 4 * 900 * 32
+
+
+INTERRUPT = """
+long = rng.normal(size=(1, 8, 6000, 64)).astype(np.float32)
+sightline.attention(long[:, :1, :64], long[:, :1, :64], long[:, :1, :64], kernel="cpu")
+for attempt in range(3):
+    begun = time.monotonic()
+    try:
+        print("ready", flush=True)
+        for _ in range(100):
+            sightline.attention(long, long, long, kernel="cpu", threads=3)
+    except KeyboardInterrupt:
+        print("stopped", right(), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@hosts
+def test_an_interrupted_call_leaves_all_usable(before):
+    process = program(INTERRUPT, before)
+    for _ in range(3):
+        assert process.stdout.readline() == "ready\n"
+        threading.Event().wait(0.15)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "stopped True\n"
+    assert said(process) == []
+
+
+END = """
+import atexit, threading
+atexit.register(lambda: print("at exit", right(), flush=True))
+def late():
+    time.sleep(0.3)
+    while True:
+        right()
+threading.Thread(target=late, daemon=True).start()
+print(right())
+threading.Thread(target=lambda: (time.sleep(0.5), print("last thread", right(), flush=True))).start()
+"""
+
+
+@hosts
+def test_calls_as_the_interpreter_ends(before):
+    assert said(program(END, before)) == ["True", "last thread True", "at exit True"]
