@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ..formula.expression import walk
 from ..plan import Kernel, Refusal, Result
 from ..problem import Problem
+from .processor import HOST, Processor
 
 __all__ = ["Cpu"]
 
@@ -21,6 +22,9 @@ class Cpu(Kernel):
 
     name = "cpu"
     describes = "generated through LLVM for this processor, float32 and float64, O(n) memory"
+
+    def __init__(self, processor: Processor = HOST) -> None:
+        self.processor = processor
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
         """Other devices, other dtypes, dropout, and a machine without llvmlite."""
@@ -44,4 +48,4 @@ class Cpu(Kernel):
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         from .run import run
 
-        return run(problem, threads)
+        return run(problem, threads, self.processor)

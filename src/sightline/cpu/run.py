@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,35 +17,34 @@ from ..observe import Lse
 from ..plan import Result
 from ..problem import Problem
 from ..streaming import Streaming
-from . import threads as team
 from .arguments import pack
-from .compile import compile_module
 from .forward import KEYS, Forward, Structure
-from .machine import host
+from .machine import Machine
+from .processor import Processor
+from .threads import count
 
 __all__ = ["run"]
 
 SMALL = 1 << 21  # multiplications below which a second thread costs more than it gives
-_compiled: dict[Structure, int] = {}
 _compiling = threading.Lock()
 
 
-def run(problem: Problem, threads: int | None = None) -> Result:
+def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     """Forward through the generated kernel; statistics beyond lse through `streaming`, scores and normaliser alike."""
     arrays = [to_numpy(x) for x in (problem.query, problem.key, problem.value)]
     output = np.empty((*problem.lead, problem.H, problem.n, problem.d_v), problem.dtype)
     lse = np.empty((*problem.lead, problem.H, problem.n), np.float64)
     if output.size or lse.size:
-        _call(problem, arrays, output, lse, team.count(threads))
+        _call(problem, arrays, output, lse, count(threads), processor)
     output, lse = convert(output, problem.query), convert(lse.astype(problem.dtype), problem.query)
     rides = all(isinstance(statistic, Lse) for statistic in problem.see)
     return Result(output, lse, (lse,) * len(problem.see) if rides else Streaming().run(problem).seen)
 
 
-def _call(problem: Problem, arrays: list[Any], output: Any, lse: Any, threads: int) -> None:
+def _call(problem: Problem, arrays: list[Any], output: Any, lse: Any, threads: int, processor: Processor) -> None:
     tables = [_table_array(t.array) for t in problem.tables]
-    structure, address = kernel_for(problem, arrays, tables)
-    block = block_of(structure.dtype)
+    structure, kernel = kernel_for(problem, arrays, tables, processor)
+    block = block_of(structure.dtype, processor.machine)
     runs = find_runs(problem.mask, problem.extent, block, KEYS)
     query_blocks = -(-problem.n // block)
     counter = np.zeros(1, np.int64)
@@ -81,11 +79,12 @@ def _call(problem: Problem, arrays: list[Any], output: Any, lse: Any, threads: i
     words = pack(fields, [(t.ctypes.data, t.strides, t.shape) for t in tables])
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
     memory = (arrays, tables, output, lse, counter, batch, sinks, full, kept)
-    team.call(address, words, 1 if work < SMALL else min(threads, int(fields["items"])), memory)
+    processor.call(kernel, words, 1 if work < SMALL else min(threads, int(fields["items"])), memory)
 
 
-def kernel_for(problem: Problem, arrays: list[Any], tables: list[Any]) -> tuple[Structure, int]:
-    """The structure of the problem's kernel and its address, compiled when first met."""
+def kernel_for(problem: Problem, arrays: list[Any], tables: list[Any], processor: Processor) -> tuple[Structure, Any]:
+    """The structure of the problem's kernel and what the processor calls, compiled when first met."""
+    machine = processor.machine
     size = arrays[0].itemsize
     largest, clamped = _ranges(problem)
     structure = Structure(
@@ -101,18 +100,17 @@ def kernel_for(problem: Problem, arrays: list[Any], tables: list[Any]) -> tuple[
         clamped=clamped,
         sinks=problem.sinks is not None,
     )
+    made = machine, structure
     with _compiling:
-        if structure not in _compiled:
+        if made not in processor.kernels:
             name = "sightline_forward"
-            module = Forward(structure, problem.mask, problem.score, host()).write(name)
-            _compiled[structure] = compile_module(module, host(), name)
-    return structure, _compiled[structure]
+            module = Forward(structure, problem.mask, problem.score, machine).write(name)
+            processor.kernels[made] = processor.compile(module, name)
+    return structure, processor.kernels[made]
 
 
-@cache
-def block_of(dtype: str) -> int:
+def block_of(dtype: str, machine: Machine) -> int:
     """Queries the kernel takes at a time."""
-    machine = host()
     return machine.width // np.dtype(dtype).itemsize * machine.tile[1]
 
 
