@@ -37,7 +37,15 @@ def missing() -> str:
     """What the emulation needs and does not find; empty if nothing."""
     lacks = [] if any(map(shutil.which, EMULATORS)) else [EMULATORS[0]]
     lacks += [TOOLS + tool for tool in ("gcc", "ld") if not shutil.which(TOOLS + tool)]
+    if shutil.which(TOOLS + "gcc") and not loader().is_absolute():
+        lacks.append("a C library for ARM")
     return " and ".join(lacks)
+
+
+def loader() -> Path:
+    """What loads dynamically linked programs for ARM; its bare name where the compiler finds none."""
+    command = [TOOLS + "gcc", "-print-file-name=ld-linux-aarch64.so.1"]
+    return Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
 
 
 class Emulator(Processor):
@@ -64,11 +72,8 @@ class Emulator(Processor):
         source, program = Path(__file__).with_name("runner.c"), self.folder / "runner"
         command = [TOOLS + "gcc", "-O1", "-Wl,--no-as-needed", source, "-o", program, "-lm", "-ldl"]
         subprocess.run(command, check=True)
-        loader = subprocess.run(
-            [TOOLS + "gcc", "-print-file-name=ld-linux-aarch64.so.1"], check=True, capture_output=True, text=True
-        ).stdout.strip()
         emulator = next(filter(None, map(shutil.which, EMULATORS)))
-        root = Path(loader).resolve().parents[1]
+        root = loader().resolve().parents[1]
         runner = subprocess.Popen(
             [emulator, "-cpu", OLDEST, "-L", root, program, self.file.name, str(ROOM)],
             stdin=subprocess.PIPE,
