@@ -1,7 +1,7 @@
-"""The generated kernel's own parts: elementary functions, register tiles of other machines, threads."""
+"""The generated kernel's own parts: elementary functions, threads, widths, tables far apart."""
 
-import ctypes
 import math
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -9,10 +9,9 @@ from llvmlite import ir
 
 import sightline
 from sightline import h, i, j, s
-from sightline.cpu import Cpu, call, functions, gradients, run
-from sightline.cpu.compile import compile_module
-from sightline.cpu.lanes import DOUBLE, FLOAT, Code, vector
-from sightline.cpu.machine import Machine, host
+from sightline.cpu import Cpu, functions
+from sightline.cpu.lanes import DOUBLE, FLOAT, POINTER, Code, vector
+from sightline.cpu.processor import HOST
 from sightline.cpu.render import LLVM_RULES
 from sightline.formula.operators import OPERATORS
 from sightline.problem import pose
@@ -28,19 +27,20 @@ PROMISED = {
 }  # units in the last place, as their docstrings say
 
 
-def applied(function, x):
-    """A function of lanes over an array, compiled for this machine."""
+def applied(function, x, processor=HOST):
+    """A function of lanes over an array."""
     kind = FLOAT if x.dtype == np.float32 else DOUBLE
     module = ir.Module("test")
-    code = Code(module, "apply", arguments=2)
-    source, target = code.arguments
+    code = Code(module, "apply")
+    source, target = (code.arguments[0].at(8 * word).load(POINTER, 8) for word in range(2))
     with code.loop(0, x.size, LANES) as at:
         value = source.at(at * x.itemsize).load(vector(kind, LANES))
         target.at(at * x.itemsize).store(function(code, value))
     code.finish()
-    address = compile_module(module, host(), "apply")
     result = np.full_like(x, np.nan)
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(address)(x.ctypes.data, result.ctypes.data)
+    words = np.array([x.ctypes.data, result.ctypes.data])
+    kernel = processor.kernel(uuid4().hex, "apply", lambda: module)
+    processor.call(kernel, words, 1, (x, result))
     return result
 
 
@@ -55,9 +55,8 @@ def ulps(actual, exact):
     return float((error / np.spacing(np.abs(rounded[normal])).astype(np.longdouble)).max())
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("name", PROMISED)
-def test_elementary_functions_keep_their_promise(name, dtype):
+def check_promise(name, dtype, processor=HOST):
+    """Raise AssertionError where an elementary function errs by more than its docstring says."""
     reach = 800.0 if dtype == np.float64 else 110.0
     x = np.concatenate([np.linspace(-reach, reach, 4096), np.linspace(-1, 1, 4096), np.geomspace(1e-30, 1, 2032)])
     x = np.concatenate(
@@ -68,7 +67,13 @@ def test_elementary_functions_keep_their_promise(name, dtype):
     x = x.astype(dtype)
     with np.errstate(all="ignore"):
         exact = getattr(np, name.removesuffix("_of_negative"))(x.astype(np.longdouble))
-        assert ulps(applied(getattr(functions, name), x), exact) <= PROMISED[name]
+        assert ulps(applied(getattr(functions, name), x, processor), exact) <= PROMISED[name]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", PROMISED)
+def test_elementary_functions_keep_their_promise(name, dtype):
+    check_promise(name, dtype)
 
 
 def test_every_operator_has_a_rule():
@@ -103,29 +108,6 @@ def test_any_number_of_threads_gives_the_same_bits(problem):
     for threads in (2, 3, 7):
         again = sightline.attention(q, k, v, kernel="cpu", threads=threads, **PROBLEMS[problem])
         np.testing.assert_array_equal(again, once)
-
-
-NARROW = {
-    "avx2": ("haswell", "+avx2,+fma,-avx512f", 32),
-    "sse2": ("x86-64", "+sse2,-avx", 16),
-}
-
-
-@pytest.mark.skipif("x86_64" not in host().triple, reason="features of x86 are restricted here")
-@pytest.mark.parametrize("machine", NARROW)
-@pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_narrower_machines_agree(machine, problem, dtype, monkeypatch):
-    cpu, features, width = NARROW[machine]
-    narrow = Machine(host().triple, cpu, features, width, 16)
-    for module in (call, run, gradients):
-        monkeypatch.setattr(module, "host", lambda: narrow)
-    monkeypatch.setattr(call, "_compiled", {})
-    call.block_of.cache_clear()
-    try:
-        assert_conforms(Cpu().run, pose(*arrays(dtype), **PROBLEMS[problem]))
-    finally:
-        call.block_of.cache_clear()
 
 
 def test_widths_beyond_the_stack_are_refused():

@@ -174,9 +174,10 @@ def sizes_of_gradients(problem: Problem, d_output: Any, d_lse: Any = 0.0, d_weig
         p = np.exp(to_numpy(problem.sinks).astype(np.float64)[:, None] - stages.lse)
         sizes["sinks"] = np.where(np.isfinite(p), p * row, 0.0).reshape(-1, problem.H, problem.n).sum((0, 2))
     place = {id(table): k for k, table in enumerate(problem.tables)}
-    for node in [] if problem.score is None else walk(problem.score):
-        if isinstance(node, Lookup) and node.kind == "float":
-            share = np.where(d_score == 0, 0.0, d_score * np.abs(values(derivative(problem.score, node))))
+    score = problem.score
+    for node in [] if score is None else walk(score):
+        if score is not None and isinstance(node, Lookup) and node.kind == "float":
+            share = np.where(d_score == 0, 0.0, d_score * np.abs(values(derivative(score, node))))
             index = [
                 np.broadcast_to(np.clip(values(a), 0, length - 1), share.shape)
                 for a, length in zip(node.arguments, node.table.shape, strict=True)

@@ -108,12 +108,14 @@ def _machine() -> dict[str, str]:
     if find_spec("llvmlite"):
         import llvmlite.binding as llvm
 
-        from ..cpu.machine import host
+        from ..cpu.machine import VARIABLE, host, native
 
         features = llvm.get_host_cpu_features()
         machine = host()
         found["vectors"] = ", ".join(name for name in VECTORS if features.get(name)) or "none known"
         found["kernels for"] = f"{machine.cpu}: {machine.registers} registers of {machine.width} bytes"
+        if machine != native():
+            found["kernels for"] += f", as {VARIABLE}={os.environ[VARIABLE]} asks"
     return found
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..formula.expression import walk
 from ..plan import Gradients, Kernel, Refusal, Result
 from ..problem import Problem
+from .processor import HOST, Processor
 
 __all__ = ["Cpu"]
 
 
-LOADED = time.time()  # sources newer than this are not those that run; see disk
 WIDEST = 1024  # of d_k and d_v: their scratch, 256 bytes a component each, lies on a thread's stack
 LONGEST = 400  # parts of mask and score: LLVM takes about 10 ms for each
 
@@ -24,6 +23,9 @@ class Cpu(Kernel):
 
     name = "cpu"
     describes = "generated through LLVM for this processor, O(n) memory"
+
+    def __init__(self, processor: Processor = HOST) -> None:
+        self.processor = processor
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
         """Other devices, rows and formulas too large, and a machine without llvmlite."""
@@ -43,7 +45,7 @@ class Cpu(Kernel):
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         from .run import run
 
-        return run(problem, threads)
+        return run(problem, threads, self.processor)
 
     def gradients(
         self,
@@ -58,4 +60,4 @@ class Cpu(Kernel):
             return None
         from .gradients import gradients
 
-        return gradients(problem, d_output, d_lse, saved, wanted, threads)
+        return gradients(problem, d_output, d_lse, saved, wanted, threads, self.processor)

@@ -352,11 +352,11 @@ class Backward(Block):
         if score is None:
             return
         nodes, tables = walk(score), len(self.structure.tables)
-        self.slope = self.renderer(derivative(score), self.float, frozenset())
+        self.slope = self.renderer(derivative(score), self.float, ())
         for k, (place, slot, owned) in enumerate(self.structure.gaining):
             node = nodes[place]
             assert isinstance(node, Lookup)
-            slope = self.renderer(derivative(score, node), self.float, frozenset())
+            slope = self.renderer(derivative(score, node), self.float, ())
             gain = self.given.tables[tables + k]
             self.gaining.append((node, slot, slope, gain, owned))
         self.offsets, self.shares = (self.tiles.scratch(self.lanes * 8) for _ in range(2))

@@ -86,6 +86,10 @@ class Block:
         self.factor = self.given.factor.to(self.float)
         self.prepare_formulas()
 
+    def write(self, name: str) -> Any:
+        """The module with the kernel in it."""
+        raise NotImplementedError(type(self).__name__)
+
     # -- where the block's data lie -------------------------------------------------------------------------------
     def place(self, b: Value, h: Value, query_block: Value) -> None:
         """Query rows, runs and length of a block."""
@@ -154,13 +158,13 @@ class Block:
         tables = [table for f in self.formulas if f is not None for table in f.tables]
         self.sources = {id(t): sources[slot] for t, slot in zip(tables, self.structure.slots, strict=True)}
         self.renderers = [
-            None if formula is None else self.renderer(formula, floats, frozenset(clamped))
+            None if formula is None else self.renderer(formula, floats, clamped)
             for formula, floats, clamped in zip(
                 self.formulas, (DOUBLE, self.float), self.structure.clamped, strict=True
             )
         ]
 
-    def renderer(self, formula: Expression, floats: Any, clamped: frozenset[tuple[int, int]]) -> Renderer:
+    def renderer(self, formula: Expression, floats: Any, clamped: tuple[tuple[int, int], ...]) -> Renderer:
         return Renderer(self.code, formula, floats, self.integer, self.sources, clamped)
 
     def evaluate_block(self) -> None:

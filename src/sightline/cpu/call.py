@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,14 +14,11 @@ from ..formula.bounds import intervals
 from ..formula.expression import Lookup, walk
 from ..formula.runs import Runs, box_of, find_runs
 from ..problem import Problem
-from .block import KEYS, Structure
-from .compile import compile_module
-from .machine import host
+from .block import KEYS, Block, Structure
+from .machine import Machine
+from .processor import Processor
 
-__all__ = ["Inputs", "address_of", "block_of", "operand", "structure_of"]
-
-_compiled: dict[Structure, int] = {}
-_compiling = threading.Lock()
+__all__ = ["Inputs", "block_of", "kernel_of", "operand", "structure_of"]
 
 
 class Inputs:
@@ -110,19 +105,18 @@ def structure_of(kernel: str, problem: Problem, inputs: Inputs, **more: Any) -> 
     )
 
 
-def address_of(structure: Structure, write: Callable[[str], Any]) -> int:
-    """The kernel's address, compiled when first met."""
-    with _compiling:
-        if structure not in _compiled:
-            name = f"sightline_{structure.kernel}"
-            _compiled[structure] = compile_module(write(name), host(), name)
-    return _compiled[structure]
+def kernel_of(structure: Structure, problem: Problem, writer: type[Block], processor: Processor) -> Any:
+    """The kernel as the processor calls it."""
+    name = f"sightline_{structure.kernel}"
+
+    def write() -> Any:
+        return writer(structure, problem.mask, problem.score, processor.machine).write(name)
+
+    return processor.kernel(repr(structure), name, write)
 
 
-@cache
-def block_of(dtype: str) -> int:
+def block_of(dtype: str, machine: Machine) -> int:
     """Queries a kernel takes at a time."""
-    machine = host()
     return machine.width // (8 if dtype == "float64" else 4) * machine.tile[1]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from . import disk
 from .machine import Machine
 
-__all__ = ["Address", "compile_module", "counts", "function"]
+__all__ = ["Address", "compile_module", "counts", "function", "optimised"]
 
 MOST = 512  # kernels in memory, about 80 KB each
 # A kernel is written as it shall run: loops unrolled for the registers, shared parts computed once. What is left to do
@@ -134,6 +134,12 @@ def compile_module(module: Any, machine: Machine, name: str) -> Address:
 
 def _object(module: Any, machine: Machine) -> bytes:
     """The module's object code, optimised for the machine."""
+    parsed, target = optimised(module, machine)
+    return bytes(target.emit_object(parsed))
+
+
+def optimised(module: Any, machine: Machine) -> tuple[Any, Any]:
+    """The module as LLVM's passes leave it for the machine, and LLVM's target that writes its code."""
     llvm = _llvm()
     target = _target(machine)
     parsed = llvm.parse_assembly(str(module), llvm.create_context())
@@ -145,7 +151,7 @@ def _object(module: Any, machine: Machine) -> bytes:
     for name in PASSES:
         getattr(passes, f"add_{name}_pass")()
     passes.run(parsed, builder)
-    return bytes(target.emit_object(parsed))
+    return parsed, target
 
 
 def _loaded(code: bytes, name: str, machine: Machine) -> Address:

@@ -13,12 +13,13 @@ from ..arrays import convert, empty, layout, namespace, plain, resolve, to_numpy
 from ..formula.expression import SYMBOLS, Lookup, walk
 from ..plan import Gradients
 from ..problem import Problem
-from . import threads as team
 from .arguments import BACKWARD, pack
 from .backward import Backward
 from .block import KEYS
-from .call import Inputs, address_of, block_of, operand, structure_of
-from .machine import host
+from .call import Inputs, block_of, kernel_of, operand, structure_of
+from .machine import Machine
+from .processor import Processor
+from .threads import count
 
 __all__ = ["gradients"]
 
@@ -64,6 +65,7 @@ def gradients(
     saved: tuple[Any, Any],
     wanted: Collection[int],
     threads: int | None,
+    processor: Processor,
 ) -> Gradients | None:
     """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse; None where one is NaN or ∞, which `streaming` sorts out.
 
@@ -76,15 +78,18 @@ def gradients(
     gains = list(_gains(problem, wanted))
     split = Split.of(problem, gains)
     xp, query = namespace(problem.query), problem.query
-    inputs = Inputs(problem, block_of(problem.dtype))
+    block = block_of(problem.dtype, processor.machine)
+    inputs = Inputs(problem, block)
     d_output = plain(xp.astype(d_output, query.dtype))
     lead, rows = problem.lead, (*problem.lead, problem.H, problem.n)
     sums = problem.accumulator
-    widths = {name: _whole(width, sums) for name, width in (("d_key", problem.d_k), ("d_value", problem.d_v))}
-    found = {name: _zeros((*lead, problem.G, problem.m, width), sums, query) for name, width in widths.items()}
+    found = {
+        name: _zeros((*lead, problem.G, problem.m, _whole(width, sums, processor.machine)), sums, query)
+        for name, width in (("d_key", problem.d_k), ("d_value", problem.d_v))
+    }
     found["d_query"] = _zeros((split.parts, *rows, problem.d_k), sums, query)
     tables = [_table_sums(problem, gain, split) for gain in gains]
-    taint, query_blocks = np.zeros(1, np.int64), -(-problem.n // block_of(problem.dtype))
+    taint, query_blocks = np.zeros(1, np.int64), -(-problem.n // block)
     structure = structure_of(
         "backward", problem, inputs, gaining=tuple((gain.place, gain.slot, gain.owned) for gain in gains)
     )
@@ -108,9 +113,9 @@ def gradients(
         (t.ctypes.data, (0 if gain.owned else t.strides[0],), (0,)) for t, gain in zip(tables, gains, strict=True)
     ]
     words = pack(BACKWARD, fields, [*inputs.table_words(), *shares])
-    address = address_of(structure, Backward(structure, problem.mask, problem.score, host()).write)
+    kernel = kernel_of(structure, problem, Backward, processor)
     kept = (*inputs.kept, *found.values(), *tables, problem)
-    team.call(address, words, min(team.count(threads), fields["items"]), kept)
+    processor.call(kernel, words, min(count(threads), fields["items"]), kept)
     if taint[0]:
         return None
 
@@ -149,9 +154,9 @@ def _gains(problem: Problem, wanted: Collection[int]) -> Iterator[Gain]:
         yield Gain(place, slot, belongs(slot, "j"), belongs(slot, "h"))
 
 
-def _whole(width: int, dtype: str) -> int:
+def _whole(width: int, dtype: str, machine: Machine) -> int:
     """The width rounded up to whole vectors."""
-    lanes = host().width // (8 if dtype == "float64" else 4)
+    lanes = machine.width // (8 if dtype == "float64" else 4)
     return -(-width // lanes) * lanes
 
 

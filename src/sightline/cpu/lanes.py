@@ -343,8 +343,8 @@ class Code:
         return Value(self, self.builder.call(function, [v.raw for v in inputs]))
 
     def fma(self, x: Any, y: Any, z: Any) -> Value:
-        """x · y + z, rounded once."""
-        return self.intrinsic("fma", x, y, z)
+        """x · y + z, rounded once where the machine has an instruction for it, else twice: never by a function call."""
+        return self.intrinsic("fmuladd", x, y, z)
 
     def where(self, condition: Value, yes: Any, no: Any) -> Value:
         yes, no = self.meet(yes, no)

@@ -11,23 +11,23 @@ from ..observe import Lse
 from ..plan import Result
 from ..problem import Problem
 from ..streaming import Streaming
-from . import threads as team
 from .arguments import FORWARD, pack
-from .call import Inputs, address_of, block_of, structure_of
+from .call import Inputs, block_of, kernel_of, structure_of
 from .forward import Forward
-from .machine import host
+from .processor import Processor
+from .threads import count
 
 __all__ = ["run"]
 
 SMALL = 1 << 21  # multiplications below which a second thread costs more than it gives
 
 
-def run(problem: Problem, threads: int | None = None) -> Result:
+def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     """Forward through the generated kernel; statistics beyond lse through `streaming`, scores and normaliser alike."""
     output = empty((*problem.lead, problem.H, problem.n, problem.d_v), problem.dtype, problem.query)
     lse = np.empty((*problem.lead, problem.H, problem.n), np.float64)
     if lse.size:
-        _forward(problem, output, lse, team.count(threads))
+        _forward(problem, output, lse, count(threads), processor)
     lse = convert(lse, problem.query)
     if all(isinstance(statistic, Lse) for statistic in problem.see):
         seen = tuple(statistic.collect(problem, lse, lambda: iter(())) for statistic in problem.see)
@@ -36,11 +36,11 @@ def run(problem: Problem, threads: int | None = None) -> Result:
     return Result(output, lse, seen)
 
 
-def _forward(problem: Problem, output: Any, lse: Any, threads: int) -> None:
-    block = block_of(problem.dtype)
+def _forward(problem: Problem, output: Any, lse: Any, threads: int, processor: Processor) -> None:
+    block = block_of(problem.dtype, processor.machine)
     inputs = Inputs(problem, block)
     structure = structure_of("forward", problem, inputs)
-    address = address_of(structure, Forward(structure, problem.mask, problem.score, host()).write)
+    kernel = kernel_of(structure, problem, Forward, processor)
     query_blocks = -(-problem.n // block)
     sinks = np.zeros(1) if problem.sinks is None else to_numpy(problem.sinks).astype(np.float64)
     fields = inputs.fields(structure) | {
@@ -53,4 +53,4 @@ def _forward(problem: Problem, output: Any, lse: Any, threads: int) -> None:
     words = pack(FORWARD, fields, inputs.table_words())
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
     threads = 1 if work < SMALL else min(threads, int(fields["items"]))
-    team.call(address, words, threads, (*inputs.kept, output))
+    processor.call(kernel, words, threads, (*inputs.kept, output))

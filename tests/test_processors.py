@@ -1,0 +1,331 @@
+"""The same kernels on every kind of processor: AVX-512, AVX2, plain SSE2, and 64-bit ARM.
+
+What this processor can do runs here with fewer features; ARM runs under emulation (emulator.py).
+"""
+
+import os
+import re
+
+import emulator
+import numpy as np
+import pytest
+from emulator import Emulator
+from hypothesis import given, settings
+from llvmlite import binding as llvm
+from llvmlite import ir
+from strategies import DTYPES, cases
+from test_conformance import arrays, serves
+from test_cpu import PROMISED, applied, check_promise
+
+import sightline
+from sightline import alibi, causal, documents, h, i, j, lse, padding, s, softcap, table, window
+from sightline.cpu import Cpu, compile
+from sightline.cpu.compile import optimised
+from sightline.cpu.lanes import DOUBLE, POINTER, Code, Value
+from sightline.cpu.machine import VARIABLE, Machine, host, lacking, named, names, native, restricted
+from sightline.cpu.processor import Processor
+from sightline.errors import ParameterError
+from sightline.problem import pose
+from sightline.testing import assert_conforms
+
+SERVED = [dtype for dtype in DTYPES if serves(Cpu(), dtype)]
+EXAMPLES = {True: 16, False: 32}  # emulated or not; shared by the dtypes
+REQUIRED = "SIGHTLINE_EMULATOR"  # set to "required", a missing emulator fails what it would have run
+
+
+@pytest.fixture(scope="session")
+def neon(tmp_path_factory):
+    """An emulated ARM processor."""
+    if lacks := emulator.missing():
+        give_up = pytest.fail if os.environ.get(REQUIRED) == "required" else pytest.skip
+        give_up(f"no emulator of ARM: {lacks} not found")
+    found = Emulator(named("neon"), tmp_path_factory.mktemp("neon"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session", params=names())
+def processor(request):
+    """One of each machine that has a name, real where it can be."""
+    lacks = lacking(native(), named(request.param))
+    if not lacks:
+        return Processor(restricted(native(), request.param))
+    if request.param == "neon":
+        return request.getfixturevalue("neon")
+    return pytest.skip(f"this processor has no {', '.join(lacks)}")
+
+
+# -- whole problems ------------------------------------------------------
+
+
+def drawn(processor, dtype, times=1):
+    """Check drawn problems, that many times what the suite has."""
+    kernel = Cpu(processor)
+    options = {"dropout": serves(kernel, dtype, dropout=0.5, seed=0), "dtypes": (dtype,), "largest": 10_000}
+
+    @settings(max_examples=times * EXAMPLES[isinstance(processor, Emulator)] // len(SERVED))
+    @given(cases(**options))
+    def conforms(case):
+        assert_conforms(kernel.run, case.pose(see=[lse()]))
+
+    conforms()
+
+
+@pytest.mark.parametrize("dtype", SERVED)
+def test_drawn_problems(processor, dtype):
+    drawn(processor, dtype)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", SERVED)
+def test_many_drawn_problems(processor, dtype):
+    drawn(processor, dtype, times=20)
+
+
+PROBLEMS = {
+    "odd sizes": ({"shape": (1, 2, 131, 23), "d_v": 17, "m": 67}, {}),
+    "shared heads, causal": ({"shape": (2, 4, 70, 64), "groups": 2, "m": 75}, {"mask": causal("lower right")}),
+    "decoding": ({"shape": (2, 4, 1, 64), "groups": 1, "m": 513}, {"mask": padding([513, 130])}),
+    "window, soft cap, sinks": (
+        {"shape": (1, 2, 150, 16)},
+        {"mask": window(40, 3), "score": softcap(5.0), "sinks": np.array([0.5, -2.0])},
+    ),
+    "packed, slopes": ({"shape": (1, 3, 90, 8)}, {"mask": documents(lengths=[1, 40, 0, 49]), "score": alibi(3)}),
+    "tables, library functions": (
+        {"shape": (1, 2, 60, 32), "m": 81},
+        {
+            "mask": table(np.arange(7) % 3 > 0)[(i * j) % 7],
+            "score": s + table(np.linspace(-1, 1, 10).reshape(2, 5))[h, (i - j) % 5] + np.sin(i - j) - abs(s) ** 1.5,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("dtype", SERVED)
+def test_named_problems(processor, dtype, name):
+    shapes, options = PROBLEMS[name]
+    assert_conforms(Cpu(processor).run, pose(*arrays(dtype=dtype, **shapes), see=[lse()], **options))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", PROMISED)
+def test_elementary_functions_keep_their_promise(processor, name, dtype):
+    check_promise(name, dtype, processor)
+
+
+def test_a_condition_in_any_lane_is_found(processor):
+    def any_negative(code, x):
+        return code.where((x < 0).any(), 1.0, code.value(0.0, x.type))
+
+    x = np.ones(64)
+    x[[17, 63]] = -1
+    np.testing.assert_array_equal(applied(any_negative, x, processor), np.repeat([0.0, 1.0, 0.0, 1.0], 16))
+
+
+# -- what LLVM writes for each ---------------------------------------------
+
+
+class PrintedError(Exception):
+    """The assembly of a kernel, in place of the kernel."""
+
+
+class Printer(Processor):
+    """Raises what it is asked to compile."""
+
+    def kernel(self, key, name, write):
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+        parsed, target = optimised(write(), self.machine)
+        target.set_asm_verbosity(True)
+        raise PrintedError(target.emit_assembly(parsed))
+
+
+def assembly(machine, dtype, **options):
+    with pytest.raises(PrintedError) as found:
+        Cpu(Printer(machine)).run(pose(*arrays((1, 1, 70, 64), dtype), **options))
+    return str(found.value)
+
+
+FOREIGN = {  # registers and instructions only more able processors know
+    "avx512": r"(?!)",
+    "avx2": r"%zmm|%[xy]mm(1[6-9]|[23]\d)|%k\d",
+    "sse2": r"%[yz]mm|%k\d|\t(v[a-z]+|round\w+|p?blend\w+|ptest|pmulld|movddup|insertps|pinsr[bdq]|pextr[bdq])\t",
+    "neon": r"\bz\d+\.|\bp\d+/|\t(ldadd|bf|sdot)\w*\t",
+}
+ABLER = {
+    "avx2": [named("avx512")],
+    "sse2": [named("avx2"), Machine(named("sse2").triple, "penryn", "+sse4.1")],
+    "neon": [Machine(named("neon").triple, "neoverse-v1", "+sve,+lse")],
+}
+WIDEST = {"avx512": r"%zmm31", "avx2": r"%ymm15", "sse2": r"%xmm15", "neon": r"v31\.4s"}
+
+
+@pytest.mark.parametrize("dtype", SERVED)
+@pytest.mark.parametrize("name", names())
+def test_kernels_keep_to_their_machine(name, dtype):
+    options = {"mask": i >= j, "score": 5 * np.tanh(s / 5) - np.floor(abs(s))}
+    assert not (found := re.search(FOREIGN[name], assembly(named(name), dtype, **options))), found
+
+
+@pytest.mark.parametrize(("name", "abler"), [(name, abler) for name, machines in ABLER.items() for abler in machines])
+def test_foreign_instructions_would_be_found(name, abler):
+    assert re.search(FOREIGN[name], assembly(abler, "float32", score=np.floor(s)))
+
+
+@pytest.mark.parametrize("name", names())
+def test_kernels_use_what_their_machine_has(name):
+    text = assembly(named(name), "float32")
+    assert re.search(WIDEST[name], text)
+    assert bool(re.search(r"\t(vfmadd\w+|fmla)\t", text)) == named(name).fma
+    assert not re.search(r"\bfmaf?\b", text), "a call for each lane in place of an instruction"
+
+
+def innermost_loops(text):
+    """The instructions of each loop without another in it, as LLVM's comments delimit them."""
+    loops, label, current = {}, "", None
+    for line in text.splitlines():
+        if found := re.match(r"\.L(BB\w+):|\S+ %bb\.\d+:", line):
+            label, current = found[1] or label, None
+        if "This Inner Loop Header" in line:
+            current = label
+            loops[current] = []
+        elif found := re.search(r"in Loop: Header=(BB\w+)", line):
+            current = found[1] if found[1] in loops else None
+        if current and re.match(r"\t[a-z]", line):
+            loops[current].append(line)
+    return list(loops.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", names())
+def test_sums_of_products_stay_in_registers(name, dtype):
+    rows, vectors = named(name).tile
+    loops = [
+        [line for line in loop if re.search("Spill|Reload", line)]
+        for loop in innermost_loops(assembly(named(name), dtype))
+        if sum(bool(re.match(r"\t(vfmadd\w+|fmla|mulp[sd])\t", line)) for line in loop) >= 2 * rows * vectors
+        and not any(re.match(r"\t(v?cmp\w*p[sd]|fcm\w+)\t", line) for line in loop)  # comparisons: the softmax
+    ]
+    assert len(loops) >= 2, "one loop for Q Kᵀ, one for P V"
+    assert not any(loops), loops
+
+
+# -- which machine -------------------------------------------------------
+
+LINUX = "x86_64-unknown-linux-gnu"
+PROCESSORS = {  # triple, name, some features; width, registers, fma, half, bf16_dot
+    "Zen 4": (LINUX, "znver4", "avx2 fma f16c avx512f avx512bf16", (64, 32, True, True, True)),
+    "Skylake server": (LINUX, "skylake-avx512", "avx2 fma f16c avx512f", (64, 32, True, True, False)),
+    "Haswell": ("x86_64-apple-darwin", "haswell", "avx avx2 fma f16c", (32, 16, True, True, False)),
+    "Piledriver": (LINUX, "bdver2", "avx fma f16c", (16, 16, True, True, False)),
+    "Sandy Bridge": ("x86_64-pc-windows-msvc", "sandybridge", "avx sse4.2", (16, 16, False, False, False)),
+    "Core 2": (LINUX, "core2", "sse2 ssse3", (16, 16, False, False, False)),
+    "Apple M1": ("arm64-apple-darwin", "apple-m1", "", (16, 32, True, True, False)),
+    "Graviton 3": ("aarch64-unknown-linux-gnu", "neoverse-v1", "neon sve bf16", (16, 32, True, True, False)),
+    "another": ("riscv64-unknown-linux-gnu", "generic-rv64", "m a f d", (16, 16, False, False, False)),
+}
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """A function that puts another processor in this one's place; its machine."""
+
+    def put(name):
+        triple, cpu, features, _ = PROCESSORS[name]
+        found = llvm.FeatureMap(dict.fromkeys(features.split(), True) | {"amx-tile": False})
+        for call, answer in (("process_triple", triple), ("host_cpu_name", cpu), ("host_cpu_features", found)):
+            monkeypatch.setattr(llvm, f"get_{call}", lambda answer=answer: answer)
+        native.cache_clear()
+        return native()
+
+    yield put
+    native.cache_clear()
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_every_processor_is_known_for_what_it_is(name, pretend):
+    machine = pretend(name)
+    assert (machine.width, machine.registers, machine.fma, machine.half, machine.bf16_dot) == PROCESSORS[name][-1]
+    rows, vectors = machine.tile
+    assert rows * vectors + vectors + 1 <= machine.registers, "the tile does not fit"
+    assert "amx-tile" not in machine.present
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [("Haswell", "sse2"), ("Core 2", "sse2"), ("Apple M1", "neon"), ("Graviton 3", "neon"), ("another", "nothing")],
+)
+def test_no_processor_is_asked_for_more_than_it_has(name, allowed, pretend, monkeypatch):
+    machine = pretend(name)
+    monkeypatch.setenv(VARIABLE, "avx512")
+    with pytest.raises(ParameterError, match=rf"avx512, which needs (?s:.*)allowed: {allowed} on .*{machine.cpu}"):
+        host()
+
+
+def test_the_variable_takes_less_than_there_is(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert host() == native()
+    monkeypatch.setenv(VARIABLE, "")
+    assert host() == native()
+    least = names()[-1] if native().architecture == "aarch64" else "sse2"
+    monkeypatch.setenv(VARIABLE, least)
+    assert host().features == named(least).features
+    assert host().triple == native().triple
+    monkeypatch.setenv(VARIABLE, "pentium")
+    with pytest.raises(ParameterError, match=r"SIGHTLINE_CPU=pentium\n.*\n.*unset"):
+        host()
+    with pytest.raises(ParameterError, match="pentium"):
+        named("pentium")
+
+
+def test_each_machine_has_kernels_of_its_own(monkeypatch, fresh_kernels):
+    before = compile.counts["compiled"]
+    processor, able = Processor(), [name for name in names() if not lacking(native(), named(name))]
+    for name in able:
+        monkeypatch.setenv(VARIABLE, name)
+        for _ in range(2):
+            assert_conforms(Cpu(processor).run, pose(*arrays((1, 2, 50, 8), "float32"), mask=i >= j))
+    assert compile.counts["compiled"] - before == len(able)
+
+
+# -- that the emulator notices -----------------------------------------------
+
+
+def faulty(write):
+    """A module whose function stores 1.0 where `write` says, given the words' first address."""
+    module = ir.Module("faulty")
+    code = Code(module, "faulty")
+    write(code, code.arguments[0].load(POINTER, 8)).store(code.value(1.0, DOUBLE))
+    code.finish()
+    return module
+
+
+@pytest.mark.parametrize("offset", [-8, 24])
+def test_writing_beside_an_array_is_noticed(neon, offset):
+    x = np.zeros(3)
+    words = np.array([x.ctypes.data])
+    for at in (16, offset):
+        kernel = neon.linked(faulty(lambda code, pointer, at=at: pointer.at(at)), "faulty")
+        if at == offset:
+            with pytest.raises(AssertionError, match="beside an array"):
+                neon.call(kernel, words, 1, (x,))
+        else:
+            neon.call(kernel, words, 1, (x,))
+            np.testing.assert_array_equal(x, [0, 0, 1])
+
+
+def test_a_crash_is_noticed(neon, tmp_path):
+    another = Emulator(neon.machine, tmp_path)
+    kernel = another.linked(faulty(lambda code, _: Value(code, ir.Constant(POINTER, None))), "faulty")
+    with pytest.raises(AssertionError, match="ended"):
+        another.call(kernel, np.zeros(1, np.int64), 1, ())
+    another.file.close()
+
+
+def test_arrays_that_share_memory_share_it_there():
+    whole = np.arange(20)
+    apart, reach = np.arange(4), sightline.testing.LAYOUTS["backwards"](np.ones((1, 3, 3)))
+    found = emulator.stretches((whole[:12], [whole[8:], apart], np.empty(0), reach))
+    assert len(found) == 3
+    assert (whole.ctypes.data, whole.ctypes.data + whole.nbytes) in found
