@@ -1,4 +1,4 @@
-"""What `sightline bench` does: named problems, peers and our own kernels in turn in one run, the machine's peaks beside.
+"""What `sightline bench` does: named problems, peers and our own kernels in turn, the machine's own peaks beside.
 
     problems → peers prepare → check (nobody is timed whose answer nobody looked at) → measure → report, pictures
 

@@ -20,7 +20,7 @@ from ..formula.library import bias
 from ..formula.render_array import evaluate
 from ..problem import Problem
 from ..testing import budget_used, dense, orders_of, plain, size_of_terms
-from .problems import SEED, Inputs, Race
+from .races import SEED, Inputs, Race
 
 __all__ = ["Sampled", "sample", "share_of_budget"]
 
@@ -53,7 +53,7 @@ class Sampled(Problem):
         return slice(0, self.n), slice(0, self.m)
 
 
-def share_of_budget(race: Race, inputs: Inputs, answers: dict[str, Any], label: str = "") -> float:
+def share_of_budget(race: Race, inputs: Inputs, answers: dict[str, Any]) -> float:
     """The largest share of its budget of rounding errors that any of the answers uses; right is at most 1.
 
     Parameters
@@ -67,8 +67,7 @@ def share_of_budget(race: Race, inputs: Inputs, answers: dict[str, Any], label: 
         raise ValueError(f"an output {answers['output'].shape} where {shape} is due")
     if race.passes == "forward":
         problem = sample(race, inputs)
-        chosen = np.ix_(range(race.B), problem.heads, problem.rows, range(race.d_v))
-        return _forward(problem, answers["output"][chosen].astype(kind))
+        return _forward(problem, answers["output"][:, problem.heads][:, :, problem.rows].astype(kind))
     problem = sample(race, inputs, rows=race.n, heads=1)
     head = int(problem.heads[0])
     output = _forward(problem, answers["output"][:, [head]].astype(kind))

@@ -15,7 +15,7 @@ import numpy as np
 from ..arrays import resolve, to_numpy
 from ..attention import attention
 from ..formula.library import bias
-from .problems import SEED, Inputs, Race
+from .races import SEED, Inputs, Race
 
 __all__ = ["OWN", "Contender", "Numpy", "OneThread", "Ready", "Sightline", "WithoutDropout", "through_autograd"]
 
@@ -71,7 +71,7 @@ class Contender(ABC):
         """Everything that is done once: conversion, compilation, layout."""
 
 
-# -- torch's ways, which ours share --------------------------------------------------------------------------------------
+# -- torch's ways, which ours share ---------------------------------------------------------------------------------
 
 
 def tensor(array: Any, dtype: str) -> Any:
@@ -117,7 +117,7 @@ def through_autograd(race: Race, inputs: Inputs, forward: Callable[..., Any], th
     return Ready(lambda _: gradients(forward(*arguments)), answers, threads=threads)
 
 
-# -- ours ----------------------------------------------------------------------------------------------------------------
+# -- ours -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -143,7 +143,8 @@ class Sightline(Contender):
         def forward(query: Any, key: Any, value: Any, added: Any) -> Any:
             if added is not None and not scores:
                 scores[0] = bias(added)
-            options = {"mask": mask, "score": scores.get(0), "dropout": race.dropout, "seed": seed} | self.options
+            options: dict[str, Any] = {"mask": mask, "score": scores.get(0), "dropout": race.dropout, "seed": seed}
+            options |= self.options
             return attention(query, key, value, threads=threads, **options)
 
         return through_autograd(race, inputs, forward, threads)
@@ -152,7 +153,12 @@ class Sightline(Contender):
         """The forward pass on NumPy arrays."""
         kind = resolve(np, race.dtype)
         query, key, value = (x.astype(kind) for x in (inputs.query, inputs.key, inputs.value))
-        options = {"mask": race.formula, "score": inputs.score, "dropout": race.dropout, "seed": SEED} | self.options
+        options: dict[str, Any] = {
+            "mask": race.formula,
+            "score": inputs.score,
+            "dropout": race.dropout,
+            "seed": SEED,
+        } | self.options
         if race.formula is None and inputs.score is None and not race.dropout:
             options = {}  # as short as a user would write it, where a call is all overhead
         return Ready(

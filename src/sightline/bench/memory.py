@@ -1,7 +1,7 @@
 """The most memory a call holds at once, as the kernel of Linux counts it: pages that are really there.
 
-Freed memory that the allocator kept is given back first, the high-water mark is set to the present, and read again after
-the call. That sees every library's memory, but not the reuse of an arena a library keeps for itself.
+Freed memory that the allocator kept is given back first, the high-water mark is set to the present, and read again
+after the call. That sees every library's memory, but not the reuse of an arena a library keeps for itself.
 """
 
 from __future__ import annotations

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from .contenders import Contender, Ready, plain, tensor, through_autograd
-from .problems import CAUSAL, Inputs, Race
+from .problems import CAUSAL
+from .races import Inputs, Race
 
 __all__ = ["PEERS"]
 
-SECONDS_TO_COMPILE = "compiled once, outside the timing"
+HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # OpenVINO's names of dtypes
 
 
 def dense_mask(race: Race) -> Any:
@@ -44,7 +45,7 @@ class Torch(Contender):
         sdpa = torch.nn.functional.scaled_dot_product_attention
         causal = race.mask is CAUSAL
         mask = None if race.mask is None or causal else torch.from_numpy(dense_mask(race))
-        options = {"dropout_p": race.dropout, "is_causal": causal, "enable_gqa": race.G != race.H}
+        options: dict[str, Any] = {"dropout_p": race.dropout, "is_causal": causal, "enable_gqa": race.G != race.H}
         if options == {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False}:
             options = {}
 
@@ -58,7 +59,7 @@ class Torch(Contender):
 class Flex(Contender):
     """torch's FlexAttention, compiled: it needs a C++ compiler."""
 
-    name, label, packages, pip, note = "flex", "FlexAttention", ("torch",), "torch", SECONDS_TO_COMPILE
+    name, label, packages, pip, note = "flex", "FlexAttention", ("torch",), "torch", "compiled once, outside the timing"
 
     def refuses(self, race: Race) -> str | None:
         """Gradients, dropout and bias."""
@@ -171,21 +172,20 @@ class OpenVino(Contender):
 
     name, label, packages, pip = "openvino", "OpenVINO", ("openvino",), "openvino"
     arena = True
-    HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
     def refuses(self, race: Race) -> str | None:
         """Gradients, float64, shared key heads, dropout."""
         if race.passes != "forward" or race.dropout:
             return "inference alone"
-        if race.dtype not in self.HINTS:
+        if race.dtype not in HINTS:
             return f"no {race.dtype}"
         return "no shared key heads" if race.G != race.H else None
 
     def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
         import openvino
 
-        kind = getattr(openvino.Type, self.HINTS[race.dtype])
-        settings = {"INFERENCE_PRECISION_HINT": self.HINTS[race.dtype], "PERFORMANCE_HINT": "LATENCY"}
+        kind = getattr(openvino.Type, HINTS[race.dtype])
+        settings = {"INFERENCE_PRECISION_HINT": HINTS[race.dtype], "PERFORMANCE_HINT": "LATENCY"}
         settings["INFERENCE_NUM_THREADS"] = str(threads)
         request = openvino.Core().compile_model(self.model(race, kind), "CPU", settings).create_infer_request()
         held: list[Any] = []
@@ -201,7 +201,7 @@ class OpenVino(Contender):
 
         def answers(_: Any) -> dict[str, Any]:
             found = request.get_output_tensor(0)
-            kinds = {hint: dtype for dtype, hint in self.HINTS.items()}
+            kinds = {hint: dtype for dtype, hint in HINTS.items()}
             return {"output": widened(found.data, kinds[found.element_type.to_string()])}
 
         def close() -> None:
@@ -283,7 +283,7 @@ PEERS: dict[str, Contender] = {
 }
 
 
-# -- layouts -------------------------------------------------------------------------------------------------------------
+# -- layouts --------------------------------------------------------------------------------------------------------
 
 
 def merged(array: Any) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .problems import Target
+from .races import Target
 
 __all__ = ["Entry", "Finding", "Report", "Verdict", "amount", "duration"]
 
@@ -190,8 +190,8 @@ def machine() -> dict[str, Any]:
 
 def duration(seconds: float) -> str:
     """Seconds in the unit that suits them, three digits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size or unit == "µs":
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)):
+        if seconds >= size or unit == "ns":
             return f"{_three(seconds / size)} {unit}"
     raise AssertionError
 

@@ -10,21 +10,23 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from ..bench.contenders import OWN, usable
 from ..bench.measure import Settings, run
 from ..bench.peaks import UNITS
 from ..bench.peers import PEERS
-from ..bench.problems import PROBLEMS, Problem, Series, Target, select
+from ..bench.problems import PROBLEMS, select
+from ..bench.races import Problem, Target
 from ..bench.report import Entry, Finding, Report, Verdict, amount, duration
 from ..errors import ParameterError
 from .console import facts, make_console, section, table
 
 __all__ = ["bench", "show"]
 
-PEAKS = {"float32": "FMA peak", "bfloat16": "bf16 peak", "read": "read bandwidth"}
-MORE = ("compiled", "from disk", "first of all")  # first calls, which race with nobody
+OF_SERIES = ("spread", "growth")  # targets over all points, not of one contender
+LEAST_SHARE = 0.05  # of a peak, below which a problem is not about it
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -107,80 +109,79 @@ def show(console: Console, finding: Finding) -> None:
         sign = "wrong, not reported: " if finding.wrong else "not measured: "
         console.print(Text(sign + finding.failed, style="red" if finding.wrong else "yellow"))
         return
-    left = list(finding.verdicts)
-    rows = _points(finding) if finding.points else _entries(finding, left)
-    rows += [_verdict_row(verdict) for verdict in left]
-    heads = ("", "time", "rate", "memory", "ratio", "target", "")
-    kept = [k for k in range(len(heads)) if k == 0 or any(str(row[k]) for row in rows)]
-    console.print(table(*(heads[k] for k in kept), rows=[[row[k] for k in kept] for row in rows]))
+    console.print(_series(finding) if finding.points else _race(finding))
+    rows = [_verdict_row(verdict) for verdict in finding.verdicts if verdict.target.measure in OF_SERIES]
+    if rows:
+        console.print(table("over all of them", "found", "target", "", rows=rows))
     for note in _notes(finding):
         console.print(Text(note, style="dim"))
 
 
-def _entries(finding: Finding, left: list[Verdict]) -> list[list[Any]]:
-    """A row a contender; the verdicts shown there are taken out of `left`."""
-    ours, rows = finding.entry("sightline"), []
-    for entry in finding.entries:
-        if not entry.seconds:
-            continue
-        mine = [v for v in left if v.target.who == entry.name and v.target.measure not in ("share", "seconds")]
-        timed = [v for v in left if v.target.who == entry.name and v.target.measure == "seconds"]
-        shown = [v for v in left if v.target.measure == "share"] if entry is ours else mine + timed
-        for verdict in shown:
-            left.remove(verdict)
-        ratio = ours.over(entry) if ours and entry is not ours else None
-        rows.append(_row(finding, entry, ratio, shown[0] if shown else None))
-    return rows
+def _race(finding: Finding) -> Table:
+    """A row a contender; columns nothing stands in are left out."""
+    rows = [_row(finding, entry) for entry in finding.entries if entry.seconds]
+    heads = ("", "time", "rate", "memory", "ratio", "target", "")
+    kept = [k for k in range(len(heads)) if k == 0 or any(str(row[k]) for row in rows)]
+    return table(*(heads[k] for k in kept), rows=[[row[k] for k in kept] for row in rows])
 
 
-def _row(finding: Finding, entry: Entry, ratio: float | None, verdict: Verdict | None) -> list[Any]:
-    first = entry.name == "sightline"
-    unit = "B/s" if finding.peak == "read" else "FLOP/s"
-    rate = amount(finding.work / entry.median, unit) if finding.work else ""
-    share = finding.share(entry) if first else None
-    said = f"{share:.2f} of peak" if share else _times(ratio)
-    if verdict is not None and verdict.target.measure == "seconds":
-        said = _times(ratio)
-    name = Text(entry.label, style="bold" if first else "red" if entry.wrong else "")
+def _row(finding: Finding, entry: Entry) -> list[Any]:
+    ours, first = finding.entry("sightline"), entry.name == "sightline"
+    verdict = _verdict_of(finding, entry)
+    measure = verdict.target.measure if verdict else ""
+    share = finding.share(entry)
+    if first:
+        said = f"{share:.2f} of peak" if share and (measure == "share" or share >= LEAST_SHARE) else ""
+    elif ours is None:
+        said = ""
+    else:
+        said = _times(entry.over(ours) if measure == "slower" else ours.over(entry))
+    rate = amount(finding.work / entry.median, "B/s" if finding.peak == "read" else "FLOP/s") if finding.work else ""
     memory = "" if entry.memory is None else amount(entry.memory, "B")
-    return [name, duration(entry.median), rate, memory, said, *_judged(verdict)]
+    name = Text(entry.label, style="bold" if first else "red" if entry.wrong else "")
+    return [name, duration(entry.median), rate, memory, said, *_judged(verdict, finding.threads)]
 
 
-def _points(finding: Finding) -> list[list[Any]]:
+def _verdict_of(finding: Finding, entry: Entry) -> Verdict | None:
+    """The target that stands in a contender's row."""
+    found = [v for v in finding.verdicts if v.target.who == entry.name and v.target.measure not in OF_SERIES]
+    return found[0] if found else None
+
+
+def _series(finding: Finding) -> Table:
+    """A row a point; how many times as long the peers take at the right."""
+    peers = {entry.name: entry.label for point in finding.points for entry in point.entries[1:] if entry.seconds}
     rows = []
     for point in finding.points:
-        ours = point.entries[0]
-        at = f"n {point.n:,}" if finding.axis == "n" else f"{point.at:.1%} allowed"
-        each = f"{1e9 * ours.median / point.n:.3g} ns/token"
-        memory = "" if point.extra is None else amount(point.extra, "B")
-        others = "  ".join(f"{e.label} {_times(ours.over(e))}" for e in point.entries[1:] if e.seconds)
-        rows.append([Text(at, style="bold"), duration(ours.median), each, memory, others, "", ""])
-    return rows
+        ours, timed = point.entries[0], {entry.name: entry for entry in point.entries if entry.seconds}
+        at = f"{point.n:,}" if finding.axis == "n" else f"{point.at:.1%}"
+        beyond = "–" if point.extra is None else amount(point.extra, "B")
+        others = [_times(ours.over(timed[name])) if name in timed else "–" for name in peers]
+        rows.append((Text(at, style="bold"), duration(ours.median), duration(ours.median / point.n), beyond, *others))
+    first = "tokens" if finding.axis == "n" else "pairs allowed"
+    return table(first, "time", "a token", "memory beyond", *peers.values(), rows=rows)
 
 
 def _verdict_row(verdict: Verdict) -> list[Any]:
-    what = {
-        "spread": "time per token, most over least",
-        "growth": "memory beyond in- and outputs over theirs",
-    }.get(verdict.target.measure, verdict.target.who)
-    value = "" if verdict.value is None else f"{verdict.value:.3f}"
-    return [what, "", "", "", value, *_judged(verdict)]
+    what = {"spread": "time of a token, most over least", "growth": "memory beyond inputs and outputs, over theirs"}
+    value = "–" if verdict.value is None else f"{verdict.value:.3f}"
+    return [what[verdict.target.measure], value, *_judged(verdict)]
 
 
-def _judged(verdict: Verdict | None) -> list[Any]:
+def _judged(verdict: Verdict | None, threads: int = 1) -> list[Any]:
     if verdict is None:
         return ["", ""]
     sign, style = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "dim")}[verdict.reached]
-    return [_limit(verdict.target), Text(sign, style=style)]
+    return [_limit(verdict.target, threads), Text(sign, style=style)]
 
 
-def _limit(target: Target) -> str:
+def _limit(target: Target, threads: int) -> str:
     """The limit as it stands in the table."""
     sign = "≥" if target.at_least else "≤"
     if target.measure == "seconds":
         return f"{sign} {duration(target.limit)}"
-    unit = "×" if target.measure in ("faster", "slower") else ""
-    return f"{sign} {target.limit:g}{unit}" + (" its time" if target.measure == "slower" else "")
+    limit = target.limit * threads if target.measure == "efficiency" else target.limit
+    return f"{sign} {limit:g}" + ("×" if target.measure in ("faster", "slower", "efficiency") else "")
 
 
 def _goal(target: Target) -> str:
