@@ -23,7 +23,7 @@ HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # OpenVINO's n
 def dense_mask(race: Race) -> Any:
     """The mask as a boolean array (1, 1, n, m), True attends; none of these masks reads b or h."""
     assert race.formula is not None
-    return np.ascontiguousarray(race.formula.array(race.n, race.m)[None, None])
+    return np.array(race.formula.array(race.n, race.m)[None, None])  # a copy: torch takes none that is read-only
 
 
 class Torch(Contender):
