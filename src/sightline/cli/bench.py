@@ -72,9 +72,10 @@ def _run(console: Console, problems: Sequence[Problem], settings: Settings, repo
         TimeElapsedColumn(),
         TextColumn("{task.description}", style="dim"),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    drawn = console.is_terminal  # and by hand: a thread that redraws would take time from what is timed
+    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not drawn) as bar:
         task = bar.add_task("peaks", total=len(problems))
-        settings.step = lambda words: bar.update(task, description=words)
+        settings.step = lambda words: bar.update(task, description=words, refresh=True)
         for name in UNITS:
             settings.step(f"peak: {name}")
             settings.peaks.measure(name)
