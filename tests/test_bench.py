@@ -361,11 +361,11 @@ def test_series_are_judged_by_their_ends():
     def point(n, seconds, memory):
         return Point(n, n, 8 * n, [Entry("sightline", "Sightline", [seconds], memory=memory)])
 
-    finding = Finding("x", "about", axis="n", points=[point(10, 1.0, 100), point(20, 2.4, 220)], bytes_moved=40)
-    finding.judge((Target("spread", 1.15), Target("growth", 0.1)))
+    finding = Finding("x", "about", axis="n", points=[point(10, 1.0, 10_080), point(20, 2.4, 12_160)])
+    finding.judge((Target("spread", 1.15), Target("growth", 1.25)))
     spread, growth = finding.verdicts
     assert spread.value == pytest.approx(1.2)
-    assert growth.value == pytest.approx((60 - 20) / (10 * 40))
+    assert growth.value == pytest.approx(12_000 / 10_000)
     assert [spread.reached, growth.reached] == [False, True]
 
 

@@ -78,9 +78,7 @@ def _race(race: Race, settings: Settings) -> Finding:
 
 
 def _series(series: Series, settings: Settings) -> Finding:
-    last = series.points[-1]
     finding = Finding(series.name, series.about, axis=series.axis, threads=settings.threads)
-    finding.bytes_moved = last.bytes_moved // last.n
     for race in series.points:
         try:
             entries = _entries(race, settings, settings.seconds / len(series.points), f"{series.name}, ")

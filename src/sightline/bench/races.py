@@ -43,8 +43,8 @@ class Target:
     measure
         "share": of the machine's peak, at least. "faster": another's time over ours, at least. "slower": ours over
         another's, at most. "efficiency": the gain over one thread, over the threads, at least. "seconds": a time, at
-        most. "spread": the largest time per token over the smallest, at most. "growth": bytes beyond inputs and
-        outputs that a longer problem needs more, over the bytes its inputs and outputs have more, at most.
+        most. "spread": the largest time per token over the smallest, at most. "growth": memory beyond inputs and
+        outputs at the last point over that at the first, at most.
     limit : the number that must be reached or kept
     who : the contender meant: the other one of a ratio, the one whose seconds count
     """

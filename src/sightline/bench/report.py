@@ -22,6 +22,7 @@ from .races import Target
 
 __all__ = ["Entry", "Finding", "Report", "Verdict", "amount", "duration"]
 
+PAGE = 4096  # bytes
 LIBRARIES = ("numpy", "llvmlite", "torch", "onnxruntime", "openvino", "jax")
 
 
@@ -89,7 +90,7 @@ class Finding:
     points: list[Point] = field(default_factory=list)  # of a series
     verdicts: list[Verdict] = field(default_factory=list)
     flops: int = 0  # of one call
-    bytes_moved: int = 0  # of one call; of one token in a series
+    bytes_moved: int = 0
     peak: str = ""  # the peak a share is taken of
     threads: int = 1
     axis: str = ""  # of a series
@@ -138,12 +139,11 @@ class Finding:
         return max(each) / min(each) if len(each) > 1 else None
 
     def _growth(self) -> float | None:
-        """(memory beyond inputs and outputs at the last point − at the first) / (inputs and outputs there − here)."""
-        if len(self.points) < 2:
+        """Memory beyond inputs and outputs, the last point's over the first's; less than a page counts as one."""
+        beyond = [point.extra for point in self.points]
+        if len(beyond) < 2 or beyond[0] is None or beyond[-1] is None:
             return None
-        first, last = self.points[0], self.points[-1]
-        beyond = [extra for point in (first, last) if (extra := point.extra) is not None]
-        return (beyond[1] - beyond[0]) / ((last.n - first.n) * self.bytes_moved) if len(beyond) == 2 else None
+        return max(beyond[-1], PAGE) / max(beyond[0], PAGE)
 
 
 @dataclass

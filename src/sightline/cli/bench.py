@@ -164,7 +164,7 @@ def _series(finding: Finding) -> Table:
 
 
 def _verdict_row(verdict: Verdict) -> list[Any]:
-    what = {"spread": "time of a token, most over least", "growth": "memory beyond inputs and outputs, over theirs"}
+    what = {"spread": "time of a token, most over least", "growth": "memory beyond, at the last over the first"}
     value = "–" if verdict.value is None else f"{verdict.value:.3f}"
     return [what[verdict.target.measure], value, *_judged(verdict)]
 
@@ -196,7 +196,7 @@ def _goal(target: Target) -> str:
         "efficiency": f"at least {limit} of as many times as fast as {label} as there are threads",
         "seconds": f"{label}: at most {duration(target.limit)}",
         "spread": f"time per token within a factor of {limit}",
-        "growth": f"memory beyond inputs and outputs grows by at most {limit} of theirs",
+        "growth": f"memory beyond inputs and outputs within a factor of {limit}",
     }[target.measure]
 
 
