@@ -156,8 +156,7 @@ def _prepared(contender: Contender, race: Race, inputs: Inputs, settings: Settin
             entry.budget = share_of_budget(judged, inputs, answers)
         del result, answers
         if not contender.arena:
-            state = ready.start()
-            entry.memory = peak_memory(lambda: ready.call(state))
+            entry.memory = peak_memory(ready.call, ready.start)
     except Exception as error:  # whatever another library may raise; shown, and for ours the end of the problem
         words = [line for line in str(error).splitlines() if line.strip()] or [""]
         entry.absent = f"{type(error).__name__}: {words[0].strip()}"
