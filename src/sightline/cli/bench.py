@@ -95,12 +95,16 @@ def _run(console: Console, problems: Sequence[Problem], settings: Settings, repo
 
 def _head(console: Console, settings: Settings) -> None:
     threads = f"{settings.threads} threads" if settings.threads > 1 else "one thread"
-    section(console, "Peaks", f"{threads}, best of the run so far")
-    console.print(facts((name, amount(best, UNITS[name])) for name, best in settings.peaks.best.items()))
+    _peaks(console, settings.peaks.best, f"{threads}, so far")
     absent = [(peer.label, reason) for peer in PEERS.values() if (reason := peer.absent())]
     if absent:
         section(console, "Absent peers")
         console.print(facts(absent))
+
+
+def _peaks(console: Console, best: dict[str, float], note: str) -> None:
+    section(console, "Peaks", note)
+    console.print(facts((name, amount(value, UNITS[name])) for name, value in best.items()))
 
 
 def show(console: Console, finding: Finding) -> None:
@@ -234,6 +238,7 @@ def _end(console: Console, report: Report) -> None:
         if verdict.reached is not True
     ]
     console.print(table("missed or open", "target", "found", "", rows=rows, left=2) if rows else "All of them.")
+    _peaks(console, report.peaks, "best of the whole run, by which the targets are judged")
 
 
 def _value(verdict: Verdict) -> str:
