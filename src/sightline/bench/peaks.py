@@ -178,7 +178,7 @@ def _sums(width: int) -> Any:
 
     from ..cpu.lanes import FLOAT, INT64, POINTER, Code, Variable, vector
 
-    kind, chains = vector(FLOAT, width // 4), 8
+    kind, chains = vector(FLOAT, width // 4), 16
     code = Code(ir.Module("read"), "read")
     (words,) = code.arguments
     counter, buffer = words.load(POINTER), words.at(8).load(POINTER)
