@@ -1,4 +1,4 @@
-"""The command line: `sightline demo`, `sightline explain TEXT`, `sightline info`."""
+"""The command line: `sightline demo`, `sightline explain TEXT`, `sightline info`, `sightline bench`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without these signs still gets the words
     options = parser().parse_args(arguments)
     try:
-        options.run(options)
+        code: int | None = options.run(options)
     except SightlineError as error:
         print(f"sightline {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
+    return code or 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     info = commands.add_parser("info", help="this machine, the frameworks found, and what each kernel can do")
     info.set_defaults(run=_info)
+    _add_bench(commands)
     return top
 
 
@@ -80,6 +81,24 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     explain.set_defaults(run=_explain)
 
 
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="named problems, timed in turn with other libraries and beside the machine's own peaks",
+        description="Times named problems: this library and every peer that is installed, in turn in one run, after "
+        "each answer was checked against the float64 definition. The extra `bench` installs the peers.",
+    )
+    bench.add_argument("--only", action="append", metavar="WORD", help="problems with this in their name, or a pattern")
+    bench.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="problems of this dtype")
+    bench.add_argument("--list", action="store_true", help="name the problems and their targets, and stop")
+    bench.add_argument("--threads", type=int, help="for every contender (default: every processor)")
+    bench.add_argument("--seconds", type=float, default=10.0, help="for the rounds of one problem (default: 10)")
+    bench.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs; no targets")
+    bench.add_argument("--json", metavar="PATH", help="write everything found, every round's time too")
+    bench.add_argument("--figures", metavar="FOLDER", help="draw it there")
+    bench.set_defaults(run=_bench)
+
+
 def _demo(options: argparse.Namespace) -> None:
     from .demo import demo
 
@@ -103,3 +122,9 @@ def _info(_: argparse.Namespace) -> None:
     from .info import info
 
     info()
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from .bench import bench
+
+    return bench(options)

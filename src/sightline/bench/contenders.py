@@ -1,0 +1,218 @@
+"""What takes part in a race: the protocol, and our own entries. Peers are in `peers`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from ..arrays import resolve, to_numpy
+from ..attention import attention
+from ..formula.library import bias
+from .races import SEED, Inputs, Race
+
+__all__ = ["OWN", "Contender", "Numpy", "OneThread", "Ready", "Sightline", "WithoutDropout", "through_autograd"]
+
+Answers = dict[str, Any]  # by name: output, query, key, value, bias; float32 NumPy, heads before positions
+
+
+@dataclass
+class Ready:
+    """A contender with its arrays in hand.
+
+    Parameters
+    ----------
+    call : what is timed, of what `start` gave
+    answers : from what `call` gave to arrays by name, not timed: "output", and "query", "key", "value", "bias" for
+        their gradients
+    start : run before every call, not timed: the forward pass where the backward pass is timed
+    threads : torch's setting while it runs
+    close : gives back what it holds
+    """
+
+    call: Callable[[Any], Any]
+    answers: Callable[[Any], Answers]
+    start: Callable[[], Any] = lambda: None
+    threads: int = 1
+    close: Callable[[], None] = lambda: None
+
+
+class Contender(ABC):
+    """One way to compute a race: a small class and a line in `peers.PEERS` or `OWN`."""
+
+    name: str
+    label: str
+    packages: tuple[str, ...] = ()  # that must be there to import
+    pip: str = ""  # what brings them
+    note: str = ""  # what else is worth knowing of what is timed
+    arena: bool = False  # keeps memory of its own between calls, so that a call's peak cannot be seen from outside
+
+    def absent(self) -> str | None:
+        """Why it cannot take part here, whatever the race."""
+        missing = [package for package in self.packages if find_spec(package) is None]
+        return f"not installed: pip install {self.pip}" if missing else None
+
+    @abstractmethod
+    def refuses(self, race: Race) -> str | None:
+        """Why it cannot take part in this race."""
+
+    def judged_as(self, race: Race) -> Race | None:
+        """The race whose definition its answer must agree with; None where it draws what no one else can know."""
+        return race
+
+    @abstractmethod
+    def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
+        """Everything that is done once: conversion, compilation, layout."""
+
+
+# -- torch's ways, which ours share ---------------------------------------------------------------------------------
+
+
+def tensor(array: Any, dtype: str) -> Any:
+    """A NumPy array as a tensor of that dtype."""
+    import torch
+
+    return torch.from_numpy(array).to(getattr(torch, dtype))
+
+
+def plain(result: Any) -> Any:
+    """A tensor or array as float32 NumPy."""
+    return np.asarray(to_numpy(result), np.float32)
+
+
+def through_autograd(race: Race, inputs: Inputs, forward: Callable[..., Any], threads: int) -> Ready:
+    """A function of tensors (query, key, value, bias or None), timed the way the race says.
+
+    "backward" is torch.autograd.grad of the output alone: the forward pass before it is not timed.
+    """
+    import torch
+
+    given = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
+    if inputs.bias is not None:
+        given["bias"] = inputs.bias
+    leaves = {name: tensor(array, race.dtype) for name, array in given.items()}
+    arguments = [leaves["query"], leaves["key"], leaves["value"], leaves.get("bias")]
+    if race.passes == "forward":
+        return Ready(lambda _: forward(*arguments), lambda out: {"output": plain(out)}, threads=threads)
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    seed = tensor(inputs.d_output, race.dtype)
+
+    def gradients(output: Any) -> Any:
+        return output.detach(), torch.autograd.grad(output, list(leaves.values()), seed)
+
+    def answers(found: Any) -> Answers:
+        return {"output": plain(found[0])} | {
+            name: plain(gradient) for name, gradient in zip(leaves, found[1], strict=True)
+        }
+
+    if race.passes == "backward":
+        return Ready(gradients, answers, lambda: forward(*arguments), threads)
+    return Ready(lambda _: gradients(forward(*arguments)), answers, threads=threads)
+
+
+# -- ours -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sightline(Contender):
+    """`sightline.attention`, as a user calls it: on tensors where torch is installed, on NumPy arrays elsewhere."""
+
+    name: str = "sightline"
+    label: str = "Sightline"
+    options: dict[str, Any] = field(default_factory=dict)  # to `attention`
+
+    def refuses(self, race: Race) -> str | None:
+        """Backward passes without torch: NumPy has no gradients."""
+        if race.passes != "forward" and find_spec("torch") is None:
+            return "gradients need torch: pip install torch"
+        return None
+
+    def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
+        if find_spec("torch") is None:
+            return self.on_numpy(race, inputs, threads)
+        mask, seed = race.formula, SEED if race.dropout else None
+        scores: dict[int, Any] = {}
+
+        def forward(query: Any, key: Any, value: Any, added: Any) -> Any:
+            if added is not None and not scores:
+                scores[0] = bias(added)
+            options: dict[str, Any] = {"mask": mask, "score": scores.get(0), "dropout": race.dropout, "seed": seed}
+            options |= self.options
+            return attention(query, key, value, threads=threads, **options)
+
+        return through_autograd(race, inputs, forward, threads)
+
+    def on_numpy(self, race: Race, inputs: Inputs, threads: int) -> Ready:
+        """The forward pass on NumPy arrays."""
+        kind = resolve(np, race.dtype)
+        query, key, value = (x.astype(kind) for x in (inputs.query, inputs.key, inputs.value))
+        options: dict[str, Any] = {
+            "mask": race.formula,
+            "score": inputs.score,
+            "dropout": race.dropout,
+            "seed": SEED,
+        } | self.options
+        if race.formula is None and inputs.score is None and not race.dropout:
+            options = {}  # as short as a user would write it, where a call is all overhead
+        return Ready(
+            lambda _: attention(query, key, value, threads=threads, **options),
+            lambda out: {"output": np.asarray(out, np.float32)},
+            threads=threads,
+        )
+
+
+class Numpy(Sightline):
+    """The same on NumPy arrays."""
+
+    def __init__(self) -> None:
+        super().__init__("numpy", "Sightline on NumPy")
+
+    def refuses(self, race: Race) -> str | None:
+        """Gradients."""
+        return None if race.passes == "forward" else "NumPy has no gradients"
+
+    def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
+        return self.on_numpy(race, inputs, threads)
+
+
+class OneThread(Sightline):
+    """The same on one thread."""
+
+    def __init__(self) -> None:
+        super().__init__("one thread", "one thread")
+
+    def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
+        return super().prepare(race, inputs, 1)
+
+
+class WithoutDropout(Sightline):
+    """The same with every weight kept."""
+
+    def __init__(self) -> None:
+        super().__init__("without dropout", "without dropout", {"dropout": 0.0, "seed": None})
+
+    def judged_as(self, race: Race) -> Race:
+        """The same without dropout."""
+        return replace(race, dropout=0.0)
+
+
+OWN: dict[str, Sightline] = {own.name: own for own in (Sightline(), Numpy(), OneThread(), WithoutDropout())}
+
+
+def set_threads(threads: int) -> None:
+    """torch's setting, where torch is loaded; every other library was told when its contender was prepared."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+
+
+def usable() -> int:
+    """Processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

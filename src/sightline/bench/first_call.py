@@ -1,0 +1,64 @@
+"""The first call of a new problem, in a process of its own: `python -m sightline.bench.first_call N D` prints seconds.
+
+What a process loads once (llvmlite, LLVM's targets) is loaded by a call of another problem before, and printed too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+__all__ = ["timed"]
+
+CACHE = "SIGHTLINE_CACHE"  # "off", or a folder where compiled kernels are kept
+
+
+def timed(n: int, d: int, processes: int) -> dict[str, list[float]]:
+    """Seconds of the first call by how it came to its kernel, one number for every fresh process.
+
+    Returns
+    -------
+    dict
+        "compiled": with the disk cache off. "from disk": with a cache that holds it. "first of all": the process's very
+        first call, of another problem, with the cache off.
+    """
+    found: dict[str, list[float]] = {"compiled": [], "from disk": [], "first of all": []}
+    with tempfile.TemporaryDirectory() as folder:
+        _process(n, d, folder)
+        for _ in range(processes):
+            before, new = _process(n, d, "off")
+            found["first of all"].append(before)
+            found["compiled"].append(new)
+            found["from disk"].append(_process(n, d, folder)[1])
+    return found
+
+
+def _process(n: int, d: int, cache: str) -> tuple[float, float]:
+    command = [sys.executable, "-m", "sightline.bench.first_call", str(n), str(d)]
+    done = subprocess.run(command, env=os.environ | {CACHE: cache}, capture_output=True, text=True, check=True)
+    before, new = json.loads(done.stdout)
+    return before, new
+
+
+def main(n: int, d: int) -> None:
+    """Print [seconds of the first call of all, seconds of the first call of the new problem]."""
+    import sightline
+    from sightline import i, j
+
+    rng = np.random.default_rng(0)
+    before, new = (rng.standard_normal((8, n, width), np.float32) for width in (d // 2, d))
+    started = time.perf_counter()
+    sightline.attention(before, before, before)
+    loaded = time.perf_counter()
+    sightline.attention(new, new, new, mask=i >= j)
+    print(json.dumps([loaded - started, time.perf_counter() - loaded]))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,168 @@
+"""The named problems: one table, each with what it is held to. Tests take small versions of the same table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from ..errors import ParameterError
+from .races import SEED, FirstCall, Mask, Problem, Race, Series, Target
+
+__all__ = ["CAUSAL", "PROBLEMS", "select"]
+
+
+def _causal(n: int, read: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda b, h, i, j: i >= j
+
+
+def _window(width: int) -> Mask:
+    """A causal window; in short sequences the share it has of 4,096, so that small versions hide something too."""
+
+    def write(n: int, read: Callable[[Any], Any]) -> Callable[..., Any]:
+        reach = width if n >= 1024 else max(width * n // 4096, 2)
+        return lambda b, h, i, j: (i >= j) & (i - j < reach)
+
+    return Mask(f"causal window {width:,}", write)
+
+
+def _documents(count: int) -> Mask:
+    """That many documents of unequal lengths, half to one and a half of their mean."""
+
+    def write(n: int, read: Callable[[Any], Any]) -> Callable[..., Any]:
+        ends = np.cumsum(np.random.default_rng(SEED).uniform(0.5, 1.5, count))
+        ids = read(np.searchsorted(ends / ends[-1], (np.arange(n) + 0.5) / n))
+        return lambda b, h, i, j: ids[i] == ids[j]
+
+    return Mask(f"{count} documents", write)
+
+
+CAUSAL = Mask("causal", _causal)
+
+
+WIDE = ("torch", "flex", "onnxruntime", "openvino", "jax")  # forward passes in float32
+NARROW = ("torch", "flex", "openvino", "jax")  # in 16 bits
+
+
+def share(limit: float) -> Target:
+    return Target("share", limit)
+
+
+def faster(than: str, limit: float) -> Target:
+    return Target("faster", limit, than)
+
+
+def _forward(name: str, *targets: Target, against: tuple[str, ...] = WIDE, **sizes: Any) -> Race:
+    return Race(name=name, targets=targets, against=against, **sizes)
+
+
+def _backward(name: str, *targets: Target, **sizes: Any) -> Race:
+    return Race(name=f"backward {name}", targets=targets, passes="backward", against=("torch", "jax"), **sizes)
+
+
+def _decode(**sizes: Any) -> Race:
+    """One query on a long cache, four query heads to a key head: bound by reading."""
+    shape = {"H": 32, "G": 8, "n": 1, "m": 8192, "d_k": 128}
+    name = f"decode {sizes['dtype']}"
+    return Race(name=name, targets=(share(0.75),), peak="read", against=NARROW, **(shape | sizes))
+
+
+BF16 = {"dtype": "bfloat16", "peak": "bfloat16"}
+ONE = ("one thread",)
+GROWN = tuple(2**k for k in range(16, 21))
+WINDOWS = (64, 128, 256, 512, 1024, 2048, 4096)
+LENGTHS = (1024, 2048, 4096, 8192)
+
+PROBLEMS: tuple[Problem, ...] = (
+    _forward(
+        "forward float32 d64", share(0.90), faster("torch", 1.25), faster("onnxruntime", 1.05), against=(*WIDE, "mha")
+    ),
+    _forward("forward float32 d128", share(0.92), faster("openvino", 1.05), d_k=128),
+    _forward("forward float32 causal n1024", faster("torch", 1.6), mask=CAUSAL, n=1024),
+    _forward("forward float32 causal n4096", faster("torch", 1.45), mask=CAUSAL),
+    _forward(
+        "forward bfloat16 d64", share(0.80), faster("torch", 2.2), faster("openvino", 1.1), against=NARROW, **BF16
+    ),
+    _forward(
+        "forward bfloat16 d128",
+        share(0.86),
+        faster("torch", 2.2),
+        faster("openvino", 1.1),
+        against=NARROW,
+        d_k=128,
+        **BF16,
+    ),
+    _forward("forward float16 d64", faster("torch", 1.9), against=NARROW, dtype="float16"),
+    _backward("float32 d64", share(0.93), faster("torch", 1.35)),
+    _backward("float32 d128", share(0.93), faster("torch", 1.24), d_k=128),
+    _backward("float32 causal", faster("torch", 1.4), mask=CAUSAL),
+    _backward("bfloat16 d64", share(0.70), faster("torch", 1.7), **BF16),
+    Race(name="both n3001 d80", targets=(faster("torch", 1.3),), passes="forward and backward", H=6, n=3001, d_k=80),
+    _forward("forward window 256", faster("torch", 20), faster("flex", 4), mask=_window(256)),
+    _forward("forward 16 documents n8192", faster("torch", 10), mask=_documents(16), n=8192),
+    _forward(
+        "forward dropout 0.1",
+        faster("torch", 7),
+        Target("slower", 1.35, "without dropout"),
+        dropout=0.1,
+        against=("torch", "without dropout"),
+    ),
+    _forward("forward d_v 32", faster("torch", 3), d_v=32),
+    _forward("forward d_v 128", faster("torch", 3), d_v=128),
+    # n 2,048: bias, its gradient, torch's weights and theirs are (1, H, n, n), half a GiB each at 4,096
+    Race(name="both bias n2048", targets=(faster("torch", 2.5),), passes="forward and backward", n=2048, bias=True),
+    _decode(dtype="float32"),
+    # two sequences: the keys and values of one in bfloat16 would fit the last cache of this size of machine
+    _decode(dtype="bfloat16", B=2),
+    _forward(
+        "overhead",
+        faster("torch", 1.0),
+        Target("seconds", 1e-5, "numpy"),
+        n=16,
+        peak="",
+        against=("torch", "numpy"),
+    ),
+    FirstCall(name="first call", targets=(Target("seconds", 0.3, "compiled"), Target("seconds", 0.03, "from disk"))),
+    Race(name="threads forward", targets=(Target("efficiency", 0.95, "one thread"),), against=ONE),
+    Race(name="threads backward", targets=(Target("efficiency", 0.95, "one thread"),), against=ONE, passes="backward"),
+    Series(
+        name="growth window 256",
+        axis="n",
+        points=tuple(Race(name=f"n {n}", H=1, n=n, mask=_window(256), against=()) for n in GROWN),
+        targets=(Target("spread", 1.15), Target("growth", 1.15)),
+    ),
+    Series(
+        name="cost by length",
+        axis="n",
+        points=tuple(Race(name=f"n {n}", n=n, mask=_window(256), against=("torch", "flex")) for n in LENGTHS),
+    ),
+    Series(
+        name="cost by area",
+        axis="allowed",
+        points=tuple(Race(name=f"w {w}", mask=_window(w), against=("torch", "flex")) for w in WINDOWS),
+    ),
+)
+
+
+def select(problems: Sequence[Problem], only: Sequence[str] = (), dtype: str | None = None) -> tuple[Problem, ...]:
+    """The problems whose name has one of the words in it or fits it as a pattern, and whose dtype is this.
+
+    Raises
+    ------
+    ParameterError
+        None is left.
+    """
+
+    def fits(problem: Problem) -> bool:
+        named = any(word in problem.name or fnmatchcase(problem.name, word) for word in only)
+        return (named or not only) and (dtype is None or getattr(problem, "dtype", "float32") == dtype)
+
+    found = tuple(problem for problem in problems if fits(problem))
+    if not found:
+        asked = " or ".join(only) + (f" in {dtype}" if dtype else "")
+        raise ParameterError(
+            f"no problem called {asked}", "names and patterns of `sightline bench --list`", "--only d64"
+        )
+    return found

@@ -1,0 +1,276 @@
+"""What a problem is: a race of contenders, a first call, or a series; what it is held to; what is counted of it.
+
+FLOPs. A multiplication and an addition count as two. With A the allowed pairs (i, j) of a head,
+
+    forward    2 A (d_k + d_v)         S = Q Kᵀ, O = P V
+    backward   2 A (3 d_k + 2 d_v)     S once more, dP = dO Vᵀ, dV = Pᵀ dO, dQ = dS K, dK = dSᵀ Q
+
+and nothing for the softmax, as is the custom (Dao, "FlashAttention-2", 2023, section 4.1, where the backward pass is
+2.5 times the forward). Hidden pairs count nothing, whoever computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from ..formula.expression import SYMBOLS, Expression
+from ..formula.library import bias
+from ..formula.render_array import evaluate
+from ..formula.runs import find_runs
+from ..formula.table import Table
+
+__all__ = ["SEED", "FirstCall", "Inputs", "Mask", "Passes", "Problem", "Race", "Series", "Target", "allowed_pairs"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
+SEED = 1706
+SMALL = 150  # queries and keys of small versions: no whole number of any tile
+COUNTED = 64  # queries and keys in the tiles that allowed pairs are counted by
+
+
+@dataclass(frozen=True)
+class Target:
+    """One thing a problem is held to.
+
+    Parameters
+    ----------
+    measure
+        "share": of the machine's peak, at least. "faster": another's time over ours, at least. "slower": ours over
+        another's, at most. "efficiency": the gain over one thread, over the threads, at least. "seconds": a time, at
+        most. "spread": the largest time per token over the smallest, at most. "growth": memory beyond inputs and
+        outputs at the last point over that at the first, at most.
+    limit : the number that must be reached or kept
+    who : the contender meant: the other one of a ratio, the one whose seconds count
+    """
+
+    measure: Literal["share", "faster", "slower", "efficiency", "seconds", "spread", "growth"]
+    limit: float
+    who: str = "sightline"
+
+    @property
+    def at_least(self) -> bool:
+        return self.measure in ("share", "faster", "efficiency")
+
+    def kept(self, value: float) -> bool:
+        """Whether the measured value reaches or keeps the limit."""
+        return bool(value >= self.limit if self.at_least else value <= self.limit)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask as every library can take it.
+
+    Parameters
+    ----------
+    words : what it is called
+    write : (n, read) to a function of (b, h, i, j)
+        `read` makes an array something to be indexed by those: a table for our symbols, a tensor for FlexAttention.
+    """
+
+    words: str
+    write: Callable[[int, Callable[[Any], Any]], Callable[..., Any]]
+
+    def formula(self, n: int) -> Expression:
+        """The mask in our language."""
+        made: Expression = self.write(n, Table)(*(SYMBOLS[name] for name in "bhij"))
+        return made
+
+
+Passes = Literal["forward", "backward", "forward and backward"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """Contenders on the same arrays, in turn. Names of axes as in `sightline.problem`; G = 0 means H, m = 0 means n."""
+
+    name: str
+    targets: tuple[Target, ...] = ()
+    passes: Passes = "forward"
+    dtype: str = "float32"
+    B: int = 1
+    H: int = 8
+    G: int = 0
+    n: int = 4096
+    m: int = 0
+    d_k: int = 64
+    d_v: int = 0
+    mask: Mask | None = None
+    bias: bool = False  # (1, H, n, m) added to the scores, its gradient wanted
+    dropout: float = 0.0
+    peak: str = "float32"  # what a share is taken of: an entry of `peaks.Peaks`; "" where work is not the point
+    against: tuple[str, ...] = ("torch",)  # peers and variants of our own, by their names in `peers`
+
+    def __post_init__(self) -> None:
+        for name, value in (("G", self.H), ("m", self.n), ("d_v", self.d_k)):
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+
+    @property
+    def about(self) -> str:
+        """The shape in one line."""
+        parts = [f"{self.B} × {self.H} heads" + (f" on {self.G}" if self.G != self.H else "")]
+        parts.append(f"n {self.n:,}" + (f", m {self.m:,}" if self.m != self.n else ""))
+        parts.append(f"d {self.d_k}" if self.d_k == self.d_v else f"d_k {self.d_k}, d_v {self.d_v}")
+        parts += [self.dtype, *([self.mask.words] if self.mask else []), *(["bias"] if self.bias else [])]
+        return ", ".join([*parts, *([f"dropout {self.dropout}"] if self.dropout else [])])
+
+    @property
+    def extent(self) -> tuple[int, int, int, int]:
+        return self.B, self.H, self.n, self.m
+
+    @property
+    def formula(self) -> Expression | None:
+        """The mask in our language."""
+        return None if self.mask is None else self.mask.formula(self.n)
+
+    @cached_property
+    def allowed(self) -> int:
+        """Pairs the mask allows, over all batches and heads."""
+        return allowed_pairs(self.formula, self.extent)
+
+    @property
+    def flops(self) -> int:
+        """As the head of this file counts them."""
+        forward, backward = 2 * (self.d_k + self.d_v), 2 * (3 * self.d_k + 2 * self.d_v)
+        each = {"forward": forward, "backward": backward, "forward and backward": forward + backward}
+        return self.allowed * each[self.passes]
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of inputs and outputs, each moved once; gradients have the bytes of what they belong to."""
+        queries, keys = self.B * self.H * self.n, self.B * self.G * self.m
+        inputs = (queries + keys) * self.d_k + keys * self.d_v + self.bias * self.H * self.n * self.m
+        output = queries * self.d_v
+        passes = {"forward": inputs + output, "backward": 2 * (inputs + output)}
+        return passes.get(self.passes, 2 * inputs + output) * SIZES[self.dtype]
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the output."""
+        return self.B * self.H * self.n * self.d_v * SIZES[self.dtype]
+
+    def small(self) -> Race:
+        """The same problem on arrays a test can hold; no targets."""
+        heads = min(self.H, 4)
+        group = self.H // self.G
+        n, m = min(self.n, SMALL), min(self.m, SMALL)
+        return replace(self, targets=(), B=min(self.B, 2), H=heads, G=max(heads // group, 1), n=n, m=m)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstCall:
+    """The first call of a new problem, in a process that has called another before: compiled, then from the disk."""
+
+    name: str
+    n: int = 256
+    d: int = 64
+    targets: tuple[Target, ...] = ()
+
+    @property
+    def about(self) -> str:
+        return f"8 heads, n {self.n:,}, d {self.d}, float32, causal; fresh processes"
+
+    def small(self) -> FirstCall:
+        return replace(self, n=32, targets=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One problem at several points along an axis, for what grows and what must not.
+
+    Parameters
+    ----------
+    axis : "n", or "allowed": the share of pairs the mask allows
+    points : the problem at each point, in order
+    """
+
+    name: str
+    axis: Literal["n", "allowed"]
+    points: tuple[Race, ...]
+    targets: tuple[Target, ...] = ()
+
+    @property
+    def about(self) -> str:
+        first, last = self.points[0], self.points[-1]
+        reach = f"n {first.n:,} to {last.n:,}" if self.axis == "n" else f"n {first.n:,}, {len(self.points)} windows"
+        words = f", {first.mask.words}" if self.axis == "n" and first.mask else ""
+        return f"{first.B} × {first.H} heads, {reach}, d {first.d_k}{words}"
+
+    def small(self) -> Series:
+        points = tuple(
+            replace(point.small(), n=size, m=size)
+            for point, size in zip(self.points, (64 * (k + 1) for k in range(len(self.points))), strict=True)
+        )
+        return replace(self, points=points, targets=())
+
+
+Problem = Race | FirstCall | Series
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arrays of a race, float32 that hold numbers of its dtype, so that every contender reads the same."""
+
+    query: Array
+    key: Array
+    value: Array
+    d_output: Array | None  # where a backward pass is timed
+    bias: Array | None
+
+    @classmethod
+    def of(cls, race: Race) -> Inputs:
+        """Standard normal numbers, the same on every run."""
+        rng = np.random.default_rng(SEED)
+
+        def drawn(*shape: int) -> Array:
+            return rounded(rng.standard_normal(shape, np.float32), race.dtype)
+
+        query, key = drawn(race.B, race.H, race.n, race.d_k), drawn(race.B, race.G, race.m, race.d_k)
+        value = drawn(race.B, race.G, race.m, race.d_v)
+        back = drawn(race.B, race.H, race.n, race.d_v) if race.passes != "forward" else None
+        return cls(query, key, value, back, drawn(1, race.H, race.n, race.m) if race.bias else None)
+
+    @property
+    def score(self) -> Expression | None:
+        """The score in our language."""
+        return None if self.bias is None else bias(self.bias)
+
+
+def rounded(array: Array, dtype: str) -> Array:
+    """float32 numbers rounded to those a dtype has."""
+    from ..arrays import resolve
+
+    return array if dtype == "float32" else array.astype(resolve(np, dtype)).astype(np.float32)
+
+
+def allowed_pairs(mask: Expression | None, extent: tuple[int, int, int, int]) -> int:
+    """Pairs a mask allows, over all batches and heads: full tiles by their size, partial ones looked at."""
+    B, H, n, m = extent
+    if mask is None:
+        return B * H * n * m
+    runs = find_runs(mask, extent, COUNTED, COUNTED)
+    count = 0
+    for row, (first, last, full) in _spans(runs):
+        group, block = divmod(row, runs.query_blocks)
+        b, h = divmod(group, runs.heads)
+        i = np.arange(block * COUNTED, min((block + 1) * COUNTED, n))[:, None]
+        j = np.arange(first * COUNTED, min(last * COUNTED, m))
+        if full:
+            count += i.size * j.size
+            continue
+        symbols = {"b": np.asarray(b), "h": np.asarray(h), "i": i, "j": j, "n": n, "m": m}
+        seen = evaluate(mask, symbols, xp=np, float_dtype=np.dtype("float64"), like=i)
+        count += int(np.broadcast_to(seen, (i.size, j.size)).sum())
+    return count * (B // runs.batches) * (H // runs.heads)
+
+
+def _spans(runs: Any) -> Iterator[tuple[int, tuple[int, int, bool]]]:
+    owner = np.repeat(np.arange(runs.start.size - 1), np.diff(runs.start))
+    for row, first, last, full in zip(owner, runs.first, runs.last, runs.full, strict=True):
+        yield int(row), (int(first), int(last), bool(full))
