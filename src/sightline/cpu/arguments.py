@@ -49,8 +49,9 @@ FORWARD = COMMON | {
     "sinks": POINTER,  # (H,) float64
 }
 DECODE = COMMON | {
-    "output": POINTER,  # (chunks, B, H, n, d_v) in the accumulator's type
-    "sinks": POINTER,
+    "output": POINTER,  # (chunks, B, H, n, d_v) in the accumulator's type; lse is (chunks, B, H, n) here
+    "taint": POINTER,  # set to 1 where an output is NaN or infinite
+    "batches": INT64,
     "chunks": INT64,  # parts of the keys
     "chunk": INT64,  # blocks of keys in each
 }

@@ -46,6 +46,7 @@ class Backward(Block):
         """The module with the kernel in it."""
         self.begin(name)
         code, given, tiles, structure = self.code, self.given, self.tiles, self.structure
+        self.q_t, self.s_t = tiles.matrix(tiles.pairs(self.structure.d_k)), tiles.matrix(KEYS)
         self.key, self.value = self.rows(1, along=True, down=True), self.rows(2, along=True, down=False)
         self.do_t = tiles.matrix(tiles.pairs(structure.d_v))
         self.dp_t, self.dq_t = tiles.matrix(KEYS), tiles.matrix(structure.d_k)

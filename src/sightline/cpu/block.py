@@ -50,6 +50,7 @@ class Structure:
     clamped: tuple[tuple[tuple[int, int], ...], ...]  # of mask and score; see Renderer
     sinks: bool
     dropout: bool
+    together: int = 0  # query rows whose products are summed together; see Decode
     gaining: tuple[tuple[int, int, bool], ...] = ()  # lookups of the score whose tables gain gradients; see Backward
 
     @property
@@ -62,6 +63,8 @@ class Block:
     """Writes what a block of queries needs into a module; a kernel is a subclass."""
 
     fields: Mapping[str, Any]
+    q_t: Value  # Qᵀ[d][lane]
+    s_t: Value  # Sᵀ[key][lane]
 
     def __init__(
         self, structure: Structure, mask: Expression | None, score: Expression | None, machine: Machine
@@ -81,8 +84,6 @@ class Block:
         self.given = Arguments(code, code.arguments[0], self.fields, axes)
         self.tiles = tiles = Tiles(code, self.float, self.machine, self.paired)
         self.vectors, self.lanes, self.vector = range(tiles.vectors), tiles.lanes, tiles.vector
-        self.q_t = tiles.matrix(tiles.pairs(self.structure.d_k))
-        self.s_t = tiles.matrix(KEYS)
         self.factor = self.given.factor.to(self.float)
         self.prepare_formulas()
 

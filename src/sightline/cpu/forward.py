@@ -31,6 +31,7 @@ class Forward(Block):
         """The module with the kernel in it."""
         self.begin(name)
         code, given, tiles = self.code, self.given, self.tiles
+        self.q_t, self.s_t = tiles.matrix(tiles.pairs(self.structure.d_k)), tiles.matrix(KEYS)
         self.key, self.value = self.rows(1, along=True, down=False), self.rows(2, along=False, down=True)
         self.o_t = tiles.matrix(self.structure.d_v)
         self.largest, self.total, self.tile_max, self.shift, self.alpha = (tiles.variables() for _ in range(5))

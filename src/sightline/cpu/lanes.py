@@ -226,13 +226,23 @@ class Value:
         return Value(self.code, self.code.builder.bitcast(self.raw, whole)) != 0
 
     def sum(self) -> Value:
-        """The sum of the lanes, halves added to halves."""
+        """The sum of the lanes."""
+        return self.fold(lambda x, y: x + y)
+
+    def fold(self, join: Callable[[Value, Value], Value]) -> Value:
+        """The lanes made one, halves joined with halves."""
         total, lanes = self, lanes_of(self.type)
         while lanes > 1:
             lanes //= 2
             low, high = (total.pick(range(start, start + lanes)) for start in (0, lanes))
-            total = low + high
+            total = join(low, high)
         return total
+
+    def join(self, other: Value, first: int) -> Value:
+        """Every second lane of this vector and then of the other, from lane `first` on."""
+        lanes = lanes_of(self.type)
+        chosen = ir.Constant(vector(INT32, lanes), list(range(first, 2 * lanes, 2)))
+        return Value(self.code, self.code.builder.shuffle_vector(self.raw, other.raw, chosen))
 
     def pick(self, places: Sequence[int]) -> Value:
         """The lanes at these places; a scalar for one."""
@@ -403,6 +413,12 @@ class Code:
         """with code.either(c) as (yes, no): with yes: ...; with no: ..."""
         with self.builder.if_else(condition.raw) as (yes, no):
             yield yes, no
+
+    def prefetch(self, pointer: Value) -> None:
+        """Ask for a line of memory that will be read soon; any address will do."""
+        words = [INT32] * 3
+        function = self.declare("llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [POINTER, *words]))
+        self.builder.call(function, [pointer.raw, INT32(0), INT32(3), INT32(1)])
 
     def increment(self, pointer: Value) -> Value:
         """The counter's value before one is added, atomically."""

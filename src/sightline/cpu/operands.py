@@ -71,6 +71,12 @@ class Rows:
             return self.by_column.at(c * self.tiles.size), self.wide if self.tiles.paired else self.long
         return self.block.at(c * self.column_step), self.row_step
 
+    def lines(self) -> tuple[Value, Any]:
+        """(address, bytes from one to the next) of the rows as vectors, two joined to one of pairs."""
+        if self.by_column is not None:
+            return self.by_column, self.wide if self.tiles.paired else self.long
+        return self.block, self.row_step
+
     def entry(self, r: Value, c: Value) -> Value:
         """One number as it lies in memory, widened."""
         return self.form.load(self.block.at(r * self.row_step).at(c * self.column_step))

@@ -13,6 +13,7 @@ from ..problem import Problem
 from ..streaming import Streaming
 from .arguments import FORWARD, pack
 from .call import Inputs, block_of, kernel_of, structure_of
+from .decoding import decode, decodes
 from .forward import Forward
 from .processor import Processor
 from .threads import count
@@ -26,7 +27,8 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     """Forward through the generated kernel; statistics beyond lse through `streaming`, scores and normaliser alike."""
     output = empty((*problem.lead, problem.H, problem.n, problem.d_v), problem.dtype, problem.query)
     lse = np.empty((*problem.lead, problem.H, problem.n), np.float64)
-    if lse.size:
+    few = decodes(problem, processor)
+    if lse.size and not (few and decode(problem, output, lse, count(threads), processor)):
         _forward(problem, output, lse, count(threads), processor)
     lse = convert(lse, problem.query)
     if all(isinstance(statistic, Lse) for statistic in problem.see):

@@ -94,17 +94,19 @@ class Tiles:
         step: Any,
         matrix: Value,
         count: Any,
-        stride: int | None = None,
+        stride: Any = None,
+        align: int | None = None,
     ) -> None:
         """sums[r][v] += Σ_k base_r[k · step] · matrix[k · stride][v] for k < count; `step` and `stride` in bytes."""
         code = self.code
         stride = self.row_bytes if stride is None else stride
+        align = self.align if align is None else align
 
         def steps(first: Value, count: int) -> None:
             held = [[variable.get() for variable in row] for row in sums]
             for k in (first + u for u in range(count)):
                 row = matrix.at(k * stride)
-                lanes = [row.at(v * self.align).load(self.numbers, self.align) for v in range(len(held[0]))]
+                lanes = [row.at(v * self.align).load(self.numbers, align) for v in range(len(held[0]))]
                 for r, base in enumerate(bases):
                     number = base.at(k * step).load(self.number).spread(self.lanes)
                     held[r] = [self.multiply_add(number, lane, old) for lane, old in zip(lanes, held[r], strict=True)]

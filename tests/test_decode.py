@@ -1,0 +1,145 @@
+"""Few queries against many keys: the decoding kernel is taken where it can serve, and its parts join exactly."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import DTYPES
+
+import sightline
+from sightline import causal, h, i, j, lse, m, n, padding, s, softcap, table
+from sightline.cpu import Cpu, decoding, run
+from sightline.cpu.processor import HOST
+from sightline.problem import pose
+from sightline.testing import assert_conforms, guarded
+
+MASKS = {
+    "none": None,
+    "causal": causal("lower right"),
+    "holes": (j % 5 != 2) & (j + 3 * i >= 130),
+    "far": j >= 900,
+    "nothing": j < 0,
+}
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How often the decoding kernel answered, and how often it asked the forward kernel to."""
+    found = []
+
+    def spy(*arguments):
+        found.append(decoding.decode(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(run, "decode", spy)
+    return found
+
+
+def arrays(dtype, lead=(2,), H=8, G=2, n=1, m=1100, d_k=64, d_v=64, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = ((*lead, H, n, d_k), (*lead, G, m, d_k), (*lead, G, m, d_v))
+    return [rng.normal(size=shape).astype(DTYPES[dtype]) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_problems(dtype, taken):
+    @settings(max_examples=24)
+    @given(
+        group=st.sampled_from([1, 2, 3, 8]),
+        queries=st.sampled_from([1, 2, 7, 32]),
+        keys=st.integers(512, 1400),
+        width=st.sampled_from([32, 64]),
+        mask=st.sampled_from(sorted(MASKS)),
+        extra=st.sampled_from([{}, {"scale": -0.4}, {"sinks": 1}, {"score": softcap(3.0)}]),
+        seed=st.integers(0, 99),
+    )
+    def conforms(group, queries, keys, width, mask, extra, seed):
+        x = arrays(dtype, (), 2 * group, 2, queries, keys, width, 32, seed)
+        if "sinks" in extra:
+            extra = {"sinks": np.linspace(-1, 1, 2 * group).astype(np.float32)}
+        assert_conforms(Cpu().run, pose(*(y[None] for y in x), mask=MASKS[mask], see=[lse()], **extra))
+
+    conforms()
+    assert all(taken)
+    assert len(taken) >= 24
+
+
+def test_tables_and_heads(taken):
+    x = arrays("float32", n=3)
+    score = s - table(np.linspace(0, 1, 8))[h] * (i + m - n - j) * 0.01
+    assert_conforms(Cpu().run, pose(*x, score=score, mask=padding(np.array([1100, 700]))))
+    assert taken == [True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bits_for_any_number_of_threads(dtype, taken):
+    problem = pose(*arrays(dtype, (1,), 4, 1, 5, 9000), mask=causal("lower right"))
+    first = Cpu().run(problem, 1)
+    for threads in (2, 3, 7):
+        again = Cpu().run(problem, threads)
+        assert np.array_equal(again.output, first.output)
+        assert np.array_equal(again.lse, first.lse)
+    assert taken == [True] * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hidden_nan_is_the_forward_kernels(dtype, taken):
+    q, k, v = arrays(dtype)
+    k[..., 1000:, :], v[..., 1000:, :] = np.nan, np.inf
+    assert_conforms(Cpu().run, pose(q, k, v, mask=j < 1000))
+    assert taken == [False]
+
+
+def test_no_byte_outside_is_read():
+    q, k, v = arrays("float32", (1,), n=2, m=515)
+    (k, k_unharmed), (v, v_unharmed) = guarded(k), guarded(v)
+    assert_conforms(Cpu().run, pose(q, k, v))
+    k_unharmed()
+    v_unharmed()
+
+
+REFUSED = {
+    "many queries": (arrays("float32", n=33), {}),
+    "few keys": (arrays("float32", m=60), {}),
+    "odd width": (arrays("float32", d_k=63), {}),
+    "a mask of its own for each head": (arrays("float32"), {"mask": j > h}),
+    "dropout": (arrays("float32"), {"dropout": 0.5, "seed": 1}),
+    "columns apart": ([x.swapaxes(-1, -2).copy().swapaxes(-1, -2) for x in arrays("float32")], {}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_serve_goes_forward(name, taken):
+    x, options = REFUSED[name]
+    assert not decoding.decodes(pose(*x, **options), HOST)
+    assert_conforms(Cpu().run, pose(*x, **options))
+    assert not taken
+
+
+def test_a_cache_is_read_in_place(taken):
+    """The keys the kernel reads are the cache's own memory."""
+    q, k, v = arrays("float32", H=2)
+    cache = sightline.KVCache(dtype="float32")
+    cache.append(k, v)
+    output = sightline.attention(q, cache, mask=cache.causal(1))
+    assert taken == [True]
+    assert np.array_equal(output, sightline.attention(q, k, v, mask=causal("lower right")))
+    assert np.shares_memory(pose(q, cache).key, cache.key)
+
+
+FAULTS = {
+    "parts not weighed": ("shares = np.exp(normalisers", "shares = np.ones_like(normalisers) + 0 * (normalisers"),
+    "a part dropped": ("zip(parts[1:], shares[1 : len(parts)]", "zip(parts[2:], shares[2 : len(parts)]"),
+    "sinks forgotten": ("if problem.sinks is not None:", "if problem.sinks is None and False:"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_merge_of_parts_is_seen(fault, monkeypatch):
+    from test_faults import broken
+
+    monkeypatch.setattr(run, "decode", broken(decoding, *FAULTS[fault]).decode)
+    q, k, v = arrays("float32", (1,), 4, 1, 2, 2000)
+    k[..., 1500:, :] *= 3
+    with pytest.raises(AssertionError, match="budget"):
+        assert_conforms(Cpu().run, pose(q, k, v, sinks=np.full(4, 2.0, np.float32)))
