@@ -166,6 +166,20 @@ def test_gradients_reach_only_what_is_used():
     assert not of_value.any()
 
 
+@pytest.mark.parametrize("score", [None, sightline.softcap(3.0)], ids=["plain", "capped"])
+def test_a_learned_scale_has_its_gradient(score):
+    query, key, value = arrays()
+    scale = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+    formula = (s if score is None else score).with_scores(s * table(scale.reshape(1))[0])
+    written = sightline.attention(query, key, value, scale=1.0, score=formula)
+    assert torch.equal(sightline.attention(query, key, value, scale=scale, score=score), written)
+    assert torch.autograd.gradcheck(
+        lambda *x: sightline.attention(*x[:3], scale=x[3], score=score), (query, key, value, scale)
+    )
+    with pytest.raises(ParameterError, match="one number"):
+        sightline.attention(query, key, value, scale=torch.ones(4, requires_grad=True))
+
+
 def test_mask_functions_with_captured_tensors():
     slopes = drawn(4)
 

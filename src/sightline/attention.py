@@ -48,6 +48,7 @@ def attention(
     score : formula or function (s, b, h, i, j), optional
         What becomes of the scaled scores s, in logits. −∞ hides the pair.
     scale : float, default 1/√d_k
+        A torch tensor of one number that requires a gradient is learned.
     sinks : (H,) floats, optional
         A logit per head that takes weight and gives nothing (Xiao et al., "Efficient streaming language models with
         attention sinks", 2024; OpenAI, gpt-oss model card, 2025).

@@ -185,12 +185,16 @@ def ask(
     _check_arrays(named)
     headless = query.ndim < 4
     query, key, value = _shaped(named)
+    formula = read_score(score)
+    if getattr(scale, "requires_grad", False):  # a learned scale: a table of one entry, whose gradient is its own
+        scaled = SYMBOLS["s"] * _one_number("scale", scale)
+        formula, scale = scaled if formula is None else formula.with_scores(scaled), 1.0
     return Problem(
         query,
         key,
         value,
         mask=_both(read_mask(mask), beyond),
-        score=read_score(score),
+        score=formula,
         sinks=_read_sinks(sinks, query),
         scale=_read_scale(scale, query.shape[-1]),
         dropout=_read_dropout(dropout),
@@ -365,11 +369,18 @@ def _read_sinks(sinks: Any, query: Any) -> Any:
     return arrays.convert(sinks, query)
 
 
+def _one_number(what: str, array: Any) -> Expression:
+    """A learned number as a formula, which keeps its gradient."""
+    if math.prod(array.shape) != 1:
+        raise ParameterError(
+            f"{what} of shape {tuple(array.shape)}", "one number", f"score=s * table({what})[h] for one of each head"
+        )
+    return Table(array.reshape(1))[0]
+
+
 def _read_scale(scale: Any, d_k: int) -> float:
     if scale is None:
         return 1 / math.sqrt(d_k)
-    if getattr(scale, "requires_grad", False):
-        raise ParameterError("a scale that wants a gradient", "a plain number", "scale=1.0, score=s * scale")
     try:
         value = float(scale)
     except (TypeError, ValueError, OverflowError):

@@ -26,7 +26,7 @@ from ..formula.derivative import derivative
 from ..formula.expression import Lookup, walk
 from .arguments import BACKWARD, Table
 from .block import KEYS, Block
-from .lanes import BOOL, BYTE, DOUBLE, INT16, INT32, INT64, Value, Variable, bytes_of, element, lanes_of
+from .lanes import BOOL, BYTE, DOUBLE, INT16, INT32, INT64, Value, Variable, bytes_of, element
 from .render import Renderer
 
 __all__ = ["Backward"]
@@ -369,23 +369,26 @@ class Backward(Block):
             kind = self.float if owned else DOUBLE
             share = slope.pair(self.at, self.parts).to(self.float).spread(self.lanes) * d_score
             share = code.where(d_score == 0.0, 0.0, share).to(kind)
-            offset: Any = code.value(0, INT64)
-            for argument, length in zip(node.arguments, self.given.tables[slot].lengths, strict=True):
-                index = self.parts[id(argument)].to(INT64)
-                offset = offset * length + code.maximum(code.minimum(index, length - 1), 0)
-            target = gain.pointer.at(self.part * gain.strides[0])
-            self.scatter(target, offset * bytes_of(kind), share)
+            lengths = self.given.tables[slot].lengths
+            strides: list[Any] = [code.value(bytes_of(kind), INT64)]
+            for length in reversed(lengths[1:]):
+                strides.insert(0, strides[0] * length)
+            score = self.renderers[1]
+            assert score is not None
+            base, offsets = score.offsets(node, [self.parts[id(a)] for a in node.arguments], strides, lengths)
+            self.scatter(gain.pointer.at(self.part * gain.strides[0]).at(base), offsets, share)
 
-    def scatter(self, target: Value, offset: Value, share: Value) -> None:
+    def scatter(self, target: Value, offsets: Value | None, share: Value) -> None:
         """What lies at the offsets += share, lane by lane in order; in one sum where all lanes have one offset."""
         code = self.code
         kind = element(share.type)
-        if lanes_of(offset.type) == 1:
-            place = target.at(offset)
-            place.store(place.load(kind) + share.sum())
+        if offsets is None:
+            target.store(target.load(kind) + share.sum())
             return
-        self.offsets.store(offset)
+        self.offsets.store(offsets)
         self.shares.store(share)
-        with code.loop(0, self.lanes) as lane:
-            place = target.at(self.offsets.at(lane * 8).load(INT64))
-            place.store(place.load(kind) + self.shares.at(lane * bytes_of(kind)).load(kind))
+        size, steps = bytes_of(offsets.type), min(self.lanes, 4)
+        with code.loop(0, self.lanes, steps) as first:
+            for lane in (first + k for k in range(steps)):
+                place = target.at(self.offsets.at(lane * size).load(element(offsets.type)).to(INT64))
+                place.store(place.load(kind) + self.shares.at(lane * bytes_of(kind)).load(kind))

@@ -165,5 +165,6 @@ def _table_array(array: Any) -> Any:
 
 
 def _reach(array: Any) -> int:
-    """Bytes between the farthest entries of an array, which a view with gaps may spread far beyond its size."""
-    return sum(max(length - 1, 0) * abs(stride) for length, stride in zip(array.shape, array.strides, strict=True))
+    """Bytes between the farthest entries of an array, which a view with gaps may spread far, or of its gradient."""
+    spread = sum(max(length - 1, 0) * abs(stride) for length, stride in zip(array.shape, array.strides, strict=True))
+    return max(int(spread), 8 * int(array.size))

@@ -6,7 +6,7 @@ Parts that read neither j nor s are computed once for a block of queries, parts 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,19 +91,31 @@ class Renderer:
         return LLVM_RULES[node.operator](self.code, *inputs[:skip], *(x.to(kind) for x in inputs[skip:]))
 
     def _lookup(self, node: Lookup, indices: list[Value]) -> Value:
-        source, code = self.sources[id(node.table)], self.code
-        integers = self.types["int"]
-        offset: Any = code.value(0, integers)
-        for axis, (index, stride, length) in enumerate(zip(indices, source.strides, source.lengths, strict=True)):
+        source = self.sources[id(node.table)]
+        base, offsets = self.offsets(node, indices, source.strides, source.lengths)
+        pointer = source.pointer.at(base)
+        if offsets is None:
+            entry = pointer.load(source.kind)
+        else:
+            entry = pointer.at(offsets).gather(source.kind, lanes_of(offsets.type))
+        return entry.to(self.types[node.kind])
+
+    def offsets(
+        self, node: Lookup, indices: Sequence[Value], strides: Sequence[Any], lengths: Sequence[Value]
+    ) -> tuple[Value, Value | None]:
+        """(bytes common to all lanes, bytes of each lane beyond them or None) of a lookup's entries."""
+        code, integers = self.code, self.types["int"]
+        base: Any = code.value(0, INT64)
+        apart: Value | None = None
+        for axis, (index, stride, length) in enumerate(zip(indices, strides, lengths, strict=True)):
             if (self.place[id(node)], axis) in self.clamped:
                 index = code.maximum(code.minimum(index, length.to(integers) - 1), 0)
-            offset = offset + index * stride.to(integers)
-        lanes = lanes_of(offset.type)
-        if lanes == 1:
-            entry = source.pointer.at(offset.to(INT64)).load(source.kind)
-        else:
-            entry = source.pointer.at(offset).gather(source.kind, lanes)
-        return entry.to(self.types[node.kind])
+            if lanes_of(index.type) == 1:
+                base = base + index.to(INT64) * stride
+            else:
+                share = index * stride.to(integers)
+                apart = share if apart is None else apart + share
+        return base, apart
 
 
 def _floor_divide(code: Code, x: Value, y: Value) -> tuple[Value, Value]:

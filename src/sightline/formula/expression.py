@@ -276,6 +276,14 @@ class Expression:
             built[id(node)] = node.rebuilt(tuple(built[id(a)] for a in node.arguments), replacement)
         return built[id(self)]
 
+    def with_scores(self, scores: Expression) -> Expression:
+        """The same formula of other scores: `scores` in the place of s."""
+        built: dict[int, Expression] = {}
+        for node in walk(self):
+            again = node.rebuilt(tuple([built[id(a)] for a in node.arguments]), {id(t): t for t in self.tables})
+            built[id(node)] = scores if node is SYMBOLS["s"] else again
+        return built[id(self)]
+
     # -- for subclasses ---------------------------------------------------------------------------------------------
     def record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
         raise NotImplementedError(f"{type(self).__name__} has no text form")
