@@ -11,6 +11,7 @@ import sightline
 from sightline import h, i, j, s
 from sightline.cpu import Cpu, functions
 from sightline.cpu.lanes import DOUBLE, FLOAT, POINTER, Code, vector
+from sightline.cpu.machine import host
 from sightline.cpu.processor import HOST
 from sightline.cpu.render import LLVM_RULES
 from sightline.formula.operators import OPERATORS
@@ -74,6 +75,24 @@ def check_promise(name, dtype, processor=HOST):
 @pytest.mark.parametrize("name", PROMISED)
 def test_elementary_functions_keep_their_promise(name, dtype):
     check_promise(name, dtype)
+
+
+@pytest.mark.skipif(not host().scalef, reason="no AVX-512")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_powers_by_scaling_are_those_by_bits(dtype):
+    """Whole vectors of 64 bytes: the same polynomial, so the same numbers wherever the result is normal."""
+    x = -np.geomspace(1e-30, 1000 if dtype == np.float64 else 120, 512).astype(dtype)
+    x[:6] = 0, -1, -0.5, -np.inf, np.nan, -126.0
+
+    def in_vectors(code, value):
+        lanes = 64 // dtype(0).itemsize
+        parts = [value.pick(range(k, k + lanes)) for k in range(0, LANES, lanes)]
+        found = [functions.exp2_by_scaling(code, part) for part in parts]
+        return found[0] if len(found) == 1 else found[0].beside(found[1])
+
+    by_bits, by_scaling = applied(functions.exp2_of_negative, x), applied(in_vectors, x)
+    assert ulps(by_scaling, np.exp2(x.astype(np.longdouble))) <= PROMISED["exp2_of_negative"]
+    np.testing.assert_array_equal(by_scaling[by_bits > 0], by_bits[by_bits > 0])
 
 
 def test_every_operator_has_a_rule():

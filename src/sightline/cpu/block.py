@@ -19,7 +19,7 @@ from llvmlite import ir
 from ..formula.expression import Expression
 from .arguments import Arguments
 from .formats import format_of
-from .functions import exp2_of_negative, exp_of_negative
+from .functions import exp2_by_scaling, exp2_of_negative, exp_of_negative
 from .lanes import BFLOAT, BYTE, DOUBLE, FLOAT, INT16, INT32, INT64, Code, Value, Variable
 from .machine import Machine
 from .operands import Rows
@@ -191,7 +191,10 @@ class Block:
 
     def power(self, difference: Value) -> Value:
         """2^x or e^x, by the base of the scores; x ≤ 0."""
-        return (exp2_of_negative if self.structure.base_2 else exp_of_negative)(self.code, difference)
+        if not self.structure.base_2:
+            return exp_of_negative(self.code, difference)
+        whole = self.machine.scalef and difference.type == self.vector
+        return (exp2_by_scaling if whole else exp2_of_negative)(self.code, difference, 4 if self.paired else 5)
 
     def kept(self, j: Value) -> list[list[Value]]:
         """Whether dropout keeps the weights of four keys from j on, a multiple of 4: by key, then by vector."""

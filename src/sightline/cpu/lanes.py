@@ -251,6 +251,12 @@ class Value:
         chosen = ir.Constant(vector(INT32, len(places)), list(places))
         return Value(self.code, self.code.builder.shuffle_vector(self.raw, self.raw, chosen))
 
+    def beside(self, other: Value) -> Value:
+        """The lanes of this vector, then those of the other."""
+        lanes = lanes_of(self.type) * 2
+        whole = ir.Constant(vector(INT32, lanes), list(range(lanes)))
+        return Value(self.code, self.code.builder.shuffle_vector(self.raw, other.raw, whole))
+
     def at(self, offset: Any, kind: Type | None = None) -> Value:
         """A pointer moved by bytes; by a vector of offsets, a vector of pointers."""
         offset = self.code.value(offset, INT64)

@@ -85,6 +85,11 @@ class Machine:
         return self.architecture == "aarch64" or not self.present.isdisjoint({"f16c", "avx512f"})
 
     @cached_property
+    def scalef(self) -> bool:
+        """Whether it rounds and scales by powers of two in one instruction each (AVX512F and AVX512DQ)."""
+        return self.width == 64 and "avx512dq" in self.present
+
+    @cached_property
     def bf16_dot(self) -> bool:
         """Whether there is a product of bfloat16 pairs summed in float32, llvm.x86.avx512bf16.dpbf16ps.512."""
         return {"avx512f", "avx512bf16"} <= self.present

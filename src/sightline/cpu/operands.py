@@ -35,7 +35,8 @@ class Rows:
         self.long = tiles.pairs(width) * tiles.size  # bytes of a staged row
         self.wide = width * tiles.size  # of a row of pairs taken down the columns
         pairs = tiles.paired
-        self.by_row = None if self.in_place or (pairs and not along) else tiles.scratch(most * self.long)
+        ready = pairs and unit and width % 2 == 0  # pairs along a row lie in memory as they are wanted
+        self.by_row = None if self.in_place or ready or (pairs and not along) else tiles.scratch(most * self.long)
         self.by_column = self.by_row if not pairs else tiles.scratch(tiles.pairs(most) * self.wide) if down else None
 
     def place(self, head: Value, row: Value, column: Value) -> None:
@@ -63,7 +64,7 @@ class Rows:
         r = self.code.minimum(r, self.count - 1)
         if self.by_row is not None:
             return self.by_row.at(r * self.long), self.tiles.size
-        return self.block.at(r * self.row_step), self.column_step
+        return self.block.at(r * self.row_step), self.tiles.size if self.tiles.paired else self.column_step
 
     def column(self, c: Value) -> tuple[Value, Any]:
         """(address of column c's first number, bytes to the next)."""
