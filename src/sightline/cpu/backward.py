@@ -26,7 +26,8 @@ from ..formula.derivative import derivative
 from ..formula.expression import Lookup, walk
 from .arguments import BACKWARD, Table
 from .block import KEYS, Block
-from .lanes import BOOL, BYTE, DOUBLE, INT16, INT32, INT64, Value, Variable, bytes_of, element
+from .lanes import BOOL, BYTE, DOUBLE, INT64, Value, Variable, bytes_of, element, vector
+from .operands import join_rows, widen_row
 from .render import Renderer
 
 __all__ = ["Backward"]
@@ -108,8 +109,8 @@ class Backward(Block):
         self.o, self.do = given.operand("output", self.b, self.h), given.operand("d_output", self.b, self.h)
         self.turn_queries()
         self.turn_gradients()
-        self.copy_rows(self.q, "query", self.structure.d_k, self.q_rows)
-        self.copy_rows(self.do, "d_output", self.structure.d_v, self.do_rows)
+        self.copy_rows(self.q, "query", self.structure.unit[0], self.structure.d_k, self.q_rows)
+        self.copy_rows(self.do, "d_output", True, self.structure.d_v, self.do_rows)
         self.evaluate_block()
         with code.loop(0, self.structure.d_k) as d:
             for v in self.vectors:
@@ -132,30 +133,24 @@ class Backward(Block):
         return self.tiles.scratch(self.tiles.pairs(self.tiles.block) * self.padded(width) * self.tiles.size)
 
     def turn_gradients(self) -> None:
-        """dOᵀ[d][lane], and per lane δ and the normaliser in the scores' base; 0 for lanes past the end."""
+        """dOᵀ[d][lane], and per lane δ and the normaliser in the scores' base; ∞ for lanes past the end, so P = 0."""
         code, given, tiles = self.code, self.given, self.tiles
         width, unit = self.structure.d_v, math.log2(math.e) if self.structure.base_2 else 1.0
-        step, o_step = given.d_output_column, given.output_column
         for v in self.vectors:
             tiles.store(self.delta, 0, v, code.value(0.0, self.vector))
             tiles.store(self.normaliser, 0, v, code.value(math.inf, self.vector))  # weights of 0
-        rows = tiles.pairs(width)
-        with code.when(self.valid < tiles.block), code.loop(0, rows) as d:
-            for v in self.vectors:
-                zero = code.value(0, tiles.numbers)
-                tiles.at(self.do_t, d, v).store(zero, tiles.align)
+        self.turn(self.do, given.d_output_row, given.d_output_column, True, width, self.do_t)
         with code.loop(0, self.valid) as lane:
             source = self.do.at((self.i0 + lane) * given.d_output_row)
             answer = self.o.at((self.i0 + lane) * given.output_row)
-            if self.paired:
-                self.turn_pairs(source, step, width, self.do_t, lane, code.value(0, INT32))
-            row = given.d_lse.at((self.row + lane) * 8).load(DOUBLE)
-            delta = Variable(code, DOUBLE, -row)
-            with code.loop(0, width) as d:
-                entry = self.form.load(source.at(d * step))
-                if not self.paired:
-                    self.lane_of(self.do_t, d, lane).store(entry)
-                delta.set(code.fma(entry.to(DOUBLE), self.form.load(answer.at(d * o_step)).to(DOUBLE), delta.get()))
+            delta = Variable(code, DOUBLE, -given.d_lse.at((self.row + lane) * 8).load(DOUBLE))
+            sums = Variable(code, vector(DOUBLE, self.lanes), 0.0)
+            whole = width // self.lanes * self.lanes
+            for total, first, last, lanes in ((sums, 0, whole, self.lanes), (delta, whole, width, 1)):
+                with code.loop(first, last, lanes) as d:
+                    x, y = (self.form.load(at.at(d * self.form.bytes), lanes).to(DOUBLE) for at in (source, answer))
+                    total.set(code.fma(x, y, total.get()))
+            delta.set(delta.get() + sums.get().sum())
             lse = given.lse.at((self.row + lane) * 8).load(DOUBLE)
             lse = code.where(lse == -math.inf, 0.0, lse) * unit
             self.lane_of(self.delta, 0, lane).store(delta.get().to(self.float))
@@ -164,7 +159,7 @@ class Backward(Block):
             self.lse[v].set(tiles.load(self.normaliser, 0, v))
             self.shift[v].set(tiles.load(self.delta, 0, v))
 
-    def copy_rows(self, source: Value, name: str, width: int, target: Value) -> None:
+    def copy_rows(self, source: Value, name: str, unit: bool, width: int, target: Value) -> None:
         """The block's rows as vectors along d, zeros past the ends; of pairs, two neighbouring rows joined."""
         code, given, tiles = self.code, self.given, self.tiles
         row_step, step = getattr(given, f"{name}_row"), getattr(given, f"{name}_column")
@@ -172,27 +167,22 @@ class Backward(Block):
         zero = code.value(0, tiles.numbers)
         with code.loop(0, tiles.pairs(tiles.block) * (long // tiles.align)) as at:
             target.at(at * tiles.align).store(zero, tiles.align)
-        with code.loop(0, self.valid) as lane:
-            row = source.at((self.i0 + lane) * row_step)
-            place = target.at((lane // tiles.pair) * long)
-            with code.loop(0, width) as d:
-                number = row.at(d * step)
-                if self.paired:
-                    place.at(d * 4 + (lane % 2) * 2).store(number.load(INT16))
-                else:
-                    place.at(d * tiles.size).store(self.form.load(number))
+        first = source.at(self.i0 * row_step)
+        with code.loop(0, self.valid, tiles.pair) as lane:
+            row, place = first.at(lane * row_step), target.at((lane // tiles.pair) * long)
+            if self.paired:
+                join_rows(tiles, row, place, width, row_step, step if not unit else None, lane + 1 < self.valid)
+            else:
+                widen_row(tiles, self.form, row, place, width, step if not unit else None)
 
     def hand_over_queries(self) -> None:
         """The part's share of dQ, row by row."""
-        code, given, tiles = self.code, self.given, self.tiles
+        given, tiles = self.given, self.tiles
         width, size = self.structure.d_k, tiles.size
         self.look_for_taint(self.dq_t, width * len(self.vectors))
         rows = given.batches * given.H * given.n
         target = given.d_query.at((self.part * rows + self.row) * (width * size))
-        with code.loop(0, self.valid) as lane:
-            row = target.at(lane * (width * size))
-            with code.loop(0, width) as d:
-                row.at(d * size).store(self.lane_of(self.dq_t, d, lane).load(self.float))
+        self.turn_back(self.dq_t, width, target, self.form.widened)
 
     def look_for_taint(self, vectors: Value, count: Any) -> None:
         """Raise the flag where any of so many vectors holds NaN or ∞."""

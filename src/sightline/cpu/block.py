@@ -18,9 +18,9 @@ from llvmlite import ir
 
 from ..formula.expression import Expression
 from .arguments import Arguments
-from .formats import format_of
+from .formats import Format, format_of
 from .functions import exp2_by_scaling, exp2_of_negative, exp_of_negative
-from .lanes import BFLOAT, BYTE, DOUBLE, FLOAT, INT16, INT32, INT64, Code, Value, Variable
+from .lanes import BFLOAT, BYTE, DOUBLE, FLOAT, INT16, INT32, INT64, Code, Value, Variable, vector
 from .machine import Machine
 from .operands import Rows
 from .random import words
@@ -118,33 +118,76 @@ class Block:
     def turn_queries(self) -> None:
         """Qᵀ[d][lane] = Q[i0 + lane][d] · sign of the scale: nothing is rounded. Lanes past the end repeat the last."""
         code, given = self.code, self.given
-        step = self.form.bytes if self.structure.unit[0] else given.query_column
         flip = code.where(given.sign < 0.0, code.value(0x80008000 - 2**32, INT32), 0)
         hold = code.where(given.sign == 0.0, code.value(0, INT32), -1)
         sign = given.sign.to(self.float)
-        with code.loop(0, self.tiles.block) as lane:
-            source = self.q.at((self.i0 + code.minimum(lane, self.valid - 1)) * given.query_row)
-            if self.paired:
-                self.turn_pairs(source, step, self.structure.d_k, self.q_t, lane, flip, hold)
-            else:
-                with code.loop(0, self.structure.d_k) as d:
-                    self.lane_of(self.q_t, d, lane).store(self.form.load(source.at(d * step)) * sign)
 
-    def turn_pairs(
-        self, source: Value, step: Any, width: int, target: Value, lane: Value, flip: Any = 0, hold: Any = -1
+        def signed(numbers: Value) -> Value:
+            return (numbers ^ flip) & hold if self.paired else numbers * sign
+
+        self.turn(
+            self.q, given.query_row, given.query_column, self.structure.unit[0], self.structure.d_k, self.q_t, signed
+        )
+
+    def turn(
+        self,
+        source: Value,
+        row_step: Value,
+        step: Any,
+        unit: bool,
+        width: int,
+        target: Value,
+        change: Callable[[Value], Value] = lambda numbers: numbers,
     ) -> None:
-        """A row of bfloat16 as a lane of pairs, its bits flipped and held; 0 after an odd end."""
-        code = self.code
+        """target[d][lane] = change(source[i0 + lane][d]), pairs of d together; lanes past the end repeat the last."""
+        code, tiles = self.code, self.tiles
+        whole = width // (tiles.pair * self.lanes) * self.lanes if unit else 0
+        size = tiles.pair * self.form.bytes  # of a number in memory
 
-        def bits(at: Value) -> Value:
-            return source.at(at * step).load(INT16).widened(INT32)
+        def row(lane: Value) -> Value:
+            return source.at((self.i0 + code.minimum(lane, self.valid - 1)) * row_step)
 
-        with code.loop(0, width // 2) as d:
-            pair = bits(d * 2) | (bits(d * 2 + 1) << 16)
-            self.lane_of(target, d, lane).store((pair ^ flip) & hold)
-        if width % 2:
-            last = code.value(width - 1, INT64)
-            self.lane_of(target, last // 2, lane).store((bits(last) ^ flip) & hold & 0xFFFF)
+        if whole:
+            with code.loop(0, len(self.vectors)) as v:
+                rows = [row(v * self.lanes + k) for k in range(self.lanes)]
+                with code.loop(0, whole, self.lanes) as d:
+                    found = [self.numbers(at.at(d * size), self.lanes) for at in rows]
+                    for k, numbers in enumerate(tiles.turned(found)):
+                        tiles.at(target, d + k, v).store(change(numbers), tiles.align)
+        if whole < tiles.pairs(width):
+            with code.loop(0, tiles.block) as lane:
+                at = row(lane)
+                with code.loop(whole, width // tiles.pair) as d:
+                    place = at.at(d * size) if unit else at.at(d * tiles.pair * step)
+                    number = self.numbers(place, 1) if unit or not self.paired else self.pair_of(place, step)
+                    self.lane_of(target, d, lane).store(change(number))
+                if width % tiles.pair:
+                    last = at.at((width - 1) * (self.form.bytes if unit else step))
+                    number = change(last.load(INT16).widened(INT32)) & 0xFFFF
+                    self.lane_of(target, width // tiles.pair, lane).store(number)
+
+    def turn_back(self, source: Value, width: int, target: Value, form: Format) -> None:
+        """target[lane][d] = source[d][lane] for the block's own lanes, in that format."""
+        code, tiles = self.code, self.tiles
+        whole, size = width // self.lanes * self.lanes, form.bytes
+        if whole:
+            with code.loop(0, len(self.vectors)) as v, code.loop(0, whole, self.lanes) as d:
+                rows = tiles.turned([tiles.load(source, d + k, v) for k in range(self.lanes)])
+                for k, row in enumerate(rows):
+                    lane = v * self.lanes + k
+                    with code.when(lane < self.valid):
+                        form.store(target.at(lane * (width * size) + d * size), row)
+        with code.loop(0, self.valid) as lane, code.loop(whole, width) as d:
+            form.store(target.at(lane * (width * size) + d * size), self.lane_of(source, d, lane).load(self.float))
+
+    def numbers(self, pointer: Value, lanes: int) -> Value:
+        """Neighbouring numbers as they are computed with: widened, or pairs as they lie."""
+        return pointer.load(vector(INT32, lanes)) if self.paired else self.form.load(pointer, lanes)
+
+    def pair_of(self, pointer: Value, step: Value) -> Value:
+        """Two bfloat16 that lie apart, as a pair."""
+        first, second = (at.load(INT16).widened(INT32) for at in (pointer, pointer.at(step)))
+        return first | (second << 16)
 
     def lane_of(self, matrix: Value, row: Any, lane: Value) -> Value:
         """Address of one number of a scratch matrix."""

@@ -32,6 +32,11 @@ class Format:
         """Whether numbers are computed with as they lie in memory."""
         return self.memory is self.wide
 
+    @property
+    def widened(self) -> Format:
+        """The format sums are stored in."""
+        return Format("float64" if self.wide is DOUBLE else "float32", self.wide, self.wide, True)
+
     def load(self, pointer: Value, lanes: int = 1) -> Value:
         """Neighbouring numbers, widened."""
         if self.same:

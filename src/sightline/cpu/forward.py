@@ -219,19 +219,18 @@ class Forward(Block):
         """O = Oᵀ / l and lse = m ln 2 + ln l, row by row; 0 and −∞ for queries that saw nothing."""
         code, given, tiles = self.code, self.given, self.tiles
         total, base = tiles.matrix(1), tiles.matrix(1)
+        keep = given.keep.to(self.float)
         for v in self.vectors:
             nothing = self.total[v].get() == 0.0
-            tiles.store(total, 0, v, code.where(nothing, 1.0, self.total[v].get()))
+            sums = code.where(nothing, 1.0, self.total[v].get())
+            tiles.store(total, 0, v, sums)
             tiles.store(base, 0, v, code.where(nothing, -math.inf, self.largest[v].get()))
-        size = self.form.bytes
-        with code.loop(0, self.valid) as lane:
-            sum_of_row = self.lane_of(total, 0, lane).load(self.float)
-            factor = given.keep / sum_of_row.to(DOUBLE)
-            target = given.output.at((self.row + lane) * (self.structure.d_v * size))
             with code.loop(0, self.structure.d_v) as d:
-                entry = self.lane_of(self.o_t, d, lane).load(self.float).to(DOUBLE) * factor
-                self.form.store(target.at(d * size), entry.to(self.float))
+                tiles.store(self.o_t, d, v, tiles.load(self.o_t, d, v) * keep / sums)
+        rows = given.output.at(self.row * (self.structure.d_v * self.form.bytes))
+        self.turn_back(self.o_t, self.structure.d_v, rows, self.form)
+        with code.loop(0, self.valid) as lane:
+            sum_of_row = self.lane_of(total, 0, lane).load(self.float).to(DOUBLE)
             largest = self.lane_of(base, 0, lane).load(self.float).to(DOUBLE)
             unit = math.log(2) if self.structure.base_2 else 1.0
-            lse = code.fma(largest, unit, code.intrinsic("log", sum_of_row.to(DOUBLE)))
-            given.lse.at((self.row + lane) * 8).store(lse)
+            given.lse.at((self.row + lane) * 8).store(code.fma(largest, unit, code.intrinsic("log", sum_of_row)))

@@ -80,7 +80,7 @@ def gradients(
     xp, query = namespace(problem.query), problem.query
     block = block_of(problem.dtype, processor.machine)
     inputs = Inputs(problem, block)
-    d_output = plain(xp.astype(d_output, query.dtype))
+    d_output = _with_rows(plain(xp.astype(d_output, query.dtype)))
     lead, rows = problem.lead, (*problem.lead, problem.H, problem.n)
     sums = problem.accumulator
     found = {
@@ -94,7 +94,7 @@ def gradients(
         "backward", problem, inputs, gaining=tuple((gain.place, gain.slot, gain.owned) for gain in gains)
     )
     fields = inputs.fields(structure) | operand("d_output", d_output, inputs.kept)
-    fields |= operand("output", plain(saved[0]), inputs.kept)
+    fields |= operand("output", _with_rows(plain(saved[0])), inputs.kept)
     fields |= {
         "items": split.parts * split.heads_apart * split.batches_apart,
         "query_blocks": query_blocks,
@@ -186,6 +186,13 @@ def _of_tables(problem: Problem, gains: list[Gain], sums: list[Any]) -> tuple[An
 def _like(array: Any, other: Any) -> Any:
     """A NumPy array in the other's library and dtype."""
     return namespace(other).astype(convert(array, other), other.dtype)
+
+
+def _with_rows(array: Any) -> Any:
+    """The array with its columns next to each other: a copy where a gradient was expanded, as that of a sum is."""
+    if layout(array)[1][-1] == array.itemsize:
+        return array
+    return array.contiguous() if hasattr(array, "contiguous") else np.ascontiguousarray(array)
 
 
 def _rows(array: Any, shape: tuple[int, ...]) -> Any:

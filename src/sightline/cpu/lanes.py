@@ -251,6 +251,14 @@ class Value:
         chosen = ir.Constant(vector(INT32, len(places)), list(places))
         return Value(self.code, self.code.builder.shuffle_vector(self.raw, self.raw, chosen))
 
+    def braid(self, other: Value, half: int) -> Value:
+        """The lanes of this vector and the other in turn, of their first halves or of their second."""
+        lanes = lanes_of(self.type)
+        start = half * lanes // 2
+        chosen = [start + k // 2 + k % 2 * lanes for k in range(lanes)]
+        places = ir.Constant(vector(INT32, lanes), chosen)
+        return Value(self.code, self.code.builder.shuffle_vector(self.raw, other.raw, places))
+
     def beside(self, other: Value) -> Value:
         """The lanes of this vector, then those of the other."""
         lanes = lanes_of(self.type) * 2

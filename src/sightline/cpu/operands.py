@@ -12,7 +12,7 @@ from .formats import Format
 from .lanes import INT16, INT32, INT64, Code, Value, vector
 from .tiles import Tiles
 
-__all__ = ["Rows"]
+__all__ = ["Rows", "join_rows", "widen_row"]
 
 
 class Rows:
@@ -43,6 +43,7 @@ class Rows:
         """Where a head's rows lie: its address, and bytes from row to row and column to column."""
         self.head, self.row_step = head, row
         self.column_step: Any = self.form.bytes if self.unit else column
+        self.apart = None if self.unit else column
 
     def stage(self, first: Value, count: Value) -> None:
         """Make ready the rows from `first` on, `count` of them."""
@@ -52,12 +53,15 @@ class Rows:
         code = self.code
         if self.by_row is not None:
             with code.loop(0, count) as r:
-                self._copy_row(self.block.at(r * self.row_step), self.by_row.at(r * self.long))
+                source, target = self.block.at(r * self.row_step), self.by_row.at(r * self.long)
+                if self.tiles.paired:
+                    pair_row(self.tiles, source, target, self.width, self.apart)
+                else:
+                    widen_row(self.tiles, self.form, source, target, self.width, self.apart)
         if self.tiles.paired and self.by_column is not None:
             with code.loop(0, count, 2) as r:
-                self._join_rows(
-                    self.block.at(r * self.row_step), self.by_column.at(r * (self.wide // 2)), r + 1 < count
-                )
+                source, target = self.block.at(r * self.row_step), self.by_column.at(r * (self.wide // 2))
+                join_rows(self.tiles, source, target, self.width, self.row_step, self.apart, r + 1 < count)
 
     def row(self, r: Value) -> tuple[Value, Any]:
         """(address of row r's first number, bytes to the next); rows past the end repeat the last."""
@@ -82,44 +86,45 @@ class Rows:
         """One number as it lies in memory, widened."""
         return self.form.load(self.block.at(r * self.row_step).at(c * self.column_step))
 
-    # -- staging --------------------------------------------------------------------------------------------------
-    def _copy_row(self, source: Value, target: Value) -> None:
-        """A row widened, or copied as pairs with 0 after an odd end."""
-        code, tiles = self.code, self.tiles
-        lanes = tiles.lanes
-        if tiles.paired:
-            whole = self.width // (2 * lanes) * lanes if self.unit else 0
-            with code.loop(0, whole, lanes) as c:
-                target.at(c * 4).store(source.at(c * 4).load(tiles.numbers))
-            with code.loop(whole, self.width // 2) as c:
-                pair = [self._bits(source.at((c * 2 + k) * self.column_step)) for k in range(2)]
-                target.at(c * 4).store(pair[0] | (pair[1] << 16))
-            if self.width % 2:
-                last = code.value(self.width // 2, INT64)
-                target.at(last * 4).store(self._bits(source.at(last * 2 * self.column_step)))
-            return
-        whole = self.width // lanes * lanes if self.unit else 0
-        with code.loop(0, whole, lanes) as c:
-            target.at(c * tiles.size).store(self.form.load(source.at(c * self.form.bytes), lanes))
-        with code.loop(whole, self.width) as c:
-            target.at(c * tiles.size).store(self.form.load(source.at(c * self.column_step)))
 
-    def _join_rows(self, source: Value, target: Value, both: Value) -> None:
-        """Two rows as one of pairs; 0 in place of a second that is not there."""
-        code, lanes = self.code, self.tiles.lanes
-        step = code.where(both, self.row_step, 0)
-        second = code.where(both, code.value(0xFFFF, INT32), 0)
-        whole = self.width // lanes * lanes if self.unit else 0
+def widen_row(tiles: Tiles, form: Format, source: Value, target: Value, width: int, apart: Any) -> None:
+    """A row as it is computed with; `apart` is bytes from one of its numbers to the next, None where they touch."""
+    code, lanes = tiles.code, tiles.lanes
+    whole = width // lanes * lanes if apart is None else 0
+    with code.loop(0, whole, lanes) as c:
+        target.at(c * tiles.size).store(form.load(source.at(c * form.bytes), lanes))
+    with code.loop(whole, width) as c:
+        target.at(c * tiles.size).store(form.load(source.at(c * (form.bytes if apart is None else apart))))
 
-        def join(at: Value, count: int) -> Value:
-            kind = vector(INT16, count)
-            low, high = (x.load(kind).widened(INT32) for x in (at, at.at(step)))
-            return low | ((high & second) << 16)
 
-        with code.loop(0, whole, lanes) as c:
-            target.at(c * 4).store(join(source.at(c * 2), lanes))
-        with code.loop(whole, self.width) as c:
-            target.at(c * 4).store(join(source.at(c * self.column_step), 1))
+def pair_row(tiles: Tiles, source: Value, target: Value, width: int, apart: Any) -> None:
+    """A row of bfloat16 as pairs of neighbours, 0 after an odd end."""
+    code = tiles.code
+    step = 2 if apart is None else apart
+    with code.loop(0, width // 2) as c:
+        pair = [_bits(source.at((c * 2 + k) * step)) for k in range(2)]
+        target.at(c * 4).store(pair[0] | (pair[1] << 16))
+    if width % 2:
+        last = code.value(width - 1, INT64)
+        target.at(last // 2 * 4).store(_bits(source.at(last * step)))
 
-    def _bits(self, pointer: Value) -> Value:
-        return pointer.load(INT16).widened(INT32)
+
+def join_rows(tiles: Tiles, source: Value, target: Value, width: int, row_step: Value, apart: Any, both: Value) -> None:
+    """Two rows of bfloat16 as one of pairs; 0 in place of a second that is not there."""
+    code, lanes = tiles.code, tiles.lanes
+    step = code.where(both, row_step, 0)
+    second = code.where(both, code.value(0xFFFF, INT32), 0)
+    whole = width // lanes * lanes if apart is None else 0
+
+    def join(at: Value, count: int) -> Value:
+        low, high = (x.load(vector(INT16, count)).widened(INT32) for x in (at, at.at(step)))
+        return low | ((high & second) << 16)
+
+    with code.loop(0, whole, lanes) as c:
+        target.at(c * 4).store(join(source.at(c * 2), lanes))
+    with code.loop(whole, width) as c:
+        target.at(c * 4).store(join(source.at(c * (2 if apart is None else apart)), 1))
+
+
+def _bits(pointer: Value) -> Value:
+    return pointer.load(INT16).widened(INT32)

@@ -75,6 +75,14 @@ class Tiles:
     def store(self, matrix: Value, row: Any, v: Any, value: Value) -> None:
         self.at(matrix, row, v).store(value, self.align)
 
+    def turned(self, rows: list[Value]) -> list[Value]:
+        """As many vectors as they have lanes, rows and lanes exchanged, by as many perfect shuffles as lanes halve."""
+        half = len(rows) // 2
+        for _ in range(len(rows).bit_length() - 1):
+            pairs = zip(rows[:half], rows[half:], strict=True)
+            rows = [a.braid(b, part) for a, b in pairs for part in range(2)]
+        return rows
+
     def in_groups(self, count: Any, most: int, write: Groups) -> None:
         """write(first, rows) for groups of rows up to `count` (≤ most); the last group is what `most` leaves."""
         code = self.code
