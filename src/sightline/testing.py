@@ -10,7 +10,8 @@ of the plain computation in the same dtype, plus 2 units in the last place. In f
 - Plain's error is the largest over all rows, since in one row it may be 0 by luck; in absolute terms or in ulps of its
   row, whichever grants the row at hand less, so that neither large rows nor rows that cancel excuse all others.
 - Plain is computed in several orders of summation, by the paper's formula and as fused kernels do it; its worst counts.
-- lse is one row: its errors follow the size of the scores, not its own.
+- lse is one row: its errors follow the size of the scores, not its own. Its size is 1 at least, as log l has the
+  relative error of the sum l for its absolute one.
 - NaN, ∞ and −∞ stand exactly where the definition has them.
 """
 
@@ -121,12 +122,11 @@ def assert_conforms(run: Callable[[Problem], Result], problem: Problem) -> None:
             expected["weights"] = (found, truth.weights, rough.weights, problem.dtype)
         if isinstance(statistic, Lse):
             expected["lse seen"] = (found.reshape(-1), truth.lse.reshape(-1), rough.lse, problem.accumulator)
+    sizes = {"output": size_of_terms(problem, truth.weights), "lse": 1.0, "lse seen": 1.0}
     for what, (found, oracle, worst, dtype) in expected.items():
         if dtype_name(found) != dtype:
             raise AssertionError(f"{what} has dtype {dtype_name(found)}, not {dtype}")
-        assert_within_budget(
-            found, oracle, worst, what, size_of_terms(problem, truth.weights) if what == "output" else None
-        )
+        assert_within_budget(found, oracle, worst, what, sizes.get(what))
 
 
 def size_of_terms(problem: Problem, weights: Any) -> Any:
