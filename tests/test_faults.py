@@ -158,14 +158,13 @@ STREAMING = {
 }
 
 
-def broken(fault):
-    """The fault's module again with its lines changed."""
-    module = fault.module
+def broken(module, *changes):
+    """The module again with lines changed: as they stand, and with the fault in them."""
     source = inspect.getsource(module)
-    for part in (fault, *(other for other in fault.more if other.module is module)):
-        found = source.count(part.before)
-        assert found == 1, f"the line of this fault is {found} times in {module.__name__}: {part.before}"
-        source = source.replace(part.before, part.after)
+    for before, after in zip(changes[::2], changes[1::2], strict=True):
+        found = source.count(before)
+        assert found == 1, f"the line of this fault is {found} times in {module.__name__}: {before}"
+        source = source.replace(before, after)
     spec = importlib.util.spec_from_loader(module.__name__, loader=None, origin=module.__file__)
     copy = importlib.util.module_from_spec(spec)
     copy.__package__ = module.__package__
@@ -175,7 +174,8 @@ def broken(fault):
 
 def plant(fault, monkeypatch):
     """Put the fault where the kernels find it; the copy of its module."""
-    copy = broken(fault)
+    together = [fault, *(other for other in fault.more if other.module is fault.module)]
+    copy = broken(fault.module, *(line for part in together for line in (part.before, part.after)))
     for method in fault.methods:
         monkeypatch.setattr(block.Block, method, getattr(copy.Block, method))
     for module, name in () if fault.methods else PLACES[fault.module]:
