@@ -134,7 +134,7 @@ def reals(draw: Any, extent: tuple[int, ...], depth: int = 2) -> Any:
                 lambda: x / draw(wholes(extent, 1)),
                 lambda: x // 3.5,
                 lambda: x % 2.5,
-                lambda: np.tanh(x / 8),
+                lambda: np.tanh(x / 8) * 0.9,  # rounding decides whether it reaches 1
                 lambda: np.sin(x),
                 lambda: np.cos(x),
                 lambda: np.sqrt(x),

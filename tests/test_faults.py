@@ -1,93 +1,189 @@
-"""Broken on purpose: each fault, written into a kernel's source, must turn the check of conformance red."""
+"""Broken on purpose: each fault, written into a kernel's source, must turn the check of its part red."""
 
 import importlib.util
 import inspect
+import sys
+from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 import pytest
+from strategies import Case
+from test_gradients import by_cpu
+from test_gradients import check as check_gradients
 
 import sightline
-from sightline import i, j
-from sightline.cpu import Cpu, forward, run, tiles
+from sightline import h, i, j, s, table
+from sightline.cpu import Cpu, backward, block, forward, gradients, operands, run, tiles
+from sightline.cpu.machine import host
 from sightline.formula import bounds
 from sightline.problem import pose
 from sightline.streaming import Streaming
 from sightline.testing import assert_conforms
 
-FAULTS = {
-    # kernel, module, the line as it stands, the line with the fault
-    "cpu: off-by-one mask": ("cpu", forward, "j = (j0 + key).to(self.integer)", "j = (j0 + key + 1).to(self.integer)"),
-    "cpu: dropped rescale": (
-        "cpu",
+streaming = sys.modules["sightline.streaming"]
+
+PLACES = {  # what of a module the rest looks up, and where
+    forward: [(run, "Forward")],
+    backward: [(gradients, "Backward")],
+    tiles: [(block, "Tiles")],
+    operands: [(block, "Rows")],
+    gradients: [(gradients, "gradients")],
+    streaming: [],
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Lines as they stand and with the fault in them; several where one alone does no harm."""
+
+    module: object
+    before: str
+    after: str
+    more: tuple["Fault", ...] = ()
+    methods: tuple[str, ...] = ()  # of Block, where the fault is in block.py: its subclasses stay as they are
+
+
+FORWARD = {
+    "off-by-one mask": Fault(forward, "j = (j0 + key).to(self.integer)", "j = (j0 + key + 1).to(self.integer)"),
+    "dropped rescale": Fault(forward, "code.fma(old, self.alpha[v].get(), total)", "old + total"),
+    "missed tail of keys": Fault(tiles, "with code.loop(whole, count) as k:", "with code.loop(count, count) as k:"),
+    "missed last rows": Fault(tiles, "with code.when(count > whole):", "with code.when(count > most):"),
+    "wrong head of a group": Fault(forward, "g = h // given.group", "g = h % (given.H // given.group)"),
+    "stale maximum": Fault(forward, "self.largest[v].set(new)", "self.largest[v].set(self.largest[v].get())"),
+}
+
+DROPOUT = {
+    "wrong word of four": Fault(
+        block,
+        "for word in words(code, given.seed, counter)",
+        "for word in reversed(words(code, given.seed, counter))",
+        methods=("kept",),
+    ),
+    "wrong four keys": Fault(block, "j.to(INT64) >> 2)", "(j.to(INT64) >> 2) + 1)", methods=("kept",)),
+    "seed cut short": Fault(block, "words(code, given.seed,", "words(code, given.seed & 0xFFFF,", methods=("kept",)),
+    "weights not made larger": Fault(forward, "given.keep / sum_of_row.to(DOUBLE)", "1.0 / sum_of_row.to(DOUBLE)"),
+    "sum of what is kept": Fault(
         forward,
-        "code.fma(old, self.alpha[v].get(), sums[r][v].get())",
-        "old + sums[r][v].get()",
+        "                for p in weights:\n                    sums[v].set(sums[v].get() + p)\n",
+        "",
+        (
+            Fault(
+                forward,
+                "                for k in range(0, step, tiles.pair):\n",
+                "                for p in weights:\n                    sums[v].set(sums[v].get() + p)\n"
+                "                for k in range(0, step, tiles.pair):\n",
+            ),
+        ),
     ),
-    "cpu: missed tail of keys": (
-        "cpu",
-        tiles,
-        "with code.loop(whole, count) as k:",
-        "with code.loop(count, count) as k:",
+}
+
+PAIRS = {  # the other factor is 0 there: only both faults together do harm
+    "numbers beside an odd width": Fault(
+        operands,
+        "target.at(last * 4).store(self._bits(source.at(last * 2 * self.column_step)))",
+        "bits = self._bits(source.at(last * 2 * self.column_step)); target.at(last * 4).store(bits | (bits << 16))",
+        (
+            Fault(
+                block,
+                "store((bits(last) ^ flip) & hold & 0xFFFF)",
+                "store(((bits(last) | (bits(last) << 16)) ^ flip) & hold)",
+                methods=("turn_pairs",),
+            ),
+        ),
     ),
-    "cpu: missed last rows": ("cpu", tiles, "with code.when(count > whole):", "with code.when(count > most):"),
-    "cpu: wrong head of a group": (
-        "cpu",
+    "weights past an odd number of keys": Fault(
         forward,
-        "g = self.h // given.group",
-        "g = self.h % (given.H // given.group)",
+        "tiles.store(self.s_t, past, v, code.value(-math.inf, self.vector))",
+        "tiles.store(self.s_t, past, v, code.value(0.0, self.vector))",
     ),
-    "cpu: stale maximum": ("cpu", forward, "self.largest[v].set(new)", "self.largest[v].set(self.largest[v].get())"),
-    "streaming: off-by-one mask": (
-        "streaming",
-        None,
+    "halves changed over": Fault(block, "return low | (high << 16)", "return high | (low << 16)", methods=("packed",)),
+}
+
+BACKWARD = {
+    "dropped delta": Fault(backward, "p * code.fma(dp, scale, -(delta * scale))", "p * (dp * scale)"),
+    "dropped delta under a score": Fault(backward, "p * (dp - delta))", "p * dp)"),
+    "gradient of lse left out": Fault(backward, "Variable(code, DOUBLE, -row)", "Variable(code, DOUBLE, row * 0.0)"),
+    "dK scaled twice": Fault(gradients, 'narrow(found["d_key"],', 'narrow(found["d_key"] * problem.scale,'),
+    "missed tail of queries": Fault(
+        backward, "code.loop(0, given.query_blocks)", "code.loop(0, given.n // self.tiles.block)"
+    ),
+    "off-by-one mask": Fault(
+        backward,
+        "j = code.minimum(j0 + key + k, self.given.m - 1)",
+        "j = code.minimum(j0 + key + k + 1, self.given.m - 1)",
+    ),
+    "one part's dQ dropped": Fault(gradients, "for part in parts[1:]:", "for part in parts[2:]:"),
+    "one head of a group for all": Fault(
+        backward, "code.loop(first, first + given.group)", "code.loop(first, first + 1)"
+    ),
+    "missed last key": Fault(
+        backward, "with code.when(key + r < self.keys):", "with code.when(key + r < self.keys - 1):"
+    ),
+    "table index held too low": Fault(backward, "code.minimum(index, length - 1)", "code.minimum(index, length - 2)"),
+    "score's slope left out": Fault(backward, "d_score * slope * scale)", "d_score * scale)"),
+    "lanes with one entry added once": Fault(
+        backward, "place.load(kind) + share.sum()", "place.load(kind) + share.sum() / 2"
+    ),
+    "sinks blind to lse": Fault(gradients, "delta = delta - xp.astype(d_lse, wide)", "pass"),
+    "sinks the wrong way": Fault(
+        gradients, "xp.sum(-xp.astype(p, wide) * delta, axis=-1)", "xp.sum(xp.astype(p, wide) * delta, axis=-1)"
+    ),
+    "dropout forgotten in dP": Fault(
+        backward,
+        "dropped, dp = (code.where(keep[k][v], x * factor, 0.0) for x in (p, dp))",
+        "dropped = code.where(keep[k][v], p * factor, 0.0)",
+    ),
+}
+
+STREAMING = {
+    "off-by-one mask": Fault(
+        streaming,
         "b, h, i, j = self.problem.positions(self.xp, rows, columns)",
         "b, h, i, j = self.problem.positions(self.xp, rows, columns); j = j + 1",
     ),
-    "streaming: dropped rescale": (
-        "streaming",
-        None,
-        "acc = acc * xp.astype(alpha, work.dtype)[..., None] + values",
-        "acc = acc + values",
+    "dropped rescale": Fault(
+        streaming, "acc = acc * xp.astype(alpha, work.dtype)[..., None] + values", "acc = acc + values"
     ),
-    "streaming: missed tail of keys": (
-        "streaming",
-        None,
+    "missed tail of keys": Fault(
+        streaming,
         "stop = min(start + runs.key_block, self.problem.m)",
         "stop = min(start + runs.key_block, self.problem.m - self.problem.m % 8)",
     ),
-    "streaming: wrong head of a group": (
-        "streaming",
-        None,
+    "wrong head of a group": Fault(
+        streaming,
         "return self.xp.reshape(product, (*array.shape[:-1], other.shape[-2]))",
         "return self.xp.flip(self.xp.reshape(product, (*array.shape[:-1], other.shape[-2])), axis=-3)",
     ),
 }
 
 
-def broken(module, before, after):
-    """The module again with one line changed."""
+def broken(module, *changes):
+    """The module again with lines changed: as they stand, and with the fault in them."""
     source = inspect.getsource(module)
-    assert source.count(before) == 1, f"the line of this fault is gone from {module.__name__}: {before}"
+    for before, after in zip(changes[::2], changes[1::2], strict=True):
+        found = source.count(before)
+        assert found == 1, f"the line of this fault is {found} times in {module.__name__}: {before}"
+        source = source.replace(before, after)
     spec = importlib.util.spec_from_loader(module.__name__, loader=None, origin=module.__file__)
     copy = importlib.util.module_from_spec(spec)
     copy.__package__ = module.__package__
-    exec(compile(source.replace(before, after), module.__file__, "exec"), copy.__dict__)
+    exec(compile(source, module.__file__, "exec"), copy.__dict__)
     return copy
 
 
-def planted(fault, monkeypatch):
-    """The kernel's `run` with the fault in it."""
-    import sightline.streaming as streaming
-
-    kernel, module, before, after = FAULTS[fault]
-    if kernel == "streaming":
-        return broken(streaming, before, after).Streaming().run
-    copy = broken(module, before, after)
-    if module is tiles:
-        monkeypatch.setattr(forward, "Tiles", copy.Tiles)
-    else:
-        monkeypatch.setattr(run, "Forward", copy.Forward)
-    return Cpu().run
+def plant(fault, monkeypatch):
+    """Put the fault where the kernels find it; the copy of its module."""
+    together = [fault, *(other for other in fault.more if other.module is fault.module)]
+    copy = broken(fault.module, *(line for part in together for line in (part.before, part.after)))
+    for method in fault.methods:
+        monkeypatch.setattr(block.Block, method, getattr(copy.Block, method))
+    for module, name in () if fault.methods else PLACES[fault.module]:
+        monkeypatch.setattr(module, name, getattr(copy, name))
+    for other in fault.more:
+        if other.module is not fault.module:
+            plant(other, monkeypatch)
+    return copy
 
 
 def check(run):
@@ -101,16 +197,79 @@ def check(run):
     assert_conforms(run, pose(q, k, v, mask=(i * 8 >= j) & (j >= i), sinks=rng.normal(size=4).astype(np.float32)))
 
 
+def small(dtype=np.float32):
+    """Query, key and value of two heads on one: three blocks of queries, four of keys, odd widths and lengths."""
+    rng = np.random.default_rng(8)
+    return [rng.normal(size=size).astype(dtype) for size in ((1, 2, 131, 7), (1, 1, 201, 7), (1, 1, 201, 5))]
+
+
+def check_dropout(run):
+    assert_conforms(run, pose(*small(), dropout=0.4, seed=2**63 + 12345, mask=i * 2 >= j))
+
+
+def check_pairs(run):
+    assert_conforms(run, pose(*small(ml_dtypes.bfloat16), scale=-0.4))
+
+
+def check_backward(differentiate=by_cpu):
+    """Gradients of a plain problem, one with sinks under a mask, a learned table, and dropout."""
+    sinks, bias = np.array([1.5, -0.5], np.float32), np.linspace(-1, 1, 2 * 401, dtype=np.float32).reshape(2, 401)
+    slopes = table(np.array([0.3, -0.2], np.float32))
+    for options in (
+        {"scale": -0.7},
+        {"mask": (i * 2 >= j) & (j >= i // 2), "sinks": sinks},
+        {"mask": i * 2 >= j, "score": 5 * np.tanh(s / 5) + table(bias)[h, i - j + 200] + slopes[h] * j / 50},
+        {"dropout": 0.4, "seed": 5},
+    ):
+        check_gradients(Case(*small(), options), differentiate=differentiate)
+
+
 @pytest.mark.parametrize("kernel", [Cpu(), Streaming()], ids=lambda kernel: kernel.name)
-def test_sound_kernels_pass(kernel):
+@pytest.mark.parametrize("check", [check, check_dropout, check_pairs])
+def test_sound_kernels_pass(kernel, check):
     check(kernel.run)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+def test_sound_gradients_pass():
+    check_backward()
+
+
+RED = r"budget|shape"
+
+
+@pytest.mark.parametrize("fault", FORWARD)
 def test_every_fault_is_seen(fault, monkeypatch, fresh_kernels):
-    run = planted(fault, monkeypatch)
-    with pytest.raises(AssertionError, match=r"budget|shape"):
-        check(run)
+    plant(FORWARD[fault], monkeypatch)
+    with pytest.raises(AssertionError, match=RED):
+        check(Cpu().run)
+
+
+@pytest.mark.parametrize("fault", STREAMING)
+def test_every_fault_in_streaming_is_seen(fault, monkeypatch):
+    with pytest.raises(AssertionError, match=RED):
+        check(plant(STREAMING[fault], monkeypatch).Streaming().run)
+
+
+@pytest.mark.parametrize("fault", DROPOUT)
+def test_every_fault_in_dropout_is_seen(fault, monkeypatch, fresh_kernels):
+    plant(DROPOUT[fault], monkeypatch)
+    with pytest.raises(AssertionError, match=RED):
+        check_dropout(Cpu().run)
+
+
+@pytest.mark.skipif(not host().bf16_dot, reason="this processor does not multiply pairs of bfloat16")
+@pytest.mark.parametrize("fault", PAIRS)
+def test_every_fault_in_pairs_is_seen(fault, monkeypatch, fresh_kernels):
+    plant(PAIRS[fault], monkeypatch)
+    with pytest.raises(AssertionError, match=RED):
+        check_pairs(Cpu().run)
+
+
+@pytest.mark.parametrize("fault", BACKWARD)
+def test_every_fault_in_the_backward_kernel_is_seen(fault, monkeypatch, fresh_kernels):
+    plant(BACKWARD[fault], monkeypatch)
+    with pytest.raises(AssertionError, match=RED):
+        check_backward()
 
 
 def test_a_wrong_interval_is_seen(monkeypatch):

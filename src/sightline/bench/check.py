@@ -19,7 +19,7 @@ from ..dropout import keep_factor
 from ..formula.library import bias
 from ..formula.render_array import evaluate
 from ..problem import Problem
-from ..testing import budget_used, dense, orders_of, plain, size_of_terms
+from ..testing import budget_used, dense, orders_of, plain, size_of_terms, sizes_of_gradients
 from .races import SEED, Inputs, Race
 
 __all__ = ["Sampled", "sample", "share_of_budget"]
@@ -148,8 +148,10 @@ def _backward(problem: Sampled, found: dict[str, Array], seed: Array) -> Iterato
     """Shares of the budget the gradients use, as torch finds them through the dense computation."""
     truth = _differentiated(problem, found, seed, "float64", 0)
     rough = [_differentiated(problem, found, seed, problem.dtype, order) for order in orders_of(problem)]
+    sizes = sizes_of_gradients(problem, seed, stages=_definition(problem))
     for name, gradient in found.items():
-        yield budget_used(gradient, truth[name], np.stack([each[name] for each in rough]))
+        size = sizes[0 if name == "bias" else name]  # the bias is the only table
+        yield budget_used(gradient, truth[name], np.stack([each[name] for each in rough]), size)
 
 
 def _differentiated(problem: Sampled, names: Any, seed: Array, dtype: str, order: int) -> dict[str, Array]:

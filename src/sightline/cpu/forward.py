@@ -135,10 +135,31 @@ class Forward(Block):
                 tiles.store(self.s_t, key, v, s)
                 self.tile_max[v].set(code.maximum(s, self.tile_max[v].get()))
 
+    def scaled_if_huge(self) -> Value:
+        """What Sᵀ and its maximum are still to be multiplied by.
+
+        s · factor − m' is exact but for one rounding, and m' is rounded. Where its last place is more than 1 the
+        difference may not even be near 0 at the maximum; such tiles are scaled in a step of their own, as plain code has
+        it, and rounded alike.
+        """
+        code, tiles = self.code, self.tiles
+        limit = 2.0 ** (53 if self.float is DOUBLE else 24)
+        sizes = [code.intrinsic("fabs", self.tile_max[v].get() * self.factor) for v in self.vectors]
+        huge = [((size > limit) & (size < math.inf)).any() for size in sizes]
+        factor = Variable(code, self.float, self.factor)
+        with code.when(functools.reduce(operator.or_, huge)):
+            for v in self.vectors:
+                self.tile_max[v].set(self.tile_max[v].get() * self.factor)
+            with code.loop(0, self.keys) as key:
+                for v in self.vectors:
+                    tiles.store(self.s_t, key, v, tiles.load(self.s_t, key, v) * self.factor)
+            factor.set(1.0)
+        return factor.get()
+
     def softmax(self, j0: Value) -> None:
         """P = 2^(Sᵀ − m') in place of Sᵀ, and the running maximum m and sum l; pairs of keys joined for V's."""
         code, tiles = self.code, self.tiles
-        factor = self.factor if self.renderers[1] is None else code.value(1.0, self.float)
+        factor = self.scaled_if_huge() if self.renderers[1] is None else code.value(1.0, self.float)
         for v in self.vectors:
             new = code.maximum(self.tile_max[v].get() * factor, self.largest[v].get())
             shift = code.where(new == -math.inf, 0.0, new)

@@ -67,7 +67,8 @@ def gradients(
     threads: int | None,
     processor: Processor,
 ) -> Gradients | None:
-    """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse; None where one is NaN or ∞, which `streaming` sorts out.
+    """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse; None where `streaming` must sort it out: one that is NaN or ∞,
+    or scores whose last place is more than 1.
 
     Parameters
     ----------
@@ -75,6 +76,8 @@ def gradients(
     saved : (output, lse) of the forward pass
     wanted : slots of the tables in `Problem.tables` whose gradients are asked for
     """
+    if _huge(saved[1], problem.accumulator):
+        return None
     gains = list(_gains(problem, wanted))
     split = Split.of(problem, gains)
     xp, query = namespace(problem.query), problem.query
@@ -129,6 +132,12 @@ def gradients(
         tables=_of_tables(problem, gains, tables),
         sinks=None if problem.sinks is None else _of_sinks(problem, xp, d_output, d_lse, saved),
     )
+
+
+def _huge(lse: Any, accumulator: str) -> bool:
+    """Whether weights from exp(score − lse) would not add up to 1, as scores and lse are rounded apart."""
+    sizes = np.abs(to_numpy(lse))
+    return bool(np.max(sizes, where=np.isfinite(sizes), initial=0.0) > (2**52 if accumulator == "float64" else 2**23))
 
 
 def _gains(problem: Problem, wanted: Collection[int]) -> Iterator[Gain]:

@@ -1,0 +1,101 @@
+"""Long use: forbidden pages around every array, and many problems from many threads of one process."""
+
+import resource
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sightline import h, i, j, s, table
+from sightline.cpu import Cpu, compile
+from sightline.problem import pose
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's pages and accounting")
+
+
+def guarded(seed, count, past=0):
+    program = Path(__file__).with_name("guard_pages.py")
+    command = [sys.executable, str(program), *map(str, (seed, count, past))]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@linux
+def test_no_access_outside_an_array():
+    result = guarded(0, 12)
+    assert (result.returncode, result.stdout) == (0, "unharmed\n"), result.stderr
+
+
+@linux
+def test_a_row_too_many_is_noticed():
+    """The first problem ends at the forbidden page; that it is a kernel that reads it shows in NumPy's silence."""
+    assert guarded(0, 1, past=1).returncode == -signal.SIGSEGV
+
+
+@linux
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_no_access_outside_an_array_for_long(seed):
+    result = guarded(seed, 250)
+    assert (result.returncode, result.stdout) == (0, "unharmed\n"), result.stderr
+
+
+# -- many threads ------------------------------------------------------------------------------------------------------
+
+
+def work(number, formulas):
+    """A small problem drawn by number, with a gradient every fifth time; None where all is as one thread finds it."""
+    rng = np.random.default_rng(number)
+    n, m = (int(x) for x in rng.integers(1, 150, 2))
+    d_k, d_v = (int(x) for x in rng.choice([8, 24], 2))
+    dtype = [np.float32, np.float64, np.float16][rng.integers(3)]
+    q, k, v = (rng.normal(size=(1, 2, *size)).astype(dtype) for size in ((n, d_k), (m, d_k), (m, d_v)))
+    reach = int(rng.integers(1, formulas))  # a number in a formula makes a kernel of its own
+    bias = rng.normal(size=(2, n + m)).astype(np.float32)
+    options = [
+        {},
+        {"mask": i - j < reach},
+        {"score": s + table(bias)[h, i - j + m]},
+        {"mask": i >= j, "dropout": 0.2, "seed": number},
+    ][rng.integers(4)]
+    problem, kernel = pose(q, k, v, **options), Cpu()
+    answer = kernel.run(problem)
+    if number % 50 == 0:  # now and then against another number of threads
+        assert np.array_equal(kernel.run(problem, 1).output, answer.output)
+    if number % 5 == 0:
+        kernel.gradients(problem, answer.output, None, (answer.output, answer.lse), range(len(problem.tables)))
+    return np.isfinite(answer.output).all()
+
+
+def resident():
+    """Bytes of memory in use."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def crowd(count, formulas, rounds):
+    """Memory after each round of that many problems from eight threads."""
+    found = []
+    with ThreadPoolExecutor(8) as threads:
+        for turn in range(rounds):
+            numbers = range(turn * count, (turn + 1) * count)
+            assert all(threads.map(lambda number: work(number, formulas), numbers))
+            found.append(resident())
+    return found
+
+
+@linux
+def test_a_crowd_of_threads():
+    crowd(count=60, formulas=2, rounds=1)
+
+
+@linux
+@pytest.mark.soak
+def test_a_crowd_of_threads_for_long(monkeypatch):
+    """10,000 problems; kernels come and go, and from the second half on memory stays within a tenth."""
+    monkeypatch.setattr(compile, "MOST", 64)
+    used = crowd(count=1000, formulas=12, rounds=10)
+    assert max(used[5:]) <= 1.1 * max(used[:5]), [f"{x >> 20} MiB" for x in used]
