@@ -35,6 +35,11 @@ class Inputs:
     def table_words(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         return [(t.ctypes.data, t.strides, t.shape) for t in self.tables]
 
+    def steady(self, *changing: Any) -> tuple[Any, ...]:
+        """Of the memory the words point to, what is neither the problem's nor the counter nor one of these arrays."""
+        others = {id(array) for array in (*self.arrays.values(), self.counter, *changing)}
+        return tuple(x for x in self.kept if isinstance(x, np.ndarray) and id(x) not in others)
+
     def address(self, array: Any) -> int:
         """Where a NumPy array lies; it is kept until the call is over."""
         self.kept.append(array)

@@ -14,6 +14,7 @@ from ..streaming import Streaming
 from .arguments import FORWARD, pack
 from .call import Inputs, block_of, kernel_of, structure_of
 from .forward import Forward
+from .prepared import Prepared
 from .processor import Processor
 from .threads import count
 
@@ -26,17 +27,18 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     """Forward through the generated kernel; statistics beyond lse through `streaming`, scores and normaliser alike."""
     output = empty((*problem.lead, problem.H, problem.n, problem.d_v), problem.dtype, problem.query)
     lse = np.empty((*problem.lead, problem.H, problem.n), np.float64)
+    prepared = None
     if lse.size:
-        _forward(problem, output, lse, count(threads), processor)
+        prepared = _forward(problem, output, lse, threads, processor)
     lse = convert(lse, problem.query)
     if all(isinstance(statistic, Lse) for statistic in problem.see):
         seen = tuple(statistic.collect(problem, lse, lambda: iter(())) for statistic in problem.see)
     else:
         seen = Streaming().run(problem).seen
-    return Result(output, lse, seen)
+    return Result(output, lse, seen, prepared)
 
 
-def _forward(problem: Problem, output: Any, lse: Any, threads: int, processor: Processor) -> None:
+def _forward(problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor) -> Prepared | None:
     block = block_of(problem.dtype, processor.machine)
     inputs = Inputs(problem, block)
     structure = structure_of("forward", problem, inputs)
@@ -52,5 +54,8 @@ def _forward(problem: Problem, output: Any, lse: Any, threads: int, processor: P
     }
     words = pack(FORWARD, fields, inputs.table_words())
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
-    threads = 1 if work < SMALL else min(threads, int(fields["items"]))
-    processor.call(kernel, words, threads, (*inputs.kept, output))
+    most = 1 if work < SMALL else int(fields["items"])
+    processor.call(kernel, words, min(count(threads), most), (*inputs.kept, output))
+    if problem.tables or problem.sinks is not None or problem.dropout:
+        return None
+    return Prepared.of(kernel, words, most, lse.size, inputs.steady(lse), processor)
