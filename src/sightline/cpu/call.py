@@ -18,7 +18,7 @@ from .block import KEYS, Block, Structure
 from .machine import Machine
 from .processor import Processor
 
-__all__ = ["Inputs", "block_of", "kernel_of", "operand", "structure_of"]
+__all__ = ["Inputs", "block_of", "kernel_of", "lanes_of", "operand", "structure_of"]
 
 
 class Inputs:
@@ -122,7 +122,12 @@ def kernel_of(structure: Structure, problem: Problem, writer: type[Block], proce
 
 def block_of(dtype: str, machine: Machine) -> int:
     """Queries a kernel takes at a time."""
-    return machine.width // (8 if dtype == "float64" else 4) * machine.tile[1]
+    return lanes_of(dtype, machine) * machine.tile[1]
+
+
+def lanes_of(dtype: str, machine: Machine) -> int:
+    """Queries in a vector of the accumulator's type."""
+    return machine.width // (8 if dtype == "float64" else 4)
 
 
 def _unit(array: Any) -> bool:

@@ -7,7 +7,7 @@ told, and everything else is read from that.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from ..errors import ParameterError
@@ -34,11 +34,13 @@ class Machine:
     Parameters
     ----------
     triple, cpu, features : as LLVM names them; features as +this,-that, whole, since what kernels may use is read there
+    vectors : of the register tile, a power of two; as many as fit unless fewer are asked, see `fitted`
     """
 
     triple: str
     cpu: str
     features: str
+    vectors: int | None = None
 
     @cached_property
     def present(self) -> frozenset[str]:
@@ -72,7 +74,12 @@ class Machine:
         pyramids of tables.
         """
         rows = 6 if self.architecture == "x86_64" and self.fma else 4
-        return rows, self.registers // 8
+        return rows, self.vectors or self.registers // 8
+
+    def fitted(self, vectors: int) -> Machine:
+        """The machine with a register tile no wider than so many vectors need: a few queries leave the rest idle."""
+        wide = 1 << max(vectors - 1, 0).bit_length()
+        return replace(self, vectors=wide) if wide < self.tile[1] else self
 
     @cached_property
     def fma(self) -> bool:

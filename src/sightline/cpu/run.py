@@ -12,7 +12,7 @@ from ..plan import Result
 from ..problem import Problem
 from ..streaming import Streaming
 from .arguments import FORWARD, pack
-from .call import Inputs, block_of, kernel_of, structure_of
+from .call import Inputs, block_of, kernel_of, lanes_of, structure_of
 from .forward import Forward
 from .prepared import Prepared
 from .processor import Processor
@@ -39,9 +39,10 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
 
 
 def _forward(problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor) -> Prepared | None:
-    block = block_of(problem.dtype, processor.machine)
+    machine = processor.machine.fitted(-(-problem.n // lanes_of(problem.dtype, processor.machine)))
+    block = block_of(problem.dtype, machine)
     inputs = Inputs(problem, block)
-    structure = structure_of("forward", problem, inputs)
+    structure = structure_of("forward", problem, inputs, vectors=machine.vectors)
     kernel = kernel_of(structure, problem, Forward, processor)
     query_blocks = -(-problem.n // block)
     sinks = np.zeros(1) if problem.sinks is None else to_numpy(problem.sinks).astype(np.float64)
