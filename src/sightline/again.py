@@ -172,7 +172,7 @@ _HEAD = object.__basicsize__
 
 
 def _address(array: Any) -> int:
-    """`data` of PyArrayObject, which NumPy's C API has right behind the object's head: a quarter of what asking takes."""
+    """`data` of PyArrayObject, right behind the object's head in NumPy's C API: a quarter of what asking takes."""
     return _pointer_at(id(array) + _HEAD).value or 0
 
 
@@ -186,6 +186,4 @@ def _empty(query: Any, output: Any) -> Callable[[Any], Any]:
 
 
 _probe = np.zeros(1)
-DOORS[np.ndarray] = Door(
-    _layouts, _address if _address(_probe) == _asked_address(_probe) else _asked_address, _empty
-)
+DOORS[np.ndarray] = Door(_layouts, _address if _address(_probe) == _asked_address(_probe) else _asked_address, _empty)

@@ -63,11 +63,9 @@ class Prepared:
 
     def fits(self, query: int, key: int, value: int) -> bool:
         """Whether arrays at these addresses are those it was prepared with, not copies of them."""
-        return [query, key, value] == self.template[[QUERY, KEY, VALUE]].tolist()
+        return bool((self.template[[QUERY, KEY, VALUE]] == [query, key, value]).all())
 
-    def run(
-        self, threads: int | None, query: int, key: int, value: int, output: int, arrays: tuple[Any, ...]
-    ) -> None:
+    def run(self, threads: int | None, query: int, key: int, value: int, output: int, arrays: tuple[Any, ...]) -> None:
         """The kernel on arrays at these addresses; `arrays` are they, held while threads of the pool may work."""
         try:
             used = self.idle.pop()
@@ -89,4 +87,4 @@ class Prepared:
         whole[: self.template.size] = self.template
         address = int(whole.ctypes.data)
         whole[COUNTER], whole[LSE] = address + 8 * self.counter, address + 8 * self.lse
-        return whole, memoryview(whole), address
+        return whole, whole.data, address

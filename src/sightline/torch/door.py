@@ -38,7 +38,7 @@ def run(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(output, seen) of `sightline.attention`, whose other arguments `options` holds.
 
-    `asked` is the call's key where torch need not see it: such a call goes the road of NumPy's arrays, past the operator.
+    `asked` is the call's key where torch need not see it: such a call goes NumPy's road, past the operator.
     """
     given = query, key, value
     query, key, value = (_autocast(array) for array in (query, key, value))
@@ -66,6 +66,8 @@ def _autocast(array: Any) -> Any:
     if not isinstance(array, Tensor) or array.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return array
     place = array.device.type
+    if place == "meta":  # for which torch has no autocast to ask about
+        return array
     return array.to(torch.get_autocast_dtype(place)) if torch.is_autocast_enabled(place) else array
 
 
