@@ -79,7 +79,7 @@ class Machine:
     def fitted(self, vectors: int) -> Machine:
         """The machine with a register tile no wider than so many vectors need: a few queries leave the rest idle."""
         wide = 1 << max(vectors - 1, 0).bit_length()
-        return replace(self, vectors=wide) if wide < self.tile[1] else self
+        return _narrowed(self, wide) if wide < self.tile[1] else self
 
     @cached_property
     def fma(self) -> bool:
@@ -95,6 +95,11 @@ class Machine:
     def bf16_dot(self) -> bool:
         """Whether there is a product of bfloat16 pairs summed in float32, llvm.x86.avx512bf16.dpbf16ps.512."""
         return {"avx512f", "avx512bf16"} <= self.present
+
+
+@cache
+def _narrowed(machine: Machine, vectors: int) -> Machine:
+    return replace(machine, vectors=vectors)
 
 
 def names() -> tuple[str, ...]:

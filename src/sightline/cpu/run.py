@@ -12,7 +12,7 @@ from ..plan import Result
 from ..problem import Problem
 from ..streaming import Streaming
 from .arguments import FORWARD, pack
-from .call import Inputs, block_of, kernel_of, lanes_of, structure_of
+from .call import Inputs, block_of, fitted, kernel_of, structure_of
 from .forward import Forward
 from .prepared import Prepared
 from .processor import Processor
@@ -39,7 +39,7 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
 
 
 def _forward(problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor) -> Prepared | None:
-    machine = processor.machine.fitted(-(-problem.n // lanes_of(problem.dtype, processor.machine)))
+    machine = fitted(processor.machine, problem)
     block = block_of(problem.dtype, machine)
     inputs = Inputs(problem, block)
     structure = structure_of("forward", problem, inputs, vectors=machine.vectors)
