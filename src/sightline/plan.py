@@ -33,12 +33,14 @@ class Refusal:
 class Result:
     """What a kernel answers: output (..., H, n, d_v), lse (..., H, n) float64, and one entry for each asked statistic.
 
-    Weights made from lse take on its error, so it is kept wide.
+    Weights made from lse take on its error, so it is kept wide. `prepared` is the kernel's call made ready for other
+    arrays of the same layout, where it has such: a `cpu.prepared.Prepared`.
     """
 
     output: Any
     lse: Any
     seen: tuple[Any, ...] = ()
+    prepared: Any = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +25,7 @@ import numpy as np
 from . import arrays
 from .errors import DeviceError, DtypeError, MaskError, ParameterError, ShapeError
 from .formula import checks, hiding, library, trace
-from .formula.expression import SYMBOLS, Expression, walk
+from .formula.expression import SYMBOLS, Expression, from_text, walk
 from .formula.table import Table
 from .kv_cache import opened
 from .observe import Statistic
@@ -219,7 +219,27 @@ def examine(problem: Problem) -> Problem:
 def settle(
     mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
 ) -> tuple[Expression | None, Expression | None]:
-    """Mask and score of a problem of these lengths: every read is checked, and what the score hides joins the mask."""
+    """Mask and score of a problem of these lengths: every read is checked, and what the score hides joins the mask.
+
+    Done once for formulas without tables: such a formula is its text.
+    """
+    if any(formula is not None and formula.tables for formula in (mask, score)):
+        return _settled(mask, score, extent)
+    texts = tuple(None if formula is None else formula.text for formula in (mask, score))
+    return _kept(*texts, extent)
+
+
+@lru_cache(4096)
+def _kept(
+    mask: str | None, score: str | None, extent: tuple[int, int, int, int]
+) -> tuple[Expression | None, Expression | None]:
+    built = [None if text is None else from_text(text, ()) for text in (mask, score)]
+    return _settled(built[0], built[1], extent)
+
+
+def _settled(
+    mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
+) -> tuple[Expression | None, Expression | None]:
     checks.check_reads(mask, score, extent)
     if score is not None:
         hidden = hiding.hidden(score, extent)

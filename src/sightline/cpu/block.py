@@ -51,6 +51,7 @@ class Structure:
     sinks: bool
     dropout: bool
     together: int = 0  # query rows whose products are summed together; see Decode
+    vectors: int | None = None  # of the register tile, where not the machine's own
     gaining: tuple[tuple[int, int, bool], ...] = ()  # lookups of the score whose tables gain gradients; see Backward
 
     @property
@@ -69,7 +70,8 @@ class Block:
     def __init__(
         self, structure: Structure, mask: Expression | None, score: Expression | None, machine: Machine
     ) -> None:
-        self.structure, self.machine = structure, machine
+        self.structure = structure
+        self.machine = machine = machine if structure.vectors is None else machine.fitted(structure.vectors)
         self.form = format_of(structure.dtype, machine)
         self.float = self.form.wide
         self.paired = structure.dtype == "bfloat16" and machine.bf16_dot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,17 @@ import numpy as np
 from ..arrays import layout, plain, to_numpy
 from ..dropout import threshold
 from ..formula.bounds import intervals
-from ..formula.expression import Lookup, walk
+from ..formula.expression import Expression, Lookup, from_text, walk
 from ..formula.runs import Runs, box_of, find_runs
 from ..problem import Problem
 from .block import KEYS, Block, Structure
 from .machine import Machine
 from .processor import Processor
 
-__all__ = ["Inputs", "block_of", "kernel_of", "operand", "structure_of"]
+__all__ = ["Inputs", "block_of", "fitted", "kernel_of", "operand", "structure_of"]
+
+Extent = tuple[int, int, int, int]
+Range = tuple[float, tuple[tuple[int, int], ...]]
 
 
 class Inputs:
@@ -34,6 +38,11 @@ class Inputs:
 
     def table_words(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         return [(t.ctypes.data, t.strides, t.shape) for t in self.tables]
+
+    def steady(self, *changing: Any) -> tuple[Any, ...]:
+        """Of the memory the words point to, what is neither the problem's nor the counter nor one of these arrays."""
+        others = {id(array) for array in (*self.arrays.values(), self.counter, *changing)}
+        return tuple(x for x in self.kept if isinstance(x, np.ndarray) and id(x) not in others)
 
     def address(self, array: Any) -> int:
         """Where a NumPy array lies; it is kept until the call is over."""
@@ -117,7 +126,17 @@ def kernel_of(structure: Structure, problem: Problem, writer: type[Block], proce
 
 def block_of(dtype: str, machine: Machine) -> int:
     """Queries a kernel takes at a time."""
-    return machine.width // (8 if dtype == "float64" else 4) * machine.tile[1]
+    return _lanes(dtype, machine) * machine.tile[1]
+
+
+def fitted(machine: Machine, problem: Problem) -> Machine:
+    """The machine with a register tile no wider than the problem's queries need."""
+    return machine.fitted(-(-problem.n // _lanes(problem.dtype, machine)))
+
+
+def _lanes(dtype: str, machine: Machine) -> int:
+    """Queries in a vector of the accumulator's type."""
+    return machine.width // (8 if dtype == "float64" else 4)
 
 
 def _unit(array: Any) -> bool:
@@ -127,21 +146,31 @@ def _unit(array: Any) -> bool:
 
 def _ranges(problem: Problem) -> tuple[float, tuple[tuple[tuple[int, int], ...], ...]]:
     """The largest whole number the formulas meet, and the table indices that may leave their table at hidden pairs."""
-    largest, clamped = 0.0, []
-    for formula in (problem.mask, problem.score):
-        loose = set()
-        if formula is not None:
-            bounds = intervals(formula, box_of(problem.extent))
-            for place, node in enumerate(walk(formula)):
-                if node.kind == "int":
-                    largest = max(largest, *(float(np.max(np.abs(end))) for end in bounds[id(node)]))
-                if isinstance(node, Lookup):
-                    for axis, index in enumerate(node.arguments):
-                        low, high = bounds[id(index)]
-                        if np.min(low) < 0 or np.max(high) >= node.table.shape[axis]:
-                            loose.add((place, axis))
-        clamped.append(tuple(sorted(loose)))
-    return largest, tuple(clamped)
+    ranges = [(0.0, ()) if f is None else _ranges_of(f, problem.extent) for f in (problem.mask, problem.score)]
+    return max(largest for largest, _ in ranges), tuple(clamped for _, clamped in ranges)
+
+
+def _ranges_of(formula: Expression, extent: Extent) -> Range:
+    return _measured(formula, extent) if formula.tables else _kept_range(formula.text, extent)
+
+
+@lru_cache(4096)
+def _kept_range(text: str, extent: Extent) -> Range:
+    return _measured(from_text(text, ()), extent)
+
+
+def _measured(formula: Expression, extent: Extent) -> Range:
+    largest, loose = 0.0, set()
+    bounds = intervals(formula, box_of(extent))
+    for place, node in enumerate(walk(formula)):
+        if node.kind == "int":
+            largest = max(largest, *(float(np.max(np.abs(end))) for end in bounds[id(node)]))
+        if isinstance(node, Lookup):
+            for axis, index in enumerate(node.arguments):
+                low, high = bounds[id(index)]
+                if np.min(low) < 0 or np.max(high) >= node.table.shape[axis]:
+                    loose.add((place, axis))
+    return largest, tuple(sorted(loose))
 
 
 def _slots(problem: Problem) -> Iterator[int]:

@@ -47,6 +47,7 @@ class Kept:
 
     def __init__(self) -> None:
         self._kernels: OrderedDict[str, Address] = OrderedDict()
+        self.calls: OrderedDict[Any, Any] = OrderedDict()  # calls of them that are ready; see `prepared.calls`
         self.renew()
 
     def renew(self) -> None:

@@ -163,10 +163,10 @@ class Decode(Block):
         line = self.scores.at(r * self.line)
         logits: list[Value] = []
         for v in range(KEYS // self.lanes):
-            s = line.at(v * tiles.align).load(self.vector)
+            s = line.at(v * tiles.align).load(self.vector) * self.factor
             key = code.count(self.lanes, INT64) + v * self.lanes
             j = code.minimum(key + j0, given.m - 1).to(self.integer)
-            symbols = {"b": self.b, "h": h, "i": i, "j": j, "n": given.n, "m": given.m, "s": s * self.factor}
+            symbols = {"b": self.b, "h": h, "i": i, "j": j, "n": given.n, "m": given.m, "s": s}
             if score is not None:
                 s = score.pair(symbols, {}).to(self.float).spread(self.lanes)
             if masked:
@@ -175,18 +175,17 @@ class Decode(Block):
                     allowed = allowed & mask.pair(symbols, {}).spread(self.lanes)
                 s = code.where(allowed, s, code.value(-math.inf, self.vector))
             logits.append(s)
-        factor = self.factor if score is None else code.value(1.0, self.float)
         largest = self.largest.at(r * tiles.size)
         old, top = largest.load(self.float), logits[0]
         for s in logits[1:]:
             top = code.maximum(s, top)
-        new = code.maximum(top.fold(code.maximum) * factor, old)
+        new = code.maximum(top.fold(code.maximum), old)
         shift = code.where(new == -math.inf, 0.0, new)
         alpha = self.power(old - shift)
         largest.store(new)
         self.alpha.at(r * tiles.size).store(alpha)
         total = self.totals.at(r * tiles.align)
-        weights = [self.power(code.fma(s, factor, -shift)) for s in logits]
+        weights = [self.power(s - shift) for s in logits]
         total.store(code.fma(total.load(self.vector), alpha, added(weights)))
         for v, p in enumerate(weights):
             if self.paired:

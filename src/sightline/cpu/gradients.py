@@ -16,7 +16,7 @@ from ..problem import Problem
 from .arguments import BACKWARD, pack
 from .backward import Backward
 from .block import KEYS
-from .call import Inputs, block_of, kernel_of, operand, structure_of
+from .call import Inputs, block_of, fitted, kernel_of, operand, structure_of
 from .machine import Machine
 from .processor import Processor
 from .threads import count
@@ -81,7 +81,8 @@ def gradients(
     gains = list(_gains(problem, wanted))
     split = Split.of(problem, gains)
     xp, query = namespace(problem.query), problem.query
-    block = block_of(problem.dtype, processor.machine)
+    machine = fitted(processor.machine, problem)
+    block = block_of(problem.dtype, machine)
     inputs = Inputs(problem, block)
     d_output = _with_rows(plain(xp.astype(d_output, query.dtype)))
     lead, rows = problem.lead, (*problem.lead, problem.H, problem.n)
@@ -94,7 +95,11 @@ def gradients(
     tables = [_table_sums(problem, gain, split) for gain in gains]
     taint, query_blocks = np.zeros(1, np.int64), -(-problem.n // block)
     structure = structure_of(
-        "backward", problem, inputs, gaining=tuple((gain.place, gain.slot, gain.owned) for gain in gains)
+        "backward",
+        problem,
+        inputs,
+        vectors=machine.vectors,
+        gaining=tuple((gain.place, gain.slot, gain.owned) for gain in gains),
     )
     fields = inputs.fields(structure) | operand("d_output", d_output, inputs.kept)
     fields |= operand("output", _with_rows(plain(saved[0])), inputs.kept)

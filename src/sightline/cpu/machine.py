@@ -7,7 +7,7 @@ told, and everything else is read from that.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from ..errors import ParameterError
@@ -34,11 +34,13 @@ class Machine:
     Parameters
     ----------
     triple, cpu, features : as LLVM names them; features as +this,-that, whole, since what kernels may use is read there
+    vectors : of the register tile, a power of two; as many as fit unless fewer are asked, see `fitted`
     """
 
     triple: str
     cpu: str
     features: str
+    vectors: int | None = None
 
     @cached_property
     def present(self) -> frozenset[str]:
@@ -72,7 +74,12 @@ class Machine:
         pyramids of tables.
         """
         rows = 6 if self.architecture == "x86_64" and self.fma else 4
-        return rows, self.registers // 8
+        return rows, self.vectors or self.registers // 8
+
+    def fitted(self, vectors: int) -> Machine:
+        """The machine with a register tile no wider than so many vectors need: a few queries leave the rest idle."""
+        wide = 1 << max(vectors - 1, 0).bit_length()
+        return _narrowed(self, wide) if wide < self.tile[1] else self
 
     @cached_property
     def fma(self) -> bool:
@@ -93,6 +100,11 @@ class Machine:
     def bf16_dot(self) -> bool:
         """Whether there is a product of bfloat16 pairs summed in float32, llvm.x86.avx512bf16.dpbf16ps.512."""
         return {"avx512f", "avx512bf16"} <= self.present
+
+
+@cache
+def _narrowed(machine: Machine, vectors: int) -> Machine:
+    return replace(machine, vectors=vectors)
 
 
 def names() -> tuple[str, ...]:

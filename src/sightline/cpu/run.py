@@ -12,9 +12,10 @@ from ..plan import Result
 from ..problem import Problem
 from ..streaming import Streaming
 from .arguments import FORWARD, pack
-from .call import Inputs, block_of, kernel_of, structure_of
+from .call import Inputs, block_of, fitted, kernel_of, structure_of
 from .decoding import decode, decodes
 from .forward import Forward
+from .prepared import Prepared
 from .processor import Processor
 from .threads import count
 
@@ -27,21 +28,22 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     """Forward through the generated kernel; statistics beyond lse through `streaming`, scores and normaliser alike."""
     output = empty((*problem.lead, problem.H, problem.n, problem.d_v), problem.dtype, problem.query)
     lse = np.empty((*problem.lead, problem.H, problem.n), np.float64)
-    few = decodes(problem, processor)
+    prepared, few = None, decodes(problem, processor)
     if lse.size and not (few and decode(problem, output, lse, count(threads), processor)):
-        _forward(problem, output, lse, count(threads), processor)
+        prepared = _forward(problem, output, lse, threads, processor)
     lse = convert(lse, problem.query)
     if all(isinstance(statistic, Lse) for statistic in problem.see):
         seen = tuple(statistic.collect(problem, lse, lambda: iter(())) for statistic in problem.see)
     else:
         seen = Streaming().run(problem).seen
-    return Result(output, lse, seen)
+    return Result(output, lse, seen, prepared)
 
 
-def _forward(problem: Problem, output: Any, lse: Any, threads: int, processor: Processor) -> None:
-    block = block_of(problem.dtype, processor.machine)
+def _forward(problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor) -> Prepared | None:
+    machine = fitted(processor.machine, problem)
+    block = block_of(problem.dtype, machine)
     inputs = Inputs(problem, block)
-    structure = structure_of("forward", problem, inputs)
+    structure = structure_of("forward", problem, inputs, vectors=machine.vectors)
     kernel = kernel_of(structure, problem, Forward, processor)
     query_blocks = -(-problem.n // block)
     sinks = np.zeros(1) if problem.sinks is None else to_numpy(problem.sinks).astype(np.float64)
@@ -54,5 +56,8 @@ def _forward(problem: Problem, output: Any, lse: Any, threads: int, processor: P
     }
     words = pack(FORWARD, fields, inputs.table_words())
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
-    threads = 1 if work < SMALL else min(threads, int(fields["items"]))
-    processor.call(kernel, words, threads, (*inputs.kept, output))
+    most = 1 if work < SMALL else int(fields["items"])
+    processor.call(kernel, words, min(count(threads), most), (*inputs.kept, output))
+    if problem.tables or problem.sinks is not None or problem.dropout:
+        return None
+    return Prepared.of(kernel, words, most, lse.size, inputs.steady(lse), processor)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
+from torch.autograd import forward_ad
 
-from ..attention import KERNELS, shaped
+from .. import again
+from ..attention import KERNELS, shaped, solve
 from ..formula.expression import SYMBOLS, Expression
 from ..plan import Kernel, Result, choose
-from ..problem import Problem, ask
+from ..problem import Problem, ask, examine
 from . import operator
 from .fused import Fused
 from .question import Question
@@ -26,15 +28,31 @@ def kernels() -> tuple[Kernel, ...]:
 
 
 def run(
-    query: Any, key: Any, value: Any, options: dict[str, Any], kernel: str | None, threads: int | None
+    query: Any,
+    key: Any,
+    value: Any,
+    options: dict[str, Any],
+    kernel: str | None,
+    threads: int | None,
+    asked: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(output, seen) of `sightline.attention`, whose other arguments `options` holds."""
+    """(output, seen) of `sightline.attention`, whose other arguments `options` holds.
+
+    `asked` is the call's key where torch need not see it: such a call goes NumPy's road, past the operator.
+    """
+    given = query, key, value
     query, key, value = (_autocast(array) for array in (query, key, value))
     formulas = {"mask": _called(options["mask"], "bhij"), "score": _called(options["score"], "sbhij")}
     seed = options["seed"]
     problem = ask(query, key, value, **(options | formulas | {"seed": 0 if seed is None else seed}))
     if kernel == FUSED.name or (kernel is None and next(FUSED.refuses(problem), None) is None):
         return shaped(problem, choose((FUSED,), problem, FUSED.name).kernel.run(problem))
+    if asked is not None:
+        problem = examine(problem)
+        result = solve(problem, kernel, threads)
+        output, seen = shaped(problem, result)
+        again.remember(asked, given, output, result)
+        return output, seen
     drawn = _seed(problem, seed) if problem.dropout else None
     output, lse, *others = operator.attention(*Question.of(problem, drawn, kernel, threads))
     rest = iter(others)
@@ -48,6 +66,8 @@ def _autocast(array: Any) -> Any:
     if not isinstance(array, Tensor) or array.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return array
     place = array.device.type
+    if place == "meta":  # for which torch has no autocast to ask about
+        return array
     return array.to(torch.get_autocast_dtype(place)) if torch.is_autocast_enabled(place) else array
 
 
@@ -63,3 +83,52 @@ def _seed(problem: Problem, seed: int | None) -> Tensor:
     if seed is None:
         return torch.randint(2**63 - 1, (), dtype=torch.int64)
     return torch.tensor(problem.seed - (2**64 if problem.seed >= 2**63 else 0), dtype=torch.int64)
+
+
+# -- calls asked again ---------------------------------------------------------------------------------------------
+
+
+def _layouts(query: Any, key: Any, value: Any) -> tuple[Any, ...] | None:
+    """What of plain tensors on the CPU decides the road; None where torch must see the call or does more than call.
+
+    That is while it compiles, traces, transforms, counts gradients forward or backward, or has a mode at work.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or type(key) is not Tensor
+        or type(value) is not Tensor
+        or not (query.is_cpu and key.is_cpu and value.is_cpu)
+        or ((query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled())
+        or torch.is_autocast_enabled("cpu")
+        or watched()
+    ):
+        return None
+    for array in (query, key, value):
+        if array.layout is not torch.strided or array.is_neg() or array.is_conj():
+            return None
+    return (
+        *(query.shape, query.stride(), query.dtype),
+        *(key.shape, key.stride(), key.dtype),
+        *(value.shape, value.stride(), value.dtype),
+    )
+
+
+def watched() -> bool:
+    """Whether a mode, a transform, a tracer or a forward derivative is at work in this thread."""
+    return bool(
+        _C._len_torch_function_stack()
+        or _C._len_torch_dispatch_stack()
+        or _C._functorch.peek_interpreter_stack() is not None
+        or _C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def _empty(query: Tensor, output: Tensor) -> Any:
+    shape, dtype = output.shape, output.dtype
+    if shape == query.shape and query.is_contiguous():
+        return torch.empty_like
+    return lambda _: torch.empty(shape, dtype=dtype)
+
+
+again.DOORS[Tensor] = again.Door(_layouts, Tensor.data_ptr, _empty)

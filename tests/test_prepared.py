@@ -1,0 +1,458 @@
+"""Prepared calls: the same bits as the whole road, keys that tell calls apart, and torch heard where it must be."""
+
+import ctypes
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import to_torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sightline
+from sightline import again, i, j, s, where
+from sightline.cpu import Cpu
+from sightline.errors import SightlineError
+from sightline.problem import pose
+
+FORMULAS = {
+    "none": dict,
+    "causal, written anew": lambda: {"mask": i >= j},
+    "named": lambda: {"mask": sightline.causal("lower right")},
+    "window": lambda: {"mask": (i >= j) & (i - j < 7)},
+    "score": lambda: {"score": where(j < 3, s * 0.5, s - 1)},
+    "both": lambda: {"mask": sightline.window(5, 2), "score": sightline.softcap(2.0)},
+    "scale": lambda: {"scale": 0.3},
+    "one thread": lambda: {"threads": 1, "kernel": "cpu"},
+    "two threads": lambda: {"threads": 2},
+}
+DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared():
+    again.calls().clear()
+
+
+def arrays(rng, shapes=((1, 2, 9, 8),) * 3, dtype=np.float32):
+    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
+
+
+def bits(array):
+    """The array's bytes in C order, whatever library made it."""
+    if isinstance(array, torch.Tensor):
+        array = array.detach().contiguous().view(torch.uint8).numpy()
+    return np.ascontiguousarray(array).tobytes()
+
+
+def whole_road(arrays, **options):
+    """What a call gives that finds nothing prepared."""
+    again.calls().clear()
+    return sightline.attention(*arrays, **options)
+
+
+def hits(monkeypatch):
+    """A list that grows by one with every prepared call."""
+    found, run = [], again.Prepared.run
+    monkeypatch.setattr(again.Prepared, "run", lambda *given: found.append(1) or run(*given))
+    return found
+
+
+# -- the same answer -----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw):
+    """Shapes that fit together, and how each array lies in memory."""
+    B, G, group, n, m = (draw(st.integers(1, top)) for top in (2, 2, 2, 20, 20))
+    d_k, d_v = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    axes = draw(st.integers(2, 4))
+    lead = ((B, G * group), (B, G), (B, G)) if axes == 4 else ((B,),) * 3 if axes == 3 else ((),) * 3
+    shapes = [(*first, *last) for first, last in zip(lead, ((n, d_k), (m, d_k), (m, d_v)), strict=True)]
+    return shapes, [draw(st.sampled_from(["whole", "turned", "gaps", "same rows"])) for _ in shapes]
+
+
+def laid(rng, shape, dtype, how):
+    if how == "turned":
+        return rng.normal(size=shape[::-1]).astype(dtype).T
+    if how == "gaps":
+        return rng.normal(size=(*shape[:-1], 2 * shape[-1])).astype(dtype)[..., ::2]
+    if how == "same rows":
+        return np.broadcast_to(rng.normal(size=(*shape[:-2], 1, shape[-1])).astype(dtype), shape)
+    return rng.normal(size=shape).astype(dtype)
+
+
+@given(layouts(), st.sampled_from(DTYPES), st.sampled_from(sorted(FORMULAS)), st.booleans(), st.integers(0, 99))
+def test_the_same_bits_as_the_whole_road(layout, dtype, formula, in_torch, seed):
+    rng = np.random.default_rng(seed)
+    first, other = ([laid(rng, shape, dtype, how) for shape, how in zip(*layout, strict=True)] for _ in range(2))
+    if in_torch:
+        first, other = ([to_torch(x) for x in given] for given in (first, other))
+    options = FORMULAS[formula]
+    expected = whole_road(other, **options())
+    whole_road(first, **options())
+    assert len(again.calls()) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        found = hits(patch)
+        output = sightline.attention(*other, **options())
+        assert found
+    assert (type(output), output.shape, output.dtype) == (type(expected), expected.shape, expected.dtype)
+    assert bits(output) == bits(expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
+def test_large_calls_and_threads(rng, threads, convert, monkeypatch):
+    given = [convert(x) for x in arrays(rng, ((2, 4, 300, 16),) * 3)]
+    expected = whole_road(given, mask=i >= j, threads=1)
+    whole_road(given, mask=i >= j)
+    found = hits(monkeypatch)
+    with sightline.threads(threads):
+        assert bits(sightline.attention(*given, mask=i >= j)) == bits(expected)
+    assert found
+
+
+def test_what_arrays_hold_is_read_at_every_call(rng):
+    q, k, v = arrays(rng)
+    sightline.attention(q, k, v)
+    kept = sightline.attention(q, k, v)
+    copy = kept.copy()
+    v[...] = 1
+    np.testing.assert_allclose(sightline.attention(q, k, v), 1, rtol=np.finfo(np.float32).eps)
+    np.testing.assert_array_equal(kept, copy)  # an answer is nobody else's memory
+
+
+def test_many_threads_at_once(rng):
+    """Each call has words of its own: ten Python threads, two layouts, every answer its own."""
+    questions = [arrays(rng, shape) for shape in (((1, 4, 33, 16),) * 3, ((3, 4, 33, 16),) * 3) for _ in range(5)]
+    expected = [bits(whole_road(given, mask=i >= j)) for given in questions]
+    start = threading.Barrier(len(questions))
+
+    def ask(number):
+        start.wait()
+        return all(bits(sightline.attention(*questions[number], mask=i >= j)) == expected[number] for _ in range(200))
+
+    with ThreadPoolExecutor(len(questions)) as pool:
+        assert all(pool.map(ask, range(len(questions))))
+
+
+def test_no_more_than_so_many_are_kept(rng, monkeypatch):
+    monkeypatch.setattr(again, "MOST", 3)
+    q, k, v = arrays(rng)
+    for width in range(1, 4):
+        sightline.attention(q, k, v, mask=i - j < width)
+    sightline.attention(q, k, v, mask=i - j < 1)  # used again: the second is now the oldest
+    sightline.attention(q, k, v, mask=i - j < 4)
+    left = {again.spelled(i - j < width) for width in (3, 1, 4)}
+    assert {asked[1] for asked in again.calls()} == left
+
+
+def test_arrays_asked_with_are_let_go(rng):
+    given = [torch.from_numpy(x) for x in arrays(rng)]
+    watched = [weakref.ref(x) for x in given]
+    sightline.attention(*given)
+    sightline.attention(*given)
+    del given
+    assert [ref() for ref in watched] == [None] * 3
+
+
+# -- what tells calls apart ----------------------------------------------------------------------------------------
+
+
+X = np.random.default_rng(7).normal(size=(2, 2, 6, 6)).astype(np.float32)
+APART = {  # two calls whose answers differ and that differ in one part of the key
+    "query's shape": ({"query": X}, {"query": X[:, :, :5]}),
+    "query's strides": ({"query": X}, {"query": X.swapaxes(2, 3)}),
+    "key's shape": ({"key": X[:, :, :5], "value": X[:, :, :5]}, {}),
+    "key's strides": ({"key": X}, {"key": X.swapaxes(2, 3)}),
+    "value's shape": ({"value": X}, {"value": X[..., :5]}),
+    "value's strides": ({"value": X}, {"value": X.swapaxes(2, 3)}),
+    "dtype": tuple(
+        dict.fromkeys(("query", "key", "value"), X.astype(kind)) for kind in (np.float16, ml_dtypes.bfloat16)
+    ),
+    "mask": ({"mask": i >= j}, {"mask": i > j}),
+    "a mask's numbers": ({"mask": i - j < 2}, {"mask": i - j < 3}),
+    "no mask": ({"mask": i >= j}, {}),
+    "mask or score": ({"score": s + 1.0 * j}, {"mask": i >= j}),
+    "a whole number or a float": ({"score": s * (j // 2)}, {"score": s * (j / 2)}),
+    "the sign of nought": (
+        {"score": s * (1.0 / where(j > 2, 0.0, 1.0))},
+        {"score": s * (1.0 / where(j > 2, -0.0, 1.0))},
+    ),
+    "score": ({"score": s * 2}, {"score": s * 3}),
+    "order of arguments": ({"score": s + (i - j) * 1.0}, {"score": s + (j - i) * 1.0}),
+    "grouping": ({"score": s + 1.0 * (i - (j - i))}, {"score": s + 1.0 * ((i - j) - i)}),
+    "scale": ({"scale": 0.5}, {"scale": 0.25}),
+    "scale's sign": ({"scale": 0.5}, {"scale": -0.5}),
+    "no scale": ({"scale": 0.5}, {}),
+}
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("case", APART)
+def test_calls_that_differ_are_told_apart(case, library):
+    def given(changes):
+        named = {"query": X, "key": X[::-1].copy(), "value": np.roll(X, 1).copy()} | changes
+        if library == "torch":
+            named = {k: to_torch(v) if isinstance(v, np.ndarray) else v for k, v in named.items()}
+        return named
+
+    first, second = map(given, APART[case])
+    again.calls().clear()
+    expected = sightline.attention(**second)
+    again.calls().clear()
+    before = sightline.attention(**first)
+    assert bits(before) != bits(expected)
+    assert bits(sightline.attention(**second)) == bits(expected)
+    assert bits(sightline.attention(**first)) == bits(before)
+
+
+def test_the_kernel_asked_for_is_taken(rng):
+    given = arrays(rng)
+    sightline.attention(*given)
+    again_cpu = sightline.attention(*given, kernel="cpu")
+    np.testing.assert_array_equal(again_cpu, sightline.attention(*given))
+    before = len(again.calls())
+    sightline.attention(*given, kernel="reference")
+    sightline.attention(*given, kernel="streaming")
+    assert len(again.calls()) == before  # they prepare nothing, and are not answered by what "cpu" prepared
+
+
+def test_another_machine_is_another_call(rng, monkeypatch):
+    given = arrays(rng)
+    sightline.attention(*given)
+    asked = again.key_of(*given, None, None, None, None, 0.0, None, None, None, None)
+    assert again.known(asked) is not None
+    monkeypatch.setenv("SIGHTLINE_CPU", "sse2")
+    other = again.key_of(*given, None, None, None, None, 0.0, None, None, None, None)
+    assert again.known(other) is None
+
+
+def test_fresh_kernels_are_not_answered_by_old_calls(rng, fresh_kernels):
+    assert not again.calls()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"kernel": 3},
+        {"threads": True},
+        {"threads": 0},
+        {"dropout": 2.0},
+        {"scale": float("nan")},
+        {"seed": -1},
+        {"sinks": np.zeros(5)},
+        {"see": "lse"},
+        {"mask": "causal"},
+        {"mask": np.zeros((3, 3))},
+        {"score": i > j},
+        {"kernel": "nobody's"},
+        {"value": np.zeros((1, 2, 9, 8), np.float64)},
+        {"key": np.zeros((1, 2, 9, 7), np.float32)},
+        {"query": np.ma.zeros((1, 2, 9, 8), np.float32)},
+        {"query": np.zeros((1, 2, 9, 8), ">f4")},
+        {"key": None},
+    ],
+    ids=str,
+)
+def test_bad_input_after_good_is_refused(rng, fault):
+    named = dict(zip(("query", "key", "value"), arrays(rng), strict=True))
+    for options in ({}, {"threads": 1}, {"kernel": "cpu"}):
+        sightline.attention(**named, **options)
+    with pytest.raises(SightlineError):
+        sightline.attention(**(named | fault))
+
+
+def test_tables_go_the_whole_road(rng):
+    given, values = arrays(rng), np.ones(9, bool)
+    mask = sightline.table(values)[j]
+    before = sightline.attention(*given, mask=mask)
+    values[4:] = False
+    assert (sightline.attention(*given, mask=mask) != before).any()
+    assert not again.calls()
+
+
+def test_long_formulas_are_known_by_their_text(rng, monkeypatch):
+    mask = i >= j
+    for shift in range(30):
+        mask = mask | (i + shift == j)
+    assert again.spelled(mask) is None
+    given = arrays(rng)
+    for _ in range(2):  # the first makes the text
+        sightline.attention(*given, mask=mask)
+    found = hits(monkeypatch)
+    sightline.attention(*given, mask=mask)
+    assert found
+
+
+# -- faults, planted -----------------------------------------------------------------------------------------------
+
+
+PARTS = {  # where in the key each case's difference stands: in the layouts, else behind them
+    "query's shape": [0],
+    "query's strides": [1],
+    "key's shape": [3, 6],
+    "key's strides": [4],
+    "value's shape": [6],
+    "value's strides": [7],
+    "dtype": [2, 5, 8],
+    **{key: [9] for key in ("mask", "a mask's numbers", "no mask")},
+    "mask or score": [9, 10],
+    **{
+        key: [10]
+        for key in ("a whole number or a float", "the sign of nought", "score", "order of arguments", "grouping")
+    },
+    **{key: [11] for key in ("scale", "scale's sign", "no scale")},
+}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_a_key_without_a_part_would_mix_its_calls(case):
+    """Each case above rests on one part of the key: take it out, and both calls have the same."""
+    base = {"query": X, "key": X[::-1].copy(), "value": np.roll(X, 1).copy(), "dropout": 0.0}
+    nothing = dict.fromkeys(("mask", "score", "scale", "sinks", "seed", "see", "kernel", "threads"))
+
+    def key(changes):
+        layouts, *others = again.key_of(**(nothing | base | changes))
+        return [*layouts, *others]
+
+    first, second = map(key, APART[case])
+    assert [place for place, (x, y) in enumerate(zip(first, second, strict=True)) if x != y] == PARTS[case]
+
+
+def test_stale_words_are_seen(rng, monkeypatch):
+    """A prepared call that forgets to set the counter answers nothing: the comparison of bits must see it."""
+    given = arrays(rng)
+    expected = whole_road(given)
+    prepared = next(iter(again.calls().values())).prepared
+    output = np.full_like(expected, np.nan)
+    places = [x.ctypes.data for x in (*given, output)]
+    prepared.run(1, *places, ())
+    assert bits(output) == bits(expected)
+    _whole, words, address = prepared.idle[-1]
+    assert words[prepared.counter] != 0
+    output[...] = np.nan
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(prepared.kernel)(address)
+    assert np.isnan(output).all()
+
+
+# -- torch -----------------------------------------------------------------------------------------------------------
+
+
+def tensors(rng, **options):
+    return [torch.from_numpy(x).requires_grad_(**options) if options else torch.from_numpy(x) for x in arrays(rng)]
+
+
+def test_gradients_flow_where_they_are_wanted(rng):
+    q, k, v = tensors(rng)
+    sightline.attention(q, k, v, mask=i >= j)
+    sightline.attention(q, k, v, mask=i >= j)
+    for position in range(3):
+        given = [x.clone().requires_grad_(place == position) for place, x in enumerate((q, k, v))]
+        output = sightline.attention(*given, mask=i >= j)
+        assert output.requires_grad
+        output.sum().backward()
+        assert given[position].grad is not None
+        with torch.no_grad():
+            assert not sightline.attention(*given, mask=i >= j).requires_grad
+        with torch.inference_mode():
+            assert sightline.attention(*given, mask=i >= j).is_inference()
+
+
+def test_compiled_functions(rng):
+    q, k, v = tensors(rng)
+    expected = sightline.attention(q, k, v, mask=i >= j)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(q, k, v):
+        return sightline.attention(q, k, v, mask=i >= j)
+
+    for _ in range(2):
+        assert bits(compiled(q, k, v)) == bits(expected)
+
+
+def test_autocast_is_heard(rng):
+    q, k, v = tensors(rng)
+    sightline.attention(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sightline.attention(q, k, v).dtype == torch.bfloat16
+
+
+def test_negated_views(rng):
+    q, k, v = tensors(rng)
+    minus = torch.view_as_complex(torch.stack([k, k], -1)).conj().imag
+    assert minus.is_neg()
+    whole = minus.resolve_neg().contiguous()
+    expected = whole_road((q, whole, v))
+    plain = torch.view_as_complex(torch.stack([k, k], -1)).imag
+    sightline.attention(q, plain, v)
+    assert bits(sightline.attention(q, minus, v)) == bits(expected)
+
+
+@pytest.mark.filterwarnings(r"ignore:.torch\.jit:DeprecationWarning")  # torch's own jvp uses it
+def test_transforms_and_modes(rng):
+    q, k, v = tensors(rng)
+    expected = sightline.attention(q, k, v)
+    keys = []
+
+    def note(q):
+        keys.append(again.key_of(q, k, v, None, None, None, None, 0.0, None, None, None, None))
+        return q.sum()
+
+    note(q)
+    torch.func.grad(note)(q)
+    torch.func.vmap(note)(q[None])
+    torch.func.jvp(note, (q,), (q,))
+    with forward_ad.dual_level():
+        note(forward_ad.make_dual(q, k))
+    torch.jit.trace(note, q)
+    assert [asked is None for asked in keys[:5]] == [False, True, True, True, True]
+    assert keys[5] is None
+
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in (q, k, v)]
+        assert type(sightline.attention(*fake)) is type(fake[0])
+
+    class Counting(TorchDispatchMode):
+        names = []  # noqa: RUF012
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Counting():
+        assert bits(sightline.attention(q, k, v)) == bits(expected)
+    assert any("sightline" in name for name in Counting.names)
+
+
+def test_subclasses_go_the_whole_road(rng):
+    class Mine(torch.Tensor):
+        pass
+
+    q, k, v = tensors(rng)
+    sightline.attention(q, k, v)
+    before = len(again.calls())
+    for place in range(3):
+        given = [x.as_subclass(Mine) if at == place else x for at, x in enumerate((q, k, v))]
+        assert again.key_of(*given, None, None, None, None, 0.0, None, None, None, None) is None
+    assert len(again.calls()) == before
+
+
+def test_other_devices(rng):
+    q, k, v = tensors(rng)
+    sightline.attention(q, k, v)
+    assert sightline.attention(*(x.to("meta") for x in (q, k, v))).device.type == "meta"
+
+
+def test_a_kernel_of_another_processor_prepares_nothing(rng):
+    from sightline.cpu.machine import named
+    from sightline.cpu.processor import Processor
+
+    assert Cpu(Processor(named("sse2"))).run(pose(*arrays(rng))).prepared is None
