@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 import sightline.torch
 
 TEXT = Path(__file__).parents[1] / "README.md"
 WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 64, 4, 2, 64, 16
 ATTENTIONS: dict[str, Callable[..., Any]] = {
-    "torch": F.scaled_dot_product_attention,
+    "torch": functional.scaled_dot_product_attention,
     "sightline": sightline.torch.scaled_dot_product_attention,
 }
 
@@ -73,7 +73,7 @@ def train(attend: Callable[..., Any], steps: int, seed: int = 0, backend: str = 
     for _ in range(steps):
         starts = torch.randint(len(text) - CONTEXT, (BATCH, 1)) + torch.arange(CONTEXT + 1)
         batch = text[starts]
-        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
