@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -85,3 +86,26 @@ def test_an_interrupt_leaves_running_threads_their_memory():
     result = subprocess.run([sys.executable, "-c", INTERRUPT], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) > 0
+
+
+@pytest.mark.parametrize("size", [1e6, 1e10, 1e18])
+@pytest.mark.parametrize("mask", [None, i >= j], ids=["all", "causal"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16])
+def test_scores_beyond_the_exponents_of_base_2(dtype, mask, size):
+    """Where a score's last place is larger than the exponents' range, 2^(s − m) once met a rounded m and overflowed."""
+    rng = np.random.default_rng(0)
+    size = size**2 if dtype == np.float64 else size
+    q, k, v = ((rng.normal(size=(1, 2, 70, 8)) * scale).astype(dtype) for scale in (size, 1, 1))
+    assert_conforms(KERNELS[0].run, pose(q, k, v, mask=mask))
+
+
+def test_gradients_of_such_scores_stay_finite():
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 70, 8, generator=generator) for _ in range(3))
+    q = q * 1e12
+    for x in (q, k, v):
+        x.requires_grad_()
+    found = torch.autograd.grad(sightline.attention(q, k, v).sum(), (q, k, v))
+    assert all(torch.isfinite(x).all() for x in found)
+    assert round(found[2].sum().item()) == 2 * 70 * 8  # every query's weights add up to 1

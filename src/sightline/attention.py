@@ -140,6 +140,7 @@ def differentiate(
         found = taken.gradients(problem, d_output, d_lse, saved, wanted, threads)
         if found is not None:
             return found
+        return backward(problem, d_output, d_lse, d_seen)  # what the kernel declines may need a normaliser of one pass
     return backward(problem, d_output, d_lse, d_seen, saved)
 
 

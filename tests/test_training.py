@@ -1,0 +1,52 @@
+"""A small transformer learns the same with Sightline's attention as with torch's: examples/train_tiny.py, shortened."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+SOURCE = Path(__file__).parents[1] / "examples" / "train_tiny.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("train_tiny", SOURCE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compare(example, steps, backend):
+    """Losses agree to rounding before rounding has grown, and in the end within what another seed changes."""
+    ours, theirs, other = (
+        np.array(example.train(example.ATTENTIONS[name], steps, seed, backend))
+        for name, seed in (("sightline", 0), ("torch", 0), ("torch", 1))
+    )
+    depth = example.LAYERS * example.CONTEXT  # roundings that follow one another in a step, each of half a last place
+    assert (abs(ours - theirs)[:4] <= depth * np.spacing(theirs[:4].astype(np.float32))).all()
+    assert ours[-1] < ours[0]
+    last = max(steps // 10, 1)
+    spread = abs(theirs[-last:].mean() - other[-last:].mean())
+    assert abs(ours[-last:].mean() - theirs[-last:].mean()) <= spread
+
+
+def test_losses_agree(example):
+    compare(example, 10, "")
+
+
+# torch's compiler imports what torch itself calls out of date
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+def test_losses_agree_compiled(example):
+    try:
+        compare(example, 4, "aot_eager")
+    finally:
+        torch.compiler.reset()
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["", "inductor"])
+def test_long_training(example, backend):
+    compare(example, 300, backend)
