@@ -138,14 +138,9 @@ class Forward(Block):
     def scaled_if_huge(self) -> Value:
         """What Sᵀ and its maximum are still to be multiplied by.
 
-                s · factor − m' is exact but for one rounding, and m' is rounded. Where its last place is more than 1 the
-        <<<<<<< HEAD
-                difference may not even be near 0 at the maximum; such tiles are scaled in a step of their own, as plain code
-                has it, and rounded alike.
-        =======
-                difference may not even be near 0 at the maximum; such tiles are scaled in a step of their own and rounded
-                alike, as in plain code.
-        >>>>>>> checks
+        s · factor − m' is exact but for one rounding, and m' is rounded. Where its last place is more than 1 the
+        difference may not even be near 0 at the maximum; such tiles are scaled in a step of their own and rounded
+        alike, as in plain code.
         """
         code, tiles = self.code, self.tiles
         limit = 2.0 ** (53 if self.float is DOUBLE else 24)
