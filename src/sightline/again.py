@@ -13,14 +13,17 @@ import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .cpu.prepared import Prepared, calls
+from .cpu.compile import calls
 from .cpu.processor import HOST
 from .formula.expression import Apply, Constant, Expression, Symbol
 from .plan import Result
+
+if TYPE_CHECKING:
+    from .cpu.prepared import Prepared
 
 __all__ = ["DOORS", "Door", "known", "remember", "spelled"]
 
