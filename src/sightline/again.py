@@ -10,6 +10,7 @@ road. So do arrays of other types than exactly NumPy's, and torch's where torch 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .cpu.compile import calls
-from .cpu.processor import HOST
+from .cpu.machine import VARIABLE
 from .formula.expression import Apply, Constant, Expression, Symbol
 from .plan import Result
 
@@ -96,7 +97,7 @@ def key_of(
     mask_words, score_words = spelled(mask), spelled(score)
     if mask_words is None or score_words is None:
         return None
-    return layouts, mask_words, score_words, scale, kernel, threads, id(HOST.machine)
+    return layouts, mask_words, score_words, scale, kernel, threads, os.environ.get(VARIABLE)
 
 
 def spelled(formula: Any) -> tuple[str, ...] | str | None:
