@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sightline
 from sightline import again, i, j, s, where
 from sightline.cpu import Cpu
+from sightline.cpu.prepared import Prepared
 from sightline.errors import SightlineError
 from sightline.problem import pose
 
@@ -60,8 +61,8 @@ def whole_road(arrays, **options):
 
 def hits(monkeypatch):
     """A list that grows by one with every prepared call."""
-    found, run = [], again.Prepared.run
-    monkeypatch.setattr(again.Prepared, "run", lambda *given: found.append(1) or run(*given))
+    found, run = [], Prepared.run
+    monkeypatch.setattr(Prepared, "run", lambda *given: found.append(1) or run(*given))
     return found
 
 

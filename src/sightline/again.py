@@ -10,17 +10,21 @@ road. So do arrays of other types than exactly NumPy's, and torch's where torch 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .cpu.prepared import Prepared, calls
-from .cpu.processor import HOST
+from .cpu.compile import calls
+from .cpu.machine import VARIABLE
 from .formula.expression import Apply, Constant, Expression, Symbol
 from .plan import Result
+
+if TYPE_CHECKING:
+    from .cpu.prepared import Prepared
 
 __all__ = ["DOORS", "Door", "known", "remember", "spelled"]
 
@@ -93,7 +97,7 @@ def key_of(
     mask_words, score_words = spelled(mask), spelled(score)
     if mask_words is None or score_words is None:
         return None
-    return layouts, mask_words, score_words, scale, kernel, threads, id(HOST.machine)
+    return layouts, mask_words, score_words, scale, kernel, threads, os.environ.get(VARIABLE)
 
 
 def spelled(formula: Any) -> tuple[str, ...] | str | None:

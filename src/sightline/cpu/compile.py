@@ -20,7 +20,7 @@ from typing import Any
 from . import disk
 from .machine import Machine
 
-__all__ = ["Address", "compile_module", "counts", "function", "optimised"]
+__all__ = ["Address", "calls", "compile_module", "counts", "function", "optimised"]
 
 MOST = 512  # kernels in memory, about 80 KB each
 # A kernel is written as it shall run: loops unrolled for the registers, shared parts computed once. What is left to do
@@ -47,7 +47,7 @@ class Kept:
 
     def __init__(self) -> None:
         self._kernels: OrderedDict[str, Address] = OrderedDict()
-        self.calls: OrderedDict[Any, Any] = OrderedDict()  # calls of them that are ready; see `prepared.calls`
+        self.calls: OrderedDict[Any, Any] = OrderedDict()  # calls of them that are ready; see `again`
         self.renew()
 
     def renew(self) -> None:
@@ -82,6 +82,11 @@ class Kept:
 
 
 _kept = Kept()
+
+
+def calls() -> OrderedDict[Any, Any]:
+    """The calls that were prepared with the kernels now in memory, the least recently used first."""
+    return _kept.calls
 
 
 def function(key: str, name: str, write: Callable[[], Any], machine: Machine) -> Address:

@@ -7,17 +7,15 @@ needs neither planning nor bounds. `sightline.again` says which calls are the sa
 from __future__ import annotations
 
 import ctypes
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 
-from . import compile
 from .arguments import FORWARD
 from .processor import HOST, Processor
 from .threads import count
 
-__all__ = ["Prepared", "calls"]
+__all__ = ["Prepared"]
 
 LARGEST = 1 << 20  # bytes of runs and offsets a prepared call may hold
 SCRATCH = 1 << 16  # bytes of words and lse above which they are allocated for each call
@@ -26,11 +24,6 @@ QUERY, KEY, VALUE, OUTPUT, LSE, COUNTER = (
     list(FORWARD).index(name) for name in ("query", "key", "value", "output", "lse", "counter")
 )
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-def calls() -> OrderedDict[Any, Any]:
-    """The calls that were prepared with the kernels now in memory, the least recently used first."""
-    return compile._kept.calls
 
 
 class Prepared:
