@@ -62,7 +62,9 @@ DROPOUT = {
     ),
     "wrong four keys": Fault(block, "j.to(INT64) >> 2)", "(j.to(INT64) >> 2) + 1)", methods=("kept",)),
     "seed cut short": Fault(block, "words(code, given.seed,", "words(code, given.seed & 0xFFFF,", methods=("kept",)),
-    "weights not made larger": Fault(forward, "given.keep / sum_of_row.to(DOUBLE)", "1.0 / sum_of_row.to(DOUBLE)"),
+    "weights not made larger": Fault(
+        forward, "tiles.load(self.o_t, d, v) * keep / sums", "tiles.load(self.o_t, d, v) / sums"
+    ),
     "sum of what is kept": Fault(
         forward,
         "                for p in weights:\n                    sums[v].set(sums[v].get() + p)\n",
@@ -81,14 +83,14 @@ DROPOUT = {
 PAIRS = {  # the other factor is 0 there: only both faults together do harm
     "numbers beside an odd width": Fault(
         operands,
-        "target.at(last * 4).store(self._bits(source.at(last * 2 * self.column_step)))",
-        "bits = self._bits(source.at(last * 2 * self.column_step)); target.at(last * 4).store(bits | (bits << 16))",
+        "target.at(last // 2 * 4).store(_bits(source.at(last * step)))",
+        "bits = _bits(source.at(last * step)); target.at(last // 2 * 4).store(bits | (bits << 16))",
         (
             Fault(
                 block,
-                "store((bits(last) ^ flip) & hold & 0xFFFF)",
-                "store(((bits(last) | (bits(last) << 16)) ^ flip) & hold)",
-                methods=("turn_pairs",),
+                "number = change(last.load(INT16).widened(INT32)) & 0xFFFF",
+                "bits = last.load(INT16).widened(INT32); number = change(bits | (bits << 16))",
+                methods=("turn",),
             ),
         ),
     ),
@@ -103,7 +105,9 @@ PAIRS = {  # the other factor is 0 there: only both faults together do harm
 BACKWARD = {
     "dropped delta": Fault(backward, "p * code.fma(dp, scale, -(delta * scale))", "p * (dp * scale)"),
     "dropped delta under a score": Fault(backward, "p * (dp - delta))", "p * dp)"),
-    "gradient of lse left out": Fault(backward, "Variable(code, DOUBLE, -row)", "Variable(code, DOUBLE, row * 0.0)"),
+    "gradient of lse left out": Fault(
+        backward, "Variable(code, DOUBLE, -given.d_lse", "Variable(code, DOUBLE, 0.0 * given.d_lse"
+    ),
     "dK scaled twice": Fault(gradients, 'narrow(found["d_key"],', 'narrow(found["d_key"] * problem.scale,'),
     "missed tail of queries": Fault(
         backward, "code.loop(0, given.query_blocks)", "code.loop(0, given.n // self.tiles.block)"
@@ -120,10 +124,12 @@ BACKWARD = {
     "missed last key": Fault(
         backward, "with code.when(key + r < self.keys):", "with code.when(key + r < self.keys - 1):"
     ),
-    "table index held too low": Fault(backward, "code.minimum(index, length - 1)", "code.minimum(index, length - 2)"),
+    "wrong stride of a table": Fault(
+        backward, "strides.insert(0, strides[0] * length)", "strides.insert(0, strides[0] * (length - 1))"
+    ),
     "score's slope left out": Fault(backward, "d_score * slope * scale)", "d_score * scale)"),
     "lanes with one entry added once": Fault(
-        backward, "place.load(kind) + share.sum()", "place.load(kind) + share.sum() / 2"
+        backward, "target.load(kind) + share.sum()", "target.load(kind) + share.sum() / 2"
     ),
     "sinks blind to lse": Fault(gradients, "delta = delta - xp.astype(d_lse, wide)", "pass"),
     "sinks the wrong way": Fault(

@@ -59,8 +59,8 @@ def test_learned_numbers_keep_their_gradient():
     factor = torch.tensor(2.0, requires_grad=True)
     out = sightline.attention(q, k, v, score=s * factor)
     assert torch.autograd.grad(out.square().sum(), factor)[0] != 0
-    with pytest.raises(sightline.errors.ParameterError, match="score=s"):
-        sightline.attention(q, k, v, scale=factor)
+    out = sightline.attention(q, k, v, scale=factor)
+    assert torch.autograd.grad(out.square().sum(), factor)[0] != 0
 
 
 INTERRUPT = """
@@ -69,7 +69,8 @@ from sightline import i, j
 def interrupt(*_):
     raise KeyboardInterrupt
 signal.signal(signal.SIGALRM, interrupt)
-q = np.ones((1, 2, 3000, 32), np.float32)
+q = np.ones((1, 2, 6000, 32), np.float32)
+sightline.attention(q, q, q, mask=(i >= j) | (i < 1), threads=8)  # imports take no interrupts well
 seen = 0
 for attempt in range(8):
     signal.setitimer(signal.ITIMER_REAL, 0.01)

@@ -151,7 +151,7 @@ FOREIGN = {  # registers and instructions only more able processors know
     "avx512": r"(?!)",
     "avx2": r"%zmm|%[xy]mm(1[6-9]|[23]\d)|%k\d",
     "sse2": r"%[yz]mm|%k\d|\t(v[a-z]+|round\w+|p?blend\w+|ptest|pmulld|movddup|insertps|pinsr[bdq]|pextr[bdq])\t",
-    "neon": r"\bz\d+\.|\bp\d+/|\t(ldadd|bf|sdot)\w*\t",
+    "neon": r"\bz\d+\.|\bp\d+/|\t(ldadd|bf(dot|mmla|mlal|cvt)|sdot)\w*\t",
 }
 ABLER = {
     "avx2": [named("avx512")],

@@ -30,7 +30,8 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     lse = np.empty((*problem.lead, problem.H, problem.n), np.float64)
     prepared, few = None, decodes(problem, processor)
     if lse.size and not (few and decode(problem, output, lse, count(threads), processor)):
-        prepared = _forward(problem, output, lse, threads, processor)
+        found = _forward(problem, output, lse, threads, processor)
+        prepared = None if few else found  # the next such call is the decoding kernel's again
     lse = convert(lse, problem.query)
     if all(isinstance(statistic, Lse) for statistic in problem.see):
         seen = tuple(statistic.collect(problem, lse, lambda: iter(())) for statistic in problem.see)
