@@ -24,6 +24,7 @@ __all__ = ["ROWS", "Decode"]
 
 ROWS = 32  # query rows taken through the keys together
 TOGETHER = 4  # rows, and keys, whose products are summed in registers together
+AHEAD = KEYS // 2  # keys whose rows are asked for before they are read
 
 
 class Decode(Block):
@@ -133,7 +134,7 @@ class Decode(Block):
                 keys = [base.at(code.minimum(key + k, self.keys - 1) * step) for k in range(TOGETHER)]
                 sums = [[Variable(code, self.vector, 0.0) for _ in keys] for _ in queries]
                 ahead = [
-                    rows_of.block.at((key + (k + KEYS)) * rows_of.row_step)
+                    rows_of.block.at((key + (k + AHEAD)) * rows_of.row_step)
                     for rows_of in (self.key, self.value)
                     for k in range(TOGETHER)
                 ]

@@ -429,10 +429,10 @@ class Code:
             yield yes, no
 
     def prefetch(self, pointer: Value) -> None:
-        """Ask for a line of memory that will be read soon; any address will do."""
+        """Ask for a line of memory, into the second cache, that will be read soon; any address will do."""
         words = [INT32] * 3
         function = self.declare("llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [POINTER, *words]))
-        self.builder.call(function, [pointer.raw, INT32(0), INT32(3), INT32(1)])
+        self.builder.call(function, [pointer.raw, INT32(0), INT32(2), INT32(1)])
 
     def increment(self, pointer: Value) -> Value:
         """The counter's value before one is added, atomically."""
