@@ -207,7 +207,7 @@ def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[T
 
     Parameters
     ----------
-    query, key, value, **options : as in `attention`: mask, score, scale, sinks, kernel, threads
+    query, key, value, **options : as in `attention`: mask, score, scale and sinks
 
     Yields
     ------
@@ -228,12 +228,10 @@ def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[T
     >>> [tile.weights.sum().round(2) for tile in sightline.tiles(x, x, x, mask=sightline.causal())]
     [np.float32(3.0)]
     """
-    kernel, threads = options.pop("kernel", None), options.pop("threads", None)
-    check_choice(kernel, threads)
     problem = pose(query, key, value, **options)
     plain = {name: arrays.plain(getattr(problem, name)) for name in ("query", "key", "value")}
     problem = replace(problem, **plain)
-    lse = solve(problem, kernel, threads).lse
+    lse = Streaming().run(problem).lse  # made from the same scores as the tiles
     work = streaming.Work(problem)
 
     def each() -> Iterator[Tile]:
