@@ -78,10 +78,11 @@ def question(rng, fences, past):
         {"mask": i + (m - n) >= j},
         {"mask": number[b, i] == number[b, j]},
         {"score": s + bias},
+        {"score": s + table(fences.around(rng.normal(size=(n, m)).astype(shift)))[i, j]},
         {"mask": i * 2 >= j, "score": sightline.softcap(5.0)},
         {"dropout": 0.3, "seed": 7, "sinks": rng.normal(size=G * group)},
         {"scale": -0.5, "mask": table(fences.around(rng.random((n, m)) < 0.6))[i, j], "score": s * 2 + bias},
-    ][rng.integers(7)]
+    ][rng.integers(8)]
     return pose(q, k, v, **options)
 
 

@@ -10,13 +10,13 @@ from there, log₂ e in the factor, where no score formula or sink wants natural
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
-from ..formula.expression import Expression
+from ..formula.expression import Expression, Lookup
 from .arguments import Arguments
 from .formats import Format, format_of
 from .functions import exp2_by_scaling, exp2_of_negative, exp_of_negative
@@ -25,6 +25,7 @@ from .machine import Machine
 from .operands import Rows
 from .random import words
 from .render import Renderer, Source
+from .tables import TileTables
 from .tiles import Tiles
 
 __all__ = ["KEYS", "TABLE_TYPES", "Block", "Structure"]
@@ -53,6 +54,7 @@ class Structure:
     together: int = 0  # query rows whose products are summed together; see Decode
     vectors: int | None = None  # of the register tile, where not the machine's own
     gaining: tuple[tuple[int, int, bool], ...] = ()  # lookups of the score whose tables gain gradients; see Backward
+    by_tile: tuple[tuple[int, ...], ...] = ((), ())  # lookups t[..., i, j] of mask and score; see TileTables
 
     @property
     def base_2(self) -> bool:
@@ -66,6 +68,9 @@ class Block:
     fields: Mapping[str, Any]
     q_t: Value  # Qᵀ[d][lane]
     s_t: Value  # Sᵀ[key][lane]
+    keys: Value  # of the tile
+    part: Value  # of the keys, where kernels cut them
+    most = KEYS  # keys of a tile
 
     def __init__(
         self, structure: Structure, mask: Expression | None, score: Expression | None, machine: Machine
@@ -143,44 +148,64 @@ class Block:
     ) -> None:
         """target[d][lane] = change(source[i0 + lane][d]), pairs of d together; lanes past the end repeat the last."""
         code, tiles = self.code, self.tiles
-        whole = width // (tiles.pair * self.lanes) * self.lanes if unit else 0
         size = tiles.pair * self.form.bytes  # of a number in memory
 
         def row(lane: Value) -> Value:
             return source.at((self.i0 + code.minimum(lane, self.valid - 1)) * row_step)
 
-        if whole:
-            with code.loop(0, len(self.vectors)) as v:
-                rows = [row(v * self.lanes + k) for k in range(self.lanes)]
-                with code.loop(0, whole, self.lanes) as d:
-                    found = [self.numbers(at.at(d * size), self.lanes) for at in rows]
-                    for k, numbers in enumerate(tiles.turned(found)):
-                        tiles.at(target, d + k, v).store(change(numbers), tiles.align)
-        if whole < tiles.pairs(width):
+        if unit:
+            self.turn_rows(row, lambda at, lanes: change(self.numbers(at, lanes)), size, width // tiles.pair, target)
+        else:
+            with code.loop(0, tiles.block) as lane, code.loop(0, width // tiles.pair) as d:
+                place = row(lane).at(d * tiles.pair * step)
+                number = self.pair_of(place, step) if self.paired else self.numbers(place, 1)
+                self.lane_of(target, d, lane).store(change(number))
+        if width % tiles.pair:
             with code.loop(0, tiles.block) as lane:
-                at = row(lane)
-                with code.loop(whole, width // tiles.pair) as d:
-                    place = at.at(d * size) if unit else at.at(d * tiles.pair * step)
-                    number = self.numbers(place, 1) if unit or not self.paired else self.pair_of(place, step)
-                    self.lane_of(target, d, lane).store(change(number))
-                if width % tiles.pair:
-                    last = at.at((width - 1) * (self.form.bytes if unit else step))
-                    number = change(last.load(INT16).widened(INT32)) & 0xFFFF
-                    self.lane_of(target, width // tiles.pair, lane).store(number)
+                last = row(lane).at((width - 1) * (self.form.bytes if unit else step))
+                number = change(last.load(INT16).widened(INT32)) & 0xFFFF
+                self.lane_of(target, width // tiles.pair, lane).store(number)
+
+    def turn_rows(
+        self,
+        row: Callable[[Value], Value],
+        read: Callable[[Value, int], Value],
+        size: int,
+        count: Any,
+        target: Value,
+    ) -> None:
+        """target[c][lane] = read(row(lane) + c · size) for c < count; `read` takes an address and a number of lanes."""
+        code, tiles = self.code, self.tiles
+        whole = count // self.lanes * self.lanes
+        with code.loop(0, len(self.vectors)) as v:
+            rows = [row(v * self.lanes + k) for k in range(self.lanes)]
+            with code.loop(0, whole, self.lanes) as c:
+                for k, numbers in enumerate(tiles.turned([read(at.at(c * size), self.lanes) for at in rows])):
+                    tiles.at(target, c + k, v).store(numbers, tiles.align)
+        with code.loop(0, tiles.block) as lane, code.loop(whole, count) as c:
+            self.lane_of(target, c, lane).store(read(row(lane).at(c * size), 1))
 
     def turn_back(self, source: Value, width: int, target: Value, form: Format) -> None:
         """target[lane][d] = source[d][lane] for the block's own lanes, in that format."""
+        size = form.bytes
+
+        def write(lane: Value, d: Value, numbers: Value) -> None:
+            form.store(target.at(lane * (width * size) + d * size), numbers)
+
+        self.turn_rows_back(source, width, write)
+
+    def turn_rows_back(self, source: Value, count: Any, write: Callable[[Value, Value, Value], None]) -> None:
+        """write(lane, c, source[c ...][lane]) for c < count, neighbours in c together, for the block's own lanes."""
         code, tiles = self.code, self.tiles
-        whole, size = width // self.lanes * self.lanes, form.bytes
-        if whole:
-            with code.loop(0, len(self.vectors)) as v, code.loop(0, whole, self.lanes) as d:
-                rows = tiles.turned([tiles.load(source, d + k, v) for k in range(self.lanes)])
-                for k, row in enumerate(rows):
-                    lane = v * self.lanes + k
-                    with code.when(lane < self.valid):
-                        form.store(target.at(lane * (width * size) + d * size), row)
-        with code.loop(0, self.valid) as lane, code.loop(whole, width) as d:
-            form.store(target.at(lane * (width * size) + d * size), self.lane_of(source, d, lane).load(self.float))
+        whole = count // self.lanes * self.lanes
+        with code.loop(0, len(self.vectors)) as v, code.loop(0, whole, self.lanes) as c:
+            rows = tiles.turned([tiles.load(source, c + k, v) for k in range(self.lanes)])
+            for k, row in enumerate(rows):
+                lane = v * self.lanes + k
+                with code.when(lane < self.valid):
+                    write(lane, c, row)
+        with code.loop(0, self.valid) as lane, code.loop(whole, count) as c:
+            write(lane, c, self.lane_of(source, c, lane).load(self.float))
 
     def numbers(self, pointer: Value, lanes: int) -> Value:
         """Neighbouring numbers as they are computed with: widened, or pairs as they lie."""
@@ -209,6 +234,10 @@ class Block:
                 self.formulas, (DOUBLE, self.float), self.structure.clamped, strict=True
             )
         ]
+        self.tile_tables = [
+            TileTables(self, which, renderer, places)
+            for which, (renderer, places) in enumerate(zip(self.renderers, self.structure.by_tile, strict=True))
+        ]
 
     def renderer(self, formula: Expression, floats: Any, clamped: tuple[tuple[int, int], ...]) -> Renderer:
         return Renderer(self.code, formula, floats, self.integer, self.sources, clamped)
@@ -228,6 +257,22 @@ class Block:
         """What mask and score say of one key alone."""
         symbols = self.symbols[0] | {"j": j}
         return [{} if r is None else r.row(symbols, self._shared(r)) for r in self.renderers]
+
+    def turn_tables(self, j0: Value, masked: bool) -> None:
+        """Read the tables of the score, and of the mask where it is asked, for the tile of keys from j0 on."""
+        for tables in self.tile_tables[0 if masked else 1 :]:
+            tables.turn(j0)
+
+    def start_of(self, formula: int, node: Lookup, strides: Sequence[Any]) -> Value:
+        """Bytes from a table's start to t[..., 0, 0], where the block's queries look up t[..., i, j]."""
+        start = self.code.value(0, INT64)
+        for index, stride in zip(node.arguments[:-2], strides[:-2], strict=True):
+            start = start + self.known[0][formula][id(index)].to(INT64) * stride
+        return start
+
+    def known_of_pair(self, formula: int, by_row: list[dict[int, Value]], key: Value, v: int) -> dict[int, Value]:
+        """What is known of mask (0) or score (1) before a pair is looked at."""
+        return self.known[v][formula] | by_row[formula] | self.tile_tables[formula].entries(key, v)
 
     def _shared(self, renderer: Renderer) -> dict[int, Value]:
         """What is known of the block and is the same for all its queries."""

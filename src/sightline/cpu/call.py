@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import layout, plain, to_numpy
 from ..dropout import threshold
 from ..formula.bounds import intervals
-from ..formula.expression import Expression, Lookup, from_text, walk
+from ..formula.expression import SYMBOLS, Expression, Lookup, from_text, walk
 from ..formula.runs import Runs, box_of, find_runs
 from ..problem import Problem
 from .block import KEYS, Block, Structure
@@ -110,6 +110,7 @@ def structure_of(kernel: str, problem: Problem, inputs: Inputs, **more: Any) -> 
         clamped=clamped,
         sinks=problem.sinks is not None,
         dropout=problem.dropout > 0,
+        by_tile=tuple(_by_tile(problem, inputs.tables, clamped)),
         **more,
     )
 
@@ -171,6 +172,31 @@ def _measured(formula: Expression, extent: Extent) -> Range:
                 if np.min(low) < 0 or np.max(high) >= node.table.shape[axis]:
                     loose.add((place, axis))
     return largest, tuple(sorted(loose))
+
+
+def _by_tile(problem: Problem, tables: list[Any], clamped: tuple[Any, ...]) -> Iterator[tuple[int, ...]]:
+    """Of mask and score, the lookups t[..., i, j] whose entries lie side by side along j: see `TileTables`."""
+    of = {id(table): array for table, array in zip(problem.tables, tables, strict=True)}
+
+    def fits(node: Lookup) -> bool:
+        array, indices = of[id(node.table)], node.arguments
+        return (
+            len(indices) > 1
+            and indices[-2] is SYMBOLS["i"]
+            and indices[-1] is SYMBOLS["j"]
+            and all(other.reads.isdisjoint({"i", "j", "s"}) for other in indices[:-2])
+            and array.dtype.kind in "bf"
+            and array.strides[-1] == array.itemsize
+        )
+
+    for formula, loose in zip((problem.mask, problem.score), clamped, strict=True):
+        nodes = [] if formula is None else walk(formula)
+        outside = {place for place, _ in loose}
+        yield tuple(
+            place
+            for place, node in enumerate(nodes)
+            if isinstance(node, Lookup) and place not in outside and fits(node)
+        )
 
 
 def _slots(problem: Problem) -> Iterator[int]:

@@ -119,6 +119,7 @@ class Forward(Block):
         """Sᵀ scaled and through the score formula, −∞ where hidden; and its maximum anew."""
         code, tiles = self.code, self.tiles
         mask, score = self.renderers
+        self.turn_tables(j0, masked)
         for v in self.vectors:
             self.tile_max[v].set(-math.inf)
         with code.loop(0, self.keys) as key:
@@ -128,9 +129,9 @@ class Forward(Block):
                 s = tiles.load(self.s_t, key, v)
                 symbols = self.symbols[v] | {"j": j, "s": s * self.factor}
                 if score is not None:
-                    s = score.pair(symbols, self.known[v][1] | by_row[1]).to(self.float).spread(self.lanes)
+                    s = score.pair(symbols, self.known_of_pair(1, by_row, key, v)).to(self.float).spread(self.lanes)
                 if masked and mask is not None:
-                    allowed = mask.pair(symbols, self.known[v][0] | by_row[0])
+                    allowed = mask.pair(symbols, self.known_of_pair(0, by_row, key, v))
                     s = code.where(allowed, s, code.value(-math.inf, self.vector))
                 tiles.store(self.s_t, key, v, s)
                 self.tile_max[v].set(code.maximum(s, self.tile_max[v].get()))
