@@ -320,5 +320,9 @@ class Block:
 
     def packed(self, first: Value, second: Value) -> Value:
         """Two vectors as pairs of bfloat16: `first` in the low halves."""
-        low, high = (x.to(BFLOAT).bits(INT16).widened(INT32) for x in (first, second))
-        return low | (high << 16)
+        one, two = vector(self.float, self.lanes), vector(BFLOAT, 2 * self.lanes)
+        name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{self.tiles.align * 8}"
+        convert = self.code.declare(name, ir.FunctionType(two, [one, one]))
+        both = Value(self.code, self.code.builder.call(convert, [second.raw, first.raw]))  # first's, then second's
+        mixed = both.pick([k // 2 + k % 2 * self.lanes for k in range(2 * self.lanes)])
+        return Value(self.code, self.code.builder.bitcast(mixed.raw, vector(INT32, self.lanes)))
