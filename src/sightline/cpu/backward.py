@@ -36,9 +36,10 @@ __all__ = ["Backward"]
 class Backward(Block):
     """Writes the kernel into a module.
 
-    `structure.gaining` names the lookups of the score whose tables gain gradients: (place of the lookup in `walk`,
-    slot of its table among those of the problem, whether one part of the keys alone writes each of its entries). The
-    gains' own words follow the tables': address, and bytes from one part's sums to the next.
+    `structure.roles` says of each further formula whether statistics add it to dP ("weights") or to the gradient of the
+    final score ("scores"). `structure.gaining` names the lookups of the score whose tables gain gradients: (place of
+    the lookup in `walk`, slot of its table among those of the problem, whether one part of the keys alone writes each
+    of its entries). The gains' own words follow the tables': address, and bytes from one part's sums to the next.
     """
 
     fields = BACKWARD
@@ -261,7 +262,9 @@ class Backward(Block):
                     if keep:
                         factor = self.given.keep.to(self.float)
                         dropped, dp = (code.where(keep[k][v], x * factor, 0.0) for x in (p, dp))
-                    found[v].append((dropped, self.slope_of_scores(p, dp, key + k, v)))
+                    more = self.slopes_of_statistics(p, key + k, v, rows)
+                    dp = dp + more["weights"] if "weights" in more else dp
+                    found[v].append((dropped, self.slope_of_scores(p, dp, more.get("scores"), key + k, v)))
             for v in self.vectors:
                 self.keep_pairs(key, v, found[v])
         for gain in self.gaining:
@@ -272,26 +275,40 @@ class Backward(Block):
     ) -> Value:
         """P of one key and a vector of queries."""
         code = self.code
-        mask, score = self.renderers
+        mask, score = self.renderers[:2]
         symbols = self.symbols[v] | {"j": j, "s": s * self.factor}
+        self.at = symbols
         if score is not None:
             self.parts = score.everything(symbols, known[1])
-            self.at = symbols
-            logit = self.parts[id(score.formula)].to(self.float).spread(self.lanes) - self.lse[v].get()
+            self.final = self.parts[id(score.formula)].to(self.float).spread(self.lanes)
+            logit = self.final - self.lse[v].get()
         else:
+            self.final = symbols["s"] * (math.log(2) if self.structure.base_2 else 1.0)
             logit = code.fma(s, self.factor, -self.lse[v].get())
         p = self.power(logit)
         if masked and mask is not None:
             p = code.where(mask.pair(symbols, known[0]), p, code.value(0.0, self.vector))
         return p if inside is None else code.where(inside.spread(self.lanes), p, code.value(0.0, self.vector))
 
-    def slope_of_scores(self, p: Value, dp: Value, key: Value, v: int) -> Value:
-        """dS with the scale in it; of the pair whose weight was just made."""
+    def slopes_of_statistics(self, p: Value, key: Value, v: int, rows: list[dict[int, Value]]) -> dict[str, Value]:
+        """What statistics add to dP ("weights") and to the gradient of the final score ("scores")."""
+        found: dict[str, Value] = {}
+        for f, role in enumerate(self.structure.roles, start=2):
+            renderer = self.renderers[f]
+            assert renderer is not None
+            slope = renderer.pair(self.at | {"s": self.final}, self.known_of_pair(f, rows, key, v)).to(self.float)
+            found[role] = self.code.where(p == 0.0, 0.0, slope.spread(self.lanes))
+        return found
+
+    def slope_of_scores(self, p: Value, dp: Value, more: Value | None, key: Value, v: int) -> Value:
+        """dS with the scale in it, of the pair whose weight was just made; its final score's gradient has `more`."""
         code = self.code
         scale, delta = self.given.scale.to(self.float), self.shift[v].get()
         if self.renderers[1] is None:
-            return p * code.fma(dp, scale, -(delta * scale))
-        d_score = code.where(p == 0.0, 0.0, p * (dp - delta))  # a slope may be ∞ where the mask hides
+            ds = p * code.fma(dp, scale, -(delta * scale))
+            return ds if more is None else code.fma(more, scale, ds)
+        d_score = p * (dp - delta) if more is None else p * (dp - delta) + more
+        d_score = code.where(p == 0.0, 0.0, d_score)  # a slope may be ∞ where the mask hides
         for gain in self.gaining:
             gain.add(d_score, self.at, self.parts, key, v)
         slope = self.slope.pair(self.at, self.parts).to(self.float).spread(self.lanes)

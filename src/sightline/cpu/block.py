@@ -46,15 +46,22 @@ class Structure:
     mask: str | None
     score: str | None
     tables: tuple[tuple[str, int], ...]  # dtype and number of axes of each
-    slots: tuple[int, ...]  # which of them each table of the mask, then of the score, is
+    slots: tuple[int, ...]  # which of them each table of the mask, of the score, then of the others, is
     wide: bool  # whether whole numbers need 64 bits
-    clamped: tuple[tuple[tuple[int, int], ...], ...]  # of mask and score; see Renderer
+    clamped: tuple[tuple[tuple[int, int], ...], ...]  # of each formula; see Renderer
     sinks: bool
     dropout: bool
     together: int = 0  # query rows whose products are summed together; see Decode
     vectors: int | None = None  # of the register tile, where not the machine's own
     gaining: tuple[tuple[int, int, bool], ...] = ()  # lookups of the score whose tables gain gradients; see Backward
-    by_tile: tuple[tuple[int, ...], ...] = ((), ())  # lookups t[..., i, j] of mask and score; see TileTables
+    by_tile: tuple[tuple[int, ...], ...] = ((), ())  # lookups t[..., i, j] of each formula; see TileTables
+    others: tuple[str, ...] = ()  # further formulas of pairs and final scores
+    roles: tuple[str, ...] = ()  # what statistics want, with the others in their order; see Riding and Backward
+
+    @property
+    def arrays(self) -> int:
+        """How many arrays to write to follow the tables' words."""
+        return len(self.gaining) + sum({"largest": 2, "entropy": 1, "sum": 1}.get(role, 0) for role in self.roles)
 
     @property
     def base_2(self) -> bool:
@@ -72,22 +79,20 @@ class Block:
     part: Value  # of the keys, where kernels cut them
     most = KEYS  # keys of a tile
 
-    def __init__(
-        self, structure: Structure, mask: Expression | None, score: Expression | None, machine: Machine
-    ) -> None:
+    def __init__(self, structure: Structure, formulas: Sequence[Expression | None], machine: Machine) -> None:
         self.structure = structure
         self.machine = machine = machine if structure.vectors is None else machine.fitted(structure.vectors)
         self.form = format_of(structure.dtype, machine)
         self.float = self.form.wide
         self.paired = structure.dtype == "bfloat16" and machine.bf16_dot
         self.integer = INT64 if structure.wide else INT32
-        self.formulas = (mask, score)
+        self.formulas = tuple(formulas)  # mask, score, others
         self.module = ir.Module("sightline")
 
     def begin(self, name: str) -> None:
         """The function's arguments and tiles."""
         self.code = code = Code(self.module, name)
-        axes = [axes for _, axes in self.structure.tables] + [1] * len(self.structure.gaining)
+        axes = [axes for _, axes in self.structure.tables] + [1] * self.structure.arrays
         self.given = Arguments(code, code.arguments[0], self.fields, axes)
         self.tiles = tiles = Tiles(code, self.float, self.machine, self.paired)
         self.vectors, self.lanes, self.vector = range(tiles.vectors), tiles.lanes, tiles.vector
@@ -229,10 +234,8 @@ class Block:
         tables = [table for f in self.formulas if f is not None for table in f.tables]
         self.sources = {id(t): sources[slot] for t, slot in zip(tables, self.structure.slots, strict=True)}
         self.renderers = [
-            None if formula is None else self.renderer(formula, floats, clamped)
-            for formula, floats, clamped in zip(
-                self.formulas, (DOUBLE, self.float), self.structure.clamped, strict=True
-            )
+            None if f is None else self.renderer(f, DOUBLE if f.kind == "bool" else self.float, clamped)
+            for f, clamped in zip(self.formulas, self.structure.clamped, strict=True)
         ]
         self.tile_tables = [
             TileTables(self, which, renderer, places)
@@ -259,8 +262,8 @@ class Block:
         return [{} if r is None else r.row(symbols, self._shared(r)) for r in self.renderers]
 
     def turn_tables(self, j0: Value, masked: bool) -> None:
-        """Read the tables of the score, and of the mask where it is asked, for the tile of keys from j0 on."""
-        for tables in self.tile_tables[0 if masked else 1 :]:
+        """Read the formulas' tables for the tile of keys from j0 on, the mask's where it is asked."""
+        for tables in self.tile_tables if masked else self.tile_tables[1:]:
             tables.turn(j0)
 
     def start_of(self, formula: int, node: Lookup, strides: Sequence[Any]) -> Value:
@@ -271,7 +274,7 @@ class Block:
         return start
 
     def known_of_pair(self, formula: int, by_row: list[dict[int, Value]], key: Value, v: int) -> dict[int, Value]:
-        """What is known of mask (0) or score (1) before a pair is looked at."""
+        """What is known of mask (0), score (1) or another formula before a pair is looked at."""
         return self.known[v][formula] | by_row[formula] | self.tile_tables[formula].entries(key, v)
 
     def _shared(self, renderer: Renderer) -> dict[int, Value]:

@@ -121,7 +121,7 @@ def gradients(
         (t.ctypes.data, (0 if gain.owned else t.strides[0],), (0,)) for t, gain in zip(tables, gains, strict=True)
     ]
     words = pack(BACKWARD, fields, [*inputs.table_words(), *shares])
-    kernel = kernel_of(structure, problem, Backward, processor)
+    kernel = kernel_of(structure, inputs, Backward, processor)
     kept = (*inputs.kept, *found.values(), *tables, problem)
     processor.call(kernel, words, min(count(threads), fields["items"]), kept)
     if taint[0]:
