@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import convert, empty, layout, to_numpy
-from ..observe import Lse
+from ..observe import collect
 from ..plan import Result
 from ..problem import Problem
 from ..streaming import Streaming
@@ -33,8 +33,8 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
         found = _forward(problem, output, lse, threads, processor)
         prepared = None if few else found  # the next such call is the decoding kernel's again
     lse = convert(lse, problem.query)
-    if all(isinstance(statistic, Lse) for statistic in problem.see):
-        seen = tuple(statistic.collect(problem, lse, lambda: iter(())) for statistic in problem.see)
+    if not any(statistic.reads for statistic in problem.see):
+        seen = collect(problem, lse, lambda: iter(()))
     else:
         seen = Streaming().run(problem).seen
     return Result(output, lse, seen, prepared)
