@@ -53,6 +53,7 @@ class Structure:
     together: int = 0  # query rows whose products are summed together; see Decode
     vectors: int | None = None  # of the register tile, where not the machine's own
     gaining: tuple[tuple[int, int, bool], ...] = ()  # lookups of the score whose tables gain gradients; see Backward
+    k: int = 0  # keys kept for each query; see TopK
 
     @property
     def base_2(self) -> bool:
