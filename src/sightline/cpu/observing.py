@@ -6,20 +6,21 @@ lse, and where scores' last place is more than 1 weights would not add up.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..arrays import empty, layout, to_numpy
+from ..arrays import convert, empty, layout, namespace, to_numpy
 from ..problem import Problem
 from .arguments import pack
 from .block import KEYS
 from .call import Inputs, block_of, fitted, kernel_of, structure_of
-from .observe import CELLS, PART, Observe, Pooled, Received, TopK, WeightTiles, WideWeightTiles
+from .keywise import CELLS, PART, Pooled, Received
+from .observe import Observe
 from .processor import HOST, Processor
+from .rowwise import TopK, WeightTiles, WideWeightTiles
 from .threads import count
 
 __all__ = ["MOST", "pooled", "received", "tiles", "top_k", "weights"]
@@ -52,16 +53,18 @@ class Pass:
 
     def call(self, queries: Range, items: int, output: Any, threads: int | None, *kept: Any, **fields: int) -> None:
         """Fill the output, which with `kept` stays in memory until all threads are done."""
+        counter = np.zeros(1, np.int64)  # its own: a call that was broken off may still be counting
         given = self.words | {
+            "counter": counter.ctypes.data,
             "output": layout(output)[0],
             "items": items,
             "first_query": queries[0],
             "last_query": queries[1],
             "query_blocks": -(-queries[1] // self.block),
         }
-        self.inputs.counter[0] = 0
         words = pack(self.writer.fields, given | fields, self.inputs.table_words())
-        self.processor.call(self.kernel, words, min(count(threads), items), (*self.inputs.kept, output, *kept))
+        kept = (*self.inputs.kept, counter, output, *kept)
+        self.processor.call(self.kernel, words, min(count(threads), items), kept)
 
 
 def tainted(problem: Problem, lse: Any) -> bool:
@@ -106,8 +109,8 @@ def received(
     fields = {"chunk": chunk, "ranges": ranges, "range": step}
     ready.call(queries, parts * ranges * heads, found, threads, **fields)
     total = found[0]
-    for part in found[1:]:
-        total = _larger(total, part) if how == "max" else total + part
+    for part in found[1:]:  # one after another
+        total = namespace(found).maximum(total, part) if how == "max" else total + part
     return total / (n - queries[0]) if how == "mean" else total
 
 
@@ -160,7 +163,7 @@ def pooled(
     if how == "max":
         return found
     counts = _lengths(*queries, rows)[:, None] * _lengths(*keys, columns)
-    return found / _as(counts, problem)
+    return found / convert(counts.astype(problem.accumulator), problem.query)
 
 
 def top_k(problem: Problem, lse: Any, k: int, threads: int | None = None, processor: Processor = HOST) -> Any:
@@ -259,14 +262,3 @@ def _zeros(shape: tuple[int, ...], problem: Problem, name: str | None = None) ->
 def _lengths(first: int, last: int, cells: int) -> Any:
     """How many positions each cell takes."""
     return np.diff(np.arange(cells + 1) * (last - first) // cells)
-
-
-def _as(numbers: Any, problem: Problem) -> Any:
-    """NumPy's whole numbers as an array like the statistics."""
-    found = empty(numbers.shape, problem.accumulator, problem.query)
-    found[...] = found.new_tensor(numbers) if hasattr(found, "new_tensor") else numbers
-    return found
-
-
-def _larger(x: Any, y: Any) -> Any:
-    return np.maximum(x, y) if isinstance(x, np.ndarray) else x.maximum(y)
