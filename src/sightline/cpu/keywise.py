@@ -30,7 +30,7 @@ class Received(Observe):
     }
 
     def prepare(self) -> None:
-        self.sums = self.tiles.scratch(PART * KEYS * self.tiles.align)
+        self.sums = self.running(PART * KEYS)
 
     def take(self, item: Value) -> None:
         code, given, tiles = self.code, self.given, self.tiles
@@ -49,14 +49,13 @@ class Received(Observe):
                 self.attend((given.first_query, given.last_query), span)
         target = given.output.at(((across * heads + place) * given.m + self.start) * tiles.size)
         with code.loop(0, keys) as key:
-            total = self.sums.at(key * tiles.align).load(self.vector, tiles.align).fold(self.join)
+            total = self.at(self.sums, key).load(self.vector, tiles.align).fold(self.join)
             target.at(key * tiles.size).store(total)
 
     def collect(self, j0: Value, masked: bool) -> None:
         with self.code.loop(0, self.keys) as key:
             total = functools.reduce(self.join, self.weights(key, j0, masked))
-            place = self.sums.at((j0 - self.start + key) * self.tiles.align)
-            place.store(self.join(place.load(self.vector, self.tiles.align), total), self.tiles.align)
+            self.add(self.at(self.sums, j0 - self.start + key), total)
 
 
 class Pooled(Observe):
@@ -66,7 +65,7 @@ class Pooled(Observe):
     of cells, some columns of cells, b, h); a block of queries that lies in two items is done in both.
     """
 
-    fields = Observe.fields | {  # output: (B, H, rows, columns), zeros at first
+    fields = Observe.fields | {  # output: (B, H, rows, columns) float64, zeros at first
         "batches": INT64,
         "rows": INT64,  # cells below each other, and of these in one item
         "rows_together": INT64,
@@ -77,7 +76,11 @@ class Pooled(Observe):
     }
 
     def prepare(self) -> None:
-        self.cells = self.tiles.matrix(CELLS)
+        self.cells = self.running(CELLS * len(self.vectors))
+
+    def cell(self, c: Value, v: int) -> Value:
+        """Address of one vector of a cell of the item's columns."""
+        return self.at(self.cells, (c - self.column) * len(self.vectors) + v)
 
     def row_edge(self, r: Value) -> Value:
         """The first query of a cell."""
@@ -118,13 +121,12 @@ class Pooled(Observe):
         with code.forever() as leave:
             leave(at.get() >= stop)
             end = code.minimum(self.column_edge(cell.get() + 1), stop)
-            row = cell.get() - self.column
-            totals = [Variable(code, self.vector, tiles.load(self.cells, row, v)) for v in self.vectors]
+            totals = tiles.variables(0.0)
             with code.loop(at.get() - j0, end - j0) as key:
                 for total, p in zip(totals, self.weights(key, j0, masked), strict=True):
                     total.set(self.join(p, total.get()))
             for v, total in enumerate(totals):
-                tiles.store(self.cells, row, v, total.get())
+                self.add(self.cell(cell.get(), v), total.get())
             at.set(end)
             cell.set(cell.get() + 1)
 
@@ -145,11 +147,11 @@ class Pooled(Observe):
                 inside.append((lanes >= lane.get().to(whole)) & (lanes < end.to(whole)))
             line = (self.head * given.rows + row.get()) * given.columns
             with code.loop(self.column, self.past) as c:
-                own = [tiles.load(self.cells, c - self.column, v) for v in self.vectors]
+                own = [self.cell(c, v).load(self.vector, tiles.align) for v in self.vectors]
                 own = [code.where(inside[v], x, code.value(0.0, self.vector)) for v, x in enumerate(own)]
-                place = given.output.at((line + c) * tiles.size)
+                place = given.output.at((line + c) * 8)
                 total = functools.reduce(self.join, own).fold(self.join)
-                place.store(self.join(place.load(self.float), total))
+                place.store(self.join(place.load(DOUBLE), total.to(DOUBLE)))
             lane.set(end)
             row.set(row.get() + 1)
 

@@ -63,9 +63,40 @@ class Observe(Block):
         """What becomes of a tile whose products are in Sᵀ; `masked`: some of it is hidden."""
         raise NotImplementedError(type(self).__name__)
 
+    # -- sums and maxima ------------------------------------------------------------------------------------------
+    @property
+    def largest(self) -> bool:
+        """Whether maxima are wanted in place of sums."""
+        return self.structure.kernel.endswith("max")
+
     def join(self, x: Value, y: Value) -> Value:
         """The sum of weights, or the larger."""
-        return self.code.maximum(x, y) if self.structure.kernel.endswith("max") else x + y
+        return self.code.maximum(x, y) if self.largest else x + y
+
+    def running(self, count: int) -> Value:
+        """Scratch for so many running vectors, each beside what its sum has lost."""
+        return self.tiles.scratch(2 * count * self.tiles.align)
+
+    def clear(self, running: Value, count: Any) -> None:
+        """Begin so many of them at 0."""
+        with self.code.loop(0, count * 2) as at:
+            running.at(at * self.tiles.align).store(self.code.value(0.0, self.vector), self.tiles.align)
+
+    def at(self, running: Value, place: Any) -> Value:
+        """Address of one of them."""
+        return running.at(place * (2 * self.tiles.align))
+
+    def add(self, place: Value, x: Value) -> None:
+        """Join x to a running vector; a sum's error does not grow with its terms (Kahan, 1965)."""
+        align = self.tiles.align
+        old = place.load(self.vector, align)
+        if self.largest:
+            place.store(self.join(x, old), align)
+            return
+        x = x - place.at(align).load(self.vector, align)
+        new = old + x
+        place.store(new, align)
+        place.at(align).store((new - old) - x, align)
 
     # -- a block of queries ---------------------------------------------------------------------------------------
     def sees(self, first: Value, last: Value) -> Value:
@@ -156,8 +187,3 @@ class Observe(Block):
         found = [(self.weight(s, v), allowed) for v, (s, allowed) in enumerate(self.scores(key, j0, masked))]
         nothing = code.value(0.0, self.vector)
         return [p if allowed is None else code.where(allowed, p, nothing) for p, allowed in found]
-
-    def clear(self, scratch: Value, vectors: Any, number: float = 0.0) -> None:
-        """Fill so many vectors of scratch."""
-        with self.code.loop(0, vectors) as at:
-            scratch.at(at * self.tiles.align).store(self.code.value(number, self.vector), self.tiles.align)

@@ -141,15 +141,29 @@ def pooled(
     if tainted(problem, lse):
         return None
     queries, keys = ((0, problem.n), (0, problem.m)) if within is None else within
-    found = _zeros((*problem.lead, problem.H, rows, columns), problem)
-    if 0 in problem.extent or 0 in (rows, columns):
-        return found
+    found = np.zeros((*problem.lead, problem.H, rows, columns))
+    if 0 not in (*problem.extent, rows, columns):
+        _fill_cells(problem, lse, found, how, queries, keys, threads, processor)
+    return convert(found.astype(problem.accumulator, copy=False), problem.query)
+
+
+def _fill_cells(
+    problem: Problem,
+    lse: Any,
+    found: Any,
+    how: str,
+    queries: Range,
+    keys: Range,
+    threads: int | None,
+    processor: Processor,
+) -> None:
+    """Means or maxima of the cells of a rectangle."""
     ready = Pass(problem, lse, Pooled, "pooled_max" if how == "max" else "pooled", processor)
-    columns_together, heads = min(columns, CELLS), problem.B * problem.H
+    heads, (rows, columns) = problem.B * problem.H, found.shape[-2:]
+    columns_together = min(columns, CELLS)
     across = -(-columns // columns_together)
-    length = queries[1] - queries[0]
     # a block of queries that lies in two items costs twice, so items take a few blocks at least
-    least = -(-4 * ready.block * rows // length)
+    least = -(-4 * ready.block * rows // (queries[1] - queries[0]))
     rows_together = min(max(-(-rows * heads * across // ITEMS), least), rows)
     fields = {
         "rows": rows,
@@ -160,10 +174,8 @@ def pooled(
         "last_key": keys[1],
     }
     ready.call(queries, heads * across * -(-rows // rows_together), found, threads, **fields)
-    if how == "max":
-        return found
-    counts = _lengths(*queries, rows)[:, None] * _lengths(*keys, columns)
-    return found / convert(counts.astype(problem.accumulator), problem.query)
+    if how == "mean":
+        found /= _lengths(*queries, rows)[:, None] * _lengths(*keys, columns)
 
 
 def top_k(problem: Problem, lse: Any, k: int, threads: int | None = None, processor: Processor = HOST) -> Any:
@@ -239,8 +251,9 @@ def _tiles(
 def _writer(problem: Problem, lse: Any, wide: bool, processor: Processor) -> Pass | None:
     if 0 in problem.extent:
         return None
-    kernel = (WideWeightTiles, "wide_weights") if wide else (WeightTiles, "weights")
-    return Pass(problem, lse, *kernel, processor)
+    if wide and problem.dtype != problem.accumulator:
+        return Pass(problem, lse, WideWeightTiles, "wide_weights", processor)
+    return Pass(problem, lse, WeightTiles, "weights", processor)
 
 
 def _rows_of(problem: Problem, ready: Pass | None, queries: Range, wide: bool, threads: int | None) -> Any:
