@@ -108,18 +108,20 @@ def check_pooled(problem, rows, columns, how, within=None, **more):
     return check(problem, pooled, partial(dense_pooled, **options), **options, **more)
 
 
-def check_everything(problem, **more):
+def check_everything(problem, maxima=False, **more):
     """Every statistic of a problem, with odd parameters; what they say, as arrays."""
     n, m = problem.n, problem.m
+    rows, within = slice(n // 3, n - 1), ((n // 3, n), (m // 2, m))
     found = [
-        check(problem, received, dense_received, **more),
-        check(problem, received, partial(dense_received, how="max", last=n // 2), how="max", last=n // 2, **more),
-        check_pooled(problem, min(n, 5), min(m, 7), "mean", **more),
-        check_pooled(problem, 2, min(m // 2, 3), "max", ((n // 3, n), (m // 2, m)), **more),
+        check(problem, received, partial(dense_received, last=n // 2), last=n // 2, **more),
+        check_pooled(problem, 5, 7, "mean", **more),
         check(problem, top_k, partial(largest, k=5), k=5, **more),
         check(problem, weights, lambda p: p, dtype=narrow, **more),
-        check(problem, weights, lambda p: p[..., n // 3 : n - 1, :], rows=slice(n // 3, n - 1), wide=True, **more),
+        check(problem, weights, lambda p: p[..., rows, :], rows=rows, wide=True, **more),
     ]
+    if maxima:
+        found.append(check(problem, received, partial(dense_received, how="max"), how="max", **more))
+        found.append(check_pooled(problem, 2, 3, "max", within, **more))
     return [array for one in found for array in (one if isinstance(one, tuple) else (one,))]
 
 
@@ -191,9 +193,8 @@ def test_named_problems(name):
     check_everything(problem, lse=Cpu().run(problem).lse)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_wide_heads(dtype):
-    check_everything(pose(*arrays((1, 4, 33, 576), dtype, d_v=512, groups=1, m=201), mask=i + 170 >= j))
+def test_wide_heads():
+    check_everything(pose(*arrays((1, 4, 33, 576), "bfloat16", d_v=512, groups=1, m=201), mask=i + 170 >= j))
 
 
 def test_any_number_of_threads_gives_the_same_bits():
@@ -237,6 +238,29 @@ def test_of_equal_scores_the_smaller_key_comes_first(dtype, rng):
         truth = stages_of(problem)
         order = np.argsort(-truth.masked, axis=-1, kind="stable")[..., :40]
         np.testing.assert_array_equal(top_k(problem, truth.lse, 40)[1], order)
+
+
+def test_weights_do_not_take_on_the_rounding_of_lse(rng):
+    """4096 more on every score, which are whole numbers, moves lse by that and no weight by more than its last places.
+
+    S − lse is then rounded once in its high part, which is exact, and once in its low part.
+    """
+    q, k = (rng.integers(-2, 3, (1, 1, rows, 3)).astype(np.float32) for rows in (40, 150))
+    plain, moved = pose(q, k, k, scale=1.0, score=s + 0), pose(q, k, k, scale=1.0, score=s + 4096)
+    truth = stages_of(plain)
+    one, other = weights(plain, truth.lse), weights(moved, truth.lse + 4096)
+    unit = np.spacing(np.abs(truth.masked - truth.lse[..., None]).astype(np.float32)) + 2 * np.finfo(np.float32).eps
+    assert (abs(one - truth.weights) <= unit * truth.weights).all()
+    assert (abs(other - truth.weights) <= unit * truth.weights).all()
+
+
+def test_sums_do_not_lose_with_their_length():
+    """As many equal weights as would drift when added one after another; each key receives its exact share."""
+    n, m = 1 << 16, 3
+    problem = pose(np.zeros((32, n, 1), np.float32), *(np.zeros((32, m, 1), np.float32) for _ in range(2)))
+    lse = np.full((32, 1, n), np.log(m))
+    one = weights(problem, lse, slice(0, 1))[:, :, 0].astype(np.float64)
+    np.testing.assert_array_equal(received(problem, lse), (one * n).astype(np.float32))
 
 
 def test_more_keys_asked_than_there_are(rng):
@@ -317,7 +341,7 @@ def test_no_byte_outside_an_array_is_written(monkeypatch):
     held = [guarded(x) for x in arrays((1, 2, 77, 9), "float32", m=131)]
     problem = pose(*(array for array, _ in held), mask=i + 50 >= j, score=s + table(np.linspace(-1, 1, 77))[i])
     monkeypatch.setattr(np, "empty", empty)
-    check_everything(problem)
+    check_everything(problem, maxima=True)
     assert checks
     for unharmed in (*checks, *(unharmed for _, unharmed in held)):
         unharmed()
