@@ -95,7 +95,7 @@ def statistic(rng, problem, lse):
         lambda: observing.received(problem, lse, how, int(rng.integers(1, n + 1)), 2),
         lambda: observing.pooled(problem, lse, int(rows), int(columns), how, ((i0, n), (j0, m)), 2),
         lambda: observing.top_k(problem, lse, int(rng.integers(1, 12)), 2),
-        lambda: observing.weights(problem, lse, slice(i0, n), bool(rng.integers(2)), 2),
+        lambda: observing.weights(problem, lse, slice(i0, n), slice(j0, m), bool(rng.integers(2)), 2),
     ][rng.integers(4)]()
 
 
@@ -108,6 +108,8 @@ def main(seed, count, past=0):
 
     table_sums = gradients._table_sums
     gradients._table_sums = lambda *given: fences.around(table_sums(*given))
+    zeros = observing._zeros
+    observing._zeros = lambda *given: fences.around(zeros(*given))
     for call in range(count):
         fences.at_end = call % 2 == 0
         problem = question(rng, fences, past)

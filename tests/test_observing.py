@@ -11,7 +11,7 @@ from test_conformance import arrays
 
 from sightline import alibi, causal, documents, i, j, padding, s, softcap, table, window
 from sightline.arrays import dtype_name, framework, to_numpy
-from sightline.cpu import Cpu
+from sightline.cpu import Cpu, observing
 from sightline.cpu.observing import MOST, pooled, received, tiles, top_k, weights
 from sightline.problem import pose
 from sightline.reference import stages_of
@@ -117,7 +117,7 @@ def check_everything(problem, maxima=False, **more):
         check_pooled(problem, 5, 7, "mean", **more),
         check(problem, top_k, partial(largest, k=5), k=5, **more),
         check(problem, weights, lambda p: p, dtype=narrow, **more),
-        check(problem, weights, lambda p: p[..., rows, :], rows=rows, wide=True, **more),
+        check(problem, weights, lambda p: p[..., rows, 3:-1], rows=rows, columns=slice(3, -1), wide=True, **more),
     ]
     if maxima:
         found.append(check(problem, received, partial(dense_received, how="max"), how="max", **more))
@@ -156,9 +156,10 @@ def drawn(dtype, examples):
             k = data.draw(st.integers(1, 12))
             check(problem, top_k, partial(largest, k=k), k=k)
         else:
-            rows = slice(*part(n))
+            rows, columns = slice(*part(n)), slice(*part(m))
             form = data.draw(st.sampled_from([wide, narrow]))
-            check(problem, weights, lambda p: p[..., rows, :], dtype=form, rows=rows, wide=form is wide)
+            options = {"rows": rows, "columns": columns, "wide": form is wide}
+            check(problem, weights, lambda p: p[..., rows, columns], dtype=form, **options)
 
     conforms()
 
@@ -281,15 +282,19 @@ def test_longer_lists_than_the_stack_holds_are_left_to_others(rng):
     assert top_k(problem, stages_of(problem).lse, MOST + 1) is None
 
 
-def test_tiles_are_the_weights():
-    problem = pose(*arrays((1, 2, 1100, 8), "float32", m=90), mask=window(30, 3))
+def test_tiles_are_the_weights(monkeypatch):
+    """All of them, of the same bits; those that are empty are left out."""
+    monkeypatch.setattr(observing, "TILE", 1 << 14)
+    problem = pose(*arrays((2, 2, 500, 8), "float32", m=290), mask=window(30, 3) & (j != 64))
     lse = Cpu().run(problem).lse
-    whole, next_row = weights(problem, lse, wide=True), 0
-    for rows, found in tiles(problem, lse):
-        assert rows.start == next_row
-        next_row = rows.stop
-        np.testing.assert_array_equal(found, whole[..., rows, :])
-    assert next_row == problem.n
+    whole = weights(problem, lse)
+    pieced, seen = np.zeros_like(whole), 0
+    for tile in tiles(problem, lse):
+        assert tile.weights.size <= 1 << 14 or tile.weights.shape[-2] <= 64
+        pieced[..., tile.rows, tile.columns] += tile.weights
+        seen += tile.weights.size
+    np.testing.assert_array_equal(pieced, whole)
+    assert seen < whole.size / 2
 
 
 # -- what is not asked of these kernels ------------------------------------------------------------------------------
@@ -325,22 +330,23 @@ def test_no_pairs(extent):
     assert found.tolist() == np.zeros((B, H, n, 2)).tolist()
     assert where.tolist() == np.full((B, H, n, 2), -1).tolist()
     assert weights(problem, lse).shape == (B, H, n, m)
-    assert [tile.shape for _, tile in tiles(problem, lse)] == [(B, H, n, m)] * (n > 0)
+    assert list(tiles(problem, lse)) == []
     assert pooled(problem, lse, 0, 0).shape == (B, H, 0, 0)
 
 
 def test_no_byte_outside_an_array_is_written(monkeypatch):
     """Guards around what is read and written; pages nobody may touch are in guard_pages.py."""
-    checks, plain_empty = [], np.empty
+    checks, plain_empty, plain_zeros = [], np.empty, observing._zeros
 
-    def empty(shape, dtype=float, **_):
-        array, unharmed = guarded(np.full_like(plain_empty(shape, dtype), -1))
+    def around(array):
+        array, unharmed = guarded(array)
         checks.append(unharmed)
         return array
 
     held = [guarded(x) for x in arrays((1, 2, 77, 9), "float32", m=131)]
     problem = pose(*(array for array, _ in held), mask=i + 50 >= j, score=s + table(np.linspace(-1, 1, 77))[i])
-    monkeypatch.setattr(np, "empty", empty)
+    monkeypatch.setattr(np, "empty", lambda *given, **more: around(np.full_like(plain_empty(*given, **more), -1)))
+    monkeypatch.setattr(observing, "_zeros", lambda *given: around(plain_zeros(*given)))
     check_everything(problem, maxima=True)
     assert checks
     for unharmed in (*checks, *(unharmed for _, unharmed in held)):

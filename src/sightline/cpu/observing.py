@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import convert, empty, layout, namespace, to_numpy
+from ..arrays import convert, empty, layout, namespace, resolve, to_numpy
+from ..formula.runs import Runs
+from ..observe import Tile
 from ..problem import Problem
 from .arguments import pack
 from .block import KEYS
@@ -27,7 +29,7 @@ __all__ = ["MOST", "pooled", "received", "tiles", "top_k", "weights"]
 
 ITEMS = 16  # pieces of work wanted, whatever the number of threads: sums must not depend on it
 MOST = 256  # of top_k's k: lists of a block of queries lie on a thread's stack
-ROWS = 512  # queries of a tile that `tiles` yields
+TILE = 1 << 21  # numbers of a tile that `tiles` yields, over all batches and heads
 
 Range = tuple[int, int]
 
@@ -141,10 +143,11 @@ def pooled(
     if tainted(problem, lse):
         return None
     queries, keys = ((0, problem.n), (0, problem.m)) if within is None else within
-    found = np.zeros((*problem.lead, problem.H, rows, columns))
+    found = _zeros((*problem.lead, problem.H, rows, columns), problem, "float64")
     if 0 not in (*problem.extent, rows, columns):
         _fill_cells(problem, lse, found, how, queries, keys, threads, processor)
-    return convert(found.astype(problem.accumulator, copy=False), problem.query)
+    xp = namespace(found)
+    return xp.astype(found, resolve(xp, problem.accumulator), copy=False)
 
 
 def _fill_cells(
@@ -175,7 +178,7 @@ def _fill_cells(
     }
     ready.call(queries, heads * across * -(-rows // rows_together), found, threads, **fields)
     if how == "mean":
-        found /= _lengths(*queries, rows)[:, None] * _lengths(*keys, columns)
+        found /= convert(_lengths(*queries, rows)[:, None] * _lengths(*keys, columns), problem.query)
 
 
 def top_k(problem: Problem, lse: Any, k: int, threads: int | None = None, processor: Processor = HOST) -> Any:
@@ -210,66 +213,92 @@ def weights(
     problem: Problem,
     lse: Any,
     rows: slice = slice(None),
+    columns: slice = slice(None),
     wide: bool = False,
     threads: int | None = None,
     processor: Processor = HOST,
 ) -> Any:
-    """P of some queries on all keys, before dropout.
+    """P of some queries on some keys, before dropout.
+
+    Parameters
+    ----------
+    rows, columns : of steps of 1
+    wide : in the accumulator's dtype in place of the input's
 
     Returns
     -------
-    (..., H, rows, m) in the input's dtype, or with `wide` in the accumulator's; or None
+    (..., H, rows, columns), or None
     """
     if tainted(problem, lse):
         return None
-    first, last, _ = rows.indices(problem.n)
-    return _rows_of(problem, _writer(problem, lse, wide, processor), (first, max(first, last)), wide, threads)
+    queries, keys = _span(rows, problem.n), _span(columns, problem.m)
+    if 0 in problem.extent:
+        shape = (*problem.lead, problem.H, queries[1] - queries[0], keys[1] - keys[0])
+        return _zeros(shape, problem, problem.accumulator if wide else problem.dtype)
+    return _weights(_writer(problem, lse, wide, processor), queries, keys, wide, threads)
 
 
 def tiles(
-    problem: Problem,
-    lse: Any,
-    wide: bool = True,
-    threads: int | None = None,
-    processor: Processor = HOST,
-) -> Iterator[tuple[slice, Any]] | None:
-    """(queries, their P on all keys) from the first query to the last; None where `weights` has none."""
-    if tainted(problem, lse):
-        return None
-    return _tiles(problem, lse, wide, threads, processor)
+    problem: Problem, lse: Any, wide: bool = True, threads: int | None = None, processor: Processor = HOST
+) -> Iterator[Tile] | None:
+    """The weights tile by tile, those alone that the mask leaves something of; None where `weights` has none.
+
+    A tile is at most `TILE` numbers, or one block of queries by one of keys.
+    """
+    return None if tainted(problem, lse) else _tiles(problem, lse, wide, threads, processor)
 
 
-def _tiles(
-    problem: Problem, lse: Any, wide: bool, threads: int | None, processor: Processor
-) -> Iterator[tuple[slice, Any]]:
-    ready = _writer(problem, lse, wide, processor)
-    for start in range(0, problem.n, ROWS):
-        stop = min(start + ROWS, problem.n)
-        yield slice(start, stop), _rows_of(problem, ready, (start, stop), wide, threads)
-
-
-def _writer(problem: Problem, lse: Any, wide: bool, processor: Processor) -> Pass | None:
+def _tiles(problem: Problem, lse: Any, wide: bool, threads: int | None, processor: Processor) -> Iterator[Tile]:
     if 0 in problem.extent:
-        return None
+        return
+    ready = _writer(problem, lse, wide, processor)
+    heads, block = problem.B * problem.H, ready.block
+    height = max(TILE // (heads * problem.m * block), 1) * block
+    width = max(TILE // (heads * height * KEYS), 1) * KEYS
+    for i0 in range(0, problem.n, height):
+        queries = (i0, min(i0 + height, problem.n))
+        for j0 in range(0, problem.m, width):
+            keys = (j0, min(j0 + width, problem.m))
+            if _sees(ready.inputs.runs, queries, keys):
+                yield Tile(slice(*queries), slice(*keys), _weights(ready, queries, keys, wide, threads))
+
+
+def _sees(runs: Runs, queries: Range, keys: Range) -> bool:
+    """Whether some run lies in the rectangle; its corner is that of a tile."""
+    first, last = queries[0] // runs.query_block, -(-queries[1] // runs.query_block)
+    for row in range(0, runs.start.size - 1, runs.query_blocks):
+        some = slice(runs.start[row + first], runs.start[row + last])
+        if ((runs.first[some] * runs.key_block < keys[1]) & (runs.last[some] * runs.key_block > keys[0])).any():
+            return True
+    return False
+
+
+def _writer(problem: Problem, lse: Any, wide: bool, processor: Processor) -> Pass:
     if wide and problem.dtype != problem.accumulator:
         return Pass(problem, lse, WideWeightTiles, "wide_weights", processor)
     return Pass(problem, lse, WeightTiles, "weights", processor)
 
 
-def _rows_of(problem: Problem, ready: Pass | None, queries: Range, wide: bool, threads: int | None) -> Any:
-    name = problem.accumulator if wide else problem.dtype
-    found = _zeros((*problem.lead, problem.H, queries[1] - queries[0], problem.m), problem, name)
-    if ready is not None and queries[0] < queries[1]:
+def _weights(ready: Pass, queries: Range, keys: Range, wide: bool, threads: int | None) -> Any:
+    problem = ready.problem
+    shape = (*problem.lead, problem.H, queries[1] - queries[0], keys[1] - keys[0])
+    found = _zeros(shape, problem, problem.accumulator if wide else problem.dtype)
+    if 0 not in shape:
         blocks = -(-queries[1] // ready.block) - queries[0] // ready.block
-        ready.call(queries, problem.B * problem.H * blocks, found, threads)
+        ready.call(queries, problem.B * problem.H * blocks, found, threads, first_key=keys[0], last_key=keys[1])
     return found
+
+
+def _span(part: slice, length: int) -> Range:
+    """First and past the last of what a slice takes."""
+    first, last, _ = part.indices(length)
+    return first, max(first, last)
 
 
 def _zeros(shape: tuple[int, ...], problem: Problem, name: str | None = None) -> Any:
-    """Zeros in the query's library."""
-    found = empty(shape, problem.accumulator if name is None else name, problem.query)
-    found[...] = 0
-    return found
+    """Zeros in the query's library, of the accumulator's dtype unless another is named."""
+    xp = namespace(problem.query)
+    return xp.zeros(shape, dtype=resolve(xp, name or problem.accumulator), device=problem.query.device)
 
 
 def _lengths(first: int, last: int, cells: int) -> Any:

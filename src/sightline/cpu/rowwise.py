@@ -14,7 +14,7 @@ __all__ = ["TopK", "WeightTiles", "WideWeightTiles"]
 
 
 class Rowwise(Observe):
-    """Statistics of each query: an item is (b, h, block of queries) against all keys."""
+    """Statistics of each query: an item is (b, h, block of queries)."""
 
     def take(self, item: Value) -> None:
         """Later blocks first, since a causal mask makes those the longest."""
@@ -23,9 +23,13 @@ class Rowwise(Observe):
         position = item // blocks
         self.place(position // given.H, position % given.H, given.query_blocks - 1 - item % blocks)
         self.begin_rows()
-        everything = self.code.value(0, INT64), (given.m + (KEYS - 1)) // KEYS
-        self.attend((given.first_query, given.last_query), everything)
+        first, last = self.keys_asked()
+        self.attend((given.first_query, given.last_query), (first // KEYS, (last + (KEYS - 1)) // KEYS))
         self.hand_over()
+
+    def keys_asked(self) -> tuple[Value, Value]:
+        """The keys that count."""
+        return self.code.value(0, INT64), self.given.m
 
     def begin_rows(self) -> None:
         """Before the block's first tile."""
@@ -108,33 +112,41 @@ class TopK(Rowwise):
 
 
 class WeightTiles(Rowwise):
-    """P itself, in the input's dtype, row by row of some queries; what is not written is 0."""
+    """P itself, in the input's dtype, of some queries on some keys; what is not written is 0."""
 
-    # output: (B, H, last_query − first_query, m)
+    fields = Observe.fields | {"first_key": INT64, "last_key": INT64}  # output: (B, H, queries, keys), zeros at first
+
     @property
     def written(self) -> Any:
         """The format of the output."""
         return self.form
+
+    def keys_asked(self) -> tuple[Value, Value]:
+        return self.given.first_key, self.given.last_key
 
     def collect(self, j0: Value, masked: bool) -> None:
         code, given, tiles, form = self.code, self.given, self.tiles, self.written
         with code.loop(0, self.keys) as key:
             for v, p in enumerate(self.weights(key, j0, masked)):
                 tiles.store(self.s_t, key, v, p)
-        rows = given.last_query - given.first_query
+        rows, columns = given.last_query - given.first_query, given.last_key - given.first_key
         row = (self.b * given.H + self.h) * rows + self.i0 - given.first_query  # of lane 0, which may lie before
-        target, long = given.output.at((row * given.m + j0) * form.bytes), given.m * form.bytes
+        target = given.output.at((row * columns + j0 - given.first_key) * form.bytes)
+
+        def place(lane: Value, key: Value) -> Value:
+            return target.at((lane * columns + key) * form.bytes)
+
         first, last = self.lanes_of(given.first_query, given.last_query)
-        whole = self.keys // self.lanes * self.lanes
-        with code.loop(0, len(self.vectors)) as at, code.loop(0, whole, self.lanes) as key:
+        start, stop = code.maximum(given.first_key - j0, 0), code.minimum(given.last_key - j0, self.keys)
+        whole = start + (stop - start) // self.lanes * self.lanes
+        with code.loop(0, len(self.vectors)) as at, code.loop(start, whole, self.lanes) as key:
             turned = tiles.turned([tiles.load(self.s_t, key + k, at) for k in range(self.lanes)])
             for k, p in enumerate(turned):
                 lane = at * self.lanes + k
                 with code.when((lane >= first) & (lane < last)):
-                    form.store(target.at(lane * long + key * form.bytes), p)
-        with code.loop(first, last) as lane, code.loop(whole, self.keys) as key:
-            number = self.lane_of(self.s_t, key, lane).load(self.float)
-            form.store(target.at(lane * long + key * form.bytes), number)
+                    form.store(place(lane, key), p)
+        with code.loop(first, last) as lane, code.loop(whole, stop) as key:
+            form.store(place(lane, key), self.lane_of(self.s_t, key, lane).load(self.float))
 
 
 class WideWeightTiles(WeightTiles):
