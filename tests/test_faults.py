@@ -170,9 +170,9 @@ SECOND = {
     "missed last key of a cell": Fault(keywise, "end - j0) as key:", "end - j0 - 1) as key:"),
     "a cell too far": Fault(keywise, "(at.get() - given.first_key + 1)", "(at.get() - given.first_key + 30)"),
     "lanes of all cells": Fault(keywise, "(lanes < end.to(whole))", "(lanes >= 0)"),
-    "a list's last place alone": Fault(rowwise, "row.set(at - 1)", "row.set(at * 0)"),
-    "keys left where they were": Fault(rowwise, "code.where(passes, next_, ", "code.where(passes, own, "),
-    "missed tail of keys": Fault(rowwise, "code.loop(whole, self.keys) as key:", "code.loop(whole, whole) as key:"),
+    "a list moved down by the wrong score": Fault(rowwise, "old.set(above)", "old.set(s)"),
+    "keys left where they were": Fault(rowwise, "code.where(passes, place_above, ", "code.where(passes, j, "),
+    "missed tail of keys": Fault(rowwise, "code.loop(whole, stop) as key:", "code.loop(whole, whole) as key:"),
 }
 
 STREAMING = {

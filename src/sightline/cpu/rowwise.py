@@ -79,23 +79,25 @@ class TopK(Rowwise):
             better = [s > least.get() for s, least in zip(found, self.least, strict=True)]
             with code.when(functools.reduce(lambda x, y: x | y, better).any()):
                 for v, s in enumerate(found):
-                    self.insert(s, (j0 + key).to(self.integer), v)
+                    with code.when(better[v].any()):
+                        self.insert(s, (j0 + key).to(self.integer), v)
 
     def insert(self, s: Value, j: Value, v: int) -> None:
         """A score into the lists of the lanes where it is larger than their least, from the last rank up."""
         code, tiles, k = self.code, self.tiles, self.structure.k
         row = Variable(code, INT64, k)
+        old = Variable(code, self.vector, tiles.load(self.top, k, v))
+        place = Variable(code, self.whole, self.place_of(k, v).load(self.whole))
         with code.forever() as leave:
             at = row.get()
-            old = tiles.load(self.top, at, v)
-            enters = s > old
-            leave(~enters.any())
-            above = tiles.load(self.top, at - 1, v)
-            passes = s > above
-            tiles.store(self.top, at, v, code.where(passes, above, code.where(enters, s, old)))
-            own, next_ = (self.place_of(where, v).load(self.whole) for where in (at, at - 1))
-            self.place_of(at, v).store(code.where(passes, next_, code.where(enters, j, own)))
+            above, place_above = tiles.load(self.top, at - 1, v), self.place_of(at - 1, v).load(self.whole)
+            enters, passes = s > old.get(), s > above
+            tiles.store(self.top, at, v, code.where(passes, above, code.where(enters, s, old.get())))
+            self.place_of(at, v).store(code.where(passes, place_above, code.where(enters, j, place.get())))
+            leave(~passes.any())
             row.set(at - 1)
+            old.set(above)
+            place.set(place_above)
         self.least[v].set(tiles.load(self.top, k, v))
 
     def hand_over(self) -> None:
