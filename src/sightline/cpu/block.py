@@ -56,6 +56,7 @@ class Structure:
     gaining: tuple[tuple[int, int, bool], ...] = ()  # lookups of the score whose tables gain gradients; see Backward
     by_tile: tuple[tuple[int, ...], ...] = ((), ())  # lookups t[..., i, j] of each formula; see TileTables
     others: tuple[str, ...] = ()  # further formulas of pairs and final scores
+    k: int = 0  # keys kept for each query; see TopK
     roles: tuple[str, ...] = ()  # what statistics want, with the others in their order; see Riding and Backward
 
     @property
