@@ -121,14 +121,14 @@ def gradients(
         (t.ctypes.data, (0 if gain.owned else t.strides[0],), (0,)) for t, gain in zip(tables, gains, strict=True)
     ]
     words = pack(BACKWARD, fields, [*inputs.table_words(), *shares])
-    kernel = kernel_of(structure, problem, Backward, processor)
+    kernel = kernel_of(structure, inputs, Backward, processor)
     kept = (*inputs.kept, *found.values(), *tables, problem)
     processor.call(kernel, words, min(count(threads), fields["items"]), kept)
     if taint[0]:
         return None
 
     def narrow(array: Any, width: int) -> Any:
-        return xp.astype(array[..., :width], query.dtype)
+        return xp.astype(array[..., :width], query.dtype, copy=array.shape[-1] != width)
 
     return Gradients(
         query=narrow(found["d_query"][0] if split.parts == 1 else _in_order(found["d_query"]), problem.d_k),
@@ -199,7 +199,7 @@ def _of_tables(problem: Problem, gains: list[Gain], sums: list[Any]) -> tuple[An
 
 def _like(array: Any, other: Any) -> Any:
     """A NumPy array in the other's library and dtype."""
-    return namespace(other).astype(convert(array, other), other.dtype)
+    return namespace(other).astype(convert(array, other), other.dtype, copy=False)
 
 
 def _with_rows(array: Any) -> Any:
@@ -216,8 +216,8 @@ def _rows(array: Any, shape: tuple[int, ...]) -> Any:
 
 def _in_order(parts: Any) -> Any:
     """The sum over the first axis, one after another."""
-    total = parts[0]
-    for part in parts[1:]:
+    total = parts[0] + parts[1]  # in memory of its own: a gradient may outlive the parts
+    for part in parts[2:]:
         total += part
     return total
 

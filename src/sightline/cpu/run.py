@@ -45,7 +45,7 @@ def _forward(problem: Problem, output: Any, lse: Any, threads: int | None, proce
     block = block_of(problem.dtype, machine)
     inputs = Inputs(problem, block)
     structure = structure_of("forward", problem, inputs, vectors=machine.vectors)
-    kernel = kernel_of(structure, problem, Forward, processor)
+    kernel = kernel_of(structure, inputs, Forward, processor)
     query_blocks = -(-problem.n // block)
     sinks = np.zeros(1) if problem.sinks is None else to_numpy(problem.sinks).astype(np.float64)
     fields = inputs.fields(structure) | {
