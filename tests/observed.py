@@ -286,8 +286,8 @@ def parts(draw: Any, problem: Problem) -> list[Any]:
     """Statistics that are problems of their own: parts, means of parts, products."""
     rng = draw(generators())
     grouped = () if problem.headless or draw(st.booleans()) else (problem.G,)
-    x = rng.normal(size=(*grouped, problem.m, draw(st.integers(1, 3))))
-    product = sightline.applied(x.astype(problem.query.dtype))
+    x = rng.normal(size=(*grouped, problem.m, draw(st.integers(1, 3)))).astype(problem.query.dtype)
+    product = sightline.applied(x.astype(draw(st.sampled_from([np.float64, np.float32]))))
     of = draw(st.sampled_from([sightline.weights(), sightline.entropy(), sightline.received("mean"), product]))
     if problem.n:
         of = of.rows(draw(st.sampled_from([[-1, 0, 0], slice(-3, None), slice(None, None, -2), [0]])))

@@ -417,8 +417,8 @@ STATISTICS = {
     ),
     "a mean of the wrong count": (
         parts_room,
-        "(problem.B if self.over_batch else 1) * (problem.H if self.over_heads else 1)\n        return",
-        "problem.n\n        return",
+        "math.prod([array.shape[axis] for axis in axes])",
+        "array.shape[-1]",
         lambda m: m.mean(sightline.weights(), "heads"),
     ),
 }

@@ -58,7 +58,7 @@ def attention(
     seed : int, required with dropout for NumPy arrays
         The same seed drops the same weights with every kernel. torch draws it from its own generator.
     see : list of statistics, optional
-        What to know of the weights, as `[lse(), weights()]`.
+        What to know of the weights, as `[lse(), top_k(5), received().mean("heads")]`: `sightline.observe`.
     kernel : str, optional
         Take this kernel and no other.
     threads : int, optional
@@ -69,7 +69,7 @@ def attention(
     -------
     output : (..., H, n, d_v), the inputs' dtype; 0 for a query that sees nothing
     seen : tuple, only where `see` was given
-        One entry per statistic.
+        One entry per statistic, an array or a named tuple of arrays.
 
     Raises
     ------

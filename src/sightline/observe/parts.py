@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -139,7 +140,7 @@ class Mean(Statistic):
         """The mean of an array (*lead, H, ...) over these axes."""
         lead = len(problem.lead)
         axes = (*range(lead),) * self.over_batch + (lead,) * self.over_heads
-        count = (problem.B if self.over_batch else 1) * (problem.H if self.over_heads else 1)
+        count = math.prod([array.shape[axis] for axis in axes])
         return namespace(array).sum(array, axis=axes, dtype=array.dtype) / max(count, 1) if axes else array
 
     def slopes(self, back: Back) -> Slopes:
