@@ -158,6 +158,27 @@ def test_compiled_whole(name):
         assert (eager is None and compiled is None) or torch.equal(eager, compiled)
 
 
+def test_compiled_once_for_all_lengths():
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def call(x):
+        see = [sightline.rows([0, -1]), sightline.received(last=3), sightline.applied(x[..., :2]), sightline.top_k(2)]
+        _, found = sightline.attention(x, x, x, mask=i >= j, see=see)
+        return [array for entry in found for array in arrays_of(entry)]
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+    for length in (5, 6, 9, 70):
+        x = drawn(2, 4, length, 8, dtype=torch.float32)
+        for one, other in zip(compiled(x), call(x), strict=True):
+            assert torch.equal(one, other)
+    assert len(graphs) == 1
+
+
 # -- gradients within the budget ---------------------------------------------------------------------------------------
 
 OF_WEIGHTS = {
@@ -363,6 +384,13 @@ def test_errors_say_what_was_given_what_is_allowed_and_the_cure(name):
         call()
     for fragment in (*fragments, "allowed:", "cure:"):
         assert fragment in str(raised.value)
+
+
+def test_explain_counts_what_statistics_hold(tall):
+    *arrays, options = tall
+    held = [sightline.explain(*arrays, **options, see=see).memory for see in (every(700), None)]
+    answers = sightline.attention(*arrays, **options, see=every(700))[1]
+    assert held[0] - held[1] == sum(array.nbytes for answer in answers for array in arrays_of(answer))
 
 
 def test_a_large_matrix_is_held_where_one_insists():
