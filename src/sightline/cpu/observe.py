@@ -156,10 +156,10 @@ class Observe(Block):
         with code.either(partial) as (yes, no):  # without a mask every run is full
             with yes:
                 if self.renderers[0] is not None:
-                    self.turn_tables(j0, masked=True)
+                    self.turn_tables(j0, 0)
                     self.collect(j0, masked=True)
             with no:
-                self.turn_tables(j0, masked=False)
+                self.turn_tables(j0, 1)
                 self.collect(j0, masked=False)
 
     # -- one key and all queries of the block ---------------------------------------------------------------------
