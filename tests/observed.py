@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -88,9 +88,9 @@ def _pooled(statistic: Any, of: Dense) -> tuple[Any, ...]:
     rows = [i0 + r * (i1 - i0) // down for r in range(down + 1)]
     columns = [j0 + c * (j1 - j0) // across for c in range(across + 1)]
     lines = []
-    for top, bottom in pairwise(rows):
+    for top, bottom in itertools.pairwise(rows):
         line = []
-        for left, right in pairwise(columns):
+        for left, right in itertools.pairwise(columns):
             cell = of.weights[..., top:bottom, left:right]
             cell = xp.reshape(cell, (*cell.shape[:-2], (bottom - top) * (right - left)))
             line.append(xp.max(cell, axis=-1) if statistic.how == "max" else of.sum(cell, -1) / cell.shape[-1])

@@ -9,7 +9,7 @@ from typing import Any
 from . import again, arrays, streaming
 from .cpu import Cpu
 from .explanation import Explanation
-from .observe import Statistic, Tile, apart, arrays_of
+from .observe import Statistic, Tile, apart, arrays_of, slopes
 from .plan import Gradients, Kernel, Result, choose
 from .problem import Problem, check_choice, pose
 from .reference import Reference
@@ -136,13 +136,16 @@ def differentiate(
     saved : (output, lse)
     wanted : places in `Problem.tables` of those whose gradients are asked for
     """
-    if all(gradient is None for gradient in d_seen):
-        taken = choose(KERNELS, problem, kernel).kernel
-        found = taken.gradients(problem, d_output, d_lse, saved, wanted, threads)
-        if found is not None:
-            return found
-        return backward(problem, d_output, d_lse, d_seen)  # what the kernel declines may need a normaliser of one pass
-    return backward(problem, d_output, d_lse, d_seen, saved)
+    taken = choose(KERNELS, problem, kernel).kernel
+    seen = slopes(
+        problem,
+        saved[1],
+        lambda: streaming.tiles(streaming.Work(problem), saved[1]),
+        d_seen,
+        lambda statistic: taken.run(problem.asking(statistic), threads).seen[0],
+    )
+    found = taken.gradients(problem, d_output, d_lse, saved, wanted, threads, seen)
+    return backward(problem, d_output, d_lse, d_seen) if found is None else found
 
 
 def shaped(problem: Problem, result: Result) -> tuple[Any, tuple[Any, ...]]:

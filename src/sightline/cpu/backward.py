@@ -243,7 +243,7 @@ class Backward(Block):
         """P in place of Sᵀ and dS in place of dPᵀ, with the scale in it, and what tables gain."""
         code, tiles, structure = self.code, self.tiles, self.structure
         step = 4 if structure.dropout else tiles.pair
-        self.turn_tables(j0, masked)
+        self.turn_tables(j0, 0 if masked else 1)
         with code.loop(self.keys, (self.keys + (step - 1)) // step * step) as past:  # up to whole steps
             for v in self.vectors:
                 tiles.store(self.s_t, past, v, code.value(0.0, self.vector))

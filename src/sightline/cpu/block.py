@@ -262,9 +262,9 @@ class Block:
         symbols = self.symbols[0] | {"j": j}
         return [{} if r is None else r.row(symbols, self._shared(r)) for r in self.renderers]
 
-    def turn_tables(self, j0: Value, masked: bool) -> None:
-        """Read the formulas' tables for the tile of keys from j0 on, the mask's where it is asked."""
-        for tables in self.tile_tables if masked else self.tile_tables[1:]:
+    def turn_tables(self, j0: Value, first: int, stop: int | None = None) -> None:
+        """Read what the formulas from `first` to before `stop` look up for the tile of keys from j0 on."""
+        for tables in self.tile_tables[first:stop]:
             tables.turn(j0)
 
     def start_of(self, formula: int, node: Lookup, strides: Sequence[Any]) -> Value:

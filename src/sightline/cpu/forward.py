@@ -122,7 +122,7 @@ class Forward(Block):
         """Sᵀ scaled and through the score formula, −∞ where hidden; and its maximum anew."""
         code, tiles = self.code, self.tiles
         mask, score = self.renderers[:2]
-        self.turn_tables(j0, masked)
+        self.turn_tables(j0, 0 if masked else 1, 2)
         for v in self.vectors:
             self.tile_max[v].set(-math.inf)
         with code.loop(0, self.keys) as key:
@@ -164,7 +164,7 @@ class Forward(Block):
         """P = 2^(Sᵀ − m') in place of Sᵀ, and the running maximum m and sum l; pairs of keys joined for V's."""
         code, tiles = self.code, self.tiles
         factor = self.scaled_if_huge() if self.renderers[1] is None else code.value(1.0, self.float)
-        self.riding.find_largest(j0, factor)
+        self.riding.prepare(j0, factor)
         for v in self.vectors:
             new = code.maximum(self.tile_max[v].get() * factor, self.largest[v].get())
             shift = code.where(new == -math.inf, 0.0, new)

@@ -19,7 +19,7 @@ from typing import Any
 
 from .arguments import COMMON
 from .block import KEYS, Block
-from .lanes import BYTE, DOUBLE, INT64, POINTER, Value, Variable
+from .lanes import BOOL, BYTE, DOUBLE, INT64, POINTER, Value, Variable
 
 __all__ = ["Observe"]
 
@@ -102,11 +102,11 @@ class Observe(Block):
     def sees(self, first: Value, last: Value) -> Value:
         """Whether the block's runs reach into these tiles."""
         code, given = self.code, self.given
-        found = Variable(code, INT64, 0)
+        found = Variable(code, BOOL, False)
         with code.loop(self.run_start, self.run_stop) as run:
             start, stop = (x.at(run * 8).load(INT64) for x in (given.run_first, given.run_last))
-            found.set(found.get() | ((start < last) & (stop > first)).to(INT64))
-        return found.get() != 0
+            found.set(found.get() | ((start < last) & (stop > first)))
+        return found.get()
 
     def attend(self, queries: tuple[Value, Value], tiles: tuple[Value, Value]) -> None:
         """The block against those of its runs' tiles; weights of queries not among these are 0."""
@@ -156,10 +156,10 @@ class Observe(Block):
         with code.either(partial) as (yes, no):  # without a mask every run is full
             with yes:
                 if self.renderers[0] is not None:
-                    self.turn_tables(j0, masked=True)
+                    self.turn_tables(j0, 0)
                     self.collect(j0, masked=True)
             with no:
-                self.turn_tables(j0, masked=False)
+                self.turn_tables(j0, 1)
                 self.collect(j0, masked=False)
 
     # -- one key and all queries of the block ---------------------------------------------------------------------

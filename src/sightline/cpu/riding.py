@@ -53,10 +53,14 @@ class Riding:
                 tile[v].set(0.0)
                 whole[v].set(0.0)
 
+    def prepare(self, j0: Value, factor: Value) -> None:
+        """Before a tile's softmax: scores in Sᵀ are still to be multiplied by the factor."""
+        self.block.turn_tables(j0, self.formulas.start)
+        if self.largest:
+            self.find_largest(j0, factor)
+
     def find_largest(self, j0: Value, factor: Value) -> None:
         """The largest score and the first key that has it, the tile's searched where it has a larger one."""
-        if not self.largest:
-            return
         block = self.block
         code = block.code
         reached = [block.tile_max[v].get() * factor for v in block.vectors]

@@ -10,7 +10,7 @@ from ..arrays import namespace, resolve
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression, where
 from ..formula.render_array import evaluate
-from .statistic import Back, Outer, Pass, Slopes, Statistic, Tile, collect
+from .statistic import Back, Outer, Pass, Slopes, Statistic, Tile
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -87,7 +87,7 @@ class MaxScore(Statistic):
         return Largest(*arrays)
 
     def slopes(self, back: Back) -> Slopes:
-        place = collect(back.problem.asking(self), back.lse, back.tiles)[0].where
+        place = back.answer(self).where
         return Slopes(scores=where(j == back.read(place, i), back.slope(i), 0.0))
 
 

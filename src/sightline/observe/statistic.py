@@ -64,6 +64,7 @@ class Back:
     problem: Problem
     lse: Any
     tiles: Callable[[], Iterator[Tile]]
+    answer: Callable[[Statistic], Any]  # to another statistic of the problem
     gradient: Any  # of the statistic's first array: the others are whole numbers
     kept: str = "bh"  # the axes averaging has left of the gradient's
 
@@ -221,10 +222,23 @@ def collect(problem: Problem, lse: Any, tiles: Callable[[], Iterator[Tile]]) -> 
         return tuple(statistic.joined(statistic.finish(arrays, over)) for statistic, arrays in gathered)
 
 
-def slopes(problem: Problem, lse: Any, tiles: Callable[[], Iterator[Tile]], d_seen: Sequence[Any]) -> Slopes:
-    """The sum of what the statistics' gradients add; `d_seen` has the gradient of each one's first array, or None."""
+def slopes(
+    problem: Problem,
+    lse: Any,
+    tiles: Callable[[], Iterator[Tile]],
+    d_seen: Sequence[Any],
+    answer: Callable[[Statistic], Any] | None = None,
+) -> Slopes:
+    """The sum of what the statistics' gradients add; `d_seen` has the gradient of each one's first array, or None.
+
+    `answer` answers another statistic of the problem; from the tiles where it is not given.
+    """
+
+    def collected(statistic: Statistic) -> Any:
+        return collect(problem.asking(statistic), lse, tiles)[0]
+
     found = [
-        statistic.slopes(Back(problem, lse, tiles, gradient))
+        statistic.slopes(Back(problem, lse, tiles, answer or collected, gradient))
         for statistic, gradient in zip(problem.see, d_seen, strict=False)
         if gradient is not None
     ]
