@@ -221,9 +221,10 @@ def check_gradients(statistic, kernel="streaming"):
         assert_within_budget(answers[k], truth[k], worst, f"gradient of {name} through {statistic}", sizes[name])
 
 
+@pytest.mark.parametrize("kernel", ["streaming", "cpu"])
 @pytest.mark.parametrize("name", OF_WEIGHTS)
-def test_gradients_within_budget(name):
-    check_gradients(OF_WEIGHTS[name])
+def test_gradients_within_budget(name, kernel):
+    check_gradients(OF_WEIGHTS[name], kernel)
 
 
 # -- the same bits -----------------------------------------------------------------------------------------------------
