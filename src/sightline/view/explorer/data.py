@@ -1,4 +1,4 @@
-"""What the explorer page holds: tokens, and for every layer its map, where each query looks and who looks at each key."""
+"""What the explorer page holds: tokens, and for every layer its map, where queries look and who looks at keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...arrays import to_numpy
 from ...errors import ParameterError, ShapeError
 from ..heatmap import pooled
 
-__all__ = ["LIMIT", "TOP", "Exploration", "Layer", "Links", "Text", "from_weights", "links_of", "links_turned"]
+__all__ = ["LIMIT", "TOP", "Dense", "Exploration", "Layer", "Links", "Text", "explored", "from_weights", "text_name"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tokens = Sequence[str] | Sequence[Sequence[str]]
@@ -60,6 +60,8 @@ class Layer:
         Weights summed over the queries.
     looks, seen_by : Links, optional
         Of each query and of each key; None where `cells` are the weights themselves.
+    heads : H numbers, optional
+        What the heads are called; by default 0 to H − 1.
     """
 
     name: str
@@ -71,11 +73,18 @@ class Layer:
     received: Array
     looks: Links | None = None
     seen_by: Links | None = None
+    heads: tuple[int, ...] | None = None
 
-    @property
-    def pairs(self) -> int:
-        """H · n · m."""
-        return len(self.entropy) * len(self.queries) * len(self.keys)
+
+@dataclass(frozen=True)
+class Dense:
+    """One layer's weights on one text, (H, n, m), on their way into a page."""
+
+    name: str
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+    weights: Array
+    heads: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,8 +140,6 @@ def from_weights(
     ParameterError
         A limit or top below 1, names that are not one for each layer.
     """
-    if min(limit, top) < 1:
-        raise ParameterError(f"limit={limit}, top={top}", "numbers ≥ 1", f"limit={LIMIT}, top={TOP}")
     arrays = _layers(weights)
     if names is not None and len(names) != len(arrays):
         raise ParameterError(f"{len(names)} names for {len(arrays)} layers", "one for each", "names=None")
@@ -140,21 +147,33 @@ def from_weights(
     queries = _texts(tokens)
     columns = queries if keys is None else _texts(keys)
     _check(queries, columns, arrays)
-    cut = [
-        [array[place, :, : len(rows), : len(over)] for array in arrays]
+    texts = [
+        [
+            Dense(name, rows, over, array[place, :, : len(rows), : len(over)])
+            for name, array in zip(labels, arrays, strict=True)
+        ]
         for place, (rows, over) in enumerate(zip(queries, columns, strict=True))
     ]
-    pairs, ends, itemsize = _sizes(cut)
-    whole = pairs * itemsize * TEXT_SIZE <= limit
-    kept, side = (0, 0) if whole else _share_out(limit, pairs, ends, top, sum(len(a) for row in cut for a in row))
-    texts = tuple(
-        Text(
-            " ".join(rows)[:80],
-            tuple(_layer(name, rows, over, a, kept, side) for name, a in zip(labels, row, strict=True)),
-        )
-        for rows, over, row in zip(queries, columns, cut, strict=True)
-    )
-    return Exploration(title, texts, () if whole else (_told(limit, kept, side),))
+    return explored(title, texts, limit, top)
+
+
+def explored(title: str, texts: Sequence[Sequence[Dense]], limit: int = LIMIT, top: int = TOP) -> Exploration:
+    """Whole weights where a page of `limit` bytes holds them, else pooled maps and the `top` heaviest entries."""
+    if min(limit, top) < 1:
+        raise ParameterError(f"limit={limit}, top={top}", "numbers ≥ 1", f"limit={LIMIT}, top={TOP}")
+    every = [layer.weights for text in texts for layer in text]
+    itemsize = 2 if all(array.dtype == np.float16 for array in every) else 4
+    whole = sum(array.size for array in every) * itemsize * TEXT_SIZE <= limit
+    kept, side = (0, 0) if whole else _share_out(limit, every, top)
+    made = tuple(Text(text_name(text[0].queries), tuple(_layer(one, kept, side) for one in text)) for text in texts)
+    return Exploration(title, made, () if whole else (_told(limit, kept, side),))
+
+
+def text_name(tokens: Sequence[str]) -> str:
+    """The beginning of a text, of its tokens put together."""
+    marked = any(token.startswith(("Ġ", "▁", " ")) for token in tokens)
+    text = "".join(tokens) if marked else " ".join(tokens).replace(" ##", "")
+    return text.replace("Ġ", " ").replace("▁", " ").strip()[:80]
 
 
 def _layers(weights: Any) -> list[Array]:
@@ -181,37 +200,32 @@ def _check(queries: Sequence[Any], keys: Sequence[Any], arrays: Sequence[Array])
         batch, _, n, m = array.shape
         if batch != len(queries) or len(queries) != len(keys) or longest[0] > n or longest[1] > m or 0 in array.shape:
             raise ShapeError(
-                f"weights of shape {array.shape} for {len(queries)} texts of up to {longest[0]} tokens, {longest[1]} keys",
+                f"weights of shape {array.shape} for {len(queries)} texts of up to {longest[0]} queries and "
+                f"{longest[1]} keys",
                 "(B, H, n, m): one row for each token, a column for each key, none empty",
                 "tokens of one text as a list of strings, of a batch as a list of such lists; keys= where they differ",
             )
 
 
-def _sizes(cut: list[list[Array]]) -> tuple[int, int, int]:
-    """Weights, rows and columns of all heads together, and the bytes of one weight."""
-    every = [array for row in cut for array in row]
-    small = all(array.dtype == np.float16 for array in every)
-    return sum(a.size for a in every), sum(len(a) * sum(a.shape[1:]) for a in every), 2 if small else 4
-
-
-def _share_out(limit: int, pairs: int, ends: int, top: int, heads: int) -> tuple[int, int]:
+def _share_out(limit: int, every: Sequence[Array], top: int) -> tuple[int, int]:
     """Entries kept of each row and column, and the side of the pooled maps: half of the limit each, where they fit."""
-    kept = int(min(max(limit / 2 / TEXT_SIZE / (8 * ends), 1), top))
+    ends, heads = sum(len(p) * sum(p.shape[1:]) for p in every), sum(map(len, every))
+    kept = int(min(max(limit / 2 / TEXT_SIZE / (8 * ends), 1), top))  # a float32 and an int32 each
     left = max(limit / TEXT_SIZE - 8 * kept * ends, 0) / 2  # float16
     return kept, int(np.clip(np.sqrt(left / heads), *SIDES))
 
 
-def _layer(name: str, rows: tuple[str, ...], keys: tuple[str, ...], p: Array, kept: int, side: int) -> Layer:
-    """One layer's (H, n, m), head by head, so that no float64 copy of all of it is made."""
+def _layer(one: Dense, kept: int, side: int) -> Layer:
+    """A layer of the page, head by head, so that no float64 copy of all of it is made."""
+    p, names = one.weights, (one.name, one.queries, one.keys)
     dtype = np.float16 if p.dtype == np.float16 else np.float32
     entropy = np.stack([_entropy(head) for head in p]).astype(np.float32)
     received = np.stack([head.sum(0, dtype=np.float64) for head in p]).astype(np.float32)
     if not kept:
-        return Layer(name, rows, keys, p.astype(dtype), "whole", entropy, received)
+        return Layer(*names, p.astype(dtype), "whole", entropy, received, heads=one.heads)
     cells = np.stack([pooled(head.astype(np.float32), side) for head in p]).astype(np.float16)
-    looks = _stacked([links_of(head, kept) for head in p])
-    seen_by = _stacked([links_of(head.T, kept) for head in p])
-    return Layer(name, rows, keys, cells, "mean", entropy, received, looks, seen_by)
+    looks, seen_by = (stacked([links_of(head, kept) for head in side_of]) for side_of in (p, p.swapaxes(1, 2)))
+    return Layer(*names, cells, "mean", entropy, received, looks, seen_by, one.heads)
 
 
 def _entropy(p: Array) -> Array:
@@ -241,29 +255,8 @@ def links_of(p: Array, k: int) -> tuple[Array, Array]:
     return weights, where
 
 
-def links_turned(looks: Links, m: int, k: int) -> Links:
-    """Of each key the heaviest among the entries the rows keep: who looks at it, as far as `looks` tells."""
-    pairs = [
-        _turned(weights, where, m, k) for weights, where in zip(looks.weights, looks.where, strict=True)
-    ]
-    found = _stacked(pairs)
-    return Links(found.weights, found.where, complete=False)
-
-
-def _turned(weights: Array, where: Array, m: int, k: int) -> tuple[Array, Array]:
-    query, entry = np.nonzero(where >= 0)
-    key, weight = where[query, entry], weights[query, entry]
-    order = np.lexsort((query, -weight, key))
-    query, key, weight = query[order], key[order], weight[order]
-    rank = np.arange(key.size) - np.searchsorted(key, key)
-    chosen = rank < k
-    turned, at = np.zeros((m, k), np.float32), np.full((m, k), -1, np.int32)
-    turned[key[chosen], rank[chosen]] = weight[chosen]
-    at[key[chosen], rank[chosen]] = query[chosen]
-    return turned, at
-
-
-def _stacked(pairs: Iterable[tuple[Array, Array]]) -> Links:
+def stacked(pairs: Iterable[tuple[Array, Array]]) -> Links:
+    """(weights, where) of every head as one."""
     weights, where = zip(*pairs, strict=True)
     return Links(np.stack(weights), np.stack(where))
 

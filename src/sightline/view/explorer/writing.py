@@ -14,15 +14,27 @@ import numpy as np
 
 from ..terminal import CIVIDIS
 from .data import Exploration, Layer, Links, Text
+from .watched import from_seen
 
-__all__ = ["contents", "html", "program", "save_html", "style"]
+__all__ = ["contents", "html", "program", "save_html", "short_name", "style"]
 
 PARTS = ("numbers", "layers", "grid", "map", "strip", "panel", "explorer")  # in the order they read each other
 STORED = {"float16": "f2", "float32": "f4", "int32": "i4"}
 
 
-def html(data: Exploration) -> str:
-    """The page as text: complete in itself, opened from a disk as well as from a server."""
+def html(data: Exploration | Any) -> str:
+    """The page as text: complete in itself, opened from a disk as well as from a server.
+
+    Parameters
+    ----------
+    data : Exploration or Seen
+
+    Raises
+    ------
+    ParameterError
+        A Seen without the statistics the page needs; see `from_seen`.
+    """
+    data = data if isinstance(data, Exploration) else from_seen(data)
     manifest, arrays = contents(data)
     script, css = program() + "\nexplorerPage();\n", style()
     blobs = "\n".join(f'<script type="text/plain" id="sl-array-{k}">{text}</script>' for k, text in enumerate(arrays))
@@ -37,8 +49,8 @@ def html(data: Exploration) -> str:
     )
 
 
-def save_html(data: Exploration, path: str | Path) -> Path:
-    """Write the page there and return the path."""
+def save_html(data: Exploration | Any, path: str | Path) -> Path:
+    """Write the page there and return the path; as `html`."""
     path = Path(path)
     path.write_text(html(data), encoding="utf-8", newline="\n")
     return path
@@ -70,18 +82,20 @@ def contents(data: Exploration) -> tuple[dict[str, Any], list[str]]:
             return None
         return {"weights": stored(found.weights), "where": stored(found.where), "complete": found.complete}
 
-    def layer(one: Layer) -> dict[str, Any]:
+    def layer(place: int, one: Layer) -> dict[str, Any]:
         return {
             "name": one.name,
             "queries": tokens.setdefault(one.queries, len(tokens)),
             "keys": tokens.setdefault(one.keys, len(tokens)),
             "how": one.how,
+            "heads": one.heads,
+            "short": short_name(one.name, place),
             **{name: stored(getattr(one, name)) for name in ("cells", "entropy", "received")},
             **{name: links(getattr(one, name)) for name in ("looks", "seen_by")},
         }
 
     def text(one: Text) -> dict[str, Any]:
-        return {"name": one.name, "layers": [layer(each) for each in one.layers]}
+        return {"name": one.name, "layers": [layer(place, each) for place, each in enumerate(one.layers)]}
 
     manifest = {
         "title": data.title,
@@ -90,6 +104,14 @@ def contents(data: Exploration) -> tuple[dict[str, Any], list[str]]:
         "colours": CIVIDIS,
     }
     return manifest | {"tokens": list(map(list, tokens))}, arrays
+
+
+def short_name(name: str, place: int) -> str:
+    """A layer's number as its path tells it, with the decoder's d, or × across sequences; else its place."""
+    words = name.lower().replace(" ", ".").split(".")
+    numbers = [word for word in words if word.isdigit()]
+    crossing = any(mark in name.lower() for mark in ("cross", "encdec", "encoder_attn"))
+    return ("×" if crossing else "d" if "decoder" in words else "") + (numbers[0] if numbers else str(place))
 
 
 def _read(name: str) -> str:

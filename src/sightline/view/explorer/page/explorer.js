@@ -110,7 +110,7 @@ class Explorer {
     const plural = (number, word) => `${count(number)} ${word}${number === 1 ? '' : 's'}`;
     this.subtitle.textContent = [plural(layers.length, 'layer'), plural(heads, 'head'),
       layer.self ? plural(layer.n, 'token') : `${plural(layer.n, 'query').replace('querys', 'queries')} on ${plural(layer.m, 'key')}`].join(' · ');
-    this.where.textContent = `${layer.name} · head ${state.head}`;
+    this.where.textContent = `${layer.name} · head ${layer.called(state.head)}`;
     if (!before || change.text !== undefined) this.grid.reset();
     else this.grid.draw();
     this.map.reset(same);
@@ -317,7 +317,7 @@ class Explorer {
     context.fillRect(0, 0, map.width, map.height + head + foot);
     context.fillStyle = inks.ink;
     context.font = `600 14px ${inks.font}`;
-    context.fillText(`${manifest.title}: ${layer.name}, head ${state.head}`, 16, 28, map.width - 32);
+    context.fillText(`${manifest.title}: ${layer.name}, head ${layer.called(state.head)}`, 16, 28, map.width - 32);
     context.save();
     context.translate(0, head);
     map.paint(context, ratio);
@@ -335,7 +335,7 @@ class Explorer {
 
   export() {
     this.picture().toBlob((blob) => {
-      const words = `${this.manifest.title} ${this.layer.name} head ${this.state.head}`;
+      const words = `${this.manifest.title} ${this.layer.name} head ${this.layer.called(this.state.head)}`;
       const link = make('a', '', { href: URL.createObjectURL(blob), download: `${words.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, '-')}.png` });
       link.click();
       setTimeout(() => URL.revokeObjectURL(link.href), 1000);

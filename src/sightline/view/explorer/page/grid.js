@@ -21,7 +21,7 @@ class Grid {
   layout() {
     const layers = this.page.layers, heads = Math.max(...layers.map((layer) => layer.heads));
     const width = this.scroller.clientWidth, height = Math.max(this.scroller.clientHeight, 200);
-    this.left = layers.length > 1 ? 22 : 0;
+    this.left = layers.length > 1 ? 26 : 0;
     const rowsOf = (columns) => layers.reduce((sum, layer) => sum + Math.ceil(layer.heads / columns), 0);
     let best = null;
     for (let columns = heads; columns >= 1; columns--) {
@@ -88,7 +88,7 @@ class Grid {
         last = place.layer;
         context.fillStyle = place.layer === layer ? theme.ink : theme.muted;
         context.textAlign = 'right';
-        context.fillText(place.layer, this.left - 7, y + side / 2);
+        context.fillText(this.page.layers[place.layer].short, this.left - 7, y + side / 2);
       }
       context.fillStyle = theme.line;
       if (!image) context.fillRect(x, y, side, side);
@@ -113,7 +113,7 @@ class Grid {
   hover(event) {
     this.over = event ? this.at(event) : null;
     this.canvas.style.cursor = this.over ? 'pointer' : 'default';
-    this.tip.textContent = this.over ? `${this.page.layers[this.over.layer].name} · head ${this.over.head}` : '';
+    this.tip.textContent = this.over ? `${this.page.layers[this.over.layer].name} · head ${this.page.layers[this.over.layer].called(this.over.head)}` : '';
     this.draw();
   }
 }

@@ -2,7 +2,7 @@
 
 class Layer {
   constructor(manifest, stored, read) {
-    Object.assign(this, { name: stored.name, how: stored.how, stored, read, kept: {}, heads: stored.cells.shape[0] });
+    Object.assign(this, { name: stored.name, short: stored.short, how: stored.how, stored, read, kept: {}, heads: stored.cells.shape[0] });
     this.queries = manifest.tokens[stored.queries];
     this.keys = manifest.tokens[stored.keys];
     this.self = stored.queries === stored.keys;
@@ -16,6 +16,9 @@ class Layer {
     const at = part ? `${name}.${part}` : name;
     return (this.kept[at] ??= decode(part ? this.stored[name][part] : this.stored[name], this.read));
   }
+
+  /** What a head is called: its number in the model, where only some were watched. */
+  called(head) { return this.stored.heads?.[head] ?? head; }
 
   part(name, head, length) {
     return this.array(name).subarray(head * length, (head + 1) * length);

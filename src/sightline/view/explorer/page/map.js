@@ -35,7 +35,7 @@ class HeadMap {
     this.painted = new Map();
     if (!keepView || !this.view) this.fit(false);
     else this.settle(this.clamp(this.view));
-    this.canvas.setAttribute('aria-label', `Weights of ${layer.n} queries on ${layer.m} keys, ${layer.name}, head ${this.page.state.head}.`);
+    this.canvas.setAttribute('aria-label', `Weights of ${layer.n} queries on ${layer.m} keys, ${layer.name}, head ${layer.called(this.page.state.head)}.`);
   }
 
   /** Where the map lies for a view: margins grow as tokens come to fit, and what is left over is on both sides. */

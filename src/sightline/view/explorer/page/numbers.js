@@ -35,7 +35,7 @@ function HALVES() {
 function digits(value) {
   if (value === 0) return '0';
   if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString('en');
-  if (Math.abs(value) < 1e-4) return value.toExponential(1).replace('-', '−');
+  if (Math.abs(value) < 1e-4) return value.toExponential(2).replace('-', '−');
   return value.toPrecision(3).replace('-', '−');
 }
 
