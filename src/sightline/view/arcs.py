@@ -91,12 +91,13 @@ def _between(weights: Array, where: Array, n: int, least: float) -> tuple[Array,
     """From, to and weight of every arc, ascending by weight; neighbours of a long text joined in one place."""
     i, entry = np.nonzero((where >= 0) & (weights >= least))
     j, weight = where[i, entry], weights[i, entry].astype(np.float64)
+    starts, ends = i.astype(np.float64), j.astype(np.float64)
     if n > PLACES:
         cells, at = np.unique((i * PLACES // n) * PLACES + j * PLACES // n, return_inverse=True)
         weight = np.bincount(at, weight)
-        i, j = ((cell + 0.5) * n / PLACES - 0.5 for cell in (cells // PLACES, cells % PLACES))
+        starts, ends = ((cell + 0.5) * n / PLACES - 0.5 for cell in np.divmod(cells, PLACES))
     order = np.argsort(weight, kind="stable")[-MOST:]
-    return i[order].astype(np.float64), j[order].astype(np.float64), weight[order]
+    return starts[order], ends[order], weight[order]
 
 
 def _draw(axis: Any, starts: Array, ends: Array, shares: Array) -> None:
