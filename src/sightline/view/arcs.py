@@ -90,11 +90,11 @@ def _matrix(given: Any) -> Array:
 def _between(weights: Array, where: Array, n: int, least: float) -> tuple[Array, Array, Array]:
     """From, to and weight of every arc, ascending by weight; neighbours of a long text joined in one place."""
     i, entry = np.nonzero((where >= 0) & (weights >= least))
-    j, weight = where[i, entry], weights[i, entry].astype(np.float64)
+    j, weight = where[i, entry], np.asarray(weights[i, entry], np.float64)
     starts, ends = i.astype(np.float64), j.astype(np.float64)
     if n > PLACES:
         cells, at = np.unique((i * PLACES // n) * PLACES + j * PLACES // n, return_inverse=True)
-        weight = np.bincount(at, weight)
+        weight = np.asarray(np.bincount(at, weight))
         starts, ends = ((cell + 0.5) * n / PLACES - 0.5 for cell in np.divmod(cells, PLACES))
     order = np.argsort(weight, kind="stable")[-MOST:]
     return starts[order], ends[order], weight[order]
