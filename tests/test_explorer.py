@@ -487,6 +487,30 @@ def test_seen_without_weights(rng):
         explorer.from_seen(seen_of([], []))
 
 
+@needs_browser
+def test_the_widget_draws_into_a_cell(tab, tmp_path):
+    """The module a notebook imports, with a model that answers as anywidget's."""
+    shown = notebook.widget(explorer.from_weights(["a", "b"], np.array([[[1.0, 0.0], [0.25, 0.75]]])))
+    values = json.dumps({name: getattr(shown, name) for name in ("manifest", "arrays", "height")})
+    module = str(shown._esm).replace("export default", "const widget =")
+    cell_of = f"{module}\nconst values = {values}; const el = document.body;"
+    path = tmp_path / "cell.html"
+    style = f"<style>{writing.style()}</style>"
+    drawing = "widget.render({ model: { get: (name) => values[name] }, el });"
+    path.write_text(
+        f"<!doctype html><meta charset=utf-8>{style}<body><script type=module>{cell_of}{drawing}</script>",
+        encoding="utf-8",
+    )
+    tab.open(path)
+    tab.until(lambda: tab.js("document.querySelectorAll('.sl-token').length") == 2)
+    box = tab.js("JSON.stringify(document.querySelectorAll('.sl-token')[1].getBoundingClientRect())")
+    x, y = (json.loads(box)[side] + 4 for side in "xy")
+    tab.mouse(x, y, click=True)
+    assert listed(tab, "looks") == ([1, 0], [0.75, 0.25])
+    assert tab.js("document.querySelector('.sl').clientHeight") == notebook.HEIGHT
+    assert tab.complaints() == []
+
+
 def test_a_notebook_gets_the_same_page(monkeypatch):
     data = explorer.from_weights(["a", "b"], np.full((1, 2, 2), 0.5))
     shown = notebook.widget(data)

@@ -21,16 +21,24 @@ class Explorer {
     root.classList.add('sl');
     root.replaceChildren();
     this.inks = this.themed();
+    this.measure();
     this.build();
     this.setTheme(null);
     this.choose({ text: 0 });
-    new ResizeObserver(() => this.resized()).observe(this.map.node);
+    const observer = new ResizeObserver(() => this.resized());
+    for (const node of [root, this.map.node]) observer.observe(node);
     matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => this.setTheme(this.theme));
   }
 
   get layers() { return this.texts[this.state.text]; }
   get layer() { return this.layers[this.state.layer]; }
-  narrow() { return this.root.clientWidth < 860; }
+  narrow() { return this.root.classList.contains('sl-narrow'); }
+
+  /** The room there is, which in a notebook is not the window's. */
+  measure() {
+    this.root.classList.toggle('sl-narrow', this.root.clientWidth < 860);
+    this.root.classList.toggle('sl-tight', this.root.clientWidth < 1180);
+  }
 
   build() {
     const { manifest } = this;
@@ -299,6 +307,7 @@ class Explorer {
   }
 
   resized() {
+    this.measure();
     if (!this.inited || (this.map.width === this.map.node.clientWidth && this.map.height === this.map.node.clientHeight)) return;
     this.map.reset(false);
     this.grid.reset();

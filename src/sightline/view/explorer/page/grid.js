@@ -24,7 +24,8 @@ class Grid {
     this.left = layers.length > 1 ? 26 : 0;
     const rowsOf = (columns) => layers.reduce((sum, layer) => sum + Math.ceil(layer.heads / columns), 0);
     let best = null;
-    for (let columns = heads; columns >= 1; columns--) {
+    for (let most = heads; most >= 1; most--) {
+      const columns = Math.ceil(heads / Math.ceil(heads / most)); // rows of heads alike
       const step = Math.min((width - this.left) / columns, 104);
       const fits = rowsOf(columns) * step + layers.length * 4 <= height;
       if (!best || (fits && step > best.step)) best = { columns, step };

@@ -28,9 +28,10 @@ class HeadMap {
     Object.assign(this.canvas, { width: this.width * ratio, height: this.height * ratio });
     const context = this.canvas.getContext('2d');
     context.font = `11px ${inks.font}`;
-    const widest = (tokens) => tokens.slice(0, 400).reduce((w, t) => Math.max(w, context.measureText(visible(t)).width), 30);
+    const widest = (tokens) => tokens.slice(0, 400).reduce((w, t) => Math.max(w, context.measureText(visible(t)).width), 10);
     const most = Math.min(this.width * 0.2, 92);
-    this.full = { left: Math.min(widest(layer.queries), most) + 14, top: Math.min(widest(layer.keys), 56) + 14 };
+    this.widest = widest(layer.keys);
+    this.full = { left: Math.min(widest(layer.queries), most) + 14, top: Math.min(this.widest, 56) + 14 };
     this.least = null;
     this.painted = new Map();
     if (!keepView || !this.view) this.fit(false);
@@ -63,6 +64,7 @@ class HeadMap {
   settle(view) {
     this.view = view;
     Object.assign(this, this.frame(view));
+    this.canvas.style.touchAction = view.sx > this.smallest().sx ? 'none' : 'pan-y'; // a finger scrolls the page past a map seen whole
   }
 
   fit(smooth = true) { this.go({ x: 0, y: 0, ...this.smallest() }, smooth); }
@@ -340,13 +342,13 @@ class HeadMap {
       context.fillStyle = ink('key', j);
       context.save();
       context.translate(x, -7);
-      if (v.sx >= NARROWEST) {
+      if (v.sx >= NARROWEST && v.sx < this.widest + 6) {
         context.rotate(-Math.PI / 2);
         context.textAlign = 'left';
         context.fillText(text(layer.keys, j, this.top - 12), 0, 0);
       } else {
         context.textAlign = 'center';
-        context.fillText(count(j), 0, -2);
+        context.fillText(v.sx >= NARROWEST ? text(layer.keys, j, v.sx) : count(j), 0, -2);
       }
       context.restore();
     }

@@ -118,6 +118,7 @@ class Strip {
         token.style.setProperty('--looks', strength(looks / linked.most.looks));
         token.style.setProperty('--seen', strength(seen / linked.most.seen));
         token.classList.toggle('is-picked', Boolean(mine(state.pick)));
+        token.ariaSelected = String(Boolean(mine(state.pick)));
         token.classList.toggle('is-active', Boolean(mine(active)));
         token.classList.toggle('is-found', Boolean(found?.has(at)));
       }
