@@ -69,10 +69,8 @@ def _check(call: Any, names: Sequence[str]) -> None:
             CURE,
         )
     pooled, received = (call.statistics[names.index(name)] for name in ("pooled", "received"))
-    if getattr(pooled, "within", None) is not None or getattr(received, "last", None) is not None:
-        raise ParameterError(f"{pooled!r} and {received!r}", "statistics of all queries and keys", CURE)
-    if getattr(received, "how", "sum") != "sum":
-        raise ParameterError(f"{received!r}", "received(), the sum", CURE)
+    if getattr(pooled, "within", None) is not None or getattr(received, "how", "sum") != "sum":
+        raise ParameterError(f"{pooled!r} and {received!r}", "a map of all pairs, and received(), the sum", CURE)
 
 
 def _dense(seen: Any, run: Sequence[Any], entry: int) -> Dense:

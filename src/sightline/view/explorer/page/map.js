@@ -291,7 +291,8 @@ class HeadMap {
         const first = Math.max(Math.floor(from + p / scale + 1e-6), 0), end = Math.min(Math.max(Math.floor(from + (p + step) / scale + 1e-6), first + 1), values.length);
         let sum = 0;
         for (let k = first; k < end; k++) sum += values[k];
-        if (end > first) draw(p, Math.max(step - (step > 4 ? 1 : 0), 1), sum / (end - first) / most);
+        const at = Math.round(p), size = Math.max(Math.round(p + step) - at - (step > 4 ? 1 : 0), 1); // whole pixels: no seams
+        if (end > first) draw(at, size, sum / (end - first) / most);
       }
     };
     context.save();

@@ -31,7 +31,7 @@ class Panel {
     this.token.textContent = visible(tokens[active.at]);
     this.token.title = tokens[active.at];
     const kind = layer.self ? 'token' : active.side;
-    this.place.textContent = `${kind} ${count(active.at)} of ${count(tokens.length)}`;
+    this.place.textContent = `${kind} ${count(active.at)} of 0–${count(tokens.length - 1)}`;
     const facts = [];
     if (asQuery) facts.push(this.entropy(layer.entropy(state.head)[active.at]));
     if (asKey) facts.push(this.received(layer.received(state.head), active.at));
