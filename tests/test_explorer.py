@@ -247,6 +247,23 @@ def test_dragging_pans_and_the_grid_chooses(page):
 
 
 @needs_browser
+def test_many_events_are_one_frame(page):
+    page.js("window.drawn = 0; sightline.map.draw = () => { window.drawn++; }")
+    page.js("for (let k = 0; k < 5; k++) { sightline.redraw(); sightline.redraw(); sightline.hover({ i: k, j: k }); }")
+    page.frame()
+    assert page.js("window.drawn") == 1
+
+
+@needs_browser
+def test_zooming_keeps_what_is_under_the_pointer(page):
+    at = cell(page, 40, 100)
+    for factor in (3, 2, 0.5):
+        page.js(f"sightline.map.zoom({factor}, {{ clientX: {at[0]}, clientY: {at[1]} }}, false)")
+        page.frame()
+        assert page.js(f"sightline.map.at({{ clientX: {at[0]}, clientY: {at[1]} }})") == {"i": 40, "j": 100}
+
+
+@needs_browser
 def test_light_dark_and_narrow(page):
     page.media(prefers_color_scheme="dark")
     page.frame()

@@ -160,16 +160,15 @@ class Explorer {
 
   /** Once a frame, however many events ask. */
   soon(what) {
-    (this.asked ??= new Set()).add(what);
-    if (this.asked.size === 1) {
-      requestAnimationFrame(() => {
-        const asked = this.asked;
-        this.asked = null;
-        if (asked.has('link')) this.link();
-        else if (asked.has('marks')) this.marked();
-        else this.map.draw();
-      });
-    }
+    if (this.asked) return this.asked.add(what);
+    this.asked = new Set([what]);
+    return requestAnimationFrame(() => {
+      const { asked } = this;
+      this.asked = null;
+      if (asked.has('link')) this.link();
+      else if (asked.has('marks')) this.marked();
+      else this.map.draw();
+    });
   }
 
   redraw() { if (this.map?.view) this.soon('map'); }
