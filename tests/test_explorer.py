@@ -2,6 +2,7 @@
 
 import json
 from decimal import ROUND_HALF_UP, Context
+from xml.etree import ElementTree
 
 import browser
 import numpy as np
@@ -289,6 +290,33 @@ def test_the_exported_picture(page):
     assert found[0] is True
     assert found[1] > 100
     assert found[2] == "data:image/png;base64,"
+
+
+@needs_browser
+def test_the_exported_drawing(page, written, tmp_path):
+    """SVG is well-formed, holds a rectangle for every cell in view in its colour, and the tokens as text."""
+    tokens, weights = written[1:]
+    page.js("sightline.map.go({ x: 0, y: 0, sx: 60, sy: 60 }, false)")
+    root = ElementTree.fromstring(page.js("sightline.vector()"))
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "A <b>title</b> & $more: Layer 0, head 0" in texts
+    assert set(tokens[:3]) < set(texts)
+    colours = [node.get("fill") for node in root.iter("{http://www.w3.org/2000/svg}rect")]
+    palette = page.js("[...sightline.colours].map(css)")
+    most = float(weights[0][0].max())
+    for share in weights[0][0][:3, :3].ravel() / most:
+        assert palette[max(int(np.floor(1024 * float(share) + 0.5)), 1)] in colours
+
+
+@needs_browser
+def test_saved_files(page, tmp_path):
+    page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    page.key("e")
+    page.key("s")
+    for ending, start in (("png", b"\x89PNG"), ("svg", b"<svg")):
+        path = tmp_path / f"a-b-title-b-more-layer-0-head-0.{ending}"
+        page.until(lambda path=path: path.exists() and path.stat().st_size)
+        assert path.read_bytes().startswith(start)
 
 
 def large(n, rng, heads=2, k=8):

@@ -18,7 +18,8 @@ from .watched import from_seen
 
 __all__ = ["contents", "html", "program", "save_html", "short_name", "style"]
 
-PARTS = ("numbers", "layers", "grid", "map", "strip", "panel", "explorer")  # in the order they read each other
+# what a page runs, in the order of the reading
+PARTS = ("numbers", "layers", "grid", "map", "strip", "panel", "vector", "explorer")
 STORED = {"float16": "f2", "float32": "f4", "int32": "i4"}
 
 

@@ -7,7 +7,7 @@ const HELP = [
   ['+  −  0', 'zoom in, out, all of it; wheel and pinch too, dragging pans'],
   ['Click', 'keeps a token; hovering others then tells the weight between the two'],
   ['Esc', 'lets it go'],
-  ['e', 'export the map as PNG'],
+  ['e  s', 'save the map as PNG, as SVG'],
   ['t', 'light or dark'],
   ['?', 'this help'],
 ];
@@ -75,7 +75,8 @@ class Explorer {
       make('label', 'sl-searchbox', {}, this.search, this.found),
       select('What colours follow', Object.entries(SCALES).map(([name, [text]]) => [name, text]), (scale) => this.recolour({ scale })),
       select('Colours', [['ink', 'ink'], ['cividis', 'cividis']], (colour) => this.recolour({ colour })),
-      button('Export', 'Export the map as PNG (e)', () => this.export()),
+      button('PNG', 'Save the map as PNG (e)', () => this.export('png')),
+      button('SVG', 'Save the map as SVG (s)', () => this.export('svg')),
       button('◐', 'Light or dark (t)', () => this.turn(), 'sl-icon'),
       button('?', 'Help (?)', () => this.help.showModal(), 'sl-icon'));
     const zooms = make('div', 'sl-zooms', {}, button('−', 'Zoom out (−)', () => this.map.zoom(0.5), 'sl-icon'),
@@ -254,7 +255,7 @@ class Explorer {
       '/': () => { this.search.focus(); this.search.select(); },
       '+': () => this.map.zoom(2), '=': () => this.map.zoom(2), '-': () => this.map.zoom(0.5), 0: () => this.map.fit(),
       Escape: () => { this.last = null; this.pick(null); },
-      e: () => this.export(), t: () => this.turn(), '?': () => this.help.showModal(),
+      e: () => this.export('png'), s: () => this.export('svg'), t: () => this.turn(), '?': () => this.help.showModal(),
     };
     if (arrows && tokens) this.step(...arrows);
     else if (arrows) {
@@ -314,40 +315,53 @@ class Explorer {
     this.marked();
   }
 
-  /** The map as it is seen, at three times the pixels, with its title and its scale. */
-  picture() {
-    const ratio = 3, { map, inks, layer, state, manifest } = this, canvas = make('canvas'), head = 44, foot = 28;
-    canvas.width = map.width * ratio;
-    canvas.height = (map.height + head + foot) * ratio;
-    const context = canvas.getContext('2d');
-    context.scale(ratio, ratio);
+  /** The map as it is seen, with its title and its scale, on a context of so many pixels for one; its size. */
+  compose(context, ratio) {
+    const { map, inks, layer, state, manifest } = this, head = 44, size = [map.width, map.height + head + 28];
     context.fillStyle = inks.ground;
-    context.fillRect(0, 0, map.width, map.height + head + foot);
-    context.fillStyle = inks.ink;
-    context.font = `600 14px ${inks.font}`;
-    context.fillText(`${manifest.title}: ${layer.name}, head ${layer.called(state.head)}`, 16, 28, map.width - 32);
+    context.fillRect(0, 0, ...size);
+    Object.assign(context, { fillStyle: inks.ink, font: `600 14px ${inks.font}` });
+    context.fillText(`${manifest.title}: ${layer.name}, head ${layer.called(state.head)}`, 16, 28);
     context.save();
     context.translate(0, head);
     map.paint(context, ratio);
     context.restore();
+    this.drawLegend(); // of the level that was painted, which may be finer than the screen's
     const y = map.height + head + 4;
     context.drawImage(this.bar, 30, y, 160, 8);
-    context.fillStyle = inks.muted;
-    context.font = `11px ${inks.font}`;
-    context.textAlign = 'left';
-    context.textBaseline = 'top';
+    Object.assign(context, { fillStyle: inks.muted, font: `11px ${inks.font}`, textAlign: 'left', textBaseline: 'top' });
     context.fillText('0', 16, y - 2);
     context.fillText(`${this.legendMost.textContent}   ${this.legendText.textContent}`, 198, y - 2);
+    return size;
+  }
+
+  /** At three pixels for one. */
+  picture() {
+    const canvas = make('canvas'), context = canvas.getContext('2d'), ratio = 3;
+    Object.assign(canvas, { width: this.map.width * ratio, height: (this.map.height + 72) * ratio });
+    context.scale(ratio, ratio);
+    this.compose(context, ratio);
+    this.map.draw();
     return canvas;
   }
 
-  export() {
-    this.picture().toBlob((blob) => {
+  /** The same as lines, areas and text. */
+  vector() {
+    const context = new VectorContext(), size = this.compose(context, 3);
+    this.map.draw();
+    return context.text(...size);
+  }
+
+  export(kind) {
+    const save = (blob) => {
       const words = `${this.manifest.title} ${this.layer.name} head ${this.layer.called(this.state.head)}`;
-      const link = make('a', '', { href: URL.createObjectURL(blob), download: `${words.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, '-')}.png` });
+      const name = `${words.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, '-')}.${kind}`;
+      const link = make('a', '', { href: URL.createObjectURL(blob), download: name });
       link.click();
       setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-    });
+    };
+    if (kind === 'svg') save(new Blob([this.vector()], { type: 'image/svg+xml' }));
+    else this.picture().toBlob(save);
   }
 }
 

@@ -86,7 +86,7 @@ function palette(name, theme, scale, manifest) {
   return packed;
 }
 
-const css = (packed) => `rgb(${packed & 255} ${(packed >> 8) & 255} ${(packed >> 16) & 255})`;
+const css = (packed) => `rgb(${packed & 255},${(packed >> 8) & 255},${(packed >> 16) & 255})`;
 
 /** The entry of a palette for a value, the largest being `most`. */
 function shade(value, most) {
