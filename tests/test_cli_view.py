@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+import sightline
 from sightline.cli import main
-from sightline.cli.view import view
+from sightline.cli.view import _statistics, view
 
 TEXTS = ["the cat ate", "a rat"]
 
@@ -79,6 +80,15 @@ def test_two_texts_become_a_page(fake, tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert f"Wrote {path}" in said
     assert "2 texts, 2 layers of up to 3 heads, 3 tokens" in said
+
+
+def test_long_texts_are_asked_for_in_linear_memory(monkeypatch):
+    for name in ("pooled", "top_k", "entropy", "received"):
+        monkeypatch.setattr(sightline, name, lambda *given, name=name: (name, *given), raising=False)
+    config = SimpleNamespace(num_hidden_layers=12, num_attention_heads=12)
+    assert [statistic.name for statistic in _statistics(config, 1, 200)] == ["weights"]
+    asked = [("pooled", 256, 256), ("top_k", 8), ("entropy",), ("received",)]
+    assert _statistics(config, 1, 100_000) == asked
 
 
 def test_opened_in_the_browser(fake, tmp_path, monkeypatch):

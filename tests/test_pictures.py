@@ -167,8 +167,7 @@ def test_tiles_of_what_is_no_mask():
         tile_map(causal(), 0)
 
 
-@pytest.mark.parametrize("ending", SIGNATURES)
-def test_files(cat, tmp_path, ending):
+def test_files(cat, tmp_path):
     weights, tokens = cat
     figure = Figure(figsize=(8, 8), layout="constrained")
     axes = figure.subplots(2, 3).ravel()
@@ -182,7 +181,8 @@ def test_files(cat, tmp_path, ending):
         tile_map(causal(), MANY, None, axes[5]),
     )
     assert all(one is axis for one, axis in zip(drawn, axes, strict=True))
-    assert save(figure, tmp_path / f"all.{ending}").read_bytes().startswith(SIGNATURES[ending])
+    for ending, start in SIGNATURES.items():
+        assert save(figure, tmp_path / f"all.{ending}").read_bytes().startswith(start)
 
 
 @pytest.mark.parametrize(
