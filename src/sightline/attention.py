@@ -58,7 +58,7 @@ def attention(
     seed : int, required with dropout for NumPy arrays
         The same seed drops the same weights with every kernel. torch draws it from its own generator.
     see : list of statistics, optional
-        What to know of the weights, as `[lse(), weights()]`.
+        What to know of the weights, as `[lse(), top_k(5), received().mean("heads")]`: `sightline.observe`.
     kernel : str, optional
         Take this kernel and no other.
     threads : int, optional
@@ -69,7 +69,7 @@ def attention(
     -------
     output : (..., H, n, d_v), the inputs' dtype; 0 for a query that sees nothing
     seen : tuple, only where `see` was given
-        One entry per statistic.
+        One entry per statistic, an array or a named tuple of arrays.
 
     Raises
     ------
@@ -210,7 +210,7 @@ def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[T
 
     Parameters
     ----------
-    query, key, value, **options : as in `attention`: mask, score, scale, sinks, kernel, threads
+    query, key, value, **options : as in `attention`: mask, score, scale and sinks
 
     Yields
     ------
@@ -231,12 +231,10 @@ def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[T
     >>> [tile.weights.sum().round(2) for tile in sightline.tiles(x, x, x, mask=sightline.causal())]
     [np.float32(3.0)]
     """
-    kernel, threads = options.pop("kernel", None), options.pop("threads", None)
-    check_choice(kernel, threads)
     problem = pose(query, key, value, **options)
     plain = {name: arrays.plain(getattr(problem, name)) for name in ("query", "key", "value")}
     problem = replace(problem, **plain)
-    lse = solve(problem, kernel, threads).lse
+    lse = Streaming().run(problem).lse  # made from the same scores as the tiles
     work = streaming.Work(problem)
 
     def each() -> Iterator[Tile]:
