@@ -13,6 +13,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ __all__ = ["DOORS", "Door", "known", "remember", "spelled"]
 
 MOST = 256  # prepared calls in memory
 LONGEST = 48  # words of a formula spelled at every call
+KEY_SHAPE, VALUE_SHAPE = 3, 6  # places in what `Door.layouts` gives
 
 _guard = threading.Lock()
 
@@ -40,7 +42,7 @@ class Door:
 
     Parameters
     ----------
-    layouts : (query, key, value) → shapes, strides, dtypes and whatever else decides the road; None for the whole road
+    layouts : (query, key, value) → shape, strides and dtype of each; None for the whole road
     address : array → address of its first entry
     empty : array like the output → function (query) that allocates another
     """
@@ -60,10 +62,10 @@ class _Entry:
     prepared: Prepared
 
     def answer(self, query: Any, key: Any, value: Any, threads: int | None) -> Any:
+        """The output; None where the kernel leaves it to the whole road."""
         address, output = self.door.address, self.empty(query)
         places = address(query), address(key), address(value), address(output)
-        self.prepared.run(threads, *places, (query, key, value, output))
-        return output
+        return output if self.prepared.run(threads, *places, (query, key, value, output)) else None
 
 
 def key_of(
@@ -138,12 +140,24 @@ def _text(formula: Expression) -> str | None:
 def known(asked: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
     """The prepared call with this key, a function of (query, key, value, threads); None where there is none."""
     entries = calls()
-    try:
-        entry: _Entry = entries[asked]
-        entries.move_to_end(asked)
-    except KeyError:  # never prepared, or dropped by another thread just now
+    entry: _Entry | None = entries.get(asked)
+    if entry is None:
+        asked = of_any_length(asked)
+        entry = entries.get(asked)
+    if entry is None:
         return None
+    with suppress(KeyError):  # dropped by another thread just now
+        entries.move_to_end(asked)
     return entry.answer
+
+
+def of_any_length(asked: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The key without the number of keys."""
+    layouts, *others = asked
+    shorter = list(layouts)
+    for place in (KEY_SHAPE, VALUE_SHAPE):
+        shorter[place] = (*layouts[place][:-2], layouts[place][-1])
+    return (tuple(shorter), *others)
 
 
 def remember(asked: tuple[Any, ...], arrays: tuple[Any, Any, Any], output: Any, result: Result) -> None:
@@ -152,6 +166,8 @@ def remember(asked: tuple[Any, ...], arrays: tuple[Any, Any, Any], output: Any, 
     if prepared is None or not prepared.fits(*map(door.address, arrays)):
         return
     entries = calls()
+    if prepared.any_length:
+        asked = of_any_length(asked)
     with _guard:
         entries[asked] = _Entry(door, door.empty(arrays[0], output), prepared)
         while len(entries) > MOST:

@@ -6,9 +6,9 @@ over rows of V.
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 
-Keys are cut into parts, as the problem alone decides, which threads take one by one; each part's output and lse are
-joined as `merge` joins them (Dao et al., "Flash-Decoding", 2023). A NaN raises `taint`, and the forward kernel, which
-knows what the mask hides, answers in its place.
+Keys are cut into parts, as the problem alone decides, which threads take one by one; who is done last with a row's
+parts joins them, always in their own order, as `merge` does (Dao et al., "Flash-Decoding", 2023). A NaN raises `taint`,
+and the forward kernel, which knows what the mask hides, answers in its place.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from .arguments import DECODE
 from .block import KEYS, Block
+from .functions import exp
 from .lanes import BFLOAT, BYTE, DOUBLE, INT64, Value, Variable
 
 __all__ = ["ROWS", "Decode"]
@@ -53,6 +54,8 @@ class Decode(Block):
             self.begin_rows()
             self.attend()
             self.hand_over()
+            with code.when(code.increment(given.done.at(self.rows_taken * 8), "acq_rel") == given.chunks - 1):
+                self.join()
         code.finish()
         return self.module
 
@@ -61,8 +64,8 @@ class Decode(Block):
         code, given = self.code, self.given
         heads, rows = given.H // given.group, given.group * given.n
         batches = (rows + (ROWS - 1)) // ROWS
-        self.part, place = item % given.chunks, item // given.chunks
-        batch, place = place % batches, place // batches
+        self.part, self.rows_taken = item % given.chunks, item // given.chunks
+        batch, place = self.rows_taken % batches, self.rows_taken // batches
         self.b, self.g = place // heads, place % heads
         self.first_row = batch * ROWS
         self.count = code.minimum(rows - self.first_row, ROWS)
@@ -77,6 +80,11 @@ class Decode(Block):
         """(h, i) of a row."""
         row = self.first_row + r
         return self.g * self.given.group + row // self.given.n, row % self.given.n
+
+    def row_of(self, r: Value) -> Value:
+        """A row's place in (B, H, n)."""
+        h, i = self.query_of(r)
+        return (self.b * self.given.H + h) * self.given.n + i
 
     def begin_rows(self) -> None:
         """Q's rows with the scale's sign; nothing seen yet."""
@@ -220,21 +228,52 @@ class Decode(Block):
         code, given, tiles = self.code, self.given, self.tiles
         unit = math.log(2) if self.structure.base_2 else 1.0
         with code.loop(0, self.count) as r:
-            h, i = self.query_of(r)
             total = self.totals.at(r * tiles.align).load(self.vector).sum()
             largest = self.largest.at(r * tiles.size).load(self.float).to(DOUBLE)
             nothing = total == 0.0
             safe = code.where(nothing, 1.0, total)
-            place = ((self.part * given.batches + self.b) * given.H + h) * given.n + i
+            place = self.part * (given.batches * given.H * given.n) + self.row_of(r)
             lse = code.fma(largest, unit, code.intrinsic("log", safe.to(DOUBLE)))
-            given.lse.at(place * 8).store(code.where(nothing, -math.inf, lse))
-            target, mark = given.output.at(place * self.wide), Variable(code, self.vector, 0.0)
+            given.part_lse.at(place * 8).store(code.where(nothing, -math.inf, lse))
+            target, mark = given.part_output.at(place * self.wide), Variable(code, self.vector, 0.0)
             with code.loop(0, self.wide, tiles.align) as at:
                 row = self.output.at(r * self.wide + at).load(self.vector)
                 mark.set(mark.get() + row * 0.0)
                 target.at(at).store(row / safe.spread(self.lanes))
             with code.when((mark.get() != 0.0).any()):
                 given.taint.store(code.value(1, INT64))
+
+    def join(self) -> None:
+        """output = Σ exp(lse_p − lse) output_p with lse = ln Σ exp lse_p, the sink counted; row by row."""
+        code, given, tiles = self.code, self.given, self.tiles
+        rows = given.batches * given.H * given.n  # of a part
+        with code.loop(0, self.count) as r:
+            h, _ = self.query_of(r)
+            row = self.row_of(r)
+            sink = given.sinks.at(h * 8).load(DOUBLE) if self.structure.sinks else code.value(-math.inf, DOUBLE)
+            largest = Variable(code, DOUBLE, sink)
+            with code.loop(0, given.chunks) as part:
+                lse = given.part_lse.at((part * rows + row) * 8).load(DOUBLE)
+                largest.set(code.maximum(lse, largest.get()))
+            shift = code.where(largest.get() == -math.inf, 0.0, largest.get())
+            total = Variable(code, DOUBLE, exp(code, sink - shift) if self.structure.sinks else 0.0)
+            with code.loop(0, given.chunks) as part:
+                place = given.part_lse.at((part * rows + row) * 8)
+                share = exp(code, place.load(DOUBLE) - shift)
+                place.store(share)
+                total.set(total.get() + share)
+            nothing = total.get() == 0.0
+            safe = code.where(nothing, 1.0, total.get())
+            lse = largest.get() + code.intrinsic("log", safe)
+            given.lse.at(row * 8).store(code.where(nothing, -math.inf, lse))
+            with code.loop(0, self.structure.d_v, self.lanes) as c:
+                whole = Variable(code, self.vector, 0.0)
+                with code.loop(0, given.chunks) as part:
+                    share = given.part_lse.at((part * rows + row) * 8).load(DOUBLE) / safe
+                    entries = given.part_output.at((part * rows + row) * self.wide + c * tiles.size).load(self.vector)
+                    whole.set(code.fma(entries, share.to(self.float), whole.get()))
+                target = given.output.at((row * self.structure.d_v + c) * self.form.bytes)
+                self.form.store(target, whole.get())
 
 
 def added(values: list[Value]) -> Value:

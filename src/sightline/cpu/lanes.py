@@ -434,9 +434,9 @@ class Code:
         function = self.declare("llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [POINTER, *words]))
         self.builder.call(function, [pointer.raw, INT32(0), INT32(2), INT32(1)])
 
-    def increment(self, pointer: Value) -> Value:
-        """The counter's value before one is added, atomically."""
-        return Value(self, self.builder.atomic_rmw("add", pointer.raw, INT64(1), "monotonic"))
+    def increment(self, pointer: Value, ordering: str = "monotonic") -> Value:
+        """The counter's value before one is added, atomically; with "acq_rel" who counts on sees what was written."""
+        return Value(self, self.builder.atomic_rmw("add", pointer.raw, INT64(1), ordering))
 
 
 def horner(code: Code, x: Value, coefficients: Sequence[float]) -> Value:

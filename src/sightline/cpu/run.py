@@ -28,10 +28,20 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     """Forward through the generated kernel; statistics beyond lse through `streaming`, scores and normaliser alike."""
     output = empty((*problem.lead, problem.H, problem.n, problem.d_v), problem.dtype, problem.query)
     lse = np.empty((*problem.lead, problem.H, problem.n), np.float64)
-    prepared, few = None, decodes(problem, processor)
-    if lse.size and not (few and decode(problem, output, lse, count(threads), processor)):
-        found = _forward(problem, output, lse, threads, processor)
-        prepared = None if few else found  # the next such call is the decoding kernel's again
+    prepared: Prepared | None = None
+    if lse.size:
+        few = decodes(problem, processor)
+        prepared = decode(problem, output, lse, threads, processor) if few else None
+        if prepared is None:
+            found = _forward(problem, output, lse, threads, processor)
+            prepared = None if few else found  # the next such call is the decoding kernel's again
+    if (
+        problem.tables
+        or problem.sinks is not None
+        or problem.dropout
+        or not (prepared and prepared.kept_for(processor))
+    ):
+        prepared = None
     lse = convert(lse, problem.query)
     if all(isinstance(statistic, Lse) for statistic in problem.see):
         seen = tuple(statistic.collect(problem, lse, lambda: iter(())) for statistic in problem.see)
@@ -40,7 +50,12 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     return Result(output, lse, seen, prepared)
 
 
-def _forward(problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor) -> Prepared | None:
+def _reads_more(problem: Problem) -> bool:
+    """Whether the answer depends on more than query, key and value hold."""
+    return bool(problem.tables or problem.sinks is not None or problem.dropout)
+
+
+def _forward(problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor) -> Prepared:
     machine = fitted(processor.machine, problem)
     block = block_of(problem.dtype, machine)
     inputs = Inputs(problem, block)
@@ -59,6 +74,4 @@ def _forward(problem: Problem, output: Any, lse: Any, threads: int | None, proce
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
     most = 1 if work < SMALL else int(fields["items"])
     processor.call(kernel, words, min(count(threads), most), (*inputs.kept, output))
-    if problem.tables or problem.sinks is not None or problem.dropout:
-        return None
-    return Prepared.of(kernel, words, most, lse.size, inputs.steady(lse), processor)
+    return Prepared(kernel, words, most, {"counter": 1, "lse": lse.size}, inputs.steady(lse))
