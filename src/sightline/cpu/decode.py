@@ -14,6 +14,7 @@ and the forward kernel, which knows what the mask hides, answers in its place.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from .arguments import DECODE
@@ -24,8 +25,10 @@ from .lanes import BFLOAT, BYTE, DOUBLE, INT64, Value, Variable
 __all__ = ["ROWS", "Decode"]
 
 ROWS = 32  # query rows taken through the keys together
+QUARTER = 16  # bytes of a vector within which lanes are shuffled fast, on any machine
 TOGETHER = 4  # rows, and keys, whose products are summed in registers together
-AHEAD = KEYS // 2  # keys whose rows are asked for before they are read
+LINE = 64  # bytes that memory gives at a time
+KEYS_AHEAD, VALUES_AHEAD = 2 * KEYS, KEYS  # rows asked for before they are read: keys beside values, values beside keys
 
 
 class Decode(Block):
@@ -44,7 +47,7 @@ class Decode(Block):
         self.wide = structure.d_v * tiles.size  # of a row of output
         self.queries = tiles.scratch(ROWS * self.long)
         self.scores, self.output = tiles.scratch(ROWS * self.line), tiles.scratch(ROWS * self.wide)
-        self.sums = tiles.scratch(TOGETHER * KEYS * tiles.align)
+        self.sums = tiles.scratch(TOGETHER * KEYS * tiles.align)  # unfinished
         self.totals = tiles.scratch(ROWS * tiles.align)
         self.largest, self.alpha = tiles.scratch(ROWS * tiles.size), tiles.scratch(ROWS * tiles.size)
         with code.forever() as leave:
@@ -120,32 +123,31 @@ class Decode(Block):
         code = self.code
         self.keys = code.minimum(self.given.m - j0, KEYS)
         self.key.stage(j0, self.keys)
-        self.value.stage(j0, self.keys)
+        self.values = self.given.operand("value", self.b, self.g).at(j0 * self.given.value_row)
         self.score_tile()
         with code.either(partial | (self.keys < KEYS)) as (yes, no):
             with yes, code.loop(0, self.count) as r:
                 self.softmax(r, j0, masked=True)
             with no, code.loop(0, self.count) as r:
                 self.softmax(r, j0, masked=False)
+        self.value.stage(j0, self.keys)
         self.weigh_values()
 
     # -- scores ---------------------------------------------------------------------------------------------------
     def score_tile(self) -> None:
-        """S[r][key], a few rows and keys at a time."""
+        """S[r][key], a few rows and keys at a time; values of the next tile are asked for meanwhile."""
         code, tiles = self.code, self.tiles
         rows = self.structure.together
         staged = self.key.by_row
+        part = QUARTER // tiles.size
+        long = KEYS // part * tiles.align  # bytes of a row's unfinished sums
         base, step = (self.key.block, self.key.row_step) if staged is None else (staged, self.key.long)
         with code.loop(0, self.count, rows) as first:
             queries = [self.queries.at(code.minimum(first + r, self.count - 1) * self.long) for r in range(rows)]
             with code.loop(0, self.keys, TOGETHER) as key:
                 keys = [base.at(code.minimum(key + k, self.keys - 1) * step) for k in range(TOGETHER)]
                 sums = [[Variable(code, self.vector, 0.0) for _ in keys] for _ in queries]
-                ahead = [
-                    rows_of.block.at((key + (k + AHEAD)) * rows_of.row_step)
-                    for rows_of in (self.key, self.value)
-                    for k in range(TOGETHER)
-                ]
+                ahead = [self.values.at((key + (k + VALUES_AHEAD)) * self.value.row_step) for k in range(TOGETHER)]
                 with code.loop(0, self.long, tiles.align) as at:
                     left = [query.at(at).load(tiles.numbers) for query in queries]
                     right = [row.at(at).load(tiles.numbers) for row in keys]
@@ -155,14 +157,15 @@ class Decode(Block):
                         for k, row in enumerate(right):
                             sums[r][k].set(tiles.multiply_add(query, row, sums[r][k].get()))
                 for r in range(rows):
-                    for k in range(TOGETHER):
-                        place = (key + k) * tiles.align + r * (KEYS * tiles.align)
-                        self.sums.at(place).store(sums[r][k].get(), tiles.align)
+                    for k, partial in enumerate(sums_within([sum.get() for sum in sums[r]], part)):
+                        place = (key // part + k) * tiles.align + r * long
+                        self.sums.at(place).store(partial, tiles.align)
             with code.loop(0, rows) as place, code.loop(0, self.keys, self.lanes) as key:
-                source = self.sums.at(place * (KEYS * tiles.align) + key * tiles.align)
-                vectors = [source.at(k * tiles.align).load(self.vector, tiles.align) for k in range(self.lanes)]
+                source = self.sums.at(place * long + key * (tiles.align // part))
+                count = self.lanes // part
+                vectors = [source.at(k * tiles.align).load(self.vector, tiles.align) for k in range(count)]
                 row = code.minimum(first + place, ROWS - 1)
-                self.scores.at(row * self.line + key * tiles.size).store(sums_of(vectors))
+                self.scores.at(row * self.line + key * tiles.size).store(sums_across(vectors, part))
 
     def softmax(self, r: Value, j0: Value, masked: bool) -> None:
         """P in place of a row of scores, and the row's running maximum and sum."""
@@ -204,18 +207,40 @@ class Decode(Block):
 
     # -- values ---------------------------------------------------------------------------------------------------
     def weigh_values(self) -> None:
-        """O[r] = α O[r] + Σ_j P[r][j] · V[j]."""
+        """O[r] = α O[r] + Σ_j P[r][j] · V[j]; keys of the tile after the next are asked for meanwhile."""
         code, tiles = self.code, self.tiles
         rows, vectors = self.structure.together, self.structure.d_v // self.lanes
         length = (self.keys + (tiles.pair - 1)) // tiles.pair
         matrix, stride = self.value.lines()
+        starts = range(0, vectors, tiles.vectors)
+
+        def asking(turn: int) -> Callable[[Value], None]:
+            """At each step the lines of the rows ahead that are this turn's."""
+            lines = range(turn * LINE, self.structure.d_k * self.form.bytes, LINE * len(starts))
+
+            def ask(k: Value) -> None:
+                for row in ((k * tiles.pair + (u + KEYS_AHEAD)) * self.key.row_step for u in range(tiles.pair)):
+                    for at in lines:
+                        code.prefetch(self.key.block.at(row).at(at))
+
+            return ask
+
         with code.loop(0, self.count, rows) as first:
             places = [code.minimum(first + r, ROWS - 1) for r in range(rows)]
             bases = [self.scores.at(place * self.line) for place in places]
-            for start in range(0, vectors, tiles.vectors):
+            for turn, start in enumerate(starts):
                 width = min(tiles.vectors, vectors - start)
                 sums = [[Variable(code, self.vector, 0.0) for _ in range(width)] for _ in range(rows)]
-                tiles.accumulate(sums, bases, tiles.size, matrix.at(start * tiles.align), length, stride, align=1)
+                tiles.accumulate(
+                    sums,
+                    bases,
+                    tiles.size,
+                    matrix.at(start * tiles.align),
+                    length,
+                    stride,
+                    align=1,
+                    beside=asking(turn),
+                )
                 for place, row in zip(places, sums, strict=True):
                     alpha = self.alpha.at(place * tiles.size).load(self.float)
                     for v, total in enumerate(row):
@@ -283,12 +308,18 @@ def added(values: list[Value]) -> Value:
     return values[0]
 
 
-def sums_of(vectors: list[Value]) -> Value:
-    """One vector whose lane k is the sum of the lanes of vector k.
+def sums_within(vectors: list[Value], part: int) -> list[Value]:
+    """For each `part` vectors one, whose lane k of every `part` lanes is the sum of these lanes of vector k."""
+    for _ in range(part.bit_length() - 1):
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [a.join(b, 0, 1, part) + a.join(b, 1, 1, part) for a, b in pairs]
+    return vectors
 
-    Two vectors become one of the sums of their neighbouring lanes, until one is left.
-    """
+
+def sums_across(vectors: list[Value], part: int) -> Value:
+    """One vector of the sums `sums_within` began: `part` lanes of it for each of the vectors."""
+    lanes = part * len(vectors)
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        vectors = [a.join(b, 0) + a.join(b, 1) for a, b in pairs]
+        vectors = [a.join(b, 0, part, lanes) + a.join(b, 1, part, lanes) for a, b in pairs]
     return vectors[0]

@@ -238,10 +238,17 @@ class Value:
             total = join(low, high)
         return total
 
-    def join(self, other: Value, first: int) -> Value:
-        """Every second lane of this vector and then of the other, from lane `first` on."""
+    def join(self, other: Value, part: int, unit: int, block: int) -> Value:
+        """In each block of lanes every second unit of this vector's lanes, then of the other's; the odd ones for 1."""
         lanes = lanes_of(self.type)
-        chosen = ir.Constant(vector(INT32, lanes), list(range(first, 2 * lanes, 2)))
+        places = [
+            vector_start + unit_start + k
+            for start in range(0, lanes, block)
+            for vector_start in (start, lanes + start)
+            for unit_start in range(part * unit, block, 2 * unit)
+            for k in range(unit)
+        ]
+        chosen = ir.Constant(vector(INT32, lanes), places)
         return Value(self.code, self.code.builder.shuffle_vector(self.raw, other.raw, chosen))
 
     def pick(self, places: Sequence[int]) -> Value:

@@ -104,8 +104,12 @@ class Tiles:
         count: Any,
         stride: Any = None,
         align: int | None = None,
+        beside: Callable[[Value], None] = lambda k: None,
     ) -> None:
-        """sums[r][v] += Σ_k base_r[k · step] · matrix[k · stride][v] for k < count; `step` and `stride` in bytes."""
+        """sums[r][v] += Σ_k base_r[k · step] · matrix[k · stride][v] for k < count; `step` and `stride` in bytes.
+
+        `beside` writes what else is to be done at each k.
+        """
         code = self.code
         stride = self.row_bytes if stride is None else stride
         align = self.align if align is None else align
@@ -113,6 +117,7 @@ class Tiles:
         def steps(first: Value, count: int) -> None:
             held = [[variable.get() for variable in row] for row in sums]
             for k in (first + u for u in range(count)):
+                beside(k)
                 row = matrix.at(k * stride)
                 lanes = [row.at(v * self.align).load(self.numbers, align) for v in range(len(held[0]))]
                 for r, base in enumerate(bases):
