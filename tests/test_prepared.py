@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import to_torch
@@ -582,3 +583,69 @@ def test_a_mask_of_an_older_cache_is_read(rng):
     output = sightline.attention(q, cache, mask=old)
     np.testing.assert_allclose(output, np.frombuffer(expected, np.float32).reshape(output.shape), rtol=1e-5)
     assert bits(output) != bits(sightline.attention(q, cache))
+
+
+# -- gradients and lse -------------------------------------------------------------------------------------------------
+
+
+def answers_and_gradients(given, direction, **options):
+    """Bits of the output and of the gradients of three fresh leaves."""
+    leaves = [x.clone().requires_grad_() for x in given]
+    output = sightline.attention(*leaves, **options)
+    return [bits(output), *map(bits, torch.autograd.grad(output, leaves, direction))]
+
+
+@pytest.mark.parametrize("formula", ["none", "causal, written anew", "both"])
+@pytest.mark.parametrize("shape", [(1, 2, 9, 8), (9, 8), (1, 2, 600, 16)], ids=str)
+def test_gradients_past_the_operator(rng, formula, shape, monkeypatch):
+    """The recorded call's first answer, its prepared ones and the operator's are the same bits."""
+    first, other = ([torch.from_numpy(x) for x in arrays(rng, (shape,) * 3)] for _ in range(2))
+    direction, options = torch.ones(shape), FORMULAS[formula]
+    answers_and_gradients(first, direction, **options())
+    found = hits(monkeypatch)
+    prepared = answers_and_gradients(other, direction, **options())
+    assert found or len(shape) < 4  # what is reshaped first goes the whole road
+    again.calls().clear()
+    assert answers_and_gradients(other, direction, **options()) == prepared
+    monkeypatch.setattr(again, "key_of", lambda *given: None)
+    assert answers_and_gradients(other, direction, **options()) == prepared
+
+
+def test_recomputed_gradients(rng):
+    given, direction = tensors(rng), torch.ones(1, 2, 9, 8)
+    expected = answers_and_gradients(given, direction)
+    for _ in range(2):
+        leaves = [x.clone().requires_grad_() for x in given]
+        output = torch.utils.checkpoint.checkpoint(sightline.attention, *leaves, use_reentrant=False)
+        assert [bits(output), *map(bits, torch.autograd.grad(output, leaves, direction))] == expected
+
+
+def test_gradients_of_gradients_of_prepared_calls(rng):
+    given = [torch.from_numpy(x).requires_grad_() for x in arrays(rng, ((1, 1, 3, 2),) * 3, np.float64)]
+    sightline.attention(*given)
+    assert torch.autograd.gradgradcheck(sightline.attention, given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(9, 8), (1, 2, 9, 8)], ids=str)
+@pytest.mark.parametrize("convert", [np.asarray, to_torch])
+def test_lse_is_prepared_too(rng, dtype, shape, convert, monkeypatch):
+    first, other = ([convert(x) for x in arrays(rng, (shape,) * 3, dtype)] for _ in range(2))
+    output, (expected,) = whole_road(other, see=[sightline.lse()])
+    whole_road(first, see=[sightline.lse()])
+    sightline.attention(*first)  # is another call: it has no lse to give
+    found = hits(monkeypatch)
+    again_output, (found_lse,) = sightline.attention(*other, see=[sightline.lse()])
+    assert found
+    assert bits(again_output) == bits(output)
+    assert (found_lse.dtype, found_lse.shape, bits(found_lse)) == (expected.dtype, expected.shape, bits(expected))
+    sightline.attention(*first, see=[sightline.lse()])
+    assert bits(found_lse) == bits(expected)  # nobody else's memory
+
+
+def test_gradients_of_lse_are_the_operators(rng):
+    given = tensors(rng)
+    for _ in range(2):
+        leaves = [x.clone().requires_grad_() for x in given]
+        _, (lse,) = sightline.attention(*leaves, see=[sightline.lse()])
+        assert torch.autograd.grad(lse.sum(), leaves[1])[0].abs().sum() > 0

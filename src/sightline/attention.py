@@ -96,9 +96,9 @@ def attention(
         key, value, mask = plain
         prepared = again.known(asked)
         if prepared is not None:
-            output = prepared(query, key, value, threads)
-            if output is not None:
-                return output
+            answer = prepared(query, key, value, threads)
+            if answer is not None:
+                return answer
     check_choice(kernel, threads)
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     options |= {"see": () if see is None else see}
@@ -111,7 +111,7 @@ def attention(
         result = solve(problem, kernel, threads)
         answer = shaped(problem, result)
         if asked is not None:
-            again.remember(asked, (query, key, value), answer[0], result)
+            again.remember(asked, (query, key, value), answer[0], result, again.with_lse if see else None)
     output, seen = answer
     return output if see is None else (output, seen)
 

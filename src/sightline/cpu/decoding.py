@@ -12,7 +12,7 @@ from .arguments import DECODE, pack
 from .block import KEYS
 from .call import Inputs, kernel_of, structure_of
 from .decode import ROWS, TOGETHER, Decode
-from .prepared import KEY, OUTPUT, QUERY, VALUE, Prepared
+from .prepared import KEY, LSE, OUTPUT, QUERY, VALUE, Prepared
 from .processor import Processor
 from .threads import count
 
@@ -20,7 +20,7 @@ __all__ = ["decode", "decodes"]
 
 ITEMS = 16  # pieces of work wanted, whatever the number of threads
 LEAST = 8 * KEYS  # keys worth a part of their own
-M, LSE, TOTAL, CHUNKS, CHUNK = map(list(DECODE).index, ("m", "lse", "items", "chunks", "chunk"))
+M, TOTAL, CHUNKS, CHUNK = map(list(DECODE).index, ("m", "items", "chunks", "chunk"))
 
 
 def decodes(problem: Problem, processor: Processor) -> bool:
@@ -39,7 +39,7 @@ def decode(problem: Problem, output: Any, lse: Any, threads: int | None, process
     call = Decoding(problem, inputs, processor)
     arrays = (*inputs.arrays.values(), output)
     query, key, value, place = (layout(array)[0] for array in arrays)
-    return call if call.run(threads, query, key, value, place, (*arrays, *inputs.kept), lse) else None
+    return call if call.run(threads, query, key, value, place, (*arrays, *inputs.kept, lse), lse.ctypes.data) else None
 
 
 class Decoding(Prepared):
@@ -88,9 +88,9 @@ class Decoding(Prepared):
         value: int,
         output: int,
         arrays: tuple[Any, ...],
-        lse: Any = None,
+        lse: int | None = None,
     ) -> bool:
-        """As `Prepared.run`; also into an array of lse. False too where there are few keys."""
+        """As `Prepared.run`, for keys of any number: it answers where they are many and no output is NaN or ∞."""
         m = arrays[1].shape[-2]
         if m < LEAST:
             return False
@@ -99,12 +99,12 @@ class Decoding(Prepared):
         whole, words, address = used
         words[QUERY], words[KEY], words[VALUE], words[OUTPUT] = query, key, value, output
         words[M], words[TOTAL], words[CHUNKS], words[CHUNK] = m, self.apart * parts, parts, chunk
-        words[LSE] = address + 8 * self.places["lse"] if lse is None else lse.ctypes.data
+        words[LSE] = address + self.own_lse if lse is None else lse
         whole[self.counter : self.places["part_lse"]] = 0  # counter, taint and done
         if self.any_length:
             words[self.places["run_last"]] = -(-m // KEYS)
         mine = whole[: self.template.size], min(count(threads), self.apart * parts)
-        self.processor.call(self.kernel, *mine, (arrays, lse, self.kept, whole))
+        self.processor.call(self.kernel, *mine, (arrays, self.kept, whole))
         answered = not words[self.places["taint"]]
         self.give_back(used)
         return answered

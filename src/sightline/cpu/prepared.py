@@ -21,7 +21,8 @@ __all__ = ["Prepared"]
 LARGEST = 1 << 20  # bytes of runs and offsets a prepared call may hold
 SCRATCH = 1 << 18  # bytes of words and their room above which they are allocated for each call
 LINE = 8  # words in a cache line: threads count in one and read the words in others
-QUERY, KEY, VALUE, OUTPUT = map(list(FORWARD).index, ("query", "key", "value", "output"))  # in every kernel's words
+# in every kernel's words
+QUERY, KEY, VALUE, OUTPUT, LSE = map(list(FORWARD).index, ("query", "key", "value", "output", "lse"))
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -48,7 +49,7 @@ class Prepared:
         for name, length in room.items():
             self.places[name] = self.size
             self.size += _lines(length)
-        self.counter = self.places["counter"]
+        self.counter, self.own_lse = self.places["counter"], 8 * self.places["lse"]
         self.idle: list[tuple[Any, Any, int]] = []  # words nobody uses now; pop and append are one step each
 
     def kept_for(self, processor: Processor) -> bool:
@@ -59,14 +60,24 @@ class Prepared:
         """Whether arrays at these addresses are those it was prepared with, not copies of them."""
         return bool((self.template[[QUERY, KEY, VALUE]] == [query, key, value]).all())
 
-    def run(self, threads: int | None, query: int, key: int, value: int, output: int, arrays: tuple[Any, ...]) -> bool:
+    def run(
+        self,
+        threads: int | None,
+        query: int,
+        key: int,
+        value: int,
+        output: int,
+        arrays: tuple[Any, ...],
+        lse: int | None = None,
+    ) -> bool:
         """The kernel on arrays at these addresses; `arrays` are they, held while threads of the pool may work.
 
-        Returns whether it answered.
+        lse goes to room of the call's own where no address is given. Returns whether it answered.
         """
         used = self.words()
         whole, words, address = used
         words[QUERY], words[KEY], words[VALUE], words[OUTPUT] = query, key, value, output
+        words[LSE] = address + self.own_lse if lse is None else lse
         words[self.counter] = 0
         if self.most == 1:
             self.function(address)

@@ -17,7 +17,7 @@ from .. import streaming
 from ..attention import differentiate, solve
 from .question import SCHEMA, Question
 
-__all__ = ["attention", "attention_backward"]
+__all__ = ["attention", "attention_backward", "gradient"]
 
 
 def _as_written(computation: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
@@ -60,7 +60,7 @@ attention.register_fake(_answer_shapes)
 
 
 @_as_written
-def _gradient(
+def gradient(
     gradients: list[Tensor], given: list[int], wanted: list[int], output: Tensor, lse: Tensor, *arguments: Any
 ) -> list[Tensor]:
     """Gradients of `Question.inputs`; `gradients` are those of the answer's entries numbered in `given`."""
@@ -73,7 +73,7 @@ def _gradient_shapes(_: Any, given: Any, wanted: list[int], output: Any, lse: An
 
 attention_backward = torch.library.custom_op(
     "sightline::attention_backward",
-    _gradient,
+    gradient,
     mutates_args=(),
     schema=f"(Tensor[] gradients, int[] given, int[] wanted, Tensor output, Tensor lse, {SCHEMA}) -> Tensor[]",
 )
