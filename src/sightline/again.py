@@ -13,7 +13,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -166,8 +165,10 @@ def known(asked: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] 
         entry = entries.get(asked)
     if entry is None:
         return None
-    with suppress(KeyError):  # dropped by another thread just now
+    try:
         entries.move_to_end(asked)
+    except KeyError:  # dropped by another thread just now
+        pass
     return entry.answer
 
 

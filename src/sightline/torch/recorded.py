@@ -52,9 +52,9 @@ class _Attention(torch.autograd.Function):
         return (*found, None, None)
 
 
-def wants_gradients(*arrays: Tensor) -> bool:
+def wants_gradients(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch is to take gradients with respect to any of these."""
-    return any(array.requires_grad for array in arrays) and torch.is_grad_enabled()
+    return (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
 
 
 def watched() -> bool:
