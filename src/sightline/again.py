@@ -158,17 +158,16 @@ def _text(formula: Expression) -> str | None:
 
 def known(asked: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
     """The prepared call with this key, a function of (query, key, value, threads); None where there is none."""
+    return _found(asked) or _found(of_any_length(asked))
+
+
+def _found(asked: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
     entries = calls()
-    entry: _Entry | None = entries.get(asked)
-    if entry is None:
-        asked = of_any_length(asked)
-        entry = entries.get(asked)
-    if entry is None:
-        return None
     try:
+        entry: _Entry = entries[asked]
         entries.move_to_end(asked)
-    except KeyError:  # dropped by another thread just now
-        pass
+    except KeyError:  # never prepared, or dropped by another thread just now
+        return None
     return entry.answer
 
 
