@@ -55,7 +55,7 @@ def test_drawn_problems(dtype, taken):
         seed=st.integers(0, 99),
     )
     def conforms(group, queries, keys, width, mask, extra, seed):
-        x = arrays(dtype, (), 2 * group, 2, queries, keys, width, 32, seed)
+        x = arrays(dtype, (), 2 * group, 2, queries, keys, width, 160 - 2 * width, seed)
         if "sinks" in extra:
             extra = {"sinks": np.linspace(-1, 1, 2 * group).astype(np.float32)}
         assert_conforms(Cpu().run, pose(*(y[None] for y in x), mask=MASKS[mask], see=[lse()], **extra))

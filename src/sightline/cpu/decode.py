@@ -20,7 +20,7 @@ from typing import Any
 from .arguments import DECODE
 from .block import KEYS, Block
 from .functions import exp
-from .lanes import BFLOAT, BYTE, DOUBLE, INT64, Value, Variable
+from .lanes import BFLOAT, BYTE, DOUBLE, INT16, INT64, Value, Variable, vector
 
 __all__ = ["ROWS", "Decode"]
 
@@ -41,7 +41,7 @@ class Decode(Block):
         self.begin(name)
         code, given, tiles, structure = self.code, self.given, self.tiles, self.structure
         self.key = self.rows(1, along=not self.paired, down=False)
-        self.value = self.rows(2, along=False, down=True)
+        self.value = self.rows(2, along=False, down=not self.paired)
         self.long = tiles.pairs(structure.d_k) * tiles.size  # bytes of a query row
         self.line = KEYS * tiles.size  # of a row of scores
         self.wide = structure.d_v * tiles.size  # of a row of output
@@ -211,19 +211,23 @@ class Decode(Block):
         code, tiles = self.code, self.tiles
         rows, vectors = self.structure.together, self.structure.d_v // self.lanes
         length = (self.keys + (tiles.pair - 1)) // tiles.pair
-        matrix, stride = self.value.lines()
+        matrix, stride = self.value.lines()  # not of pairs
         starts = range(0, vectors, tiles.vectors)
 
-        def asking(turn: int) -> Callable[[Value], None]:
-            """At each step the lines of the rows ahead that are this turn's."""
+        def reading(turn: int, width: int) -> Callable[[Value], list[Value]]:
+            """A step's values; the lines of keys ahead that are this turn's are asked for."""
             lines = range(turn * LINE, self.structure.d_k * self.form.bytes, LINE * len(starts))
+            places = [(starts[turn] + v) * tiles.align for v in range(width)]
 
-            def ask(k: Value) -> None:
+            def read(k: Value) -> list[Value]:
                 for row in ((k * tiles.pair + (u + KEYS_AHEAD)) * self.key.row_step for u in range(tiles.pair)):
                     for at in lines:
                         code.prefetch(self.key.block.at(row).at(at))
+                if self.paired:
+                    return self.pairs_of_values(k, places)
+                return [matrix.at(k * stride + place).load(tiles.numbers) for place in places]
 
-            return ask
+            return read
 
         with code.loop(0, self.count, rows) as first:
             places = [code.minimum(first + r, ROWS - 1) for r in range(rows)]
@@ -231,21 +235,24 @@ class Decode(Block):
             for turn, start in enumerate(starts):
                 width = min(tiles.vectors, vectors - start)
                 sums = [[Variable(code, self.vector, 0.0) for _ in range(width)] for _ in range(rows)]
-                tiles.accumulate(
-                    sums,
-                    bases,
-                    tiles.size,
-                    matrix.at(start * tiles.align),
-                    length,
-                    stride,
-                    align=1,
-                    beside=asking(turn),
-                )
+                tiles.accumulate(sums, bases, tiles.size, matrix, length, read=reading(turn, width))
                 for place, row in zip(places, sums, strict=True):
                     alpha = self.alpha.at(place * tiles.size).load(self.float)
                     for v, total in enumerate(row):
                         at = self.output.at(place * self.wide + (start + v) * tiles.align)
                         at.store(code.fma(at.load(self.vector), alpha, total.get()))
+
+    def pairs_of_values(self, k: Value, places: list[int]) -> list[Value]:
+        """V's rows 2k and 2k + 1 as pairs, in registers: columns change places within every two vectors."""
+        rows = [
+            self.value.block.at(self.code.minimum(k * 2 + u, self.keys - 1) * self.value.row_step) for u in range(2)
+        ]
+        found: list[Value] = []
+        for place in places[::2]:
+            low, high = (row.at(place // 2).load(vector(INT16, 2 * self.lanes)) for row in rows)
+            part = QUARTER // 2  # lanes
+            found += [low.braid(high, half, 1, part).cast(self.tiles.numbers) for half in range(2)]
+        return found
 
     # -- the end of the part --------------------------------------------------------------------------------------
     def hand_over(self) -> None:
@@ -261,10 +268,14 @@ class Decode(Block):
             lse = code.fma(largest, unit, code.intrinsic("log", safe.to(DOUBLE)))
             given.part_lse.at(place * 8).store(code.where(nothing, -math.inf, lse))
             target, mark = given.part_output.at(place * self.wide), Variable(code, self.vector, 0.0)
-            with code.loop(0, self.wide, tiles.align) as at:
-                row = self.output.at(r * self.wide + at).load(self.vector)
-                mark.set(mark.get() + row * 0.0)
-                target.at(at).store(row / safe.spread(self.lanes))
+            step = tiles.pair * tiles.align
+            with code.loop(0, self.wide, step) as at:
+                found = [self.output.at(r * self.wide + at + k).load(self.vector) for k in range(0, step, tiles.align)]
+                if self.paired:  # columns as they were
+                    found = [found[0].braid(found[1], half, QUARTER // tiles.size) for half in range(2)]
+                for k, row in enumerate(found):
+                    mark.set(mark.get() + row * 0.0)
+                    target.at(at + k * tiles.align).store(row / safe.spread(self.lanes))
             with code.when((mark.get() != 0.0).any()):
                 given.taint.store(code.value(1, INT64))
 

@@ -28,7 +28,7 @@ def decodes(problem: Problem, processor: Processor) -> bool:
     lanes = processor.machine.width // (8 if problem.dtype == "float64" else 4)
     paired = problem.dtype == "bfloat16" and processor.machine.bf16_dot
     units = all(layout(x)[1][-1] == x.itemsize for x in (problem.key, problem.value))
-    whole = problem.d_k % (lanes * (1 + paired)) == 0 and problem.d_v % lanes == 0
+    whole = problem.d_k % (lanes * (1 + paired)) == 0 and problem.d_v % (lanes * (1 + paired)) == 0
     shared = problem.mask is None or "h" not in problem.mask.reads
     return problem.n <= ROWS and problem.m >= LEAST and not problem.dropout and whole and units and shared
 

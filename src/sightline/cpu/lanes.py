@@ -211,6 +211,10 @@ class Value:
         """The same bits read as another type of the same width."""
         return Value(self.code, self.code.builder.bitcast(self.raw, vector(element(kind), lanes_of(self.type))))
 
+    def cast(self, kind: Type) -> Value:
+        """The same bits as lanes of another width."""
+        return Value(self.code, self.code.builder.bitcast(self.raw, kind))
+
     def spread(self, lanes: int) -> Value:
         """A scalar in every lane; a vector as it is."""
         if lanes == 1 or isinstance(self.type, ir.VectorType):
@@ -258,11 +262,17 @@ class Value:
         chosen = ir.Constant(vector(INT32, len(places)), list(places))
         return Value(self.code, self.code.builder.shuffle_vector(self.raw, self.raw, chosen))
 
-    def braid(self, other: Value, half: int) -> Value:
-        """The lanes of this vector and the other in turn, of their first halves or of their second."""
+    def braid(self, other: Value, half: int, unit: int = 1, block: int | None = None) -> Value:
+        """Units of lanes of this vector and the other in turn, of the first or second half of each block of lanes."""
         lanes = lanes_of(self.type)
-        start = half * lanes // 2
-        chosen = [start + k // 2 + k % 2 * lanes for k in range(lanes)]
+        block = block or lanes
+        chosen = [
+            at + k + vector_start
+            for start in range(half * block // 2, lanes, block)
+            for at in range(start, start + block // 2, unit)
+            for vector_start in (0, lanes)
+            for k in range(unit)
+        ]
         places = ir.Constant(vector(INT32, lanes), chosen)
         return Value(self.code, self.code.builder.shuffle_vector(self.raw, other.raw, places))
 
