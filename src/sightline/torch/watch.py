@@ -77,11 +77,15 @@ def watch(
         )
     modules = wanted(found, see, layers, heads)
     with ExitStack() as leaving:
+        for encoder in model.modules():  # it makes nested tensors for the fast path of its layers, whatever they say
+            if getattr(encoder, "use_nested_tensor", False):
+                leaving.callback(setattr, encoder, "use_nested_tensor", True)
+                encoder.use_nested_tensor = False
         for module in modules.values():
             if type(module) is nn.MultiheadAttention:
                 leaving.callback(setattr, module, "__class__", nn.MultiheadAttention)
                 module.__class__ = MultiHeadAttention  # the same parameters and state
-                leaving.callback(module.register_forward_pre_hook(_nothing).remove)  # torch's fast path heeds hooks
+                leaving.callback(module.register_forward_pre_hook(_nothing).remove)  # the fast path heeds hooks
         yield leaving.enter_context(watching(modules, see, heads, tokens))
 
 
