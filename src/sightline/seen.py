@@ -74,8 +74,8 @@ class Call:
         if missing:
             raise ParameterError(f"heads {missing} of {self.layer}", f"heads {list(self.heads)}", "heads=[0], say")
         places = [self.heads.index(head) for head in heads]
-        results = tuple(each(lambda array: array[:, places], result) for result in self.results)
-        return replace(self, heads=tuple(heads), results=results)
+        pairs = zip(self.statistics, self.results, strict=True)
+        return replace(self, heads=tuple(heads), results=tuple(_of_heads(*pair, places) for pair in pairs))
 
     def __repr__(self) -> str:
         statistics = ", ".join(map(repr, self.statistics))
@@ -233,6 +233,14 @@ def each(function: Callable[[Any], Any], result: Any) -> Any:
     if isinstance(result, tuple):
         return type(result)(*map(function, result))
     return function(result)
+
+
+def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
+    """The result at these places of its head axis."""
+    axis = getattr(statistic, "head_axis", lambda lead: lead)(1)
+    if axis is None:
+        raise ParameterError(f"heads of {statistic!r}", "statistics of each head", "leave heads=... out")
+    return each(lambda array: array[(slice(None),) * axis + (places,)], result)
 
 
 def _entries(labels: Any) -> Labels:

@@ -80,7 +80,7 @@ def watch(
         for encoder in model.modules():  # it makes nested tensors for the fast path of its layers, whatever they say
             if getattr(encoder, "use_nested_tensor", False):
                 leaving.callback(setattr, encoder, "use_nested_tensor", True)
-                encoder.use_nested_tensor = False
+                encoder.use_nested_tensor = False  # type: ignore[assignment]  # stubs know no attributes but modules'
         for module in modules.values():
             if type(module) is nn.MultiheadAttention:
                 leaving.callback(setattr, module, "__class__", nn.MultiheadAttention)
