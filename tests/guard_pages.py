@@ -3,8 +3,8 @@
     python guard_pages.py SEED COUNT [PAST]
 
 Query, key, value, tables, outputs and gradients lie between pages without rights, at the end of their own pages in one
-call and at the start in the next, in every dtype, forward and backward. With PAST, keys and values claim to have so
-many rows more than they do, to see that the kernel's reads are noticed.
+call and at the start in the next, in every dtype, forward, backward and one statistic. With PAST, keys and values
+claim to have so many rows more than they do, to see that the kernel's reads are noticed.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import sightline
 from sightline import b, h, i, j, s, table
-from sightline.cpu import Cpu, gradients
+from sightline.cpu import Cpu, gradients, observing
 from sightline.problem import pose
 
 DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
@@ -78,11 +78,26 @@ def question(rng, fences, past):
         {"mask": i + (m - n) >= j},
         {"mask": number[b, i] == number[b, j]},
         {"score": s + bias},
+        {"score": s + table(fences.around(rng.normal(size=(n, m)).astype(shift)))[i, j]},
         {"mask": i * 2 >= j, "score": sightline.softcap(5.0)},
         {"dropout": 0.3, "seed": 7, "sinks": rng.normal(size=G * group)},
         {"scale": -0.5, "mask": table(fences.around(rng.random((n, m)) < 0.6))[i, j], "score": s * 2 + bias},
-    ][rng.integers(7)]
+    ][rng.integers(8)]
     return pose(q, k, v, **options)
+
+
+def statistic(rng, problem, lse):
+    """One of the second pass's answers, with odd parameters."""
+    n, m = problem.n, problem.m
+    i0, j0 = rng.integers(0, n), rng.integers(0, m)
+    rows, columns = rng.integers(1, n - i0 + 1), rng.integers(1, m - j0 + 1)
+    how = ["mean", "max"][rng.integers(2)]
+    return [
+        lambda: observing.received(problem, lse, how, int(rng.integers(1, n + 1)), 2),
+        lambda: observing.pooled(problem, lse, int(rows), int(columns), how, ((i0, n), (j0, m)), 2),
+        lambda: observing.top_k(problem, lse, int(rng.integers(1, 12)), 2),
+        lambda: observing.weights(problem, lse, slice(i0, n), slice(j0, m), bool(rng.integers(2)), 2),
+    ][rng.integers(4)]()
 
 
 def main(seed, count, past=0):
@@ -90,10 +105,12 @@ def main(seed, count, past=0):
     plain_empty = np.empty
 
     def empty(shape, dtype=float, **_):
-        return fences.room(shape, dtype) if np.dtype(dtype).kind in "fV" else plain_empty(shape, dtype)
+        return fences.room(shape, dtype) if np.dtype(dtype).kind in "fVi" else plain_empty(shape, dtype)
 
     table_sums = gradients._table_sums
     gradients._table_sums = lambda *given: fences.around(table_sums(*given))
+    zeros = observing._zeros
+    observing._zeros = lambda *given: fences.around(zeros(*given))
     for call in range(count):
         fences.at_end = call % 2 == 0
         problem = question(rng, fences, past)
@@ -106,9 +123,11 @@ def main(seed, count, past=0):
             wanted = [k for k, entry in enumerate(problem.tables) if entry.kind == "float"]
             found = kernel.gradients(problem, d_output, d_lse, (answer.output, answer.lse), wanted, 2)
             assert found is not None
+            seen = statistic(rng, problem, fences.around(answer.lse))
+            assert seen is not None
         finally:
             np.empty = plain_empty
-        del answer, d_output, d_lse, found, problem
+        del answer, d_output, d_lse, found, seen, problem
         fences.clear()
     print("unharmed")
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from strategies import DTYPES, LAYOUTS, Case, cases
 
-from sightline import alibi, causal, documents, i, j, lse, padding, s, softcap, weights, window
+from sightline import alibi, bias, causal, dense, documents, i, j, lse, padding, s, softcap, weights, window
 from sightline.attention import KERNELS
 from sightline.problem import pose
 from sightline.testing import assert_conforms, guarded
@@ -85,6 +85,13 @@ ODD = {
     "packed": ({"shape": (1, 2, 600, 24)}, {"mask": documents(lengths=[1, 63, 65, 0, 471]) & causal()}),
     "capped, biased": ({"shape": (1, 3, 257, 48), "m": 130}, {"score": softcap(20.0), "mask": (i + j) % 3 != 0}),
     "alibi": ({"shape": (1, 5, 140, 80)}, {"score": alibi(5), "mask": i >= j}),
+    "tables by pair": (
+        {"shape": (2, 2, 130, 24), "m": 201},
+        {
+            "mask": dense(np.random.default_rng(1).random((2, 1, 130, 201)) < 0.7),
+            "score": bias(np.random.default_rng(2).normal(size=(2, 130, 201)).astype(np.float32)),
+        },
+    ),
     "large scores": ({"shape": (1, 2, 90, 64)}, {"scale": 2.0, "score": s * 4}),
 }
 

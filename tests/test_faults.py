@@ -11,10 +11,24 @@ import pytest
 from strategies import Case
 from test_gradients import by_cpu
 from test_gradients import check as check_gradients
+from test_observing import check_everything
 
 import sightline
 from sightline import h, i, j, s, table
-from sightline.cpu import Cpu, backward, block, forward, gradients, operands, run, tiles
+from sightline.cpu import (
+    Cpu,
+    backward,
+    block,
+    forward,
+    gradients,
+    keywise,
+    observe,
+    observing,
+    operands,
+    rowwise,
+    run,
+    tiles,
+)
 from sightline.cpu.machine import host
 from sightline.formula import bounds
 from sightline.problem import pose
@@ -29,6 +43,8 @@ PLACES = {  # what of a module the rest looks up, and where
     tiles: [(block, "Tiles")],
     operands: [(block, "Rows")],
     gradients: [(gradients, "gradients")],
+    keywise: [(observing, "Received"), (observing, "Pooled")],
+    rowwise: [(observing, "TopK"), (observing, "WeightTiles")],
     streaming: [],
 }
 
@@ -41,7 +57,7 @@ class Fault:
     before: str
     after: str
     more: tuple["Fault", ...] = ()
-    methods: tuple[str, ...] = ()  # of Block, where the fault is in block.py: its subclasses stay as they are
+    methods: tuple[str, ...] = ()  # of Block or Observe, where the fault is in theirs: subclasses stay as they are
 
 
 FORWARD = {
@@ -142,6 +158,23 @@ BACKWARD = {
     ),
 }
 
+SECOND = {
+    "off-by-one mask": Fault(
+        observe, "j = (j0 + key).to(self.integer)", "j = (j0 + key + 1).to(self.integer)", methods=("scores",)
+    ),
+    "wrong head of a group": Fault(observe, "self.h // given.group", "self.h % given.group", methods=("attend",)),
+    "queries before the first": Fault(observe, "code.maximum(first - self.i0, 0)", "first * 0", methods=("lanes_of",)),
+    "missed last block of queries": Fault(
+        keywise, "code.minimum(first + given.range, given.query_blocks)", "given.query_blocks - 1"
+    ),
+    "missed last key of a cell": Fault(keywise, "end - j0) as key:", "end - j0 - 1) as key:"),
+    "a cell too far": Fault(keywise, "(at.get() - given.first_key + 1)", "(at.get() - given.first_key + 30)"),
+    "lanes of all cells": Fault(keywise, "(lanes < end.to(whole))", "(lanes >= 0)"),
+    "a list moved down by the wrong score": Fault(rowwise, "old.set(above)", "old.set(s)"),
+    "keys left where they were": Fault(rowwise, "code.where(passes, place_above, ", "code.where(passes, j, "),
+    "missed tail of keys": Fault(rowwise, "code.loop(whole, stop) as key:", "code.loop(whole, whole) as key:"),
+}
+
 STREAMING = {
     "off-by-one mask": Fault(
         streaming,
@@ -183,7 +216,8 @@ def plant(fault, monkeypatch):
     together = [fault, *(other for other in fault.more if other.module is fault.module)]
     copy = broken(fault.module, *(line for part in together for line in (part.before, part.after)))
     for method in fault.methods:
-        monkeypatch.setattr(block.Block, method, getattr(copy.Block, method))
+        owner = "Observe" if fault.module is observe else "Block"
+        monkeypatch.setattr(getattr(fault.module, owner), method, getattr(getattr(copy, owner), method))
     for module, name in () if fault.methods else PLACES[fault.module]:
         monkeypatch.setattr(module, name, getattr(copy, name))
     for other in fault.more:
@@ -228,6 +262,13 @@ def check_backward(differentiate=by_cpu):
         {"dropout": 0.4, "seed": 5},
     ):
         check_gradients(Case(*small(), options), differentiate=differentiate)
+
+
+def check_second():
+    """Statistics of a problem with groups, a mask, and tails of queries and keys."""
+    q, k, v = (np.ascontiguousarray(x[:, :, :150]) for x in small())
+    x = np.concatenate([q, q[:, ::-1]], axis=1), np.concatenate([k, -k], axis=1), np.concatenate([v, v], axis=1)
+    check_everything(pose(*x, mask=i * 2 >= j))
 
 
 @pytest.mark.parametrize("kernel", [Cpu(), Streaming()], ids=lambda kernel: kernel.name)
@@ -276,6 +317,17 @@ def test_every_fault_in_the_backward_kernel_is_seen(fault, monkeypatch, fresh_ke
     plant(BACKWARD[fault], monkeypatch)
     with pytest.raises(AssertionError, match=RED):
         check_backward()
+
+
+def test_a_sound_second_pass_passes():
+    check_second()
+
+
+@pytest.mark.parametrize("fault", SECOND)
+def test_every_fault_in_the_second_pass_is_seen(fault, monkeypatch, fresh_kernels):
+    plant(SECOND[fault], monkeypatch)
+    with pytest.raises(AssertionError, match=f"{RED}|a key|not equal"):
+        check_second()
 
 
 def test_a_wrong_interval_is_seen(monkeypatch):

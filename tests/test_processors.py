@@ -5,6 +5,7 @@ What this processor can do runs here with fewer features; ARM runs under emulati
 
 import os
 import re
+from functools import partial
 
 import emulator
 import numpy as np
@@ -16,6 +17,7 @@ from llvmlite import ir
 from strategies import DTYPES, cases
 from test_conformance import arrays, serves
 from test_cpu import PROMISED, applied, check_promise
+from test_observing import check_everything
 
 import sightline
 from sightline import alibi, causal, documents, h, i, j, lse, padding, s, softcap, table, window
@@ -23,6 +25,7 @@ from sightline.cpu import Cpu, compile
 from sightline.cpu.compile import optimised
 from sightline.cpu.lanes import DOUBLE, POINTER, Code, Value
 from sightline.cpu.machine import VARIABLE, Machine, host, lacking, named, names, native, restricted
+from sightline.cpu.observing import pooled, received, top_k, weights
 from sightline.cpu.processor import Processor
 from sightline.errors import ParameterError
 from sightline.problem import pose
@@ -108,6 +111,11 @@ def test_named_problems(processor, dtype, name):
     assert_conforms(Cpu(processor).run, pose(*arrays(dtype=dtype, **shapes), see=[lse()], **options))
 
 
+def test_the_second_pass(processor):
+    shapes, options = PROBLEMS["shared heads, causal"]
+    check_everything(pose(*arrays(dtype="float32", **shapes), **options), processor=processor)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", PROMISED)
 def test_elementary_functions_keep_their_promise(processor, name, dtype):
@@ -147,6 +155,13 @@ def assembly(machine, dtype, **options):
     return str(found.value)
 
 
+def assembly_of_second(ask, machine):
+    problem = pose(*arrays((1, 1, 70, 64), "float32"), mask=i >= j)
+    with pytest.raises(PrintedError) as found:
+        ask(problem, np.zeros((1, 1, 70)), processor=Printer(machine))
+    return str(found.value)
+
+
 FOREIGN = {  # registers and instructions only more able processors know
     "avx512": r"(?!)",
     "avx2": r"%zmm|%[xy]mm(1[6-9]|[23]\d)|%k\d",
@@ -166,6 +181,12 @@ WIDEST = {"avx512": r"%zmm31", "avx2": r"%ymm15", "sse2": r"%xmm15", "neon": r"v
 def test_kernels_keep_to_their_machine(name, dtype):
     options = {"mask": i >= j, "score": 5 * np.tanh(s / 5) - np.floor(abs(s))}
     assert not (found := re.search(FOREIGN[name], assembly(named(name), dtype, **options))), found
+
+
+@pytest.mark.parametrize("ask", [received, partial(pooled, rows=2, columns=2), partial(top_k, k=5), weights])
+@pytest.mark.parametrize("name", names())
+def test_kernels_of_the_second_pass_keep_to_their_machine(name, ask):
+    assert not (found := re.search(FOREIGN[name], assembly_of_second(ask, named(name)))), found
 
 
 @pytest.mark.parametrize(("name", "abler"), [(name, abler) for name, machines in ABLER.items() for abler in machines])

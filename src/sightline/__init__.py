@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from .attention import attention, explain
+from .attention import attention, explain, tiles
 from .cpu.threads import threads
 from .formula.expression import SYMBOLS, Expression, where
 from .formula.library import (
@@ -22,7 +22,20 @@ from .formula.library import (
 from .formula.table import Table, table
 from .kv_cache import KVCache
 from .merge import merge
-from .observe import lse, weights
+from .observe import (
+    applied,
+    entropy,
+    heads,
+    lse,
+    mass,
+    max_score,
+    pooled,
+    received,
+    rows,
+    scores,
+    top_k,
+    weights,
+)
 
 __all__ = [
     "Expression",
@@ -30,27 +43,38 @@ __all__ = [
     "Table",
     "alibi",
     "alibi_slopes",
+    "applied",
     "attention",
     "b",
     "bias",
     "causal",
     "dense",
     "documents",
+    "entropy",
     "explain",
     "h",
+    "heads",
     "i",
     "j",
     "lse",
     "m",
+    "mass",
+    "max_score",
     "merge",
     "n",
     "padding",
+    "pooled",
     "prefix",
+    "received",
     "relative_bias",
+    "rows",
     "s",
+    "scores",
     "softcap",
     "table",
     "threads",
+    "tiles",
+    "top_k",
     "weights",
     "where",
     "window",

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from . import again, arrays
+from . import again, arrays, streaming
 from .cpu import Cpu
 from .explanation import Explanation
-from .observe import Statistic
+from .observe import Statistic, Tile, apart, arrays_of, slopes
 from .plan import Gradients, Kernel, Result, choose
 from .problem import Problem, check_choice, pose
 from .reference import Reference
 from .streaming import Streaming, backward
 
-__all__ = ["KERNELS", "attention", "differentiate", "explain", "solve"]
+__all__ = ["KERNELS", "attention", "differentiate", "explain", "solve", "tiles"]
 
 KERNELS: tuple[Kernel, ...] = (Cpu(), Streaming(), Reference())
 
@@ -113,7 +114,7 @@ def attention(
 
 def solve(problem: Problem, kernel: str | None = None, threads: int | None = None) -> Result:
     """The problem's result by the chosen kernel, every array with its leading and head axes."""
-    return choose(KERNELS, problem, kernel).kernel.run(problem, threads)
+    return apart(problem, lambda one: choose(KERNELS, one, kernel).kernel.run(one, threads))
 
 
 def differentiate(
@@ -131,26 +132,35 @@ def differentiate(
 
     Parameters
     ----------
-    d_output, d_lse, d_seen : gradients of output, lse and each statistic; None for 0
+    d_output, d_lse, d_seen : gradients of output, lse and each statistic's first array; None for 0
     saved : (output, lse)
     wanted : places in `Problem.tables` of those whose gradients are asked for
     """
-    if all(gradient is None for gradient in d_seen):
-        taken = choose(KERNELS, problem, kernel).kernel
-        found = taken.gradients(problem, d_output, d_lse, saved, wanted, threads)
-        if found is not None:
-            return found
-        return backward(problem, d_output, d_lse, d_seen)  # what the kernel declines may need a normaliser of one pass
-    return backward(problem, d_output, d_lse, d_seen, saved)
+    taken = choose(KERNELS, problem, kernel).kernel
+    seen = slopes(
+        problem,
+        saved[1],
+        lambda: streaming.tiles(streaming.Work(problem), saved[1]),
+        d_seen,
+        lambda statistic: taken.run(problem.asking(statistic), threads).seen[0],
+    )
+    found = taken.gradients(problem, d_output, d_lse, saved, wanted, threads, seen)
+    return backward(problem, d_output, d_lse, d_seen) if found is None else found
 
 
 def shaped(problem: Problem, result: Result) -> tuple[Any, tuple[Any, ...]]:
     """(output, seen) in the layout of the caller's arrays."""
-    seen = tuple(
-        problem.headed(array, len(statistic.shape(problem)) - len(problem.lead) - 1)
-        for statistic, array in zip(problem.see, result.seen, strict=True)
-    )
-    return problem.headed(result.output, 2), seen
+
+    def without_heads(statistic: Statistic, answer: Any) -> Any:
+        axis = statistic.head_axis(len(problem.lead))
+        if axis is None:
+            return answer
+        return statistic.joined([problem.headed(array, array.ndim - axis - 1) for array in arrays_of(answer)])
+
+    if not problem.headless:
+        return result.output, tuple(result.seen)
+    seen = zip(problem.see, result.seen, strict=True)
+    return problem.headed(result.output, 2), tuple([without_heads(*one) for one in seen])
 
 
 def explain(
@@ -193,3 +203,45 @@ def explain(
 
         kernels = with_torch()
     return Explanation.of(problem, choose(kernels, problem, kernel))
+
+
+def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[Tile]:
+    """Every tile of the weights in turn, normalised, where n × m of them would not fit.
+
+    Parameters
+    ----------
+    query, key, value, **options : as in `attention`: mask, score, scale, sinks, kernel, threads
+
+    Yields
+    ------
+    Tile
+        `rows` and `columns` (slices), `weights` and final `scores` (..., H, rows, columns) in the accumulator's dtype,
+        without the head axis if none came, and `lse` (..., H, rows) float64. Rows in order, and columns in order among
+        the same rows; pairs in no tile have no weight. Memory is that of a tile and of lse. They have no gradient.
+
+    Raises
+    ------
+    SightlineError
+        As `attention` does, before the first tile.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x = np.eye(3, dtype=np.float32)
+    >>> [tile.weights.sum().round(2) for tile in sightline.tiles(x, x, x, mask=sightline.causal())]
+    [np.float32(3.0)]
+    """
+    kernel, threads = options.pop("kernel", None), options.pop("threads", None)
+    check_choice(kernel, threads)
+    problem = pose(query, key, value, **options)
+    plain = {name: arrays.plain(getattr(problem, name)) for name in ("query", "key", "value")}
+    problem = replace(problem, **plain)
+    lse = solve(problem, kernel, threads).lse
+    work = streaming.Work(problem)
+
+    def each() -> Iterator[Tile]:
+        for tile in streaming.tiles(work, lse):
+            weights, scores = (problem.headed(arrays.plain(array), 2) for array in (tile.weights, tile.scores))
+            yield Tile(tile.rows, tile.columns, weights, scores, problem.headed(tile.lse, 1))
+
+    return each()

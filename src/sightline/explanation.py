@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 
 from .formula.runs import find_runs
+from .observe import width_of
 from .plan import Plan
 from .problem import Problem
 
 __all__ = ["Explanation"]
 
 TILE = (64, 64)  # the tiles counted; a kernel's own may be larger
-WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,8 +41,8 @@ class Explanation:
         share = (tiles["full"] + tiles["partial"]) / total if total else 0.0
         dense = 2 * B * H * n * m * (problem.d_k + problem.d_v)
         rows = B * (H * n * (problem.d_k + problem.d_v) + problem.G * m * (problem.d_k + problem.d_v))
-        width = WIDTH[problem.dtype]
-        seen = sum(math.prod(s.shape(problem)) * WIDTH[s.dtype(problem)] for s in problem.see)
+        width = width_of(problem.dtype)
+        seen = sum(math.prod(shape) * width_of(dtype) for s in problem.see for shape, dtype in s.outputs(problem))
         return cls(
             asked=f"{B} × {H} heads on {problem.G}, {n:,} queries on {m:,} keys, d_k {problem.d_k}, d_v {problem.d_v}, "
             f"{problem.dtype} on {problem.device}",
@@ -55,7 +55,7 @@ class Explanation:
             flops=round(dense * share),
             dense_flops=dense,
             bytes_read_and_written=rows * width + seen,
-            memory=rows * width + B * H * n * WIDTH[problem.accumulator] + seen,
+            memory=rows * width + B * H * n * width_of(problem.accumulator) + seen,
             dense_memory=rows * width + 2 * B * H * n * m * width + seen,
         )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import KernelRefusedError, ParameterError
+from .observe import Slopes
 from .problem import Problem
 
 __all__ = ["Gradients", "Kernel", "Plan", "Refusal", "Result", "choose"]
@@ -80,6 +81,7 @@ class Kernel(ABC):
         saved: tuple[Any, Any],
         wanted: Collection[int],
         threads: int | None = None,
+        slopes: Slopes | None = None,
     ) -> Gradients | None:
         """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse with respect to what `Gradients` names.
 
@@ -88,6 +90,7 @@ class Kernel(ABC):
         d_output, d_lse : the shapes of output and lse; d_lse None for 0
         saved : (output, lse) of `run`
         wanted : places in `Problem.tables` of those whose gradients are asked for
+        slopes : what statistics add to the gradients of weights and scores
 
         Returns None where the kernel has none for this problem; `streaming.backward` has them for every problem.
         """

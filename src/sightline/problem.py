@@ -30,7 +30,7 @@ from .formula.table import Table
 from .kv_cache import opened
 from .observe import Statistic
 
-__all__ = ["Problem", "ask", "examine", "pose", "read_mask", "read_score", "settle"]
+__all__ = ["Problem", "ask", "checked", "examine", "pose", "read_mask", "read_score", "settle"]
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
 
@@ -118,6 +118,10 @@ class Problem:
         found = {id(t): t for f in (self.mask, self.score) if f is not None for t in f.tables}
         return tuple(found.values())
 
+    def asking(self, *see: Statistic, value: Any = None) -> Problem:
+        """The same problem asked for these statistics alone, perhaps of other values; nothing is dropped."""
+        return replace(self, see=see, value=self.value if value is None else value, dropout=0.0, seed=0)
+
     def positions(self, xp: Any, rows: slice, columns: slice) -> tuple[Any, Any, Any, Any]:
         """b, h, i, j of a tile as int64 arrays that broadcast to (*lead, H, rows, columns)."""
         options = {"dtype": xp.int64}
@@ -189,7 +193,7 @@ def ask(
     if getattr(scale, "requires_grad", False):  # a learned scale: a table of one entry, whose gradient is its own
         scaled = SYMBOLS["s"] * _one_number("scale", scale)
         formula, scale = scaled if formula is None else formula.with_scores(scaled), 1.0
-    return Problem(
+    problem = Problem(
         query,
         key,
         value,
@@ -202,6 +206,9 @@ def ask(
         see=_read_statistics(see),
         headless=headless,
     )
+    for statistic in problem.see:
+        statistic.check(problem, (*problem.lead, problem.H), problem.n)
+    return problem
 
 
 def examine(problem: Problem) -> Problem:
@@ -213,7 +220,19 @@ def examine(problem: Problem) -> Problem:
             check_device("table", entry.array, problem.query)
         problem = problem.with_tables([arrays.convert(t.array, problem.query) for t in problem.tables])
     mask, score = settle(problem.mask, problem.score, problem.extent)
-    return replace(problem, mask=mask, score=score)
+
+    def near(condition: Expression) -> Expression:
+        """A statistic's condition with its tables next to the arrays, its reads checked."""
+        tables = [Table(arrays.convert(t.array, problem.query), t.axes) for t in condition.tables]
+        return checked(condition.with_tables(tables), problem.extent)
+
+    return replace(problem, mask=mask, score=score, see=tuple(statistic.mapped(near) for statistic in problem.see))
+
+
+def checked(condition: Expression, extent: tuple[int, int, int, int]) -> Expression:
+    """A statistic's condition, every read of it checked."""
+    checks.check_reads(condition, None, extent)
+    return condition
 
 
 def settle(
@@ -435,7 +454,7 @@ def _read_statistics(see: Any) -> tuple[Statistic, ...]:
     for entry in listed:
         if not isinstance(entry, Statistic):
             raise ParameterError(f"see={see!r}", "a list of statistics", "see=[sightline.lse(), sightline.weights()]")
-    return listed
+    return tuple([statistic.mapped(read_mask) for statistic in listed])
 
 
 def check_choice(kernel: Any, threads: Any) -> None:

@@ -18,7 +18,7 @@ from .arrays import convert, namespace, resolve, to_numpy
 from .dropout import keep_factor
 from .formula.derivative import derivative
 from .formula.render_array import dense_values
-from .observe import Tile
+from .observe import Tile, collect
 from .plan import Kernel, Refusal, Result
 from .problem import Problem
 
@@ -190,5 +190,10 @@ class Reference(Kernel):
             return xp.astype(convert(array, problem.query), resolve(xp, dtype))
 
         output, lse = back(stages.output, problem.dtype), back(stages.lse, "float64")
-        whole = Tile(slice(0, problem.n), slice(0, problem.m), back(stages.weights, problem.accumulator))
-        return Result(output, lse, tuple(s.collect(problem, lse, lambda: iter((whole,))) for s in problem.see))
+
+        def tiles() -> Iterator[Tile]:
+            if problem.n and problem.m:
+                weights, masked = (back(array, "float64") for array in (stages.weights, stages.masked))
+                yield Tile(slice(0, problem.n), slice(0, problem.m), weights, masked, lse)
+
+        return Result(output, lse, collect(problem, lse, tiles))

@@ -19,7 +19,7 @@ from .formula.derivative import derivative
 from .formula.expression import Lookup, walk
 from .formula.render_array import evaluate
 from .formula.runs import Runs, find_runs
-from .observe import Tile
+from .observe import Tile, collect, slopes
 from .plan import Gradients, Kernel, Refusal, Result
 from .problem import Problem
 
@@ -79,6 +79,12 @@ class Work:
         dtype = self.dtype if dtype is None else dtype
         symbols = {name: value for name, value in symbols.items() if value is not None}
         return evaluate(formula, symbols, xp=self.xp, float_dtype=dtype, like=self.problem.query)
+
+    def of_scores(self, formula: Any, rows: slice, columns: slice, masked: Any) -> Any:
+        """The values over a tile of a formula that reads the final scores as s; 0 where they hide the pair."""
+        xp, hidden = self.xp, masked == -self.xp.inf
+        values = self.value_of(formula, self.symbols(rows, columns, xp.where(hidden, self.full(0.0), masked)))
+        return xp.where(hidden, self.full(0.0), xp.astype(values, self.dtype))
 
     def scaled(self, query: Any, columns: slice) -> Any:
         """Q Kᵀ · scale of a tile, (*lead, H, rows, columns); `query` is already wide."""
@@ -183,23 +189,23 @@ def forward(work: Work) -> tuple[Any, Any]:
 def tiles(work: Work, lse: Any) -> Iterator[Tile]:
     """Normalised weights of every tile that is not empty, before dropout."""
     for rows in work.blocks():
-        for columns, _, weights in row_tiles(work, rows, lse):
-            yield Tile(rows, columns, weights)
+        for columns, _, masked, weights in row_tiles(work, rows, lse):
+            yield Tile(rows, columns, weights, masked, lse[..., rows])
 
 
 def observe(work: Work, lse: Any) -> tuple[Any, ...]:
     """The problem's statistics, from the normaliser and a second pass over the tiles."""
-    with np.errstate(all="ignore"):
-        return tuple(s.collect(work.problem, lse, lambda: tiles(work, lse)) for s in work.problem.see)
+    return collect(work.problem, lse, lambda: tiles(work, lse))
 
 
-def row_tiles(work: Work, rows: slice, lse: Any) -> Iterator[tuple[slice, Any, Any]]:
-    """(columns, scaled scores, weights) of the tiles of some queries: P = exp(S − lse), 0 in rows that see nothing."""
+def row_tiles(work: Work, rows: slice, lse: Any) -> Iterator[tuple[slice, Any, Any, Any]]:
+    """(columns, scaled scores, final scores S, weights) of some queries' tiles: P = exp(S − lse), 0 where S is −∞."""
     query = work.wide(work.problem.query, rows)
     high, low = work.halves(lse[..., rows])
     for columns, full in work.columns(rows):
         scaled = work.scaled(query, columns)
-        yield columns, scaled, work.xp.exp((work.masked(scaled, rows, columns, full) - high) - low)
+        masked = work.masked(scaled, rows, columns, full)
+        yield columns, scaled, masked, work.xp.exp((masked - high) - low)
 
 
 def backward(
@@ -212,12 +218,14 @@ def backward(
     """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse + Σ d_seen ∘ seen.
 
         P = exp(S − lse)    dV = (P ∘ keep)ᵀ dO    dP = (dO Vᵀ) ∘ keep + d_weights
-        dS = P ∘ (dP − rowsum(P ∘ dP) + d_lse)     dQ = dS K · scale    dK = dSᵀ Q · scale
+        dS = P ∘ (dP − rowsum(P ∘ dP) + d_lse) + d_scores    dQ = dS K · scale    dK = dSᵀ Q · scale
+
+    where d_weights, d_scores and a part of d_lse are what the statistics' gradients add (`observe.Slopes`).
 
     Parameters
     ----------
     d_output, d_lse : the shapes of output and lse; d_lse None for 0
-    d_seen : one gradient or None for each statistic of `problem.see`
+    d_seen : for each statistic of `problem.see` the gradient of its first array, or None
     saved : (output, lse) of the forward pass; computed again where None, which makes the result differentiable
     """
     work = Work(problem, d_output)
@@ -225,24 +233,27 @@ def backward(
     output, lse = forward(work) if saved is None else (xp.astype(saved[0], work.dtype), saved[1])
     d_output = xp.astype(d_output, work.dtype)
     row = xp.sum(d_output * output, axis=-1)
-    if d_lse is not None:
-        row = row - xp.astype(d_lse, work.dtype)
-    seen = [(s, g) for s, g in zip(problem.see, d_seen, strict=False) if g is not None]
+    seen = slopes(problem, lse, lambda: tiles(work, lse), d_seen)
+    for part in (d_lse, seen.lse):
+        row = row if part is None else row - xp.astype(part, work.dtype)
     d_query, d_key, d_value = (work.full(0.0, *x.shape) for x in (problem.query, problem.key, problem.value))
     scorer = Scorer(work)
     for rows in work.blocks():
         d_o, d_row = d_output[..., rows, :], row[..., rows]
-        for statistic, gradient in seen:  # a statistic's share of rowsum(P ∘ dP)
-            for columns, _, p in row_tiles(work, rows, lse):
-                d_row = d_row + xp.sum(p * statistic.d_weights(gradient, rows, columns), axis=-1)
-        for columns, scaled, p in row_tiles(work, rows, lse):
+        for columns, _, masked, p in row_tiles(work, rows, lse) if seen.weights is not None else ():
+            d_row = d_row + xp.sum(p * work.of_scores(seen.weights, rows, columns, masked), axis=-1)
+        for columns, scaled, masked, p in row_tiles(work, rows, lse):
             keep = keep_factor(problem, xp, rows, columns)
             d_p = work.dot_rows(d_o, work.wide(problem.value, columns)) * keep
-            for statistic, gradient in seen:
-                d_p = d_p + statistic.d_weights(gradient, rows, columns)
+            if seen.weights is not None:
+                d_p = d_p + work.of_scores(seen.weights, rows, columns, masked)
             d_masked = xp.where(p == 0, work.full(0.0), xp.astype(p * (d_p - d_row[..., None]), work.dtype))
+            if seen.scores is not None:
+                d_masked = d_masked + work.of_scores(seen.scores, rows, columns, masked)
             scorer.add(d_masked, scaled, rows, columns)
-            d_s = xp.where(p == 0, work.full(0.0), d_masked * scorer.slope(scaled, rows, columns)) * problem.scale
+            d_s = (
+                xp.where(d_masked == 0, work.full(0.0), d_masked * scorer.slope(scaled, rows, columns)) * problem.scale
+            )
             d_query[..., rows, :] += work.onto_rows(d_s, work.cleaned(work.wide(problem.key, columns)))
             d_key[..., columns, :] += work.onto_keys(d_s, work.cleaned(work.wide(problem.query, rows)))
             d_value[..., columns, :] += work.onto_keys(xp.astype(p * keep, work.dtype), d_o)

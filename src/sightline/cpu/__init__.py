@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..formula.expression import walk
+from ..observe import Slopes
 from ..plan import Gradients, Kernel, Refusal, Result
 from ..problem import Problem
 from .processor import HOST, Processor
@@ -55,9 +56,10 @@ class Cpu(Kernel):
         saved: tuple[Any, Any],
         wanted: Collection[int],
         threads: int | None = None,
+        slopes: Slopes | None = None,
     ) -> Gradients | None:
         if 0 in problem.extent or next(self.refuses(problem), None) is not None:
             return None
         from .gradients import gradients
 
-        return gradients(problem, d_output, d_lse, saved, wanted, threads, self.processor)
+        return gradients(problem, d_output, d_lse, saved, wanted, threads, slopes or Slopes(), self.processor)

@@ -24,11 +24,11 @@ from typing import Any
 
 from ..formula.derivative import derivative
 from ..formula.expression import Lookup, walk
-from .arguments import BACKWARD, Table
+from .arguments import BACKWARD
 from .block import KEYS, Block
-from .lanes import BOOL, BYTE, DOUBLE, INT64, Value, Variable, bytes_of, element, vector
+from .lanes import BOOL, BYTE, DOUBLE, INT64, Value, Variable, vector
 from .operands import join_rows, widen_row
-from .render import Renderer
+from .tables import Gain
 
 __all__ = ["Backward"]
 
@@ -36,9 +36,10 @@ __all__ = ["Backward"]
 class Backward(Block):
     """Writes the kernel into a module.
 
-    `structure.gaining` names the lookups of the score whose tables gain gradients: (place of the lookup in `walk`,
-    slot of its table among those of the problem, whether one part of the keys alone writes each of its entries). The
-    gains' own words follow the tables': address, and bytes from one part's sums to the next.
+    `structure.roles` says of each further formula whether statistics add it to dP ("weights") or to the gradient of the
+    final score ("scores"). `structure.gaining` names the lookups of the score whose tables gain gradients: (place of
+    the lookup in `walk`, slot of its table among those of the problem, whether one part of the keys alone writes each
+    of its entries). The gains' own words follow the tables': address, and bytes from one part's sums to the next.
     """
 
     fields = BACKWARD
@@ -242,6 +243,7 @@ class Backward(Block):
         """P in place of Sᵀ and dS in place of dPᵀ, with the scale in it, and what tables gain."""
         code, tiles, structure = self.code, self.tiles, self.structure
         step = 4 if structure.dropout else tiles.pair
+        self.turn_tables(j0, 0 if masked else 1)
         with code.loop(self.keys, (self.keys + (step - 1)) // step * step) as past:  # up to whole steps
             for v in self.vectors:
                 tiles.store(self.s_t, past, v, code.value(0.0, self.vector))
@@ -254,41 +256,61 @@ class Backward(Block):
                 rows, inside = self.by_row(j), (key + k < self.keys if step > 1 else None)
                 for v in self.vectors:
                     s, dp = tiles.load(self.s_t, key + k, v), tiles.load(self.dp_t, key + k, v)
-                    p = self.weight(s, v, j, rows, masked, inside)
+                    known = [self.known_of_pair(formula, rows, key + k, v) for formula in range(2)]
+                    p = self.weight(s, v, j, known, masked, inside)
                     dropped = p
                     if keep:
                         factor = self.given.keep.to(self.float)
                         dropped, dp = (code.where(keep[k][v], x * factor, 0.0) for x in (p, dp))
-                    found[v].append((dropped, self.slope_of_scores(p, dp, v)))
+                    more = self.slopes_of_statistics(p, key + k, v, rows)
+                    dp = dp + more["weights"] if "weights" in more else dp
+                    found[v].append((dropped, self.slope_of_scores(p, dp, more.get("scores"), key + k, v)))
             for v in self.vectors:
                 self.keep_pairs(key, v, found[v])
+        for gain in self.gaining:
+            gain.hand_over(j0)
 
     def weight(
-        self, s: Value, v: int, j: Value, rows: list[dict[int, Value]], masked: bool, inside: Value | None
+        self, s: Value, v: int, j: Value, known: list[dict[int, Value]], masked: bool, inside: Value | None
     ) -> Value:
         """P of one key and a vector of queries."""
         code = self.code
-        mask, score = self.renderers
+        mask, score = self.renderers[:2]
         symbols = self.symbols[v] | {"j": j, "s": s * self.factor}
+        self.at = symbols
         if score is not None:
-            self.parts = score.everything(symbols, self.known[v][1] | rows[1])
-            self.at = symbols
-            logit = self.parts[id(score.formula)].to(self.float).spread(self.lanes) - self.lse[v].get()
+            self.parts = score.everything(symbols, known[1])
+            self.final = self.parts[id(score.formula)].to(self.float).spread(self.lanes)
+            logit = self.final - self.lse[v].get()
         else:
+            self.final = symbols["s"] * (math.log(2) if self.structure.base_2 else 1.0)
             logit = code.fma(s, self.factor, -self.lse[v].get())
         p = self.power(logit)
         if masked and mask is not None:
-            p = code.where(mask.pair(symbols, self.known[v][0] | rows[0]), p, code.value(0.0, self.vector))
+            p = code.where(mask.pair(symbols, known[0]), p, code.value(0.0, self.vector))
         return p if inside is None else code.where(inside.spread(self.lanes), p, code.value(0.0, self.vector))
 
-    def slope_of_scores(self, p: Value, dp: Value, v: int) -> Value:
-        """dS with the scale in it; of the pair whose weight was just made."""
+    def slopes_of_statistics(self, p: Value, key: Value, v: int, rows: list[dict[int, Value]]) -> dict[str, Value]:
+        """What statistics add to dP ("weights") and to the gradient of the final score ("scores")."""
+        found: dict[str, Value] = {}
+        for f, role in enumerate(self.structure.roles, start=2):
+            renderer = self.renderers[f]
+            assert renderer is not None
+            slope = renderer.pair(self.at | {"s": self.final}, self.known_of_pair(f, rows, key, v)).to(self.float)
+            found[role] = self.code.where(p == 0.0, 0.0, slope.spread(self.lanes))
+        return found
+
+    def slope_of_scores(self, p: Value, dp: Value, more: Value | None, key: Value, v: int) -> Value:
+        """dS with the scale in it, of the pair whose weight was just made; its final score's gradient has `more`."""
         code = self.code
         scale, delta = self.given.scale.to(self.float), self.shift[v].get()
         if self.renderers[1] is None:
-            return p * code.fma(dp, scale, -(delta * scale))
-        d_score = code.where(p == 0.0, 0.0, p * (dp - delta))  # a slope may be ∞ where the mask hides
-        self.add_to_tables(d_score)
+            ds = p * code.fma(dp, scale, -(delta * scale))
+            return ds if more is None else code.fma(more, scale, ds)
+        d_score = p * (dp - delta) if more is None else p * (dp - delta) + more
+        d_score = code.where(p == 0.0, 0.0, d_score)  # a slope may be ∞ where the mask hides
+        for gain in self.gaining:
+            gain.add(d_score, self.at, self.parts, key, v)
         slope = self.slope.pair(self.at, self.parts).to(self.float).spread(self.lanes)
         return code.where(p == 0.0, 0.0, d_score * slope * scale)
 
@@ -339,46 +361,17 @@ class Backward(Block):
         A derivative reads the tables where the score does, so its lookups are known by the time it is evaluated.
         """
         score = self.formulas[1]
-        self.gaining: list[tuple[Lookup, int, Renderer, Table, bool]] = []
+        self.gaining: list[Gain] = []
         if score is None:
             return
-        nodes, tables = walk(score), len(self.structure.tables)
+        nodes, tables = walk(score), self.given.tables
         self.slope = self.renderer(derivative(score), self.float, ())
-        for k, (place, slot, owned) in enumerate(self.structure.gaining):
+        self.offsets, self.shares = (self.tiles.scratch(self.lanes * 8) for _ in range(2))
+        for sums, (place, slot, owned) in zip(
+            tables[len(self.structure.tables) :], self.structure.gaining, strict=True
+        ):
             node = nodes[place]
             assert isinstance(node, Lookup)
             slope = self.renderer(derivative(score, node), self.float, ())
-            gain = self.given.tables[tables + k]
-            self.gaining.append((node, slot, slope, gain, owned))
-        self.offsets, self.shares = (self.tiles.scratch(self.lanes * 8) for _ in range(2))
-
-    def add_to_tables(self, d_score: Value) -> None:
-        """Each table's entry gains Σ dS · d score / d entry over the pairs that read it."""
-        code = self.code
-        for node, slot, slope, gain, owned in self.gaining:
-            kind = self.float if owned else DOUBLE
-            share = slope.pair(self.at, self.parts).to(self.float).spread(self.lanes) * d_score
-            share = code.where(d_score == 0.0, 0.0, share).to(kind)
-            lengths = self.given.tables[slot].lengths
-            strides: list[Any] = [code.value(bytes_of(kind), INT64)]
-            for length in reversed(lengths[1:]):
-                strides.insert(0, strides[0] * length)
-            score = self.renderers[1]
-            assert score is not None
-            base, offsets = score.offsets(node, [self.parts[id(a)] for a in node.arguments], strides, lengths)
-            self.scatter(gain.pointer.at(self.part * gain.strides[0]).at(base), offsets, share)
-
-    def scatter(self, target: Value, offsets: Value | None, share: Value) -> None:
-        """What lies at the offsets += share, lane by lane in order; in one sum where all lanes have one offset."""
-        code = self.code
-        kind = element(share.type)
-        if offsets is None:
-            target.store(target.load(kind) + share.sum())
-            return
-        self.offsets.store(offsets)
-        self.shares.store(share)
-        size, steps = bytes_of(offsets.type), min(self.lanes, 4)
-        with code.loop(0, self.lanes, steps) as first:
-            for lane in (first + k for k in range(steps)):
-                place = target.at(self.offsets.at(lane * size).load(element(offsets.type)).to(INT64))
-                place.store(place.load(kind) + self.shares.at(lane * bytes_of(kind)).load(kind))
+            by_tile = owned and place in self.structure.by_tile[1]
+            self.gaining.append(Gain(self, node, tables[slot].lengths, slope, sums, owned, by_tile))

@@ -10,13 +10,13 @@ from there, log₂ e in the factor, where no score formula or sink wants natural
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
-from ..formula.expression import Expression
+from ..formula.expression import Expression, Lookup
 from .arguments import Arguments
 from .formats import Format, format_of
 from .functions import exp2_by_scaling, exp2_of_negative, exp_of_negative
@@ -25,6 +25,7 @@ from .machine import Machine
 from .operands import Rows
 from .random import words
 from .render import Renderer, Source
+from .tables import TileTables
 from .tiles import Tiles
 
 __all__ = ["KEYS", "TABLE_TYPES", "Block", "Structure"]
@@ -45,14 +46,23 @@ class Structure:
     mask: str | None
     score: str | None
     tables: tuple[tuple[str, int], ...]  # dtype and number of axes of each
-    slots: tuple[int, ...]  # which of them each table of the mask, then of the score, is
+    slots: tuple[int, ...]  # which of them each table of the mask, of the score, then of the others, is
     wide: bool  # whether whole numbers need 64 bits
-    clamped: tuple[tuple[tuple[int, int], ...], ...]  # of mask and score; see Renderer
+    clamped: tuple[tuple[tuple[int, int], ...], ...]  # of each formula; see Renderer
     sinks: bool
     dropout: bool
     together: int = 0  # query rows whose products are summed together; see Decode
     vectors: int | None = None  # of the register tile, where not the machine's own
     gaining: tuple[tuple[int, int, bool], ...] = ()  # lookups of the score whose tables gain gradients; see Backward
+    by_tile: tuple[tuple[int, ...], ...] = ((), ())  # lookups t[..., i, j] of each formula; see TileTables
+    others: tuple[str, ...] = ()  # further formulas of pairs and final scores
+    k: int = 0  # keys kept for each query; see TopK
+    roles: tuple[str, ...] = ()  # what statistics want, with the others in their order; see Riding and Backward
+
+    @property
+    def arrays(self) -> int:
+        """How many arrays to write to follow the tables' words."""
+        return len(self.gaining) + sum({"largest": 2, "entropy": 1, "sum": 1}.get(role, 0) for role in self.roles)
 
     @property
     def base_2(self) -> bool:
@@ -66,23 +76,24 @@ class Block:
     fields: Mapping[str, Any]
     q_t: Value  # Qᵀ[d][lane]
     s_t: Value  # Sᵀ[key][lane]
+    keys: Value  # of the tile
+    part: Value  # of the keys, where kernels cut them
+    most = KEYS  # keys of a tile
 
-    def __init__(
-        self, structure: Structure, mask: Expression | None, score: Expression | None, machine: Machine
-    ) -> None:
+    def __init__(self, structure: Structure, formulas: Sequence[Expression | None], machine: Machine) -> None:
         self.structure = structure
         self.machine = machine = machine if structure.vectors is None else machine.fitted(structure.vectors)
         self.form = format_of(structure.dtype, machine)
         self.float = self.form.wide
         self.paired = structure.dtype == "bfloat16" and machine.bf16_dot
         self.integer = INT64 if structure.wide else INT32
-        self.formulas = (mask, score)
+        self.formulas = tuple(formulas)  # mask, score, others
         self.module = ir.Module("sightline")
 
     def begin(self, name: str) -> None:
         """The function's arguments and tiles."""
         self.code = code = Code(self.module, name)
-        axes = [axes for _, axes in self.structure.tables] + [1] * len(self.structure.gaining)
+        axes = [axes for _, axes in self.structure.tables] + [1] * self.structure.arrays
         self.given = Arguments(code, code.arguments[0], self.fields, axes)
         self.tiles = tiles = Tiles(code, self.float, self.machine, self.paired)
         self.vectors, self.lanes, self.vector = range(tiles.vectors), tiles.lanes, tiles.vector
@@ -143,44 +154,64 @@ class Block:
     ) -> None:
         """target[d][lane] = change(source[i0 + lane][d]), pairs of d together; lanes past the end repeat the last."""
         code, tiles = self.code, self.tiles
-        whole = width // (tiles.pair * self.lanes) * self.lanes if unit else 0
         size = tiles.pair * self.form.bytes  # of a number in memory
 
         def row(lane: Value) -> Value:
             return source.at((self.i0 + code.minimum(lane, self.valid - 1)) * row_step)
 
-        if whole:
-            with code.loop(0, len(self.vectors)) as v:
-                rows = [row(v * self.lanes + k) for k in range(self.lanes)]
-                with code.loop(0, whole, self.lanes) as d:
-                    found = [self.numbers(at.at(d * size), self.lanes) for at in rows]
-                    for k, numbers in enumerate(tiles.turned(found)):
-                        tiles.at(target, d + k, v).store(change(numbers), tiles.align)
-        if whole < tiles.pairs(width):
+        if unit:
+            self.turn_rows(row, lambda at, lanes: change(self.numbers(at, lanes)), size, width // tiles.pair, target)
+        else:
+            with code.loop(0, tiles.block) as lane, code.loop(0, width // tiles.pair) as d:
+                place = row(lane).at(d * tiles.pair * step)
+                number = self.pair_of(place, step) if self.paired else self.numbers(place, 1)
+                self.lane_of(target, d, lane).store(change(number))
+        if width % tiles.pair:
             with code.loop(0, tiles.block) as lane:
-                at = row(lane)
-                with code.loop(whole, width // tiles.pair) as d:
-                    place = at.at(d * size) if unit else at.at(d * tiles.pair * step)
-                    number = self.numbers(place, 1) if unit or not self.paired else self.pair_of(place, step)
-                    self.lane_of(target, d, lane).store(change(number))
-                if width % tiles.pair:
-                    last = at.at((width - 1) * (self.form.bytes if unit else step))
-                    number = change(last.load(INT16).widened(INT32)) & 0xFFFF
-                    self.lane_of(target, width // tiles.pair, lane).store(number)
+                last = row(lane).at((width - 1) * (self.form.bytes if unit else step))
+                number = change(last.load(INT16).widened(INT32)) & 0xFFFF
+                self.lane_of(target, width // tiles.pair, lane).store(number)
+
+    def turn_rows(
+        self,
+        row: Callable[[Value], Value],
+        read: Callable[[Value, int], Value],
+        size: int,
+        count: Any,
+        target: Value,
+    ) -> None:
+        """target[c][lane] = read(row(lane) + c · size) for c < count; `read` takes an address and a number of lanes."""
+        code, tiles = self.code, self.tiles
+        whole = count // self.lanes * self.lanes
+        with code.loop(0, len(self.vectors)) as v:
+            rows = [row(v * self.lanes + k) for k in range(self.lanes)]
+            with code.loop(0, whole, self.lanes) as c:
+                for k, numbers in enumerate(tiles.turned([read(at.at(c * size), self.lanes) for at in rows])):
+                    tiles.at(target, c + k, v).store(numbers, tiles.align)
+        with code.loop(0, tiles.block) as lane, code.loop(whole, count) as c:
+            self.lane_of(target, c, lane).store(read(row(lane).at(c * size), 1))
 
     def turn_back(self, source: Value, width: int, target: Value, form: Format) -> None:
         """target[lane][d] = source[d][lane] for the block's own lanes, in that format."""
+        size = form.bytes
+
+        def write(lane: Value, d: Value, numbers: Value) -> None:
+            form.store(target.at(lane * (width * size) + d * size), numbers)
+
+        self.turn_rows_back(source, width, write)
+
+    def turn_rows_back(self, source: Value, count: Any, write: Callable[[Value, Value, Value], None]) -> None:
+        """write(lane, c, source[c ...][lane]) for c < count, neighbours in c together, for the block's own lanes."""
         code, tiles = self.code, self.tiles
-        whole, size = width // self.lanes * self.lanes, form.bytes
-        if whole:
-            with code.loop(0, len(self.vectors)) as v, code.loop(0, whole, self.lanes) as d:
-                rows = tiles.turned([tiles.load(source, d + k, v) for k in range(self.lanes)])
-                for k, row in enumerate(rows):
-                    lane = v * self.lanes + k
-                    with code.when(lane < self.valid):
-                        form.store(target.at(lane * (width * size) + d * size), row)
-        with code.loop(0, self.valid) as lane, code.loop(whole, width) as d:
-            form.store(target.at(lane * (width * size) + d * size), self.lane_of(source, d, lane).load(self.float))
+        whole = count // self.lanes * self.lanes
+        with code.loop(0, len(self.vectors)) as v, code.loop(0, whole, self.lanes) as c:
+            rows = tiles.turned([tiles.load(source, c + k, v) for k in range(self.lanes)])
+            for k, row in enumerate(rows):
+                lane = v * self.lanes + k
+                with code.when(lane < self.valid):
+                    write(lane, c, row)
+        with code.loop(0, self.valid) as lane, code.loop(whole, count) as c:
+            write(lane, c, self.lane_of(source, c, lane).load(self.float))
 
     def numbers(self, pointer: Value, lanes: int) -> Value:
         """Neighbouring numbers as they are computed with: widened, or pairs as they lie."""
@@ -204,10 +235,12 @@ class Block:
         tables = [table for f in self.formulas if f is not None for table in f.tables]
         self.sources = {id(t): sources[slot] for t, slot in zip(tables, self.structure.slots, strict=True)}
         self.renderers = [
-            None if formula is None else self.renderer(formula, floats, clamped)
-            for formula, floats, clamped in zip(
-                self.formulas, (DOUBLE, self.float), self.structure.clamped, strict=True
-            )
+            None if f is None else self.renderer(f, DOUBLE if f.kind == "bool" else self.float, clamped)
+            for f, clamped in zip(self.formulas, self.structure.clamped, strict=True)
+        ]
+        self.tile_tables = [
+            TileTables(self, which, renderer, places)
+            for which, (renderer, places) in enumerate(zip(self.renderers, self.structure.by_tile, strict=True))
         ]
 
     def renderer(self, formula: Expression, floats: Any, clamped: tuple[tuple[int, int], ...]) -> Renderer:
@@ -228,6 +261,22 @@ class Block:
         """What mask and score say of one key alone."""
         symbols = self.symbols[0] | {"j": j}
         return [{} if r is None else r.row(symbols, self._shared(r)) for r in self.renderers]
+
+    def turn_tables(self, j0: Value, first: int, stop: int | None = None) -> None:
+        """Read what the formulas from `first` to before `stop` look up for the tile of keys from j0 on."""
+        for tables in self.tile_tables[first:stop]:
+            tables.turn(j0)
+
+    def start_of(self, formula: int, node: Lookup, strides: Sequence[Any]) -> Value:
+        """Bytes from a table's start to t[..., 0, 0], where the block's queries look up t[..., i, j]."""
+        start = self.code.value(0, INT64)
+        for index, stride in zip(node.arguments[:-2], strides[:-2], strict=True):
+            start = start + self.known[0][formula][id(index)].to(INT64) * stride
+        return start
+
+    def known_of_pair(self, formula: int, by_row: list[dict[int, Value]], key: Value, v: int) -> dict[int, Value]:
+        """What is known of mask (0), score (1) or another formula before a pair is looked at."""
+        return self.known[v][formula] | by_row[formula] | self.tile_tables[formula].entries(key, v)
 
     def _shared(self, renderer: Renderer) -> dict[int, Value]:
         """What is known of the block and is the same for all its queries."""
@@ -275,5 +324,9 @@ class Block:
 
     def packed(self, first: Value, second: Value) -> Value:
         """Two vectors as pairs of bfloat16: `first` in the low halves."""
-        low, high = (x.to(BFLOAT).bits(INT16).widened(INT32) for x in (first, second))
-        return low | (high << 16)
+        one, two = vector(self.float, self.lanes), vector(BFLOAT, 2 * self.lanes)
+        name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{self.tiles.align * 8}"
+        convert = self.code.declare(name, ir.FunctionType(two, [one, one]))
+        both = Value(self.code, self.code.builder.call(convert, [second.raw, first.raw]))  # first's, then second's
+        mixed = both.pick([k // 2 + k % 2 * self.lanes for k in range(2 * self.lanes)])
+        return Value(self.code, self.code.builder.bitcast(mixed.raw, vector(INT32, self.lanes)))

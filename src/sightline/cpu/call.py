@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import layout, plain, to_numpy
 from ..dropout import threshold
 from ..formula.bounds import intervals
-from ..formula.expression import Expression, Lookup, from_text, walk
+from ..formula.expression import SYMBOLS, Expression, Lookup, from_text, walk
 from ..formula.runs import Runs, box_of, find_runs
 from ..problem import Problem
 from .block import KEYS, Block, Structure
@@ -26,12 +26,18 @@ Range = tuple[float, tuple[tuple[int, int], ...]]
 
 
 class Inputs:
-    """A problem's arrays as a kernel reads them, its runs, and the words that every kernel takes."""
+    """A problem's arrays as a kernel reads them, its runs, and the words that every kernel takes.
 
-    def __init__(self, problem: Problem, query_block: int) -> None:
+    `others` are formulas of pairs and final scores besides mask and score, whose tables follow the problem's.
+    """
+
+    def __init__(self, problem: Problem, query_block: int, others: Sequence[Expression] = ()) -> None:
         self.problem = problem
+        self.formulas = (problem.mask, problem.score, *others)
         self.arrays = {name: plain(getattr(problem, name)) for name in ("query", "key", "value")}
-        self.tables = [_table_array(t.array) for t in problem.tables]
+        found = {id(table): table for f in self.formulas if f is not None for table in f.tables}
+        self.slots = {table: slot for slot, table in enumerate(found)}
+        self.tables = [_table_array(table.array) for table in found.values()]
         self.runs = find_runs(problem.mask, problem.extent, query_block, KEYS)
         self.counter = np.zeros(1, np.int64)
         self.kept: list[Any] = [self.arrays, self.tables, self.counter]  # memory the words point to
@@ -95,31 +101,35 @@ def operand(name: str, array: Any, kept: list[Any]) -> dict[str, int]:
 
 def structure_of(kernel: str, problem: Problem, inputs: Inputs, **more: Any) -> Structure:
     """What of a problem is compiled into a kernel."""
-    largest, clamped = _ranges(problem)
+    ranges = [(0.0, ()) if f is None else _ranges_of(f, problem.extent) for f in inputs.formulas]
+    clamped = tuple(outside for _, outside in ranges)
+    mask, score, *others = (None if f is None else f.text for f in inputs.formulas)
     return Structure(
         kernel=kernel,
         dtype=problem.dtype,
         d_k=problem.d_k,
         d_v=problem.d_v,
         unit=tuple(_unit(array) for array in inputs.arrays.values()),
-        mask=None if problem.mask is None else problem.mask.text,
-        score=None if problem.score is None else problem.score.text,
+        mask=mask,
+        score=score,
+        others=tuple(text for text in others if text is not None),
         tables=tuple((str(t.dtype), t.ndim) for t in inputs.tables),
-        slots=tuple(_slots(problem)),
-        wide=max([largest, *map(_reach, inputs.tables)]) >= 2**31 - 1,
+        slots=tuple(inputs.slots[id(table)] for f in inputs.formulas if f is not None for table in f.tables),
+        wide=max([largest for largest, _ in ranges] + [_reach(table) for table in inputs.tables]) >= 2**31 - 1,
         clamped=clamped,
         sinks=problem.sinks is not None,
         dropout=problem.dropout > 0,
+        by_tile=tuple(_by_tile(inputs, clamped)),
         **more,
     )
 
 
-def kernel_of(structure: Structure, problem: Problem, writer: type[Block], processor: Processor) -> Any:
+def kernel_of(structure: Structure, inputs: Inputs, writer: type[Block], processor: Processor) -> Any:
     """The kernel as the processor calls it."""
     name = f"sightline_{structure.kernel}"
 
     def write() -> Any:
-        return writer(structure, problem.mask, problem.score, processor.machine).write(name)
+        return writer(structure, inputs.formulas, processor.machine).write(name)
 
     return processor.kernel(repr(structure), name, write)
 
@@ -144,13 +154,8 @@ def _unit(array: Any) -> bool:
     return bool(layout(array)[1][-1] == array.itemsize)
 
 
-def _ranges(problem: Problem) -> tuple[float, tuple[tuple[tuple[int, int], ...], ...]]:
-    """The largest whole number the formulas meet, and the table indices that may leave their table at hidden pairs."""
-    ranges = [(0.0, ()) if f is None else _ranges_of(f, problem.extent) for f in (problem.mask, problem.score)]
-    return max(largest for largest, _ in ranges), tuple(clamped for _, clamped in ranges)
-
-
 def _ranges_of(formula: Expression, extent: Extent) -> Range:
+    """The largest whole number the formula meets, and the table indices that may leave their table at hidden pairs."""
     return _measured(formula, extent) if formula.tables else _kept_range(formula.text, extent)
 
 
@@ -173,11 +178,25 @@ def _measured(formula: Expression, extent: Extent) -> Range:
     return largest, tuple(sorted(loose))
 
 
-def _slots(problem: Problem) -> Iterator[int]:
-    """Which of the problem's tables each table of the mask, then of the score, is: they may share some."""
-    place = {id(table): k for k, table in enumerate(problem.tables)}
-    for formula in (problem.mask, problem.score):
-        yield from () if formula is None else (place[id(table)] for table in formula.tables)
+def _by_tile(inputs: Inputs, clamped: tuple[Any, ...]) -> Iterator[tuple[int, ...]]:
+    """Of each formula, the lookups t[..., i, j] whose entries lie side by side along j: see `TileTables`."""
+
+    def fits(node: Lookup) -> bool:
+        array, indices = inputs.tables[inputs.slots[id(node.table)]], node.arguments
+        return (
+            len(indices) > 1
+            and indices[-2] is SYMBOLS["i"]
+            and indices[-1] is SYMBOLS["j"]
+            and all(other.reads.isdisjoint({"i", "j", "s"}) for other in indices[:-2])
+            and array.dtype.kind in "bf"
+            and array.strides[-1] == array.itemsize
+        )
+
+    for formula, loose in zip(inputs.formulas, clamped, strict=True):
+        nodes = [] if formula is None else walk(formula)
+        lookups = [(place, node) for place, node in enumerate(nodes) if isinstance(node, Lookup)]
+        outside = {place for place, _ in loose}
+        yield tuple(place for place, node in lookups if place not in outside and fits(node))
 
 
 def _table_array(array: Any) -> Any:

@@ -159,7 +159,7 @@ class Decode(Block):
     def softmax(self, r: Value, j0: Value, masked: bool) -> None:
         """P in place of a row of scores, and the row's running maximum and sum."""
         code, tiles, given = self.code, self.tiles, self.given
-        mask, score = self.renderers
+        mask, score = self.renderers[:2]
         h, i = self.query_of(r)
         line = self.scores.at(r * self.line)
         logits: list[Value] = []

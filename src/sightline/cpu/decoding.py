@@ -52,7 +52,7 @@ def decode(problem: Problem, output: Any, lse: Any, threads: int, processor: Pro
         "chunk": chunk,
     }
     words = pack(DECODE, fields, inputs.table_words())
-    kernel = kernel_of(structure, problem, Decode, processor)
+    kernel = kernel_of(structure, inputs, Decode, processor)
     processor.call(kernel, words, min(threads, apart * parts), (*inputs.kept, found))
     if taint[0]:
         return False

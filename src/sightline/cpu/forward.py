@@ -18,6 +18,7 @@ from typing import Any
 from .arguments import FORWARD
 from .block import KEYS, Block
 from .lanes import BOOL, BYTE, DOUBLE, FLOAT, INT32, INT64, Value, Variable
+from .riding import Riding
 
 __all__ = ["Forward"]
 
@@ -35,6 +36,7 @@ class Forward(Block):
         self.key, self.value = self.rows(1, along=True, down=False), self.rows(2, along=False, down=True)
         self.o_t = tiles.matrix(self.structure.d_v)
         self.largest, self.total, self.tile_max, self.shift, self.alpha = (tiles.variables() for _ in range(5))
+        self.riding = Riding(self)
         with code.forever() as leave:
             item = code.increment(given.counter)
             leave(item >= given.items)
@@ -72,6 +74,7 @@ class Forward(Block):
         for v in self.vectors:
             self.largest[v].set(self.sink() if self.structure.sinks else -math.inf)
             self.total[v].set(1.0 if self.structure.sinks else 0.0)
+        self.riding.begin()
         with code.loop(self.run_start, self.run_stop) as run:
             partial = given.run_full.at(run).load(BYTE) == 0
             stop = given.run_last.at(run * 8).load(INT64)
@@ -90,7 +93,7 @@ class Forward(Block):
         for v in self.vectors:
             self.tile_max[v].set(-math.inf)
         self.score_tile()
-        mask, score = self.renderers
+        mask, score = self.renderers[:2]
         with code.either(partial) as (yes, no):  # without a mask every run is full
             with yes:
                 if mask is not None:
@@ -118,7 +121,8 @@ class Forward(Block):
     def reshape_scores(self, j0: Value, masked: bool) -> None:
         """Sᵀ scaled and through the score formula, −∞ where hidden; and its maximum anew."""
         code, tiles = self.code, self.tiles
-        mask, score = self.renderers
+        mask, score = self.renderers[:2]
+        self.turn_tables(j0, 0 if masked else 1, 2)
         for v in self.vectors:
             self.tile_max[v].set(-math.inf)
         with code.loop(0, self.keys) as key:
@@ -128,9 +132,9 @@ class Forward(Block):
                 s = tiles.load(self.s_t, key, v)
                 symbols = self.symbols[v] | {"j": j, "s": s * self.factor}
                 if score is not None:
-                    s = score.pair(symbols, self.known[v][1] | by_row[1]).to(self.float).spread(self.lanes)
+                    s = score.pair(symbols, self.known_of_pair(1, by_row, key, v)).to(self.float).spread(self.lanes)
                 if masked and mask is not None:
-                    allowed = mask.pair(symbols, self.known[v][0] | by_row[0])
+                    allowed = mask.pair(symbols, self.known_of_pair(0, by_row, key, v))
                     s = code.where(allowed, s, code.value(-math.inf, self.vector))
                 tiles.store(self.s_t, key, v, s)
                 self.tile_max[v].set(code.maximum(s, self.tile_max[v].get()))
@@ -160,10 +164,13 @@ class Forward(Block):
         """P = 2^(Sᵀ − m') in place of Sᵀ, and the running maximum m and sum l; pairs of keys joined for V's."""
         code, tiles = self.code, self.tiles
         factor = self.scaled_if_huge() if self.renderers[1] is None else code.value(1.0, self.float)
+        self.riding.prepare(j0, factor)
         for v in self.vectors:
             new = code.maximum(self.tile_max[v].get() * factor, self.largest[v].get())
             shift = code.where(new == -math.inf, 0.0, new)
-            alpha = self.power(self.largest[v].get() - shift)
+            difference = self.largest[v].get() - shift
+            alpha = self.power(difference)
+            self.riding.rescale(v, difference, alpha)
             self.largest[v].set(new)
             self.shift[v].set(shift)
             self.alpha[v].set(alpha)
@@ -176,9 +183,11 @@ class Forward(Block):
             keep = self.kept(j0 + key) if self.structure.dropout else []
             for v in self.vectors:
                 scores = [tiles.load(self.s_t, key + k, v) for k in range(step)]
-                weights = [self.power(code.fma(s, factor, -self.shift[v].get())) for s in scores]
-                for p in weights:
+                powers = [code.fma(s, factor, -self.shift[v].get()) for s in scores]
+                weights = [self.power(x) for x in powers]
+                for k, p in enumerate(weights):
                     sums[v].set(sums[v].get() + p)
+                    self.riding.add(j0, key + k, v, scores[k] * factor, powers[k], p)
                 if keep:
                     weights = [code.where(keep[k][v], p, 0.0) for k, p in enumerate(weights)]
                 for k in range(0, step, tiles.pair):
@@ -189,6 +198,7 @@ class Forward(Block):
                         tiles.store(self.s_t, key + k, v, weights[k])
         for v in self.vectors:
             self.total[v].set(code.fma(self.total[v].get(), self.alpha[v].get(), sums[v].get()))
+            self.riding.join(v, sums[v].get())
 
     def weigh_values(self) -> None:
         """Oᵀ = α Oᵀ + Σ V[key][d_v] · P[key][lane], added at the end: a tile's sum is rounded at its own size."""
@@ -255,3 +265,4 @@ class Forward(Block):
             largest = self.lane_of(base, 0, lane).load(self.float).to(DOUBLE)
             unit = math.log(2) if self.structure.base_2 else 1.0
             given.lse.at((self.row + lane) * 8).store(code.fma(largest, unit, code.intrinsic("log", sum_of_row)))
+        self.riding.hand_over()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..arrays import convert, empty, layout, namespace, plain, resolve, to_numpy
 from ..formula.expression import SYMBOLS, Lookup, walk
+from ..observe import Mass, Slopes
 from ..plan import Gradients
 from ..problem import Problem
 from .arguments import BACKWARD, pack
@@ -19,6 +22,8 @@ from .block import KEYS
 from .call import Inputs, block_of, fitted, kernel_of, operand, structure_of
 from .machine import Machine
 from .processor import Processor
+from .run import forward
+from .seeing import Riders
 from .threads import count
 
 __all__ = ["gradients"]
@@ -65,6 +70,7 @@ def gradients(
     saved: tuple[Any, Any],
     wanted: Collection[int],
     threads: int | None,
+    slopes: Slopes,
     processor: Processor,
 ) -> Gradients | None:
     """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse; None where `streaming` must sort it out: one that is NaN or ∞,
@@ -75,15 +81,19 @@ def gradients(
     d_output, d_lse : shapes of output and lse; d_lse None for 0
     saved : (output, lse) of the forward pass
     wanted : slots of the tables in `Problem.tables` whose gradients are asked for
+    slopes : what statistics add to the gradients of weights, scores and lse
     """
     if _huge(saved[1], problem.accumulator):
         return None
+    d_lse = _of_rows(problem, d_lse, slopes, threads, processor)
+    roles = {"weights": slopes.weights, "scores": slopes.scores}
+    more = {role: formula for role, formula in roles.items() if formula is not None}
     gains = list(_gains(problem, wanted))
     split = Split.of(problem, gains)
     xp, query = namespace(problem.query), problem.query
     machine = fitted(processor.machine, problem)
     block = block_of(problem.dtype, machine)
-    inputs = Inputs(problem, block)
+    inputs = Inputs(problem, block, tuple(more.values()))
     d_output = _with_rows(plain(xp.astype(d_output, query.dtype)))
     lead, rows = problem.lead, (*problem.lead, problem.H, problem.n)
     sums = problem.accumulator
@@ -100,6 +110,7 @@ def gradients(
         inputs,
         vectors=machine.vectors,
         gaining=tuple((gain.place, gain.slot, gain.owned) for gain in gains),
+        roles=tuple(more),
     )
     fields = inputs.fields(structure) | operand("d_output", d_output, inputs.kept)
     fields |= operand("output", _with_rows(plain(saved[0])), inputs.kept)
@@ -121,14 +132,14 @@ def gradients(
         (t.ctypes.data, (0 if gain.owned else t.strides[0],), (0,)) for t, gain in zip(tables, gains, strict=True)
     ]
     words = pack(BACKWARD, fields, [*inputs.table_words(), *shares])
-    kernel = kernel_of(structure, problem, Backward, processor)
+    kernel = kernel_of(structure, inputs, Backward, processor)
     kept = (*inputs.kept, *found.values(), *tables, problem)
     processor.call(kernel, words, min(count(threads), fields["items"]), kept)
     if taint[0]:
         return None
 
     def narrow(array: Any, width: int) -> Any:
-        return xp.astype(array[..., :width], query.dtype)
+        return xp.astype(array[..., :width], query.dtype, copy=array.shape[-1] != width)
 
     return Gradients(
         query=narrow(found["d_query"][0] if split.parts == 1 else _in_order(found["d_query"]), problem.d_k),
@@ -137,6 +148,17 @@ def gradients(
         tables=_of_tables(problem, gains, tables),
         sinks=None if problem.sinks is None else _of_sinks(problem, xp, d_output, d_lse, saved),
     )
+
+
+def _of_rows(problem: Problem, d_lse: Any, slopes: Slopes, threads: int | None, processor: Processor) -> Any:
+    """d_lse with what statistics add to it, less Σⱼ P ∘ their slopes: the row sum of P ∘ dP takes it so; None for 0."""
+    parts = [part for part in (d_lse, slopes.lse) if part is not None]
+    if slopes.weights is not None:
+        one = replace(problem, value=problem.value[..., :1]).asking(Mass(slopes.weights))
+        riders, lse = Riders(one), np.empty((*problem.lead, problem.H, problem.n))
+        forward(one, empty((*lse.shape, one.d_v), one.dtype, one.query), lse, threads, processor, riders)
+        parts.append(convert(-riders.arrays[0].astype(np.float64), problem.query))
+    return functools.reduce(operator.add, parts) if parts else None
 
 
 def _huge(lse: Any, accumulator: str) -> bool:
@@ -199,7 +221,7 @@ def _of_tables(problem: Problem, gains: list[Gain], sums: list[Any]) -> tuple[An
 
 def _like(array: Any, other: Any) -> Any:
     """A NumPy array in the other's library and dtype."""
-    return namespace(other).astype(convert(array, other), other.dtype)
+    return namespace(other).astype(convert(array, other), other.dtype, copy=False)
 
 
 def _with_rows(array: Any) -> Any:
@@ -216,8 +238,8 @@ def _rows(array: Any, shape: tuple[int, ...]) -> Any:
 
 def _in_order(parts: Any) -> Any:
     """The sum over the first axis, one after another."""
-    total = parts[0]
-    for part in parts[1:]:
+    total = parts[0] + parts[1]  # in memory of its own: a gradient may outlive the parts
+    for part in parts[2:]:
         total += part
     return total
 

@@ -111,19 +111,21 @@ def pair_row(tiles: Tiles, source: Value, target: Value, width: int, apart: Any)
 
 def join_rows(tiles: Tiles, source: Value, target: Value, width: int, row_step: Value, apart: Any, both: Value) -> None:
     """Two rows of bfloat16 as one of pairs; 0 in place of a second that is not there."""
-    code, lanes = tiles.code, tiles.lanes
+    code, lanes = tiles.code, 2 * tiles.lanes
     step = code.where(both, row_step, 0)
-    second = code.where(both, code.value(0xFFFF, INT32), 0)
     whole = width // lanes * lanes if apart is None else 0
 
-    def join(at: Value, count: int) -> Value:
-        low, high = (x.load(vector(INT16, count)).widened(INT32) for x in (at, at.at(step)))
-        return low | ((high & second) << 16)
+    def rows(at: Value, count: int) -> list[Value]:
+        low, high = (x.load(vector(INT16, count)) for x in (at, at.at(step)))
+        return [low, code.where(both, high, code.value(0, high.type))]
 
     with code.loop(0, whole, lanes) as c:
-        target.at(c * 4).store(join(source.at(c * 2), lanes))
+        low, high = rows(source.at(c * 2), lanes)
+        for half in range(2):
+            target.at(c * 4 + half * tiles.align).store(low.braid(high, half))
     with code.loop(whole, width) as c:
-        target.at(c * 4).store(join(source.at(c * (2 if apart is None else apart)), 1))
+        low, high = (x.widened(INT32) for x in rows(source.at(c * (2 if apart is None else apart)), 1))
+        target.at(c * 4).store(low | (high << 16))
 
 
 def _bits(pointer: Value) -> Value:

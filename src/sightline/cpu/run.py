@@ -7,45 +7,45 @@ from typing import Any
 import numpy as np
 
 from ..arrays import convert, empty, layout, to_numpy
-from ..observe import Lse
 from ..plan import Result
 from ..problem import Problem
-from ..streaming import Streaming
 from .arguments import FORWARD, pack
 from .call import Inputs, block_of, fitted, kernel_of, structure_of
 from .decoding import decode, decodes
 from .forward import Forward
 from .prepared import Prepared
 from .processor import Processor
+from .seeing import Riders, see
 from .threads import count
 
-__all__ = ["run"]
+__all__ = ["forward", "run"]
 
 SMALL = 1 << 21  # multiplications below which a second thread costs more than it gives
 
 
 def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
-    """Forward through the generated kernel; statistics beyond lse through `streaming`, scores and normaliser alike."""
+    """Forward through the generated kernel, statistics beside it or after it."""
     output = empty((*problem.lead, problem.H, problem.n, problem.d_v), problem.dtype, problem.query)
     lse = np.empty((*problem.lead, problem.H, problem.n), np.float64)
-    prepared, few = None, decodes(problem, processor)
+    riders = Riders(problem)
+    prepared, few = None, not riders.roles and decodes(problem, processor)
     if lse.size and not (few and decode(problem, output, lse, count(threads), processor)):
-        found = _forward(problem, output, lse, threads, processor)
+        found = forward(problem, output, lse, threads, processor, riders)
         prepared = None if few else found  # the next such call is the decoding kernel's again
     lse = convert(lse, problem.query)
-    if all(isinstance(statistic, Lse) for statistic in problem.see):
-        seen = tuple(statistic.collect(problem, lse, lambda: iter(())) for statistic in problem.see)
-    else:
-        seen = Streaming().run(problem).seen
+    seen = see(problem, lse, riders, threads, processor) if problem.see else ()
     return Result(output, lse, seen, prepared)
 
 
-def _forward(problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor) -> Prepared | None:
+def forward(
+    problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, riders: Riders
+) -> Prepared | None:
+    """Fill output, lse and the riders' arrays."""
     machine = fitted(processor.machine, problem)
     block = block_of(problem.dtype, machine)
-    inputs = Inputs(problem, block)
-    structure = structure_of("forward", problem, inputs, vectors=machine.vectors)
-    kernel = kernel_of(structure, problem, Forward, processor)
+    inputs = Inputs(problem, block, riders.formulas)
+    structure = structure_of("forward", problem, inputs, vectors=machine.vectors, roles=riders.roles)
+    kernel = kernel_of(structure, inputs, Forward, processor)
     query_blocks = -(-problem.n // block)
     sinks = np.zeros(1) if problem.sinks is None else to_numpy(problem.sinks).astype(np.float64)
     fields = inputs.fields(structure) | {
@@ -55,10 +55,10 @@ def _forward(problem: Problem, output: Any, lse: Any, threads: int | None, proce
         "output": layout(output)[0],
         "sinks": inputs.address(sinks),
     }
-    words = pack(FORWARD, fields, inputs.table_words())
+    words = pack(FORWARD, fields, [*inputs.table_words(), *((x.ctypes.data, (0,), (0,)) for x in riders.arrays)])
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
     most = 1 if work < SMALL else int(fields["items"])
-    processor.call(kernel, words, min(count(threads), most), (*inputs.kept, output))
-    if problem.tables or problem.sinks is not None or problem.dropout:
+    processor.call(kernel, words, min(count(threads), most), (*inputs.kept, output, *riders.arrays))
+    if problem.tables or problem.sinks is not None or problem.dropout or riders.roles:
         return None
     return Prepared.of(kernel, words, most, lse.size, inputs.steady(lse), processor)

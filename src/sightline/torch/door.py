@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from .. import again
 from ..attention import KERNELS, shaped, solve
 from ..formula.expression import SYMBOLS, Expression
+from ..observe import Lse, Statistic, apart
 from ..plan import Kernel, Result, choose
 from ..problem import Problem, ask, examine
 from . import operator
@@ -44,7 +45,8 @@ def run(
     query, key, value = (_autocast(array) for array in (query, key, value))
     formulas = {"mask": _called(options["mask"], "bhij"), "score": _called(options["score"], "sbhij")}
     seed = options["seed"]
-    problem = ask(query, key, value, **(options | formulas | {"seed": 0 if seed is None else seed}))
+    see = [_followed(statistic) for statistic in options["see"]] if torch.compiler.is_compiling() else options["see"]
+    problem = ask(query, key, value, **(options | formulas | {"seed": 0 if seed is None else seed, "see": see}))
     if kernel == FUSED.name or (kernel is None and next(FUSED.refuses(problem), None) is None):
         return shaped(problem, choose((FUSED,), problem, FUSED.name).kernel.run(problem))
     if asked is not None:
@@ -53,12 +55,29 @@ def run(
         output, seen = shaped(problem, result)
         again.remember(asked, given, output, result)
         return output, seen
+    return shaped(problem, apart(problem, lambda one: _answered(one, seed, kernel, threads)))
+
+
+def _answered(problem: Problem, seed: int | None, kernel: str | None, threads: int | None) -> Result:
+    """The operator's answer."""
     drawn = _seed(problem, seed) if problem.dropout else None
     output, lse, *others = operator.attention(*Question.of(problem, drawn, kernel, threads))
-    rest = iter(others)
-    narrow = lse if query.dtype == torch.float64 else lse.float()
-    seen = tuple([narrow if statistic.name == "lse" else next(rest) for statistic in problem.see])
-    return shaped(problem, Result(output, lse, seen))
+    narrow = lse if problem.query.dtype == torch.float64 else lse.float()
+    seen, place = [], 0
+    for statistic in problem.see:
+        if isinstance(statistic, Lse):
+            seen.append(narrow)
+            continue
+        count = len(statistic.outputs(problem))
+        arrays = others[place : place + count]
+        seen.append(statistic.joined(arrays if statistic.differentiable else [array.detach() for array in arrays]))
+        place += count
+    return Result(output, lse, tuple(seen))
+
+
+def _followed(statistic: Any) -> Any:
+    """While torch.compile follows, a statistic whose condition is a formula."""
+    return statistic.mapped(lambda mask: _called(mask, "bhij")) if isinstance(statistic, Statistic) else statistic
 
 
 def _autocast(array: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import streaming
 from ..attention import differentiate, solve
+from ..observe import Lse, arrays_of
 from .question import SCHEMA, Question
 
 __all__ = ["attention", "attention_backward"]
@@ -36,12 +37,13 @@ def _as_written(computation: Callable[..., list[Tensor]]) -> Callable[..., list[
 
 @_as_written
 def _answer(*arguments: Any) -> list[Tensor]:
-    """[output, lse, *every statistic asked for but lse]."""
+    """[output, lse, *the arrays of every statistic asked for but lse]."""
     question = Question(*arguments)
     problem = question.problem()
     result = solve(problem, question.kernel, question.threads)
     seen = zip(problem.see, result.seen, strict=True)
-    return [result.output, result.lse, *(array for statistic, array in seen if statistic.name != "lse")]
+    others = [arrays_of(answer) for statistic, answer in seen if not isinstance(statistic, Lse)]
+    return [result.output, result.lse, *(array for arrays in others for array in arrays)]
 
 
 def _answer_shapes(*arguments: Any) -> list[Tensor]:
@@ -49,9 +51,9 @@ def _answer_shapes(*arguments: Any) -> list[Tensor]:
     query, rows = problem.query, problem.query.shape[:-1]
     outputs = [query.new_empty((*rows, problem.d_v)), query.new_empty(rows, dtype=torch.float64)]
     for statistic in problem.see:
-        if statistic.name != "lse":
-            dtype = getattr(torch, statistic.dtype(problem))
-            outputs.append(query.new_empty(statistic.shape(problem), dtype=dtype))
+        if not isinstance(statistic, Lse):
+            made = statistic.outputs(problem)
+            outputs += [query.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in made]
     return outputs
 
 
@@ -93,18 +95,20 @@ def _chain(
     d_output = of_answer.get(0)
     if d_output is None:
         d_output = problem.query.new_zeros((*problem.query.shape[:-1], problem.d_v))
-    places = iter(range(2, 2 + len(problem.see)))
-    d_seen = tuple(None if statistic.name == "lse" else of_answer.get(next(places)) for statistic in problem.see)
+    place, d_seen = 2, []
+    for statistic in problem.see:
+        d_seen.append(None if isinstance(statistic, Lse) else of_answer.get(place))
+        place += 0 if isinstance(statistic, Lse) else len(statistic.outputs(problem))
     tables = [question.tables[k] for k in wanted]
     if saved is None:
-        found = streaming.backward(problem, d_output, of_answer.get(1), d_seen)
+        found = streaming.backward(problem, d_output, of_answer.get(1), tuple(d_seen))
     else:
         slots = [k for k, table in enumerate(problem.tables) if any(table.array is tensor for tensor in tables)]
         found = differentiate(
             problem,
             d_output,
             of_answer.get(1),
-            d_seen,
+            tuple(d_seen),
             saved,
             wanted=slots,
             kernel=question.kernel,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from ..arrays import convert
 from ..formula.expression import Expression, Lookup, from_text, walk
 from ..formula.table import Table
-from ..observe import STATISTICS
-from ..problem import Problem, check_device, settle
+from ..observe import from_words
+from ..problem import Problem, check_device, checked, settle
 
 __all__ = ["SCHEMA", "Question", "spelled"]
 
@@ -34,15 +34,15 @@ class Question(NamedTuple):
     query: Tensor  # with all leading axes and a head axis, as Problem has it
     key: Tensor
     value: Tensor
-    tables: list[Tensor]  # the mask's, then the score's
+    tables: list[Tensor]  # the mask's, then the score's, then the statistics'
     sinks: Tensor | None
     seed: Tensor | None  # int64: torch's generator draws it inside a compiled function too
     mask: str  # Expression.text, "" for none
     score: str
-    spans: str  # the axes each table promises to span, "hij,.j,|-," : one comma a table, | before the score's
+    spans: str  # the axes each table promises to span, "hij,.j,|-,|" : one comma a table, | between the three
     scale: float
     dropout: float
-    see: str  # names of statistics
+    see: str  # Statistic.words, | between them, a line each
     kernel: str | None
     threads: int | None
 
@@ -51,19 +51,21 @@ class Question(NamedTuple):
         """The question a problem asks. What `problem.ask` checks is checked; tables are not read."""
         mask, its_tables = spelled(problem.mask)
         score, more_tables = spelled(problem.score)
+        seen_tables: list[Table] = []
+        lines = ["|".join(statistic.words(_spelling(seen_tables))) for statistic in problem.see]
         return cls(
             problem.query,
             problem.key,
             problem.value,
-            [_tensor(table, problem.query) for table in [*its_tables, *more_tables]],
+            [_tensor(table, problem.query) for table in [*its_tables, *more_tables, *seen_tables]],
             problem.sinks,
             seed,
             mask,
             score,
-            _spans(its_tables) + "|" + _spans(more_tables),
+            _spans(its_tables) + "|" + _spans(more_tables) + "|" + _spans(seen_tables),
             problem.scale,
             problem.dropout,
-            " ".join([statistic.name for statistic in problem.see]),
+            "\n".join(lines),
             kernel,
             threads,
         )
@@ -73,7 +75,10 @@ class Question(NamedTuple):
         extent = self.outline().extent
         words = self.mask, self.score, self.spans
         mask, score = _settled(words, self.tables, extent) if self.tables else _kept(words, extent)
-        return self.outline(mask, score, 0 if self.seed is None else int(self.seed) % 2**64)
+        problem = self.outline(mask, score, 0 if self.seed is None else int(self.seed) % 2**64)
+        for statistic in problem.see:
+            statistic.mapped(lambda condition: checked(condition, extent))
+        return problem
 
     def outline(self, mask: Expression | None = None, score: Expression | None = None, seed: int = 0) -> Problem:
         """The problem with these for what must be read from tensors: without them enough for shapes."""
@@ -87,15 +92,20 @@ class Question(NamedTuple):
             scale=self.scale,
             dropout=self.dropout,
             seed=seed,
-            see=tuple(STATISTICS[name]() for name in self.see.split()),
+            see=tuple(from_words(line.split("|"), self._condition) for line in self.see.splitlines()),
             headless=False,
         )
+
+    def _condition(self, text: str) -> Expression:
+        """A statistic's condition: where its tables start among theirs, how many they are, and the formula's text."""
+        start, count, formula = text.split(" ")
+        return from_text(formula, _tables(self.spans, self.tables, 2)[int(start) :][: int(count)])
 
     @property
     def gaining(self) -> list[int]:
         """The tables that may have gradients: floats read by the score."""
-        first = self.spans.partition("|")[0].count(",")
-        return [k for k, table in enumerate(self.tables) if k >= first and table.is_floating_point()]
+        masks, scores = (part.count(",") for part in self.spans.split("|")[:2])
+        return [k for k in range(masks, masks + scores) if self.tables[k].is_floating_point()]
 
     def inputs(self, wanted: Sequence[int]) -> list[Tensor]:
         """The tensors that may have gradients: query, key, value, the tables `wanted` names, sinks."""
@@ -134,6 +144,18 @@ def spelled(formula: Expression | None) -> tuple[str, list[Table]]:
     return "[" + ",".join(lines) + "]", tables
 
 
+def _spelling(tables: list[Table]) -> Callable[[Expression], str]:
+    """How a statistic's condition is written, its tables put after those there are; `Question._condition` reads it."""
+
+    def spell(condition: Expression) -> str:
+        text, own = spelled(condition)
+        start = len(tables)
+        tables.extend(own)
+        return f"{start} {len(own)} {text}"
+
+    return spell
+
+
 def _spans(tables: list[Table]) -> str:
     return "".join(["-," if t.axes is None else "".join([axis or "." for axis in t.axes]) + "," for t in tables])
 
@@ -150,14 +172,20 @@ def _tensor(table: Table, query: Tensor) -> Tensor:
 
 def _settled(words: tuple[str, str, str], tensors: list[Tensor], extent: Extent) -> Pair:
     mask, score, spans = words
-    promised = [None if span == "-" else _axes(span) for span in spans.replace("|", "").split(",")[:-1]]
-    tables = [Table(tensor, axes) for tensor, axes in zip(tensors, promised, strict=True)]
-    first = spans.partition("|")[0].count(",")
     return settle(
-        from_text(mask, tables[:first]) if mask else None,
-        from_text(score, tables[first:]) if score else None,
+        from_text(mask, _tables(spans, tensors, 0)) if mask else None,
+        from_text(score, _tables(spans, tensors, 1)) if score else None,
         extent,
     )
+
+
+def _tables(spans: str, tensors: list[Tensor], part: int) -> list[Table]:
+    """The tables of the mask (part 0), the score (1) or the statistics (2)."""
+    parts = spans.split("|")
+    first = sum([before.count(",") for before in parts[:part]])
+    promised = [None if span == "-" else _axes(span) for span in parts[part].split(",")[:-1]]
+    own = tensors[first : first + len(promised)]
+    return [Table(tensor, axes) for tensor, axes in zip(own, promised, strict=True)]
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,159 @@
+"""Statistics of queries, second pass: lists of the largest weights, and the weights themselves."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+from .block import KEYS
+from .lanes import INT64, POINTER, Value, Variable, bytes_of, vector
+from .observe import Observe
+
+__all__ = ["TopK", "WeightTiles", "WideWeightTiles"]
+
+
+class Rowwise(Observe):
+    """Statistics of each query: an item is (b, h, block of queries)."""
+
+    def take(self, item: Value) -> None:
+        """Later blocks first, since a causal mask makes those the longest."""
+        given, tiles = self.given, self.tiles
+        blocks = given.query_blocks - given.first_query // tiles.block
+        position = item // blocks
+        self.place(position // given.H, position % given.H, given.query_blocks - 1 - item % blocks)
+        self.begin_rows()
+        first, last = self.keys_asked()
+        self.attend((given.first_query, given.last_query), (first // KEYS, (last + (KEYS - 1)) // KEYS))
+        self.hand_over()
+
+    def keys_asked(self) -> tuple[Value, Value]:
+        """The keys that count."""
+        return self.code.value(0, INT64), self.given.m
+
+    def begin_rows(self) -> None:
+        """Before the block's first tile."""
+
+    def hand_over(self) -> None:
+        """After its last."""
+
+
+class TopK(Rowwise):
+    """The `structure.k` largest weights of each query and their keys, the smaller key first where they tie.
+
+    Lists are kept sorted, lane by lane: rank r of S and of its key lies in row r + 1, below a row of ∞ that ends every
+    insertion. Keys come in order, and one that only equals what is there stays behind it.
+    """
+
+    fields = Observe.fields | {"where": POINTER}  # output: (B, H, n, k); where likewise, int64
+
+    def prepare(self) -> None:
+        tiles, rows = self.tiles, self.structure.k + 1
+        self.whole = vector(self.integer, self.lanes)
+        self.top = tiles.matrix(rows)
+        self.places = tiles.scratch(rows * tiles.block * bytes_of(self.integer))
+        self.least = tiles.variables()  # of each list
+
+    def place_of(self, row: Any, v: int) -> Value:
+        """Address of a vector of keys."""
+        size = bytes_of(self.integer)
+        row = self.code.value(row, INT64)
+        return self.places.at(row * (self.tiles.block * size) + v * self.lanes * size)
+
+    def begin_rows(self) -> None:
+        code, tiles = self.code, self.tiles
+        with code.loop(0, self.structure.k + 1) as row:
+            for v in self.vectors:
+                tiles.store(self.top, row, v, code.value(-math.inf, self.vector))
+                self.place_of(row, v).store(code.value(-1, self.whole))
+        for v in self.vectors:
+            tiles.store(self.top, 0, v, code.value(math.inf, self.vector))
+            self.least[v].set(-math.inf)
+
+    def collect(self, j0: Value, masked: bool) -> None:
+        code = self.code
+        with code.loop(0, self.keys) as key:
+            found = []
+            for s, allowed in self.scores(key, j0, masked):
+                found.append(s if allowed is None else code.where(allowed, s, code.value(-math.inf, self.vector)))
+            better = [s > least.get() for s, least in zip(found, self.least, strict=True)]
+            with code.when(functools.reduce(lambda x, y: x | y, better).any()):
+                for v, s in enumerate(found):
+                    with code.when(better[v].any()):
+                        self.insert(s, (j0 + key).to(self.integer), v)
+
+    def insert(self, s: Value, j: Value, v: int) -> None:
+        """A score into the lists of the lanes where it is larger than their least, from the last rank up."""
+        code, tiles, k = self.code, self.tiles, self.structure.k
+        row = Variable(code, INT64, k)
+        old = Variable(code, self.vector, tiles.load(self.top, k, v))
+        place = Variable(code, self.whole, self.place_of(k, v).load(self.whole))
+        with code.forever() as leave:
+            at = row.get()
+            above, place_above = tiles.load(self.top, at - 1, v), self.place_of(at - 1, v).load(self.whole)
+            enters, passes = s > old.get(), s > above
+            tiles.store(self.top, at, v, code.where(passes, above, code.where(enters, s, old.get())))
+            self.place_of(at, v).store(code.where(passes, place_above, code.where(enters, j, place.get())))
+            leave(~passes.any())
+            row.set(at - 1)
+            old.set(above)
+            place.set(place_above)
+        self.least[v].set(tiles.load(self.top, k, v))
+
+    def hand_over(self) -> None:
+        code, given, tiles, k = self.code, self.given, self.tiles, self.structure.k
+        with code.loop(1, k + 1) as row:
+            for v in self.vectors:
+                tiles.store(self.top, row, v, self.weight(tiles.load(self.top, row, v), v))
+        target = given.output.at(self.row * (k * tiles.size))
+        self.turn_back(tiles.at(self.top, 1), k, target, self.form.widened)
+        size = bytes_of(self.integer)
+        with code.loop(0, self.valid) as lane, code.loop(0, k) as rank:
+            key = self.place_of(rank + 1, 0).at(lane * size).load(self.integer)
+            given.where.at(((self.row + lane) * k + rank) * 8).store(key.to(INT64))
+
+
+class WeightTiles(Rowwise):
+    """P itself, in the input's dtype, of some queries on some keys; what is not written is 0."""
+
+    fields = Observe.fields | {"first_key": INT64, "last_key": INT64}  # output: (B, H, queries, keys), zeros at first
+
+    @property
+    def written(self) -> Any:
+        """The format of the output."""
+        return self.form
+
+    def keys_asked(self) -> tuple[Value, Value]:
+        return self.given.first_key, self.given.last_key
+
+    def collect(self, j0: Value, masked: bool) -> None:
+        code, given, tiles, form = self.code, self.given, self.tiles, self.written
+        with code.loop(0, self.keys) as key:
+            for v, p in enumerate(self.weights(key, j0, masked)):
+                tiles.store(self.s_t, key, v, p)
+        rows, columns = given.last_query - given.first_query, given.last_key - given.first_key
+        row = (self.b * given.H + self.h) * rows + self.i0 - given.first_query  # of lane 0, which may lie before
+        target = given.output.at((row * columns + j0 - given.first_key) * form.bytes)
+
+        def place(lane: Value, key: Value) -> Value:
+            return target.at((lane * columns + key) * form.bytes)
+
+        first, last = self.lanes_of(given.first_query, given.last_query)
+        start, stop = code.maximum(given.first_key - j0, 0), code.minimum(given.last_key - j0, self.keys)
+        whole = start + (stop - start) // self.lanes * self.lanes
+        with code.loop(0, len(self.vectors)) as at, code.loop(start, whole, self.lanes) as key:
+            turned = tiles.turned([tiles.load(self.s_t, key + k, at) for k in range(self.lanes)])
+            for k, p in enumerate(turned):
+                lane = at * self.lanes + k
+                with code.when((lane >= first) & (lane < last)):
+                    form.store(place(lane, key), p)
+        with code.loop(first, last) as lane, code.loop(whole, stop) as key:
+            form.store(place(lane, key), self.lane_of(self.s_t, key, lane).load(self.float))
+
+
+class WideWeightTiles(WeightTiles):
+    """The same in the accumulator's type."""
+
+    @property
+    def written(self) -> Any:
+        return self.form.widened

@@ -1,0 +1,296 @@
+"""What every statistic is by its definition, dense, and the check of a kernel's against it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from strategies import generators, masks
+
+import sightline
+from sightline.arrays import dtype_name, namespace, to_numpy
+from sightline.formula.render_array import dense_values
+from sightline.observe import apart, arrays_of
+from sightline.problem import Problem
+from sightline.reference import stages_of
+from sightline.testing import assert_within_budget, dense, orders_of
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The matrices statistics are of, and how their sums are taken; NumPy or torch."""
+
+    weights: Any  # (*lead, H, n, m), as the rest
+    scores: Any  # final, −∞ where hidden
+    lse: Any  # (*lead, H, n)
+    problem: Problem
+    rows: Any = field(default_factory=lambda: slice(None))  # which of the problem's
+    heads: Any = field(default_factory=lambda: slice(None))
+    loop: bool = False  # term after term, as kernels sum, not pairwise
+
+    def sum(self, array: Any, axis: int) -> Any:
+        if not self.loop or array.shape[axis] == 0:
+            return array.sum(axis)
+        return np.take(np.cumsum(array, axis=axis, dtype=array.dtype), -1, axis=axis)
+
+    def positions(self, formula: Any) -> Any:
+        """A formula's values at these rows and heads."""
+        problem = self.problem
+        values = np.array(dense_values(formula, problem.extent))
+        values = values.reshape(*problem.lead, problem.H, problem.n, problem.m)
+        return np.broadcast_to(values[..., self.heads, :, :][..., self.rows, :], tuple(self.weights.shape))
+
+
+def defined(statistic: Any, of: Dense) -> tuple[Any, ...]:
+    """The arrays of a statistic by its definition."""
+    return DEFINITIONS[statistic.name](statistic, of)
+
+
+def _max_score(_: Any, of: Dense) -> tuple[Any, ...]:
+    if not of.problem.m:
+        return of.lse + -np.inf, np.full(of.lse.shape, -1)
+    largest = namespace(of.scores).max(of.scores, axis=-1)
+    return largest, np.where(to_numpy(largest) == -np.inf, -1, to_numpy(of.scores).argmax(-1))
+
+
+def _entropy(_: Any, of: Dense) -> tuple[Any, ...]:
+    xp, p = namespace(of.weights), of.weights
+    return (of.sum(-p * xp.log(xp.where(p > 0, p, xp.ones_like(p))), -1),)
+
+
+def _top_k(statistic: Any, of: Dense) -> tuple[Any, ...]:
+    p = np.where(np.isneginf(of.scores), -1.0, of.weights)
+    p = np.concatenate([p, np.full((*p.shape[:-1], statistic.k), -1.0)], axis=-1)
+    order = np.argsort(-p, axis=-1, kind="stable")[..., : statistic.k]
+    found = np.take_along_axis(p, order, axis=-1)
+    return np.maximum(found, 0.0).astype(of.weights.dtype), np.where(found < 0, -1, order)
+
+
+def _mass(statistic: Any, of: Dense) -> tuple[Any, ...]:
+    xp = namespace(of.weights)
+    return (of.sum(xp.where(xp.asarray(of.positions(statistic.mask).copy()), of.weights, 0.0 * of.weights), -1),)
+
+
+def _received(statistic: Any, of: Dense) -> tuple[Any, ...]:
+    xp, p = namespace(of.weights), of.weights
+    if statistic.how == "max" and p.shape[-2]:
+        return (xp.max(p, axis=-2),)
+    return (of.sum(p, -2) / (max(p.shape[-2], 1) if statistic.how == "mean" else 1),)
+
+
+def _pooled(statistic: Any, of: Dense) -> tuple[Any, ...]:
+    xp, (n, m) = namespace(of.weights), of.weights.shape[-2:]
+    (i0, i1), (j0, j1) = statistic.within or ((0, n), (0, m))
+    down, across = statistic.down, statistic.across
+    rows = [i0 + r * (i1 - i0) // down for r in range(down + 1)]
+    columns = [j0 + c * (j1 - j0) // across for c in range(across + 1)]
+    lines = []
+    for top, bottom in itertools.pairwise(rows):
+        line = []
+        for left, right in itertools.pairwise(columns):
+            cell = of.weights[..., top:bottom, left:right]
+            cell = xp.reshape(cell, (*cell.shape[:-2], (bottom - top) * (right - left)))
+            line.append(xp.max(cell, axis=-1) if statistic.how == "max" else of.sum(cell, -1) / cell.shape[-1])
+        lines.append(xp.stack(line, axis=-1))
+    return (xp.stack(lines, axis=-2),)
+
+
+def _applied(statistic: Any, of: Dense) -> tuple[Any, ...]:
+    problem, xp = of.problem, namespace(of.weights)
+    x = xp.asarray(statistic.x, dtype=of.weights.dtype)
+    if x.ndim > 2:
+        x = xp.repeat(x, problem.group, axis=-3)[..., of.heads, :, :]
+    return (of.weights @ x,)
+
+
+def _part(statistic: Any, of: Dense) -> tuple[Any, ...]:
+    rows, heads = (
+        slice(None) if given is None else np.arange(count)[given if isinstance(given, slice) else list(given)]
+        for given, count in ((statistic.queries, of.problem.n), (statistic.query_heads, of.problem.H))
+    )
+
+    def matrix(array: Any) -> Any:
+        return array[..., heads, :, :][..., rows, :]
+
+    return defined(
+        statistic.of,
+        replace(
+            of,
+            weights=matrix(of.weights),
+            scores=matrix(of.scores),
+            lse=of.lse[..., heads, :][..., rows],
+            rows=rows,
+            heads=heads,
+        ),
+    )
+
+
+def _mean(statistic: Any, of: Dense) -> tuple[Any, ...]:
+    (found,), lead = defined(statistic.of, of), len(of.problem.lead)
+    axes = tuple(range(lead)) * statistic.over_batch + (lead,) * statistic.over_heads
+    count = max(int(np.prod([found.shape[axis] for axis in axes])), 1)
+    for axis in sorted(axes, reverse=True):
+        found = of.sum(found, axis)
+    return (found / count,)
+
+
+DEFINITIONS = {
+    "lse": lambda _, of: (of.lse,),
+    "max_score": _max_score,
+    "entropy": _entropy,
+    "top_k": _top_k,
+    "mass": _mass,
+    "received": _received,
+    "pooled": _pooled,
+    "weights": lambda _, of: (of.weights,),
+    "scores": lambda _, of: (of.scores,),
+    "applied": _applied,
+    "part": _part,
+    "mean": _mean,
+}
+
+
+# -- the check ---------------------------------------------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")
+def plain_scores(problem: Problem, order: int) -> Any:
+    """S in the accumulator's dtype: products summed in this order, formulas as they stand."""
+    wide, shuffled = np.dtype(problem.accumulator), np.random.default_rng(order).permutation(problem.d_k)
+    query, key = (to_numpy(x).astype(wide)[..., shuffled] for x in (problem.query, problem.key))
+    key = np.repeat(key, problem.group, axis=-3)
+    if order % 2:
+        products = sum((query[..., :, None, k] * key[..., None, :, k] for k in range(problem.d_k)), start=wide.type(0))
+    else:
+        products = query @ key.swapaxes(-1, -2)
+    s = (products * wide.type(problem.scale)).astype(wide)
+    if problem.score is not None:
+        s = dense_values(problem.score, problem.extent, s.reshape(problem.extent)).reshape(s.shape).astype(wide)
+    if problem.mask is not None:
+        s = np.where(dense_values(problem.mask, problem.extent).reshape(s.shape), s, -np.inf)
+    return s
+
+
+def oracle(problem: Problem) -> Dense:
+    stages = stages_of(problem)
+    return Dense(stages.weights, stages.masked, stages.lse, problem)
+
+
+def roughs(problem: Problem, statistic: Any) -> list[Dense]:
+    """The plain computation in several orders, in the dtype the statistic is kept in."""
+    kept = dict(statistic.outputs(problem))
+    dtype = next(iter(kept.values()))
+    found = []
+    for order in orders_of(problem):
+        _, lse, weights = (to_numpy(x) for x in dense(problem, dtype, order))
+        weights, scores = weights.astype(problem.accumulator), plain_scores(problem, order)
+        found.append(Dense(weights, scores, lse, problem, loop=order % 2 == 1))
+    return found
+
+
+def usable(problem: Problem) -> bool:
+    """Whether softmax is defined: NaN scores have no largest."""
+    stages = stages_of(problem)
+    return not (np.isnan(stages.weights).any() or np.isposinf(stages.masked).any())
+
+
+LOGARITHMS = {"lse", "scores", "max_score"}  # their errors follow the size of the scores, as those of lse do
+
+
+def kind(statistic: Any) -> str:
+    """The name of what a part or mean is of."""
+    return kind(statistic.of) if hasattr(statistic, "of") else statistic.name
+
+
+def check(run: Any, problem: Problem) -> None:
+    """Raise AssertionError unless every statistic of the problem is the definition's within its budget of rounding."""
+    answer = apart(problem, run)
+    truth = oracle(problem)
+    for statistic, entry in zip(problem.see, answer.seen, strict=True):
+        found = arrays_of(entry)
+        expected = defined(statistic, truth)
+        outputs = statistic.outputs(problem)
+        for array, (shape, dtype) in zip(found, outputs, strict=True):
+            assert (tuple(array.shape), dtype_name(array)) == (shape, dtype), f"{statistic} has a wrong shape or dtype"
+        rough = [defined(statistic, one)[0] for one in roughs(problem, statistic)]
+        terms = defined(of_sizes(statistic), truth)[0] if kind(statistic) == "applied" else None
+        judge(statistic, found[0], expected[0], rough, terms)
+        if len(found) > 1:
+            check_places(statistic, found, expected, rough, truth)
+
+
+def of_sizes(statistic: Any) -> Any:
+    """A product or part of one, of the sizes of its rows: its terms may cancel."""
+    if hasattr(statistic, "of"):
+        return replace(statistic, of=of_sizes(statistic.of))
+    return replace(statistic, x=abs(statistic.x))
+
+
+def judge(statistic: Any, found: Any, expected: Any, rough: Any, terms: Any = None) -> None:
+    if kind(statistic) in LOGARITHMS:
+        found, expected, terms = found.reshape(-1), np.asarray(expected).reshape(-1), 1.0
+    assert_within_budget(found, expected, np.stack(rough), str(statistic), terms)
+
+
+def check_places(statistic: Any, found: Any, expected: Any, rough: Any, truth: Dense) -> None:
+    """Keys are where the definition has what was found, within the budget; no key twice, −1 past the seen ones."""
+    where = to_numpy(found[1])
+    assert np.array_equal(where < 0, expected[1] < 0), f"{statistic} finds keys where none is seen: out of its budget"
+    if statistic.name == "part":
+        return
+    index, matrix = np.maximum(where, 0), truth.scores if statistic.name == "max_score" else truth.weights
+    if matrix.shape[-1]:
+        wide = index[..., None] if statistic.name == "max_score" else index
+        there = np.take_along_axis(matrix, wide, axis=-1).reshape(index.shape)
+        there = np.where(where < 0, expected[0], there).astype(dtype_name(found[0]))
+        judge(statistic, there, expected[0], rough)
+    if statistic.name == "top_k":
+        places = np.sort(np.where(where < 0, -1 - np.arange(statistic.k), where), axis=-1)
+        assert (np.diff(places, axis=-1) > 0).all(), f"{statistic} finds a key twice: out of its budget"
+
+
+# -- drawn statistics --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def statistics(draw: Any, problem: Problem) -> list[Any]:
+    """One of each, with drawn parameters, and parts and means of some."""
+    n, m, rng = problem.n, problem.m, draw(generators())
+    see = [
+        sightline.lse(),
+        sightline.max_score(),
+        sightline.entropy(),
+        sightline.top_k(draw(st.integers(1, 6))),
+        sightline.mass(draw(masks(problem.extent))),
+        sightline.received(draw(st.sampled_from(["sum", "mean", "max"]))),
+        sightline.weights(),
+        sightline.scores(),
+    ]
+    if n and m:
+        (i0, i1), (j0, j1) = (sorted(rng.integers(0, count + 1, 2).tolist()) for count in (n, m))
+        within = ((i0, i1), (j0, j1)) if i0 < i1 and j0 < j1 else None
+        (i0, i1), (j0, j1) = within or ((0, n), (0, m))
+        cells = draw(st.integers(1, min(i1 - i0, 9))), draw(st.integers(1, min(j1 - j0, 9)))
+        see.append(sightline.pooled(*cells, draw(st.sampled_from(["mean", "max"])), within))
+    means = [one for one in see if one.averages]
+    see.append(draw(st.sampled_from(means)).mean(draw(st.sampled_from(["heads", "batch"]))))
+    return see
+
+
+@st.composite
+def parts(draw: Any, problem: Problem) -> list[Any]:
+    """Statistics that are problems of their own: parts, means of parts, products."""
+    rng = draw(generators())
+    grouped = () if problem.headless or draw(st.booleans()) else (problem.G,)
+    x = rng.normal(size=(*grouped, problem.m, draw(st.integers(1, 3))))
+    product = sightline.applied(x.astype(problem.query.dtype))
+    of = draw(st.sampled_from([sightline.weights(), sightline.entropy(), sightline.received("mean"), product]))
+    if problem.n:
+        of = of.rows(draw(st.sampled_from([[-1, 0, 0], slice(-3, None), slice(None, None, -2), [0]])))
+    if problem.H and not problem.headless and draw(st.booleans()):
+        of = of.heads(rng.integers(-problem.H, problem.H, draw(st.integers(1, 3))).tolist())
+    last = sightline.received(draw(st.sampled_from(["sum", "max"])), last=draw(st.integers(1, 9)))
+    return [product, of.mean("heads") if draw(st.booleans()) else of, last]

@@ -1,0 +1,353 @@
+"""The second pass's kernels against statistics of dense float64 weights, within the budget of `sightline.testing`."""
+
+from functools import lru_cache, partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import DTYPES, Case, cases
+from test_conformance import arrays
+
+from sightline import alibi, causal, documents, i, j, padding, s, softcap, table, window
+from sightline.arrays import dtype_name, framework, to_numpy
+from sightline.cpu import Cpu, observing
+from sightline.cpu.observing import MOST, pooled, received, tiles, top_k, weights
+from sightline.problem import pose
+from sightline.reference import stages_of
+from sightline.testing import assert_within_budget, dense, guarded, orders_of
+
+# -- what is asked, and the same of a dense matrix of weights (..., n, m) --------------------------------------------
+
+
+def dense_received(p, how="sum", last=None):
+    """Σ, mean or maximum over the queries that count; 0 where none does."""
+    counted = p[..., max(p.shape[-2] - (p.shape[-2] if last is None else last), 0) :, :]
+    if counted.shape[-2] == 0:
+        return np.zeros((*p.shape[:-2], p.shape[-1]), p.dtype)
+    return getattr(counted, how)(-2)
+
+
+def dense_pooled(p, rows, columns, how="mean", within=None):
+    (i0, i1), (j0, j1) = within or ((0, p.shape[-2]), (0, p.shape[-1]))
+    found = np.zeros((*p.shape[:-2], rows, columns), p.dtype)
+    for r, c in np.ndindex(rows, columns):
+        queries = slice(i0 + r * (i1 - i0) // rows, i0 + (r + 1) * (i1 - i0) // rows)
+        keys = slice(j0 + c * (j1 - j0) // columns, j0 + (c + 1) * (j1 - j0) // columns)
+        found[..., r, c] = getattr(p[..., queries, keys], how)((-2, -1))
+    return found
+
+
+def largest(p, k):
+    """The k largest of each row, descending; 0 past the row's end."""
+    found = -np.sort(-p, axis=-1)[..., :k]
+    return np.concatenate([found, np.zeros((*p.shape[:-1], k - found.shape[-1]), p.dtype)], axis=-1)
+
+
+def wide(problem):
+    return problem.accumulator
+
+
+def narrow(problem):
+    return problem.dtype
+
+
+@lru_cache(2)
+def plain_weights(problem, dtype):
+    """The dense computation's in several orders of summation, in the accumulator's dtype."""
+    found = (dense(problem, dtype, order)[2] for order in orders_of(problem))
+    return [p.astype(problem.accumulator) for p in found]
+
+
+true = lru_cache(1)(stages_of)
+
+
+def check(problem, ask, of_dense, lse=None, dtype=wide, threads=2, **options):
+    """One question within its budget: what the kernel says, or None where a score that counts is not finite.
+
+    The definition's lse stands in where none is given. It has not the rounding of the kernel's scores, so that weights
+    have the absolute error of a score for their relative one.
+    """
+    truth = true(problem)
+    sure = 1.0 if lse is not None else np.maximum(np.abs(np.where(np.isfinite(truth.lse), truth.lse, 0.0)), 1.0)
+    lse = truth.lse if lse is None else lse
+    found = ask(problem, lse, threads=threads, **options)
+    if np.isnan(truth.lse).any() or (truth.lse == np.inf).any():
+        assert found is None
+        return None
+    values = found[0] if isinstance(found, tuple) else found
+    rough = [of_dense(p) for p in plain_weights(problem, dtype(problem))]
+    assert dtype_name(values) == dtype(problem)
+    sizes = of_dense(truth.weights * np.reshape(sure, (*np.shape(sure), 1)))
+    assert_within_budget(values, of_dense(truth.weights), rough, ask.__name__, sizes)
+    if ask is top_k:
+        check_places(problem, truth, found, rough, sizes)
+    return found
+
+
+def check_places(problem, truth, found, rough, sizes):
+    """The keys are those of the weights: seen, each once, as many as there are, and as large as can be."""
+    where, k = to_numpy(found[1]), found[1].shape[-1]
+    seen = np.isfinite(truth.masked)
+    assert dtype_name(found[1]) == "int64"
+    np.testing.assert_array_equal((where >= 0).sum(-1), np.minimum(seen.sum(-1), k))
+    some = where >= 0
+    assert not (np.diff(some.astype(int), axis=-1) > 0).any(), "a key after the last"
+    if problem.m == 0:
+        return
+    at = np.maximum(where, 0)
+    assert (np.take_along_axis(seen, at, -1) | ~some).all()
+    each = np.sort(np.where(some, where, -1 - np.arange(k)), axis=-1)
+    assert (np.diff(each, axis=-1) > 0).all(), "a key twice"
+    reached = np.where(some, np.take_along_axis(truth.weights, at, -1), 0)
+    assert_within_budget(reached.astype(wide(problem)), largest(truth.weights, k), rough, "weights of the keys", sizes)
+
+
+def check_pooled(problem, rows, columns, how, within=None, **more):
+    options = {"rows": rows, "columns": columns, "how": how, "within": within}
+    return check(problem, pooled, partial(dense_pooled, **options), **options, **more)
+
+
+def check_everything(problem, maxima=False, **more):
+    """Every statistic of a problem, with odd parameters; what they say, as arrays."""
+    n, m = problem.n, problem.m
+    rows, within = slice(n // 3, n - 1), ((n // 3, n), (m // 2, m))
+    found = [
+        check(problem, received, partial(dense_received, last=n // 2), last=n // 2, **more),
+        check_pooled(problem, 5, 7, "mean", **more),
+        check(problem, top_k, partial(largest, k=5), k=5, **more),
+        check(problem, weights, lambda p: p, dtype=narrow, **more),
+        check(problem, weights, lambda p: p[..., rows, 3:-1], rows=rows, columns=slice(3, -1), wide=True, **more),
+    ]
+    if maxima:
+        found.append(check(problem, received, partial(dense_received, how="max"), how="max", **more))
+        found.append(check_pooled(problem, 2, 3, "max", within, **more))
+    return [array for one in found for array in (one if isinstance(one, tuple) else (one,))]
+
+
+# -- problems --------------------------------------------------------------------------------------------------------
+
+QUESTIONS = ("received", "pooled", "top_k", "weights")
+
+
+def drawn(dtype, examples):
+    """Check one question of each of that many drawn problems."""
+
+    @settings(max_examples=examples)
+    @given(cases(dtypes=(dtype,), dropout=False, largest=15_000), st.sampled_from(QUESTIONS), st.data())
+    def conforms(case, question, data):
+        problem = case.pose()
+        n, m = problem.n, problem.m
+
+        def part(length):
+            first = data.draw(st.integers(0, max(length - 1, 0)))
+            return first, data.draw(st.integers(min(first + 1, length), length))
+
+        if question == "received":
+            how, last = data.draw(st.sampled_from(["sum", "max"])), data.draw(st.none() | st.integers(0, n + 1))
+            options = {"how": how, "last": last}
+            check(problem, received, partial(dense_received, **options), **options)
+        elif question == "pooled":
+            within = data.draw(st.sampled_from([None, (part(n), part(m))]))
+            (i0, i1), (j0, j1) = within or ((0, n), (0, m))
+            rows, columns = (data.draw(st.integers(min(1, length), length)) for length in (i1 - i0, j1 - j0))
+            check_pooled(problem, min(rows, 40), min(columns, 40), data.draw(st.sampled_from(["mean", "max"])), within)
+        elif question == "top_k":
+            k = data.draw(st.integers(1, 12))
+            check(problem, top_k, partial(largest, k=k), k=k)
+        else:
+            rows, columns = slice(*part(n)), slice(*part(m))
+            form = data.draw(st.sampled_from([wide, narrow]))
+            options = {"rows": rows, "columns": columns, "wide": form is wide}
+            check(problem, weights, lambda p: p[..., rows, columns], dtype=form, **options)
+
+    conforms()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_problems(dtype):
+    drawn(dtype, 10)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_drawn_problems(dtype):
+    drawn(dtype, 400)
+
+
+PROBLEMS = {
+    "shared heads, causal": ({"shape": (2, 4, 131, 23), "groups": 2, "m": 203}, {"mask": causal("lower right")}),
+    "window, soft cap, sinks": (
+        {"shape": (1, 2, 150, 16)},
+        {"mask": window(40, 3), "score": softcap(5.0), "sinks": np.array([0.5, -2.0])},
+    ),
+    "padding, slopes": ({"shape": (2, 2, 70, 8), "m": 140}, {"score": alibi(2), "mask": padding([130, 0])}),
+    "packed": ({"shape": (1, 1, 300, 24)}, {"mask": documents(lengths=[1, 63, 65, 0, 171]) & causal()}),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_named_problems(name):
+    """From the lse of the forward kernel."""
+    shapes, options = PROBLEMS[name]
+    problem = pose(*arrays(dtype="float32", **shapes), **options)
+    check_everything(problem, lse=Cpu().run(problem).lse)
+
+
+def test_wide_heads():
+    check_everything(pose(*arrays((1, 4, 33, 576), "bfloat16", d_v=512, groups=1, m=201), mask=i + 170 >= j))
+
+
+def test_any_number_of_threads_gives_the_same_bits():
+    problem = pose(*arrays((1, 2, 517, 20), "float32", m=700), mask=causal("lower right"))
+    lse = Cpu().run(problem).lse
+    questions = [
+        partial(received, problem, lse),
+        partial(received, problem, lse, how="max", last=400),
+        partial(pooled, problem, lse, 9, 200),
+        partial(pooled, problem, lse, 517, 3, how="max"),
+        partial(top_k, problem, lse, 6),
+        partial(weights, problem, lse),
+    ]
+    for ask in questions:
+        once = ask(threads=1)
+        for threads in (2, 3, 7):
+            np.testing.assert_array_equal(ask(threads=threads), once)
+
+
+def test_torch_gets_the_same_bits_as_tensors():
+    case = Case(*arrays((2, 70, 16), "float32", m=90), {"mask": causal()})
+    lse = stages_of(case.pose()).lse
+    for ask in (received, partial(pooled, rows=3, columns=4), partial(top_k, k=95), weights):
+        ours, theirs = ask(case.pose(), lse), ask(case.as_torch().pose(), lse)
+        pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
+        for one, other in pairs:
+            assert framework(other) == "torch"
+            assert dtype_name(one) == dtype_name(other)
+            np.testing.assert_array_equal(to_numpy(other), one)
+
+
+# -- exact answers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_of_equal_scores_the_smaller_key_comes_first(dtype, rng):
+    """Whole numbers multiply without rounding, and so tie exactly; also where all scores are 0."""
+    q, k = (rng.integers(-2, 3, (1, 2, rows, 3)).astype(dtype) for rows in (70, 333))
+    for scale in (1.0, 0.0):
+        problem = pose(q, k, k, scale=scale, mask=(i + j) % 5 != 0)
+        truth = stages_of(problem)
+        order = np.argsort(-truth.masked, axis=-1, kind="stable")[..., :40]
+        np.testing.assert_array_equal(top_k(problem, truth.lse, 40)[1], order)
+
+
+def test_weights_do_not_take_on_the_rounding_of_lse(rng):
+    """4096 more on every score, which are whole numbers, moves lse by that and no weight by more than its last places.
+
+    S − lse is then rounded once in its high part, which is exact, and once in its low part.
+    """
+    q, k = (rng.integers(-2, 3, (1, 1, rows, 3)).astype(np.float32) for rows in (40, 150))
+    plain, moved = pose(q, k, k, scale=1.0, score=s + 0), pose(q, k, k, scale=1.0, score=s + 4096)
+    truth = stages_of(plain)
+    one, other = weights(plain, truth.lse), weights(moved, truth.lse + 4096)
+    unit = np.spacing(np.abs(truth.masked - truth.lse[..., None]).astype(np.float32)) + 2 * np.finfo(np.float32).eps
+    assert (abs(one - truth.weights) <= unit * truth.weights).all()
+    assert (abs(other - truth.weights) <= unit * truth.weights).all()
+
+
+def test_sums_do_not_lose_with_their_length():
+    """As many equal weights as would drift when added one after another; each key receives its exact share."""
+    n, m = 1 << 16, 3
+    problem = pose(np.zeros((32, n, 1), np.float32), *(np.zeros((32, m, 1), np.float32) for _ in range(2)))
+    lse = np.full((32, 1, n), np.log(m))
+    one = weights(problem, lse, slice(0, 1))[:, :, 0].astype(np.float64)
+    np.testing.assert_array_equal(received(problem, lse), (one * n).astype(np.float32))
+
+
+def test_more_keys_asked_than_there_are(rng):
+    problem = pose(*(rng.normal(size=(1, 9, 4)) for _ in range(3)), mask=i >= j + 2)
+    found, where = top_k(problem, stages_of(problem).lse, 11)
+    assert found.shape == where.shape == (1, 1, 9, 11)
+    seen = np.arange(11) < np.maximum(np.arange(9)[:, None] - 1, 0)
+    np.testing.assert_array_equal(where[0, 0] >= 0, seen)
+    assert (where[0, 0][~seen] == -1).all()
+    assert (found[0, 0][~seen] == 0).all()
+
+
+def test_longer_lists_than_the_stack_holds_are_left_to_others(rng):
+    problem = pose(*(rng.normal(size=(1, 3, 4)) for _ in range(3)))
+    assert top_k(problem, stages_of(problem).lse, MOST + 1) is not None  # of three keys
+    x = rng.normal(size=(1, MOST + 1, 4))
+    problem = pose(x[:, :3], x, x)
+    assert top_k(problem, stages_of(problem).lse, MOST + 1) is None
+
+
+def test_tiles_are_the_weights(monkeypatch):
+    """All of them, of the same bits; those that are empty are left out."""
+    monkeypatch.setattr(observing, "TILE", 1 << 14)
+    problem = pose(*arrays((2, 2, 500, 8), "float32", m=290), mask=window(30, 3) & (j != 64))
+    lse = Cpu().run(problem).lse
+    whole = weights(problem, lse)
+    pieced, seen = np.zeros_like(whole), 0
+    for tile in tiles(problem, lse):
+        assert tile.weights.size <= 1 << 14 or tile.weights.shape[-2] <= 64
+        pieced[..., tile.rows, tile.columns] += tile.weights
+        seen += tile.weights.size
+    np.testing.assert_array_equal(pieced, whole)
+    assert seen < whole.size / 2
+
+
+# -- what is not asked of these kernels ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_scores_that_are_not_finite_are_left_to_others(bad):
+    """Unless the mask hides them: then the answers are, bit for bit, those of zeros in their place."""
+    for filler in (0.0, bad):
+        q, k, v = arrays((1, 2, 20, 4), "float32", m=70)
+        k[:, :, 64:] = filler
+        with np.errstate(all="ignore"):
+            problem = pose(q, k, v, mask=j < 64)
+            found = [to_numpy(x) for x in check_everything(problem)]
+            if filler == 0.0:
+                clean = found
+            for one, other in zip(clean, found, strict=True):
+                np.testing.assert_array_equal(one, other)
+    open_ = pose(q, k, v)
+    lse = stages_of(open_).lse
+    for ask in (received, partial(pooled, rows=1, columns=1), partial(top_k, k=1), weights, tiles):
+        assert ask(open_, lse) is None
+
+
+@pytest.mark.parametrize("extent", [(0, 2, 5, 5), (1, 0, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0)])
+def test_no_pairs(extent):
+    B, H, n, m = extent
+    q, k = (np.zeros((B, H, rows, 3), np.float32) for rows in (n, m))
+    problem = pose(q, k, k)
+    lse = np.full((B, H, n), -np.inf)
+    assert received(problem, lse).tolist() == np.zeros((B, H, m)).tolist()
+    found, where = top_k(problem, lse, 2)
+    assert found.tolist() == np.zeros((B, H, n, 2)).tolist()
+    assert where.tolist() == np.full((B, H, n, 2), -1).tolist()
+    assert weights(problem, lse).shape == (B, H, n, m)
+    assert list(tiles(problem, lse)) == []
+    assert pooled(problem, lse, 0, 0).shape == (B, H, 0, 0)
+
+
+def test_no_byte_outside_an_array_is_written(monkeypatch):
+    """Guards around what is read and written; pages nobody may touch are in guard_pages.py."""
+    checks, plain_empty, plain_zeros = [], np.empty, observing._zeros
+
+    def around(array):
+        array, unharmed = guarded(array)
+        checks.append(unharmed)
+        return array
+
+    held = [guarded(x) for x in arrays((1, 2, 77, 9), "float32", m=131)]
+    problem = pose(*(array for array, _ in held), mask=i + 50 >= j, score=s + table(np.linspace(-1, 1, 77))[i])
+    monkeypatch.setattr(np, "empty", lambda *given, **more: around(np.full_like(plain_empty(*given, **more), -1)))
+    monkeypatch.setattr(observing, "_zeros", lambda *given: around(plain_zeros(*given)))
+    check_everything(problem, maxima=True)
+    assert checks
+    for unharmed in (*checks, *(unharmed for _, unharmed in held)):
+        unharmed()
