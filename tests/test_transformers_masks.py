@@ -84,7 +84,7 @@ def test_formulas_are_the_masks_transformers_writes(name, padding, n, m, q_offse
     [
         ((FUNCTIONS["causal"], None), "j ≤ i"),
         ((FUNCTIONS["window"], None), "j > i − 5 ∧ j ≤ i"),
-        ((FUNCTIONS["blocks"], None), "j ≤ i ∨ t₁[b, i] = t₁[b, j] ∧ t₁[b, i] ≥ 0"),
+        ((FUNCTIONS["blocks"], None), "j ≤ i ∨ t[b, i] = t[b, j] ∧ t[b, i] ≥ 0"),
         ((FUNCTIONS["causal"], padded("right")), "j ≤ i ∧ j < t[b]"),
         ((FUNCTIONS["causal"], padded("left")), "j ≤ i ∧ j ≥ t[b]"),
         ((FUNCTIONS["bidirectional"], padded("both")), "j ≥ t₁[b] ∧ j < t₂[b]"),

@@ -59,6 +59,10 @@ MADE: dict[str, tuple[str, Sizes]] = {  # model and configuration, "ForCausalLM"
         {**GROUPED, "sliding_window": 5, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 8},
     ),
     "GPT-OSS": ("GptOss ForCausalLM", {**GROUPED, **EXPERTS, **PLAIN_ROPE, "sliding_window": 5}),
+    "GPT-2": (  # its layers are not told of output_attentions
+        "GPT2 LMHeadModel",
+        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0, "eos_token_id": None},
+    ),
     "BERT": ("Bert ForMaskedLM", SIZES),
     "T5": ("T5 ForConditionalGeneration", TEXT),
     "Whisper": ("Whisper ForConditionalGeneration", SPEECH),
@@ -76,7 +80,6 @@ MORE: dict[str, tuple[str, Sizes]] = {
     ),
     "Cohere 2": ("Cohere2 ForCausalLM", {**GROUPED, **TYPES}),
     "DeepSeek V3": ("DeepseekV3 ForCausalLM", {**SIZES, **LATENT}),
-    "GPT-2": ("GPT2 LMHeadModel", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "GPT-NeoX": ("GPTNeoX ForCausalLM", SIZES),
     "OPT": ("OPT ForCausalLM", {**SIZES, "ffn_dim": 32, "word_embed_proj_dim": 32}),
     "OLMo 2": ("Olmo2 ForCausalLM", {**SIZES, "num_key_value_heads": 2}),

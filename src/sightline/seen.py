@@ -237,7 +237,7 @@ def each(function: Callable[[Any], Any], result: Any) -> Any:
 
 def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
     """The result at these places of its head axis."""
-    axis = getattr(statistic, "head_axis", lambda lead: lead)(1)
+    axis = statistic.head_axis(1)
     if axis is None:
         raise ParameterError(f"heads of {statistic!r}", "statistics of each head", "leave heads=... out")
     return each(lambda array: array[(slice(None),) * axis + (places,)], result)

@@ -26,7 +26,7 @@ class Watcher:
     Parameters
     ----------
     see : the statistics asked of every call
-    heads : the query heads whose results are kept; every one if None
+    heads : the query heads whose results are asked for; every one if None
     seen : where calls are added
     names : the path of each module watched
     crossing : the paths of those known to look across sequences
@@ -41,6 +41,7 @@ class Watcher:
         crossing: Collection[str] = (),
     ) -> None:
         self.see, self.heads, self.seen, self.names, self.crossing = tuple(see), heads, seen, names, crossing
+        self.asked = self.see if heads is None else tuple(statistic.heads(heads) for statistic in see)
         self.steps = dict.fromkeys(names.values(), 0)
 
     def record(
@@ -54,17 +55,13 @@ class Watcher:
             kind="cross" if crosses else "self",
             step=self.steps[name],
             query_start=None if crosses else query_start,
-            heads=tuple(range(heads)),
+            heads=tuple(range(heads)) if self.heads is None else tuple(head % heads for head in self.heads),
             statistics=self.see,
             results=tuple(results),
             **place,
         )
         self.steps[name] += 1
-        self.seen.calls.append(call if self.heads is None else call.of_heads(self._kept(heads)))
-
-    def _kept(self, heads: int) -> list[int]:
-        """The heads asked for, those counted from the end among them, as numbers from 0."""
-        return [head + heads if head < 0 else head for head in self.heads or ()]
+        self.seen.calls.append(call)
 
 
 _WATCHERS: WeakKeyDictionary[nn.Module, tuple[Watcher, ...]] = WeakKeyDictionary()
@@ -129,7 +126,7 @@ def attend(
     """
     own = list(see)
     watchers = () if torch.compiler.is_compiling() else _WATCHERS.get(module, ())
-    asked = [*own, *(statistic for watcher in watchers for statistic in watcher.see)]
+    asked = [*own, *(statistic for watcher in watchers for statistic in watcher.asked)]
     output, seen = attention(query, key, value, see=asked, **options)
     rest = iter(seen)
     answers = tuple(islice(rest, len(own)))

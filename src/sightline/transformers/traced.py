@@ -79,14 +79,19 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
 
 
 class _Reading(TorchFunctionMode):
-    """Brackets of a tensor around a formula read it as a table."""
+    """Brackets of a tensor around a formula read it as a table: one table, however often it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Table] = {}
 
     def __torch_function__(self, function: Any, types: Any, inputs: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.__getitem__:
             array, index = inputs
             places = index if isinstance(index, tuple) else (index,)
             if any(isinstance(place, Traced) for place in places):
-                return Traced(Table(array)[tuple(_plain(place) for place in places)])
+                table = self.tables.setdefault(id(array), Table(array))
+                return Traced(table[tuple(_plain(place) for place in places)])
         return function(*inputs, **(kwargs or {}))
 
 
