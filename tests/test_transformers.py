@@ -11,7 +11,7 @@ from sightline.testing import assert_within_budget, budget_used
 pytest.importorskip("transformers")
 
 from tiny_models import BATCH, LENGTH, MADE, MORE, answered, attentions, given, made, run, wide
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from sightline.transformers import interface
 
@@ -46,6 +46,29 @@ def test_answers_and_weights_are_those_of_the_model(name, padding):
 @pytest.mark.parametrize("name", MORE)
 def test_answers_and_weights_are_those_of_more_models(name, padding):
     assert_as_the_model(name, padding)
+
+
+def test_a_model_can_be_made_with_it():
+    model = made("Llama")
+    asked = given(model, "left")
+    ours = AutoModelForCausalLM.from_config(model.config, attn_implementation="sightline").eval()
+    ours.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(ours(**asked.inputs).logits, run(model, "sightline", asked.inputs).logits)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("by_definition")
+@pytest.mark.filterwarnings("ignore")  # the compiler's, of what it meets in transformers
+def test_a_compiled_model_answers_the_same():
+    model = made("Llama")
+    asked = given(model, "left")
+    deep, inputs = wide(model, asked.inputs)
+    judged = [run(deep, "definition", inputs), run(model, "eager", asked.inputs)]
+    model.set_attn_implementation("sightline")
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager")(**asked.inputs)
+    assert_within_budget(*[answer.logits[asked.real] for answer in (compiled, *judged)])
 
 
 def generated(model, inputs, **options):
