@@ -138,14 +138,16 @@ class Given:
 
 
 def given(model, padding):
-    """Arguments for a model with padding on the "left", on the "right" or "no"."""
+    """Arguments for a model with padding on the "left", on the "right", on "either" side of some, or "no"."""
     rng = torch.Generator().manual_seed(1)
     config, ids = model.config, torch.randint(3, VOCABULARY - 1, (BATCH, LENGTH), generator=rng)
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     for entry in range(1, BATCH):
         if padding != "no":
             mask[entry, : 3 * entry] = 0
-    mask = mask.flip(1) if padding == "right" else mask
+    if padding in ("right", "either"):
+        turned = slice(None) if padding == "right" else slice(-1, None)
+        mask[turned] = mask[turned].flip(1)
     inputs = {"input_ids": ids, "attention_mask": mask}
     if model.main_input_name == "pixel_values":
         return Given({"pixel_values": torch.randn(BATCH, 3, config.image_size, config.image_size, generator=rng)}, ...)
