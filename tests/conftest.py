@@ -46,3 +46,17 @@ def rng():
     import numpy as np
 
     return np.random.default_rng(20170612)
+
+
+@pytest.fixture
+def by_definition(monkeypatch):
+    """Attention as the papers write it, under a name that models of transformers take."""
+    from tiny_models import definition
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    def mask(*arguments, **options):
+        return sdpa_mask(*arguments, **{**options, "allow_is_causal_skip": False})
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "definition", definition)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "definition", mask)

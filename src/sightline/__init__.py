@@ -81,7 +81,7 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-ROOMS = ("data", "keras", "positions", "torch", "view")  # imported when first asked for
+ROOMS = ("data", "keras", "positions", "torch", "transformers", "view")  # imported when first asked for
 
 b, h, i, j, s, n, m = (SYMBOLS[name] for name in "bhijsnm")
 

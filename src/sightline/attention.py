@@ -9,6 +9,7 @@ from typing import Any
 from . import again, arrays, streaming
 from .cpu import Cpu
 from .explanation import Explanation
+from .kv_cache import KVCache, as_arrays
 from .observe import Statistic, Tile, apart, arrays_of, slopes
 from .plan import Gradients, Kernel, Result, choose
 from .problem import Problem, check_choice, pose
@@ -90,11 +91,15 @@ def attention(
            [0.36, 0.64, 0.  ],
            [0.26, 0.26, 0.47]], dtype=float32)
     """
-    asked = again.key_of(query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads)
+    plain = as_arrays(query, key, mask) if value is None and type(key) is KVCache else (key, value, mask)
+    asked = again.key_of(query, *plain, score, scale, sinks, dropout, seed, see, kernel, threads)
     if asked is not None:
+        key, value, mask = plain
         prepared = again.known(asked)
         if prepared is not None:
-            return prepared(query, key, value, threads)
+            answer = prepared(query, key, value, threads)
+            if answer is not None:
+                return answer
     check_choice(kernel, threads)
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     options |= {"see": () if see is None else see}
@@ -107,7 +112,7 @@ def attention(
         result = solve(problem, kernel, threads)
         answer = shaped(problem, result)
         if asked is not None:
-            again.remember(asked, (query, key, value), answer[0], result)
+            again.remember(asked, (query, key, value), answer[0], result, again.with_lse if see else None)
     output, seen = answer
     return output if see is None else (output, seen)
 

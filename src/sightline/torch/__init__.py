@@ -1,8 +1,12 @@
-"""Sightline for torch: torch's own signature, and attention as layers. `sightline.attention` takes tensors as it is."""
+"""Sightline for torch: torch's own signature, attention as layers, a model watched.
+
+`sightline.attention` takes tensors as it is.
+"""
 
 from .door import kernels, run
 from .functional import scaled_dot_product_attention
 from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
+from .watch import watch
 
 __all__ = [
     "MultiHeadAttention",
@@ -11,4 +15,5 @@ __all__ = [
     "kernels",
     "run",
     "scaled_dot_product_attention",
+    "watch",
 ]

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..attention import attention
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import causal, dense
 from ..formula.table import Table
 from ..observe import weights as weights_of
 from ..positions import rotary
+from ..seen import Kind
 from .functional import aligned
+from .watching import attend
 
 __all__ = ["MultiHeadAttention", "ScaledDotProductAttention", "SelfAttention"]
 
@@ -91,8 +92,9 @@ class ScaledDotProductAttention(nn.Module):
             allowed = mask != 0 if self.mask_means == "attend" else mask == 0
             mask = dense(aligned(allowed, query, key, value))
         dropout = self.dropout if self.training else 0.0
-        output, (weights,) = attention(
-            query, key, value, mask=mask, scale=self.scale, dropout=dropout, see=[weights_of()]
+        kind: Kind = "self" if query.shape[-2] == key.shape[-2] else "cross"
+        output, (weights,) = attend(
+            self, query, key, value, kind=kind, mask=mask, scale=self.scale, dropout=dropout, see=[weights_of()]
         )
         return output, weights
 
@@ -163,7 +165,7 @@ class SelfAttention(nn.Module):
         )
         if self.rope:
             query, key = rotary(query), rotary(key)
-        output: Tensor = attention(query, key, value, mask=causal() if self.causal else None)
+        output, _ = attend(self, query, key, value, mask=causal() if self.causal else None)
         return output.transpose(-2, -3).flatten(-2)
 
     def extra_repr(self) -> str:
@@ -230,6 +232,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         output : as query
         weights : (N, n, m), (N, heads, n, m) without averaging, without N where query has none; None if not needed
         """
+        kind: Kind = "self" if query is key else "cross"
         batched = query.ndim == 3
         if not batched:
             query, key, value = (x[None] for x in (query, key, value))
@@ -238,10 +241,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
         queries, keys, values = self._projected(query, key, value)
         extra = keys.shape[-2] - key.shape[1]  # keys that no mask touches: bias_k, and zeros
         formulas = self._formulas(attn_mask, key_padding_mask, is_causal, key.shape[1], extra)
-        output, seen = attention(
+        output, seen = attend(
+            self,
             queries,
             keys,
             values,
+            kind=kind,
+            query_start=0,
             **formulas,
             dropout=self.dropout if self.training else 0.0,
             see=[weights_of()] if need_weights else [],

@@ -1,0 +1,21 @@
+"""Sightline for Hugging Face's transformers: `attn_implementation="sightline"`, and watching a model as it stands."""
+
+from __future__ import annotations
+
+from ..errors import MissingExtraError
+
+try:
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError(
+        "sightline.transformers, and no transformers",
+        "transformers 5",
+        'pip install "sightline-attention[transformers]" torch',
+    ) from error
+
+from .interface import NAME, register
+from .watch import watch
+
+__all__ = ["NAME", "register", "watch"]
+
+register()

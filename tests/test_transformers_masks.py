@@ -1,0 +1,147 @@
+"""Masks of transformers as formulas: the same pairs, written as a person would, and tiles skipped."""
+
+import numpy as np
+import pytest
+import torch
+
+import sightline
+
+pytest.importorskip("transformers")
+
+from tiny_models import VOCABULARY, made
+from transformers import masking_utils
+
+from sightline.torch import watching
+from sightline.transformers.mask import FormulaMask, sightline_mask
+
+KEYS = 20
+ENTRIES = torch.arange(KEYS) // 6
+BLOCKS = torch.where(torch.arange(KEYS) % 7 < 3, torch.arange(KEYS) // 7, -1)
+RESTARTS = torch.stack([torch.arange(KEYS) % 8, torch.arange(KEYS)])  # positions of packed sequences
+FUNCTIONS = {
+    "causal": masking_utils.causal_mask_function,
+    "bidirectional": masking_utils.bidirectional_mask_function,
+    "window": masking_utils.sliding_window_causal_mask_function(5),
+    "window both ways": masking_utils.sliding_window_bidirectional_mask_function(3),
+    "chunks": masking_utils.chunked_causal_mask_function(6, torch.tensor([3, 0])),
+    "packed": masking_utils.packed_sequence_compatibility_function(
+        masking_utils.causal_mask_function, RESTARTS, ENTRIES.expand(2, -1)
+    ),
+    "blocks": masking_utils.or_masks(
+        masking_utils.causal_mask_function, masking_utils.blockwise_overlay(BLOCKS.expand(2, -1))
+    ),
+}
+PADDINGS = {
+    "no": None,
+    "none hidden": [(0, KEYS), (0, KEYS)],
+    "left": [(0, KEYS), (6, KEYS)],
+    "right": [(0, KEYS), (0, 9)],
+    "both": [(2, KEYS), (3, 15)],
+    "nothing real": [(0, KEYS), (0, 0)],
+}
+
+
+def padded(name):
+    if PADDINGS[name] is None:
+        return None
+    real = torch.zeros(2, KEYS, dtype=torch.bool)
+    for entry, (first, last) in enumerate(PADDINGS[name]):
+        real[entry, first:last] = True
+    return real
+
+
+def dense_of(mask):
+    B, _, n, m = mask.shape
+    return mask.formula.array(n, m, batch=B).reshape(B, 1, n, m)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("n", "m", "q_offset", "kv_offset"),
+    [
+        (KEYS, KEYS, 0, 0),
+        (3, KEYS, KEYS - 3, 0),
+        (1, 9, KEYS - 1, KEYS - 9),
+        (4, KEYS, 7, 0),
+        (4, KEYS, torch.tensor(7), 0),
+    ],
+    ids=["all at once", "after a cache", "after a sliding cache", "in a static cache", "in a static cache, by tensor"],
+)
+def test_formulas_are_the_masks_transformers_writes(name, padding, n, m, q_offset, kv_offset):
+    mask = sightline_mask(2, n, m, q_offset, kv_offset, FUNCTIONS[name], padded(padding))
+    if not isinstance(mask, FormulaMask):
+        assert name == "bidirectional"
+        assert mask.all()
+        return
+    assert mask.shape == (2, 1, n, m)
+    np.testing.assert_array_equal(dense_of(mask), mask.dense().expand(mask.shape).numpy())
+    assert (mask.query_start, mask.key_start) == (int(q_offset) - kv_offset, kv_offset)
+
+
+@pytest.mark.parametrize(
+    ("given", "formula"),
+    [
+        ((FUNCTIONS["causal"], None), "j ≤ i"),
+        ((FUNCTIONS["window"], None), "j > i − 5 ∧ j ≤ i"),
+        ((FUNCTIONS["blocks"], None), "j ≤ i ∨ t[b, i] = t[b, j] ∧ t[b, i] ≥ 0"),
+        ((FUNCTIONS["causal"], padded("right")), "j ≤ i ∧ j < t[b]"),
+        ((FUNCTIONS["causal"], padded("left")), "j ≤ i ∧ j ≥ t[b]"),
+        ((FUNCTIONS["bidirectional"], padded("both")), "j ≥ t₁[b] ∧ j < t₂[b]"),
+    ],
+)
+def test_masks_are_written_as_a_person_would(given, formula):
+    assert str(sightline_mask(2, KEYS, KEYS, 0, 0, *given).formula) == formula
+
+
+def test_a_growing_cache_keeps_one_formula():
+    """Another formula would be another kernel, for every token."""
+    texts = {sightline_mask(1, 1, held + 1, held).formula.text for held in range(3, 9)}
+    assert len(texts) == 1
+    slid = {sightline_mask(1, 1, 5, held, held - 4, FUNCTIONS["window"]).formula.text for held in range(5, 9)}
+    assert len(slid) == 1
+
+
+def test_scattered_padding_is_a_table():
+    real = torch.arange(KEYS).expand(2, -1) % 3 > 0
+    mask = sightline_mask(2, KEYS, KEYS, attention_mask=real)
+    np.testing.assert_array_equal(dense_of(mask), mask.dense().numpy())
+
+
+def test_what_formulas_have_no_word_for_is_a_dense_mask():
+    def odd(b, h, q, k):
+        return (q - k).remainder(3).bool() & (k <= q)
+
+    mask = sightline_mask(2, KEYS, KEYS, mask_function=odd)
+    assert not isinstance(mask, FormulaMask)
+    assert torch.equal(mask, masking_utils.sdpa_mask(2, KEYS, KEYS, mask_function=odd, allow_is_causal_skip=False))
+
+
+def test_what_a_model_does_to_a_mask_is_done_to_the_dense_one():
+    mask = sightline_mask(2, KEYS, KEYS, mask_function=FUNCTIONS["window"])
+    assert isinstance(mask.contiguous(), FormulaMask)
+    whole = mask.dense()
+    assert torch.equal(~mask[:, :, 2:5], ~whole[:, :, 2:5])
+    assert torch.equal(torch.where(mask, 1.0, 2.0), torch.where(whole, 1.0, 2.0))
+
+
+def test_a_sliding_window_skips_tiles(monkeypatch):
+    """What reaches attention leaves most tiles out; none of the rest is searched."""
+    model, asked = made("Mistral", sliding_window=64, max_position_embeddings=1024, num_hidden_layers=1), []
+    attention = watching.attention
+
+    def noting(query, key, value, **options):
+        asked.append(sightline.explain(query, key, value, mask=options["mask"]))
+        return attention(query, key, value, **options)
+
+    monkeypatch.setattr(watching, "attention", noting)
+    run_length = 1024
+    model.set_attn_implementation("sightline")
+    with torch.no_grad():
+        model(torch.randint(3, VOCABULARY, (1, run_length)))
+    (explanation,) = asked
+    blocks = run_length // 64
+    heads = model.config.num_attention_heads
+    assert explanation.tiles["full"] + explanation.tiles["partial"] == heads * (2 * blocks - 1)
+    assert explanation.tiles["empty"] == heads * (blocks**2 - 2 * blocks + 1)
+    assert explanation.formulas[1] == "mask  j > i − 64 ∧ j ≤ i"

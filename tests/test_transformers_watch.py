@@ -1,0 +1,133 @@
+"""Models of transformers, watched."""
+
+import pytest
+import torch
+
+import sightline
+from sightline.errors import ParameterError
+from sightline.testing import assert_within_budget
+
+pytest.importorskip("transformers")
+
+from tiny_models import BATCH, LENGTH, given, made, run, wide
+
+from sightline.torch import watching
+from sightline.transformers import watch
+
+
+def state(model):
+    """All that a watch might leave behind."""
+    configs = [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    return configs, hooks, dict(watching._WATCHERS)
+
+
+@pytest.mark.usefixtures("by_definition")
+@pytest.mark.parametrize("name", ["Llama", "T5"])
+def test_watched_weights_are_those_the_model_returns(name):
+    model = made(name)
+    asked = given(model, "right")
+    theirs = run(model, "eager", asked.inputs)
+    deep, inputs = wide(model, asked.inputs)
+    truth = run(deep, "definition", inputs)
+    with torch.no_grad(), watch(model, [sightline.weights()]) as seen:
+        model(**asked.inputs)
+    for part in [part for part in truth if part.endswith("attentions")]:
+        calls = seen.of(kind="cross") if part == "cross_attentions" else seen.of(kind="self")
+        side = part.split("_")[0] + "." if part.startswith(("encoder", "decoder")) else ""
+        weights = [call["weights"] for call in calls if call.layer.startswith(side)]
+        assert len(weights) == len(truth[part])
+        for found, oracle, plain in zip(weights, truth[part], theirs[part], strict=True):
+            assert_within_budget(
+                found[asked.real[:, None].expand(found.shape[:-1])],
+                *[array[asked.real[:, None].expand(found.shape[:-1])] for array in (oracle, plain)],
+                part,
+            )
+
+
+def test_generation_is_seen_step_by_step():
+    model = made("Llama")
+    asked = given(model, "left")
+    with watch(model, [sightline.lse()]) as seen:
+        model.generate(**asked.inputs, max_new_tokens=3, do_sample=False)
+    first, *later = seen.of(layer=0)
+    assert (first.n, first.m, first.step, first.query_start) == (LENGTH, LENGTH, 0, 0)
+    assert [(call.n, call.m, call.step, call.query_start) for call in later] == [
+        (1, LENGTH + step, step, LENGTH + step - 1) for step in (1, 2)
+    ]
+    assert [call.layer for call in seen.of(step=-1)] == list(seen.layers)
+
+
+def test_a_sliding_cache_says_where_its_keys_start():
+    model = made("Mistral")
+    asked = given(model, "no")
+    with watch(model, [sightline.lse()], layers=[0]) as seen:
+        model.generate(**asked.inputs, max_new_tokens=3, do_sample=False)
+    seen.tokens = [[str(k) for k in range(LENGTH + 2)]] * BATCH
+    last = seen[-1]
+    assert (last.m, last.key_start, last.query_start) == (5, LENGTH - 3, 4)
+    assert seen.labels(last) == ([str(LENGTH + 1)], [str(k) for k in range(LENGTH - 3, LENGTH + 2)])
+
+
+@pytest.mark.parametrize("name", ["T5", "Whisper"])
+def test_encoder_and_decoder_are_told_apart(name):
+    model = made(name)
+    asked = given(model, "no")
+    sides = {"encoder": [["e"] * LENGTH] * BATCH, "decoder": [["d"] * LENGTH] * BATCH}
+    with torch.no_grad(), watch(model, [sightline.lse()], tokens=sides) as seen:
+        model(**asked.inputs)
+    kinds = {(call.kind, "encoder" in call.layer.split(".")) for call in seen}
+    assert kinds == {("self", True), ("self", False), ("cross", False)}
+    cross = seen.of(kind="cross")[0]
+    queries, keys = seen.labels(cross)
+    assert (set(queries), keys[0], cross.query_start) == ({"d"}, "e", None)
+
+
+@pytest.mark.parametrize("before", ["eager", "sdpa", "sightline"])
+def test_a_model_is_left_as_it_was(before):
+    model = made("Llama")
+    asked = given(model, "no")
+    model.set_attn_implementation(before)
+    untouched = state(model)
+    with torch.no_grad(), watch(model, [sightline.lse()]) as outer:
+        model(**asked.inputs)
+        with watch(model, [sightline.weights()], layers=[-1]) as inner:
+            model(**asked.inputs)
+        model(**asked.inputs)
+    assert (len(outer), len(inner)) == (6, 1)
+    assert state(model) == untouched
+    with pytest.raises(RuntimeError, match="out of it"), watch(model, [sightline.lse()]):
+        raise RuntimeError("out of it")
+    assert state(model) == untouched
+
+
+def test_what_was_seen_has_gradients():
+    model = made("Llama")
+    asked = given(model, "no")
+    with watch(model, [sightline.lse()]) as seen:
+        model(**asked.inputs)
+    sum(lse.sum() for lse in seen["lse"]).backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+
+
+def test_some_layers_and_heads():
+    model = made("Llama")
+    asked = given(model, "no")
+    with (
+        torch.no_grad(),
+        watch(model, [sightline.lse()]) as every,
+        watch(model, [sightline.lse()], layers="*.1.*", heads=[-1, 0]) as some,
+    ):
+        model(**asked.inputs)
+    (call,) = some
+    assert (call.layer, call.heads) == ("model.layers.1.self_attn", (3, 0))
+    assert torch.equal(call["lse"], every["lse"][1][:, [3, 0]])
+
+
+def test_models_that_cannot_be_watched_are_refused():
+    with pytest.raises(ParameterError, match="attention interface"), watch(torch.nn.Linear(2, 2), [sightline.lse()]):
+        pass
+    model = made("Llama")
+    for options in ({"see": []}, {"see": "lse"}, {"layers": [9]}, {"layers": "none"}, {"heads": [0.5]}):
+        with pytest.raises(ParameterError), watch(model, **{"see": [sightline.lse()], **options}):
+            pass

@@ -1,0 +1,167 @@
+"""Watching torch's own layers and ours, and reading what was seen."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import sightline
+from sightline.errors import ParameterError
+from sightline.seen import Call, Seen
+from sightline.testing import assert_within_budget
+from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, watch, watching
+
+LSE = sightline.lse()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def transformer():
+    torch.manual_seed(0)
+    return nn.Transformer(8, 2, 1, 1, 16, batch_first=True).eval()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which torch makes of padding
+def test_torch_layers_answer_the_same_while_watched(transformer, x):
+    causal = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.bool)
+    hidden = torch.arange(6) >= torch.tensor([6, 5, 4])[:, None]
+    masks = {"tgt_mask": causal, "src_key_padding_mask": hidden, "memory_key_padding_mask": hidden}
+    with torch.no_grad():
+        plain = transformer(x, x.flip(0), **masks)
+        with watch(transformer, [sightline.weights()]) as seen:
+            watched = transformer(x, x.flip(0), **masks)
+        oracle = transformer.double()(x.double(), x.double().flip(0), **masks)
+    assert_within_budget(watched, oracle, plain)
+    assert [(call.layer, call.kind) for call in seen] == [
+        ("encoder.layers.0.self_attn", "self"),
+        ("decoder.layers.0.self_attn", "self"),
+        ("decoder.layers.0.multihead_attn", "cross"),
+    ]
+    encoder, decoder, cross = seen["weights"]
+    assert not (encoder * hidden[:, None, None]).any()
+    assert not (cross * hidden[:, None, None]).any()
+    assert not decoder.triu(1).any()
+
+
+def test_modules_are_left_as_they_were(transformer, x):
+    layer = transformer.encoder.layers[0]
+
+    def state():
+        kinds = [type(module) for module in transformer.modules()]
+        return kinds, [len(module._forward_pre_hooks) for module in transformer.modules()], dict(watching._WATCHERS)
+
+    before = state()
+    with torch.no_grad(), watch(layer, [LSE]) as outer:
+        layer(x)
+        with watch(layer, [sightline.weights()]) as inner:
+            layer(x)
+        layer(x)
+    assert (len(outer), len(inner)) == (3, 1)
+    assert [call.step for call in outer] == [0, 1, 2]
+    assert state() == before
+    with pytest.raises(RuntimeError, match="out of it"), watch(transformer, [LSE]):
+        raise RuntimeError("out of it")
+    assert state() == before
+
+
+@pytest.mark.parametrize(
+    ("layer", "arguments", "shape"),
+    [
+        (SelfAttention(8, 4, 4, heads=2), 1, (3, 2, 6)),
+        (MultiHeadAttention(8, 2, batch_first=True), 3, (3, 2, 6)),
+        (ScaledDotProductAttention(), 3, (3, 1, 6)),
+    ],
+)
+def test_our_layers_are_watched(layer, arguments, shape, x):
+    with watch(layer, [LSE, sightline.weights()]) as seen:
+        alone = layer(*[x] * arguments)
+    again = layer(*[x] * arguments)
+    first, second = (answer[0] if isinstance(answer, tuple) else answer for answer in (alone, again))
+    assert torch.equal(first, second)
+    (call,) = seen
+    assert (call.layer, call.kind, call.query_start) == (type(layer).__name__, "self", 0)
+    assert call["lse"].shape == shape
+    assert call["weights"].shape == (*shape, 6)
+
+
+def test_a_model_without_attention_is_refused():
+    with pytest.raises(ParameterError, match="without attention layers"), watch(nn.Linear(2, 2), [LSE]):
+        pass
+
+
+# -- what was seen -------------------------------------------------------------------------------------------------
+
+
+def call(layer="decoder.0", step=0, kind="self", n=2, m=4, query_start=2, results=None):
+    results = (torch.arange(12.0).reshape(1, 2, 6),) if results is None else results
+    return Call(layer, kind, step, None if kind == "cross" else query_start, 0, n, m, (0, 1), (LSE,), results)
+
+
+@pytest.fixture
+def seen():
+    return Seen([call(), call("decoder.1"), call(step=1), call("decoder.1", step=1, kind="cross")])
+
+
+def test_calls_are_chosen(seen):
+    assert [c.step for c in seen.of("decoder.0")] == [0, 1]
+    assert seen.of(-1).layers == ("decoder.1",)
+    assert seen.of("*.1", step=-1).calls == [seen[3]]
+    assert seen.of(kind="cross").calls == [seen[3]]
+    assert torch.equal(seen.of(0, step=0, heads=[1])["lse"][0], seen[0]["lse"][:, [1]])
+    for wrong in ("encoder.*", 2):
+        with pytest.raises(ParameterError, match="layer"):
+            seen.of(wrong)
+    with pytest.raises(ParameterError, match="heads"):
+        seen.of(heads=[2])
+    with pytest.raises(ParameterError, match="entropy"):
+        seen["entropy"]
+
+
+def test_labels_follow_positions(seen):
+    assert seen.labels(seen[0]) == (None, None)
+    seen.tokens = ["a", "b", "c"]
+    assert seen.labels(seen[0]) == (["c", ""], ["a", "b", "c", ""])
+    assert seen.labels(seen[3]) == (["a", "b"], None)
+    seen.tokens = {"encoder": [["w", "x", "y", "z"]], "decoder": [["a", "b", "c", "d"]]}
+    assert seen.labels(seen[0]) == (["c", "d"], ["a", "b", "c", "d"])
+    assert seen.labels(seen[3]) == (["a", "b"], ["w", "x", "y", "z"])
+    assert seen.labels(seen[0], entry=1) == (None, None)
+    with pytest.raises(ParameterError, match="encoder"):
+        seen.tokens = {"left": [["a"]]}
+
+
+def test_statistics_of_several_arrays_and_of_one_name():
+    class Named(type(LSE)):
+        def __init__(self, k):
+            self.k = k
+
+        def __repr__(self):
+            return f"lse({self.k})"
+
+    both = Call("a", "self", 0, 0, 0, 1, 1, (0, 1), (Named(1), Named(2)), (torch.zeros(1, 2), torch.ones(1, 2)))
+    assert both["lse(2)"].all()
+    with pytest.raises(ParameterError, match="one statistic"):
+        both["lse"]
+
+
+def test_the_explorer_is_loaded_when_asked_for(seen, monkeypatch, tmp_path):
+    written = []
+    stub = SimpleNamespace(explore=lambda s: "shown", save_html=lambda s, path: written.append((s, path)))
+    monkeypatch.setitem(sys.modules, "sightline.view.explorer", stub)
+    seen.save_html(tmp_path / "page.html")
+    assert written == [(seen, tmp_path / "page.html")]
+    assert seen.explore() == seen.show() == "shown"
+
+
+def test_it_prints_as_a_table(seen):
+    lines = repr(seen).splitlines()
+    assert lines[0] == "Seen: 4 calls of 2 layers"
+    assert lines[1].split() == ["layer", "kind", "step", "queries", "keys", "heads", "results"]
+    assert lines[2].split() == ["decoder.0", "self", "0", "2", "from", "2", "4", "2", "lse()", "1×2×6"]
+    assert repr(Seen()) == "Seen: 0 calls of 0 layers"
