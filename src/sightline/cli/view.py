@@ -13,7 +13,7 @@ from rich.console import Console
 import sightline
 
 from ..errors import MissingExtraError, ParameterError
-from ..view.explorer import Exploration, from_seen, save_html
+from ..view.explorer import from_seen, save_html
 from ..view.explorer.data import LIMIT, TEXT_SIZE, TOP
 from .console import make_console, progress
 
@@ -146,15 +146,4 @@ def _statistics(config: Any, batch: int, n: int) -> list[Any]:
     if 4 * TEXT_SIZE * batch * heads * n * n <= LIMIT:
         return [sightline.weights()]
     side = min(SIDE, n)
-    asked = {"pooled": (side, side), "top_k": (min(TOP, n),), "entropy": (), "received": ()}
-    return [getattr(sightline, name)(*arguments) for name, arguments in asked.items()]
-
-
-def _said(path: Path, data: Exploration) -> str:
-    layers = data.texts[0].layers
-    heads, tokens = max(len(layer.entropy) for layer in layers), max(len(layer.queries) for layer in layers)
-    many = f"{len(data.texts)} texts, " if len(data.texts) > 1 else ""
-    return (
-        f"Wrote {path} ({path.stat().st_size / 2**20:.1f} MiB): {many}{len(layers)} layers of up to {heads} heads, "
-        f"{tokens:,} tokens. Any browser opens it, without a network."
-    )
+    return [sightline.pooled(side, side), sightline.top_k(min(TOP, n)), sightline.entropy(), sightline.received()]
