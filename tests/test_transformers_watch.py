@@ -9,6 +9,7 @@ from sightline.testing import assert_within_budget
 
 pytest.importorskip("transformers")
 
+import transformers
 from tiny_models import BATCH, LENGTH, given, made, run, wide
 
 from sightline.torch import watching
@@ -127,6 +128,11 @@ def test_some_layers_and_heads():
 def test_models_that_cannot_be_watched_are_refused():
     with pytest.raises(ParameterError, match="attention interface"), watch(torch.nn.Linear(2, 2), [sightline.lse()]):
         pass
+    for family in ("Falcon", "Bloom", "Mpt"):
+        config = getattr(transformers, f"{family}Config")(hidden_size=8, d_model=8, num_attention_heads=2, n_layers=1)
+        model = getattr(transformers, f"{family}Model")(config)
+        with pytest.raises(ParameterError, match="attention interface"), watch(model, [sightline.lse()]):
+            pass
     model = made("Llama")
     for options in ({"see": []}, {"see": "lse"}, {"layers": [9]}, {"layers": "none"}, {"heads": [0.5]}):
         with pytest.raises(ParameterError), watch(model, **{"see": [sightline.lse()], **options}):
