@@ -237,14 +237,13 @@ def test_what_cannot_run_is_said_and_no_error(right, settings, monkeypatch):
     assert "NotImplementedError: not yet" in finding.failed
 
 
-def test_short_calls_are_repeated(monkeypatch):
-    monkeypatch.setattr(measure, "PAUSE", 0)
+def test_short_calls_are_repeated():
     made = Made("x", None)
     ready = made.prepare(None, None, 1)
-    count = measure._repeats(ready)
+    count = measure._repeats(ready, 0)
     assert count > 100
     made.calls = 0
-    measure._turn(ready, count)
+    measure._turn(ready, count, 0)
     assert made.calls == count + 1
 
 

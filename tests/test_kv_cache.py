@@ -669,7 +669,7 @@ FAULTS = {
     "growth forgets": ("kv_storage", "new[:, :, :used] = storage[:, :, :used]", "pass"),
     "left padding taken for right": ("kv_cache", '(0 if padding == "right" else (t - counts)[:, None])', "0"),
     "lengths not hidden": ("kv_cache", "None if self._even else library.padding(self._lengths)", "None"),
-    "a query sees the next key": ("kv_cache", "return j <= table", "return j <= 1 + table"),
+    "a query sees the next key": ("kv_cache", "mask = j <= table", "mask = j <= 1 + table"),
     "queries from the first position": ("kv_cache", "real, self._lengths[:, None] + rows", "real, rows"),
     "beams keep their lengths": ("kv_cache", "self._note(self._lengths[order], ", "self._note(self._lengths, "),
     "truncation that does nothing": ("kv_cache", "kept = np.minimum(self._lengths, kept)", "kept = self._lengths"),

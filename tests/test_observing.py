@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import DTYPES, Case, cases
 from test_conformance import arrays
 
-from sightline import alibi, causal, documents, i, j, padding, s, softcap, table, window
+from sightline import alibi, causal, i, j, padding, s, softcap, table, window
 from sightline.arrays import dtype_name, framework, to_numpy
 from sightline.cpu import Cpu, observing
 from sightline.cpu.observing import MOST, pooled, received, tiles, top_k, weights
@@ -134,7 +134,7 @@ def drawn(dtype, examples):
     """Check one question of each of that many drawn problems."""
 
     @settings(max_examples=examples)
-    @given(cases(dtypes=(dtype,), dropout=False, largest=15_000), st.sampled_from(QUESTIONS), st.data())
+    @given(cases(dtypes=(dtype,), largest=15_000), st.sampled_from(QUESTIONS), st.data())
     def conforms(case, question, data):
         problem = case.pose()
         n, m = problem.n, problem.m
@@ -182,7 +182,6 @@ PROBLEMS = {
         {"mask": window(40, 3), "score": softcap(5.0), "sinks": np.array([0.5, -2.0])},
     ),
     "padding, slopes": ({"shape": (2, 2, 70, 8), "m": 140}, {"score": alibi(2), "mask": padding([130, 0])}),
-    "packed": ({"shape": (1, 1, 300, 24)}, {"mask": documents(lengths=[1, 63, 65, 0, 171]) & causal()}),
 }
 
 
@@ -199,13 +198,13 @@ def test_wide_heads():
 
 
 def test_any_number_of_threads_gives_the_same_bits():
-    problem = pose(*arrays((1, 2, 517, 20), "float32", m=700), mask=causal("lower right"))
+    problem = pose(*arrays((1, 2, 1217, 20), "float32", m=700), mask=i + 90 >= j)
     lse = Cpu().run(problem).lse
     questions = [
         partial(received, problem, lse),
         partial(received, problem, lse, how="max", last=400),
-        partial(pooled, problem, lse, 9, 200),
-        partial(pooled, problem, lse, 517, 3, how="max"),
+        partial(pooled, problem, lse, 1217, 200, how="max"),
+        partial(pooled, problem, lse, 1, 3),
         partial(top_k, problem, lse, 6),
         partial(weights, problem, lse),
     ]

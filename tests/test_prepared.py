@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import to_torch
@@ -17,8 +18,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sightline
-from sightline import again, i, j, s, where
+from sightline import again, i, j, m, n, s, where
 from sightline.cpu import Cpu
+from sightline.cpu.decoding import Decoding
 from sightline.cpu.prepared import Prepared
 from sightline.errors import SightlineError
 from sightline.problem import pose
@@ -457,3 +459,193 @@ def test_a_kernel_of_another_processor_prepares_nothing(rng):
     from sightline.cpu.processor import Processor
 
     assert Cpu(Processor(named("sse2"))).run(pose(*arrays(rng))).prepared is None
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+def decoding_arrays(rng, m=700, dtype=np.float32, H=4, G=2):
+    return arrays(rng, ((1, H, 1, 64), (1, G, m, 64), (1, G, m, 64)), dtype)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, to_torch])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_that_grow_are_one_call(rng, dtype, convert, monkeypatch):
+    """Views of one storage, a key longer at every step: prepared once, across blocks and parts of the keys."""
+    q, k, v = map(convert, decoding_arrays(rng, 2300, dtype))
+    lengths = [600, *range(1023, 1027), 2050, 2300, 512, 600]
+    expected = [bits(whole_road((q, k[:, :, :m], v[:, :, :m]), threads=1)) for m in lengths]
+    sightline.attention(q, k[:, :, :900], v[:, :, :900], threads=1)
+    found = decoded(monkeypatch)
+    for length, right in zip(lengths, expected, strict=True):
+        assert bits(sightline.attention(q, k[:, :, :length], v[:, :, :length], threads=1)) == right
+    assert found == [True] * len(lengths)
+    assert len(again.calls()) == 1
+
+
+def decoded(monkeypatch):
+    """Whether each prepared call of the decoding kernel answered."""
+    found, run = [], Decoding.run
+
+    def spy(*given):
+        found.append(run(*given))
+        return found[-1]
+
+    monkeypatch.setattr(Decoding, "run", spy)
+    return found
+
+
+def test_few_keys_are_not_the_decoding_kernels(rng, monkeypatch):
+    q, k, v = decoding_arrays(rng, 700)
+    expected = bits(whole_road((q, k[:, :, :300], v[:, :, :300])))
+    whole_road((q, k, v))
+    found = decoded(monkeypatch)
+    assert bits(sightline.attention(q, k[:, :, :300], v[:, :, :300])) == expected
+    assert found == [False]
+
+
+@pytest.mark.parametrize("mask", [None, j < 600, (i + m - n >= j) & (j >= 40)])
+def test_decoding_with_a_mask(rng, mask, monkeypatch):
+    given, other = decoding_arrays(rng), decoding_arrays(rng)
+    expected = bits(whole_road(other, mask=mask))
+    whole_road(given, mask=mask)
+    found = decoded(monkeypatch)
+    for threads in (1, 2, 3):
+        assert bits(sightline.attention(*other, mask=mask)) == expected
+        with sightline.threads(threads):
+            assert bits(sightline.attention(*other, mask=mask)) == expected
+    assert found == [True] * 6
+    shorter = [other[0], *(x[:, :, :650] for x in other[1:])]  # a formula may ask for the length
+    assert bits(sightline.attention(*shorter, mask=mask)) == bits(whole_road(shorter, mask=mask))
+
+
+def test_a_hidden_nan_leaves_the_prepared_call(rng, monkeypatch):
+    """The next call is answered again, by the same words: what was set for the NaN is not left in them."""
+    q, k, v = decoding_arrays(rng)
+    mask = j < 600
+    expected = bits(whole_road((q, k, v), mask=mask))
+    spoilt = v.copy()
+    spoilt[:, :, 620] = np.nan
+    found = decoded(monkeypatch)
+    assert np.isfinite(sightline.attention(q, k, spoilt, mask=mask)).all()
+    assert bits(sightline.attention(q, k, v, mask=mask)) == expected
+    assert found[0] is False
+    assert found[-1] is True
+
+
+def test_decoding_from_many_threads_at_once(rng):
+    """Words, parts and marks of its own for every call: each Python thread's own length, each answer its own."""
+    q, k, v = decoding_arrays(rng, 1400)
+    lengths = [600, 900, 1030, 1400] * 2
+    expected = [bits(whole_road((q, k[:, :, :m], v[:, :, :m]))) for m in lengths]
+    start = threading.Barrier(len(lengths))
+
+    def ask(number):
+        length = lengths[number]
+        start.wait()
+        answers = (
+            sightline.attention(q, k[:, :, :length], v[:, :, :length], threads=1 + number % 2) for _ in range(60)
+        )
+        return all(bits(answer) == expected[number] for answer in answers)
+
+    with ThreadPoolExecutor(len(lengths)) as pool:
+        assert all(pool.map(ask, range(len(lengths))))
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
+def test_a_decoding_loop_is_one_call(rng, convert):
+    """A cache's newest token sees every key: until the storage moves, the call is the one prepared."""
+    tokens = 40
+    q, k, v = (convert(x) for x in decoding_arrays(rng, 600 + tokens))
+    cache = sightline.KVCache(capacity=610)
+    cache.append(k[:, :, :600], v[:, :, :600])
+    expected = [bits(whole_road((q, k[:, :, : t + 1], v[:, :, : t + 1]))) for t in range(600, 600 + tokens)]
+    again.calls().clear()
+    found = []
+    for t, right in enumerate(expected, 600):
+        cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        output = sightline.attention(q, cache, mask=cache.causal())
+        assert bits(output) == right
+        found.append(len(again.calls()))
+    assert found == [1] * 10 + [2] * 30  # the storage has room for 610
+
+
+def test_a_mask_of_an_older_cache_is_read(rng):
+    """What `causal` gave out before an append hides the keys appended since."""
+    q, k, v = decoding_arrays(rng)
+    cache = sightline.KVCache()
+    cache.append(k[:, :, :699], v[:, :, :699])
+    cache.append(k[:, :, 699:], v[:, :, 699:])
+    old = cache.causal()
+    expected = bits(sightline.attention(q, cache, mask=old))
+    assert bits(sightline.attention(q, cache, mask=old)) == expected
+    cache.append(np.full_like(k[:, :, :1], 9), v[:, :, :1])
+    output = sightline.attention(q, cache, mask=old)
+    np.testing.assert_allclose(output, np.frombuffer(expected, np.float32).reshape(output.shape), rtol=1e-5)
+    assert bits(output) != bits(sightline.attention(q, cache))
+
+
+# -- gradients and lse -------------------------------------------------------------------------------------------------
+
+
+def answers_and_gradients(given, direction, **options):
+    """Bits of the output and of the gradients of three fresh leaves."""
+    leaves = [x.clone().requires_grad_() for x in given]
+    output = sightline.attention(*leaves, **options)
+    return [bits(output), *map(bits, torch.autograd.grad(output, leaves, direction))]
+
+
+@pytest.mark.parametrize("formula", ["none", "causal, written anew", "both"])
+@pytest.mark.parametrize("shape", [(1, 2, 9, 8), (9, 8), (1, 2, 600, 16)], ids=str)
+def test_gradients_past_the_operator(rng, formula, shape, monkeypatch):
+    """The recorded call's first answer, its prepared ones and the operator's are the same bits."""
+    first, other = ([torch.from_numpy(x) for x in arrays(rng, (shape,) * 3)] for _ in range(2))
+    direction, options = torch.ones(shape), FORMULAS[formula]
+    answers_and_gradients(first, direction, **options())
+    found = hits(monkeypatch)
+    prepared = answers_and_gradients(other, direction, **options())
+    assert found or len(shape) < 4  # what is reshaped first goes the whole road
+    again.calls().clear()
+    assert answers_and_gradients(other, direction, **options()) == prepared
+    monkeypatch.setattr(again, "key_of", lambda *given: None)
+    assert answers_and_gradients(other, direction, **options()) == prepared
+
+
+def test_recomputed_gradients(rng):
+    given, direction = tensors(rng), torch.ones(1, 2, 9, 8)
+    expected = answers_and_gradients(given, direction)
+    for _ in range(2):
+        leaves = [x.clone().requires_grad_() for x in given]
+        output = torch.utils.checkpoint.checkpoint(sightline.attention, *leaves, use_reentrant=False)
+        assert [bits(output), *map(bits, torch.autograd.grad(output, leaves, direction))] == expected
+
+
+def test_gradients_of_gradients_of_prepared_calls(rng):
+    given = [torch.from_numpy(x).requires_grad_() for x in arrays(rng, ((1, 1, 3, 2),) * 3, np.float64)]
+    sightline.attention(*given)
+    assert torch.autograd.gradgradcheck(sightline.attention, given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(9, 8), (1, 2, 9, 8)], ids=str)
+@pytest.mark.parametrize("convert", [np.asarray, to_torch])
+def test_lse_is_prepared_too(rng, dtype, shape, convert, monkeypatch):
+    first, other = ([convert(x) for x in arrays(rng, (shape,) * 3, dtype)] for _ in range(2))
+    output, (expected,) = whole_road(other, see=[sightline.lse()])
+    whole_road(first, see=[sightline.lse()])
+    sightline.attention(*first)  # is another call: it has no lse to give
+    found = hits(monkeypatch)
+    again_output, (found_lse,) = sightline.attention(*other, see=[sightline.lse()])
+    assert found
+    assert bits(again_output) == bits(output)
+    assert (found_lse.dtype, found_lse.shape, bits(found_lse)) == (expected.dtype, expected.shape, bits(expected))
+    sightline.attention(*first, see=[sightline.lse()])
+    assert bits(found_lse) == bits(expected)  # nobody else's memory
+
+
+def test_gradients_of_lse_are_the_operators(rng):
+    given = tensors(rng)
+    for _ in range(2):
+        leaves = [x.clone().requires_grad_() for x in given]
+        _, (lse,) = sightline.attention(*leaves, see=[sightline.lse()])
+        assert torch.autograd.grad(lse.sum(), leaves[1])[0].abs().sum() > 0

@@ -3,7 +3,7 @@
     attention(q, k, v, mask=i >= j)  →  key  →  prepared call  →  kernel
 
 A key holds all that the road depends on but the arrays' contents. Calls whose contents matter (tables, sinks, masks
-given as arrays), whose formula is a function, or that draw dropout or ask for statistics have none and go the whole
+given as arrays), whose formula is a function, or that draw dropout or ask for more than lse have none and go the whole
 road. So do arrays of other types than exactly NumPy's, and torch's where torch itself must see the call.
 """
 
@@ -21,6 +21,7 @@ import numpy as np
 from .cpu.compile import calls
 from .cpu.machine import VARIABLE
 from .formula.expression import Apply, Constant, Expression, Symbol
+from .observe import Lse
 from .plan import Result
 
 if TYPE_CHECKING:
@@ -30,8 +31,10 @@ __all__ = ["DOORS", "Door", "known", "remember", "spelled"]
 
 MOST = 256  # prepared calls in memory
 LONGEST = 48  # words of a formula spelled at every call
+KEY_SHAPE, VALUE_SHAPE = 3, 6  # places in what `Door.layouts` gives
 
 _guard = threading.Lock()
+Finish = Callable[[Any, Any, Any, Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,16 @@ class Door:
 
     Parameters
     ----------
-    layouts : (query, key, value) → shapes, strides, dtypes and whatever else decides the road; None for the whole road
+    layouts : (query, key, value) → shape, strides and dtype of each; None for the whole road
     address : array → address of its first entry
     empty : array like the output → function (query) that allocates another
+    rows : array like the output → function () that allocates a float64 number for each of its rows
     """
 
     layouts: Callable[[Any, Any, Any], tuple[Any, ...] | None]
     address: Callable[[Any], int]
     empty: Callable[[Any, Any], Callable[[Any], Any]]
+    rows: Callable[[Any], Callable[[], Any]]
 
 
 DOORS: dict[type, Door] = {}
@@ -60,10 +65,24 @@ class _Entry:
     prepared: Prepared
 
     def answer(self, query: Any, key: Any, value: Any, threads: int | None) -> Any:
+        """The output; None where the kernel leaves it to the whole road."""
         address, output = self.door.address, self.empty(query)
         places = address(query), address(key), address(value), address(output)
-        self.prepared.run(threads, *places, (query, key, value, output))
-        return output
+        return output if self.prepared.run(threads, *places, (query, key, value, output)) else None
+
+
+@dataclass(frozen=True)
+class _Finished(_Entry):
+    """A call of whose answer more is made, with its lse."""
+
+    rows: Callable[[], Any]
+    finish: Finish
+
+    def answer(self, query: Any, key: Any, value: Any, threads: int | None) -> Any:
+        address, output, lse = self.door.address, self.empty(query), self.rows()
+        places = address(query), address(key), address(value), address(output)
+        held = query, key, value, output, lse
+        return self.finish(*held) if self.prepared.run(threads, *places, held, address(lse)) else None
 
 
 def key_of(
@@ -82,7 +101,9 @@ def key_of(
 ) -> tuple[Any, ...] | None:
     """What decides the road of this call of `attention`; None where it may be asked again and mean something else."""
     door = DOORS.get(type(query))
-    if door is None or sinks is not None or seed is not None or see is not None:
+    if door is None or sinks is not None or seed is not None:
+        return None
+    if see is not None and (type(see) is not list or len(see) != 1 or type(see[0]) is not Lse):
         return None
     layouts = door.layouts(query, key, value)
     if layouts is None:
@@ -97,7 +118,7 @@ def key_of(
     mask_words, score_words = spelled(mask), spelled(score)
     if mask_words is None or score_words is None:
         return None
-    return layouts, mask_words, score_words, scale, kernel, threads, os.environ.get(VARIABLE)
+    return layouts, mask_words, score_words, scale, kernel, threads, os.environ.get(VARIABLE), see is None
 
 
 def spelled(formula: Any) -> tuple[str, ...] | str | None:
@@ -137,6 +158,10 @@ def _text(formula: Expression) -> str | None:
 
 def known(asked: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
     """The prepared call with this key, a function of (query, key, value, threads); None where there is none."""
+    return _found(asked) or _found(of_any_length(asked))
+
+
+def _found(asked: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
     entries = calls()
     try:
         entry: _Entry = entries[asked]
@@ -146,19 +171,41 @@ def known(asked: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] 
     return entry.answer
 
 
-def remember(asked: tuple[Any, ...], arrays: tuple[Any, Any, Any], output: Any, result: Result) -> None:
-    """Keep a call that went the whole road, where its kernel prepared it and read the caller's arrays themselves."""
+def of_any_length(asked: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The key without the number of keys."""
+    layouts, *others = asked
+    shorter = list(layouts)
+    for place in (KEY_SHAPE, VALUE_SHAPE):
+        shorter[place] = (*layouts[place][:-2], layouts[place][-1])
+    return (tuple(shorter), *others)
+
+
+def remember(
+    asked: tuple[Any, ...], arrays: tuple[Any, Any, Any], output: Any, result: Result, finish: Finish | None = None
+) -> None:
+    """Keep a call that went the whole road, where its kernel prepared it and read the caller's arrays themselves.
+
+    `finish` makes the answer of query, key, value, output and lse, where it is not the output alone.
+    """
     prepared, door = result.prepared, DOORS[type(output)]
     if prepared is None or not prepared.fits(*map(door.address, arrays)):
         return
     entries = calls()
+    if prepared.any_length:
+        asked = of_any_length(asked)
+    common = door, door.empty(arrays[0], output), prepared
     with _guard:
-        entries[asked] = _Entry(door, door.empty(arrays[0], output), prepared)
+        entries[asked] = _Entry(*common) if finish is None else _Finished(*common, door.rows(output), finish)
         while len(entries) > MOST:
             entries.popitem(last=False)
 
 
 # -- NumPy's door --------------------------------------------------------------------------------------------------
+
+
+def with_lse(query: Any, key: Any, value: Any, output: Any, lse: Any) -> tuple[Any, tuple[Any]]:
+    """The answer of a call that asks for lse and no more, of NumPy's arrays."""
+    return output, (lse.astype(np.float64 if output.dtype == np.float64 else np.float32),)
 
 
 def _layouts(query: Any, key: Any, value: Any) -> tuple[Any, ...] | None:
@@ -189,5 +236,12 @@ def _empty(query: Any, output: Any) -> Callable[[Any], Any]:
     return lambda _: np.empty(shape, dtype)
 
 
+def _rows(output: Any) -> Callable[[], Any]:
+    shape = output.shape[:-1]
+    return lambda: np.empty(shape)
+
+
 _probe = np.zeros(1)
-DOORS[np.ndarray] = Door(_layouts, _address if _address(_probe) == _asked_address(_probe) else _asked_address, _empty)
+DOORS[np.ndarray] = Door(
+    _layouts, _address if _address(_probe) == _asked_address(_probe) else _asked_address, _empty, _rows
+)

@@ -5,6 +5,7 @@ NumPy and torch arrays are told apart by the module of their type, so no framewo
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,15 @@ def device(array: Array) -> str:
 
 def dtype_name(array: Array) -> str:
     """The dtype's plain name, "float32" for NumPy's, torch's and ml_dtypes' alike."""
+    if type(array) is np.ndarray:
+        return _numpy_name(array.dtype)
     return str(array.dtype).removeprefix("torch.")
+
+
+@lru_cache(64)
+def _numpy_name(dtype: Any) -> str:
+    """NumPy puts it together anew each time, in microseconds."""
+    return str(dtype)
 
 
 def accumulator(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from . import again, arrays, streaming
 from .cpu import Cpu
 from .explanation import Explanation
+from .kv_cache import KVCache, as_arrays
 from .observe import Statistic, Tile, apart, arrays_of, slopes
 from .plan import Gradients, Kernel, Result, choose
 from .problem import Problem, check_choice, pose
@@ -58,7 +59,7 @@ def attention(
     seed : int, required with dropout for NumPy arrays
         The same seed drops the same weights with every kernel. torch draws it from its own generator.
     see : list of statistics, optional
-        What to know of the weights, as `[lse(), weights()]`.
+        What to know of the weights, as `[lse(), top_k(5), received().mean("heads")]`: `sightline.observe`.
     kernel : str, optional
         Take this kernel and no other.
     threads : int, optional
@@ -69,7 +70,7 @@ def attention(
     -------
     output : (..., H, n, d_v), the inputs' dtype; 0 for a query that sees nothing
     seen : tuple, only where `see` was given
-        One entry per statistic.
+        One entry per statistic, an array or a named tuple of arrays.
 
     Raises
     ------
@@ -90,11 +91,15 @@ def attention(
            [0.36, 0.64, 0.  ],
            [0.26, 0.26, 0.47]], dtype=float32)
     """
-    asked = again.key_of(query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads)
+    plain = as_arrays(query, key, mask) if value is None and type(key) is KVCache else (key, value, mask)
+    asked = again.key_of(query, *plain, score, scale, sinks, dropout, seed, see, kernel, threads)
     if asked is not None:
+        key, value, mask = plain
         prepared = again.known(asked)
         if prepared is not None:
-            return prepared(query, key, value, threads)
+            answer = prepared(query, key, value, threads)
+            if answer is not None:
+                return answer
     check_choice(kernel, threads)
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     options |= {"see": () if see is None else see}
@@ -107,7 +112,7 @@ def attention(
         result = solve(problem, kernel, threads)
         answer = shaped(problem, result)
         if asked is not None:
-            again.remember(asked, (query, key, value), answer[0], result)
+            again.remember(asked, (query, key, value), answer[0], result, again.with_lse if see else None)
     output, seen = answer
     return output if see is None else (output, seen)
 
@@ -210,7 +215,7 @@ def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[T
 
     Parameters
     ----------
-    query, key, value, **options : as in `attention`: mask, score, scale, sinks, kernel, threads
+    query, key, value, **options : as in `attention`: mask, score, scale and sinks
 
     Yields
     ------
@@ -231,12 +236,10 @@ def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[T
     >>> [tile.weights.sum().round(2) for tile in sightline.tiles(x, x, x, mask=sightline.causal())]
     [np.float32(3.0)]
     """
-    kernel, threads = options.pop("kernel", None), options.pop("threads", None)
-    check_choice(kernel, threads)
     problem = pose(query, key, value, **options)
     plain = {name: arrays.plain(getattr(problem, name)) for name in ("query", "key", "value")}
     problem = replace(problem, **plain)
-    lse = solve(problem, kernel, threads).lse
+    lse = Streaming().run(problem).lse  # made from the same scores as the tiles
     work = streaming.Work(problem)
 
     def each() -> Iterator[Tile]:

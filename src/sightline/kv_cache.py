@@ -14,7 +14,7 @@ from .formula.expression import SYMBOLS, Expression
 from .formula.table import Table
 from .kv_storage import allotted, enlarged, reordered, write
 
-__all__ = ["KVCache", "opened"]
+__all__ = ["KVCache", "as_arrays", "opened"]
 
 GROWTH = 2  # a full cache moves to storage so many times as long: each position is copied about once in all
 LEGEND = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or (t, d) without heads"
@@ -77,6 +77,7 @@ class KVCache:
         self._dtype, self._casts = dtype, dtype is not None
         self._key: Any = None  # (B, G, capacity, d_k)
         self._value: Any = None
+        self._hides_nothing: Expression | None  # the last mask given out to one query that sees every position
         self._axes = 4  # of what was appended: fewer have no head axis
         self._note(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
 
@@ -259,8 +260,12 @@ class KVCache:
         array([[1, 1, 1, 1, 1, 0],
                [1, 1, 1, 1, 1, 1]])
         """
-        table = Table(self.positions(n), axes=("b", "i"))
-        return j <= table[b if table.shape[0] != 1 else 0, i]
+        positions = self.positions(n)
+        table = Table(positions, axes=("b", "i"))
+        mask = j <= table[b if table.shape[0] != 1 else 0, i]
+        if positions.shape[1] == 1 and bool((positions == self._lengths.max() - 1).all()) and self._even:
+            self._hides_nothing = mask
+        return mask
 
     # -- for this module --------------------------------------------------------------------------------------------
     @property
@@ -271,6 +276,7 @@ class KVCache:
     def _note(self, lengths: Any, newest: Any) -> None:
         """The lengths and the newest positions from now on; plain numbers beside, which torch.compile can read."""
         self._lengths, self._newest = lengths, newest
+        self._hides_nothing = None
         self._longest = int(lengths.max(initial=0))
         self._even = bool((lengths == self._longest).all())
 
@@ -329,6 +335,18 @@ class KVCache:
             return
         capacity = max(needed, GROWTH * self.capacity)
         self._key, self._value = (enlarged(old, capacity, self._longest) for old in (self._key, self._value))
+
+
+def as_arrays(query: Any, cache: KVCache, mask: Any) -> tuple[Any, Any, Any]:
+    """(key, value, mask) of attention on a cache as on plain arrays where it is no more than that, else as given.
+
+    That is where all sequences end together. The newest query of each sees every key: its causal mask is none.
+    """
+    if not cache._even or type(query) is not type(cache._key) or query.dtype != cache._key.dtype:
+        return cache, None, mask
+    if mask is not None and mask is cache._hides_nothing and query.shape[-2:-1] == (1,):
+        mask = None
+    return cache.key, cache.value, mask
 
 
 def opened(query: Any, key: Any, value: Any) -> tuple[Any, Any, Expression | None]:

@@ -20,7 +20,7 @@ from .report import Entry, Finding, Point
 
 __all__ = ["Settings", "run"]
 
-PAUSE = 0.02  # s before every turn: other libraries' threads spin for some milliseconds after their work
+PAUSE, SHORT_PAUSE = 0.25, 0.02  # s before every turn: other libraries' threads go on spinning for up to 0.2
 SHORTEST = 0.005  # s of one turn: shorter calls are repeated within it
 PROCESSES = 5  # fresh ones, for first calls
 PEAK_TRIES = 3  # beside every problem
@@ -44,6 +44,10 @@ class Settings:
     @property
     def rounds(self) -> int:
         return 2 if self.quick else ROUNDS
+
+    @property
+    def pause(self) -> float:
+        return SHORT_PAUSE if self.quick else PAUSE
 
     def contender(self, name: str) -> Contender | None:
         """One of our own, or a peer that takes part in this run."""
@@ -168,7 +172,7 @@ def _in_turn(ready: dict[str, Ready], settings: Settings, seconds: float) -> dic
     """Seconds of a call, one number a round, for each; who begins changes from round to round."""
     names = list(ready)
     times: dict[str, list[float]] = {name: [] for name in names}
-    repeats = {name: _repeats(ready[name]) for name in names}
+    repeats = {name: _repeats(ready[name], settings.pause) for name in names}
     ends = time.perf_counter() + seconds
     collecting = gc.isenabled()
     gc.disable()
@@ -176,7 +180,7 @@ def _in_turn(ready: dict[str, Ready], settings: Settings, seconds: float) -> dic
         turn = 0
         while turn < settings.rounds or time.perf_counter() < ends:
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                times[name].append(_turn(ready[name], repeats[name]))
+                times[name].append(_turn(ready[name], repeats[name], settings.pause))
             turn += 1
             gc.collect()
     finally:
@@ -185,18 +189,18 @@ def _in_turn(ready: dict[str, Ready], settings: Settings, seconds: float) -> dic
     return times
 
 
-def _repeats(ready: Ready) -> int:
+def _repeats(ready: Ready, pause: float) -> int:
     """Calls in one turn, so that it is not too short to be timed."""
     count = 1
-    while (taken := _turn(ready, count) * count) < SHORTEST:
+    while (taken := _turn(ready, count, pause) * count) < SHORTEST:
         count = max(2 * count, min(int(count * SHORTEST / max(taken, 1e-9)), 100 * count))
     return count
 
 
-def _turn(ready: Ready, repeats: int) -> float:
+def _turn(ready: Ready, repeats: int, pause: float) -> float:
     """Seconds of a call: the mean of so many, after one that counts for nothing where they are short."""
     set_threads(ready.threads)
-    time.sleep(PAUSE)
+    time.sleep(pause)
     total, call, start = 0.0, ready.call, ready.start
     if repeats > 1:
         call(start())

@@ -1,4 +1,4 @@
-"""The command line: `sightline demo`, `sightline explain TEXT`, `sightline info`, `sightline bench`."""
+"""The command line: `sightline demo`, `explain TEXT`, `view --model DIR TEXT`, `info`, `bench`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     _add_demo(commands)
     _add_explain(commands)
+    _add_view(commands)
     info = commands.add_parser("info", help="this machine, the frameworks found, and what each kernel can do")
     info.set_defaults(run=_info)
     _add_bench(commands)
@@ -81,6 +82,21 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     explain.set_defaults(run=_explain)
 
 
+def _add_view(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    view = commands.add_parser(
+        "view",
+        help="a local model reads a text, and a page shows who looked at whom",
+        description="Runs a Hugging Face model from a directory on a text and writes the explorer: one HTML file that "
+        "shows every head of every layer. Nothing is downloaded, and the page asks for nothing.",
+    )
+    view.add_argument("text", nargs="*", help="one text, or several, which are padded to one length")
+    view.add_argument("--model", required=True, metavar="DIR", help="what save_pretrained wrote, tokenizer included")
+    view.add_argument("--text-file", metavar="PATH", help="a text in a file")
+    view.add_argument("--output", metavar="PATH", help="the page (default: sightline-view.html)")
+    view.add_argument("--open", action="store_true", help="open it in the browser")
+    view.set_defaults(run=_view)
+
+
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     bench = commands.add_parser(
         "bench",
@@ -116,6 +132,13 @@ def _explain(options: argparse.Namespace) -> None:
     explain(walk, options.seed)
     if options.figure is not None:
         draw(walk, options.figure)
+
+
+def _view(options: argparse.Namespace) -> None:
+    from .view import texts_of, view
+
+    texts = texts_of(options.text, options.text_file)
+    view(options.model, texts, output=options.output, opening=options.open)
 
 
 def _info(_: argparse.Namespace) -> None:

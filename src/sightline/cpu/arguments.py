@@ -49,7 +49,11 @@ FORWARD = COMMON | {
     "sinks": POINTER,  # (H,) float64
 }
 DECODE = COMMON | {
-    "output": POINTER,  # (chunks, B, H, n, d_v) in the accumulator's type; lse is (chunks, B, H, n) here
+    "output": POINTER,  # (B, H, n, d_v), contiguous
+    "sinks": POINTER,  # (H,) float64
+    "part_output": POINTER,  # (chunks, B, H, n, d_v) in the accumulator's type
+    "part_lse": POINTER,  # (chunks, B, H, n) float64
+    "done": POINTER,  # how many parts are done, for each batch, key head and batch of rows
     "taint": POINTER,  # set to 1 where an output is NaN or infinite
     "batches": INT64,
     "chunks": INT64,  # parts of the keys

@@ -26,7 +26,7 @@ from ..formula.derivative import derivative
 from ..formula.expression import Lookup, walk
 from .arguments import BACKWARD
 from .block import KEYS, Block
-from .lanes import BOOL, BYTE, DOUBLE, INT64, Value, Variable, vector
+from .lanes import DOUBLE, INT64, Value, Variable, vector
 from .operands import join_rows, widen_row
 from .tables import Gain
 
@@ -91,18 +91,9 @@ class Backward(Block):
             first = g * given.group
             with code.loop(first, first + given.group) as h, code.loop(0, given.query_blocks) as query_block:
                 self.place(b, h, query_block)
-                with code.when(self.sees()):
+                with code.when(self.sees(self.first_tile, self.last_tile)):
                     self.query_block_of_part()
             self.inspect_keys()
-
-    def sees(self) -> Value:
-        """Whether the block's runs reach into this part of the keys."""
-        code, given = self.code, self.given
-        found = Variable(code, BOOL, False)
-        with code.loop(self.run_start, self.run_stop) as run:
-            first, stop = (x.at(run * 8).load(INT64) for x in (given.run_first, given.run_last))
-            found.set(found.get() | ((first < self.last_tile) & (stop > self.first_tile)))
-        return found.get()
 
     def query_block_of_part(self) -> None:
         """One block of queries against the part's keys."""
@@ -116,12 +107,8 @@ class Backward(Block):
         with code.loop(0, self.structure.d_k) as d:
             for v in self.vectors:
                 tiles.store(self.dq_t, d, v, code.value(0.0, self.vector))
-        with code.loop(self.run_start, self.run_stop) as run:
-            partial = given.run_full.at(run).load(BYTE) == 0
-            first, stop = (x.at(run * 8).load(INT64) for x in (given.run_first, given.run_last))
-            first, stop = code.maximum(first, self.first_tile), code.minimum(stop, self.last_tile)
-            with code.loop(first, stop) as tile:
-                self.key_tile(tile * KEYS, partial)
+        with self.each_tile(self.first_tile, self.last_tile) as (tile, partial):
+            self.key_tile(tile * KEYS, partial)
         self.hand_over_queries()
 
     # -- the block's own rows -------------------------------------------------------------------------------------

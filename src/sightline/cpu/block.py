@@ -10,7 +10,8 @@ from there, log₂ e in the factor, where no score formula or sink wants natural
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..formula.expression import Expression, Lookup
 from .arguments import Arguments
 from .formats import Format, format_of
 from .functions import exp2_by_scaling, exp2_of_negative, exp_of_negative
-from .lanes import BFLOAT, BYTE, DOUBLE, FLOAT, INT16, INT32, INT64, Code, Value, Variable, vector
+from .lanes import BFLOAT, BOOL, BYTE, DOUBLE, FLOAT, INT16, INT32, INT64, Code, Value, Variable, vector
 from .machine import Machine
 from .operands import Rows
 from .random import words
@@ -116,6 +117,29 @@ class Block:
         self.run_start = given.run_start.at(row * 8).load(INT64)
         self.run_stop = given.run_start.at(row * 8 + 8).load(INT64)
         self.row = (b * given.H + h) * given.n + self.i0
+
+    @contextmanager
+    def each_tile(self, first: Value | None = None, last: Value | None = None) -> Iterator[tuple[Value, Value]]:
+        """Write a loop over the tiles of the block's runs, of those from `first` to before `last`.
+
+        Yields the tile and whether its run is partial.
+        """
+        code, given = self.code, self.given
+        with code.loop(self.run_start, self.run_stop) as run:
+            partial = given.run_full.at(run).load(BYTE) == 0
+            start, stop = (x.at(run * 8).load(INT64) for x in (given.run_first, given.run_last))
+            start = start if first is None else code.maximum(start, first)
+            with code.loop(start, stop if last is None else code.minimum(stop, last)) as tile:
+                yield tile, partial
+
+    def sees(self, first: Value, last: Value) -> Value:
+        """Whether the block's runs reach into the tiles from `first` to before `last`."""
+        code, given = self.code, self.given
+        found = Variable(code, BOOL, False)
+        with code.loop(self.run_start, self.run_stop) as run:
+            start, stop = (x.at(run * 8).load(INT64) for x in (given.run_first, given.run_last))
+            found.set(found.get() | ((start < last) & (stop > first)))
+        return found.get()
 
     def place_keys(self, b: Value, g: Value, key: Rows, value: Rows) -> None:
         """The rows of a key head."""
@@ -266,6 +290,20 @@ class Block:
         """Read what the formulas from `first` to before `stop` look up for the tile of keys from j0 on."""
         for tables in self.tile_tables[first:stop]:
             tables.turn(j0)
+
+    def logits(self, key: Value, j0: Value, masked: bool) -> Iterator[tuple[int, Value, Value | None]]:
+        """Of one key, by vector v: (v, S, or Q · K not yet scaled where no formula is, and what the mask allows)."""
+        mask, score = self.renderers[:2]
+        j = (j0 + key).to(self.integer)
+        rows = self.by_row(j)
+        for v in self.vectors:
+            s, allowed = self.tiles.load(self.s_t, key, v), None
+            symbols = self.symbols[v] | {"j": j, "s": s * self.factor}
+            if score is not None:
+                s = score.pair(symbols, self.known_of_pair(1, rows, key, v)).to(self.float).spread(self.lanes)
+            if masked and mask is not None:
+                allowed = mask.pair(symbols, self.known_of_pair(0, rows, key, v))
+            yield v, s, allowed
 
     def start_of(self, formula: int, node: Lookup, strides: Sequence[Any]) -> Value:
         """Bytes from a table's start to t[..., 0, 0], where the block's queries look up t[..., i, j]."""

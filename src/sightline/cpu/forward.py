@@ -17,7 +17,7 @@ from typing import Any
 
 from .arguments import FORWARD
 from .block import KEYS, Block
-from .lanes import BOOL, BYTE, DOUBLE, FLOAT, INT32, INT64, Value, Variable
+from .lanes import BOOL, DOUBLE, FLOAT, INT32, Value, Variable
 from .riding import Riding
 
 __all__ = ["Forward"]
@@ -67,7 +67,7 @@ class Forward(Block):
 
         A NaN in the output of the first attempt is the sign that care is needed, which costs whole inputs nothing.
         """
-        code, given = self.code, self.given
+        code = self.code
         with code.loop(0, self.structure.d_v) as d:
             for v in self.vectors:
                 self.tiles.store(self.o_t, d, v, code.value(0.0, self.vector))
@@ -75,11 +75,8 @@ class Forward(Block):
             self.largest[v].set(self.sink() if self.structure.sinks else -math.inf)
             self.total[v].set(1.0 if self.structure.sinks else 0.0)
         self.riding.begin()
-        with code.loop(self.run_start, self.run_stop) as run:
-            partial = given.run_full.at(run).load(BYTE) == 0
-            stop = given.run_last.at(run * 8).load(INT64)
-            with code.loop(given.run_first.at(run * 8).load(INT64), stop) as tile:
-                self.key_tile(tile * KEYS, partial, careful)
+        with self.each_tile() as (tile, partial):
+            self.key_tile(tile * KEYS, partial, careful)
 
     def sink(self) -> Value:
         return self.given.sinks.at(self.h * 8).load(DOUBLE).to(self.float)
@@ -121,20 +118,12 @@ class Forward(Block):
     def reshape_scores(self, j0: Value, masked: bool) -> None:
         """Sᵀ scaled and through the score formula, −∞ where hidden; and its maximum anew."""
         code, tiles = self.code, self.tiles
-        mask, score = self.renderers[:2]
         self.turn_tables(j0, 0 if masked else 1, 2)
         for v in self.vectors:
             self.tile_max[v].set(-math.inf)
         with code.loop(0, self.keys) as key:
-            j = (j0 + key).to(self.integer)
-            by_row = self.by_row(j)
-            for v in self.vectors:
-                s = tiles.load(self.s_t, key, v)
-                symbols = self.symbols[v] | {"j": j, "s": s * self.factor}
-                if score is not None:
-                    s = score.pair(symbols, self.known_of_pair(1, by_row, key, v)).to(self.float).spread(self.lanes)
-                if masked and mask is not None:
-                    allowed = mask.pair(symbols, self.known_of_pair(0, by_row, key, v))
+            for v, s, allowed in self.logits(key, j0, masked):
+                if allowed is not None:
                     s = code.where(allowed, s, code.value(-math.inf, self.vector))
                 tiles.store(self.s_t, key, v, s)
                 self.tile_max[v].set(code.maximum(s, self.tile_max[v].get()))

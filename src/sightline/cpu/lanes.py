@@ -211,6 +211,10 @@ class Value:
         """The same bits read as another type of the same width."""
         return Value(self.code, self.code.builder.bitcast(self.raw, vector(element(kind), lanes_of(self.type))))
 
+    def cast(self, kind: Type) -> Value:
+        """The same bits as lanes of another width."""
+        return Value(self.code, self.code.builder.bitcast(self.raw, kind))
+
     def spread(self, lanes: int) -> Value:
         """A scalar in every lane; a vector as it is."""
         if lanes == 1 or isinstance(self.type, ir.VectorType):
@@ -238,10 +242,17 @@ class Value:
             total = join(low, high)
         return total
 
-    def join(self, other: Value, first: int) -> Value:
-        """Every second lane of this vector and then of the other, from lane `first` on."""
+    def join(self, other: Value, part: int, unit: int, block: int) -> Value:
+        """In each block of lanes every second unit of this vector's lanes, then of the other's; the odd ones for 1."""
         lanes = lanes_of(self.type)
-        chosen = ir.Constant(vector(INT32, lanes), list(range(first, 2 * lanes, 2)))
+        places = [
+            vector_start + unit_start + k
+            for start in range(0, lanes, block)
+            for vector_start in (start, lanes + start)
+            for unit_start in range(part * unit, block, 2 * unit)
+            for k in range(unit)
+        ]
+        chosen = ir.Constant(vector(INT32, lanes), places)
         return Value(self.code, self.code.builder.shuffle_vector(self.raw, other.raw, chosen))
 
     def pick(self, places: Sequence[int]) -> Value:
@@ -251,11 +262,17 @@ class Value:
         chosen = ir.Constant(vector(INT32, len(places)), list(places))
         return Value(self.code, self.code.builder.shuffle_vector(self.raw, self.raw, chosen))
 
-    def braid(self, other: Value, half: int) -> Value:
-        """The lanes of this vector and the other in turn, of their first halves or of their second."""
+    def braid(self, other: Value, half: int, unit: int = 1, block: int | None = None) -> Value:
+        """Units of lanes of this vector and the other in turn, of the first or second half of each block of lanes."""
         lanes = lanes_of(self.type)
-        start = half * lanes // 2
-        chosen = [start + k // 2 + k % 2 * lanes for k in range(lanes)]
+        block = block or lanes
+        chosen = [
+            at + k + vector_start
+            for start in range(half * block // 2, lanes, block)
+            for at in range(start, start + block // 2, unit)
+            for vector_start in (0, lanes)
+            for k in range(unit)
+        ]
         places = ir.Constant(vector(INT32, lanes), chosen)
         return Value(self.code, self.code.builder.shuffle_vector(self.raw, other.raw, places))
 
@@ -434,9 +451,9 @@ class Code:
         function = self.declare("llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [POINTER, *words]))
         self.builder.call(function, [pointer.raw, INT32(0), INT32(2), INT32(1)])
 
-    def increment(self, pointer: Value) -> Value:
-        """The counter's value before one is added, atomically."""
-        return Value(self, self.builder.atomic_rmw("add", pointer.raw, INT64(1), "monotonic"))
+    def increment(self, pointer: Value, ordering: str = "monotonic") -> Value:
+        """The counter's value before one is added, atomically; with "acq_rel" who counts on sees what was written."""
+        return Value(self, self.builder.atomic_rmw("add", pointer.raw, INT64(1), ordering))
 
 
 def horner(code: Code, x: Value, coefficients: Sequence[float]) -> Value:

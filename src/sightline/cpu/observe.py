@@ -14,12 +14,11 @@ never enters, since runs that are full hold nothing hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from .arguments import COMMON
 from .block import KEYS, Block
-from .lanes import BYTE, DOUBLE, INT64, POINTER, Value, Variable
+from .lanes import DOUBLE, INT64, POINTER, Value
 
 __all__ = ["Observe"]
 
@@ -99,27 +98,15 @@ class Observe(Block):
         place.at(align).store((new - old) - x, align)
 
     # -- a block of queries ---------------------------------------------------------------------------------------
-    def sees(self, first: Value, last: Value) -> Value:
-        """Whether the block's runs reach into these tiles."""
-        code, given = self.code, self.given
-        found = Variable(code, INT64, 0)
-        with code.loop(self.run_start, self.run_stop) as run:
-            start, stop = (x.at(run * 8).load(INT64) for x in (given.run_first, given.run_last))
-            found.set(found.get() | ((start < last) & (stop > first)).to(INT64))
-        return found.get() != 0
-
     def attend(self, queries: tuple[Value, Value], tiles: tuple[Value, Value]) -> None:
         """The block against those of its runs' tiles; weights of queries not among these are 0."""
-        code, given = self.code, self.given
+        given = self.given
         self.key.place(given.operand("key", self.b, self.h // given.group), given.key_row, given.key_column)
         self.turn_queries()
         self.halve_normalisers(*queries)
         self.evaluate_block()
-        with code.loop(self.run_start, self.run_stop) as run:
-            partial = given.run_full.at(run).load(BYTE) == 0
-            first, stop = (x.at(run * 8).load(INT64) for x in (given.run_first, given.run_last))
-            with code.loop(code.maximum(first, tiles[0]), code.minimum(stop, tiles[1])) as tile:
-                self.key_tile(tile * KEYS, partial)
+        with self.each_tile(*tiles) as (tile, partial):
+            self.key_tile(tile * KEYS, partial)
 
     def lanes_of(self, first: Value, last: Value) -> tuple[Value, Value]:
         """The lanes of the queries among these."""
@@ -163,22 +150,8 @@ class Observe(Block):
                 self.collect(j0, masked=False)
 
     # -- one key and all queries of the block ---------------------------------------------------------------------
-    def scores(self, key: Value, j0: Value, masked: bool) -> Iterator[tuple[Value, Value | None]]:
-        """By vector: S, or Q · K not yet scaled where there is no score formula; and which of them are allowed."""
-        mask, score = self.renderers[:2]
-        j = (j0 + key).to(self.integer)
-        rows = self.by_row(j)
-        for v in self.vectors:
-            s, allowed = self.tiles.load(self.s_t, key, v), None
-            symbols = self.symbols[v] | {"j": j, "s": s * self.factor}
-            if score is not None:
-                s = score.pair(symbols, self.known_of_pair(1, rows, key, v)).to(self.float).spread(self.lanes)
-            if masked and mask is not None:
-                allowed = mask.pair(symbols, self.known_of_pair(0, rows, key, v))
-            yield s, allowed
-
     def weight(self, s: Value, v: int) -> Value:
-        """P of what `scores` gives."""
+        """P of what `logits` gives."""
         high = self.high[v].get()
         near = s - high if self.renderers[1] is not None else self.code.fma(s, self.factor, -high)
         return self.power(near - self.low[v].get())
@@ -186,6 +159,6 @@ class Observe(Block):
     def weights(self, key: Value, j0: Value, masked: bool) -> list[Value]:
         """P of one key, by vector; 0 where hidden."""
         code = self.code
-        found = [(self.weight(s, v), allowed) for v, (s, allowed) in enumerate(self.scores(key, j0, masked))]
+        found = [(self.weight(s, v), allowed) for v, s, allowed in self.logits(key, j0, masked)]
         nothing = code.value(0.0, self.vector)
         return [p if allowed is None else code.where(allowed, p, nothing) for p, allowed in found]

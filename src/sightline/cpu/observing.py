@@ -143,42 +143,48 @@ def pooled(
     if tainted(problem, lse):
         return None
     queries, keys = ((0, problem.n), (0, problem.m)) if within is None else within
-    found = _zeros((*problem.lead, problem.H, rows, columns), problem, "float64")
-    if 0 not in (*problem.extent, rows, columns):
-        _fill_cells(problem, lse, found, how, queries, keys, threads, processor)
-    xp = namespace(found)
+    xp = namespace(problem.query)
+    if 0 in (*problem.extent, rows, columns):
+        return _zeros((*problem.lead, problem.H, rows, columns), problem)
+    found = _cells(problem, lse, (rows, columns), how, queries, keys, threads, processor)
+    if how == "mean":
+        found /= convert(_lengths(*queries, rows)[:, None] * _lengths(*keys, columns), problem.query)
     return xp.astype(found, resolve(xp, problem.accumulator), copy=False)
 
 
-def _fill_cells(
+def _cells(
     problem: Problem,
     lse: Any,
-    found: Any,
+    grid: Range,
     how: str,
     queries: Range,
     keys: Range,
     threads: int | None,
     processor: Processor,
-) -> None:
-    """Means or maxima of the cells of a rectangle."""
+) -> Any:
+    """Sums or maxima over the cells of a rectangle, (..., H, rows, columns) float64."""
     ready = Pass(problem, lse, Pooled, "pooled_max" if how == "max" else "pooled", processor)
-    heads, (rows, columns) = problem.B * problem.H, found.shape[-2:]
+    (rows, columns), heads = grid, problem.B * problem.H
     columns_together = min(columns, CELLS)
     across = -(-columns // columns_together)
     # a block of queries that lies in two items costs twice, so items take a few blocks at least
-    least = -(-4 * ready.block * rows // (queries[1] - queries[0]))
-    rows_together = min(max(-(-rows * heads * across // ITEMS), least), rows)
+    most = max((queries[1] - queries[0]) // (4 * ready.block), 1)
+    finer = max(min(-(-ITEMS // (heads * across * rows)), most // rows), 1)  # rows of cells made of so many each
+    fine = rows * finer
+    together = min(max(-(-fine * heads * across // ITEMS), -(-fine // most)), fine)
     fields = {
-        "rows": rows,
-        "rows_together": rows_together,
+        "rows": fine,
+        "rows_together": together,
         "columns": columns,
         "columns_together": columns_together,
         "first_key": keys[0],
         "last_key": keys[1],
     }
-    ready.call(queries, heads * across * -(-rows // rows_together), found, threads, **fields)
-    if how == "mean":
-        found /= convert(_lengths(*queries, rows)[:, None] * _lengths(*keys, columns), problem.query)
+    found = _zeros((*problem.lead, problem.H, fine, columns), problem, "float64")
+    ready.call(queries, heads * across * -(-fine // together), found, threads, **fields)
+    xp = namespace(found)
+    parts = xp.reshape(found, (*problem.lead, problem.H, rows, finer, columns))
+    return xp.max(parts, axis=-2) if how == "max" else xp.sum(parts, axis=-2)
 
 
 def top_k(problem: Problem, lse: Any, k: int, threads: int | None = None, processor: Processor = HOST) -> Any:

@@ -74,7 +74,7 @@ class TopK(Rowwise):
         code = self.code
         with code.loop(0, self.keys) as key:
             found = []
-            for s, allowed in self.scores(key, j0, masked):
+            for _, s, allowed in self.logits(key, j0, masked):
                 found.append(s if allowed is None else code.where(allowed, s, code.value(-math.inf, self.vector)))
             better = [s > least.get() for s, least in zip(found, self.least, strict=True)]
             with code.when(functools.reduce(lambda x, y: x | y, better).any()):

@@ -28,19 +28,29 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     output = empty((*problem.lead, problem.H, problem.n, problem.d_v), problem.dtype, problem.query)
     lse = np.empty((*problem.lead, problem.H, problem.n), np.float64)
     riders = Riders(problem)
-    prepared, few = None, not riders.roles and decodes(problem, processor)
-    if lse.size and not (few and decode(problem, output, lse, count(threads), processor)):
-        found = forward(problem, output, lse, threads, processor, riders)
-        prepared = None if few else found  # the next such call is the decoding kernel's again
+    prepared: Prepared | None = None
+    if lse.size:
+        few = not riders.roles and decodes(problem, processor)
+        prepared = decode(problem, output, lse, threads, processor) if few else None
+        if prepared is None:
+            found = forward(problem, output, lse, threads, processor, riders)
+            prepared = None if few else found  # the next such call is the decoding kernel's again
+    if prepared is not None and (_reads_more(problem) or riders.roles or not prepared.kept_for(processor)):
+        prepared = None
     lse = convert(lse, problem.query)
     seen = see(problem, lse, riders, threads, processor) if problem.see else ()
     return Result(output, lse, seen, prepared)
 
 
+def _reads_more(problem: Problem) -> bool:
+    """Whether the answer depends on more than query, key and value hold."""
+    return bool(problem.tables or problem.sinks is not None or problem.dropout)
+
+
 def forward(
     problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, riders: Riders
-) -> Prepared | None:
-    """Fill output, lse and the riders' arrays."""
+) -> Prepared:
+    """Fill output, lse and the riders' arrays, and give the call."""
     machine = fitted(processor.machine, problem)
     block = block_of(problem.dtype, machine)
     inputs = Inputs(problem, block, riders.formulas)
@@ -59,6 +69,4 @@ def forward(
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
     most = 1 if work < SMALL else int(fields["items"])
     processor.call(kernel, words, min(count(threads), most), (*inputs.kept, output, *riders.arrays))
-    if problem.tables or problem.sinks is not None or problem.dropout or riders.roles:
-        return None
-    return Prepared.of(kernel, words, most, lse.size, inputs.steady(lse), processor)
+    return Prepared(kernel, words, most, {"counter": 1, "lse": lse.size}, inputs.steady(lse))

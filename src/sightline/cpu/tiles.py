@@ -104,17 +104,24 @@ class Tiles:
         count: Any,
         stride: Any = None,
         align: int | None = None,
+        read: Callable[[Value], list[Value]] | None = None,
     ) -> None:
-        """sums[r][v] += Σ_k base_r[k · step] · matrix[k · stride][v] for k < count; `step` and `stride` in bytes."""
+        """sums[r][v] += Σ_k base_r[k · step] · matrix[k · stride][v] for k < count; `step` and `stride` in bytes.
+
+        `read` gives matrix[k] where that is more than loading a row.
+        """
         code = self.code
         stride = self.row_bytes if stride is None else stride
         align = self.align if align is None else align
 
+        def load(k: Value) -> list[Value]:
+            row = matrix.at(k * stride)
+            return [row.at(v * self.align).load(self.numbers, align) for v in range(len(sums[0]))]
+
         def steps(first: Value, count: int) -> None:
             held = [[variable.get() for variable in row] for row in sums]
             for k in (first + u for u in range(count)):
-                row = matrix.at(k * stride)
-                lanes = [row.at(v * self.align).load(self.numbers, align) for v in range(len(held[0]))]
+                lanes = load(k) if read is None else read(k)
                 for r, base in enumerate(bases):
                     number = base.at(k * step).load(self.number).spread(self.lanes)
                     held[r] = [self.multiply_add(number, lane, old) for lane, old in zip(lanes, held[r], strict=True)]

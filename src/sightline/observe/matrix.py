@@ -207,7 +207,7 @@ def weights(limit: int = LARGEST, insist: bool = False) -> Statistic:
     >>> x = np.eye(4, dtype=np.float32)
     >>> _, (last,) = sightline.attention(x, x, x, see=[sightline.weights().rows([-1])])
     >>> last.round(2)
-    array([[0.21, 0.21, 0.21, 0.35]], dtype=float32)
+    array([[0.22, 0.22, 0.22, 0.35]], dtype=float32)
     """
     return Weights(*_limits("weights", limit, insist))
 

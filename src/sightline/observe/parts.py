@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ class Part(Statistic):
         if self.query_heads is not None:
             count = len(resolved("heads", self.query_heads, problem.H))
             outer = (*outer[:-1], count)
-        return outer, n if self.queries is None else len(resolved("rows", self.queries, n))
+        return outer, n if self.queries is None else counted("rows", self.queries, n)
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
         return self.of.shapes(problem, *self._sizes(problem, outer, n))
@@ -139,7 +140,7 @@ class Mean(Statistic):
         """The mean of an array (*lead, H, ...) over these axes."""
         lead = len(problem.lead)
         axes = (*range(lead),) * self.over_batch + (lead,) * self.over_heads
-        count = (problem.B if self.over_batch else 1) * (problem.H if self.over_heads else 1)
+        count = math.prod([array.shape[axis] for axis in axes])
         return namespace(array).sum(array, axis=axes, dtype=array.dtype) / max(count, 1) if axes else array
 
     def slopes(self, back: Back) -> Slopes:
@@ -225,22 +226,16 @@ def restricted(problem: Problem, queries: Indices | None, query_heads: Indices |
     """The problem of these queries and heads alone. Formulas read where they were: i and h become lookups."""
     query, key, value, sinks = problem.query, problem.key, problem.value, problem.sinks
     symbols: dict[str, Expression] = {}
-    xp = namespace(query)
-
-    def positions(indices: list[int]) -> Table:
-        return Table(xp.asarray(indices, dtype=xp.int64, device=query.device))
-
     if query_heads is not None:
         chosen = resolved("heads", query_heads, problem.H)
         of_keys = _key_heads([head // problem.group for head in chosen])
         query, key, value = query[..., chosen, :, :], key[..., of_keys, :, :], value[..., of_keys, :, :]
         sinks = None if sinks is None else sinks[chosen]
-        symbols["h"] = positions(chosen or [0])[SYMBOLS["h"]]
+        symbols["h"] = Table(_positions(tuple(chosen), problem.H, query))[SYMBOLS["h"]]
     if queries is not None:
-        chosen = resolved("rows", queries, problem.n)
-        plain = isinstance(queries, slice) and (queries.step is None or queries.step > 0)
-        query = query[..., queries if plain else chosen, :]
-        symbols["i"] = positions(chosen or [0])[SYMBOLS["i"]]
+        places, span = _positions(queries, problem.n, query), spanned(queries, problem.n)
+        query = query[..., places, :] if span is None else query[..., span[0] : span[1], :]
+        symbols["i"] = Table(places)[SYMBOLS["i"]]
         symbols["n"] = Constant(problem.n, "int")
     tables: dict[int, Table] = {}
 
@@ -298,6 +293,34 @@ def resolved(what: str, given: Indices, count: int) -> list[int]:
                 f"{what}({_shown(given)}) of {count}", f"indices from {-count} to {count - 1}", f"leave out {index}"
             )
     return [index + count if index < 0 else index for index in given]
+
+
+def spanned(given: Indices, count: int) -> tuple[int, int] | None:
+    """(first, past last) of a slice without steps. `slice.indices` would make numbers of torch.compile's symbols."""
+    if not isinstance(given, slice) or given.step not in (None, 1):
+        return None
+    first, last = (
+        usual if end is None else max(end + count, 0) if end < 0 else min(end, count)
+        for end, usual in ((given.start, 0), (given.stop, count))
+    )
+    return first, max(first, last)
+
+
+def counted(what: str, given: Indices, count: int) -> int:
+    """How many indices there are."""
+    span = spanned(given, count)
+    return len(resolved(what, given, count)) if span is None else span[1] - span[0]
+
+
+def _positions(given: Indices, count: int, like: Any) -> Any:
+    """The indices from 0 as an array in like's place."""
+    xp = namespace(like)
+    place = {"dtype": xp.int64, "device": like.device}
+    span = spanned(given, count)
+    if span is not None:
+        return xp.arange(*span, **place)
+    listed = xp.asarray(resolved("", given, count) if isinstance(given, slice) else list(given), **place)
+    return xp.where(listed < 0, listed + count, listed)
 
 
 def _given(what: str, indices: Any) -> Indices:

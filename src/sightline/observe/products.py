@@ -27,10 +27,6 @@ class Applied(Statistic):
     name = "applied"
     apart = True
 
-    @property
-    def linear(self) -> bool:
-        return True
-
     def __repr__(self) -> str:
         return f"applied({'×'.join([str(length) for length in self.x.shape])} {dtype_name(self.x)})"
 

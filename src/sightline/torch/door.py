@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import _C, Tensor
-from torch.autograd import forward_ad
+from torch import Tensor
 
 from .. import again
 from ..attention import KERNELS, shaped, solve
@@ -17,6 +17,7 @@ from ..problem import Problem, ask, examine
 from . import operator
 from .fused import Fused
 from .question import Question
+from .recorded import recording, wants_gradients, watched
 
 __all__ = ["kernels", "run"]
 
@@ -49,12 +50,8 @@ def run(
     problem = ask(query, key, value, **(options | formulas | {"seed": 0 if seed is None else seed, "see": see}))
     if kernel == FUSED.name or (kernel is None and next(FUSED.refuses(problem), None) is None):
         return shaped(problem, choose((FUSED,), problem, FUSED.name).kernel.run(problem))
-    if asked is not None:
-        problem = examine(problem)
-        result = solve(problem, kernel, threads)
-        output, seen = shaped(problem, result)
-        again.remember(asked, given, output, result)
-        return output, seen
+    if asked is not None and not (problem.see and wants_gradients(*given)):
+        return _run_past(examine(problem), given, kernel, threads, asked)
     return shaped(problem, apart(problem, lambda one: _answered(one, seed, kernel, threads)))
 
 
@@ -78,6 +75,25 @@ def _answered(problem: Problem, seed: int | None, kernel: str | None, threads: i
 def _followed(statistic: Any) -> Any:
     """While torch.compile follows, a statistic whose condition is a formula."""
     return statistic.mapped(lambda mask: _called(mask, "bhij")) if isinstance(statistic, Statistic) else statistic
+
+
+def _run_past(
+    problem: Problem, given: tuple[Any, Any, Any], kernel: str | None, threads: int | None, asked: tuple[Any, ...]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(output, seen) past the operator, kept for the next such call."""
+    inputs = problem.query, problem.key, problem.value
+    with torch.no_grad():
+        result = solve(problem, kernel, threads)
+    if not wants_gradients(*given):
+        output, seen = shaped(problem, result)
+        again.remember(asked, given, output, result, _with_lse if seen else None)
+        return output, seen
+    record = recording(Question.of(problem, None, kernel, threads))
+    result = replace(result, output=record(*inputs, result.output, result.lse))
+    output, seen = shaped(problem, result)
+    if all(x is y for x, y in zip(inputs, given, strict=True)):
+        again.remember(asked, given, output, result, record)
+    return output, seen
 
 
 def _autocast(array: Any) -> Any:
@@ -110,14 +126,13 @@ def _seed(problem: Problem, seed: int | None) -> Tensor:
 def _layouts(query: Any, key: Any, value: Any) -> tuple[Any, ...] | None:
     """What of plain tensors on the CPU decides the road; None where torch must see the call or does more than call.
 
-    That is while it compiles, traces, transforms, counts gradients forward or backward, or has a mode at work.
+    That is while it compiles, traces, transforms, counts gradients forward, or has a mode at work.
     """
     if (
         torch.compiler.is_compiling()
         or type(key) is not Tensor
         or type(value) is not Tensor
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
-        or ((query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled())
         or torch.is_autocast_enabled("cpu")
         or watched()
     ):
@@ -129,17 +144,7 @@ def _layouts(query: Any, key: Any, value: Any) -> tuple[Any, ...] | None:
         *(query.shape, query.stride(), query.dtype),
         *(key.shape, key.stride(), key.dtype),
         *(value.shape, value.stride(), value.dtype),
-    )
-
-
-def watched() -> bool:
-    """Whether a mode, a transform, a tracer or a forward derivative is at work in this thread."""
-    return bool(
-        _C._len_torch_function_stack()
-        or _C._len_torch_dispatch_stack()
-        or _C._functorch.peek_interpreter_stack() is not None
-        or _C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
+        wants_gradients(query, key, value),
     )
 
 
@@ -150,4 +155,14 @@ def _empty(query: Tensor, output: Tensor) -> Any:
     return lambda _: torch.empty(shape, dtype=dtype)
 
 
-again.DOORS[Tensor] = again.Door(_layouts, Tensor.data_ptr, _empty)
+def _rows(output: Tensor) -> Any:
+    shape = output.shape[:-1]
+    return lambda: torch.empty(shape, dtype=torch.float64)
+
+
+def _with_lse(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> Any:
+    """The answer of a call that asks for lse and no more."""
+    return output, (lse if output.dtype == torch.float64 else lse.float(),)
+
+
+again.DOORS[Tensor] = again.Door(_layouts, Tensor.data_ptr, _empty, _rows)

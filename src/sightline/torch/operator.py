@@ -18,7 +18,7 @@ from ..attention import differentiate, solve
 from ..observe import Lse, arrays_of
 from .question import SCHEMA, Question
 
-__all__ = ["attention", "attention_backward"]
+__all__ = ["attention", "attention_backward", "gradient"]
 
 
 def _as_written(computation: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
@@ -62,7 +62,7 @@ attention.register_fake(_answer_shapes)
 
 
 @_as_written
-def _gradient(
+def gradient(
     gradients: list[Tensor], given: list[int], wanted: list[int], output: Tensor, lse: Tensor, *arguments: Any
 ) -> list[Tensor]:
     """Gradients of `Question.inputs`; `gradients` are those of the answer's entries numbered in `given`."""
@@ -75,7 +75,7 @@ def _gradient_shapes(_: Any, given: Any, wanted: list[int], output: Any, lse: An
 
 attention_backward = torch.library.custom_op(
     "sightline::attention_backward",
-    _gradient,
+    gradient,
     mutates_args=(),
     schema=f"(Tensor[] gradients, int[] given, int[] wanted, Tensor output, Tensor lse, {SCHEMA}) -> Tensor[]",
 )

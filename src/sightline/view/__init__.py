@@ -12,17 +12,26 @@ i ≥ j   4 queries × 4 keys, 10 of 16 pairs allowed (62.5%)
     0      3
 """
 
+from .arcs import arcs
+from .by_head import entropy_by_head, head_grid
 from .heatmap import heatmap
 from .picture import Picture, formula_picture
 from .plotting import save
+from .received import received_by_key
 from .scaling import ScalingEffect, effect_of_scaling, scaling_figure
+from .tile_map import tile_map
 
 __all__ = [
     "Picture",
     "ScalingEffect",
+    "arcs",
     "effect_of_scaling",
+    "entropy_by_head",
     "formula_picture",
+    "head_grid",
     "heatmap",
+    "received_by_key",
     "save",
     "scaling_figure",
+    "tile_map",
 ]

@@ -28,6 +28,7 @@ def heatmap(
     *,
     title: str | None = None,
     annotate: bool | None = None,
+    shape: tuple[int, int] | None = None,
 ) -> Any:
     """Draw one head's weights: a row for each query, a column for each key.
 
@@ -44,6 +45,8 @@ def heatmap(
         Written above.
     annotate : bool, optional
         Write each weight in its cell; by default up to 14 tokens each way.
+    shape : (queries, keys), optional
+        How many these cells stand for, where they are `pooled(...)` from `seen`, or a few rows of many.
 
     Returns
     -------
@@ -63,27 +66,25 @@ def heatmap(
         size = min(max(0.42 * max(rows, columns), 3.2), 9.0)
         axis = plotting.new_figure(size + 1.4, size + 0.5).add_subplot()
     cells = pooled(values, FINEST)
+    whole = (rows, columns) if shape is None else shape
     written = max(rows, columns) <= ANNOTATED if annotate is None else annotate
     from matplotlib import colormaps
     from matplotlib.colors import PowerNorm
 
     colours = colormaps[plotting.COLOURS].with_extremes(bad=plotting.HIDDEN)
-    frame = (-0.5, columns - 0.5, rows - 0.5, -0.5)
+    frame = (-0.5, whole[1] - 0.5, whole[0] - 0.5, -0.5)
     shown = np.ma.masked_where(cells == 0, cells)
-    aspect = "equal" if max(rows, columns) <= 4 * min(rows, columns) else "auto"
+    aspect = "equal" if max(whole) <= 4 * min(whole) else "auto"
     scale = PowerNorm(0.5, vmin=0, vmax=float(shown.max()) if shown.count() else 1.0)
     image = axis.imshow(shown, cmap=colours, norm=scale, extent=frame, interpolation="nearest", aspect=aspect)
-    bar = axis.figure.colorbar(image, ax=axis, shrink=0.7, pad=0.02)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(length=0, labelsize=8)
-    bar.set_label("weight, coloured by its square root", fontsize=8)
+    plotting.colour_bar(axis, image, "weight, coloured by its square root")
     _name_sides(axis, sides, (rows, columns))
-    if written:
+    if written and whole == (rows, columns):
         _annotate(axis, image, values)
-    if max(rows, columns) <= LABELLED:
+    if max(whole) <= LABELLED:
         _separate(axis, rows, columns)
-    if title:
-        axis.set_title(title, loc="left", fontsize=10, pad=8)
+    plotting.title(axis, title)
+    plotting.positions(axis, [ruler for ruler, known in zip("xy", sides[::-1], strict=True) if known is None])
     plotting.quiet(axis)
     return axis
 
@@ -121,7 +122,7 @@ def _both(labels: Any, values: Array) -> tuple[Labels | None, Labels | None]:
             "one label per query and per key",
             "labels=(queries, keys) where they differ",
         )
-    return tuple([str(label).replace(" ", "␣") for label in side] for side in sides)  # type: ignore[return-value]
+    return tuple(list(map(plotting.visible, side)) for side in sides)  # type: ignore[return-value]
 
 
 def _name_sides(axis: Any, sides: tuple[Labels | None, Labels | None], shape: tuple[int, int]) -> None:
@@ -129,19 +130,19 @@ def _name_sides(axis: Any, sides: tuple[Labels | None, Labels | None], shape: tu
     axis.set(xlabel="key", ylabel="query")
     size = float(np.clip(260 / max(shape), 5, 9))
     if queries is not None and shape[0] <= LABELLED:
-        axis.set_yticks(range(shape[0]), queries, fontsize=size)
+        axis.set_yticks(range(shape[0]), queries, fontsize=size, parse_math=False)
     if keys is not None and shape[1] <= LABELLED:
         long = shape[1] > ANNOTATED or max(map(len, keys)) > 4
-        axis.set_xticks(range(shape[1]), keys, fontsize=size, rotation=90 if long else 0)
+        axis.set_xticks(range(shape[1]), keys, fontsize=size, rotation=90 if long else 0, parse_math=False)
 
 
 def _annotate(axis: Any, image: Any, values: Array) -> None:
     """Each weight in two digits, in black or white, whichever reads better."""
     for (i, j), value in np.ndenumerate(values):
-        red, green, blue, _ = image.cmap(image.norm(value)) if value else (1, 1, 1, 1)
-        ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
         text = "0" if value == 0 else f"{value:.2f}".lstrip("0") if value < 0.995 else f"{value:.1f}"
-        axis.text(j, i, text, ha="center", va="center", fontsize=7.5, color="#9a9a94" if value == 0 else ink)
+        axis.text(
+            j, i, text, ha="center", va="center", fontsize=7.5, color=plotting.ink(image, value) if value else "#9a9a94"
+        )
 
 
 def _separate(axis: Any, rows: int, columns: int) -> None:

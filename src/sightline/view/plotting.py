@@ -7,7 +7,22 @@ from typing import Any
 
 from ..errors import MissingExtraError, ParameterError
 
-__all__ = ["BLUE", "COLOURS", "HIDDEN", "ORANGE", "has_matplotlib", "new_figure", "quiet", "save"]
+__all__ = [
+    "BLUE",
+    "COLOURS",
+    "HIDDEN",
+    "ORANGE",
+    "colour_bar",
+    "has_matplotlib",
+    "ink",
+    "new_axis",
+    "new_figure",
+    "positions",
+    "quiet",
+    "save",
+    "title",
+    "visible",
+]
 
 COLOURS = "cividis"  # the same to eyes with and without a colour vision deficiency (Nuñez et al., 2018)
 HIDDEN = "#e9e9e4"  # pairs that a mask hides: no colour of the map
@@ -39,6 +54,47 @@ def new_figure(width: float, height: float) -> Any:
             'pip install "sightline-attention[plot]"',
         ) from error
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def new_axis(axis: Any, width: float, height: float) -> Any:
+    """The axis given, or that of a new figure of this size in inches."""
+    return new_figure(width, height).add_subplot() if axis is None else axis
+
+
+def title(axis: Any, text: str | None) -> None:
+    """A title at the left, where there is one; a $ in it is a $."""
+    if text:
+        axis.set_title(text, loc="left", fontsize=10, pad=8, parse_math=False)
+
+
+def visible(token: Any) -> str:
+    """A token as a label: what cannot be seen gets a sign."""
+    return str(token).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
+
+
+def positions(axis: Any, rulers: Any) -> None:
+    """A few whole numbers along these rulers, "x" or "y", with commas in thousands."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    for name in rulers:
+        ruler = getattr(axis, f"{name}axis")
+        ruler.set_major_locator(MaxNLocator(6, integer=True))
+        ruler.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axis.tick_params(axis=name, labelsize=8)
+
+
+def colour_bar(axis: Any, image: Any, label: str) -> None:
+    """A quiet bar that tells what the colours stand for."""
+    bar = axis.figure.colorbar(image, ax=axis, shrink=0.7, pad=0.02)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=0, labelsize=8)
+    bar.set_label(label, fontsize=8)
+
+
+def ink(image: Any, value: float) -> str:
+    """Black or white, whichever reads better on the colour an image gives a value."""
+    red, green, blue, _ = image.cmap(image.norm(value))
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 
 
 def quiet(axis: Any) -> None:

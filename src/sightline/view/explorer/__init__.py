@@ -1,0 +1,19 @@
+"""The explorer: one page that shows who looks at whom, every head of every layer, opened from a disk or in a notebook.
+
+>>> import sightline.data
+>>> from sightline.view import explorer
+>>> cat = sightline.data.load("minilm_cat")
+>>> tokens = [row[:length] for row, length in zip(cat.tokens, cat.lengths)]
+>>> data = explorer.from_weights(tokens, [layer.weights for layer in cat.layers.values()], names=["Layer 0", "Layer 3"])
+>>> page = explorer.html(data)
+
+`explorer.save_html(data, "page.html")` writes it, `explorer.explore(data)` shows it; both take what
+`sightline.transformers.watch` saw as well.
+"""
+
+from .data import Exploration, Layer, Links, Text, from_weights
+from .notebook import explore
+from .watched import from_seen
+from .writing import html, save_html
+
+__all__ = ["Exploration", "Layer", "Links", "Text", "explore", "from_seen", "from_weights", "html", "save_html"]

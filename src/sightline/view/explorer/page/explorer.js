@@ -1,0 +1,393 @@
+// The page: what is chosen, who is told, keys and controls.
+
+const HELP = [
+  ['← → ↑ ↓', 'other head, other layer; with the map or the text in focus, other token'],
+  ['Shift + arrows', 'other head, other layer, wherever the focus is'],
+  ['/', 'search the tokens; Enter goes on, Shift + Enter back'],
+  ['+  −  0', 'zoom in, out, all of it; wheel and pinch too, dragging pans'],
+  ['Click', 'keeps a token; hovering others then tells the weight between the two'],
+  ['Esc', 'lets it go'],
+  ['e  s', 'save the map as PNG, as SVG'],
+  ['t', 'light or dark'],
+  ['?', 'this help'],
+];
+
+class Explorer {
+  constructor(root, manifest, read) {
+    Object.assign(this, { root, manifest, read });
+    this.state = { text: 0, layer: 0, head: 0, pick: null, hover: null, scale: 'root', colour: 'ink' };
+    this.linked = { looks: new Map(), seen: new Map(), most: { looks: 1, seen: 1 } };
+    this.texts = manifest.texts.map((text) => text.layers.map((layer) => new Layer(manifest, layer, read)));
+    root.classList.add('sl');
+    root.replaceChildren();
+    this.inks = this.themed();
+    this.measure();
+    this.build();
+    this.setTheme(null);
+    this.choose({ text: 0 });
+    const observer = new ResizeObserver(() => this.resized());
+    for (const node of [root, this.map.node]) observer.observe(node);
+    matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => this.setTheme(this.theme));
+  }
+
+  get layers() { return this.texts[this.state.text]; }
+  get layer() { return this.layers[this.state.layer]; }
+  narrow() { return this.root.classList.contains('sl-narrow'); }
+
+  /** The room there is, which in a notebook is not the window's. */
+  measure() {
+    this.root.classList.toggle('sl-narrow', this.root.clientWidth < 860);
+    this.root.classList.toggle('sl-tight', this.root.clientWidth < 1180);
+  }
+
+  build() {
+    const { manifest } = this;
+    this.grid = new Grid(this);
+    this.map = new HeadMap(this);
+    this.panel = new Panel(this);
+    this.strips = { both: new Strip(this, 'both'), query: new Strip(this, 'query'), key: new Strip(this, 'key') };
+    this.subtitle = make('span', 'sl-subtitle');
+    this.where = make('h2', 'sl-where');
+    this.readout = make('div', 'sl-readout', { 'aria-live': 'polite' });
+    this.legend = make('div', 'sl-scale');
+    this.found = make('span', 'sl-found', { 'aria-live': 'polite' });
+    this.search = make('input', 'sl-search', { type: 'search', placeholder: 'Search tokens', 'aria-label': 'Search tokens', spellcheck: 'false' });
+    this.search.addEventListener('input', () => this.find(0));
+    this.search.addEventListener('keydown', (event) => {
+      if (event.key === 'Enter') this.find(event.shiftKey ? -1 : 1);
+      if (event.key === 'Escape') this.search.blur();
+      if (['Enter', 'Escape'].includes(event.key)) event.preventDefault();
+      event.stopPropagation();
+    });
+    const select = (label, pairs, act) => {
+      const node = make('select', '', { 'aria-label': label, title: label }, ...pairs.map(([value, text]) => make('option', '', { value }, text)));
+      node.addEventListener('change', () => act(node.value));
+      return node;
+    };
+    const button = (text, title, act, cls = '') => {
+      const node = make('button', `sl-button ${cls}`, { type: 'button', title, 'aria-label': title }, text);
+      node.addEventListener('click', act);
+      return node;
+    };
+    const texts = select('Text', manifest.texts.map((text, k) => [String(k), `${k + 1}  ${text.name.slice(0, 60)}`]), (k) => this.choose({ text: Number(k) }));
+    texts.classList.add('sl-texts');
+    const tools = make('div', 'sl-tools', {}, ...(manifest.texts.length > 1 ? [texts] : []),
+      make('label', 'sl-searchbox', {}, this.search, this.found),
+      select('What colours follow', Object.entries(SCALES).map(([name, [text]]) => [name, text]), (scale) => this.recolour({ scale })),
+      select('Colours', [['ink', 'ink'], ['cividis', 'cividis']], (colour) => this.recolour({ colour })),
+      button('PNG', 'Save the map as PNG (e)', () => this.export('png')),
+      button('SVG', 'Save the map as SVG (s)', () => this.export('svg')),
+      button('◐', 'Light or dark (t)', () => this.turn(), 'sl-icon'),
+      button('?', 'Help (?)', () => this.help.showModal(), 'sl-icon'));
+    const zooms = make('div', 'sl-zooms', {}, button('−', 'Zoom out (−)', () => this.map.zoom(0.5), 'sl-icon'),
+      button('+', 'Zoom in (+)', () => this.map.zoom(2), 'sl-icon'), button('Fit', 'All of it (0)', () => this.map.fit()));
+    this.help = make('dialog', 'sl-help', {}, make('h2', '', {}, 'Keys'),
+      make('dl', '', {}, ...HELP.flatMap(([key, text]) => [make('dt', '', {}, key), make('dd', '', {}, text)])),
+      make('p', '', {}, 'A row of the map is a query: the keys it looks at, blue. A column is a key: the queries that look at it, orange. Pairs of weight 0 have the ground’s colour.'),
+      button('Close', 'Close', () => this.help.close()));
+    this.root.append(
+      make('header', 'sl-head', {}, make('h1', '', {}, manifest.title), this.subtitle, tools),
+      this.grid.node,
+      make('section', 'sl-stage', { 'aria-label': 'One head' }, make('div', 'sl-label', {}, this.where, this.readout, zooms), this.map.node, this.legend),
+      this.panel.node,
+      make('div', 'sl-text', {}, ...Object.values(this.strips).map((strip) => strip.node)),
+      make('footer', 'sl-foot', {}, ...manifest.notes.map((note) => make('p', '', {}, note))),
+      this.help);
+    this.root.addEventListener('keydown', (event) => this.key(event));
+  }
+
+  /** Another text, layer or head. */
+  choose(change) {
+    const before = this.inited ? this.layer : null, { state } = this;
+    Object.assign(state, change);
+    if (change.text !== undefined && !this.layers[state.layer]) state.layer = 0;
+    state.head = Math.min(state.head, this.layer.heads - 1);
+    const same = before && before.queries === this.layer.queries && before.keys === this.layer.keys;
+    if (!same) {
+      Object.assign(state, { pick: null, hover: null });
+      this.last = { side: 'query', at: Math.floor(this.layer.n / 2) };
+      this.root.classList.toggle('sl-single', this.layers.length === 1 && this.layer.heads === 1);
+      const { self, queries, keys } = this.layer;
+      this.strips.both.node.hidden = !self;
+      this.strips.query.node.hidden = this.strips.key.node.hidden = self;
+      if (self) this.strips.both.reset(queries, 'Text');
+      else [this.strips.query.reset(queries, 'Queries'), this.strips.key.reset(keys, 'Keys')];
+      this.search.value = '';
+      this.find(0);
+    }
+    const { layer, layers } = this, heads = Math.max(...layers.map((l) => l.heads));
+    const plural = (number, word) => `${count(number)} ${word}${number === 1 ? '' : 's'}`;
+    this.subtitle.textContent = [plural(layers.length, 'layer'), plural(heads, 'head'),
+      layer.self ? plural(layer.n, 'token') : `${plural(layer.n, 'query').replace('querys', 'queries')} on ${plural(layer.m, 'key')}`].join(' · ');
+    this.where.textContent = `${layer.name} · head ${layer.called(state.head)}`;
+    if (!before || change.text !== undefined) this.grid.reset();
+    else this.grid.draw();
+    this.map.reset(same);
+    this.inited = true;
+    this.link();
+  }
+
+  /** The token in question: the one kept, else the one hovered last. */
+  active() { return this.state.pick ?? this.last; }
+
+  hover(spot) {
+    const { state, layer } = this;
+    if (!spot && !state.hover) return;
+    state.hover = spot;
+    if (spot && !state.pick) {
+      const next = spot.i !== null ? { side: 'query', at: spot.i } : { side: 'key', at: spot.j };
+      if (!this.last || this.last.at !== next.at || this.last.side !== next.side) {
+        this.last = next;
+        return this.soon('link');
+      }
+    }
+    return layer && this.soon('marks');
+  }
+
+  /** A pair pointed at in the lists. */
+  point(spot) {
+    this.state.hover = spot;
+    this.soon('marks');
+  }
+
+  pick(spot, reveal = true) {
+    const { state } = this;
+    state.pick = spot;
+    if (!spot) state.hover = null;
+    if (spot && reveal) this.map.reveal(this.layer.self ? 'query' : spot.side, spot.at);
+    if (spot) this.strips[this.layer.self ? 'both' : spot.side].reveal(spot.at);
+    this.link();
+  }
+
+  /** Once a frame, however many events ask. */
+  soon(what) {
+    if (this.asked) return this.asked.add(what);
+    this.asked = new Set([what]);
+    return requestAnimationFrame(() => {
+      const { asked } = this;
+      this.asked = null;
+      if (asked.has('link')) this.link();
+      else if (asked.has('marks')) this.marked();
+      else this.map.draw();
+    });
+  }
+
+  redraw() { if (this.map?.view) this.soon('map'); }
+
+  /** Who is linked with the active token, for the strips' colours; then everything that shows it. */
+  link() {
+    const active = this.active(), { layer, state } = this, side = active?.side;
+    const looks = active && (layer.self || side === 'query') ? layer.row(state.head, active.at, Infinity) : [];
+    const seen = active && (layer.self || side === 'key') ? layer.column(state.head, active.at, Infinity) : [];
+    const linked = (entries) => new Map(entries.map(({ at, weight }) => [at, weight]));
+    this.linked = { looks: linked(looks), seen: linked(seen), most: { looks: looks[0]?.weight || 1, seen: seen[0]?.weight || 1 } };
+    this.panel.draw();
+    this.marked();
+  }
+
+  marked() {
+    this.map.draw();
+    this.tell();
+    for (const strip of Object.values(this.strips)) if (!strip.node.hidden) strip.shade();
+  }
+
+  /** The weight of the pair under the pointer. */
+  tell() {
+    const { layer, state } = this, over = state.hover, pairs = [];
+    const say = (i, j) => {
+      const { value, below } = layer.weight(state.head, i, j);
+      const number = make('b', 'sl-number', { 'data-pair': `${i} ${j}`, title: String(value ?? below) }, value === undefined ? `≤ ${digits(below)}` : digits(value));
+      return make('span', '', {}, make('span', 'sl-quoted', {}, visible(layer.queries[i])), ` ${count(i)} → `, make('span', 'sl-quoted', {}, visible(layer.keys[j])), ` ${count(j)}  `, number);
+    };
+    const active = this.active();
+    if (over && over.i !== null && over.j !== null && !over.strip) pairs.push(say(over.i, over.j));
+    else if (over?.strip && state.pick) {
+      const at = over.i ?? over.j;
+      if (layer.self || (active.side === 'query' && over.j !== null)) pairs.push(say(active.at, at));
+      if ((layer.self && at !== active.at) || (!layer.self && active.side === 'key' && over.i !== null)) pairs.push(say(at, active.at));
+    }
+    this.readout.replaceChildren(...pairs);
+  }
+
+  drawLegend() {
+    const { scale } = this.map, { layer } = this;
+    if (!scale) return;
+    if (this.barOf !== this.colours) {
+      this.bar = make('canvas', 'sl-bar-canvas', { width: '160', height: '8', 'aria-hidden': 'true' });
+      this.legendText = make('span');
+      this.legendMost = make('span', 'sl-number');
+      this.legend.replaceChildren(make('span', 'sl-number', {}, '0'), this.bar, this.legendMost, this.legendText);
+      this.barOf = this.colours;
+      const context = this.bar.getContext('2d');
+      for (let x = 0; x < 160; x++) {
+        context.fillStyle = css(this.colours[1 + Math.round((1023 * x) / 159)]);
+        context.fillRect(x, 0, 1, 8);
+      }
+    }
+    const size = (x) => (x === Math.round(x) ? String(x) : x.toFixed(1));
+    this.legendMost.textContent = digits(scale.most);
+    this.legendText.textContent = (scale.exact ? 'weights, each exact' : `${layer.how === 'max' ? 'largest' : 'mean'} of ${size(scale.rows)} × ${size(scale.columns)} pairs`)
+      + (scale.over ? '; the heaviest pairs over them exact, from 0 to 1' : '');
+  }
+
+  /** Tokens that hold the text searched for, a phrase too; step to the next with 1, back with −1. */
+  find(step) {
+    const needle = this.search.value.toLowerCase(), { layer } = this;
+    const query = new Set(needle ? occurrences(layer.queries, needle) : []), key = new Set(needle && !layer.self ? occurrences(layer.keys, needle) : []);
+    this.matches = { query, key, both: query };
+    const all = [...[...query].map((at) => ({ side: 'query', at })), ...[...key].map((at) => ({ side: 'key', at }))];
+    if (needle !== this.needle) [this.needle, this.match] = [needle, -1];
+    if (step && all.length) {
+      this.match = (this.match + step + all.length + (this.match < 0 && step < 0 ? 1 : 0)) % all.length;
+      this.pick({ ...all[this.match], other: null });
+    } else if (this.inited) {
+      if (all.length) this.strips[layer.self ? 'both' : all[0].side].reveal(all[0].at);
+      for (const strip of Object.values(this.strips)) if (!strip.node.hidden) strip.shade();
+    }
+    this.found.textContent = needle ? (all.length ? `${this.match < 0 ? '' : `${count(this.match + 1)} of `}${count(all.length)}` : 'none') : '';
+  }
+
+  key(event) {
+    if (event.altKey || event.ctrlKey || event.metaKey || event.target.closest?.('select, dialog')) return;
+    const { state, layers } = this, on = event.target, tokens = !event.shiftKey && (on === this.map.canvas || on.closest?.('.sl-strip'));
+    const arrows = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+    const acts = {
+      '/': () => { this.search.focus(); this.search.select(); },
+      '+': () => this.map.zoom(2), '=': () => this.map.zoom(2), '-': () => this.map.zoom(0.5), 0: () => this.map.fit(),
+      Escape: () => { this.last = null; this.pick(null); },
+      e: () => this.export('png'), s: () => this.export('svg'), t: () => this.turn(), '?': () => this.help.showModal(),
+    };
+    if (arrows && tokens) this.step(...arrows);
+    else if (arrows) {
+      const layer = Math.max(0, Math.min(layers.length - 1, state.layer + arrows[1]));
+      const head = Math.max(0, Math.min(layers[layer].heads - 1, state.head + arrows[0]));
+      this.choose({ layer, head });
+    } else if (acts[event.key]) acts[event.key]();
+    else return;
+    event.preventDefault();
+  }
+
+  /** To the token beside the active one, or in the line above or below it. */
+  step(x, y) {
+    const active = this.active() ?? { side: 'query', at: 0 }, { layer } = this;
+    const strip = this.strips[layer.self ? 'both' : active.side], length = active.side === 'key' ? layer.m : layer.n;
+    let at = active.at + x;
+    if (y) {
+      const line = strip.lines[strip.lineOf[active.at]], next = strip.lines[strip.lineOf[active.at] + y];
+      if (!next) return;
+      const from = line.find((token) => token.at === active.at);
+      at = next.reduce((best, token) => (Math.abs(token.x - from.x) < Math.abs(best.x - from.x) ? token : best)).at;
+    }
+    if (at >= 0 && at < length) this.pick({ side: active.side, at, other: null });
+  }
+
+  turn() { this.setTheme(this.dark ? 'light' : 'dark'); }
+
+  setTheme(theme) {
+    this.theme = theme;
+    this.dark = theme ? theme === 'dark' : matchMedia('(prefers-color-scheme: dark)').matches;
+    this.root.dataset.theme = this.dark ? 'dark' : 'light';
+    this.inks = this.themed();
+    this.recolour({});
+  }
+
+  themed() {
+    const style = getComputedStyle(this.root), inks = { font: style.fontFamily };
+    for (const name of ['ink', 'muted', 'line', 'ground', 'accent', 'cross', 'looks', 'seen']) inks[name] = style.getPropertyValue(`--${name}`).trim();
+    return inks;
+  }
+
+  recolour(change) {
+    Object.assign(this.state, change);
+    this.colours = palette(this.state.colour, this.dark ? 'dark' : 'light', this.state.scale, this.manifest);
+    if (!this.inited) return;
+    this.grid.reset();
+    this.map.reset(true);
+    this.link();
+  }
+
+  resized() {
+    this.measure();
+    if (!this.inited || (this.map.width === this.map.node.clientWidth && this.map.height === this.map.node.clientHeight)) return;
+    this.map.reset(false);
+    this.grid.reset();
+    for (const strip of Object.values(this.strips)) if (!strip.node.hidden) strip.layout();
+    this.marked();
+  }
+
+  /** The map as it is seen, with its title and its scale, on a context of so many pixels for one; its size. */
+  compose(context, ratio) {
+    const { map, inks, layer, state, manifest } = this, head = 44, size = [map.width, map.height + head + 28];
+    context.fillStyle = inks.ground;
+    context.fillRect(0, 0, ...size);
+    Object.assign(context, { fillStyle: inks.ink, font: `600 14px ${inks.font}` });
+    context.fillText(`${manifest.title}: ${layer.name}, head ${layer.called(state.head)}`, 16, 28);
+    context.save();
+    context.translate(0, head);
+    map.paint(context, ratio);
+    context.restore();
+    this.drawLegend(); // of the level that was painted, which may be finer than the screen's
+    const y = map.height + head + 4;
+    context.drawImage(this.bar, 30, y, 160, 8);
+    Object.assign(context, { fillStyle: inks.muted, font: `11px ${inks.font}`, textAlign: 'left', textBaseline: 'top' });
+    context.fillText('0', 16, y - 2);
+    context.fillText(`${this.legendMost.textContent}   ${this.legendText.textContent}`, 198, y - 2);
+    return size;
+  }
+
+  /** At three pixels for one. */
+  picture() {
+    const canvas = make('canvas'), context = canvas.getContext('2d'), ratio = 3;
+    Object.assign(canvas, { width: this.map.width * ratio, height: (this.map.height + 72) * ratio });
+    context.scale(ratio, ratio);
+    this.compose(context, ratio);
+    this.map.draw();
+    return canvas;
+  }
+
+  /** The same as lines, areas and text. */
+  vector() {
+    const context = new VectorContext(), size = this.compose(context, 3);
+    this.map.draw();
+    return context.text(...size);
+  }
+
+  export(kind) {
+    const save = (blob) => {
+      const words = `${this.manifest.title} ${this.layer.name} head ${this.layer.called(this.state.head)}`;
+      const name = `${words.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, '-')}.${kind}`;
+      const link = make('a', '', { href: URL.createObjectURL(blob), download: name });
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+    };
+    if (kind === 'svg') save(new Blob([this.vector()], { type: 'image/svg+xml' }));
+    else this.picture().toBlob(save);
+  }
+}
+
+/** Positions of the tokens that a text lies on, as the tokens read one after the other. */
+function* occurrences(tokens, needle) {
+  const pieces = inPieces(tokens), ends = [];
+  let text = '';
+  tokens.forEach((token, at) => {
+    const shown = visible(token).toLowerCase();
+    text += (at && spaced(token, pieces) ? ' ' : '') + (pieces && shown.startsWith('##') ? shown.slice(2) : shown);
+    ends.push(text.length);
+  });
+  let token = 0;
+  for (let from = text.indexOf(needle); from >= 0; from = text.indexOf(needle, from + needle.length)) {
+    while (ends[token] <= from) token++;
+    for (let at = token; at < tokens.length && (at === token || ends[at - 1] < from + needle.length); at++) yield at;
+  }
+}
+
+/** Draw into an element: the page's own, or a notebook's. */
+function explorer(root, manifest, read) { return new Explorer(root, manifest, read); }
+
+/** The page of a file: its data lie beside it, and every key is its own. */
+function explorerPage() {
+  const manifest = JSON.parse(document.getElementById('sl-manifest').textContent);
+  const shown = explorer(document.getElementById('sightline'), manifest, (at) => document.getElementById(`sl-array-${at}`).textContent);
+  document.addEventListener('keydown', (event) => { if (!shown.root.contains(event.target)) shown.key(event); });
+  window.sightline = shown;
+}

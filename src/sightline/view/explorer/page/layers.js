@@ -1,0 +1,126 @@
+// What the page knows of a layer: values of pairs, rows and columns, and levels of its map from fine to coarse.
+
+class Layer {
+  constructor(manifest, stored, read) {
+    Object.assign(this, { name: stored.name, short: stored.short, how: stored.how, stored, read, kept: {}, heads: stored.cells.shape[0] });
+    this.queries = manifest.tokens[stored.queries];
+    this.keys = manifest.tokens[stored.keys];
+    this.self = stored.queries === stored.keys;
+    this.n = this.queries.length;
+    this.m = this.keys.length;
+    this.whole = this.how === 'whole';
+  }
+
+  /** A stored array, decoded once. */
+  array(name, part = null) {
+    const at = part ? `${name}.${part}` : name;
+    return (this.kept[at] ??= decode(part ? this.stored[name][part] : this.stored[name], this.read));
+  }
+
+  /** What a head is called: its number in the model, where only some were watched. */
+  called(head) { return this.stored.heads?.[head] ?? head; }
+
+  part(name, head, length) {
+    return this.array(name).subarray(head * length, (head + 1) * length);
+  }
+
+  entropy(head) { return this.part('entropy', head, this.n); }
+  received(head) { return this.part('received', head, this.m); }
+
+  /** Levels of one head's map: {rows, columns, data, i, j, most}; i and j are the cells' edges, each level half as fine. */
+  levels(head) {
+    const at = `levels ${head}`;
+    if (this.kept[at]) return this.kept[at];
+    const [, rows, columns] = this.stored.cells.shape;
+    const data = this.part('cells', head, rows * columns);
+    const edges = (cells, length) => Uint32Array.from({ length: cells + 1 }, (_, k) => Math.floor((k * length) / cells));
+    const found = [{ rows, columns, data, i: edges(rows, this.n), j: edges(columns, this.m) }];
+    while (Math.max(found.at(-1).rows, found.at(-1).columns) > 24) found.push(halved(found.at(-1), this.how === 'max'));
+    for (const level of found) {
+      let most = 0;
+      for (const value of level.data) if (value > most) most = value;
+      level.most = most || 1;
+    }
+    return (this.kept[at] = found);
+  }
+
+  /** The coarsest level with at least so many cells on its longer side. */
+  coarse(head, cells) {
+    const levels = this.levels(head);
+    let at = levels.length - 1;
+    while (at > 0 && Math.max(levels[at].rows, levels[at].columns) < cells) at--;
+    return levels[at];
+  }
+
+  /** The weight of a pair: {value}, or {below} where only the row's kept entries are known. */
+  weight(head, i, j) {
+    if (this.whole) return { value: this.levels(head)[0].data[i * this.m + j] };
+    const row = this.row(head, i, Infinity), found = row.find((entry) => entry.at === j);
+    return found ? { value: found.weight } : { below: row.at(-1)?.weight ?? 0 };
+  }
+
+  /** The keys query i weighs most: [{at, weight}], descending. */
+  row(head, i, most) {
+    if (!this.whole) return this.linked('looks', head, i, most);
+    const data = this.levels(head)[0].data;
+    return heaviest(this.m, (j) => data[i * this.m + j], most);
+  }
+
+  /** The queries that weigh key j most. */
+  column(head, j, most) {
+    if (!this.whole) return this.linked('seen_by', head, j, most);
+    const data = this.levels(head)[0].data;
+    return heaviest(this.n, (i) => data[i * this.m + j], most);
+  }
+
+  linked(name, head, at, most) {
+    if (!this.stored[name]) return [];
+    const [, length, k] = this.stored[name].weights.shape, start = (head * length + at) * k;
+    const weights = this.array(name, 'weights'), where = this.array(name, 'where'), found = [];
+    for (let e = start; e < start + Math.min(k, most) && where[e] >= 0; e++) found.push({ at: where[e], weight: weights[e] });
+    return found;
+  }
+}
+
+/** Entries above 0 in descending order, the first of equals first. */
+function heaviest(length, value, most) {
+  const found = [];
+  for (let at = 0; at < length; at++) if (value(at) > 0) found.push({ at, weight: value(at) });
+  found.sort((a, z) => z.weight - a.weight || a.at - z.at);
+  return most < found.length ? found.slice(0, most) : found;
+}
+
+/** A level of half as many rows and columns: means by area, or maxima. */
+function halved({ rows, columns, data, i, j }, maxima) {
+  const every = (edges, cells) => Uint32Array.from({ length: cells + 1 }, (_, k) => edges[Math.min(2 * k, edges.length - 1)]);
+  const less = { rows: (rows + 1) >> 1, columns: (columns + 1) >> 1 };
+  less.i = every(i, less.rows);
+  less.j = every(j, less.columns);
+  less.data = new Float32Array(less.rows * less.columns);
+  for (let r = 0; r < less.rows; r++) {
+    for (let c = 0; c < less.columns; c++) {
+      let sum = 0, area = 0, most = 0;
+      for (let y = 2 * r; y < Math.min(2 * r + 2, rows); y++) {
+        for (let x = 2 * c; x < Math.min(2 * c + 2, columns); x++) {
+          const value = data[y * columns + x], size = (i[y + 1] - i[y]) * (j[x + 1] - j[x]);
+          sum += value * size;
+          area += size;
+          if (value > most) most = value;
+        }
+      }
+      less.data[r * less.columns + c] = maxima ? most : area ? sum / area : 0;
+    }
+  }
+  return less;
+}
+
+/** A level painted, a pixel for each cell. */
+function painted(level, colours, most = level.most) {
+  const image = new ImageData(level.columns, level.rows), pixels = new Uint32Array(image.data.buffer);
+  for (let k = 0; k < pixels.length; k++) pixels[k] = colours[shade(level.data[k], most)];
+  const canvas = make('canvas');
+  canvas.width = level.columns;
+  canvas.height = level.rows;
+  canvas.getContext('2d').putImageData(image, 0, 0);
+  return canvas;
+}

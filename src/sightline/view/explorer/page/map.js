@@ -1,0 +1,382 @@
+// One head, large: its map with tokens along both sides, entropy of each query at the right, received by each key below.
+
+const STRIP = 46, NARROWEST = 9, LARGEST = 64, FIT = 56;
+const EXACT_CELLS = 12000; // cells drawn one by one, each on its own pixels; beyond, the painted level is stretched
+const EXACT_ROWS = 1200; // queries whose kept entries are drawn over pooled cells
+
+class HeadMap {
+  constructor(page) {
+    this.page = page;
+    this.canvas = make('canvas', 'sl-map-canvas', { tabindex: '0', role: 'img' });
+    this.node = make('div', 'sl-map', {}, this.canvas);
+    this.pointers = new Map();
+    const listen = (name, act, options) => this.canvas.addEventListener(name, (event) => act.call(this, event), options);
+    listen('pointerdown', this.down);
+    listen('pointermove', this.move);
+    listen('pointerup', this.up);
+    listen('pointercancel', this.up);
+    listen('pointerleave', () => page.hover(null));
+    listen('dblclick', (event) => this.zoom(2, event));
+    listen('wheel', this.wheel, { passive: false });
+  }
+
+  /** Room and margins for this layer's tokens; the whole map in view. */
+  reset(keepView = false) {
+    const { layer, inks } = this.page, ratio = window.devicePixelRatio || 1;
+    this.width = this.node.clientWidth;
+    this.height = this.node.clientHeight;
+    Object.assign(this.canvas, { width: this.width * ratio, height: this.height * ratio });
+    const context = this.canvas.getContext('2d');
+    context.font = `11px ${inks.font}`;
+    const widest = (tokens) => tokens.slice(0, 400).reduce((w, t) => Math.max(w, context.measureText(visible(t)).width), 10);
+    const most = Math.min(this.width * 0.2, 92);
+    this.widest = widest(layer.keys);
+    this.full = { left: Math.min(widest(layer.queries), most) + 14, top: Math.min(this.widest, 56) + 14 };
+    this.least = null;
+    this.painted = new Map();
+    if (!keepView || !this.view) this.fit(false);
+    else this.settle(this.clamp(this.view));
+    this.canvas.setAttribute('aria-label', `Weights of ${layer.n} queries on ${layer.m} keys, ${layer.name}, head ${layer.called(this.page.state.head)}.`);
+  }
+
+  /** Where the map lies for a view: margins grow as tokens come to fit, and what is left over is on both sides. */
+  frame({ sx, sy }) {
+    const { n, m } = this.page.layer, share = (s) => Math.max(0, Math.min((s - 6) / (NARROWEST - 6), 1));
+    const left = 40 + (this.full.left - 40) * share(sy), top = 24 + (this.full.top - 24) * share(sx);
+    const room = { w: Math.max(this.width - left - STRIP - 14, 40), h: Math.max(this.height - top - STRIP - 16, 40) };
+    const spare = (all, used) => Math.max(0, all - used) / 2;
+    return { left: left + spare(room.w, m * sx), top: top + spare(room.h, n * sy) * 0.4, room };
+  }
+
+  /** The scales at which all of it is in view. */
+  smallest() {
+    if (this.least) return this.least;
+    const { n, m } = this.page.layer;
+    const fitting = ({ room }) => {
+      const x = room.w / m, y = room.h / n, s = Math.min(x, y);
+      const square = Math.max(n, m) <= 4 * Math.min(n, m) || s >= 12;
+      return { sx: Math.min(square ? s : x, FIT), sy: Math.min(square ? s : y, FIT) };
+    };
+    const bare = fitting(this.frame({ sx: 0, sy: 0 })), labelled = Math.max(bare.sx, bare.sy) > 6;
+    return (this.least = labelled ? fitting(this.frame({ sx: FIT, sy: FIT })) : bare);
+  }
+
+  settle(view) {
+    this.view = view;
+    Object.assign(this, this.frame(view));
+    this.canvas.style.touchAction = view.sx > this.smallest().sx ? 'none' : 'pan-y'; // a finger scrolls the page past a map seen whole
+  }
+
+  fit(smooth = true) { this.go({ x: 0, y: 0, ...this.smallest() }, smooth); }
+
+  clamp(view) {
+    const { n, m } = this.page.layer, least = this.smallest();
+    const factor = Math.max(1, Math.min(view.sx / least.sx, Math.max(LARGEST / least.sx, LARGEST / least.sy, 1)));
+    view.sx = least.sx * factor;
+    view.sy = least.sy * factor;
+    const { room } = this.frame(view);
+    view.x = Math.max(0, Math.min(view.x, m - room.w / view.sx));
+    view.y = Math.max(0, Math.min(view.y, n - room.h / view.sy));
+    return view;
+  }
+
+  /** Move to a view, in a few frames unless motion is unwelcome. */
+  go(target, smooth = true) {
+    this.clamp(target);
+    if (!smooth || !this.view || matchMedia('(prefers-reduced-motion: reduce)').matches) {
+      this.moving = null;
+      this.settle(target);
+      return this.page.redraw();
+    }
+    const from = { ...this.view }, start = performance.now(), moving = (this.moving = {});
+    const step = (now) => {
+      if (this.moving !== moving) return;
+      const t = Math.min(Math.max((now - start) / 180, 0), 1), eased = 1 - (1 - t) ** 3;
+      const s = from.sx * (target.sx / from.sx) ** eased; // even in the logarithm: zooming feels steady
+      const share = Math.abs(target.sx - from.sx) < 1e-9 ? eased : (1 / from.sx - 1 / s) / (1 / from.sx - 1 / target.sx);
+      this.settle({ sx: s, sy: s * (target.sy / target.sx), x: from.x + (target.x - from.x) * share, y: from.y + (target.y - from.y) * share });
+      this.draw();
+      if (t < 1) requestAnimationFrame(step);
+      else this.settle(target);
+    };
+    requestAnimationFrame(step);
+  }
+
+  /** Zoom about the pointer, or about what is chosen, or the middle. */
+  zoom(factor, event = null, smooth = true) {
+    const v = this.view, least = this.smallest(), { state, layer } = this.page;
+    let px = Math.min(this.room.w, layer.m * v.sx) / 2, py = Math.min(this.room.h, layer.n * v.sy) / 2;
+    if (event) [px, py] = this.inside(event);
+    else if (state.pick) {
+      const at = state.pick.at;
+      if (state.pick.side !== 'key' && at >= v.y && at * v.sy <= (v.y * v.sy) + this.room.h) py = (at + 0.5 - v.y) * v.sy;
+      if ((layer.self || state.pick.side === 'key') && at >= v.x && (at - v.x) * v.sx <= this.room.w) px = (at + 0.5 - v.x) * v.sx;
+    }
+    const most = Math.max(LARGEST / least.sx, LARGEST / least.sy, 1) * least.sx;
+    const sx = Math.max(least.sx, Math.min(v.sx * factor, most)), sy = sx * (v.sy / v.sx), next = this.frame({ sx, sy });
+    const [x, y] = [px + this.left - next.left, py + this.top - next.top]; // the same point of the screen, seen from there
+    this.go({ sx, sy, x: v.x + px / v.sx - x / sx, y: v.y + py / v.sy - y / sy }, smooth);
+  }
+
+  /** Bring a query or a key into view. */
+  reveal(side, at) {
+    const v = { ...this.view }, rows = this.room.h / v.sy, columns = this.room.w / v.sx;
+    if (side !== 'key' && (at < v.y || at + 1 > v.y + rows)) v.y = at + 0.5 - rows / 2;
+    if ((side !== 'query') && (at < v.x || at + 1 > v.x + columns)) v.x = at + 0.5 - columns / 2;
+    if (v.x !== this.view.x || v.y !== this.view.y) this.go(v);
+  }
+
+  inside(event) {
+    const box = this.canvas.getBoundingClientRect();
+    return [event.clientX - box.left - this.left, event.clientY - box.top - this.top];
+  }
+
+  /** What is under the pointer: {i, j}, one of them null beside the map. */
+  at(event) {
+    const [x, y] = this.inside(event), { layer } = this.page, v = this.view;
+    const j = Math.floor(v.x + x / v.sx), i = Math.floor(v.y + y / v.sy);
+    const inX = x >= 0 && x < Math.min(this.room.w, (layer.m - v.x) * v.sx) && j < layer.m;
+    const inY = y >= 0 && y < Math.min(this.room.h, (layer.n - v.y) * v.sy) && i < layer.n;
+    return inX || inY ? { i: inY ? i : null, j: inX ? j : null } : null;
+  }
+
+  down(event) {
+    this.canvas.setPointerCapture(event.pointerId);
+    this.pointers.set(event.pointerId, { x: event.clientX, y: event.clientY });
+    this.dragged = this.pointers.size > 1;
+  }
+
+  move(event) {
+    const before = this.pointers.get(event.pointerId);
+    if (!before) return this.page.hover(this.at(event));
+    const dx = event.clientX - before.x, dy = event.clientY - before.y;
+    if (!this.dragged && Math.hypot(dx, dy) < 4) return undefined;
+    this.dragged = true;
+    const others = [...this.pointers].filter(([id]) => id !== event.pointerId).map(([, place]) => place);
+    if (others.length) {
+      const [other] = others, span = (p) => Math.max(Math.hypot(p.x - other.x, p.y - other.y), 8);
+      const middle = { clientX: (event.clientX + other.x) / 2, clientY: (event.clientY + other.y) / 2 };
+      this.zoom(span({ x: event.clientX, y: event.clientY }) / span(before), middle, false);
+    }
+    const v = this.view, half = others.length ? 0.5 : 1;
+    this.go({ ...v, x: v.x - (half * dx) / v.sx, y: v.y - (half * dy) / v.sy }, false);
+    this.pointers.set(event.pointerId, { x: event.clientX, y: event.clientY });
+    return undefined;
+  }
+
+  up(event) {
+    const held = this.pointers.delete(event.pointerId);
+    if (!held || this.dragged || event.type === 'pointercancel') return;
+    const at = this.at(event);
+    if (!at) this.page.pick(null);
+    else if (at.i !== null) this.page.pick({ side: 'query', at: at.i, other: at.j }, false);
+    else this.page.pick({ side: 'key', at: at.j, other: null }, false);
+  }
+
+  wheel(event) {
+    if (this.page.narrow() && !event.ctrlKey) return; // there the page itself scrolls
+    event.preventDefault();
+    if (event.shiftKey) return this.go({ ...this.view, x: this.view.x + (event.deltaY || event.deltaX) / this.view.sx }, false);
+    return this.zoom(2 ** (-event.deltaY * (event.deltaMode ? 0.05 : 0.0022) * (event.ctrlKey ? 3 : 1)), event, false);
+  }
+
+  draw() {
+    const context = this.canvas.getContext('2d'), ratio = this.canvas.width / this.width || 1;
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.clearRect(0, 0, this.width, this.height);
+    this.paint(context, ratio);
+    this.page.drawLegend();
+  }
+
+  /** All of it on a context; the export draws on one of its own. */
+  paint(context, ratio) {
+    const { layer, state, inks } = this.page, v = this.view, head = state.head;
+    const wide = Math.min(this.room.w, (layer.m - v.x) * v.sx), high = Math.min(this.room.h, (layer.n - v.y) * v.sy);
+    const seen = { i0: Math.floor(v.y), i1: Math.min(Math.ceil(v.y + high / v.sy), layer.n), j0: Math.floor(v.x), j1: Math.min(Math.ceil(v.x + wide / v.sx), layer.m) };
+    context.save();
+    context.translate(this.left, this.top);
+    context.save();
+    context.beginPath();
+    context.rect(0, 0, wide, high);
+    context.clip();
+    this.scale = this.cells(context, ratio, layer, head, seen, wide, high);
+    this.marks(context, layer, wide, high);
+    context.restore();
+    this.strips(context, layer, head, seen, wide, high);
+    this.labels(context, layer, seen, wide, high);
+    context.strokeStyle = inks.line;
+    context.lineWidth = 1;
+    context.strokeRect(-0.5, -0.5, wide + 1, high + 1);
+    context.restore();
+  }
+
+  /** The cells in view; returns what the colours stand for. */
+  cells(context, ratio, layer, head, seen, wide, high) {
+    const v = this.view, levels = layer.levels(head), { colours } = this.page;
+    let at = levels.length - 1;
+    while (at > 0 && (layer.n / levels[at].rows) * v.sy * ratio > 1.5) at--;
+    const level = levels[at], over = !layer.whole && seen.i1 - seen.i0 <= EXACT_ROWS && v.sy >= 0.6;
+    if (over) context.globalAlpha = 0.55;
+    const snap = (x) => Math.round(x * ratio) / ratio;
+    const r0 = lastUpTo(level.i, seen.i0), r1 = lastUpTo(level.i, seen.i1 - 1) + 1;
+    const c0 = lastUpTo(level.j, seen.j0), c1 = lastUpTo(level.j, seen.j1 - 1) + 1;
+    if ((r1 - r0) * (c1 - c0) <= EXACT_CELLS) {
+      const gap = v.sx >= 12 && layer.whole && at === 0 ? 1 : 0;
+      for (let r = r0; r < r1; r++) {
+        const y = snap((level.i[r] - v.y) * v.sy), h = snap((level.i[r + 1] - v.y) * v.sy) - y;
+        for (let c = c0; c < c1; c++) {
+          const x = snap((level.j[c] - v.x) * v.sx), w = snap((level.j[c + 1] - v.x) * v.sx) - x;
+          context.fillStyle = css(colours[shade(level.data[r * level.columns + c], level.most)]);
+          context.fillRect(x, y, w - gap, h - gap);
+        }
+      }
+    } else {
+      const name = `${layer.name} ${head} ${at}`;
+      if (!this.painted.has(name)) {
+        if (this.painted.size > 12) this.painted.clear();
+        this.painted.set(name, painted(level, colours));
+      }
+      const image = this.painted.get(name), y = (layer.n / levels[0].rows) * 2 ** at * v.sy, x = (layer.m / levels[0].columns) * 2 ** at * v.sx;
+      context.imageSmoothingEnabled = x * ratio < 1;
+      context.drawImage(image, snap(-v.x * v.sx), snap(-v.y * v.sy), image.width * x, image.height * y);
+    }
+    context.globalAlpha = 1;
+    if (over) this.exact(context, layer, head, seen);
+    return { most: level.most, exact: layer.whole && at === 0, over, rows: layer.n / level.rows, columns: layer.m / level.columns };
+  }
+
+  /** Over pooled cells: the entries that are known exactly. */
+  exact(context, layer, head, seen) {
+    const v = this.view, { colours } = this.page, w = Math.max(v.sx, 1), h = Math.max(v.sy, 1);
+    for (let i = seen.i0; i < seen.i1; i++) {
+      for (const { at, weight } of layer.row(head, i, Infinity)) {
+        if (at < seen.j0 || at >= seen.j1) continue;
+        context.fillStyle = css(colours[shade(weight, 1)]);
+        context.fillRect((at - v.x) * v.sx, (i - v.y) * v.sy, w, h);
+      }
+    }
+  }
+
+  /** The chosen query's row, the chosen key's column, and what the pointer is on. */
+  marks(context, layer, wide, high) {
+    const v = this.view, { state, inks } = this.page, pick = state.pick, over = state.hover;
+    const row = (i, colour, width) => {
+      if (i === null || i === undefined) return;
+      context.strokeStyle = colour;
+      context.lineWidth = width;
+      context.strokeRect(-2, Math.round((i - v.y) * v.sy) + 0.5 - width / 2, wide + 4, Math.max(v.sy, 2) + width - 1);
+    };
+    const column = (j, colour, width) => {
+      if (j === null || j === undefined) return;
+      context.strokeStyle = colour;
+      context.lineWidth = width;
+      context.strokeRect(Math.round((j - v.x) * v.sx) + 0.5 - width / 2, -2, Math.max(v.sx, 2) + width - 1, high + 4);
+    };
+    if (over) {
+      row(over.i, inks.cross, 1);
+      column(over.j, inks.cross, 1);
+    }
+    if (pick) {
+      if (pick.side === 'query' || layer.self) row(pick.at, inks.looks, 1.5);
+      if (pick.side === 'key' || layer.self) column(pick.at, inks.seen, 1.5);
+    }
+  }
+
+  /** Entropy of the queries at the right, received by the keys below: bars, or their means where a pixel holds many. */
+  strips(context, layer, head, seen, wide, high) {
+    const v = this.view, { inks } = this.page, room = STRIP - 12;
+    const bars = (values, scale, from, length, draw) => {
+      const step = Math.max(scale, 1), most = peak(values) || 1;
+      for (let p = scale >= 1 ? -((from - Math.floor(from)) * scale) : 0; p < length; p += step) {
+        const first = Math.max(Math.floor(from + p / scale + 1e-6), 0), end = Math.min(Math.max(Math.floor(from + (p + step) / scale + 1e-6), first + 1), values.length);
+        let sum = 0;
+        for (let k = first; k < end; k++) sum += values[k];
+        const at = Math.round(p), size = Math.max(Math.round(p + step) - at - (step > 4 ? 1 : 0), 1); // whole pixels: no seams
+        if (end > first) draw(at, size, sum / (end - first) / most);
+      }
+    };
+    context.save();
+    context.beginPath();
+    context.rect(wide + 6, 0, STRIP, high);
+    context.rect(0, high + 6, wide, STRIP);
+    context.clip();
+    context.fillStyle = inks.looks;
+    context.globalAlpha = 0.75;
+    bars(layer.entropy(head), v.sy, v.y, high, (p, size, share) => context.fillRect(wide + 7, p, share * room, size));
+    context.fillStyle = inks.seen;
+    bars(layer.received(head), v.sx, v.x, wide, (p, size, share) => context.fillRect(p, high + 7, size, Math.sqrt(share) * room));
+    context.restore();
+    context.fillStyle = inks.muted;
+    context.font = `10px ${inks.font}`;
+    context.textAlign = 'left';
+    context.textBaseline = 'bottom';
+    context.fillText('entropy', wide + 7, -5);
+    context.textBaseline = 'top';
+    context.fillText('received', wide + 7, high + 8);
+  }
+
+  /** Tokens where they fit, every so many positions where they do not. */
+  labels(context, layer, seen, wide, high) {
+    const v = this.view, { inks, state } = this.page, pick = state.pick, over = state.hover;
+    const text = (tokens, at, room) => cut(context, visible(tokens[at]), room);
+    const shown = (scale, from, to) => {
+      if (scale >= NARROWEST) return Array.from({ length: to - from }, (_, k) => from + k);
+      const step = [1, 2, 5].flatMap((d) => [d, d * 10, d * 100, d * 1000, d * 10000, d * 100000]).sort((a, z) => a - z).find((s) => s * scale >= 46) ?? 1e6;
+      return Array.from({ length: Math.floor((to - 1) / step) - Math.ceil(from / step) + 1 }, (_, k) => (Math.ceil(from / step) + k) * step);
+    };
+    const chosen = (side, at) => (pick && (pick.side === side || layer.self) && pick.at === at) || (over && (side === 'query' ? over.i : over.j) === at);
+    const ink = (side, at) => (chosen(side, at) ? inks.ink : inks.muted);
+    const font = (scale) => `${Math.max(Math.min(scale - 1, 11), 8.5)}px ${inks.font}`;
+    context.textBaseline = 'middle';
+    context.textAlign = 'right';
+    context.font = font(v.sy);
+    for (const i of shown(v.sy, seen.i0, seen.i1)) {
+      const y = (i + 0.5 - v.y) * v.sy;
+      if (y < 0 || y > high) continue;
+      context.fillStyle = ink('query', i);
+      context.fillText(v.sy >= NARROWEST ? text(layer.queries, i, this.left - 12) : count(i), -7, y);
+    }
+    context.font = font(v.sx);
+    for (const j of shown(v.sx, seen.j0, seen.j1)) {
+      const x = (j + 0.5 - v.x) * v.sx;
+      if (x < 0 || x > wide) continue;
+      context.fillStyle = ink('key', j);
+      context.save();
+      context.translate(x, -7);
+      if (v.sx >= NARROWEST && v.sx < this.widest + 6) {
+        context.rotate(-Math.PI / 2);
+        context.textAlign = 'left';
+        context.fillText(text(layer.keys, j, this.top - 12), 0, 0);
+      } else {
+        context.textAlign = 'center';
+        context.fillText(v.sx >= NARROWEST ? text(layer.keys, j, v.sx) : count(j), 0, -2);
+      }
+      context.restore();
+    }
+  }
+}
+
+/** The last of ascending edges that is ≤ value. */
+function lastUpTo(edges, value) {
+  let low = 0, high = edges.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (edges[middle] <= value) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
+function peak(values) {
+  let most = 0;
+  for (const value of values) if (value > most) most = value;
+  return most;
+}
+
+/** As much of a text as there is room for. */
+function cut(context, text, room) {
+  if (context.measureText(text).width <= room) return text;
+  let length = Math.max(Math.floor(text.length * room / context.measureText(text).width), 1);
+  while (length > 1 && context.measureText(`${text.slice(0, length)}…`).width > room) length--;
+  return `${text.slice(0, length)}…`;
+}

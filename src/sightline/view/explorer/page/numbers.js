@@ -1,0 +1,103 @@
+// Arrays out of base64, numbers into text, colours.
+
+/** The bytes of base64 text. */
+function bytesOf(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const binary = atob(text), bytes = new Uint8Array(binary.length);
+  for (let k = 0; k < binary.length; k++) bytes[k] = binary.charCodeAt(k);
+  return bytes;
+}
+
+/** Little-endian numbers of a stored array; float16 is widened. Every machine a browser runs on is little-endian. */
+function decode(stored, read) {
+  const buffer = bytesOf(read(stored.at)).buffer;
+  if (stored.type === 'f4') return new Float32Array(buffer);
+  if (stored.type === 'i4') return new Int32Array(buffer);
+  const halves = new Uint16Array(buffer), wide = new Float32Array(halves.length);
+  for (let k = 0; k < halves.length; k++) wide[k] = HALVES()[halves[k]];
+  return wide;
+}
+
+/** Every float16 as a number, made when first asked for. */
+let halvesKept = null;
+function HALVES() {
+  if (halvesKept) return halvesKept;
+  halvesKept = new Float32Array(65536);
+  for (let bits = 0; bits < 65536; bits++) {
+    const exponent = (bits >> 10) & 31, fraction = bits & 1023, sign = bits >> 15 ? -1 : 1;
+    halvesKept[bits] = sign * (exponent === 0 ? fraction * 2 ** -24
+      : exponent === 31 ? (fraction ? NaN : Infinity) : (1 + fraction / 1024) * 2 ** (exponent - 15));
+  }
+  return halvesKept;
+}
+
+/** Three significant digits, as the page writes every weight. */
+function digits(value) {
+  if (value === 0) return '0';
+  if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString('en');
+  if (Math.abs(value) < 1e-4) return value.toExponential(2).replace('-', '−');
+  return value.toPrecision(3).replace('-', '−');
+}
+
+const count = (number) => number.toLocaleString('en');
+
+/** A token as it is read: what cannot be seen gets a sign. */
+function visible(token) {
+  const bare = token.replace(/^[Ġ▁ ]+(?=.)/u, '');
+  return bare.replace(/\n|Ċ/gu, '⏎').replace(/\t/gu, '⇥').replace(/[ Ġ▁\u00a0]/gu, '␣') || '∅';
+}
+
+/** Whether tokens are WordPiece's, which marks what continues a word, where others mark what begins one. */
+const inPieces = (tokens) => !tokens.some((token) => /^[Ġ▁ ]/u.test(token));
+
+/** Whether a space goes before a token. */
+function spaced(token, pieces) {
+  return /^[Ġ▁ ]/u.test(token) || (pieces && !token.startsWith('##'));
+}
+
+/** 256 colours between anchors, as [red, green, blue]. */
+function ramp(anchors) {
+  return Array.from({ length: 256 }, (_, k) => {
+    const at = (k / 255) * (anchors.length - 1), low = Math.min(Math.floor(at), anchors.length - 2);
+    return anchors[low].map((from, channel) => Math.round(from + (anchors[low + 1][channel] - from) * (at - low)));
+  });
+}
+
+// One hue from the page's ground to ink, darker or lighter all the way: read by every eye, and in print.
+const INKS = {
+  light: [[238, 241, 243], [196, 217, 231], [142, 187, 216], [84, 148, 194], [36, 105, 162], [13, 65, 118], [8, 29, 65]],
+  dark: [[33, 37, 43], [30, 58, 84], [31, 89, 128], [52, 126, 163], [104, 167, 184], [172, 208, 203], [247, 244, 222]],
+};
+const SCALES = {
+  root: ['√ weight', (x) => Math.sqrt(x)],
+  linear: ['linear', (x) => x],
+  log: ['logarithm', (x) => (x <= 1e-4 ? 0 : 1 + Math.log10(x) / 4)],
+};
+
+/** 32-bit colours (as ImageData takes them) for shares 0..1 in 1024 steps, entry 0 for what is exactly 0. */
+function palette(name, theme, scale, manifest) {
+  const colours = ramp(name === 'ink' ? INKS[theme] : manifest.colours);
+  const none = theme === 'dark' ? [24, 26, 29] : name === 'ink' ? [250, 250, 248] : [233, 233, 228];
+  const packed = new Uint32Array(1025), pack = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+  packed[0] = pack(none);
+  for (let k = 1; k <= 1024; k++) {
+    packed[k] = pack(colours[Math.round(255 * Math.min(Math.max(SCALES[scale][1](k / 1024), 0), 1))]);
+  }
+  return packed;
+}
+
+const css = (packed) => `rgb(${packed & 255},${(packed >> 8) & 255},${(packed >> 16) & 255})`;
+
+/** The entry of a palette for a value, the largest being `most`. */
+function shade(value, most) {
+  return value > 0 ? Math.max(1, Math.min(1024, Math.round((1024 * value) / most))) : 0;
+}
+
+/** An element with a class, attributes and children; text is only ever text. */
+function make(tag, cls = '', attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  if (cls) node.className = cls;
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}

@@ -1,0 +1,84 @@
+// Beside the map: the token chosen or hovered, where it looks and who looks at it, with the library's numbers.
+
+const LISTED = 12;
+
+class Panel {
+  constructor(page) {
+    this.page = page;
+    this.token = make('div', 'sl-card-token');
+    this.place = make('div', 'sl-card-place');
+    this.facts = make('dl', 'sl-facts');
+    this.lists = make('div', 'sl-lists');
+    this.node = make('aside', 'sl-side', { 'aria-label': 'The token' },
+      make('div', 'sl-card', {}, this.place, this.token, this.facts), this.lists);
+    const entry = (event) => event.target.closest?.('[data-i]');
+    this.lists.addEventListener('pointerover', (event) => {
+      const row = entry(event);
+      if (row) page.point({ i: Number(row.dataset.i), j: Number(row.dataset.j) });
+    });
+    this.lists.addEventListener('pointerleave', () => page.point(null));
+    this.lists.addEventListener('click', (event) => {
+      const row = entry(event);
+      if (row) page.pick({ side: row.dataset.side, at: Number(row.dataset.at), other: null });
+    });
+  }
+
+  draw() {
+    const active = this.page.active(), { layer, state } = this.page;
+    if (!active) return this.empty();
+    const asQuery = layer.self || active.side === 'query', asKey = layer.self || active.side === 'key';
+    const tokens = asQuery ? layer.queries : layer.keys;
+    this.token.textContent = visible(tokens[active.at]);
+    this.token.title = tokens[active.at];
+    const kind = layer.self ? 'token' : active.side;
+    this.place.textContent = `${kind} ${count(active.at)} of 0–${count(tokens.length - 1)}`;
+    const facts = [];
+    if (asQuery) facts.push(this.entropy(layer.entropy(state.head)[active.at]));
+    if (asKey) facts.push(this.received(layer.received(state.head), active.at));
+    this.facts.replaceChildren(...facts.flat());
+    const lists = [];
+    if (asQuery) lists.push(this.list('Looks at', 'looks', layer.row(state.head, active.at, LISTED), active.at, layer.keys));
+    if (asKey) lists.push(this.list('Looked at by', 'seen', layer.column(state.head, active.at, LISTED), active.at, layer.queries));
+    this.lists.replaceChildren(...lists);
+    return undefined;
+  }
+
+  empty() {
+    this.token.textContent = '';
+    this.place.textContent = 'Hover a token or a cell. Click keeps it.';
+    this.facts.replaceChildren();
+    this.lists.replaceChildren();
+  }
+
+  entropy(nats) {
+    const spread = Math.exp(nats);
+    return this.fact('entropy', nats, 'nats', `like ${spread < 1.005 ? '1 key' : `${digits(spread)} keys`} weighed alike`);
+  }
+
+  received(all, at) {
+    let sum = 0;
+    for (const value of all) sum += value;
+    return this.fact('received', all[at], '', `from all queries; the mean key gets ${digits(sum / all.length)}`);
+  }
+
+  fact(name, value, unit, note) {
+    const number = make('span', 'sl-number', { 'data-fact': name, title: String(value) }, digits(value));
+    return [make('dt', '', {}, name), make('dd', '', {}, number, unit ? ` ${unit}` : '', make('div', 'sl-note', {}, note))];
+  }
+
+  list(title, kind, entries, from, tokens) {
+    const most = entries[0]?.weight || 1, { layer } = this.page;
+    const rows = entries.map(({ at, weight }) => {
+      const [i, j] = kind === 'looks' ? [from, at] : [at, from];
+      const bar = make('span', 'sl-bar');
+      bar.style.width = `${Math.max((100 * weight) / most, 1)}%`;
+      return make('button', `sl-entry sl-entry-${kind}`,
+        { type: 'button', 'data-i': i, 'data-j': j, 'data-at': at, 'data-side': kind === 'looks' && !layer.self ? 'key' : 'query', 'data-weight': weight, title: `${tokens[at]}   (${at}): ${weight}` },
+        bar, make('span', 'sl-entry-token', {}, visible(tokens[at])), make('span', 'sl-entry-at', {}, count(at)), make('span', 'sl-number', {}, digits(weight)));
+    });
+    const links = kind === 'seen' ? layer.stored.seen_by : layer.stored.looks;
+    const notes = links && !links.complete ? [make('p', 'sl-note', {}, 'Among the keys each query weighs most.')] : [];
+    const none = entries.length ? [] : [make('p', 'sl-note', {}, links ? 'None is kept.' : 'Nothing.')];
+    return make('section', 'sl-list', { 'data-list': kind }, make('h2', '', {}, title), ...rows, ...none, ...notes);
+  }
+}

@@ -1,0 +1,132 @@
+// The text as it reads: every token can be hovered and clicked, shaded by how much the chosen one looks at it, underlined
+// by how much it looks at the chosen one. Lines are laid out once; only those in view are elements.
+
+const LINE = 30;
+
+class Strip {
+  constructor(page, side) {
+    this.page = page;
+    this.side = side; // 'query', 'key', or 'both' where the two are one text
+    this.body = make('div', 'sl-strip-body');
+    this.scroller = make('div', 'sl-strip-scroll', { tabindex: '0', role: 'listbox' }, this.body);
+    this.heading = make('h2');
+    this.legend = make('div', 'sl-legend');
+    this.node = make('section', 'sl-strip', {}, make('div', 'sl-label', {}, this.heading, this.legend), this.scroller);
+    this.scroller.addEventListener('scroll', () => this.window(), { passive: true });
+    const over = (event) => event.target.closest?.('[data-at]');
+    this.body.addEventListener('pointerover', (event) => {
+      const token = over(event);
+      page.hover(token ? this.spot(Number(token.dataset.at)) : null);
+    });
+    this.body.addEventListener('pointerleave', () => page.hover(null));
+    this.body.addEventListener('click', (event) => {
+      const token = over(event);
+      page.pick(token ? { side: this.side === 'key' ? 'key' : 'query', at: Number(token.dataset.at), other: null } : null);
+    });
+  }
+
+  spot(at) {
+    return { i: this.side === 'key' ? null : at, j: this.side === 'query' ? null : at, strip: true };
+  }
+
+  reset(tokens, title) {
+    this.tokens = tokens;
+    this.heading.textContent = title;
+    this.scroller.setAttribute('aria-label', title);
+    const marks = [];
+    if (this.side !== 'query') marks.push(make('span', 'sl-key sl-key-looks', {}, 'looks at'));
+    if (this.side !== 'key') marks.push(make('span', 'sl-key sl-key-seen', {}, 'looked at by'));
+    this.legend.replaceChildren(...marks);
+    this.layout();
+  }
+
+  /** Tokens into lines by their widths. */
+  layout() {
+    const context = (this.measure ??= make('canvas').getContext('2d')), room = this.scroller.clientWidth - 24;
+    context.font = `15px ${this.page.inks.font}`;
+    const widths = new Map(), pieces = inPieces(this.tokens);
+    this.lines = [];
+    this.lineOf = new Uint32Array(this.tokens.length);
+    let line = [], x = 0;
+    this.tokens.forEach((token, at) => {
+      const shown = this.shown(token);
+      if (!widths.has(shown)) widths.set(shown, context.measureText(shown).width + 3);
+      const gap = line.length && spaced(token, pieces) ? 5 : 0, width = Math.min(widths.get(shown), room);
+      if (line.length && x + gap + width > room) {
+        this.lines.push(line);
+        [line, x] = [[], 0];
+      }
+      line.push({ at, shown, x: x + (line.length ? gap : 0), width });
+      x += (line.length > 1 ? gap : 0) + width;
+      this.lineOf[at] = this.lines.length;
+      if (/\n|Ċ/u.test(token)) {
+        this.lines.push(line);
+        [line, x] = [[], 0];
+      }
+    });
+    if (line.length) this.lines.push(line);
+    this.body.style.height = `${this.lines.length * LINE + 8}px`;
+    this.rows = new Map();
+    this.body.replaceChildren();
+    this.window();
+  }
+
+  shown(token) {
+    const text = visible(token);
+    return text.startsWith('##') && text.length > 2 ? text.slice(2) : text;
+  }
+
+  /** The lines in view, and a few beyond, as elements. */
+  window() {
+    if (!this.lines) return;
+    const from = Math.max(Math.floor(this.scroller.scrollTop / LINE) - 2, 0);
+    const to = Math.min(Math.ceil((this.scroller.scrollTop + this.scroller.clientHeight) / LINE) + 2, this.lines.length);
+    for (const [line, row] of this.rows) {
+      if (line >= from && line < to) continue;
+      row.remove();
+      this.rows.delete(line);
+    }
+    for (let line = from; line < to; line++) {
+      if (this.rows.has(line)) continue;
+      const row = make('div', 'sl-line');
+      row.style.top = `${line * LINE + 4}px`;
+      for (const { at, shown, x, width } of this.lines[line]) {
+        const token = make('span', 'sl-token', { 'data-at': at, role: 'option', title: `${this.tokens[at]}   (${at})` }, shown);
+        token.style.left = `${x}px`;
+        token.style.width = `${width}px`;
+        row.append(token);
+      }
+      this.rows.set(line, row);
+      this.body.append(row);
+    }
+    this.shade();
+  }
+
+  reveal(at) {
+    const y = this.lineOf[at] * LINE, { scrollTop, clientHeight } = this.scroller;
+    if (y < scrollTop || y + LINE > scrollTop + clientHeight) this.scroller.scrollTop = y - clientHeight / 2 + LINE / 2;
+  }
+
+  /** Colours of the tokens in view, from page.linked: Maps of weights by position. */
+  shade() {
+    const { linked, state } = this.page, active = this.page.active(), found = this.page.matches?.[this.side];
+    for (const row of this.rows.values()) {
+      for (const token of row.children) {
+        const at = Number(token.dataset.at), looks = this.side === 'query' ? 0 : linked.looks.get(at) ?? 0;
+        const seen = this.side === 'key' ? 0 : linked.seen.get(at) ?? 0;
+        const mine = (spot) => spot && (this.side === 'both' || spot.side === this.side) && spot.at === at;
+        token.style.setProperty('--looks', strength(looks / linked.most.looks));
+        token.style.setProperty('--seen', strength(seen / linked.most.seen));
+        token.classList.toggle('is-picked', Boolean(mine(state.pick)));
+        token.ariaSelected = String(Boolean(mine(state.pick)));
+        token.classList.toggle('is-active', Boolean(mine(active)));
+        token.classList.toggle('is-found', Boolean(found?.has(at)));
+      }
+    }
+  }
+}
+
+/** How strongly a share of the heaviest shows: what is under a fiftieth would only be a haze. */
+function strength(share) {
+  return share < 0.02 ? '0' : (share ** 0.6).toFixed(3);
+}

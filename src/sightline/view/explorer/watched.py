@@ -1,0 +1,152 @@
+"""What the page holds of a watched model: of `Seen`'s weights, or of its pooled maps and heaviest entries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...arrays import to_numpy
+from ...errors import ParameterError
+from .data import LIMIT, TOP, Dense, Exploration, Layer, Links, Text, explored, stacked, text_name
+
+__all__ = ["from_seen", "turned"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+NEEDED = ("pooled", "top_k", "entropy", "received")
+CURE = "see=[sightline.weights()], or see=[pooled(64, 64), top_k(8), entropy(), received()]"
+
+
+def from_seen(seen: Any, *, title: str = "Attention", limit: int = LIMIT, top: int = TOP) -> Exploration:
+    """What a page shows of what a model's attentions did.
+
+    Parameters
+    ----------
+    seen : Seen
+        Its calls hold `weights()`, or `pooled(...)`, `top_k(...)`, `entropy()` and `received()`. With weights the steps
+        of a generation are put together, each layer's last run; without, each layer's last call counts.
+    title, limit, top
+        As of `from_weights`.
+
+    Raises
+    ------
+    ParameterError
+        No calls, or calls without these statistics.
+    """
+    runs = [_last_run([call for call in seen.calls if call.layer == layer]) for layer in seen.layers]
+    if not runs:
+        raise ParameterError("nothing seen", "calls of at least one layer", "with watch(...) as seen: model(**inputs)")
+    asked = [[statistic.name for statistic in run[-1].statistics] for run in runs]
+    batch = range(len(to_numpy(_first(runs[0][-1].results[0]))))
+    if all("weights" in names for names in asked):
+        return explored(title, [[_dense(seen, run, entry) for run in runs] for entry in batch], limit, top)
+    for run, names in zip(runs, asked, strict=True):
+        _check(run[-1], names)
+    texts = [[_pooled(seen, run[-1], entry, top) for run in runs] for entry in batch]
+    note = "The map shows cells of the weights; entropy, received and the heaviest keys of each query are exact."
+    return Exploration(title, tuple(Text(text_name(text[0].queries), tuple(text)) for text in texts), (note,))
+
+
+def _first(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _last_run(calls: Sequence[Any]) -> list[Any]:
+    """The calls since one began at the first position: a pass, and the steps of generation after it."""
+    begins = [place for place, call in enumerate(calls) if not call.query_start and call.kind == "self"]
+    return list(calls[begins[-1] if begins else 0 :])
+
+
+def _check(call: Any, names: Sequence[str]) -> None:
+    """Pooled statistics a page can show: of all pairs, and sums."""
+    missing = [name for name in NEEDED if name not in names]
+    if missing:
+        raise ParameterError(
+            f"{call.layer} with {', '.join(names)}; missing {', '.join(missing)}",
+            f"weights, or all of {', '.join(NEEDED)}",
+            CURE,
+        )
+    pooled, received = (call.statistics[names.index(name)] for name in ("pooled", "received"))
+    if getattr(pooled, "within", None) is not None or getattr(received, "how", "sum") != "sum":
+        raise ParameterError(f"{pooled!r} and {received!r}", "a map of all pairs, and received(), the sum", CURE)
+
+
+def _dense(seen: Any, run: Sequence[Any], entry: int) -> Dense:
+    """A layer's weights on one text, the steps of a generation put together."""
+    parts = [to_numpy(call["weights"])[entry] for call in run]
+    start = min(call.key_start for call in run)
+    m, n = max(call.key_start + call.m for call in run) - start, sum(call.n for call in run)
+    whole = parts[0]
+    if len(run) > 1:
+        whole = np.zeros((len(parts[0]), n, m), parts[0].dtype)
+    queries: list[str] = []
+    keys = [str(start + j) for j in range(m)]
+    for call, part in zip(run, parts, strict=True):
+        own, over = _labels(seen, call, entry)
+        first = call.key_start - start
+        if len(run) > 1:
+            whole[:, len(queries) : len(queries) + call.n, first : first + call.m] = part
+        queries += own
+        keys[first : first + call.m] = over
+    rows, columns = _real(queries), _real(keys)
+    return Dense(run[0].layer, tuple(queries[:rows]), tuple(keys[:columns]), whole[:, :rows, :columns], run[0].heads)
+
+
+def _pooled(seen: Any, call: Any, entry: int, top: int) -> Layer:
+    """A layer of what one call kept; padding stays, for it is in the cells."""
+    queries, keys = _labels(seen, call, entry)
+    how = call.statistics[[statistic.name for statistic in call.statistics].index("pooled")].how
+    cells, entropy, received = (to_numpy(call[name])[entry] for name in ("pooled", "entropy", "received"))
+    weights, where = (to_numpy(part)[entry] for part in call["top_k"])
+    looks = Links(weights.astype(np.float32), where.astype(np.int32))
+    return Layer(
+        call.layer,
+        tuple(queries),
+        tuple(keys),
+        cells.astype(np.float32),
+        how,
+        entropy.astype(np.float32),
+        received.astype(np.float32),
+        looks,
+        turned(looks, call.m, max(top, weights.shape[-1])),
+        call.heads,
+    )
+
+
+def _labels(seen: Any, call: Any, entry: int) -> tuple[list[str], list[str]]:
+    """Tokens of queries and keys; positions where none are known."""
+    queries, keys = seen.labels(call, entry)
+    first = call.key_start + (call.query_start or 0)
+    queries = [str(first + i) for i in range(call.n)] if queries is None else list(queries)
+    keys = [str(call.key_start + j) for j in range(call.m)] if keys is None else list(keys)
+    return queries, keys
+
+
+def _real(tokens: Sequence[str]) -> int:
+    """How many tokens there are before those without a label at the end: padding. At least one."""
+    count = len(tokens)
+    while count > 1 and not tokens[count - 1]:
+        count -= 1
+    return count
+
+
+def turned(looks: Links, m: int, k: int) -> Links:
+    """Of each key the heaviest among the entries the rows keep: who looks at it, as far as `looks` tells."""
+    pairs = zip(looks.weights, looks.where, strict=True)
+    found = stacked(_turned(weights, where, m, k) for weights, where in pairs)
+    return Links(found.weights, found.where, complete=False)
+
+
+def _turned(weights: Array, where: Array, m: int, k: int) -> tuple[Array, Array]:
+    query, entry = np.nonzero(where >= 0)
+    key, weight = where[query, entry], weights[query, entry]
+    order = np.lexsort((query, -weight, key))
+    query, key, weight = query[order], key[order], weight[order]
+    rank = np.arange(key.size) - np.searchsorted(key, key)
+    chosen = rank < k
+    heaviest, at = np.zeros((m, k), np.float32), np.full((m, k), -1, np.int32)
+    heaviest[key[chosen], rank[chosen]] = weight[chosen]
+    at[key[chosen], rank[chosen]] = query[chosen]
+    return heaviest, at

@@ -1,0 +1,138 @@
+"""`sightline view`: the page a model's attentions end in, and the errors that help."""
+
+import importlib.util
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import sightline
+from sightline.cli import main
+from sightline.cli.view import _statistics, view
+
+TEXTS = ["the cat ate", "a rat"]
+
+
+class Tokenizer:
+    """One token for each word; as much of transformers' tokenizers as is asked for."""
+
+    padding_side, pad_token, eos_token = "left", None, "<end>"
+
+    def __call__(self, texts, **options):
+        assert self.padding_side == "right"
+        words = [text.split() for text in texts]
+        longest = max(map(len, words))
+        mask = torch.tensor([[1] * len(line) + [0] * (longest - len(line)) for line in words])
+        self.names = sorted({word for line in words for word in line})
+        ids = [[self.names.index(word) for word in line] + [0] * (longest - len(line)) for line in words]
+        return {"input_ids": torch.tensor(ids), "attention_mask": mask}
+
+    def convert_ids_to_tokens(self, numbers):
+        return [self.names[number] for number in numbers]
+
+
+class Model(SimpleNamespace):
+    def __call__(self, **inputs):
+        self.given = inputs
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A watch that has seen two layers of three heads, and a loader; no transformers."""
+    rng, asked = np.random.default_rng(0), {}
+
+    @contextmanager
+    def watch(model, see, tokens):
+        asked.update(see=see, tokens=tokens)
+        given = {"statistics": tuple(see), "heads": (0, 1, 2), "key_start": 0, "query_start": 0, "kind": "self"}
+
+        class Call(SimpleNamespace):
+            def __getitem__(self, name):
+                return self.results[0]
+
+        longest = max(map(len, tokens))
+        p = rng.dirichlet(np.ones(longest), size=(len(tokens), 3, longest)).astype(np.float32)
+        sizes = {"n": longest, "m": longest, "results": (torch.from_numpy(p),)}
+        calls = [Call(layer=f"layers.{number}", **given, **sizes) for number in range(2)]
+
+        def labels(call, entry):
+            padded = tokens[entry] + [""] * (longest - len(tokens[entry]))
+            return padded, padded
+
+        yield SimpleNamespace(calls=calls, layers=("layers.0", "layers.1"), labels=labels)
+
+    monkeypatch.setitem(sys.modules, "sightline.transformers", SimpleNamespace(watch=watch))
+    asked["model"] = Model(config=SimpleNamespace(is_encoder_decoder=False, num_hidden_layers=2, num_attention_heads=3))
+    asked["load"] = lambda path: (asked["model"], Tokenizer())
+    return asked
+
+
+def test_two_texts_become_a_page(fake, tmp_path, capsys):
+    path = view(str(tmp_path), TEXTS, output=str(tmp_path / "page.html"), load=fake["load"])
+    assert fake["tokens"] == [["the", "cat", "ate"], ["a", "rat"]]
+    assert [statistic.name for statistic in fake["see"]] == ["weights"]
+    assert "attention_mask" in fake["model"].given
+    page = path.read_text(encoding="utf-8")
+    assert '[["the","cat","ate"],["a","rat"]]' in page
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Wrote {path}" in said
+    assert "2 texts, 2 layers of up to 3 heads, 3 tokens" in said
+
+
+def test_long_texts_are_asked_for_in_linear_memory(monkeypatch):
+    for name in ("pooled", "top_k", "entropy", "received"):
+        monkeypatch.setattr(sightline, name, lambda *given, name=name: (name, *given), raising=False)
+    config = SimpleNamespace(num_hidden_layers=12, num_attention_heads=12)
+    assert [statistic.name for statistic in _statistics(config, 1, 200)] == ["weights"]
+    asked = [("pooled", 256, 256), ("top_k", 8), ("entropy",), ("received",)]
+    assert _statistics(config, 1, 100_000) == asked
+
+
+def test_opened_in_the_browser(fake, tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    path = view(str(tmp_path), TEXTS[:1], output=str(tmp_path / "page.html"), opening=True, load=fake["load"])
+    assert opened == [path.as_uri()]
+
+
+def test_errors_help(fake, tmp_path, capsys, monkeypatch):
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xfa")
+    for arguments, said in (
+        (["--model", str(tmp_path / "nowhere"), "x"], "which is no directory"),
+        (["--model", str(tmp_path)], "no text"),
+        (["--model", str(tmp_path), "--text-file", str(tmp_path / "bytes.txt")], "a file of UTF-8 text"),
+        (["--model", str(tmp_path), "--text-file", str(tmp_path / "none.txt")], "No such file"),
+    ):
+        assert main(["view", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert "cure:    sightline view --model" in error
+    monkeypatch.setitem(sys.modules, "sightline.transformers", None)
+    assert main(["view", "--model", str(tmp_path), "x"]) == 2
+    assert 'pip install "sightline-attention[transformers]"' in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("transformers") or not importlib.util.find_spec("sightline.transformers"),
+    reason="needs transformers",
+)
+def test_a_real_model(tmp_path, capsys):
+    import transformers
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "ate", "a", "rat"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+    tokenizer = transformers.BertTokenizer({word: number for number, word in enumerate(words)})
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=len(words), **sizes)).eval()
+    for part in (tokenizer, model):
+        part.save_pretrained(tmp_path / "model")
+    page = tmp_path / "page.html"
+    assert main(["view", "--model", str(tmp_path / "model"), *TEXTS, "--output", str(page)]) == 0
+    assert '[["[CLS]","the","cat","ate","[SEP]"],["[CLS]","a","rat","[SEP]"]]' in page.read_text(encoding="utf-8")
+    assert "2 texts, 2 layers of up to 2 heads, 5 tokens" in " ".join(capsys.readouterr().out.split())
+    assert main(["view", "--model", str(tmp_path), "x"]) == 2
+    assert "what save_pretrained wrote" in capsys.readouterr().err

@@ -1,0 +1,150 @@
+"""What the explorer's page is made from: dense weights, what was seen of a model, and files that ask for nothing."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from sightline.errors import MissingExtraError, ParameterError, ShapeError
+from sightline.view import explorer
+from sightline.view.explorer import notebook, writing
+from sightline.view.explorer.data import links_of
+
+HOSTILE = "</script><script>window.hacked=1</script>"
+
+
+def test_one_file_that_asks_for_nothing():
+    text = explorer.html(explorer.from_weights([HOSTILE, "b"], np.full((1, 2, 2), 0.5), title=HOSTILE))
+    addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text))
+    assert addresses == {"http://www.w3.org"}  # the name of SVG, which nobody asks for
+    assert "default-src 'none'" in text
+    assert text.count("<script") == text.count("</script>")
+    assert HOSTILE not in text
+
+
+def test_what_does_not_fit_is_pooled_and_told(rng):
+    n, limit = 300, 200_000
+    weights = rng.dirichlet(np.ones(n), size=(2, n)).astype(np.float32)
+    tokens = [str(i) for i in range(n)]
+    data = explorer.from_weights(tokens, weights, limit=limit)
+    layer = data.texts[0].layers[0]
+    assert data.notes
+    assert len(explorer.html(data)) < limit + len(writing.program()) + len(writing.style()) + 20_000
+    order = np.argsort(-weights, axis=-1, kind="stable")[..., : layer.looks.where.shape[-1]]
+    assert np.array_equal(layer.looks.where, order)
+    assert np.array_equal(layer.looks.weights, np.take_along_axis(weights, order, -1))
+    turned = np.argsort(-weights.swapaxes(1, 2), axis=-1, kind="stable")[..., : layer.seen_by.where.shape[-1]]
+    assert np.array_equal(layer.seen_by.where, turned)
+    rows = layer.cells.shape[1]
+    edges = np.arange(rows + 1) * n // rows
+    first = weights[0, edges[1] : edges[2], edges[3] : edges[4]].mean()
+    assert layer.cells[0, 1, 3] == pytest.approx(first, rel=float(np.finfo(np.float16).eps))
+    whole = explorer.from_weights(tokens, weights.astype(np.float16))
+    assert whole.texts[0].layers[0].cells.dtype == np.float16
+    assert np.array_equal(whole.texts[0].layers[0].cells, weights.astype(np.float16))
+
+
+def test_ties_and_zeros_of_links():
+    weights, where = links_of(np.array([[0.25, 0.5, 0.25, 0.0], [0.0, 0.0, 0.0, 0.0]]), 3)
+    assert where.tolist() == [[1, 0, 2], [-1, -1, -1]]
+    assert weights.tolist() == [[0.5, 0.25, 0.25], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape", "error"),
+    [("abc", (3, 3), ShapeError), ("abcd", (1, 3, 3), ShapeError), ([["a"], ["b"]], (1, 1, 1), ShapeError)],
+)
+def test_shapes_that_do_not_fit(tokens, shape, error):
+    with pytest.raises(error, match="allowed"):
+        explorer.from_weights(list(tokens), np.ones(shape))
+
+
+def test_parameters_out_of_range():
+    with pytest.raises(ParameterError, match="limit=0"):
+        explorer.from_weights(["a"], np.ones((1, 1, 1)), limit=0)
+    with pytest.raises(ParameterError, match="2 names for 1"):
+        explorer.from_weights(["a"], np.ones((1, 1, 1)), names=["x", "y"])
+
+
+def call(layer, results, n, m, start=0, kind="self", **statistics):
+    """A call as `watch` keeps it."""
+    named = tuple(SimpleNamespace(name=name, how=statistics.get(name)) for name in results)
+
+    class Call(SimpleNamespace):
+        def __getitem__(self, name):
+            return results[name]
+
+    given = {"statistics": named, "results": tuple(results.values()), "heads": (2, 5), "key_start": 0}
+    return Call(layer=layer, n=n, m=m, query_start=start, kind=kind, **given)
+
+
+def seen_of(calls, tokens):
+    def labels(one, entry):
+        listed = tokens[entry] + [""] * one.m
+        return listed[one.query_start : one.query_start + one.n], listed[: one.m]
+
+    return SimpleNamespace(calls=calls, layers=tuple(dict.fromkeys(c.layer for c in calls)), labels=labels)
+
+
+def test_seen_weights_with_padding_and_steps_of_generation(rng):
+    prompt, step = rng.random((2, 2, 3, 3)).astype(np.float32), rng.random((2, 2, 1, 4)).astype(np.float32)
+    calls = [
+        call("model.layers.7.self_attn", {"weights": prompt * 0}, 3, 3),
+        call("model.layers.7.self_attn", {"weights": prompt}, 3, 3),
+        call("model.layers.7.self_attn", {"weights": step}, 1, 4, start=3),
+    ]
+    data = explorer.from_seen(seen_of(calls, [["a", "b", "c", "d"], ["e", "f"]]))
+    first, second = (text.layers[0] for text in data.texts)
+    assert first.queries == first.keys == ("a", "b", "c", "d")
+    assert second.queries == second.keys == ("e", "f")
+    assert np.array_equal(first.cells[:, :3, :3], prompt[0])
+    assert np.array_equal(first.cells[:, 3:], step[0])
+    assert not first.cells[:, :3, 3].any()
+    assert np.array_equal(second.cells, prompt[1, :, :2, :2])
+    manifest, _ = writing.contents(data)
+    assert manifest["texts"][0]["layers"][0]["short"] == "7"
+    assert manifest["texts"][0]["layers"][0]["heads"] == (2, 5)
+
+
+def test_seen_without_weights(rng):
+    p = rng.dirichlet(np.ones(6), size=(1, 2, 6)).astype(np.float32)
+    order = np.argsort(-p, axis=-1)[..., :2]
+    results = {
+        "pooled": p.reshape(1, 2, 3, 2, 3, 2).max((3, 5)),
+        "top_k": (np.take_along_axis(p, order, -1), order),
+        "entropy": -(p * np.log(p)).sum(-1),
+        "received": p.sum(-2),
+    }
+    seen = seen_of([call("layer.0", results, 6, 6, pooled="max", received="sum")], [list("abcdef")])
+    layer = explorer.from_seen(seen).texts[0].layers[0]
+    assert layer.how == "max"
+    assert np.array_equal(layer.looks.where, order[0])
+    for head in range(2):
+        for key in range(6):
+            pairs = sorted((-p[0, head, i, key], i) for i in range(6) if key in order[0, head, i])
+            assert (
+                layer.seen_by.where[head, key, : len(pairs)].tolist()
+                == [i for _, i in pairs][: layer.seen_by.where.shape[-1]]
+            )
+    del results["entropy"]
+    with pytest.raises(ParameterError, match="missing entropy"):
+        explorer.from_seen(seen_of([call("layer.0", results, 6, 6)], [list("abcdef")]))
+    with pytest.raises(ParameterError, match="nothing seen"):
+        explorer.from_seen(seen_of([], []))
+
+
+def test_a_notebook_gets_the_same_page(monkeypatch):
+    data = explorer.from_weights(["a", "b"], np.full((1, 2, 2), 0.5))
+    shown = notebook.widget(data)
+    assert json.loads(shown.manifest)["tokens"] == [["a", "b"]]
+    assert writing.program() in shown._esm
+    opened = []
+    monkeypatch.setattr(notebook.webbrowser, "open", opened.append)
+    path = explorer.explore(data)
+    assert opened == [path.as_uri()]
+    assert path.read_text(encoding="utf-8") == explorer.html(data)
+    monkeypatch.setitem(__import__("sys").modules, "anywidget", None)
+    with pytest.raises(MissingExtraError, match=r"sightline-attention\[notebook\]"):
+        notebook.widget(data)

@@ -1,0 +1,209 @@
+"""Pictures of weights and statistics: what is drawn is what was given, at 20 tokens and at 100,000."""
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+
+import sightline
+from sightline import causal, window
+from sightline.data import load
+from sightline.errors import MaskError, MissingExtraError, ParameterError, ShapeError
+from sightline.view import arcs, entropy_by_head, head_grid, heatmap, received_by_key, save, tile_map
+from sightline.view.arcs import MOST, PLACES
+from sightline.view.explorer.data import links_of
+from sightline.view.tile_map import EMPTY, FULL, PARTIAL, tile_kinds
+
+MANY = 100_000
+SIGNATURES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+
+
+@pytest.fixture
+def cat():
+    """Weights of twelve heads on twenty tokens, and the tokens, one of them mathematics to matplotlib."""
+    data = load("minilm_cat")
+    tokens = list(data.tokens[1])
+    tokens[3:5] = "$x_1$", "a b\n"
+    return data.layers[3].weights[1], tokens
+
+
+def image(axis):
+    return np.asarray(axis.images[0].get_array().filled(0))
+
+
+def written(labels):
+    return [label.get_text() for label in labels]
+
+
+def test_a_heat_map_of_twenty(cat):
+    weights, tokens = cat
+    axis = heatmap(weights[1], tokens, title="$5 and $6")
+    assert np.array_equal(image(axis), weights[1])
+    assert written(axis.get_yticklabels()) == [*tokens[:4], "a␣b⏎", *tokens[5:]]
+    assert not any(label.get_parse_math() for label in [*axis.get_xticklabels(), *axis.get_yticklabels()])
+    assert axis.get_title(loc="left") == "$5 and $6"
+
+
+def test_a_heat_map_of_a_hundred_thousand(rng):
+    rows = rng.random((3, MANY))
+    cells = image(heatmap(rows))
+    edges = np.arange(513) * MANY // 512
+    assert cells.shape == (3, 512)
+    assert np.allclose(cells[:, 7], rows[:, edges[7] : edges[8]].mean(1), rtol=MANY * np.finfo(float).eps)
+    pooled = rng.random((40, 50))
+    axis = heatmap(pooled, shape=(MANY, MANY))
+    assert np.array_equal(image(axis), pooled)
+    assert axis.get_xlim() == (-0.5, MANY - 0.5)
+    assert not axis.texts
+    assert "80,000" in written(axis.get_xticklabels())
+
+
+def test_a_grid_of_heads(cat, rng):
+    weights, _ = cat
+    axis = head_grid([weights, torch.from_numpy(weights[None, :5])], names=["first", "second"], title="two")
+    assert len(axis.images) == 17
+    for drawn, head in zip(axis.images, [*weights, *weights[:5]], strict=True):
+        assert np.array_equal(drawn.get_array().filled(0), head)
+    assert axis.images[12].get_extent()[0] == 0
+    assert axis.images[12].get_extent()[3] == 1
+    assert written(axis.get_yticklabels()) == ["first", "second"]
+    long = rng.random((1, 2, MANY))
+    drawn = head_grid(long).images[0].get_array()
+    edges = np.arange(65) * MANY // 64
+    assert drawn.shape == (2, 64)
+    assert np.allclose(drawn[:, 9], long[0, :, edges[9] : edges[10]].mean(1), rtol=MANY * np.finfo(float).eps)
+
+
+def test_entropy_by_head(rng):
+    layers = [rng.random((2, 4, 20)), rng.random((1, 3, MANY))]
+    axis = entropy_by_head(layers)
+    values = axis.images[0].get_array()
+    assert np.allclose(values[0], layers[0].mean((0, 2)), rtol=MANY * np.finfo(float).eps)
+    assert np.allclose(values[1, :3], layers[1].mean((0, 2)), rtol=MANY * np.finfo(float).eps)
+    assert values.mask[1, 3]
+    assert written(axis.texts)[4] == f"{layers[1][0, 0].mean():.2f}"
+    assert np.array_equal(entropy_by_head(np.eye(3)).images[0].get_array(), np.eye(3))
+
+
+def test_received_by_key(cat, rng):
+    weights, tokens = cat
+    received = weights.astype(np.float64).sum(1)
+    axis = received_by_key(received, tokens)
+    assert np.array_equal([bar.get_height() for bar in axis.patches], received.mean(0))
+    assert written(axis.get_xticklabels())[3] == "$x_1$"
+    assert not axis.get_xticklabels()[3].get_parse_math()
+    many = rng.random(MANY)
+    axis = received_by_key(many)
+    places, mean = axis.lines[0].get_data()
+    assert np.allclose(mean, many.reshape(1000, 100).mean(1), rtol=100 * np.finfo(float).eps)
+    assert np.array_equal(places, np.arange(1000) * 100 + 49.5)
+    reach = axis.collections[0].get_paths()[0].vertices[:, 1].max()
+    assert reach == many.max()
+
+
+def curves(axis):
+    return next(collection for collection in axis.collections if isinstance(collection, LineCollection))
+
+
+def test_arcs_of_twenty(cat):
+    weights, tokens = cat
+    best, where = links_of(weights[1], 3)
+    axis = arcs(best, where, tokens, least=0.1)
+    drawn = curves(axis)
+    ends = {(round(float(line[-1, 0])), round(float(line[0, 0]))) for line in drawn.get_segments()}
+    expected = {(j, i) for i in range(20) for j in where[i] if weights[1][i, j] >= 0.1 and i != j}
+    assert {(min(pair), max(pair)) for pair in ends} == {(min(pair), max(pair)) for pair in expected}
+    heaviest = max((weights[1][i, j], i, j) for j, i in expected)
+    last = drawn.get_segments()[-1]
+    assert sorted(last[[0, -1], 0]) == sorted(heaviest[1:])
+    assert (last[len(last) // 2, 1] > 0) == (heaviest[2] < heaviest[1])
+    assert drawn.get_colors()[-1][3] == pytest.approx(0.08 + 0.92 * heaviest[0])
+    assert written(axis.get_xticklabels())[3] == "$x_1$"
+
+
+def test_arcs_of_a_hundred_thousand(rng):
+    """A thousand queries look at one key far back: their places' arcs weigh what they weigh together."""
+    where = np.arange(MANY)[:, None] * np.ones((1, 2), np.int64)
+    where[50_000:51_000, 1] = 100
+    weights = np.tile([0.6, 0.0], (MANY, 1))
+    weights[50_000:51_000, 1] = 0.4
+    drawn = curves(arcs(weights, where))
+    _, together = np.unique(np.arange(50_000, 51_000) * PLACES // MANY, return_counts=True)
+    _, on_itself = np.unique(np.arange(MANY) * PLACES // MANY, return_counts=True)
+    shares = np.sort(0.4 * together) / (0.6 * on_itself.max())
+    assert np.allclose(drawn.get_colors()[:, 3], 0.08 + 0.92 * shares)
+    assert all(abs(min(line[[0, -1], 0]) - 100) < MANY / PLACES for line in drawn.get_segments())
+    everywhere = rng.integers(0, MANY, (MANY, 2))
+    assert len(curves(arcs(rng.random((MANY, 2)), everywhere)).get_segments()) <= MOST
+
+
+@pytest.mark.parametrize("mask", [causal() & window(7), sightline.i % 3 == 0, sightline.i < 0])
+def test_tiles_are_the_masks(mask):
+    n, block = 40, 8
+    whole = mask.array(n)
+    share = whole.reshape(5, 8, 5, 8).mean((1, 3))
+    kinds = tile_kinds(mask, n, n, block)
+    assert np.array_equal(kinds == EMPTY, share == 0)
+    assert np.array_equal(kinds == FULL, share == 1)
+    axis = tile_map(mask, n, block=block)
+    assert np.array_equal(np.asarray(axis.images[0].get_array()), kinds)
+    assert f"empty {(share == 0).mean():.1%}" in written(axis.get_legend().get_texts())
+
+
+def test_tiles_of_a_hundred_thousand():
+    axis = tile_map(causal(), MANY)
+    kinds = np.asarray(axis.images[0].get_array())
+    assert kinds.shape == (391, 391)
+    assert np.array_equal(kinds, np.triu(np.zeros((391, 391)), 1) + PARTIAL * np.eye(391) + FULL * np.tri(391, k=-1))
+    assert "256 × 256" in axis.get_title(loc="left")
+    assert axis.get_xlim() == (-0.5, MANY - 0.5)
+
+
+def test_tiles_of_what_is_no_mask():
+    with pytest.raises(MaskError):
+        tile_map(sightline.i + sightline.j, 8)
+    with pytest.raises(ParameterError):
+        tile_map(causal(), 0)
+
+
+def test_files(cat, tmp_path):
+    weights, tokens = cat
+    figure = Figure(figsize=(8, 8), layout="constrained")
+    axes = figure.subplots(2, 3).ravel()
+    top = links_of(weights[0], 2)
+    drawn = (
+        heatmap(weights[0], tokens, axes[0]),
+        head_grid(weights, axes[1]),
+        entropy_by_head([weights.sum(-1)], axes[2]),
+        received_by_key(weights.sum(1), tokens, axes[3]),
+        arcs(*top, tokens, axes[4]),
+        tile_map(causal(), MANY, None, axes[5]),
+    )
+    assert all(one is axis for one, axis in zip(drawn, axes, strict=True))
+    for ending, start in SIGNATURES.items():
+        assert save(figure, tmp_path / f"all.{ending}").read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: head_grid(np.ones((3, 3))),
+        lambda: head_grid(np.ones((2, 1, 3, 3)), names=["one"]),
+        lambda: entropy_by_head([np.ones(3)]),
+        lambda: received_by_key(np.ones((2, 3, 4))),
+        lambda: received_by_key(np.ones(3), ["a"]),
+        lambda: arcs(np.ones(3), np.ones(3, int)),
+        lambda: arcs(np.ones((3, 1)), np.ones((3, 2), int)),
+        lambda: arcs(np.ones((3, 1)), np.ones((3, 1), int), ["a"]),
+    ],
+)
+def test_shapes_that_do_not_fit(draw):
+    with pytest.raises(ShapeError, match="cure"):
+        draw()
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "sightline-attention\[plot\]"'):
+        received_by_key(np.ones(3))
