@@ -147,3 +147,13 @@ def _statistics(config: Any, batch: int, n: int) -> list[Any]:
         return [sightline.weights()]
     side = min(SIDE, n)
     return [sightline.pooled(side, side), sightline.top_k(min(TOP, n)), sightline.entropy(), sightline.received()]
+
+
+def _said(path: Path, data: Exploration) -> str:
+    layers = data.texts[0].layers
+    heads, tokens = max(len(layer.entropy) for layer in layers), max(len(layer.queries) for layer in layers)
+    many = f"{len(data.texts)} texts, " if len(data.texts) > 1 else ""
+    return (
+        f"Wrote {path} ({path.stat().st_size / 2**20:.1f} MiB): {many}{len(layers)} layers of up to {heads} heads, "
+        f"{tokens:,} tokens. Any browser opens it, without a network."
+    )
