@@ -13,7 +13,7 @@ from rich.console import Console
 import sightline
 
 from ..errors import MissingExtraError, ParameterError
-from ..view.explorer import from_seen, save_html
+from ..view.explorer import Exploration, from_seen, save_html
 from ..view.explorer.data import LIMIT, TEXT_SIZE, TOP
 from .console import make_console, progress
 
