@@ -114,6 +114,19 @@ def test_gradients_of_gradients_are_those_of_finite_differences(name):
     assert gradgradcheck(seen(name, "streaming"), question(), fast_mode=True)
 
 
+@pytest.mark.parametrize("kernel", ["streaming", "cpu"])
+def test_scores_have_gradients_where_weights_are_0(kernel):
+    def call(query, key):
+        options = {"mask": i >= j - 1, "scale": 2000.0, "kernel": kernel}
+        _, (found,) = sightline.attention(query, key, key, see=[sightline.scores()], **options)
+        return torch.where(torch.isinf(found), 0.0, found)
+
+    query, key, *_ = question()
+    _, (weights,) = sightline.attention(query, key, key, mask=i >= j - 1, scale=2000.0, see=[sightline.weights()])
+    assert (weights[..., 1, :3] == 0).any()
+    assert gradcheck(call, [query, key], fast_mode=True)
+
+
 @pytest.mark.parametrize("name", ["top_k", "pooled, max"])
 def test_what_has_no_gradient_says_so(name):
     statistic = {"top_k": sightline.top_k(2), "pooled, max": sightline.pooled(2, 2, "max")}[name]
