@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from ..observe import Received, Statistic
 from ..problem import Problem
 from ..testing import budget_used, dense, orders_of, plain, size_of_terms, sizes_of_gradients
 from .races import SEED, Inputs, Race
-from .seen import Matrix, queries_of, share_of_statistic
+from .seen import Expected, Matrix, Places, queries_of
 
 __all__ = ["Sampled", "sample", "share_of_budget"]
 
@@ -72,7 +73,7 @@ def share_of_budget(race: Race, inputs: Inputs, answers: dict[str, Any]) -> floa
     if race.passes == "forward":
         problem = sample(race, inputs)
         output = _forward(problem, answers["output"][:, problem.heads][:, :, problem.rows].astype(kind))
-        return max([output, *(_seen(race, inputs, statistic, answers[repr(statistic)]) for statistic in race.see)])
+        return max([output, *(_expected(race, inputs, each).share(answers[repr(each)]) for each in race.see)])
     problem = sample(race, inputs, np.arange(race.n), heads=1)
     head = int(problem.heads[0])
     output = _forward(problem, answers["output"][:, [head]].astype(kind))
@@ -149,13 +150,11 @@ def _forward(problem: Sampled, output: Array) -> float:
     return budget_used(output, stages.output, plain(problem).output, size_of_terms(problem, stages.weights))
 
 
-def _seen(race: Race, inputs: Inputs, statistic: Statistic, found: tuple[Array, ...]) -> float:
+@lru_cache(maxsize=8)  # the statistics of a race, for all who take part
+def _expected(race: Race, inputs: Inputs, statistic: Statistic) -> Expected:
     problem = sample(race, inputs, queries_of(statistic, race, ROWS), 1 if isinstance(statistic, Received) else 2)
-    stages = _definition(problem)
-    places = problem.heads, problem.rows, problem.columns
-    return share_of_statistic(
-        statistic, found, Matrix(race, *places, stages.weights, stages.masked, stages.lse), problem
-    )
+    stages, at = _definition(problem), Places(race, problem.heads, problem.rows, problem.columns)
+    return Expected.of(statistic, Matrix(at, stages.weights, stages.masked, stages.lse), problem)
 
 
 def _backward(problem: Sampled, found: dict[str, Array], seed: Array) -> Iterator[float]:

@@ -78,7 +78,7 @@ def _see(name: str, *see: Statistic, limit: float, **sizes: Any) -> Race:
 
 
 i, j = SYMBOLS["i"], SYMBOLS["j"]
-NEAR = (i - j < 64) & (j - i < 64)  # what a mass is counted of
+NEAR = abs(i - j) < 64  # what a mass is counted of
 ROWS = {  # statistics that ride along with the forward pass
     "lse": lse(),
     "max_score": max_score(),
@@ -153,9 +153,9 @@ PROBLEMS: tuple[Problem, ...] = (
     ),
     *(_see(name, statistic, limit=BESIDE) for name, statistic in ROWS.items()),
     _see("three of rows", ROWS["max_score"], ROWS["entropy"], ROWS["mass"], limit=BESIDE),
-    _see("received", received(), limit=AGAIN),
-    _see("top_k 8", top_k(8), limit=AGAIN),
-    _see("pooled 256", pooled(256, 256), limit=AGAIN),
+    _see("received", received(), limit=AGAIN, peak=""),
+    _see("top_k 8", top_k(8), limit=AGAIN, peak=""),
+    _see("pooled 256", pooled(256, 256), limit=AGAIN, peak=""),
     Series(
         name="growth pooled 512",
         axis="n",

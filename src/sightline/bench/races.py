@@ -238,7 +238,7 @@ class Series:
 Problem = Race | FirstCall | Series
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Inputs:
     """The arrays of a race, float32 that hold numbers of its dtype, so that every contender reads the same."""
 

@@ -6,8 +6,8 @@ of keys with all queries of the last head. The definitions here are written out 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from ..problem import Problem
 from ..testing import budget_used, dense, orders_of
 from .races import SEED, Race
 
-__all__ = ["Matrix", "queries_of", "share_of_statistic"]
+__all__ = ["Expected", "Matrix", "Places", "queries_of"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -26,22 +26,74 @@ LOGARITHMS = ("lse", "max_score")  # whose errors follow the size of the scores,
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """Weights and scores of some heads, queries and keys, (1, heads, rows, columns), and where they stand."""
+class Places:
+    """Some heads, queries and keys of a race."""
 
     race: Race
     heads: Array
     rows: Array
     columns: Array
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Weights and scores at some places, (1, heads, rows, columns)."""
+
+    at: Places
     weights: Array
     scores: Array  # −∞ where hidden
-    lse: Array
+    lse: Array  # (1, heads, rows)
     loop: bool = False  # sums go term by term, as kernels sum, not pairwise
 
     def sum(self, array: Array, axis: int) -> Array:
         if not self.loop:
             return np.asarray(array.sum(axis))
         return np.asarray(np.take(np.cumsum(array, axis=axis, dtype=array.dtype), -1, axis=axis))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a statistic is at some places, and what the plain computation makes of it."""
+
+    statistic: Statistic
+    at: Places
+    values: Array
+    rough: Array  # (orders, ...)
+    looked_up: Array | None  # scores or weights, where the statistic names keys
+
+    @classmethod
+    def of(cls, statistic: Statistic, truth: Matrix, problem: Problem) -> Expected:
+        """By the definition's matrix; `problem` is that of its places alone."""
+        define, _ = DEFINITIONS[statistic.name]
+        scores, rough = _plain_scores(problem, np.isneginf(truth.scores)), list[Array]()
+        for order in orders_of(problem):
+            _, lse, weights = dense(problem, problem.accumulator, order)
+            rough.append(define(statistic, Matrix(truth.at, weights, scores, lse, order % 2 == 1)))
+        looked_up = {"max_score": truth.scores, "top_k": truth.weights}.get(statistic.name)
+        return cls(statistic, truth.at, define(statistic, truth), np.stack(rough), looked_up)
+
+    def share(self, found: Sequence[Array]) -> float:
+        """The largest share of its budget that any of the statistic's arrays, those of the whole race, uses."""
+        _, pick = DEFINITIONS[self.statistic.name]
+        values, *where = (pick(array, self.statistic, self.at) for array in found)
+        judged = [values, *(self._at(keys) for keys in where)]
+        return max(self._share(one.astype(self.rough.dtype)) for one in judged)
+
+    def _share(self, found: Array) -> float:
+        if self.statistic.name in LOGARITHMS:
+            return budget_used(
+                found.reshape(-1), self.values.reshape(-1), self.rough.reshape(len(self.rough), -1), np.float64(1)
+            )
+        return budget_used(found, self.values, self.rough)
+
+    def _at(self, where: Array) -> Array:
+        """What stands at these keys, which must be the largest too; NaN where a key is none of those seen."""
+        assert self.looked_up is not None
+        columns, nothing = self.at.columns, -np.inf if self.statistic.name == "max_score" else 0.0
+        keys = where.astype(np.int64).reshape(*self.looked_up.shape[:-1], -1)
+        place = np.minimum(np.searchsorted(columns, keys), columns.size - 1)
+        there = np.where(columns[place] == keys, np.take_along_axis(self.looked_up, place, axis=-1), np.nan)
+        return np.where(keys == -1, nothing, there).reshape(where.shape)
 
 
 def queries_of(statistic: Statistic, race: Race, rows: int) -> Array | None:
@@ -56,50 +108,11 @@ def queries_of(statistic: Statistic, race: Race, rows: int) -> Array | None:
     return np.concatenate([np.arange(edges[r], edges[r + 1]) for r in np.sort(cells)])
 
 
-def share_of_statistic(statistic: Statistic, found: tuple[Array, ...], truth: Matrix, problem: Problem) -> float:
-    """The largest share of its budget that a statistic's arrays use, at the places of the matrix.
-
-    Parameters
-    ----------
-    found : the statistic's arrays for the whole race
-    truth : the definition's matrix
-    problem : the problem of its places alone
-    """
-    define, pick = DEFINITIONS[statistic.name]
-    scores = _plain_scores(problem, np.isneginf(truth.scores))
-    rough = []
-    for order in orders_of(problem):
-        _, lse, weights = dense(problem, problem.accumulator, order)
-        matrix = replace(truth, weights=weights, scores=scores, lse=lse, loop=order % 2 == 1)
-        rough.append(define(statistic, matrix))
-    values, *where = (pick(array, statistic, truth) for array in found)
-    judged = [values]
-    if where:  # what stands at the keys they name must be the largest too
-        judged.append(_at(truth, where[0], scores=statistic.name == "max_score"))
-    expected = define(statistic, truth)
-    return max(_share(statistic, one.astype(problem.accumulator), expected, rough) for one in judged)
-
-
 def _plain_scores(problem: Problem, hidden: Array) -> Array:
     """The scores in the accumulator's dtype."""
     query, key = (np.asarray(x, problem.accumulator) for x in (problem.query, problem.key))
     products = query @ np.repeat(key, problem.group, axis=-3).swapaxes(-1, -2)
     return np.where(hidden, -np.inf, products * products.dtype.type(problem.scale))
-
-
-def _share(statistic: Statistic, found: Array, expected: Array, rough: list[Array]) -> float:
-    if statistic.name in LOGARITHMS:
-        return budget_used(found.reshape(-1), expected.reshape(-1), np.stack([x.reshape(-1) for x in rough]), 1.0)
-    return budget_used(found, expected, np.stack(rough))
-
-
-def _at(of: Matrix, where: Array, scores: bool) -> Array:
-    """The scores or weights of these keys; −∞ or 0 where none is named, NaN where one that is not there."""
-    matrix = of.scores if scores else of.weights
-    keys = where.astype(np.int64).reshape(*matrix.shape[:-1], -1)
-    place = np.minimum(np.searchsorted(of.columns, keys), of.columns.size - 1)
-    there = np.where(of.columns[place] == keys, np.take_along_axis(matrix, place, axis=-1), np.nan)
-    return np.where(keys == -1, -np.inf if scores else 0.0, there).reshape(where.shape)
 
 
 def _edges(length: int, cells: int) -> Array:
@@ -116,9 +129,10 @@ def _entropy(_: Statistic, of: Matrix) -> Array:
 
 
 def _mass(statistic: Any, of: Matrix) -> Array:
-    symbols: dict[str, Any] = {"b": np.asarray(0), "h": of.heads[:, None, None], "i": of.rows[:, None], "j": of.columns}
-    symbols |= {"n": of.race.n, "m": of.race.m}
-    counted = evaluate(statistic.mask, symbols, xp=np, float_dtype=np.dtype("float64"), like=of.rows)
+    at = of.at
+    symbols: dict[str, Any] = {"b": np.asarray(0), "h": at.heads[:, None, None], "i": at.rows[:, None], "j": at.columns}
+    symbols |= {"n": at.race.n, "m": at.race.m}
+    counted = evaluate(statistic.mask, symbols, xp=np, float_dtype=np.dtype("float64"), like=at.rows)
     return of.sum(np.where(counted, of.weights, np.zeros_like(of.weights)), -1)
 
 
@@ -131,37 +145,37 @@ def _received(statistic: Any, of: Matrix) -> Array:
     if statistic.how == "max":
         return np.asarray(of.weights.max(-2))
     total = of.sum(of.weights, -2)
-    return total / of.race.n if statistic.how == "mean" else total
+    return total / of.at.race.n if statistic.how == "mean" else total
 
 
-def _cell_rows(statistic: Any, of: Matrix) -> Array:
+def _cell_rows(statistic: Any, at: Places) -> Array:
     """Which row of cells each query lies in."""
-    return np.searchsorted(_edges(of.race.n, statistic.down)[1:], of.rows, side="right")
+    return np.searchsorted(_edges(at.race.n, statistic.down)[1:], at.rows, side="right")
 
 
 def _pooled(statistic: Any, of: Matrix) -> Array:
-    edges = _edges(of.race.m, statistic.across)
-    columns = np.searchsorted(edges[1:], of.columns, side="right")
-    _, rows, heights = np.unique(_cell_rows(statistic, of), return_inverse=True, return_counts=True)
+    edges = _edges(of.at.race.m, statistic.across)
+    columns = np.searchsorted(edges[1:], of.at.columns, side="right")
+    _, rows, heights = np.unique(_cell_rows(statistic, of.at), return_inverse=True, return_counts=True)
     found = np.zeros((*of.weights.shape[:2], heights.size, statistic.across), of.weights.dtype)
     join: Any = np.maximum if statistic.how == "max" else np.add
     join.at(found, (slice(None), slice(None), rows[:, None], columns), of.weights)
     return found if statistic.how == "max" else found / np.outer(heights, np.diff(edges)).astype(found.dtype)
 
 
-def _by_query(array: Array, _: Statistic, of: Matrix) -> Array:
-    return array[:, of.heads][:, :, of.rows]
+def _by_query(array: Array, _: Statistic, at: Places) -> Array:
+    return array[:, at.heads][:, :, at.rows]
 
 
-def _by_key(array: Array, _: Statistic, of: Matrix) -> Array:
-    return array[:, of.heads][..., of.columns]
+def _by_key(array: Array, _: Statistic, at: Places) -> Array:
+    return array[:, at.heads][..., at.columns]
 
 
-def _by_cell(array: Array, statistic: Statistic, of: Matrix) -> Array:
-    return array[:, of.heads][:, :, np.unique(_cell_rows(statistic, of))]
+def _by_cell(array: Array, statistic: Statistic, at: Places) -> Array:
+    return array[:, at.heads][:, :, np.unique(_cell_rows(statistic, at))]
 
 
-DEFINITIONS: dict[str, tuple[Callable[[Any, Matrix], Array], Callable[[Array, Any, Matrix], Array]]] = {
+DEFINITIONS: dict[str, tuple[Callable[[Any, Matrix], Array], Callable[[Array, Any, Places], Array]]] = {
     "lse": (lambda _, of: of.lse, _by_query),
     "max_score": (lambda _, of: np.asarray(of.scores.max(-1)), _by_query),
     "entropy": (_entropy, _by_query),
@@ -170,4 +184,4 @@ DEFINITIONS: dict[str, tuple[Callable[[Any, Matrix], Array], Callable[[Array, An
     "received": (_received, _by_key),
     "pooled": (_pooled, _by_cell),
 }
-"""By a statistic's name: its definition, and the places a matrix has of its arrays."""
+"""By a statistic's name: its definition, and the part of its arrays that stands at some places."""
