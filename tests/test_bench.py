@@ -155,6 +155,20 @@ def test_wrong_answers_are_seen(fault):
     assert not share_of_budget(race, inputs, FAULTS[fault](answers)) <= 1
 
 
+@pytest.mark.parametrize("name", [name for name, race in RACES.items() if race.see])
+def test_wrong_statistics_are_seen(name):
+    """Values of one head that are a little off, and keys that belong to another row."""
+    race = RACES[name].small()
+    inputs, answers = answers_of(OWN["sightline"], race)
+    for statistic in race.see:
+        first, *others = answers[repr(statistic)]
+        off = first.copy()
+        off[:, -1] *= 1.0001
+        wrong = [(off, *others), *((first, np.roll(keys, 1, axis=2)) for keys in others)]
+        for arrays in wrong:
+            assert not share_of_budget(race, inputs, answers | {repr(statistic): arrays}) <= 1
+
+
 def test_an_answer_of_another_shape_is_refused():
     race = Race(name="x", n=20, d_k=4)
     inputs, answers = answers_of(OWN["sightline"], race)
@@ -323,6 +337,8 @@ def test_peers_are_right_or_say_why_not(peer):
     if peer == "flex":
         pytest.skip("needs a C++ compiler and seconds for each problem; `sightline bench --quick` runs it")
     names = ("forward float32 d64", "forward float32 causal n4096", "forward window 256", "backward float32 d64")
+    if peer in ("dense", "mha"):
+        names += tuple(name for name in RACES if name.startswith("see "))
     ran = 0
     for race in (RACES[name].small() for name in names):
         if contender.refuses(race) is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 import pytest
+from observed import check as check_statistics
 from strategies import Case
 from test_gradients import by_cpu
 from test_gradients import check as check_gradients
@@ -25,6 +26,7 @@ from sightline.cpu import (
     observe,
     observing,
     operands,
+    riding,
     rowwise,
     run,
     tables,
@@ -45,6 +47,7 @@ PLACES = {  # what of a module the rest looks up, and where
     operands: [(block, "Rows")],
     gradients: [(gradients, "gradients")],
     tables: [(backward, "Gain")],
+    riding: [(forward, "Riding")],
     keywise: [(observing, "Received"), (observing, "Pooled")],
     rowwise: [(observing, "TopK"), (observing, "WeightTiles")],
     streaming: [],
@@ -179,6 +182,19 @@ SECOND = {
     "missed tail of keys": Fault(rowwise, "code.loop(whole, stop) as key:", "code.loop(whole, whole) as key:"),
 }
 
+RIDING = {
+    "keys counted from the tile": Fault(
+        riding, "j = (j0 + key).to(block.integer).spread", "j = (key * 1).to(block.integer).spread"
+    ),
+    "the key of a smaller score": Fault(riding, "code.where(newer, found.get(), self.where[v].get())", "found.get()"),
+    "powers of another maximum": Fault(
+        riding, "(self.powers[v].get() + moved) * alpha", "self.powers[v].get() * alpha"
+    ),
+    "entropy's weights not rescaled": Fault(riding, "self.seen[v].get() * alpha", "self.seen[v].get()"),
+    "sums not rescaled": Fault(riding, "whole[v].get() * alpha", "whole[v].get()"),
+    "every key counted": Fault(riding, "code.where(entry, old + p, old)", "old + p"),
+}
+
 STREAMING = {
     "off-by-one mask": Fault(
         streaming,
@@ -275,6 +291,15 @@ def check_second():
     check_everything(pose(*x, mask=i * 2 >= j))
 
 
+def check_riding():
+    """Statistics made beside the softmax, where later keys score higher and a sink takes weight."""
+    q, k, v = small()
+    k[..., 100:, :] *= 3
+    see = [sightline.max_score(), sightline.entropy(), sightline.mass((i + j) % 3 == 0)]
+    options = {"mask": i * 2 >= j, "sinks": np.array([1.5, -0.5], np.float32)}
+    check_statistics(Cpu().run, pose(q, k, v, **options, see=see))
+
+
 @pytest.mark.parametrize("kernel", [Cpu(), Streaming()], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("check", [check, check_dropout, check_pairs])
 def test_sound_kernels_pass(kernel, check):
@@ -321,6 +346,17 @@ def test_every_fault_in_the_backward_kernel_is_seen(fault, monkeypatch, fresh_ke
     plant(BACKWARD[fault], monkeypatch)
     with pytest.raises(AssertionError, match=RED):
         check_backward()
+
+
+def test_sound_statistics_beside_the_softmax_pass():
+    check_riding()
+
+
+@pytest.mark.parametrize("fault", RIDING)
+def test_every_fault_beside_the_softmax_is_seen(fault, monkeypatch, fresh_kernels):
+    plant(RIDING[fault], monkeypatch)
+    with pytest.raises(AssertionError, match=RED):
+        check_riding()
 
 
 def test_a_sound_second_pass_passes():

@@ -2,13 +2,15 @@
 
 A problem too large to be computed densely is checked where it is sampled. Forward: rows drawn from the whole length, of
 the first head and the last, with the keys any of them may see. Backward: one whole head, since the gradient of a key
-sums over all queries. Both keep their places, so formulas and dropout see the i, j and h they have.
+sums over all queries. Both keep their places, so formulas and dropout see the i, j and h they have. Statistics: as
+`seen` says for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,11 @@ from ..arrays import namespace, resolve
 from ..dropout import keep_factor
 from ..formula.library import bias
 from ..formula.render_array import evaluate
+from ..observe import Received, Statistic
 from ..problem import Problem
 from ..testing import LOOPS, budget_used, dense, orders_of, plain, size_of_terms, sizes_of_gradients
 from .races import SEED, Inputs, Race
+from .seen import Expected, Matrix, Places, queries_of
 
 __all__ = ["Sampled", "sample", "share_of_budget"]
 
@@ -59,7 +63,8 @@ def share_of_budget(race: Race, inputs: Inputs, answers: dict[str, Any]) -> floa
     Parameters
     ----------
     answers : by name: "output" (B, H, n, d_v), and where a backward pass is timed the gradients "query", "key",
-        "value", "bias"; float32 arrays that hold numbers of the race's dtype
+        "value", "bias"; float32 arrays that hold numbers of the race's dtype; and for each statistic of `race.see`, as
+        it is written, a tuple of its arrays
     """
     kind = resolve(np, race.dtype)
     shape = (race.B, race.H, race.n, race.d_v)
@@ -67,8 +72,9 @@ def share_of_budget(race: Race, inputs: Inputs, answers: dict[str, Any]) -> floa
         raise ValueError(f"an output {answers['output'].shape} where {shape} is due")
     if race.passes == "forward":
         problem = sample(race, inputs)
-        return _forward(problem, answers["output"][:, problem.heads][:, :, problem.rows].astype(kind))
-    problem = sample(race, inputs, rows=race.n, heads=1)
+        output = _forward(problem, answers["output"][:, problem.heads][:, :, problem.rows].astype(kind))
+        return max([output, *(_expected(race, inputs, each).share(answers[repr(each)]) for each in race.see)])
+    problem = sample(race, inputs, np.arange(race.n), heads=1)
     head = int(problem.heads[0])
     output = _forward(problem, answers["output"][:, [head]].astype(kind))
     seed = inputs.d_output
@@ -77,11 +83,11 @@ def share_of_budget(race: Race, inputs: Inputs, answers: dict[str, Any]) -> floa
     return max(output, *_backward(problem, found, seed[:, [head]].astype(kind)))
 
 
-def sample(race: Race, inputs: Inputs, rows: int = ROWS, heads: int = 2) -> Sampled:
-    """Some of a race as a problem of its own."""
+def sample(race: Race, inputs: Inputs, queries: Array | None = None, heads: int = 2) -> Sampled:
+    """Some of a race as a problem of its own: these queries, or `ROWS` that are drawn."""
     rng, kind = np.random.default_rng(SEED), resolve(np, race.dtype)
     taken = np.unique([0, race.H - 1] if heads > 1 else [race.H - 1])
-    i = np.sort(rng.choice(race.n, min(rows, race.n), replace=False))
+    i = np.sort(rng.choice(race.n, min(ROWS, race.n), replace=False)) if queries is None else queries
     mask, j = race.formula, np.arange(race.m)
     if mask is not None:
         j = np.flatnonzero(_allowed(mask, taken, i, j, race).any((0, 1, 2)))
@@ -142,6 +148,13 @@ def _definition(problem: Sampled) -> reference.Stages:
 def _forward(problem: Sampled, output: Array) -> float:
     stages = _definition(problem)
     return budget_used(output, stages.output, plain(problem).output, size_of_terms(problem, stages.weights))
+
+
+@lru_cache(maxsize=8)  # the statistics of a race, for all who take part
+def _expected(race: Race, inputs: Inputs, statistic: Statistic) -> Expected:
+    problem = sample(race, inputs, queries_of(statistic, race, ROWS), 1 if isinstance(statistic, Received) else 2)
+    stages, at = _definition(problem), Places(race, problem.heads, problem.rows, problem.columns)
+    return Expected.of(statistic, Matrix(at, stages.weights, stages.masked, stages.lse), problem)
 
 
 def _backward(problem: Sampled, found: dict[str, Array], seed: Array) -> Iterator[float]:

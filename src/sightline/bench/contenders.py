@@ -15,11 +15,24 @@ import numpy as np
 from ..arrays import resolve, to_numpy
 from ..attention import attention
 from ..formula.library import bias
+from ..observe import arrays_of
 from .races import SEED, Inputs, Race
 
-__all__ = ["OWN", "Contender", "Numpy", "OneThread", "Ready", "Sightline", "WithoutDropout", "through_autograd"]
+__all__ = [
+    "OWN",
+    "Contender",
+    "Numpy",
+    "OneThread",
+    "Ready",
+    "Sightline",
+    "WithoutDropout",
+    "WithoutStatistics",
+    "named",
+    "through_autograd",
+]
 
-Answers = dict[str, Any]  # by name: output, query, key, value, bias; float32 NumPy, heads before positions
+# by name: output, query, key, value, bias; float32 NumPy, heads before positions; a tuple of such for each statistic
+Answers = dict[str, Any]
 
 
 @dataclass
@@ -86,6 +99,15 @@ def plain(result: Any) -> Any:
     return np.asarray(to_numpy(result), np.float32)
 
 
+def named(race: Race, found: Any) -> Answers:
+    """The answers of a forward pass: of its output, or (output, seen) where statistics are asked for."""
+    output, seen = found if race.see else (found, ())
+    arrays = zip(race.see, seen, strict=True)
+    return {"output": plain(output)} | {
+        repr(statistic): tuple(plain(array) for array in arrays_of(answer)) for statistic, answer in arrays
+    }
+
+
 def through_autograd(race: Race, inputs: Inputs, forward: Callable[..., Any], threads: int) -> Ready:
     """A function of tensors (query, key, value, bias or None), timed the way the race says.
 
@@ -99,7 +121,7 @@ def through_autograd(race: Race, inputs: Inputs, forward: Callable[..., Any], th
     leaves = {name: tensor(array, race.dtype) for name, array in given.items()}
     arguments = [leaves["query"], leaves["key"], leaves["value"], leaves.get("bias")]
     if race.passes == "forward":
-        return Ready(lambda _: forward(*arguments), lambda out: {"output": plain(out)}, threads=threads)
+        return Ready(lambda _: forward(*arguments), lambda found: named(race, found), threads=threads)
     for leaf in leaves.values():
         leaf.requires_grad_()
     seed = tensor(inputs.d_output, race.dtype)
@@ -144,7 +166,7 @@ class Sightline(Contender):
             if added is not None and not scores:
                 scores[0] = bias(added)
             options: dict[str, Any] = {"mask": mask, "score": scores.get(0), "dropout": race.dropout, "seed": seed}
-            options |= self.options
+            options |= {"see": list(race.see) or None} | self.options
             return attention(query, key, value, threads=threads, **options)
 
         return through_autograd(race, inputs, forward, threads)
@@ -158,12 +180,13 @@ class Sightline(Contender):
             "score": inputs.score,
             "dropout": race.dropout,
             "seed": SEED,
+            "see": list(race.see) or None,
         } | self.options
-        if race.formula is None and inputs.score is None and not race.dropout:
+        if race.formula is None and inputs.score is None and not (race.dropout or race.see):
             options = {}  # as short as a user would write it, where a call is all overhead
         return Ready(
             lambda _: attention(query, key, value, threads=threads, **options),
-            lambda out: {"output": np.asarray(out, np.float32)},
+            lambda found: named(race, found),
             threads=threads,
         )
 
@@ -203,7 +226,23 @@ class WithoutDropout(Sightline):
         return replace(race, dropout=0.0)
 
 
-OWN: dict[str, Sightline] = {own.name: own for own in (Sightline(), Numpy(), OneThread(), WithoutDropout())}
+class WithoutStatistics(Sightline):
+    """The same with nothing seen."""
+
+    def __init__(self) -> None:
+        super().__init__("without statistics", "without statistics")
+
+    def judged_as(self, race: Race) -> Race:
+        """The same without statistics."""
+        return replace(race, see=())
+
+    def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
+        return super().prepare(self.judged_as(race), inputs, threads)
+
+
+OWN: dict[str, Sightline] = {
+    own.name: own for own in (Sightline(), Numpy(), OneThread(), WithoutDropout(), WithoutStatistics())
+}
 
 
 def set_threads(threads: int) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .contenders import Contender, Ready, plain, tensor, through_autograd
+from .contenders import Contender, Ready, named, tensor, through_autograd
+from .dense import OF_WEIGHTS, Dense, uneven, ways
 from .problems import CAUSAL
 from .races import Inputs, Race
 
@@ -87,7 +88,10 @@ class Flex(Contender):
 
 
 class MultiHead(Contender):
-    """torch.nn.MultiheadAttention with identity projections: four products of (n, H d) by (H d, H d) more."""
+    """torch.nn.MultiheadAttention with identity projections: four products of (n, H d) by (H d, H d) more.
+
+    Statistics are of the weights it returns where asked.
+    """
 
     name, label, packages, pip = "mha", "nn.MultiheadAttention", ("torch",), "torch"
     note = "its four projections, here identities, are timed with it"
@@ -96,7 +100,11 @@ class MultiHead(Contender):
         """All but plain forward passes."""
         plainly = race.passes == "forward" and race.mask is None and not (race.dropout or race.bias)
         fits = race.G == race.H and race.d_k == race.d_v and race.n == race.m
-        return None if plainly and fits else "plain forward passes alone"
+        if not (plainly and fits):
+            return "plain forward passes alone"
+        if any(statistic.name not in OF_WEIGHTS for statistic in race.see):
+            return "its weights do not tell the scores"
+        return "cells of one size alone" if uneven(race) else None
 
     def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
         import torch
@@ -107,12 +115,18 @@ class MultiHead(Contender):
             layer.in_proj_weight.copy_(torch.eye(width).repeat(3, 1))
             layer.out_proj.weight.copy_(torch.eye(width))
         arrays = [tensor(merged(x), race.dtype) for x in (inputs.query, inputs.key, inputs.value)]
+        found = ways(race)
 
         def call(_: Any) -> Any:
             with torch.inference_mode():
-                return layer(*arrays, need_weights=False)[0]
+                output, weights = layer(*arrays, need_weights=bool(found), average_attn_weights=False)
+                return (output, [way(None, weights) for way in found]) if found else output
 
-        return Ready(call, lambda out: {"output": split(plain(out), race)}, threads=threads)
+        def answers(result: Any) -> dict[str, Any]:
+            given = named(race, result)
+            return given | {"output": split(given["output"], race)}
+
+        return Ready(call, answers, threads=threads)
 
 
 class OnnxRuntime(Contender):
@@ -279,7 +293,7 @@ class Jax(Contender):
 
 
 PEERS: dict[str, Contender] = {
-    peer.name: peer for peer in (Torch(), Flex(), OnnxRuntime(), OpenVino(), Jax(), MultiHead())
+    peer.name: peer for peer in (Torch(), Flex(), OnnxRuntime(), OpenVino(), Jax(), MultiHead(), Dense())
 }
 
 

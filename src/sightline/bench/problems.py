@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ParameterError
+from ..formula.expression import SYMBOLS
+from ..observe import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
 from .races import SEED, FirstCall, Mask, Problem, Race, Series, Target
 
 __all__ = ["CAUSAL", "PROBLEMS", "select"]
@@ -69,11 +71,27 @@ def _decode(**sizes: Any) -> Race:
     return Race(name=name, targets=(share(0.75),), peak="read", against=NARROW, **(shape | sizes))
 
 
+def _see(name: str, *see: Statistic, limit: float, **sizes: Any) -> Race:
+    """A forward pass with statistics, over our own without; the dense way and weights handed out beside."""
+    targets, against = (Target("slower", limit, "without statistics"),), ("without statistics", "dense", "mha")
+    return Race(name=f"see {name}", see=see, targets=targets, against=against, **sizes)
+
+
+i, j = SYMBOLS["i"], SYMBOLS["j"]
+NEAR = abs(i - j) < 64  # what a mass is counted of
+ROWS = {  # statistics that ride along with the forward pass
+    "lse": lse(),
+    "max_score": max_score(),
+    "entropy": entropy(),
+    "mass": mass(NEAR),
+}
+BESIDE, AGAIN = 1.15, 1.7  # times a plain pass: along with it, and with Q Kᵀ and its power once more
 BF16 = {"dtype": "bfloat16", "peak": "bfloat16"}
 ONE = ("one thread",)
 GROWN = tuple(2**k for k in range(16, 21))
 WINDOWS = (64, 128, 256, 512, 1024, 2048, 4096)
 LENGTHS = (1024, 2048, 4096, 8192)
+LONG = (32768, 65536, 131072)
 
 PROBLEMS: tuple[Problem, ...] = (
     _forward(
@@ -132,6 +150,19 @@ PROBLEMS: tuple[Problem, ...] = (
         axis="n",
         points=tuple(Race(name=f"n {n}", H=1, n=n, mask=_window(256), against=()) for n in GROWN),
         targets=(Target("spread", 1.15), Target("growth", 1.15)),
+    ),
+    *(_see(name, statistic, limit=BESIDE) for name, statistic in ROWS.items()),
+    _see("three of rows", ROWS["max_score"], ROWS["entropy"], ROWS["mass"], limit=BESIDE),
+    _see("received", received(), limit=AGAIN, peak=""),
+    _see("top_k 8", top_k(8), limit=AGAIN, peak=""),
+    _see("pooled 256", pooled(256, 256), limit=AGAIN, peak=""),
+    Series(
+        name="growth pooled 512",
+        axis="n",
+        points=tuple(
+            Race(name=f"n {n}", H=1, n=n, mask=_window(4096), see=(pooled(512, 512),), against=()) for n in LONG
+        ),
+        targets=(Target("spread", 1.15), Target("growth", 1.15 * LONG[-1] / LONG[0])),
     ),
     Series(
         name="cost by length",

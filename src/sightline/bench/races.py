@@ -11,6 +11,7 @@ and nothing for the softmax, as is the custom (Dao, "FlashAttention-2", 2023, se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,11 +19,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..arrays import resolve
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import bias
 from ..formula.render_array import evaluate
 from ..formula.runs import find_runs
 from ..formula.table import Table
+from ..observe import Pooled, Statistic
+from ..problem import Problem as Posed
+from ..problem import pose
 
 __all__ = ["SEED", "FirstCall", "Inputs", "Mask", "Passes", "Problem", "Race", "Series", "Target", "allowed_pairs"]
 
@@ -31,6 +36,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
 SEED = 1706
 SMALL = 150  # queries and keys of small versions: no whole number of any tile
+SMALL_CELLS = 50  # and cells a side: as at full size, all of one size
 COUNTED = 64  # queries and keys in the tiles that allowed pairs are counted by
 
 
@@ -103,6 +109,7 @@ class Race:
     mask: Mask | None = None
     bias: bool = False  # (1, H, n, m) added to the scores, its gradient wanted
     dropout: float = 0.0
+    see: tuple[Statistic, ...] = ()  # of forward passes
     peak: str = "float32"  # what a share is taken of: an entry of `peaks.Peaks`; "" where work is not the point
     against: tuple[str, ...] = ("torch",)  # peers and variants of our own, by their names in `peers`
 
@@ -118,7 +125,8 @@ class Race:
         parts.append(f"n {self.n:,}" + (f", m {self.m:,}" if self.m != self.n else ""))
         parts.append(f"d {self.d_k}" if self.d_k == self.d_v else f"d_k {self.d_k}, d_v {self.d_v}")
         parts += [self.dtype, *([self.mask.words] if self.mask else []), *(["bias"] if self.bias else [])]
-        return ", ".join([*parts, *([f"dropout {self.dropout}"] if self.dropout else [])])
+        parts += [f"dropout {self.dropout}"] if self.dropout else []
+        return ", ".join([*parts, *(f"see {statistic}" for statistic in self.see)])
 
     @property
     def extent(self) -> tuple[int, int, int, int]:
@@ -152,15 +160,32 @@ class Race:
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of the output."""
-        return self.B * self.H * self.n * self.d_v * SIZES[self.dtype]
+        """Bytes of the output and of the statistics."""
+        arrays = [array for statistic in self.see for array in statistic.outputs(self._outline)]
+        seen = sum(math.prod(shape) * np.dtype(resolve(np, dtype)).itemsize for shape, dtype in arrays)
+        return int(self.B * self.H * self.n * self.d_v * SIZES[self.dtype] + seen)
+
+    @property
+    def _outline(self) -> Posed:
+        """The problem on arrays that have its shapes and take no memory."""
+        zero = np.zeros((), resolve(np, self.dtype))
+        shapes = [(self.H, self.n, self.d_k), (self.G, self.m, self.d_k), (self.G, self.m, self.d_v)]
+        return pose(*(np.broadcast_to(zero, (self.B, *shape)) for shape in shapes))
 
     def small(self) -> Race:
         """The same problem on arrays a test can hold; no targets."""
         heads = min(self.H, 4)
         group = self.H // self.G
         n, m = min(self.n, SMALL), min(self.m, SMALL)
-        return replace(self, targets=(), B=min(self.B, 2), H=heads, G=max(heads // group, 1), n=n, m=m)
+        see = tuple(_with_cells(statistic, SMALL_CELLS) for statistic in self.see)
+        return replace(self, targets=(), B=min(self.B, 2), H=heads, G=max(heads // group, 1), n=n, m=m, see=see)
+
+
+def _with_cells(statistic: Statistic, most: int) -> Statistic:
+    """The statistic with no more cells a side, where it has such."""
+    if not isinstance(statistic, Pooled):
+        return statistic
+    return replace(statistic, down=min(statistic.down, most), across=min(statistic.across, most))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +238,7 @@ class Series:
 Problem = Race | FirstCall | Series
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Inputs:
     """The arrays of a race, float32 that hold numbers of its dtype, so that every contender reads the same."""
 
@@ -244,8 +269,6 @@ class Inputs:
 
 def rounded(array: Array, dtype: str) -> Array:
     """float32 numbers rounded to those a dtype has."""
-    from ..arrays import resolve
-
     return array if dtype == "float32" else array.astype(resolve(np, dtype)).astype(np.float32)
 
 

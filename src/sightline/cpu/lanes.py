@@ -229,6 +229,10 @@ class Value:
         whole = ir.IntType(lanes_of(self.type))
         return Value(self.code, self.code.builder.bitcast(self.raw, whole)) != 0
 
+    def trailing_zeros(self) -> Value:
+        """Of a whole number that is not 0, the place of its lowest bit."""
+        return Value(self.code, self.code.builder.cttz(self.raw, BOOL(1)))
+
     def sum(self) -> Value:
         """The sum of the lanes."""
         return self.fold(lambda x, y: x + y)

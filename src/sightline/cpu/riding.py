@@ -9,9 +9,7 @@ With x = s − m the power of a weight p = e^x that is not yet divided by l, and
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from typing import TYPE_CHECKING
 
 from .lanes import DOUBLE, INT64, Value, Variable, bytes_of, element, vector
@@ -37,9 +35,9 @@ class Riding:
         self.largest, self.entropy = ("largest" in structure.roles, "entropy" in structure.roles)
         self.formulas = range(2, len(block.formulas))
         self.unit = math.log(2) if structure.base_2 else 1.0  # of powers, in nats
-        indices = vector(block.integer, block.lanes)
+        self.indices = vector(block.integer, block.lanes)
         self.top, self.powers, self.seen = (tiles.variables() for _ in range(3))
-        self.where, self.found = ([Variable(code, indices) for _ in block.vectors] for _ in range(2))
+        self.where = [Variable(code, self.indices) for _ in block.vectors]
         self.sums = {f: (tiles.variables(), tiles.variables()) for f in self.formulas}  # of the tile, of all
 
     def begin(self) -> None:
@@ -63,18 +61,18 @@ class Riding:
         """The largest score and the first key that has it, the tile's searched where it has a larger one."""
         block = self.block
         code = block.code
-        reached = [block.tile_max[v].get() * factor for v in block.vectors]
-        newer = [x > self.top[v].get() for v, x in enumerate(reached)]
-        with code.when(functools.reduce(operator.or_, (some.any() for some in newer))):
-            with code.loop(0, block.keys) as k:
-                key = block.keys - 1 - k
-                j = (j0 + key).to(block.integer)
-                for v in block.vectors:
-                    hit = block.tiles.load(block.s_t, key, v) == block.tile_max[v].get()
-                    self.found[v].set(code.where(hit, j.spread(block.lanes), self.found[v].get()))
-            for v in block.vectors:
-                self.where[v].set(code.where(newer[v], self.found[v].get(), self.where[v].get()))
-                self.top[v].set(code.where(newer[v], reached[v], self.top[v].get()))
+        for v in block.vectors:
+            tile_max, top = block.tile_max[v].get(), self.top[v].get()
+            reached = tile_max * factor
+            newer = reached > top
+            with code.when(newer.any()):
+                found = Variable(code, self.indices, self.where[v].get())
+                with code.loop(0, block.keys) as k:
+                    key = block.keys - 1 - k  # the first key is met last
+                    j = (j0 + key).to(block.integer).spread(block.lanes)
+                    found.set(code.where(block.tiles.load(block.s_t, key, v) == tile_max, j, found.get()))
+                self.where[v].set(code.where(newer, found.get(), self.where[v].get()))
+                self.top[v].set(code.where(newer, reached, top))
 
     def rescale(self, v: int, difference: Value, alpha: Value) -> None:
         """m becomes m' = m − difference, with α = e^difference."""
@@ -102,8 +100,11 @@ class Riding:
             renderer = block.renderers[f]
             assert renderer is not None
             entry = renderer.pair(symbols, block.known_of_pair(f, rows, key, v))
-            share = code.where(entry, p, 0.0) if renderer.formula.kind == "bool" else p * entry.to(block.float)
-            tile[v].set(tile[v].get() + code.where(p == 0.0, 0.0, share))
+            old = tile[v].get()
+            if renderer.formula.kind == "bool":
+                tile[v].set(code.where(entry, old + p, old))
+            else:
+                tile[v].set(old + code.where(p == 0.0, 0.0, p * entry.to(block.float)))
 
     def join(self, v: int, weights: Value) -> None:
         """The tile's sums to those of all; `weights` is that of its weights."""

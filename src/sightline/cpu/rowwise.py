@@ -6,6 +6,8 @@ import functools
 import math
 from typing import Any
 
+from llvmlite.ir import IntType
+
 from .block import KEYS
 from .lanes import INT64, POINTER, Value, Variable, bytes_of, vector
 from .observe import Observe
@@ -42,7 +44,8 @@ class TopK(Rowwise):
     """The `structure.k` largest weights of each query and their keys, the smaller key first where they tie.
 
     Lists are kept sorted, lane by lane: rank r of S and of its key lies in row r + 1, below a row of ∞ that ends every
-    insertion. Keys come in order, and one that only equals what is there stays behind it.
+    insertion. Keys come in order, and one that only equals what is there stays behind it. What of a tile may enter
+    waits, lane by lane, until one of each lane enters at a time: an insertion costs the same for one lane as for all.
     """
 
     fields = Observe.fields | {"where": POINTER}  # output: (B, H, n, k); where likewise, int64
@@ -51,14 +54,18 @@ class TopK(Rowwise):
         tiles, rows = self.tiles, self.structure.k + 1
         self.whole = vector(self.integer, self.lanes)
         self.top = tiles.matrix(rows)
-        self.places = tiles.scratch(rows * tiles.block * bytes_of(self.integer))
+        row = tiles.block * bytes_of(self.integer)
+        self.places = tiles.scratch(rows * row)
         self.least = tiles.variables()  # of each list
+        self.waiting, self.waiting_places = tiles.matrix(KEYS), tiles.scratch(KEYS * row)
+        self.counts, self.scores = tiles.scratch(row), tiles.matrix(1)  # how many wait in each lane; a key's scores
 
-    def place_of(self, row: Any, v: int) -> Value:
-        """Address of a vector of keys."""
+    def place_of(self, row: Any, v: int, places: Value | None = None) -> Value:
+        """Address of a vector of keys, or of as many other whole numbers."""
         size = bytes_of(self.integer)
         row = self.code.value(row, INT64)
-        return self.places.at(row * (self.tiles.block * size) + v * self.lanes * size)
+        places = self.places if places is None else places
+        return places.at(row * (self.tiles.block * size) + v * self.lanes * size)
 
     def begin_rows(self) -> None:
         code, tiles = self.code, self.tiles
@@ -72,6 +79,8 @@ class TopK(Rowwise):
 
     def collect(self, j0: Value, masked: bool) -> None:
         code = self.code
+        for v in self.vectors:
+            self.place_of(0, v, self.counts).store(code.value(0, self.whole))
         with code.loop(0, self.keys) as key:
             found = []
             for _, s, allowed in self.logits(key, j0, masked):
@@ -80,10 +89,33 @@ class TopK(Rowwise):
             with code.when(functools.reduce(lambda x, y: x | y, better).any()):
                 for v, s in enumerate(found):
                     with code.when(better[v].any()):
-                        self.insert(s, (j0 + key).to(self.integer), v)
+                        self.keep_waiting(better[v], s, (j0 + key).to(self.integer), v)
+        for v in self.vectors:
+            count = self.place_of(0, v, self.counts).load(self.whole)
+            with code.loop(0, count.fold(code.maximum).to(INT64)) as turn:
+                some = count > turn.to(self.integer)
+                s = code.where(some, self.tiles.load(self.waiting, turn, v), -math.inf)
+                self.insert(s, self.place_of(turn, v, self.waiting_places).load(self.whole), v)
+
+    def keep_waiting(self, some: Value, s: Value, j: Value, v: int) -> None:
+        """A key's scores in these lanes, each behind what waits in its lane."""
+        code, tiles, size = self.code, self.tiles, bytes_of(self.integer)
+        tiles.store(self.scores, 0, v, s)
+        rest = Variable(code, INT64, some.cast(IntType(self.lanes)).widened(INT64))
+        with code.forever() as leave:
+            lane = rest.get().trailing_zeros()
+            count_at = self.place_of(0, v, self.counts).at(lane * size)
+            count = count_at.load(self.integer)
+            behind = count.to(INT64)
+            score = tiles.at(self.scores, 0, v).at(lane * tiles.size).load(self.float)
+            tiles.at(self.waiting, behind, v).at(lane * tiles.size).store(score)
+            self.place_of(behind, v, self.waiting_places).at(lane * size).store(j)
+            count_at.store(count + 1)
+            rest.set(rest.get() & (rest.get() - 1))
+            leave(rest.get() == 0)
 
     def insert(self, s: Value, j: Value, v: int) -> None:
-        """A score into the lists of the lanes where it is larger than their least, from the last rank up."""
+        """Scores and their keys into the lists of lanes where they are larger than the least, from the last rank up."""
         code, tiles, k = self.code, self.tiles, self.structure.k
         row = Variable(code, INT64, k)
         old = Variable(code, self.vector, tiles.load(self.top, k, v))

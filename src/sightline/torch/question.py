@@ -15,7 +15,7 @@ from torch import Tensor
 from ..arrays import convert
 from ..formula.expression import Expression, Lookup, from_text, walk
 from ..formula.table import Table
-from ..observe import from_words
+from ..observe import Statistic, from_words
 from ..problem import Problem, check_device, checked, settle
 
 __all__ = ["SCHEMA", "Question", "spelled"]
@@ -76,8 +76,10 @@ class Question(NamedTuple):
         words = self.mask, self.score, self.spans
         mask, score = _settled(words, self.tables, extent) if self.tables else _kept(words, extent)
         problem = self.outline(mask, score, 0 if self.seed is None else int(self.seed) % 2**64)
-        for statistic in problem.see:
-            statistic.mapped(lambda condition: checked(condition, extent))
+        if self.seen_tables:
+            _check(problem.see, extent)
+        else:
+            _check_kept(self.see, extent)
         return problem
 
     def outline(self, mask: Expression | None = None, score: Expression | None = None, seed: int = 0) -> Problem:
@@ -92,14 +94,14 @@ class Question(NamedTuple):
             scale=self.scale,
             dropout=self.dropout,
             seed=seed,
-            see=tuple(from_words(line.split("|"), self._condition) for line in self.see.splitlines()),
+            see=_read(self.see, self.seen_tables) if self.seen_tables else _read_kept(self.see),
             headless=False,
         )
 
-    def _condition(self, text: str) -> Expression:
-        """A statistic's condition: where its tables start among theirs, how many they are, and the formula's text."""
-        start, count, formula = text.split(" ")
-        return from_text(formula, _tables(self.spans, self.tables, 2)[int(start) :][: int(count)])
+    @property
+    def seen_tables(self) -> list[Table]:
+        """The tables of the statistics' conditions."""
+        return _tables(self.spans, self.tables, 2)
 
     @property
     def gaining(self) -> list[int]:
@@ -145,7 +147,7 @@ def spelled(formula: Expression | None) -> tuple[str, list[Table]]:
 
 
 def _spelling(tables: list[Table]) -> Callable[[Expression], str]:
-    """How a statistic's condition is written, its tables put after those there are; `Question._condition` reads it."""
+    """How a statistic's condition is written, its tables put after those there are; `_read` reads it."""
 
     def spell(condition: Expression) -> str:
         text, own = spelled(condition)
@@ -191,6 +193,33 @@ def _tables(spans: str, tensors: list[Tensor], part: int) -> list[Table]:
 @lru_cache(maxsize=4096)
 def _kept(words: tuple[str, str, str], extent: Extent) -> Pair:
     return _settled(words, [], extent)
+
+
+def _read(see: str, tables: list[Table]) -> tuple[Statistic, ...]:
+    """The statistics that these lines spell."""
+
+    def condition(text: str) -> Expression:
+        """Where its tables start among theirs, how many they are, and the formula's text."""
+        start, count, formula = text.split(" ")
+        return from_text(formula, tables[int(start) :][: int(count)])
+
+    return tuple(from_words(line.split("|"), condition) for line in see.splitlines())
+
+
+@lru_cache(maxsize=4096)
+def _read_kept(see: str) -> tuple[Statistic, ...]:
+    return _read(see, [])
+
+
+def _check(see: Sequence[Statistic], extent: Extent) -> None:
+    """Raise where a condition cannot be read at some pair."""
+    for statistic in see:
+        statistic.mapped(lambda condition: checked(condition, extent))
+
+
+@lru_cache(maxsize=4096)
+def _check_kept(see: str, extent: Extent) -> None:
+    _check(_read_kept(see), extent)
 
 
 def _axes(span: str) -> tuple[str | None, ...]:
