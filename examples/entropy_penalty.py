@@ -111,14 +111,19 @@ def main(steps: int = 200, output: Path | None = OUTPUT) -> dict[str, Run]:
     """Train twice from the same numbers and tell both."""
     runs = {"the task alone": train(steps, 0.0), "with the penalty": train(steps, 1.0)}
     console = Console(highlight=False)
-    console.print("[bold]Which kind of token is there most of?[/]  One layer, 4 heads, 32 tokens, queries and keys too wide")
+    console.print(
+        "[bold]Which kind of token is there most of?[/]  One layer, 4 heads, 32 tokens, queries and keys too wide"
+    )
     table = Table(box=None, pad_edge=False, header_style="dim")
     for place, head in enumerate(("", "entropy, first step", "entropy, last steps", "right, last steps")):
         table.add_column(head, justify="right" if place else "left")
     for name, run in runs.items():
         table.add_row(name, f"{run.entropy[0]:.2f}", f"{smooth(run.entropy)[-1]:.2f}", f"{smooth(run.right)[-1]:.0%}")
     console.print(table)
-    console.print(f"Entropy in nats, at most ln {LENGTH} = {math.log(LENGTH):.2f}; guessing is right {1 / KINDS:.0%}.", style="dim")
+    console.print(
+        f"Entropy in nats, at most ln {LENGTH} = {math.log(LENGTH):.2f}; guessing is right {1 / KINDS:.0%}.",
+        style="dim",
+    )
     if output is not None:
         draw(runs, output)
         console.print(f"Wrote {output}")

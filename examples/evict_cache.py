@@ -154,7 +154,11 @@ def decode(model: Recall, given: Conversations, choose: Choice | None) -> tuple[
     return Run(right / (QUESTIONS * len(given.names)), most, cache.nbytes), opening
 
 
-CHOICES: dict[str, Choice | None] = {"everything": None, f"the newest {BUDGET}": newest, f"{BUDGET} by received()": heavy}
+CHOICES: dict[str, Choice | None] = {
+    "everything": None,
+    f"the newest {BUDGET}": newest,
+    f"{BUDGET} by received()": heavy,
+}
 
 
 def main(batch: int = 32, output: Path | None = OUTPUT) -> dict[str, Run]:
@@ -163,7 +167,9 @@ def main(batch: int = 32, output: Path | None = OUTPUT) -> dict[str, Run]:
     given = conversations(batch, FACTS, OPENING + QUESTIONS, TOPIC)
     with torch.no_grad():
         found = {name: decode(model, given, choose) for name, choose in CHOICES.items()}
-    console.print(f"[bold]{batch} conversations[/]: {FACTS} facts, {OPENING} questions read at once, {QUESTIONS} decoded")
+    console.print(
+        f"[bold]{batch} conversations[/]: {FACTS} facts, {OPENING} questions read at once, {QUESTIONS} decoded"
+    )
     table = Table(box=None, pad_edge=False, header_style="dim")
     for place, head in enumerate(("the cache keeps", "keys at most", "KiB", "answers right")):
         table.add_column(head, justify="right" if place else "left")

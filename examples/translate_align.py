@@ -72,7 +72,10 @@ class Translator(nn.Module):
     def forward(self, source: Any, target: Any) -> Any:
         """Logits of every word of the target, given the source and the words before it."""
         begun = functional.pad(target[:, :-1], (1, 0), value=START)
-        x, y = (word(text) + place.weight for word, place, text in zip(self.words, self.places, (source, begun), strict=True))
+        x, y = (
+            word(text) + place.weight
+            for word, place, text in zip(self.words, self.places, (source, begun), strict=True)
+        )
         hidden = nn.Transformer.generate_square_subsequent_mask(LENGTH)
         return self.head(self.body(x, y, tgt_mask=hidden, tgt_is_causal=True))
 
@@ -131,7 +134,9 @@ def main(steps: int = 150, output: Path | None = OUTPUT) -> Aligned:
     console.print(f"“{' '.join(ENGLISH[word] for word in source)}”", style="dim")
     console.print(table)
     heads = ", ".join(f"head {head} {share:.1%}" for head, share in enumerate(found.aligned))
-    console.print(f"Words translated right {found.translated:.1%}; aligned right: {heads}; place by place {found.by_place:.1%}.")
+    console.print(
+        f"Words translated right {found.translated:.1%}; aligned right: {heads}; place by place {found.by_place:.1%}."
+    )
     if output is not None:
         from sightline.view import heatmap, save
 
