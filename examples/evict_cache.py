@@ -2,9 +2,9 @@
 
     python examples/evict_cache.py [--output sightline-evict.png]
 
-A model of one attention layer learns, in seconds, to recall: it reads facts (a name and its value) and answers questions
-(a name). Then it decodes long conversations, each about a few of its facts, as conversations are. One cache keeps every
-key; one keeps the newest; one keeps the newest few and, for each head of keys, those that received most weight.
+A model of one attention layer learns, in seconds, to recall: it reads facts (a name and its value) and answers
+questions (a name). Then it decodes long conversations, each about a few of its facts, as conversations are. One cache
+keeps every key; one keeps the newest; one keeps the newest few and, for each head of keys, those that received most.
 
 Sources: Zhang et al., "H2O: Heavy-Hitter Oracle", 2023, sums what a key received; Li et al., "SnapKV", 2024, chooses by
 the last queries of the prompt.
@@ -66,8 +66,9 @@ def conversations(batch: int, facts: int, questions: int, topic: int) -> Convers
     """Questions ask for `topic` of the facts nine times in ten, else for any."""
     names = torch.stack([torch.randperm(NAMES)[:facts] for _ in range(batch)])
     values = torch.randint(VALUES, (batch, facts))
-    near, any_ = torch.randint(topic, (batch, questions)), torch.randint(facts, (batch, questions))
-    asked = torch.where(torch.rand(batch, questions) < 0.9, near, any_)  # names are shuffled, so the first are as good
+    topics = torch.stack([torch.randperm(facts)[:topic] for _ in range(batch)])
+    near, far = topics.gather(1, torch.randint(topic, (batch, questions))), torch.randint(facts, (batch, questions))
+    asked = torch.where(torch.rand(batch, questions) < 0.9, near, far)
     blank = torch.full((batch, questions), VALUES)
     return Conversations(
         torch.cat([names, names.gather(1, asked)], 1), torch.cat([values, blank], 1), values.gather(1, asked)

@@ -2,9 +2,9 @@
 
     python examples/translate_align.py [--steps 150] [--output sightline-align.png]
 
-The language to translate from puts adjectives before their noun, the other one after it; every word has one translation.
-A model of encoder and decoder (`torch.nn.Transformer`) learns it from pairs of sentences. No alignment is shown to it,
-yet the key that the cross-attention weighs most is the word that was translated.
+One language puts an adjective before its noun, the other after it; every word has one translation. A model of encoder
+and decoder (`torch.nn.Transformer`) learns it from pairs of sentences. No alignment is shown to it, yet the key that
+the cross-attention weighs most is the word that was translated.
 
 Source: Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and Translate", 2015, section 5.2.
 """
@@ -24,8 +24,8 @@ from torch.nn import functional
 import sightline
 import sightline.torch
 
-ADJECTIVES = dict(red="rouge", green="vert", blue="bleu", white="blanc", black="noir", round="rond")
-NOUNS = dict(house="maison", cat="chat", tree="arbre", boat="bateau", bird="oiseau", stone="pierre")
+ADJECTIVES = {"red": "rouge", "green": "vert", "blue": "bleu", "white": "blanc", "black": "noir", "round": "rond"}
+NOUNS = {"house": "maison", "cat": "chat", "tree": "arbre", "boat": "bateau", "bird": "oiseau", "stone": "pierre"}
 ENGLISH, FRENCH = [*ADJECTIVES, *NOUNS], [*ADJECTIVES.values(), *NOUNS.values()]
 START = len(FRENCH)
 LENGTH, WIDTH, HEADS, BATCH = 8, 32, 2, 64
