@@ -99,7 +99,7 @@ class Aligned(NamedTuple):
 
     translated: float  # share of words translated right
     aligned: list[float]  # of each head: share of words whose heaviest key is the word they came from
-    by_place: float  # the same, of aligning every word with the word at its own place
+    moved: list[float]  # the same, of words that stand elsewhere than the word they came from
     sentence: Pairs  # one of them
     weights: Any  # (HEADS, LENGTH, LENGTH): its cross-attention
 
@@ -111,10 +111,11 @@ def align(model: Translator, count: int = 200) -> Aligned:
         logits = model(new.source, new.target)
     (call,) = seen.of(kind="cross")
     found = call["top_k"].where[..., 0]  # (count, HEADS, LENGTH)
-    heads = (found == new.origin[:, None]).float().mean((0, 2)).tolist()
-    same = (new.origin == torch.arange(LENGTH)).float().mean().item()
+    right, moved = found == new.origin[:, None], (new.origin != torch.arange(LENGTH))[:, None]
+    aligned, of_moved = right.float().mean((0, 2)), (right & moved).sum((0, 2)) / moved.sum()
     first = Pairs(*[part[0] for part in new])
-    return Aligned((logits.argmax(-1) == new.target).float().mean().item(), heads, same, first, call["weights"][0])
+    translated = (logits.argmax(-1) == new.target).float().mean().item()
+    return Aligned(translated, aligned.tolist(), of_moved.tolist(), first, call["weights"][0])
 
 
 def main(steps: int = 150, output: Path | None = OUTPUT) -> Aligned:
@@ -133,9 +134,10 @@ def main(steps: int = 150, output: Path | None = OUTPUT) -> Aligned:
         table.add_row(FRENCH[target[place]], f"{ENGLISH[source[key]]}{mark}", f"{found.weights[best, place, key]:.2f}")
     console.print(f"“{' '.join(ENGLISH[word] for word in source)}”", style="dim")
     console.print(table)
-    heads = ", ".join(f"head {head} {share:.1%}" for head, share in enumerate(found.aligned))
     console.print(
-        f"Words translated right {found.translated:.1%}; aligned right: {heads}; place by place {found.by_place:.1%}."
+        f"Of all words {found.translated:.1%} are translated right. Head {best} aligns {found.aligned[best]:.1%} of them, "
+        f"and {found.moved[best]:.1%} of those that changed places.",
+        style="dim",
     )
     if output is not None:
         from sightline.view import heatmap, save
