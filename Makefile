@@ -10,7 +10,7 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 .venv/demo: .venv/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[plot]'
+	$(BIN)/python -m pip install --quiet --editable '.[demo]'
 	@touch $@
 
 .venv/dev: .venv/bin/python pyproject.toml
