@@ -64,7 +64,6 @@ class Found(NamedTuple):
 
     heads: dict[str, list[Head]]  # of each pattern, the one with most mass first
     patterns: dict[str, Pattern]
-    seen: Any
 
 
 def folder() -> Path:
@@ -128,7 +127,7 @@ def look(model: Any, given: Read) -> Found:
             for head, mass in enumerate(of_heads)
         ]
         heads[name] = sorted(every, key=lambda head: -head.mass)
-    return Found(heads, wanted, seen)
+    return Found(heads, wanted)
 
 
 def averaged(statistic: Any, queries: Any) -> list[float]:

@@ -16,7 +16,7 @@ from sightline.attention import KERNELS
 from sightline.cli import heads, main
 from sightline.cli.demo import budget, compare, errors
 from sightline.cli.explain import explain
-from sightline.cli.info import SAMPLES, support
+from sightline.cli.info import PACKAGES, SAMPLES, support
 from sightline.data import NAMES, load
 from sightline.errors import ParameterError
 from sightline.problem import pose
@@ -126,6 +126,8 @@ def test_info_says_what_kernels_say(run):
     for kernel in KERNELS:
         assert kernel.describes.split()[0] in out
     assert np.__version__ in out
+    for name in PACKAGES:
+        assert re.search(rf"^{name} ", out, re.M)
     answers = support()
     for sample in SAMPLES:
         words = ["no" if answers[kernel.name][sample] else "yes" for kernel in KERNELS]

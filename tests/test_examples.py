@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -67,3 +68,12 @@ def test_cross_attention_aligns_words(example, tmp_path):
     best = max(range(example.HEADS), key=found.aligned.__getitem__)
     assert min(found.translated, found.aligned[best], found.moved[best]) > 1 / 2
     assert is_picture(tmp_path / "align.png")
+
+
+@pytest.mark.example("draw_statistics")
+def test_every_picture_of_the_page_is_drawn(example, tmp_path):
+    page = (FOLDER.parent / "docs" / "looking-inside.md").read_text()
+    shown = set(re.findall(r"\]\(looking-inside/(.+\.png)\)", page))
+    drawn = example.main(tmp_path)
+    assert {path.name for path in drawn} | {"heads.png"} == shown == {path.name for path in example.FOLDER.iterdir()}
+    assert all(map(is_picture, drawn))

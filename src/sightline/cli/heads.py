@@ -142,13 +142,13 @@ def atlas(console: Console, heads: Heads) -> Text:
     """A line for each layer, a cell for each head: how much weight what it looks at most gets, and the sign of that."""
     signs = [pattern.sign for pattern in patterns(heads.tokens)]
     drawn = Text()
-    drawn.append(" " * 9 + "".join(f"{head:>4} " for head in range(heads.masses.shape[2])) + " head\n", style="dim")
+    drawn.append(" " * 9 + "".join(f"{head:>3}  " for head in range(heads.masses.shape[2])) + "head\n", style="dim")
     for row, layer in enumerate(heads.layers):
         drawn.append(f"layer {layer:<3}", style="cyan")
         for column, of_patterns in enumerate(heads.masses[:, row].T):
             value = float(of_patterns.max())
             sign = signs[of_patterns.argmax()] if value >= LEAST else " "
-            drawn.append(f" {sign}{min(round(100 * value), 99):>2} ", style=heat(console, value**2))
+            drawn.append(f"{sign}{min(round(100 * value), 99):>2} ", style=heat(console, value**2))
             drawn.append(" " if column + 1 < heads.masses.shape[2] else "\n")
     drawn.rstrip()
     return drawn
