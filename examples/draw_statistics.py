@@ -21,7 +21,7 @@ from sightline.view import arcs, heatmap, plotting, received_by_key, tile_map
 
 FOLDER = Path(__file__).parents[1] / "docs" / "looking-inside"
 LAYER, NEAR, SHARP = 3, 8, 1  # heads: one that looks nearby, and one that is sharp
-DPI = 110
+DPI = 100
 
 
 def asked(name: str, see: list[Any], **options: Any) -> tuple[Any, ...]:

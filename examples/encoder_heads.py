@@ -192,7 +192,7 @@ def draw(model: Any, given: Read, found: Found, path: Path) -> None:
     """The first sentence under the best head of each pattern; these four weights alone are kept."""
     from sightline.view import heatmap, plotting, save
 
-    figure = plotting.new_figure(13, 10)
+    figure = plotting.new_figure(10, 7.8)
     length = len(given.tokens[0])
     for axis, (name, heads) in zip(figure.subplots(2, 2).flat, found.heads.items(), strict=True):
         layer, head = heads[0][:2]

@@ -43,12 +43,9 @@ class Pairs(NamedTuple):
 def order(sentence: list[int]) -> list[int]:
     """Places of the words as the second language puts them: an adjective and its noun change places."""
     places = list(range(len(sentence)))
-    k = 1
-    while k < len(sentence):
+    for k in range(1, len(sentence)):
         if sentence[k - 1] < len(ADJECTIVES) <= sentence[k]:
             places[k - 1 : k + 1] = [k, k - 1]
-            k += 1  # this noun is taken
-        k += 1
     return places
 
 
@@ -135,8 +132,8 @@ def main(steps: int = 150, output: Path | None = OUTPUT) -> Aligned:
     console.print(f"“{' '.join(ENGLISH[word] for word in source)}”", style="dim")
     console.print(table)
     console.print(
-        f"Of all words {found.translated:.1%} are translated right. Head {best} aligns {found.aligned[best]:.1%} of them, "
-        f"and {found.moved[best]:.1%} of those that changed places.",
+        f"Of all words {found.translated:.1%} are translated right. Head {best} aligns {found.aligned[best]:.1%} "
+        f"of them, and {found.moved[best]:.1%} of those that changed places.",
         style="dim",
     )
     if output is not None:

@@ -1,4 +1,4 @@
-"""The demo's look at every head of a trained encoder: what each gives most weight to, a picture, the explorer's page."""
+"""The demo's look at every head of a trained encoder: what each gives most weight, a picture, the explorer's page."""
 
 from __future__ import annotations
 
@@ -159,5 +159,7 @@ def _best(heads: Heads) -> Any:
     rows = []
     for pattern, masses in zip(patterns(heads.tokens), heads.masses, strict=True):
         row, head = np.unravel_index(masses.argmax(), masses.shape)
-        rows.append((pattern.sign, pattern.words, f"layer {heads.layers[row]}, head {head}", f"{masses[row, head]:.2f}"))
+        rows.append(
+            (pattern.sign, pattern.words, f"layer {heads.layers[row]}, head {head}", f"{masses[row, head]:.2f}")
+        )
     return table("", "looks at", "most of all", "weight there", rows=rows, left=3)
