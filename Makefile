@@ -1,5 +1,7 @@
 # Two commands do everything: `make demo` and `make test`. Each makes its own .venv if there is none.
+# `make demo EXTRAS=plot` does without torch, transformers and the encoder's weights.
 PYTHON ?= python3
+EXTRAS ?= demo
 BIN := .venv/bin
 
 .PHONY: demo test soak
@@ -9,15 +11,15 @@ BIN := .venv/bin
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
-.venv/demo: .venv/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[plot]'
+.venv/extras-$(EXTRAS): .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@
 
 .venv/dev: .venv/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
-demo: .venv/demo
+demo: .venv/extras-$(EXTRAS)
 	$(BIN)/sightline demo
 
 test: .venv/dev

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from sightline import __version__, attention, padding, weights
 from sightline.attention import KERNELS
-from sightline.cli import main
+from sightline.cli import heads, main
 from sightline.cli.demo import budget, compare, errors
 from sightline.cli.explain import explain
-from sightline.cli.info import SAMPLES, support
+from sightline.cli.info import PACKAGES, SAMPLES, support
 from sightline.data import NAMES, load
 from sightline.errors import ParameterError
 from sightline.problem import pose
@@ -126,6 +126,8 @@ def test_info_says_what_kernels_say(run):
     for kernel in KERNELS:
         assert kernel.describes.split()[0] in out
     assert np.__version__ in out
+    for name in PACKAGES:
+        assert re.search(rf"^{name} ", out, re.M)
     answers = support()
     for sample in SAMPLES:
         words = ["no" if answers[kernel.name][sample] else "yes" for kernel in KERNELS]
@@ -153,6 +155,9 @@ def test_demo(run, tmp_path):
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     for said in ("the cat ate the rat", "kernel", "float64 definition", "Sightline", "NumPy", "torch SDPA", "15 ran"):
         assert said in out
+    assert re.search(r"^← +the token before +layer 0, head 2 +\d\.\d\d *$", out, re.M)
+    assert (tmp_path / "demo-heads.png").read_bytes().startswith(b"\x89PNG")
+    assert "whale" in (tmp_path / "demo-heads.html").read_text() or heads.model_folder() is None
 
 
 @pytest.mark.parametrize("layer", [0, 3])
@@ -177,7 +182,8 @@ def test_comparison_times_every_contender():
     assert min(times.values()) > 0
 
 
-def test_demo_without_torch_and_matplotlib(run, monkeypatch):
+def test_demo_without_torch_and_matplotlib(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     find = importlib.util.find_spec
     absent = ("torch", "matplotlib")
     for place in ("sightline.cli.demo.find_spec", "importlib.util.find_spec"):
@@ -186,7 +192,31 @@ def test_demo_without_torch_and_matplotlib(run, monkeypatch):
     assert code == 0
     assert "pip install torch" in out
     assert 'pip install "sightline-attention[plot]"' in out
+    assert 'pip install "sightline-attention[demo]"' in out
     assert "NumPy" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["sightline-demo-heads.html"]
+
+
+@pytest.mark.parametrize("colours", ["truecolor", "256", "standard", None])
+def test_every_head_has_its_cell(colours):
+    found = heads.by_activations()
+    console = Console(force_terminal=colours is not None, color_system=colours, width=80, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(heads.atlas(console, found))
+    assert ("48;" in captured.get()) == (colours in ("truecolor", "256"))
+    first, *lines = re.sub(r"\x1b\[[\d;]*m", "", captured.get()).splitlines()
+    assert first.split() == [*map(str, range(12)), "head"]
+    for line, layer, masses in zip(lines, found.layers, found.masses.max(0), strict=True):
+        numbers = re.sub("[←→◦=]", " ", line).split()
+        assert numbers == ["layer", str(layer), *(str(min(round(100 * mass), 99)) for mass in masses)]
+
+
+def test_masses_of_heads_are_sums_of_their_weights():
+    found = heads.by_activations()
+    before = found.masses[0]
+    for layer, of_heads in zip(found.weights, before, strict=True):
+        exact = np.diagonal(layer, -1, 1, 2).mean(-1, dtype=np.float64)
+        assert_within_budget(of_heads, exact, np.diagonal(layer, -1, 1, 2).mean(-1))
 
 
 def test_shipped_activations():

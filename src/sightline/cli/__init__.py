@@ -49,13 +49,19 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "demo",
         help="real activations of a trained model: checked, timed and drawn",
         description="Attention over real activations of a trained encoder with the default kernel: which kernel ran "
-        "and why, how far it is from the float64 definition and from the model's own numbers, how long it took, and "
-        "one head's weights as a picture.",
+        "and why, how far it is from the float64 definition and from the model's own numbers, how long it took, one "
+        "head's weights as a picture, and what every head of the encoder looks at in a sentence.",
     )
-    demo.add_argument("--output", metavar="PATH", help="the picture: .png, .svg or .pdf (default: sightline-demo.png)")
+    demo.add_argument(
+        "--output",
+        metavar="PATH",
+        help="the picture: .png, .svg or .pdf; that of every head and the explorer's page go beside it "
+        "(default: sightline-demo.png)",
+    )
     demo.add_argument("--layer", type=int, default=3, choices=(0, 3), help="layer of the model (default: 3)")
     demo.add_argument("--head", type=int, default=1, choices=range(12), metavar="0-11", help="head drawn (default: 1)")
     demo.add_argument("--repeats", type=int, default=7, help="timed runs, of which the median counts (default: 7)")
+    demo.add_argument("--sentence", metavar="TEXT", help="what the encoder reads, where it is installed")
     demo.set_defaults(run=_demo)
 
 
@@ -118,7 +124,8 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _demo(options: argparse.Namespace) -> None:
     from .demo import demo
 
-    demo(options.output, options.layer, options.head, options.repeats)
+    given = {} if options.sentence is None else {"sentence": options.sentence}
+    demo(options.output, options.layer, options.head, options.repeats, **given)
 
 
 def _explain(options: argparse.Namespace) -> None:

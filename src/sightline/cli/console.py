@@ -14,7 +14,7 @@ from rich.text import Text
 from ..view.picture import Picture
 from ..view.terminal import colour_of, ink_on
 
-__all__ = ["facts", "make_console", "matrix", "number", "picture", "progress", "section", "shaded", "table"]
+__all__ = ["facts", "heat", "make_console", "matrix", "number", "picture", "progress", "section", "shaded", "table"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -109,12 +109,17 @@ def _on(value: float) -> str:
     return f"#{ink[0]:02x}{ink[1]:02x}{ink[2]:02x} on #{background[0]:02x}{background[1]:02x}{background[2]:02x}"
 
 
+def heat(console: Console, weight: float) -> str:
+    """The style of a weight's cell: its colour and an ink that reads on it; none where there are few colours."""
+    return _on(weight**0.5) if console.color_system in ("truecolor", "256") else ""
+
+
 def shaded(console: Console, weights: Array, tokens: Sequence[str]) -> Text:
     """A heat map of weights, three characters a cell: hundredths on colours, or shades where there are none."""
     drawn = Text()
     margin = max(map(len, tokens)) + 4
     drawn.append(" " * margin + "".join(f"{j:>3}" for j in range(len(tokens))) + "\n", style="dim")
-    coloured = console.color_system in ("truecolor", "256")
+    coloured = bool(heat(console, 0.0))
     for i, token in enumerate(tokens):
         drawn.append(f"{i:>2} {token:<{margin - 3}}", style="cyan")
         for value in map(float, weights[i]):

@@ -21,6 +21,7 @@ from ..formula.library import padding
 from ..observe import lse, weights
 from ..problem import pose
 from ..testing import budget_used, plain, size_of_terms
+from . import heads
 from .console import facts, make_console, progress, section, shaded, table
 
 __all__ = ["budget", "compare", "demo", "errors"]
@@ -33,8 +34,10 @@ COPIES = (2, 6)  # the paragraph's activations, so many times as a batch and alo
 WARM_UP = 2
 
 
-def demo(output: str | None = None, layer: int = 3, head: int = 1, repeats: int = 7) -> None:
-    """Run and print it; the picture goes to `output`."""
+def demo(
+    output: str | None = None, layer: int = 3, head: int = 1, repeats: int = 7, sentence: str = heads.SENTENCE
+) -> None:
+    """Run and print it; the picture goes to `output`, that of every head and the explorer's page beside it."""
     console, repeats = make_console(), max(repeats, 1)
     cat, moby = load("minilm_cat"), load("minilm_moby")
     chosen, mask = cat.layers[layer], padding(cat.lengths)
@@ -56,6 +59,8 @@ def demo(output: str | None = None, layer: int = 3, head: int = 1, repeats: int 
     _exactness(console, chosen, mask, out, seen)
     _speed(console, cat, moby, layer, repeats)
     _weights(console, cat, seen, layer, head, output)
+    path = Path(output or PICTURE)
+    heads.show(console, sentence, path.with_name(f"{path.stem}-heads{path.suffix}"))
 
 
 def _exactness(console: Console, layer: Layer, mask: Expression, out: Array, seen: Array) -> None:

@@ -17,7 +17,7 @@ from ..view.explorer import Exploration, from_seen, save_html
 from ..view.explorer.data import LIMIT, TEXT_SIZE, TOP
 from .console import make_console, progress
 
-__all__ = ["texts_of", "view"]
+__all__ = ["load_model", "texts_of", "view"]
 
 EXAMPLE = 'sightline view --model ./my-model "the cat ate the rat"'
 STEPS = ("reading the model", "the model reads", "writing the page")
@@ -61,7 +61,7 @@ def view(
     watch = _room().watch
     with progress(console) as bar:
         task = bar.add_task(STEPS[0], total=len(STEPS))
-        model, tokenizer = (load or _load)(path)
+        model, tokenizer = (load or load_model)(path)
         bar.update(task, advance=1, description=STEPS[1])
         seen = _run(model, tokenizer, texts, watch)
         bar.update(task, advance=1, description=STEPS[2])
@@ -107,7 +107,7 @@ def _room() -> Any:
         ) from error
 
 
-def _load(path: Path) -> tuple[Any, Any]:
+def load_model(path: Path) -> tuple[Any, Any]:
     """Model and tokenizer of the folder; nothing is looked for elsewhere."""
     transformers = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()

