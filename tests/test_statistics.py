@@ -127,6 +127,21 @@ def test_scores_have_gradients_where_weights_are_0(kernel):
     assert gradcheck(call, [query, key], fast_mode=True)
 
 
+@pytest.mark.parametrize("kernel", ["streaming", "cpu"])
+def test_the_largest_score_has_a_gradient_where_a_sink_takes_all_weight(kernel):
+    sinks = torch.full((2,), 1000.0, dtype=torch.float64)
+
+    def call(query, key):
+        options = {"mask": i >= j, "sinks": sinks, "kernel": kernel}
+        _, (found,) = sightline.attention(query, key, key, see=[sightline.max_score()], **options)
+        return found.score
+
+    query, key, *_ = question()
+    _, (weights,) = sightline.attention(query, key, key, sinks=sinks, see=[sightline.weights()])
+    assert (weights == 0).all()
+    assert gradcheck(call, [query, key], fast_mode=True)
+
+
 @pytest.mark.parametrize("name", ["top_k", "pooled, max"])
 def test_what_has_no_gradient_says_so(name):
     statistic = {"top_k": sightline.top_k(2), "pooled, max": sightline.pooled(2, 2, "max")}[name]

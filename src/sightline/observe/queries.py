@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from ..arrays import namespace, resolve
 from ..errors import ParameterError
@@ -87,8 +90,17 @@ class MaxScore(Statistic):
         return Largest(*arrays)
 
     def slopes(self, back: Back) -> Slopes:
-        place = back.answer(self).where
-        return Slopes(scores=where(j == back.read(place, i), back.slope(i), 0.0))
+        found = back.answer(self)
+        slope = where(j == back.read(found.where, i), back.slope(i), 0.0)
+        return Slopes(scores=slope, everywhere=_drowned(back, found.score))
+
+
+def _drowned(back: Back, largest: Any) -> bool:
+    """Whether a sink leaves some query's largest score a weight that may be 0 by rounding; else it is 1/m at least."""
+    if back.problem.sinks is None:
+        return False
+    xp, least = namespace(back.lse), math.log(np.finfo(back.problem.accumulator).tiny)
+    return bool(xp.any((largest != -math.inf) & (largest - back.lse < least)))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
