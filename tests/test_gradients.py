@@ -12,8 +12,9 @@ from strategies import DTYPES, Case, cases, to_torch
 import sightline
 from sightline import attention, h, i, j, padding, s, softcap, table, weights
 from sightline.arrays import dtype_name, to_numpy
-from sightline.cpu import Cpu
+from sightline.cpu import Cpu, gradients
 from sightline.formula.expression import Lookup, walk
+from sightline.problem import pose
 from sightline.reference import backward, forward, gradients_of
 from sightline.streaming import backward as streaming_backward
 from sightline.testing import assert_within_budget, dense, orders_of, sizes_of_gradients
@@ -149,6 +150,20 @@ def test_tables_read_a_tile_at_a_time(name, dtype, rng):
     score = PAIRS[name](rng.normal(size=(2, 130, 201)).astype(np.float32))
     mask, dropout = sightline.dense(rng.random((130, 201)) < 0.8), 0.2 if dtype == "bfloat16" else 0.0
     check(Case(*arrays, {"mask": mask, "score": score, "dropout": dropout, "seed": 5}), differentiate=by_cpu)
+
+
+def test_an_entry_that_hidden_pairs_are_sent_to_belongs_to_no_thread(rng):
+    """Threads of other keys add their 0 to it, and would undo what its owner adds meanwhile."""
+    query, key = rng.normal(size=(2, 20, 4)).astype(np.float32), rng.normal(size=(2, 201, 4)).astype(np.float32)
+
+    def owners(heads, keys):
+        score = s + table(rng.normal(size=(heads, keys)).astype(np.float32))[h, j]
+        problem = pose(query[None], key[None], key[None], mask=(h < heads) & (j < keys), score=score)
+        return [(gain.owned, gain.headed) for gain in gradients._gains(problem, [0])]
+
+    assert owners(2, 201) == [(True, True)]
+    assert owners(2, 100) == [(False, True)]
+    assert owners(1, 201) == [(True, False)]
 
 
 # -- the reference's own gradients -------------------------------------------------------------------------------------

@@ -177,17 +177,24 @@ def _gains(problem: Problem, wanted: Collection[int]) -> Iterator[Gain]:
         if isinstance(node, Lookup) and node.kind == "float" and slots[id(node.table)] in wanted
     ]
 
-    def belongs(slot: int, name: str) -> bool:
-        """Whether every lookup of the table has the symbol itself as index of one and the same axis."""
+    def belongs(slot: int, name: str, length: int) -> bool:
+        """Whether every lookup of the table has the symbol itself as index of one and the same axis.
+
+        A shorter axis is read past its end at hidden pairs, which are sent to its last entry: that one is everybody's.
+        """
         found = [
-            {axis for axis, argument in enumerate(node.arguments) if argument is SYMBOLS[name]}
+            {
+                axis
+                for axis, argument in enumerate(node.arguments)
+                if argument is SYMBOLS[name] and node.table.shape[axis] >= length
+            }
             for _, node, other in lookups
             if other == slot
         ]
         return bool(set.intersection(*found))
 
     for place, _, slot in lookups:
-        yield Gain(place, slot, belongs(slot, "j"), belongs(slot, "h"))
+        yield Gain(place, slot, belongs(slot, "j", problem.m), belongs(slot, "h", problem.H))
 
 
 def _whole(width: int, dtype: str, machine: Machine) -> int:
