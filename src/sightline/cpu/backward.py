@@ -44,11 +44,9 @@ class Backward(Block):
 
     fields = BACKWARD
 
-    def write(self, name: str) -> Any:
-        """The module with the kernel in it."""
-        self.begin(name)
-        code, given, tiles, structure = self.code, self.given, self.tiles, self.structure
-        self.q_t, self.s_t = tiles.matrix(tiles.pairs(self.structure.d_k)), tiles.matrix(KEYS)
+    def allocate(self) -> None:
+        tiles, structure = self.tiles, self.structure
+        self.q_t, self.s_t = tiles.matrix(tiles.pairs(structure.d_k)), tiles.matrix(KEYS)
         self.key, self.value = self.rows(1, along=True, down=True), self.rows(2, along=True, down=False)
         self.do_t = tiles.matrix(tiles.pairs(structure.d_v))
         self.dp_t, self.dq_t = tiles.matrix(KEYS), tiles.matrix(structure.d_k)
@@ -59,12 +57,6 @@ class Backward(Block):
         self.normaliser, self.delta = tiles.matrix(1), tiles.matrix(1)
         self.lse, self.shift = tiles.variables(), tiles.variables()
         self.prepare_slopes()
-        with code.forever() as leave:
-            item = code.increment(given.counter)
-            leave(item >= given.items)
-            self.take(item)
-        code.finish()
-        return self.module
 
     # -- items ----------------------------------------------------------------------------------------------------
     def take(self, item: Value) -> None:
@@ -356,7 +348,6 @@ class Backward(Block):
             return
         nodes, tables = walk(score), self.given.tables
         self.slope = self.renderer(derivative(score), self.float, ())
-        self.offsets, self.shares = (self.tiles.scratch(self.lanes * 8) for _ in range(2))
         for sums, (place, slot, owned) in zip(
             tables[len(self.structure.tables) :], self.structure.gaining, strict=True
         ):

@@ -102,7 +102,22 @@ class Block:
         self.prepare_formulas()
 
     def write(self, name: str) -> Any:
-        """The module with the kernel in it."""
+        """The module with the kernel in it: scratch, and one item of work after another, as an atomic counter tells."""
+        self.begin(name)
+        self.allocate()
+        with self.code.forever() as leave:
+            item = self.code.increment(self.given.counter)
+            leave(item >= self.given.items)
+            self.take(item)
+        self.code.finish()
+        return self.module
+
+    def allocate(self) -> None:
+        """The kernel's own scratch."""
+        raise NotImplementedError(type(self).__name__)
+
+    def take(self, item: Value) -> None:
+        """One item of work."""
         raise NotImplementedError(type(self).__name__)
 
     # -- where the block's data lie -------------------------------------------------------------------------------

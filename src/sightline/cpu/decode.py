@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from .arguments import DECODE
 from .block import KEYS, Block
@@ -36,10 +35,8 @@ class Decode(Block):
 
     fields = DECODE
 
-    def write(self, name: str) -> Any:
-        """The module with the kernel in it."""
-        self.begin(name)
-        code, given, tiles, structure = self.code, self.given, self.tiles, self.structure
+    def allocate(self) -> None:
+        tiles, structure = self.tiles, self.structure
         self.key = self.rows(1, along=not self.paired, down=False)
         self.value = self.rows(2, along=False, down=not self.paired)
         self.long = tiles.pairs(structure.d_k) * tiles.size  # bytes of a query row
@@ -50,19 +47,18 @@ class Decode(Block):
         self.sums = tiles.scratch(TOGETHER * KEYS * tiles.align)  # unfinished
         self.totals = tiles.scratch(ROWS * tiles.align)
         self.largest, self.alpha = tiles.scratch(ROWS * tiles.size), tiles.scratch(ROWS * tiles.size)
-        with code.forever() as leave:
-            item = code.increment(given.counter)
-            leave(item >= given.items)
-            self.take(item)
-            self.begin_rows()
-            self.attend()
-            self.hand_over()
-            with code.when(code.increment(given.done.at(self.rows_taken * 8), "acq_rel") == given.chunks - 1):
-                self.join()
-        code.finish()
-        return self.module
 
     def take(self, item: Value) -> None:
+        """A part of the keys for some query rows; whoever ends the last part joins them all."""
+        code, given = self.code, self.given
+        self.locate(item)
+        self.begin_rows()
+        self.attend()
+        self.hand_over()
+        with code.when(code.increment(given.done.at(self.rows_taken * 8), "acq_rel") == given.chunks - 1):
+            self.join()
+
+    def locate(self, item: Value) -> None:
         """Item → (b, g, batch of rows, part of the keys)."""
         code, given = self.code, self.given
         heads, rows = given.H // given.group, given.group * given.n

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any
 
 from .arguments import FORWARD
 from .block import KEYS, Block
@@ -28,30 +27,27 @@ class Forward(Block):
 
     fields = FORWARD
 
-    def write(self, name: str) -> Any:
-        """The module with the kernel in it."""
-        self.begin(name)
-        code, given, tiles = self.code, self.given, self.tiles
+    def allocate(self) -> None:
+        tiles = self.tiles
         self.q_t, self.s_t = tiles.matrix(tiles.pairs(self.structure.d_k)), tiles.matrix(KEYS)
         self.key, self.value = self.rows(1, along=True, down=False), self.rows(2, along=False, down=True)
         self.o_t = tiles.matrix(self.structure.d_v)
         self.largest, self.total, self.tile_max, self.shift, self.alpha = (tiles.variables() for _ in range(5))
         self.riding = Riding(self)
-        with code.forever() as leave:
-            item = code.increment(given.counter)
-            leave(item >= given.items)
-            self.take(item)
-            self.turn_queries()
-            self.evaluate_block()
-            again = Variable(code, BOOL, True)
-            with code.loop(0, 2) as attempt, code.when(again.get()):
-                self.attend(careful=attempt == 1)
-                again.set(self.tainted())
-            self.hand_over()
-        code.finish()
-        return self.module
 
     def take(self, item: Value) -> None:
+        """A block of queries of a head."""
+        code = self.code
+        self.locate(item)
+        self.turn_queries()
+        self.evaluate_block()
+        again = Variable(code, BOOL, True)
+        with code.loop(0, 2) as attempt, code.when(again.get()):
+            self.attend(careful=attempt == 1)
+            again.set(self.tainted())
+        self.hand_over()
+
+    def locate(self, item: Value) -> None:
         """Item → (b, h, block of queries); later blocks first, since a causal mask makes those the longest."""
         given = self.given
         blocks = given.query_blocks

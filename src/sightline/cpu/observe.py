@@ -35,28 +35,16 @@ class Observe(Block):
         "last_query": INT64,
     }
 
-    def write(self, name: str) -> Any:
-        """The module with the kernel in it."""
-        self.begin(name)
-        code, given, tiles = self.code, self.given, self.tiles
+    def allocate(self) -> None:
+        tiles = self.tiles
         self.q_t, self.s_t = tiles.matrix(tiles.pairs(self.structure.d_k)), tiles.matrix(KEYS)
         self.key = self.rows(1, along=True, down=False)
         self.normaliser, self.rest = tiles.matrix(1), tiles.matrix(1)
         self.high, self.low = tiles.variables(), tiles.variables()
         self.prepare()
-        with code.forever() as leave:
-            item = code.increment(given.counter)
-            leave(item >= given.items)
-            self.take(item)
-        code.finish()
-        return self.module
 
     def prepare(self) -> None:
         """The statistic's own scratch."""
-
-    def take(self, item: Value) -> None:
-        """One item of work."""
-        raise NotImplementedError(type(self).__name__)
 
     def collect(self, j0: Value, masked: bool) -> None:
         """What becomes of a tile whose products are in Sᵀ; `masked`: some of it is hidden."""
