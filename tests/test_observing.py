@@ -12,7 +12,7 @@ from test_conformance import arrays
 from sightline import alibi, causal, i, j, padding, s, softcap, table, window
 from sightline.arrays import dtype_name, framework, to_numpy
 from sightline.cpu import Cpu, observing
-from sightline.cpu.observing import MOST, pooled, received, tiles, top_k, weights
+from sightline.cpu.observing import MOST, pooled, received, top_k, weights
 from sightline.problem import pose
 from sightline.reference import stages_of
 from sightline.testing import assert_within_budget, dense, guarded, orders_of
@@ -281,21 +281,6 @@ def test_longer_lists_than_the_stack_holds_are_left_to_others(rng):
     assert top_k(problem, stages_of(problem).lse, MOST + 1) is None
 
 
-def test_tiles_are_the_weights(monkeypatch):
-    """All of them, of the same bits; those that are empty are left out."""
-    monkeypatch.setattr(observing, "TILE", 1 << 14)
-    problem = pose(*arrays((2, 2, 500, 8), "float32", m=290), mask=window(30, 3) & (j != 64))
-    lse = Cpu().run(problem).lse
-    whole = weights(problem, lse)
-    pieced, seen = np.zeros_like(whole), 0
-    for tile in tiles(problem, lse):
-        assert tile.weights.size <= 1 << 14 or tile.weights.shape[-2] <= 64
-        pieced[..., tile.rows, tile.columns] += tile.weights
-        seen += tile.weights.size
-    np.testing.assert_array_equal(pieced, whole)
-    assert seen < whole.size / 2
-
-
 # -- what is not asked of these kernels ------------------------------------------------------------------------------
 
 
@@ -314,7 +299,7 @@ def test_scores_that_are_not_finite_are_left_to_others(bad):
                 np.testing.assert_array_equal(one, other)
     open_ = pose(q, k, v)
     lse = stages_of(open_).lse
-    for ask in (received, partial(pooled, rows=1, columns=1), partial(top_k, k=1), weights, tiles):
+    for ask in (received, partial(pooled, rows=1, columns=1), partial(top_k, k=1), weights):
         assert ask(open_, lse) is None
 
 
@@ -329,7 +314,6 @@ def test_no_pairs(extent):
     assert found.tolist() == np.zeros((B, H, n, 2)).tolist()
     assert where.tolist() == np.full((B, H, n, 2), -1).tolist()
     assert weights(problem, lse).shape == (B, H, n, m)
-    assert list(tiles(problem, lse)) == []
     assert pooled(problem, lse, 0, 0).shape == (B, H, 0, 0)
 
 

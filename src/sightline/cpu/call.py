@@ -19,7 +19,9 @@ from .block import KEYS, Block, Structure
 from .machine import Machine
 from .processor import Processor
 
-__all__ = ["Inputs", "block_of", "fitted", "kernel_of", "operand", "structure_of"]
+__all__ = ["LARGEST_LSE", "Inputs", "block_of", "fitted", "kernel_of", "operand", "structure_of"]
+
+LARGEST_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # beyond it the last place of scores is 1 or more
 
 Extent = tuple[int, int, int, int]
 Range = tuple[float, tuple[tuple[int, int], ...]]

@@ -19,7 +19,7 @@ from ..problem import Problem
 from .arguments import BACKWARD, pack
 from .backward import Backward
 from .block import KEYS
-from .call import Inputs, block_of, fitted, kernel_of, operand, structure_of
+from .call import LARGEST_LSE, Inputs, block_of, fitted, kernel_of, operand, structure_of
 from .machine import Machine
 from .processor import Processor
 from .run import forward
@@ -164,7 +164,7 @@ def _of_rows(problem: Problem, d_lse: Any, slopes: Slopes, threads: int | None, 
 def _huge(lse: Any, accumulator: str) -> bool:
     """Whether weights from exp(score − lse) would not add up to 1, as scores and lse are rounded apart."""
     sizes = np.abs(to_numpy(lse))
-    return bool(np.max(sizes, where=np.isfinite(sizes), initial=0.0) > (2**52 if accumulator == "float64" else 2**23))
+    return bool(np.max(sizes, where=np.isfinite(sizes), initial=0.0) > LARGEST_LSE[accumulator])
 
 
 def _gains(problem: Problem, wanted: Collection[int]) -> Iterator[Gain]:

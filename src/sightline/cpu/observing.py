@@ -6,35 +6,32 @@ lse, and where scores' last place is more than 1 weights would not add up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..arrays import convert, empty, layout, namespace, resolve, to_numpy
-from ..formula.runs import Runs
-from ..observe import Tile
+from ..observe.matrix import lengths
 from ..problem import Problem
 from .arguments import pack
 from .block import KEYS
-from .call import Inputs, block_of, fitted, kernel_of, structure_of
+from .call import LARGEST_LSE, Inputs, block_of, fitted, kernel_of, structure_of
 from .keywise import CELLS, PART, Pooled, Received
 from .observe import Observe
 from .processor import HOST, Processor
 from .rowwise import TopK, WeightTiles, WideWeightTiles
 from .threads import count
 
-__all__ = ["MOST", "pooled", "received", "tiles", "top_k", "weights"]
+__all__ = ["MOST", "pooled", "received", "tainted", "top_k", "weights"]
 
 ITEMS = 16  # pieces of work wanted, whatever the number of threads: sums must not depend on it
 MOST = 256  # of top_k's k: lists of a block of queries lie on a thread's stack
-TILE = 1 << 21  # numbers of a tile that `tiles` yields, over all batches and heads
 
 Range = tuple[int, int]
 
 
-class Pass:
+class SecondPass:
     """A second pass made ready: its kernel, and the words that stay the same from call to call."""
 
     def __init__(
@@ -72,7 +69,7 @@ class Pass:
 def tainted(problem: Problem, lse: Any) -> bool:
     """Whether a row's lse is NaN or ∞, or so large that weights e^(S − lse) would not add up to 1."""
     sizes = np.abs(np.where(to_numpy(lse) == -np.inf, 0.0, to_numpy(lse)))
-    return not bool(np.max(sizes, initial=0.0) <= (2**52 if problem.accumulator == "float64" else 2**23))
+    return not bool(np.max(sizes, initial=0.0) <= LARGEST_LSE[problem.accumulator])
 
 
 def received(
@@ -101,7 +98,7 @@ def received(
     queries = (n - min(n if last is None else last, n), n)
     if 0 in problem.extent or queries[0] == n:
         return _zeros((*problem.lead, problem.H, m), problem)
-    ready = Pass(problem, lse, Received, "received_max" if how == "max" else "received", processor)
+    ready = SecondPass(problem, lse, Received, "received_max" if how == "max" else "received", processor)
     blocks, across = -(-m // KEYS), -(-n // ready.block) - queries[0] // ready.block
     chunk = min(-(-blocks // min(-(-ITEMS // heads), blocks)), PART)
     parts = -(-blocks // chunk)
@@ -148,7 +145,7 @@ def pooled(
         return _zeros((*problem.lead, problem.H, rows, columns), problem)
     found = _cells(problem, lse, (rows, columns), how, queries, keys, threads, processor)
     if how == "mean":
-        found /= convert(_lengths(*queries, rows)[:, None] * _lengths(*keys, columns), problem.query)
+        found /= convert(lengths(*queries, rows)[:, None] * lengths(*keys, columns), problem.query)
     return xp.astype(found, resolve(xp, problem.accumulator), copy=False)
 
 
@@ -163,7 +160,7 @@ def _cells(
     processor: Processor,
 ) -> Any:
     """Sums or maxima over the cells of a rectangle, (..., H, rows, columns) float64."""
-    ready = Pass(problem, lse, Pooled, "pooled_max" if how == "max" else "pooled", processor)
+    ready = SecondPass(problem, lse, Pooled, "pooled_max" if how == "max" else "pooled", processor)
     (rows, columns), heads = grid, problem.B * problem.H
     columns_together = min(columns, CELLS)
     across = -(-columns // columns_together)
@@ -204,7 +201,7 @@ def top_k(problem: Problem, lse: Any, k: int, threads: int | None = None, proces
     found[..., kept:], where[..., kept:] = 0, -1
     if 0 in (problem.B, problem.H, problem.n, kept):
         return found, where
-    ready = Pass(problem, lse, TopK, "top_k", processor, kept)
+    ready = SecondPass(problem, lse, TopK, "top_k", processor, kept)
     whole = (found, where)
     if kept < k:
         whole = tuple(empty((*shape, kept), name, problem.query) for name in (problem.accumulator, "int64"))
@@ -238,60 +235,16 @@ def weights(
     if tainted(problem, lse):
         return None
     queries, keys = _span(rows, problem.n), _span(columns, problem.m)
-    if 0 in problem.extent:
-        shape = (*problem.lead, problem.H, queries[1] - queries[0], keys[1] - keys[0])
-        return _zeros(shape, problem, problem.accumulator if wide else problem.dtype)
-    return _weights(_writer(problem, lse, wide, processor), queries, keys, wide, threads)
-
-
-def tiles(
-    problem: Problem, lse: Any, wide: bool = True, threads: int | None = None, processor: Processor = HOST
-) -> Iterator[Tile] | None:
-    """The weights tile by tile, those alone that the mask leaves something of; None where `weights` has none.
-
-    A tile is at most `TILE` numbers, or one block of queries by one of keys.
-    """
-    return None if tainted(problem, lse) else _tiles(problem, lse, wide, threads, processor)
-
-
-def _tiles(problem: Problem, lse: Any, wide: bool, threads: int | None, processor: Processor) -> Iterator[Tile]:
-    if 0 in problem.extent:
-        return
-    ready = _writer(problem, lse, wide, processor)
-    heads, block = problem.B * problem.H, ready.block
-    height = max(TILE // (heads * problem.m * block), 1) * block
-    width = max(TILE // (heads * height * KEYS), 1) * KEYS
-    for i0 in range(0, problem.n, height):
-        queries = (i0, min(i0 + height, problem.n))
-        for j0 in range(0, problem.m, width):
-            keys = (j0, min(j0 + width, problem.m))
-            if _sees(ready.inputs.runs, queries, keys):
-                yield Tile(slice(*queries), slice(*keys), _weights(ready, queries, keys, wide, threads))
-
-
-def _sees(runs: Runs, queries: Range, keys: Range) -> bool:
-    """Whether some run lies in the rectangle; its corner is that of a tile."""
-    first, last = queries[0] // runs.query_block, -(-queries[1] // runs.query_block)
-    for row in range(0, runs.start.size - 1, runs.query_blocks):
-        some = slice(runs.start[row + first], runs.start[row + last])
-        if ((runs.first[some] * runs.key_block < keys[1]) & (runs.last[some] * runs.key_block > keys[0])).any():
-            return True
-    return False
-
-
-def _writer(problem: Problem, lse: Any, wide: bool, processor: Processor) -> Pass:
-    if wide and problem.dtype != problem.accumulator:
-        return Pass(problem, lse, WideWeightTiles, "wide_weights", processor)
-    return Pass(problem, lse, WeightTiles, "weights", processor)
-
-
-def _weights(ready: Pass, queries: Range, keys: Range, wide: bool, threads: int | None) -> Any:
-    problem = ready.problem
     shape = (*problem.lead, problem.H, queries[1] - queries[0], keys[1] - keys[0])
     found = _zeros(shape, problem, problem.accumulator if wide else problem.dtype)
-    if 0 not in shape:
-        blocks = -(-queries[1] // ready.block) - queries[0] // ready.block
-        ready.call(queries, problem.B * problem.H * blocks, found, threads, first_key=keys[0], last_key=keys[1])
+    if 0 in shape:
+        return found
+    if wide and problem.dtype != problem.accumulator:
+        ready = SecondPass(problem, lse, WideWeightTiles, "wide_weights", processor)
+    else:
+        ready = SecondPass(problem, lse, WeightTiles, "weights", processor)
+    blocks = -(-queries[1] // ready.block) - queries[0] // ready.block
+    ready.call(queries, problem.B * problem.H * blocks, found, threads, first_key=keys[0], last_key=keys[1])
     return found
 
 
@@ -305,8 +258,3 @@ def _zeros(shape: tuple[int, ...], problem: Problem, name: str | None = None) ->
     """Zeros in the query's library, of the accumulator's dtype unless another is named."""
     xp = namespace(problem.query)
     return xp.zeros(shape, dtype=resolve(xp, name or problem.accumulator), device=problem.query.device)
-
-
-def _lengths(first: int, last: int, cells: int) -> Any:
-    """How many positions each cell takes."""
-    return np.diff(np.arange(cells + 1) * (last - first) // cells)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import convert
-from ..observe import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights, collect
+from ..observe import Entropy, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights, collect
 from ..problem import Problem
 from ..streaming import Streaming
 from . import observing
@@ -55,7 +55,7 @@ def see(problem: Problem, lse: Any, riders: Riders, threads: int | None, process
     tainted = observing.tainted(problem, lse)
     found: dict[int, Any] = {}
     for place, statistic in enumerate(problem.see):
-        if isinstance(statistic, Lse):
+        if not statistic.reads:  # made of the normaliser alone
             (found[place],) = collect(problem.asking(statistic), lse, lambda: iter(()))
         elif not tainted:
             arrays = _arrays(problem, lse, statistic, riders, threads, processor)

@@ -149,11 +149,8 @@ class Pooled(Statistic):
 
     def _sizes(self, problem: Problem, like: Any) -> Any:
         """(rows, columns): pairs in each cell, in like's library."""
-        counts = [
-            np.diff([r * (stop - start) // cells for r in range(cells + 1)])
-            for (start, stop), cells in zip(self.rectangle(problem.n, problem.m), (self.down, self.across), strict=True)
-        ]
-        sizes = np.outer(*counts).astype(np.float64)
+        down, across = self.rectangle(problem.n, problem.m)
+        sizes = np.outer(lengths(*down, self.down), lengths(*across, self.across)).astype(np.float64)
         return like.new_tensor(sizes) if framework(like) == "torch" else sizes
 
     def slopes(self, back: Back) -> Slopes:
@@ -169,6 +166,11 @@ class Pooled(Statistic):
 def cell_of(position: Any, length: int, cells: int) -> Any:
     """The r with ⌊r · length / cells⌋ ≤ position < ⌊(r + 1) · length / cells⌋, of a number or a formula."""
     return ((position + 1) * cells - 1) // length
+
+
+def lengths(first: int, last: int, cells: int) -> Any:
+    """How many of the positions from `first` to before `last` each cell takes."""
+    return np.diff(np.arange(cells + 1) * (last - first) // cells)
 
 
 def segments(array: Any, place: Any, axis: int, how: str) -> Any:

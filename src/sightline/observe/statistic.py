@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ..arrays import dtype_name, namespace, resolve
+from ..arrays import accumulator, dtype_name, namespace, resolve
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.table import Table
 
@@ -118,7 +118,7 @@ class Statistic:
 
     def dtypes(self, problem: Problem) -> tuple[str, ...]:
         """Dtypes of its arrays: the accumulator's unless it says otherwise."""
-        return ("float64" if dtype_name(problem.query) == "float64" else "float32",)
+        return (accumulator(dtype_name(problem.query)),)
 
     def outputs(self, problem: Problem) -> tuple[tuple[tuple[int, ...], str], ...]:
         """(shape, dtype) of each of its arrays."""
@@ -169,7 +169,7 @@ class Statistic:
         return self
 
     def words(self, spell: Callable[[Expression], str]) -> list[str]:
-        """Its name and parameters as words without line breaks or bars; `read` reads them back."""
+        """Its name and parameters as words without line breaks or bars; `from_words` reads them back."""
         own = [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
         return [self.name, *[_word(value) for value in own]]
 
