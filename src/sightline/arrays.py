@@ -15,6 +15,7 @@ from .errors import DtypeError
 __all__ = [
     "FLOATS",
     "accumulator",
+    "broadcast_to",
     "convert",
     "device",
     "dtype_name",
@@ -106,6 +107,11 @@ def convert(array: Array, like: Array) -> Array:
     if not host.flags.writeable or any(stride < 0 for stride in host.strides):
         host = host.copy()  # torch cannot share these
     return namespace(like).asarray(host, device=like.device)
+
+
+def broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
+    """The array seen with that shape, without a copy; lengths may be symbols of torch.compile."""
+    return array.expand(shape) if hasattr(array, "expand") else np.broadcast_to(array, shape)
 
 
 def plain(array: Array) -> Array:

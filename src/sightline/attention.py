@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from . import again, arrays, streaming
+from .arguments import check_choice
 from .cpu import Cpu
 from .explanation import Explanation
 from .kv_cache import KVCache, as_arrays
 from .observe import Statistic, Tile, apart, arrays_of, slopes
 from .plan import Gradients, Kernel, Result, choose
-from .problem import Problem, check_choice, pose
+from .problem import Problem, pose
 from .reference import Reference
 from .streaming import Streaming, backward
 

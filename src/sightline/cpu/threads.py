@@ -18,8 +18,8 @@ from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import check_threads
 from ..errors import ParameterError
-from ..problem import check_threads
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor

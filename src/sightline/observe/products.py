@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ..arrays import FLOATS, convert, device, dtype_name, framework, namespace
+from ..arrays import FLOATS, broadcast_to, convert, device, dtype_name, framework, namespace
 from ..errors import DeviceError, DtypeError, ShapeError
 from .statistic import Outer, Statistic
 
@@ -60,7 +58,7 @@ class Applied(Statistic):
         xp = namespace(problem.query)
         x = xp.astype(self._rows(problem), problem.query.dtype)
         shape = (*problem.lead, problem.G, *x.shape[-2:])
-        return problem.asking(value=x.expand(shape) if hasattr(x, "expand") else np.broadcast_to(x, shape))
+        return problem.asking(value=broadcast_to(x, shape))
 
     def found(self, result: Result, problem: Problem) -> Any:
         return result.output

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import check_device
 from ..arrays import convert
 from ..formula.expression import Expression, Lookup, from_text, walk
 from ..formula.table import Table
 from ..observe import Statistic, from_words
-from ..problem import Problem, check_device, checked, settle
+from ..problem import Problem, checked, settle
 
 __all__ = ["SCHEMA", "Question", "spelled"]
 
