@@ -270,18 +270,20 @@ class Expression:
 
     def with_tables(self, tables: Sequence[Table]) -> Expression:
         """The same formula reading other tables, given in the order of `self.tables`."""
-        replacement = {id(old): new for old, new in zip(self.tables, tables, strict=True)}
-        built: dict[int, Expression] = {}
-        for node in walk(self):
-            built[id(node)] = node.rebuilt(tuple(built[id(a)] for a in node.arguments), replacement)
-        return built[id(self)]
+        return self.replacing({}, {id(old): new for old, new in zip(self.tables, tables, strict=True)})
 
     def with_scores(self, scores: Expression) -> Expression:
         """The same formula of other scores: `scores` in the place of s."""
+        return self.replacing({"s": scores}, {})
+
+    def replacing(self, symbols: dict[str, Expression], tables: dict[int, Table]) -> Expression:
+        """The same formula with others in place of these symbols, by name, and of these tables, by identity."""
         built: dict[int, Expression] = {}
         for node in walk(self):
-            again = node.rebuilt(tuple([built[id(a)] for a in node.arguments]), {id(t): t for t in self.tables})
-            built[id(node)] = scores if node is SYMBOLS["s"] else again
+            if isinstance(node, Symbol) and node.name in symbols:
+                built[id(node)] = symbols[node.name]
+            else:
+                built[id(node)] = node.rebuilt(tuple([built[id(a)] for a in node.arguments]), tables)
         return built[id(self)]
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
@@ -349,7 +351,7 @@ class Lookup(Expression):
         return ["lookup", slot[id(self.table)], *(number[id(a)] for a in self.arguments)]
 
     def rebuilt(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
-        return Lookup(replacement[id(self.table)], arguments)
+        return Lookup(replacement.get(id(self.table), self.table), arguments)
 
 
 def _symbol(name: str) -> Symbol:

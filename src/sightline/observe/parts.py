@@ -255,20 +255,14 @@ def restricted(problem: Problem, queries: Indices | None, query_heads: Indices |
 
 
 def _moved(formula: Expression, symbols: dict[str, Expression], tables: dict[int, Table]) -> Expression:
-    """The formula with others for some symbols; its tables no longer promise to span these."""
-    replacement = {id(SYMBOLS[name]): new for name, new in symbols.items()}
-    built: dict[int, Expression] = {}
+    """The formula with others for some symbols; its tables, put into `tables`, no longer promise to span these."""
     for node in walk(formula):
         if isinstance(node, Lookup) and id(node.table) not in tables:
             axes = node.table.axes
-            free = axes is None or not any(axis in symbols for axis in axes)
-            kept = axes if axes is None else tuple([None if axis in symbols else axis for axis in axes])
-            tables[id(node.table)] = node.table if free else Table(node.table.array, kept)
-        if id(node) in replacement:
-            built[id(node)] = replacement[id(node)]
-        else:
-            built[id(node)] = node.rebuilt(tuple([built[id(a)] for a in node.arguments]), tables)
-    return built[id(formula)]
+            if axes is not None and any(axis in symbols for axis in axes):
+                kept = tuple([None if axis in symbols else axis for axis in axes])
+                tables[id(node.table)] = Table(node.table.array, kept)
+    return formula.replacing(symbols, tables)
 
 
 def _key_heads(of_queries: list[int]) -> list[int]:
