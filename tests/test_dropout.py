@@ -82,7 +82,7 @@ def test_every_kernel_drops_the_same_weights(kernel, framework):
 def test_weights_seen_are_those_before_dropout(rng):
     x = rng.normal(size=(1, 1, 9, 4))
     _, (dropped,) = sightline.attention(x, x, x, dropout=0.5, seed=3, see=[weights()])
-    _, (whole_,) = sightline.attention(x, x, x, see=[weights()], kernel="streaming")
+    _, (whole_,) = sightline.attention(x, x, x, see=[weights()])
     assert np.array_equal(dropped, whole_)
 
 

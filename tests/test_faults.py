@@ -29,6 +29,7 @@ from sightline.cpu import (
     riding,
     rowwise,
     run,
+    tables,
     tiles,
 )
 from sightline.cpu.machine import host
@@ -46,6 +47,7 @@ PLACES = {  # what of a module the rest looks up, and where
     operands: [(block, "Rows")],
     gradients: [(gradients, "gradients")],
     riding: [(forward, "Riding")],
+    tables: [(backward, "Gain")],
     keywise: [(observing, "Received"), (observing, "Pooled")],
     rowwise: [(observing, "TopK"), (observing, "WeightTiles")],
     streaming: [],
@@ -64,7 +66,9 @@ class Fault:
 
 
 FORWARD = {
-    "off-by-one mask": Fault(forward, "j = (j0 + key).to(self.integer)", "j = (j0 + key + 1).to(self.integer)"),
+    "off-by-one mask": Fault(
+        block, "j = (j0 + key).to(self.integer)", "j = (j0 + key + 1).to(self.integer)", methods=("logits",)
+    ),
     "dropped rescale": Fault(forward, "code.fma(old, self.alpha[v].get(), total)", "old + total"),
     "missed tail of keys": Fault(tiles, "with code.loop(whole, count) as k:", "with code.loop(count, count) as k:"),
     "missed last rows": Fault(tiles, "with code.when(count > whole):", "with code.when(count > most):"),
@@ -86,8 +90,8 @@ DROPOUT = {
     ),
     "sum of what is kept": Fault(
         forward,
-        "                for p in weights:\n                    sums[v].set(sums[v].get() + p)\n",
-        "",
+        "                for k, p in enumerate(weights):\n                    sums[v].set(sums[v].get() + p)\n",
+        "                for k, p in enumerate(weights):\n",
         (
             Fault(
                 forward,
@@ -118,12 +122,12 @@ PAIRS = {  # the other factor is 0 there: only both faults together do harm
         "tiles.store(self.s_t, past, v, code.value(-math.inf, self.vector))",
         "tiles.store(self.s_t, past, v, code.value(0.0, self.vector))",
     ),
-    "halves changed over": Fault(block, "return low | (high << 16)", "return high | (low << 16)", methods=("packed",)),
+    "halves changed over": Fault(block, "[second.raw, first.raw]", "[first.raw, second.raw]", methods=("packed",)),
 }
 
 BACKWARD = {
     "dropped delta": Fault(backward, "p * code.fma(dp, scale, -(delta * scale))", "p * (dp * scale)"),
-    "dropped delta under a score": Fault(backward, "p * (dp - delta))", "p * dp)"),
+    "dropped delta under a score": Fault(backward, "p * (dp - delta) if more", "p * dp if more"),
     "gradient of lse left out": Fault(
         backward, "Variable(code, DOUBLE, -given.d_lse", "Variable(code, DOUBLE, 0.0 * given.d_lse"
     ),
@@ -136,7 +140,7 @@ BACKWARD = {
         "j = code.minimum(j0 + key + k, self.given.m - 1)",
         "j = code.minimum(j0 + key + k + 1, self.given.m - 1)",
     ),
-    "one part's dQ dropped": Fault(gradients, "for part in parts[1:]:", "for part in parts[2:]:"),
+    "one part's dQ dropped": Fault(gradients, "for part in parts[2:]:", "for part in parts[3:]:"),
     "one head of a group for all": Fault(
         backward, "code.loop(first, first + given.group)", "code.loop(first, first + 1)"
     ),
@@ -144,11 +148,11 @@ BACKWARD = {
         backward, "with code.when(key + r < self.keys):", "with code.when(key + r < self.keys - 1):"
     ),
     "wrong stride of a table": Fault(
-        backward, "strides.insert(0, strides[0] * length)", "strides.insert(0, strides[0] * (length - 1))"
+        tables, "strides.insert(0, self.strides[0] * length)", "strides.insert(0, self.strides[0] * (length - 1))"
     ),
     "score's slope left out": Fault(backward, "d_score * slope * scale)", "d_score * scale)"),
     "lanes with one entry added once": Fault(
-        backward, "target.load(kind) + share.sum()", "target.load(kind) + share.sum() / 2"
+        tables, "target.load(kind) + share.sum()", "target.load(kind) + share.sum() / 2"
     ),
     "sinks blind to lse": Fault(gradients, "delta = delta - xp.astype(d_lse, wide)", "pass"),
     "sinks the wrong way": Fault(
@@ -163,7 +167,7 @@ BACKWARD = {
 
 SECOND = {
     "off-by-one mask": Fault(
-        observe, "j = (j0 + key).to(self.integer)", "j = (j0 + key + 1).to(self.integer)", methods=("scores",)
+        block, "j = (j0 + key).to(self.integer)", "j = (j0 + key + 1).to(self.integer)", methods=("logits",)
     ),
     "wrong head of a group": Fault(observe, "self.h // given.group", "self.h % given.group", methods=("attend",)),
     "queries before the first": Fault(observe, "code.maximum(first - self.i0, 0)", "first * 0", methods=("lanes_of",)),

@@ -113,7 +113,7 @@ def check(case, framework="numpy", differentiate=by_streaming):
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_problems(dtype, framework):
-    @settings(max_examples=60)
+    @settings(max_examples=36)
     @given(cases(dtypes=(dtype,), poison=False, layouts=("contiguous", "positions before heads"), largest=2000))
     def conforms(case):
         check(case, framework)

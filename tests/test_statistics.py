@@ -106,12 +106,25 @@ def seen(name, kernel=None):
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients_are_those_of_finite_differences(name):
-    assert gradcheck(seen(name), question(), fast_mode=True)
+    assert gradcheck(seen(name, "streaming"), question(), fast_mode=True)
 
 
 @pytest.mark.parametrize("name", ["entropy", "max_score", "applied, a part"])
 def test_gradients_of_gradients_are_those_of_finite_differences(name):
-    assert gradgradcheck(seen(name), question(), fast_mode=True)
+    assert gradgradcheck(seen(name, "streaming"), question(), fast_mode=True)
+
+
+@pytest.mark.parametrize("kernel", ["streaming", "cpu"])
+def test_scores_have_gradients_where_weights_are_0(kernel):
+    def call(query, key):
+        options = {"mask": i >= j - 1, "scale": 2000.0, "kernel": kernel}
+        _, (found,) = sightline.attention(query, key, key, see=[sightline.scores()], **options)
+        return torch.where(torch.isinf(found), 0.0, found)
+
+    query, key, *_ = question()
+    _, (weights,) = sightline.attention(query, key, key, mask=i >= j - 1, scale=2000.0, see=[sightline.weights()])
+    assert (weights[..., 1, :3] == 0).any()
+    assert gradcheck(call, [query, key], fast_mode=True)
 
 
 @pytest.mark.parametrize("name", ["top_k", "pooled, max"])
@@ -145,7 +158,8 @@ def test_compiled_whole(name):
     torch.compiler.reset()
 
     def call(query, key, value, x):
-        _, found = sightline.attention(query, key, value, mask=i >= j - 1, see=COMPILED[name](x))
+        options = {"see": COMPILED[name](x), "kernel": "streaming"}
+        _, found = sightline.attention(query, key, value, mask=i >= j - 1, **options)
         return [array for entry in found for array in arrays_of(entry)]
 
     query, key, value, *_, x = question()
@@ -168,7 +182,7 @@ def test_compiled_once_for_all_lengths():
 
     def call(x):
         see = [sightline.rows([0, -1]), sightline.received(last=3), sightline.applied(x[..., :2]), sightline.top_k(2)]
-        _, found = sightline.attention(x, x, x, mask=i >= j, see=see)
+        _, found = sightline.attention(x, x, x, mask=i >= j, see=see, kernel="streaming")
         return [array for entry in found for array in arrays_of(entry)]
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
@@ -224,6 +238,11 @@ def check_gradients(statistic, kernel="streaming"):
 @pytest.mark.parametrize("name", OF_WEIGHTS)
 def test_gradients_within_budget(name):
     check_gradients(OF_WEIGHTS[name])
+
+
+@pytest.mark.parametrize("name", ["entropy", "mass", "weights"])
+def test_gradients_within_budget_by_the_generated_kernel(name):
+    check_gradients(OF_WEIGHTS[name], "cpu")
 
 
 # -- the same bits -----------------------------------------------------------------------------------------------------
@@ -295,8 +314,9 @@ def test_the_first_of_equal_keys_is_found(kernel):
 def test_arrays_without_heads_get_answers_without_heads(tall):
     query, key, value, _ = tall
     see = [*(one for one in every(700) if one.name != "part"), sightline.rows([1]), sightline.entropy().mean("batch")]
-    _, whole = sightline.attention(query[:, :1], key[:, :1], value[:, :1], see=see)
-    _, flat = sightline.attention(query[:, 0], key[:, 0], value[:, 0], see=see)
+    with_heads = [x[:, :1] for x in (query, key, value)]
+    _, whole = sightline.attention(*with_heads, see=see, kernel="streaming")
+    _, flat = sightline.attention(*(x[:, 0] for x in with_heads), see=see, kernel="streaming")
     for statistic, one, other in zip(see, whole, flat, strict=True):
         axis = statistic.head_axis(1)
         for x, y in zip(arrays_of(one), arrays_of(other), strict=True):
@@ -307,8 +327,9 @@ def test_a_cache_stands_for_key_and_value(tall):
     query, key, value, options = tall
     cache = sightline.KVCache()
     cache.append(key, value)
-    _, cached = sightline.attention(query, cache, **options, see=every(700))
-    _, plain = sightline.attention(query, key, value, **options, see=every(700))
+    options = options | {"see": every(700), "kernel": "streaming"}
+    _, cached = sightline.attention(query, cache, **options)
+    _, plain = sightline.attention(query, key, value, **options)
     for statistic, one, other in zip(every(700), cached, plain, strict=True):
         for x, y in zip(arrays_of(one), arrays_of(other), strict=True):
             assert np.array_equal(x, y), statistic

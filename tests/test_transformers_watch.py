@@ -9,6 +9,7 @@ from sightline.testing import assert_within_budget
 
 pytest.importorskip("transformers")
 
+import transformers
 from tiny_models import BATCH, LENGTH, given, made, run, wide
 
 from sightline.torch import watching
@@ -124,9 +125,34 @@ def test_some_layers_and_heads():
     assert torch.equal(call["lse"], every["lse"][1][:, [3, 0]])
 
 
+@pytest.mark.parametrize("heads", [None, [3, 1]])
+@pytest.mark.parametrize(
+    "see",
+    [
+        [sightline.weights()],
+        [sightline.pooled(4, 4), sightline.top_k(3), sightline.entropy(), sightline.received()],
+    ],
+    ids=["weights", "pooled"],
+)
+def test_what_was_seen_becomes_a_page(see, heads, tmp_path):
+    model = made("T5")
+    asked = given(model, "right")
+    sides = {side: [[f"{side[0]}{k}" for k in range(LENGTH)]] * BATCH for side in ("encoder", "decoder")}
+    with torch.no_grad(), watch(model, see, heads=heads, tokens=sides) as seen:
+        model(**asked.inputs)
+    seen.save_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert all(word in page for word in (*seen.layers, "e11", "d11"))
+
+
 def test_models_that_cannot_be_watched_are_refused():
     with pytest.raises(ParameterError, match="attention interface"), watch(torch.nn.Linear(2, 2), [sightline.lse()]):
         pass
+    for family in ("Falcon", "Bloom", "Mpt"):
+        config = getattr(transformers, f"{family}Config")(hidden_size=8, d_model=8, num_attention_heads=2, n_layers=1)
+        model = getattr(transformers, f"{family}Model")(config)
+        with pytest.raises(ParameterError, match="attention interface"), watch(model, [sightline.lse()]):
+            pass
     model = made("Llama")
     for options in ({"see": []}, {"see": "lse"}, {"layers": [9]}, {"layers": "none"}, {"heads": [0.5]}):
         with pytest.raises(ParameterError), watch(model, **{"see": [sightline.lse()], **options}):

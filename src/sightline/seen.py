@@ -184,10 +184,10 @@ class Seen:
 
     def __repr__(self) -> str:
         header = ("layer", "kind", "step", "queries", "keys", "heads", "results")
-        rows = [header, *(_row(call) for call in self.calls)]
+        rows = [header, *map(_row, self.calls)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([f"Seen: {len(self)} calls of {len(self.layers)} layers", *lines[: len(self) and None]])
+        return "\n".join([f"Seen: {len(self)} calls of {len(self.layers)} layers", *(lines if self.calls else [])])
 
     # -- pictures, which another room draws -------------------------------------------------------------------------
     def explore(self) -> Any:

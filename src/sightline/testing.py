@@ -36,6 +36,7 @@ from .reference import Stages, stages_of
 
 __all__ = [
     "LAYOUTS",
+    "LOOPS",
     "Plain",
     "assert_conforms",
     "assert_within_budget",

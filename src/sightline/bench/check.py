@@ -22,7 +22,7 @@ from ..formula.library import bias
 from ..formula.render_array import evaluate
 from ..observe import Received, Statistic
 from ..problem import Problem
-from ..testing import budget_used, dense, orders_of, plain, size_of_terms, sizes_of_gradients
+from ..testing import LOOPS, budget_used, dense, orders_of, plain, size_of_terms, sizes_of_gradients
 from .races import SEED, Inputs, Race
 from .seen import Expected, Matrix, Places, queries_of
 
@@ -160,7 +160,8 @@ def _expected(race: Race, inputs: Inputs, statistic: Statistic) -> Expected:
 def _backward(problem: Sampled, found: dict[str, Array], seed: Array) -> Iterator[float]:
     """Shares of the budget the gradients use, as torch finds them through the dense computation."""
     truth = _differentiated(problem, found, seed, "float64", 0)
-    rough = [_differentiated(problem, found, seed, problem.dtype, order) for order in orders_of(problem)]
+    orders = [order for order in orders_of(problem) if order not in LOOPS]  # loops over these lengths take minutes
+    rough = [_differentiated(problem, found, seed, problem.dtype, order) for order in orders]
     sizes = sizes_of_gradients(problem, seed, stages=_definition(problem))
     for name, gradient in found.items():
         size = sizes[0 if name == "bias" else name]  # the bias is the only table

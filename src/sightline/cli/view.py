@@ -146,8 +146,7 @@ def _statistics(config: Any, batch: int, n: int) -> list[Any]:
     if 4 * TEXT_SIZE * batch * heads * n * n <= LIMIT:
         return [sightline.weights()]
     side = min(SIDE, n)
-    asked = {"pooled": (side, side), "top_k": (min(TOP, n),), "entropy": (), "received": ()}
-    return [getattr(sightline, name)(*arguments) for name, arguments in asked.items()]
+    return [sightline.pooled(side, side), sightline.top_k(min(TOP, n)), sightline.entropy(), sightline.received()]
 
 
 def _said(path: Path, data: Exploration) -> str:

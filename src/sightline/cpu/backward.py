@@ -332,6 +332,9 @@ class Backward(Block):
                 places = [target.at((self.key_row + j0 + k) * long + first * tiles.align) for k in keys]
                 sums = [[Variable(code, self.vector, 0.0) for _ in range(first, last)] for _ in range(count)]
                 bases = [numbers.at(k * line) for k in keys]
+                for place in places:
+                    for v in range(last - first):
+                        code.prefetch(place.at(v * tiles.align))
                 tiles.accumulate(sums, bases, tiles.size, rows.at(first * tiles.align), tiles.pairs(tiles.block), long)
                 for r in range(count):
                     with code.when(key + r < self.keys):

@@ -20,7 +20,7 @@ from typing import Any
 from .arguments import DECODE
 from .block import KEYS, Block
 from .functions import exp
-from .lanes import BFLOAT, BYTE, DOUBLE, INT16, INT64, Value, Variable, vector
+from .lanes import BFLOAT, DOUBLE, INT16, INT64, Value, Variable, vector
 
 __all__ = ["ROWS", "Decode"]
 
@@ -110,13 +110,8 @@ class Decode(Block):
 
     def attend(self) -> None:
         """The running softmax over this part of the keys."""
-        code, given = self.code, self.given
-        with code.loop(self.run_start, self.run_stop) as run:
-            partial = given.run_full.at(run).load(BYTE) == 0
-            first, stop = (x.at(run * 8).load(INT64) for x in (given.run_first, given.run_last))
-            first, stop = code.maximum(first, self.first_tile), code.minimum(stop, self.last_tile)
-            with code.loop(first, stop) as tile:
-                self.key_tile(tile * KEYS, partial)
+        with self.each_tile(self.first_tile, self.last_tile) as (tile, partial):
+            self.key_tile(tile * KEYS, partial)
 
     def key_tile(self, j0: Value, partial: Value) -> None:
         """One tile of keys: scores, weights, weighted values."""

@@ -78,7 +78,7 @@ class Scores(Matrix):
         arrays[0][..., tile.rows, tile.columns] = over.xp.astype(tile.scores, arrays[0].dtype)
 
     def slopes(self, back: Back) -> Slopes:
-        return Slopes(scores=back.slope(i, j))
+        return Slopes(scores=back.slope(i, j), everywhere=True)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

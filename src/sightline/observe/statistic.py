@@ -90,6 +90,7 @@ class Slopes:
     weights: Expression | None = None
     scores: Expression | None = None
     lse: Any = None
+    everywhere: bool = False  # `scores` counts at pairs whose weight has become 0 by rounding too
 
 
 class Statistic:
@@ -248,7 +249,10 @@ def slopes(
         return reduce(lambda x, y: x + y, kept) if kept else None
 
     return Slopes(
-        total([one.weights for one in found]), total([one.scores for one in found]), total([one.lse for one in found])
+        total([one.weights for one in found]),
+        total([one.scores for one in found]),
+        total([one.lse for one in found]),
+        any(one.everywhere for one in found),
     )
 
 

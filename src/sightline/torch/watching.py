@@ -95,8 +95,7 @@ def wanted(modules: dict[str, nn.Module], see: Any, layers: Any, heads: Any) -> 
     ParameterError
         No attention among the modules, no such layer, statistics or heads that are none.
     """
-    listed = see if isinstance(see, Sequence) and not isinstance(see, str) else [see]
-    if not listed or not all(isinstance(entry, Statistic) for entry in listed):
+    if not isinstance(see, Sequence) or not see or not all(isinstance(entry, Statistic) for entry in see):
         raise ParameterError(f"see={see!r}", "a list of statistics", "see=[sightline.lse()]")
     if heads is not None and not all(isinstance(head, int) for head in heads):
         raise ParameterError(f"heads={heads!r}", "a list of whole numbers", "heads=[0, 1]")
