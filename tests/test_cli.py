@@ -155,7 +155,8 @@ def test_demo(run, tmp_path):
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     for said in ("the cat ate the rat", "kernel", "float64 definition", "Sightline", "NumPy", "torch SDPA", "15 ran"):
         assert said in out
-    assert re.search(r"^← +the token before +layer 0, head 2 +\d\.\d\d *$", out, re.M)
+    before = r"^← +the token before +layer 0, head 2 +1\.00 *$"  # the first query, which has none, is left out
+    assert re.search(before, out, re.M)
     assert (tmp_path / "demo-heads.png").read_bytes().startswith(b"\x89PNG")
     assert "whale" in (tmp_path / "demo-heads.html").read_text() or heads.model_folder() is None
 
@@ -209,14 +210,6 @@ def test_every_head_has_its_cell(colours):
     for line, layer, masses in zip(lines, found.layers, found.masses.max(0), strict=True):
         numbers = re.sub("[←→◦=]", " ", line).split()
         assert numbers == ["layer", str(layer), *(str(min(round(100 * mass), 99)) for mass in masses)]
-
-
-def test_masses_of_heads_are_sums_of_their_weights():
-    found = heads.by_activations()
-    before = found.masses[0]
-    for layer, of_heads in zip(found.weights, before, strict=True):
-        exact = np.diagonal(layer, -1, 1, 2).mean(-1, dtype=np.float64)
-        assert_within_budget(of_heads, exact, np.diagonal(layer, -1, 1, 2).mean(-1))
 
 
 def test_shipped_activations():

@@ -55,7 +55,7 @@ def test_what_received_most_is_asked_again(example, tmp_path):
 
 @pytest.mark.example("entropy_penalty")
 def test_the_penalty_leads_out_of_collapse(example, tmp_path):
-    alone, penalised = example.main(150, tmp_path / "entropy.png").values()
+    alone, penalised = example.main(120, tmp_path / "entropy.png").values()
     assert alone.entropy[0] == penalised.entropy[0]
     assert alone.entropy[-1] < alone.entropy[0] < example.FLOOR < penalised.entropy[-1] < math.log(example.LENGTH)
     assert fmean(alone.right[-20:]) < fmean(penalised.right[-20:])
@@ -64,7 +64,7 @@ def test_the_penalty_leads_out_of_collapse(example, tmp_path):
 
 @pytest.mark.example("translate_align")
 def test_cross_attention_aligns_words(example, tmp_path):
-    found = example.main(150, tmp_path / "align.png")
+    found = example.main(120, tmp_path / "align.png")
     best = max(range(example.HEADS), key=found.aligned.__getitem__)
     assert min(found.translated, found.aligned[best], found.moved[best]) > 1 / 2
     assert is_picture(tmp_path / "align.png")

@@ -141,17 +141,16 @@ def show(console: Console, sentence: str, picture: Path) -> Heads:
 def atlas(console: Console, heads: Heads) -> Text:
     """A line for each layer, a cell for each head: how much weight what it looks at most gets, and the sign of that."""
     signs = [pattern.sign for pattern in patterns(heads.tokens)]
-    drawn = Text()
-    drawn.append(" " * 9 + "".join(f"{head:>3}  " for head in range(heads.masses.shape[2])) + "head\n", style="dim")
-    for row, layer in enumerate(heads.layers):
-        drawn.append(f"layer {layer:<3}", style="cyan")
-        for column, of_patterns in enumerate(heads.masses[:, row].T):
-            value = float(of_patterns.max())
-            sign = signs[of_patterns.argmax()] if value >= LEAST else " "
-            drawn.append(f"{sign}{min(round(100 * value), 99):>2} ", style=heat(console, value**2))
-            drawn.append(" " if column + 1 < heads.masses.shape[2] else "\n")
-    drawn.rstrip()
-    return drawn
+    numbers = "".join(f"{head:>3}  " for head in range(heads.masses.shape[2]))
+    lines = [Text(f"{'':9}{numbers}head", style="dim")]
+    for layer, of_layer in zip(heads.layers, heads.masses.swapaxes(0, 1), strict=True):
+        line = Text.assemble((f"layer {layer:<3}", "cyan"))
+        for of_head in of_layer.T:
+            value = float(of_head.max())
+            sign = signs[of_head.argmax()] if value >= LEAST else " "
+            line.append(f"{sign}{min(round(100 * value), 99):>2} ", style=heat(console, value**2)).append(" ")
+        lines.append(line)
+    return Text("\n").join(lines)
 
 
 def _best(heads: Heads) -> Any:
