@@ -143,3 +143,12 @@ def test_tables_spread_beyond_32_bits_are_read_where_they_lie():
     q, k, v = arrays(n=3, m=3)
     score = s + sightline.table(spread)[j]
     assert_conforms(Cpu().run, pose(q, k, v, score=score))
+
+
+def test_lse_does_not_lose_with_its_length(rng):
+    """A tile of keys repeated: the sum of its weights so many times as large, but for what one rounding takes."""
+    times = 1 << 12
+    query, key = (rng.normal(size=(1, 1, length, 8)).astype(np.float32) for length in (40, 64))
+    keys = np.tile(key, (1, 1, times, 1))
+    once, often = (Cpu().run(pose(query, x, x)).lse for x in (key, keys))
+    assert (abs(np.expm1(often - math.log(times) - once)) <= np.finfo(np.float32).eps / 2).all()

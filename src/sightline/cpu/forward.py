@@ -33,6 +33,7 @@ class Forward(Block):
         self.key, self.value = self.rows(1, along=True, down=False), self.rows(2, along=False, down=True)
         self.o_t = tiles.matrix(self.structure.d_v)
         self.largest, self.total, self.tile_max, self.shift, self.alpha = (tiles.variables() for _ in range(5))
+        self.lost = tiles.variables()  # by rounding, of the total
         self.riding = Riding(self)
 
     def take(self, item: Value) -> None:
@@ -70,6 +71,7 @@ class Forward(Block):
         for v in self.vectors:
             self.largest[v].set(self.sink() if self.structure.sinks else -math.inf)
             self.total[v].set(1.0 if self.structure.sinks else 0.0)
+            self.lost[v].set(0.0)
         self.riding.begin()
         with self.each_tile() as (tile, partial):
             self.key_tile(tile * KEYS, partial, careful)
@@ -182,8 +184,18 @@ class Forward(Block):
                     else:
                         tiles.store(self.s_t, key + k, v, weights[k])
         for v in self.vectors:
-            self.total[v].set(code.fma(self.total[v].get(), self.alpha[v].get(), sums[v].get()))
+            self.add_to_total(v, sums[v].get())
             self.riding.join(v, sums[v].get())
+
+    def add_to_total(self, v: int, weights: Value) -> None:
+        """l = α l + Σ P, and what rounding loses of it (Knuth): later passes take on the error of lse."""
+        alpha, old = self.alpha[v].get(), self.total[v].get()
+        new = self.code.fma(old, alpha, weights)
+        old = old * alpha
+        share = new - old
+        lost = (old - (new - share)) + (weights - share)
+        self.lost[v].set(self.code.fma(self.lost[v].get(), alpha, lost))
+        self.total[v].set(new)
 
     def weigh_values(self) -> None:
         """Oᵀ = α Oᵀ + Σ V[key][d_v] · P[key][lane], added at the end: a tile's sum is rounded at its own size."""
@@ -234,20 +246,22 @@ class Forward(Block):
     def hand_over(self) -> None:
         """O = Oᵀ / l and lse = m ln 2 + ln l, row by row; 0 and −∞ for queries that saw nothing."""
         code, given, tiles = self.code, self.given, self.tiles
-        total, base = tiles.matrix(1), tiles.matrix(1)
+        total, lost, base = tiles.matrix(1), tiles.matrix(1), tiles.matrix(1)
         keep = given.keep.to(self.float)
         for v in self.vectors:
             nothing = self.total[v].get() == 0.0
             sums = code.where(nothing, 1.0, self.total[v].get())
             tiles.store(total, 0, v, sums)
+            tiles.store(lost, 0, v, self.lost[v].get())
             tiles.store(base, 0, v, code.where(nothing, -math.inf, self.largest[v].get()))
             with code.loop(0, self.structure.d_v) as d:
                 tiles.store(self.o_t, d, v, tiles.load(self.o_t, d, v) * keep / sums)
         rows = given.output.at(self.row * (self.structure.d_v * self.form.bytes))
         self.turn_back(self.o_t, self.structure.d_v, rows, self.form)
         with code.loop(0, self.valid) as lane:
-            sum_of_row = self.lane_of(total, 0, lane).load(self.float).to(DOUBLE)
-            largest = self.lane_of(base, 0, lane).load(self.float).to(DOUBLE)
+            whole, rest, largest = (
+                self.lane_of(row, 0, lane).load(self.float).to(DOUBLE) for row in (total, lost, base)
+            )
             unit = math.log(2) if self.structure.base_2 else 1.0
-            given.lse.at((self.row + lane) * 8).store(code.fma(largest, unit, code.intrinsic("log", sum_of_row)))
+            given.lse.at((self.row + lane) * 8).store(code.fma(largest, unit, code.intrinsic("log", whole + rest)))
         self.riding.hand_over()
