@@ -146,7 +146,9 @@ class Printer(Processor):
         llvm.initialize_all_asmprinters()
         parsed, target = optimised(write(), self.machine)
         target.set_asm_verbosity(True)
-        raise PrintedError(target.emit_assembly(parsed))
+        text = target.emit_assembly(parsed)
+        del parsed, target  # the error is in a cycle, and of what is freed in a cycle LLVM's context may be first
+        raise PrintedError(text)
 
 
 def assembly(machine, dtype, **options):
