@@ -106,11 +106,13 @@ class Emulator(Processor):
         return self.kernels[key]
 
     def linked(self, module: Any, name: str) -> tuple[Path, str]:
-        parsed, _ = optimised(module, self.machine)
         target = llvm.Target.from_triple(self.machine.triple).create_target_machine(
             cpu=self.machine.cpu, features=self.machine.features, opt=3, reloc="pic"
         )
-        with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".o", delete=False) as code:
+        with (
+            optimised(module, self.machine) as (parsed, _),
+            tempfile.NamedTemporaryFile(dir=self.folder, suffix=".o", delete=False) as code,
+        ):
             code.write(target.emit_object(parsed))
         library = Path(code.name).with_suffix(".so")
         subprocess.run([TOOLS + "ld", "-shared", code.name, "-o", library], check=True)

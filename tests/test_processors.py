@@ -144,11 +144,9 @@ class Printer(Processor):
     def kernel(self, key, name, write):
         llvm.initialize_all_targets()
         llvm.initialize_all_asmprinters()
-        parsed, target = optimised(write(), self.machine)
-        target.set_asm_verbosity(True)
-        text = target.emit_assembly(parsed)
-        del parsed, target  # the error is in a cycle, and of what is freed in a cycle LLVM's context may be first
-        raise PrintedError(text)
+        with optimised(write(), self.machine) as (parsed, target):
+            target.set_asm_verbosity(True)
+            raise PrintedError(target.emit_assembly(parsed))
 
 
 def assembly(machine, dtype, **options):

@@ -140,24 +140,29 @@ def compile_module(module: Any, machine: Machine, name: str) -> Address:
 
 def _object(module: Any, machine: Machine) -> bytes:
     """The module's object code, optimised for the machine."""
-    parsed, target = optimised(module, machine)
-    return bytes(target.emit_object(parsed))
+    with optimised(module, machine) as (parsed, target):
+        return bytes(target.emit_object(parsed))
 
 
-def optimised(module: Any, machine: Machine) -> tuple[Any, Any]:
-    """The module as LLVM's passes leave it for the machine, and LLVM's target that writes its code."""
+@contextmanager
+def optimised(module: Any, machine: Machine) -> Iterator[tuple[Any, Any]]:
+    """The module as LLVM's passes leave it for the machine, and LLVM's target that writes its code.
+
+    The module ends with the block, after an error too: held by a traceback until Python collects it as garbage, it
+    might end after the context it lies in, which crashes.
+    """
     llvm = _llvm()
     target = _target(machine)
-    parsed = llvm.parse_assembly(str(module), llvm.create_context())
-    parsed.triple = machine.triple
-    parsed.data_layout = str(target.target_data)
-    parsed.verify()
-    builder = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options())
-    passes = llvm.create_new_module_pass_manager()
-    for name in PASSES:
-        getattr(passes, f"add_{name}_pass")()
-    passes.run(parsed, builder)
-    return parsed, target
+    with llvm.parse_assembly(str(module), llvm.create_context()) as parsed:
+        parsed.triple = machine.triple
+        parsed.data_layout = str(target.target_data)
+        parsed.verify()
+        builder = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options())
+        passes = llvm.create_new_module_pass_manager()
+        for name in PASSES:
+            getattr(passes, f"add_{name}_pass")()
+        passes.run(parsed, builder)
+        yield parsed, target
 
 
 def _loaded(code: bytes, name: str, machine: Machine) -> Address:
