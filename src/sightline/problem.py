@@ -184,7 +184,7 @@ def ask(
 
     torch.compile follows it line by line, so it keeps to plain Python.
     """
-    key, value, beyond = opened(query, key, value)
+    key, value, beyond = opened(query, key, value, mask)
     named = {"query": query, "key": key, "value": value}
     _check_arrays(named)
     headless = query.ndim < 4
