@@ -112,6 +112,13 @@ def test_errors_are_messages(run, arguments, message):
     assert "Traceback" not in err
 
 
+def test_a_file_that_cannot_be_written_is_a_message(run, tmp_path):
+    code, _, err = run("explain", "--figure", str(tmp_path / "none" / "cat.svg"))
+    assert code == 2
+    assert "none/cat.svg': No such file or directory" in err
+    assert "Traceback" not in err
+
+
 def test_colours_in_a_terminal(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     console = Console(force_terminal=True, color_system="truecolor", width=90, highlight=False, file=io.StringIO())

@@ -177,11 +177,22 @@ def test_the_last_token_of_each_prompt(rng):
     assert cache.positions(2).tolist() == [[7, 8], [2, 3], [-1, -1]]
 
 
+def test_a_mask_given_out_hides_what_lies_beyond_until_the_cache_changes(rng):
+    query, key, value = arrays(rng)
+    cache = KVCache()
+    cache.append(key, value, lengths=[key.shape[2]] + [3] * (key.shape[0] - 1))
+    mask = cache.causal()
+    assert repr(pose(query, cache, mask=mask).mask) == "j ≤ t[b, i]"
+    cache.truncate(2)
+    cache.append(key[:, :, :2], value[:, :, :2], lengths=[2] + [1] * (key.shape[0] - 1))
+    assert repr(pose(query, cache, mask=mask).mask) == "j ≤ t₁[b, i] ∧ j < t₂[b]"
+
+
 def test_other_queries_than_the_newest_append_are_an_error(rng):
     query, key, value = arrays(rng)
     cache = KVCache()
     cache.append(key[:, :, :5], value[:, :, :5])
-    with pytest.raises(ShapeError, match="stands for i"):
+    with pytest.raises(ShapeError, match=r"stands for i(.|\n)*cache.causal\(3\)"):
         sightline.attention(query[:, :, :3], cache, mask=cache.causal())
     cache.append(key[:, :, :1], value[:, :, :1])
     with pytest.raises(TableError, match="outside"):

@@ -450,6 +450,12 @@ def test_integer_mask_is_refused():
         scaled_dot_product_attention(*[torch.ones(2, 3, 4)] * 3, attn_mask=torch.ones(3, 3, dtype=torch.int64))
 
 
+def test_a_formula_has_a_function_of_its_own():
+    x = torch.ones(1, 2, 3, 4)
+    with pytest.raises(MaskError, match=r"attn_mask is a formula\n(.|\n)*sightline.attention\("):
+        scaled_dot_product_attention(x, x, x, attn_mask=i >= j)
+
+
 def test_dropout_without_training_mode_as_torch_has_it():
     x = torch.ones(1, 1, 4, 2)
     assert not scaled_dot_product_attention(x, x, x, dropout_p=1.0).any()

@@ -106,6 +106,11 @@ def test_unknown_meaning_of_a_mask():
         ScaledDotProductAttention(mask_means="maybe")
 
 
+def test_a_width_is_no_dropout():
+    with pytest.raises(ParameterError, match="dropout=64"):
+        ScaledDotProductAttention(64)
+
+
 # -- SelfAttention -----------------------------------------------------------------------------------------------------
 
 

@@ -90,8 +90,12 @@ def test_our_layers_are_watched(layer, arguments, shape, x):
     assert call["weights"].shape == (*shape, 6)
 
 
-def test_a_model_without_attention_is_refused():
+def test_what_cannot_be_watched_is_refused():
     with pytest.raises(ParameterError, match="without attention layers"), watch(nn.Linear(2, 2), [LSE]):
+        pass
+    with pytest.raises(ParameterError, match="a model that is a str"), watch("bert-base-uncased", [LSE]):
+        pass
+    with pytest.raises(ParameterError, match="heads=1"), watch(nn.MultiheadAttention(4, 2), [LSE], heads=1):
         pass
 
 
@@ -117,8 +121,11 @@ def test_calls_are_chosen(seen):
     for wrong in ("encoder.*", 2):
         with pytest.raises(ParameterError, match="layer"):
             seen.of(wrong)
+    assert seen[1:3] == seen.calls[1:3]
     with pytest.raises(ParameterError, match="heads"):
         seen.of(heads=[2])
+    with pytest.raises(ParameterError, match="kind='across'"):
+        seen.of(kind="across")
     with pytest.raises(ParameterError, match="entropy"):
         seen["entropy"]
 

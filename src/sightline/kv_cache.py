@@ -77,7 +77,8 @@ class KVCache:
         self._dtype, self._casts = dtype, dtype is not None
         self._key: Any = None  # (B, G, capacity, d_k)
         self._value: Any = None
-        self._hides_nothing: Expression | None  # the last mask given out to one query that sees every position
+        self._given: Expression | None  # the last mask given out: no query of it sees beyond its sequence's end
+        self._hides_nothing: Expression | None  # the same, where it is for one query that sees every position
         self._axes = 4  # of what was appended: fewer have no head axis
         self._note(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
 
@@ -262,7 +263,7 @@ class KVCache:
         """
         positions = self.positions(n)
         table = Table(positions, axes=("b", "i"))
-        mask = j <= table[b if table.shape[0] != 1 else 0, i]
+        self._given = mask = j <= table[b if table.shape[0] != 1 else 0, i]
         if positions.shape[1] == 1 and bool((positions == self._lengths.max() - 1).all()) and self._even:
             self._hides_nothing = mask
         return mask
@@ -276,7 +277,7 @@ class KVCache:
     def _note(self, lengths: Any, newest: Any) -> None:
         """The lengths and the newest positions from now on; plain numbers beside, which torch.compile can read."""
         self._lengths, self._newest = lengths, newest
-        self._hides_nothing = None
+        self._given = self._hides_nothing = None
         self._longest = int(lengths.max(initial=0))
         self._even = bool((lengths == self._longest).all())
 
@@ -349,8 +350,8 @@ def as_arrays(query: Any, cache: KVCache, mask: Any) -> tuple[Any, Any, Any]:
     return cache.key, cache.value, mask
 
 
-def opened(query: Any, key: Any, value: Any) -> tuple[Any, Any, Expression | None]:
-    """Key and value of attention's arguments, and the condition a cache adds to the mask."""
+def opened(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Expression | None]:
+    """Key and value of attention's arguments, and the condition a cache adds to the mask, where it needs one."""
     if isinstance(value, KVCache) or (isinstance(key, KVCache) and value is not None):
         raise ParameterError(
             "a KVCache beside a key or value", "a cache in place of both", "append first, then attention(query, cache)"
@@ -371,7 +372,7 @@ def opened(query: Any, key: Any, value: Any) -> tuple[Any, Any, Expression | Non
             "one dtype for all; a cache is not converted at every token",
             f"query.{cast}(cache.key.dtype), or keep the cache as KVCache(dtype={dtype_name(query)!r})",
         )
-    return keys, values, key.beyond
+    return keys, values, None if mask is not None and mask is key._given else key.beyond
 
 
 def _check_array(name: str, array: Any) -> None:

@@ -194,7 +194,7 @@ def ask(
 
     torch.compile follows it line by line, so it keeps to plain Python.
     """
-    key, value, beyond = opened(query, key, value)
+    key, value, beyond = opened(query, key, value, mask)
     named = {"query": query, "key": key, "value": value}
     check_arrays(named)
     headless = query.ndim < 4

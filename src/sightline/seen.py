@@ -145,8 +145,10 @@ class Seen:
         Raises
         ------
         ParameterError
-            No such layer or head.
+            No such layer, kind or head.
         """
+        if kind not in (None, "self", "cross"):
+            raise ParameterError(f"kind={kind!r}", '"self" or "cross"', 'seen.of(kind="self")')
         names = self.layers if layer is None else chosen(self.layers, layer)
         last = {call.layer: call.step for call in self.calls}
         calls = [
@@ -172,9 +174,9 @@ class Seen:
         labels = self.tokens.get(side) if isinstance(self.tokens, Mapping) else self.tokens
         return None if labels is None or not -len(labels) <= entry < len(labels) else labels[entry]
 
-    def __getitem__(self, name: str | int) -> Any:
-        """By a statistic's name its result in every call, in order; by a number the call."""
-        return self.calls[name] if isinstance(name, int) else [call[name] for call in self.calls]
+    def __getitem__(self, name: str | int | slice) -> Any:
+        """By a statistic's name its result in every call, in order; by a number the call, by a slice calls."""
+        return [call[name] for call in self.calls] if isinstance(name, str) else self.calls[name]
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self.calls)

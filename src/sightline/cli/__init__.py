@@ -23,6 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SightlineError as error:
         print(f"sightline {options.command}: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None:  # not of a file the user named
+            raise
+        print(f"sightline {options.command}: {error.filename!r}: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     return code or 0

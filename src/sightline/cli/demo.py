@@ -178,7 +178,7 @@ def _weights(console: Console, cat: Activations, seen: Array, layer: int, head: 
     from ..view import heatmap, plotting, save
 
     tokens = cat.tokens[SENTENCE]
-    section(console, f"What layer {layer}, head {head} looks at", "a row for each query, weights in hundredths")
+    section(console, f"What layer {layer}, head {head} looks at", "a row for each query; hundredths, or shades")
     console.print(shaded(console, seen[SENTENCE, head], tokens))
     if output is None and not plotting.has_matplotlib():
         console.print('\nNo picture: matplotlib is missing (pip install "sightline-attention[plot]").', style="dim")

@@ -30,9 +30,9 @@ PACKAGES = {
     "llvmlite": "generated kernels",
     "torch": "tensors, layers, gradients; pip install torch",
     "keras": "the Keras layer; pip install keras",
-    "transformers": 'models watched; pip install "sightline-attention[transformers]"',
+    "transformers": 'Hugging Face models; pip install "sightline-attention[transformers]"',
     "matplotlib": 'picture files; pip install "sightline-attention[plot]"',
-    "anywidget": 'the explorer in notebooks; pip install "sightline-attention[notebook]"',
+    "anywidget": 'the explorer in a notebook; pip install "sightline-attention[notebook]"',
     "ml_dtypes": "bfloat16 in NumPy; pip install ml_dtypes",
 }
 VECTORS = ("avx512f", "avx512bf16", "amx-bf16", "avx2", "fma", "sse4.2", "neon", "sve")

@@ -50,7 +50,8 @@ def _check_span(table: Any, extent: Extent) -> None:
             raise ShapeError(
                 f"an array of shape {table.shape}, whose axis {axis} of length {length} stands for {name}",
                 f"length {whole}{' or 1' * (whole != 1)}, where (B, H, n, m) = {extent}",
-                "give the array these lengths, or index it yourself: table(array)[...]",
+                "give the array these lengths, or index it yourself: table(array)[...]"
+                + (f"; of a KVCache the last queries: cache.causal({whole})" if name == "i" else ""),
             )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import FormulaError
+from ..errors import FormulaError, ParameterError
 from .operators import OPERATORS, Kind
 
 if TYPE_CHECKING:
@@ -215,6 +215,15 @@ class Expression:
         numpy.ndarray
             (n, m) when batch = heads = 1, else (batch, heads, n, m); bool, int64 or float64 by the formula's kind.
 
+        Raises
+        ------
+        ParameterError
+            A length that is no whole number of at least 0.
+        FormulaError
+            A formula that reads s, and no scores.
+        TableError
+            A table read outside.
+
         Examples
         --------
         >>> from sightline import i, j
@@ -226,6 +235,8 @@ class Expression:
         from .render_array import dense_values
 
         extent = (batch, heads, n, n if m is None else m)
+        if not all(hasattr(length, "__index__") and length >= 0 for length in extent):
+            raise ParameterError(f"array of (B, H, n, m) = {extent}", "whole numbers of at least 0", "array(4, 6)")
         check_reads(self, None, extent)
         values = dense_values(self, extent, s)
         return values[0, 0] if batch == heads == 1 else values

@@ -56,6 +56,13 @@ def window(left: int, right: int = 0) -> Expression:
 
     `window(256)` is a causal window of 256 keys, the same as (i ≥ j) ∧ (i − j < 256).
 
+    Parameters
+    ----------
+    left : int
+        Keys, the query's own counted.
+    right : int, default 0
+        Keys after the query's own.
+
     Raises
     ------
     ParameterError
@@ -74,11 +81,16 @@ def padding(lengths: Any) -> Expression:
     Parameters
     ----------
     lengths : (B,) integers
-        Real keys of each sequence, `b` counting all leading axes in C order.
+        Real keys of each sequence, `b` counting all leading axes in C order. Give `[length]` for a single one.
+
+    Raises
+    ------
+    ShapeError
+        Lengths of other axes than one, or no integers. When attention is asked: neither one length nor B of them.
     """
-    table = Table(lengths, axes=("b",))
-    if table.ndim != 1 or table.kind != "int":
-        raise ShapeError(f"lengths {table}", "(B,) integers, one length per sequence", "padding([7, 20])")
+    table = None if np.ndim(lengths) == 0 else Table(lengths, axes=("b",))
+    if table is None or table.ndim != 1 or table.kind != "int":
+        raise ShapeError(f"lengths {table or lengths}", "(B,) integers, one length per sequence", "padding([7, 20])")
     return j < table[b]
 
 
@@ -152,7 +164,18 @@ def _numbers(name: str, lengths: Any) -> Any:
 
 
 def prefix(length: int) -> Expression:
-    """j < length: keys every query sees; `causal() | prefix(64)` is a prefix language model."""
+    """j < length: keys every query sees; `causal() | prefix(64)` is a prefix language model.
+
+    Parameters
+    ----------
+    length : int
+        Keys, from the first.
+
+    Raises
+    ------
+    ParameterError
+        length no whole number of at least 0.
+    """
     if not (_whole(length) and length >= 0):
         raise ParameterError(f"prefix({length!r})", "a whole number ≥ 0", "prefix(0) is empty")
     return j < length
@@ -165,6 +188,13 @@ def dense(array: Any) -> Expression:
     ----------
     array : (..., n, m) bool
         Right-aligned to (B, H, n, m); axes of length 1 broadcast; more than four axes count their leading ones as B.
+
+    Raises
+    ------
+    MaskError
+        An array that is not boolean.
+    ShapeError
+        When attention is asked: an axis of another length than 1 or its own.
     """
     table = _spanning(array)
     if table.kind != "bool":
@@ -185,6 +215,14 @@ def bias(array: Any) -> Expression:
     ----------
     array : (..., n, m) real numbers, in logits
         Right-aligned to (B, H, n, m); axes of length 1 broadcast; more than four axes count their leading ones as B.
+        Its gradient reaches it.
+
+    Raises
+    ------
+    ParameterError
+        A boolean array, which is a mask.
+    ShapeError
+        When attention is asked: an axis of another length than 1 or its own.
     """
     table = _spanning(array)
     if table.kind == "bool":
@@ -198,10 +236,19 @@ def alibi_slopes(heads: int) -> Any:
     For heads that are no power of two, the slopes of the power below, then every other one of twice that power (Press,
     Smith and Lewis, "Train short, test long", 2022, section 3 and the authors' code).
 
+    Parameters
+    ----------
+    heads : int
+
     Returns
     -------
     numpy.ndarray
-        (heads,) float64
+        (heads,) float64, in logits for each position of distance
+
+    Raises
+    ------
+    ParameterError
+        heads no whole number of at least 1.
     """
     if not (_whole(heads) and heads >= 1):
         raise ParameterError(f"alibi_slopes({heads!r})", "a whole number of heads, at least one", "alibi_slopes(8)")
@@ -221,6 +268,13 @@ def alibi(slopes: Any) -> Expression:
     slopes : int or (H,) floats
         A number of heads, for `alibi_slopes`, or the slopes themselves. Use it with `causal()`: later keys would gain.
         In a model that looks both ways write s - table(slopes)[h] * abs(i - j).
+
+    Raises
+    ------
+    ParameterError
+        A number of heads below 1.
+    ShapeError
+        Slopes of other axes than one. When attention is asked: neither one slope nor H of them.
     """
     table = Table(alibi_slopes(slopes) if np.ndim(slopes) == 0 else slopes, axes=("h",))
     if table.ndim != 1:
@@ -230,6 +284,11 @@ def alibi(slopes: Any) -> Expression:
 
 def softcap(t: float) -> Expression:
     """t tanh(s / t): scores held within ±t (Gemma 2 report, 2024, section 2).
+
+    Parameters
+    ----------
+    t : float
+        In logits.
 
     Raises
     ------
@@ -248,7 +307,12 @@ def relative_bias(table: Any) -> Expression:
     ----------
     table : (H, 2w + 1) or (2w + 1,) floats, in logits
         Entry w is distance 0; distances beyond w share the last entry (Shaw, Uszkoreit and Vaswani, 2018, equation 5's
-        clipping; Raffel et al., 2020, section 2.1, for scalars added to the scores).
+        clipping; Raffel et al., 2020, section 2.1, for scalars added to the scores). Its gradient reaches it.
+
+    Raises
+    ------
+    ShapeError
+        An even number of distances, or more than two axes. When attention is asked: neither one row nor H of them.
     """
     held = Table(table, axes=(None,) if np.ndim(table) == 1 else ("h", None))
     if held.ndim > 2 or held.shape[-1] % 2 == 0:

@@ -34,7 +34,8 @@ def call(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library: str)
     if name == "square" and not kwargs and len(inputs) == 1:
         return power(inputs[0], 2)
     if name not in OPERATORS or kwargs or len(inputs) != OPERATORS[name].arity:
-        raise unknown(f"{library}.{name} with {len(inputs)} inputs" + (f" and {sorted(kwargs)}" if kwargs else ""))
+        known = f" with {len(inputs)} arguments" if name in OPERATORS else ""
+        raise unknown(f"{library}.{name}{known}" + (f" and {', '.join(sorted(kwargs))}=" if kwargs else ""))
     return apply(name, *inputs)
 
 
@@ -51,8 +52,9 @@ def _clip(value: Any, low: Any = None, high: Any = None, **names: Any) -> Expres
 
 def unknown(what: str) -> FormulaError:
     """The error for a function the language does not have."""
+    names = sorted({*OPERATORS, "clip", "sigmoid", "square"})
     return FormulaError(
-        f"{what}, on a formula",
-        "+ - * / // % ** abs, comparisons, & | ^ ~, where, clip, square, pow and " + ", ".join(sorted(OPERATORS)),
+        f"{what} of a formula",
+        f"+ - * / // % ** abs, comparisons, & | ^ ~, and {', '.join(names)}",
         "write it with these, or put the values into a table",
     )

@@ -92,6 +92,9 @@ class Pooled(Statistic):
 
     name = "pooled"
 
+    def __repr__(self) -> str:  # by the words of `pooled`; `rows` is a method here
+        return super().__repr__().replace("down=", "rows=").replace("across=", "columns=")
+
     @property
     def linear(self) -> bool:
         return self.how == "mean"

@@ -165,12 +165,24 @@ class Mean(Statistic):
 
 
 def rows(indices: Any) -> Part:
-    """The weights of these queries: `weights().rows(indices)`, (..., H, rows, m)."""
+    """The weights of these queries: `weights().rows(indices)`, (..., H, rows, m).
+
+    A function of `see`, as `see=[rows([0, -1])]`; of another statistic write `entropy().rows([0, -1])`.
+
+    Parameters
+    ----------
+    indices : whole numbers or a slice; negative ones count from the last query
+
+    Raises
+    ------
+    ParameterError
+        No whole numbers, or, when the question is asked, a query that is not there.
+    """
     return Weights().rows(indices)
 
 
 def heads(indices: Any) -> Part:
-    """The weights of these query heads: `weights().heads(indices)`, (..., heads, n, m)."""
+    """The weights of these query heads: `weights().heads(indices)`, (..., heads, n, m); as `rows`."""
     return Weights().heads(indices)
 
 

@@ -3,6 +3,15 @@
 `sightline.attention` takes tensors as it is.
 """
 
+from __future__ import annotations
+
+from ..errors import MissingExtraError
+
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError("sightline.torch, and no torch", "torch 2.6 or later", "pip install torch") from error
+
 from .door import kernels, run
 from .functional import scaled_dot_product_attention
 from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention

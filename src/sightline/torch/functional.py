@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..attention import attention
-from ..errors import ShapeError
+from ..errors import MaskError, ShapeError
 from ..formula.expression import Expression
 from ..formula.library import bias, causal, dense
 
@@ -52,7 +52,7 @@ def scaled_dot_product_attention(
     ShapeError
         Query and key heads differ without `enable_gqa`; shapes that do not fit together.
     MaskError
-        `attn_mask` holds integers.
+        `attn_mask` holds integers, or is no tensor.
     SightlineError
         As `sightline.attention` says.
 
@@ -73,6 +73,12 @@ def scaled_dot_product_attention(
         query, key, value = query[None], key[None], value[None]
     if not enable_gqa and min(query.ndim, key.ndim, value.ndim) > 3:
         query, key, value = _same_heads(query, key, value)
+    if not isinstance(attn_mask, Tensor | None):
+        raise MaskError(
+            "attn_mask is " + ("a formula" if isinstance(attn_mask, Expression) else f"a {type(attn_mask).__name__}"),
+            "a tensor, as torch's own function takes it",
+            "sightline.attention(query, key, value, mask=...) for formulas and arrays of NumPy",
+        )
     mask: Any = causal() if is_causal else None
     score: Expression | None = None
     if attn_mask is not None:

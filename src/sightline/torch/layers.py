@@ -41,7 +41,7 @@ class ScaledDotProductAttention(nn.Module):
     Raises
     ------
     ParameterError
-        `mask_means` is another word; dropout outside [0, 1] (on the first call).
+        `mask_means` is another word; dropout outside [0, 1].
 
     References
     ----------
@@ -66,6 +66,10 @@ class ScaledDotProductAttention(nn.Module):
         mask_means: Literal["attend", "ignore"] = "attend",
     ) -> None:
         super().__init__()
+        if not 0 <= dropout <= 1:
+            raise ParameterError(
+                f"dropout={dropout!r}", "a probability from 0 to 1", "leave widths out: the arrays say them"
+            )
         if mask_means not in ("attend", "ignore"):
             raise ParameterError(f"mask_means={mask_means!r}", '"attend" or "ignore"', "say what True does to a pair")
         self.dropout, self.scale, self.mask_means = dropout, scale, mask_means

@@ -12,7 +12,7 @@ from ..errors import ParameterError
 from ..observe import Statistic
 from ..seen import Seen, Tokens
 from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
-from .watching import wanted, watching
+from .watching import check_module, wanted, watching
 
 __all__ = ["watch"]
 
@@ -51,7 +51,7 @@ def watch(
     Raises
     ------
     ParameterError
-        No attention layer in the model, no such layer or head, no statistics.
+        No module, no attention layer in the model, no such layer or head, no statistics.
 
     Examples
     --------
@@ -64,6 +64,7 @@ def watch(
     layer      kind  step  queries  keys  heads  results
     self_attn  self  0     5        5     2      lse() 1×2×5
     """
+    check_module(model)
     found: dict[str, nn.Module] = {
         name or type(model).__name__: module
         for name, module in model.named_modules()

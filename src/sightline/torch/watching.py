@@ -17,7 +17,7 @@ from ..errors import ParameterError
 from ..observe import Statistic
 from ..seen import Call, Kind, Seen, chosen, each
 
-__all__ = ["Watcher", "attend", "wanted", "watching"]
+__all__ = ["Watcher", "attend", "check_module", "wanted", "watching"]
 
 
 class Watcher:
@@ -87,6 +87,16 @@ def _forget(module: nn.Module, watcher: Watcher) -> None:
         _WATCHERS[module] = rest
 
 
+def check_module(model: Any) -> None:
+    """Raise ParameterError where a model is no module, as where its name was given."""
+    if not isinstance(model, nn.Module):
+        raise ParameterError(
+            f"a model that is a {type(model).__name__}",
+            "a torch.nn.Module",
+            "load it first, as by transformers.AutoModel.from_pretrained(path)",
+        )
+
+
 def wanted(modules: dict[str, nn.Module], see: Any, layers: Any, heads: Any) -> dict[str, nn.Module]:
     """The modules asked for by `layers`, once it is sure that what is asked can be meant.
 
@@ -97,7 +107,7 @@ def wanted(modules: dict[str, nn.Module], see: Any, layers: Any, heads: Any) -> 
     """
     if not isinstance(see, Sequence) or not see or not all(isinstance(entry, Statistic) for entry in see):
         raise ParameterError(f"see={see!r}", "a list of statistics", "see=[sightline.lse()]")
-    if heads is not None and not all(isinstance(head, int) for head in heads):
+    if heads is not None and not (isinstance(heads, Sequence) and all(isinstance(head, int) for head in heads)):
         raise ParameterError(f"heads={heads!r}", "a list of whole numbers", "heads=[0, 1]")
     return modules if layers is None else {name: modules[name] for name in chosen(list(modules), layers)}
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import ParameterError
 from ..observe import Statistic
 from ..seen import Seen, Tokens
-from ..torch.watching import wanted, watching
+from ..torch.watching import check_module, wanted, watching
 from .interface import NAME
 
 __all__ = ["watch"]
@@ -54,8 +54,8 @@ def watch(
     Raises
     ------
     ParameterError
-        A model whose attention does not go through transformers' attention interface, no such layer or head, no
-        statistics.
+        No module, a model whose attention does not go through transformers' attention interface, no such layer or
+        head, no statistics.
 
     Examples
     --------
@@ -69,6 +69,7 @@ def watch(
     layer               kind  step  queries  keys  heads  results
     layers.0.self_attn  self  0     4        4     2      lse() 1×2×4
     """
+    check_module(model)
     asking = {kind for kind in set(map(type, model.modules())) if _asks_interface(kind)}
     found = {name or type(model).__name__: module for name, module in model.named_modules() if type(module) in asking}
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]

@@ -179,8 +179,8 @@ def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head
     TableError, ShapeError
         The formula reads outside its tables at these lengths.
     """
-    if min(n, m, batch, head) < 0:
-        raise ParameterError(f"n={n}, m={m}, batch={batch}, head={head}", "numbers ≥ 0", "formula.show(64)")
+    if not all(hasattr(number, "__index__") and number >= 0 for number in (n, m, batch, head)):
+        raise ParameterError(f"n={n}, m={m}, batch={batch}, head={head}", "whole numbers ≥ 0", "formula.show(64)")
     extent = (_span(formula, "b", batch), _span(formula, "h", head), n, m)
     check_reads(formula, None, extent)
     mask = formula.kind == "bool"
