@@ -11,6 +11,7 @@ from ..formula.expression import Expression
 from ..formula.runs import find_runs
 from ..problem import read_mask
 from . import plotting
+from .picture import checked_extent
 
 __all__ = ["tile_kinds", "tile_map"]
 
@@ -70,6 +71,8 @@ def tile_map(
         No mask, or a formula that is no condition.
     ParameterError
         Numbers below 1, or a negative batch or head.
+    TableError, ShapeError
+        The mask reads outside its tables at these lengths.
     MissingExtraError
         matplotlib is not installed.
     """
@@ -80,6 +83,7 @@ def tile_map(
         raise ParameterError(
             f"n={n}, m={m}, block={block}, batch={batch}, head={head}", "n, m, block ≥ 1", "tile_map(mask, 1000)"
         )
+    checked_extent(read, n, m, batch, head)
     while -(-max(n, m) // block) > MOST:
         block *= 2
     kinds = tile_kinds(read, n, m, block, batch=batch, head=head)
