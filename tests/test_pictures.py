@@ -160,7 +160,17 @@ def test_tiles_of_a_hundred_thousand():
     assert axis.get_xlim() == (-0.5, MANY - 0.5)
 
 
+def test_tiles_of_a_boolean_array(tmp_path):
+    axis = tile_map(np.ones((8, 8), bool), 8)
+    assert axis.get_title(loc="left").startswith("t[i, j]")
+    assert save(axis, tmp_path / "tiles.svg").exists()
+
+
 def test_tiles_of_what_is_no_mask():
+    with pytest.raises(MaskError, match="no mask"):
+        tile_map(None, 8)
+    with pytest.raises(ShapeError, match="stands for i"):
+        tile_map(np.ones((8, 8), bool), 9)
     with pytest.raises(MaskError):
         tile_map(sightline.i + sightline.j, 8)
     with pytest.raises(ParameterError):

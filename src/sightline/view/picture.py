@@ -23,7 +23,7 @@ from ..formula.render_array import evaluate
 from ..formula.runs import box_of
 from . import plotting, terminal
 
-__all__ = ["Picture", "formula_picture"]
+__all__ = ["Picture", "checked_extent", "formula_picture"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -181,8 +181,7 @@ def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head
     """
     if not all(hasattr(number, "__index__") and number >= 0 for number in (n, m, batch, head)):
         raise ParameterError(f"n={n}, m={m}, batch={batch}, head={head}", "whole numbers ≥ 0", "formula.show(64)")
-    extent = (_span(formula, "b", batch), _span(formula, "h", head), n, m)
-    check_reads(formula, None, extent)
+    extent = checked_extent(formula, n, m, batch, head)
     mask = formula.kind == "bool"
     at = [f"{name} = {value}" for name, value in (("b", batch), ("h", head), ("s", 0)) if name in formula.reads]
     title = f"{formula}" + (f"   at {', '.join(at)}" if at else "")
@@ -196,6 +195,13 @@ def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head
         return _settled(formula, extent, batch, head, edges, share)
 
     return Picture(title, n, m, "mask" if mask else "numbers", cells)
+
+
+def checked_extent(formula: Expression, n: int, m: int, batch: int, head: int) -> tuple[int, int, int, int]:
+    """(B, H, n, m) that holds the b and h shown, once it is sure that the formula's tables fit it."""
+    extent = (_span(formula, "b", batch), _span(formula, "h", head), n, m)
+    check_reads(formula, None, extent)
+    return extent
 
 
 def _span(formula: Expression, name: str, shown: int) -> int:

@@ -105,7 +105,12 @@ def quiet(axis: Any) -> None:
 
 
 def save(figure: Any, path: str | Path) -> Path:
-    """Write a matplotlib figure as PNG, SVG or PDF, by the path's ending.
+    """Write a matplotlib figure as PNG, SVG or PDF, by the path's ending, and give the path.
+
+    Parameters
+    ----------
+    figure : matplotlib figure, or an axis of one
+    path : str or Path
 
     Raises
     ------
@@ -117,5 +122,5 @@ def save(figure: Any, path: str | Path) -> Path:
         raise ParameterError(
             f"a picture at {str(path)!r}", "a path ending in " + ", ".join(FORMATS), f"{path.stem}.png"
         )
-    figure.savefig(path, dpi=180)
+    figure.figure.savefig(path, dpi=180)  # a figure is its own
     return path

@@ -9,7 +9,9 @@ import numpy as np
 from ..errors import MaskError, ParameterError
 from ..formula.expression import Expression
 from ..formula.runs import find_runs
+from ..problem import read_mask
 from . import plotting
+from .picture import checked_extent
 
 __all__ = ["tile_kinds", "tile_map"]
 
@@ -32,7 +34,7 @@ def tile_kinds(mask: Expression, n: int, m: int, block: int, *, batch: int = 0, 
 
 
 def tile_map(
-    mask: Expression,
+    mask: Any,
     n: int,
     m: int | None = None,
     axis: Any = None,
@@ -46,8 +48,8 @@ def tile_map(
 
     Parameters
     ----------
-    mask : Expression
-        A condition.
+    mask : formula, function (b, h, i, j) or boolean array
+        As `sightline.attention` takes it.
     n, m : int
         Numbers of queries and keys; m is n by default.
     axis : matplotlib axis, optional
@@ -66,22 +68,25 @@ def tile_map(
     Raises
     ------
     MaskError
-        A formula that is no condition.
+        No mask, or a formula that is no condition.
     ParameterError
         Numbers below 1, or a negative batch or head.
+    TableError, ShapeError
+        The mask reads outside its tables at these lengths.
     MissingExtraError
         matplotlib is not installed.
     """
-    m = n if m is None else m
-    if mask.kind != "bool":
-        raise MaskError(f"tiles of {mask}, a number", "a condition", "tile_map(sightline.causal(), 1000)")
+    m, read = n if m is None else m, read_mask(mask)
+    if read is None:
+        raise MaskError("tiles of no mask", "a condition", "tile_map(sightline.causal(), 1000)")
     if min(n, m, block) < 1 or min(batch, head) < 0:
         raise ParameterError(
             f"n={n}, m={m}, block={block}, batch={batch}, head={head}", "n, m, block ≥ 1", "tile_map(mask, 1000)"
         )
+    checked_extent(read, n, m, batch, head)
     while -(-max(n, m) // block) > MOST:
         block *= 2
-    kinds = tile_kinds(mask, n, m, block, batch=batch, head=head)
+    kinds = tile_kinds(read, n, m, block, batch=batch, head=head)
     axis = plotting.new_axis(axis, 5.2, 4.6)
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
@@ -98,6 +103,6 @@ def tile_map(
     axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
     axis.set(xlabel="key j", ylabel="query i", xlim=(-0.5, m - 0.5), ylim=(n - 0.5, -0.5), box_aspect=min(n / m, 4))
     plotting.positions(axis, "xy")
-    plotting.title(axis, title or f"{mask}   tiles of {block} × {block}")
+    plotting.title(axis, title or f"{read}   tiles of {block} × {block}")
     plotting.quiet(axis)
     return axis
