@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -17,7 +18,7 @@ from ..errors import ParameterError
 from ..observe import Statistic
 from ..seen import Call, Kind, Seen, chosen, each
 
-__all__ = ["Watcher", "attend", "wanted", "watching"]
+__all__ = ["Watcher", "attend", "check_model", "restored", "wanted", "watching"]
 
 
 class Watcher:
@@ -64,6 +65,8 @@ class Watcher:
         self.seen.calls.append(call)
 
 
+_guard = threading.Lock()
+_FOUND: dict[tuple[int, str], tuple[Any, int]] = {}  # what attributes were, and how many hold them changed
 _WATCHERS: WeakKeyDictionary[nn.Module, tuple[Watcher, ...]] = WeakKeyDictionary()
 
 
@@ -87,6 +90,30 @@ def _forget(module: nn.Module, watcher: Watcher) -> None:
         _WATCHERS[module] = rest
 
 
+@contextmanager
+def restored(owner: Any, name: str) -> Iterator[None]:
+    """An attribute that watchers change: it is as it was once the last of them leaves, in whatever order they do."""
+    place = id(owner), name
+    with _guard:
+        found, count = _FOUND.get(place, (getattr(owner, name), 0))
+        _FOUND[place] = found, count + 1
+    try:
+        yield
+    finally:
+        with _guard:
+            found, count = _FOUND.pop(place)
+            if count > 1:
+                _FOUND[place] = found, count - 1
+            else:
+                setattr(owner, name, found)
+
+
+def check_model(model: Any) -> None:
+    """Raise ParameterError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise ParameterError(f"a {type(model).__name__} to watch", "a torch.nn.Module", "watch(model, see=[...])")
+
+
 def wanted(modules: dict[str, nn.Module], see: Any, layers: Any, heads: Any) -> dict[str, nn.Module]:
     """The modules asked for by `layers`, once it is sure that what is asked can be meant.
 
@@ -97,7 +124,7 @@ def wanted(modules: dict[str, nn.Module], see: Any, layers: Any, heads: Any) -> 
     """
     if not isinstance(see, Sequence) or not see or not all(isinstance(entry, Statistic) for entry in see):
         raise ParameterError(f"see={see!r}", "a list of statistics", "see=[sightline.lse()]")
-    if heads is not None and not all(isinstance(head, int) for head in heads):
+    if heads is not None and not (isinstance(heads, Sequence) and all(isinstance(head, int) for head in heads)):
         raise ParameterError(f"heads={heads!r}", "a list of whole numbers", "heads=[0, 1]")
     return modules if layers is None else {name: modules[name] for name in chosen(list(modules), layers)}
 

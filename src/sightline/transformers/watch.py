@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import ParameterError
 from ..observe import Statistic
 from ..seen import Seen, Tokens
-from ..torch.watching import wanted, watching
+from ..torch.watching import check_model, restored, wanted, watching
 from .interface import NAME
 
 __all__ = ["watch"]
@@ -69,6 +69,7 @@ def watch(
     layer               kind  step  queries  keys  heads  results
     layers.0.self_attn  self  0     4        4     2      lse() 1×2×4
     """
+    check_model(model)
     asking = {kind for kind in set(map(type, model.modules())) if _asks_interface(kind)}
     found = {name or type(model).__name__: module for name, module in model.named_modules() if type(module) in asking}
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -81,7 +82,7 @@ def watch(
     modules = wanted(found, see, layers, heads)
     with ExitStack() as leaving:
         for config in _configurations(model):
-            leaving.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation_internal)
+            leaving.enter_context(restored(config, "_attn_implementation_internal"))
         for one in models:
             if one.config._attn_implementation != NAME:
                 one.set_attn_implementation(NAME)
