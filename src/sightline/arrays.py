@@ -24,6 +24,7 @@ __all__ = [
     "namespace",
     "plain",
     "resolve",
+    "strided",
     "to_numpy",
 ]
 
@@ -106,6 +107,11 @@ def convert(array: Array, like: Array) -> Array:
     if not host.flags.writeable or any(stride < 0 for stride in host.strides):
         host = host.copy()  # torch cannot share these
     return namespace(like).asarray(host, device=like.device)
+
+
+def strided(array: Array) -> bool:
+    """Whether its entries lie in memory by strides and all count: neither sparse nor masked."""
+    return not hasattr(array, "mask") and "strided" in str(getattr(array, "layout", "strided"))
 
 
 def plain(array: Array) -> Array:
