@@ -136,3 +136,10 @@ def test_a_real_model(tmp_path, capsys):
     assert "2 texts, 2 layers of up to 2 heads, 5 tokens" in " ".join(capsys.readouterr().out.split())
     assert main(["view", "--model", str(tmp_path), "x"]) == 2
     assert "what save_pretrained wrote" in capsys.readouterr().err
+    tokenizer.pad_token = None  # and there is no eos_token
+    view(str(tmp_path), TEXTS, output=str(page), load=lambda path: (model, tokenizer))
+    assert '["[CLS]","a","rat","[SEP]"]' in page.read_text(encoding="utf-8")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:4])
+    assert main(["view", "--model", str(tmp_path / "model"), "x"]) == 2
+    assert "what save_pretrained wrote" in capsys.readouterr().err

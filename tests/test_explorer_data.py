@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sightline.errors import MissingExtraError, ParameterError, ShapeError
+from sightline.errors import DtypeError, MissingExtraError, ParameterError, ShapeError
 from sightline.view import explorer
 from sightline.view.explorer import notebook, writing
 from sightline.view.explorer.data import links_of
@@ -66,6 +66,48 @@ def test_parameters_out_of_range():
         explorer.from_weights(["a"], np.ones((1, 1, 1)), limit=0)
     with pytest.raises(ParameterError, match="2 names for 1"):
         explorer.from_weights(["a"], np.ones((1, 1, 1)), names=["x", "y"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "weights", "error"),
+    [
+        (None, np.ones((1, 1, 1)), ParameterError),
+        ([7], np.ones((1, 1, 1)), ParameterError),
+        ([["a"], []], np.ones((2, 1, 1, 1)), ShapeError),
+        (["a"], None, ShapeError),
+        (["a"], np.full((1, 1, 1), "x"), DtypeError),
+        (["a"], np.ones((1, 1, 1), complex), DtypeError),
+        (["a"], np.full((1, 1, 1), -1.0), ParameterError),
+    ],
+)
+def test_what_is_no_text_or_no_weights(tokens, weights, error):
+    with pytest.raises(error, match="cure"):
+        explorer.from_weights(tokens, weights)
+
+
+@pytest.mark.parametrize("limit", [None, "1", float("nan")])
+def test_a_limit_that_is_no_number(limit):
+    with pytest.raises(ParameterError, match="numbers ≥ 1"):
+        explorer.from_weights(["a"], np.ones((1, 1, 1)), limit=limit)
+
+
+@pytest.mark.parametrize("given", [None, np.ones((1, 1, 1))])
+def test_what_is_no_exploration(given):
+    with pytest.raises(ParameterError, match="from_weights"):
+        explorer.html(given)
+
+
+@pytest.mark.parametrize("place", ["missing/page.html", "", "a\0b", "x" * 300, None])
+def test_a_place_that_takes_no_page(place, tmp_path):
+    data = explorer.from_weights(["a"], np.ones((1, 1, 1)))
+    with pytest.raises(ParameterError, match="a folder that is there"):
+        explorer.save_html(data, None if place is None else tmp_path / place)
+
+
+def test_halves_of_characters_are_written(tmp_path):
+    """Names of folders hold them where they are no text."""
+    data = explorer.from_weights(["\ud800"], np.ones((1, 1, 1)), title="\udc80")
+    assert "<title>?</title>" in explorer.save_html(data, tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def call(layer, results, n, m, start=0, kind="self", **statistics):

@@ -343,6 +343,23 @@ def test_views_outlive_growth(rng):
     assert np.array_equal(old, before)
 
 
+def test_an_append_while_attention_opens_the_cache_is_not_half_seen(rng, monkeypatch):
+    query, key, value = arrays(rng)
+    cache = KVCache()
+    cache.append(key[:, :, :5], value[:, :, :5])
+    before = sightline.attention(query, cache)
+    view, waiting = KVCache._view, [True]
+
+    def meanwhile(self, length):
+        if waiting and waiting.pop():
+            self.append(key[:, :, 5:], value[:, :, 5:])
+        return view(self, length)
+
+    monkeypatch.setattr(KVCache, "_view", meanwhile)
+    assert np.array_equal(sightline.attention(query, cache), before)
+    assert not waiting
+
+
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_attention_reads_the_storage_itself(rng, kind):
     query, key, value = arrays(rng, kind=kind)

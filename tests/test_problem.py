@@ -187,6 +187,7 @@ REFUSED = {
     "scales": (lambda: ask(scale=np.ones(2)), ParameterError, "scale=array", "a finite number"),
     "negative dropout": (lambda: ask(dropout=-0.1, seed=0), ParameterError, "dropout=-0.1", "from 0 to 1"),
     "dropout of NaN": (lambda: ask(dropout=np.nan, seed=0), ParameterError, "dropout=nan"),
+    "a dropout beyond floats": (lambda: ask(dropout=10**400, seed=0), ParameterError, "from 0 to 1"),
     "dropout without a seed": (lambda: ask(dropout=0.1), ParameterError, "seed=None with dropout=0.1", "seed=0"),
     "a negative seed": (lambda: ask(dropout=0.1, seed=-1), ParameterError, "seed=-1", "2⁶⁴"),
     "half a seed": (lambda: ask(dropout=0.1, seed=0.5), ParameterError, "seed=0.5", "whole number"),

@@ -378,6 +378,11 @@ LARGE = np.zeros((1, 1, 1 << 15, 1), np.float32)  # of which weights take 4 GiB
 ERRORS = {
     "no key to find": (lambda: sightline.top_k(0), ParameterError, "top_k(k=0)", "at least 1"),
     "half a key": (lambda: sightline.top_k(1.5), ParameterError, "top_k(k=1.5)", "whole number"),
+    "keys beyond memory": (lambda: ask(sightline.top_k(10**12)), ParameterError, "of 4 keys, 96,000,", "top_k(4)"),
+    "no condition": (lambda: sightline.mass(None), MaskError, "mass(None)", "True is counted"),
+    "a slice of words": (lambda: sightline.rows(slice("a", None)), ParameterError, "rows(slice('a', None, None))"),
+    "a slice without steps": (lambda: sightline.heads(slice(None, None, 0)), ParameterError, "steps not 0"),
+    "masked rows": (lambda: sightline.applied(np.ma.ones((4, 1))), DtypeError, "masked or sparse", "filled(0)"),
     "another way": (lambda: sightline.received("median"), ParameterError, "'median'", '"sum"'),
     "the last 0": (lambda: sightline.received(last=0), ParameterError, "last=0", "None for all"),
     "a mask of numbers": (lambda: ask(sightline.mass(i - j)), MaskError, "which is a number", "!= 0"),

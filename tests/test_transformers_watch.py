@@ -102,6 +102,19 @@ def test_a_model_is_left_as_it_was(before):
     assert state(model) == untouched
 
 
+def test_watches_end_in_any_order():
+    model = made("Llama")
+    asked, untouched = given(model, "no"), state(model)
+    first, second = watch(model, [sightline.lse()]), watch(model, [sightline.lse()])
+    seen = first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    with torch.no_grad():
+        model(**asked.inputs)
+    assert [len(one) for one in seen] == [0, 2]
+    second.__exit__(None, None, None)
+    assert state(model) == untouched
+
+
 def test_what_was_seen_has_gradients():
     model = made("Llama")
     asked = given(model, "no")

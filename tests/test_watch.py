@@ -70,6 +70,20 @@ def test_modules_are_left_as_they_were(transformer, x):
     assert state() == before
 
 
+def test_watches_end_in_any_order(transformer, x):
+    layer = transformer.encoder.layers[0]
+    before = type(layer.self_attn), transformer.encoder.use_nested_tensor
+    first, second = watch(transformer.encoder, [LSE]), watch(transformer.encoder, [LSE])
+    seen = first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    with torch.no_grad():
+        transformer.encoder(x)
+    assert [len(one) for one in seen] == [0, 1]
+    second.__exit__(None, None, None)
+    assert (type(layer.self_attn), transformer.encoder.use_nested_tensor) == before
+    assert not watching._FOUND
+
+
 @pytest.mark.parametrize(
     ("layer", "arguments", "shape"),
     [
@@ -88,6 +102,21 @@ def test_our_layers_are_watched(layer, arguments, shape, x):
     assert (call.layer, call.kind, call.query_start) == (type(layer).__name__, "self", 0)
     assert call["lse"].shape == shape
     assert call["weights"].shape == (*shape, 6)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (None, {}),
+        (nn.MultiheadAttention(8, 2), {"heads": 5}),
+        (nn.MultiheadAttention(8, 2), {"layers": 1.5}),
+        (nn.MultiheadAttention(8, 2), {"layers": [None]}),
+        (nn.MultiheadAttention(8, 2), {"tokens": 5}),
+    ],
+)
+def test_what_cannot_be_watched_is_named(model, options):
+    with pytest.raises(ParameterError, match="cure"), watch(model, [LSE], **options):
+        pass
 
 
 def test_what_cannot_be_watched_is_refused():

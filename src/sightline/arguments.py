@@ -85,7 +85,7 @@ def check_arrays(named: dict[str, Any]) -> None:
             raise DtypeError(
                 f"{name} has dtype {arrays.dtype_name(array)}", ", ".join(arrays.FLOATS), f"cast {name} to one of these"
             )
-        if hasattr(array, "mask") or "strided" not in str(getattr(array, "layout", "strided")):
+        if not arrays.strided(array):
             raise DtypeError(
                 f"{name} is masked or sparse",
                 "plain arrays",
@@ -190,7 +190,7 @@ def read_scale(scale: Any, d_k: int) -> float:
 def read_dropout(dropout: Any) -> float:
     try:
         value = float(dropout)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not 0 <= value <= 1:
         raise ParameterError(f"dropout={dropout!r}", "a probability from 0 to 1", "dropout=0.1 drops a tenth")

@@ -25,6 +25,7 @@ __all__ = [
     "namespace",
     "plain",
     "resolve",
+    "strided",
     "to_numpy",
 ]
 
@@ -112,6 +113,11 @@ def convert(array: Array, like: Array) -> Array:
 def broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
     """The array seen with that shape, without a copy; lengths may be symbols of torch.compile."""
     return array.expand(shape) if hasattr(array, "expand") else np.broadcast_to(array, shape)
+
+
+def strided(array: Array) -> bool:
+    """Whether its entries lie in memory by strides and all count: neither sparse nor masked."""
+    return not hasattr(array, "mask") and "strided" in str(getattr(array, "layout", "strided"))
 
 
 def plain(array: Array) -> Array:

@@ -94,12 +94,12 @@ class KVCache:
 
         Positions at or beyond a sequence's own length hold nothing to rely on.
         """
-        return self._view(self._key)
+        return self._view(self._longest)[0]
 
     @property
     def value(self) -> Any:
         """(B, G, max(lengths), d_v), as `key`."""
-        return self._view(self._value)
+        return self._view(self._longest)[1]
 
     @property
     def capacity(self) -> int:
@@ -281,13 +281,14 @@ class KVCache:
         self._longest = int(lengths.max(initial=0))
         self._even = bool((lengths == self._longest).all())
 
-    def _view(self, storage: Any) -> Any:
-        if storage is None:
+    def _view(self, length: int) -> tuple[Any, Any]:
+        """Key and value of the first positions: as many of both, whatever another thread appends meanwhile."""
+        if self._key is None:
             raise ParameterError(
                 "a KVCache to which nothing was appended", "a cache that knows its shapes", "cache.append(key, value)"
             )
         lead = {4: (), 3: (slice(None), 0), 2: (0, 0)}[self._axes]
-        return storage[lead][..., : self._longest, :]
+        return self._key[lead][..., :length, :], self._value[lead][..., :length, :]
 
     def _check(self, key: Any, value: Any) -> None:
         """Raise where key and value do not fit each other, or what was appended before."""
@@ -347,7 +348,7 @@ def as_arrays(query: Any, cache: KVCache, mask: Any) -> tuple[Any, Any, Any]:
         return cache, None, mask
     if mask is not None and mask is cache._hides_nothing and query.shape[-2:-1] == (1,):
         mask = None
-    return cache.key, cache.value, mask
+    return *cache._view(cache._longest), mask
 
 
 def opened(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Expression | None]:
@@ -364,7 +365,7 @@ def opened(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Expre
                 "attention(query, key, value)",
             )
         return key, value, None
-    keys, values = key.key, key.value
+    keys, values = key._view(key._longest)
     if framework(query) == framework(keys) and dtype_name(query) in FLOATS and dtype_name(query) != key.dtype:
         cast = "to" if framework(query) == "torch" else "astype"
         raise DtypeError(

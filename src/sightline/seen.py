@@ -5,7 +5,7 @@ No framework is needed to read it; the results are the framework's own arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from .errors import ParameterError
 from .observe import Statistic
 
-__all__ = ["Call", "Kind", "Seen", "Tokens", "chosen"]
+__all__ = ["Call", "Kind", "Seen", "Tokens", "chosen", "entries"]
 
 Kind = Literal["self", "cross"]
 Labels = Sequence[Sequence[str]]  # for each batch entry the labels of its positions
@@ -110,9 +110,9 @@ class Seen:
         if given is None:
             self._tokens: Tokens | None = None
         elif not isinstance(given, Mapping):
-            self._tokens = _entries(given)
+            self._tokens = entries(given)
         elif set(given) <= set(sides):
-            self._tokens = {side: _entries(labels) for side, labels in given.items()}
+            self._tokens = {side: entries(labels) for side, labels in given.items()}
         else:
             raise ParameterError(
                 f"tokens of {sorted(given)}", 'labels of "encoder" and "decoder"', 'tokens={"encoder": [["a", "b"]]}'
@@ -148,7 +148,7 @@ class Seen:
             No such layer, kind or head.
         """
         if kind not in (None, "self", "cross"):
-            raise ParameterError(f"kind={kind!r}", '"self" or "cross"', 'seen.of(kind="self")')
+            raise ParameterError(f"kind={kind!r}", '"self", "cross" or None', 'seen.of(kind="self")')
         names = self.layers if layer is None else chosen(self.layers, layer)
         last = {call.layer: call.step for call in self.calls}
         calls = [
@@ -214,11 +214,11 @@ def chosen(names: Sequence[str], asked: str | int | Sequence[str | int]) -> tupl
         One that fits no name.
     """
     found: set[str] = set()
-    for one in [asked] if isinstance(asked, str | int) else asked:
+    for one in asked if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]:
         if isinstance(one, str):
             fitting = [name for name in names if fnmatchcase(name, one)]
         else:
-            fitting = [names[one]] if -len(names) <= one < len(names) else []
+            fitting = [names[one]] if isinstance(one, int) and -len(names) <= one < len(names) else []
         if not fitting:
             shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
             raise ParameterError(
@@ -245,10 +245,23 @@ def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
     return each(lambda array: array[(slice(None),) * axis + (places,)], result)
 
 
-def _entries(labels: Any) -> Labels:
-    """Labels for each batch entry; one plain list is that of the only entry."""
-    listed = [labels] if len(labels) and isinstance(labels[0], str) else labels
-    return [list(map(str, entry)) for entry in listed]
+def entries(labels: Any) -> list[list[str]]:
+    """Labels for each batch entry; one plain list is that of the only entry.
+
+    Raises
+    ------
+    ParameterError
+        Neither.
+    """
+    try:
+        listed = [labels] if len(labels) and isinstance(labels[0], str) else labels
+        return [list(map(str, entry)) for entry in listed]
+    except TypeError as error:  # numbers, or what has no length
+        raise ParameterError(
+            f"tokens of a {type(labels).__name__}: {error}",
+            "a list of strings, or such a list for each text",
+            "tokens=tokenizer.convert_ids_to_tokens(numbers)",
+        ) from error
 
 
 def _piece(labels: Sequence[str] | None, first: int, count: int) -> list[str] | None:

@@ -115,7 +115,7 @@ def load_model(path: Path) -> tuple[Any, Any]:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         model = transformers.AutoModel.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # readers of tokenizers, configurations and weights each have errors of their own
         reason = str(error).strip().partition("\n")[0]
         raise ParameterError(f"the model in {str(path)!r}: {reason}", "what save_pretrained wrote", EXAMPLE) from error
     return model.eval(), tokenizer
@@ -126,7 +126,7 @@ def _run(model: Any, tokenizer: Any, texts: Sequence[str], watch: Any) -> Any:
     torch = import_module("torch")
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)  # hidden, so any will do
     inputs = tokenizer(list(texts), return_tensors="pt", padding=len(texts) > 1, truncation=True)
     lengths = inputs["attention_mask"].sum(-1).tolist()
     pairs = zip(inputs["input_ids"].tolist(), lengths, strict=True)

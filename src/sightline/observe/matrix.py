@@ -11,14 +11,13 @@ import numpy as np
 from ..arrays import dtype_name, framework, namespace
 from ..errors import ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, where
-from .statistic import Back, Outer, Pass, Slopes, Statistic, Tile, width_of
+from .statistic import LARGEST, Back, Outer, Pass, Slopes, Statistic, Tile, width_of
 
 if TYPE_CHECKING:
     from ..problem import Problem
 
 __all__ = ["LARGEST", "Pooled", "Scores", "Weights", "pooled", "scores", "weights"]
 
-LARGEST = 2 << 30  # bytes of a matrix held without insisting
 Rectangle = tuple[tuple[int, int], tuple[int, int]]
 
 i, j = SYMBOLS["i"], SYMBOLS["j"]

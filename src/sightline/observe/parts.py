@@ -331,7 +331,10 @@ def _positions(given: Indices, count: int, like: Any) -> Any:
 
 def _given(what: str, indices: Any) -> Indices:
     if isinstance(indices, slice):
-        return indices
+        ends = indices.start, indices.stop, indices.step
+        if indices.step != 0 and all(end is None or hasattr(end, "__index__") for end in ends):
+            return indices
+        raise ParameterError(f"{what}({indices})", "a slice of whole numbers, steps not 0", f"{what}(slice(-8, None))")
     if hasattr(indices, "tolist"):
         indices = indices.tolist()
     listed = tuple(indices) if isinstance(indices, list | tuple | range) else None

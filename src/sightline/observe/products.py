@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..arrays import FLOATS, broadcast_to, convert, device, dtype_name, framework, namespace
+from ..arrays import FLOATS, broadcast_to, convert, device, dtype_name, framework, namespace, strided
 from ..errors import DeviceError, DtypeError, ShapeError
 from .statistic import Outer, Statistic
 
@@ -80,7 +80,7 @@ def applied(x: Any) -> Statistic:
     Raises
     ------
     DtypeError
-        x is no array of floats.
+        x is no plain array of floats.
     ShapeError, DeviceError
         x does not fit the keys or lies elsewhere, when the question is asked.
 
@@ -92,4 +92,6 @@ def applied(x: Any) -> Statistic:
         raise DtypeError(f"applied(x) of a {type(x).__name__}", "an array of floats", "x=numpy.asarray(x)")
     if dtype_name(x) not in FLOATS:
         raise DtypeError(f"applied(x) of dtype {dtype_name(x)}", ", ".join(FLOATS), "cast x to one of these")
+    if not strided(x):
+        raise DtypeError("applied(x) of a masked or sparse array", "plain arrays", "pass x.filled(0) or x.to_dense()")
     return Applied(x)

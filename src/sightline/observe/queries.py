@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..arrays import namespace, resolve
-from ..errors import ParameterError
+from ..errors import MaskError, ParameterError
 from ..formula.expression import SYMBOLS, Expression, where
 from ..formula.render_array import evaluate
-from .statistic import Back, Outer, Pass, Slopes, Statistic, Tile
+from .statistic import LARGEST, Back, Outer, Pass, Slopes, Statistic, Tile, width_of
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -147,6 +147,13 @@ class TopK(Statistic):
     def dtypes(self, problem: Problem) -> tuple[str, ...]:
         return (*super().dtypes(problem), "int64")
 
+    def check(self, problem: Problem, outer: Outer, n: int) -> None:
+        size = math.prod((*outer, n, self.k)) * sum(map(width_of, self.dtypes(problem)))
+        if size > LARGEST and self.k > problem.m:
+            raise ParameterError(
+                f"{self!r} of {problem.m} keys, {size:,} bytes", f"k up to {problem.m}", f"top_k({problem.m})"
+            )
+
     def add(self, arrays: list[Any], tile: Tile, over: Pass) -> None:
         xp = over.xp
         held, places = (array[..., tile.rows, :] for array in arrays)
@@ -240,7 +247,8 @@ def top_k(k: int) -> Statistic:
     Raises
     ------
     ParameterError
-        k is no whole number of at least 1.
+        k is no whole number of at least 1; or, when the question is asked, more than there are keys where that takes
+        more than 2 GiB.
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ParameterError(f"top_k(k={k!r})", "a whole number of at least 1", "top_k(8)")
@@ -260,6 +268,8 @@ def mass(mask: Any) -> Statistic:
     Raises
     ------
     MaskError, FormulaError, TableError
-        As a mask does, when the question is asked.
+        As a mask does, when the question is asked; None is no condition.
     """
+    if mask is None:
+        raise MaskError("mass(None)", "a condition of b, h, i and j, True is counted", "mass(i == j)")
     return Mass(mask)

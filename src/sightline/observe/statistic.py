@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from .parts import Part
 
-__all__ = ["Back", "Pass", "Slopes", "Statistic", "Tile", "arrays_of", "collect", "slopes", "width_of"]
+__all__ = ["LARGEST", "Back", "Pass", "Slopes", "Statistic", "Tile", "arrays_of", "collect", "slopes", "width_of"]
 
+LARGEST = 2 << 30  # bytes of an answer held without insisting
 Outer = tuple[int, ...]  # the axes before the queries: (*lead, H), or what averaging leaves of them
 
 

@@ -12,7 +12,7 @@ from ..errors import ParameterError
 from ..observe import Statistic
 from ..seen import Seen, Tokens
 from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
-from .watching import check_module, wanted, watching
+from .watching import check_module, restored, wanted, watching
 
 __all__ = ["watch"]
 
@@ -79,13 +79,14 @@ def watch(
     modules = wanted(found, see, layers, heads)
     with ExitStack() as leaving:
         for encoder in model.modules():  # it makes nested tensors for the fast path of its layers, whatever they say
-            if getattr(encoder, "use_nested_tensor", False):
-                leaving.callback(setattr, encoder, "use_nested_tensor", True)
+            if hasattr(encoder, "use_nested_tensor"):
+                leaving.enter_context(restored(encoder, "use_nested_tensor"))
                 encoder.use_nested_tensor = False  # type: ignore[assignment]  # stubs know no attributes but modules'
         for module in modules.values():
-            if type(module) is nn.MultiheadAttention:
-                leaving.callback(setattr, module, "__class__", nn.MultiheadAttention)
-                module.__class__ = MultiHeadAttention  # the same parameters and state
+            if isinstance(module, nn.MultiheadAttention):
+                leaving.enter_context(restored(module, "__class__"))
+                if type(module) is nn.MultiheadAttention:
+                    module.__class__ = MultiHeadAttention  # the same parameters and state
                 leaving.callback(module.register_forward_pre_hook(_nothing).remove)  # the fast path heeds hooks
         yield leaving.enter_context(watching(modules, see, heads, tokens))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -17,7 +18,7 @@ from ..errors import ParameterError
 from ..observe import Statistic
 from ..seen import Call, Kind, Seen, chosen, each
 
-__all__ = ["Watcher", "attend", "check_module", "wanted", "watching"]
+__all__ = ["Watcher", "attend", "check_module", "restored", "wanted", "watching"]
 
 
 class Watcher:
@@ -64,6 +65,8 @@ class Watcher:
         self.seen.calls.append(call)
 
 
+_guard = threading.Lock()
+_FOUND: dict[tuple[int, str], tuple[Any, int]] = {}  # what attributes were, and how many hold them changed
 _WATCHERS: WeakKeyDictionary[nn.Module, tuple[Watcher, ...]] = WeakKeyDictionary()
 
 
@@ -85,6 +88,24 @@ def _forget(module: nn.Module, watcher: Watcher) -> None:
     rest = tuple(other for other in _WATCHERS.pop(module, ()) if other is not watcher)
     if rest:
         _WATCHERS[module] = rest
+
+
+@contextmanager
+def restored(owner: Any, name: str) -> Iterator[None]:
+    """An attribute that watchers change: it is as it was once the last of them leaves, in whatever order they do."""
+    place = id(owner), name
+    with _guard:
+        found, count = _FOUND.get(place, (getattr(owner, name), 0))
+        _FOUND[place] = found, count + 1
+    try:
+        yield
+    finally:
+        with _guard:
+            found, count = _FOUND.pop(place)
+            if count > 1:
+                _FOUND[place] = found, count - 1
+            else:
+                setattr(owner, name, found)
 
 
 def check_module(model: Any) -> None:

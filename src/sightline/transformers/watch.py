@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import ParameterError
 from ..observe import Statistic
 from ..seen import Seen, Tokens
-from ..torch.watching import check_module, wanted, watching
+from ..torch.watching import check_module, restored, wanted, watching
 from .interface import NAME
 
 __all__ = ["watch"]
@@ -82,7 +82,7 @@ def watch(
     modules = wanted(found, see, layers, heads)
     with ExitStack() as leaving:
         for config in _configurations(model):
-            leaving.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation_internal)
+            leaving.enter_context(restored(config, "_attn_implementation_internal"))
         for one in models:
             if one.config._attn_implementation != NAME:
                 one.set_attn_implementation(NAME)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays import to_numpy
-from ...errors import ParameterError, ShapeError
+from ...errors import DtypeError, ParameterError, ShapeError
+from ...seen import entries
 from ..heatmap import pooled
 
 __all__ = ["LIMIT", "TOP", "Dense", "Exploration", "Layer", "Links", "Text", "explored", "from_weights", "text_name"]
@@ -136,14 +137,17 @@ def from_weights(
     Raises
     ------
     ShapeError
-        Weights that are no (H, n, m) or (B, H, n, m), more tokens than rows or columns, other numbers of texts.
+        Weights that are no (H, n, m) or (B, H, n, m), more tokens than rows or columns, other numbers of texts, a text
+        without tokens.
+    DtypeError
+        Weights that are no real numbers.
     ParameterError
-        A limit or top below 1, names that are not one for each layer.
+        Weights below 0, a limit or top below 1, names that are not one for each layer, tokens that are no strings.
     """
     arrays = _layers(weights)
     if names is not None and len(names) != len(arrays):
         raise ParameterError(f"{len(names)} names for {len(arrays)} layers", "one for each", "names=None")
-    labels = list(names) if names is not None else [f"Layer {number}" for number in range(len(arrays))]
+    labels = list(map(str, names)) if names is not None else [f"Layer {number}" for number in range(len(arrays))]
     queries = _texts(tokens)
     columns = queries if keys is None else _texts(keys)
     _check(queries, columns, arrays)
@@ -154,13 +158,13 @@ def from_weights(
         ]
         for place, (rows, over) in enumerate(zip(queries, columns, strict=True))
     ]
-    return explored(title, texts, limit, top)
+    return explored(str(title), texts, limit, top)
 
 
 def explored(title: str, texts: Sequence[Sequence[Dense]], limit: int = LIMIT, top: int = TOP) -> Exploration:
     """Whole weights where a page of `limit` bytes holds them, else pooled maps and the `top` heaviest entries."""
-    if min(limit, top) < 1:
-        raise ParameterError(f"limit={limit}, top={top}", "numbers ≥ 1", f"limit={LIMIT}, top={TOP}")
+    if not all(isinstance(number, int | float) and number >= 1 for number in (limit, top)):
+        raise ParameterError(f"limit={limit!r}, top={top!r}", "numbers ≥ 1", f"limit={LIMIT}, top={TOP}")
     every = [layer.weights for text in texts for layer in text]
     itemsize = 2 if all(array.dtype == np.float16 for array in every) else 4
     whole = sum(array.size for array in every) * itemsize * TEXT_SIZE <= limit
@@ -178,27 +182,37 @@ def text_name(tokens: Sequence[str]) -> str:
 
 def _layers(weights: Any) -> list[Array]:
     """(B, H, n, m) of every layer; float16 stays, all else becomes float32 when it is kept."""
-    given = [weights] if hasattr(weights, "shape") else list(weights)
+    given = weights if isinstance(weights, Sequence) else [weights]
     arrays: list[Array] = [np.asarray(to_numpy(array)) for array in given]
     shapes = [array.shape for array in arrays]
     if not arrays or any(array.ndim not in (3, 4) for array in arrays):
         raise ShapeError(
             f"weights of shape {shapes}", "(H, n, m) or (B, H, n, m) for each layer", "one array for each layer"
         )
+    for array in arrays:
+        if array.dtype.kind in "cOSU":
+            raise DtypeError(f"weights of dtype {array.dtype}", "real numbers", "cast them")
+        if (array < 0).any():
+            raise ParameterError(
+                f"weights of which one is {array.min()}",
+                "normalised weights, from 0 on",
+                "scores go through softmax first",
+            )
     return [array[None] if array.ndim == 3 else array for array in arrays]
 
 
 def _texts(tokens: Tokens) -> list[tuple[str, ...]]:
     """Lists of tokens, one for each text."""
-    single = len(tokens) == 0 or isinstance(tokens[0], str)
-    return [tuple(map(str, one)) for one in ([tokens] if single else tokens)]
+    return [tuple(one) for one in entries(tokens)]
 
 
 def _check(queries: Sequence[Any], keys: Sequence[Any], arrays: Sequence[Array]) -> None:
     longest = tuple(max(map(len, side), default=0) for side in (queries, keys))
+    empty = any(len(text) == 0 for text in (*queries, *keys))
     for array in arrays:
         batch, _, n, m = array.shape
-        if batch != len(queries) or len(queries) != len(keys) or longest[0] > n or longest[1] > m or 0 in array.shape:
+        texts = batch == len(queries) == len(keys) and not empty
+        if not texts or longest[0] > n or longest[1] > m or 0 in array.shape:
             raise ShapeError(
                 f"weights of shape {array.shape} for {len(queries)} texts of up to {longest[0]} queries and "
                 f"{longest[1]} keys",

@@ -33,8 +33,12 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = LIMIT, top: i
     Raises
     ------
     ParameterError
-        No calls, or calls without these statistics.
+        No `Seen`, no calls, or calls without these statistics.
     """
+    if not hasattr(seen, "calls"):
+        raise ParameterError(
+            f"a page of a {type(seen).__name__}", "an Exploration or a Seen", "from_weights(tokens, weights)"
+        )
     runs = [_last_run([call for call in seen.calls if call.layer == layer]) for layer in seen.layers]
     if not runs:
         raise ParameterError("nothing seen", "calls of at least one layer", "with watch(...) as seen: model(**inputs)")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import ParameterError
 from ..terminal import CIVIDIS
 from .data import Exploration, Layer, Links, Text
 from .watched import from_seen
@@ -51,9 +52,21 @@ def html(data: Exploration | Any) -> str:
 
 
 def save_html(data: Exploration | Any, path: str | Path) -> Path:
-    """Write the page there and return the path; as `html`."""
-    path = Path(path)
-    path.write_text(html(data), encoding="utf-8", newline="\n")
+    """Write the page there and return the path; as `html`.
+
+    Raises
+    ------
+    ParameterError
+        As `html` does; no file can be written there.
+    """
+    page = html(data).encode("utf-8", "replace")  # before the file is opened; names of folders may be no text
+    try:
+        path = Path(path)
+        path.write_bytes(page)
+    except (OSError, TypeError, ValueError) as error:
+        raise ParameterError(
+            f"a page at {str(path)!r}: {error}", "a file in a folder that is there", 'save_html(data, "page.html")'
+        ) from error
     return path
 
 
