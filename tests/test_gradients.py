@@ -114,7 +114,7 @@ def check(case, framework="numpy", differentiate=by_streaming):
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_problems(dtype, framework):
-    @settings(max_examples=36)
+    @settings(max_examples=24)
     @given(cases(dtypes=(dtype,), poison=False, layouts=("contiguous", "positions before heads"), largest=2000))
     def conforms(case):
         check(case, framework)
@@ -125,7 +125,7 @@ def test_drawn_problems(dtype, framework):
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_problems_by_the_generated_kernel(dtype, framework):
-    @settings(max_examples=16 if framework == "numpy" else 8)  # each compiles two kernels
+    @settings(max_examples=12 if framework == "numpy" else 6)  # each compiles two kernels
     @given(cases(dtypes=(dtype,), poison=False, largest=20000))
     def conforms(case):
         check(case, framework, by_cpu)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import to_torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -92,6 +92,7 @@ def laid(rng, shape, dtype, how):
     return rng.normal(size=shape).astype(dtype)
 
 
+@settings(max_examples=40)
 @given(layouts(), st.sampled_from(DTYPES), st.sampled_from(sorted(FORMULAS)), st.booleans(), st.integers(0, 99))
 def test_the_same_bits_as_the_whole_road(layout, dtype, formula, in_torch, seed):
     rng = np.random.default_rng(seed)

@@ -25,7 +25,7 @@ def guarded(seed, count, past=0):
 
 @linux
 def test_no_access_outside_an_array():
-    result = guarded(0, 12)
+    result = guarded(0, 8)
     assert (result.returncode, result.stdout) == (0, "unharmed\n"), result.stderr
 
 
@@ -89,7 +89,7 @@ def crowd(count, formulas, rounds):
 
 @linux
 def test_a_crowd_of_threads():
-    crowd(count=60, formulas=2, rounds=1)
+    crowd(count=32, formulas=2, rounds=1)
 
 
 @linux

@@ -468,8 +468,8 @@ STATISTICS = {
     "an off-by-one cell": (matrix, "((position + 1) * cells - 1)", "(position * cells)", lambda m: m.pooled(6, 11)),
     "cells of equal size": (
         matrix,
-        "np.outer(*counts)",
-        "np.outer(*counts).mean() + 0 * np.outer(*counts)",
+        "np.outer(lengths(*down, self.down), lengths(*across, self.across)).astype(np.float64)",
+        "np.full((self.down, self.across), lengths(*down, self.down).mean() * lengths(*across, self.across).mean())",
         lambda m: m.pooled(6, 11),
     ),
     "the wrong key head": (
