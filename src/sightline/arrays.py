@@ -20,6 +20,7 @@ __all__ = [
     "device",
     "dtype_name",
     "empty",
+    "extremes",
     "framework",
     "layout",
     "namespace",
@@ -96,6 +97,12 @@ def to_numpy(array: Array) -> Any:
     if dtype_name(array) == "bfloat16":
         array = array.float()
     return array.cpu().resolve_conj().resolve_neg().numpy()
+
+
+def extremes(array: Array) -> tuple[float, float]:
+    """(least, greatest) entry, NaN where there is one; torch's arrays are read once, by all its threads, in place."""
+    least, greatest = array.detach().aminmax() if framework(array) == "torch" else (array.min(), array.max())
+    return float(least), float(greatest)
 
 
 def convert(array: Array, like: Array) -> Array:

@@ -231,6 +231,8 @@ class Backward(Block):
             keep = self.kept(j0 + key) if structure.dropout else []
             found: list[list[tuple[Value, Value]]] = [[] for _ in self.vectors]
             for k in range(step):
+                for tables in self.tile_tables[0 if masked else 1 :]:
+                    tables.fetch(key + k, j0 + KEYS)
                 j = code.minimum(j0 + key + k, self.given.m - 1).to(self.integer)
                 rows, inside = self.by_row(j), (key + k < self.keys if step > 1 else None)
                 for v in self.vectors:

@@ -29,8 +29,9 @@ from .render import Renderer, Source
 from .tables import TileTables
 from .tiles import Tiles
 
-__all__ = ["KEYS", "TABLE_TYPES", "Block", "Structure"]
+__all__ = ["KEYS", "LINE", "TABLE_TYPES", "Block", "Structure"]
 
+LINE = 64  # bytes that memory gives at a time
 KEYS = 64  # keys at a time; their scores, K and V rows stay in the first two caches
 TABLE_TYPES = {"bool": BYTE, "int32": INT32, "int64": INT64, "float32": FLOAT, "float64": DOUBLE}
 
@@ -319,6 +320,15 @@ class Block:
             if masked and mask is not None:
                 allowed = mask.pair(symbols, self.known_of_pair(0, rows, key, v))
             yield v, s, allowed
+
+    def fetch(self, first: Value, step: Value, lane: Value, j0: Value, size: int) -> None:
+        """Ask for a tile's numbers, each `size` bytes, in one query's row of a table whose rows lie `step` bytes apart.
+
+        Rows of a table are far apart, so each tile waits for memory: asked for among other work, they are there.
+        """
+        row = first.at((self.i0 + self.code.minimum(lane, self.valid - 1)) * step).at(j0 * size)
+        for at in range(0, self.most * size, LINE):
+            self.code.prefetch(row.at(at))
 
     def start_of(self, formula: int, node: Lookup, strides: Sequence[Any]) -> Value:
         """Bytes from a table's start to t[..., 0, 0], where the block's queries look up t[..., i, j]."""

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 
 from .arguments import DECODE
-from .block import KEYS, Block
+from .block import KEYS, LINE, Block
 from .functions import exp
 from .lanes import BFLOAT, DOUBLE, INT16, INT64, Value, Variable, vector
 
@@ -26,7 +26,6 @@ __all__ = ["ROWS", "Decode"]
 ROWS = 32  # query rows taken through the keys together
 QUARTER = 16  # bytes of a vector within which lanes are shuffled fast, on any machine
 TOGETHER = 4  # rows, and keys, whose products are summed in registers together
-LINE = 64  # bytes that memory gives at a time
 KEYS_AHEAD, VALUES_AHEAD = 2 * KEYS, KEYS  # rows asked for before they are read: keys beside values, values beside keys
 
 

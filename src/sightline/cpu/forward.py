@@ -120,6 +120,8 @@ class Forward(Block):
         for v in self.vectors:
             self.tile_max[v].set(-math.inf)
         with code.loop(0, self.keys) as key:
+            for tables in self.tile_tables[0 if masked else 1 : 2]:
+                tables.fetch(key, j0 + KEYS)
             for v, s, allowed in self.logits(key, j0, masked):
                 if allowed is not None:
                     s = code.where(allowed, s, code.value(-math.inf, self.vector))

@@ -51,6 +51,13 @@ class TileTables:
 
             block.turn_rows(row, read, size, block.keys, scratch)
 
+    def fetch(self, lane: Value, j0: Value) -> None:
+        """Ask for what one of the block's queries looks up in the tile of keys from j0 on, before it is turned."""
+        for node, _ in self.lookups:
+            source = self.block.sources[id(node.table)]
+            first = source.pointer.at(self.block.start_of(self.which, node, source.strides))
+            self.block.fetch(first, source.strides[-2], lane, j0, bytes_of(source.kind))
+
     def entries(self, key: Value, v: int) -> dict[int, Value]:
         """By lookup, the entries of one key and a vector of queries."""
         found = {id(node): (node, self.block.tiles.load(scratch, key, v)) for node, scratch in self.lookups}

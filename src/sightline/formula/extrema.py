@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import extremes, to_numpy
+
 __all__ = ["Extrema"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -23,10 +25,10 @@ BASE = 4  # blocks up to 2⁴ wide come from the table itself, wider ones from t
 
 
 class Extrema:
-    """The pyramid over one array; levels are made when first asked for."""
+    """The pyramid over one array, NumPy's or a framework's; levels are made when first asked for."""
 
-    def __init__(self, values: Array) -> None:
-        self.values = values
+    def __init__(self, array: Any) -> None:
+        self.array, self.values = array, to_numpy(array)
         self.levels: dict[Level, tuple[Array, Array]] = {}
 
     def over(self, ranges: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -62,7 +64,7 @@ class Extrema:
     @cached_property
     def whole(self) -> tuple[float, float]:
         """(least, greatest) of all entries."""
-        return float(self.values.min()), float(self.values.max())
+        return extremes(self.array)
 
     def _level(self, level: Level) -> tuple[Array, Array]:
         if not any(level):

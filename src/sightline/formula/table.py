@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..arrays import dtype_name, to_numpy
+from ..arrays import dtype_name
 from ..errors import DtypeError, FormulaError, ShapeError
 from .expression import Expression, Lookup, as_expression
 from .extrema import Extrema
@@ -83,7 +83,7 @@ class Table:
     @cached_property
     def extrema(self) -> Extrema:
         """Least and greatest entries over ranges; made once, so for tables whose array no longer changes."""
-        return Extrema(to_numpy(self.array))
+        return Extrema(self.array)
 
     def __repr__(self) -> str:
         return f"table({'×'.join(map(str, self.shape))} {self.dtype})"
