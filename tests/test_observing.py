@@ -117,7 +117,7 @@ def check_everything(problem, maxima=False, **more):
         check_pooled(problem, 5, 7, "mean", **more),
         check(problem, top_k, partial(largest, k=5), k=5, **more),
         check(problem, weights, lambda p: p, dtype=narrow, **more),
-        check(problem, weights, lambda p: p[..., rows, 3:-1], rows=rows, columns=slice(3, -1), wide=True, **more),
+        check(problem, weights, lambda p: p[..., rows, 3:-1], dtype=narrow, rows=rows, columns=slice(3, -1), **more),
     ]
     if maxima:
         found.append(check(problem, received, partial(dense_received, how="max"), how="max", **more))
@@ -157,9 +157,7 @@ def drawn(dtype, examples):
             check(problem, top_k, partial(largest, k=k), k=k)
         else:
             rows, columns = slice(*part(n)), slice(*part(m))
-            form = data.draw(st.sampled_from([wide, narrow]))
-            options = {"rows": rows, "columns": columns, "wide": form is wide}
-            check(problem, weights, lambda p: p[..., rows, columns], dtype=form, **options)
+            check(problem, weights, lambda p: p[..., rows, columns], dtype=narrow, rows=rows, columns=columns)
 
     conforms()
 

@@ -20,7 +20,7 @@ from .call import LARGEST_LSE, Inputs, block_of, fitted, kernel_of, structure_of
 from .keywise import CELLS, PART, Pooled, Received
 from .observe import Observe
 from .processor import HOST, Processor
-from .rowwise import TopK, WeightTiles, WideWeightTiles
+from .rowwise import TopK, WeightTiles
 from .threads import count
 
 __all__ = ["MOST", "pooled", "received", "tainted", "top_k", "weights"]
@@ -217,7 +217,6 @@ def weights(
     lse: Any,
     rows: slice = slice(None),
     columns: slice = slice(None),
-    wide: bool = False,
     threads: int | None = None,
     processor: Processor = HOST,
 ) -> Any:
@@ -226,7 +225,6 @@ def weights(
     Parameters
     ----------
     rows, columns : of steps of 1
-    wide : in the accumulator's dtype in place of the input's
 
     Returns
     -------
@@ -236,13 +234,10 @@ def weights(
         return None
     queries, keys = _span(rows, problem.n), _span(columns, problem.m)
     shape = (*problem.lead, problem.H, queries[1] - queries[0], keys[1] - keys[0])
-    found = _zeros(shape, problem, problem.accumulator if wide else problem.dtype)
+    found = _zeros(shape, problem, problem.dtype)
     if 0 in shape:
         return found
-    if wide and problem.dtype != problem.accumulator:
-        ready = SecondPass(problem, lse, WideWeightTiles, "wide_weights", processor)
-    else:
-        ready = SecondPass(problem, lse, WeightTiles, "weights", processor)
+    ready = SecondPass(problem, lse, WeightTiles, "weights", processor)
     blocks = -(-queries[1] // ready.block) - queries[0] // ready.block
     ready.call(queries, problem.B * problem.H * blocks, found, threads, first_key=keys[0], last_key=keys[1])
     return found

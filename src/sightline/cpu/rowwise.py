@@ -12,7 +12,7 @@ from .block import KEYS
 from .lanes import INT64, POINTER, Value, Variable, bytes_of, vector
 from .observe import Observe
 
-__all__ = ["TopK", "WeightTiles", "WideWeightTiles"]
+__all__ = ["TopK", "WeightTiles"]
 
 
 class Rowwise(Observe):
@@ -150,16 +150,11 @@ class WeightTiles(Rowwise):
 
     fields = Observe.fields | {"first_key": INT64, "last_key": INT64}  # output: (B, H, queries, keys), zeros at first
 
-    @property
-    def written(self) -> Any:
-        """The format of the output."""
-        return self.form
-
     def keys_asked(self) -> tuple[Value, Value]:
         return self.given.first_key, self.given.last_key
 
     def collect(self, j0: Value, masked: bool) -> None:
-        code, given, tiles, form = self.code, self.given, self.tiles, self.written
+        code, given, tiles, form = self.code, self.given, self.tiles, self.form
         with code.loop(0, self.keys) as key:
             for v, p in enumerate(self.weights(key, j0, masked)):
                 tiles.store(self.s_t, key, v, p)
@@ -181,11 +176,3 @@ class WeightTiles(Rowwise):
                     form.store(place(lane, key), p)
         with code.loop(first, last) as lane, code.loop(whole, stop) as key:
             form.store(place(lane, key), self.lane_of(self.s_t, key, lane).load(self.float))
-
-
-class WideWeightTiles(WeightTiles):
-    """The same in the accumulator's type."""
-
-    @property
-    def written(self) -> Any:
-        return self.form.widened
