@@ -1,0 +1,118 @@
+"""The forward and decoding kernels' calls and their answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..plan import Result
+from ..problem import Problem
+from ..streaming import Work, observe
+from .call import Call
+from .configurations import configuration_of
+from .decode import decode, merge
+from .forward import careful, forward
+from .operands import Operands
+from .schedule import schedule
+
+__all__ = ["architecture_of", "calls_of", "decode_calls", "decodes", "forward_calls", "run"]
+
+CAREFUL_ROWS = 32  # queries at a time in the pass that only blocks with NaN take
+CAREFUL_PROGRAMS = 1024  # programs that look for such blocks
+FEW = 16  # queries that decoding takes at a time, of each head
+LEAST = 256  # keys worth a part of their own
+PROGRAMS = 512  # wanted of decoding; the problem alone decides, so that every device gives the same bits
+
+
+def run(problem: Problem, architecture: str | None) -> Result:
+    """Forward, statistics after it."""
+    rows = (*problem.lead, problem.H, problem.n)
+    output = problem.query.new_empty((*rows, problem.d_v))
+    lse = problem.query.new_empty(rows, dtype=torch.float64)
+    if lse.numel():
+        if problem.m == 0 or problem.d_v == 0:
+            return _without_kernel(problem)
+        for call in calls_of(problem, output, lse, architecture or architecture_of(problem.query.device)):
+            call.launch()
+    return Result(output, lse, observe(Work(problem), lse) if problem.see else ())
+
+
+def calls_of(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[Call]:
+    """The calls that fill output and lse, in order."""
+    calls = decode_calls if decodes(problem) else forward_calls
+    return calls(problem, output, lse, architecture)
+
+
+def forward_calls(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[Call]:
+    """Blocks of queries, and those once more whose output has NaN that a mask may hide."""
+    sizes = configuration_of(architecture, "forward", problem.dtype, max(problem.d_k, problem.d_v))
+    given = Operands(problem, sizes)
+    blocks = -(-problem.n // sizes.rows)
+    items = problem.B * problem.H * blocks
+    hides = problem.mask is not None
+    arguments = given.common() | {
+        "output": output,
+        "lse": lse,
+        "tainted": problem.query.new_empty(items, dtype=torch.int32) if hides else None,
+        "blocks": blocks,
+        "schedule": schedule(problem, sizes.rows, sizes.keys),
+        "sinks": given.sinks(),
+        "random": given.random(),
+        "kept": given.kept(),
+    }
+    yield Call(forward, items, arguments, sizes, given.sources)
+    if hides:
+        part = min(sizes.rows, CAREFUL_ROWS)
+        more = {"items": items, "form": given.form(part), "PARTS": sizes.rows // part}
+        slow = replace(sizes, rows=part, warps=min(sizes.warps, 4), stages=1)
+        yield Call(careful, min(items, CAREFUL_PROGRAMS), arguments | more, slow, given.sources)
+
+
+def decodes(problem: Problem) -> bool:
+    """Whether few queries look at many keys, and at the same ones for all heads."""
+    shared = problem.mask is None or "h" not in problem.mask.reads
+    return problem.n <= FEW and problem.m >= 2 * LEAST and shared
+
+
+def decode_calls(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[Call]:
+    """Parts of the keys, and what joins them."""
+    sizes = configuration_of(architecture, "decode", problem.dtype, max(problem.d_k, problem.d_v))
+    given = Operands(problem, sizes)
+    together = problem.group * problem.n
+    apart = problem.B * problem.G * -(-together // sizes.rows)
+    tiles = -(-problem.m // sizes.keys)
+    wanted = min(-(-PROGRAMS // apart), -(-problem.m // LEAST))
+    chunk = -(-tiles // wanted)
+    parts = -(-tiles // chunk)
+    rows = (parts, problem.B, problem.H, problem.n)
+    accumulator = getattr(torch, problem.accumulator)
+    arguments = given.common() | {
+        "part_output": problem.query.new_empty((*rows, problem.d_v), dtype=accumulator),
+        "part_lse": problem.query.new_empty(rows, dtype=torch.float64),
+        "parts": parts,
+        "schedule": schedule(problem, FEW, sizes.keys),
+        "random": given.random(),
+    }
+    yield Call(decode, apart * parts, arguments | {"chunk": chunk}, sizes, given.sources)
+    joined = {"output": output, "lse": lse, "sinks": given.sinks(), "kept": given.kept(), "form": given.form(FEW)}
+    yield Call(merge, problem.B * problem.H, arguments | joined, replace(sizes, rows=FEW, stages=1), given.sources)
+
+
+def _without_kernel(problem: Problem) -> Result:
+    """No keys, or values of no width: nothing to multiply."""
+    from ..streaming import Streaming
+
+    return Streaming().run(problem)
+
+
+@lru_cache
+def architecture_of(device: Any) -> str:
+    """The device's architecture, "sm_90", "gfx942" and the like."""
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0])
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
