@@ -3,17 +3,21 @@
 Triton's interpreter knows nothing of Gluon. Here a kernel's functions run as they are written, with `gl`, `tl`, `tma`,
 `mbarrier` and `warpgroup_mma` replaced. What makes such a kernel hard is kept: groups of warps run as threads, one at a
 time, and a random number decides at every wait, arrival and asynchronous instruction who goes on and which copy or
-product is done next. Memory a copy will write is NaN from the moment it is asked for, memory is read when a product is
-done, not when it is asked for, and the sum of a product cannot be had before it is waited for. So a barrier too few, a
-phase mistaken or memory given back too early is a wrong result, and a barrier too many is an error that names who waits.
+product is done next. Memory that a copy will write is NaN from when it is asked for; memory is read when a product is
+done, not when it is asked for; and a sum of products cannot be had before it is waited for. So a barrier too few, a
+phase mistaken or memory given back too early is a wrong result, and a barrier too many an error that says who waits.
+
+Layouts, the order of sums in a product and the time anything takes are not modelled.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
+import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,28 +27,42 @@ import torch
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra import libdevice
 from triton.runtime.jit import JITCallable
 
+from sightline.gpu import words
+
 ROUNDED = {gl.bfloat16: ml_dtypes.bfloat16, gl.float16: np.float16}
-STORED = {
-    gl.bfloat16: np.float32, gl.float16: np.float32, gl.float32: np.float32, gl.float64: np.float64,
-    gl.int1: np.bool_, gl.int32: np.int32, gl.int64: np.int64,
-}  # fmt: skip
+STORED = dict.fromkeys((gl.bfloat16, gl.float16, gl.float32), np.float32) | {
+    gl.float64: np.float64,
+    gl.int1: np.bool_,
+    gl.int32: np.int32,
+    gl.int64: np.int64,
+}
+DTYPES = ("bfloat16", "float16", "float32", "float64", "int1", "int32", "int64")
+ELEMENTWISE = ("where", "maximum", "minimum", "exp", "exp2", "log", "log2", "sin", "cos", "floor", "ceil", "abs")
+LAYOUTS = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout")
 
 
 class Block(np.ndarray):
-    type = SimpleNamespace(layout=None)
     """A tensor of the language: an array that rounds as its type does; whole numbers divide toward zero."""
 
-    def to(self, dtype: Any, **_: Any) -> Block:
+    type = SimpleNamespace(layout=None)
+
+    def __array_wrap__(self, array: np.ndarray, context: Any = None, return_scalar: bool = False) -> Block:
+        return array.view(Block)  # numbers stay blocks
+
+    def to(self, dtype: Any) -> Block:
         rounded = self.astype(ROUNDED[dtype]) if dtype in ROUNDED else self
         return np.asarray(rounded).astype(STORED[dtype]).view(Block)
 
-    def __floordiv__(self, other: Any) -> Any:
-        return block(np.trunc(np.true_divide(self, other)).astype(np.result_type(self, other)))
+    def __floordiv__(self, other: Any) -> Block:
+        down = np.floor_divide(np.asarray(self), other)
+        return block(down + ((down * other != self) & ((self < 0) != (other < 0))))
 
-    def __mod__(self, other: Any) -> Any:
-        return block(np.fmod(self, other))
+    def __mod__(self, other: Any) -> Block:
+        return block(np.fmod(np.asarray(self), other))
 
 
 def block(value: Any) -> Block:
@@ -52,10 +70,15 @@ def block(value: Any) -> Block:
 
 
 class Pointer:
-    """An address in an array: what is added counts elements."""
+    """An address in memory: what is added counts entries."""
 
-    def __init__(self, array: np.ndarray, offset: Any = 0) -> None:
+    def __init__(self, array: np.ndarray, offset: Any) -> None:
         self.array, self.offset = array, offset
+
+    @classmethod
+    def to(cls, tensor: torch.Tensor) -> Pointer:
+        memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+        return cls((memory.float() if tensor.dtype == torch.bfloat16 else memory).numpy(), tensor.storage_offset())
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.array, self.offset + offset)
@@ -73,7 +96,7 @@ class Shared:
 
     def index(self, place: int) -> Shared:
         assert 0 <= place < len(self.array)
-        return self._view(self.array[place])
+        return self._view(self.array[int(place)])
 
     def reshape(self, shape: list[int]) -> Shared:
         return self._view(self.array.reshape(shape))
@@ -107,41 +130,42 @@ class Barrier:
 
 
 class Barriers:
-    def __init__(self, number: int) -> None:
-        self.all = [Barrier() for _ in range(number)]
+    def __init__(self, batch: int) -> None:
+        self.all = [Barrier() for _ in range(batch)]
 
     def index(self, place: int) -> Barrier:
         assert 0 <= place < len(self.all)
         return self.all[place]
 
 
-class Descriptor:
-    """A matrix copied in tiles: what lies outside is read as 0 and not written."""
+class Matrices:
+    """A tensor copied in tiles: what lies outside is read as 0 and not written."""
 
-    def __init__(self, tensor: torch.Tensor, block_shape: list[int], dtype: Any) -> None:
-        self.array = tensor.float().numpy() if tensor.dtype != torch.float32 else tensor.numpy()
-        self.block_shape, self.dtype, self.layout, self.tensor = block_shape, dtype, None, tensor
-        self.nbytes_per_cta = math.prod(block_shape)
+    def __init__(self, descriptor: TensorDescriptor) -> None:
+        base = descriptor.base
+        self.tensor = base.as_strided(descriptor.shape, descriptor.strides, base.storage_offset())
+        self.block_shape, self.layout = descriptor.block_shape, None
+        self.dtype = getattr(gl, str(base.dtype).removeprefix("torch."))
+        self.nbytes_per_cta = math.prod(self.block_shape) * base.element_size()
 
-    def _slices(self, corner: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        here, there = [], []
-        for first, length, size in zip(corner, self.block_shape, self.array.shape, strict=True):
-            assert first >= 0
-            inside = max(0, min(length, size - first))
-            here.append(slice(0, inside))
-            there.append(slice(first, first + inside))
-        return tuple(here), tuple(there)
+    def _inside(self, corner: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Of the tile and of the tensor: what of the tile is in the tensor."""
+        assert all(first >= 0 for first in corner)
+        there = tuple(
+            slice(int(first), max(int(first), min(int(first) + length, size)))
+            for first, length, size in zip(corner, self.block_shape, self.tensor.shape, strict=True)
+        )
+        return tuple(slice(0, part.stop - part.start) for part in there), there
 
-    def load(self, corner: list[int], memory: Shared) -> None:
-        here, there = self._slices(corner)
+    def load(self, corner: list[Any], memory: Shared) -> None:
+        here, there = self._inside(corner)
         tile = np.zeros(self.block_shape, np.float32)
-        tile[here] = self.array[there]
+        tile[here] = self.tensor[there].float().numpy()
         memory.array[...] = tile.reshape(memory.array.shape)
 
-    def store(self, corner: list[int], memory: Shared) -> None:
-        here, there = self._slices(corner)
-        tile = torch.from_numpy(memory.array.reshape(self.block_shape)[here].copy())
-        self.tensor[there] = tile.to(self.tensor.dtype)
+    def store(self, corner: list[Any], memory: Shared) -> None:
+        here, there = self._inside(corner)
+        self.tensor[there] = torch.from_numpy(memory.array.reshape(self.block_shape)[here].copy()).to(self.tensor.dtype)
 
 
 class Product:
@@ -166,115 +190,119 @@ class Warps:
         self.stores: list[Callable[[], None]] = []
 
 
-class Machine:
-    """One block of threads at a time; `seed` decides the order in which everything happens."""
+def broken(function: JITCallable, before: str, after: str) -> FunctionType:
+    """A function with a fault in it: `before` of its source reads `after`."""
+    source = textwrap.dedent(inspect.getsource(function.fn))
+    assert source.count(before) == 1, f"{before!r} stands {source.count(before)} times in {function.__name__}"
+    room = dict(function.fn.__globals__)
+    exec(source[source.index("def ") :].replace(before, after), room)
+    return room[function.__name__]
 
-    def __init__(self, seed: int) -> None:
+
+class Machine:
+    """One block of threads at a time; `seed` decides the order in which everything happens.
+
+    `instead` holds functions to run in the place of others.
+    """
+
+    def __init__(self, seed: int, instead: Mapping[JITCallable, FunctionType] | None = None) -> None:
         self.random = random.Random(seed)
-        self.back = threading.Semaphore(0)
+        self.instead = {id(function): other for function, other in (instead or {}).items()}
+        self.program = 0
         self.warps: list[Warps] = []
         self.loads: list[Callable[[], None]] = []
         self.failure: BaseException | None = None
-        self.program = (0, 0, 0)
         self.unfenced: set[int] = set()
         self.here = threading.local()
-        self.known: dict[int, Any] = {}
+        self.back = threading.Semaphore(0)
+        self.known: dict[int, FunctionType] = {}
         self.stands = self._language()
 
-    def launch(self, kernel: JITCallable, grid: tuple[int, ...], *arguments: Any) -> None:
-        """The kernel for every program of the grid, in a random order."""
+    def launch(self, kernel: JITCallable, programs: int, **arguments: Any) -> None:
+        """The kernel for every program, in a random order."""
         function = self.emulated(kernel)
-        programs = list(np.ndindex(*grid, *(1,) * (3 - len(grid))))
-        self.random.shuffle(programs)
-        for self.program in programs:
+        given = {name: self._argument(value) for name, value in arguments.items()}
+        for program in self.random.sample(range(programs), programs):
+            self.program = program
             with np.errstate(all="ignore"):
-                function(*(self._argument(a) for a in arguments))
+                function(**given)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, JITCallable):
             return self.emulated(value)
         if isinstance(value, tuple):
-            return tuple(self._argument(v) for v in value)
+            return tuple(self._argument(part) for part in value)
+        if isinstance(value, TensorDescriptor):
+            return Matrices(value)
         if isinstance(value, torch.Tensor):
-            return Pointer(value.view(-1).numpy())
-        return value
+            return Pointer.to(value)
+        return block(value) if type(value) in (int, float) else value
 
     # the language
 
-    def emulated(self, jit: JITCallable) -> Callable[..., Any]:
+    def emulated(self, jit: JITCallable) -> FunctionType:
         """The function with this machine's words in the place of the language's."""
         if id(jit) not in self.known:
-            room: dict[str, Any] = {}
-            function = FunctionType(jit.fn.__code__, room, jit.fn.__name__, jit.fn.__defaults__)
-            self.known[id(jit)] = function
-            for name, value in jit.fn.__globals__.items():
-                room[name] = self._word(value)
+            function = self.instead.get(id(jit), jit.fn)
+            room: dict[str, Any] = {"__builtins__": __builtins__}
+            self.known[id(jit)] = FunctionType(function.__code__, room, jit.__name__, function.__defaults__)
+            for name, value in function.__globals__.items():
+                room.setdefault(name, self._word(value))
         return self.known[id(jit)]
 
     def _word(self, value: Any) -> Any:
         if isinstance(value, JITCallable):
-            return lambda *a, **k: self.emulated(value)(*a, **k)
+            return lambda *given, **named: self.emulated(value)(*given, **named)
         if isinstance(value, tl.constexpr):
             return value.value
-        hashable = isinstance(value, ModuleType) or callable(value)
-        return self.stands.get(value, value) if hashable and value.__hash__ is not None else value
+        return self.stands.get(value, value) if isinstance(value, ModuleType) or callable(value) else value
 
     def _language(self) -> dict[Any, Any]:
-        def reduced(how: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda value, axis=None, **_: block(how(value, axis=axis))
-
-        def elementwise(how: Callable[..., Any]) -> Callable[..., Any]:
+        def whole(how: Callable[..., Any]) -> Callable[..., Block]:
             return lambda *values, **_: block(how(*values))
 
-        names: dict[str, Any] = {
-            name: elementwise(getattr(np, name))
-            for name in ("where", "maximum", "minimum", "exp", "exp2", "log", "log2", "sqrt", "floor", "ceil", "abs",
-                         "sin", "cos")
-        }  # fmt: skip
+        names: dict[str, Any] = {name: whole(getattr(np, name)) for name in ELEMENTWISE}
+        names |= {name: lambda *_, **__: None for name in LAYOUTS}
+        names |= {name: getattr(gl, name) for name in DTYPES}
         names |= {
-            "max": reduced(np.max),
-            "sum": reduced(np.sum),
+            "constexpr": None,
+            "PropagateNan": tl.PropagateNan,
+            "static_range": range,
+            "program_id": lambda axis: block(np.int32(self.program)),
             "arange": lambda start, end, *_: block(np.arange(start, end, dtype=np.int32)),
             "zeros": lambda shape, dtype, *_: block(np.zeros(shape, STORED[dtype])),
             "full": lambda shape, value, dtype, *_: block(np.full(shape, value, STORED[dtype])),
-            "cast": lambda value, dtype, **_: block(value).to(dtype),
+            "cast": lambda value, dtype: block(value).to(dtype),
             "convert_layout": lambda value, *_, **__: value,
-            "static_range": range,
-            "static_assert": lambda condition, *_: None,
-            "program_id": lambda axis: block(np.int32(self.program[axis])),
             "broadcast": lambda *values: tuple(map(block, np.broadcast_arrays(*values))),
-            "fma": lambda x, y, z: block(x * y + z),
-            "PropagateNan": tl.PropagateNan,
+            "max": whole(np.max),
+            "sum": whole(np.sum),
+            "fma": whole(lambda x, y, z: x * y + z),
+            "sqrt_rn": whole(np.sqrt),
             "load": self._load,
             "store": self._store,
-            "allocate_shared_memory": lambda dtype, shape, *_: Shared(
-                np.full(shape, np.nan, np.float32), dtype, self.unfenced
-            ),
+            "allocate_shared_memory": self._allocate,
             "warp_specialize": self._specialize,
-            "inf": math.inf,
-            "constexpr": None,
-            "tensor": Block,
         }
-        names |= {word: lambda *_, **__: None for word in ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout")}
-        names |= {dtype.name: dtype for dtype in STORED}
-        names |= {"int1": gl.int1, "float32": gl.float32, "float64": gl.float64, "int32": gl.int32, "int64": gl.int64,
-                  "bfloat16": gl.bfloat16, "float16": gl.float16}  # fmt: skip
         language = SimpleNamespace(**names)
-        language.math = language
         barriers = SimpleNamespace(
-            allocate_mbarrier=lambda batch: Barriers(batch), init=self._init, expect=self._expect,
-            arrive=self._arrive, wait=self._wait,
-        )  # fmt: skip
-        copies = SimpleNamespace(async_load=self._async_load, async_store=self._async_store, store_wait=self._store_wait)
+            allocate_mbarrier=Barriers, init=self._init, expect=self._expect, arrive=self._arrive, wait=self._wait
+        )
+        copies = SimpleNamespace(
+            async_load=self._async_load, async_store=self._async_store, store_wait=self._store_wait
+        )
         return {
-            gl: language,
-            tl: language,
+            **dict.fromkeys([gl, tl, words], language),
+            libdevice: SimpleNamespace(pow=whole(np.power), tanh=whole(np.tanh)),
             hopper.mbarrier: barriers,
             hopper.tma: copies,
             hopper.warpgroup_mma: self._product,
             hopper.warpgroup_mma_wait: self._product_wait,
             hopper.fence_async_shared: self._fence,
         }
+
+    def _allocate(self, dtype: Any, shape: list[int], *_: Any) -> Shared:
+        return Shared(np.full(shape, np.nan, np.float32), dtype, self.unfenced)
 
     def _load(self, pointer: Pointer, mask: Any = True, other: Any = 0, **_: Any) -> Any:
         places, mask = np.broadcast_arrays(pointer.offset, mask)
@@ -306,7 +334,7 @@ class Machine:
     def _wait(self, barrier: Barrier, parity: int) -> None:
         self._pause(f"a barrier to end a phase of parity {parity}", lambda: barrier.phase & 1 != parity)
 
-    def _async_load(self, matrix: Descriptor, corner: list[int], barrier: Barrier, memory: Shared) -> None:
+    def _async_load(self, matrix: Matrices, corner: list[int], barrier: Barrier, memory: Shared) -> None:
         memory.array[...] = np.nan
 
         def done() -> None:
@@ -319,7 +347,7 @@ class Machine:
     def _fence(self) -> None:
         self.unfenced.discard(threading.get_ident())
 
-    def _async_store(self, matrix: Descriptor, corner: list[int], memory: Shared) -> None:
+    def _async_store(self, matrix: Matrices, corner: list[int], memory: Shared) -> None:
         assert threading.get_ident() not in self.unfenced, "memory written, not fenced, and read by a copy"
         self.here.warps.stores.append(lambda: matrix.store(corner, memory))
         self._pause("", lambda: True)
