@@ -1,6 +1,5 @@
 """The warp-specialised kernel without a GPU: on a machine of NumPy, and compiled for Hopper."""
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -9,13 +8,13 @@ import torch
 from hypothesis import assume, given
 from hypothesis import settings as drawn
 from hypothesis import strategies as st
-from strategies import Case, dense_mask, generators, masks, scores, to_torch
+from strategies import Case, generators, masks, scores, to_torch
 from test_conformance import arrays
 
 from sightline import alibi, causal, documents, h, i, j, s, softcap, table, window
 from sightline.plan import Result
 from sightline.problem import pose
-from sightline.testing import assert_conforms, assert_within_budget
+from sightline.testing import assert_conforms
 
 pytest.importorskip("triton")
 
@@ -34,7 +33,7 @@ PROBLEMS = {
     "causal": {"mask": causal()},
     "lower right": {"mask": causal("lower right")},
     "window, capped": {"mask": window(20, 3), "score": softcap(20.0)},
-    "packed": {"mask": documents(lengths=[1, 30, 0, 44]) & causal()},
+    "packed": {"mask": documents(lengths=[1, 30, 0, 52]) & causal()},
     "rows that see nothing": {"mask": (i > 40) & (j < 30)},
     "holes everywhere": {"mask": (i * 7 // 3 + j) % 3 != 0, "scale": 0.3},
     "biased, sinks": {"score": alibi(4), "sinks": np.array([-1.0, 0.0, 2.0, -np.inf], np.float32)},
@@ -130,11 +129,11 @@ FAULTS = {
     "fewer bytes than come": (rings.put, "matrix.nbytes_per_cta", "matrix.nbytes_per_cta // 2"),
     "one group gives back for both": (rings.new_ring, "count=GROUPS", "count=1"),
     "turn kept": (kernel.over_runs, "pass_turn(turn, WHO)\n                products", "products"),
-    "turn of the other": (rings.wait_turn, "(1 - WHO)", "WHO"),
+    "nobody begins": (rings.wait_turn, "(step & 1) ^ (1 - WHO)", "step & 1"),
     "keys given back unread": (
         kernel.over_runs,
-        "products = warpgroup_mma_wait(1, deps=[products])\n                give_back(k_ring, step, STAGES)",
-        "give_back(k_ring, step, STAGES)\n                products = warpgroup_mma_wait(1, deps=[products])",
+        "products = warpgroup_mma_wait(0, deps=[products])\n        give_back(k_ring, step, STAGES)",
+        "give_back(k_ring, step, STAGES)\n        products = warpgroup_mma_wait(0, deps=[products])",
     ),
     "values given back unread": (
         kernel.over_runs,
@@ -162,10 +161,14 @@ FAULTS = {
 def test_broken_on_purpose(name):
     function, before, after = FAULTS[name]
     faulty = {function: broken(function, before, after)}
-    problem = posed("float16", {"mask": i + 9 >= j, "sinks": np.array([1.0, 2.0, 3.0, 4.0], np.float32)})
+    sinks = np.array([1.0, 2.0], np.float32)
+    problem = posed("float16", {"mask": i + 9 >= j, "sinks": sinks}, shape=(1, 2, 75, 24), groups=1)
+    right = on_machine(seed=0)(problem)
     with pytest.raises(AssertionError):  # noqa: PT012
         for seed in range(20):
-            assert_conforms(on_machine(seed, instead=faulty), problem)
+            found = on_machine(seed, instead=faulty)(problem)
+            assert torch.equal(found.output, right.output)
+            assert torch.equal(found.lse, right.lse)
 
 
 def test_hidden_nan_taints_its_blocks_for_the_second_call(rng):
@@ -205,15 +208,15 @@ def test_what_is_refused(word):
 
 LAYOUTS = {
     "columns": lambda x: x.mT.contiguous().mT,
-    "one batch axis": lambda x: x.expand(3, *x.shape).transpose(0, 1),
+    "one batch axis": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "address": lambda x: torch.cat([x.reshape(-1), x.reshape(-1)])[1 : 1 + x.numel()].view(x.shape),
-    "above 0": lambda x: x[:, :, :1].expand(x.shape),
+    "above 0": lambda x: x[..., :1, :].expand(x.shape),
 }
 
 
 @pytest.mark.parametrize("word", LAYOUTS)
 def test_layouts_no_tile_can_be_copied_from(word):
-    x = [torch.zeros(2, 2, 20, 24, dtype=torch.bfloat16) for _ in range(3)]
+    x = [torch.zeros(2, 3, 2, 20, 24, dtype=torch.bfloat16) for _ in range(3)]
     for place, name in enumerate(("query", "key", "value")):
         given = [LAYOUTS[word](array) if k == place else array for k, array in enumerate(x)]
         refusals = [str(refusal) for refusal in hopper.serves(pose(*given))]

@@ -13,7 +13,7 @@ from ..plan import Result
 from ..problem import Problem
 from ..streaming import Work, observe
 from .call import Call
-from .configurations import configuration_of
+from .configurations import Configuration, configuration_of
 from .forward import careful, forward
 from .operands import Operands
 from .schedule import schedule
@@ -37,9 +37,11 @@ def run(problem: Problem, architecture: str | None) -> Result:
     return Result(output, lse, observe(Work(problem), lse) if problem.see else ())
 
 
-def forward_calls(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[Call]:
-    """The calls that fill output and lse."""
-    sizes = configuration_of(architecture, "forward", problem.dtype, max(problem.d_k, problem.d_v))
+def forward_calls(
+    problem: Problem, output: Any, lse: Any, architecture: str, sizes: Configuration | None = None
+) -> Iterator[Call]:
+    """The calls that fill output and lse, in tiles of these sizes or of those the architecture has by default."""
+    sizes = sizes or configuration_of(architecture, "forward", problem.dtype, max(problem.d_k, problem.d_v))
     given = Operands(problem, sizes)
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
