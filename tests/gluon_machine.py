@@ -236,7 +236,11 @@ class Machine:
             return Matrices(value)
         if isinstance(value, torch.Tensor):
             return Pointer.to(value)
-        return block(value) if type(value) in (int, float) else value
+        if isinstance(value, float):
+            return block(np.float32(value))
+        if isinstance(value, int):
+            return block(np.int32(value) if abs(value) < 2**31 else np.int64(value))
+        return value
 
     # the language
 
@@ -362,7 +366,8 @@ class Machine:
 
         def done() -> None:
             left = a.array if isinstance(a, Shared) else a
-            product.value = block(left @ b.array + total if use_acc else left @ b.array).astype(np.float32)
+            assert left.dtype == b.array.dtype == total.dtype == np.float32
+            product.value = block(left @ b.array + total if use_acc else left @ b.array)
 
         self.here.warps.products.append(done)
         self._pause("", lambda: True)
