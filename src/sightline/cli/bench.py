@@ -35,12 +35,12 @@ def bench(options: argparse.Namespace) -> int:
     """Run it; 1 where an answer of ours is wrong."""
     console = make_console()
     threads = usable() if options.threads is None else options.threads
-    seconds = KINDS[options.device].seconds if options.seconds is None else options.seconds
+    device = KINDS[options.device](threads)
+    seconds = device.seconds if options.seconds is None else options.seconds
     if threads < 1 or seconds <= 0:
         raise ParameterError(
             f"--threads {threads} --seconds {seconds}", "one or more threads, a time above 0", "--threads 2"
         )
-    device = KINDS[options.device](threads)
     chosen = select(device.problems, options.only or (), options.dtype)
     if options.list:
         _list(console, chosen, device)
