@@ -168,18 +168,16 @@ def _prepared(contender: Contender, race: Race, inputs: Inputs, settings: Settin
     try:
         ready = contender.prepare(race, inputs, settings.threads)
         device.enter(ready.threads)
-        result = ready.call(ready.start())
+        ready.call(ready.start())
         device.finish()
         entry.first = time.perf_counter() - started
-        answers = ready.answers(result)
-        judged = contender.judged_as(race)
-        if judged is not None:
-            entry.budget = share_of_budget(judged, inputs, answers)
-        del result, answers
         if not contender.arena:
             entry.memory = device.memory(ready)
         ready, note = device.readied(ready, race)
         entry.note = "; ".join(words for words in (entry.note, note) if words)
+        judged = contender.judged_as(race)
+        if judged is not None:  # as it will be timed
+            entry.budget = share_of_budget(judged, inputs, ready.answers(ready.call(ready.start())))
     except Exception as error:  # whatever another library may raise; shown, and for ours the end of the problem
         entry.absent = _said(error)
         return None
