@@ -1,8 +1,13 @@
 """Settings of every test: the same draws on every run, and long runs only when asked for."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    collect_ignore = ["interpreted"]
 
 settings.register_profile(
     "suite",

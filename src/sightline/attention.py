@@ -10,6 +10,7 @@ from . import again, arrays, streaming
 from .arguments import check_choice
 from .cpu import Cpu
 from .explanation import Explanation
+from .gpu import Triton
 from .kv_cache import KVCache, as_arrays
 from .observe import Statistic, Tile, apart, arrays_of, slopes
 from .plan import Gradients, Kernel, Result, choose
@@ -19,7 +20,7 @@ from .streaming import Streaming, backward
 
 __all__ = ["KERNELS", "attention", "differentiate", "explain", "solve", "tiles"]
 
-KERNELS: tuple[Kernel, ...] = (Cpu(), Streaming(), Reference())
+KERNELS: tuple[Kernel, ...] = (Cpu(), Triton(), Streaming(), Reference())
 
 
 def attention(

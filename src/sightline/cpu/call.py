@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from ..arrays import layout, plain, to_numpy
 from ..dropout import threshold
-from ..formula.bounds import intervals
-from ..formula.expression import SYMBOLS, Expression, Lookup, from_text, walk
-from ..formula.runs import Runs, box_of, find_runs
+from ..formula.expression import SYMBOLS, Expression, Lookup, walk
+from ..formula.ranges import range_of
+from ..formula.runs import Runs, find_runs
 from ..problem import Problem
 from .block import KEYS, Block, Structure
 from .machine import Machine
@@ -22,9 +21,6 @@ from .processor import Processor
 __all__ = ["LARGEST_LSE", "Inputs", "block_of", "fitted", "kernel_of", "operand", "structure_of"]
 
 LARGEST_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # beyond it the last place of scores is 1 or more
-
-Extent = tuple[int, int, int, int]
-Range = tuple[float, tuple[tuple[int, int], ...]]
 
 
 class Inputs:
@@ -103,7 +99,7 @@ def operand(name: str, array: Any, kept: list[Any]) -> dict[str, int]:
 
 def structure_of(kernel: str, problem: Problem, inputs: Inputs, **more: Any) -> Structure:
     """What of a problem is compiled into a kernel."""
-    ranges = [(0.0, ()) if f is None else _ranges_of(f, problem.extent) for f in inputs.formulas]
+    ranges = [range_of(f, problem.extent) for f in inputs.formulas]
     clamped = tuple(outside for _, outside in ranges)
     mask, score, *others = (None if f is None else f.text for f in inputs.formulas)
     return Structure(
@@ -154,30 +150,6 @@ def _lanes(dtype: str, machine: Machine) -> int:
 def _unit(array: Any) -> bool:
     """Whether the columns of an array lie next to each other."""
     return bool(layout(array)[1][-1] == array.itemsize)
-
-
-def _ranges_of(formula: Expression, extent: Extent) -> Range:
-    """The largest whole number the formula meets, and the table indices that may leave their table at hidden pairs."""
-    return _measured(formula, extent) if formula.tables else _kept_range(formula.text, extent)
-
-
-@lru_cache(4096)
-def _kept_range(text: str, extent: Extent) -> Range:
-    return _measured(from_text(text, ()), extent)
-
-
-def _measured(formula: Expression, extent: Extent) -> Range:
-    largest, loose = 0.0, set()
-    bounds = intervals(formula, box_of(extent))
-    for place, node in enumerate(walk(formula)):
-        if node.kind == "int":
-            largest = max(largest, *(float(np.max(np.abs(end))) for end in bounds[id(node)]))
-        if isinstance(node, Lookup):
-            for axis, index in enumerate(node.arguments):
-                low, high = bounds[id(index)]
-                if np.min(low) < 0 or np.max(high) >= node.table.shape[axis]:
-                    loose.add((place, axis))
-    return largest, tuple(sorted(loose))
 
 
 def _by_tile(inputs: Inputs, clamped: tuple[Any, ...]) -> Iterator[tuple[int, ...]]:

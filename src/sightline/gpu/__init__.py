@@ -1,0 +1,55 @@
+"""Kernels in Triton, for torch tensors on CUDA and ROCm devices. Triton loads when the first one is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from ..formula.expression import walk
+from ..plan import Kernel, Refusal, Result
+from ..problem import Problem
+
+__all__ = ["Triton"]
+
+WIDEST = 256  # of d_k and d_v: what a tile of each takes of registers and shared memory
+LONGEST = 400  # parts of mask and score, each a line for the compiler
+
+
+class Triton(Kernel):
+    """Forward in every dtype, the formula compiled in.
+
+    Parameters
+    ----------
+    architecture : "sm_90", "gfx942", ... of the tiles' sizes, the device's own if not given; "interpreter" serves
+        tensors on the CPU, where TRITON_INTERPRET=1 was set before triton was imported
+    """
+
+    name = "triton"
+    describes = "generated through Triton for this device, O(n) memory"
+
+    def __init__(self, architecture: str | None = None) -> None:
+        self.architecture = architecture
+
+    def refuses(self, problem: Problem) -> Iterator[Refusal]:
+        """Other devices and libraries, rows and formulas too large, and a machine without triton."""
+        place = problem.device.partition(":")[0]
+        wanted = "cpu" if self.architecture == "interpreter" else "cuda"
+        if problem.framework != "torch" or place != wanted:
+            yield Refusal(f"{problem.framework} arrays on {problem.device}", f"torch tensors on {wanted}")
+        if max(problem.d_k, problem.d_v) > WIDEST:
+            yield Refusal(
+                f"d_k {problem.d_k}, d_v {problem.d_v}", f"widths up to {WIDEST}; streaming serves wider ones"
+            )
+        parts = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
+        if parts > LONGEST:
+            yield Refusal(f"formulas of {parts} parts would compile for long", "put what they compute into a table")
+        if importlib.util.find_spec("triton") is None:
+            yield Refusal("triton is not installed", "pip install triton")
+
+    def cost(self, problem: Problem) -> float:
+        return 1.0
+
+    def run(self, problem: Problem, threads: int | None = None) -> Result:
+        from .run import run
+
+        return run(problem, self.architecture)

@@ -1,0 +1,31 @@
+"""A kernel's call, made ready: what launches it on a device, and what compiles it for one that is not there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .configurations import Configuration
+
+__all__ = ["Call"]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One launch of a kernel."""
+
+    kernel: Any  # a function of triton.jit
+    programs: int
+    arguments: dict[str, Any]  # by the kernel's names; None and tuples as they are
+    configuration: Configuration
+    sources: dict[str, str] = field(default_factory=dict)  # of the generated functions it is given, by name
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told. Masks decide as on every other backend: products are rounded before sums."""
+        sizes = self.configuration
+        return {"num_warps": sizes.warps, "num_stages": sizes.stages, "enable_fp_fusion": False}
+
+    def launch(self) -> None:
+        """Run it on the current stream."""
+        self.kernel[(self.programs,)](**self.arguments, **self.options)

@@ -1,0 +1,37 @@
+"""Sizes of tiles, warps and stages by architecture, dtype and width."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Configuration", "configuration_of"]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How a kernel is cut and launched."""
+
+    rows: int  # queries of a tile
+    keys: int  # keys of a tile
+    warps: int
+    stages: int  # tiles of K and V on their way from memory
+    widened: bool = False  # factors widened before products: Triton's interpreter cannot multiply bfloat16
+
+
+def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:
+    """The sizes for that architecture ("sm_90", "gfx942", "interpreter"), kernel, dtype and wider of d_k, d_v."""
+    if architecture == "interpreter":  # small, so that small problems have several tiles
+        return Configuration(16, 32, 1, 1, widened=dtype == "bfloat16")
+    if dtype == "float64":
+        return Configuration(32, 32, 4, 2)
+    if dtype == "float32":
+        return Configuration(64, 32, 4, 2) if width <= 128 else Configuration(32, 32, 4, 2)
+    if architecture.startswith("gfx"):
+        return Configuration(128, 64, 4, 1)
+    if architecture == "sm_90":
+        return Configuration(128, 128, 8, 2) if width <= 128 else Configuration(128, 64, 8, 2)
+    return (
+        Configuration(128, 64, 4 if width <= 64 else 8, 3 if width <= 64 else 2)
+        if width <= 128
+        else Configuration(64, 32, 4, 2)
+    )

@@ -1,0 +1,25 @@
+"""What of a problem's shape is compiled into its kernels. Formulas are beside it; lengths and strides are arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Form"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """One structure of a kernel. Read in kernels as `form.rows`."""
+
+    rows: int  # queries of a tile, a power of two
+    keys: int  # keys of a tile, likewise, at most 128
+    d_k: int
+    d_v: int
+    lanes_k: int  # d_k and d_v up to the next power of two, 16 at least
+    lanes_v: int
+    even: bool  # whether the keys fill their last tile
+    index: Any  # type of offsets within a tile
+    total: Any  # type of scores and sums
+    precision: str  # of products of float32: "ieee" or "tf32"
+    widened: bool  # whether factors are widened first, as Triton's interpreter needs for bfloat16

@@ -1,0 +1,39 @@
+"""What formulas call that Triton lacks or has otherwise: whole numbers divided as in Python, roots rounded once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["real_remainder", "square_root", "whole_quotient", "whole_remainder"]
+
+
+@triton.jit
+def whole_quotient(x, y):
+    """⌊x / y⌋; 0 where y is 0."""
+    zero = y == 0
+    safe = tl.where(zero, 1, y)
+    quotient = x // safe  # towards 0
+    rest = x - quotient * safe
+    wrong = (rest != 0) & ((rest < 0) ^ (safe < 0))
+    return tl.where(zero, 0, tl.where(wrong, quotient - 1, quotient))
+
+
+@triton.jit
+def whole_remainder(x, y):
+    """x − y ⌊x / y⌋; 0 where y is 0."""
+    return tl.where(y == 0, 0, x - y * whole_quotient(x, y))
+
+
+@triton.jit
+def real_remainder(x, y):
+    """x − ⌊x / y⌋ y."""
+    return x - tl.floor(x / y) * y
+
+
+@triton.jit
+def square_root(x):
+    """√x, rounded once."""
+    if x.dtype == tl.float32:
+        return tl.sqrt_rn(x)
+    return tl.sqrt(x)

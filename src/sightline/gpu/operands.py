@@ -1,0 +1,160 @@
+"""A problem's arrays, formulas and numbers as kernels take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from ..arrays import convert, plain
+from ..dropout import threshold
+from ..formula.expression import Expression
+from ..formula.ranges import range_of
+from ..formula.render_triton import render
+from ..problem import Problem
+from .configurations import Configuration
+from .form import Form
+from .seams import function
+
+__all__ = ["Operands", "operand"]
+
+LARGEST = 2**31 - 1
+
+
+class Operands:
+    """A problem as kernels take it.
+
+    Parameters
+    ----------
+    others : formulas besides mask and score, (name, formula, whether it reads scores), whose tables follow the
+        problem's
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        configuration: Configuration,
+        others: Sequence[tuple[str, Expression, bool]] = (),
+    ) -> None:
+        self.problem, self.configuration = problem, configuration
+        self.arrays = {name: plain(getattr(problem, name)) for name in ("query", "key", "value")}
+        named = [("mask_at", problem.mask, False), ("score_at", problem.score, True), *others]
+        found = {id(table): table for _, f, _ in named if f is not None for table in f.tables}
+        slots = {table: slot for slot, table in enumerate(found)}
+        kept = [_table(table.array, problem.query) for table in found.values()]
+        self.tables = tuple((t, *t.stride(), *t.shape) for t in kept)
+        ranges = {name: range_of(formula, problem.extent) for name, formula, _ in named}
+        largest = max([number for number, _ in ranges.values()] + [_reach(table) for table in kept])
+        integers = "int64" if largest > LARGEST else "int32"
+        self.sources: dict[str, str] = {}
+        for name, formula, scores in named:
+            if formula is not None:
+                self.sources[name] = render(
+                    formula,
+                    name,
+                    floats="float64" if formula.kind == "bool" else problem.accumulator,
+                    integers=integers,
+                    slots=[slots[id(table)] for table in formula.tables],
+                    clamped=ranges[name][1],
+                    scores=scores,
+                )
+
+    def seam(self, name: str) -> Any:
+        """The generated function of that name; None where the problem has no such formula."""
+        return function(self.sources[name], name) if name in self.sources else None
+
+    def common(self) -> dict[str, Any]:
+        """The arguments that every kernel over tiles takes."""
+        problem = self.problem
+        return {name: operand(array) for name, array in self.arrays.items()} | {
+            "n": problem.n,
+            "m": problem.m,
+            "H": problem.H,
+            "group": problem.group,
+            **self.numbers(),
+            "tables": self.tables,
+            "mask_at": self.seam("mask_at"),
+            "score_at": self.seam("score_at"),
+            "form": self.form(),
+        }
+
+    def form(self, rows: int | None = None) -> Form:
+        """What is compiled in; `rows` where a kernel's blocks are others than the configuration's."""
+        problem, configuration = self.problem, self.configuration
+        steps = [abs(stride) for array in self.arrays.values() for stride in array.stride()[-2:]]
+        far = max(steps, default=0) * (configuration.rows + configuration.keys + problem.d_k + problem.d_v) > LARGEST
+        return Form(
+            rows=configuration.rows if rows is None else rows,
+            keys=configuration.keys,
+            d_k=problem.d_k,
+            d_v=problem.d_v,
+            lanes_k=lanes(problem.d_k),
+            lanes_v=lanes(problem.d_v),
+            even=problem.m % configuration.keys == 0,
+            index=tl.int64 if far else tl.int32,
+            total=tl.float64 if problem.accumulator == "float64" else tl.float32,
+            precision="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            widened=configuration.widened,
+        )
+
+    def numbers(self) -> dict[str, float]:
+        """sign, scale and unit: s = Q Kᵀ · sign · scale, and scores come to base 2 by · unit."""
+        size = abs(self.problem.scale) or 1.0
+        sign = math.copysign(1.0, self.problem.scale) if self.problem.scale else 0.0
+        return {"sign": sign, "scale": size, "unit": math.log2(math.e) * (size if self.problem.score is None else 1.0)}
+
+    def random(self) -> tuple[int, int] | None:
+        """(seed, the largest word that drops its weight); None where none does."""
+        dropped = threshold(self.problem) - 1
+        seed = self.problem.seed
+        return None if dropped < 0 else (seed - (2**64 if seed >= 2**63 else 0), dropped)
+
+    def kept(self) -> float:
+        """The factor on weights that dropout keeps."""
+        return 0.0 if self.problem.dropout == 1 else 1 / (1 - self.problem.dropout)
+
+    def sinks(self) -> Any:
+        """(H,) float64, or None."""
+        return None if self.problem.sinks is None else plain(self.problem.sinks).to(torch.float64).contiguous()
+
+
+def operand(array: Any) -> tuple[Any, ...]:
+    """(*lead, heads, rows, columns) as (array, lengths, strides of the leading axes, stride of a head, row, column).
+
+    Leading axes that lie one in the other are one.
+    """
+    lengths: list[int] = []
+    strides: list[int] = []
+    for length, stride in zip(array.shape[:-3], array.stride()[:-3], strict=True):
+        if length == 1:
+            continue
+        if lengths and strides[-1] == stride * length:
+            lengths[-1] *= length
+            strides[-1] = stride
+        else:
+            lengths.append(length)
+            strides.append(stride)
+    return (array, tuple(lengths), tuple(strides), *array.stride()[-3:])
+
+
+def lanes(width: int) -> int:
+    """The width padded for a matrix product: the next power of two, 16 at least."""
+    return max(16, 1 << max(width - 1, 0).bit_length())
+
+
+def _table(array: Any, like: Any) -> Any:
+    """A table as kernels read it."""
+    array = plain(convert(array, like))
+    if array.numel() == 0:  # read at hidden pairs alone, where any number will do
+        array = array.new_zeros([max(length, 1) for length in array.shape])
+    return array
+
+
+def _reach(array: Any) -> int:
+    """Entries between the farthest of an array, which a view with gaps may spread far."""
+    return int(
+        sum(max(length - 1, 0) * abs(stride) for length, stride in zip(array.shape, array.stride(), strict=True))
+    )

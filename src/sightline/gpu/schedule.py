@@ -1,0 +1,53 @@
+"""Which tiles of keys each block of queries looks at: `formula.runs` as int32 arrays on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..formula.runs import Runs, find_runs
+from ..problem import Problem
+
+__all__ = ["schedule", "words"]
+
+
+def words(runs: Runs) -> tuple[Any, Any]:
+    """(rows, runs) int32: per row (start, first of the partial ones, stop); per run (first tile, past the last).
+
+    Full runs first. A last tile that the keys do not fill is never full, so full tiles need no bounds.
+    """
+    owner = np.repeat(np.arange(runs.start.size - 1), np.diff(runs.start))
+    first, last, full = runs.first, runs.last, runs.full
+    if runs.extent[3] % runs.key_block:
+        past = full & (last == runs.key_blocks)
+        cut = np.stack([owner[past], last[past] - 1, last[past], np.zeros_like(last[past])])
+        whole = np.stack([owner, first, np.where(past, last - 1, last), full])
+        owner, first, last, full = np.concatenate([whole, cut], axis=1)
+        some = first < last
+        owner, first, last, full = owner[some], first[some], last[some], full[some]
+    partial = np.logical_not(full)
+    order = np.lexsort((first, partial, owner))
+    owner, partial = owner[order], partial[order]
+    start = np.searchsorted(owner, np.arange(runs.start.size))
+    middle = start[:-1] + np.bincount(owner[~partial], minlength=runs.start.size - 1)
+    rows = np.stack([start[:-1], middle, start[1:]], axis=1)
+    pairs = np.stack([first[order], last[order]], axis=1)
+    return rows.astype(np.int32), pairs.astype(np.int32)
+
+
+def schedule(problem: Problem, query_block: int, key_block: int) -> tuple[Any, Any, int, int] | None:
+    """(rows, runs, rows to the next batch, to the next head) for blocks of queries; None where every key is seen."""
+    if problem.mask is None:
+        return None
+    runs = find_runs(problem.mask, problem.extent, query_block, key_block)
+    rows, pairs = words(runs)
+    both = problem.query.new_tensor(np.concatenate([rows.reshape(-1), pairs.reshape(-1)]), dtype=_int32(problem))
+    batch = runs.heads * runs.query_blocks if runs.batches > 1 else 0
+    return both[: rows.size], both[rows.size :], batch, runs.query_blocks if runs.heads > 1 else 0
+
+
+def _int32(problem: Problem) -> Any:
+    import torch
+
+    return torch.int32

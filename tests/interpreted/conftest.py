@@ -1,0 +1,39 @@
+"""Kernels in Triton without a GPU: triton's interpreter runs them on tensors of the CPU.
+
+These files run in processes of their own, which `test_gpu.py` starts: TRITON_INTERPRET must be set before triton loads.
+One alone: TRITON_INTERPRET=1 pytest tests/interpreted/test_gpu_forward.py.
+"""
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.language.extra import libdevice
+from triton.runtime.interpreter import TensorHandle
+
+from sightline.gpu import Triton
+
+
+def pytest_collection_modifyitems(items):
+    """Arrays of NumPy stand for blocks of pairs there, and what a mask hides may overflow."""
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+
+
+def lifted(function):
+    """A function of NumPy on the interpreter's blocks, which knows none of libdevice."""
+
+    def call(*blocks):
+        values = function(*(block.handle.data for block in blocks))
+        shape = max((block.type for block in blocks), key=lambda kind: len(getattr(kind, "shape", ())))
+        return tl.tensor(TensorHandle(values, blocks[0].dtype.scalar), shape)
+
+    return call
+
+
+libdevice.tanh, libdevice.pow = lifted(np.tanh), lifted(np.power)
+
+
+@pytest.fixture
+def triton_kernel():
+    """The kernels as the interpreter runs them."""
+    return Triton("interpreter")

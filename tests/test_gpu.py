@@ -1,0 +1,22 @@
+"""Kernels in Triton: the files in `interpreted/`, each in a process of its own where triton interprets."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+FILES = sorted(Path(__file__).parent.glob("interpreted/test_*.py"))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_interpreted(file):
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    for name in [name for name in environment if name.startswith("PYTEST_")]:
+        del environment[name]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
