@@ -33,6 +33,7 @@ class Device(ABC):
     peers: Mapping[str, Contender]
     problems: tuple[Problem, ...]
     peaks: Peaks
+    device: str = "cpu"  # torch's name of where tensors are
     threads: int = 1
     seconds: float = 10.0
     pause: float = 0.02

@@ -13,7 +13,7 @@ from ..plan import Result
 from ..problem import Problem
 from ..streaming import Work, observe
 from .call import Call
-from .configurations import configuration_of
+from .chosen import chosen
 from .forward import careful, forward
 from .operands import Operands
 from .schedule import schedule
@@ -39,7 +39,7 @@ def run(problem: Problem, architecture: str | None) -> Result:
 
 def forward_calls(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[Call]:
     """The calls that fill output and lse."""
-    sizes = configuration_of(architecture, "forward", problem.dtype, max(problem.d_k, problem.d_v))
+    sizes = chosen("forward", problem, architecture)
     given = Operands(problem, sizes)
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
