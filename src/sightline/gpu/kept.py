@@ -1,8 +1,9 @@
 """What `sightline.tune` found, kept for the next process: one small JSON file a kernel of a problem.
 
-It lies in the folder `tuned` of the user's cache, or of the one SIGHTLINE_CACHE names ("off" keeps nothing). A file's name is the hash of all that the finding holds for: the device and its driver, the versions of torch
-and Triton, the sources of the kernels, and the problem's structure. Files are written under another name and renamed,
-so that processes may meet; they are numbers, not code, and a file that does not read as expected is none.
+It lies in the folder `tuned` of the user's cache, or of the one SIGHTLINE_CACHE names ("off" keeps nothing). A file's
+name is the hash of all that the finding holds for: the device and its driver, the versions of torch and Triton, the
+sources of the kernels, and the problem's structure. Files are written under another name and renamed, so that processes
+may meet; they are numbers, not code, and a file that does not read as expected is none.
 """
 
 from __future__ import annotations
