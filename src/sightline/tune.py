@@ -78,7 +78,7 @@ class Tuning:
             sizes = one.best
             rows.append(
                 (
-                    one.kernel,
+                    one.kernel + (", specialised" if sizes.specialised else ""),
                     f"{sizes.rows} × {sizes.keys}",
                     str(sizes.warps),
                     str(sizes.stages),
@@ -216,7 +216,7 @@ class Work:
         step: Step,
     ) -> Tuned:
         """One kernel's sizes, those of the others as they are."""
-        sizes = [table, *(each for each in candidates(self.problem, self.architecture) if each != table)]
+        sizes = [table, *(each for each in candidates(name, self.problem, self.architecture) if each != table)]
         times: dict[Configuration, float] = {}
         wrong = failed = 0
         for done, each in enumerate(sizes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..problem import Problem
@@ -23,6 +23,7 @@ SHARED = {  # KiB of shared memory a block of threads may have, by the beginning
     "sm_12": 99,
     "gfx": 64,
 }
+HOPPER = "sm_90"
 REGISTERS = 255  # of a thread
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -42,10 +43,10 @@ def chosen(kernel: str, problem: Problem, architecture: str) -> Configuration:
     """The sizes for a kernel ("forward", "backward", ...) of a problem, on tensors of that architecture."""
     trial = _trial.get()
     found = None if trial is None else trial.sizes.get(kernel)
-    if found is None:
-        finding = kept.find(kernel, problem, device_of(problem, architecture)) if trial is None else None
+    if found is None and trial is None:
+        finding = kept.find(kernel, problem, device_of(problem, architecture))
         found = None if finding is None else sizes_of(finding.get("configuration"))
-    if found is None:
+    if found is None or (found.specialised and not _specialises(problem)):
         found = configuration_of(architecture, kernel, problem.dtype, max(problem.d_k, problem.d_v))
     if trial is not None:
         trial.asked.setdefault(kernel, found)
@@ -91,8 +92,11 @@ def device_of(problem: Problem, architecture: str) -> str:
     return f"{torch.cuda.get_device_name(problem.query.device)} ({architecture})"
 
 
-def candidates(problem: Problem, architecture: str) -> list[Configuration]:
-    """Sizes worth a trial: those whose tiles fit registers and shared memory, as far as can be reckoned beforehand."""
+def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configuration]:
+    """Sizes worth a trial: those whose tiles fit registers and shared memory, as far as can be reckoned beforehand.
+
+    On Hopper the forward kernel whose warps are specialised is among them, where it serves the problem.
+    """
     if architecture == "interpreter":
         widened = configuration_of(architecture, "forward", problem.dtype, problem.d_k).widened
         return [Configuration(rows, keys, 1, 1, widened) for rows in (16, 32) for keys in (16, 32)]
@@ -103,7 +107,19 @@ def candidates(problem: Problem, architecture: str) -> list[Configuration]:
         for warps in (4, 8)
         for stages in (1, 2, 3, 4)
     ]
-    return [sizes for sizes in found if _fits(sizes, problem, architecture)]
+    able = [sizes for sizes in found if _fits(sizes, problem, architecture)]
+    if kernel == "forward" and architecture == HOPPER and _specialises(problem):
+        from . import hopper
+
+        able += [replace(sizes, specialised=True) for sizes in hopper.configurations_of(problem)]
+    return able
+
+
+def _specialises(problem: Problem) -> bool:
+    """Whether the kernel whose warps are specialised serves a problem."""
+    from . import hopper
+
+    return next(hopper.serves(problem), None) is None
 
 
 def _fits(sizes: Configuration, problem: Problem, architecture: str) -> bool:

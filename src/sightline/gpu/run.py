@@ -14,6 +14,7 @@ from ..problem import Problem
 from ..streaming import Work, observe
 from .call import Call
 from .chosen import chosen
+from .configurations import Configuration
 from .forward import careful, forward
 from .operands import Operands
 from .schedule import schedule
@@ -37,9 +38,16 @@ def run(problem: Problem, architecture: str | None) -> Result:
     return Result(output, lse, observe(Work(problem), lse) if problem.see else ())
 
 
-def forward_calls(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[Call]:
-    """The calls that fill output and lse."""
-    sizes = chosen("forward", problem, architecture)
+def forward_calls(
+    problem: Problem, output: Any, lse: Any, architecture: str, sizes: Configuration | None = None
+) -> Iterator[Call]:
+    """The calls that fill output and lse, in tiles of these sizes or of those that are chosen for the problem."""
+    sizes = sizes or chosen("forward", problem, architecture)
+    if sizes.specialised:
+        from . import hopper
+
+        yield from hopper.forward_calls(problem, output, lse, architecture, replace(sizes, specialised=False))
+        return
     given = Operands(problem, sizes)
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks

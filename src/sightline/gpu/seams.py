@@ -11,8 +11,12 @@ __all__ = ["function"]
 
 
 @lru_cache(1024)
-def function(source: str, name: str) -> Any:
-    """The function of that name in a module's source; Triton reads its lines back where Python keeps those of files."""
+def function(source: str, name: str, language: str = "triton.language") -> Any:
+    """The function of that name in a module's source; Triton reads its lines back where Python keeps those of files.
+
+    `language` is the module that it calls `tl`.
+    """
+    source = source.replace("import triton.language as tl", f"import {language} as tl")
     place = f"<sightline {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[place] = (len(source), None, source.splitlines(keepends=True), place)
     module: dict[str, Any] = {"__name__": f"sightline.gpu.generated.{name}"}

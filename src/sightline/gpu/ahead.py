@@ -1,0 +1,176 @@
+"""Kernels compiled for a GPU that is not there: what they take of it, and their text.
+
+    kernels = compiled(lambda: Triton().run(problem), "sm_90")
+
+Triton asks a driver which GPU it compiles for, and gives it what it compiled to be loaded and launched. `compiled` puts
+a driver in its place that names the GPU asked for and launches nothing, so a call runs as ever, on arrays in the host's
+memory, and every kernel it would launch is compiled as it would be there: same choices, same specialisation. What the
+call returns is whatever memory held.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.driver import driver
+
+from ..errors import ParameterError
+
+__all__ = ["TARGETS", "Compiled", "compiled"]
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),  # A100
+    "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
+    "gfx942": GPUTarget("hip", "gfx942", 64),  # MI300
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as a GPU would load it.
+
+    `registers` are those of one thread (AMD's with the accumulators of matrix instructions), `spilled` bytes of a
+    thread in memory for what found no register, `shared` bytes of a block. `text` is PTX or AMD's assembly, `remarks`
+    what the assembler had to say: ptxas tells there where it had to make wgmma wait for each other.
+    """
+
+    name: str
+    target: str
+    warps: int
+    registers: int
+    spilled: int
+    shared: int
+    text: str
+    remarks: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} for {self.target}: {self.registers} registers, {self.spilled} bytes spilled, "
+            f"{self.shared} bytes shared, {self.warps} warps"
+        )
+
+
+def compiled(call: Callable[[], object], target: str) -> tuple[Compiled, ...]:
+    """The kernels `call()` would launch on a GPU of `target`, in order, each once; none is run.
+
+    Triton's driver is the process's own, so no other thread may launch a kernel meanwhile.
+
+    Raises
+    ------
+    ParameterError
+        `target` is none of `TARGETS`.
+    """
+    if target not in TARGETS:
+        raise ParameterError(f"target={target!r}", f"one of {', '.join(map(repr, TARGETS))}", "name one of these")
+    kernels: list[Compiled] = []
+    log = StringIO()
+
+    def listen(*, metadata: dict[str, Any], metadata_group: dict[str, str], **_: object) -> None:
+        files = {Path(path).suffix: Path(path) for path in metadata_group.values()}
+        kernels.append(_read(metadata, files, target, log.getvalue()))
+        log.seek(0)
+        log.truncate()
+
+    with knobs.compilation.scope(), knobs.nvidia.scope(), _absent(TARGETS[target]), redirect_stdout(log):
+        knobs.compilation.listener = listen
+        knobs.compilation.always_compile = True  # what lies on disk has lost what ptxas said
+        knobs.nvidia.dump_ptxas_log = True
+        call()
+    return tuple(kernels)
+
+
+def _read(metadata: dict[str, Any], files: dict[str, Path], target: str, log: str) -> Compiled:
+    text = files[".ptx" if ".ptx" in files else ".amdgcn"].read_text()
+    said, registers, spilled = (
+        (log, r"Used (\d+) registers", r"(\d+) bytes stack frame")
+        if ".ptx" in files
+        else (text, r"\.vgpr_count: +(\d+)", r"\.private_segment_fixed_size: +(\d+)")
+    )
+    return Compiled(
+        metadata["name"],
+        target,
+        metadata["num_warps"],
+        _number(registers, said),
+        _number(spilled, said),
+        metadata["shared"],
+        text,
+        log.strip(),
+    )
+
+
+def _number(pattern: str, said: str) -> int:
+    found = re.findall(pattern, said)
+    if len(found) != 1:
+        raise AssertionError(f"{pattern!r} stands {len(found)} times in what the compiler said:\n{said[-2000:]}")
+    return int(found[0])
+
+
+@contextmanager
+def _absent(target: GPUTarget) -> Iterator[None]:
+    """Triton with the driver of a GPU that is not there."""
+    try:
+        before = driver.active
+    except RuntimeError:  # there is no GPU at all
+        before = None
+    absent = _Absent(target)
+    driver.set_active(absent)
+    try:
+        yield
+    finally:
+        driver.set_active(before)
+        for kernel in absent.launched:
+            kernel.device_caches.pop(absent, None)
+
+
+class _Absent(DriverBase):
+    """The driver of a GPU that is not there: it names its target, loads nothing and launches nothing."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+        self.launched: list[Any] = []
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> _Absent:
+        return self  # Triton keeps kernels by device: none of another's are taken for ours
+
+    def get_current_stream(self, device: object) -> int:
+        return 0
+
+    def launcher_cls(self, source: Any, metadata: object) -> Callable[..., None]:
+        self.launched.append(source.fn)
+        return lambda *arguments: None
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: object) -> tuple[None, None, int, int, int]:
+        most_threads = 1024  # of a block, on every GPU there is
+        return None, None, 0, 0, most_threads
+
+    def unload_module(self, module: object) -> None:
+        pass
+
+    def get_device_properties(self, device: object) -> dict[str, int]:
+        return {"max_shared_mem": 1 << 30}  # what a kernel takes is for the caller to judge
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return False
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError
+
+    def get_active_torch_device(self) -> Any:
+        raise NotImplementedError
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError

@@ -1,0 +1,89 @@
+"""The forward kernel for Hopper's GPUs (sm_90), its warps specialised.
+
+It has never run on one: it compiles for them, and its own code has run on a machine of NumPy (tests/gluon_machine.py),
+which knows its barriers and its arithmetic and nothing of its speed. So no plan takes it by itself; `sightline.tune`
+does, on the machine at hand, where it found the results right and the time shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+from ...plan import Refusal
+from ...problem import Problem
+from ..call import Call
+from ..configurations import Configuration
+
+__all__ = ["configurations_of", "forward_calls", "serves"]
+
+OLDEST_TRITON = (3, 9)  # whose Gluon has the words the kernel is written in
+ALIGNED = 16  # bytes: what the tensor memory accelerator asks of addresses and steps between rows
+
+
+def serves(problem: Problem) -> Iterator[Refusal]:
+    """Every reason the kernel cannot serve a problem that the Triton kernel serves; none means that it can."""
+    installed = version("triton")
+    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST_TRITON:
+        least = ".".join(map(str, OLDEST_TRITON))
+        yield Refusal(f"triton {installed}", f"pip install 'triton>={least}'")
+    if problem.dtype not in ("bfloat16", "float16"):
+        yield Refusal(f"{problem.dtype}", "bfloat16 or float16")
+    if _lanes(problem.d_k) != _lanes(problem.d_v) or problem.d_k > 256:
+        yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}", "widths up to 256 with the same next power of two")
+    if problem.d_v % (ALIGNED // 2):
+        yield Refusal(f"d_v {problem.d_v}", f"rows of a multiple of {ALIGNED} bytes")
+    if not problem.n or not problem.m:
+        yield Refusal(f"{problem.n} queries, {problem.m} keys", "one of each at least")
+    if problem.scale <= 0:
+        yield Refusal(f"scale {problem.scale}", "a scale above 0")
+    if problem.dropout:
+        yield Refusal("dropout", "dropout=0")
+    for name in ("query", "key", "value"):
+        yield from _unreachable(name, getattr(problem, name))
+
+
+def _unreachable(name: str, array: Any) -> Iterator[Refusal]:
+    """Why the tensor memory accelerator cannot copy tiles of an array."""
+    from ..operands import operand
+
+    _, lengths, strides, *inner = operand(array)
+    if len(lengths) > 1:
+        yield Refusal(f"{name} with leading axes that do not lie one in the other", "one batch axis")
+    if inner[-1] != 1 and array.shape[-1] != 1:
+        yield Refusal(f"{name} with a step of {inner[-1]} between columns", "columns one beside the other")
+    size = array.element_size()
+    steps = [*strides, *(step for step, length in zip(inner[:-1], array.shape[-3:-1], strict=True) if length > 1)]
+    if array.data_ptr() % ALIGNED or any(step * size % ALIGNED or step <= 0 for step in steps):
+        yield Refusal(
+            f"{name} of steps {steps} at an address that is {array.data_ptr() % ALIGNED} over a multiple of {ALIGNED}",
+            f"an address and steps of multiples of {ALIGNED} bytes, above 0",
+        )
+
+
+def configurations_of(problem: Problem) -> tuple[Configuration, ...]:
+    """Sizes to choose from, each of what shared memory and registers hold; the first is a guess at the best."""
+    lanes = _lanes(problem.d_k)
+    if lanes == 256:
+        return (Configuration(128, 64, 4, 2),)
+    if lanes == 128:
+        return Configuration(128, 128, 4, 2), Configuration(128, 64, 4, 3)
+    return Configuration(128, 128, 4, 3), Configuration(128, 128, 4, 2)
+
+
+def forward_calls(
+    problem: Problem, output: Any, lse: Any, architecture: str = "sm_90", sizes: Configuration | None = None
+) -> Iterator[Call]:
+    """The calls that fill output and lse, as `run.forward_calls` yields them."""
+    from .. import run
+    from .call import specialised
+
+    sizes = configurations_of(problem)[0] if sizes is None else sizes
+    first, *others = run.forward_calls(problem, output, lse, architecture, sizes)
+    yield specialised(first)
+    yield from others
+
+
+def _lanes(width: int) -> int:
+    return max(16, 1 << max(width - 1, 0).bit_length())

@@ -1,0 +1,232 @@
+"""The warp-specialised kernel without a GPU: on a machine of NumPy, and compiled for Hopper."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import settings as drawn
+from hypothesis import strategies as st
+from strategies import Case, generators, masks, scores, to_torch
+from test_conformance import arrays
+
+from sightline import alibi, causal, documents, h, i, j, s, softcap, table, window
+from sightline.plan import Result
+from sightline.problem import pose
+from sightline.testing import assert_conforms
+
+pytest.importorskip("triton")
+
+from gluon_machine import Machine, broken
+
+from sightline.gpu import hopper
+from sightline.gpu.ahead import compiled
+from sightline.gpu.configurations import Configuration
+from sightline.gpu.hopper import kernel, rings
+
+SMALL = Configuration(rows=32, keys=16, warps=4, stages=2)  # so that small problems have several tiles
+SHAPES = {"shape": (2, 4, 75, 24), "groups": 2, "m": 83}
+PROBLEMS = {
+    "plain": {},
+    "full tiles alone": {"mask": (i >= 64) | (j < 64)},
+    "causal": {"mask": causal()},
+    "lower right": {"mask": causal("lower right")},
+    "window, capped": {"mask": window(20, 3), "score": softcap(20.0)},
+    "packed": {"mask": documents(lengths=[1, 30, 0, 52]) & causal()},
+    "rows that see nothing": {"mask": (i > 40) & (j < 30)},
+    "holes everywhere": {"mask": (i * 7 // 3 + j) % 3 != 0, "scale": 0.3},
+    "biased, sinks": {"score": alibi(4), "sinks": np.array([-1.0, 0.0, 2.0, -np.inf], np.float32)},
+    "by head": {"mask": (i >= j) & (j - i < table(np.array([3, 80, 1, 9]))[h]), "score": s * 2.5},
+}
+
+
+def empty(problem):
+    """Output and lse, NaN where nothing is written."""
+    rows = (*problem.lead, problem.H, problem.n)
+    output = problem.query.new_full((*rows, problem.d_v), torch.nan)
+    return output, problem.query.new_full(rows, torch.nan, dtype=torch.float64)
+
+
+def calls(problem, sizes=SMALL):
+    output, lse = empty(problem)
+    return output, lse, list(hopper.forward_calls(problem, output, lse, sizes=sizes))
+
+
+def on_machine(seed, sizes=SMALL, instead=None):
+    """The kernel as a function from problems to answers."""
+
+    def run(problem):
+        output, lse, (call, *_) = calls(problem, sizes)
+        Machine(seed, instead).launch(call.kernel, call.programs, **call.arguments)
+        return Result(output, lse)
+
+    return run
+
+
+def posed(dtype, options, **shapes):
+    return Case(*arrays(dtype=dtype, **(SHAPES | shapes)), options).as_torch().pose()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_named_problems(dtype, name):
+    problem = posed(dtype, PROBLEMS[name])
+    assert not list(hopper.serves(problem))
+    assert_conforms(on_machine(seed=0), problem)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_whatever_comes_first_the_answer_is_the_same(stages):
+    problem = posed("bfloat16", PROBLEMS["causal"])
+    first, *others = (on_machine(seed, replace(SMALL, stages=stages))(problem) for seed in range(8))
+    assert_conforms(lambda _: first, problem)
+    for other in others:
+        assert torch.equal(other.output, first.output)
+        assert torch.equal(other.lse, first.lse)
+
+
+@st.composite
+def problems(draw):
+    """Problems of the kernel's shapes and layouts, with any mask and score."""
+    rng = draw(generators())
+    B, G, group = (draw(st.integers(1, 2)) for _ in range(3))
+    n, m, eighths = draw(st.integers(1, 90)), draw(st.integers(1, 90)), draw(st.integers(1, 5))
+    shapes = [(B, G * group, n, 8 * eighths), (B, G, m, 8 * eighths), (B, G, m, 8 * eighths)]
+    extent = (B, G * group, n, m)
+    made = [rng.normal(size=shape).astype(np.float16) for shape in shapes]
+    if draw(st.booleans()):
+        made = [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in made]
+    options = {"mask": draw(masks(extent)) if draw(st.integers(0, 3)) else None}
+    options["score"] = draw(scores(extent)) if draw(st.booleans()) else None
+    return pose(*map(to_torch, made), **options)
+
+
+def drawn_problems(examples):
+    @drawn(max_examples=examples)
+    @given(problems(), st.integers(0, 2**32))
+    def conforms(problem, seed):
+        assume(not list(hopper.serves(problem)))
+        assert_conforms(on_machine(seed), problem)
+
+    conforms()
+
+
+def test_drawn_problems():
+    drawn_problems(12)
+
+
+@pytest.mark.soak
+def test_many_drawn_problems():
+    drawn_problems(1000)
+
+
+FAULTS = {
+    "keys not waited for": (rings.take, "mbarrier.wait(ready.index(place), step // STAGES & 1)", "pass"),
+    "copied over what is read": (rings.put, "mbarrier.wait(free.index(place), (step // STAGES & 1) ^ 1)", "pass"),
+    "phase of the round before": (rings.take, "step // STAGES & 1", "(step // STAGES & 1) ^ 1"),
+    "rounds not counted": (rings.put, "(step // STAGES & 1) ^ 1", "1"),
+    "fewer bytes than come": (rings.put, "matrix.nbytes_per_cta", "matrix.nbytes_per_cta // 2"),
+    "one group gives back for both": (rings.new_ring, "count=GROUPS", "count=1"),
+    "turn kept": (kernel.over_runs, "pass_turn(turn, WHO)\n                products", "products"),
+    "nobody begins": (rings.wait_turn, "(step & 1) ^ (1 - WHO)", "step & 1"),
+    "keys given back unread": (
+        kernel.over_runs,
+        "products = warpgroup_mma_wait(0, deps=[products])\n        give_back(k_ring, step, STAGES)",
+        "give_back(k_ring, step, STAGES)\n        products = warpgroup_mma_wait(0, deps=[products])",
+    ),
+    "values given back unread": (
+        kernel.over_runs,
+        "output, p = warpgroup_mma_wait(0, deps=[output, p])  # the product reads p out of its registers\n"
+        "                give_back(v_ring, step - 1, STAGES)",
+        "give_back(v_ring, step - 1, STAGES)\n                output, p = warpgroup_mma_wait(0, deps=[output, p])",
+    ),
+    "scores not waited for": (kernel.over_runs, "warpgroup_mma_wait(1, deps=[products])", "warpgroup_mma_wait(2, deps=[products])"),
+    "values of another tile": (kernel.over_runs, "v = take(v_ring, step - 1, form.lanes_v, form, STAGES)\n        output", "v = take(v_ring, step, form.lanes_v, form, STAGES)\n        output"),
+    "queries not waited for": (kernel.compute, "mbarrier.wait(queries[1].index(WHO), 0)", "pass"),
+    "output not fenced": (kernel.compute, "fence_async_shared()", "pass"),
+    "output not waited for": (kernel.compute, "tma.store_wait(0)", "pass"),
+    "dropped rescale": (kernel.scaled, "return output *", "return output + 0 *"),
+    "stale maximum": (kernel.softmax, "(new, total, lost)", "(largest, total, lost)"),
+    "off-by-one mask": (kernel.scores, "mask_at(b, h, i, at,", "mask_at(b, h, i, at + 1,"),
+    "missed tail of keys": (kernel.scores, "j < m", "j < m + 1"),
+    "first tile twice": (kernel.over_runs, "gl.where(run == first_run, 1, 0)", "0"),
+    "wrong head of a group": (kernel.load, "h // work[7]", "h % work[7]"),
+    "other half of the queries": (kernel.compute, "block * form.rows + WHO * ROWS", "block * form.rows + (1 - WHO) * ROWS"),
+    "sinks forgotten": (kernel.compute, "if sinks is not None:", "if False:"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_broken_on_purpose(name):
+    function, before, after = FAULTS[name]
+    faulty = {function: broken(function, before, after)}
+    sinks = np.array([1.0, 2.0], np.float32)
+    problem = posed("float16", {"mask": i + 9 >= j, "sinks": sinks}, shape=(1, 2, 75, 24), groups=1)
+    right = on_machine(seed=0)(problem)
+    with pytest.raises(AssertionError):  # noqa: PT012
+        for seed in range(20):
+            found = on_machine(seed, instead=faulty)(problem)
+            assert torch.equal(found.output, right.output)
+            assert torch.equal(found.lse, right.lse)
+
+
+def test_hidden_nan_taints_its_blocks_for_the_second_call(rng):
+    q, k, v = arrays((1, 2, 100, 16), "float16")
+    v[..., 50, 3] = np.nan  # queries from 50 on see it
+    problem = pose(*map(to_torch, (q, k, v)), mask=i >= j)
+    output, lse, (call, again) = calls(problem)
+    Machine(0).launch(call.kernel, call.programs, **call.arguments)
+    tainted = call.arguments["tainted"].reshape(2, -1).flip(1)  # later blocks come first
+    assert torch.equal(tainted, torch.tensor([[0, 1, 1, 1]] * 2, dtype=torch.int32))
+    for name in ("tainted", "lse", "blocks", "n", "m", "schedule"):
+        assert again.arguments[name] is call.arguments[name]
+    assert again.arguments["output"] is output
+    assert_conforms(lambda _: Result(output[:, :, :32], lse[:, :, :32]), pose(*map(to_torch, (q[:, :, :32], k[:, :, :32], v[:, :, :32])), mask=i >= j))
+
+
+def test_nothing_is_tainted_where_nothing_is_hidden():
+    _, _, made = calls(posed("float16", {}))
+    assert [call.arguments["tainted"] for call in made] == [None]
+
+
+REFUSED = {
+    "float32": ("float32", {}, {}),
+    "widths": ("float16", {}, {"d_v": 40}),
+    "rows of a multiple of": ("float16", {}, {"shape": (1, 2, 20, 20)}),
+    "one of each": ("float16", {}, {"shape": (1, 2, 0, 24)}),
+    "a scale above 0": ("float16", {"scale": -1.0}, {}),
+    "dropout=0": ("float16", {"dropout": 0.5, "seed": 1}, {}),
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_is_refused(word):
+    dtype, options, shapes = REFUSED[word]
+    assert any(word in str(refusal) for refusal in hopper.serves(posed(dtype, options, **shapes)))
+
+
+LAYOUTS = {
+    "columns": lambda x: x.mT.contiguous().mT,
+    "one batch axis": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "address": lambda x: torch.cat([x.reshape(-1), x.reshape(-1)])[1 : 1 + x.numel()].view(x.shape),
+    "above 0": lambda x: x[..., :1, :].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("word", LAYOUTS)
+def test_layouts_no_tile_can_be_copied_from(word):
+    x = [torch.zeros(2, 3, 2, 20, 24, dtype=torch.bfloat16) for _ in range(3)]
+    for place, name in enumerate(("query", "key", "value")):
+        given = [LAYOUTS[word](array) if k == place else array for k, array in enumerate(x)]
+        refusals = [str(refusal) for refusal in hopper.serves(pose(*given))]
+        assert any(word in refusal and refusal.startswith(name) for refusal in refusals)
+
+
+def for_hopper(width, options, sizes=None):
+    """What a problem's calls become on sm_90: of the kernel, not of the call after it."""
+    problem = pose(*(torch.zeros(2, 4, 1000, width, dtype=torch.bfloat16) for _ in range(3)), **options)
+    for sizes in hopper.configurations_of(problem):
+        _, _, (call, *_) = calls(problem, sizes)
+        (found,) = compiled(call.launch, "sm_90")
+        yield found
