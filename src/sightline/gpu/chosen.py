@@ -102,9 +102,9 @@ def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configu
         return [Configuration(rows, keys, 1, 1, widened) for rows in (16, 32) for keys in (16, 32)]
     found = [
         Configuration(rows, keys, warps, stages)
-        for rows in (64, 128)
+        for rows in ((16,) if kernel == "decode" else (64, 128))
         for keys in (32, 64, 128)
-        for warps in (4, 8)
+        for warps in ((2, 4) if kernel == "decode" else (4, 8))
         for stages in (1, 2, 3, 4)
     ]
     able = [sizes for sizes in found if _fits(sizes, problem, architecture)]
