@@ -53,7 +53,8 @@ def identity(kernel: str, problem: Problem, device: str) -> dict[str, str]:
 
 def find(kernel: str, problem: Problem, device: str) -> Mapping[str, Any] | None:
     """The finding for a kernel of such problems on that device; None where there is none."""
-    return _found(folder(), kernel, structure(problem), device) if _any(folder()) else None
+    place = _place()
+    return None if place is None else _found(place, kernel, structure(problem), device)
 
 
 def keep(kernel: str, problem: Problem, device: str, finding: Mapping[str, Any]) -> Path | None:
@@ -85,13 +86,14 @@ def keep(kernel: str, problem: Problem, device: str, finding: Mapping[str, Any])
 def forget() -> None:
     """Look at the files again."""
     _found.cache_clear()
-    _any.cache_clear()
+    _place.cache_clear()
 
 
-@lru_cache(maxsize=4)
-def _any(place: Path | None) -> bool:
-    """Whether there is anything to be found, which most processes need to know once."""
-    return place is not None and place.is_dir()
+@lru_cache(maxsize=1)
+def _place() -> Path | None:
+    """The folder where it is there: in most processes nothing was ever tuned, and one look says so."""
+    place = folder()
+    return place if place is not None and place.is_dir() else None
 
 
 @lru_cache(maxsize=REMEMBERED)
