@@ -12,6 +12,7 @@ from sightline import i, j
 from sightline.bench import contenders, first_call, measure, pictures
 from sightline.bench.check import sample, share_of_budget
 from sightline.bench.contenders import OWN, Contender, Ready
+from sightline.bench.device import Cpu
 from sightline.bench.measure import Settings, run
 from sightline.bench.memory import can_measure, peak_memory
 from sightline.bench.peaks import Peaks, has_bfloat16_dot
@@ -209,7 +210,9 @@ def right():
 
 @pytest.fixture
 def settings():
-    return Settings(1, seconds=0.01, quick=True)
+    device = Cpu(1)
+    device.pause = 0.0
+    return Settings(device, seconds=0.01, quick=True)
 
 
 def test_contenders_take_turns(right, settings):
@@ -234,7 +237,7 @@ def test_a_wrong_peer_is_marked_and_a_failing_one_says_why(right, settings):
 
 def test_a_wrong_answer_of_ours_is_not_reported(right, settings, monkeypatch):
     race, output = right
-    monkeypatch.setitem(measure.OWN, "sightline", Made("sightline", output + 1e-3))
+    monkeypatch.setitem(OWN, "sightline", Made("sightline", output + 1e-3))
     finding = run(race, settings)
     assert finding.wrong
     assert "budget" in finding.failed
@@ -245,19 +248,19 @@ def test_a_wrong_answer_of_ours_is_not_reported(right, settings, monkeypatch):
 
 def test_what_cannot_run_is_said_and_no_error(right, settings, monkeypatch):
     race, output = right
-    monkeypatch.setitem(measure.OWN, "sightline", Made("sightline", output, NotImplementedError("not yet")))
+    monkeypatch.setitem(OWN, "sightline", Made("sightline", output, NotImplementedError("not yet")))
     finding = run(race, settings)
     assert not finding.wrong
     assert "NotImplementedError: not yet" in finding.failed
 
 
-def test_short_calls_are_repeated():
+def test_short_calls_are_repeated(settings):
     made = Made("x", None)
     ready = made.prepare(None, None, 1)
-    count = measure._repeats(ready, 0)
+    count = measure._repeats(ready, settings.device)
     assert count > 100
     made.calls = 0
-    measure._turn(ready, count, 0)
+    settings.device.turn(ready, count)
     assert made.calls == count + 1
 
 

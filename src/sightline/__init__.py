@@ -36,6 +36,7 @@ from .observe import (
     top_k,
     weights,
 )
+from .tune import tune
 
 __all__ = [
     "Expression",
@@ -75,6 +76,7 @@ __all__ = [
     "threads",
     "tiles",
     "top_k",
+    "tune",
     "weights",
     "where",
     "window",

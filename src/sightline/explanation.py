@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .formula.runs import find_runs
 from .observe import width_of
-from .plan import Plan
+from .plan import Kernel, Plan
 from .problem import Problem
 
 __all__ = ["Explanation"]
@@ -24,6 +25,7 @@ class Explanation:
     kernel: str
     describes: str
     refusals: dict[str, tuple[str, ...]]
+    reasons: dict[str, str]  # of those that do not refuse: why they are cheap or dear
     forced: bool
     tiles: dict[str, int]
     flops: int
@@ -33,7 +35,7 @@ class Explanation:
     dense_memory: int
 
     @classmethod
-    def of(cls, problem: Problem, plan: Plan) -> Explanation:
+    def of(cls, problem: Problem, plan: Plan, kernels: Sequence[Kernel] = ()) -> Explanation:
         """The explanation of a plan."""
         B, H, n, m = problem.extent
         tiles = find_runs(problem.mask, problem.extent, *TILE).tiles
@@ -50,6 +52,11 @@ class Explanation:
             kernel=plan.kernel.name,
             describes=plan.kernel.describes,
             refusals={name: tuple(map(str, reasons)) for name, reasons in plan.refusals.items()},
+            reasons={
+                kernel.name: reason
+                for kernel in kernels
+                if not plan.refusals[kernel.name] and (reason := kernel.because(problem))
+            },
             forced=plan.forced,
             tiles=tiles,
             flops=round(dense * share),
@@ -71,6 +78,7 @@ class Explanation:
             *(("", formula) for formula in self.formulas),
             ("kernel", f"{self.kernel}: {self.describes}" + (" (asked for by name)" if self.forced else "")),
             *([] if self.forced else [("", f"the cheapest that can: {', '.join(able)}")]),
+            *([] if self.forced else [("", f"{name}: {reason}") for name, reason in self.reasons.items()]),
             *((f"not {name}", "; ".join(reasons)) for name, reasons in self.refusals.items() if reasons),
             ("tiles", f"{share}, each {TILE[0]} × {TILE[1]}"),
             ("FLOPs", f"{_scaled(self.flops, 1000, '')} of the dense form's {_scaled(self.dense_flops, 1000, '')}"),

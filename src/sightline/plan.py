@@ -69,6 +69,10 @@ class Kernel(ABC):
     def cost(self, problem: Problem) -> float:
         """Relative cost among the kernels that can serve the problem; the smallest is taken."""
 
+    def because(self, problem: Problem) -> str:
+        """What the cost rests on, where that is worth saying."""
+        return ""
+
     @abstractmethod
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         """The answer."""

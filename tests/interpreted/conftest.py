@@ -1,12 +1,15 @@
-"""Kernels in Triton without a GPU: triton's interpreter runs them on tensors of the CPU.
+"""Kernels in Triton: on a GPU where torch sees one, else triton's interpreter runs them on tensors of the CPU.
 
-These files run in processes of their own, which `test_gpu.py` starts: TRITON_INTERPRET must be set before triton loads.
-One alone: TRITON_INTERPRET=1 pytest tests/interpreted/test_gpu_forward.py.
+Interpreted files run in processes of their own, which `test_gpu.py` starts: TRITON_INTERPRET must be set before triton
+loads. One alone: TRITON_INTERPRET=1 pytest tests/interpreted/test_gpu_forward.py. On a GPU: pytest tests/interpreted.
 """
+
+import os
 
 import numpy as np
 import pytest
 import triton.language as tl
+from on_device import OnDevice
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -35,13 +38,16 @@ def condition(comparison):
     return lambda *blocks: TensorHandle(comparison(*blocks).data.astype(bool), tl.int1)
 
 
-for name in dir(InterpreterBuilder):
-    if name.startswith(("create_fcmp", "create_icmp")):
-        setattr(InterpreterBuilder, name, condition(getattr(InterpreterBuilder, name)))
-libdevice.tanh, libdevice.pow = lifted(np.tanh), lifted(np.power)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETED:
+    for name in dir(InterpreterBuilder):
+        if name.startswith(("create_fcmp", "create_icmp")):
+            setattr(InterpreterBuilder, name, condition(getattr(InterpreterBuilder, name)))
+    libdevice.tanh, libdevice.pow = lifted(np.tanh), lifted(np.power)
 
 
 @pytest.fixture
 def triton_kernel():
-    """The kernels as the interpreter runs them."""
-    return Triton("interpreter")
+    """The kernels as the interpreter runs them, or the GPU."""
+    return Triton("interpreter") if INTERPRETED else OnDevice(Triton())

@@ -1,14 +1,14 @@
 """Whether an answer is right: against the float64 definition, within the budget of `sightline.testing`.
 
-A problem too large to be computed densely is checked where it is sampled. Forward: rows drawn from the whole length, of
-the first head and the last, with the keys any of them may see. Backward: one whole head, since the gradient of a key
-sums over all queries. Both keep their places, so formulas and dropout see the i, j and h they have. Statistics: as
-`seen` says for each.
+A problem too large to be computed densely is checked where it is sampled. Outputs: rows drawn from the whole length, of
+the first head and the last, with the keys any of them may see. Gradients: one whole head, since that of a key sums over
+all queries, some queries at a time. Both keep their places, so formulas and dropout see the i, j and h they have.
+Statistics: as `seen` says for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -22,7 +22,7 @@ from ..formula.library import bias
 from ..formula.render_array import evaluate
 from ..observe import Received, Statistic
 from ..problem import Problem
-from ..testing import LOOPS, budget_used, dense, orders_of, plain, size_of_terms, sizes_of_gradients
+from ..testing import budget_used, dense, plain, size_of_terms, sizes_of_gradients
 from .races import SEED, Inputs, Race
 from .seen import Expected, Matrix, Places, queries_of
 
@@ -31,6 +31,7 @@ __all__ = ["Sampled", "sample", "share_of_budget"]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 ROWS = 64  # queries looked at in each head
+CHUNK = 1024  # queries whose gradients are worked out at once
 NAMES = ("query", "key", "value")
 
 
@@ -70,17 +71,15 @@ def share_of_budget(race: Race, inputs: Inputs, answers: dict[str, Any]) -> floa
     shape = (race.B, race.H, race.n, race.d_v)
     if answers["output"].shape != shape:
         raise ValueError(f"an output {answers['output'].shape} where {shape} is due")
+    problem = sample(race, inputs)
+    shares = [_forward(problem, answers["output"][:, problem.heads][:, :, problem.rows].astype(kind))]
     if race.passes == "forward":
-        problem = sample(race, inputs)
-        output = _forward(problem, answers["output"][:, problem.heads][:, :, problem.rows].astype(kind))
-        return max([output, *(_expected(race, inputs, each).share(answers[repr(each)]) for each in race.see)])
-    problem = sample(race, inputs, np.arange(race.n), heads=1)
-    head = int(problem.heads[0])
-    output = _forward(problem, answers["output"][:, [head]].astype(kind))
-    seed = inputs.d_output
-    assert seed is not None
-    found = {name: array[:, [head]].astype(kind) for name, array in answers.items() if name != "output"}
-    return max(output, *_backward(problem, found, seed[:, [head]].astype(kind)))
+        shares += [_expected(race, inputs, each).share(answers[repr(each)]) for each in race.see]
+    else:
+        for name, (truth, rough, size) in _gradients(race, inputs).items():
+            head = slice(-1, None)  # the last query head, and what it reads
+            shares.append(budget_used(answers[name][:, head].astype(kind), truth, rough, size))
+    return max(shares)
 
 
 def sample(race: Race, inputs: Inputs, queries: Array | None = None, heads: int = 2) -> Sampled:
@@ -93,9 +92,9 @@ def sample(race: Race, inputs: Inputs, queries: Array | None = None, heads: int 
         j = np.flatnonzero(_allowed(mask, taken, i, j, race).any((0, 1, 2)))
     group = race.H // race.G
     key, value = (array[:, taken // group][:, :, j].astype(kind) for array in (inputs.key, inputs.value))
-    score = None
+    score = race.formula_of_score
     if inputs.bias is not None:
-        score = bias(inputs.bias[:, taken][:, :, i][..., j].astype(kind))
+        score = bias(inputs.bias.astype(kind))
     return Sampled(
         inputs.query[:, taken][:, :, i].astype(kind),
         key,
@@ -157,29 +156,51 @@ def _expected(race: Race, inputs: Inputs, statistic: Statistic) -> Expected:
     return Expected.of(statistic, Matrix(at, stages.weights, stages.masked, stages.lse), problem)
 
 
-def _backward(problem: Sampled, found: dict[str, Array], seed: Array) -> Iterator[float]:
-    """Shares of the budget the gradients use, as torch finds them through the dense computation."""
-    truth = _differentiated(problem, found, seed, "float64", 0)
-    orders = [order for order in orders_of(problem) if order not in LOOPS]  # loops over these lengths take minutes
-    rough = [_differentiated(problem, found, seed, problem.dtype, order) for order in orders]
-    sizes = sizes_of_gradients(problem, seed, stages=_definition(problem))
-    for name, gradient in found.items():
-        size = sizes[0 if name == "bias" else name]  # the bias is the only table
-        yield budget_used(gradient, truth[name], np.stack([each[name] for each in rough]), size)
+@lru_cache(maxsize=2)  # for all who take part
+def _gradients(race: Race, inputs: Inputs) -> dict[str, tuple[Array, Array, Array]]:
+    """By name: gradients of the last head, as plain computations have them (orders first), and their terms' sizes."""
+    assert inputs.d_output is not None
+    assert race.G == race.H  # a key head's gradient is that of its one query head
+    orders = 0, 1  # those after them are loops, which take minutes over these lengths
+    lengths = {"query": (race.n, race.d_k), "key": (race.m, race.d_k), "value": (race.m, race.d_v)}
+    lengths |= {"bias": (race.n, race.m)} if race.bias else {}
+    kinds = ["truth", *orders, "size"]
+    wide = {kind: np.float32 if kind in orders else np.float64 for kind in kinds}
+    sums = {
+        name: {kind: np.zeros((race.B, 1, *shape), wide[kind]) for kind in kinds} for name, shape in lengths.items()
+    }
+    for rows in np.array_split(np.arange(race.n), -(-race.n // CHUNK)):
+        problem = sample(race, inputs, rows, heads=1)
+        seed = inputs.d_output[:, problem.heads][:, :, rows]
+        sizes = sizes_of_gradients(problem, seed, stages=_definition(problem))
+        parts: dict[Any, dict[str, Array]] = {"truth": _differentiated(problem, list(lengths), seed, "float64", 0)}
+        parts |= {order: _differentiated(problem, list(lengths), seed, problem.dtype, order) for order in orders}
+        parts["size"] = {name: sizes[0 if name == "bias" else name] for name in lengths}  # it is the only table
+        places: dict[str, Any] = {"query": rows, "bias": slice(None)}  # of which every part is a whole table
+        for kind, found in parts.items():
+            for name, part in found.items():
+                sums[name][kind][..., places.get(name, problem.columns), :] += part[:, -1:]
+    narrow = resolve(np, race.dtype)
+    return {
+        name: (of["truth"], np.stack([of[order].astype(narrow) for order in orders]), of["size"])
+        for name, of in sums.items()
+    }
 
 
-def _differentiated(problem: Sampled, names: Any, seed: Array, dtype: str, order: int) -> dict[str, Array]:
+def _differentiated(problem: Sampled, names: Sequence[str], seed: Array, dtype: str, order: int) -> dict[str, Array]:
+    """Gradients as torch finds them through the dense computation in that dtype, in the accumulator's."""
     import torch
 
+    wide = torch.float64 if dtype == "float64" else getattr(torch, problem.accumulator)
+
     def leaf(array: Array) -> Any:
-        bits = torch.from_numpy(np.asarray(array, np.float32)).to(getattr(torch, problem.dtype))
-        return (bits.double() if dtype == "float64" else bits).requires_grad_()
+        return torch.from_numpy(np.asarray(array, np.float32)).to(wide).requires_grad_()
 
     arrays = {name: leaf(getattr(problem, name)) for name in NAMES}
     tables = {"bias": leaf(problem.tables[0].array)} if "bias" in names else {}
     posed = problem.with_tables(list(tables.values())) if tables else problem
     output, _, _ = dense(replace(posed, **arrays), dtype, order)
-    leaves = {name: (arrays | tables)[name] for name in names}
-    d_output = torch.from_numpy(np.asarray(seed, np.float32)).to(output.dtype)
-    gradients = torch.autograd.grad(output, list(leaves.values()), d_output)
-    return {name: found.double().numpy() for name, found in zip(leaves, gradients, strict=True)}
+    d_output = torch.from_numpy(seed).to(output.dtype)
+    leaves = arrays | tables
+    gradients = torch.autograd.grad(output, [leaves[name] for name in names], d_output)
+    return {name: found.numpy() for name, found in zip(names, gradients, strict=True)}

@@ -15,8 +15,9 @@ import numpy as np
 from ..arrays import resolve, to_numpy
 from ..attention import attention
 from ..formula.library import bias
+from ..formula.table import Table
 from ..observe import arrays_of
-from .races import SEED, Inputs, Race
+from .races import SEED, Inputs, Race, Read
 
 __all__ = [
     "OWN",
@@ -28,6 +29,8 @@ __all__ = [
     "WithoutDropout",
     "WithoutStatistics",
     "named",
+    "reading",
+    "tensor",
     "through_autograd",
 ]
 
@@ -65,6 +68,7 @@ class Contender(ABC):
     pip: str = ""  # what brings them
     note: str = ""  # what else is worth knowing of what is timed
     arena: bool = False  # keeps memory of its own between calls, so that a call's peak cannot be seen from outside
+    device: str = "cpu"  # torch's name of where its tensors are
 
     def absent(self) -> str | None:
         """Why it cannot take part here, whatever the race."""
@@ -87,11 +91,18 @@ class Contender(ABC):
 # -- torch's ways, which ours share ---------------------------------------------------------------------------------
 
 
-def tensor(array: Any, dtype: str) -> Any:
+def tensor(array: Any, dtype: str, device: str = "cpu") -> Any:
     """A NumPy array as a tensor of that dtype."""
     import torch
 
-    return torch.from_numpy(array).to(getattr(torch, dtype))
+    return torch.from_numpy(array).to(device, getattr(torch, dtype))
+
+
+def reading(device: str) -> Read:
+    """Makes an array a tensor there, which formulas of torch's own language index."""
+    import torch
+
+    return lambda array: torch.as_tensor(array, device=device)
 
 
 def plain(result: Any) -> Any:
@@ -108,7 +119,9 @@ def named(race: Race, found: Any) -> Answers:
     }
 
 
-def through_autograd(race: Race, inputs: Inputs, forward: Callable[..., Any], threads: int) -> Ready:
+def through_autograd(
+    race: Race, inputs: Inputs, forward: Callable[..., Any], threads: int, device: str = "cpu"
+) -> Ready:
     """A function of tensors (query, key, value, bias or None), timed the way the race says.
 
     "backward" is torch.autograd.grad of the output alone: the forward pass before it is not timed.
@@ -118,13 +131,13 @@ def through_autograd(race: Race, inputs: Inputs, forward: Callable[..., Any], th
     given = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
     if inputs.bias is not None:
         given["bias"] = inputs.bias
-    leaves = {name: tensor(array, race.dtype) for name, array in given.items()}
+    leaves = {name: tensor(array, race.dtype, device) for name, array in given.items()}
     arguments = [leaves["query"], leaves["key"], leaves["value"], leaves.get("bias")]
     if race.passes == "forward":
         return Ready(lambda _: forward(*arguments), lambda found: named(race, found), threads=threads)
     for leaf in leaves.values():
         leaf.requires_grad_()
-    seed = tensor(inputs.d_output, race.dtype)
+    seed = tensor(inputs.d_output, race.dtype, device)
 
     def gradients(output: Any) -> Any:
         return output.detach(), torch.autograd.grad(output, list(leaves.values()), seed)
@@ -149,6 +162,7 @@ class Sightline(Contender):
     name: str = "sightline"
     label: str = "Sightline"
     options: dict[str, Any] = field(default_factory=dict)  # to `attention`
+    device: str = "cpu"
 
     def refuses(self, race: Race) -> str | None:
         """Backward passes without torch: NumPy has no gradients."""
@@ -159,8 +173,10 @@ class Sightline(Contender):
     def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
         if find_spec("torch") is None:
             return self.on_numpy(race, inputs, threads)
-        mask, seed = race.formula, SEED if race.dropout else None
-        scores: dict[int, Any] = {}
+        read = Table if self.device == "cpu" else self._on_device
+        mask = None if race.mask is None else race.mask.formula(race.n, read)
+        scores = {} if race.score is None else {0: race.score.formula(race.H, read)}
+        seed = SEED if race.dropout else None
 
         def forward(query: Any, key: Any, value: Any, added: Any) -> Any:
             if added is not None and not scores:
@@ -169,20 +185,24 @@ class Sightline(Contender):
             options |= {"see": list(race.see) or None} | self.options
             return attention(query, key, value, threads=threads, **options)
 
-        return through_autograd(race, inputs, forward, threads)
+        return through_autograd(race, inputs, forward, threads, self.device)
+
+    def _on_device(self, array: Any) -> Table:
+        return Table(reading(self.device)(array))
 
     def on_numpy(self, race: Race, inputs: Inputs, threads: int) -> Ready:
         """The forward pass on NumPy arrays."""
         kind = resolve(np, race.dtype)
         query, key, value = (x.astype(kind) for x in (inputs.query, inputs.key, inputs.value))
+        score = inputs.score if race.score is None else race.formula_of_score
         options: dict[str, Any] = {
             "mask": race.formula,
-            "score": inputs.score,
+            "score": score,
             "dropout": race.dropout,
             "seed": SEED,
             "see": list(race.see) or None,
         } | self.options
-        if race.formula is None and inputs.score is None and not (race.dropout or race.see):
+        if race.formula is None and score is None and not (race.dropout or race.see):
             options = {}  # as short as a user would write it, where a call is all overhead
         return Ready(
             lambda _: attention(query, key, value, threads=threads, **options),
@@ -229,8 +249,8 @@ class WithoutDropout(Sightline):
 class WithoutStatistics(Sightline):
     """The same with nothing seen."""
 
-    def __init__(self) -> None:
-        super().__init__("without statistics", "without statistics")
+    def __init__(self, options: dict[str, Any] | None = None, device: str = "cpu") -> None:
+        super().__init__("without statistics", "without statistics", options or {}, device)
 
     def judged_as(self, race: Race) -> Race:
         """The same without statistics."""

@@ -6,21 +6,19 @@ import gc
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from . import first_call, planning
 from .check import share_of_budget
-from .contenders import OWN, Contender, Ready, set_threads
-from .first_call import timed
-from .memory import peak_memory
+from .contenders import Contender, Ready
+from .device import Device
 from .peaks import Peaks
-from .peers import PEERS
-from .races import FirstCall, Inputs, Problem, Race, Series
+from .races import FirstCall, Inputs, Planning, Problem, Race, Series
 from .report import Entry, Finding, Point
 
 __all__ = ["Settings", "run"]
 
-PAUSE, SHORT_PAUSE = 0.25, 0.02  # s before every turn: other libraries' threads go on spinning for up to 0.2
 SHORTEST = 0.005  # s of one turn: shorter calls are repeated within it
 PROCESSES = 5  # fresh ones, for first calls
 PEAK_TRIES = 3  # beside every problem
@@ -31,27 +29,28 @@ ROUNDS = 5  # at least, however slow
 class Settings:
     """How a run measures."""
 
-    threads: int
+    device: Device
     seconds: float = 10.0  # for the rounds of one race
     quick: bool = False  # small sizes, two rounds
-    peers: Sequence[Contender] = tuple(PEERS.values())
-    peaks: Peaks = field(init=False)
+    peers: Sequence[Contender] | None = None  # in place of the device's
     step: Callable[[str], Any] = lambda words: None  # told what is being done
 
-    def __post_init__(self) -> None:
-        self.peaks = Peaks(self.threads)
+    @property
+    def threads(self) -> int:
+        return self.device.threads
+
+    @property
+    def peaks(self) -> Peaks:
+        return self.device.peaks
 
     @property
     def rounds(self) -> int:
         return 2 if self.quick else ROUNDS
 
-    @property
-    def pause(self) -> float:
-        return SHORT_PAUSE if self.quick else PAUSE
-
     def contender(self, name: str) -> Contender | None:
         """One of our own, or a peer that takes part in this run."""
-        return OWN.get(name) or next((peer for peer in self.peers if peer.name == name), None)
+        peers = self.device.peers.values() if self.peers is None else self.peers
+        return self.device.own.get(name) or next((peer for peer in peers if peer.name == name), None)
 
 
 def run(problem: Problem, settings: Settings) -> Finding:
@@ -59,7 +58,9 @@ def run(problem: Problem, settings: Settings) -> Finding:
     smaller = problem.small() if settings.quick else problem
     if isinstance(smaller, Race):
         return _race(smaller, settings)
-    return _series(smaller, settings) if isinstance(smaller, Series) else _first_call(smaller, settings)
+    if isinstance(smaller, Series):
+        return _series(smaller, settings)
+    return _planning(smaller, settings) if isinstance(smaller, Planning) else _first_call(smaller, settings)
 
 
 def _race(race: Race, settings: Settings) -> Finding:
@@ -70,6 +71,8 @@ def _race(race: Race, settings: Settings) -> Finding:
         bytes_moved=race.bytes_moved,
         peak=settings.peaks.entry(race.peak) if race.peak else "",
         threads=settings.threads,
+        published=race.published,
+        peers=tuple(name for name in race.against if name not in settings.device.own),
     )
     try:
         finding.entries = _entries(race, settings, settings.seconds)
@@ -98,9 +101,21 @@ def _first_call(problem: FirstCall, settings: Settings) -> Finding:
     settings.step(f"{problem.name}: fresh processes")
     finding = Finding(problem.name, problem.about, threads=settings.threads)
     try:
-        times = timed(problem.n, problem.d, 1 if settings.quick else PROCESSES)
+        times = first_call.timed(problem.n, problem.d, 1 if settings.quick else PROCESSES)
     except subprocess.CalledProcessError as error:
         finding.failed = (error.stderr.strip().splitlines() or [str(error)])[-1]
+    else:
+        finding.entries = [Entry(name, name, seconds) for name, seconds in times.items()]
+    return finding
+
+
+def _planning(problem: Planning, settings: Settings) -> Finding:
+    settings.step(f"{problem.name}: new masks")
+    finding = Finding(problem.name, problem.about, threads=settings.threads)
+    try:
+        times = planning.timed(problem, settings.device, settings.rounds)
+    except Exception as error:  # as in `_prepared`
+        finding.failed = _said(error)
     else:
         finding.entries = [Entry(name, name, seconds) for name, seconds in times.items()]
     return finding
@@ -127,7 +142,7 @@ def _entries(race: Race, settings: Settings, seconds: float, of: str = "") -> li
         entry = Entry(name, contender.label, note=contender.note)
         entries.append(entry)
         prepared = _prepared(contender, race, inputs, settings, entry)
-        if name in OWN and entry.wrong:
+        if name in settings.device.own and entry.wrong:
             raise WrongAnswerError(f"{entry.label} uses {entry.budget:.3g} times its budget of rounding errors", True)
         if name == "sightline" and prepared is None:
             raise WrongAnswerError(f"{entry.label} did not run: {entry.absent}", False)
@@ -147,32 +162,38 @@ def _prepared(contender: Contender, race: Race, inputs: Inputs, settings: Settin
     entry.absent = contender.absent() or contender.refuses(race)
     if entry.absent:
         return None
-    set_threads(settings.threads)
+    device = settings.device
+    device.enter(settings.threads)
     started = time.perf_counter()
     try:
         ready = contender.prepare(race, inputs, settings.threads)
-        set_threads(ready.threads)
-        result = ready.call(ready.start())
+        device.enter(ready.threads)
+        ready.call(ready.start())
+        device.finish()
         entry.first = time.perf_counter() - started
-        answers = ready.answers(result)
-        judged = contender.judged_as(race)
-        if judged is not None:
-            entry.budget = share_of_budget(judged, inputs, answers)
-        del result, answers
         if not contender.arena:
-            entry.memory = peak_memory(ready.call, ready.start)
+            entry.memory = device.memory(ready)
+        ready, note = device.readied(ready, race)
+        entry.note = "; ".join(words for words in (entry.note, note) if words)
+        judged = contender.judged_as(race)
+        if judged is not None:  # as it will be timed
+            entry.budget = share_of_budget(judged, inputs, ready.answers(ready.call(ready.start())))
     except Exception as error:  # whatever another library may raise; shown, and for ours the end of the problem
-        words = [line for line in str(error).splitlines() if line.strip()] or [""]
-        entry.absent = f"{type(error).__name__}: {words[0].strip()}"
+        entry.absent = _said(error)
         return None
     return ready
+
+
+def _said(error: Exception) -> str:
+    words = [line for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {words[0].strip()}"
 
 
 def _in_turn(ready: dict[str, Ready], settings: Settings, seconds: float) -> dict[str, list[float]]:
     """Seconds of a call, one number a round, for each; who begins changes from round to round."""
     names = list(ready)
     times: dict[str, list[float]] = {name: [] for name in names}
-    repeats = {name: _repeats(ready[name], settings.pause) for name in names}
+    repeats = {name: _repeats(ready[name], settings.device) for name in names}
     ends = time.perf_counter() + seconds
     collecting = gc.isenabled()
     gc.disable()
@@ -180,7 +201,7 @@ def _in_turn(ready: dict[str, Ready], settings: Settings, seconds: float) -> dic
         turn = 0
         while turn < settings.rounds or time.perf_counter() < ends:
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                times[name].append(_turn(ready[name], repeats[name], settings.pause))
+                times[name].append(settings.device.turn(ready[name], repeats[name]))
             turn += 1
             gc.collect()
     finally:
@@ -189,25 +210,9 @@ def _in_turn(ready: dict[str, Ready], settings: Settings, seconds: float) -> dic
     return times
 
 
-def _repeats(ready: Ready, pause: float) -> int:
+def _repeats(ready: Ready, device: Device) -> int:
     """Calls in one turn, so that it is not too short to be timed."""
     count = 1
-    while (taken := _turn(ready, count, pause) * count) < SHORTEST:
+    while (taken := device.turn(ready, count) * count) < SHORTEST:
         count = max(2 * count, min(int(count * SHORTEST / max(taken, 1e-9)), 100 * count))
     return count
-
-
-def _turn(ready: Ready, repeats: int, pause: float) -> float:
-    """Seconds of a call: the mean of so many, after one that counts for nothing where they are short."""
-    set_threads(ready.threads)
-    time.sleep(pause)
-    total, call, start = 0.0, ready.call, ready.start
-    if repeats > 1:
-        call(start())
-    for _ in range(repeats):
-        state = start()
-        started = time.perf_counter()
-        result = call(state)
-        total += time.perf_counter() - started
-        del result
-    return total / repeats

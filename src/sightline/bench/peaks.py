@@ -13,13 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..cpu import threads as team
 
-__all__ = ["Peaks", "has_bfloat16_dot"]
+__all__ = ["UNITS", "Peaks", "has_bfloat16_dot"]
 
 TRIES = 7
 SECONDS = 0.03  # of one try: longer than threads take to wake, shorter than a scheduler's patience
@@ -28,15 +28,17 @@ PIECE = 1 << 20  # bytes a thread takes at a time
 UNROLLED = 4
 DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 UNITS = {"float32": "FLOP/s", "float64": "FLOP/s", "bfloat16": "FLOP/s", "read": "B/s"}
+UNITS |= {"matmul": "FLOP/s", "copy": "B/s"}  # of a GPU: `cuda`
 
 
 @dataclass
 class Peaks:
     """Peaks of this machine on a number of threads; an entry is measured when first asked for."""
 
-    threads: int
-    best: dict[str, float] = field(default_factory=dict)  # FLOP/s, or bytes/s for "read"
+    threads: int = 1
+    best: dict[str, float] = field(default_factory=dict)  # in `UNITS`
     _tries: dict[str, Callable[[], float]] = field(default_factory=dict, repr=False)
+    names: ClassVar[tuple[str, ...]] = ("float32", "float64", "bfloat16", "read")
 
     def entry(self, name: str) -> str:
         """The peak that stands for a name: 16-bit formats without a dot product of their own are widened to float32."""
@@ -46,10 +48,14 @@ class Peaks:
         """The best so far, after that many more tries."""
         name = self.entry(name)
         if name not in self._tries:
-            self._tries[name] = _reading(self.threads) if name == "read" else _computing(name, self.threads)
+            self._tries[name] = self._prepared(name)
         found = max(self._tries[name]() for _ in range(tries))
         self.best[name] = max(found, self.best.get(name, 0.0))
         return self.best[name]
+
+    def _prepared(self, name: str) -> Callable[[], float]:
+        """One try, ready to be made."""
+        return _reading(self.threads) if name == "read" else _computing(name, self.threads)
 
 
 def has_bfloat16_dot() -> bool:

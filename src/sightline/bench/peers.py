@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .contenders import Contender, Ready, named, tensor, through_autograd
+from .contenders import Contender, Ready, named, reading, tensor, through_autograd
 from .dense import OF_WEIGHTS, Dense, uneven, ways
 from .problems import CAUSAL
 from .races import Inputs, Race
@@ -74,17 +74,20 @@ class Flex(Contender):
         import torch
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+        read = reading(self.device)
         torch.compiler.reset()  # what the last race compiled is not carried along
         options: dict[str, Any] = {"enable_gqa": True} if race.G != race.H else {}
         if race.mask is not None:
-            allows = race.mask.write(race.n, torch.as_tensor)
-            options["block_mask"] = create_block_mask(allows, None, None, race.n, race.m, device="cpu")
+            allows = race.mask.write(race.n, read)
+            options["block_mask"] = create_block_mask(allows, None, None, race.n, race.m, device=self.device)
+        if race.score is not None:
+            options["score_mod"] = race.score.write(race.H, read)
         compiled = torch.compile(flex_attention)
 
         def forward(query: Any, key: Any, value: Any, _: Any) -> Any:
             return compiled(query, key, value, **options)
 
-        return through_autograd(race, inputs, forward, threads)
+        return through_autograd(race, inputs, forward, threads, self.device)
 
 
 class MultiHead(Contender):

@@ -21,10 +21,15 @@ COLOURS = {  # Okabe and Ito's, told apart by every eye; a marker each for those
     "openvino": ("#e69f00", "v"),
     "jax": ("#56b4e9", "P"),
     "mha": ("#7f7f7f", "X"),
+    "flash": (plotting.ORANGE, "s"),
+    "cudnn": ("#009e73", "^"),
+    "efficient": ("#e69f00", "v"),
 }
 GREY, FAINT = "#555555", "#e6e6e6"
 LEAST = 30.0  # of the largest over the smallest number on a logarithmic axis
-CEILINGS = {"bfloat16": "bfloat16 dot", "float32": "float32 FMA"}
+CEILINGS = {"bfloat16": "bfloat16 dot", "float32": "float32 FMA", "matmul": "bfloat16 matmul"}
+MOVED = {"read": "read", "copy": "copied"}  # the bandwidths, by what is measured
+JOINED = ("torch", "cudnn")  # the peers that stand beneath our dots in the roofline
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
@@ -64,14 +69,14 @@ def roofline(report: Report) -> Any:
         x = finding.flops / finding.bytes_moved
         rates = {entry.name: finding.flops / entry.median for entry in finding.entries if entry.seconds}
         dots.append((x, rates["sightline"]))
-        if "torch" in rates:
-            left.plot([x, x], [rates["torch"], rates["sightline"]], color=FAINT, linewidth=1, zorder=1)
-            left.plot(x, rates["torch"], "s", color=plotting.ORANGE, markersize=4, zorder=2, alpha=0.8)
+        for name in rates.keys() & JOINED:
+            colour, marker = COLOURS[name]
+            left.plot([x, x], [rates[name], rates["sightline"]], color=FAINT, linewidth=1, zorder=1)
+            left.plot(x, rates[name], marker, color=colour, markersize=4, zorder=2, alpha=0.8)
         left.plot(x, rates["sightline"], "o", color=plotting.BLUE, markersize=6.5, zorder=3, alpha=0.9)
     left.set_title("FLOP/s against FLOPs per byte of inputs and outputs", loc="left", fontsize=9)
     _shares(right, findings)
-    threads = f"{report.threads} threads" if report.threads > 1 else "one thread"
-    figure.suptitle(f"Exact attention beneath the machine's own peaks, {threads}", fontsize=11)
+    figure.suptitle(f"Exact attention beneath the machine's own peaks, {report.device}", fontsize=11)
     figure.draw_without_rendering()  # numbers are placed where the layout has put the dots
     _number(left, dots)
     return figure
@@ -95,7 +100,9 @@ def _number(axis: Any, dots: Sequence[tuple[float, float]]) -> None:
 
 
 def _roofs(axis: Any, report: Report, findings: Sequence[Finding]) -> None:
-    peaks, read = report.peaks, report.peaks.get("read")
+    peaks = report.peaks
+    moved = next((name for name in MOVED if name in peaks), None)
+    read = peaks[moved] if moved else None
     at = [finding.flops / finding.bytes_moved for finding in findings]
     low, high = min(at) / 3, max(at) * 3
     for name, words in CEILINGS.items():
@@ -103,12 +110,12 @@ def _roofs(axis: Any, report: Report, findings: Sequence[Finding]) -> None:
             knee = peaks[name] / read if read else low
             xs = [x for x in (low, knee, high) if x >= low]
             axis.plot(xs, [min(peaks[name], x * (read or np.inf)) for x in xs], color=GREY, linewidth=1.1, zorder=0)
-            words = f"{words} {peaks[name] / 1e9:.0f} GFLOP/s"
+            words = f"{words} {amount(peaks[name], 'FLOP/s')}"
             axis.annotate(
                 words, (max(knee, low) * 1.2, peaks[name]), xytext=(0, 4), textcoords="offset points", **SMALL
             )
-    if read:
-        words = f"read {read / 1e9:.0f} GB/s"
+    if moved and read:
+        words = f"{MOVED[moved]} {amount(read, 'B/s')}"
         axis.annotate(words, (low * 1.6, low * read), **SMALL)
     axis.set_xscale("log")
     axis.set_yscale("log")

@@ -13,14 +13,14 @@ from ..formula.expression import SYMBOLS
 from ..observe import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
 from .races import SEED, FirstCall, Mask, Problem, Race, Series, Target
 
-__all__ = ["CAUSAL", "PROBLEMS", "select"]
+__all__ = ["CAUSAL", "PROBLEMS", "ROWS", "documents", "select", "window"]
 
 
 def _causal(n: int, read: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda b, h, i, j: i >= j
 
 
-def _window(width: int) -> Mask:
+def window(width: int) -> Mask:
     """A causal window; in short sequences the share it has of 4,096, so that small versions hide something too."""
 
     def write(n: int, read: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -30,7 +30,7 @@ def _window(width: int) -> Mask:
     return Mask(f"causal window {width:,}", write)
 
 
-def _documents(count: int) -> Mask:
+def documents(count: int) -> Mask:
     """That many documents of unequal lengths, half to one and a half of their mean."""
 
     def write(n: int, read: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -118,8 +118,8 @@ PROBLEMS: tuple[Problem, ...] = (
     _backward("float32 causal", faster("torch", 1.4), mask=CAUSAL),
     _backward("bfloat16 d64", share(0.70), faster("torch", 1.7), **BF16),
     Race(name="both n3001 d80", targets=(faster("torch", 1.3),), passes="forward and backward", H=6, n=3001, d_k=80),
-    _forward("forward window 256", faster("torch", 20), faster("flex", 4), mask=_window(256)),
-    _forward("forward 16 documents n8192", faster("torch", 10), mask=_documents(16), n=8192),
+    _forward("forward window 256", faster("torch", 20), faster("flex", 4), mask=window(256)),
+    _forward("forward 16 documents n8192", faster("torch", 10), mask=documents(16), n=8192),
     _forward(
         "forward dropout 0.1",
         faster("torch", 7),
@@ -148,7 +148,7 @@ PROBLEMS: tuple[Problem, ...] = (
     Series(
         name="growth window 256",
         axis="n",
-        points=tuple(Race(name=f"n {n}", H=1, n=n, mask=_window(256), against=()) for n in GROWN),
+        points=tuple(Race(name=f"n {n}", H=1, n=n, mask=window(256), against=()) for n in GROWN),
         targets=(Target("spread", 1.15), Target("growth", 1.15)),
     ),
     *(_see(name, statistic, limit=BESIDE) for name, statistic in ROWS.items()),
@@ -160,19 +160,19 @@ PROBLEMS: tuple[Problem, ...] = (
         name="growth pooled 512",
         axis="n",
         points=tuple(
-            Race(name=f"n {n}", H=1, n=n, mask=_window(4096), see=(pooled(512, 512),), against=()) for n in LONG
+            Race(name=f"n {n}", H=1, n=n, mask=window(4096), see=(pooled(512, 512),), against=()) for n in LONG
         ),
         targets=(Target("spread", 1.15), Target("growth", 1.15 * LONG[-1] / LONG[0])),
     ),
     Series(
         name="cost by length",
         axis="n",
-        points=tuple(Race(name=f"n {n}", n=n, mask=_window(256), against=("torch", "flex")) for n in LENGTHS),
+        points=tuple(Race(name=f"n {n}", n=n, mask=window(256), against=("torch", "flex")) for n in LENGTHS),
     ),
     Series(
         name="cost by area",
         axis="allowed",
-        points=tuple(Race(name=f"w {w}", mask=_window(w), against=("torch", "flex")) for w in WINDOWS),
+        points=tuple(Race(name=f"w {w}", mask=window(w), against=("torch", "flex")) for w in WINDOWS),
     ),
 )
 

@@ -29,7 +29,22 @@ from ..observe import Pooled, Statistic
 from ..problem import Problem as Posed
 from ..problem import pose
 
-__all__ = ["SEED", "FirstCall", "Inputs", "Mask", "Passes", "Problem", "Race", "Series", "Target", "allowed_pairs"]
+__all__ = [
+    "BEST",
+    "SEED",
+    "FirstCall",
+    "Inputs",
+    "Mask",
+    "Passes",
+    "Planning",
+    "Problem",
+    "Race",
+    "Read",
+    "Score",
+    "Series",
+    "Target",
+    "allowed_pairs",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -37,6 +52,7 @@ SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
 SEED = 1706
 SMALL = 150  # queries and keys of small versions: no whole number of any tile
 SMALL_CELLS = 50  # and cells a side: as at full size, all of one size
+BEST = "best peer"
 COUNTED = 64  # queries and keys in the tiles that allowed pairs are counted by
 
 
@@ -52,7 +68,7 @@ class Target:
         most. "spread": the largest time per token over the smallest, at most. "growth": memory beyond inputs and
         outputs at the last point over that at the first, at most.
     limit : the number that must be reached or kept
-    who : the contender meant: the other one of a ratio, the one whose seconds count
+    who : the contender meant: the other one of a ratio, the one whose seconds count; `BEST` is the fastest peer
     """
 
     measure: Literal["share", "faster", "slower", "efficiency", "seconds", "spread", "growth"]
@@ -68,6 +84,9 @@ class Target:
         return bool(value >= self.limit if self.at_least else value <= self.limit)
 
 
+Read = Callable[[Any], Any]  # makes an array something to be indexed: a table for our symbols, a tensor for others
+
+
 @dataclass(frozen=True)
 class Mask:
     """A mask as every library can take it.
@@ -76,15 +95,33 @@ class Mask:
     ----------
     words : what it is called
     write : (n, read) to a function of (b, h, i, j)
-        `read` makes an array something to be indexed by those: a table for our symbols, a tensor for FlexAttention.
     """
 
     words: str
-    write: Callable[[int, Callable[[Any], Any]], Callable[..., Any]]
+    write: Callable[[int, Read], Callable[..., Any]]
 
-    def formula(self, n: int) -> Expression:
+    def formula(self, n: int, read: Read = Table) -> Expression:
         """The mask in our language."""
-        made: Expression = self.write(n, Table)(*(SYMBOLS[name] for name in "bhij"))
+        made: Expression = self.write(n, read)(*(SYMBOLS[name] for name in "bhij"))
+        return made
+
+
+@dataclass(frozen=True)
+class Score:
+    """What becomes of scaled scores, as every library can take it.
+
+    Parameters
+    ----------
+    words : what it is called
+    write : (H, read) to a function of (s, b, h, i, j)
+    """
+
+    words: str
+    write: Callable[[int, Read], Callable[..., Any]]
+
+    def formula(self, H: int, read: Read = Table) -> Expression:
+        """The score in our language."""
+        made: Expression = self.write(H, read)(*(SYMBOLS[name] for name in "sbhij"))
         return made
 
 
@@ -107,11 +144,14 @@ class Race:
     d_k: int = 64
     d_v: int = 0
     mask: Mask | None = None
+    score: Score | None = None
     bias: bool = False  # (1, H, n, m) added to the scores, its gradient wanted
     dropout: float = 0.0
     see: tuple[Statistic, ...] = ()  # of forward passes
     peak: str = "float32"  # what a share is taken of: an entry of `peaks.Peaks`; "" where work is not the point
     against: tuple[str, ...] = ("torch",)  # peers and variants of our own, by their names in `peers`
+    captured: bool = False  # on a GPU: replayed as a CUDA graph, since the host's share would hide a short call's own
+    published: str = ""  # a figure to look at beside, and whose it is
 
     def __post_init__(self) -> None:
         for name, value in (("G", self.H), ("m", self.n), ("d_v", self.d_k)):
@@ -124,7 +164,8 @@ class Race:
         parts = [f"{self.B} × {self.H} heads" + (f" on {self.G}" if self.G != self.H else "")]
         parts.append(f"n {self.n:,}" + (f", m {self.m:,}" if self.m != self.n else ""))
         parts.append(f"d {self.d_k}" if self.d_k == self.d_v else f"d_k {self.d_k}, d_v {self.d_v}")
-        parts += [self.dtype, *([self.mask.words] if self.mask else []), *(["bias"] if self.bias else [])]
+        parts += [self.dtype, *(formula.words for formula in (self.mask, self.score) if formula)]
+        parts += ["bias"] if self.bias else []
         parts += [f"dropout {self.dropout}"] if self.dropout else []
         return ", ".join([*parts, *(f"see {statistic}" for statistic in self.see)])
 
@@ -136,6 +177,11 @@ class Race:
     def formula(self) -> Expression | None:
         """The mask in our language."""
         return None if self.mask is None else self.mask.formula(self.n)
+
+    @property
+    def formula_of_score(self) -> Expression | None:
+        """The score in our language; the bias is an input."""
+        return None if self.score is None else self.score.formula(self.H)
 
     @cached_property
     def allowed(self) -> int:
@@ -235,7 +281,26 @@ class Series:
         return replace(self, points=points, targets=())
 
 
-Problem = Race | FirstCall | Series
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """What the host does for a mask it has not met: the runs of tiles, found and laid on the device."""
+
+    name: str
+    mask: Callable[[int], Mask]  # of a width: another width is another mask
+    width: int
+    n: int
+    H: int = 16
+    targets: tuple[Target, ...] = ()
+
+    @property
+    def about(self) -> str:
+        return f"{self.H} heads, n {self.n:,}, {self.mask(self.width).words}, never seen before"
+
+    def small(self) -> Planning:
+        return replace(self, n=SMALL, width=SMALL // 4, targets=())
+
+
+Problem = Race | FirstCall | Planning | Series
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .races import Target
+from .peaks import UNITS
+from .races import BEST, Target
 
 __all__ = ["Entry", "Finding", "Report", "Verdict", "amount", "duration"]
 
 PAGE = 4096  # bytes
-LIBRARIES = ("numpy", "llvmlite", "torch", "onnxruntime", "openvino", "jax")
+LIBRARIES = ("numpy", "llvmlite", "torch", "triton", "onnxruntime", "openvino", "jax")
 
 
 @dataclass
@@ -97,16 +98,30 @@ class Finding:
     failed: str | None = None  # why nothing is reported: our answer is wrong, or there is none
     wrong: bool = False
     best: float | None = None  # the peak itself, FLOP/s or bytes/s, the best of the run
+    published: str = ""  # a figure to look at beside, and whose it is
+    peers: tuple[str, ...] = ()  # names of those that are not ours
+
+    @property
+    def unit(self) -> str:
+        """What work is counted in per second."""
+        return UNITS.get(self.peak, "FLOP/s")
 
     @property
     def work(self) -> int:
-        """What is counted per second: FLOPs, or bytes where reading is the limit."""
-        return self.bytes_moved if self.peak == "read" else self.flops
+        """FLOPs, or bytes where moving them is the limit."""
+        return self.bytes_moved if self.unit == "B/s" else self.flops
 
     def entry(self, name: str) -> Entry | None:
         """The contender of that name, where it was timed."""
         found = [entry for entry in self.entries if entry.name == name and entry.seconds]
         return found[0] if found else None
+
+    def rival(self, target: Target) -> Entry | None:
+        """The contender a target means, where it was timed; no peer that is wrong is the best."""
+        if target.who != BEST:
+            return self.entry(target.who)
+        timed = [entry for entry in map(self.entry, self.peers) if entry is not None and not entry.wrong]
+        return min(timed, key=lambda entry: entry.median, default=None)
 
     def share(self, entry: Entry) -> float | None:
         """What the entry does in a second over the machine's peak."""
@@ -119,7 +134,7 @@ class Finding:
         self.verdicts = [Verdict(target, None if self.failed else self._measured(target)) for target in targets]
 
     def _measured(self, target: Target) -> float | None:
-        ours, other = self.entry("sightline"), self.entry(target.who)
+        ours, other = self.entry("sightline"), self.rival(target)
         if target.measure == "seconds":
             return other.median if other else None
         if target.measure == "share":
@@ -155,6 +170,8 @@ class Report:
     quick: bool
     peaks: dict[str, float]
     findings: list[Finding] = field(default_factory=list)
+    device: str = ""  # in words
+    machine: dict[str, Any] = field(default_factory=dict)  # what else it is, as far as times depend on it
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
@@ -170,7 +187,7 @@ class Report:
             for entry, row in zip(finding.entries, kept["entries"], strict=True):
                 row["median"] = entry.median if entry.seconds else None
                 row["share"] = finding.share(entry)
-        whole["machine"] = machine()
+        whole["machine"] = machine() | self.machine
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(whole, indent=1, default=str) + "\n")

@@ -115,11 +115,12 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Times named problems: this library and every peer that is installed, in turn in one run, after "
         "each answer was checked against the float64 definition. The extra `bench` installs the peers.",
     )
+    bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU's problems and peers")
     bench.add_argument("--only", action="append", metavar="WORD", help="problems with this in their name, or a pattern")
     bench.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="problems of this dtype")
     bench.add_argument("--list", action="store_true", help="name the problems and their targets, and stop")
     bench.add_argument("--threads", type=int, help="for every contender (default: every processor)")
-    bench.add_argument("--seconds", type=float, default=10.0, help="for the rounds of one problem (default: 10)")
+    bench.add_argument("--seconds", type=float, help="for the rounds of one problem (default: 10; on a GPU 2)")
     bench.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs; no targets")
     bench.add_argument("--json", metavar="PATH", help="write everything found, every round's time too")
     bench.add_argument("--figures", metavar="FOLDER", help="draw it there")

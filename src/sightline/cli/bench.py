@@ -13,18 +13,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..bench.contenders import OWN, usable
+from ..bench.contenders import usable
+from ..bench.cuda import Cuda
+from ..bench.device import Cpu, Device
 from ..bench.measure import Settings, run
 from ..bench.peaks import UNITS
-from ..bench.peers import PEERS
-from ..bench.problems import PROBLEMS, select
-from ..bench.races import Problem, Target
+from ..bench.problems import select
+from ..bench.races import Problem, Race, Target
 from ..bench.report import Entry, Finding, Report, Verdict, amount, duration
 from ..errors import ParameterError
 from .console import facts, make_console, section, table
 
 __all__ = ["bench", "show"]
 
+KINDS: dict[str, type[Cpu] | type[Cuda]] = {"cpu": Cpu, "cuda": Cuda}
 OF_SERIES = ("spread", "growth")  # targets over all points, not of one contender
 LEAST_SHARE = 0.05  # of a peak, below which a problem is not about it
 
@@ -32,22 +34,27 @@ LEAST_SHARE = 0.05  # of a peak, below which a problem is not about it
 def bench(options: argparse.Namespace) -> int:
     """Run it; 1 where an answer of ours is wrong."""
     console = make_console()
-    chosen = select(PROBLEMS, options.only or (), options.dtype)
-    if options.list:
-        _list(console, chosen)
-        return 0
     threads = usable() if options.threads is None else options.threads
-    if threads < 1 or options.seconds <= 0:
+    device = KINDS[options.device](threads)
+    seconds = device.seconds if options.seconds is None else options.seconds
+    if threads < 1 or seconds <= 0:
         raise ParameterError(
-            f"--threads {threads} --seconds {options.seconds}", "one or more threads, a time above 0", "--threads 2"
+            f"--threads {threads} --seconds {seconds}", "one or more threads, a time above 0", "--threads 2"
         )
-    settings = Settings(threads, options.seconds if not options.quick else min(options.seconds, 0.2), options.quick)
-    report = Report(threads, settings.seconds, options.quick, settings.peaks.best)
+    chosen = select(device.problems, options.only or (), options.dtype)
+    if options.list:
+        _list(console, chosen, device)
+        return 0
+    device.check()
+    device.pause = 0.02 if options.quick else device.pause
+    settings = Settings(device, seconds if not options.quick else min(seconds, 0.2), options.quick)
+    report = Report(threads, settings.seconds, options.quick, settings.peaks.best, device=device.words)
+    report.machine = device.facts()
     console.print(
         Text("softmax(Q Kᵀ / √d_k + M) V   beside its peers and beside the machine's own peaks", style="bold")
     )
     _run(console, chosen, settings, report)
-    _end(console, report)
+    _end(console, report, device)
     if options.json:
         console.print(f"Wrote {report.save(options.json)}")
     if options.figures:
@@ -58,11 +65,13 @@ def bench(options: argparse.Namespace) -> int:
     return 1 if any(finding.wrong for finding in report.findings) else 0
 
 
-def _list(console: Console, problems: Sequence[Problem]) -> None:
+def _list(console: Console, problems: Sequence[Problem], device: Device) -> None:
     for problem in problems:
         console.print(Text.assemble((problem.name, "cyan"), "  ", (problem.about, "dim")))
         for target in problem.targets:
-            console.print(f"    {_goal(target)}")
+            console.print(f"    {_goal(target, device)}")
+        if isinstance(problem, Race) and problem.published:
+            console.print(f"    {problem.published}", style="dim")
 
 
 def _run(console: Console, problems: Sequence[Problem], settings: Settings, report: Report) -> None:
@@ -76,7 +85,7 @@ def _run(console: Console, problems: Sequence[Problem], settings: Settings, repo
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not drawn) as bar:
         task = bar.add_task("peaks", total=len(problems))
         settings.step = lambda words: bar.update(task, description=words, refresh=True)
-        for name in UNITS:
+        for name in settings.peaks.names:
             settings.step(f"peak: {name}")
             settings.peaks.measure(name)
         _head(console, settings)
@@ -94,9 +103,8 @@ def _run(console: Console, problems: Sequence[Problem], settings: Settings, repo
 
 
 def _head(console: Console, settings: Settings) -> None:
-    threads = f"{settings.threads} threads" if settings.threads > 1 else "one thread"
-    _peaks(console, settings.peaks.best, f"{threads}, so far")
-    absent = [(peer.label, reason) for peer in PEERS.values() if (reason := peer.absent())]
+    _peaks(console, settings.peaks.best, f"{settings.device.words}, so far")
+    absent = [(peer.label, reason) for peer in settings.device.peers.values() if (reason := peer.absent())]
     if absent:
         section(console, "Absent peers")
         console.print(facts(absent))
@@ -141,7 +149,7 @@ def _row(finding: Finding, entry: Entry) -> list[Any]:
         said = ""
     else:
         said = _times(entry.over(ours) if measure == "slower" else ours.over(entry))
-    rate = amount(finding.work / entry.median, "B/s" if finding.peak == "read" else "FLOP/s") if finding.work else ""
+    rate = amount(finding.work / entry.median, finding.unit) if finding.work else ""
     memory = "" if entry.memory is None else amount(entry.memory, "B")
     name = Text(entry.label, style="bold" if first else "red" if entry.wrong else "")
     return [name, duration(entry.median), rate, memory, said, *_judged(verdict, finding.threads)]
@@ -149,8 +157,8 @@ def _row(finding: Finding, entry: Entry) -> list[Any]:
 
 def _verdict_of(finding: Finding, entry: Entry) -> Verdict | None:
     """The target that stands in a contender's row."""
-    found = [v for v in finding.verdicts if v.target.who == entry.name and v.target.measure not in OF_SERIES]
-    return found[0] if found else None
+    judged = [v for v in finding.verdicts if v.target.measure not in OF_SERIES]
+    return next((v for v in judged if finding.rival(v.target) is entry), None)
 
 
 def _series(finding: Finding) -> Table:
@@ -189,10 +197,9 @@ def _limit(target: Target, threads: int) -> str:
     return f"{sign} {limit:g}" + ("×" if target.measure in ("faster", "slower", "efficiency") else "")
 
 
-def _goal(target: Target) -> str:
+def _goal(target: Target, device: Device) -> str:
     """The target in words."""
-    limit, who = f"{target.limit:g}", target.who
-    label = {**OWN, **PEERS}[who].label if who in OWN or who in PEERS else who
+    limit, label = f"{target.limit:g}", device.label(target.who)
     return {
         "share": f"at least {limit} of the machine's peak",
         "faster": f"at least {limit} times as fast as {label}",
@@ -220,10 +227,10 @@ def _notes(finding: Finding) -> list[str]:
             notes[f"{entry.label}: wrong, {entry.budget:.3g} times the budget of rounding errors"] = None
         elif entry.note:
             notes[f"{entry.label}: {entry.note}"] = None
-    return list(notes)
+    return [*notes, *([finding.published] if finding.published else [])]
 
 
-def _end(console: Console, report: Report) -> None:
+def _end(console: Console, report: Report, device: Device) -> None:
     verdicts = report.verdicts
     if not verdicts:
         return
@@ -232,7 +239,7 @@ def _end(console: Console, report: Report) -> None:
         console, "Targets", f"{reached.count(True)} reached, {reached.count(False)} missed, {reached.count(None)} open"
     )
     rows = [
-        (finding.name, _goal(verdict.target), _value(verdict), _judged(verdict)[1])
+        (finding.name, _goal(verdict.target, device), _value(verdict), _judged(verdict)[1])
         for finding in report.findings
         for verdict in finding.verdicts
         if verdict.reached is not True

@@ -16,6 +16,7 @@ class Configuration:
     warps: int
     stages: int  # tiles of K and V on their way from memory
     widened: bool = False  # factors widened before products: Triton's interpreter cannot multiply bfloat16
+    specialised: bool = False  # by the kernel of `hopper`, its warps specialised
 
 
 def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:

@@ -13,20 +13,9 @@ from ..plan import Result
 from ..problem import Problem
 from ..streaming import Work, observe
 from .call import Call
-def calls_of(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[Call]:
-    """The calls that fill output and lse, in order."""
-    calls = decode_calls if decodes(problem) else forward_calls
-    return calls(problem, output, lse, architecture)
-
-
-def forward_calls(
-    problem: Problem, output: Any, lse: Any, architecture: str, sizes: Configuration | None = None
-) -> Iterator[Call]:
-    """Blocks of queries, and those once more whose output has NaN that a mask may hide.
-
-    Their tiles are of these sizes, or of those the architecture has by default.
-    """
-    sizes = sizes or configuration_of(architecture, "forward", problem.dtype, max(problem.d_k, problem.d_v))
+from .chosen import chosen
+from .configurations import Configuration
+from .decode import decode, merge
 from .forward import careful, forward
 from .operands import Operands
 from .schedule import schedule
@@ -64,9 +53,14 @@ def forward_calls(
 ) -> Iterator[Call]:
     """Blocks of queries, and those once more whose output has NaN that a mask may hide.
 
-    Their tiles are of these sizes, or of those the architecture has by default.
+    In tiles of these sizes, or of those that are chosen for the problem.
     """
-    sizes = sizes or configuration_of(architecture, "forward", problem.dtype, max(problem.d_k, problem.d_v))
+    sizes = sizes or chosen("forward", problem, architecture)
+    if sizes.specialised:
+        from . import hopper
+
+        yield from hopper.forward_calls(problem, output, lse, architecture, replace(sizes, specialised=False))
+        return
     given = Operands(problem, sizes)
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
@@ -97,7 +91,7 @@ def decodes(problem: Problem) -> bool:
 
 def decode_calls(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[Call]:
     """Parts of the keys, and what joins them."""
-    sizes = configuration_of(architecture, "decode", problem.dtype, max(problem.d_k, problem.d_v))
+    sizes = chosen("decode", problem, architecture)
     given = Operands(problem, sizes)
     together = problem.group * problem.n
     apart = problem.B * problem.G * -(-together // sizes.rows)

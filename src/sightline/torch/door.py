@@ -48,11 +48,16 @@ def run(
     seed = options["seed"]
     see = [_followed(statistic) for statistic in options["see"]] if torch.compiler.is_compiling() else options["see"]
     problem = ask(query, key, value, **(options | formulas | {"seed": 0 if seed is None else seed, "see": see}))
-    if kernel == FUSED.name or (kernel is None and next(FUSED.refuses(problem), None) is None):
+    if kernel == FUSED.name or (kernel is None and _is_fused(problem)):
         return shaped(problem, choose((FUSED,), problem, FUSED.name).kernel.run(problem))
     if asked is not None and not (problem.see and wants_gradients(*given)):
         return _run_past(examine(problem), given, kernel, threads, asked)
     return shaped(problem, apart(problem, lambda one: _answered(one, seed, kernel, threads)))
+
+
+def _is_fused(problem: Problem) -> bool:
+    """Whether torch's own kernels can serve the problem, and no other is cheaper."""
+    return next(FUSED.refuses(problem), None) is None and choose(kernels(), problem).kernel is FUSED
 
 
 def _answered(problem: Problem, seed: int | None, kernel: str | None, threads: int | None) -> Result:

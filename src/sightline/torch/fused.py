@@ -1,34 +1,86 @@
-"""torch's own fused attention on CUDA, for problems it answers as this library would."""
+"""torch's own fused attention on CUDA, for problems it answers as this library would; and when it is taken.
+
+Whether it or our own kernel is faster is decided by `RULES`. No GPU was at hand when they were written: each names the
+published figures it rests on, and `sightline bench --device cuda` times both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from ..plan import Kernel, Refusal, Result
 from ..problem import Problem
+from .recorded import wants_gradients
 
-__all__ = ["Fused"]
+__all__ = ["RULES", "Fused", "Rule"]
 
 WIDEST = 256  # head width of FlashAttention's kernels in torch
+OLDEST = 8  # major compute capability they are built for
+TAKEN, LEFT = 0.1, 3.0  # costs: less than our own kernel's 1, or more, yet less than streaming's 10
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Who answers plain problems on devices whose name begins so."""
+
+    architecture: str
+    torchs: bool  # torch's kernels do, where no gradient is wanted
+    because: str
+
+
+RULES = (
+    Rule(
+        "sm_8",
+        True,
+        "FlashAttention-2 in CUTLASS is 1.3 to 2.5 times as fast as its Triton form on an A100 "
+        '(Dao, "FlashAttention-2", 2023, section 4.1)',
+    ),
+    Rule(
+        "sm_9",
+        True,
+        "torch takes cuDNN, published for 9.19 on an H200 at 691 TFLOP/s (d 128, n 8,192), where a large product runs "
+        "at about 790",
+    ),
+    Rule("sm_1", True, "torch takes cuDNN or FlashAttention, built for it; of our own kernels nothing is known there"),
+    Rule("gfx", False, "torch's kernels are Triton's there too (AOTriton)"),
+)
+GRADIENTS = (
+    "gradients are wanted, and the fused ones are summed in an order that changes from run to run; ours are the same "
+    "bits always"
+)
 
 
 class Fused(Kernel):
     """`torch.nn.functional.scaled_dot_product_attention` on CUDA: FlashAttention or cuDNN, as torch decides.
 
     It is taken outside the operator, so gradients and compilation are torch's. It returns no lse.
+
+    It has a causal mask, and yet is not given one: FlashAttention sets hidden scores to −∞ and then multiplies their
+    weight, 0, by the value, and 0 · NaN is NaN. What torch guarantees of hidden values is nothing, what this library
+    does is that they reach nothing, and whether a value is finite cannot be known without waiting for the device.
+
+    Parameters
+    ----------
+    architecture : "sm_90", "gfx942", ... to decide as if on such a device
     """
 
     name = "fused"
     describes = "torch's fused kernels on CUDA, for attention without a formula"
 
+    def __init__(self, architecture: str | None = None) -> None:
+        self.architecture = architecture
+
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
         """Whatever torch's kernels do not do, or do in n² memory."""
-        device = problem.query.device.type
-        if device != "cuda":
-            yield Refusal(f"the arrays are on {device}", "move them to a CUDA device")
+        device = problem.query.device
+        if device.type != "cuda":
+            yield Refusal(f"the arrays are on {device.type}", "move them to a CUDA device")
+        elif torch.version.hip is None and torch.cuda.get_device_properties(device).major < OLDEST:
+            yield Refusal("a device older than torch's fused kernels", f"use one of compute capability {OLDEST}.0")
         if problem.mask is not None or problem.score is not None:
             yield Refusal(
                 "a mask or score: torch's kernels know no formulas, and let NaN that a mask hides through",
@@ -48,12 +100,36 @@ class Fused(Kernel):
             yield Refusal("no queries or no keys", "give at least one of each")
 
     def cost(self, problem: Problem) -> float:
-        return 0.1
+        rule = self._rule(problem)
+        return TAKEN if rule is not None and rule.torchs and not _gradients(problem) else LEFT
+
+    def because(self, problem: Problem) -> str:
+        """The rule by which it is taken or left."""
+        rule = self._rule(problem)
+        if rule is not None and rule.torchs and _gradients(problem):
+            return GRADIENTS
+        return "no rule knows this device" if rule is None else f"on {rule.architecture}…, {rule.because}"
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
-        lead, group = problem.lead, problem.group
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (problem.query, problem.key, problem.value))
-        if group > 1:
-            key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        output = functional.scaled_dot_product_attention(query, key, value, scale=problem.scale)
-        return Result(output.reshape(*lead, *output.shape[-3:]), lse=None)
+        output = functional.scaled_dot_product_attention(
+            query, key, value, scale=problem.scale, enable_gqa=problem.group > 1
+        )
+        return Result(output.reshape(*problem.lead, *output.shape[-3:]), lse=None)
+
+    def _rule(self, problem: Problem) -> Rule | None:
+        name = self.architecture or _architecture(problem.query.device)
+        return next((rule for rule in RULES if name.startswith(rule.architecture)), None)
+
+
+def _gradients(problem: Problem) -> bool:
+    """Whether gradients are wanted, of inputs that torch may sum as it likes."""
+    wanted = wants_gradients(problem.query, problem.key, problem.value)
+    return wanted and not torch.are_deterministic_algorithms_enabled()
+
+
+def _architecture(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    found = torch.cuda.get_device_properties(device)
+    return str(found.gcnArchName) if torch.version.hip is not None else f"sm_{found.major}{found.minor}"

@@ -1,0 +1,215 @@
+"""A GPU to race on: CUDA's events time, torch's allocator counts memory, a matrix product and a copy are the peaks.
+
+ROCm's torch answers to the same names.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+from ..errors import DeviceError, MissingExtraError
+from .contenders import Contender, Ready, Sightline, WithoutStatistics
+from .cuda_peers import peers_on
+from .cuda_problems import PROBLEMS
+from .device import Device
+from .peaks import Peaks
+from .races import Race
+
+__all__ = ["Cuda", "CudaPeaks"]
+
+MATRIX = 8192  # rows and columns of the product
+COPIED = 1 << 32  # bytes: far more than any cache
+FLUSHED = 1 << 28  # bytes written before a short call, so that its inputs lie in no cache
+REPEATED = 10  # products and copies of one try
+
+
+class Cuda(Device):
+    """torch's current CUDA device.
+
+    Parameters
+    ----------
+    threads : the host's, for what it computes itself
+    device : torch's name of it
+    runtime : what stands in for `torch.cuda`, where tensors lie elsewhere
+    options : of our own calls: the kernel raced, which is ours even where the planner would hand over to a peer
+    """
+
+    problems = PROBLEMS
+    seconds = 2.0
+
+    def __init__(
+        self, threads: int, device: str = "cuda", runtime: Any = None, options: dict[str, Any] | None = None
+    ) -> None:
+        self.threads, self.device, self._runtime = threads, device, runtime
+        options = {"kernel": "triton"} if options is None else options
+        own: tuple[Contender, ...] = (
+            Sightline(options=options, device=device),
+            Sightline("planned", "Sightline, as planned", device=device),
+            WithoutStatistics(options, device),
+        )
+        self.own = {each.name: each for each in own}
+        self.peers = peers_on(device)
+        self.peaks = CudaPeaks(device=device, timed=self._timed)
+        self._flushed: Any = None
+
+    @property
+    def runtime(self) -> Any:
+        """`torch.cuda`, or what stands in for it."""
+        if self._runtime is None:
+            self._runtime = present()
+        return self._runtime
+
+    def check(self) -> None:
+        """Raise where torch sees no device, as `present` says."""
+        self.runtime  # noqa: B018
+
+    @property
+    def words(self) -> str:
+        return str(self.runtime.get_device_name())
+
+    def turn(self, ready: Ready, repeats: int) -> float:
+        """Between CUDA events, once a call that counts for nothing has given the host a lead."""
+        time.sleep(self.pause)
+        self.finish()
+        ready.call(ready.start())
+        pairs = []
+        for _ in range(repeats):
+            state = ready.start()
+            self._flush()
+            pairs.append(self._between(partial(ready.call, state)))
+            del state
+        self.finish()
+        return float(sum(before.elapsed_time(after) for before, after in pairs)) / 1e3 / repeats  # it counts ms
+
+    def memory(self, ready: Ready) -> int | None:
+        """As torch's allocator counts; what a library takes elsewhere is not seen."""
+        state = ready.start()
+        gc.collect()
+        self.finish()
+        self.runtime.reset_peak_memory_stats()
+        before = self.runtime.memory_allocated()
+        result = ready.call(state)
+        self.finish()
+        del result
+        return max(int(self.runtime.max_memory_allocated()) - int(before), 0)
+
+    def finish(self) -> None:
+        self.runtime.synchronize()
+
+    def readied(self, ready: Ready, race: Race) -> tuple[Ready, str]:
+        """Where the race asks for it, the call as a CUDA graph; a call that cannot be captured stays as it is."""
+        if not race.captured:
+            return ready, ""
+        graph = self.runtime.CUDAGraph()
+        try:
+            for _ in range(3):  # allocations and compilations that a graph must not see
+                ready.call(ready.start())
+            self.finish()
+            with self.runtime.graph(graph):
+                held = ready.call(ready.start())
+        except Exception as error:  # whatever a library does that a graph cannot hold
+            self.finish()
+            return ready, f"not as a CUDA graph ({type(error).__name__}), so the host's time counts too"
+
+        def replay(_: Any) -> Any:
+            graph.replay()
+            return held
+
+        return replace(ready, call=replay, start=lambda: None), "as a CUDA graph"
+
+    def facts(self) -> dict[str, Any]:
+        """The device and what drives it."""
+        import torch
+
+        cudnn: Any = torch.backends.cudnn
+        found = {"device": self.words, "cuda": torch.version.cuda, "hip": torch.version.hip}
+        return found | {"cudnn": cudnn.version()}
+
+    def _between(self, call: Callable[[], Any]) -> tuple[Any, Any]:
+        before, after = (self.runtime.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        call()
+        after.record()
+        return before, after
+
+    def _timed(self, call: Callable[[], Any]) -> float:
+        """Seconds of one call."""
+        before, after = self._between(call)
+        self.finish()
+        return float(before.elapsed_time(after)) / 1e3
+
+    def _flush(self) -> None:
+        """Fill the caches with something else."""
+        import torch
+
+        if self._flushed is None:
+            self._flushed = torch.empty(FLUSHED, dtype=torch.int8, device=self.device)
+        self._flushed.zero_()
+
+
+@dataclass
+class CudaPeaks(Peaks):
+    """What the GPU does at most: a large product of bfloat16 matrices of random numbers, and a large copy.
+
+    Zeros would be multiplied faster, since they take less power. A copy's bytes are those read and those written.
+    """
+
+    device: str = "cuda"
+    timed: Callable[[Callable[[], Any]], float] = lambda call: 0.0
+    names: ClassVar[tuple[str, ...]] = ("matmul", "copy")
+
+    def entry(self, name: str) -> str:
+        """Itself."""
+        return name
+
+    def _prepared(self, name: str) -> Callable[[], float]:
+        import torch
+
+        if name == "matmul":
+            a, b = (torch.randn(MATRIX, MATRIX, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+            out, work = torch.empty_like(a), 2 * MATRIX**3
+
+            def call() -> Any:
+                return torch.matmul(a, b, out=out)
+        else:
+            source = torch.ones(COPIED, dtype=torch.int8, device=self.device)
+            target, work = torch.empty_like(source), 2 * COPIED
+
+            def call() -> Any:
+                return target.copy_(source)
+
+        def once() -> float:
+            return REPEATED * work / self.timed(lambda: [call() for _ in range(REPEATED)])
+
+        once()
+        return once
+
+
+def present() -> Any:
+    """`torch.cuda`, where there is a device.
+
+    Raises
+    ------
+    MissingExtraError
+        torch is not installed.
+    DeviceError
+        torch sees no CUDA device.
+    """
+    if find_spec("torch") is None:
+        raise MissingExtraError("--device cuda without torch", "torch built for CUDA or ROCm", "pip install torch")
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise DeviceError(
+            f"--device cuda, and torch {torch.__version__} ({built}) sees no CUDA device",
+            "a machine with a GPU and its driver, and a torch built for it (`nvidia-smi` shows both)",
+            "leave --device out to race on the processor, or run the same command on a machine with a GPU",
+        )
+    return torch.cuda

@@ -1,0 +1,131 @@
+"""The sizes a kernel runs with: those just being tried, else what `sightline.tune` found here, else the table's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ..problem import Problem
+from . import kept
+from .configurations import Configuration, configuration_of
+
+__all__ = ["Trial", "architecture_of", "candidates", "chosen", "device_of", "sizes_of", "trying"]
+
+MOST = 1024  # no size is larger
+SHARED = {  # KiB of shared memory a block of threads may have, by the beginning of the architecture's name
+    "sm_80": 163,
+    "sm_8": 99,
+    "sm_90": 227,
+    "sm_10": 227,
+    "sm_12": 99,
+    "gfx": 64,
+}
+HOPPER = "sm_90"
+REGISTERS = 255  # of a thread
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass
+class Trial:
+    """Sizes to be taken in place of all others, and which kernels asked for sizes meanwhile."""
+
+    sizes: Mapping[str, Configuration]
+    asked: dict[str, Configuration] = field(default_factory=dict)
+
+
+_trial: ContextVar[Trial | None] = ContextVar("trial", default=None)
+
+
+def chosen(kernel: str, problem: Problem, architecture: str) -> Configuration:
+    """The sizes for a kernel ("forward", "backward", ...) of a problem, on tensors of that architecture."""
+    trial = _trial.get()
+    found = None if trial is None else trial.sizes.get(kernel)
+    if found is None and trial is None:
+        finding = kept.find(kernel, problem, device_of(problem, architecture))
+        found = None if finding is None else sizes_of(finding.get("configuration"))
+    if found is None or (found.specialised and not _specialises(problem)):
+        found = configuration_of(architecture, kernel, problem.dtype, max(problem.d_k, problem.d_v))
+    if trial is not None:
+        trial.asked.setdefault(kernel, found)
+    return found
+
+
+@contextmanager
+def trying(sizes: Mapping[str, Configuration]) -> Iterator[Trial]:
+    """Within, these sizes are taken by their kernels, and the table's by others."""
+    trial = Trial(sizes)
+    token = _trial.set(trial)
+    try:
+        yield trial
+    finally:
+        _trial.reset(token)
+
+
+def sizes_of(values: Any) -> Configuration | None:
+    """A configuration from what a file says; None where that is none."""
+    named = {entry.name: entry for entry in fields(Configuration)}
+    if not isinstance(values, dict) or set(values) != set(named):
+        return None
+    for name, value in values.items():
+        boolean = named[name].type in (bool, "bool")
+        if boolean != isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
+            return None
+    return Configuration(**values)
+
+
+def architecture_of(problem: Problem) -> str:
+    """The architecture of the device a problem's tensors lie on."""
+    from . import run
+
+    return str(run.architecture_of(problem.query.device))
+
+
+def device_of(problem: Problem, architecture: str) -> str:
+    """The name of the device a problem's tensors lie on; the architecture's where that is no GPU."""
+    if not problem.device.startswith("cuda"):
+        return architecture
+    import torch
+
+    return f"{torch.cuda.get_device_name(problem.query.device)} ({architecture})"
+
+
+def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configuration]:
+    """Sizes worth a trial: those whose tiles fit registers and shared memory, as far as can be reckoned beforehand.
+
+    On Hopper the forward kernel whose warps are specialised is among them, where it serves the problem.
+    """
+    if architecture == "interpreter":
+        widened = configuration_of(architecture, "forward", problem.dtype, problem.d_k).widened
+        return [Configuration(rows, keys, 1, 1, widened) for rows in (16, 32) for keys in (16, 32)]
+    found = [
+        Configuration(rows, keys, warps, stages)
+        for rows in ((16,) if kernel == "decode" else (64, 128))
+        for keys in (32, 64, 128)
+        for warps in ((2, 4) if kernel == "decode" else (4, 8))
+        for stages in (1, 2, 3, 4)
+    ]
+    able = [sizes for sizes in found if _fits(sizes, problem, architecture)]
+    if kernel == "forward" and architecture == HOPPER and _specialises(problem):
+        from . import hopper
+
+        able += [replace(sizes, specialised=True) for sizes in hopper.configurations_of(problem)]
+    return able
+
+
+def _specialises(problem: Problem) -> bool:
+    """Whether the kernel whose warps are specialised serves a problem."""
+    from . import hopper
+
+    return next(hopper.serves(problem), None) is None
+
+
+def _fits(sizes: Configuration, problem: Problem, architecture: str) -> bool:
+    width = BYTES[problem.dtype]
+    rows = sizes.rows * problem.d_k * width
+    tiles = sizes.stages * sizes.keys * (problem.d_k + problem.d_v) * width
+    limit = next((kib for name, kib in SHARED.items() if architecture.startswith(name)), max(SHARED.values()))
+    registers = sizes.rows * (sizes.keys + problem.d_v) // (32 * sizes.warps)  # of scores and output, in float32
+    return rows + tiles <= limit << 10 and registers <= REGISTERS

@@ -1,0 +1,134 @@
+"""What `sightline.tune` found, kept for the next process: one small JSON file a kernel of a problem.
+
+It lies in the folder `tuned` of the user's cache, or of the one SIGHTLINE_CACHE names ("off" keeps nothing). A file's
+name is the hash of all that the finding holds for: the device and its driver, the versions of torch and Triton, the
+sources of the kernels, and the problem's structure. Files are written under another name and renamed, so that processes
+may meet; they are numbers, not code, and a file that does not read as expected is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..problem import Problem
+
+__all__ = ["find", "folder", "forget", "identity", "keep", "structure"]
+
+VARIABLE = "SIGHTLINE_CACHE"
+DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
+REMEMBERED = 4096  # findings, and that there is none
+
+
+def folder() -> Path | None:
+    """Where findings lie; None where nothing is to be kept."""
+    word = os.environ.get(VARIABLE, "").strip()
+    if word.lower() == "off":
+        return None
+    if word:
+        return Path(word).expanduser() / "tuned"
+    from platformdirs import user_cache_path
+
+    return user_cache_path("sightline", appauthor=False) / "tuned"
+
+
+def structure(problem: Problem) -> str:
+    """What of a problem is compiled into its kernels; lengths are not."""
+    formulas = [None if formula is None else formula.text for formula in (problem.mask, problem.score)]
+    parts = [problem.dtype, problem.d_k, problem.d_v, *formulas, problem.sinks is not None, problem.dropout > 0]
+    return json.dumps(parts, separators=(",", ":"))
+
+
+def identity(kernel: str, problem: Problem, device: str) -> dict[str, str]:
+    """All that a finding holds for."""
+    return {"kernel": kernel, "problem": structure(problem), "device": device, **_machine()}
+
+
+def find(kernel: str, problem: Problem, device: str) -> Mapping[str, Any] | None:
+    """The finding for a kernel of such problems on that device; None where there is none."""
+    place = _place()
+    return None if place is None else _found(place, kernel, structure(problem), device)
+
+
+def keep(kernel: str, problem: Problem, device: str, finding: Mapping[str, Any]) -> Path | None:
+    """Write a finding, and say where; None where nothing is kept.
+
+    Raises
+    ------
+    OSError
+        The folder cannot be written to.
+    """
+    place = folder()
+    if place is None:
+        return None
+    held_for = identity(kernel, problem, device)
+    place.mkdir(parents=True, exist_ok=True)
+    path = place / _name(held_for)
+    part = path.with_suffix(f".{os.urandom(8).hex()}.part")
+    try:
+        part.write_text(json.dumps({"for": held_for, **finding}, indent=1) + "\n")
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+    forget()
+    return path
+
+
+def forget() -> None:
+    """Look at the files again."""
+    _found.cache_clear()
+    _place.cache_clear()
+
+
+@lru_cache(maxsize=1)
+def _place() -> Path | None:
+    """The folder where it is there: in most processes nothing was ever tuned, and one look says so."""
+    place = folder()
+    return place if place is not None and place.is_dir() else None
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _found(place: Path, kernel: str, structure: str, device: str) -> Mapping[str, Any] | None:
+    held_for = {"kernel": kernel, "problem": structure, "device": device, **_machine()}
+    try:
+        found = json.loads((place / _name(held_for)).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("for") == held_for else None
+
+
+def _name(held_for: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(held_for, sort_keys=True).encode()).hexdigest() + ".json"
+
+
+@lru_cache(maxsize=1)
+def _machine() -> dict[str, str]:
+    """The driver, the versions of what compiles, and the sources of what is compiled."""
+    found = {"driver": "", "sources": _sources()}
+    for path in DRIVERS:
+        with contextlib.suppress(OSError):
+            found["driver"] = path.read_text().splitlines()[0]
+    for name in ("torch", "triton"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def _sources() -> str:
+    room = Path(__file__).parent
+    files = sorted([*room.glob("*.py"), *(room.parent / "formula").glob("*.py")])
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.parent.name}/{file.name}\n".encode() + file.read_bytes())
+    return digest.hexdigest()

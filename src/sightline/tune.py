@@ -1,0 +1,298 @@
+"""`tune`: sizes of tiles, warps and stages measured on this machine for a problem, and the best of them kept.
+
+The table of `gpu.configurations` holds sizes for architectures; which are best depends on the formula, the widths, the
+card and the compiler's version too. A trial counts where it compiles, fits, and answers right: its errors against
+float64 must keep within the budget of `testing`, with the default's own answer as the plain computation. The fastest
+few then run in turn once more, and where one of them is faster than the default it is kept (`gpu.kept`), and taken by
+every later call of a problem of the same structure on the same device.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .arrays import to_numpy
+from .errors import KernelRefusedError
+from .gpu import Triton, kept
+from .gpu.chosen import architecture_of, candidates, device_of, trying
+from .gpu.configurations import Configuration
+from .plan import Gradients
+from .problem import Problem, pose
+from .streaming import Streaming, backward
+from .testing import budget_used
+
+__all__ = ["Tuned", "Tuning", "tune"]
+
+LOOKED_AT = 256  # rows of an array that are compared
+FINALISTS, ROUNDS = 3, 5  # run in turn at the end, so many times
+GAIN = 1.02  # times as fast as the default, at least: less than that is noise between two runs
+
+Timer = Callable[[Callable[[], Any]], float]  # seconds of a call
+Step = Callable[[str, int, int], None]  # told what is being done, how much is done, and of how much
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was found for one kernel. Times in seconds.
+
+    Parameters
+    ----------
+    kernel : "forward", "backward", ...
+    default, best : the sizes the table has, and the fastest found; the same where none is faster
+    before, after : how long calls with them took
+    tried, wrong, failed : how many sizes were tried, answered beyond the budget of errors, did not compile or fit
+    path : the file it is kept in, if any
+    """
+
+    kernel: str
+    default: Configuration
+    best: Configuration
+    before: float
+    after: float
+    tried: int
+    wrong: int
+    failed: int
+    path: Path | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Tuning:
+    """What `tune` found, kernel by kernel; prints as a small table."""
+
+    device: str
+    found: tuple[Tuned, ...]
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        rows = [("kernel", "rows × keys", "warps", "stages", "time", "default's", "gain", "tried")]
+        for one in self.found:
+            sizes = one.best
+            rows.append(
+                (
+                    one.kernel + (", specialised" if sizes.specialised else ""),
+                    f"{sizes.rows} × {sizes.keys}",
+                    str(sizes.warps),
+                    str(sizes.stages),
+                    _time(one.after),
+                    _time(one.before),
+                    "none" if one.best == one.default else f"{one.before / one.after:.2f}×",
+                    f"{one.tried}, {one.wrong} wrong, {one.failed} did not fit",
+                )
+            )
+        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        kept_in = [str(one.path) for one in self.found if one.path]
+        return "\n".join([self.device, *lines, *kept_in])
+
+
+def tune(
+    query: Any,
+    key: Any,
+    value: Any = None,
+    *,
+    gradients: bool = True,
+    show: bool = True,
+    timer: Timer | None = None,
+    kernel: Triton | None = None,
+    **options: Any,
+) -> Tuning:
+    """Measure the sizes our GPU kernels may run such a problem with, and keep the fastest for this machine.
+
+    It takes some minutes, most of them the compiler's. Problems of the same dtype, widths and formulas take what was
+    found, whatever their lengths, so measure at those you use.
+
+    Parameters
+    ----------
+    query, key, value, **options : as in `attention`, on the GPU: mask, score, scale, sinks, dropout, seed
+    gradients : bool, default True
+        Tune the backward kernels too.
+    show : bool, default True
+        A progress bar meanwhile, and the table in the end.
+    timer : function, optional
+        Seconds of a call, the median of many by default (`triton.testing.do_bench`).
+    kernel : optional
+        The kernel tuned, `gpu.Triton()` by default.
+
+    Returns
+    -------
+    Tuning
+        For every kernel the sizes found, their time and that of the default; prints as a table.
+
+    Raises
+    ------
+    KernelRefusedError
+        The arrays are not on a GPU, Triton is not installed, or the kernels cannot serve the problem; the message holds
+        every reason with its cure.
+    """
+    problem = replace(pose(query, key, value, **options), see=())
+    kernel = Triton() if kernel is None else kernel
+    reasons = list(kernel.refuses(problem))
+    if reasons:
+        raise KernelRefusedError(
+            "tune of " + "; ".join(each.reason for each in reasons),
+            "problems that the GPU kernels serve, on the device they are to be tuned for",
+            "; ".join(each.cure for each in reasons),
+        )
+    work = Work(problem, kernel, _by_events if timer is None else timer)
+    passes = [work.forward, *([work.backward] if gradients else [])]
+    with _bar(show) as step:
+        found = [one for each in passes for one in work.tuned(each, step)]
+    told = Tuning(work.device, tuple(found))
+    if show:
+        print(told)
+    return told
+
+
+class Work:
+    """A problem with what every trial of it needs."""
+
+    def __init__(self, problem: Problem, kernel: Triton, timer: Timer) -> None:
+        import torch
+
+        plain = {name: getattr(problem, name).detach() for name in ("query", "key", "value")}
+        self.problem, self.kernel, self.timer = replace(problem, **plain), kernel, timer
+        self.architecture = kernel.architecture or architecture_of(problem)
+        self.device = device_of(problem, self.architecture)
+        drawn = torch.Generator(device="cpu").manual_seed(0)
+        shape = (*problem.lead, problem.H, problem.n, problem.d_v)
+        self.d_output = torch.randn(shape, generator=drawn).to(problem.query)
+        self.saved: Any = None
+
+    def forward(self) -> tuple[Any, ...]:
+        """(output, lse), the latter in the accumulator's dtype, by which it is judged."""
+        result = self.kernel.run(self.problem)
+        self.saved = result.output, result.lse
+        return result.output, result.lse.to(self._accumulator)[..., None]
+
+    def backward(self) -> tuple[Any, ...]:
+        """Gradients of query, key and value; none where the kernel has none."""
+        found = self.kernel.gradients(self.problem, self.d_output, None, self.saved, ())
+        return () if found is None else (found.query, found.key, found.value)
+
+    def truth(self, call: Callable[[], Any]) -> list[Any]:
+        """What the call should answer, in float64, by plain array operations on the same device."""
+        wide = {name: getattr(self.problem, name).double() for name in ("query", "key", "value")}
+        problem = replace(self.problem, **wide)
+        if call == self.forward:
+            result = Streaming().run(problem)
+            return [_looked_at(result.output), _looked_at(result.lse[..., None])]
+        found: Gradients = backward(problem, self.d_output.double())
+        return [_looked_at(array) for array in (found.query, found.key, found.value)]
+
+    def tuned(self, call: Callable[[], Any], step: Step) -> Iterator[Tuned]:
+        """What is found for each kernel that a pass runs."""
+        with trying({}) as trial:
+            default = [_looked_at(array) for array in call()]
+        if not default:
+            return
+        truth = self.truth(call)
+        best: dict[str, Configuration] = {}
+        for name, table in trial.asked.items():
+            one = self._of(name, table, best, call, (truth, default), step)
+            best[name] = one.best
+            if one.best != one.default:
+                finding = {"configuration": asdict(one.best), "seconds": one.after, "default's": one.before}
+                finding |= {"extent": self.problem.extent}
+                path = kept.keep(name, self.problem, self.device, finding)
+                one = replace(one, path=path)
+            yield one
+
+    def _of(
+        self,
+        name: str,
+        table: Configuration,
+        others: dict[str, Configuration],
+        call: Callable[[], Any],
+        answers: tuple[list[Any], list[Any]],
+        step: Step,
+    ) -> Tuned:
+        """One kernel's sizes, those of the others as they are."""
+        sizes = [table, *(each for each in candidates(name, self.problem, self.architecture) if each != table)]
+        times: dict[Configuration, float] = {}
+        wrong = failed = 0
+        for done, each in enumerate(sizes):
+            step(f"{name}: {each.rows} × {each.keys}, {each.warps} warps, {each.stages} stages", done, len(sizes))
+            with trying({**others, name: each}):
+                try:
+                    found = call()
+                    right = _share(found, *answers) <= 1
+                    if right:
+                        times[each] = self.timer(call)
+                except Exception:  # the compiler's or the driver's: too much shared memory, too many registers, ...
+                    if each == table:
+                        raise
+                    failed += 1
+                else:
+                    wrong += not right
+        finalists = sorted(times, key=lambda each: times[each])[:FINALISTS]
+        medians = self._in_turn(name, [table, *(each for each in finalists if each != table)], others, call)
+        best = min(medians, key=lambda each: medians[each])
+        best = best if medians[best] * GAIN <= medians[table] else table
+        return Tuned(name, table, best, medians[table], medians[best], len(sizes), wrong, failed)
+
+    def _in_turn(
+        self, name: str, sizes: Sequence[Configuration], others: dict[str, Configuration], call: Callable[[], Any]
+    ) -> dict[Configuration, float]:
+        times: dict[Configuration, list[float]] = {each: [] for each in sizes}
+        for _ in range(ROUNDS):
+            for each in sizes:
+                with trying({**others, name: each}):
+                    times[each].append(self.timer(call))
+        return {each: statistics.median(taken) for each, taken in times.items()}
+
+    @property
+    def _accumulator(self) -> Any:
+        import torch
+
+        return getattr(torch, self.problem.accumulator)
+
+
+def _looked_at(array: Any) -> Any:
+    """Some rows of (..., rows, width), those at the ends among them."""
+    import torch
+
+    count = array.shape[-2]
+    rows = np.unique(np.linspace(0, count - 1, min(count, LOOKED_AT)).astype(np.int64))
+    return array.index_select(-2, torch.from_numpy(rows).to(array.device)).cpu()
+
+
+def _share(found: Sequence[Any], truth: Sequence[Any], default: Sequence[Any]) -> float:
+    """The largest share of its budget that any of the arrays uses."""
+    used = [
+        budget_used(_looked_at(one), to_numpy(right), to_numpy(plain).astype(np.float64))
+        for one, right, plain in zip(found, truth, default, strict=True)
+    ]
+    return max(used)
+
+
+def _by_events(call: Callable[[], Any]) -> float:
+    """The median of many calls between the device's events."""
+    from triton.testing import do_bench
+
+    return float(do_bench(call, return_mode="median")) / 1e3
+
+
+@contextmanager
+def _bar(show: bool) -> Iterator[Step]:
+    """Tells what is being done: by a bar of rich's, where one is wanted and somebody is there to see it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    bar = Progress(*columns, transient=True)
+    bar.disable = not (show and bar.console.is_terminal)
+    with bar:
+        task = bar.add_task("", total=None)
+        yield lambda words, done, total: bar.update(task, description=words, completed=done, total=total)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"

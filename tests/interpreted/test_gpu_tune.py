@@ -1,0 +1,80 @@
+"""Tuning the kernels themselves, and the bench's GPU problems answered by them."""
+
+import dataclasses
+from importlib import import_module
+
+import pytest
+import torch
+
+import sightline
+from conftest import INTERPRETED
+from sightline import i, j
+from sightline.gpu import Triton, kept
+from sightline.gpu.chosen import _trial, candidates, chosen, trying
+from sightline.problem import pose
+from sightline.testing import assert_conforms
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+KERNEL = Triton("interpreter") if INTERPRETED else Triton()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(kept.VARIABLE, str(tmp_path))
+    kept.forget()
+    yield
+    kept.forget()
+
+
+def arrays(n=40, m=40):
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(1, 1, length, 16, generator=generator).to(DEVICE) for length in (n, m, m)]
+
+
+@pytest.mark.parametrize(("name", "n", "m"), [("forward", 40, 40), ("decode", 1, 512)])
+def test_what_is_found_is_taken_and_right(name, n, m):
+    given = arrays(n, m)
+    told = sightline.tune(*given, mask=j % 3 != 1, kernel=KERNEL, timer=cost, show=False, gradients=False)
+    (found,) = told.found
+    assert found.kernel == name
+    assert not found.wrong
+    assert not (found.failed and INTERPRETED)
+    assert found.after == min(found.before, found.after)
+    problem = pose(*given, mask=j % 3 != 1)
+    architecture = KERNEL.architecture or told.device.rpartition("(")[2].rstrip(")")
+    assert chosen(name, problem, architecture) == found.best
+    assert_conforms(KERNEL.run, problem)
+
+
+def cost(call):
+    """Larger tiles are cheaper, whatever they cost."""
+    (sizes,) = _trial.get().sizes.values()
+    return 1.0 / (sizes.rows * sizes.keys)
+
+
+@pytest.mark.parametrize("sizes", candidates("forward", pose(*[x.cpu() for x in arrays()]), "interpreter"), ids=str)
+def test_every_size_is_right(sizes):
+    with trying({"forward": sizes}):
+        assert_conforms(KERNEL.run, pose(*arrays(), mask=(i >= j) & (i - j < 23)))
+
+
+def test_the_bench_times_the_kernel_itself(monkeypatch):
+    """`sightline bench --device cuda` as it runs on a GPU, but for its clock, its sizes, and who computes."""
+    if not INTERPRETED:
+        pytest.skip("there the bench itself runs")
+    from test_bench_cuda import RACES, Runtime
+
+    from sightline.bench import cuda
+    from sightline.bench.measure import Settings, run
+
+    attention = import_module("sightline.attention")
+    ours = [KERNEL if isinstance(kernel, Triton) else kernel for kernel in attention.KERNELS]
+    monkeypatch.setattr(attention, "KERNELS", tuple(ours))
+    for name, size in {"MATRIX": 64, "COPIED": 1 << 16, "FLUSHED": 1 << 10}.items():
+        monkeypatch.setattr(cuda, name, size)
+    device = cuda.Cuda(1, device="cpu", runtime=Runtime())
+    device.pause = 0.0
+    race = dataclasses.replace(RACES["forward window"].small(), n=33, m=33, H=1, G=1, B=1, d_k=16, d_v=16, against=())
+    finding = run(race, Settings(device, seconds=0.01, quick=True))
+    assert finding.failed is None
+    assert finding.entry("sightline").budget <= 1

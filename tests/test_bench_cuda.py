@@ -1,0 +1,261 @@
+"""`sightline bench --device cuda`: all its machinery on the processor, a clock and a counter in place of the GPU's."""
+
+import json
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from sightline.bench import check, cuda, cuda_problems
+from sightline.bench.check import share_of_budget
+from sightline.bench.cuda import Cuda
+from sightline.bench.measure import Settings, run
+from sightline.bench.problems import CAUSAL
+from sightline.bench.races import BEST, Inputs, Planning, Race, Target
+from sightline.bench.report import Entry, Finding
+from sightline.cli import main
+from sightline.cli.bench import KINDS
+from sightline.formula.render_array import evaluate
+
+RACES = {race.name: race for race in cuda_problems.PROBLEMS if isinstance(race, Race)}
+QUICK = ("forward causal n8192", "backward window", "see received", "decode", "planning")
+
+
+class Event:
+    """A CUDA event by the host's clock."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other):
+        return (other.at - self.at) * 1e3
+
+
+class Runtime:
+    """What the bench asks of torch.cuda, on the processor; it can hold no graph."""
+
+    Event = Event
+    held, CUDAGraph = 1 << 20, object
+
+    def get_device_name(self):
+        return "a processor in a GPU's place"
+
+    def synchronize(self):
+        pass
+
+    def reset_peak_memory_stats(self):
+        pass
+
+    def memory_allocated(self):
+        return 1 << 16
+
+    def max_memory_allocated(self):
+        return (1 << 16) + self.held
+
+    def graph(self, _):
+        raise RuntimeError("nothing to capture")
+
+
+class Capturing(Runtime):
+    """One whose graphs count how often they are replayed."""
+
+    class CUDAGraph:
+        replays = 0
+
+        def replay(self):
+            self.replays += 1
+
+    @contextmanager
+    def graph(self, graph):
+        self.captured = graph
+        yield
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Peaks and caches of a size the processor is done with at once."""
+    for name, size in {"MATRIX": 64, "COPIED": 1 << 16, "FLUSHED": 1 << 10}.items():
+        monkeypatch.setattr(cuda, name, size)
+
+
+def on_processor(runtime=None):
+    device = Cuda(1, device="cpu", runtime=runtime or Runtime(), options={})
+    device.pause = 0.0
+    return device
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_unique_and_contenders_known():
+    device, names = on_processor(), [problem.name for problem in cuda_problems.PROBLEMS]
+    assert len(set(names)) == len(names)
+    for race in RACES.values():
+        assert set(race.against) <= {*device.own, *device.peers}
+        assert {target.who for target in race.targets} <= {"sightline", BEST, *race.against}
+        assert race.dtype == "bfloat16"
+
+
+def test_every_race_but_decoding_has_as_many_tokens():
+    assert {race.B * race.n for race in RACES.values() if race.name != "decode"} == {cuda_problems.TOKENS}
+
+
+@pytest.mark.parametrize("name", [name for name in RACES if "16384" not in name])
+def test_small_versions_are_right(name):
+    race = RACES[name].small()
+    inputs = Inputs.of(race)
+    ready = on_processor().own["sightline"].prepare(race, inputs, 1)
+    assert share_of_budget(race, inputs, ready.answers(ready.call(ready.start()))) <= 1
+
+
+@pytest.mark.parametrize("name", ["softcap", "alibi"])
+def test_scores_mean_the_same_to_others(name):
+    """FlexAttention's function of numbers and our formula of symbols."""
+    score = cuda_problems.FORMULAS[name]["score"]
+    at = {"s": 1.5, "b": 0, "h": 1, "i": 7, "j": 3}
+    written = score.write(4, torch.as_tensor)(*(torch.tensor(value) for value in at.values()))
+    values = {symbol: np.asarray(value) for symbol, value in at.items()} | {"n": 9, "m": 9}
+    found = evaluate(score.formula(4), values, xp=np, float_dtype=np.dtype("float64"), like=np.zeros(()))
+    assert float(written) == pytest.approx(float(found))
+
+
+# -- the device --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_problems_run(name, small):
+    (problem,) = (each for each in cuda_problems.PROBLEMS if each.name == name)
+    settings = Settings(on_processor(), seconds=0.01, quick=True)
+    settings.peers = [peer for peer in settings.device.peers.values() if peer.name != "flex"]  # it compiles for long
+    finding = run(problem, settings)
+    assert finding.failed is None
+    assert finding.entries[0].seconds
+    if isinstance(problem, Planning):
+        assert min(finding.entries[0].seconds) > 0
+        return
+    ours = finding.entry("sightline")
+    assert ours.budget <= 1
+    assert ours.memory == Runtime.held
+    assert finding.best > 0
+    assert finding.share(ours) > 0
+    told = {entry.name: entry for entry in finding.entries}
+    for peer in {"flash", "cudnn", "efficient", "dense"} & set(told):
+        assert told[peer].seconds or told[peer].absent, "nobody is left out without a word"
+
+
+def test_torch_flash_takes_part_where_it_is_on_this_machine(small):
+    """torch has that kernel for processors too, so one peer runs as it will on a GPU."""
+    settings = Settings(on_processor(), seconds=0.01, quick=True)
+    settings.peers = [settings.device.peers["flash"]]
+    for name in ("forward causal n8192", "backward full n8192"):
+        finding = run(RACES[name], settings)
+        flash = finding.entry("flash")
+        assert flash.budget <= 1
+        finding.judge(RACES[name].targets)
+        assert finding.verdicts[0].value == finding.entry("sightline").over(flash)
+
+
+def test_times_are_those_between_events(small):
+    device = on_processor()
+    race = Race(name="x", n=20, d_k=4)
+    ready = device.own["sightline"].prepare(race, Inputs.of(race), 1)
+    calls = []
+
+    def call(_):
+        calls.append(1)
+        time.sleep(2e-3)
+
+    ready.call = call
+    assert device.turn(ready, 3) >= 2e-3
+    assert len(calls) == 1 + 3
+
+
+def test_a_call_is_captured_where_it_can_be(small):
+    race = Race(name="x", n=20, d_k=4, captured=True)
+    device = on_processor(Capturing())
+    ready = device.own["sightline"].prepare(race, Inputs.of(race), 1)
+    captured, note = device.readied(ready, race)
+    assert note == "as a CUDA graph"
+    answer = captured.call(captured.start())
+    assert device.runtime.captured.replays == 1
+    np.testing.assert_array_equal(ready.answers(answer)["output"], ready.answers(ready.call(None))["output"])
+    left, note = on_processor().readied(ready, race)
+    assert left is ready
+    assert "RuntimeError" in note
+
+
+def test_peaks(small):
+    peaks = on_processor().peaks
+    assert peaks.measure("matmul", 2) > 0
+    assert peaks.measure("copy", 1) > 0
+    assert set(peaks.best) == set(peaks.names)
+
+
+# -- checking and judging ----------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_checked_by_chunks(monkeypatch):
+    """Some queries at a time or all at once, what is right is right, and one query's part that is off is seen."""
+    monkeypatch.setattr(check, "CHUNK", 40)
+    race = Race(name="chunks", H=2, n=150, d_k=16, mask=CAUSAL, passes="backward")
+    inputs = Inputs.of(race)
+    ready = on_processor().own["sightline"].prepare(race, inputs, 1)
+    answers = ready.answers(ready.call(ready.start()))
+    assert share_of_budget(race, inputs, answers) <= 1
+    late = answers["value"].copy()
+    late[:, -1, 140] *= 1.0001
+    assert not share_of_budget(race, inputs, answers | {"value": late}) <= 1
+
+
+def test_the_best_peer_is_the_fastest_that_is_right():
+    times = {"sightline": [2.0], "flash": [3.0], "cudnn": [1.0], "flex": [0.5], "planned": [0.1]}
+    entries = [Entry(name, name, seconds) for name, seconds in times.items()]
+    entries[3].budget = 2.0
+    finding = Finding("x", "", entries, peers=("flash", "cudnn", "flex"))
+    assert finding.rival(Target("faster", 0.9, BEST)).name == "cudnn"
+    finding.judge([Target("faster", 0.9, BEST)])
+    assert finding.verdicts[0].value == 0.5
+    assert finding.verdicts[0].reached is False
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_the_command_says_what_to_do(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["bench", "--device", "cuda"]) == 2
+    said = capsys.readouterr().err
+    assert "sees no CUDA device" in said
+    assert "cure:" in said
+
+
+def test_the_list_needs_no_gpu(capsys):
+    assert main(["bench", "--device", "cuda", "--list"]) == 0
+    out = capsys.readouterr().out
+    for problem in cuda_problems.PROBLEMS:
+        assert problem.name in out
+    assert "at least 0.95 times as fast as the best peer" in out
+    assert "702 TFLOP/s" in out
+
+
+def test_a_quick_run(capsys, tmp_path, small, monkeypatch):
+    """Table, JSON and pictures of it, as the processor's bench writes them."""
+    device = on_processor()
+    monkeypatch.setitem(KINDS, "cuda", lambda threads: device)
+    device.peers = {name: peer for name, peer in device.peers.items() if name != "flex"}
+    path, figures = tmp_path / "bench.json", tmp_path / "figures"
+    asked = ["--only", "forward causal n8192", "--only", "decode", "--json", str(path), "--figures", str(figures)]
+    assert main(["bench", "--device", "cuda", "--quick", *asked]) == 0
+    out = capsys.readouterr().out
+    for words in ("matmul", "copy", "a processor in a GPU's place", "torch, flash", "as planned", "644 TFLOP/s"):
+        assert words in out
+    kept = json.loads(path.read_text())
+    assert kept["machine"]["device"] == "a processor in a GPU's place"
+    assert set(kept["peaks"]) == {"matmul", "copy"}
+    assert {each.name for each in figures.iterdir()} == {"roofline.png", "ratios.png"}

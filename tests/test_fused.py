@@ -1,0 +1,72 @@
+"""When plain problems on a GPU are left to torch's fused kernels: by rules, each of which says what it rests on."""
+
+import math
+
+import pytest
+import torch
+from test_plan import Choosy
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sightline
+from sightline import i, j
+from sightline.explanation import Explanation
+from sightline.plan import choose
+from sightline.problem import pose
+from sightline.torch.fused import RULES, Fused
+
+
+class OnCpu(Fused):
+    """Fused where the arrays are on this processor, on which torch has such kernels too."""
+
+    def refuses(self, problem):
+        yield from (refusal for refusal in super().refuses(problem) if refusal.reason != "the arrays are on cpu")
+
+
+def half(grad=False):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(2, 4, 40, 8, generator=generator).half().requires_grad_(grad) for _ in range(3)]
+
+
+OURS, TILES = Choosy("triton", 1.0), Choosy("streaming", 10.0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "taken"), [("sm_80", True), ("sm_90", True), ("sm_120", True), ("gfx942", False), ("xe", False)]
+)
+def test_a_rule_decides(architecture, taken):
+    fused, problem = OnCpu(architecture), pose(*half())
+    plan = choose((fused, OURS, TILES), problem)
+    assert (plan.kernel is fused) == taken
+    assert choose((fused, TILES), problem).kernel is fused, "rather than tiles in plain array operations"
+    page = str(Explanation.of(problem, plan, (fused, OURS, TILES)))
+    assert f"fused: {fused.because(problem)}" in page
+
+
+def test_every_rule_says_why_and_none_is_in_anothers_way():
+    assert all(rule.because for rule in RULES)
+    names = [rule.architecture for rule in RULES]
+    assert not [(x, y) for x in names for y in names if x != y and x.startswith(y)]
+
+
+def test_gradients_stay_with_kernels_that_repeat_themselves():
+    fused, problem = OnCpu("sm_90"), pose(*half(grad=True))
+    assert choose((fused, OURS), problem).kernel is OURS
+    assert "from run to run" in fused.because(problem)
+    with torch.no_grad():
+        assert choose((fused, OURS), problem).kernel is fused
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose((fused, OURS), problem).kernel is fused, "torch's are the same on every run then"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_torchs_causal_mask_lets_hidden_values_through():
+    """Why it is not given the causal mask: a value that no query before it may see reaches them."""
+    query, key, value = (x.float() for x in half())
+    value[..., -1, :] = math.nan
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        theirs = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    ours = sightline.attention(query, key, value, mask=i >= j)
+    assert theirs[..., :-1, :].isnan().any()
+    assert not ours[..., :-1, :].isnan().any()

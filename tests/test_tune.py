@@ -1,0 +1,225 @@
+"""`sightline.tune`: what it measures, lets count and keeps, with sizes that cost and err as they are told."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import sightline
+from sightline import i, j
+from sightline.errors import KernelRefusedError
+from sightline.gpu import Triton, chosen, kept
+from sightline.gpu.chosen import candidates, trying
+from sightline.gpu.configurations import Configuration, configuration_of
+from sightline.problem import pose
+from sightline.streaming import Streaming, backward
+from sightline.tune import GAIN, tune
+
+MASK = i >= j
+TABLE = configuration_of("interpreter", "forward", "float32", 8)
+
+
+class Told(Triton):
+    """Answers by plain tiles whatever its sizes; some are wrong, some fail, each takes the time it is told."""
+
+    def __init__(self, seconds=None, wrong=(), failing=()):
+        super().__init__("interpreter")
+        self.seconds, self.wrong, self.failing, self.ran = seconds or {}, wrong, failing, []
+
+    def run(self, problem, threads=None):
+        sizes = self._sizes("forward", problem)
+        result = Streaming().run(problem)
+        result.output.add_(1e-3 * (sizes in self.wrong))
+        return result
+
+    def gradients(self, problem, d_output, d_lse, saved, wanted, threads=None, slopes=None):
+        self._sizes("backward", problem)
+        return backward(problem, d_output, d_lse)
+
+    def _sizes(self, name, problem):
+        sizes = chosen.chosen(name, problem, self.architecture)
+        if sizes in self.failing:
+            raise RuntimeError("out of resource: shared memory")
+        self.ran.append((name, sizes))
+        return sizes
+
+    def timer(self, call):
+        self.ran.clear()
+        call()
+        return self.seconds.get(self.ran[-1], 1.0)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Findings of a test lie in a folder of its own."""
+    monkeypatch.setenv(kept.VARIABLE, str(tmp_path))
+    kept.forget()
+    yield tmp_path / "tuned"
+    kept.forget()
+
+
+def arrays(width=8):
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(1, 2, 40, width, generator=generator) for _ in range(3)]
+
+
+def others():
+    return [sizes for sizes in candidates("forward", pose(*arrays()), "interpreter") if sizes != TABLE]
+
+
+def tuned(kernel, gradients=False, **options):
+    return tune(*arrays(), mask=MASK, kernel=kernel, timer=kernel.timer, show=False, gradients=gradients, **options)
+
+
+def taken(problem=None):
+    return chosen.chosen("forward", problem or pose(*arrays(), mask=MASK), "interpreter")
+
+
+def test_the_fastest_that_is_right_is_kept_and_taken(folder):
+    wrong, failing, best = others()[:3]
+    kernel = Told({("forward", wrong): 0.1, ("forward", best): 0.5}, wrong={wrong}, failing={failing})
+    assert taken() == TABLE
+    (found,) = tuned(kernel).found
+    assert (found.best, found.default) == (best, TABLE)
+    assert (found.before, found.after) == (1.0, 0.5)
+    assert (found.tried, found.wrong, found.failed) == (len(others()) + 1, 1, 1)
+    assert found.path.parent == folder
+    assert taken() == best
+    with trying({"forward": wrong}):
+        assert taken() == wrong, "a trial goes before what was found"
+    with trying({}):
+        assert taken() == TABLE, "and is beside the table, not beside an earlier finding"
+
+
+def test_it_is_taken_by_problems_of_the_same_structure_alone():
+    best = others()[0]
+    tuned(Told({("forward", best): 0.5}))
+    longer = [torch.cat([x, x], dim=-2) for x in arrays()]
+    assert taken(pose(*longer, mask=MASK)) == best
+    for query, key, value in (arrays(16), [x.double() for x in arrays()]):
+        assert taken(pose(query, key, value, mask=MASK)) != best
+    assert taken(pose(*arrays(), mask=i > j)) == TABLE
+    assert taken(pose(*arrays())) == TABLE
+    assert chosen.chosen("forward", pose(*arrays(), mask=MASK), "sm_90") != best
+
+
+def test_backward_kernels_are_tuned_apart():
+    first, second = others()[:2]
+    told = tuned(Told({("forward", first): 0.5, ("backward", second): 0.25}), gradients=True)
+    assert {one.kernel: one.best for one in told.found} == {"forward": first, "backward": second}
+    problem = pose(*arrays(), mask=MASK)
+    assert chosen.chosen("backward", problem, "interpreter") == second
+
+
+def test_what_is_hardly_faster_is_noise(folder):
+    kernel = Told({("forward", others()[0]): 1.0 / (1 + (GAIN - 1) / 2)})
+    (found,) = tuned(kernel).found
+    assert found.best == found.default == TABLE
+    assert found.path is None
+    assert not folder.exists()
+
+
+def test_a_default_that_fails_is_an_error():
+    with pytest.raises(RuntimeError, match="shared memory"):
+        tuned(Told(failing={TABLE}))
+
+
+def test_the_table_it_prints(capsys):
+    best = others()[0]
+    kernel = Told({("forward", best): 0.5})
+    tune(*arrays(), mask=MASK, kernel=kernel, timer=kernel.timer, gradients=False)
+    out = capsys.readouterr().out
+    for words in ("forward", f"{best.rows} × {best.keys}", "2.00×", "500 ms", "0 wrong", "tuned"):
+        assert words in out
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_kept_where_nothing_is_to_be(monkeypatch):
+    monkeypatch.setenv(kept.VARIABLE, "off")
+    (found,) = tuned(Told({("forward", others()[0]): 0.5})).found
+    assert found.best == others()[0]
+    assert found.path is None
+    assert taken() == TABLE
+
+
+DAMAGE = {
+    "cut short": lambda text: text[: len(text) // 2],
+    "no JSON": lambda text: "\x00",
+    "another's": lambda text: text.replace('"interpreter"', '"NVIDIA H200 (sm_90)"'),
+    "too large": lambda text: text.replace('"rows": 16', '"rows": 1000000').replace('"rows": 32', '"rows": 1000000'),
+    "no number": lambda text: text.replace('"warps": 1', '"warps": "1"'),
+    "a part missing": lambda text: text.replace('"warps"', '"workers"'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_file_that_does_not_read_as_expected_is_none(damage):
+    (found,) = tuned(Told({("forward", others()[0]): 0.5})).found
+    text = found.path.read_text()
+    damaged = DAMAGE[damage](text)
+    assert damaged != text
+    found.path.write_text(damaged)
+    kept.forget()
+    assert taken() == TABLE
+
+
+def test_other_sources_or_versions_find_nothing(monkeypatch):
+    tuned(Told({("forward", others()[0]): 0.5}))
+    machine = kept._machine()
+    for name in machine:
+        kept.forget()
+        monkeypatch.setattr(kept, "_machine", lambda name=name: machine | {name: "another"})
+        assert taken() == TABLE
+
+
+def test_many_may_write_at_once(folder):
+    """Whoever reads meanwhile meets a whole file, of one writer or another."""
+    problem, met = pose(*arrays()), []
+
+    def writes(k):
+        for _ in range(20):
+            kept.keep("forward", problem, "interpreter", {"configuration": k, "filling": "x" * 10000})
+            met.append(kept.find("forward", problem, "interpreter"))
+
+    threads = [threading.Thread(target=writes, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {found["configuration"] for found in met} <= set(range(4))
+    assert len(list(folder.iterdir())) == 1
+    assert json.loads(next(folder.iterdir()).read_text())["for"]["kernel"] == "forward"
+
+
+# -- before ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [arrays(), [np.ones((2, 4, 8), np.float32)] * 3], ids=["torch", "numpy"])
+def test_without_a_gpu_it_says_what_to_do(given):
+    with pytest.raises(KernelRefusedError, match="cuda") as caught:
+        sightline.tune(*given)
+    assert "cure:" in str(caught.value)
+
+
+def test_candidates_fit_the_machine():
+    problem = pose(*[torch.empty(1, 1, 8, 256, dtype=torch.bfloat16)] * 3)
+    small, large = (candidates("backward", problem, name) for name in ("sm_86", "sm_90"))
+    assert set(small) < set(large)
+    assert Configuration(128, 128, 8, 4) not in large
+    assert len(candidates("forward", pose(*[torch.empty(1, 1, 8, 64, dtype=torch.bfloat16)] * 3), "gfx942")) > 1
+
+
+def test_on_hopper_the_specialised_kernel_is_tried_and_taken_where_it_serves():
+    half = [torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16) for _ in range(3)]
+    problem, dropping = pose(*half), pose(*half, dropout=0.5, seed=1)
+    tried = [sizes for sizes in candidates("forward", problem, "sm_90") if sizes.specialised]
+    assert tried
+    assert not [sizes for sizes in candidates("backward", problem, "sm_90") if sizes.specialised]
+    assert not [sizes for sizes in candidates("forward", dropping, "sm_90") if sizes.specialised]
+    with trying({"forward": tried[0]}):
+        assert chosen.chosen("forward", problem, "sm_90") == tried[0]
+        assert not chosen.chosen("forward", dropping, "sm_90").specialised
