@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sightline.bench import check, cuda, cuda_problems
+from sightline.bench import check, cuda, cuda_problems, measure, races
 from sightline.bench.check import share_of_budget
 from sightline.bench.cuda import Cuda
 from sightline.bench.measure import Settings, run
@@ -210,6 +210,22 @@ def test_gradients_are_checked_by_chunks(monkeypatch):
     late = answers["value"].copy()
     late[:, -1, 140] *= 1.0001
     assert not share_of_budget(race, inputs, answers | {"value": late}) <= 1
+
+
+def test_long_gradients_are_checked_by_some_queries(monkeypatch):
+    """What is timed has all of d_output; what is looked at some queries' part, and a fault there is seen."""
+    monkeypatch.setattr(races, "DIFFERENTIATED", 30)
+    race = Race(name="long", H=1, n=150, d_k=16, mask=CAUSAL, passes="backward", against=())
+    inputs, own = Inputs.of(race), on_processor().own["sightline"]
+    assert np.count_nonzero(inputs.checked.d_output.any((0, 1, 3))) == 30
+    ready = own.prepare(race, inputs, 1)
+    before = ready.answers(ready.call(ready.start()))
+    assert measure._budget(ready, race, inputs) <= 1
+    after = ready.answers(ready.call(ready.start()))
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    true = ready.answers
+    ready.answers = lambda found: true(found) | {"key": true(found)["key"] * 1.0001}
+    assert not measure._budget(ready, race, inputs) <= 1
 
 
 def test_the_best_peer_is_the_fastest_that_is_right():
