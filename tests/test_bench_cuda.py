@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,9 +77,10 @@ class Capturing(Runtime):
         yield
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Peaks and caches of a size the processor is done with at once."""
+    """Problems, peaks and caches of a size the processor is done with at once."""
+    monkeypatch.setattr(races, "SMALL", 40)
     for name, size in {"MATRIX": 64, "COPIED": 1 << 16, "FLUSHED": 1 << 10}.items():
         monkeypatch.setattr(cuda, name, size)
 
@@ -107,7 +109,7 @@ def test_every_race_but_decoding_has_as_many_tokens():
 
 @pytest.mark.parametrize("name", [name for name in RACES if "16384" not in name])
 def test_small_versions_are_right(name):
-    race = RACES[name].small()
+    race = replace(RACES[name].small(), B=1, d_k=32, d_v=32)
     inputs = Inputs.of(race)
     ready = on_processor().own["sightline"].prepare(race, inputs, 1)
     assert share_of_budget(race, inputs, ready.answers(ready.call(ready.start()))) <= 1
@@ -128,7 +130,7 @@ def test_scores_mean_the_same_to_others(name):
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_problems_run(name, small):
+def test_problems_run(name):
     (problem,) = (each for each in cuda_problems.PROBLEMS if each.name == name)
     settings = Settings(on_processor(), seconds=0.01, quick=True)
     settings.peers = [peer for peer in settings.device.peers.values() if peer.name != "flex"]  # it compiles for long
@@ -148,7 +150,7 @@ def test_problems_run(name, small):
         assert told[peer].seconds or told[peer].absent, "nobody is left out without a word"
 
 
-def test_torch_flash_takes_part_where_it_is_on_this_machine(small):
+def test_torch_flash_takes_part_where_it_is_on_this_machine():
     """torch has that kernel for processors too, so one peer runs as it will on a GPU."""
     settings = Settings(on_processor(), seconds=0.01, quick=True)
     settings.peers = [settings.device.peers["flash"]]
@@ -160,7 +162,7 @@ def test_torch_flash_takes_part_where_it_is_on_this_machine(small):
         assert finding.verdicts[0].value == finding.entry("sightline").over(flash)
 
 
-def test_times_are_those_between_events(small):
+def test_times_are_those_between_events():
     device = on_processor()
     race = Race(name="x", n=20, d_k=4)
     ready = device.own["sightline"].prepare(race, Inputs.of(race), 1)
@@ -175,7 +177,7 @@ def test_times_are_those_between_events(small):
     assert len(calls) == 1 + 3
 
 
-def test_a_call_is_captured_where_it_can_be(small):
+def test_a_call_is_captured_where_it_can_be():
     race = Race(name="x", n=20, d_k=4, captured=True)
     device = on_processor(Capturing())
     ready = device.own["sightline"].prepare(race, Inputs.of(race), 1)
@@ -189,7 +191,7 @@ def test_a_call_is_captured_where_it_can_be(small):
     assert "RuntimeError" in note
 
 
-def test_peaks(small):
+def test_peaks():
     peaks = on_processor().peaks
     assert peaks.measure("matmul", 2) > 0
     assert peaks.measure("copy", 1) > 0
@@ -260,7 +262,7 @@ def test_the_list_needs_no_gpu(capsys):
     assert "702 TFLOP/s" in out
 
 
-def test_a_quick_run(capsys, tmp_path, small, monkeypatch):
+def test_a_quick_run(capsys, tmp_path, monkeypatch):
     """Table, JSON and pictures of it, as the processor's bench writes them."""
     device = on_processor()
     monkeypatch.setitem(KINDS, "cuda", lambda threads: device)
