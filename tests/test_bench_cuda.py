@@ -21,7 +21,7 @@ from sightline.cli.bench import KINDS
 from sightline.formula.render_array import evaluate
 
 RACES = {race.name: race for race in cuda_problems.PROBLEMS if isinstance(race, Race)}
-QUICK = ("forward causal n8192", "backward window", "see received", "decode", "planning")
+QUICK = ("backward window", "see received", "decode", "planning")
 
 
 class Event:
@@ -107,7 +107,7 @@ def test_every_race_but_decoding_has_as_many_tokens():
     assert {race.B * race.n for race in RACES.values() if race.name != "decode"} == {cuda_problems.TOKENS}
 
 
-@pytest.mark.parametrize("name", [name for name in RACES if "16384" not in name])
+@pytest.mark.parametrize("name", ["backward softcap", "backward alibi", "backward prefix"])
 def test_small_versions_are_right(name):
     race = replace(RACES[name].small(), B=1, d_k=32, d_v=32)
     inputs = Inputs.of(race)
@@ -155,7 +155,7 @@ def test_torch_flash_takes_part_where_it_is_on_this_machine():
     settings = Settings(on_processor(), seconds=0.01, quick=True)
     settings.peers = [settings.device.peers["flash"]]
     for name in ("forward causal n8192", "backward full n8192"):
-        finding = run(RACES[name], settings)
+        finding = run(replace(RACES[name], d_k=32, d_v=32), settings)
         flash = finding.entry("flash")
         assert flash.budget <= 1
         finding.judge(RACES[name].targets)
