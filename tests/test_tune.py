@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -111,6 +112,21 @@ def test_backward_kernels_are_tuned_apart():
     assert {one.kernel: one.best for one in told.found} == {"forward": first, "backward": second}
     problem = pose(*arrays(), mask=MASK)
     assert chosen.chosen("backward", problem, "interpreter") == second
+
+
+def test_statistics_are_tuned_and_judged_with_the_problem_that_asks_for_them():
+    best, wrong = others()[:2]
+
+    class Seeing(Told):
+        def run(self, problem, threads=None):
+            result = super().run(problem)
+            seen = tuple(array * (1 + 1e-3 * (self.ran[-1][1] == wrong)) for array in result.seen)
+            return replace(result, seen=seen)
+
+    (found,) = tuned(Seeing({("forward", best): 0.5, ("forward", wrong): 0.1}), see=[sightline.entropy()]).found
+    assert (found.best, found.wrong) == (best, 1)
+    assert taken() == TABLE
+    assert taken(pose(*arrays(), mask=MASK, see=[sightline.entropy(), sightline.lse()])) == best
 
 
 def test_what_is_hardly_faster_is_noise(folder):

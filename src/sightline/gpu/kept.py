@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..observe import Lse
 from ..problem import Problem
 
 __all__ = ["find", "folder", "forget", "identity", "keep", "structure"]
@@ -40,9 +41,10 @@ def folder() -> Path | None:
 
 
 def structure(problem: Problem) -> str:
-    """What of a problem is compiled into its kernels; lengths are not."""
+    """What of a problem is compiled into its kernels; lengths are not, and lse is always there."""
     formulas = [None if formula is None else formula.text for formula in (problem.mask, problem.score)]
-    parts = [problem.dtype, problem.d_k, problem.d_v, *formulas, problem.sinks is not None, problem.dropout > 0]
+    seen = [repr(statistic) for statistic in problem.see if not isinstance(statistic, Lse)]
+    parts = [problem.dtype, problem.d_k, problem.d_v, *formulas, problem.sinks is not None, problem.dropout > 0, *seen]
     return json.dumps(parts, separators=(",", ":"))
 
 
