@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import triton.language as tl
 from triton.language.extra import libdevice
-from triton.runtime.interpreter import TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from sightline.gpu import Triton
 
@@ -30,6 +30,14 @@ def lifted(function):
     return call
 
 
+def condition(comparison):
+    """A comparison that says of its result that it is a condition, not a number: of scalars the interpreter forgets."""
+    return lambda *blocks: TensorHandle(comparison(*blocks).data.astype(bool), tl.int1)
+
+
+for name in dir(InterpreterBuilder):
+    if name.startswith(("create_fcmp", "create_icmp")):
+        setattr(InterpreterBuilder, name, condition(getattr(InterpreterBuilder, name)))
 libdevice.tanh, libdevice.pow = lifted(np.tanh), lifted(np.power)
 
 

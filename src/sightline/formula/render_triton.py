@@ -125,7 +125,7 @@ class _Writer:
         found = []
         for symbol in sorted(self.formula.reads):
             kind = self.types["float" if symbol == "s" else "int"]
-            if (symbol == "s") or kind != "tl.int32":
+            if kind not in ("tl.int32", "tl.float32"):
                 found.append(f"{symbol} = tl.cast({symbol}, {kind})")
         return found
 
@@ -157,7 +157,8 @@ class _Writer:
         elif kind == "bool" and not node.operator.startswith("logical") and node.operator != "where":
             kind = "int"  # conditions compare as 0 and 1
         infix = " {1}" in template and "(" not in template
-        typed = not infix or all(isinstance(argument, Constant) for argument in node.arguments)
+        narrow = not infix and kind == "float" and self.types["float"] == "tl.float64"  # functions take 0.1 for float32
+        typed = narrow or all(isinstance(argument, Constant) for argument in node.arguments)
         inputs = [
             self.typed(a)
             if place in conditions and isinstance(a, Constant)
@@ -166,6 +167,8 @@ class _Writer:
             else self.brought(a, kind, typed)
             for place, a in enumerate(node.arguments)
         ]
+        if "(" in template:
+            inputs = [_bare(text) for text in inputs]
         text = template.format(*inputs)
         return text if text.endswith(")") and not infix and template[0] not in "-{" else f"({text})"
 
@@ -173,7 +176,7 @@ class _Writer:
         """An argument in the type its operator computes in."""
         if isinstance(node, Constant):
             value = {"bool": bool, "int": int, "float": float}[kind](node.value)
-            return self.typed(Constant(value, kind)) if typed or kind == "bool" else _literal(value)
+            return self.typed(Constant(value, kind)) if typed else _literal(value)
         text = self.written[id(node)]
         return text if node.kind == kind else f"tl.cast({_bare(text)}, {self.types[kind]})"
 
@@ -185,7 +188,7 @@ class _Writer:
         table = f"tables[{self.slot[id(node.table)]}]"
         offsets = []
         for axis, index in enumerate(node.arguments):
-            text = self.typed(index) if isinstance(index, Constant) else self.written[id(index)]
+            text = self.written[id(index)]
             if (self.place[id(node)], axis) in self.clamped:
                 length = f"{table}[{1 + node.table.ndim + axis}]"
                 text = f"tl.maximum(tl.minimum({_bare(text)}, {length} - 1), 0)"

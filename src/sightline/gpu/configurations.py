@@ -22,6 +22,8 @@ def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> 
     """The sizes for that architecture ("sm_90", "gfx942", "interpreter"), kernel, dtype and wider of d_k, d_v."""
     if architecture == "interpreter":  # small, so that small problems have several tiles
         return Configuration(16, 32, 1, 1, widened=dtype == "bfloat16")
+    if kernel == "decode":
+        return Configuration(16, 64 if dtype in ("float16", "bfloat16") else 32, 4, 3 if width <= 128 else 2)
     if dtype == "float64":
         return Configuration(32, 32, 4, 2)
     if dtype == "float32":

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from . import tiles
 
-__all__ = ["attend", "begin", "careful", "forward", "hand_over"]
+__all__ = ["attend", "begin", "block_of_head", "careful", "forward", "hand_over", "has_nan", "with_marks"]
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -43,12 +43,7 @@ def over_run(
     state,
     first,
     last,
-    query,
-    arrays,
-    place,
-    numbers,
-    random,
-    tables,
+    block,
     mask_at: tl.constexpr,
     score_at: tl.constexpr,
     form: tl.constexpr,
@@ -57,8 +52,7 @@ def over_run(
 ):
     """The softmax's state after the tiles `first` to before `last`."""
     output, total, lost, largest, marks = state
-    key, key_start, value, value_start = arrays
-    scale, unit = numbers
+    query, key, key_start, value, value_start, place, scale, unit, random, tables = block
     m = place[4]
     bound: tl.constexpr = PARTIAL and not form.even
     for tile in range(first, last):
@@ -88,16 +82,20 @@ def over_run(
 
 
 @triton.jit
+def within(first, last, window):
+    """The part of a run that lies in a window of tiles (first, past the last); all of it where there is none."""
+    if window is not None:
+        first, last = tl.maximum(first, window[0]), tl.minimum(last, window[1])
+    return first, last
+
+
+@triton.jit
 def attend(
     state,
-    row,
     schedule,
-    query,
-    arrays,
-    place,
-    numbers,
-    random,
-    tables,
+    row,
+    window,
+    block,
     mask_at: tl.constexpr,
     score_at: tl.constexpr,
     form: tl.constexpr,
@@ -105,30 +103,21 @@ def attend(
 ):
     """The state after all runs of a block: those of its row of the schedule, or all keys where there is none."""
     if schedule is None:
-        whole = place[4] // form.keys
-        state = over_run(
-            state, 0, whole, query, arrays, place, numbers, random, tables, mask_at, score_at, form, False, CAREFUL
-        )
+        whole = block[5][4] // form.keys
+        first, last = within(0, whole, window)
+        state = over_run(state, first, last, block, mask_at, score_at, form, False, CAREFUL)
         if not form.even:
-            state = over_run(
-                *(state, whole, whole + 1, query, arrays, place, numbers, random, tables),
-                *(mask_at, score_at, form, True, CAREFUL),
-            )
+            first, last = within(whole, whole + 1, window)
+            state = over_run(state, first, last, block, mask_at, score_at, form, True, CAREFUL)
     else:
-        runs, place_of = schedule[1], schedule[0] + 3 * row
-        start, middle, stop = tl.load(place_of), tl.load(place_of + 1), tl.load(place_of + 2)
+        runs, at = schedule[1], schedule[0] + 3 * row
+        start, middle, stop = tl.load(at), tl.load(at + 1), tl.load(at + 2)
         for run in range(start, middle):
-            first, last = tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)
-            state = over_run(
-                *(state, first, last, query, arrays, place, numbers, random, tables),
-                *(mask_at, score_at, form, False, CAREFUL),
-            )
+            first, last = within(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1), window)
+            state = over_run(state, first, last, block, mask_at, score_at, form, False, CAREFUL)
         for run in range(middle, stop):
-            first, last = tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)
-            state = over_run(
-                *(state, first, last, query, arrays, place, numbers, random, tables),
-                *(mask_at, score_at, form, True, CAREFUL),
-            )
+            first, last = within(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1), window)
+            state = over_run(state, first, last, block, mask_at, score_at, form, True, CAREFUL)
     return state
 
 
@@ -146,11 +135,19 @@ def begin(sink, CAREFUL: tl.constexpr, form: tl.constexpr):
 
 
 @triton.jit
-def with_marks(output, marks):
-    """O with what weights met that is not finite: NaN, ∞ or −∞."""
+def has_nan(block):
+    """1 where a block has a NaN, else 0."""
+    return tl.max(tl.max(tl.where(block == block, 0, 1), 1), 0)
+
+
+@triton.jit
+def with_marks(state):
+    """The state, in O what weights met that is not finite: NaN, ∞ or −∞."""
+    output, total, lost, largest, marks = state
     both = (marks & 6) == 6
     signs = tl.where((marks & 2) != 0, float("inf"), tl.where((marks & 4) != 0, float("-inf"), 0.0))
-    return output + tl.where(((marks & 1) != 0) | both, float("nan"), signs)
+    output += tl.where(((marks & 1) != 0) | both, float("nan"), signs)
+    return output, total, lost, largest, marks
 
 
 @triton.jit
@@ -171,45 +168,33 @@ def hand_over(state, output, lse, position, first, n, kept, form: tl.constexpr):
 
 @triton.jit
 def block_of_head(
-    query,
-    key,
-    value,
+    given,
     position,
     first,
     row,
-    n,
-    m,
-    H,
-    group,
-    sign,
-    scale,
-    unit,
-    schedule,
-    sinks,
-    random,
-    tables,
     mask_at: tl.constexpr,
     score_at: tl.constexpr,
     form: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
-    """The softmax's final state of the queries from `first` on; `row` is their block's in a head's schedule."""
+    """The softmax's final state of a head's queries from `first` on; `row` is their block's of the head's schedule.
+
+    `given` is (query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables) of the kernel.
+    """
+    query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables = given
     b, h = position // H, position % H
-    rows = first + tl.arange(0, form.rows)
-    place = (b, h, tl.minimum(rows, n - 1)[:, None], n, m)
+    place = (b, h, tl.minimum(first + tl.arange(0, form.rows), n - 1)[:, None], n, m)
     q = tiles.rows_of(tiles.head_of(query, b, h), query, first, form.rows, n, form.d_k, form.lanes_k, True, form)
     q = (q * tiles.number(sign, form.total)).to(q.dtype)  # nothing is rounded
-    arrays = (key, tiles.head_of(key, b, h // group), value, tiles.head_of(value, b, h // group))
+    starts = (tiles.head_of(key, b, h // group), tiles.head_of(value, b, h // group))
     numbers = (tiles.number(scale, form.total), tiles.number(unit, form.total))
+    block = (q, key, starts[0], value, starts[1], place, numbers[0], numbers[1], random, tables)
     sink = None
     if sinks is not None:
         sink = (tl.load(sinks + h) * LOG2_E).to(form.total)
     if schedule is not None:
         row = b * schedule[2] + h * schedule[3] + row
-    return attend(
-        *(begin(sink, CAREFUL, form), row, schedule, q, arrays, place, numbers, random, tables),
-        *(mask_at, score_at, form, CAREFUL),
-    )
+    return attend(begin(sink, CAREFUL, form), schedule, row, None, block, mask_at, score_at, form, CAREFUL)
 
 
 @triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks"])
@@ -253,12 +238,10 @@ def forward(
     item = tl.program_id(0)
     position, block = item // blocks, blocks - 1 - item % blocks
     first = block * form.rows
-    state = block_of_head(
-        *(query, key, value, position, first, block, n, m, H, group, sign, scale, unit, schedule, sinks, random),
-        *(tables, mask_at, score_at, form, False),
-    )
+    given = (query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
+    state = block_of_head(given, position, first, block, mask_at, score_at, form, False)
     if tainted is not None:
-        tl.store(tainted + item, tl.max(tl.max(tl.where(state[0] == state[0], 0, 1), 1), 0))
+        tl.store(tainted + item, has_nan(state[0]))
     hand_over(state, output, lse, position, first, n, tiles.number(kept, form.total), form)
 
 
@@ -290,14 +273,11 @@ def careful(
     PARTS: tl.constexpr,
 ):
     """The blocks `forward` marked, in PARTS of form.rows queries each; a weight of 0 takes nothing, even of NaN."""
+    given = (query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         if tl.load(tainted + item) != 0:
             position, block = item // blocks, blocks - 1 - item % blocks
             for part in range(PARTS):
                 first = (block * PARTS + part) * form.rows
-                state = block_of_head(
-                    *(query, key, value, position, first, block, n, m, H, group, sign, scale, unit, schedule, sinks),
-                    *(random, tables, mask_at, score_at, form, True),
-                )
-                whole = (with_marks(state[0], state[4]), state[1], state[2], state[3], state[4])
-                hand_over(whole, output, lse, position, first, n, tiles.number(kept, form.total), form)
+                state = block_of_head(given, position, first, block, mask_at, score_at, form, True)
+                hand_over(with_marks(state), output, lse, position, first, n, tiles.number(kept, form.total), form)

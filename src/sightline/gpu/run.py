@@ -1,4 +1,4 @@
-"""The forward kernel's call and its answer."""
+"""The forward and decoding kernels' calls and their answer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,31 @@ from ..plan import Result
 from ..problem import Problem
 from ..streaming import Work, observe
 from .call import Call
-from .configurations import Configuration, configuration_of
+def calls_of(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[Call]:
+    """The calls that fill output and lse, in order."""
+    calls = decode_calls if decodes(problem) else forward_calls
+    return calls(problem, output, lse, architecture)
+
+
+def forward_calls(
+    problem: Problem, output: Any, lse: Any, architecture: str, sizes: Configuration | None = None
+) -> Iterator[Call]:
+    """Blocks of queries, and those once more whose output has NaN that a mask may hide.
+
+    Their tiles are of these sizes, or of those the architecture has by default.
+    """
+    sizes = sizes or configuration_of(architecture, "forward", problem.dtype, max(problem.d_k, problem.d_v))
 from .forward import careful, forward
 from .operands import Operands
 from .schedule import schedule
 
-__all__ = ["architecture_of", "forward_calls", "run"]
+__all__ = ["architecture_of", "calls_of", "decode_calls", "decodes", "forward_calls", "run"]
 
 CAREFUL_ROWS = 32  # queries at a time in the pass that only blocks with NaN take
 CAREFUL_PROGRAMS = 1024  # programs that look for such blocks
+FEW = 16  # queries that decoding takes at a time, of each head
+LEAST = 256  # keys worth a part of their own
+PROGRAMS = 512  # wanted of decoding; the problem alone decides, so that every device gives the same bits
 
 
 def run(problem: Problem, architecture: str | None) -> Result:
@@ -32,15 +48,24 @@ def run(problem: Problem, architecture: str | None) -> Result:
     if lse.numel():
         if problem.m == 0 or problem.d_v == 0:
             return _without_kernel(problem)
-        for call in forward_calls(problem, output, lse, architecture or architecture_of(problem.query.device)):
+        for call in calls_of(problem, output, lse, architecture or architecture_of(problem.query.device)):
             call.launch()
     return Result(output, lse, observe(Work(problem), lse) if problem.see else ())
+
+
+def calls_of(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[Call]:
+    """The calls that fill output and lse, in order."""
+    calls = decode_calls if decodes(problem) else forward_calls
+    return calls(problem, output, lse, architecture)
 
 
 def forward_calls(
     problem: Problem, output: Any, lse: Any, architecture: str, sizes: Configuration | None = None
 ) -> Iterator[Call]:
-    """The calls that fill output and lse, in tiles of these sizes or of those the architecture has by default."""
+    """Blocks of queries, and those once more whose output has NaN that a mask may hide.
+
+    Their tiles are of these sizes, or of those the architecture has by default.
+    """
     sizes = sizes or configuration_of(architecture, "forward", problem.dtype, max(problem.d_k, problem.d_v))
     given = Operands(problem, sizes)
     blocks = -(-problem.n // sizes.rows)
@@ -62,6 +87,36 @@ def forward_calls(
         more = {"items": items, "form": given.form(part), "PARTS": sizes.rows // part}
         slow = replace(sizes, rows=part, warps=min(sizes.warps, 4), stages=1)
         yield Call(careful, min(items, CAREFUL_PROGRAMS), arguments | more, slow, given.sources)
+
+
+def decodes(problem: Problem) -> bool:
+    """Whether few queries look at many keys, and at the same ones for all heads."""
+    shared = problem.mask is None or "h" not in problem.mask.reads
+    return problem.n <= FEW and problem.m >= 2 * LEAST and shared
+
+
+def decode_calls(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[Call]:
+    """Parts of the keys, and what joins them."""
+    sizes = configuration_of(architecture, "decode", problem.dtype, max(problem.d_k, problem.d_v))
+    given = Operands(problem, sizes)
+    together = problem.group * problem.n
+    apart = problem.B * problem.G * -(-together // sizes.rows)
+    tiles = -(-problem.m // sizes.keys)
+    wanted = min(-(-PROGRAMS // apart), -(-problem.m // LEAST))
+    chunk = -(-tiles // wanted)
+    parts = -(-tiles // chunk)
+    rows = (parts, problem.B, problem.H, problem.n)
+    accumulator = getattr(torch, problem.accumulator)
+    arguments = given.common() | {
+        "part_output": problem.query.new_empty((*rows, problem.d_v), dtype=accumulator),
+        "part_lse": problem.query.new_empty(rows, dtype=torch.float64),
+        "parts": parts,
+        "schedule": schedule(problem, FEW, sizes.keys),
+        "random": given.random(),
+    }
+    yield Call(decode, apart * parts, arguments | {"chunk": chunk}, sizes, given.sources)
+    joined = {"output": output, "lse": lse, "sinks": given.sinks(), "kept": given.kept(), "form": given.form(FEW)}
+    yield Call(merge, problem.B * problem.H, arguments | joined, replace(sizes, rows=FEW, stages=1), given.sources)
 
 
 def _without_kernel(problem: Problem) -> Result:

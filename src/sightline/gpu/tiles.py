@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["head_of", "keep", "keys_of", "number", "powers", "rows_of", "scores"]
+__all__ = ["gathered", "head_of", "keep", "keys_of", "number", "powers", "rows_of", "scores"]
 
 
 @triton.jit
@@ -45,6 +45,17 @@ def rows_of(
     """Rows first ... first + ROWS − 1 of a head, (ROWS, LANES): 0 past the width and, where BOUND, from row `count`."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
     return _read(start, array, first, row, column, count, WIDTH, LANES, BOUND, form)
+
+
+@triton.jit
+def gathered(start, array, row, inside, WIDTH: tl.constexpr, LANES: tl.constexpr, form: tl.constexpr):
+    """One row of each of several heads, (rows, LANES): `start` and `row` are columns of where heads start and of rows."""
+    column = tl.arange(0, LANES)[None, :]
+    pointers = start + tl.cast(row, tl.int64) * array[4] + column.to(form.index) * array[5]
+    found = tl.load(pointers, mask=inside & (column < WIDTH), other=0.0)
+    if form.widened:
+        found = found.to(form.total)
+    return found
 
 
 @triton.jit

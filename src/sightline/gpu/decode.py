@@ -1,0 +1,139 @@
+"""The decoding kernel: few queries against many keys, bound by reading K and V once.
+
+The query heads that share a key head are rows of one block, so that one read of K and V serves them all. Keys are cut
+into parts, a program each; `merge` joins the parts of a query in their own order (Dao et al., "Flash-Decoding", 2023):
+
+    lse = ln Σ_p e^lse_p        O = Σ_p e^(lse_p − lse) O_p
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import tiles
+from .forward import attend, begin, block_of_head, hand_over, has_nan, with_marks
+
+__all__ = ["decode", "merge"]
+
+LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["n", "m", "H", "group", "parts", "chunk"])
+def decode(
+    query,
+    key,
+    value,
+    part_output,
+    part_lse,
+    n: tl.int32,
+    m: tl.int32,
+    H: tl.int32,
+    group: tl.int32,
+    parts: tl.int32,
+    chunk: tl.int32,
+    sign: tl.float64,
+    scale: tl.float64,
+    unit: tl.float64,
+    schedule,
+    random,
+    tables,
+    mask_at: tl.constexpr,
+    score_at: tl.constexpr,
+    form: tl.constexpr,
+):
+    """A part of the keys for the queries of a group of heads.
+
+    Parameters
+    ----------
+    part_output : (parts, B, H, n, d_v) in the accumulator's type: each part's own softmax times V
+    part_lse : (parts, B, H, n) float64: the log of each part's sum of 2^S, base 2; −∞ where it sees nothing
+    parts, chunk : of the keys, and tiles in a part
+    """
+    item = tl.program_id(0)
+    part, position = item % parts, item // parts
+    G = H // group
+    blocks = tl.cdiv(group * n, form.rows)
+    block, b, g = position % blocks, position // blocks // G, position // blocks % G
+    rows = (block * form.rows + tl.arange(0, form.rows))[:, None]
+    inside = rows < group * n
+    rows = tl.minimum(rows, group * n - 1)
+    h, i = g * group + rows // n, rows % n
+    place = (b, h, i, n, m)
+    q = tiles.gathered(tiles.head_of(query, b, h), query, i, inside, form.d_k, form.lanes_k, form)
+    q = (q * tiles.number(sign, form.total)).to(q.dtype)  # nothing is rounded
+    starts = (tiles.head_of(key, b, g), tiles.head_of(value, b, g))
+    numbers = (tiles.number(scale, form.total), tiles.number(unit, form.total))
+    given = (q, key, starts[0], value, starts[1], place, numbers[0], numbers[1], random, tables)
+    row = 0
+    if schedule is not None:
+        row = b * schedule[2]
+    window = (part * chunk, (part + 1) * chunk)
+    state = attend(begin(None, False, form), schedule, row, window, given, mask_at, score_at, form, False)
+    found, total, lost, largest, _ = state
+    nothing = total == 0
+    safe = tl.where(nothing, 1.0, total)
+    at = ((tl.cast(part, tl.int64) * tl.num_programs(0) // (parts * blocks * G) + b) * H + h) * n + i
+    column = tl.arange(0, form.lanes_v)[None, :]
+    tl.store(part_output + at * form.d_v + column, found / safe[:, None], mask=inside & (column < form.d_v))
+    sums = tl.log2(safe.to(tl.float64) + lost.to(tl.float64)) + largest.to(tl.float64)
+    tl.store(part_lse + at, tl.where(nothing, float("-inf"), sums)[:, None], mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "m", "H", "group", "parts"])
+def merge(
+    query,
+    key,
+    value,
+    output,
+    lse,
+    part_output,
+    part_lse,
+    n: tl.int32,
+    m: tl.int32,
+    H: tl.int32,
+    group: tl.int32,
+    parts: tl.int32,
+    sign: tl.float64,
+    scale: tl.float64,
+    unit: tl.float64,
+    schedule,
+    sinks,
+    random,
+    kept: tl.float64,
+    tables,
+    mask_at: tl.constexpr,
+    score_at: tl.constexpr,
+    form: tl.constexpr,
+):
+    """The parts of a head's queries joined. Where a mask hides and the output has NaN, they are attended to carefully."""
+    position = tl.program_id(0)
+    rows, column = tl.arange(0, form.rows), tl.arange(0, form.lanes_v)[None, :]
+    at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
+    step = tl.cast(tl.num_programs(0), tl.int64) * n  # rows of a part
+    largest = tl.full((form.rows,), float("-inf"), tl.float64)
+    if sinks is not None:
+        largest = tl.zeros((form.rows,), tl.float64) + tl.load(sinks + position % H) * LOG2_E
+    sink = largest
+    for part in range(parts):
+        largest = tl.maximum(largest, tl.load(part_lse + part * step + at, mask=inside, other=float("-inf")))
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.exp2(sink - shift)
+    found = tl.zeros((form.rows, form.lanes_v), form.total)
+    for part in range(parts):
+        power = tl.load(part_lse + part * step + at, mask=inside, other=float("-inf"))
+        weight = tl.exp2(power - shift)
+        total += weight
+        place = part_output + (part * step + at)[:, None] * form.d_v + column
+        share = tl.load(place, mask=inside[:, None] & (column < form.d_v), other=0.0)
+        found += tl.where(weight == 0, 0.0, weight).to(form.total)[:, None] * share
+    none = tl.zeros((form.rows,), form.total)
+    high = total.to(form.total)
+    state = (found, high, (total - high.to(tl.float64)).to(form.total), largest, none)
+    hand_over(state, output, lse, position, 0, n, tiles.number(kept, form.total), form)
+    if mask_at is not None:
+        if has_nan(found) != 0:
+            given = (query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
+            again = with_marks(block_of_head(given, position, 0, 0, mask_at, score_at, form, True))
+            hand_over(again, output, lse, position, 0, n, tiles.number(kept, form.total), form)
