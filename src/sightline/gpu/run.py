@@ -13,20 +13,8 @@ from ..plan import Result
 from ..problem import Problem
 from ..streaming import Work, observe
 from .call import Call
-def calls_of(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[Call]:
-    """The calls that fill output and lse, in order."""
-    calls = decode_calls if decodes(problem) else forward_calls
-    return calls(problem, output, lse, architecture)
-
-
-def forward_calls(
-    problem: Problem, output: Any, lse: Any, architecture: str, sizes: Configuration | None = None
-) -> Iterator[Call]:
-    """Blocks of queries, and those once more whose output has NaN that a mask may hide.
-
-    Their tiles are of these sizes, or of those the architecture has by default.
-    """
-    sizes = sizes or configuration_of(architecture, "forward", problem.dtype, max(problem.d_k, problem.d_v))
+from .configurations import Configuration, configuration_of
+from .decode import decode, merge
 from .forward import careful, forward
 from .operands import Operands
 from .schedule import schedule
