@@ -41,7 +41,21 @@ STORED = dict.fromkeys((gl.bfloat16, gl.float16, gl.float32), np.float32) | {
     gl.int64: np.int64,
 }
 DTYPES = ("bfloat16", "float16", "float32", "float64", "int1", "int32", "int64")
-ELEMENTWISE = ("where", "maximum", "minimum", "exp", "exp2", "log", "log2", "sin", "cos", "floor", "ceil", "abs")
+ELEMENTWISE = (
+    "where",
+    "maximum",
+    "minimum",
+    "exp",
+    "exp2",
+    "log",
+    "log2",
+    "sqrt",
+    "sin",
+    "cos",
+    "floor",
+    "ceil",
+    "abs",
+)
 LAYOUTS = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout")
 
 
@@ -236,7 +250,11 @@ class Machine:
             return Matrices(value)
         if isinstance(value, torch.Tensor):
             return Pointer.to(value)
-        return block(value) if type(value) in (int, float) else value
+        if isinstance(value, float):
+            return block(np.float32(value))
+        if isinstance(value, int):
+            return block(np.int32(value) if abs(value) < 2**31 else np.int64(value))
+        return value
 
     # the language
 
@@ -278,7 +296,6 @@ class Machine:
             "max": whole(np.max),
             "sum": whole(np.sum),
             "fma": whole(lambda x, y, z: x * y + z),
-            "sqrt_rn": whole(np.sqrt),
             "load": self._load,
             "store": self._store,
             "allocate_shared_memory": self._allocate,
@@ -362,7 +379,8 @@ class Machine:
 
         def done() -> None:
             left = a.array if isinstance(a, Shared) else a
-            product.value = block(left @ b.array + total if use_acc else left @ b.array).astype(np.float32)
+            assert left.dtype == b.array.dtype == total.dtype == np.float32
+            product.value = block(left @ b.array + total if use_acc else left @ b.array)
 
         self.here.warps.products.append(done)
         self._pause("", lambda: True)

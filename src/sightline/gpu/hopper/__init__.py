@@ -63,13 +63,18 @@ def _unreachable(name: str, array: Any) -> Iterator[Refusal]:
 
 
 def configurations_of(problem: Problem) -> tuple[Configuration, ...]:
-    """Sizes to choose from, each of what shared memory and registers hold; the first is a guess at the best."""
-    lanes = _lanes(problem.d_k)
+    """Sizes to choose from, none measured; the first spills least.
+
+    A group's 64 rows of S and O and its weights lie in registers, beside what a score formula needs.
+    """
+    lanes, scored = _lanes(problem.d_k), problem.score is not None
     if lanes == 256:
-        return (Configuration(128, 64, 4, 2),)
-    if lanes == 128:
-        return Configuration(128, 128, 4, 2), Configuration(128, 64, 4, 3)
-    return Configuration(128, 128, 4, 3), Configuration(128, 128, 4, 2)
+        found = [Configuration(128, 64, 4, 2), Configuration(128, 32, 4, 3)]
+    elif lanes == 128:
+        found = [Configuration(128, 128, 4, 2), Configuration(128, 64, 4, 3)]
+    else:
+        return Configuration(128, 128, 4, 3), Configuration(128, 128, 4, 2)
+    return tuple(found[::-1] if scored else found)
 
 
 def forward_calls(
