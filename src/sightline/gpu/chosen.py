@@ -24,6 +24,7 @@ SHARED = {  # KiB of shared memory a block of threads may have, by the beginning
     "gfx": 64,
 }
 HOPPER = "sm_90"
+OF_WARP = 16  # rows of a tile that a warp multiplies at once
 REGISTERS = 255  # of a thread
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -100,12 +101,14 @@ def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configu
     if architecture == "interpreter":
         widened = configuration_of(architecture, "forward", problem.dtype, problem.d_k).widened
         return [Configuration(rows, keys, 1, 1, widened) for rows in (16, 32) for keys in (16, 32)]
+    few = kernel == "decode"  # and bound by reading, whoever multiplies
     found = [
         Configuration(rows, keys, warps, stages)
-        for rows in ((16,) if kernel == "decode" else (64, 128))
+        for rows in ((16,) if few else (64, 128))
         for keys in (32, 64, 128)
-        for warps in ((2, 4) if kernel == "decode" else (4, 8))
-        for stages in (1, 2, 3, 4)
+        for warps in ((2, 4) if few else (4, 8))
+        for stages in ((1, 2) if architecture.startswith("gfx") else (2, 3, 4))
+        if few or rows >= OF_WARP * warps
     ]
     able = [sizes for sizes in found if _fits(sizes, problem, architecture)]
     if kernel == "forward" and architecture == HOPPER and _specialises(problem):
@@ -127,5 +130,6 @@ def _fits(sizes: Configuration, problem: Problem, architecture: str) -> bool:
     rows = sizes.rows * problem.d_k * width
     tiles = sizes.stages * sizes.keys * (problem.d_k + problem.d_v) * width
     limit = next((kib for name, kib in SHARED.items() if architecture.startswith(name)), max(SHARED.values()))
-    registers = sizes.rows * (sizes.keys + problem.d_v) // (32 * sizes.warps)  # of scores and output, in float32
+    lanes = sizes.warps * (64 if architecture.startswith("gfx") else 32)
+    registers = sizes.rows * (sizes.keys + problem.d_v) // lanes  # of scores and output, in float32
     return rows + tiles <= limit << 10 and registers <= REGISTERS
