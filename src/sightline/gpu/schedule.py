@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from ..formula.expression import SYMBOLS, Expression
 from ..formula.runs import Runs, find_runs
 from ..problem import Problem
 
-__all__ = ["schedule", "words"]
+__all__ = ["exchanged", "schedule", "words"]
 
 
 def words(runs: Runs) -> tuple[Any, Any]:
@@ -36,11 +37,26 @@ def words(runs: Runs) -> tuple[Any, Any]:
     return rows.astype(np.int32), pairs.astype(np.int32)
 
 
-def schedule(problem: Problem, query_block: int, key_block: int) -> tuple[Any, Any, int, int] | None:
-    """(rows, runs, rows to the next batch, to the next head) for blocks of queries; None where every key is seen."""
+def exchanged(mask: Expression) -> Expression:
+    """The mask with queries for keys and keys for queries: its rows are the mask's columns."""
+    pairs = [("i", "j"), ("j", "i"), ("n", "m"), ("m", "n")]
+    return mask.replacing({name: SYMBOLS[other] for name, other in pairs}, {})
+
+
+def schedule(
+    problem: Problem, query_block: int, key_block: int, of_keys: bool = False
+) -> tuple[Any, Any, int, int] | None:
+    """(rows, runs, rows to the next batch, to the next head) for blocks of queries; None where every key is seen.
+
+    With `of_keys` rows are blocks of keys, and runs are of blocks of queries.
+    """
     if problem.mask is None:
         return None
-    runs = find_runs(problem.mask, problem.extent, query_block, key_block)
+    B, H, n, m = problem.extent
+    if of_keys:
+        runs = find_runs(exchanged(problem.mask), (B, H, m, n), key_block, query_block)
+    else:
+        runs = find_runs(problem.mask, problem.extent, query_block, key_block)
     rows, pairs = words(runs)
     both = problem.query.new_tensor(np.concatenate([rows.reshape(-1), pairs.reshape(-1)]), dtype=_int32(problem))
     batch = runs.heads * runs.query_blocks if runs.batches > 1 else 0
