@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from ..observe import Entropy, Mass, MaxScore, Mean, Statistic, collect
+from ..observe.matrix import Matrix
 from ..problem import Problem
 from ..streaming import Work, observe
+from .observing import answered
 from .operands import Operands
 
 __all__ = ["Riders", "see"]
@@ -59,6 +61,8 @@ def inner(statistic: Statistic) -> Statistic:
 def see(problem: Problem, lse: Any, riders: Riders, architecture: str) -> tuple[Any, ...]:
     """Every statistic of `problem.see`; by `streaming` those that no kernel answers."""
     found: dict[int, Any] = {}
+    if 0 in problem.extent:
+        return observe(Work(problem), lse)
     for place, statistic in enumerate(problem.see):
         if not statistic.reads:  # made of the normaliser alone
             (found[place],) = collect(problem.asking(statistic), lse, lambda: iter(()))
@@ -77,7 +81,12 @@ def _arrays(
     problem: Problem, lse: Any, statistic: Statistic, riders: Riders, architecture: str
 ) -> list[Any] | None:
     """A statistic's arrays by the kernels, averaged where it is a mean; None where none has it."""
-    arrays = riders.answer(inner(statistic))
+    if isinstance(statistic, Mean) and isinstance(statistic.of, Matrix):
+        return answered(problem, lse, statistic, architecture)  # of which all heads' would not be held
+    own = inner(statistic)
+    arrays = riders.answer(own)
+    if arrays is None:
+        arrays = answered(problem, lse, own, architecture)
     if arrays is None or not isinstance(statistic, Mean):
         return arrays
     return [statistic.averaged(array, problem) for array in arrays]
