@@ -185,7 +185,7 @@ def top_k(
     given = (query, key, lse, n, m, H, group, sign, scale, unit, tables)
     block = block_of(given, position // H, position % H, first, form)
     values = tl.full((form.rows, K), float("-inf"), form.total)
-    keys = tl.zeros((form.rows, K), tl.int32) + (NO_KEY - 1 - tl.arange(0, K))[None, :]
+    keys = tl.full((form.rows, K), NO_KEY, tl.int32) - 1 - tl.arange(0, K)[None, :]  # each once
     least = tl.full((form.rows, 1), float("-inf"), form.total)
     last = tl.full((form.rows, 1), NO_KEY - 1, tl.int32)
     state = (values, keys, least, last)

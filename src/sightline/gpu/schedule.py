@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..formula.expression import SYMBOLS, Expression
+from ..formula.memory import Memory
 from ..formula.runs import Runs, find_runs
 from ..problem import Problem
 
 __all__ = ["exchanged", "schedule", "words"]
+
+_SCHEDULES = Memory(64)
 
 
 def words(runs: Runs) -> tuple[Any, Any]:
@@ -52,18 +56,21 @@ def schedule(
     """
     if problem.mask is None:
         return None
+    mask = problem.mask
+    question = (mask.text, problem.extent, query_block, key_block, of_keys, problem.device)
+    arrays = [table.array for table in mask.tables]
+    return _SCHEDULES.get(question, arrays, lambda: _found(mask, problem, query_block, key_block, of_keys))
+
+
+def _found(
+    mask: Expression, problem: Problem, query_block: int, key_block: int, of_keys: bool
+) -> tuple[Any, Any, int, int]:
     B, H, n, m = problem.extent
     if of_keys:
-        runs = find_runs(exchanged(problem.mask), (B, H, m, n), key_block, query_block)
+        runs = find_runs(exchanged(mask), (B, H, m, n), key_block, query_block)
     else:
-        runs = find_runs(problem.mask, problem.extent, query_block, key_block)
+        runs = find_runs(mask, problem.extent, query_block, key_block)
     rows, pairs = words(runs)
-    both = problem.query.new_tensor(np.concatenate([rows.reshape(-1), pairs.reshape(-1)]), dtype=_int32(problem))
+    flat = torch.from_numpy(np.concatenate([rows.reshape(-1), pairs.reshape(-1)])).to(problem.query.device)
     batch = runs.heads * runs.query_blocks if runs.batches > 1 else 0
-    return both[: rows.size], both[rows.size :], batch, runs.query_blocks if runs.heads > 1 else 0
-
-
-def _int32(problem: Problem) -> Any:
-    import torch
-
-    return torch.int32
+    return flat[: rows.size], flat[rows.size :], batch, runs.query_blocks if runs.heads > 1 else 0
