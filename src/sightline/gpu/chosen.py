@@ -119,10 +119,10 @@ def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configu
 
 
 def _specialises(problem: Problem) -> bool:
-    """Whether the kernel whose warps are specialised serves a problem."""
+    """Whether the kernel whose warps are specialised serves a problem; no statistic rides along with it."""
     from . import hopper
 
-    return next(hopper.serves(problem), None) is None
+    return not any(map(kept.rides, problem.see)) and next(hopper.serves(problem), None) is None
 
 
 def _fits(sizes: Configuration, problem: Problem, architecture: str) -> bool:
