@@ -223,7 +223,7 @@ def prepare(
         numbers = (tiles.number(scale, form.total), tiles.number(unit, form.total))
         place = (b, h, tl.minimum(i, n - 1)[:, None], n, m)
         given = (q, (high[:, None], low[:, None]), place, key, tiles.head_of(key, b, h // group), numbers, tables)
-        seams = (mask_at, score_at, None, weights_at, None, None)
+        seams: tl.constexpr = (mask_at, score_at, None, weights_at, None, None)
         row = row_of(schedule, b, h, item % blocks)
         delta += over_runs(
             *(tl.zeros((form.rows,), form.total), weighed_over_run, schedule, row, False, m // form.keys),
@@ -363,7 +363,7 @@ def queries(
     item = tl.program_id(0)
     place, block = item // blocks, blocks - 1 - item % blocks
     first = block * form.rows
-    seams = (mask_at, score_at, slope_at, weights_at, scores_at, gains_at)
+    seams: tl.constexpr = (mask_at, score_at, slope_at, weights_at, scores_at, gains_at)
     given = (query, key, value, d_output, rows, n, m, H, group, sign, scale, unit, schedule, random, kept, tables, sums)
     if TURNS:
         for b in range(place // heads, B, batches):
@@ -411,7 +411,7 @@ def careful_queries(
     PARTS: tl.constexpr,
 ):
     """The blocks `queries` marked, in PARTS of form.rows queries each."""
-    seams = (mask_at, score_at, slope_at, weights_at, scores_at, None)
+    seams: tl.constexpr = (mask_at, score_at, slope_at, weights_at, scores_at, None)
     given = (query, key, value, d_output, rows, n, m, H, group, sign, scale, unit, schedule, random, kept, tables, None)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         if tl.load(tainted + item) != 0:
@@ -549,7 +549,7 @@ def keys(
     item, heads = tl.program_id(0), H // group
     place, block = item // blocks, item % blocks
     first = block * form.keys
-    seams = (mask_at, score_at, slope_at, weights_at, scores_at, None)
+    seams: tl.constexpr = (mask_at, score_at, slope_at, weights_at, scores_at, None)
     given = (query, key, value, d_output, rows, n, m, H, group, sign, scale, unit, schedule, random, kept, tables)
     dk, dv = block_of_keys(given, place // heads, place % heads, first, block, seams, form, False)
     if tainted is not None:
@@ -590,7 +590,8 @@ def careful_keys(
     PARTS: tl.constexpr,
 ):
     """The blocks `keys` marked, in PARTS of form.keys keys each."""
-    seams, heads = (mask_at, score_at, slope_at, weights_at, scores_at, None), H // group
+    seams: tl.constexpr = (mask_at, score_at, slope_at, weights_at, scores_at, None)
+    heads = H // group
     given = (query, key, value, d_output, rows, n, m, H, group, sign, scale, unit, schedule, random, kept, tables)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         if tl.load(tainted + item) != 0:
