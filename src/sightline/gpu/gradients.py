@@ -16,7 +16,7 @@ from ..plan import Gradients
 from ..problem import Problem
 from .backward import careful_keys, careful_queries, keys, prepare, queries
 from .call import Call
-from .configurations import configuration_of
+from .chosen import chosen
 from .gains import ADDITIONS, FIRST_UNIT, SLOT_BITS, SLOTS
 from .operands import Operands, operand
 from .run import CAREFUL_PROGRAMS, CAREFUL_ROWS, architecture_of
@@ -106,7 +106,7 @@ def backward_calls(
 
     `arrays` are the kernels' arguments of these names: output, d_output, d_lse, lse, rows, sums, d_query, ....
     """
-    sizes = configuration_of(architecture, "queries", problem.dtype, max(problem.d_k, problem.d_v))
+    sizes = chosen("queries", problem, architecture)
     formulas = {
         "slope_at": None if problem.score is None else derivative(problem.score),
         "weights_at": slopes.weights,
@@ -147,7 +147,7 @@ def backward_calls(
         slow = replace(sizes, rows=part, warps=min(sizes.warps, 4), stages=1)
         yield Call(careful_queries, min(items, CAREFUL_PROGRAMS), more | again, slow, given.sources)
 
-    sizes = configuration_of(architecture, "keys", problem.dtype, max(problem.d_k, problem.d_v))
+    sizes = chosen("keys", problem, architecture)
     form = replace(common["form"], rows=sizes.rows, keys=sizes.keys)
     blocks = -(-problem.m // sizes.keys)
     items = problem.B * problem.G * blocks
