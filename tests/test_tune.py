@@ -147,7 +147,7 @@ def test_the_table_it_prints(capsys):
     kernel = Told({("forward", best): 0.5})
     tune(*arrays(), mask=MASK, kernel=kernel, timer=kernel.timer, gradients=False)
     out = capsys.readouterr().out
-    for words in ("forward", f"{best.rows} × {best.keys}", "2.00×", "500 ms", "0 wrong", "tuned"):
+    for words in ("forward", f"{best.rows} × {best.keys}", "2.00×", "500 ms", "0 wrong", "kept in"):
         assert words in out
 
 

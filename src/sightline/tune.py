@@ -91,8 +91,8 @@ class Tuning:
             )
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        kept_in = [str(one.path) for one in self.found if one.path]
-        return "\n".join([self.device, *lines, *kept_in])
+        places = sorted({f"kept in {one.path.parent}" for one in self.found if one.path})
+        return "\n".join([self.device, *lines, *places])
 
 
 def tune(
