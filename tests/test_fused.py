@@ -38,7 +38,7 @@ def test_a_rule_decides(architecture, taken):
     plan = choose((fused, OURS, TILES), problem)
     assert (plan.kernel is fused) == taken
     assert choose((fused, TILES), problem).kernel is fused, "rather than tiles in plain array operations"
-    page = str(Explanation.of(problem, plan, (fused, OURS, TILES)))
+    page = str(Explanation.of(problem, plan))
     assert f"fused: {fused.because(problem)}" in page
 
 

@@ -209,7 +209,7 @@ def explain(
         from .torch import kernels as with_torch
 
         kernels = with_torch()
-    return Explanation.of(problem, choose(kernels, problem, kernel), kernels)
+    return Explanation.of(problem, choose(kernels, problem, kernel))
 
 
 def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[Tile]:

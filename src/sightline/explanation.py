@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .formula.runs import find_runs
 from .observe import width_of
-from .plan import Kernel, Plan
+from .plan import Plan
 from .problem import Problem
 
 __all__ = ["Explanation"]
@@ -35,7 +34,7 @@ class Explanation:
     dense_memory: int
 
     @classmethod
-    def of(cls, problem: Problem, plan: Plan, kernels: Sequence[Kernel] = ()) -> Explanation:
+    def of(cls, problem: Problem, plan: Plan) -> Explanation:
         """The explanation of a plan."""
         B, H, n, m = problem.extent
         tiles = find_runs(problem.mask, problem.extent, *TILE).tiles
@@ -54,7 +53,7 @@ class Explanation:
             refusals={name: tuple(map(str, reasons)) for name, reasons in plan.refusals.items()},
             reasons={
                 kernel.name: reason
-                for kernel in kernels
+                for kernel in plan.kernels
                 if not plan.refusals[kernel.name] and (reason := kernel.because(problem))
             },
             forced=plan.forced,
