@@ -107,7 +107,7 @@ def merge(
     score_at: tl.constexpr,
     form: tl.constexpr,
 ):
-    """The parts of a head's queries joined. Where a mask hides and the output has NaN, they are attended to carefully."""
+    """A head's queries joined from their parts; where a mask hides and the output has NaN, attended to carefully."""
     position = tl.program_id(0)
     rows, column = tl.arange(0, form.rows), tl.arange(0, form.lanes_v)[None, :]
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from ..arrays import convert, plain
+from ..arrays import plain
 from ..dropout import threshold
 from ..formula.expression import Expression
+from ..formula.memory import near
 from ..formula.ranges import range_of
 from ..formula.render_triton import render
 from ..problem import Problem
@@ -147,7 +148,7 @@ def lanes(width: int) -> int:
 
 def _table(array: Any, like: Any) -> Any:
     """A table as kernels read it."""
-    array = plain(convert(array, like))
+    array = plain(near(array, like))
     if array.numel() == 0:  # read at hidden pairs alone, where any number will do
         array = array.new_zeros([max(length, 1) for length in array.shape])
     return array

@@ -49,7 +49,7 @@ def rows_of(
 
 @triton.jit
 def gathered(start, array, row, inside, WIDTH: tl.constexpr, LANES: tl.constexpr, form: tl.constexpr):
-    """One row of each of several heads, (rows, LANES): `start` and `row` are columns of where heads start and of rows."""
+    """Rows of several heads, (rows, LANES): `start` and `row` are columns, of where heads start and of their rows."""
     column = tl.arange(0, LANES)[None, :]
     pointers = start + tl.cast(row, tl.int64) * array[4] + column.to(form.index) * array[5]
     found = tl.load(pointers, mask=inside & (column < WIDTH), other=0.0)
