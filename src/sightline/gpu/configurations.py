@@ -31,7 +31,9 @@ def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> 
     if architecture.startswith("gfx"):
         return Configuration(128, 64, 4, 1)
     if architecture == "sm_90":
-        return Configuration(128, 128, 8, 2) if width <= 128 else Configuration(128, 64, 8, 2)
+        if width <= 64:
+            return Configuration(128, 128, 8, 2)
+        return Configuration(128, 64, 8, 3) if width <= 128 else Configuration(128, 32, 8, 2)  # more keys: more spills
     return (
         Configuration(128, 64, 4 if width <= 64 else 8, 3 if width <= 64 else 2)
         if width <= 128
