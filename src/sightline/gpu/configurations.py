@@ -24,10 +24,11 @@ def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> 
         return Configuration(16, 32, 1, 1, widened=dtype == "bfloat16")
     if kernel == "decode":
         return Configuration(16, 64 if dtype in ("float16", "bfloat16") else 32, 4, 3 if width <= 128 else 2)
-    if dtype == "float64":
-        return Configuration(32, 32, 4, 2)
-    if dtype == "float32":
-        return Configuration(64, 32, 4, 2) if width <= 128 else Configuration(32, 32, 4, 2)
+    if dtype in ("float32", "float64"):  # without matrix units: larger tiles spill kilobytes
+        rows = 64 if dtype == "float32" and width <= 64 else 32
+        if architecture.startswith("gfx"):
+            return Configuration(rows, 32, 4, 1)
+        return Configuration(rows, 32, 8, 2 if dtype == "float32" else 1)
     if architecture.startswith("gfx"):
         return Configuration(128, 64, 4, 1)
     if architecture == "sm_90":
