@@ -29,14 +29,17 @@ def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> 
         return Configuration(16, 64 if dtype in ("float16", "bfloat16") else 32, 4, 3 if width <= 128 else 2)
     if kernel == "observe":  # no output beside the scores; the lists and cells of statistics instead
         return Configuration(*{"float64": (32, 32), "float32": (64, 32)}.get(dtype, (64, 64)), 4, 2)
-    if dtype == "float64":
-        return Configuration(32, 32, 4, 2)
-    if dtype == "float32":
-        return Configuration(64, 32, 4, 2) if width <= 128 else Configuration(32, 32, 4, 2)
+    if dtype in ("float32", "float64"):  # without matrix units: larger tiles spill kilobytes
+        rows = 64 if dtype == "float32" and width <= 64 else 32
+        if architecture.startswith("gfx"):
+            return Configuration(rows, 32, 4, 1)
+        return Configuration(rows, 32, 8, 2 if dtype == "float32" else 1)
     if architecture.startswith("gfx"):
         return Configuration(128, 64, 4, 1)
     if architecture == "sm_90":
-        return Configuration(128, 128, 8, 2) if width <= 128 else Configuration(128, 64, 8, 2)
+        if width <= 64:
+            return Configuration(128, 128, 8, 2)
+        return Configuration(128, 64, 8, 3) if width <= 128 else Configuration(128, 32, 8, 2)  # more keys: more spills
     return (
         Configuration(128, 64, 4 if width <= 64 else 8, 3 if width <= 64 else 2)
         if width <= 128
