@@ -103,7 +103,8 @@ def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configu
         widened = configuration_of(architecture, "forward", problem.dtype, problem.d_k).widened
         return [Configuration(rows, keys, 1, 1, widened) for rows in (16, 32) for keys in (16, 32)]
     few = kernel == "decode"  # bound by reading, whoever multiplies
-    crowded = max(problem.d_k, problem.d_v) > WIDE  # more warps than rows need, for their registers
+    # more warps than rows need, for their registers; wide floats have no matrix units to be fed
+    crowded = max(problem.d_k, problem.d_v) > WIDE or BYTES[problem.dtype] > 2
     found = [
         Configuration(*((inner, outer) if kernel == "keys" else (outer, inner)), warps, stages)
         for outer in ((16,) if few else (32, 64, 128) if crowded else (64, 128))
