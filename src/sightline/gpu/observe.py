@@ -277,7 +277,7 @@ def written(
     for turn in range(batches * heads):
         b, h = line // across * batches + turn // heads, line % across * heads + turn % heads
         block = block_of(given, b, h, row * form.rows, form)
-        attend(0, schedule, row, None, block, extra, collect, None, mask_at, score_at, form)
+        attend((), schedule, row, None, block, extra, collect, None, mask_at, score_at, form)
         tl.debug_barrier()  # the next turn reads what other threads wrote in this one
 
 
