@@ -20,8 +20,8 @@ from .schedule import schedule
 
 __all__ = ["MOST", "answered", "call_of", "room", "serves"]
 
-MOST = 256  # of top_k's k: lists of a block of queries lie in registers
-LISTED = 4096  # numbers in these lists at most
+MOST = 128  # of top_k's k: lists of a block of queries lie in registers
+LISTED = 2048  # numbers in these lists at most
 CELLS = (16, 64)  # cells of a program at most, below each other and side by side
 
 
