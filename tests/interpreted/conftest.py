@@ -22,10 +22,11 @@ def pytest_collection_modifyitems(items):
 def lifted(function):
     """A function of NumPy on the interpreter's blocks, which knows none of libdevice."""
 
-    def call(*blocks):
-        values = function(*(block.handle.data for block in blocks))
+    def call(*inputs):
+        blocks = [x for x in inputs if isinstance(x, tl.tensor)]
+        values = function(*(x.handle.data if isinstance(x, tl.tensor) else x for x in inputs))
         shape = max((block.type for block in blocks), key=lambda kind: len(getattr(kind, "shape", ())))
-        return tl.tensor(TensorHandle(values, blocks[0].dtype.scalar), shape)
+        return tl.tensor(TensorHandle(values.astype(blocks[0].handle.data.dtype), blocks[0].dtype.scalar), shape)
 
     return call
 

@@ -11,9 +11,12 @@ from ..arrays import dtype_name, to_numpy
 from ..errors import DtypeError, FormulaError, ShapeError
 from .expression import Expression, Lookup, as_expression
 from .extrema import Extrema
+from .memory import Memory
 from .operators import Kind
 
 __all__ = ["Table", "table"]
+
+_EXTREMA = Memory(256)
 
 
 class Table:
@@ -83,7 +86,7 @@ class Table:
     @cached_property
     def extrema(self) -> Extrema:
         """Least and greatest entries over ranges; made once, so for tables whose array no longer changes."""
-        return Extrema(to_numpy(self.array))
+        return _EXTREMA.get("extrema", [self.array], lambda: Extrema(to_numpy(self.array)))
 
     def __repr__(self) -> str:
         return f"table({'×'.join(map(str, self.shape))} {self.dtype})"

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
+from ..formula.expression import Expression
+from ..formula.memory import Memory
 from ..formula.runs import Runs, find_runs
 from ..problem import Problem
 
 __all__ = ["schedule", "words"]
+
+_SCHEDULES = Memory(64)
 
 
 def words(runs: Runs) -> tuple[Any, Any]:
@@ -40,14 +45,15 @@ def schedule(problem: Problem, query_block: int, key_block: int) -> tuple[Any, A
     """(rows, runs, rows to the next batch, to the next head) for blocks of queries; None where every key is seen."""
     if problem.mask is None:
         return None
-    runs = find_runs(problem.mask, problem.extent, query_block, key_block)
+    mask = problem.mask
+    question = (mask.text, problem.extent, query_block, key_block, problem.device)
+    arrays = [table.array for table in mask.tables]
+    return _SCHEDULES.get(question, arrays, lambda: _found(mask, problem, query_block, key_block))
+
+
+def _found(mask: Expression, problem: Problem, query_block: int, key_block: int) -> tuple[Any, Any, int, int]:
+    runs = find_runs(mask, problem.extent, query_block, key_block)
     rows, pairs = words(runs)
-    both = problem.query.new_tensor(np.concatenate([rows.reshape(-1), pairs.reshape(-1)]), dtype=_int32(problem))
+    flat = torch.from_numpy(np.concatenate([rows.reshape(-1), pairs.reshape(-1)])).to(problem.query.device)
     batch = runs.heads * runs.query_blocks if runs.batches > 1 else 0
-    return both[: rows.size], both[rows.size :], batch, runs.query_blocks if runs.heads > 1 else 0
-
-
-def _int32(problem: Problem) -> Any:
-    import torch
-
-    return torch.int32
+    return flat[: rows.size], flat[rows.size :], batch, runs.query_blocks if runs.heads > 1 else 0

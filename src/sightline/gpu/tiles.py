@@ -49,7 +49,7 @@ def rows_of(
 
 @triton.jit
 def gathered(start, array, row, inside, WIDTH: tl.constexpr, LANES: tl.constexpr, form: tl.constexpr):
-    """One row of each of several heads, (rows, LANES): `start` and `row` are columns of where heads start and of rows."""
+    """Rows of several heads, (rows, LANES): `start` and `row` are columns, of where heads start and of their rows."""
     column = tl.arange(0, LANES)[None, :]
     pointers = start + tl.cast(row, tl.int64) * array[4] + column.to(form.index) * array[5]
     found = tl.load(pointers, mask=inside & (column < WIDTH), other=0.0)
@@ -137,9 +137,8 @@ def scores(
 
 @triton.jit
 def powers(s, unit, shift):
-    """2^(s · unit − shift), at most 1: a rounded maximum as shift is off by more than 1 where scores are huge."""
-    x = tl.fma(s, tl.broadcast_to(unit, s.shape), tl.broadcast_to(-shift[:, None], s.shape))
-    return tl.exp2(tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    """2^((s − shift) · unit). Near the maximum, as shift, the difference is exact, however large the scores are."""
+    return tl.exp2((s - shift[:, None]) * unit)
 
 
 @triton.jit
