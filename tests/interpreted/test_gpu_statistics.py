@@ -57,7 +57,13 @@ def every(n, m):
 def several():
     """One of each kernel, where the order of sums shows."""
     riding = sightline.max_score(), sightline.entropy(), sightline.mass(i >= j)
-    return [*riding, sightline.received(), sightline.top_k(3), sightline.pooled(3, 2), sightline.weights().mean("heads")]
+    return [
+        *riding,
+        sightline.received(),
+        sightline.top_k(3),
+        sightline.pooled(3, 2),
+        sightline.weights().mean("heads"),
+    ]
 
 
 @pytest.mark.parametrize(("dtype", "name"), OF_DTYPES)
@@ -207,7 +213,9 @@ def test_the_schedule_of_keys_is_that_of_queries_turned(heads):
         pairs = set()
         for row, (start, _, stop) in enumerate(rows.reshape(-1, 3)):
             for first, last in runs.reshape(-1, 2)[start:stop]:
-                pairs |= {(row // count, *((t, row % count) if of_keys else (row % count, t))) for t in range(first, last)}
+                pairs |= {
+                    (row // count, *((t, row % count) if of_keys else (row % count, t))) for t in range(first, last)
+                }
         found.append(pairs)
     assert found[0] == found[1]
 

@@ -125,9 +125,7 @@ def attend(
 
 
 @triton.jit
-def keep_largest(
-    state, s, first, block, extra, how: tl.constexpr, score_at: tl.constexpr, form: tl.constexpr
-):
+def keep_largest(state, s, first, block, extra, how: tl.constexpr, score_at: tl.constexpr, form: tl.constexpr):
     """The lists after a tile; state is (scores, keys) (rows, K) in no order, and the least of each row, (rows, 1).
 
     Of what of the tile beats the least of its list, the best of each row enters in its place, until nothing does.
