@@ -12,7 +12,7 @@ from sightline.gpu.run import decodes
 from sightline.problem import pose
 from sightline.testing import LAYOUTS, assert_conforms
 
-EXAMPLES = {"float32": 16, "bfloat16": 8, "float16": 4, "float64": 4}
+EXAMPLES = {"float32": 10, "bfloat16": 5, "float16": 4, "float64": 4}
 SINKS = np.array([-1.0, 0.0, 2.0, -np.inf], np.float32)
 
 
@@ -50,12 +50,12 @@ PROBLEMS = {
     "a negative scale": ({"shape": (1, 1, 20, 16), "m": 70}, {"scale": -0.5, "mask": causal()}),
     "whole numbers beyond 32 bits": ({"shape": (1, 1, 20, 16)}, {"mask": (i * 2**33 - j * 2**33) % 3 != 1}),
     "wide": ({"shape": (1, 1, 17, 130), "d_v": 250}, {"mask": causal()}),
-    "decoding": ({"shape": (2, 4, 1, 24), "groups": 2, "m": 520}, {"mask": padding([520, 1])}),
+    "decoding": ({"shape": (2, 4, 1, 24), "groups": 2, "m": 130}, {"mask": padding([130, 1])}),
     "decoding by several queries, sinks": (
-        {"shape": (1, 4, 5, 24), "groups": 1, "m": 517},
+        {"shape": (1, 4, 5, 24), "groups": 1, "m": 131},
         {"mask": causal("lower right"), "sinks": SINKS, "score": s - table(np.arange(4.0))[h] * (j - i) / 99},
     ),
-    "decoding, dropout": ({"shape": (1, 2, 3, 16), "m": 515}, {"dropout": 0.3, "seed": 2**63 + 5}),
+    "decoding, dropout": ({"shape": (1, 2, 3, 16), "m": 70}, {"dropout": 0.3, "seed": 2**63 + 5}),
 }
 
 
@@ -84,7 +84,7 @@ def test_leading_axes_that_do_not_lie_one_in_the_other(triton_kernel):
 @pytest.mark.parametrize("shape", [(1, 2, 40, 16), (1, 2, 2, 16)], ids=["forward", "decoding"])
 def test_what_a_mask_hides_reaches_nothing(triton_kernel, shape, bad):
     """Each key is seen by some queries of a tile and hidden from others."""
-    m = 520 if shape[2] < 16 else 40
+    m = 75 if shape[2] < 16 else 40
     query, key, value = arrays(shape, "float32", m=m)
     key[..., 5, 0] = value[..., 3, :2] = value[..., 30, 1] = value[..., -1, 3:5] = bad
     value[..., 31, 1] = -bad
