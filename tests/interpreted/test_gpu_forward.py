@@ -1,5 +1,7 @@
 """The forward and decoding kernels in Triton answer as the float64 definition does."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,8 @@ from hypothesis import given, settings
 from strategies import DTYPES, Case, cases
 from test_conformance import arrays
 
-from sightline import alibi, causal, dense, documents, h, i, j, lse, padding, s, softcap, table, window
+import sightline
+from sightline import alibi, causal, dense, documents, h, i, j, lse, padding, s, softcap, table, top_k, window
 from sightline.gpu.run import decodes
 from sightline.problem import pose
 from sightline.testing import LAYOUTS, assert_conforms
@@ -100,3 +103,20 @@ def test_the_same_bits_every_time(triton_kernel):
     first, second = (triton_kernel.run(problem) for _ in range(2))
     assert torch.equal(first.output, second.output)
     assert torch.equal(first.lse, second.lse)
+
+
+def test_the_whole_road(triton_kernel, monkeypatch):
+    """Through torch's operator and its gradients, with statistics and a learned table."""
+    room = sys.modules["sightline.attention"]
+    x = [torch.from_numpy(a).requires_grad_() for a in arrays((2, 4, 21, 12), "float32", groups=2, m=35)]
+    slopes = torch.tensor([0.1, 0.2, 0.3, 0.4], requires_grad=True)
+    options = {"mask": causal("lower right"), "score": s - table(slopes)[h] * (i - j), "see": [lse(), top_k(2)]}
+
+    def answered():
+        output, (normaliser, top) = sightline.attention(*x, **options)
+        return [output, normaliser, top.weights, *torch.autograd.grad(output.sum() + normaliser.sum(), [*x, slopes])]
+
+    expected = answered()
+    monkeypatch.setattr(room, "KERNELS", (triton_kernel, *room.KERNELS[1:]))
+    for found, sound in zip(answered(), expected, strict=True):
+        torch.testing.assert_close(found, sound)
