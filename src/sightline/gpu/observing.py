@@ -34,7 +34,8 @@ def answered(problem: Problem, lse: Any, statistic: Statistic, architecture: str
     if not serves(problem, statistic):
         return None
     arrays = room(problem, statistic)
-    call_of(problem, lse, statistic, arrays, architecture).launch()
+    with torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
+        call_of(problem, lse, statistic, arrays, architecture).launch()
     over = Pass(problem, lse, (*problem.lead, problem.H))
     if isinstance(statistic, Mean):
         arrays = [arrays[0] / math.prod(added(problem, statistic))]
