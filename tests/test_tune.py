@@ -223,7 +223,7 @@ def test_without_a_gpu_it_says_what_to_do(given):
 
 def test_candidates_fit_the_machine():
     problem = pose(*[torch.empty(1, 1, 8, 256, dtype=torch.bfloat16)] * 3)
-    small, large = (candidates("keys", problem, name) for name in ("sm_86", "sm_90"))
+    small, large = (candidates("backward_keys", problem, name) for name in ("sm_86", "sm_90"))
     assert set(small) < set(large)
     assert Configuration(128, 128, 8, 4) not in large
     assert len(candidates("forward", pose(*[torch.empty(1, 1, 8, 64, dtype=torch.bfloat16)] * 3), "gfx942")) > 1
@@ -234,7 +234,7 @@ def test_on_hopper_the_specialised_kernel_is_tried_and_taken_where_it_serves():
     problem, dropping = pose(*half), pose(*half, dropout=0.5, seed=1)
     tried = [sizes for sizes in candidates("forward", problem, "sm_90") if sizes.specialised]
     assert tried
-    assert not [sizes for sizes in candidates("keys", problem, "sm_90") if sizes.specialised]
+    assert not [sizes for sizes in candidates("backward_keys", problem, "sm_90") if sizes.specialised]
     assert not [sizes for sizes in candidates("forward", dropping, "sm_90") if sizes.specialised]
     with trying({"forward": tried[0]}):
         assert chosen.chosen("forward", problem, "sm_90") == tried[0]

@@ -106,7 +106,7 @@ def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configu
     # more warps than rows need, for their registers; wide floats have no matrix units to be fed
     crowded = max(problem.d_k, problem.d_v) > WIDE or BYTES[problem.dtype] > 2
     found = [
-        Configuration(*((inner, outer) if kernel == "keys" else (outer, inner)), warps, stages)
+        Configuration(*((inner, outer) if kernel == "backward_keys" else (outer, inner)), warps, stages)
         for outer in ((16,) if few else (32, 64, 128) if crowded else (64, 128))
         for inner in (32, 64, 128)
         for warps in ((2, 4) if few else (4, 8))
@@ -130,11 +130,11 @@ def _specialises(problem: Problem) -> bool:
 
 def _fits(kernel: str, sizes: Configuration, problem: Problem, architecture: str) -> bool:
     """Whether what a block holds and what is on its way fit shared memory, and its sums and scores the registers."""
-    outer, inner = (sizes.keys, sizes.rows) if kernel == "keys" else (sizes.rows, sizes.keys)
+    outer, inner = (sizes.keys, sizes.rows) if kernel == "backward_keys" else (sizes.rows, sizes.keys)
     d_k, d_v = problem.d_k, problem.d_v
     held, tiles, summed = {  # widths of what stays in shared memory, matrices of scores, widths of sums
-        "queries": (d_k + d_v, 2, d_k),
-        "keys": (d_k + d_v, 2, d_k + d_v),
+        "backward_queries": (d_k + d_v, 2, d_k),
+        "backward_keys": (d_k + d_v, 2, d_k + d_v),
         "observe": (d_k, 1, 0),
     }.get(kernel, (d_k, 1, d_v))
     read = d_k if kernel == "observe" else d_k + d_v

@@ -23,7 +23,7 @@ def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> 
     """The sizes for that architecture ("sm_90", "gfx942", "interpreter"), kernel, dtype and wider of d_k, d_v."""
     if architecture == "interpreter":  # small, so that small problems have several tiles
         return Configuration(16, 32, 1, 1, widened=dtype == "bfloat16")
-    if kernel in ("queries", "keys"):
+    if kernel in ("backward_queries", "backward_keys"):
         return _backward(architecture, kernel, dtype, width)
     if kernel == "decode":
         return Configuration(16, 64 if dtype in ("float16", "bfloat16") else 32, 4, 3 if width <= 128 else 2)
@@ -48,8 +48,7 @@ def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> 
 
 
 def _backward(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:
-    """Sizes for dQ ("queries") and for dK and dV ("keys"); those of narrow floats are FlexAttention's in PyTorch 2.13,
-    `_inductor/template_heuristics/triton.py`."""
+    """Those of narrow floats are FlexAttention's in PyTorch 2.13, `torch/_inductor/template_heuristics/triton.py`."""
     if dtype in ("float32", "float64"):
         return Configuration(32, 32, 4, 1)
     wide, narrow, warps, stages = 64, 64, 4, 2
@@ -59,4 +58,4 @@ def _backward(architecture: str, kernel: str, dtype: str, width: int) -> Configu
         wide, warps, stages = 128, 8, 3
     elif architecture != "sm_90" and width < 64:
         wide, narrow, stages = 128, 32, 3
-    return Configuration(*((wide, narrow) if kernel == "queries" else (narrow, wide)), warps, stages)
+    return Configuration(*((wide, narrow) if kernel == "backward_queries" else (narrow, wide)), warps, stages)

@@ -1,4 +1,4 @@
-"""What tables of the score gain: each entry Σ dS · d score / d entry over the pairs that read it, the same bits each time.
+"""What tables of the score gain: each entry Σ dS · d score / d entry over the pairs that read it, bit for bit again.
 
 The generated `gains_at` gives for every lookup d score / d entry and which entry a pair reads. A lookup has a kind:
 

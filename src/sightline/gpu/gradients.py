@@ -14,7 +14,9 @@ from ..formula.expression import SYMBOLS, Expression, Lookup, walk
 from ..observe import Slopes
 from ..plan import Gradients
 from ..problem import Problem
-from .backward import careful_keys, careful_queries, keys, prepare, queries
+from .backward import prepare
+from .backward_keys import backward_keys, careful_keys
+from .backward_queries import backward_queries, careful_queries
 from .call import Call
 from .chosen import chosen
 from .gains import ADDITIONS, FIRST_UNIT, SLOT_BITS, SLOTS
@@ -106,7 +108,7 @@ def backward_calls(
 
     `arrays` are the kernels' arguments of these names: output, d_output, d_lse, lse, rows, sums, d_query, ....
     """
-    sizes = chosen("queries", problem, architecture)
+    sizes = chosen("backward_queries", problem, architecture)
     formulas = {
         "slope_at": None if problem.score is None else derivative(problem.score),
         "weights_at": slopes.weights,
@@ -137,24 +139,29 @@ def backward_calls(
     more = common | seams | random | taken("d_output", "rows", "d_query") | {"blocks": blocks, "schedule": along}
     more["tainted"] = _marks(problem, items) if hides else None
     once = {
-        **{"B": problem.B, "batches": batches, "heads": heads, "sums": arrays["sums"], "TURNS": bool(turns)},
-        **{"KINDS": tuple(gain.kind for gain in gains), "gains_at": _joined(given.sources, len(gains))},
+        "B": problem.B,
+        "batches": batches,
+        "heads": heads,
+        "sums": arrays["sums"],
+        "TURNS": bool(turns),
+        "KINDS": tuple(gain.kind for gain in gains),
+        "gains_at": _joined(given.sources, len(gains)),
     }
-    yield Call(queries, batches * heads * blocks, more | once, sizes, given.sources)
+    yield Call(backward_queries, batches * heads * blocks, more | once, sizes, given.sources)
     if hides:
         part = min(sizes.rows, CAREFUL_ROWS)
         again = {"items": items, "PARTS": sizes.rows // part, "form": given.form(part)}
         slow = replace(sizes, rows=part, warps=min(sizes.warps, 4), stages=1)
         yield Call(careful_queries, min(items, CAREFUL_PROGRAMS), more | again, slow, given.sources)
 
-    sizes = chosen("keys", problem, architecture)
+    sizes = chosen("backward_keys", problem, architecture)
     form = replace(common["form"], rows=sizes.rows, keys=sizes.keys)
     blocks = -(-problem.m // sizes.keys)
     items = problem.B * problem.G * blocks
     more = common | seams | random | taken("d_output", "rows", "d_key", "d_value") | {"blocks": blocks, "form": form}
     more["schedule"] = schedule(_turned(problem), sizes.keys, sizes.rows)
     more["tainted"] = _marks(problem, items) if hides else None
-    yield Call(keys, items, more, sizes, given.sources)
+    yield Call(backward_keys, items, more, sizes, given.sources)
     if hides:
         part = min(sizes.keys, CAREFUL_ROWS)
         again = {"items": items, "PARTS": sizes.keys // part, "form": replace(form, keys=part)}

@@ -125,9 +125,7 @@ def attend(
 
 
 @triton.jit
-def keep_largest(
-    state, s, first, block, extra, how: tl.constexpr, score_at: tl.constexpr, form: tl.constexpr
-):
+def keep_largest(state, s, first, block, extra, how: tl.constexpr, score_at: tl.constexpr, form: tl.constexpr):
     """The lists after a tile; state is (scores, keys) (rows, K) in no order, and the least of each row, (rows, 1).
 
     Of what of the tile beats the least of its list, the best of each row enters in its place, until nothing does.
@@ -210,9 +208,9 @@ def entries(first, block, extra, form: tl.constexpr):
     """Where a tile's entries lie in the output, and which of them there are."""
     output, line, row = extra
     n, m = block[3][3], block[3][4]
-    rows = row + tl.arange(0, form.rows)[:, None]
-    j = first + tl.arange(0, form.keys)[None, :]
-    return output + (tl.cast(line, tl.int64) * n + rows) * m + j, (rows < n) & (j < m)
+    down, across = tl.arange(0, form.rows)[:, None], tl.arange(0, form.keys)[None, :]
+    corner = output + (tl.cast(line, tl.int64) * n + row) * m + first
+    return corner + (down * m + across), (down < n - row) & (across < m - first)
 
 
 @triton.jit

@@ -21,8 +21,8 @@ from .schedule import schedule
 
 __all__ = ["MOST", "answered", "call_of", "room", "serves"]
 
-MOST = 256  # of top_k's k: lists of a block of queries lie in registers
-LISTED = 4096  # numbers in these lists at most
+MOST = 128  # of top_k's k: lists of a block of queries lie in registers
+LISTED = 2048  # numbers in these lists at most
 CELLS = (16, 64)  # cells of a program at most, below each other and side by side
 
 
@@ -35,7 +35,8 @@ def answered(problem: Problem, lse: Any, statistic: Statistic, architecture: str
     if not serves(problem, statistic):
         return None
     arrays = room(problem, statistic)
-    call_of(problem, lse, statistic, arrays, architecture).launch()
+    with torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
+        call_of(problem, lse, statistic, arrays, architecture).launch()
     over = Pass(problem, lse, (*problem.lead, problem.H))
     if isinstance(statistic, Mean):
         arrays = [arrays[0] / math.prod(added(problem, statistic))]

@@ -33,7 +33,7 @@ def begin(count, form: tl.constexpr):
         powers, seen = none, none
     sums = ()
     for _ in tl.static_range(count):
-        sums = sums + (none,)
+        sums = sums + (none,)  # noqa: RUF005  no stars in Triton
     return top, where, powers, seen, sums
 
 
@@ -82,7 +82,7 @@ def ride(
         values = sums_at(s, b, h, i, tl.minimum(j, m - 1), n, m, tables)
         new = ()
         for k in tl.static_range(len(sums)):
-            new = new + (sums[k] * alpha + tl.sum(share(p, values[k]), 1),)
+            new = new + (sums[k] * alpha + tl.sum(share(p, values[k]), 1),)  # noqa: RUF005
         sums = new
     return top, where, powers, seen, sums
 
@@ -96,8 +96,8 @@ def share(p, value):
 
 
 @triton.jit
-def hand_over(riders, total, seen_in, position, first, n, scale, score_at: tl.constexpr, form: tl.constexpr):
-    """Write a block's statistics to (largest, where, entropy, sums) of `seen_in`, (B, H, n) each.
+def hand_over(riders, total, to, position, first, n, scale, score_at: tl.constexpr, form: tl.constexpr):
+    """Write a block's statistics to (largest, where, entropy, sums) of `to`, (B, H, n) each.
 
     0 for queries that saw nothing, but −∞ and −1 for their largest score. `total` is l.
     """
@@ -108,11 +108,11 @@ def hand_over(riders, total, seen_in, position, first, n, scale, score_at: tl.co
     if form.largest:
         if score_at is None:
             top = top * scale
-        tl.store(seen_in[0] + at, top, mask=inside)
-        tl.store(seen_in[1] + at, where.to(tl.int64), mask=inside)
+        tl.store(to[0] + at, top, mask=inside)
+        tl.store(to[1] + at, where.to(tl.int64), mask=inside)
     if form.entropy:
         wide = safe.to(tl.float64)
         entropy = (tl.log(wide) * seen.to(tl.float64) - LN_2 * powers.to(tl.float64)) / wide
-        tl.store(seen_in[2] + at, entropy.to(form.total), mask=inside)
+        tl.store(to[2] + at, entropy.to(form.total), mask=inside)
     for k in tl.static_range(len(sums)):
-        tl.store(seen_in[3][k] + at, sums[k] / safe, mask=inside)
+        tl.store(to[3][k] + at, sums[k] / safe, mask=inside)

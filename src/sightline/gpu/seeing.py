@@ -77,9 +77,7 @@ def see(problem: Problem, lse: Any, riders: Riders, architecture: str) -> tuple[
     return tuple(found[place] for place in range(len(problem.see)))
 
 
-def _arrays(
-    problem: Problem, lse: Any, statistic: Statistic, riders: Riders, architecture: str
-) -> list[Any] | None:
+def _arrays(problem: Problem, lse: Any, statistic: Statistic, riders: Riders, architecture: str) -> list[Any] | None:
     """A statistic's arrays by the kernels, averaged where it is a mean; None where none has it."""
     if isinstance(statistic, Mean) and isinstance(statistic.of, Matrix):
         return answered(problem, lse, statistic, architecture)  # of which all heads' would not be held

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["exponents", "gathered", "head_of", "keep", "keys_of", "number", "powers", "rows_of", "scores"]
+__all__ = ["exponents", "gathered", "head_of", "keep", "keys_of", "number", "rows_of", "scores"]
 
 
 @triton.jit
@@ -137,15 +137,8 @@ def scores(
 
 @triton.jit
 def exponents(s, unit, shift):
-    """s · unit − shift, at most 0: a rounded maximum as shift is off by more than 1 where scores are huge."""
-    x = tl.fma(s, tl.broadcast_to(unit, s.shape), tl.broadcast_to(-shift[:, None], s.shape))
-    return tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def powers(s, unit, shift):
-    """2^(s · unit − shift), at most 1."""
-    return tl.exp2(exponents(s, unit, shift))
+    """(s − shift) · unit. Near the maximum, as shift, the difference is exact, however large the scores are."""
+    return (s - shift[:, None]) * unit
 
 
 @triton.jit
