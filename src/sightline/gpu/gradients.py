@@ -104,7 +104,7 @@ def gradients(
 def backward_calls(
     problem: Problem, arrays: dict[str, Any], gains: Sequence[Gain], slopes: Slopes, architecture: str
 ) -> Iterator[Call]:
-    """δ and lse in base 2, dQ, dK and dV, and those blocks once more whose sums are not finite.
+    """δ and lse as the others take them, dQ, dK and dV, and those blocks once more whose sums are not finite.
 
     `arrays` are the kernels' arguments of these names: output, d_output, d_lse, lse, rows, sums, d_query, ....
     """
@@ -139,8 +139,13 @@ def backward_calls(
     more = common | seams | random | taken("d_output", "rows", "d_query") | {"blocks": blocks, "schedule": along}
     more["tainted"] = _marks(problem, items) if hides else None
     once = {
-        "B": problem.B, "batches": batches, "heads": heads, "sums": arrays["sums"], "TURNS": bool(turns),
-        "KINDS": tuple(gain.kind for gain in gains), "gains_at": _joined(given.sources, len(gains)),
+        "B": problem.B,
+        "batches": batches,
+        "heads": heads,
+        "sums": arrays["sums"],
+        "TURNS": bool(turns),
+        "KINDS": tuple(gain.kind for gain in gains),
+        "gains_at": _joined(given.sources, len(gains)),
     }
     yield Call(backward_queries, batches * heads * blocks, more | once, sizes, given.sources)
     if hides:
