@@ -31,10 +31,11 @@ class Explanation:
     bytes_read_and_written: int
     memory: int
     dense_memory: int
+    sources: dict[str, str]
 
     @classmethod
-    def of(cls, problem: Problem, plan: Plan) -> Explanation:
-        """The explanation of a plan."""
+    def of(cls, problem: Problem, plan: Plan, source: bool = False) -> Explanation:
+        """The explanation of a plan, if asked for with the text of what is generated."""
         B, H, n, m = problem.extent
         tiles = find_runs(problem.mask, problem.extent, *TILE).tiles
         total = sum(tiles.values())
@@ -57,6 +58,7 @@ class Explanation:
             bytes_read_and_written=rows * width + seen,
             memory=rows * width + B * H * n * width_of(problem.accumulator) + seen,
             dense_memory=rows * width + 2 * B * H * n * m * width + seen,
+            sources=plan.kernel.sources(problem) if source else {},
         )
 
     def __repr__(self) -> str:
@@ -77,7 +79,8 @@ class Explanation:
             ("bytes", f"{_scaled(self.bytes_read_and_written, 1024, 'B')} read and written at least"),
             ("memory", f"{_scaled(self.memory, 1024, 'B')}; the dense form {_scaled(self.dense_memory, 1024, 'B')}"),
         ]
-        return "\n".join(f"{name:<14}{text}" for name, text in lines)
+        page = [f"{name:<14}{text}" for name, text in lines]
+        return "\n".join([*page, *(f"\n{name}\n\n{text}" for name, text in self.sources.items())])
 
 
 def _formulas(problem: Problem) -> tuple[str, ...]:

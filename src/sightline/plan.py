@@ -73,6 +73,10 @@ class Kernel(ABC):
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         """The answer."""
 
+    def sources(self, problem: Problem) -> dict[str, str]:
+        """The text of what is generated for the problem, by name; empty where nothing is."""
+        return {}
+
     def gradients(
         self,
         problem: Problem,

@@ -21,6 +21,7 @@ from ..arrays import convert, framework
 
 __all__ = ["Memory", "identity", "near"]
 
+UNCOUNTED = ("cpu", "meta")  # places whose arrays may be written to without torch, or hold nothing
 SMALL = 1 << 18  # bytes up to which arrays of the host are told by what they hold
 
 Found = TypeVar("Found")
@@ -60,7 +61,7 @@ class Memory:
 
 def near(array: Any, like: Any) -> Any:
     """`arrays.convert`; small arrays of the host, as slopes and lengths are, stay on the device once they are there."""
-    elsewhere = framework(like) == "torch" and like.device.type not in ("cpu", "meta")
+    elsewhere = framework(like) == "torch" and like.device.type not in UNCOUNTED
     if not elsewhere or not isinstance(array, np.ndarray) or array.nbytes > SMALL:
         return convert(array, like)
     content = hashlib.blake2b(np.ascontiguousarray(array).tobytes()).digest()
@@ -69,7 +70,7 @@ def near(array: Any, like: Any) -> Any:
 
 def identity(array: Any) -> Hashable:
     """What tells the array and its entries from all others that live; None where nothing does."""
-    if framework(array) != "torch" or array.device.type in ("cpu", "meta") or array.is_inference():
+    if framework(array) != "torch" or array.device.type in UNCOUNTED or array.is_inference():
         return None
     return id(_owner(array)), array.data_ptr(), array.shape, array.stride(), array.dtype, array._version
 

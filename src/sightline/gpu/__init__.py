@@ -49,6 +49,11 @@ class Triton(Kernel):
     def cost(self, problem: Problem) -> float:
         return 1.0
 
+    def sources(self, problem: Problem) -> dict[str, str]:
+        from .sources import sources_of
+
+        return sources_of(problem)
+
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         from .run import run
 

@@ -77,7 +77,8 @@ def decode(
     at = ((tl.cast(part, tl.int64) * tl.num_programs(0) // (parts * blocks * G) + b) * H + h) * n + i
     column = tl.arange(0, form.lanes_v)[None, :]
     tl.store(part_output + at * form.d_v + column, found / safe[:, None], mask=inside & (column < form.d_v))
-    sums = tl.log2(safe.to(tl.float64) + lost.to(tl.float64)) + largest.to(tl.float64)
+    base = largest.to(tl.float64) * tiles.number(unit, tl.float64)
+    sums = base + tl.log2(safe.to(tl.float64) + lost.to(tl.float64))
     tl.store(part_lse + at, tl.where(nothing, float("-inf"), sums)[:, None], mask=inside)
 
 
@@ -131,9 +132,9 @@ def merge(
     none = tl.zeros((form.rows,), form.total)
     high = total.to(form.total)
     state = (found, high, (total - high.to(tl.float64)).to(form.total), largest, none)
-    hand_over(state, output, lse, position, 0, n, tiles.number(kept, form.total), form)
+    hand_over(state, output, lse, position, 0, n, 1.0, tiles.number(kept, form.total), form)
     if mask_at is not None:
         if has_nan(found) != 0:
             given = (query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
             again = with_marks(block_of_head(given, position, 0, 0, mask_at, score_at, form, True))
-            hand_over(again, output, lse, position, 0, n, tiles.number(kept, form.total), form)
+            hand_over(again, output, lse, position, 0, n, unit, tiles.number(kept, form.total), form)

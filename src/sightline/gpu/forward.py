@@ -1,10 +1,10 @@
 """The forward kernel: FlashAttention's running softmax over the runs of a block of queries.
 
-    S  = Q Kᵀ, score, mask        m' = max(m, max S),  α = 2^(m − m')        P = 2^(S − m')
+    S  = Q Kᵀ, score, mask        m' = max(m, max S),  α = e^(m − m')        P = e^(S − m')
     l  = α l + Σ P                O  = α O + P V                              at the end O / l
 
-(Dao, "FlashAttention-2", 2023, algorithm 1.) S is in base 2. Full tiles come first, without mask and bounds, then the
-partial ones. One program is one block of queries of a head; its sums run in the order of its runs.
+(Dao, "FlashAttention-2", 2023, algorithm 1.) e^x is 2^(x · unit). Full tiles come first, without mask and bounds, then
+the partial ones. One program is one block of queries of a head; its sums run in the order of its runs.
 
 What a mask hides reaches nothing, NaN and ∞ in V included: the kernel marks blocks whose output is NaN, and `careful`,
 launched after it, computes these once more with V made finite, and counts beside what weights other than 0 meet. Whole
@@ -60,9 +60,9 @@ def over_run(
         k = tiles.keys_of(key_start, key, j0, form.keys, m, form.d_k, form.lanes_k, bound, form)
         products = tl.dot(query, k, input_precision=form.precision)
         s = tiles.scores(products, place, j0, scale, tables, mask_at, score_at, PARTIAL, form)
-        new = tl.maximum(largest, tl.max(s, 1) * unit)
+        new = tl.maximum(largest, tl.max(s, 1))
         shift = tl.where(new == float("-inf"), 0.0, new)
-        alpha = tl.exp2(largest - shift)
+        alpha = tl.exp2((largest - shift) * unit)
         p = tiles.powers(s, unit, shift)
         sums = tl.sum(p, 1)
         old = total * alpha  # Knuth's sum: later passes over the weights take on the error of lse
@@ -123,7 +123,7 @@ def attend(
 
 @triton.jit
 def begin(sink, CAREFUL: tl.constexpr, form: tl.constexpr):
-    """The softmax's state before any key: (O, l, what rounding lost of l, m, marks), m the sinks' logits or −∞."""
+    """The softmax's state before any key: (O, l, what rounding lost of l, m, marks), m the sink's score or −∞."""
     output = tl.zeros((form.rows, form.lanes_v), form.total)
     marks = tl.zeros((form.rows, form.lanes_v if CAREFUL else 1), tl.int32)
     lost = tl.zeros((form.rows,), form.total)
@@ -151,8 +151,8 @@ def with_marks(state):
 
 
 @triton.jit
-def hand_over(state, output, lse, position, first, n, kept, form: tl.constexpr):
-    """Write O / l and lse = m ln 2 + ln l of a head's queries from `first` on; 0 and −∞ where nothing was seen."""
+def hand_over(state, output, lse, position, first, n, unit, kept, form: tl.constexpr):
+    """Write O / l and lse = m · unit · ln 2 + ln l of queries of a head from `first` on; 0 and −∞ if they saw nothing."""
     rows = first + tl.arange(0, form.rows)
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
     found, total, lost, largest, _ = state
@@ -162,7 +162,7 @@ def hand_over(state, output, lse, position, first, n, kept, form: tl.constexpr):
     rows = (found * (kept / safe)[:, None]).to(output.dtype.element_ty)
     place = output + at[:, None] * form.d_v + column
     tl.store(place, rows, mask=inside[:, None] & (column < form.d_v))
-    base = tl.where(nothing, float("-inf"), largest).to(tl.float64)
+    base = tl.where(nothing, float("-inf"), largest).to(tl.float64) * tiles.number(unit, tl.float64)
     tl.store(lse + at, base * LN_2 + tl.log(safe.to(tl.float64) + lost.to(tl.float64)), mask=inside)
 
 
@@ -191,7 +191,7 @@ def block_of_head(
     block = (q, key, starts[0], value, starts[1], place, numbers[0], numbers[1], random, tables)
     sink = None
     if sinks is not None:
-        sink = (tl.load(sinks + h) * LOG2_E).to(form.total)
+        sink = (tl.load(sinks + h) * LOG2_E / tiles.number(unit, tl.float64)).to(form.total)
     if schedule is not None:
         row = b * schedule[2] + h * schedule[3] + row
     return attend(begin(sink, CAREFUL, form), schedule, row, None, block, mask_at, score_at, form, CAREFUL)
@@ -242,7 +242,7 @@ def forward(
     state = block_of_head(given, position, first, block, mask_at, score_at, form, False)
     if tainted is not None:
         tl.store(tainted + item, has_nan(state[0]))
-    hand_over(state, output, lse, position, first, n, tiles.number(kept, form.total), form)
+    hand_over(state, output, lse, position, first, n, unit, tiles.number(kept, form.total), form)
 
 
 @triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks", "items"])
@@ -280,4 +280,6 @@ def careful(
             for part in range(PARTS):
                 first = (block * PARTS + part) * form.rows
                 state = block_of_head(given, position, first, block, mask_at, score_at, form, True)
-                hand_over(with_marks(state), output, lse, position, first, n, tiles.number(kept, form.total), form)
+                hand_over(
+                    with_marks(state), output, lse, position, first, n, unit, tiles.number(kept, form.total), form
+                )

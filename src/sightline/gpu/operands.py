@@ -11,14 +11,12 @@ import triton.language as tl
 
 from ..arrays import plain
 from ..dropout import threshold
-from ..formula.expression import Expression
 from ..formula.memory import near
-from ..formula.ranges import range_of
-from ..formula.render_triton import render
 from ..problem import Problem
 from .configurations import Configuration
 from .form import Form
 from .seams import function
+from .sources import Named, sources_of, tables_of
 
 __all__ = ["Operands", "operand"]
 
@@ -38,30 +36,13 @@ class Operands:
         self,
         problem: Problem,
         configuration: Configuration,
-        others: Sequence[tuple[str, Expression, bool]] = (),
+        others: Sequence[Named] = (),
     ) -> None:
         self.problem, self.configuration = problem, configuration
         self.arrays = {name: plain(getattr(problem, name)) for name in ("query", "key", "value")}
-        named = [("mask_at", problem.mask, False), ("score_at", problem.score, True), *others]
-        found = {id(table): table for _, f, _ in named if f is not None for table in f.tables}
-        slots = {table: slot for slot, table in enumerate(found)}
-        kept = [_table(table.array, problem.query) for table in found.values()]
+        kept = [_table(table.array, problem.query) for table in tables_of(problem, others)]
         self.tables = tuple((t, *t.stride(), *t.shape) for t in kept)
-        ranges = {name: range_of(formula, problem.extent) for name, formula, _ in named}
-        largest = max([number for number, _ in ranges.values()] + [_reach(table) for table in kept])
-        integers = "int64" if largest > LARGEST else "int32"
-        self.sources: dict[str, str] = {}
-        for name, formula, scores in named:
-            if formula is not None:
-                self.sources[name] = render(
-                    formula,
-                    name,
-                    floats="float64" if formula.kind == "bool" else problem.accumulator,
-                    integers=integers,
-                    slots=[slots[id(table)] for table in formula.tables],
-                    clamped=ranges[name][1],
-                    scores=scores,
-                )
+        self.sources = sources_of(problem, others)
 
     def seam(self, name: str) -> Any:
         """The generated function of that name; None where the problem has no such formula."""
@@ -152,10 +133,3 @@ def _table(array: Any, like: Any) -> Any:
     if array.numel() == 0:  # read at hidden pairs alone, where any number will do
         array = array.new_zeros([max(length, 1) for length in array.shape])
     return array
-
-
-def _reach(array: Any) -> int:
-    """Entries between the farthest of an array, which a view with gaps may spread far."""
-    return int(
-        sum(max(length - 1, 0) * abs(stride) for length, stride in zip(array.shape, array.stride(), strict=True))
-    )

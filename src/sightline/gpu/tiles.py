@@ -137,9 +137,8 @@ def scores(
 
 @triton.jit
 def powers(s, unit, shift):
-    """2^(s · unit − shift), at most 1: a rounded maximum as shift is off by more than 1 where scores are huge."""
-    x = tl.fma(s, tl.broadcast_to(unit, s.shape), tl.broadcast_to(-shift[:, None], s.shape))
-    return tl.exp2(tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    """2^((s − shift) · unit). Near the maximum, as shift, the difference is exact, however large the scores are."""
+    return tl.exp2((s - shift[:, None]) * unit)
 
 
 @triton.jit
