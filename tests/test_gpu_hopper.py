@@ -256,7 +256,7 @@ def test_compiled_for_hopper():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["plain", "causal", "window, capped", "by head"])
+@pytest.mark.parametrize("name", ["plain", "causal", "window, capped", "by head", "biased, sinks"])
 @pytest.mark.parametrize(("width", "dtype"), [(16, "float16"), (64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16")])
 def test_all_sizes_compile_for_hopper(width, dtype, name):
     found = list(for_hopper(width, PROBLEMS[name], getattr(torch, dtype)))

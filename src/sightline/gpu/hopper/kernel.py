@@ -26,10 +26,10 @@ from .rings import GROUPS, give_back, new_ring, pass_turn, put, runs_of, take, t
 
 __all__ = ["forward"]
 
-WORKERS = gl.constexpr([4, 1])  # warps of the second group and of the one that loads; the first group's are the block's
-REGISTERS = gl.constexpr(
-    [240, 24]
-)  # of a thread of theirs, of the 512 that four threads share; the first group has 240
+# The first group is the four warps that a block begins with. A thread begins with 168 of 65536 registers; the warp that
+# loads, and the three no work is found for, give most of theirs to the groups, 240 each.
+WORKERS = gl.constexpr([4, 1])  # warps of the second group, and of what loads
+REGISTERS = gl.constexpr([240, 24])
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
