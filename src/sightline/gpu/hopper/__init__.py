@@ -85,7 +85,7 @@ def forward_calls(
     from .call import specialised
 
     sizes = configurations_of(problem)[0] if sizes is None else sizes
-    first, *others = run.forward_calls(problem, output, lse, architecture, sizes)
+    first, *others = run.forward_calls(problem, output, lse, architecture, sizes=sizes)
     yield specialised(first)
     yield from others
 
