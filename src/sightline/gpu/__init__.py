@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from ..formula.expression import walk
-from ..plan import Kernel, Refusal, Result
+from ..observe import Slopes
+from ..plan import Gradients, Kernel, Refusal, Result
 from ..problem import Problem
 
 __all__ = ["Triton"]
@@ -16,7 +18,7 @@ LONGEST = 400  # parts of mask and score, each a line for the compiler
 
 
 class Triton(Kernel):
-    """Forward in every dtype, the formula compiled in.
+    """Forward and backward in every dtype, the formula compiled in.
 
     Parameters
     ----------
@@ -58,3 +60,19 @@ class Triton(Kernel):
         from .run import run
 
         return run(problem, self.architecture)
+
+    def gradients(
+        self,
+        problem: Problem,
+        d_output: Any,
+        d_lse: Any,
+        saved: tuple[Any, Any],
+        wanted: Collection[int],
+        threads: int | None = None,
+        slopes: Slopes | None = None,
+    ) -> Gradients | None:
+        if 0 in problem.extent or problem.d_v == 0 or next(self.refuses(problem), None) is not None:
+            return None
+        from .gradients import gradients
+
+        return gradients(problem, d_output, d_lse, saved, wanted, slopes or Slopes(), self.architecture)

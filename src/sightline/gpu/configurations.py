@@ -22,6 +22,8 @@ def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> 
     """The sizes for that architecture ("sm_90", "gfx942", "interpreter"), kernel, dtype and wider of d_k, d_v."""
     if architecture == "interpreter":  # small, so that small problems have several tiles
         return Configuration(16, 32, 1, 1, widened=dtype == "bfloat16")
+    if kernel in ("backward_queries", "backward_keys"):
+        return _backward(architecture, kernel, dtype, width)
     if kernel == "decode":
         return Configuration(16, 64 if dtype in ("float16", "bfloat16") else 32, 4, 3 if width <= 128 else 2)
     if dtype in ("float32", "float64"):  # without matrix units: larger tiles spill kilobytes
@@ -40,3 +42,17 @@ def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> 
         if width <= 128
         else Configuration(64, 32, 4, 2)
     )
+
+
+def _backward(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:
+    """Those of narrow floats are FlexAttention's in PyTorch 2.13, `torch/_inductor/template_heuristics/triton.py`."""
+    if dtype in ("float32", "float64"):
+        return Configuration(32, 32, 4, 1)
+    wide, narrow, warps, stages = 64, 64, 4, 2
+    if architecture.startswith("gfx"):
+        wide, stages = 128 if 64 < width <= 128 else 64, 1
+    elif architecture == "sm_90" and 64 <= width <= 128:
+        wide, warps, stages = 128, 8, 3
+    elif architecture != "sm_90" and width < 64:
+        wide, narrow, stages = 128, 32, 3
+    return Configuration(*((wide, narrow) if kernel == "backward_queries" else (narrow, wide)), warps, stages)
