@@ -255,6 +255,21 @@ def test_compiled_for_hopper():
     assert found.spilled == 0
 
 
+@pytest.mark.parametrize("rows_first", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4, 75, 24), (1, 4, 75, 24), (2, 1, 75, 24), (2, 4, 1, 24), (1, 1, 1, 8)])
+def test_axes_of_matrices_stand_in_the_order_of_their_steps(shape, rows_first):
+    x = torch.arange(float(np.prod(shape))).reshape(shape).half()
+    problem = pose(*(x.transpose(1, 2).contiguous().transpose(1, 2) if rows_first else x for _ in range(3)))
+    assert not list(hopper.serves(problem))
+    _, _, (call, *_) = calls(problem)
+    for name in ("query", "key", "value", "output"):
+        matrix = call.arguments[name]
+        for outer, inner, length in zip(matrix.strides[:-1], matrix.strides[1:], matrix.shape[1:], strict=True):
+            assert outer >= inner * length
+        assert all(step % 8 == 0 for step in matrix.strides[:-1])
+    assert_conforms(on_machine(seed=0), problem)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["plain", "causal", "window, capped", "by head", "biased, sinks"])
 @pytest.mark.parametrize(("width", "dtype"), [(16, "float16"), (64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16")])
