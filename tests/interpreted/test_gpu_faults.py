@@ -16,6 +16,7 @@ from sightline.gpu import decode, forward, functions, run, schedule, seams, tile
 from sightline.testing import assert_conforms
 
 RED = r"budget|shape"
+FEW_KEYS = 32  # worth a part of their own: see the fixture `triton_kernel`
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,12 @@ class Fault:
 SINKS = np.array([-1.0, 0.5, 2.0, 1.0], np.float32)
 HIDDEN = np.random.default_rng(1).random((21, 40)) < 0.5
 PROBLEMS = {
-    "masked": ({"shape": (2, 4, 21, 12), "groups": 2, "m": 75}, {"mask": (i * 8 >= j) & (j >= i), "sinks": SINKS}),
+    "masked": ({"shape": (1, 4, 21, 12), "groups": 2, "m": 75}, {"mask": (i * 8 >= j) & (j >= i), "sinks": SINKS}),
     "scored": ({"shape": (1, 2, 18, 12), "m": 40}, {"score": softcap(5.0), "scale": -0.7}),
     "divided": ({"shape": (1, 1, 18, 12)}, {"score": s + (j - 9) // 7}),
     "dropped": ({"shape": (2, 2, 20, 8), "m": 40}, {"dropout": 0.4, "seed": 2**40 + 3}),
     "poisoned": ({"shape": (1, 1, 21, 12), "m": 40}, {"mask": dense(HIDDEN)}),
-    "decoded": ({"shape": (2, 4, 3, 12), "groups": 2, "m": 530}, {"mask": padding([530, 300]), "sinks": SINKS}),
+    "decoded": ({"shape": (2, 4, 3, 12), "groups": 2, "m": 130}, {"mask": padding([130, 70]), "sinks": SINKS}),
 }
 
 FAULTS = {
@@ -48,7 +49,7 @@ FAULTS = {
     "full runs left out": ("masked", Fault(forward, "for run in range(start, middle):", "for run in range(0):")),
     "off-by-one mask": ("masked", Fault(tiles, "mask_at(b, h, i, at, n", "mask_at(b, h, i, at + 1, n")),
     "keys past the end": ("scored", Fault(tiles, "tl.where(j < m, s, float", "tl.where(j <= m + 64, s, float")),
-    "wrong batch": ("masked", Fault(tiles, "* strides[len(lengths) - 1 - k]", "* 0")),
+    "wrong batch": ("dropped", Fault(tiles, "* strides[len(lengths) - 1 - k]", "* 0")),
     "sign of the scale": ("scored", Fault(forward, "q * tiles.number(sign, form.total)", "q")),
     "unscaled scores": ("scored", Fault(tiles, "score_at(s * scale,", "score_at(s,")),
     "quotients towards 0": ("divided", Fault(functions, "tl.where(wrong, quotient - 1, quotient)", "quotient")),
@@ -106,6 +107,7 @@ def plant():
                 assert fault.before in source, f"{module.__name__} no longer has {fault.before!r}"
                 source = source.replace(fault.before, fault.after)
             execute(module, source)
+        run.LEAST = FEW_KEYS
         seams.function.cache_clear()
 
     yield put

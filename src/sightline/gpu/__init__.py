@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection, Iterator
+from functools import lru_cache
 from typing import Any
 
 from ..formula.expression import walk
@@ -38,6 +39,8 @@ class Triton(Kernel):
         wanted = "cpu" if self.architecture == "interpreter" else "cuda"
         if problem.framework != "torch" or place != wanted:
             yield Refusal(f"{problem.framework} arrays on {problem.device}", f"torch tensors on {wanted}")
+        elif place == "cuda" and _too_old(problem.query.device):
+            yield Refusal("a GPU older than compute capability 8.0", "take one of 8.0 or later; streaming serves it")
         if max(problem.d_k, problem.d_v) > WIDEST:
             yield Refusal(
                 f"d_k {problem.d_k}, d_v {problem.d_v}", f"widths up to {WIDEST}; streaming serves wider ones"
@@ -76,3 +79,11 @@ class Triton(Kernel):
         from .gradients import gradients
 
         return gradients(problem, d_output, d_lse, saved, wanted, slopes or Slopes(), self.architecture)
+
+
+@lru_cache
+def _too_old(device: Any) -> bool:
+    """Whether it multiplies neither bfloat16 nor float64 in matrices."""
+    import torch
+
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)

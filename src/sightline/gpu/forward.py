@@ -152,7 +152,7 @@ def with_marks(state):
 
 @triton.jit
 def hand_over(state, output, lse, position, first, n, unit, kept, form: tl.constexpr):
-    """Write O / l and lse = m · unit · ln 2 + ln l of queries of a head from `first` on; 0 and −∞ if they saw nothing."""
+    """Write O / l and lse = m · unit · ln 2 + ln l of a head's queries from `first` on; 0 and −∞ where none is seen."""
     rows = first + tl.arange(0, form.rows)
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
     found, total, lost, largest, _ = state

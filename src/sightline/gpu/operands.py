@@ -78,7 +78,7 @@ class Operands:
             even=problem.m % configuration.keys == 0,
             index=tl.int64 if far else tl.int32,
             total=tl.float64 if problem.accumulator == "float64" else tl.float32,
-            precision="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            precision=_precision(),
             widened=configuration.widened,
         )
 
@@ -125,6 +125,13 @@ def operand(array: Any) -> tuple[Any, ...]:
 def lanes(width: int) -> int:
     """The width padded for a matrix product: the next power of two, 16 at least."""
     return max(16, 1 << max(width - 1, 0).bit_length())
+
+
+def _precision() -> str:
+    """Of products of float32, as torch was told."""
+    told = torch.backends.cuda.matmul
+    new = getattr(told, "fp32_precision", None)  # from torch 2.9 on; who sets it may not read the old one
+    return "tf32" if (told.allow_tf32 if new is None else new == "tf32") else "ieee"
 
 
 def _table(array: Any, like: Any) -> Any:

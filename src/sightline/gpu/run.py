@@ -36,8 +36,9 @@ def run(problem: Problem, architecture: str | None) -> Result:
     if lse.numel():
         if problem.m == 0 or problem.d_v == 0:
             return _without_kernel(problem)
-        for call in calls_of(problem, output, lse, architecture or architecture_of(problem.query.device)):
-            call.launch()
+        with torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
+            for call in calls_of(problem, output, lse, architecture or architecture_of(problem.query.device)):
+                call.launch()
     return Result(output, lse, observe(Work(problem), lse) if problem.see else ())
 
 

@@ -1,0 +1,72 @@
+"""When the kernels in Triton are taken, and what `explain` tells of generated text."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import sightline
+from sightline import causal, i, j, s
+from sightline.attention import KERNELS
+from sightline.gpu import LONGEST, WIDEST, Triton
+from sightline.plan import choose
+from sightline.problem import pose
+
+
+def on_cuda(problem):
+    """The problem as it would be on a GPU, as far as choosing goes: arrays that say they are there."""
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("cuda:0")
+
+    return replace(problem, query=problem.query.as_subclass(Elsewhere))
+
+
+@pytest.fixture(autouse=True)
+def young(monkeypatch):
+    """No GPU is asked how old it is."""
+    monkeypatch.setattr("sightline.gpu._too_old", lambda device: False)
+
+
+def posed(d=8, **options):
+    return pose(*[torch.zeros(1, 2, 16, d)] * 3, **options)
+
+
+def test_a_gpu_s_problems_are_theirs():
+    plan = choose(KERNELS, on_cuda(posed(mask=causal(), dropout=0.1, seed=1)))
+    assert plan.kernel.name == "triton"
+    assert choose(KERNELS, posed()).kernel.name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (posed(), "torch arrays on cpu"),
+        (pose(*[np.zeros((1, 1, 4, 4))] * 3), "numpy arrays on cpu"),
+        (on_cuda(posed(d=WIDEST + 1)), f"d_k {WIDEST + 1}"),
+        (on_cuda(posed(score=sum([s * k for k in range(LONGEST)], s))), "parts would compile for long"),
+    ],
+    ids=["host", "numpy", "wide", "long"],
+)
+def test_every_refusal_has_its_cure(problem, reason):
+    (refusal,) = Triton().refuses(problem)
+    assert reason in refusal.reason
+    assert refusal.cure
+
+
+def test_a_gpu_too_old_or_no_triton(monkeypatch):
+    monkeypatch.setattr("sightline.gpu._too_old", lambda device: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert [r.reason for r in Triton().refuses(on_cuda(posed()))] == [
+        "a GPU older than compute capability 8.0",
+        "triton is not installed",
+    ]
+
+
+def test_what_is_generated_is_told():
+    x = np.zeros((1, 1, 8, 4), np.float32)
+    told = sightline.explain(x, x, x, mask=i >= j, source=True)
+    assert 'define void @"sightline_forward"' in str(told)
+    assert sightline.explain(x, x, x, mask=i >= j).sources == {}
+    assert sightline.explain(x, x, x, mask=i >= j, kernel="streaming", source=True).sources == {}
