@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import triton.language as tl
 from triton.language.extra import libdevice
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from sightline.gpu import Triton, run
@@ -40,6 +41,26 @@ for name in dir(InterpreterBuilder):
     if name.startswith(("create_fcmp", "create_icmp")):
         setattr(InterpreterBuilder, name, condition(getattr(InterpreterBuilder, name)))
 libdevice.tanh, libdevice.pow = lifted(np.tanh), lifted(np.power)
+
+
+def once(patch):
+    """Puts the interpreter's functions in place once a launch, where it does so for every call of a device function."""
+    done = set()
+
+    def patched(function):
+        rooms = frozenset(id(x) for x in function.__globals__.values() if x is tl or x is tl.core)
+        if rooms in done:
+            return None
+        done.add(rooms)
+        scope = patch(function)
+        restore = scope.restore
+        scope.restore = lambda: (done.clear(), restore())
+        return scope
+
+    return patched
+
+
+interpreter._patch_lang = once(interpreter._patch_lang)
 
 
 @pytest.fixture

@@ -70,8 +70,8 @@ def decode(
     if schedule is not None:
         row = b * schedule[2]
     window = (part * chunk, (part + 1) * chunk)
-    state = attend(begin(None, False, form), schedule, row, window, given, mask_at, score_at, form, False)
-    found, total, lost, largest, _ = state
+    state = attend(begin(None, 0, False, form), schedule, row, window, given, mask_at, score_at, form, False)
+    found, total, lost, largest, _, _ = state
     nothing = total == 0
     safe = tl.where(nothing, 1.0, total)
     at = ((tl.cast(part, tl.int64) * tl.num_programs(0) // (parts * blocks * G) + b) * H + h) * n + i
@@ -131,7 +131,7 @@ def merge(
         found += tl.where(weight == 0, 0.0, weight).to(form.total)[:, None] * share
     none = tl.zeros((form.rows,), form.total)
     high = total.to(form.total)
-    state = (found, high, (total - high.to(tl.float64)).to(form.total), largest, none)
+    state = (found, high, (total - high.to(tl.float64)).to(form.total), largest, none, ())
     hand_over(state, output, lse, position, 0, n, 1.0, tiles.number(kept, form.total), form)
     if mask_at is not None:
         if has_nan(found) != 0:

@@ -139,8 +139,13 @@ def backward_calls(
     more = common | seams | random | taken("d_output", "rows", "d_query") | {"blocks": blocks, "schedule": along}
     more["tainted"] = _marks(problem, items) if hides else None
     once = {
-        "B": problem.B, "batches": batches, "heads": heads, "sums": arrays["sums"], "TURNS": bool(turns),
-        "KINDS": tuple(gain.kind for gain in gains), "gains_at": _joined(given.sources, len(gains)),
+        "B": problem.B,
+        "batches": batches,
+        "heads": heads,
+        "sums": arrays["sums"],
+        "TURNS": bool(turns),
+        "KINDS": tuple(gain.kind for gain in gains),
+        "gains_at": _joined(given.sources, len(gains)),
     }
     yield Call(backward_queries, batches * heads * blocks, more | once, sizes, given.sources)
     if hides:

@@ -15,7 +15,7 @@ from ..formula.memory import near
 from ..problem import Problem
 from .configurations import Configuration
 from .form import Form
-from .seams import function
+from .seams import function, together
 from .sources import Named, sources_of, tables_of
 
 __all__ = ["Operands", "operand"]
@@ -47,6 +47,10 @@ class Operands:
     def seam(self, name: str) -> Any:
         """The generated function of that name; None where the problem has no such formula."""
         return function(self.sources[name], name) if name in self.sources else None
+
+    def seams(self, names: Sequence[str], name: str) -> Any:
+        """One function for several generated ones that read scores; None where there are none."""
+        return function(together([self.sources[each] for each in names], names, name), name) if names else None
 
     def common(self) -> dict[str, Any]:
         """The arguments that every kernel over tiles takes."""

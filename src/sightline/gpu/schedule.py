@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..formula.expression import Expression
+from ..formula.expression import SYMBOLS, Expression
 from ..formula.memory import Memory
 from ..formula.runs import Runs, find_runs
 from ..problem import Problem
 
-__all__ = ["schedule", "words"]
+__all__ = ["exchanged", "schedule", "words"]
 
 _SCHEDULES = Memory(64)
 
@@ -41,18 +41,35 @@ def words(runs: Runs) -> tuple[Any, Any]:
     return rows.astype(np.int32), pairs.astype(np.int32)
 
 
-def schedule(problem: Problem, query_block: int, key_block: int) -> tuple[Any, Any, int, int] | None:
-    """(rows, runs, rows to the next batch, to the next head) for blocks of queries; None where every key is seen."""
+def exchanged(mask: Expression) -> Expression:
+    """The mask with queries for keys and keys for queries: its rows are the mask's columns."""
+    pairs = [("i", "j"), ("j", "i"), ("n", "m"), ("m", "n")]
+    return mask.replacing({name: SYMBOLS[other] for name, other in pairs}, {})
+
+
+def schedule(
+    problem: Problem, query_block: int, key_block: int, of_keys: bool = False
+) -> tuple[Any, Any, int, int] | None:
+    """(rows, runs, rows to the next batch, to the next head) for blocks of queries; None where every key is seen.
+
+    With `of_keys` rows are blocks of keys, and runs are of blocks of queries.
+    """
     if problem.mask is None:
         return None
     mask = problem.mask
-    question = (mask.text, problem.extent, query_block, key_block, problem.device)
+    question = (mask.text, problem.extent, query_block, key_block, of_keys, problem.device)
     arrays = [table.array for table in mask.tables]
-    return _SCHEDULES.get(question, arrays, lambda: _found(mask, problem, query_block, key_block))
+    return _SCHEDULES.get(question, arrays, lambda: _found(mask, problem, query_block, key_block, of_keys))
 
 
-def _found(mask: Expression, problem: Problem, query_block: int, key_block: int) -> tuple[Any, Any, int, int]:
-    runs = find_runs(mask, problem.extent, query_block, key_block)
+def _found(
+    mask: Expression, problem: Problem, query_block: int, key_block: int, of_keys: bool
+) -> tuple[Any, Any, int, int]:
+    B, H, n, m = problem.extent
+    if of_keys:
+        runs = find_runs(exchanged(mask), (B, H, m, n), key_block, query_block)
+    else:
+        runs = find_runs(mask, problem.extent, query_block, key_block)
     rows, pairs = words(runs)
     flat = torch.from_numpy(np.concatenate([rows.reshape(-1), pairs.reshape(-1)])).to(problem.query.device)
     batch = runs.heads * runs.query_blocks if runs.batches > 1 else 0

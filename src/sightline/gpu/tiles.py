@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["gathered", "head_of", "keep", "keys_of", "number", "powers", "rows_of", "scores"]
+__all__ = ["exponents", "gathered", "head_of", "keep", "keys_of", "number", "rows_of", "scores"]
 
 
 @triton.jit
@@ -136,9 +136,9 @@ def scores(
 
 
 @triton.jit
-def powers(s, unit, shift):
-    """2^((s − shift) · unit). Near the maximum, as shift, the difference is exact, however large the scores are."""
-    return tl.exp2((s - shift[:, None]) * unit)
+def exponents(s, unit, shift):
+    """(s − shift) · unit. Near the maximum, as shift, the difference is exact, however large the scores are."""
+    return (s - shift[:, None]) * unit
 
 
 @triton.jit
