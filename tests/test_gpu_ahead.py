@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sightline import causal, softcap, window
+from sightline import causal, entropy, pooled, received, softcap, top_k, window
 from sightline.errors import ParameterError
 from sightline.observe import Slopes
 from sightline.problem import pose
@@ -28,6 +28,7 @@ from sightline.gpu.run import calls_of, forward_calls, run
 FILE = Path(__file__).with_name("recorded_kernels.json")
 SHARED = {"sm_80": 163, "sm_90": 227, "gfx942": 64}  # KiB that a block can have
 FORMULAS = {"causal": {"mask": causal()}, "capped window": {"mask": window(256), "score": softcap(20.0)}}
+STATISTICS = {"entropy": [entropy()], "top_k": [top_k(8)], "received": [received()], "pooled": [pooled(16, 16)]}
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Case:
         dtype = getattr(torch, self.dtype)
         query = torch.zeros(2, 8, 1 if self.work == "decode" else 1000, self.width, dtype=dtype)
         key = torch.zeros(2, 2, 1000, self.width, dtype=dtype)
-        return pose(query, key, key, **FORMULAS[self.formula])
+        return pose(query, key, key, see=STATISTICS.get(self.work, []), **FORMULAS[self.formula])
 
     def launch(self):
         problem = self.problem()
@@ -72,6 +73,7 @@ CASES = [
         ("decode", "bfloat16", 128, "causal"),
         *(("backward", "bfloat16", width, "causal") for width in (64, 128)),
         ("backward", "float32", 64, "causal"),
+        *((work, "bfloat16", 64, "causal") for work in STATISTICS),
     ]
 ]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import Case, generators, masks, scores, to_torch
 from test_conformance import arrays
 
-from sightline import alibi, causal, documents, h, i, j, s, softcap, table, window
+from sightline import alibi, causal, documents, entropy, h, i, j, s, softcap, table, window
 from sightline.plan import Result
 from sightline.problem import pose
 from sightline.testing import assert_conforms
@@ -201,6 +201,7 @@ REFUSED = {
     "one of each": ("float16", {}, {"shape": (1, 2, 0, 24)}),
     "a scale above 0": ("float16", {"scale": -1.0}, {}),
     "dropout=0": ("float16", {"dropout": 0.5, "seed": 1}, {}),
+    "see=()": ("float16", {"see": [entropy()]}, {}),
 }
 
 

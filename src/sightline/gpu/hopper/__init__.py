@@ -40,6 +40,8 @@ def serves(problem: Problem) -> Iterator[Refusal]:
         yield Refusal(f"scale {problem.scale}", "a scale above 0")
     if problem.dropout:
         yield Refusal("dropout", "dropout=0")
+    if problem.see:
+        yield Refusal("statistics, which may ride along", "see=()")
     for name in ("query", "key", "value"):
         yield from _unreachable(name, getattr(problem, name))
 
