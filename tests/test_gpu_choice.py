@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sightline
-from sightline import causal, i, j, s
+from sightline import b, causal, h, i, j, s
 from sightline.attention import KERNELS
 from sightline.gpu import LONGEST, WIDEST, Triton
 from sightline.plan import choose
@@ -100,14 +100,16 @@ SMALL_STEP = {"dropout": 0.1, "seed": 1, "scale": 1.0}
         {"seed": 2**63 + 5},
         {"dropout": 0.9},
         {"scale": 0.25},
-        {"shape": (1, 2, 77, 64)},
+        {"shape": (2, 2, 77, 64)},
         {"m": 1000},
-        {"mask": i >= j, "m": 100},
+        {"mask": i >= j, "m": 1000},
+        {"mask": (i >= j) & (b < 1) & (h < 1), "shape": (2, 2, 3000, 64)},
     ],
     ids=str,
 )
 def test_other_numbers_compile_nothing_anew(other):
-    one = SMALL_STEP | ({"mask": i >= j} if "mask" in other else {})
+    one = SMALL_STEP | {name: other[name] for name in ("mask",) if name in other}
+    one |= {"shape": (2, 2, 100, 64)} if "shape" in other else {}
     assert compiled_for(**(one | other)) == compiled_for(**one)
 
 
