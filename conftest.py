@@ -6,8 +6,12 @@ import shutil
 import tempfile
 from importlib.util import find_spec
 
+collect_ignore = []
 if find_spec("transformers") is None:
-    collect_ignore = ["src/sightline/transformers", "docs/watching-models.md"]
+    collect_ignore += ["src/sightline/transformers", "docs/watching-models.md"]
+
+if find_spec("triton") is None:
+    collect_ignore += ["src/sightline/gpu", "docs/gpu.md"]
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 os.environ.pop("SIGHTLINE_THREADS", None)

@@ -41,7 +41,21 @@ STORED = dict.fromkeys((gl.bfloat16, gl.float16, gl.float32), np.float32) | {
     gl.int64: np.int64,
 }
 DTYPES = ("bfloat16", "float16", "float32", "float64", "int1", "int32", "int64")
-ELEMENTWISE = ("where", "maximum", "minimum", "exp", "exp2", "log", "log2", "sin", "cos", "floor", "ceil", "abs")
+ELEMENTWISE = (
+    "where",
+    "maximum",
+    "minimum",
+    "exp",
+    "exp2",
+    "log",
+    "log2",
+    "sqrt",
+    "sin",
+    "cos",
+    "floor",
+    "ceil",
+    "abs",
+)
 LAYOUTS = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout")
 
 
@@ -282,7 +296,6 @@ class Machine:
             "max": whole(np.max),
             "sum": whole(np.sum),
             "fma": whole(lambda x, y, z: x * y + z),
-            "sqrt_rn": whole(np.sqrt),
             "load": self._load,
             "store": self._store,
             "allocate_shared_memory": self._allocate,

@@ -1,14 +1,17 @@
-"""Tests written for arrays on the processor, run on a GPU: what they give is moved there."""
+"""Tests written for arrays on the processor, run on a GPU: what they give is moved there, and the answer back."""
 
 from dataclasses import fields, is_dataclass, replace
 
 import torch
 
-__all__ = ["OnDevice"]
+from sightline.formula.expression import Expression
+from sightline.formula.table import Table
+
+__all__ = ["OnDevice", "moved"]
 
 
 class OnDevice:
-    """A kernel whose `run` and `gradients` take problems from anywhere."""
+    """A kernel whose `run` and `gradients` take problems of the processor's arrays."""
 
     def __init__(self, kernel, device="cuda"):
         self.kernel, self.device = kernel, device
@@ -17,37 +20,29 @@ class OnDevice:
         return getattr(self.kernel, name)
 
     def run(self, problem, threads=None):
-        return self.kernel.run(self.moved(problem), threads)
+        return moved(self.kernel.run(self.there(problem), threads), problem.query.device)
 
-    def gradients(self, problem, d_output, d_lse, saved, wanted, threads=None, slopes=None):
-        given = (self.placed(each) for each in (d_output, d_lse))
-        saved = tuple(self.placed(each) for each in saved)
-        return self.kernel.gradients(self.moved(problem), *given, saved, wanted, threads, self.slopes(slopes))
+    def gradients(self, problem, *given):
+        found = self.kernel.gradients(self.there(problem), *(moved(each, self.device) for each in given))
+        return moved(found, problem.query.device)
 
-    def moved(self, problem):
-        """The problem with its arrays and the tables of its formulas on the device."""
-        arrays = {name: self.placed(getattr(problem, name)) for name in ("query", "key", "value", "sinks")}
-        formulas = {name: self.formula(getattr(problem, name)) for name in ("mask", "score")}
-        return replace(problem, **arrays, **formulas, see=tuple(each.mapped(self.formula) for each in problem.see))
-
-    def slopes(self, slopes):
-        """The formulas of statistics' gradients, likewise."""
-        if not is_dataclass(slopes):
-            return slopes
-        named = {each.name: getattr(slopes, each.name) for each in fields(slopes)}
-        return replace(slopes, **{name: self.formula(self.placed(each)) for name, each in named.items()})
-
-    def formula(self, formula):
-        """A formula that reads its tables there; anything else as it is."""
-        if not hasattr(formula, "with_tables"):
-            return formula
-        return formula.with_tables([replace_array(table, self.placed(table.array)) for table in formula.tables])
-
-    def placed(self, array):
-        """A tensor there; anything else as it is."""
-        return array.to(self.device) if isinstance(array, torch.Tensor) else array
+    def there(self, problem):
+        """The problem with its arrays and the tables of its formulas and statistics on the device."""
+        names = ("query", "key", "value", "sinks", "mask", "score")
+        given = {name: moved(getattr(problem, name), self.device) for name in names}
+        see = tuple(statistic.mapped(lambda formula: moved(formula, self.device)) for statistic in problem.see)
+        return replace(problem, **given, see=see)
 
 
-def replace_array(table, array):
-    """A table of the same axes."""
-    return type(table)(array, table.axes)
+def moved(value, place):
+    """Tensors there, those in tuples, results and formulas too; all else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(place)
+    if isinstance(value, Expression):
+        return value.with_tables([Table(moved(table.array, place), table.axes) for table in value.tables])
+    if isinstance(value, tuple):
+        parts = [moved(each, place) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: moved(getattr(value, each.name), place) for each in fields(value)})
+    return value

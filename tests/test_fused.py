@@ -12,6 +12,7 @@ from sightline import i, j
 from sightline.explanation import Explanation
 from sightline.plan import choose
 from sightline.problem import pose
+from sightline.torch import door
 from sightline.torch.fused import RULES, Fused
 
 
@@ -38,7 +39,7 @@ def test_a_rule_decides(architecture, taken):
     plan = choose((fused, OURS, TILES), problem)
     assert (plan.kernel is fused) == taken
     assert choose((fused, TILES), problem).kernel is fused, "rather than tiles in plain array operations"
-    page = str(Explanation.of(problem, plan, (fused, OURS, TILES)))
+    page = str(Explanation.of(problem, plan))
     assert f"fused: {fused.because(problem)}" in page
 
 
@@ -59,6 +60,26 @@ def test_gradients_stay_with_kernels_that_repeat_themselves():
         assert choose((fused, OURS), problem).kernel is fused, "torch's are the same on every run then"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_torch_compile_follows_the_choice(monkeypatch, grad):
+    """Whichever kernel is taken, in one graph; gradients are the same as outside."""
+    monkeypatch.setattr(door, "FUSED", OnCpu("sm_90"))
+    given = half(grad)
+
+    def step(query, key, value):
+        return sightline.attention(query, key, value)
+
+    taken, counted = [], OnCpu.run
+    monkeypatch.setattr(OnCpu, "run", lambda *asked: (taken.append(1), counted(*asked))[1])
+    outside = step(*given)
+    assert bool(taken) != grad
+    compiled = torch.compile(step, fullgraph=True, backend="eager")(*given)
+    assert torch.equal(compiled, outside)
+    if grad:
+        wanted = [torch.autograd.grad(output.sum(), given) for output in (outside, compiled)]
+        assert all(torch.equal(x, y) for x, y in zip(*wanted, strict=True))
 
 
 def test_torchs_causal_mask_lets_hidden_values_through():

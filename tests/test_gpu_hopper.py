@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import settings as drawn
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import Case, generators, masks, scores, to_torch
 from test_conformance import arrays
 
-from sightline import alibi, causal, documents, h, i, j, s, softcap, table, window
+from sightline import alibi, causal, documents, entropy, h, i, j, s, softcap, table, window
 from sightline.plan import Result
 from sightline.problem import pose
 from sightline.testing import assert_conforms
@@ -76,10 +75,10 @@ def test_named_problems(dtype, name):
     assert_conforms(on_machine(seed=0), problem)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("stages", [1, 3])
 def test_whatever_comes_first_the_answer_is_the_same(stages):
     problem = posed("bfloat16", PROBLEMS["causal"])
-    first, *others = (on_machine(seed, replace(SMALL, stages=stages))(problem) for seed in range(8))
+    first, *others = (on_machine(seed, replace(SMALL, stages=stages))(problem) for seed in range(6))
     assert_conforms(lambda _: first, problem)
     for other in others:
         assert torch.equal(other.output, first.output)
@@ -103,7 +102,7 @@ def problems(draw):
 
 
 def drawn_problems(examples):
-    @drawn(max_examples=examples)
+    @settings(max_examples=examples)
     @given(problems(), st.integers(0, 2**32))
     def conforms(problem, seed):
         assume(not list(hopper.serves(problem)))
@@ -141,8 +140,12 @@ FAULTS = {
         "                give_back(v_ring, step - 1, STAGES)",
         "give_back(v_ring, step - 1, STAGES)\n                output, p = warpgroup_mma_wait(0, deps=[output, p])",
     ),
-    "scores not waited for": (kernel.over_runs, "warpgroup_mma_wait(1, deps=[products])", "warpgroup_mma_wait(2, deps=[products])"),
-    "values of another tile": (kernel.over_runs, "v = take(v_ring, step - 1, form.lanes_v, form, STAGES)\n        output", "v = take(v_ring, step, form.lanes_v, form, STAGES)\n        output"),
+    "scores not waited for": (kernel.over_runs, "wait(1, deps=[products])", "wait(2, deps=[products])"),
+    "values of another tile": (
+        kernel.over_runs,
+        "v = take(v_ring, step - 1, form.lanes_v, form, STAGES)\n                output",
+        "v = take(v_ring, step, form.lanes_v, form, STAGES)\n                output",
+    ),
     "queries not waited for": (kernel.compute, "mbarrier.wait(queries[1].index(WHO), 0)", "pass"),
     "output not fenced": (kernel.compute, "fence_async_shared()", "pass"),
     "output not waited for": (kernel.compute, "tma.store_wait(0)", "pass"),
@@ -152,9 +155,9 @@ FAULTS = {
     "missed tail of keys": (kernel.scores, "j < m", "j < m + 1"),
     "first tile twice": (kernel.over_runs, "gl.where(run == first_run, 1, 0)", "0"),
     "wrong head of a group": (kernel.load, "h // work[7]", "h % work[7]"),
-    "other half of the queries": (kernel.compute, "block * form.rows + WHO * ROWS", "block * form.rows + (1 - WHO) * ROWS"),
+    "other half of the queries": (kernel.compute, "+ WHO * ROWS", "+ (1 - WHO) * ROWS"),
     "sinks forgotten": (kernel.compute, "if sinks is not None:", "if False:"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -171,10 +174,10 @@ def test_broken_on_purpose(name):
             assert torch.equal(found.lse, right.lse)
 
 
-def test_hidden_nan_taints_its_blocks_for_the_second_call(rng):
-    q, k, v = arrays((1, 2, 100, 16), "float16")
-    v[..., 50, 3] = np.nan  # queries from 50 on see it
-    problem = pose(*map(to_torch, (q, k, v)), mask=i >= j)
+def test_hidden_nan_taints_its_blocks_for_the_second_call():
+    arrays_of = arrays((1, 2, 100, 16), "float16")
+    arrays_of[2][..., 50, 3] = np.nan  # queries from 50 on see it
+    problem = pose(*map(to_torch, arrays_of), mask=i >= j)
     output, lse, (call, again) = calls(problem)
     Machine(0).launch(call.kernel, call.programs, **call.arguments)
     tainted = call.arguments["tainted"].reshape(2, -1).flip(1)  # later blocks come first
@@ -182,7 +185,8 @@ def test_hidden_nan_taints_its_blocks_for_the_second_call(rng):
     for name in ("tainted", "lse", "blocks", "n", "m", "schedule"):
         assert again.arguments[name] is call.arguments[name]
     assert again.arguments["output"] is output
-    assert_conforms(lambda _: Result(output[:, :, :32], lse[:, :, :32]), pose(*map(to_torch, (q[:, :, :32], k[:, :, :32], v[:, :, :32])), mask=i >= j))
+    first = Result(output[:, :, :32], lse[:, :, :32])
+    assert_conforms(lambda _: first, pose(*(to_torch(x[:, :, :32]) for x in arrays_of), mask=i >= j))
 
 
 def test_nothing_is_tainted_where_nothing_is_hidden():
@@ -197,6 +201,7 @@ REFUSED = {
     "one of each": ("float16", {}, {"shape": (1, 2, 0, 24)}),
     "a scale above 0": ("float16", {"scale": -1.0}, {}),
     "dropout=0": ("float16", {"dropout": 0.5, "seed": 1}, {}),
+    "see=()": ("float16", {"see": [entropy()]}, {}),
 }
 
 
@@ -204,6 +209,11 @@ REFUSED = {
 def test_what_is_refused(word):
     dtype, options, shapes = REFUSED[word]
     assert any(word in str(refusal) for refusal in hopper.serves(posed(dtype, options, **shapes)))
+
+
+def test_older_triton_is_refused(monkeypatch):
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+    assert any("triton>=3.9" in str(refusal) for refusal in hopper.serves(posed("float16", {})))
 
 
 LAYOUTS = {
@@ -223,10 +233,49 @@ def test_layouts_no_tile_can_be_copied_from(word):
         assert any(word in refusal and refusal.startswith(name) for refusal in refusals)
 
 
-def for_hopper(width, options, sizes=None):
-    """What a problem's calls become on sm_90: of the kernel, not of the call after it."""
-    problem = pose(*(torch.zeros(2, 4, 1000, width, dtype=torch.bfloat16) for _ in range(3)), **options)
+def for_hopper(width, options, dtype=torch.bfloat16):
+    """What the kernel becomes on sm_90, in each of its sizes."""
+    problem = pose(*(torch.zeros(2, 4, 1000, width, dtype=dtype) for _ in range(3)), **options)
     for sizes in hopper.configurations_of(problem):
         _, _, (call, *_) = calls(problem, sizes)
-        (found,) = compiled(call.launch, "sm_90")
-        yield found
+        yield from compiled(call.launch, "sm_90")
+
+
+def assert_specialised(found):
+    """It multiplies and copies as Hopper does, hands registers to those who compute, and nothing waits in between."""
+    for word in ("wgmma.mma_async", "cp.async.bulk.tensor", "mbarrier.try_wait", "setmaxnreg.inc.sync.aligned.u32"):
+        assert word in found.text
+    assert "serialized" not in found.remarks  # ptxas, where it makes products wait for each other
+    assert found.warps == 12
+    assert found.shared <= 227 << 10
+
+
+def test_compiled_for_hopper():
+    found = next(for_hopper(64, {"mask": causal()}))
+    assert_specialised(found)
+    assert found.spilled == 0
+
+
+@pytest.mark.parametrize("rows_first", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4, 75, 24), (1, 4, 75, 24), (2, 1, 75, 24), (2, 4, 1, 24), (1, 1, 1, 8)])
+def test_axes_of_matrices_stand_in_the_order_of_their_steps(shape, rows_first):
+    x = torch.arange(float(np.prod(shape))).reshape(shape).half()
+    problem = pose(*(x.transpose(1, 2).contiguous().transpose(1, 2) if rows_first else x for _ in range(3)))
+    assert not list(hopper.serves(problem))
+    _, _, (call, *_) = calls(problem)
+    for name in ("query", "key", "value", "output"):
+        matrix = call.arguments[name]
+        for outer, inner, length in zip(matrix.strides[:-1], matrix.strides[1:], matrix.shape[1:], strict=True):
+            assert outer >= inner * length
+        assert all(step % 8 == 0 for step in matrix.strides[:-1])
+    assert_conforms(on_machine(seed=0), problem)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["plain", "causal", "window, capped", "by head", "biased, sinks"])
+@pytest.mark.parametrize(("width", "dtype"), [(16, "float16"), (64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16")])
+def test_all_sizes_compile_for_hopper(width, dtype, name):
+    found = list(for_hopper(width, PROBLEMS[name], getattr(torch, dtype)))
+    for one in found:
+        assert_specialised(one)
+    assert found[0].spilled == 0

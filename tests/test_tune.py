@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -113,6 +114,21 @@ def test_backward_kernels_are_tuned_apart():
     assert chosen.chosen("backward", problem, "interpreter") == second
 
 
+def test_statistics_are_tuned_and_judged_with_the_problem_that_asks_for_them():
+    best, wrong = others()[:2]
+
+    class Seeing(Told):
+        def run(self, problem, threads=None):
+            result = super().run(problem)
+            seen = tuple(array * (1 + 1e-3 * (self.ran[-1][1] == wrong)) for array in result.seen)
+            return replace(result, seen=seen)
+
+    (found,) = tuned(Seeing({("forward", best): 0.5, ("forward", wrong): 0.1}), see=[sightline.entropy()]).found
+    assert (found.best, found.wrong) == (best, 1)
+    assert taken() == TABLE
+    assert taken(pose(*arrays(), mask=MASK, see=[sightline.entropy(), sightline.lse()])) == best
+
+
 def test_what_is_hardly_faster_is_noise(folder):
     kernel = Told({("forward", others()[0]): 1.0 / (1 + (GAIN - 1) / 2)})
     (found,) = tuned(kernel).found
@@ -131,7 +147,7 @@ def test_the_table_it_prints(capsys):
     kernel = Told({("forward", best): 0.5})
     tune(*arrays(), mask=MASK, kernel=kernel, timer=kernel.timer, gradients=False)
     out = capsys.readouterr().out
-    for words in ("forward", f"{best.rows} × {best.keys}", "2.00×", "500 ms", "0 wrong", "tuned"):
+    for words in ("forward", f"{best.rows} × {best.keys}", "2.00×", "500 ms", "0 wrong", "kept in"):
         assert words in out
 
 
@@ -207,7 +223,7 @@ def test_without_a_gpu_it_says_what_to_do(given):
 
 def test_candidates_fit_the_machine():
     problem = pose(*[torch.empty(1, 1, 8, 256, dtype=torch.bfloat16)] * 3)
-    small, large = (candidates("backward", problem, name) for name in ("sm_86", "sm_90"))
+    small, large = (candidates("backward_keys", problem, name) for name in ("sm_86", "sm_90"))
     assert set(small) < set(large)
     assert Configuration(128, 128, 8, 4) not in large
     assert len(candidates("forward", pose(*[torch.empty(1, 1, 8, 64, dtype=torch.bfloat16)] * 3), "gfx942")) > 1
@@ -218,7 +234,7 @@ def test_on_hopper_the_specialised_kernel_is_tried_and_taken_where_it_serves():
     problem, dropping = pose(*half), pose(*half, dropout=0.5, seed=1)
     tried = [sizes for sizes in candidates("forward", problem, "sm_90") if sizes.specialised]
     assert tried
-    assert not [sizes for sizes in candidates("backward", problem, "sm_90") if sizes.specialised]
+    assert not [sizes for sizes in candidates("backward_keys", problem, "sm_90") if sizes.specialised]
     assert not [sizes for sizes in candidates("forward", dropping, "sm_90") if sizes.specialised]
     with trying({"forward": tried[0]}):
         assert chosen.chosen("forward", problem, "sm_90") == tried[0]

@@ -15,6 +15,7 @@ from .errors import DtypeError
 __all__ = [
     "FLOATS",
     "accumulator",
+    "at_hand",
     "broadcast_to",
     "convert",
     "device",
@@ -97,6 +98,11 @@ def to_numpy(array: Array) -> Any:
     if dtype_name(array) == "bfloat16":
         array = array.float()
     return array.cpu().resolve_conj().resolve_neg().numpy()
+
+
+def at_hand(array: Array) -> Array:
+    """The array itself where it lies in the host's memory, else a copy there."""
+    return array if device(array) == "cpu" else to_numpy(array)
 
 
 def extremes(array: Array) -> tuple[float, float]:

@@ -183,8 +183,13 @@ def explain(
     seed: int | None = None,
     see: Sequence[Statistic] | None = None,
     kernel: str | None = None,
+    source: bool = False,
 ) -> Explanation:
     """What `attention` would do with the same arguments, without doing it.
+
+    Parameters
+    ----------
+    source : whether the text of what is generated for the formulas is told too: Triton's functions, LLVM's language
 
     Returns
     -------
@@ -209,7 +214,7 @@ def explain(
         from .torch import kernels as with_torch
 
         kernels = with_torch()
-    return Explanation.of(problem, choose(kernels, problem, kernel), kernels)
+    return Explanation.of(problem, choose(kernels, problem, kernel), source)
 
 
 def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[Tile]:

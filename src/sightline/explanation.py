@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .formula.runs import find_runs
 from .observe import width_of
-from .plan import Kernel, Plan
+from .plan import Plan
 from .problem import Problem
 
 __all__ = ["Explanation"]
@@ -33,10 +32,11 @@ class Explanation:
     bytes_read_and_written: int
     memory: int
     dense_memory: int
+    sources: dict[str, str]
 
     @classmethod
-    def of(cls, problem: Problem, plan: Plan, kernels: Sequence[Kernel] = ()) -> Explanation:
-        """The explanation of a plan."""
+    def of(cls, problem: Problem, plan: Plan, source: bool = False) -> Explanation:
+        """The explanation of a plan, if asked for with the text of what is generated."""
         B, H, n, m = problem.extent
         tiles = find_runs(problem.mask, problem.extent, *TILE).tiles
         total = sum(tiles.values())
@@ -54,7 +54,7 @@ class Explanation:
             refusals={name: tuple(map(str, reasons)) for name, reasons in plan.refusals.items()},
             reasons={
                 kernel.name: reason
-                for kernel in kernels
+                for kernel in plan.kernels
                 if not plan.refusals[kernel.name] and (reason := kernel.because(problem))
             },
             forced=plan.forced,
@@ -64,6 +64,7 @@ class Explanation:
             bytes_read_and_written=rows * width + seen,
             memory=rows * width + B * H * n * width_of(problem.accumulator) + seen,
             dense_memory=rows * width + 2 * B * H * n * m * width + seen,
+            sources=plan.kernel.sources(problem) if source else {},
         )
 
     def __repr__(self) -> str:
@@ -85,7 +86,8 @@ class Explanation:
             ("bytes", f"{_scaled(self.bytes_read_and_written, 1024, 'B')} read and written at least"),
             ("memory", f"{_scaled(self.memory, 1024, 'B')}; the dense form {_scaled(self.dense_memory, 1024, 'B')}"),
         ]
-        return "\n".join(f"{name:<14}{text}" for name, text in lines)
+        page = [f"{name:<14}{text}" for name, text in lines]
+        return "\n".join([*page, *(f"\n{name}\n\n{text}" for name, text in self.sources.items())])
 
 
 def _formulas(problem: Problem) -> tuple[str, ...]:

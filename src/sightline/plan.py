@@ -77,6 +77,10 @@ class Kernel(ABC):
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         """The answer."""
 
+    def sources(self, problem: Problem) -> dict[str, str]:
+        """The text of what is generated for the problem, by name; empty where nothing is."""
+        return {}
+
     def gradients(
         self,
         problem: Problem,
@@ -108,6 +112,7 @@ class Plan:
     kernel: Kernel
     refusals: dict[str, tuple[Refusal, ...]]
     forced: bool
+    kernels: Sequence[Kernel] = ()  # among which it was chosen
 
 
 def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = None) -> Plan:
@@ -123,7 +128,7 @@ def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = Non
     refusals = {kernel.name: tuple(kernel.refuses(problem)) for kernel in kernels}
     if forced is None:
         able = [kernel for kernel in kernels if not refusals[kernel.name]]
-        return Plan(min(able, key=lambda kernel: kernel.cost(problem)), refusals, forced=False)
+        return Plan(min(able, key=lambda kernel: kernel.cost(problem)), refusals, False, kernels)
     for kernel in kernels:
         if kernel.name == forced:
             if refusals[forced]:
@@ -132,6 +137,6 @@ def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = Non
                     "problems the kernel does not refuse",
                     "; ".join(r.cure for r in refusals[forced]) + "; or leave kernel=None",
                 )
-            return Plan(kernel, refusals, forced=True)
+            return Plan(kernel, refusals, True, kernels)
     names = ", ".join(repr(kernel.name) for kernel in kernels)
     raise ParameterError(f"kernel={forced!r}", f"one of {names}, or None", "leave kernel=None to have one chosen")

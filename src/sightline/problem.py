@@ -38,11 +38,15 @@ from .arguments import (
 from .errors import DeviceError
 from .formula import checks, hiding
 from .formula.expression import SYMBOLS, Expression, from_text
+from .formula.memory import Memory, near
 from .formula.table import Table
 from .kv_cache import opened
 from .observe import Statistic
 
 __all__ = ["Problem", "ask", "checked", "examine", "pose", "read_mask", "read_score", "settle"]
+
+
+_SETTLED = Memory(4096)
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,15 +232,15 @@ def examine(problem: Problem) -> Problem:
             raise DeviceError("a formula with tables, a query on meta", "arrays that hold numbers", "leave meta first")
         for entry in problem.tables:
             check_device("table", entry.array, problem.query)
-        problem = problem.with_tables([arrays.convert(t.array, problem.query) for t in problem.tables])
+        problem = problem.with_tables([near(t.array, problem.query) for t in problem.tables])
     mask, score = settle(problem.mask, problem.score, problem.extent)
 
-    def near(condition: Expression) -> Expression:
+    def placed(condition: Expression) -> Expression:
         """A statistic's condition with its tables next to the arrays, its reads checked."""
-        tables = [Table(arrays.convert(t.array, problem.query), t.axes) for t in condition.tables]
+        tables = [Table(near(t.array, problem.query), t.axes) for t in condition.tables]
         return checked(condition.with_tables(tables), problem.extent)
 
-    return replace(problem, mask=mask, score=score, see=tuple(statistic.mapped(near) for statistic in problem.see))
+    return replace(problem, mask=mask, score=score, see=tuple(statistic.mapped(placed) for statistic in problem.see))
 
 
 def checked(condition: Expression, extent: tuple[int, int, int, int]) -> Expression:
@@ -250,10 +254,11 @@ def settle(
 ) -> tuple[Expression | None, Expression | None]:
     """Mask and score of a problem of these lengths: every read is checked, and what the score hides joins the mask.
 
-    Done once for formulas without tables: such a formula is its text.
+    Done once for formulas without tables: such a formula is its text; and for tables on a device, once for what they
+    hold: see `formula.memory`.
     """
     if any(formula is not None and formula.tables for formula in (mask, score)):
-        return _settled(mask, score, extent)
+        return _settled_with_tables(mask, score, extent)
     texts = tuple(None if formula is None else formula.text for formula in (mask, score))
     return _kept(*texts, extent)
 
@@ -264,6 +269,24 @@ def _kept(
 ) -> tuple[Expression | None, Expression | None]:
     built = [None if text is None else from_text(text, ()) for text in (mask, score)]
     return _settled(built[0], built[1], extent)
+
+
+def _settled_with_tables(
+    mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
+) -> tuple[Expression | None, Expression | None]:
+    every = [table for formula in (mask, score) if formula is not None for table in formula.tables]
+    slot = {id(table): k for k, table in enumerate(every)}
+
+    def spelled() -> tuple[str, list[int]] | None:
+        """The mask that joins what the score hides, as its text and which of the tables it reads."""
+        joined = _settled(mask, score, extent)[0]
+        return None if joined is None else (joined.text, [slot[id(table)] for table in joined.tables])
+
+    texts = tuple(None if formula is None else formula.text for formula in (mask, score))
+    same = tuple([slot[id(table)] for table in every])
+    question = (texts, same, tuple([table.axes for table in every]), extent)
+    found = _SETTLED.get(question, [table.array for table in every], spelled)
+    return None if found is None else from_text(found[0], [every[k] for k in found[1]]), score
 
 
 def _settled(

@@ -23,7 +23,8 @@ from .errors import KernelRefusedError
 from .gpu import Triton, kept
 from .gpu.chosen import architecture_of, candidates, device_of, trying
 from .gpu.configurations import Configuration
-from .plan import Gradients
+from .observe import apart, arrays_of
+from .plan import Gradients, Result
 from .problem import Problem, pose
 from .streaming import Streaming, backward
 from .testing import budget_used
@@ -90,8 +91,8 @@ class Tuning:
             )
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        kept_in = [str(one.path) for one in self.found if one.path]
-        return "\n".join([self.device, *lines, *kept_in])
+        places = sorted({f"kept in {one.path.parent}" for one in self.found if one.path})
+        return "\n".join([self.device, *lines, *places])
 
 
 def tune(
@@ -107,12 +108,12 @@ def tune(
 ) -> Tuning:
     """Measure the sizes our GPU kernels may run such a problem with, and keep the fastest for this machine.
 
-    It takes some minutes, most of them the compiler's. Problems of the same dtype, widths and formulas take what was
-    found, whatever their lengths, so measure at those you use.
+    It takes some minutes, most of them the compiler's. Problems of the same dtype, widths, formulas and statistics take
+    what was found, whatever their lengths, so measure at those you use.
 
     Parameters
     ----------
-    query, key, value, **options : as in `attention`, on the GPU: mask, score, scale, sinks, dropout, seed
+    query, key, value, **options : as in `attention`, on the GPU: mask, score, scale, sinks, dropout, seed, see
     gradients : bool, default True
         Tune the backward kernels too.
     show : bool, default True
@@ -133,7 +134,7 @@ def tune(
         The arrays are not on a GPU, Triton is not installed, or the kernels cannot serve the problem; the message holds
         every reason with its cure.
     """
-    problem = replace(pose(query, key, value, **options), see=())
+    problem = pose(query, key, value, **options)
     kernel = Triton() if kernel is None else kernel
     reasons = list(kernel.refuses(problem))
     if reasons:
@@ -168,10 +169,10 @@ class Work:
         self.saved: Any = None
 
     def forward(self) -> tuple[Any, ...]:
-        """(output, lse), the latter in the accumulator's dtype, by which it is judged."""
-        result = self.kernel.run(self.problem)
+        """Output, lse and what is seen, but for places of keys, which equal weights leave open."""
+        result = apart(self.problem, self.kernel.run)
         self.saved = result.output, result.lse
-        return result.output, result.lse.to(self._accumulator)[..., None]
+        return result.output, *self._of_rows(result)
 
     def backward(self) -> tuple[Any, ...]:
         """Gradients of query, key and value; none where the kernel has none."""
@@ -183,8 +184,8 @@ class Work:
         wide = {name: getattr(self.problem, name).double() for name in ("query", "key", "value")}
         problem = replace(self.problem, **wide)
         if call == self.forward:
-            result = Streaming().run(problem)
-            return [_looked_at(result.output), _looked_at(result.lse[..., None])]
+            result = apart(problem, Streaming().run)
+            return [_looked_at(array) for array in (result.output, *self._of_rows(result))]
         found: Gradients = backward(problem, self.d_output.double())
         return [_looked_at(array) for array in (found.query, found.key, found.value)]
 
@@ -249,11 +250,12 @@ class Work:
                     times[each].append(self.timer(call))
         return {each: statistics.median(taken) for each, taken in times.items()}
 
-    @property
-    def _accumulator(self) -> Any:
+    def _of_rows(self, result: Result) -> list[Any]:
+        """lse and the statistics, a number a row, in the dtype they are judged by."""
         import torch
 
-        return getattr(torch, self.problem.accumulator)
+        seen = [array for answer in result.seen for array in arrays_of(answer) if array.is_floating_point()]
+        return [array.to(getattr(torch, self.problem.accumulator))[..., None] for array in (result.lse, *seen)]
 
 
 def _looked_at(array: Any) -> Any:

@@ -11,9 +11,10 @@ import pytest
 import triton.language as tl
 from on_device import OnDevice
 from triton.language.extra import libdevice
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from sightline.gpu import Triton
+from sightline.gpu import Triton, run
 
 
 def pytest_collection_modifyitems(items):
@@ -25,10 +26,11 @@ def pytest_collection_modifyitems(items):
 def lifted(function):
     """A function of NumPy on the interpreter's blocks, which knows none of libdevice."""
 
-    def call(*blocks):
-        values = function(*(block.handle.data for block in blocks))
+    def call(*inputs):
+        blocks = [x for x in inputs if isinstance(x, tl.tensor)]
+        values = function(*(x.handle.data if isinstance(x, tl.tensor) else x for x in inputs))
         shape = max((block.type for block in blocks), key=lambda kind: len(getattr(kind, "shape", ())))
-        return tl.tensor(TensorHandle(values, blocks[0].dtype.scalar), shape)
+        return tl.tensor(TensorHandle(values.astype(blocks[0].handle.data.dtype), blocks[0].dtype.scalar), shape)
 
     return call
 
@@ -47,7 +49,29 @@ if INTERPRETED:
     libdevice.tanh, libdevice.pow = lifted(np.tanh), lifted(np.power)
 
 
+def once(patch):
+    """Puts the interpreter's functions in place once a launch, where it does so for every call of a device function."""
+    done = set()
+
+    def patched(function):
+        rooms = frozenset(id(x) for x in function.__globals__.values() if x is tl or x is tl.core)
+        if rooms in done:
+            return None
+        done.add(rooms)
+        scope = patch(function)
+        restore = scope.restore
+        scope.restore = lambda: (done.clear(), restore())
+        return scope
+
+    return patched
+
+
+if INTERPRETED:
+    interpreter._patch_lang = once(interpreter._patch_lang)
+
+
 @pytest.fixture
-def triton_kernel():
-    """The kernels as the interpreter runs them, or the GPU."""
+def triton_kernel(monkeypatch):
+    """The kernels as the interpreter runs them, or the GPU, which decode where there are fewer keys."""
+    monkeypatch.setattr(run, "LEAST", 32)
     return Triton("interpreter") if INTERPRETED else OnDevice(Triton())

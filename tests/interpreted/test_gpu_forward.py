@@ -1,30 +1,122 @@
-"""The forward kernel in Triton answers as the float64 definition does."""
+"""The forward and decoding kernels in Triton answer as the float64 definition does."""
+
+import sys
 
 import numpy as np
 import pytest
-from strategies import DTYPES, Case
+import torch
+from hypothesis import given, settings
+from strategies import DTYPES, Case, cases
 from test_conformance import arrays
 
-from sightline import alibi, causal, documents, lse, softcap, window
-from sightline.testing import assert_conforms
+import sightline
+from sightline import alibi, causal, dense, documents, h, i, j, lse, padding, s, softcap, table, top_k, window
+from sightline.gpu.run import decodes
+from sightline.problem import pose
+from sightline.testing import LAYOUTS, assert_conforms
+
+EXAMPLES = {"float32": 10, "bfloat16": 5, "float16": 4, "float64": 4}
+SINKS = np.array([-1.0, 0.0, 2.0, -np.inf], np.float32)
+
+
+def drawn(kernel, dtype, examples):
+    @settings(max_examples=examples)
+    @given(cases(dtypes=(dtype,)))
+    def conforms(case):
+        assert_conforms(kernel.run, case.as_torch().pose(see=[lse()]))
+
+    conforms()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_problems(triton_kernel, dtype):
+    drawn(triton_kernel, dtype, EXAMPLES[dtype])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_drawn_problems(triton_kernel, dtype):
+    drawn(triton_kernel, dtype, 1000)
+
 
 PROBLEMS = {
-    "plain": ({"shape": (1, 2, 70, 24)}, {}),
-    "causal": ({"shape": (2, 2, 70, 24)}, {"mask": causal()}),
     "grouped, capped, sinks": (
         {"shape": (2, 4, 40, 16), "groups": 2, "m": 57},
-        {"mask": window(10, 3), "score": softcap(20.0), "sinks": np.array([-1.0, 0.0, 2.0, -np.inf], np.float32)},
+        {"mask": window(10, 3), "score": softcap(20.0), "sinks": SINKS},
     ),
     "biased, dropout": (
         {"shape": (2, 2, 40, 16), "d_v": 20},
         {"score": alibi(2), "mask": documents(lengths=[1, 20, 19]), "dropout": 0.3, "seed": 2**40 + 1},
     ),
+    "all dropped": ({"shape": (1, 1, 20, 16)}, {"dropout": 1.0, "seed": 1}),
+    "scores beyond the last place of 1": ({"shape": (1, 1, 20, 16), "m": 70}, {"scale": 1e12}),
+    "a negative scale": ({"shape": (1, 1, 20, 16), "m": 70}, {"scale": -0.5, "mask": causal()}),
+    "whole numbers beyond 32 bits": ({"shape": (1, 1, 20, 16)}, {"mask": (i * 2**33 - j * 2**33) % 3 != 1}),
+    "wide": ({"shape": (1, 1, 17, 130), "d_v": 250}, {"mask": causal()}),
+    "decoding": ({"shape": (2, 4, 1, 24), "groups": 2, "m": 130}, {"mask": padding([130, 1])}),
+    "decoding by several queries, sinks": (
+        {"shape": (1, 4, 5, 24), "groups": 1, "m": 131},
+        {"mask": causal("lower right"), "sinks": SINKS, "score": s - table(np.arange(4.0))[h] * (j - i) / 99},
+    ),
+    "decoding, dropout": ({"shape": (1, 2, 3, 16), "m": 70}, {"dropout": 0.3, "seed": 2**63 + 5}),
 }
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_named_problems(triton_kernel, dtype, name):
+def test_named_problems(triton_kernel, name):
     shapes, options = PROBLEMS[name]
-    case = Case(*arrays(dtype=dtype, **shapes), options).as_torch()
+    problem = Case(*arrays(dtype="float32", **shapes), options).as_torch().pose(see=[lse()])
+    assert decodes(problem) == name.startswith("decoding")
+    assert_conforms(triton_kernel.run, problem)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("backwards", "unaligned")])
+def test_layouts(triton_kernel, layout):
+    """Arrays are read where they lie; `to_torch` copies those torch has no strides for."""
+    x = [LAYOUTS[layout](array) for array in arrays((2, 4, 20, 8), "float32", d_v=20, groups=2, m=35)]
+    case = Case(*x, {"mask": causal()}).as_torch()
+    assert_conforms(triton_kernel.run, case.pose())
+
+
+def test_leading_axes_that_do_not_lie_one_in_the_other(triton_kernel):
+    query, key, value = (torch.from_numpy(x).permute(1, 0, 2, 3, 4) for x in arrays((3, 2, 1, 9, 8), "float32"))
+    assert_conforms(triton_kernel.run, pose(query, key[:1].expand(2, -1, -1, -1, -1), value, mask=table([2, 9])[h] > j))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("shape", [(1, 2, 40, 16), (1, 2, 2, 16)], ids=["forward", "decoding"])
+def test_what_a_mask_hides_reaches_nothing(triton_kernel, shape, bad):
+    """Each key is seen by some queries of a tile and hidden from others."""
+    m = 75 if shape[2] < 16 else 40
+    query, key, value = arrays(shape, "float32", m=m)
+    key[..., 5, 0] = value[..., 3, :2] = value[..., 30, 1] = value[..., -1, 3:5] = bad
+    value[..., 31, 1] = -bad
+    seen = np.random.default_rng(3).random((shape[2], m)) < 0.3
+    seen[0, [3, 5, 30, 31, -1]] = False
+    seen[1] = np.arange(m) == 30
+    case = Case(query, key, value, {"mask": dense(seen)}).as_torch()
     assert_conforms(triton_kernel.run, case.pose(see=[lse()]))
+
+
+def test_the_same_bits_every_time(triton_kernel):
+    problem = Case(*arrays((2, 3, 33, 32), "float32", m=70), {"mask": causal("lower right")}).as_torch().pose()
+    first, second = (triton_kernel.run(problem) for _ in range(2))
+    assert torch.equal(first.output, second.output)
+    assert torch.equal(first.lse, second.lse)
+
+
+def test_the_whole_road(triton_kernel, monkeypatch):
+    """Through torch's operator and its gradients, with statistics and a learned table."""
+    room = sys.modules["sightline.attention"]
+    x = [torch.from_numpy(a).requires_grad_() for a in arrays((2, 4, 21, 12), "float32", groups=2, m=35)]
+    slopes = torch.tensor([0.1, 0.2, 0.3, 0.4], requires_grad=True)
+    options = {"mask": causal("lower right"), "score": s - table(slopes)[h] * (i - j), "see": [lse(), top_k(2)]}
+
+    def answered():
+        output, (normaliser, top) = sightline.attention(*x, **options)
+        return [output, normaliser, top.weights, *torch.autograd.grad(output.sum() + normaliser.sum(), [*x, slopes])]
+
+    expected = answered()
+    monkeypatch.setattr(room, "KERNELS", (triton_kernel, *room.KERNELS[1:]))
+    for found, sound in zip(answered(), expected, strict=True):
+        torch.testing.assert_close(found, sound)

@@ -5,6 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from on_device import OnDevice
 
 import sightline
 from conftest import INTERPRETED
@@ -56,6 +57,22 @@ def cost(call):
 def test_every_size_is_right(sizes):
     with trying({"forward": sizes}):
         assert_conforms(KERNEL.run, pose(*arrays(), mask=(i >= j) & (i - j < 23)))
+
+
+def test_what_is_moved_to_a_device_means_the_same():
+    """Tables, statistics, gradients of both and their slopes, by the way tests of the interpreter take on a GPU."""
+    if not INTERPRETED:
+        pytest.skip("there every other test goes that way")
+    query, key, value = arrays()
+    order = sightline.table(torch.arange(40))
+    options = {"mask": order[i] >= j, "score": sightline.s * sightline.table(torch.ones(1))[sightline.h]}
+    problem = pose(query, key, value, see=[sightline.lse(), sightline.mass(order[j] < 9)], **options)
+    answers = [kernel.run(problem) for kernel in (KERNEL, OnDevice(KERNEL, "cpu"))]
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(*(answer.seen for answer in answers), strict=True))
+    given = torch.ones_like(query), None, (answers[1].output, answers[1].lse), range(2)
+    found = [kernel.gradients(problem, *given) for kernel in (KERNEL, OnDevice(KERNEL, "cpu"))]
+    assert torch.equal(found[0].key, found[1].key)
+    assert torch.equal(found[0].tables[1], found[1].tables[1])
 
 
 def test_the_bench_times_the_kernel_itself(monkeypatch):

@@ -2,6 +2,7 @@
 
     problems → peers prepare → check (nobody is timed whose answer nobody looked at) → measure → report, pictures
 
-`problems` is the one table; `measure.run` takes a line of it and gives a `report.Finding`. docs/bench.md says how to
-read what comes out.
+`device` is where: the processor, or a GPU (`cuda`), each with its problems, peers, clock and peaks. A table of problems
+is the one list of them; `measure.run` takes a line of it and gives a `report.Finding`. docs/bench.md says how to read
+what comes out.
 """

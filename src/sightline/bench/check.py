@@ -2,8 +2,8 @@
 
 A problem too large to be computed densely is checked where it is sampled. Outputs: rows drawn from the whole length, of
 the first head and the last, with the keys any of them may see. Gradients: one whole head, since that of a key sums over
-all queries, some queries at a time. Both keep their places, so formulas and dropout see the i, j and h they have.
-Statistics: as `seen` says for each.
+all queries, or all whose d_output is not 0 (`Inputs.checked`); some queries at a time. Both keep their places, so
+formulas and dropout see the i, j and h they have. Statistics: as `seen` says for each.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ def _gradients(race: Race, inputs: Inputs) -> dict[str, tuple[Array, Array, Arra
     sums = {
         name: {kind: np.zeros((race.B, 1, *shape), wide[kind]) for kind in kinds} for name, shape in lengths.items()
     }
-    for rows in np.array_split(np.arange(race.n), -(-race.n // CHUNK)):
+    weighed = np.flatnonzero(inputs.d_output[:, -1].any((0, -1)))  # queries that have a part in them
+    for rows in np.array_split(weighed, -(-weighed.size // CHUNK)):
         problem = sample(race, inputs, rows, heads=1)
         seed = inputs.d_output[:, problem.heads][:, :, rows]
         sizes = sizes_of_gradients(problem, seed, stages=_definition(problem))

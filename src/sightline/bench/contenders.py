@@ -50,6 +50,7 @@ class Ready:
     start : run before every call, not timed: the forward pass where the backward pass is timed
     threads : torch's setting while it runs
     close : gives back what it holds
+    reseed : puts another array in d_output's place, where a backward pass is timed and it can
     """
 
     call: Callable[[Any], Any]
@@ -57,6 +58,7 @@ class Ready:
     start: Callable[[], Any] = lambda: None
     threads: int = 1
     close: Callable[[], None] = lambda: None
+    reseed: Callable[[Any], Any] | None = None
 
 
 class Contender(ABC):
@@ -137,7 +139,7 @@ def through_autograd(
         return Ready(lambda _: forward(*arguments), lambda found: named(race, found), threads=threads)
     for leaf in leaves.values():
         leaf.requires_grad_()
-    seed = tensor(inputs.d_output, race.dtype, device)
+    seed = tensor(inputs.d_output, race.dtype, device).clone()  # of its own: `reseed` writes there
 
     def gradients(output: Any) -> Any:
         return output.detach(), torch.autograd.grad(output, list(leaves.values()), seed)
@@ -147,9 +149,12 @@ def through_autograd(
             name: plain(gradient) for name, gradient in zip(leaves, found[1], strict=True)
         }
 
+    def reseed(array: Any) -> None:
+        seed.copy_(tensor(array, race.dtype))
+
     if race.passes == "backward":
-        return Ready(gradients, answers, lambda: forward(*arguments), threads)
-    return Ready(lambda _: gradients(forward(*arguments)), answers, threads=threads)
+        return Ready(gradients, answers, lambda: forward(*arguments), threads, reseed=reseed)
+    return Ready(lambda _: gradients(forward(*arguments)), answers, threads=threads, reseed=reseed)
 
 
 # -- ours -----------------------------------------------------------------------------------------------------------

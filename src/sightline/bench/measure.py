@@ -177,11 +177,22 @@ def _prepared(contender: Contender, race: Race, inputs: Inputs, settings: Settin
         entry.note = "; ".join(words for words in (entry.note, note) if words)
         judged = contender.judged_as(race)
         if judged is not None:  # as it will be timed
-            entry.budget = share_of_budget(judged, inputs, ready.answers(ready.call(ready.start())))
+            entry.budget = _budget(ready, judged, inputs)
     except Exception as error:  # whatever another library may raise; shown, and for ours the end of the problem
         entry.absent = _said(error)
         return None
     return ready
+
+
+def _budget(ready: Ready, race: Race, inputs: Inputs) -> float:
+    """The share of its budget of errors that a contender uses, of long gradients by some queries' part in them."""
+    looked_at = inputs if ready.reseed is None else inputs.checked
+    if ready.reseed is not None:
+        ready.reseed(looked_at.d_output)
+    found = share_of_budget(race, looked_at, ready.answers(ready.call(ready.start())))
+    if ready.reseed is not None:
+        ready.reseed(inputs.d_output)
+    return found
 
 
 def _said(error: Exception) -> str:

@@ -53,6 +53,7 @@ SEED = 1706
 SMALL = 150  # queries and keys of small versions: no whole number of any tile
 SMALL_CELLS = 50  # and cells a side: as at full size, all of one size
 BEST = "best peer"
+DIFFERENTIATED = 1024  # queries whose part in the gradients is checked
 COUNTED = 64  # queries and keys in the tiles that allowed pairs are counted by
 
 
@@ -325,6 +326,16 @@ class Inputs:
         value = drawn(race.B, race.G, race.m, race.d_v)
         back = drawn(race.B, race.H, race.n, race.d_v) if race.passes != "forward" else None
         return cls(query, key, value, back, drawn(1, race.H, race.n, race.m) if race.bias else None)
+
+    @cached_property
+    def checked(self) -> Inputs:
+        """The same, with a d_output of some queries alone: as gradients are linear in it, a part of them shows all."""
+        if self.d_output is None or self.d_output.shape[-2] <= DIFFERENTIATED:
+            return self
+        drawn = np.random.default_rng(SEED).choice(self.d_output.shape[-2], DIFFERENTIATED, replace=False)
+        some = np.zeros_like(self.d_output)
+        some[..., drawn, :] = self.d_output[..., drawn, :]
+        return replace(self, d_output=some)
 
     @property
     def score(self) -> Expression | None:

@@ -48,6 +48,11 @@ class Cpu(Kernel):
 
         return run(problem, threads, self.processor)
 
+    def sources(self, problem: Problem) -> dict[str, str]:
+        from .run import source
+
+        return {"forward": source(problem, self.processor)}
+
     def gradients(
         self,
         problem: Problem,

@@ -18,7 +18,7 @@ from .processor import Processor
 from .seeing import Riders, see
 from .threads import count
 
-__all__ = ["forward", "run"]
+__all__ = ["forward", "run", "source"]
 
 SMALL = 1 << 21  # multiplications below which a second thread costs more than it gives
 
@@ -40,6 +40,15 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     lse = convert(lse, problem.query)
     seen = see(problem, lse, riders, threads, processor) if problem.see else ()
     return Result(output, lse, seen, prepared)
+
+
+def source(problem: Problem, processor: Processor) -> str:
+    """The forward kernel in LLVM's language."""
+    riders = Riders(problem)
+    machine = fitted(processor.machine, problem)
+    inputs = Inputs(problem, block_of(problem.dtype, machine), riders.formulas)
+    structure = structure_of("forward", problem, inputs, vectors=machine.vectors, roles=riders.roles)
+    return str(Forward(structure, inputs.formulas, processor.machine).write("sightline_forward"))
 
 
 def _reads_more(problem: Problem) -> bool:

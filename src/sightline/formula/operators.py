@@ -1,7 +1,7 @@
 """The operators of the language: one line each, with what every other pass needs to know of them.
 
-Each pass keeps its own table under the same names: `bounds`, `derivative`, `render_array`, `cpu.render`. A test
-checks that all of them cover this one.
+Each pass keeps its own table under the same names: `bounds`, `derivative`, `render_array`, `render_triton`,
+`cpu.render`. Tests check that all of them cover this one.
 """
 
 from __future__ import annotations

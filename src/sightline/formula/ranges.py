@@ -8,12 +8,15 @@ import numpy as np
 
 from .bounds import intervals
 from .expression import Expression, Lookup, from_text, walk
+from .memory import Memory
 from .runs import box_of
 
 __all__ = ["Range", "range_of"]
 
 Extent = tuple[int, int, int, int]
 Range = tuple[float, tuple[tuple[int, int], ...]]
+
+_RANGES = Memory(4096)
 
 
 def range_of(formula: Expression | None, extent: Extent) -> Range:
@@ -23,7 +26,10 @@ def range_of(formula: Expression | None, extent: Extent) -> Range:
     """
     if formula is None:
         return 0.0, ()
-    return _measured(formula, extent) if formula.tables else _kept(formula.text, extent)
+    if not formula.tables:
+        return _kept(formula.text, extent)
+    arrays = [table.array for table in formula.tables]
+    return _RANGES.get((formula.text, extent), arrays, lambda: _measured(formula, extent))
 
 
 @lru_cache(4096)

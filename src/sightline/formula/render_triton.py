@@ -76,7 +76,7 @@ def render(
     floats, integers : names of the types numbers are computed in; conditions give bool, all else floats
     slots : which of the kernel's tables each of `formula.tables` is
     clamped : (place of a lookup in `walk`, axis) whose index may leave its table at hidden pairs
-    scores : whether the function takes s, read or not
+    scores : whether the function takes s, read or not, and answers floats even where the formula gives whole numbers
     """
     return _Writer(formula, floats, integers, slots, clamped).module(name, scores)
 
@@ -108,7 +108,7 @@ class _Writer:
         result = self.written[id(self.formula)]
         if isinstance(self.formula, Constant):
             result = self.typed(self.formula)
-        elif self.formula.kind == "int":
+        if self.formula.kind == "int" and scores:
             result = f"tl.cast({result}, {self.types['float']})"
         arguments = ["s"] * scores + list("bhijnm") + ["tables"]
         body = [*self.widened(), *self.lines, f"return {_bare(result)}"]
@@ -181,8 +181,7 @@ class _Writer:
         return text if node.kind == kind else f"tl.cast({_bare(text)}, {self.types[kind]})"
 
     def typed(self, node: Constant) -> str:
-        kind: Kind = "float" if node is self.formula and node.kind == "int" else node.kind
-        return f"tl.full((), {_literal(node.value)}, {self.types[kind]})"
+        return f"tl.full((), {_literal(node.value)}, {self.types[node.kind]})"
 
     def lookup(self, node: Lookup) -> str:
         table = f"tables[{self.slot[id(node.table)]}]"

@@ -7,13 +7,16 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..arrays import dtype_name
+from ..arrays import at_hand, dtype_name
 from ..errors import DtypeError, FormulaError, ShapeError
 from .expression import Expression, Lookup, as_expression
 from .extrema import Extrema
+from .memory import Memory
 from .operators import Kind
 
 __all__ = ["Table", "table"]
+
+_EXTREMA = Memory(256)
 
 
 class Table:
@@ -83,7 +86,7 @@ class Table:
     @cached_property
     def extrema(self) -> Extrema:
         """Least and greatest entries over ranges; made once, so for tables whose array no longer changes."""
-        return Extrema(self.array)
+        return _EXTREMA.get("extrema", [self.array], lambda: Extrema(at_hand(self.array)))
 
     def __repr__(self) -> str:
         return f"table({'×'.join(map(str, self.shape))} {self.dtype})"

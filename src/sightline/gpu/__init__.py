@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import lru_cache
+from typing import Any
 
 from ..formula.expression import walk
-from ..plan import Kernel, Refusal, Result
+from ..observe import Slopes
+from ..plan import Gradients, Kernel, Refusal, Result
 from ..problem import Problem
 
 __all__ = ["Triton"]
@@ -16,7 +19,7 @@ LONGEST = 400  # parts of mask and score, each a line for the compiler
 
 
 class Triton(Kernel):
-    """Forward in every dtype, the formula compiled in.
+    """Forward and backward in every dtype, the formula compiled in.
 
     Parameters
     ----------
@@ -36,6 +39,8 @@ class Triton(Kernel):
         wanted = "cpu" if self.architecture == "interpreter" else "cuda"
         if problem.framework != "torch" or place != wanted:
             yield Refusal(f"{problem.framework} arrays on {problem.device}", f"torch tensors on {wanted}")
+        elif place == "cuda" and _too_old(problem.query.device):
+            yield Refusal("a GPU older than compute capability 8.0", "take one of 8.0 or later; streaming serves it")
         if max(problem.d_k, problem.d_v) > WIDEST:
             yield Refusal(
                 f"d_k {problem.d_k}, d_v {problem.d_v}", f"widths up to {WIDEST}; streaming serves wider ones"
@@ -49,7 +54,36 @@ class Triton(Kernel):
     def cost(self, problem: Problem) -> float:
         return 1.0
 
+    def sources(self, problem: Problem) -> dict[str, str]:
+        from .sources import sources_of
+
+        return sources_of(problem)
+
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         from .run import run
 
         return run(problem, self.architecture)
+
+    def gradients(
+        self,
+        problem: Problem,
+        d_output: Any,
+        d_lse: Any,
+        saved: tuple[Any, Any],
+        wanted: Collection[int],
+        threads: int | None = None,
+        slopes: Slopes | None = None,
+    ) -> Gradients | None:
+        if 0 in problem.extent or problem.d_v == 0 or next(self.refuses(problem), None) is not None:
+            return None
+        from .gradients import gradients
+
+        return gradients(problem, d_output, d_lse, saved, wanted, slopes or Slopes(), self.architecture)
+
+
+@lru_cache
+def _too_old(device: Any) -> bool:
+    """Whether it multiplies neither bfloat16 nor float64 in matrices."""
+    import torch
+
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)

@@ -131,7 +131,7 @@ def _absent(target: GPUTarget) -> Iterator[None]:
             kernel.device_caches.pop(absent, None)
 
 
-class _Absent(DriverBase):
+class _Absent(DriverBase):  # type: ignore[misc]  # triton's types are its own affair
     """The driver of a GPU that is not there: it names its target, loads nothing and launches nothing."""
 
     def __init__(self, target: GPUTarget) -> None:

@@ -24,6 +24,8 @@ SHARED = {  # KiB of shared memory a block of threads may have, by the beginning
     "gfx": 64,
 }
 HOPPER = "sm_90"
+WIDE = 128  # of d_k and d_v
+OF_WARP = 16  # rows of a tile that a warp multiplies at once
 REGISTERS = 255  # of a thread
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -100,14 +102,18 @@ def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configu
     if architecture == "interpreter":
         widened = configuration_of(architecture, "forward", problem.dtype, problem.d_k).widened
         return [Configuration(rows, keys, 1, 1, widened) for rows in (16, 32) for keys in (16, 32)]
+    few = kernel == "decode"  # bound by reading, whoever multiplies
+    # more warps than rows need, for their registers; wide floats have no matrix units to be fed
+    crowded = max(problem.d_k, problem.d_v) > WIDE or BYTES[problem.dtype] > 2
     found = [
-        Configuration(rows, keys, warps, stages)
-        for rows in ((16,) if kernel == "decode" else (64, 128))
-        for keys in (32, 64, 128)
-        for warps in ((2, 4) if kernel == "decode" else (4, 8))
-        for stages in (1, 2, 3, 4)
+        Configuration(*((inner, outer) if kernel == "backward_keys" else (outer, inner)), warps, stages)
+        for outer in ((16,) if few else (32, 64, 128) if crowded else (64, 128))
+        for inner in (32, 64, 128)
+        for warps in ((2, 4) if few else (4, 8))
+        for stages in ((1, 2) if architecture.startswith("gfx") else (2, 3, 4))
+        if few or crowded or outer >= OF_WARP * warps
     ]
-    able = [sizes for sizes in found if _fits(sizes, problem, architecture)]
+    able = [sizes for sizes in found if _fits(kernel, sizes, problem, architecture)]
     if kernel == "forward" and architecture == HOPPER and _specialises(problem):
         from . import hopper
 
@@ -116,16 +122,23 @@ def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configu
 
 
 def _specialises(problem: Problem) -> bool:
-    """Whether the kernel whose warps are specialised serves a problem."""
+    """Whether the kernel whose warps are specialised serves a problem; no statistic rides along with it."""
     from . import hopper
 
-    return next(hopper.serves(problem), None) is None
+    return not any(map(kept.rides, problem.see)) and next(hopper.serves(problem), None) is None
 
 
-def _fits(sizes: Configuration, problem: Problem, architecture: str) -> bool:
-    width = BYTES[problem.dtype]
-    rows = sizes.rows * problem.d_k * width
-    tiles = sizes.stages * sizes.keys * (problem.d_k + problem.d_v) * width
+def _fits(kernel: str, sizes: Configuration, problem: Problem, architecture: str) -> bool:
+    """Whether what a block holds and what is on its way fit shared memory, and its sums and scores the registers."""
+    outer, inner = (sizes.keys, sizes.rows) if kernel == "backward_keys" else (sizes.rows, sizes.keys)
+    d_k, d_v = problem.d_k, problem.d_v
+    held, tiles, summed = {  # widths of what stays in shared memory, matrices of scores, widths of sums
+        "backward_queries": (d_k + d_v, 2, d_k),
+        "backward_keys": (d_k + d_v, 2, d_k + d_v),
+        "observe": (d_k, 1, 0),
+    }.get(kernel, (d_k, 1, d_v))
+    read = d_k if kernel == "observe" else d_k + d_v
+    shared = (outer * held + sizes.stages * inner * read) * BYTES[problem.dtype]
     limit = next((kib for name, kib in SHARED.items() if architecture.startswith(name)), max(SHARED.values()))
-    registers = sizes.rows * (sizes.keys + problem.d_v) // (32 * sizes.warps)  # of scores and output, in float32
-    return rows + tiles <= limit << 10 and registers <= REGISTERS
+    lanes = sizes.warps * (64 if architecture.startswith("gfx") else 32)
+    return shared <= limit << 10 and outer * (tiles * inner + summed) // lanes <= REGISTERS

@@ -71,13 +71,14 @@ def decode(
         row = b * schedule[2]
     window = (part * chunk, (part + 1) * chunk)
     state = attend(begin(None, False, form), schedule, row, window, given, mask_at, score_at, form, False)
-    found, total, lost, largest, _ = state
+    found, total, lost, largest, _, _ = state
     nothing = total == 0
     safe = tl.where(nothing, 1.0, total)
     at = ((tl.cast(part, tl.int64) * tl.num_programs(0) // (parts * blocks * G) + b) * H + h) * n + i
     column = tl.arange(0, form.lanes_v)[None, :]
     tl.store(part_output + at * form.d_v + column, found / safe[:, None], mask=inside & (column < form.d_v))
-    sums = tl.log2(safe.to(tl.float64) + lost.to(tl.float64)) + largest.to(tl.float64)
+    base = largest.to(tl.float64) * tiles.number(unit, tl.float64)
+    sums = base + tl.log2(safe.to(tl.float64) + lost.to(tl.float64))
     tl.store(part_lse + at, tl.where(nothing, float("-inf"), sums)[:, None], mask=inside)
 
 
@@ -107,7 +108,7 @@ def merge(
     score_at: tl.constexpr,
     form: tl.constexpr,
 ):
-    """The parts of a head's queries joined. Where a mask hides and the output has NaN, they are attended to carefully."""
+    """A head's queries joined from their parts; where a mask hides and the output has NaN, attended to carefully."""
     position = tl.program_id(0)
     rows, column = tl.arange(0, form.rows), tl.arange(0, form.lanes_v)[None, :]
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
@@ -130,10 +131,10 @@ def merge(
         found += tl.where(weight == 0, 0.0, weight).to(form.total)[:, None] * share
     none = tl.zeros((form.rows,), form.total)
     high = total.to(form.total)
-    state = (found, high, (total - high.to(tl.float64)).to(form.total), largest, none)
-    hand_over(state, output, lse, position, 0, n, tiles.number(kept, form.total), form)
+    state = (found, high, (total - high.to(tl.float64)).to(form.total), largest, none, ())
+    hand_over(state, output, lse, position, 0, n, 1.0, tiles.number(kept, form.total), form)
     if mask_at is not None:
         if has_nan(found) != 0:
             given = (query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
             again = with_marks(block_of_head(given, position, 0, 0, mask_at, score_at, form, True))
-            hand_over(again, output, lse, position, 0, n, tiles.number(kept, form.total), form)
+            hand_over(again, output, lse, position, 0, n, unit, tiles.number(kept, form.total), form)

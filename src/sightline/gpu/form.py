@@ -23,3 +23,5 @@ class Form:
     total: Any  # type of scores and sums
     precision: str  # of products of float32: "ieee" or "tf32"
     widened: bool  # whether factors are widened first, as Triton's interpreter needs for bfloat16
+    largest: bool = False  # whether the largest score and its key ride along
+    entropy: bool = False  # whether the entropy does

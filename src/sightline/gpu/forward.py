@@ -1,10 +1,10 @@
 """The forward kernel: FlashAttention's running softmax over the runs of a block of queries.
 
-    S  = Q Kᵀ, score, mask        m' = max(m, max S),  α = 2^(m − m')        P = 2^(S − m')
+    S  = Q Kᵀ, score, mask        m' = max(m, max S),  α = e^(m − m')        P = e^(S − m')
     l  = α l + Σ P                O  = α O + P V                              at the end O / l
 
-(Dao, "FlashAttention-2", 2023, algorithm 1.) S is in base 2. Full tiles come first, without mask and bounds, then the
-partial ones. One program is one block of queries of a head; its sums run in the order of its runs.
+(Dao, "FlashAttention-2", 2023, algorithm 1.) e^x is 2^(x · unit). Full tiles come first, without mask and bounds, then
+the partial ones. One program is one block of queries of a head; its sums run in the order of its runs.
 
 What a mask hides reaches nothing, NaN and ∞ in V included: the kernel marks blocks whose output is NaN, and `careful`,
 launched after it, computes these once more with V made finite, and counts beside what weights other than 0 meet. Whole
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import tiles
+from . import riding, tiles
 
 __all__ = ["attend", "begin", "block_of_head", "careful", "forward", "hand_over", "has_nan", "with_marks"]
 
@@ -49,9 +49,10 @@ def over_run(
     form: tl.constexpr,
     PARTIAL: tl.constexpr,
     CAREFUL: tl.constexpr,
+    sums_at: tl.constexpr = None,
 ):
     """The softmax's state after the tiles `first` to before `last`."""
-    output, total, lost, largest, marks = state
+    output, total, lost, largest, marks, riders = state
     query, key, key_start, value, value_start, place, scale, unit, random, tables = block
     m = place[4]
     bound: tl.constexpr = PARTIAL and not form.even
@@ -60,15 +61,21 @@ def over_run(
         k = tiles.keys_of(key_start, key, j0, form.keys, m, form.d_k, form.lanes_k, bound, form)
         products = tl.dot(query, k, input_precision=form.precision)
         s = tiles.scores(products, place, j0, scale, tables, mask_at, score_at, PARTIAL, form)
-        new = tl.maximum(largest, tl.max(s, 1) * unit)
+        highest = tl.max(s, 1)
+        new = tl.maximum(largest, highest)
         shift = tl.where(new == float("-inf"), 0.0, new)
-        alpha = tl.exp2(largest - shift)
-        p = tiles.powers(s, unit, shift)
+        moved = (largest - shift) * unit
+        alpha = tl.exp2(moved)
+        x = tiles.exponents(s, unit, shift)
+        p = tl.exp2(x)
         sums = tl.sum(p, 1)
         old = total * alpha  # Knuth's sum: later passes over the weights take on the error of lse
         total = old + sums
         share = total - old
         lost = lost * alpha + ((old - (total - share)) + (sums - share))
+        riders = riding.ride(
+            riders, s, x, p, sums, highest, alpha, moved, j0, place, scale, tables, score_at, sums_at, form
+        )
         if random is not None:
             p = tl.where(tiles.keep(random, place, j0, form.rows, form.keys), p, 0.0)
         v = tiles.rows_of(value_start, value, j0, form.keys, m, form.d_v, form.lanes_v, bound, form)
@@ -78,7 +85,7 @@ def over_run(
             v = tl.where(tl.abs(v) < float("inf"), v, 0.0)
         output = tl.dot(p, v, output * alpha[:, None], input_precision=form.precision)
         largest = new
-    return output, total, lost, largest, marks
+    return output, total, lost, largest, marks, riders
 
 
 @triton.jit
@@ -100,30 +107,34 @@ def attend(
     score_at: tl.constexpr,
     form: tl.constexpr,
     CAREFUL: tl.constexpr,
+    sums_at: tl.constexpr = None,
 ):
     """The state after all runs of a block: those of its row of the schedule, or all keys where there is none."""
     if schedule is None:
         whole = block[5][4] // form.keys
         first, last = within(0, whole, window)
-        state = over_run(state, first, last, block, mask_at, score_at, form, False, CAREFUL)
+        state = over_run(state, first, last, block, mask_at, score_at, form, False, CAREFUL, sums_at)
         if not form.even:
             first, last = within(whole, whole + 1, window)
-            state = over_run(state, first, last, block, mask_at, score_at, form, True, CAREFUL)
+            state = over_run(state, first, last, block, mask_at, score_at, form, True, CAREFUL, sums_at)
     else:
         runs, at = schedule[1], schedule[0] + 3 * row
         start, middle, stop = tl.load(at), tl.load(at + 1), tl.load(at + 2)
         for run in range(start, middle):
             first, last = within(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1), window)
-            state = over_run(state, first, last, block, mask_at, score_at, form, False, CAREFUL)
+            state = over_run(state, first, last, block, mask_at, score_at, form, False, CAREFUL, sums_at)
         for run in range(middle, stop):
             first, last = within(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1), window)
-            state = over_run(state, first, last, block, mask_at, score_at, form, True, CAREFUL)
+            state = over_run(state, first, last, block, mask_at, score_at, form, True, CAREFUL, sums_at)
     return state
 
 
 @triton.jit
-def begin(sink, CAREFUL: tl.constexpr, form: tl.constexpr):
-    """The softmax's state before any key: (O, l, what rounding lost of l, m, marks), m the sinks' logits or −∞."""
+def begin(sink, CAREFUL: tl.constexpr, form: tl.constexpr, sums: tl.constexpr = 0):
+    """The softmax's state before any key: (O, l, what rounding lost of l, m, marks, riders), m the sink's score or −∞.
+
+    `sums` is how many further sums ride along, see `riding`.
+    """
     output = tl.zeros((form.rows, form.lanes_v), form.total)
     marks = tl.zeros((form.rows, form.lanes_v if CAREFUL else 1), tl.int32)
     lost = tl.zeros((form.rows,), form.total)
@@ -131,7 +142,7 @@ def begin(sink, CAREFUL: tl.constexpr, form: tl.constexpr):
     if sink is not None:
         total = lost + 1.0
         largest = lost + sink
-    return output, total, lost, largest, marks
+    return output, total, lost, largest, marks, riding.begin(sums, form)
 
 
 @triton.jit
@@ -143,26 +154,26 @@ def has_nan(block):
 @triton.jit
 def with_marks(state):
     """The state, in O what weights met that is not finite: NaN, ∞ or −∞."""
-    output, total, lost, largest, marks = state
+    output, total, lost, largest, marks, riders = state
     both = (marks & 6) == 6
     signs = tl.where((marks & 2) != 0, float("inf"), tl.where((marks & 4) != 0, float("-inf"), 0.0))
     output += tl.where(((marks & 1) != 0) | both, float("nan"), signs)
-    return output, total, lost, largest, marks
+    return output, total, lost, largest, marks, riders
 
 
 @triton.jit
-def hand_over(state, output, lse, position, first, n, kept, form: tl.constexpr):
-    """Write O / l and lse = m ln 2 + ln l of a head's queries from `first` on; 0 and −∞ where nothing was seen."""
+def hand_over(state, output, lse, position, first, n, unit, kept, form: tl.constexpr):
+    """Write O / l and lse = m · unit · ln 2 + ln l of a head's queries from `first` on; 0 and −∞ where none is seen."""
     rows = first + tl.arange(0, form.rows)
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
-    found, total, lost, largest, _ = state
+    found, total, lost, largest, _, _ = state
     nothing = total == 0
     safe = tl.where(nothing, 1.0, total)
     column = tl.arange(0, form.lanes_v)[None, :]
     rows = (found * (kept / safe)[:, None]).to(output.dtype.element_ty)
     place = output + at[:, None] * form.d_v + column
     tl.store(place, rows, mask=inside[:, None] & (column < form.d_v))
-    base = tl.where(nothing, float("-inf"), largest).to(tl.float64)
+    base = tl.where(nothing, float("-inf"), largest).to(tl.float64) * tiles.number(unit, tl.float64)
     tl.store(lse + at, base * LN_2 + tl.log(safe.to(tl.float64) + lost.to(tl.float64)), mask=inside)
 
 
@@ -176,6 +187,8 @@ def block_of_head(
     score_at: tl.constexpr,
     form: tl.constexpr,
     CAREFUL: tl.constexpr,
+    sums_at: tl.constexpr = None,
+    sums: tl.constexpr = 0,
 ):
     """The softmax's final state of a head's queries from `first` on; `row` is their block's of the head's schedule.
 
@@ -191,10 +204,13 @@ def block_of_head(
     block = (q, key, starts[0], value, starts[1], place, numbers[0], numbers[1], random, tables)
     sink = None
     if sinks is not None:
-        sink = (tl.load(sinks + h) * LOG2_E).to(form.total)
+        sink = (tl.load(sinks + h) * LOG2_E / tiles.number(unit, tl.float64)).to(form.total)
     if schedule is not None:
         row = b * schedule[2] + h * schedule[3] + row
-    return attend(begin(sink, CAREFUL, form), schedule, row, None, block, mask_at, score_at, form, CAREFUL)
+    return attend(
+        *(begin(sink, CAREFUL, form, sums), schedule, row, None, block),
+        *(mask_at, score_at, form, CAREFUL, sums_at),
+    )
 
 
 @triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks"])
@@ -218,8 +234,10 @@ def forward(
     random,
     kept: tl.float64,
     tables,
+    seen,
     mask_at: tl.constexpr,
     score_at: tl.constexpr,
+    sums_at: tl.constexpr,
     form: tl.constexpr,
 ):
     """One block of queries of a head.
@@ -233,16 +251,18 @@ def forward(
     sign, scale, unit : s = Q Kᵀ · sign · scale, and scores come to base 2 by · unit
     schedule : (rows, runs, rows to the next batch, to the next head), or None for all keys
     sinks : (H,) float64, or None
-    random : (seed, largest word that drops its weight), or None; `kept` is the factor on what is kept
+    random : of `Operands.random`; `kept` is the factor on what dropout keeps
+    seen, sums_at : where riders go, and the formulas of the sums among them, see `riding`
     """
     item = tl.program_id(0)
     position, block = item // blocks, blocks - 1 - item % blocks
     first = block * form.rows
     given = (query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
-    state = block_of_head(given, position, first, block, mask_at, score_at, form, False)
+    state = block_of_head(given, position, first, block, mask_at, score_at, form, False, sums_at, len(seen[3]))
     if tainted is not None:
         tl.store(tainted + item, has_nan(state[0]))
-    hand_over(state, output, lse, position, first, n, tiles.number(kept, form.total), form)
+    hand_over(state, output, lse, position, first, n, unit, tiles.number(kept, form.total), form)
+    riding.hand_over(state[5], state[1], seen, position, first, n, tiles.number(scale, form.total), score_at, form)
 
 
 @triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks", "items"])
@@ -280,4 +300,6 @@ def careful(
             for part in range(PARTS):
                 first = (block * PARTS + part) * form.rows
                 state = block_of_head(given, position, first, block, mask_at, score_at, form, True)
-                hand_over(with_marks(state), output, lse, position, first, n, tiles.number(kept, form.total), form)
+                hand_over(
+                    with_marks(state), output, lse, position, first, n, unit, tiles.number(kept, form.total), form
+                )

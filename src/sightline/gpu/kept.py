@@ -18,9 +18,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..observe import Entropy, Lse, Mass, MaxScore, Mean, Statistic
 from ..problem import Problem
 
-__all__ = ["find", "folder", "forget", "identity", "keep", "structure"]
+__all__ = ["find", "folder", "forget", "identity", "keep", "rides", "structure"]
 
 VARIABLE = "SIGHTLINE_CACHE"
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
@@ -39,22 +40,29 @@ def folder() -> Path | None:
     return user_cache_path("sightline", appauthor=False) / "tuned"
 
 
-def structure(problem: Problem) -> str:
-    """What of a problem is compiled into its kernels; lengths are not."""
+def structure(kernel: str, problem: Problem) -> str:
+    """What of a problem is compiled into one of its kernels; lengths are not."""
     formulas = [None if formula is None else formula.text for formula in (problem.mask, problem.score)]
-    parts = [problem.dtype, problem.d_k, problem.d_v, *formulas, problem.sinks is not None, problem.dropout > 0]
+    riders = {"forward": True, "observe": False}.get(kernel)
+    seen = [repr(each) for each in problem.see if not isinstance(each, Lse) and rides(each) == riders]
+    parts = [problem.dtype, problem.d_k, problem.d_v, *formulas, problem.sinks is not None, problem.dropout > 0, *seen]
     return json.dumps(parts, separators=(",", ":"))
+
+
+def rides(statistic: Statistic) -> bool:
+    """Whether the forward kernel makes a statistic beside its output."""
+    return isinstance(statistic.of if isinstance(statistic, Mean) else statistic, Entropy | Mass | MaxScore)
 
 
 def identity(kernel: str, problem: Problem, device: str) -> dict[str, str]:
     """All that a finding holds for."""
-    return {"kernel": kernel, "problem": structure(problem), "device": device, **_machine()}
+    return {"kernel": kernel, "problem": structure(kernel, problem), "device": device, **_machine()}
 
 
 def find(kernel: str, problem: Problem, device: str) -> Mapping[str, Any] | None:
     """The finding for a kernel of such problems on that device; None where there is none."""
     place = _place()
-    return None if place is None else _found(place, kernel, structure(problem), device)
+    return None if place is None else _found(place, kernel, structure(kernel, problem), device)
 
 
 def keep(kernel: str, problem: Problem, device: str, finding: Mapping[str, Any]) -> Path | None:

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from ..arrays import convert, plain
+from ..arrays import plain
 from ..dropout import threshold
-from ..formula.expression import Expression
-from ..formula.ranges import range_of
-from ..formula.render_triton import render
+from ..formula.memory import near
 from ..problem import Problem
 from .configurations import Configuration
 from .form import Form
-from .seams import function
+from .seams import function, together
+from .sources import Named, sources_of, tables_of
 
 __all__ = ["Operands", "operand"]
 
@@ -37,34 +36,21 @@ class Operands:
         self,
         problem: Problem,
         configuration: Configuration,
-        others: Sequence[tuple[str, Expression, bool]] = (),
+        others: Sequence[Named] = (),
     ) -> None:
         self.problem, self.configuration = problem, configuration
         self.arrays = {name: plain(getattr(problem, name)) for name in ("query", "key", "value")}
-        named = [("mask_at", problem.mask, False), ("score_at", problem.score, True), *others]
-        found = {id(table): table for _, f, _ in named if f is not None for table in f.tables}
-        slots = {table: slot for slot, table in enumerate(found)}
-        kept = [_table(table.array, problem.query) for table in found.values()]
+        kept = [_table(table.array, problem.query) for table in tables_of(problem, others)]
         self.tables = tuple((t, *t.stride(), *t.shape) for t in kept)
-        ranges = {name: range_of(formula, problem.extent) for name, formula, _ in named}
-        largest = max([number for number, _ in ranges.values()] + [_reach(table) for table in kept])
-        integers = "int64" if largest > LARGEST else "int32"
-        self.sources: dict[str, str] = {}
-        for name, formula, scores in named:
-            if formula is not None:
-                self.sources[name] = render(
-                    formula,
-                    name,
-                    floats="float64" if formula.kind == "bool" else problem.accumulator,
-                    integers=integers,
-                    slots=[slots[id(table)] for table in formula.tables],
-                    clamped=ranges[name][1],
-                    scores=scores,
-                )
+        self.sources = sources_of(problem, others)
 
     def seam(self, name: str) -> Any:
         """The generated function of that name; None where the problem has no such formula."""
         return function(self.sources[name], name) if name in self.sources else None
+
+    def seams(self, names: Sequence[str], name: str) -> Any:
+        """One function for several generated ones that read scores; None where there are none."""
+        return function(together([self.sources[each] for each in names], names, name), name) if names else None
 
     def common(self) -> dict[str, Any]:
         """The arguments that every kernel over tiles takes."""
@@ -96,7 +82,7 @@ class Operands:
             even=problem.m % configuration.keys == 0,
             index=tl.int64 if far else tl.int32,
             total=tl.float64 if problem.accumulator == "float64" else tl.float32,
-            precision="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            precision=_precision(),
             widened=configuration.widened,
         )
 
@@ -106,11 +92,13 @@ class Operands:
         sign = math.copysign(1.0, self.problem.scale) if self.problem.scale else 0.0
         return {"sign": sign, "scale": size, "unit": math.log2(math.e) * (size if self.problem.score is None else 1.0)}
 
-    def random(self) -> tuple[int, int] | None:
-        """(seed, the largest word that drops its weight); None where none does."""
-        dropped = threshold(self.problem) - 1
-        seed = self.problem.seed
-        return None if dropped < 0 else (seed - (2**64 if seed >= 2**63 else 0), dropped)
+    def random(self) -> tuple[int, int, int] | None:
+        """For `tiles.keep`: the seed's low and high word, the largest word that drops its weight. None for no dropout.
+
+        Triton compiles anew for numbers that are 1, multiples of 16, or of another width than the last. Here none is.
+        """
+        dropped, seed = threshold(self.problem) - 1, self.problem.seed
+        return None if dropped < 0 else (_alike(seed % 2**32), _alike(seed >> 32), _alike(dropped))
 
     def kept(self) -> float:
         """The factor on weights that dropout keeps."""
@@ -145,16 +133,21 @@ def lanes(width: int) -> int:
     return max(16, 1 << max(width - 1, 0).bit_length())
 
 
+def _alike(word: int) -> int:
+    """A word of 32 bits as an odd number of 42."""
+    return 2**41 + 2 * word + 1
+
+
+def _precision() -> str:
+    """Of products of float32, as torch was told."""
+    told = torch.backends.cuda.matmul
+    new = getattr(told, "fp32_precision", None)  # from torch 2.9 on; who sets it may not read the old one
+    return "tf32" if (told.allow_tf32 if new is None else new == "tf32") else "ieee"
+
+
 def _table(array: Any, like: Any) -> Any:
     """A table as kernels read it."""
-    array = plain(convert(array, like))
+    array = plain(near(array, like))
     if array.numel() == 0:  # read at hidden pairs alone, where any number will do
         array = array.new_zeros([max(length, 1) for length in array.shape])
     return array
-
-
-def _reach(array: Any) -> int:
-    """Entries between the farthest of an array, which a view with gaps may spread far."""
-    return int(
-        sum(max(length - 1, 0) * abs(stride) for length, stride in zip(array.shape, array.stride(), strict=True))
-    )

@@ -11,7 +11,6 @@ import torch
 
 from ..plan import Result
 from ..problem import Problem
-from ..streaming import Work, observe
 from .call import Call
 from .chosen import chosen
 from .configurations import Configuration
@@ -19,6 +18,7 @@ from .decode import decode, merge
 from .forward import careful, forward
 from .operands import Operands
 from .schedule import schedule
+from .seeing import Riders, see
 
 __all__ = ["architecture_of", "calls_of", "decode_calls", "decodes", "forward_calls", "run"]
 
@@ -30,26 +30,37 @@ PROGRAMS = 512  # wanted of decoding; the problem alone decides, so that every d
 
 
 def run(problem: Problem, architecture: str | None) -> Result:
-    """Forward, statistics after it."""
+    """Forward, statistics beside it or after it."""
     rows = (*problem.lead, problem.H, problem.n)
     output = problem.query.new_empty((*rows, problem.d_v))
     lse = problem.query.new_empty(rows, dtype=torch.float64)
+    riders = Riders(problem)
+    architecture = architecture or architecture_of(problem.query.device)
     if lse.numel():
         if problem.m == 0 or problem.d_v == 0:
             return _without_kernel(problem)
-        for call in calls_of(problem, output, lse, architecture or architecture_of(problem.query.device)):
-            call.launch()
-    return Result(output, lse, observe(Work(problem), lse) if problem.see else ())
+        with torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
+            for call in calls_of(problem, output, lse, architecture, riders):
+                call.launch()
+    return Result(output, lse, see(problem, lse, riders, architecture) if problem.see else ())
 
 
-def calls_of(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[Call]:
-    """The calls that fill output and lse, in order."""
-    calls = decode_calls if decodes(problem) else forward_calls
-    return calls(problem, output, lse, architecture)
+def calls_of(
+    problem: Problem, output: Any, lse: Any, architecture: str, riders: Riders | None = None
+) -> Iterator[Call]:
+    """The calls that fill output, lse and the riders' arrays, in order."""
+    if not riders and decodes(problem):
+        return decode_calls(problem, output, lse, architecture)
+    return forward_calls(problem, output, lse, architecture, riders)
 
 
 def forward_calls(
-    problem: Problem, output: Any, lse: Any, architecture: str, sizes: Configuration | None = None
+    problem: Problem,
+    output: Any,
+    lse: Any,
+    architecture: str,
+    riders: Riders | None = None,
+    sizes: Configuration | None = None,
 ) -> Iterator[Call]:
     """Blocks of queries, and those once more whose output has NaN that a mask may hide.
 
@@ -61,7 +72,8 @@ def forward_calls(
 
         yield from hopper.forward_calls(problem, output, lse, architecture, replace(sizes, specialised=False))
         return
-    given = Operands(problem, sizes)
+    riders = riders or Riders(problem.asking())
+    given = Operands(problem, sizes, riders.formulas)
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
     hides = problem.mask is not None
@@ -75,7 +87,8 @@ def forward_calls(
         "random": given.random(),
         "kept": given.kept(),
     }
-    yield Call(forward, items, arguments, sizes, given.sources)
+    form = replace(given.form(), largest=riders.largest[0] is not None, entropy=riders.entropy is not None)
+    yield Call(forward, items, arguments | riders.arguments(given) | {"form": form}, sizes, given.sources)
     if hides:
         part = min(sizes.rows, CAREFUL_ROWS)
         more = {"items": items, "form": given.form(part), "PARTS": sizes.rows // part}

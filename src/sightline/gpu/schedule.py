@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
+from ..formula.expression import SYMBOLS, Expression
+from ..formula.memory import Memory
 from ..formula.runs import Runs, find_runs
 from ..problem import Problem
 
-__all__ = ["schedule", "words"]
+__all__ = ["exchanged", "schedule", "words"]
+
+_SCHEDULES = Memory(64)
+ALIGNED = 16  # numbers and addresses that are multiples of it are all one to the compiler
 
 
 def words(runs: Runs) -> tuple[Any, Any]:
@@ -36,18 +42,38 @@ def words(runs: Runs) -> tuple[Any, Any]:
     return rows.astype(np.int32), pairs.astype(np.int32)
 
 
-def schedule(problem: Problem, query_block: int, key_block: int) -> tuple[Any, Any, int, int] | None:
-    """(rows, runs, rows to the next batch, to the next head) for blocks of queries; None where every key is seen."""
+def exchanged(mask: Expression) -> Expression:
+    """The mask with queries for keys and keys for queries: its rows are the mask's columns."""
+    pairs = [("i", "j"), ("j", "i"), ("n", "m"), ("m", "n")]
+    return mask.replacing({name: SYMBOLS[other] for name, other in pairs}, {})
+
+
+def schedule(
+    problem: Problem, query_block: int, key_block: int, of_keys: bool = False
+) -> tuple[Any, Any, int, int] | None:
+    """(rows, runs, rows to the next batch, to the next head) for blocks of queries; None where every key is seen.
+
+    With `of_keys` rows are blocks of keys, and runs are of blocks of queries.
+    """
     if problem.mask is None:
         return None
-    runs = find_runs(problem.mask, problem.extent, query_block, key_block)
+    mask = problem.mask
+    question = (mask.text, problem.extent, query_block, key_block, of_keys, problem.device)
+    arrays = [table.array for table in mask.tables]
+    return _SCHEDULES.get(question, arrays, lambda: _found(mask, problem, query_block, key_block, of_keys))
+
+
+def _found(
+    mask: Expression, problem: Problem, query_block: int, key_block: int, of_keys: bool
+) -> tuple[Any, Any, int, int]:
+    B, H, n, m = problem.extent
+    if of_keys:
+        runs = find_runs(exchanged(mask), (B, H, m, n), key_block, query_block)
+    else:
+        runs = find_runs(mask, problem.extent, query_block, key_block)
     rows, pairs = words(runs)
-    both = problem.query.new_tensor(np.concatenate([rows.reshape(-1), pairs.reshape(-1)]), dtype=_int32(problem))
-    batch = runs.heads * runs.query_blocks if runs.batches > 1 else 0
-    return both[: rows.size], both[rows.size :], batch, runs.query_blocks if runs.heads > 1 else 0
-
-
-def _int32(problem: Problem) -> Any:
-    import torch
-
-    return torch.int32
+    step = -(-runs.query_blocks // ALIGNED) * ALIGNED  # rows of a head: Triton compiles anew for other steps
+    rows = np.pad(rows.reshape(-1, runs.query_blocks, 3), ((0, 0), (0, step - runs.query_blocks), (0, 0)))
+    flat = torch.from_numpy(np.concatenate([rows.reshape(-1), pairs.reshape(-1)])).to(problem.query.device)
+    batch = runs.heads * step if runs.batches > 1 else 0
+    return flat[: rows.size], flat[rows.size :], batch, step if runs.heads > 1 else 0

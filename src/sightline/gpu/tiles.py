@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["gathered", "head_of", "keep", "keys_of", "number", "powers", "rows_of", "scores"]
+__all__ = ["exponents", "gathered", "head_of", "keep", "keys_of", "number", "rows_of", "scores"]
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def rows_of(
 
 @triton.jit
 def gathered(start, array, row, inside, WIDTH: tl.constexpr, LANES: tl.constexpr, form: tl.constexpr):
-    """One row of each of several heads, (rows, LANES): `start` and `row` are columns of where heads start and of rows."""
+    """Rows of several heads, (rows, LANES): `start` and `row` are columns, of where heads start and of their rows."""
     column = tl.arange(0, LANES)[None, :]
     pointers = start + tl.cast(row, tl.int64) * array[4] + column.to(form.index) * array[5]
     found = tl.load(pointers, mask=inside & (column < WIDTH), other=0.0)
@@ -136,21 +136,27 @@ def scores(
 
 
 @triton.jit
-def powers(s, unit, shift):
-    """2^(s · unit − shift), at most 1: a rounded maximum as shift is off by more than 1 where scores are huge."""
-    x = tl.fma(s, tl.broadcast_to(unit, s.shape), tl.broadcast_to(-shift[:, None], s.shape))
-    return tl.exp2(tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL))
+def exponents(s, unit, shift):
+    """(s − shift) · unit. Near the maximum, as shift, the difference is exact, however large the scores are."""
+    return (s - shift[:, None]) * unit
+
+
+@triton.jit
+def _word(number):
+    """The 32 bits in a number of `Operands.random`."""
+    return (tl.cast(number, tl.int64) >> 1) & 0xFFFFFFFF
 
 
 @triton.jit
 def keep(random, place, first, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Which weights dropout keeps, (ROWS, KEYS): `sightline.dropout`. `first` is a multiple of 4.
 
-    `random` is (seed, the largest word that drops its weight).
+    `random` is of `Operands.random`.
     """
     b, h, i, _, _ = place
     quad = tl.broadcast_to((first // 4 + tl.arange(0, KEYS // 4))[None, :], (ROWS, KEYS // 4))
     none = tl.zeros_like(quad)
-    w0, w1, w2, w3 = tl.philox(random[0], b + none, h + none, i + none, quad)
+    low, high, dropped = _word(random[0]), _word(random[1]), _word(random[2])
+    w0, w1, w2, w3 = tl.philox((high << 32) | low, b + none, h + none, i + none, quad)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # word 2 a + c at [.., a, c]
-    return tl.reshape(words, (ROWS, KEYS)) > tl.cast(random[1], tl.uint32)
+    return tl.reshape(words, (ROWS, KEYS)) > dropped.to(tl.uint32)

@@ -56,8 +56,15 @@ def run(
 
 
 def _is_fused(problem: Problem) -> bool:
-    """Whether torch's own kernels can serve the problem, and no other is cheaper."""
-    return next(FUSED.refuses(problem), None) is None and choose(kernels(), problem).kernel is FUSED
+    """Whether torch's own kernels can serve the problem, and no other is cheaper.
+
+    torch.compile cannot follow every kernel's reasons; where it is at work the rule decides alone.
+    """
+    if next(FUSED.refuses(problem), None) is not None:
+        return False
+    if torch.compiler.is_compiling():
+        return FUSED.preferred(problem)
+    return choose(kernels(), problem).kernel is FUSED
 
 
 def _answered(problem: Problem, seed: int | None, kernel: str | None, threads: int | None) -> Result:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_device
-from ..arrays import convert
 from ..formula.expression import Expression, Lookup, from_text, walk
+from ..formula.memory import near
 from ..formula.table import Table
 from ..observe import Statistic, from_words
 from ..problem import Problem, checked, settle
@@ -169,7 +169,7 @@ def _tensor(table: Table, query: Tensor) -> Tensor:
         return table.array
     if torch.compiler.is_compiling():
         return torch.as_tensor(table.array, device=query.device)
-    tensor: Tensor = convert(table.array, query)
+    tensor: Tensor = near(table.array, query)
     return tensor
 
 

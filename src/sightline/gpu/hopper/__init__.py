@@ -8,7 +8,6 @@ does, on the machine at hand, where it found the results right and the time shor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import version
 from typing import Any
 
 from ...plan import Refusal
@@ -24,10 +23,11 @@ ALIGNED = 16  # bytes: what the tensor memory accelerator asks of addresses and 
 
 def serves(problem: Problem) -> Iterator[Refusal]:
     """Every reason the kernel cannot serve a problem that the Triton kernel serves; none means that it can."""
-    installed = version("triton")
-    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST_TRITON:
+    import triton
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
         least = ".".join(map(str, OLDEST_TRITON))
-        yield Refusal(f"triton {installed}", f"pip install 'triton>={least}'")
+        yield Refusal(f"triton {triton.__version__}", f"pip install 'triton>={least}'")
     if problem.dtype not in ("bfloat16", "float16"):
         yield Refusal(f"{problem.dtype}", "bfloat16 or float16")
     if _lanes(problem.d_k) != _lanes(problem.d_v) or problem.d_k > 256:
@@ -40,6 +40,8 @@ def serves(problem: Problem) -> Iterator[Refusal]:
         yield Refusal(f"scale {problem.scale}", "a scale above 0")
     if problem.dropout:
         yield Refusal("dropout", "dropout=0")
+    if problem.see:
+        yield Refusal("statistics, which may ride along", "see=()")
     for name in ("query", "key", "value"):
         yield from _unreachable(name, getattr(problem, name))
 
@@ -85,7 +87,7 @@ def forward_calls(
     from .call import specialised
 
     sizes = configurations_of(problem)[0] if sizes is None else sizes
-    first, *others = run.forward_calls(problem, output, lse, architecture, sizes)
+    first, *others = run.forward_calls(problem, output, lse, architecture, sizes=sizes)
     yield specialised(first)
     yield from others
 

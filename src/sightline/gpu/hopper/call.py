@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -42,14 +41,20 @@ def specialised(call: Call) -> Call:
 
 
 def _tiles(array: tuple[Any, ...], rows: int, lanes: int) -> TensorDescriptor:
-    """An array (*lead, heads, rows, width) as one of four axes, copied in tiles of rows × lanes."""
+    """An array (*lead, heads, rows, width) as one of four axes, copied in tiles of rows × lanes.
+
+    Axes stand in the order of their steps, as the driver's manual has them: rows before heads where they lie so. Nobody
+    takes the step of an axis of one; it is what it would be if the axis lay outside those after it.
+    """
     tensor, lengths, strides, *inner = array
-    shape = [math.prod(lengths), *tensor.shape[-3:]]
+    heads, count, width = tensor.shape[-3:]
     aligned = ALIGNED // tensor.element_size()
-    steps = [
-        step if length > 1 else aligned  # a step nobody takes
-        for step, length in zip([*(strides or [0]), *inner[:-1]], shape[:-1], strict=True)
-    ]
-    block = [1, 1, rows, lanes]
+    step = inner[1] if count > 1 else -(-width // aligned) * aligned
+    across = inner[0] if heads > 1 else step * count
+    middle, block = [(heads, across), (count, step)], [1, 1, rows, lanes]
+    if step > across:
+        middle, block = middle[::-1], [1, rows, 1, lanes]
+    outer = (lengths[0], strides[0]) if lengths else (1, middle[0][0] * middle[0][1])
+    shape, steps = zip(outer, *middle, (width, 1), strict=True)
     layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(tensor.dtype).removeprefix("torch.")))
-    return TensorDescriptor(tensor, shape, [*steps, 1], block, layout)
+    return TensorDescriptor(tensor, list(shape), list(steps), block, layout)

@@ -22,14 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .rings import GROUPS, give_back, new_ring, pass_turn, put, runs_of, take, tiles_of, wait_turn
+from .rings import GROUPS, corner, give_back, new_ring, pass_turn, put, room, runs_of, take, tiles_of, wait_turn
 
 __all__ = ["forward"]
 
-WORKERS = gl.constexpr([4, 1])  # warps of the second group and of the one that loads; the first group's are the block's
-REGISTERS = gl.constexpr(
-    [240, 24]
-)  # of a thread of theirs, of the 512 that four threads share; the first group has 240
+# The first group is the four warps that a block begins with. A thread begins with 168 of 65536 registers; the warp that
+# loads, and the three no work is found for, give most of theirs to the groups, 240 each.
+WORKERS = gl.constexpr([4, 1])  # warps of the second group, and of what loads
+REGISTERS = gl.constexpr([240, 24])
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -41,7 +41,7 @@ def load(query, key, value, queries, k_ring, v_ring, work, form: gl.constexpr, S
     for who in gl.static_range(GROUPS):
         memory, ready = queries[0].index(who), queries[1].index(who)
         mbarrier.expect(ready, query.nbytes_per_cta)
-        tma.async_load(query, [b, h, block * form.rows + who * (form.rows // GROUPS), 0], ready, memory)
+        tma.async_load(query, corner(query, b, h, block * form.rows + who * (form.rows // GROUPS)), ready, memory)
     group = h // work[7]
     step = 0
     for PARTIAL in gl.static_range(2):
@@ -49,8 +49,8 @@ def load(query, key, value, queries, k_ring, v_ring, work, form: gl.constexpr, S
         for run in range(first_run, last_run):
             first, last = tiles_of(work, run, PARTIAL, form)
             for tile in range(first, last):
-                put(key, [b, group, tile * form.keys, 0], k_ring, step, STAGES)
-                put(value, [b, group, tile * form.keys, 0], v_ring, step, STAGES)
+                put(key, b, group, tile * form.keys, k_ring, step, STAGES)
+                put(value, b, group, tile * form.keys, v_ring, step, STAGES)
                 step += 1
 
 
@@ -237,9 +237,10 @@ def compute(
     nothing = total == 0
     safe = gl.where(nothing, 1.0, total)
     found = scaled(found, 1 / safe)
+    stored = queries[0].index(WHO).reshape(output.block_shape)
     q.store(found.to(q.dtype))
     fence_async_shared()
-    tma.async_store(output, [b, h, first, 0], queries[0].index(WHO))
+    tma.async_store(output, corner(output, b, h, first), stored)
     base = gl.where(nothing, float("-inf"), largest).to(gl.float64)
     at = (b * H + h).to(gl.int64) * n + rows
     gl.store(lse + at, base * LN_2 + gl.log(safe.to(gl.float64) + lost.to(gl.float64)), mask=rows < n)
@@ -289,12 +290,12 @@ def forward(
     row = 0
     if schedule is not None:
         row = b * schedule[2] + h * schedule[3] + block
-    q_memory = gl.allocate_shared_memory(query.dtype, [GROUPS, 1, 1, form.rows // GROUPS, form.lanes_k], query.layout)
+    q_memory = room(query, GROUPS)
     q_ready, turn = mbarrier.allocate_mbarrier(batch=GROUPS), mbarrier.allocate_mbarrier(batch=GROUPS)
     for who in gl.static_range(GROUPS):
         mbarrier.init(q_ready.index(who), count=1)
         mbarrier.init(turn.index(who), count=1)
-    k_ring, v_ring = new_ring(key, form.lanes_k, form, STAGES), new_ring(value, form.lanes_v, form, STAGES)
+    k_ring, v_ring = new_ring(key, STAGES), new_ring(value, STAGES)
     fence_async_shared()  # copies find the barriers made
     queries = (q_memory, q_ready)
     work = (b, h, block, n, m, row, schedule, group)

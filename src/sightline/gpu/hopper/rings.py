@@ -11,7 +11,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-__all__ = ["GROUPS", "give_back", "new_ring", "pass_turn", "put", "runs_of", "take", "tiles_of", "wait_turn"]
+__all__ = [
+    "GROUPS",
+    "corner",
+    "give_back",
+    "new_ring",
+    "pass_turn",
+    "put",
+    "room",
+    "runs_of",
+    "take",
+    "tiles_of",
+    "wait_turn",
+]
 
 GROUPS = gl.constexpr(2)  # that compute; four warps each
 
@@ -43,9 +55,25 @@ def tiles_of(work, run, PARTIAL: gl.constexpr, form: gl.constexpr):
 
 
 @gluon.jit
-def new_ring(matrix, LANES: gl.constexpr, form: gl.constexpr, STAGES: gl.constexpr):
+def room(matrix, COUNT: gl.constexpr):
+    """Memory for that many tiles."""
+    tile: gl.constexpr = matrix.block_shape
+    return gl.allocate_shared_memory(matrix.dtype, [COUNT, tile[0], tile[1], tile[2], tile[3]], matrix.layout)
+
+
+@gluon.jit
+def corner(matrix, b, head, row):
+    """Where a tile of a head's rows begins: an array has heads before rows, or rows before heads."""
+    first, second = head, row
+    if matrix.block_shape[1] != 1:
+        first, second = row, head
+    return b, first, second, 0
+
+
+@gluon.jit
+def new_ring(matrix, STAGES: gl.constexpr):
     """Room for `STAGES` tiles of keys or values."""
-    memory = gl.allocate_shared_memory(matrix.dtype, [STAGES, 1, 1, form.keys, LANES], matrix.layout)
+    memory = room(matrix, STAGES)
     ready, free = mbarrier.allocate_mbarrier(batch=STAGES), mbarrier.allocate_mbarrier(batch=STAGES)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
@@ -54,13 +82,13 @@ def new_ring(matrix, LANES: gl.constexpr, form: gl.constexpr, STAGES: gl.constex
 
 
 @gluon.jit
-def put(matrix, corner, ring, step, STAGES: gl.constexpr):
-    """Ask for the tile at `corner` as soon as its place in the ring is free."""
+def put(matrix, b, head, row, ring, step, STAGES: gl.constexpr):
+    """Ask for the tile that begins at that row of a head, as soon as its place in the ring is free."""
     memory, ready, free = ring
     place = step % STAGES
     mbarrier.wait(free.index(place), (step // STAGES & 1) ^ 1)  # a fresh barrier lets the first round pass
     mbarrier.expect(ready.index(place), matrix.nbytes_per_cta)
-    tma.async_load(matrix, corner, ready.index(place), memory.index(place))
+    tma.async_load(matrix, corner(matrix, b, head, row), ready.index(place), memory.index(place))
 
 
 @gluon.jit

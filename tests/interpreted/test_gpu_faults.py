@@ -1,0 +1,161 @@
+"""Broken on purpose: each fault, written into a kernel's source, must turn the check of its part red."""
+
+import inspect
+import linecache
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from strategies import Case
+from test_conformance import arrays
+
+from sightline import dense, i, j, lse, padding, s, softcap
+from sightline.formula import render_triton
+from sightline.formula.memory import Memory
+from sightline.gpu import decode, forward, functions, run, schedule, seams, sources, tiles
+from sightline.testing import assert_conforms
+
+RED = r"budget|shape"
+FEW_KEYS = 32  # worth a part of their own: see the fixture `triton_kernel`
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A line as it stands and with the fault in it."""
+
+    module: object
+    before: str
+    after: str
+
+
+SINKS = np.array([-1.0, 0.5, 2.0, 1.0], np.float32)
+HIDDEN = np.random.default_rng(1).random((21, 40)) < 0.5
+PROBLEMS = {
+    "masked": ({"shape": (1, 4, 21, 12), "groups": 2, "m": 75}, {"mask": (i * 8 >= j) & (j >= i), "sinks": SINKS}),
+    "scored": ({"shape": (1, 2, 18, 12), "m": 40}, {"score": softcap(5.0), "scale": -0.7}),
+    "divided": ({"shape": (1, 1, 18, 12)}, {"score": s + (j - 9) // 7}),
+    "dropped": ({"shape": (2, 2, 20, 8), "m": 40}, {"dropout": 0.4, "seed": 2**40 + 3}),
+    "poisoned": ({"shape": (1, 1, 21, 12), "m": 40}, {"mask": dense(HIDDEN)}),
+    "decoded": ({"shape": (2, 4, 3, 12), "groups": 2, "m": 130}, {"mask": padding([130, 70]), "sinks": SINKS}),
+}
+
+FAULTS = {
+    "stale maximum": ("masked", Fault(forward, "        largest = new\n", "        largest = largest\n")),
+    "dropped rescale": ("masked", Fault(forward, "tl.dot(p, v, output * alpha[:, None]", "tl.dot(p, v, output")),
+    "total not rescaled": ("masked", Fault(forward, "old = total * alpha", "old = total")),
+    "wrong head of a group": ("masked", Fault(forward, "h // group", "h % (H // group)")),
+    "sinks without weight": ("masked", Fault(forward, "total = lost + 1.0", "total = lost")),
+    "partial runs left out": ("masked", Fault(forward, "for run in range(middle, stop):", "for run in range(0):")),
+    "full runs left out": ("masked", Fault(forward, "for run in range(start, middle):", "for run in range(0):")),
+    "off-by-one mask": ("masked", Fault(tiles, "mask_at(b, h, i, at, n", "mask_at(b, h, i, at + 1, n")),
+    "keys past the end": ("scored", Fault(tiles, "tl.where(j < m, s, float", "tl.where(j <= m + 64, s, float")),
+    "wrong batch": ("dropped", Fault(tiles, "* strides[len(lengths) - 1 - k]", "* 0")),
+    "sign of the scale": ("scored", Fault(forward, "q * tiles.number(sign, form.total)", "q")),
+    "unscaled scores": ("scored", Fault(tiles, "score_at(s * scale,", "score_at(s,")),
+    "quotients towards 0": ("divided", Fault(functions, "tl.where(wrong, quotient - 1, quotient)", "quotient")),
+    "wrong word of four": (
+        "dropped",
+        Fault(tiles, "tl.join(tl.join(w0, w2), tl.join(w1, w3))", "tl.join(tl.join(w0, w1), tl.join(w2, w3))"),
+    ),
+    "wrong four keys": ("dropped", Fault(tiles, "(first // 4 + tl.arange", "(first // 4 + 1 + tl.arange")),
+    "sum of what is kept": (
+        "dropped",
+        Fault(
+            forward,
+            "        sums = tl.sum(p, 1)\n",
+            "        sums = tl.sum(tl.where(tiles.keep(random, place, j0, form.rows, form.keys), p, 0.0), 1)\n",
+        ),
+    ),
+    "weights not made larger": ("dropped", Fault(forward, "(kept / safe)", "(1 / safe)")),
+    "blocks with NaN left as they are": (
+        "poisoned",
+        Fault(forward, "if tl.load(tainted + item) != 0:", "if item < 0:"),
+    ),
+    "NaN that is seen left out": ("poisoned", Fault(forward, 'float("nan"), signs)', "0.0, signs)")),
+    "infinities changed over": ("poisoned", Fault(forward, "(marks & 2) != 0", "(marks & 4) != 0")),
+    "a part left out": (
+        "decoded",
+        Fault(decode, "for part in range(parts):\n        power", "for part in range(parts - 1):\n        power"),
+    ),
+    "parts weighed alike": (
+        "decoded",
+        Fault(decode, "weight = tl.exp2(power - shift)", "weight = tl.where(power > -1e30, 1.0, 0.0)"),
+    ),
+    "sink in every part": ("decoded", Fault(decode, "begin(None, False, form)", "begin(0.0, False, form)")),
+    "one head for all of a group": ("decoded", Fault(decode, "g * group + rows // n", "g * group")),
+    "window past its end": ("decoded", Fault(decode, "(part + 1) * chunk)", "(part + 2) * chunk)")),
+}
+
+MODULES = (functions, tiles, forward, decode, run)  # each before those that import from it
+
+
+def execute(module, source):
+    """Give a module what this source defines; Triton reads the lines of its functions where Python keeps a file's."""
+    place = f"<{module.__name__}, changed>"
+    linecache.cache[place] = (len(source), None, source.splitlines(keepends=True), place)
+    exec(compile(source, place, "exec"), module.__dict__)
+
+
+@pytest.fixture
+def plant():
+    """Puts a fault into a module and all that import from it; every module is as it was afterwards."""
+    sources = {module: inspect.getsource(module) for module in MODULES}
+
+    def put(fault):
+        for module, source in sources.items():
+            if module is fault.module:
+                assert fault.before in source, f"{module.__name__} no longer has {fault.before!r}"
+                source = source.replace(fault.before, fault.after)
+            execute(module, source)
+        run.LEAST = FEW_KEYS
+        seams.function.cache_clear()
+
+    yield put
+    for module, source in sources.items():
+        execute(module, source)
+    seams.function.cache_clear()
+
+
+def check(kernel, name):
+    shapes, options = PROBLEMS[name]
+    query, key, value = arrays(dtype="float32", **shapes)
+    key[..., key.shape[-2] // 2 :, :] *= 3  # later keys score higher, so the running maximum moves
+    if name == "poisoned":
+        value[..., 3, 0] = np.nan
+        value[..., 5, 1], value[..., 35, 2] = np.inf, -np.inf
+    assert_conforms(kernel.run, Case(query, key, value, options).as_torch().pose(see=[lse()]))
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_sound_kernels_pass(triton_kernel, name):
+    check(triton_kernel, name)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_seen(triton_kernel, plant, fault):
+    name, planted = FAULTS[fault]
+    plant(planted)
+    with pytest.raises(AssertionError, match=RED):
+        check(triton_kernel, name)
+
+
+def test_a_fault_in_the_schedule_is_seen(triton_kernel, monkeypatch):
+    """A ragged last tile taken for a full one."""
+    sound = schedule.words
+
+    def words(runs):
+        rows, pairs = sound(runs)
+        rows[:, 1] = rows[:, 2]
+        return rows, pairs
+
+    monkeypatch.setattr(schedule, "words", words)
+    monkeypatch.setattr(schedule, "_SCHEDULES", Memory(4))
+    with pytest.raises(AssertionError, match=RED):
+        check(triton_kernel, "masked")
+
+
+def test_a_fault_in_the_text_is_seen(triton_kernel, monkeypatch):
+    monkeypatch.setitem(render_triton.TRITON_RULES, "greater_equal", "{0} > {1}")
+    monkeypatch.setattr(sources, "_RENDERED", Memory(4))
+    with pytest.raises(AssertionError, match=RED):
+        check(triton_kernel, "masked")

@@ -1,0 +1,279 @@
+"""The backward kernels in Triton against derivatives found another way: torch's through the dense computation."""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from strategies import DTYPES, Case, cases, to_torch
+from test_conformance import arrays
+from test_gradients import NAMES, check
+from triton.runtime.errors import OutOfResources
+
+import sightline
+import sightline.gpu.gradients  # whose modules the faults are planted in
+from sightline import alibi, b, causal, documents, entropy, h, i, j, padding, s, scores, softcap, table, weights, window
+from sightline.arrays import to_numpy
+from sightline.gpu import gains
+from sightline.gpu.call import Call
+from sightline.gpu.configurations import Configuration
+from sightline.observe import slopes
+from sightline.testing import assert_within_budget
+
+streaming = sys.modules["sightline.streaming"]
+
+PROBLEMS = {
+    "plain": ("float16", {"shape": (1, 2, 20, 24)}, {}),
+    "huge scores": ("float32", {"shape": (1, 1, 20, 8)}, {"scale": -1e7}),
+    "causal": ("bfloat16", {"shape": (2, 1, 40, 24)}, {"mask": causal()}),
+    "grouped, capped, sinks": (
+        "float32",
+        {"shape": (1, 4, 20, 16), "groups": 2, "m": 57},
+        {"mask": window(10, 3), "score": softcap(20.0), "sinks": np.array([-1.0, 0.0, 2.0, -np.inf], np.float32)},
+    ),
+    "biased, dropout": (
+        "float64",
+        {"shape": (2, 2, 20, 16), "d_v": 20},
+        {"score": alibi(2), "mask": documents(lengths=[1, 10, 9]), "dropout": 0.3, "seed": 2**40 + 1},
+    ),
+}
+
+
+def by(kernel):
+    """Gradients of the kernel's own answer."""
+
+    def differentiate(problem, d_output, d_lse, _):
+        answer = kernel.run(problem)
+        saved = answer.output, answer.lse
+        found = kernel.gradients(problem, d_output, d_lse, saved, range(len(problem.tables)))
+        assert found is not None or 0 in problem.extent or problem.d_v == 0  # streaming's
+        return found
+
+    return differentiate
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_named_problems(triton_kernel, name):
+    dtype, shapes, options = PROBLEMS[name]
+    check(Case(*arrays(dtype=dtype, **shapes), options), "torch", by(triton_kernel))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if name != "huge scores"])  # whose gradients overflow
+def test_named_problems_in_every_dtype(triton_kernel, name, dtype):
+    _, shapes, options = PROBLEMS[name]
+    check(Case(*arrays(dtype=dtype, **shapes), options), "torch", by(triton_kernel))
+
+
+def drawn(kernel, dtype, count):
+    @settings(max_examples=count)
+    @given(cases(dtypes=(dtype,), poison=False, largest=2000))
+    def conforms(case):
+        check(case, "torch", by(kernel))
+
+    conforms()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_problems(triton_kernel, dtype):
+    drawn(triton_kernel, dtype, 3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_problems_for_long(triton_kernel, dtype):
+    drawn(triton_kernel, dtype, 500)
+
+
+TABLES = {  # scores of s that read tables, by the kind of each lookup in `gains`
+    "pair": lambda x: s + table(x)[h, i, j],
+    "pair, shared by heads": lambda x: s * table(x[0])[i, j],
+    "pair, keys first": lambda x: s + table(x.swapaxes(1, 2).copy())[h, j, i],
+    "pair, twice": lambda x: (lambda t: s + t[0, i, j] * t[1, i, j])(table(x)),
+    "pair and any": lambda x: (lambda t: s + t[i, j] - t[j % 20, i])(table(x[0])),
+    "pair, in float64": lambda x: s + table(x.astype(np.float64))[h, i, j],
+    "any": lambda x: s + table(x[0, 0])[np.clip(i - j + 9, 0, 30)],
+    "query": lambda x: s * table(x[0, :, :2])[i, b],
+    "key": lambda x: s + np.tanh(s) * table(x[:, 0])[h, j],
+    "head": lambda x: s * table(x[0, 0, :2])[h] + table(x[0, 1, :1])[0],
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in TABLES), ("any", "float64")])
+def test_gradients_of_tables(triton_kernel, name, dtype, rng):
+    given = [rng.normal(size=(2, 2, length, 12)).astype(DTYPES[dtype]) for length in (20, 37, 37)]
+    score = TABLES[name](rng.normal(size=(2, 20, 37)).astype(np.float32))
+    mask = sightline.dense(rng.random((20, 37)) < 0.8)
+    check(Case(*given, {"mask": mask, "score": score}), "torch", by(triton_kernel))
+
+
+@triton.jit
+def _add(slots, shares, COUNT: tl.constexpr):
+    gains.exactly(slots, tl.arange(0, COUNT) % 2, tl.load(shares + tl.arange(0, COUNT)))
+
+
+def slotted(shares):
+    """What two entries gain of these shares in turn."""
+    slots = torch.zeros((2, gains.SLOTS.value), dtype=torch.int64)
+    _add[(1,)](slots, shares, COUNT=len(shares))
+    return sightline.gpu.gradients._of_slots(slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_of_shares_are_exact_in_any_order(dtype, rng):
+    shares = torch.tensor(rng.normal(size=512) * 10.0 ** rng.integers(-30, 30, 512), dtype=dtype)
+    shares[:2] = 1e-40  # without a leading 1
+    order = 2 * torch.tensor(rng.permutation(256))
+    exact = torch.tensor([math.fsum(shares[k::2].tolist()) for k in (0, 1)], dtype=torch.float64)
+    found, other = slotted(shares), slotted(torch.stack([shares[order], shares[order + 1]], -1).reshape(-1))
+    assert torch.equal(found, other)
+    assert torch.allclose(found, exact, rtol=torch.finfo(torch.float64).eps * gains.SLOTS.value, atol=0)
+    shares[3] = torch.inf
+    assert torch.equal(slotted(shares).isnan(), torch.tensor([False, True]))
+
+
+def test_gradients_of_statistics(triton_kernel, rng):
+    """What they add to dP, dS and dlse, against streaming in float64."""
+    shapes, options = (2, 4, 20, 12), {"mask": window(9, 20), "score": softcap(3.0)}
+    see = [weights(), scores(), entropy()]
+    x = [rng.normal(size=size) for size in (shapes, (2, 2, 37, 12), (2, 2, 37, 8))]
+    posed = {dtype: Case(*(a.astype(dtype) for a in x), options).as_torch().pose(see=see) for dtype in ("f4", "f8")}
+    problem = posed["f4"]
+    d_output, d_lse = (to_torch(rng.normal(size=size).astype("f4")) for size in ((*shapes[:3], 8), shapes[:3]))
+    d_seen = [to_torch(rng.normal(size=one.outputs(problem)[0][0]).astype("f4")) for one in see]
+    rough, truth = (streaming.backward(p, d_output, d_lse, tuple(d_seen)) for p in posed.values())
+    answer = triton_kernel.run(problem)
+    tiles = lambda: streaming.tiles(streaming.Work(problem), answer.lse)  # noqa: E731
+    added = slopes(problem, answer.lse, tiles, d_seen)
+    found = triton_kernel.gradients(problem, d_output, d_lse, (answer.output, answer.lse), (), None, added)
+    for name in NAMES:
+        assert_within_budget(*(to_numpy(getattr(one, name)) for one in (found, truth, rough)), name)
+
+
+def test_fewer_stages_where_memory_is_short():
+    """A table for each pair is brought along with K and V, and takes its share of a program's memory."""
+    asked = []
+
+    class Short:
+        def __getitem__(self, grid):
+            def launch(num_stages, **_):
+                asked.append(num_stages)
+                if num_stages > 1:
+                    raise OutOfResources(num_stages, 1, "stages")
+
+            return launch
+
+    Call(Short(), 1, {}, Configuration(16, 16, 4, 3)).launch()
+    assert asked == [3, 2, 1]
+
+
+# -- what the mask hides -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_hidden_reaches_no_gradient(triton_kernel, bad, rng):
+    """Padding full of NaN gives, bit for bit, what padding full of zeros gives, and rows that see nothing give 0."""
+    x = [rng.normal(size=(2, 2, 40, 8)).astype(np.float32) for _ in range(4)]
+    options = {"mask": padding(np.array([37, 0])), "score": softcap(5.0), "sinks": np.zeros(2, np.float32)}
+    found = []
+    for filler in (0.0, bad):
+        q, k, v, d_o = (array.copy() for array in x)
+        for array in (k, v):
+            array[0, :, 37:], array[1] = filler, filler
+        problem = Case(q, k, v, options).as_torch().pose()
+        found.append(by(triton_kernel)(problem, to_torch(d_o), None, None))
+    for clean, poisoned in ((getattr(g, name) for g in found) for name in (*NAMES, "sinks")):
+        assert np.array_equal(to_numpy(clean), to_numpy(poisoned))
+    assert not to_numpy(found[1].query)[1].any()
+    assert not to_numpy(found[1].key)[0, :, 37:].any()
+
+
+def test_what_is_visible_reaches_its_gradients(triton_kernel, rng):
+    """NaN in one query, key and value, and NaN and ∞ in dO, in heads of their own."""
+    q, k, v, d_o = (rng.normal(size=(1, 4, 40, 8)).astype(np.float32) for _ in range(4))
+    q[0, 0, 17, 3] = k[0, 1, 17, 3] = v[0, 2, 17, 3] = d_o[0, 3, 17, 3] = np.nan
+    d_o[0, 3, 19, 4] = np.inf
+    problem = Case(q, k, v, {"mask": causal()}).as_torch().pose()
+    found = by(triton_kernel)(problem, to_torch(d_o), None, None)
+    query, key, value = (to_numpy(getattr(found, name))[0] for name in NAMES)
+    rows = [np.arange(40) == 17, np.arange(40) >= 17, np.arange(40) >= 17, np.isin(np.arange(40), [17, 19])]
+    for head, odd in enumerate(rows):
+        seen = (odd[:, None] & np.tri(40, dtype=bool)).any(0)  # keys that those rows see
+        assert np.array_equal(~np.isfinite(query[head]), np.repeat(odd[:, None], 8, 1))
+        assert np.array_equal(~np.isfinite(key[head]), np.repeat(seen[:, None], 8, 1))
+        if head < 2:
+            assert np.array_equal(np.isnan(value[head]), np.repeat(seen[:, None], 8, 1))
+    assert np.isfinite(value[2]).all()
+    column = np.arange(40)[:, None], np.arange(8)
+    assert np.array_equal(np.isnan(value[3]), (column[0] <= 17) & (column[1] == 3))
+    assert np.array_equal(np.isposinf(value[3]), (column[0] <= 19) & (column[1] == 4))
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+ROOMS = ("gains", "backward", "backward_queries", "backward_keys", "gradients")  # each is read by later ones
+
+FAULTS = {  # the room, a line as it stands, and with the fault in it
+    "forgotten δ": ("backward", "ds = p * (dp - delta)", "ds = p * dp"),
+    "forgotten dlse": ("backward", "if d_lse is not None:", "if d_lse is None:"),
+    "forgotten slope of the score": ("backward", "ds * seams[2](", "ds + 0 * seams[2]("),
+    "a run of a mask missed": ("backward", "for run in range(middle, stop):", "for run in range(middle, stop - 1):"),
+    "a tile of keys missed": (
+        "backward_queries",
+        "for tile in range(first, last):",
+        "for tile in range(first, last - 1):",
+    ),
+    "wrong key head of a group": ("backward_queries", "h // group), tiles", "h % (H // group)), tiles"),
+    "dropped weights in dP": ("backward_queries", "dp * kept, 0.0)", "dp * kept, dp)"),
+    "a tile of queries missed": (
+        "backward_keys",
+        "for tile in range(first, last):",
+        "for tile in range(first + 1, last):",
+    ),
+    "wrong query heads of a group": ("backward_keys", "range(g * group, (g + 1) * group)", "range(g, H, H // group)"),
+    "dropped weights in dV": ("backward_keys", "tl.where(keep, p, 0.0)", "p"),
+    "the mask half turned": ("gradients", '"n": "m", "m": "n"', '"n": "n", "m": "m"'),
+    "a slot too far": ("gains", "slot = exponent >> 3", "slot = (exponent + 1) >> 3"),
+    "a sign lost": ("gains", "tl.where(bits < 0, -number, number)", "number"),
+}
+
+SEEN_DAILY = ("forgotten δ", "wrong query heads of a group", "the mask half turned", "a slot too far")
+
+
+def check_everything(kernel):
+    """A small problem whose gradients every part of the kernels takes part in."""
+    rng = np.random.default_rng(3)
+    x = [rng.normal(size=size).astype(np.float32) for size in ((1, 4, 20, 8), (1, 2, 40, 8), (1, 2, 40, 8))]
+    score = 4 * np.tanh(s / 4) + table(rng.normal(size=24).astype(np.float32))[np.clip(i - j + 12, 0, 23)]
+    case = Case(*x, {"mask": causal("lower right"), "score": score, "dropout": 0.2, "seed": 3})
+    check(case, "torch", by(kernel))
+
+
+def test_what_faults_are_planted_in_passes(triton_kernel):
+    check_everything(triton_kernel)
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=() if name in SEEN_DAILY else pytest.mark.soak) for name in FAULTS]
+)
+def test_every_fault_is_seen(fault, triton_kernel, monkeypatch, tmp_path):
+    place, before, after = FAULTS[fault]
+    for room in ROOMS[ROOMS.index(place) :]:
+        text = Path(sightline.gpu.__path__[0], f"{room}.py").read_text()
+        assert room != place or before in text
+        path = tmp_path / f"{room}.py"
+        path.write_text(text.replace(before, after) if room == place else text)
+        spec = importlib.util.spec_from_file_location(f"sightline.gpu.{room}", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        monkeypatch.setattr(sightline.gpu, room, module)
+        spec.loader.exec_module(module)
+    with pytest.raises(AssertionError, match=r"budget|not equal"):
+        check_everything(triton_kernel)

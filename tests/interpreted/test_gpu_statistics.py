@@ -1,0 +1,302 @@
+"""Every statistic of the kernels in Triton is the definition's within the budget of rounding errors."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from observed import check, parts, statistics, usable
+from strategies import DTYPES, Case, cases
+from test_conformance import arrays
+
+import sightline
+from sightline import causal, h, i, j, s, softcap, table, where, window
+from sightline.arrays import to_numpy
+from sightline.gpu import forward, observing, seeing
+from sightline.gpu.observing import MOST
+from sightline.gpu.schedule import schedule
+from sightline.observe import arrays_of
+from sightline.reference import stages_of
+from sightline.streaming import Streaming
+
+RED = "budget|shape"
+PROBLEMS = {
+    "plain": ({"shape": (1, 2, 16, 8), "m": 40}, {}),
+    "shared heads, a window, sinks": (
+        {"shape": (1, 4, 20, 12), "groups": 2, "m": 40},
+        {"mask": window(6, 12), "score": softcap(5.0), "sinks": np.array([0.5, -2.0, 0.0, -np.inf])},
+    ),
+    "a batch, dropout": ({"shape": (2, 1, 20, 8), "d_v": 5}, {"mask": causal(), "dropout": 0.3, "seed": 1}),
+}
+OF_DTYPES = [("float32", name) for name in PROBLEMS]
+OF_DTYPES += [(dtype, "shared heads, a window, sinks") for dtype in ("bfloat16", "float64")]
+
+
+def every(n, m):
+    """Every statistic, of as many queries and keys, and the means that kernels make."""
+    own = [
+        sightline.lse(),
+        sightline.max_score(),
+        sightline.entropy(),
+        sightline.mass(i >= j),
+        sightline.mass(table(np.arange(m) % 3 == 0)[j] & (h != 1)),
+        sightline.top_k(5),
+        *(sightline.received(how) for how in ("sum", "mean", "max")),
+        sightline.pooled(3, 7),
+        sightline.pooled(2, 3, "max", within=((n // 3, n - 1), (m // 4, m))),
+        sightline.weights(),
+        sightline.scores(),
+    ]
+    return [*own, sightline.weights().mean("heads"), sightline.entropy().mean("batch")]
+
+
+def several():
+    """One of each kernel, where the order of sums shows."""
+    riding = sightline.max_score(), sightline.entropy(), sightline.mass(i >= j)
+    return [
+        *riding,
+        sightline.received(),
+        sightline.top_k(3),
+        sightline.pooled(3, 2),
+        sightline.weights().mean("heads"),
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "name"), OF_DTYPES)
+def test_named_problems(triton_kernel, dtype, name):
+    shapes, options = PROBLEMS[name]
+    case = Case(*arrays(dtype=dtype, **shapes), options).as_torch()
+    problem = case.pose()
+    see = every(problem.n, problem.m) if dtype == "float32" else [*several(), sightline.weights(), sightline.scores()]
+    check(triton_kernel.run, case.pose(see=see))
+
+
+def test_parts(triton_kernel):
+    """Rows and heads are problems of their own, of tables read at their positions; so are products."""
+    case = Case(*arrays((2, 4, 20, 8), "float32", groups=2, m=40), {"mask": i + 15 >= j, "score": s - abs(i - j) / 8})
+    of = sightline.entropy().rows([-1, 3, 3]).heads([2, 0])
+    x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    see = [of, sightline.received("max", last=7), sightline.rows([0, -1]).mean("heads"), sightline.applied(x)]
+    check(triton_kernel.run, case.as_torch().pose(see=see))
+
+
+def test_many_small_cells(triton_kernel):
+    """One for each pair, and columns of more cells than a program has."""
+    case = Case(*arrays((1, 1, 20, 8), "float32", m=70), {"mask": (i * 4 >= j) & (i != 5)}).as_torch()
+    see = [sightline.pooled(20, 70), sightline.pooled(1, 69, "max"), sightline.pooled(20, 1)]
+    check(triton_kernel.run, case.pose(see=see))
+
+
+def drawn(kernel, dtype, examples, of=statistics):
+    @settings(max_examples=examples)
+    @given(st.data(), cases(dtypes=(dtype,), largest=1000))
+    def conforms(data, case):
+        problem = case.pose()
+        if usable(problem):
+            check(kernel.run, case.as_torch().pose(see=data.draw(of(problem))))
+
+    conforms()
+
+
+def test_drawn_problems(triton_kernel):
+    drawn(triton_kernel, "float32", 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_drawn_problems(triton_kernel, dtype):
+    drawn(triton_kernel, dtype, 60)
+    drawn(triton_kernel, dtype, 20, parts)
+
+
+# -- exact answers -----------------------------------------------------------------------------------------------------
+
+
+def answers(kernel, case, *see):
+    """What the kernel says, as arrays of NumPy, an entry for each of its arrays."""
+    seen = kernel.run(case.as_torch().pose(see=list(see))).seen
+    return [to_numpy(array) for entry in seen for array in arrays_of(entry)]
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0])
+def test_of_equal_scores_the_smaller_key_comes_first(triton_kernel, scale):
+    """Whole numbers tie exactly; tiles with hidden keys lie before, between and after whole ones, which come first."""
+    rng = np.random.default_rng(4)
+    q, k = (rng.integers(-1, 2, (1, 1, rows, 3)).astype(np.float32) for rows in (16, 150))
+    mask = (j >= 3) & (j < 140) & (j != 70) & (i != 5) & (j != 100 + i)
+    case = Case(q, k, k, {"mask": mask, "scale": scale})
+    truth = stages_of(case.pose())
+    seen = np.isfinite(truth.masked)
+    order = np.argsort(-truth.masked, axis=-1, kind="stable")[..., :20]
+    expected = np.where(np.take_along_axis(seen, order, -1), order, -1)
+    score, first, weights, keys = answers(triton_kernel, case, sightline.max_score(), sightline.top_k(20))
+    np.testing.assert_array_equal(keys, expected)
+    np.testing.assert_array_equal(first, expected[..., 0])
+    np.testing.assert_array_equal(score, truth.masked.max(-1))
+    assert not weights[..., 5, :].any()
+
+
+def test_the_first_of_equal_keys_is_found(triton_kernel):
+    query, key = np.ones((1, 1, 3, 2), np.float32), np.ones((1, 1, 70, 2), np.float32)
+    case = Case(query, key, key, {"mask": (j > i) & (i < 2)})
+    score, first, weights, keys = answers(triton_kernel, case, sightline.max_score(), sightline.top_k(3))
+    assert first.tolist() == [[[1, 2, -1]]]
+    assert keys.tolist() == [[[[1, 2, 3], [2, 3, 4], [-1, -1, -1]]]]
+    assert np.isneginf(score[0, 0, 2])
+    assert not weights[0, 0, 2].any()
+
+
+def test_weights_do_not_take_on_the_rounding_of_lse(triton_kernel):
+    """4096 more on every score, which are whole numbers, moves lse by that and no weight by more than its last places.
+
+    S − lse is then rounded once in its high part, which is exact, once in its low part, and once in base 2.
+    """
+    rng = np.random.default_rng(5)
+    q, k = (rng.integers(-2, 3, (1, 1, rows, 3)).astype(np.float32) for rows in (16, 70))
+    plain = Case(q, k, k, {"scale": 1.0, "score": s + 0})
+    truth = stages_of(plain.pose())
+    x = np.abs(truth.masked - truth.lse[..., None]) * np.log2(np.e)
+    unit = 2 * np.spacing(x.astype(np.float32)) + 2 * np.finfo(np.float32).eps
+    for case in (plain, Case(q, k, k, {"scale": 1.0, "score": s + 4096})):
+        (found,) = answers(triton_kernel, case, sightline.weights())
+        assert (abs(found - truth.weights) <= unit * truth.weights).all()
+
+
+def test_more_keys_than_lists_hold_are_found_by_the_plain_tiles(triton_kernel):
+    case = Case(*arrays((1, 1, 2, 4), "float32", m=MOST + 20)).as_torch()
+    assert not observing.serves(case.pose(), sightline.top_k(MOST + 1))
+    check(triton_kernel.run, case.pose(see=[sightline.top_k(MOST + 1)]))
+
+
+def test_the_same_bits_every_time(triton_kernel):
+    case = Case(*arrays((1, 2, 20, 8), "float32", m=40), {"mask": i + 25 >= j})
+    first, again = (answers(triton_kernel, case, *several()) for _ in range(2))
+    for one, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_is_hidden_reaches_nothing(triton_kernel):
+    """Bit for bit what zeros in its place give."""
+    found = []
+    for filler in (0.0, np.nan):
+        q, k, v = arrays((1, 1, 20, 4), "float32", m=70)
+        k[:, :, 51:] = filler
+        found.append(answers(triton_kernel, Case(q, k, v, {"mask": j < 51}), *several()))
+    for clean, poisoned in zip(*found, strict=True):
+        np.testing.assert_array_equal(clean, poisoned)
+
+
+def test_a_visible_nan_shows(triton_kernel):
+    """In all of its row, and in the maxima and sums over it; what it says of keys is what the plain tiles say."""
+    q, k, v = arrays((1, 1, 40, 4), "float32", m=70)
+    q[0, 0, 7] = np.nan
+    k[0, 0, 33] = np.nan
+    case = Case(q, k, v, {"mask": (j < 33) | (i == 20)})
+    see = [sightline.max_score(), sightline.entropy(), sightline.mass(i >= j), sightline.top_k(3)]
+    found, expected = (answers(kernel, case, *see) for kernel in (triton_kernel, Streaming()))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.isnan(one), np.isnan(other))
+    for one, other in ((found[1], expected[1]), (found[5], expected[5])):
+        np.testing.assert_array_equal(one, other)
+    for received in answers(triton_kernel, case, sightline.received(), sightline.received("max")):
+        assert np.isnan(received[0, 0, :33]).all()
+    assert np.isnan(answers(triton_kernel, case, sightline.pooled(1, 1, "max"))).all()
+
+
+@pytest.mark.parametrize("extent", [(0, 2, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0)])
+def test_no_pairs(triton_kernel, extent):
+    B, H, n, m = extent
+    case = Case(*(np.zeros((B, H, rows, 3), np.float32) for rows in (n, m, m)))
+    see = [sightline.max_score(), sightline.top_k(2), sightline.received(), sightline.weights()]
+    check(triton_kernel.run, case.as_torch().pose(see=see))
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_the_schedule_of_keys_is_that_of_queries_turned(heads):
+    """Every tile that a block of queries visits, once and of the same kind but where queries end, and no other."""
+    x = torch.zeros(1, 3, 70, 4), torch.zeros(1, 3, 150, 4)
+    mask = (j <= 2 * i) & (j >= i // 2 - (h * 9 if heads else 5)) & (i != 40)
+    problem = sightline.problem.pose(x[0], x[1], x[1], mask=mask)
+    found = []
+    for of_keys in (False, True):
+        rows, runs, _, head = (to_numpy(x) for x in schedule(problem, 16, 32, of_keys))
+        count = 5  # blocks of either
+        assert head == count * heads
+        pairs = set()
+        for row, (start, _, stop) in enumerate(rows.reshape(-1, 3)):
+            for first, last in runs.reshape(-1, 2)[start:stop]:
+                pairs |= {
+                    (row // count, *((t, row % count) if of_keys else (row % count, t))) for t in range(first, last)
+                }
+        found.append(pairs)
+    assert found[0] == found[1]
+
+
+# -- broken on purpose -------------------------------------------------------------------------------------------------
+
+TALL = arrays((1, 4, 20, 8), "float32", groups=2, m=40)
+OPTIONS = {"mask": (i * 2 >= j) & (i != 3), "score": where(j > 30, s * 2, s), "sinks": np.linspace(-1, 1, 4)}
+FAULTS = {
+    "the last tile's maximum": ("riding", "newer = above |", "newer = (top == top) |", "max_score()"),
+    "a key of its tile": ("riding", "j = first + tl.arange", "j = tl.arange", "max_score()"),
+    "powers that do not move": ("riding", "tl.maximum(moved, LEAST) * seen", "0 * seen", "entropy()"),
+    "powers that are not rescaled": ("riding", "LEAST) * seen) * alpha", "LEAST) * seen)", "entropy()"),
+    "the sink's own term": ("riding", "* seen.to(tl.float64) -", "* wide -", "entropy()"),
+    "a sum that is not rescaled": ("riding", "sums[k] * alpha", "sums[k]", "mass(i >= j)"),
+    "a condition one key on": ("riding", "tl.minimum(j, m - 1)", "tl.minimum(j + 1, m - 1)", "mass(i == j)"),
+    "a sum that is not divided": ("riding", "sums[k] / safe", "sums[k]", "mass(i >= j)"),
+    "a normaliser of another head": ("observe", "normaliser(lse, b * H + h,", "normaliser(lse, b * H,", "weights()"),
+    "a wrong head of keys": ("observe", "h // group)\n    half", "h % (H // group))\n    half", "weights()"),
+    "a normaliser in another base": ("observe", "* (LOG2_E / unit)", "* (1.0 / unit)", "weights()"),
+    "a tile missed": ("observe", "for tile in range(first, last):", "for tile in range(first, last - 1):", "weights()"),
+    "scores without scale": ("observe", "s = s * block[5]", "s = s * 1.0", "bare scores()"),
+    "a mean of one head": ("observe", "range(batches * heads)", "range(1)", "weights().mean('heads')"),
+    "the last weights": ("observe", "held + weight(", "0 * held + weight(", "weights().mean('heads')"),
+    "a list never full": ("observe", "enters = (keys == least_key)", "enters = (keys >= least_key)", "top_k(3)"),
+    "a key found twice": ("observe", "s = tl.where(j == key, float", "s = tl.where(j == key + 1, float", "top_k(3)"),
+    "lists in no order": ("observe", "best = tl.max(values, 1", "best = tl.min(values, 1", "top_k(3)"),
+    "an off-by-one cell": ("observe", "start + 1, tl.int64) * cells -", "start, tl.int64) * cells -", "pooled(6, 11)"),
+    "cells of all keys": ("observe", "position - start + 1", "position + 1", "pooled(2, 3, within=((9, 19), (9, 39)))"),
+    "a cell missed": ("observe", "c_first + 1\n    for", "c_first\n    for", "pooled(6, 11)"),
+    "queries past the end": ("keywise", "p = tl.where(i < n, p, 0.0)", "p = p * 1.0", "received()"),
+    "a block of queries missed": ("keywise", "in range(first, last):", "in range(first + 1, last):", "received()"),
+    "partial runs whole": ("keywise", "tables, mask_at, score_at, True", "tables, None, score_at, True", "received()"),
+    "a maximum that is a sum": ("observing", '= "max"}\n        return', '= ""}\n        return', "received('max')"),
+    "a sum for a mean": ("observing", "math.prod(added(problem, statistic))", "1", "weights().mean('heads')"),
+    "runs of queries for keys": ("observing", "sizes.keys, of_keys)", "sizes.keys)", "received()"),
+}  # fmt: skip
+
+
+def asked(question):
+    """The problem a fault must show in; without a score formula where the question is bare."""
+    see = [eval("sightline." + question.removeprefix("bare "), {"sightline": sightline, "i": i, "j": j})]
+    options = OPTIONS | ({"score": None} if question.startswith("bare") else {})
+    return Case(*TALL, options).as_torch().pose(see=see)
+
+
+@pytest.mark.parametrize("question", sorted({question for *_, question in FAULTS.values()}))
+def test_what_faults_are_planted_in_passes(question, triton_kernel):
+    check(triton_kernel.run, asked(question))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_seen(fault, triton_kernel, monkeypatch, tmp_path):
+    place, before, after, question = FAULTS[fault]
+    source = Path(sys.modules[f"sightline.gpu.{place}"].__file__).read_text()
+    assert source.count(before) == 1
+    path = tmp_path / f"{place}.py"  # triton reads the lines of what it runs
+    path.write_text(source.replace(before, after))
+    spec = importlib.util.spec_from_file_location(f"sightline.gpu.{place}", path)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    users = {"riding": (forward, ["riding"]), "observing": (seeing, ["answered"])}
+    users |= {"observe": (observing, ["pooled", "put_scores", "put_weights", "add_weights", "top_k", "written"])}
+    room, names = users.get(place, (observing, ["received"]))
+    for name in names:
+        monkeypatch.setattr(room, name, copy if place == "riding" else getattr(copy, name))
+    with pytest.raises(AssertionError, match=RED):
+        check(triton_kernel.run, asked(question))

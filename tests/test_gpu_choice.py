@@ -1,0 +1,117 @@
+"""When the kernels in Triton are taken, and what `explain` tells of generated text."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import sightline
+from sightline import b, causal, h, i, j, s
+from sightline.attention import KERNELS
+from sightline.gpu import LONGEST, WIDEST, Triton
+from sightline.plan import choose
+from sightline.problem import pose
+
+
+def on_cuda(problem):
+    """The problem as it would be on a GPU, as far as choosing goes: arrays that say they are there."""
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("cuda:0")
+
+    return replace(problem, query=problem.query.as_subclass(Elsewhere))
+
+
+@pytest.fixture(autouse=True)
+def young(monkeypatch):
+    """No GPU is asked how old it is."""
+    monkeypatch.setattr("sightline.gpu._too_old", lambda device: False)
+
+
+def posed(d=8, **options):
+    return pose(*[torch.zeros(1, 2, 16, d)] * 3, **options)
+
+
+def test_a_gpu_s_problems_are_theirs():
+    plan = choose(KERNELS, on_cuda(posed(mask=causal(), dropout=0.1, seed=1)))
+    assert plan.kernel.name == "triton"
+    assert choose(KERNELS, posed()).kernel.name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (posed(), "torch arrays on cpu"),
+        (pose(*[np.zeros((1, 1, 4, 4))] * 3), "numpy arrays on cpu"),
+        (on_cuda(posed(d=WIDEST + 1)), f"d_k {WIDEST + 1}"),
+        (on_cuda(posed(score=sum([s * k for k in range(LONGEST)], s))), "parts would compile for long"),
+    ],
+    ids=["host", "numpy", "wide", "long"],
+)
+def test_every_refusal_has_its_cure(problem, reason):
+    (refusal,) = Triton().refuses(problem)
+    assert reason in refusal.reason
+    assert refusal.cure
+
+
+def test_a_gpu_too_old_or_no_triton(monkeypatch):
+    monkeypatch.setattr("sightline.gpu._too_old", lambda device: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert [r.reason for r in Triton().refuses(on_cuda(posed()))] == [
+        "a GPU older than compute capability 8.0",
+        "triton is not installed",
+    ]
+
+
+def test_what_is_generated_is_told():
+    x = np.zeros((1, 1, 8, 4), np.float32)
+    told = sightline.explain(x, x, x, mask=i >= j, source=True)
+    assert 'define void @"sightline_forward"' in str(told)
+    assert sightline.explain(x, x, x, mask=i >= j).sources == {}
+    assert sightline.explain(x, x, x, mask=i >= j, kernel="streaming", source=True).sources == {}
+
+
+def compiled_for(shape=(1, 2, 100, 64), m=200, **options):
+    """What Triton compiles anew for, of the calls of a problem."""
+    triton = pytest.importorskip("triton")
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from sightline.gpu.run import calls_of
+
+    key = torch.zeros(*shape[:2], m, shape[3])
+    problem = pose(torch.zeros(shape), key, key, **options)
+    backend = make_backend(triton.backends.compiler.GPUTarget("cuda", 90, 32))
+    found = []
+    for call in calls_of(problem, torch.zeros(shape), torch.zeros(shape[:-1], dtype=torch.float64), "sm_90"):
+        bind = create_function_from_signature(call.kernel.signature, call.kernel.params, backend)
+        found.append((call.kernel, call.options, bind(**call.arguments, **call.options)[1]))
+    return found
+
+
+SMALL_STEP = {"dropout": 0.1, "seed": 1, "scale": 1.0}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 16},
+        {"seed": 2**63 + 5},
+        {"dropout": 0.9},
+        {"scale": 0.25},
+        {"shape": (2, 2, 77, 64)},
+        {"m": 1000},
+        {"mask": i >= j, "m": 1000},
+        {"mask": (i >= j) & (b < 1) & (h < 1), "shape": (2, 2, 3000, 64)},
+    ],
+    ids=str,
+)
+def test_other_numbers_compile_nothing_anew(other):
+    one = SMALL_STEP | {name: other[name] for name in ("mask",) if name in other}
+    one |= {"shape": (2, 2, 100, 64)} if "shape" in other else {}
+    assert compiled_for(**(one | other)) == compiled_for(**one)
+
+
+def test_other_formulas_compile_anew():
+    assert compiled_for(mask=i >= j) != compiled_for(mask=i > j)

@@ -1,0 +1,100 @@
+"""What formulas with tables on a device need is found once, and again when the tables change.
+
+Tensors of the CPU stand for a device's here: torch counts what it writes to them just so.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+import sightline
+from sightline import i, j, s, table
+from sightline.formula import memory
+from sightline.formula import table as table_module
+from sightline.formula.memory import Memory
+from sightline.gpu.schedule import schedule
+from sightline.problem import pose
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Tensors of the CPU are looked at as a device's are."""
+    monkeypatch.setattr(memory, "UNCOUNTED", ())
+
+
+@pytest.fixture
+def found():
+    """Answers in the order they were found."""
+    return []
+
+
+def ask(kept, found, array, question="?"):
+    return kept.get(question, [array], lambda: found.append(len(found)) or len(found) - 1)
+
+
+def test_found_once_until_written_to(counted, found):
+    kept, array = Memory(4), torch.zeros(3)
+    assert [ask(kept, found, array) for _ in range(3)] == [0, 0, 0]
+    array.add_(1)
+    assert [ask(kept, found, array) for _ in range(2)] == [1, 1]
+    array[1:].zero_()
+    assert ask(kept, found, array) == 2
+    assert ask(kept, found, array, "other") == 3
+
+
+def test_views_made_anew_are_the_same(counted, found):
+    kept, array = Memory(4), torch.zeros(3, 4)
+    assert ask(kept, found, array[1:]) == ask(kept, found, array[1:]) == 0
+    assert ask(kept, found, array[2:]) == 1
+    assert ask(kept, found, array[1:].T) == 2
+
+
+def test_what_ended_is_forgotten_and_only_so_many_are_kept(counted, found):
+    kept = Memory(2)
+    arrays = [torch.zeros(3) for _ in range(3)]
+    for array in arrays:
+        ask(kept, found, array)
+    assert len(kept.found) == 2
+    ask(kept, found, arrays[0])
+    assert len(found) == 4
+    del array, arrays
+    assert not kept.found
+
+
+def test_arrays_of_the_host_are_looked_at_each_time(found):
+    for array in (np.zeros(3), torch.zeros(3)):
+        kept = Memory(4)
+        assert ask(kept, found, array) != ask(kept, found, array)
+        assert not kept.found
+
+
+def test_a_mask_seen_before_costs_no_look_at_its_tables(counted, monkeypatch):
+    x = torch.zeros(1, 1, 40, 4)
+    lengths, bias = torch.tensor([30]), torch.zeros(40)
+    bias[3] = -torch.inf
+
+    def problem():
+        return pose(x, x, x, mask=(j < table(lengths)[0]) & (i >= j), score=s + table(bias)[j])
+
+    first = problem()
+    rows = schedule(first, 16, 16)
+
+    def looked(array):
+        raise AssertionError("a table was copied to the host")
+
+    monkeypatch.setattr(table_module, "to_numpy", looked)
+    again = problem()
+    assert again.mask.text == first.mask.text
+    assert schedule(again, 16, 16) is rows
+    lengths.sub_(1)
+    with pytest.raises(AssertionError, match="copied"):
+        problem()
+
+
+def test_a_mask_found_again_reads_the_tables_of_its_own_call(counted):
+    x = torch.zeros(1, 1, 6, 4)
+    lengths = torch.tensor([3])
+    masks = [pose(x, x, x, mask=j < table(lengths)[0], score=s + table(bias)[j]).mask for bias in (torch.zeros(6),) * 2]
+    assert [mask.tables[0].array is lengths for mask in masks] == [True, True]
+    lengths.fill_(5)
+    assert sightline.attention(x, x, x, mask=j < table(lengths)[0], see=[sightline.mass(j < 4)])[1][0][0, 0, 0] == 0.8
