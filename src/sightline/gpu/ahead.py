@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from triton import knobs
@@ -80,10 +81,14 @@ def compiled(call: Callable[[], object], target: str) -> tuple[Compiled, ...]:
         log.seek(0)
         log.truncate()
 
-    with knobs.compilation.scope(), knobs.nvidia.scope(), _absent(TARGETS[target]), redirect_stdout(log):
+    with ExitStack() as scope:
+        for settings in (knobs.compilation, knobs.nvidia, knobs.cache):
+            scope.enter_context(settings.scope())
         knobs.compilation.listener = listen
-        knobs.compilation.always_compile = True  # what lies on disk has lost what ptxas said
         knobs.nvidia.dump_ptxas_log = True
+        knobs.cache.dir = scope.enter_context(TemporaryDirectory())  # what lies on disk has lost what ptxas said
+        scope.enter_context(_absent(TARGETS[target]))
+        scope.enter_context(redirect_stdout(log))
         call()
     return tuple(kernels)
 
