@@ -1,12 +1,12 @@
 """The backward kernels: the weights again from the saved normaliser, tile by tile.
 
-    S  = Q Kᵀ, score, mask       P  = 2^(S − lse)        dP = dO Vᵀ        δ = rowsum(dO ∘ O) − dlse
+    S  = Q Kᵀ, score, mask       P  = e^(S − lse)        dP = dO Vᵀ        δ = rowsum(dO ∘ O) − dlse
     dS = P ∘ (dP − δ) ∘ d score / d s        dQ = dS K · scale        dK = dSᵀ Q · scale        dV = Pᵀ dO
 
 (Dao, "FlashAttention-2", 2023, algorithm 2, in two passes, so that no two programs add to one number.) `prepare` makes
-δ and lse in base 2; a program of `backward_queries` is a block of queries and adds up dQ over its runs of keys; one of
-`backward_keys` is a block of keys, and adds up dK and dV over its runs of queries, for the heads of its group in turn.
-Tiles of the second are transposed: S there is (keys, rows), so that Pᵀ and dSᵀ are factors as they come.
+δ, and lse in the unit of the scores. A program of `backward_queries` is a block of queries and adds up dQ over its runs
+of keys; one of `backward_keys` is a block of keys, and adds up dK and dV over its runs of queries, for the heads of its
+group in turn. Tiles of the second are transposed: S there is (keys, rows), so that Pᵀ and dSᵀ are factors as they come.
 
 What a mask hides reaches nothing, NaN and ∞ included: dS is 0 where P is, and programs whose sums are not finite mark
 their block. `careful_queries` and `careful_keys`, launched after them, compute those once more: K and Q made finite,
@@ -34,7 +34,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def weights_of(products, pairs, inside, lse, numbers, tables, seams, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr):
     """(P, final scores) of a tile from its Q · K; P is 0 and the score −∞ where the pair is hidden.
 
-    Scores are in nats where a formula makes them, else not yet scaled. `lse` is (high, low) in base 2.
+    Scores are in nats where a formula makes them, else not yet scaled. `lse` is (high, low) in the scores' unit.
     """
     b, h, i, j, n, m = pairs
     scale, unit = numbers
@@ -46,7 +46,7 @@ def weights_of(products, pairs, inside, lse, numbers, tables, seams, PARTIAL: tl
             inside = inside & seams[0](b, h, i, j, n, m, tables)
         s = tl.where(inside, s, float("-inf"))
     high, low = lse
-    x = tl.fma(s, tl.broadcast_to(unit, s.shape), tl.broadcast_to(-high, s.shape)) - low
+    x = (s - high - low) * unit  # near the maximum exact, however large the scores are
     p = tl.exp2(tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL))
     if CAREFUL:  # an lse of NaN
         p = tl.where(s == float("-inf"), 0.0, p)
@@ -203,7 +203,7 @@ def prepare(
     weights_at: tl.constexpr,
     form: tl.constexpr,
 ):
-    """Of a block of queries of a head: lse in base 2 as a sum of two numbers, and δ.
+    """Of a block of queries of a head: lse in the unit of its scores, as a sum of two numbers, and δ.
 
     Parameters
     ----------
@@ -222,7 +222,7 @@ def prepare(
     if d_lse is not None:
         delta -= tl.load(d_lse + at, mask=inside, other=0.0).to(form.total)
     normaliser = tl.load(lse + at, mask=inside, other=0.0)
-    normaliser = tl.where(normaliser == float("-inf"), 0.0, normaliser) * LOG2_E
+    normaliser = tl.where(normaliser == float("-inf"), 0.0, normaliser) * (LOG2_E / tiles.number(unit, tl.float64))
     high = normaliser.to(form.total)
     low = (normaliser - high.to(tl.float64)).to(form.total)
     if weights_at is not None:

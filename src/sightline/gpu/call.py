@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from triton.runtime.errors import OutOfResources
+
 from .configurations import Configuration
 
 __all__ = ["Call"]
@@ -27,5 +29,12 @@ class Call:
         return {"num_warps": sizes.warps, "num_stages": sizes.stages, "enable_fp_fusion": False}
 
     def launch(self) -> None:
-        """Run it on the current stream."""
-        self.kernel[(self.programs,)](**self.arguments, **self.options)
+        """Run it on the current stream, with fewer stages where a formula's tables leave no memory for as many."""
+        for stages in range(self.configuration.stages, 0, -1):
+            try:
+                self.kernel[(self.programs,)](**self.arguments, **(self.options | {"num_stages": stages}))
+            except OutOfResources:
+                if stages == 1:
+                    raise
+            else:
+                return

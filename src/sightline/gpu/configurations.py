@@ -47,12 +47,16 @@ def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> 
 
 
 def _backward(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:
-    """Those of narrow floats are FlexAttention's in PyTorch 2.13, `torch/_inductor/template_heuristics/triton.py`."""
+    """Those of narrow floats are FlexAttention's in PyTorch 2.13, `torch/_inductor/template_heuristics/triton.py`, but
+    for fewer queries at a time where these do not fit AMD's registers.
+    """
     if dtype in ("float32", "float64"):
-        return Configuration(32, 32, 4, 1)
-    wide, narrow, warps, stages = 64, 64, 4, 2
+        return Configuration(32, 32, 4 if width <= 64 else 8, 1)
+    wide, narrow, warps, stages = 64, 64, 4 if width <= 128 else 8, 2
     if architecture.startswith("gfx"):
-        wide, stages = 128 if 64 < width <= 128 else 64, 1
+        stages = 1
+        if 64 < width <= 128:
+            wide, narrow = 128, 64 if kernel == "backward_queries" else 32
     elif architecture == "sm_90" and 64 <= width <= 128:
         wide, warps, stages = 128, 8, 3
     elif architecture != "sm_90" and width < 64:

@@ -104,7 +104,7 @@ def gradients(
 def backward_calls(
     problem: Problem, arrays: dict[str, Any], gains: Sequence[Gain], slopes: Slopes, architecture: str
 ) -> Iterator[Call]:
-    """δ and lse in base 2, dQ, dK and dV, and those blocks once more whose sums are not finite.
+    """δ and lse as the others take them, dQ, dK and dV, and those blocks once more whose sums are not finite.
 
     `arrays` are the kernels' arguments of these names: output, d_output, d_lse, lse, rows, sums, d_query, ....
     """
