@@ -251,7 +251,7 @@ def forward(
     sign, scale, unit : s = Q Kᵀ · sign · scale, and scores come to base 2 by · unit
     schedule : (rows, runs, rows to the next batch, to the next head), or None for all keys
     sinks : (H,) float64, or None
-    random : (seed, largest word that drops its weight), or None; `kept` is the factor on what is kept
+    random : of `Operands.random`; `kept` is the factor on what dropout keeps
     seen, sums_at : where riders go, and the formulas of the sums among them, see `riding`
     """
     item = tl.program_id(0)
