@@ -70,7 +70,7 @@ def decode(
     if schedule is not None:
         row = b * schedule[2]
     window = (part * chunk, (part + 1) * chunk)
-    state = attend(begin(None, 0, False, form), schedule, row, window, given, mask_at, score_at, form, False)
+    state = attend(begin(None, False, form), schedule, row, window, given, mask_at, score_at, form, False)
     found, total, lost, largest, _, _ = state
     nothing = total == 0
     safe = tl.where(nothing, 1.0, total)

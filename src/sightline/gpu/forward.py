@@ -130,7 +130,7 @@ def attend(
 
 
 @triton.jit
-def begin(sink, sums, CAREFUL: tl.constexpr, form: tl.constexpr):
+def begin(sink, CAREFUL: tl.constexpr, form: tl.constexpr, sums: tl.constexpr = 0):
     """The softmax's state before any key: (O, l, what rounding lost of l, m, marks, riders), m the sink's score or −∞.
 
     `sums` is how many further sums ride along, see `riding`.
@@ -208,7 +208,7 @@ def block_of_head(
     if schedule is not None:
         row = b * schedule[2] + h * schedule[3] + row
     return attend(
-        *(begin(sink, sums, CAREFUL, form), schedule, row, None, block),
+        *(begin(sink, CAREFUL, form, sums), schedule, row, None, block),
         *(mask_at, score_at, form, CAREFUL, sums_at),
     )
 

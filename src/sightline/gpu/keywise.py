@@ -28,8 +28,8 @@ def over_queries(
     PARTIAL: tl.constexpr,
 ):
     """What the keys have, (keys,) float64, after the blocks of queries `first` to before `last`."""
-    query, lse, n, m, H, sign, scale, unit, tables = given
-    scale, unit = tiles.number(scale, form.total), tiles.number(unit, form.total)
+    query, lse, n, m, H, sign, scale, base, tables = given
+    scale, unit = tiles.number(scale, form.total), tiles.number(base, form.total)
     for block in range(first, last):
         i = (block * form.rows + tl.arange(0, form.rows))[:, None]
         q = queries_of(query, b, h, block * form.rows, n, sign, form)
@@ -39,7 +39,7 @@ def over_queries(
             s = tiles.scores(products, place, j0, scale, tables, mask_at, score_at, True, form)
         else:  # nothing is hidden, but the keys may end
             s = tiles.scores(products, place, j0, scale, tables, None, score_at, True, form)
-        p = weight(s, unit, normaliser(lse, b * H + h, block * form.rows, n, form))
+        p = weight(s, unit, normaliser(lse, b * H + h, block * form.rows, n, base, form))
         if LARGEST:
             p = tl.where(p == p, p, float("inf"))  # maxima pass NaN over; no weight is above 1
         if PARTIAL:

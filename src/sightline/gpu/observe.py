@@ -1,8 +1,9 @@
 """The second pass over the tiles: normalised weights from the saved normaliser, each tile handed to a statistic.
 
-    P = 2^(S − lse), 0 where hidden and in rows that see nothing
+    P = 2^((S − lse) · unit), 0 where hidden and in rows that see nothing
 
-The normaliser is a sum of two numbers of the accumulator's type, so that weights do not take on its rounding. Every
+The normaliser is brought to the unit of S, a sum of two numbers of the accumulator's type: weights do not take on its
+rounding, and the difference is exact where S is near it. Every
 number of a result is written by one program alone, in the order of its runs, so that reruns give the same bits. Sums
 over many tiles are float64.
 
@@ -26,10 +27,10 @@ NO_KEY = tl.constexpr(2147483647)  # above every key
 
 
 @triton.jit
-def normaliser(lse, position, first, n, form: tl.constexpr):
-    """lse of a head's queries from `first` on in base 2, high + low, (rows, 1); 0 where nothing is seen."""
+def normaliser(lse, position, first, n, unit, form: tl.constexpr):
+    """lse of a head's queries from `first` on in the scores' unit, high + low, (rows, 1); 0 where nothing is seen."""
     rows = first + tl.arange(0, form.rows)[:, None]
-    x = tl.load(lse + tl.cast(position, tl.int64) * n + rows, mask=rows < n, other=0.0) * LOG2_E
+    x = tl.load(lse + tl.cast(position, tl.int64) * n + rows, mask=rows < n, other=0.0) * (LOG2_E / unit)
     x = tl.where(x == float("-inf"), 0.0, x)
     high = x.to(form.total)
     return high, tl.where(tl.abs(x) < float("inf"), x - high.to(tl.float64), 0.0).to(form.total)
@@ -39,8 +40,8 @@ def normaliser(lse, position, first, n, form: tl.constexpr):
 def weight(s, unit, normaliser):
     """P of scores as `tiles.scores` has them."""
     high, low = normaliser
-    x = tl.fma(s, tl.broadcast_to(unit, s.shape), tl.broadcast_to(-high, s.shape)) - low
-    return tl.exp2(tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    x = tl.minimum((s - high) - low, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.exp2(x * unit)
 
 
 @triton.jit
@@ -57,7 +58,7 @@ def block_of(given, b, h, first, form: tl.constexpr):
     place = (b, h, tl.minimum(first + tl.arange(0, form.rows), n - 1)[:, None], n, m)
     numbers = (tiles.number(scale, form.total), tiles.number(unit, form.total))
     start = tiles.head_of(key, b, h // group)
-    half = normaliser(lse, b * H + h, first, n, form)
+    half = normaliser(lse, b * H + h, first, n, unit, form)
     return queries_of(query, b, h, first, n, sign, form), key, start, place, half, numbers[0], numbers[1], tables
 
 
