@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sightline
-from sightline import causal, i, j, s
+from sightline import b, causal, h, i, j, s
 from sightline.attention import KERNELS
 from sightline.gpu import LONGEST, WIDEST, Triton
 from sightline.plan import choose
@@ -70,3 +70,48 @@ def test_what_is_generated_is_told():
     assert 'define void @"sightline_forward"' in str(told)
     assert sightline.explain(x, x, x, mask=i >= j).sources == {}
     assert sightline.explain(x, x, x, mask=i >= j, kernel="streaming", source=True).sources == {}
+
+
+def compiled_for(shape=(1, 2, 100, 64), m=200, **options):
+    """What Triton compiles anew for, of the calls of a problem."""
+    triton = pytest.importorskip("triton")
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from sightline.gpu.run import calls_of
+
+    key = torch.zeros(*shape[:2], m, shape[3])
+    problem = pose(torch.zeros(shape), key, key, **options)
+    backend = make_backend(triton.backends.compiler.GPUTarget("cuda", 90, 32))
+    found = []
+    for call in calls_of(problem, torch.zeros(shape), torch.zeros(shape[:-1], dtype=torch.float64), "sm_90"):
+        bind = create_function_from_signature(call.kernel.signature, call.kernel.params, backend)
+        found.append((call.kernel, call.options, bind(**call.arguments, **call.options)[1]))
+    return found
+
+
+SMALL_STEP = {"dropout": 0.1, "seed": 1, "scale": 1.0}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 16},
+        {"seed": 2**63 + 5},
+        {"dropout": 0.9},
+        {"scale": 0.25},
+        {"shape": (2, 2, 77, 64)},
+        {"m": 1000},
+        {"mask": i >= j, "m": 1000},
+        {"mask": (i >= j) & (b < 1) & (h < 1), "shape": (2, 2, 3000, 64)},
+    ],
+    ids=str,
+)
+def test_other_numbers_compile_nothing_anew(other):
+    one = SMALL_STEP | {name: other[name] for name in ("mask",) if name in other}
+    one |= {"shape": (2, 2, 100, 64)} if "shape" in other else {}
+    assert compiled_for(**(one | other)) == compiled_for(**one)
+
+
+def test_other_formulas_compile_anew():
+    assert compiled_for(mask=i >= j) != compiled_for(mask=i > j)

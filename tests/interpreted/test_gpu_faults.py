@@ -12,7 +12,7 @@ from test_conformance import arrays
 from sightline import dense, i, j, lse, padding, s, softcap
 from sightline.formula import render_triton
 from sightline.formula.memory import Memory
-from sightline.gpu import decode, forward, functions, run, schedule, seams, tiles
+from sightline.gpu import decode, forward, functions, run, schedule, seams, sources, tiles
 from sightline.testing import assert_conforms
 
 RED = r"budget|shape"
@@ -156,5 +156,6 @@ def test_a_fault_in_the_schedule_is_seen(triton_kernel, monkeypatch):
 
 def test_a_fault_in_the_text_is_seen(triton_kernel, monkeypatch):
     monkeypatch.setitem(render_triton.TRITON_RULES, "greater_equal", "{0} > {1}")
+    monkeypatch.setattr(sources, "_RENDERED", Memory(4))
     with pytest.raises(AssertionError, match=RED):
         check(triton_kernel, "masked")

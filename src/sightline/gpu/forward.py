@@ -233,7 +233,7 @@ def forward(
     sign, scale, unit : s = Q Kᵀ · sign · scale, and scores come to base 2 by · unit
     schedule : (rows, runs, rows to the next batch, to the next head), or None for all keys
     sinks : (H,) float64, or None
-    random : (seed, largest word that drops its weight), or None; `kept` is the factor on what is kept
+    random : of `Operands.random`; `kept` is the factor on what dropout keeps
     """
     item = tl.program_id(0)
     position, block = item // blocks, blocks - 1 - item % blocks

@@ -88,11 +88,13 @@ class Operands:
         sign = math.copysign(1.0, self.problem.scale) if self.problem.scale else 0.0
         return {"sign": sign, "scale": size, "unit": math.log2(math.e) * (size if self.problem.score is None else 1.0)}
 
-    def random(self) -> tuple[int, int] | None:
-        """(seed, the largest word that drops its weight); None where none does."""
-        dropped = threshold(self.problem) - 1
-        seed = self.problem.seed
-        return None if dropped < 0 else (seed - (2**64 if seed >= 2**63 else 0), dropped)
+    def random(self) -> tuple[int, int, int] | None:
+        """For `tiles.keep`: the seed's low and high word, the largest word that drops its weight. None for no dropout.
+
+        Triton compiles anew for numbers that are 1, multiples of 16, or of another width than the last. Here none is.
+        """
+        dropped, seed = threshold(self.problem) - 1, self.problem.seed
+        return None if dropped < 0 else (_alike(seed % 2**32), _alike(seed >> 32), _alike(dropped))
 
     def kept(self) -> float:
         """The factor on weights that dropout keeps."""
@@ -125,6 +127,11 @@ def operand(array: Any) -> tuple[Any, ...]:
 def lanes(width: int) -> int:
     """The width padded for a matrix product: the next power of two, 16 at least."""
     return max(16, 1 << max(width - 1, 0).bit_length())
+
+
+def _alike(word: int) -> int:
+    """A word of 32 bits as an odd number of 42."""
+    return 2**41 + 2 * word + 1
 
 
 def _precision() -> str:

@@ -15,6 +15,7 @@ from ..problem import Problem
 __all__ = ["schedule", "words"]
 
 _SCHEDULES = Memory(64)
+ALIGNED = 16  # numbers and addresses that are multiples of it are all one to the compiler
 
 
 def words(runs: Runs) -> tuple[Any, Any]:
@@ -54,6 +55,8 @@ def schedule(problem: Problem, query_block: int, key_block: int) -> tuple[Any, A
 def _found(mask: Expression, problem: Problem, query_block: int, key_block: int) -> tuple[Any, Any, int, int]:
     runs = find_runs(mask, problem.extent, query_block, key_block)
     rows, pairs = words(runs)
+    step = -(-runs.query_blocks // ALIGNED) * ALIGNED  # rows of a head: Triton compiles anew for other steps
+    rows = np.pad(rows.reshape(-1, runs.query_blocks, 3), ((0, 0), (0, step - runs.query_blocks), (0, 0)))
     flat = torch.from_numpy(np.concatenate([rows.reshape(-1), pairs.reshape(-1)])).to(problem.query.device)
-    batch = runs.heads * runs.query_blocks if runs.batches > 1 else 0
-    return flat[: rows.size], flat[rows.size :], batch, runs.query_blocks if runs.heads > 1 else 0
+    batch = runs.heads * step if runs.batches > 1 else 0
+    return flat[: rows.size], flat[rows.size :], batch, step if runs.heads > 1 else 0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..arrays import layout
 from ..formula.expression import Expression
+from ..formula.memory import Memory
 from ..formula.ranges import range_of
 from ..formula.render_triton import render
 from ..formula.table import Table
@@ -14,6 +16,8 @@ from ..problem import Problem
 __all__ = ["Named", "sources_of", "tables_of"]
 
 LARGEST = 2**31 - 1
+
+_RENDERED = Memory(1024)
 
 Named = tuple[str, Expression, bool]  # the function's name, the formula, whether it takes scores
 
@@ -25,18 +29,19 @@ def sources_of(problem: Problem, others: Sequence[Named] = ()) -> dict[str, str]
     ranges = {name: range_of(formula, problem.extent) for name, formula, _ in named}
     reaches = [_reach(table) for table in tables_of(problem, others)]
     wide = max([number for number, _ in ranges.values()] + reaches, default=0.0) > LARGEST
-    return {
-        name: render(
-            formula,
-            name,
-            floats="float64" if formula.kind == "bool" else problem.accumulator,
-            integers="int64" if wide else "int32",
-            slots=[slots[id(table)] for table in formula.tables],
-            clamped=ranges[name][1],
-            scores=scores,
-        )
-        for name, formula, scores in named
-    }
+
+    def source(name: str, formula: Expression, scores: bool) -> str:
+        options: dict[str, Any] = {
+            "floats": "float64" if formula.kind == "bool" else problem.accumulator,
+            "integers": "int64" if wide else "int32",
+            "slots": tuple([slots[id(table)] for table in formula.tables]),
+            "clamped": ranges[name][1],
+            "scores": scores,
+        }
+        question = (name, formula.text, tuple([table.kind for table in formula.tables]), *options.values())
+        return _RENDERED.get(question, (), lambda: render(formula, name, **options))
+
+    return {name: source(name, formula, scores) for name, formula, scores in named}
 
 
 def tables_of(problem: Problem, others: Sequence[Named] = ()) -> list[Table]:

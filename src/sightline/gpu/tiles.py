@@ -142,14 +142,21 @@ def powers(s, unit, shift):
 
 
 @triton.jit
+def _word(number):
+    """The 32 bits in a number of `Operands.random`."""
+    return (tl.cast(number, tl.int64) >> 1) & 0xFFFFFFFF
+
+
+@triton.jit
 def keep(random, place, first, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Which weights dropout keeps, (ROWS, KEYS): `sightline.dropout`. `first` is a multiple of 4.
 
-    `random` is (seed, the largest word that drops its weight).
+    `random` is of `Operands.random`.
     """
     b, h, i, _, _ = place
     quad = tl.broadcast_to((first // 4 + tl.arange(0, KEYS // 4))[None, :], (ROWS, KEYS // 4))
     none = tl.zeros_like(quad)
-    w0, w1, w2, w3 = tl.philox(random[0], b + none, h + none, i + none, quad)
+    low, high, dropped = _word(random[0]), _word(random[1]), _word(random[2])
+    w0, w1, w2, w3 = tl.philox((high << 32) | low, b + none, h + none, i + none, quad)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # word 2 a + c at [.., a, c]
-    return tl.reshape(words, (ROWS, KEYS)) > tl.cast(random[1], tl.uint32)
+    return tl.reshape(words, (ROWS, KEYS)) > dropped.to(tl.uint32)
