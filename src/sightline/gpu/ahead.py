@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from triton import knobs
@@ -25,13 +26,14 @@ from triton.runtime.driver import driver
 
 from ..errors import ParameterError
 
-__all__ = ["TARGETS", "Compiled", "compiled"]
+__all__ = ["SHARED", "TARGETS", "Compiled", "compiled"]
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),  # A100
     "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
     "gfx942": GPUTarget("hip", "gfx942", 64),  # MI300
 }
+SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}  # bytes that a block can have
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def compiled(call: Callable[[], object], target: str) -> tuple[Compiled, ...]:
     ------
     ParameterError
         `target` is none of `TARGETS`.
+    triton.OutOfResources
+        A kernel takes more shared memory than the GPU has.
     """
     if target not in TARGETS:
         raise ParameterError(f"target={target!r}", f"one of {', '.join(map(repr, TARGETS))}", "name one of these")
@@ -80,12 +84,16 @@ def compiled(call: Callable[[], object], target: str) -> tuple[Compiled, ...]:
         log.seek(0)
         log.truncate()
 
-    with knobs.compilation.scope(), knobs.nvidia.scope(), _absent(TARGETS[target]), redirect_stdout(log):
+    with ExitStack() as scope:
+        for settings in (knobs.compilation, knobs.nvidia, knobs.cache):
+            scope.enter_context(settings.scope())
         knobs.compilation.listener = listen
-        knobs.compilation.always_compile = True  # what lies on disk has lost what ptxas said
         knobs.nvidia.dump_ptxas_log = True
+        knobs.cache.dir = scope.enter_context(TemporaryDirectory())  # what lies on disk has lost what ptxas said
+        scope.enter_context(_absent(_Absent(target)))
+        scope.enter_context(redirect_stdout(log))
         call()
-    return tuple(kernels)
+    return tuple(kernel for kernel in kernels if kernel.shared <= SHARED[target])
 
 
 def _read(metadata: dict[str, Any], files: dict[str, Path], target: str, log: str) -> Compiled:
@@ -115,13 +123,12 @@ def _number(pattern: str, said: str) -> int:
 
 
 @contextmanager
-def _absent(target: GPUTarget) -> Iterator[None]:
+def _absent(absent: _Absent) -> Iterator[None]:
     """Triton with the driver of a GPU that is not there."""
     try:
         before = driver.active
     except RuntimeError:  # there is no GPU at all
         before = None
-    absent = _Absent(target)
     driver.set_active(absent)
     try:
         yield
@@ -134,8 +141,8 @@ def _absent(target: GPUTarget) -> Iterator[None]:
 class _Absent(DriverBase):  # type: ignore[misc]  # triton's types are its own affair
     """The driver of a GPU that is not there: it names its target, loads nothing and launches nothing."""
 
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
+    def __init__(self, name: str) -> None:
+        self.target, self.shared = TARGETS[name], SHARED[name]
         self.launched: list[Any] = []
         self.utils = self
 
@@ -160,7 +167,7 @@ class _Absent(DriverBase):  # type: ignore[misc]  # triton's types are its own a
         pass
 
     def get_device_properties(self, device: object) -> dict[str, int]:
-        return {"max_shared_mem": 1 << 30}  # what a kernel takes is for the caller to judge
+        return {"max_shared_mem": self.shared}
 
     @classmethod
     def is_active(cls) -> bool:

@@ -1,0 +1,152 @@
+"""Kernels compiled for GPUs that are not there: what they take of them, recorded and bounded.
+
+`recorded_kernels.json` holds what each kernel took with triton 3.9: registers of a thread, bytes of a thread that found
+none, and bytes of shared memory. More of any is slower, or does not run at all. `python tests/test_gpu_ahead.py`
+records what the file lacks.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from sightline import causal, entropy, pooled, received, softcap, top_k, window
+from sightline.errors import ParameterError
+from sightline.observe import Slopes
+from sightline.problem import pose
+
+pytest.importorskip("triton")
+
+from triton.runtime.driver import driver
+
+from sightline.gpu.ahead import TARGETS, compiled
+from sightline.gpu.gradients import gradients
+from sightline.gpu.run import calls_of, forward_calls, run
+
+FILE = Path("/tmp/g3/recorded_new.json")
+SHARED = {"sm_80": 163, "sm_90": 227, "gfx942": 64}  # KiB that a block can have
+FORMULAS = {"causal": {"mask": causal()}, "capped window": {"mask": window(256), "score": softcap(20.0)}}
+STATISTICS = {"entropy": [entropy()], "top_k": [top_k(8)], "received": [received()], "pooled": [pooled(16, 16)]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Kernels of one kind of problem for one GPU."""
+
+    target: str
+    work: str
+    dtype: str
+    width: int
+    formula: str
+
+    def __str__(self):
+        return f"{self.target} {self.work} {self.dtype} {self.width} {self.formula}"
+
+    def problem(self):
+        dtype = getattr(torch, self.dtype)
+        query = torch.zeros(2, 8, 1 if self.work == "decode" else 1000, self.width, dtype=dtype)
+        key = torch.zeros(2, 2, 1000, self.width, dtype=dtype)
+        return pose(query, key, key, see=STATISTICS.get(self.work, []), **FORMULAS[self.formula])
+
+    def launch(self):
+        problem = self.problem()
+        if self.work == "backward":
+            lse = torch.zeros(problem.query.shape[:-1], dtype=torch.float64)
+            gradients(problem, problem.query, None, (problem.query, lse), (), Slopes(), self.target)
+        else:
+            run(problem, self.target)
+
+    def kernels(self):
+        return compiled(self.launch, self.target)
+
+
+CASES = [
+    Case(target, *work)
+    for target in TARGETS
+    for work in [
+        *(("forward", "bfloat16", width, "causal") for width in (64, 128, 256)),
+        ("forward", "bfloat16", 128, "capped window"),
+        ("forward", "float32", 128, "causal"),
+        ("forward", "float64", 64, "causal"),
+        ("decode", "bfloat16", 128, "causal"),
+        *(("backward", "bfloat16", width, "causal") for width in (64, 128)),
+        ("backward", "float32", 64, "causal"),
+        *((work, "bfloat16", 64, "causal") for work in STATISTICS),
+    ]
+]
+
+
+def check(case, found):
+    """Kernels take no more than recorded, and nothing that their GPU has not."""
+    recorded = json.loads(FILE.read_text())[str(case)]
+    for kernel in found:
+        registers, spilled, shared = recorded[kernel.name]
+        assert kernel.registers <= registers, str(kernel)
+        assert kernel.spilled <= spilled, str(kernel)
+        assert kernel.shared <= shared <= SHARED[case.target] << 10, str(kernel)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_the_forward_kernel_takes(target):
+    case = Case(target, "forward", "bfloat16", 64, "causal")
+    problem = case.problem()
+    lse = torch.zeros(problem.query.shape[:-1], dtype=torch.float64)
+    first = next(calls_of(problem, torch.zeros_like(problem.query), lse, target))
+    (found,) = compiled(first.launch, target)
+    assert found.name == "forward"
+    check(case, [found])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_all_kernels_take(case):
+    found = case.kernels()
+    assert [kernel.name for kernel in found] == list(json.loads(FILE.read_text())[str(case)])
+    check(case, found)
+
+
+def test_all_that_is_recorded_is_checked():
+    assert list(json.loads(FILE.read_text())) == [str(case) for case in CASES]
+
+
+def test_nothing_runs_and_the_driver_is_put_back():
+    problem = pose(*(torch.ones(1, 1, 20, 16, dtype=torch.float16) for _ in range(3)))
+    output = torch.full((1, 1, 20, 16), 7.0, dtype=torch.float16)
+    lse = torch.full((1, 1, 20), 7.0, dtype=torch.float64)
+
+    def launch():
+        for call in forward_calls(problem, output, lse, "sm_80"):
+            call.launch()
+        raise ZeroDivisionError
+
+    before = active()
+    with pytest.raises(ZeroDivisionError):
+        compiled(launch, "sm_80")
+    assert active() is before
+    assert (output == 7).all()
+    assert (lse == 7).all()
+
+
+def active():
+    """Triton's driver; None without a GPU."""
+    try:
+        return driver.active
+    except RuntimeError:
+        return None
+
+
+def test_unknown_targets_are_named():
+    with pytest.raises(ParameterError, match="one of 'sm_80'"):
+        compiled(lambda: None, "sm_42")
+
+
+if __name__ == "__main__":
+    recorded = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for case in CASES:
+        if str(case) not in recorded:
+            recorded[str(case)] = {one.name: [one.registers, one.spilled, one.shared] for one in case.kernels()}
+            print(case, recorded[str(case)], flush=True)
+            text = json.dumps({str(case): recorded[str(case)] for case in CASES if str(case) in recorded})
+            FILE.write_text(text.replace("}, ", "},\n ") + "\n")
