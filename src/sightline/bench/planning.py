@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..formula.runs import find_runs
 from ..gpu.schedule import schedule
 from ..problem import pose
@@ -48,9 +50,8 @@ def timed(problem: Planning, device: Device, times: int) -> dict[str, list[float
 def _check(laid: Any, tiles: dict[str, int]) -> None:
     """Raise unless the runs laid out have as many tiles, full and partial, as the mask; no head is unlike another."""
     rows, pairs = (part.cpu().numpy().reshape(-1, width) for part, width in zip(laid[:2], (3, 2), strict=True))
-    lengths = pairs[:, 1] - pairs[:, 0]
-    ends = lengths.cumsum()
-    counted = int((ends[rows[:, 2] - 1] - (ends - lengths)[rows[:, 0]]).sum())
+    until = np.concatenate([[0], (pairs[:, 1] - pairs[:, 0]).cumsum()])  # tiles before each run
+    counted = int((until[rows[:, 2]] - until[rows[:, 0]]).sum())
     wanted = tiles["full"] + tiles["partial"]
     if wanted % counted:
         raise ValueError(f"a schedule of {counted} tiles for a mask of {wanted}")
