@@ -159,7 +159,7 @@ def backward_calls(
     blocks = -(-problem.m // sizes.keys)
     items = problem.B * problem.G * blocks
     more = common | seams | random | taken("d_output", "rows", "d_key", "d_value") | {"blocks": blocks, "form": form}
-    more["schedule"] = schedule(_turned(problem), sizes.keys, sizes.rows)
+    more["schedule"] = schedule(problem, sizes.rows, sizes.keys, of_keys=True)
     more["tainted"] = _marks(problem, items) if hides else None
     yield Call(backward_keys, items, more, sizes, given.sources)
     if hides:
@@ -171,17 +171,6 @@ def backward_calls(
 
 def _marks(problem: Problem, items: int) -> Any:
     return problem.query.new_empty(items, dtype=torch.int32)
-
-
-def _turned(problem: Problem) -> Problem:
-    """A problem whose queries are this one's keys, and whose mask is its mask: its runs are those of blocks of keys."""
-    if problem.mask is None:
-        return problem
-    names = {"i": "j", "j": "i", "n": "m", "m": "n"}
-    mask = problem.mask.replacing({name: SYMBOLS[other] for name, other in names.items()}, {})
-    shape, one = (*problem.lead, problem.H), problem.query.new_empty(()).reshape(1, 1)
-    rows, columns = one.expand(*shape, problem.m, 1), one.expand(*shape, problem.n, 1)
-    return replace(problem, query=rows, key=columns, value=columns, mask=mask, score=None)
 
 
 # -- tables and sinks --------------------------------------------------------------------------------------------------
