@@ -36,6 +36,7 @@ PROBLEMS = {
     "rows that see nothing": {"mask": (i > 40) & (j < 30)},
     "holes everywhere": {"mask": (i * 7 // 3 + j) % 3 != 0, "scale": 0.3},
     "biased, sinks": {"score": alibi(4), "sinks": np.array([-1.0, 0.0, 2.0, -np.inf], np.float32)},
+    "large scores": {"scale": 40.0, "score": s * 4},
     "by head": {"mask": (i >= j) & (j - i < table(np.array([3, 80, 1, 9]))[h]), "score": s * 2.5},
 }
 
