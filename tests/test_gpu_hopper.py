@@ -23,6 +23,7 @@ from sightline.gpu import hopper
 from sightline.gpu.ahead import compiled
 from sightline.gpu.configurations import Configuration
 from sightline.gpu.hopper import kernel, rings
+from sightline.gpu.run import calls_of
 
 SMALL = Configuration(rows=32, keys=16, warps=4, stages=2)  # so that small problems have several tiles
 SHAPES = {"shape": (2, 4, 75, 24), "groups": 2, "m": 83}
@@ -188,6 +189,14 @@ def test_hidden_nan_taints_its_blocks_for_the_second_call():
     assert again.arguments["output"] is output
     first = Result(output[:, :, :32], lse[:, :, :32])
     assert_conforms(lambda _: first, pose(*(to_torch(x[:, :, :32]) for x in arrays_of), mask=i >= j))
+
+
+def test_no_plan_takes_it_by_itself():
+    problem = posed("bfloat16", PROBLEMS["causal"])
+    assert not list(hopper.serves(problem))
+    taken = [call.kernel for call in calls_of(problem, *empty(problem), "sm_90")]
+    assert taken
+    assert kernel.forward not in taken
 
 
 def test_nothing_is_tainted_where_nothing_is_hidden():
