@@ -27,7 +27,8 @@ def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> 
     if kernel == "decode":
         return Configuration(16, 64 if dtype in ("float16", "bfloat16") else 32, 4, 3 if width <= 128 else 2)
     if kernel == "observe":  # no output beside the scores; the lists and cells of statistics instead
-        return Configuration(*{"float64": (32, 32), "float32": (64, 32)}.get(dtype, (64, 64)), 4, 2)
+        side = 32 if dtype in ("float32", "float64") else 64
+        return Configuration(side, side, 4, 2)
     if dtype in ("float32", "float64"):  # without matrix units: larger tiles spill kilobytes
         rows = 64 if dtype == "float32" and width <= 64 else 32
         if architecture.startswith("gfx"):
