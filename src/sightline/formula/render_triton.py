@@ -106,9 +106,10 @@ class _Writer:
         for node in self.nodes:
             self.written[id(node)] = self.kept(node, self.text_of(node))
         result = self.written[id(self.formula)]
+        whole = self.formula.kind == "int" and scores
         if isinstance(self.formula, Constant):
-            result = self.typed(self.formula)
-        if self.formula.kind == "int" and scores:
+            result = self.typed(Constant(self.formula.value, "float") if whole else self.formula)
+        elif whole:
             result = f"tl.cast({result}, {self.types['float']})"
         arguments = ["s"] * scores + list("bhijnm") + ["tables"]
         body = [*self.widened(), *self.lines, f"return {_bare(result)}"]
