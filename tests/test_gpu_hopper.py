@@ -69,9 +69,10 @@ def posed(dtype, options, **shapes):
     return Case(*arrays(dtype=dtype, **(SHAPES | shapes)), options).as_torch().pose()
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_named_problems(dtype, name):
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "bfloat16") for name in PROBLEMS), ("causal", "float16"), ("biased, sinks", "float16")]
+)
+def test_named_problems(name, dtype):
     problem = posed(dtype, PROBLEMS[name])
     assert not list(hopper.serves(problem))
     assert_conforms(on_machine(seed=0), problem)
@@ -80,7 +81,7 @@ def test_named_problems(dtype, name):
 @pytest.mark.parametrize("stages", [1, 3])
 def test_whatever_comes_first_the_answer_is_the_same(stages):
     problem = posed("bfloat16", PROBLEMS["causal"])
-    first, *others = (on_machine(seed, replace(SMALL, stages=stages))(problem) for seed in range(6))
+    first, *others = (on_machine(seed, replace(SMALL, stages=stages))(problem) for seed in range(4))
     assert_conforms(lambda _: first, problem)
     for other in others:
         assert torch.equal(other.output, first.output)
