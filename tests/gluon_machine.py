@@ -235,13 +235,14 @@ class Machine:
     def launch(self, kernel: JITCallable, programs: int, **arguments: Any) -> None:
         """The kernel for every program, in a random order."""
         function = self.emulated(kernel)
-        given = {name: self._argument(value) for name, value in arguments.items()}
+        kinds = kernel.fn.__annotations__
+        given = {name: self._argument(value, str(kinds.get(name))) for name, value in arguments.items()}
         for program in self.random.sample(range(programs), programs):
             self.program = program
             with np.errstate(all="ignore"):
                 function(**given)
 
-    def _argument(self, value: Any) -> Any:
+    def _argument(self, value: Any, kind: str = "") -> Any:
         if isinstance(value, JITCallable):
             return self.emulated(value)
         if isinstance(value, tuple):
@@ -251,7 +252,7 @@ class Machine:
         if isinstance(value, torch.Tensor):
             return Pointer.to(value)
         if isinstance(value, float):
-            return block(np.float32(value))
+            return block(np.float64(value) if "float64" in kind else np.float32(value))
         if isinstance(value, int):
             return block(np.int32(value) if abs(value) < 2**31 else np.int64(value))
         return value

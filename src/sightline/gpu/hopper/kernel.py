@@ -11,7 +11,6 @@ in the same order, by the same formulas, over the same runs.
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -85,16 +84,15 @@ def scores(
 
 @gluon.jit
 def softmax(s, state, unit):
-    """P = 2^(s · unit − m), the factor on what was summed before, and the state after the tile.
+    """P = 2^((s − m) · unit), the factor on what was summed before, and the state after the tile.
 
     The state is (m, l, what rounding lost of l).
     """
     largest, total, lost = state
-    new = gl.maximum(largest, gl.max(s, 1) * unit)
+    new = gl.maximum(largest, gl.max(s, 1))
     shift = gl.where(new == float("-inf"), 0.0, new)
-    alpha = gl.exp2(largest - shift)
-    # at most 1: a rounded maximum as shift is off by more than 1 where scores are huge
-    p = gl.exp2(gl.minimum(gl.fma(s, unit, -shift[:, None]), 0.0, propagate_nan=tl.PropagateNan.ALL))
+    alpha = gl.exp2((largest - shift) * unit)
+    p = gl.exp2((s - shift[:, None]) * unit)
     sums = gl.sum(p, 1)
     old = total * alpha  # Knuth's sum: later passes over the weights take on the error of lse
     total = old + sums
@@ -198,7 +196,7 @@ def compute(
     STAGES: gl.constexpr,
 ):
     """The rows of one group: O / l copied out of the memory its queries lay in, lse beside."""
-    output, lse, tainted, sinks, H = answer
+    output, lse, tainted, sinks, H, unit = answer
     b, h, block, n = work[0], work[1], work[2], work[3]
     ROWS: gl.constexpr = form.rows // GROUPS
     by_products: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.keys, 16]))
@@ -208,7 +206,7 @@ def compute(
     lost = gl.zeros([ROWS], gl.float32, by_products)
     total, largest = lost, gl.full([ROWS], float("-inf"), gl.float32, by_products)
     if sinks is not None:
-        total, largest = lost + 1.0, lost + (gl.load(sinks + h) * LOG2_E).to(gl.float32)
+        total, largest = lost + 1.0, lost + (gl.load(sinks + h) * LOG2_E / unit).to(gl.float32)
     state = (largest, total, lost)
     found = gl.zeros([ROWS, form.lanes_v], gl.float32, mma)
     mbarrier.wait(queries[1].index(WHO), 0)
@@ -241,7 +239,7 @@ def compute(
     q.store(found.to(q.dtype))
     fence_async_shared()
     tma.async_store(output, corner(output, b, h, first), stored)
-    base = gl.where(nothing, float("-inf"), largest).to(gl.float64)
+    base = gl.where(nothing, float("-inf"), largest).to(gl.float64) * unit
     at = (b * H + h).to(gl.int64) * n + rows
     gl.store(lse + at, base * LN_2 + gl.log(safe.to(gl.float64) + lost.to(gl.float64)), mask=rows < n)
     if tainted is not None:
@@ -264,7 +262,7 @@ def forward(
     group: gl.int32,
     blocks: gl.int32,
     scale: gl.float32,
-    unit: gl.float32,
+    unit: gl.float64,
     schedule,
     sinks,
     tables,
@@ -299,8 +297,8 @@ def forward(
     fence_async_shared()  # copies find the barriers made
     queries = (q_memory, q_ready)
     work = (b, h, block, n, m, row, schedule, group)
-    formulas = (scale, unit, tables)
-    answer = (output, lse, tainted, sinks, H)
+    formulas = (scale, unit.to(gl.float32), tables)
+    answer = (output, lse, tainted, sinks, H, unit)
     gl.warp_specialize(
         [
             (compute, (answer, queries, k_ring, v_ring, turn, work, formulas, mask_at, score_at, 0, form, STAGES)),
