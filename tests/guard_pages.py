@@ -96,7 +96,7 @@ def statistic(rng, problem, lse):
         lambda: observing.received(problem, lse, how, int(rng.integers(1, n + 1)), 2),
         lambda: observing.pooled(problem, lse, int(rows), int(columns), how, ((i0, n), (j0, m)), 2),
         lambda: observing.top_k(problem, lse, int(rng.integers(1, 12)), 2),
-        lambda: observing.weights(problem, lse, slice(i0, n), slice(j0, m), bool(rng.integers(2)), 2),
+        lambda: observing.weights(problem, lse, slice(i0, n), slice(j0, m), 2),
     ][rng.integers(4)]()
 
 

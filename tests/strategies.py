@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 import sightline
 from sightline import b, h, i, j, m, n, s, table, where
+from sightline.attention import KERNELS
 from sightline.formula.expression import walk
 from sightline.problem import Problem, pose
 from sightline.testing import LAYOUTS
+
+ON_HOST = tuple(kernel for kernel in KERNELS if kernel.name != "triton")  # those that serve arrays of the host
 
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 LARGEST = 60_000  # scores in one problem: keeps a draw at a few milliseconds

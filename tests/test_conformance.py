@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from strategies import DTYPES, LAYOUTS, Case, cases
+from strategies import DTYPES, LAYOUTS, ON_HOST, Case, cases
 
 from sightline import alibi, bias, causal, dense, documents, i, j, lse, padding, s, softcap, weights, window
-from sightline.attention import KERNELS
 from sightline.problem import pose
 from sightline.testing import assert_conforms, guarded
 
-TILED = [kernel for kernel in KERNELS if kernel.name != "reference"]
+TILED = [kernel for kernel in ON_HOST if kernel.name != "reference"]
 EXAMPLES = {"cpu": 36, "streaming": 80, "reference": 30}  # of each dtype; the first compiles for each
 
 
@@ -23,7 +22,7 @@ def serves(kernel, dtype, **options):
     return not list(kernel.refuses(probe(dtype, **options)))
 
 
-def each(*frameworks, kernels=KERNELS):
+def each(*frameworks, kernels=ON_HOST):
     """Every kernel with every dtype it serves, in each framework."""
     return pytest.mark.parametrize(
         ("kernel", "dtype", "framework"),

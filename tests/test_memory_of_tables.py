@@ -9,8 +9,7 @@ import torch
 
 import sightline
 from sightline import i, j, s, table
-from sightline.formula import memory
-from sightline.formula import table as table_module
+from sightline.formula import extrema, memory
 from sightline.formula.memory import Memory
 from sightline.gpu.schedule import schedule
 from sightline.problem import pose
@@ -82,7 +81,7 @@ def test_a_mask_seen_before_costs_no_look_at_its_tables(counted, monkeypatch):
     def looked(array):
         raise AssertionError("a table was copied to the host")
 
-    monkeypatch.setattr(table_module, "to_numpy", looked)
+    monkeypatch.setattr(extrema, "to_numpy", looked)
     again = problem()
     assert again.mask.text == first.mask.text
     assert schedule(again, 16, 16) is rows

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from strategies import ON_HOST
 
 import sightline.data
 from sightline import padding, weights
-from sightline.attention import KERNELS
 from sightline.problem import pose
 from sightline.testing import assert_conforms, assert_within_budget, plain
 
@@ -23,12 +23,12 @@ def problem_of(text, layer, **options):
     return pose(layer.query, layer.key, layer.value, mask=padding(text.lengths), see=[weights()], **options)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_kernels_conform_on_real_activations(layer, kernel):
     assert_conforms(kernel.run, problem_of(*layer))
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_kernels_agree_with_the_model(layer, kernel):
     """With the model in the oracle's place: no farther from it than the plain float32 computation is."""
     text, given = layer

@@ -8,14 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from observed import Dense, check, defined, parts, statistics, usable
-from strategies import DTYPES, cases
+from strategies import DTYPES, ON_HOST, cases
 from test_faults import broken
 from torch.autograd import gradcheck, gradgradcheck
 
 import sightline
 from sightline import h, i, j, s, table
 from sightline.arrays import to_numpy
-from sightline.attention import KERNELS
 from sightline.errors import DtypeError, MaskError, ParameterError, ShapeError, TableError
 from sightline.observe import arrays_of, keys, matrix, queries
 from sightline.observe import parts as parts_room
@@ -26,7 +25,7 @@ EXAMPLES = {"reference": 2, "streaming": 6, "cpu": 2}  # of each dtype; with the
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_drawn_problems(kernel, dtype):
     @settings(max_examples=EXAMPLES[kernel.name])
     @given(st.data(), cases(dtypes=(dtype,), largest=8000))
@@ -41,7 +40,7 @@ def test_drawn_problems(kernel, dtype):
     conforms()
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_drawn_parts(kernel):
     @settings(max_examples=2 * EXAMPLES[kernel.name])
     @given(st.data(), cases(largest=4000))
@@ -293,7 +292,7 @@ def tall():
     return (*arrays, {"mask": (i * 20 >= j) & (i != 3), "sinks": np.linspace(-1, 1, 4, dtype=np.float32)})
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_the_same_bits_every_time_for_any_number_of_threads(kernel, tall):
     *arrays, options = tall
     answers = [
@@ -306,13 +305,13 @@ def test_the_same_bits_every_time_for_any_number_of_threads(kernel, tall):
                 assert np.array_equal(one, again), statistic
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_several_tiles(kernel, tall):
     *arrays, options = tall
     check(kernel.run, sightline.problem.pose(*arrays, **options, see=every(700)))
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_the_first_of_equal_keys_is_found(kernel):
     query, key = np.ones((1, 1, 3, 2), np.float32), np.ones((1, 1, 1030, 2), np.float32)
     options = {"mask": (j > i) & (i < 2), "see": [sightline.max_score(), sightline.top_k(3)], "kernel": kernel.name}
@@ -516,10 +515,10 @@ def test_every_fault_in_a_statistic_is_seen(fault, tall):
     for room, lines in ((module, ()), (broken(module, before, after), (before,))):
         problem = sightline.problem.pose(*arrays, **options, see=[make(room)])
         if not lines:
-            check(KERNELS[1].run, problem)
+            check(ON_HOST[1].run, problem)
             continue
         with pytest.raises(AssertionError, match=RED):
-            check(KERNELS[1].run, problem)
+            check(ON_HOST[1].run, problem)
 
 
 @pytest.mark.parametrize("fault", GRADIENTS)

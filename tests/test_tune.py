@@ -229,13 +229,18 @@ def test_candidates_fit_the_machine():
     assert len(candidates("forward", pose(*[torch.empty(1, 1, 8, 64, dtype=torch.bfloat16)] * 3), "gfx942")) > 1
 
 
-def test_on_hopper_the_specialised_kernel_is_tried_and_taken_where_it_serves():
+def test_on_hopper_the_specialised_kernel_is_tried_if_asked_and_taken_where_it_serves():
     half = [torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16) for _ in range(3)]
     problem, dropping = pose(*half), pose(*half, dropout=0.5, seed=1)
-    tried = [sizes for sizes in candidates("forward", problem, "sm_90") if sizes.specialised]
+
+    def able(kernel, asked, specialised=True):
+        return [sizes for sizes in candidates(kernel, asked, "sm_90", specialised) if sizes.specialised]
+
+    tried = able("forward", problem)
     assert tried
-    assert not [sizes for sizes in candidates("backward_keys", problem, "sm_90") if sizes.specialised]
-    assert not [sizes for sizes in candidates("forward", dropping, "sm_90") if sizes.specialised]
+    assert not able("forward", problem, specialised=False)
+    assert not able("backward_keys", problem)
+    assert not able("forward", dropping)
     with trying({"forward": tried[0]}):
         assert chosen.chosen("forward", problem, "sm_90") == tried[0]
         assert not chosen.chosen("forward", dropping, "sm_90").specialised

@@ -101,6 +101,7 @@ def tune(
     value: Any = None,
     *,
     gradients: bool = True,
+    specialised: bool = False,
     show: bool = True,
     timer: Timer | None = None,
     kernel: Triton | None = None,
@@ -116,6 +117,9 @@ def tune(
     query, key, value, **options : as in `attention`, on the GPU: mask, score, scale, sinks, dropout, seed, see
     gradients : bool, default True
         Tune the backward kernels too.
+    specialised : bool, default False
+        On Hopper, try the forward kernel whose warps are specialised too. It has never run on a GPU: a barrier mistaken
+        there would wait for ever, and the process would have to be killed.
     show : bool, default True
         A progress bar meanwhile, and the table in the end.
     timer : function, optional
@@ -143,7 +147,7 @@ def tune(
             "problems that the GPU kernels serve, on the device they are to be tuned for",
             "; ".join(each.cure for each in reasons),
         )
-    work = Work(problem, kernel, _by_events if timer is None else timer)
+    work = Work(problem, kernel, _by_events if timer is None else timer, specialised)
     passes = [work.forward, *([work.backward] if gradients else [])]
     with _bar(show) as step:
         found = [one for each in passes for one in work.tuned(each, step)]
@@ -156,11 +160,12 @@ def tune(
 class Work:
     """A problem with what every trial of it needs."""
 
-    def __init__(self, problem: Problem, kernel: Triton, timer: Timer) -> None:
+    def __init__(self, problem: Problem, kernel: Triton, timer: Timer, specialised: bool = False) -> None:
         import torch
 
         plain = {name: getattr(problem, name).detach() for name in ("query", "key", "value")}
         self.problem, self.kernel, self.timer = replace(problem, **plain), kernel, timer
+        self.specialised = specialised
         self.architecture = kernel.architecture or architecture_of(problem)
         self.device = device_of(problem, self.architecture)
         drawn = torch.Generator(device="cpu").manual_seed(0)
@@ -217,7 +222,8 @@ class Work:
         step: Step,
     ) -> Tuned:
         """One kernel's sizes, those of the others as they are."""
-        sizes = [table, *(each for each in candidates(name, self.problem, self.architecture) if each != table)]
+        able = candidates(name, self.problem, self.architecture, self.specialised)
+        sizes = [table, *(each for each in able if each != table)]
         times: dict[Configuration, float] = {}
         wrong = failed = 0
         for done, each in enumerate(sizes):

@@ -218,7 +218,14 @@ def test_what_is_visible_reaches_its_gradients(triton_kernel, rng):
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
-ROOMS = ("gains", "backward", "backward_queries", "backward_keys", "gradients")  # each is read by later ones
+ROOMS = (
+    "gains",
+    "backward",
+    "backward_queries",
+    "backward_keys",
+    "schedule",
+    "gradients",
+)  # each is read by later ones
 
 FAULTS = {  # the room, a line as it stands, and with the fault in it
     "forgotten δ": ("backward", "ds = p * (dp - delta)", "ds = p * dp"),
@@ -239,7 +246,7 @@ FAULTS = {  # the room, a line as it stands, and with the fault in it
     ),
     "wrong query heads of a group": ("backward_keys", "range(g * group, (g + 1) * group)", "range(g, H, H // group)"),
     "dropped weights in dV": ("backward_keys", "tl.where(keep, p, 0.0)", "p"),
-    "the mask half turned": ("gradients", '"n": "m", "m": "n"', '"n": "n", "m": "m"'),
+    "the mask half turned": ("schedule", '("n", "m"), ("m", "n")', '("n", "n"), ("m", "m")'),
     "a slot too far": ("gains", "slot = exponent >> 3", "slot = (exponent + 1) >> 3"),
     "a sign lost": ("gains", "tl.where(bits < 0, -number, number)", "number"),
 }

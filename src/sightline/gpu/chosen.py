@@ -94,10 +94,10 @@ def device_of(problem: Problem, architecture: str) -> str:
     return f"{torch.cuda.get_device_name(problem.query.device)} ({architecture})"
 
 
-def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configuration]:
+def candidates(kernel: str, problem: Problem, architecture: str, specialised: bool = False) -> list[Configuration]:
     """Sizes worth a trial: those whose tiles fit registers and shared memory, as far as can be reckoned beforehand.
 
-    On Hopper the forward kernel whose warps are specialised is among them, where it serves the problem.
+    On Hopper the forward kernel whose warps are `specialised` is among them if asked, where it serves the problem.
     """
     if architecture == "interpreter":
         widened = configuration_of(architecture, "forward", problem.dtype, problem.d_k).widened
@@ -114,7 +114,7 @@ def candidates(kernel: str, problem: Problem, architecture: str) -> list[Configu
         if few or crowded or outer >= OF_WARP * warps
     ]
     able = [sizes for sizes in found if _fits(kernel, sizes, problem, architecture)]
-    if kernel == "forward" and architecture == HOPPER and _specialises(problem):
+    if specialised and kernel == "forward" and architecture == HOPPER and _specialises(problem):
         from . import hopper
 
         able += [replace(sizes, specialised=True) for sizes in hopper.configurations_of(problem)]
