@@ -43,6 +43,14 @@ def test_a_rule_decides(architecture, taken):
     assert f"fused: {fused.because(problem)}" in page
 
 
+def test_rows_that_do_not_lie_together_are_not_torchs():
+    """Its fused kernels refuse them, and what it would take instead holds all weights."""
+    query, key, value = half()
+    fused = OnCpu("sm_90")
+    assert choose((fused, OURS), pose(query, key.mT.contiguous().mT, value)).kernel is OURS
+    assert choose((fused, OURS), pose(query.transpose(1, 2).contiguous().transpose(1, 2), key, value)).kernel is fused
+
+
 def test_every_rule_says_why_and_none_is_in_anothers_way():
     assert all(rule.because for rule in RULES)
     names = [rule.architecture for rule in RULES]

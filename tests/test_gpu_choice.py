@@ -115,3 +115,48 @@ def test_other_numbers_compile_nothing_anew(other):
 
 def test_other_formulas_compile_anew():
     assert compiled_for(mask=i >= j) != compiled_for(mask=i > j)
+
+
+def test_every_kernel_is_told_its_own_sizes():
+    """192 keys fill tiles of 64, as those of dQ have, and not those of 128 of dK and dV."""
+    pytest.importorskip("triton")
+    from sightline.gpu.gradients import backward_calls
+    from sightline.gpu.operands import operand
+    from sightline.observe import Slopes
+
+    x = torch.zeros(1, 2, 192, 128, dtype=torch.bfloat16)
+    names = ("d_lse", "lse", "rows", "sums", "d_query", "d_key", "d_value")
+    arrays = dict.fromkeys(names) | {name: operand(x) for name in ("output", "d_output")}
+    seen = set()
+    for call in backward_calls(pose(x, x, x, mask=i >= j), arrays, [], Slopes(), "sm_90"):
+        form, sizes = call.arguments["form"], call.configuration
+        assert (form.rows, form.keys, form.even) == (sizes.rows, sizes.keys, 192 % sizes.keys == 0)
+        seen.add(form.even)
+    assert seen == {True, False}
+
+
+def test_far_columns_of_any_array_are_counted_wide():
+    tl = pytest.importorskip("triton.language")
+    from sightline.gpu.configurations import configuration_of
+    from sightline.gpu.operands import Operands, operand
+
+    sizes = configuration_of("sm_90", "backward_queries", "float32", 8)
+    far = operand(torch.empty_strided((1, 2, 16, 8), (2**33, 2**32, 1, 2**28), device="meta"))
+    assert Operands(posed(), sizes).form().index == tl.int32
+    assert Operands(posed(), sizes, beside=[far]).form().index == tl.int64
+
+
+@pytest.mark.parametrize(("name", "precision"), [("gfx942:sramecc+", "tf32"), ("gfx90a", "ieee")])
+def test_tf32_is_asked_for_where_the_gpu_has_it(monkeypatch, name, precision):
+    pytest.importorskip("triton")
+    from types import SimpleNamespace
+
+    from sightline.gpu import operands
+
+    device = torch.device("cuda:0")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(gcnArchName=name))
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=True))
+    assert operands._precision(device) == precision
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=False))
+    assert operands._precision(device) == "ieee"

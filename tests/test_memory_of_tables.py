@@ -3,13 +3,16 @@
 Tensors of the CPU stand for a device's here: torch counts what it writes to them just so.
 """
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
 import sightline
-from sightline import i, j, s, table
-from sightline.formula import extrema, memory
+from sightline import h, i, j, s, table
+from sightline.formula import memory
+from sightline.formula import table as table_module
 from sightline.formula.memory import Memory
 from sightline.gpu.schedule import schedule
 from sightline.problem import pose
@@ -81,7 +84,7 @@ def test_a_mask_seen_before_costs_no_look_at_its_tables(counted, monkeypatch):
     def looked(array):
         raise AssertionError("a table was copied to the host")
 
-    monkeypatch.setattr(extrema, "to_numpy", looked)
+    monkeypatch.setattr(table_module, "at_hand", looked)
     again = problem()
     assert again.mask.text == first.mask.text
     assert schedule(again, 16, 16) is rows
@@ -97,3 +100,23 @@ def test_a_mask_found_again_reads_the_tables_of_its_own_call(counted):
     assert [mask.tables[0].array is lengths for mask in masks] == [True, True]
     lengths.fill_(5)
     assert sightline.attention(x, x, x, mask=j < table(lengths)[0], see=[sightline.mass(j < 4)])[1][0][0, 0, 0] == 0.8
+
+
+def test_what_a_captured_graph_reads_is_kept(counted, monkeypatch):
+    """Replays read the same memory, whatever became of the table since."""
+    x, lengths = torch.zeros(1, 1, 40, 4), torch.tensor([30])
+    rows = []
+    monkeypatch.setattr(memory, "_HELD", {})
+    monkeypatch.setattr(table_module, "at_hand", torch.clone)  # a copy, as of a device's
+    for captured in (False, True):
+        monkeypatch.setattr(memory, "_captured", lambda like, captured=captured: captured)
+        rows.append(weakref.ref(schedule(pose(x, x, x, mask=j < table(lengths)[0]), 16, 16)[0]))
+        lengths = torch.tensor([20])
+    assert [row() is None for row in rows] == [True, False]
+
+
+def test_a_small_table_brought_in_inference_serves_training_after(counted):
+    x, slopes = torch.zeros(1, 2, 4, 4, requires_grad=True), np.array([0.25, 0.125])
+    with torch.inference_mode():
+        assert not memory.near(slopes, x).is_inference()
+    sightline.attention(x, x, x, score=s - table(slopes)[h] * (i - j)).sum().backward()

@@ -48,6 +48,14 @@ def test_every_operator_has_a_rule():
     assert set(TRITON_RULES) == set(OPERATORS)
 
 
+def test_floors_are_of_quotients_rounded_once():
+    """Triton's own division of float32 may fall short of a whole number: 6 / 3 of 2."""
+    x = np.zeros((1, 1, 8, 4), np.float32)
+    sources = Triton().sources(pose(x, x, x, score=s // 3.0 + s % 0.1))
+    assert "tl.floor(real_quotient(s, 3.0)) + real_remainder(s, 0.1)" in sources["score_at"]
+    assert "import real_quotient, real_remainder\n" in sources["score_at"]
+
+
 def test_rendering_loads_neither_triton_nor_torch():
     import subprocess
     import sys

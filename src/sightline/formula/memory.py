@@ -19,7 +19,7 @@ import numpy as np
 
 from ..arrays import convert, framework
 
-__all__ = ["Memory", "identity", "near"]
+__all__ = ["Memory", "held", "identity", "near"]
 
 UNCOUNTED = ("cpu", "meta")  # places whose arrays may be written to without torch, or hold nothing
 SMALL = 1 << 18  # bytes up to which arrays of the host are told by what they hold
@@ -65,7 +65,21 @@ def near(array: Any, like: Any) -> Any:
     if not elsewhere or not isinstance(array, np.ndarray) or array.nbytes > SMALL:
         return convert(array, like)
     content = hashlib.blake2b(np.ascontiguousarray(array).tobytes()).digest()
-    return _NEAR.get((content, array.shape, array.dtype.str, str(like.device)), [], lambda: convert(array.copy(), like))
+    question = content, array.shape, array.dtype.str, str(like.device)
+    return held(_NEAR.get(question, [], lambda: _for_all(array.copy(), like)), like)
+
+
+def held(answer: Found, like: Any) -> Found:
+    """What a memory keeps on `like`'s device; for good where a CUDA graph is being captured, whose replays read it."""
+    if _captured(like):
+        _HELD[id(answer)] = answer
+    return answer
+
+
+def _captured(like: Any) -> bool:
+    import torch
+
+    return bool(like.is_cuda) and torch.cuda.is_current_stream_capturing()
 
 
 def identity(array: Any) -> Hashable:
@@ -75,9 +89,18 @@ def identity(array: Any) -> Hashable:
     return id(_owner(array)), array.data_ptr(), array.shape, array.stride(), array.dtype, array._version
 
 
+def _for_all(array: Any, like: Any) -> Any:
+    """`arrays.convert` to a tensor that calls outside torch.inference_mode may take too."""
+    import torch
+
+    with torch.inference_mode(False):
+        return convert(array, like)
+
+
 def _owner(array: Any) -> Any:
     """The tensor whose life is that of the entries: a view is made anew for every call."""
     return array if array._base is None else array._base
 
 
 _NEAR = Memory(256)
+_HELD: dict[int, Any] = {}

@@ -40,7 +40,7 @@ _SAME_NAME = ("exp", "exp2", "log", "log2", "sin", "cos")
 TRITON_RULES: dict[str, str | tuple[str, str]] = {
     **{name: f"{{0}} {sign} {{1}}" for name, sign in _INFIX.items()},
     **{name: f"tl.{name}({{0}})" for name in _SAME_NAME},
-    "floor_divide": ("whole_quotient({0}, {1})", "tl.floor({0} / {1})"),
+    "floor_divide": ("whole_quotient({0}, {1})", "tl.floor(real_quotient({0}, {1}))"),
     "remainder": ("whole_remainder({0}, {1})", "real_remainder({0}, {1})"),
     "negative": "-{0}",
     "absolute": "tl.abs({0})",
@@ -55,7 +55,7 @@ TRITON_RULES: dict[str, str | tuple[str, str]] = {
     "ceil": ("{0}", "tl.ceil({0})"),
 }
 _OF_CONDITIONS = {"minimum": "{0} & {1}", "maximum": "{0} | {1}"}
-_HELPERS = ("real_remainder", "square_root", "whole_quotient", "whole_remainder")
+_HELPERS = ("real_quotient", "real_remainder", "square_root", "whole_quotient", "whole_remainder")
 
 
 def render(

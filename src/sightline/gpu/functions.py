@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["real_remainder", "square_root", "whole_quotient", "whole_remainder"]
+__all__ = ["real_quotient", "real_remainder", "square_root", "whole_quotient", "whole_remainder"]
 
 
 @triton.jit
@@ -26,9 +26,18 @@ def whole_remainder(x, y):
 
 
 @triton.jit
+def real_quotient(x, y):
+    """x / y, rounded once. Float32's own division is off by two units at most, by which 6 / 3 may fall below 2."""
+    quotient = x / y
+    if quotient.dtype == tl.float32:
+        return tl.div_rn(x, y)
+    return quotient
+
+
+@triton.jit
 def real_remainder(x, y):
     """x − ⌊x / y⌋ y."""
-    return x - tl.floor(x / y) * y
+    return x - tl.floor(real_quotient(x, y)) * y
 
 
 @triton.jit

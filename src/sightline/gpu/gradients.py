@@ -88,10 +88,10 @@ def gradients(
         "rows": rows,
         "sums": sums,
     }
-    for call in backward_calls(
-        problem, given | found, gains, slopes, architecture or architecture_of(problem.query.device)
-    ):
-        call.launch()
+    architecture = architecture or architecture_of(query.device)
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        for call in backward_calls(problem, given | found, gains, slopes, architecture):
+            call.launch()
     return Gradients(
         query=found["d_query"],
         key=found["d_key"],
@@ -118,7 +118,7 @@ def backward_calls(
     for k, gain in enumerate(gains):
         assert problem.score is not None
         others += [(f"slope_{k}", derivative(problem.score, gain.node), True), (f"place_{k}", gain.place, False)]
-    given = Operands(problem, sizes, others)
+    given = Operands(problem, sizes, others, beside=(arrays["output"], arrays["d_output"]))
     common = given.common()
     seams = {name: given.seam(name) for name in formulas}
     hides = problem.mask is not None
@@ -150,22 +150,22 @@ def backward_calls(
     yield Call(backward_queries, batches * heads * blocks, more | once, sizes, given.sources)
     if hides:
         part = min(sizes.rows, CAREFUL_ROWS)
-        again = {"items": items, "PARTS": sizes.rows // part, "form": given.form(part)}
         slow = replace(sizes, rows=part, warps=min(sizes.warps, 4), stages=1)
+        again = {"items": items, "PARTS": sizes.rows // part, "form": given.form(slow)}
         yield Call(careful_queries, min(items, CAREFUL_PROGRAMS), more | again, slow, given.sources)
 
     sizes = chosen("backward_keys", problem, architecture)
-    form = replace(common["form"], rows=sizes.rows, keys=sizes.keys)
     blocks = -(-problem.m // sizes.keys)
     items = problem.B * problem.G * blocks
-    more = common | seams | random | taken("d_output", "rows", "d_key", "d_value") | {"blocks": blocks, "form": form}
+    more = common | seams | random | taken("d_output", "rows", "d_key", "d_value") | {"blocks": blocks}
+    more["form"] = given.form(sizes)
     more["schedule"] = schedule(problem, sizes.rows, sizes.keys, of_keys=True)
     more["tainted"] = _marks(problem, items) if hides else None
     yield Call(backward_keys, items, more, sizes, given.sources)
     if hides:
         part = min(sizes.keys, CAREFUL_ROWS)
-        again = {"items": items, "PARTS": sizes.keys // part, "form": replace(form, keys=part)}
         slow = replace(sizes, keys=part, warps=min(sizes.warps, 4), stages=1)
+        again = {"items": items, "PARTS": sizes.keys // part, "form": given.form(slow)}
         yield Call(careful_keys, min(items, CAREFUL_PROGRAMS), more | again, slow, given.sources)
 
 

@@ -211,7 +211,7 @@ def entries(first, block, extra, form: tl.constexpr):
     n, m = block[3][3], block[3][4]
     down, across = tl.arange(0, form.rows)[:, None], tl.arange(0, form.keys)[None, :]
     corner = output + (tl.cast(line, tl.int64) * n + row) * m + first
-    return corner + (down * m + across), (down < n - row) & (across < m - first)
+    return corner + (tl.cast(down, tl.int64) * m + across), (down < n - row) & (across < m - first)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ class Operands:
     ----------
     others : formulas besides mask and score, (name, formula, whether it reads scores), whose tables follow the
         problem's
+    beside : further operands whose rows are read in tiles
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class Operands:
         problem: Problem,
         configuration: Configuration,
         others: Sequence[Named] = (),
+        beside: Sequence[tuple[Any, ...]] = (),
     ) -> None:
-        self.problem, self.configuration = problem, configuration
+        self.problem, self.configuration, self.beside = problem, configuration, beside
         self.arrays = {name: plain(getattr(problem, name)) for name in ("query", "key", "value")}
         kept = [_table(table.array, problem.query) for table in tables_of(problem, others)]
         self.tables = tuple((t, *t.stride(), *t.shape) for t in kept)
@@ -67,23 +69,23 @@ class Operands:
             "form": self.form(),
         }
 
-    def form(self, rows: int | None = None) -> Form:
-        """What is compiled in; `rows` where a kernel's blocks are others than the configuration's."""
-        problem, configuration = self.problem, self.configuration
-        steps = [abs(stride) for array in self.arrays.values() for stride in array.stride()[-2:]]
-        far = max(steps, default=0) * (configuration.rows + configuration.keys + problem.d_k + problem.d_v) > LARGEST
+    def form(self, sizes: Configuration | None = None) -> Form:
+        """What is compiled into a kernel of these sizes, the configuration's if none are given."""
+        problem, sizes = self.problem, sizes or self.configuration
+        steps = [abs(step) for array in (*map(operand, self.arrays.values()), *self.beside) for step in array[-2:]]
+        far = max(steps) * (sizes.rows + sizes.keys + problem.d_k + problem.d_v) > LARGEST
         return Form(
-            rows=configuration.rows if rows is None else rows,
-            keys=configuration.keys,
+            rows=sizes.rows,
+            keys=sizes.keys,
             d_k=problem.d_k,
             d_v=problem.d_v,
             lanes_k=lanes(problem.d_k),
             lanes_v=lanes(problem.d_v),
-            even=problem.m % configuration.keys == 0,
+            even=problem.m % sizes.keys == 0,
             index=tl.int64 if far else tl.int32,
             total=tl.float64 if problem.accumulator == "float64" else tl.float32,
-            precision=_precision(),
-            widened=configuration.widened,
+            precision=_precision(problem.query.device),
+            widened=sizes.widened,
         )
 
     def numbers(self) -> dict[str, float]:
@@ -138,11 +140,14 @@ def _alike(word: int) -> int:
     return 2**41 + 2 * word + 1
 
 
-def _precision() -> str:
-    """Of products of float32, as torch was told."""
+def _precision(device: Any) -> str:
+    """Of products of float32, as torch was told. Of AMD's GPUs gfx942 alone has tf32; Triton refuses it elsewhere."""
     told = torch.backends.cuda.matmul
     new = getattr(told, "fp32_precision", None)  # from torch 2.9 on; who sets it may not read the old one
-    return "tf32" if (told.allow_tf32 if new is None else new == "tf32") else "ieee"
+    asked = told.allow_tf32 if new is None else new == "tf32"
+    if asked and torch.version.hip is not None and device.type == "cuda":
+        asked = torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx942")
+    return "tf32" if asked else "ieee"
 
 
 def _table(array: Any, like: Any) -> Any:

@@ -91,8 +91,8 @@ def forward_calls(
     yield Call(forward, items, arguments | riders.arguments(given) | {"form": form}, sizes, given.sources)
     if hides:
         part = min(sizes.rows, CAREFUL_ROWS)
-        more = {"items": items, "form": given.form(part), "PARTS": sizes.rows // part}
         slow = replace(sizes, rows=part, warps=min(sizes.warps, 4), stages=1)
+        more = {"items": items, "form": given.form(slow), "PARTS": sizes.rows // part}
         yield Call(careful, min(items, CAREFUL_PROGRAMS), arguments | more, slow, given.sources)
 
 
@@ -122,8 +122,9 @@ def decode_calls(problem: Problem, output: Any, lse: Any, architecture: str) -> 
         "random": given.random(),
     }
     yield Call(decode, apart * parts, arguments | {"chunk": chunk}, sizes, given.sources)
-    joined = {"output": output, "lse": lse, "sinks": given.sinks(), "kept": given.kept(), "form": given.form(FEW)}
-    yield Call(merge, problem.B * problem.H, arguments | joined, replace(sizes, rows=FEW, stages=1), given.sources)
+    few = replace(sizes, rows=FEW, stages=1)
+    joined = {"output": output, "lse": lse, "sinks": given.sinks(), "kept": given.kept(), "form": given.form(few)}
+    yield Call(merge, problem.B * problem.H, arguments | joined, few, given.sources)
 
 
 def _without_kernel(problem: Problem) -> Result:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..formula.expression import SYMBOLS, Expression
-from ..formula.memory import Memory
+from ..formula.memory import Memory, held
 from ..formula.runs import Runs, find_runs
 from ..problem import Problem
 
@@ -60,7 +60,8 @@ def schedule(
     mask = problem.mask
     question = (mask.text, problem.extent, query_block, key_block, of_keys, problem.device)
     arrays = [table.array for table in mask.tables]
-    return _SCHEDULES.get(question, arrays, lambda: _found(mask, problem, query_block, key_block, of_keys))
+    found = _SCHEDULES.get(question, arrays, lambda: _found(mask, problem, query_block, key_block, of_keys))
+    return held(found, problem.query)
 
 
 def _found(

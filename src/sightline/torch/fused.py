@@ -96,6 +96,8 @@ class Fused(Kernel):
             yield Refusal(f"{problem.query.dtype}", "use float16 or bfloat16")
         if problem.d_k != problem.d_v or problem.d_k > WIDEST:
             yield Refusal(f"d_k {problem.d_k} and d_v {problem.d_v}", f"make them equal, at most {WIDEST}")
+        if any(array.stride(-1) != 1 for array in (problem.query, problem.key, problem.value)):
+            yield Refusal("rows that do not lie together, for which torch would hold all weights", "call .contiguous()")
         if problem.query.numel() == 0 or problem.key.numel() == 0:
             yield Refusal("no queries or no keys", "give at least one of each")
 
