@@ -75,11 +75,13 @@ FAULTS = {
     "infinities changed over": ("poisoned", Fault(forward, "(marks & 2) != 0", "(marks & 4) != 0")),
     "a part left out": (
         "decoded",
-        Fault(decode, "for part in range(parts):\n        power", "for part in range(parts - 1):\n        power"),
+        Fault(
+            decode, "tl.range(parts, loop_unroll_factor=UNROLLED):\n        power", "range(parts - 1):\n        power"
+        ),
     ),
     "parts weighed alike": (
         "decoded",
-        Fault(decode, "weight = tl.exp2(power - shift)", "weight = tl.where(power > -1e30, 1.0, 0.0)"),
+        Fault(decode, "tl.exp2((power - shift).to(form.total))", "tl.where(power > -1e30, 1.0, 0.0).to(form.total)"),
     ),
     "sink in every part": ("decoded", Fault(decode, "begin(None, False, form)", "begin(0.0, False, form)")),
     "one head for all of a group": ("decoded", Fault(decode, "g * group + rows // n", "g * group")),

@@ -9,6 +9,7 @@ host's memory: these are looked at each time.
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -77,9 +78,7 @@ def held(answer: Found, like: Any) -> Found:
 
 
 def _captured(like: Any) -> bool:
-    import torch
-
-    return bool(like.is_cuda) and torch.cuda.is_current_stream_capturing()
+    return bool(like.is_cuda) and bool(_maker(like).cuda.is_current_stream_capturing())
 
 
 def identity(array: Any) -> Hashable:
@@ -91,10 +90,13 @@ def identity(array: Any) -> Hashable:
 
 def _for_all(array: Any, like: Any) -> Any:
     """`arrays.convert` to a tensor that calls outside torch.inference_mode may take too."""
-    import torch
-
-    with torch.inference_mode(False):
+    with _maker(like).inference_mode(False):
         return convert(array, like)
+
+
+def _maker(array: Any) -> Any:
+    """The package that made the array, which is loaded; formulas load none."""
+    return sys.modules[framework(array)]
 
 
 def _owner(array: Any) -> Any:

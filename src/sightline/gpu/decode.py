@@ -18,6 +18,7 @@ __all__ = ["decode", "merge"]
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
+UNROLLED = tl.constexpr(8)  # parts that `merge` has on their way at once: one by one it would wait for memory each time
 
 
 @triton.jit(do_not_specialize=["n", "m", "H", "group", "parts", "chunk"])
@@ -107,8 +108,12 @@ def merge(
     mask_at: tl.constexpr,
     score_at: tl.constexpr,
     form: tl.constexpr,
+    careful: tl.constexpr,
 ):
-    """A head's queries joined from their parts; where a mask hides and the output has NaN, attended to carefully."""
+    """A head's queries joined from their parts; where a mask hides and the output has NaN, attended to carefully.
+
+    `form` has as many rows as there are queries, so that much is on its way at once; `careful` those of a product.
+    """
     position = tl.program_id(0)
     rows, column = tl.arange(0, form.rows), tl.arange(0, form.lanes_v)[None, :]
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
@@ -117,18 +122,18 @@ def merge(
     if sinks is not None:
         largest = tl.zeros((form.rows,), tl.float64) + tl.load(sinks + position % H) * LOG2_E
     sink = largest
-    for part in range(parts):
+    for part in tl.range(parts, loop_unroll_factor=UNROLLED):
         largest = tl.maximum(largest, tl.load(part_lse + part * step + at, mask=inside, other=float("-inf")))
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.exp2(sink - shift)
     found = tl.zeros((form.rows, form.lanes_v), form.total)
-    for part in range(parts):
+    for part in tl.range(parts, loop_unroll_factor=UNROLLED):
         power = tl.load(part_lse + part * step + at, mask=inside, other=float("-inf"))
-        weight = tl.exp2(power - shift)
-        total += weight
+        weight = tl.exp2((power - shift).to(form.total))  # the difference is exact enough; float64's power branches
+        total += weight.to(tl.float64)
         place = part_output + (part * step + at)[:, None] * form.d_v + column
         share = tl.load(place, mask=inside[:, None] & (column < form.d_v), other=0.0)
-        found += tl.where(weight == 0, 0.0, weight).to(form.total)[:, None] * share
+        found += weight[:, None] * share
     none = tl.zeros((form.rows,), form.total)
     high = total.to(form.total)
     state = (found, high, (total - high.to(tl.float64)).to(form.total), largest, none, ())
@@ -136,5 +141,5 @@ def merge(
     if mask_at is not None:
         if has_nan(found) != 0:
             given = (query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
-            again = with_marks(block_of_head(given, position, 0, 0, mask_at, score_at, form, True))
-            hand_over(again, output, lse, position, 0, n, unit, tiles.number(kept, form.total), form)
+            again = with_marks(block_of_head(given, position, 0, 0, mask_at, score_at, careful, True))
+            hand_over(again, output, lse, position, 0, n, unit, tiles.number(kept, form.total), careful)

@@ -112,18 +112,20 @@ def decode_calls(problem: Problem, output: Any, lse: Any, architecture: str) -> 
     wanted = min(-(-PROGRAMS // apart), -(-problem.m // LEAST))
     chunk = -(-tiles // wanted)
     parts = -(-tiles // chunk)
-    rows = (parts, problem.B, problem.H, problem.n)
+    shape = (parts, problem.B, problem.H, problem.n)
     accumulator = getattr(torch, problem.accumulator)
     arguments = given.common() | {
-        "part_output": problem.query.new_empty((*rows, problem.d_v), dtype=accumulator),
-        "part_lse": problem.query.new_empty(rows, dtype=torch.float64),
+        "part_output": problem.query.new_empty((*shape, problem.d_v), dtype=accumulator),
+        "part_lse": problem.query.new_empty(shape, dtype=torch.float64),
         "parts": parts,
         "schedule": schedule(problem, FEW, sizes.keys),
         "random": given.random(),
     }
     yield Call(decode, apart * parts, arguments | {"chunk": chunk}, sizes, given.sources)
     few = replace(sizes, rows=FEW, stages=1)
-    joined = {"output": output, "lse": lse, "sinks": given.sinks(), "kept": given.kept(), "form": given.form(few)}
+    rows = replace(few, rows=1 << (problem.n - 1).bit_length())
+    joined = {"output": output, "lse": lse, "sinks": given.sinks(), "kept": given.kept()}
+    joined |= {"form": given.form(rows), "careful": given.form(few)}
     yield Call(merge, problem.B * problem.H, arguments | joined, few, given.sources)
 
 
