@@ -63,10 +63,12 @@ def gradients(
     """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse, as `plan.Kernel.gradients` has them.
 
     None, so that streaming serves, for tables of more than MOST_ENTRIES entries that are read otherwise than once by
-    each pair, and where one entry may be read by more pairs than its sum has room for.
+    each pair, where one entry may be read by more pairs than its sum has room for, and on AMD for a dense table that
+    heads or batches share.
     """
+    architecture = architecture or architecture_of(problem.query.device)
     gains = list(_gains(problem, wanted))
-    if not all(_fits(problem, gain) for gain in gains):
+    if not all(_fits(problem, gain, architecture) for gain in gains):
         return None
     query, lead = problem.query, problem.lead
     parts = [part for part in (d_lse, slopes.lse) if part is not None]
@@ -88,7 +90,6 @@ def gradients(
         "rows": rows,
         "sums": sums,
     }
-    architecture = architecture or architecture_of(query.device)
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         for call in backward_calls(problem, given | found, gains, slopes, architecture):
             call.launch()
@@ -187,10 +188,14 @@ def _gains(problem: Problem, wanted: Collection[int]) -> Iterator[Gain]:
             yield replace(gain, kind=kind)
 
 
-def _fits(problem: Problem, gain: Gain) -> bool:
-    """Whether the sums of a table's entries have room."""
+def _fits(problem: Problem, gain: Gain, architecture: str) -> bool:
+    """Whether the sums of a table's entries have room, and heads that share them may take turns.
+
+    On AMD a program's barrier does not wait for what its threads wrote to memory, which the next turn reads.
+    """
     if gain.kind == "pair":
-        return True
+        alone = (problem.B == 1 or gain.owned("b")) and (problem.H == 1 or gain.owned("h"))
+        return alone or not architecture.startswith("gfx")
     own = [length for name, length in zip("bhij", problem.extent, strict=True) if gain.owned(name)]
     pairs = problem.B * problem.H * problem.n * problem.m
     for length in own:

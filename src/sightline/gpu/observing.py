@@ -30,9 +30,11 @@ def answered(problem: Problem, lse: Any, statistic: Statistic, architecture: str
     """A statistic's arrays by a second pass of a kernel; None where none has it.
 
     None has it: top_k of more than `MOST` keys, whose lists do not fit registers; the mean of scores, whose −∞ a sum
-    over heads would have to keep apart.
+    over heads would have to keep apart; on AMD the mean of weights, as a program's barrier does not wait there for what
+    its threads wrote to memory, to which the next head adds.
     """
-    if not serves(problem, statistic):
+    shared = isinstance(statistic, Mean)  # of weights
+    if not serves(problem, statistic) or (shared and architecture.startswith("gfx")):
         return None
     arrays = room(problem, statistic)
     with torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
