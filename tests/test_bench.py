@@ -38,7 +38,9 @@ def answers_of(contender, race):
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RACES)
+@pytest.mark.parametrize(  # what a quick run checks too is left to long runs
+    "name", [pytest.param(name, marks=pytest.mark.soak if name.startswith("backward") else ()) for name in RACES]
+)
 def test_small_versions_are_right(name):
     """Every way of ours that the bench times, on the table's own problems, within the budget."""
     race = RACES[name].small()

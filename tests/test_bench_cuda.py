@@ -129,7 +129,9 @@ def test_scores_mean_the_same_to_others(name):
 # -- the device --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(  # decoding and a backward pass run in other tests every day
+    "name", [pytest.param(name, marks=() if name in ("see received", "planning") else pytest.mark.soak) for name in QUICK]
+)
 def test_problems_run(name):
     (problem,) = (each for each in cuda_problems.PROBLEMS if each.name == name)
     settings = Settings(on_processor(), seconds=0.01, quick=True)
