@@ -130,7 +130,8 @@ def test_scores_mean_the_same_to_others(name):
 
 
 @pytest.mark.parametrize(  # decoding and a backward pass run in other tests every day
-    "name", [pytest.param(name, marks=() if name in ("see received", "planning") else pytest.mark.soak) for name in QUICK]
+    "name",
+    [pytest.param(name, marks=() if name in ("see received", "planning") else pytest.mark.soak) for name in QUICK],
 )
 def test_problems_run(name):
     (problem,) = (each for each in cuda_problems.PROBLEMS if each.name == name)
