@@ -4,7 +4,10 @@ Interpreted files run in processes of their own, which `test_gpu.py` starts: TRI
 loads. One alone: TRITON_INTERPRET=1 pytest tests/interpreted/test_gpu_forward.py. On a GPU: pytest tests/interpreted.
 """
 
+import importlib.util
 import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +17,8 @@ from triton.language.extra import libdevice
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from sightline.gpu import Triton, run
+import sightline.gpu
+from sightline.gpu import Triton, run, seams
 
 
 def pytest_collection_modifyitems(items):
@@ -70,8 +74,42 @@ if INTERPRETED:
     interpreter._patch_lang = once(interpreter._patch_lang)
 
 
+FEW_KEYS = 32  # worth a part of their own in decoding: small problems have several
+
+
 @pytest.fixture
 def triton_kernel(monkeypatch):
     """The kernels as the interpreter runs them, or the GPU, which decode where there are fewer keys."""
-    monkeypatch.setattr(run, "LEAST", 32)
+    monkeypatch.setattr(run, "LEAST", FEW_KEYS)
     return Triton("interpreter") if INTERPRETED else OnDevice(Triton())
+
+
+ROOMS = (  # of the kernels and their calls, each before those that import from it
+    *("functions", "tiles", "runs", "riding", "gains", "forward", "decode", "observe", "top_k", "written", "pooled"),
+    *("received", "schedule", "backward", "backward_queries", "backward_keys", "observing", "seeing", "run"),
+    "gradients",
+)
+
+
+@pytest.fixture
+def plant(monkeypatch, tmp_path):
+    """Puts a fault into a room's source: a line as it stands, and with the fault in it. All is sound after the test."""
+
+    def put(place, before, after):
+        for room in ROOMS[ROOMS.index(place) :]:
+            text = Path(sightline.gpu.__path__[0], f"{room}.py").read_text()
+            if room == place:
+                assert text.count(before) >= 1, f"{room} no longer has {before!r}"
+                text = text.replace(before, after)
+            path = tmp_path / f"{room}.py"  # triton reads the lines of what it runs
+            path.write_text(text)
+            spec = importlib.util.spec_from_file_location(f"sightline.gpu.{room}", path)
+            module = importlib.util.module_from_spec(spec)
+            monkeypatch.setitem(sys.modules, spec.name, module)
+            monkeypatch.setattr(sightline.gpu, room, module, raising=False)
+            spec.loader.exec_module(module)
+        monkeypatch.setattr(sys.modules["sightline.gpu.run"], "LEAST", FEW_KEYS)
+        seams.function.cache_clear()  # generated functions import others
+
+    yield put
+    seams.function.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,12 @@ from triton.runtime.errors import OutOfResources
 
 from .configurations import Configuration
 
-__all__ = ["Call"]
+__all__ = ["Call", "twin"]
+
+
+def twin(plain: str, careful: str) -> Callable[[Any], str]:
+    """What profilers call a kernel that is compiled twice: with PARTS for blocks that must be done again."""
+    return lambda compiled: careful if compiled.constants["PARTS"] else plain
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from . import tiles
-from .forward import attend, begin, block_of_head, hand_over, has_nan, with_marks
+from .forward import Block, Given, State, begin, block_of_head, hand_over, has_nan, over_run
+from .runs import row_of, walk
 
 __all__ = ["decode", "merge"]
 
@@ -40,8 +41,7 @@ def decode(
     schedule,
     random,
     tables,
-    mask_at: tl.constexpr,
-    score_at: tl.constexpr,
+    seams,
     form: tl.constexpr,
 ):
     """A part of the keys for the queries of a group of heads.
@@ -61,25 +61,29 @@ def decode(
     inside = rows < group * n
     rows = tl.minimum(rows, group * n - 1)
     h, i = g * group + rows // n, rows % n
-    place = (b, h, i, n, m)
-    q = tiles.gathered(tiles.head_of(query, b, h), query, i, inside, form.d_k, form.lanes_k, form)
-    q = (q * tiles.number(sign, form.total)).to(q.dtype)  # nothing is rounded
-    starts = (tiles.head_of(key, b, g), tiles.head_of(value, b, g))
-    numbers = (tiles.number(scale, form.total), tiles.number(unit, form.total))
-    given = (q, key, starts[0], value, starts[1], place, numbers[0], numbers[1], random, tables)
-    row = 0
-    if schedule is not None:
-        row = b * schedule[2]
-    window = (part * chunk, (part + 1) * chunk)
-    state = attend(begin(None, False, form), schedule, row, window, given, mask_at, score_at, form, False)
-    found, total, lost, largest, _, _ = state
-    nothing = total == 0
-    safe = tl.where(nothing, 1.0, total)
+    q = tiles.gathered(tiles.head_of(query, b, h), i, inside, form.d_k, form.lanes_k, form)
+    given = Block(
+        (q * tiles.number(sign, form.total)).to(q.dtype),  # nothing is rounded
+        tiles.head_of(key, b, g),
+        tiles.head_of(value, b, g),
+        tiles.Place(b, h, i, n, m),
+        tiles.number(scale, form.total),
+        tiles.number(unit, form.total),
+        random,
+        tables,
+    )
+    window, whole, count = (part * chunk, (part + 1) * chunk), m // form.keys, tl.cdiv(m, form.keys)
+    state = walk(
+        *(begin(None, 0, False, form), over_run, schedule, row_of(schedule, b, 0, 0), whole, count, window, False),
+        *(given, seams, False, form, form.even),
+    )
+    nothing = state.total == 0
+    safe = tl.where(nothing, 1.0, state.total)
     at = ((tl.cast(part, tl.int64) * tl.num_programs(0) // (parts * blocks * G) + b) * H + h) * n + i
     column = tl.arange(0, form.lanes_v)[None, :]
-    tl.store(part_output + at * form.d_v + column, found / safe[:, None], mask=inside & (column < form.d_v))
-    base = largest.to(tl.float64) * tiles.number(unit, tl.float64)
-    sums = base + tl.log2(safe.to(tl.float64) + lost.to(tl.float64))
+    tl.store(part_output + at * form.d_v + column, state.output / safe[:, None], mask=inside & (column < form.d_v))
+    base = state.largest.to(tl.float64) * tiles.number(unit, tl.float64)
+    sums = base + tl.log2(safe.to(tl.float64) + state.lost.to(tl.float64))
     tl.store(part_lse + at, tl.where(nothing, float("-inf"), sums)[:, None], mask=inside)
 
 
@@ -105,8 +109,7 @@ def merge(
     random,
     kept: tl.float64,
     tables,
-    mask_at: tl.constexpr,
-    score_at: tl.constexpr,
+    seams,
     form: tl.constexpr,
     careful: tl.constexpr,
 ):
@@ -134,12 +137,11 @@ def merge(
         place = part_output + (part * step + at)[:, None] * form.d_v + column
         share = tl.load(place, mask=inside[:, None] & (column < form.d_v), other=0.0)
         found += weight[:, None] * share
-    none = tl.zeros((form.rows,), form.total)
-    high = total.to(form.total)
-    state = (found, high, (total - high.to(tl.float64)).to(form.total), largest, none, ())
-    hand_over(state, output, lse, position, 0, n, 1.0, tiles.number(kept, form.total), form)
-    if mask_at is not None:
+    high, factor = total.to(form.total), tiles.number(kept, form.total)
+    state = State(found, high, (total - high.to(tl.float64)).to(form.total), largest, None, None)
+    hand_over(state, output, lse, position, 0, n, 1.0, factor, form)
+    if seams.mask_at is not None:
         if has_nan(found) != 0:
-            given = (query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
-            again = with_marks(block_of_head(given, position, 0, 0, mask_at, score_at, careful, True))
-            hand_over(again, output, lse, position, 0, n, unit, tiles.number(kept, form.total), careful)
+            given = Given(query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
+            again = block_of_head(given, position, 0, 0, seams, 0, True, careful)
+            hand_over(again, output, lse, position, 0, n, unit, factor, careful)

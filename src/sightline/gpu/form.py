@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Form"]
+__all__ = ["Form", "lanes"]
+
+
+def lanes(width: int) -> int:
+    """The width padded for a matrix product: the next power of two, 16 at least."""
+    return max(16, 1 << max(width - 1, 0).bit_length())
 
 
 @dataclass(frozen=True)

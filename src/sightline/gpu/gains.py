@@ -26,7 +26,7 @@ FIRST_UNIT = -150  # of the first slot, a power of 2; the k-th's is 2^(8 k − 1
 
 
 @triton.jit
-def add(ds, s, pairs, tables, sums, gains_at: tl.constexpr, KINDS: tl.constexpr):
+def add(ds, s, pairs, tables, sums, gains_at, KINDS: tl.constexpr):
     """Add a tile's shares: `ds` is the gradient of the final scores, 0 at hidden pairs, `s` what the score reads."""
     b, h, i, j, n, m = pairs
     found = gains_at(s, b, h, i, j, n, m, tables)

@@ -15,15 +15,14 @@ from ..observe import Slopes
 from ..plan import Gradients
 from ..problem import Problem
 from .backward import prepare
-from .backward_keys import backward_keys, careful_keys
-from .backward_queries import backward_queries, careful_queries
+from .backward_keys import backward_keys
+from .backward_queries import backward_queries
 from .call import Call
 from .chosen import chosen
 from .gains import ADDITIONS, FIRST_UNIT, SLOT_BITS, SLOTS
 from .operands import Operands, operand
-from .run import CAREFUL_PROGRAMS, CAREFUL_ROWS, architecture_of
+from .run import CAREFUL_ROWS, again, architecture_of
 from .schedule import schedule
-from .seams import function
 
 __all__ = ["backward_calls", "gradients"]
 
@@ -120,54 +119,43 @@ def backward_calls(
         assert problem.score is not None
         others += [(f"slope_{k}", derivative(problem.score, gain.node), True), (f"place_{k}", gain.place, False)]
     given = Operands(problem, sizes, others, beside=(arrays["output"], arrays["d_output"]))
-    common = given.common()
-    seams = {name: given.seam(name) for name in formulas}
+    seams = given.seams(**{name: given.seam(name) for name in formulas})
+    common = given.common() | {"d_output": arrays["d_output"], "rows": arrays["rows"], "seams": seams}
     hides = problem.mask is not None
-
-    def taken(*names: str) -> dict[str, Any]:
-        return {name: arrays[name] for name in names}
 
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
-    more = taken("output", "d_output", "d_lse", "lse", "rows") | {"blocks": blocks, "weights_at": seams["weights_at"]}
-    more["schedule"] = along = schedule(problem, sizes.rows, sizes.keys)
-    yield Call(prepare, items, common | more, sizes, given.sources)
+    common |= {"blocks": blocks, "schedule": schedule(problem, sizes.rows, sizes.keys)}
+    before = {name: arrays[name] for name in ("output", "d_lse", "lse")}
+    yield Call(prepare, items, common | before, sizes, given.sources)
 
-    random = {"random": given.random(), "kept": given.kept()}
     turns = [gain for gain in gains if gain.kind == "pair"]
     batches = problem.B if all(gain.owned("b") for gain in turns) else 1
     heads = problem.H if all(gain.owned("h") for gain in turns) else 1
-    more = common | seams | random | taken("d_output", "rows", "d_query") | {"blocks": blocks, "schedule": along}
-    more["tainted"] = _marks(problem, items) if hides else None
-    once = {
-        "B": problem.B,
-        "batches": batches,
-        "heads": heads,
+    common |= {"random": given.random(), "kept": given.kept(), "PARTS": 0}
+    more = common | {"d_query": arrays["d_query"], "tainted": _marks(problem, items) if hides else None, "items": items}
+    more |= {"B": problem.B, "batches": batches, "heads": heads, "TURNS": bool(turns), "sums": None, "KINDS": ()}
+    gaining = {
+        "seams": seams._replace(gains_at=_gaining(given, len(gains))),
         "sums": arrays["sums"],
-        "TURNS": bool(turns),
         "KINDS": tuple(gain.kind for gain in gains),
-        "gains_at": _joined(given.sources, len(gains)),
     }
-    yield Call(backward_queries, batches * heads * blocks, more | once, sizes, given.sources)
+    yield Call(backward_queries, batches * heads * blocks, more | gaining, sizes, given.sources)
     if hides:
-        part = min(sizes.rows, CAREFUL_ROWS)
-        slow = replace(sizes, rows=part, warps=min(sizes.warps, 4), stages=1)
-        again = {"items": items, "PARTS": sizes.rows // part, "form": given.form(slow)}
-        yield Call(careful_queries, min(items, CAREFUL_PROGRAMS), more | again, slow, given.sources)
+        few = replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS))
+        yield again(backward_queries, items, more, given, sizes, few)
 
     sizes = chosen("backward_keys", problem, architecture)
     blocks = -(-problem.m // sizes.keys)
     items = problem.B * problem.G * blocks
-    more = common | seams | random | taken("d_output", "rows", "d_key", "d_value") | {"blocks": blocks}
+    more = common | {name: arrays[name] for name in ("d_key", "d_value")} | {"blocks": blocks, "items": items}
     more["form"] = given.form(sizes)
     more["schedule"] = schedule(problem, sizes.rows, sizes.keys, of_keys=True)
     more["tainted"] = _marks(problem, items) if hides else None
     yield Call(backward_keys, items, more, sizes, given.sources)
     if hides:
-        part = min(sizes.keys, CAREFUL_ROWS)
-        slow = replace(sizes, keys=part, warps=min(sizes.warps, 4), stages=1)
-        again = {"items": items, "PARTS": sizes.keys // part, "form": given.form(slow)}
-        yield Call(careful_keys, min(items, CAREFUL_PROGRAMS), more | again, slow, given.sources)
+        few = replace(sizes, keys=min(sizes.keys, CAREFUL_ROWS))
+        yield again(backward_keys, items, more, given, sizes, few)
 
 
 def _marks(problem: Problem, items: int) -> Any:
@@ -206,15 +194,11 @@ def _fits(problem: Problem, gain: Gain, architecture: str) -> bool:
     return entries <= MOST_ENTRIES and pairs <= ADDITIONS
 
 
-def _joined(sources: dict[str, str], count: int) -> Any:
+def _gaining(given: Operands, count: int) -> Any:
     """The function of all gains: for each (d score / d entry, which entry); None where there are none."""
-    if count == 0:
-        return None
-    parts = [sources[f"{name}_{k}"] for k in range(count) for name in ("slope", "place")]
     at = "b, h, i, j, n, m, tables"
-    pairs = ", ".join(f"(slope_{k}(s, {at}), place_{k}({at}))" for k in range(count))
-    parts.append(f"@triton.jit\ndef gains_at(s, {at}):\n    return ({pairs},)\n")
-    return function("\n\n".join(parts), "gains_at")
+    names = [f"{name}_{k}" for k in range(count) for name in ("slope", "place")]
+    return given.together(names, [f"(slope_{k}(s, {at}), place_{k}({at}))" for k in range(count)], "gains_at")
 
 
 def _sums(problem: Problem, gain: Gain) -> Any:

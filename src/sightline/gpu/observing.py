@@ -14,10 +14,12 @@ from ..problem import Problem
 from .call import Call
 from .chosen import chosen
 from .configurations import Configuration
-from .keywise import received
-from .observe import add_weights, pooled, put_scores, put_weights, top_k, written
 from .operands import Operands
+from .pooled import pooled
+from .received import received
 from .schedule import schedule
+from .top_k import top_k
+from .written import written
 
 __all__ = ["MOST", "answered", "call_of", "room", "serves"]
 
@@ -96,8 +98,8 @@ def call_of(problem: Problem, lse: Any, statistic: Statistic, arrays: list[Any],
         more, programs = _grid(problem, statistic, sizes)
         return _call(problem, lse, pooled, heads * programs, arrays, sizes, more)
     batches, together = added(problem, statistic)
-    collect = {Weights: put_weights, Scores: put_scores, Mean: add_weights}[type(statistic)]
-    more |= {"batches": batches, "heads": together, "collect": collect}
+    what = {Weights: "weights", Scores: "scores", Mean: "sums"}[type(statistic)]
+    more |= {"batches": batches, "heads": together, "WHAT": what}
     return _call(problem, lse, written, heads // (batches * together) * blocks, arrays, sizes, more)
 
 

@@ -14,9 +14,10 @@ from ..dropout import threshold
 from ..formula.memory import near
 from ..problem import Problem
 from .configurations import Configuration
-from .form import Form
-from .seams import function, together
+from .form import Form, lanes
+from .seams import Seams, function, together
 from .sources import Named, sources_of, tables_of
+from .tiles import Array
 
 __all__ = ["Operands", "operand"]
 
@@ -38,7 +39,7 @@ class Operands:
         problem: Problem,
         configuration: Configuration,
         others: Sequence[Named] = (),
-        beside: Sequence[tuple[Any, ...]] = (),
+        beside: Sequence[Array] = (),
     ) -> None:
         self.problem, self.configuration, self.beside = problem, configuration, beside
         self.arrays = {name: plain(getattr(problem, name)) for name in ("query", "key", "value")}
@@ -50,9 +51,13 @@ class Operands:
         """The generated function of that name; None where the problem has no such formula."""
         return function(self.sources[name], name) if name in self.sources else None
 
-    def seams(self, names: Sequence[str], name: str) -> Any:
-        """One function for several generated ones that read scores; None where there are none."""
-        return function(together([self.sources[each] for each in names], names, name), name) if names else None
+    def seams(self, **more: Any) -> Seams:
+        """Those of mask and score, and these."""
+        return Seams(mask_at=self.seam("mask_at"), score_at=self.seam("score_at"), **more)
+
+    def together(self, names: Sequence[str], answers: Sequence[str], name: str) -> Any:
+        """One function that answers with these calls of the generated functions of these names; None for none."""
+        return together([self.sources[each] for each in names], answers, name) if names else None
 
     def common(self) -> dict[str, Any]:
         """The arguments that every kernel over tiles takes."""
@@ -64,15 +69,15 @@ class Operands:
             "group": problem.group,
             **self.numbers(),
             "tables": self.tables,
-            "mask_at": self.seam("mask_at"),
-            "score_at": self.seam("score_at"),
+            "seams": self.seams(),
             "form": self.form(),
         }
 
     def form(self, sizes: Configuration | None = None) -> Form:
         """What is compiled into a kernel of these sizes, the configuration's if none are given."""
         problem, sizes = self.problem, sizes or self.configuration
-        steps = [abs(step) for array in (*map(operand, self.arrays.values()), *self.beside) for step in array[-2:]]
+        arrays = (*map(operand, self.arrays.values()), *self.beside)
+        steps = [abs(step) for array in arrays for step in (array.row, array.column)]
         far = max(steps) * (sizes.rows + sizes.keys + problem.d_k + problem.d_v) > LARGEST
         return Form(
             rows=sizes.rows,
@@ -111,11 +116,8 @@ class Operands:
         return None if self.problem.sinks is None else plain(self.problem.sinks).to(torch.float64).contiguous()
 
 
-def operand(array: Any) -> tuple[Any, ...]:
-    """(*lead, heads, rows, columns) as (array, lengths, strides of the leading axes, stride of a head, row, column).
-
-    Leading axes that lie one in the other are one.
-    """
+def operand(array: Any) -> Array:
+    """(*lead, heads, rows, columns) as kernels take it. Leading axes that lie one in the other are one."""
     lengths: list[int] = []
     strides: list[int] = []
     for length, stride in zip(array.shape[:-3], array.stride()[:-3], strict=True):
@@ -127,12 +129,7 @@ def operand(array: Any) -> tuple[Any, ...]:
         else:
             lengths.append(length)
             strides.append(stride)
-    return (array, tuple(lengths), tuple(strides), *array.stride()[-3:])
-
-
-def lanes(width: int) -> int:
-    """The width padded for a matrix product: the next power of two, 16 at least."""
-    return max(16, 1 << max(width - 1, 0).bit_length())
+    return Array(array, tuple(lengths), tuple(strides), *array.stride()[-3:])
 
 
 def _alike(word: int) -> int:

@@ -22,7 +22,7 @@ NO_KEY = tl.constexpr(2147483647)
 
 
 @triton.jit
-def begin(count, form: tl.constexpr):
+def begin(count, form):
     """Nothing seen yet: (largest s, its key, T, Σp, sums), `count` of the last."""
     none = tl.zeros((form.rows,), form.total)
     top, where, powers, seen = None, None, None, None
@@ -38,23 +38,7 @@ def begin(count, form: tl.constexpr):
 
 
 @triton.jit
-def ride(
-    riders,
-    s,
-    x,
-    p,
-    weights,
-    highest,
-    alpha,
-    moved,
-    first,
-    place,
-    scale,
-    tables,
-    score_at: tl.constexpr,
-    sums_at: tl.constexpr,
-    form: tl.constexpr,
-):
+def ride(riders, s, x, p, weights, highest, alpha, moved, first, block, seams, form):
     """The riders after a tile of keys from `first` on.
 
     Parameters
@@ -64,7 +48,7 @@ def ride(
     alpha, moved : (rows,) m − m' and 2 to it
     """
     top, where, powers, seen, sums = riders
-    b, h, i, n, m = place
+    b, h, i, n, m = block.place
     j = first + tl.arange(0, form.keys)[None, :]
     if form.largest:
         found = tl.min(tl.where(s < highest[:, None], NO_KEY, j), 1)  # NaN is below nothing
@@ -76,10 +60,10 @@ def ride(
     if form.entropy:
         powers = (powers + tl.maximum(moved, LEAST) * seen) * alpha + tl.sum(p * tl.maximum(x, LEAST), 1)
         seen = seen * alpha + weights
-    if sums_at is not None:
-        if score_at is None:
-            s = s * scale
-        values = sums_at(s, b, h, i, tl.minimum(j, m - 1), n, m, tables)
+    if seams.sums_at is not None:
+        if seams.score_at is None:
+            s = s * block.scale
+        values = seams.sums_at(s, b, h, i, tl.minimum(j, m - 1), n, m, block.tables)
         new = ()
         for k in tl.static_range(len(sums)):
             new = new + (sums[k] * alpha + tl.sum(share(p, values[k]), 1),)  # noqa: RUF005
@@ -96,17 +80,18 @@ def share(p, value):
 
 
 @triton.jit
-def hand_over(riders, total, to, position, first, n, scale, score_at: tl.constexpr, form: tl.constexpr):
+def hand_over(state, to, position, first, n, scale, seams, form):
     """Write a block's statistics to (largest, where, entropy, sums) of `to`, (B, H, n) each.
 
-    0 for queries that saw nothing, but −∞ and −1 for their largest score. `total` is l.
+    0 for queries that saw nothing, but −∞ and −1 for their largest score.
     """
-    top, where, powers, seen, sums = riders
+    top, where, powers, seen, sums = state.riders
+    total = state.total
     rows = first + tl.arange(0, form.rows)
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
     safe = tl.where(total == 0, 1.0, total)
     if form.largest:
-        if score_at is None:
+        if seams.score_at is None:
             top = top * scale
         tl.store(to[0] + at, top, mask=inside)
         tl.store(to[1] + at, where.to(tl.int64), mask=inside)

@@ -15,12 +15,12 @@ from .call import Call
 from .chosen import chosen
 from .configurations import Configuration
 from .decode import decode, merge
-from .forward import careful, forward
+from .forward import forward
 from .operands import Operands
 from .schedule import schedule
 from .seeing import Riders, see
 
-__all__ = ["architecture_of", "calls_of", "decode_calls", "decodes", "forward_calls", "run"]
+__all__ = ["again", "architecture_of", "calls_of", "decode_calls", "decodes", "forward_calls", "run"]
 
 CAREFUL_ROWS = 32  # queries at a time in the pass that only blocks with NaN take
 CAREFUL_PROGRAMS = 1024  # programs that look for such blocks
@@ -82,18 +82,28 @@ def forward_calls(
         "lse": lse,
         "tainted": problem.query.new_empty(items, dtype=torch.int32) if hides else None,
         "blocks": blocks,
+        "items": items,
         "schedule": schedule(problem, sizes.rows, sizes.keys),
         "sinks": given.sinks(),
         "random": given.random(),
         "kept": given.kept(),
+        "seen": None,
+        "PARTS": 0,
     }
     form = replace(given.form(), largest=riders.largest[0] is not None, entropy=riders.entropy is not None)
     yield Call(forward, items, arguments | riders.arguments(given) | {"form": form}, sizes, given.sources)
     if hides:
-        part = min(sizes.rows, CAREFUL_ROWS)
-        slow = replace(sizes, rows=part, warps=min(sizes.warps, 4), stages=1)
-        more = {"items": items, "form": given.form(slow), "PARTS": sizes.rows // part}
-        yield Call(careful, min(items, CAREFUL_PROGRAMS), arguments | more, slow, given.sources)
+        yield again(forward, items, arguments, given, sizes, replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS)))
+
+
+def again(
+    kernel: Any, items: int, arguments: dict[str, Any], given: Operands, sizes: Configuration, few: Configuration
+) -> Call:
+    """The call of a kernel for blocks of `sizes` that it marked, in parts of `few` rows or keys: see `forward`."""
+    few = replace(few, warps=min(sizes.warps, 4), stages=1)
+    parts = sizes.rows // few.rows * (sizes.keys // few.keys)
+    more = {"form": given.form(few), "PARTS": parts}
+    return Call(kernel, min(items, CAREFUL_PROGRAMS), arguments | more, few, given.sources)
 
 
 def decodes(problem: Problem) -> bool:

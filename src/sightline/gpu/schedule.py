@@ -11,6 +11,7 @@ from ..formula.expression import SYMBOLS, Expression
 from ..formula.memory import Memory, held
 from ..formula.runs import Runs, find_runs
 from ..problem import Problem
+from .runs import Schedule
 
 __all__ = ["exchanged", "schedule", "words"]
 
@@ -48,10 +49,8 @@ def exchanged(mask: Expression) -> Expression:
     return mask.replacing({name: SYMBOLS[other] for name, other in pairs}, {})
 
 
-def schedule(
-    problem: Problem, query_block: int, key_block: int, of_keys: bool = False
-) -> tuple[Any, Any, int, int] | None:
-    """(rows, runs, rows to the next batch, to the next head) for blocks of queries; None where every key is seen.
+def schedule(problem: Problem, query_block: int, key_block: int, of_keys: bool = False) -> Schedule | None:
+    """Which tiles of keys blocks of queries look at; None where every key is seen.
 
     With `of_keys` rows are blocks of keys, and runs are of blocks of queries.
     """
@@ -64,9 +63,7 @@ def schedule(
     return held(found, problem.query)
 
 
-def _found(
-    mask: Expression, problem: Problem, query_block: int, key_block: int, of_keys: bool
-) -> tuple[Any, Any, int, int]:
+def _found(mask: Expression, problem: Problem, query_block: int, key_block: int, of_keys: bool) -> Schedule:
     B, H, n, m = problem.extent
     if of_keys:
         runs = find_runs(exchanged(mask), (B, H, m, n), key_block, query_block)
@@ -77,4 +74,4 @@ def _found(
     rows = np.pad(rows.reshape(-1, runs.query_blocks, 3), ((0, 0), (0, step - runs.query_blocks), (0, 0)))
     flat = torch.from_numpy(np.concatenate([rows.reshape(-1), pairs.reshape(-1)])).to(problem.query.device)
     batch = runs.heads * step if runs.batches > 1 else 0
-    return flat[: rows.size], flat[rows.size :], batch, step if runs.heads > 1 else 0
+    return Schedule(flat[: rows.size], flat[rows.size :], batch, step if runs.heads > 1 else 0)

@@ -1,4 +1,4 @@
-"""Generated text → Triton functions, kept by their text."""
+"""The seams of the kernels: functions of a formula each, out of their generated text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,21 @@ import hashlib
 import linecache
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["function", "together"]
+__all__ = ["Seams", "function", "together"]
+
+
+class Seams(NamedTuple):
+    """What a kernel is told of formulas, as functions of a block of pairs; None for what a problem has not."""
+
+    mask_at: Any = None  # (b, h, i, j, n, m, tables): who is seen; all others take the score s before them
+    score_at: Any = None  # the final score
+    sums_at: Any = None  # what weights are summed with as they ride along, a tuple; see `riding`
+    slope_at: Any = None  # d score / d s
+    weights_at: Any = None  # what statistics add to dP
+    scores_at: Any = None  # what statistics add to the gradient of the final score
+    gains_at: Any = None  # what tables gain, see `gains`
 
 
 @lru_cache(1024)
@@ -25,8 +37,7 @@ def function(source: str, name: str, language: str = "triton.language") -> Any:
     return module[name]
 
 
-def together(sources: Sequence[str], names: Sequence[str], name: str) -> str:
-    """The source of one function that answers with what these functions of scores do, as a tuple."""
-    given = "s, b, h, i, j, n, m, tables"
-    calls = ", ".join([f"{each}({given})" for each in names])
-    return "\n\n".join([*sources, f"@triton.jit\ndef {name}({given}):\n    return ({calls},)\n"])
+def together(sources: Sequence[str], answers: Sequence[str], name: str) -> Any:
+    """The function of scores that answers with a tuple of what these expressions call in these sources."""
+    body = f"@triton.jit\ndef {name}(s, b, h, i, j, n, m, tables):\n    return ({', '.join(answers)},)\n"
+    return function("\n\n".join([*sources, body]), name)

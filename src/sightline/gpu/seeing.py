@@ -39,9 +39,10 @@ class Riders:
 
     def arguments(self, given: Operands) -> dict[str, Any]:
         """What the forward kernel is told of them; `given` has their formulas among its others."""
+        calls = [f"{name}(s, b, h, i, j, n, m, tables)" for name in self.names]
         return {
             "seen": (*self.largest, self.entropy, tuple(self.sums.values())),
-            "sums_at": given.seams(self.names, "sums_at"),
+            "seams": given.seams(sums_at=given.together(self.names, calls, "sums_at")),
         }
 
     def answer(self, statistic: Statistic) -> list[Any] | None:

@@ -1,16 +1,48 @@
 """Device functions that the kernels share: rows of a matrix, a tile's scores and weights, what dropout keeps.
 
-An array is (pointer, lengths of the leading axes, their strides, stride of a head, of a row, of a column), strides in
-entries; see `operands.operand`. `place` is (b, h, i, n, m): b and h of the kernel's head (h may be a column of heads),
-i a column (rows, 1) of queries, none past the last. `form` is a `form.Form`.
+`seams` is a `seams.Seams`, `form` a `form.Form`.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-__all__ = ["exponents", "gathered", "head_of", "keep", "keys_of", "number", "rows_of", "scores"]
+__all__ = [
+    *("Array", "Head", "Place", "column_of", "exponents", "gathered", "head_of", "keep", "keys_of", "number"),
+    *("queries_of", "rows_of", "scores"),
+]
+
+
+class Array(NamedTuple):
+    """(*lead, heads, rows, columns) as a kernel's argument, see `operands.operand`; steps in entries."""
+
+    start: Any
+    lengths: Any  # of the leading axes
+    steps: Any  # of the leading axes
+    head: Any  # steps of the others
+    row: Any
+    column: Any
+
+
+class Head(NamedTuple):
+    """The rows of one head of an array, or of a block of heads, whose `start` is a block of pointers."""
+
+    start: Any
+    row: Any
+    column: Any
+
+
+class Place(NamedTuple):
+    """Where a block of queries is: i a column (rows, 1), none past the last; h may be a column too."""
+
+    b: Any
+    h: Any
+    i: Any
+    n: Any
+    m: Any
 
 
 @triton.jit
@@ -21,37 +53,45 @@ def number(x, dtype: tl.constexpr):
 
 @triton.jit
 def head_of(array, b, head):
-    """Where a head of an array starts; `head` may be a block of heads."""
-    lengths, strides = array[1], array[2]
-    offset = tl.cast(head, tl.int64) * array[3]
-    for k in tl.static_range(len(lengths)):
-        offset += tl.cast(b % lengths[len(lengths) - 1 - k], tl.int64) * strides[len(lengths) - 1 - k]
-        b = b // lengths[len(lengths) - 1 - k]
-    return array[0] + offset
+    """A head of an array; `head` may be a block of heads."""
+    offset = tl.cast(head, tl.int64) * array.head
+    for k in tl.static_range(len(array.lengths)):
+        length = array.lengths[len(array.lengths) - 1 - k]
+        offset += tl.cast(b % length, tl.int64) * array.steps[len(array.lengths) - 1 - k]
+        b = b // length
+    return Head(array.start + offset, array.row, array.column)
 
 
 @triton.jit
 def rows_of(
-    start,
-    array,
-    first,
-    ROWS: tl.constexpr,
-    count,
-    WIDTH: tl.constexpr,
-    LANES: tl.constexpr,
-    BOUND: tl.constexpr,
-    form: tl.constexpr,
+    head, first, ROWS: tl.constexpr, count, WIDTH: tl.constexpr, LANES: tl.constexpr, BOUND: tl.constexpr, form
 ):
     """Rows first ... first + ROWS − 1 of a head, (ROWS, LANES): 0 past the width and, where BOUND, from row `count`."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
-    return _read(start, array, first, row, column, count, WIDTH, LANES, BOUND, form)
+    return _read(head, first, row, column, count, WIDTH, LANES, BOUND, form)
 
 
 @triton.jit
-def gathered(start, array, row, inside, WIDTH: tl.constexpr, LANES: tl.constexpr, form: tl.constexpr):
-    """Rows of several heads, (rows, LANES): `start` and `row` are columns, of where heads start and of their rows."""
+def keys_of(
+    head, first, ROWS: tl.constexpr, count, WIDTH: tl.constexpr, LANES: tl.constexpr, BOUND: tl.constexpr, form
+):
+    """The same rows as columns, (LANES, ROWS)."""
+    row, column = tl.arange(0, ROWS)[None, :], tl.arange(0, LANES)[:, None]
+    return _read(head, first, row, column, count, WIDTH, LANES, BOUND, form)
+
+
+@triton.jit
+def queries_of(query, b, h, first, n, sign, form):
+    """A head's queries from `first` on, times the sign of the scale: nothing is rounded."""
+    q = rows_of(head_of(query, b, h), first, form.rows, n, form.d_k, form.lanes_k, True, form)
+    return (q * number(sign, form.total)).to(q.dtype)
+
+
+@triton.jit
+def gathered(heads, row, inside, WIDTH: tl.constexpr, LANES: tl.constexpr, form):
+    """Rows of several heads, (rows, LANES): where heads start and which of their rows are columns."""
     column = tl.arange(0, LANES)[None, :]
-    pointers = start + tl.cast(row, tl.int64) * array[4] + column.to(form.index) * array[5]
+    pointers = heads.start + tl.cast(row, tl.int64) * heads.row + column.to(form.index) * heads.column
     found = tl.load(pointers, mask=inside & (column < WIDTH), other=0.0)
     if form.widened:
         found = found.to(form.total)
@@ -59,37 +99,9 @@ def gathered(start, array, row, inside, WIDTH: tl.constexpr, LANES: tl.constexpr
 
 
 @triton.jit
-def keys_of(
-    start,
-    array,
-    first,
-    ROWS: tl.constexpr,
-    count,
-    WIDTH: tl.constexpr,
-    LANES: tl.constexpr,
-    BOUND: tl.constexpr,
-    form: tl.constexpr,
-):
-    """The same rows as columns, (LANES, ROWS)."""
-    row, column = tl.arange(0, ROWS)[None, :], tl.arange(0, LANES)[:, None]
-    return _read(start, array, first, row, column, count, WIDTH, LANES, BOUND, form)
-
-
-@triton.jit
-def _read(
-    start,
-    array,
-    first,
-    row,
-    column,
-    count,
-    WIDTH: tl.constexpr,
-    LANES: tl.constexpr,
-    BOUND: tl.constexpr,
-    form: tl.constexpr,
-):
-    offsets = row.to(form.index) * array[4] + column.to(form.index) * array[5]
-    pointers = start + tl.cast(first, tl.int64) * array[4] + offsets
+def _read(head, first, row, column, count, WIDTH: tl.constexpr, LANES: tl.constexpr, BOUND: tl.constexpr, form):
+    offsets = row.to(form.index) * head.row + column.to(form.index) * head.column
+    pointers = head.start + tl.cast(first, tl.int64) * head.row + offsets
     if BOUND and LANES != WIDTH:
         found = tl.load(pointers, mask=(row < count - first) & (column < WIDTH), other=0.0)
     elif BOUND:
@@ -104,17 +116,13 @@ def _read(
 
 
 @triton.jit
-def scores(
-    products,
-    place,
-    first,
-    scale,
-    tables,
-    mask_at: tl.constexpr,
-    score_at: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    form: tl.constexpr,
-):
+def column_of(first, n, form):
+    """The queries of a block, (rows, 1), none past the last."""
+    return tl.minimum(first + tl.arange(0, form.rows), n - 1)[:, None]
+
+
+@triton.jit
+def scores(products, place, first, scale, tables, seams, PARTIAL: tl.constexpr, form):
     """Final scores of a tile of keys from its Q · K: −∞ where a partial tile hides the pair or the keys end.
 
     With a score formula in nats; without one not yet scaled, so that scale and shift are one rounding.
@@ -125,11 +133,11 @@ def scores(
     at = j
     if PARTIAL and not form.even:
         at = tl.minimum(j, m - 1)
-    if score_at is not None:
-        s = tl.broadcast_to(score_at(s * scale, b, h, i, at, n, m, tables), s.shape)
+    if seams.score_at is not None:
+        s = tl.broadcast_to(seams.score_at(s * scale, b, h, i, at, n, m, tables), s.shape)
     if PARTIAL:
-        if mask_at is not None:
-            s = tl.where(mask_at(b, h, i, at, n, m, tables), s, float("-inf"))
+        if seams.mask_at is not None:
+            s = tl.where(seams.mask_at(b, h, i, at, n, m, tables), s, float("-inf"))
         if not form.even:
             s = tl.where(j < m, s, float("-inf"))
     return s
@@ -153,10 +161,9 @@ def keep(random, place, first, ROWS: tl.constexpr, KEYS: tl.constexpr):
 
     `random` is of `Operands.random`.
     """
-    b, h, i, _, _ = place
     quad = tl.broadcast_to((first // 4 + tl.arange(0, KEYS // 4))[None, :], (ROWS, KEYS // 4))
     none = tl.zeros_like(quad)
     low, high, dropped = _word(random[0]), _word(random[1]), _word(random[2])
-    w0, w1, w2, w3 = tl.philox((high << 32) | low, b + none, h + none, i + none, quad)
+    w0, w1, w2, w3 = tl.philox((high << 32) | low, place.b + none, place.h + none, place.i + none, quad)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # word 2 a + c at [.., a, c]
     return tl.reshape(words, (ROWS, KEYS)) > dropped.to(tl.uint32)

@@ -14,6 +14,7 @@ from ...plan import Refusal
 from ...problem import Problem
 from ..call import Call
 from ..configurations import Configuration
+from ..form import lanes
 
 __all__ = ["configurations_of", "forward_calls", "serves"]
 
@@ -30,7 +31,7 @@ def serves(problem: Problem) -> Iterator[Refusal]:
         yield Refusal(f"triton {triton.__version__}", f"pip install 'triton>={least}'")
     if problem.dtype not in ("bfloat16", "float16"):
         yield Refusal(f"{problem.dtype}", "bfloat16 or float16")
-    if _lanes(problem.d_k) != _lanes(problem.d_v) or problem.d_k > 256:
+    if lanes(problem.d_k) != lanes(problem.d_v) or problem.d_k > 256:
         yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}", "widths up to 256 with the same next power of two")
     if problem.d_v % (ALIGNED // 2):
         yield Refusal(f"d_v {problem.d_v}", f"rows of a multiple of {ALIGNED} bytes")
@@ -69,10 +70,10 @@ def configurations_of(problem: Problem) -> tuple[Configuration, ...]:
 
     A group's 64 rows of S and O and its weights lie in registers, beside what a score formula needs.
     """
-    lanes, scored = _lanes(problem.d_k), problem.score is not None
-    if lanes == 256:
+    width, scored = lanes(problem.d_k), problem.score is not None
+    if width == 256:
         found = [Configuration(128, 64, 4, 2), Configuration(128, 32, 4, 3)]
-    elif lanes == 128:
+    elif width == 128:
         found = [Configuration(128, 128, 4, 2), Configuration(128, 64, 4, 3)]
     else:
         return Configuration(128, 128, 4, 3), Configuration(128, 128, 4, 2)
@@ -90,7 +91,3 @@ def forward_calls(
     first, *others = run.forward_calls(problem, output, lse, architecture, sizes=sizes)
     yield specialised(first)
     yield from others
-
-
-def _lanes(width: int) -> int:
-    return max(16, 1 << max(width - 1, 0).bit_length())

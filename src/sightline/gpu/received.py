@@ -1,0 +1,98 @@
+"""What each key receives, second pass: a block of keys against the blocks of queries that see it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import tiles
+from .observe import folded, join, normaliser, weight
+from .runs import row_of, walk
+
+__all__ = ["received"]
+
+
+class Block(NamedTuple):
+    """A block of keys of a head, from `first` on, and the arguments of the kernel that its queries take."""
+
+    key: Any
+    first: Any
+    b: Any
+    h: Any
+    query: Any
+    lse: Any
+    n: Any
+    m: Any
+    H: Any
+    sign: Any
+    scale: Any
+    unit: Any
+    tables: Any
+
+
+@triton.jit
+def over_run(state, first, last, block, seams, LARGEST: tl.constexpr, form, PARTIAL: tl.constexpr):
+    """What the keys have, (keys,) float64, after the blocks of queries `first` to before `last`."""
+    b, h, n = block.b, block.h, block.n
+    scale, unit = tiles.number(block.scale, form.total), tiles.number(block.unit, form.total)
+    for tile in range(first, last):
+        i0 = tile * form.rows
+        place = tiles.Place(b, h, tiles.column_of(i0, n, form), n, block.m)
+        q = tiles.queries_of(block.query, b, h, i0, n, block.sign, form)
+        products = tl.dot(q, block.key, input_precision=form.precision)
+        s = tiles.scores(products, place, block.first, scale, block.tables, seams, PARTIAL, form)
+        p = weight(s, unit, normaliser(block.lse, b * block.H + h, i0, n, block.unit, form))
+        if LARGEST:
+            p = tl.where(p == p, p, float("inf"))  # maxima pass NaN over; no weight is above 1
+        if PARTIAL:
+            p = tl.where((i0 + tl.arange(0, form.rows))[:, None] < n, p, 0.0)
+        state = join(state, folded(p, 0, LARGEST).to(tl.float64), LARGEST)
+    return state
+
+
+@triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks"])
+def received(
+    query,
+    key,
+    lse,
+    output,
+    n: tl.int32,
+    m: tl.int32,
+    H: tl.int32,
+    group: tl.int32,
+    blocks: tl.int32,
+    sign: tl.float64,
+    scale: tl.float64,
+    unit: tl.float64,
+    schedule,
+    tables,
+    seams,
+    form: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Σ_i P_ij of a block of keys of a head, or the largest.
+
+    Parameters
+    ----------
+    output : (B, H, m) in the accumulator's type
+    blocks : of keys
+    schedule : that of blocks of keys, or None where every query sees them
+    """
+    item = tl.program_id(0)
+    position, row = item // blocks, item % blocks
+    b, h = position // H, position % H
+    j0 = row * form.keys
+    head = tiles.head_of(key, b, h // group)
+    k = tiles.keys_of(head, j0, form.keys, m, form.d_k, form.lanes_k, not form.even, form)
+    block = Block(k, j0, b, h, query, lse, n, m, H, sign, scale, unit, tables)
+    state = walk(
+        *(tl.zeros((form.keys,), tl.float64), over_run, schedule, row_of(schedule, b, h, row)),
+        *(n // form.rows, tl.cdiv(n, form.rows), None, j0 + form.keys > m, block, seams, LARGEST, form, False),
+    )
+    if LARGEST:
+        state = tl.where(state == float("inf"), float("nan"), state)
+    j = j0 + tl.arange(0, form.keys)
+    place = output + tl.cast(position, tl.int64) * m + j
+    tl.store(place, state.to(output.dtype.element_ty), mask=j < m)
