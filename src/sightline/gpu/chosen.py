@@ -15,6 +15,7 @@ from .configurations import Configuration, configuration_of
 __all__ = ["Trial", "architecture_of", "candidates", "chosen", "device_of", "sizes_of", "trying"]
 
 MOST = 1024  # no size is larger
+LEAST, MOST_KEYS = 16, 128  # rows or keys of a tile: what a product takes, and a sum of a tile's marks holds
 SHARED = {  # KiB of shared memory a block of threads may have, by the beginning of the architecture's name
     "sm_80": 163,
     "sm_8": 99,
@@ -73,8 +74,12 @@ def sizes_of(values: Any) -> Configuration | None:
         return None
     for name, value in values.items():
         boolean = named[name].type in (bool, "bool")
-        if boolean != isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
+        if boolean != isinstance(value, bool) or not isinstance(value, int) or not (boolean or 1 <= value <= MOST):
             return None
+    if any(values[name] & (values[name] - 1) for name in ("rows", "keys", "warps")):
+        return None  # no powers of two
+    if min(values["rows"], values["keys"]) < LEAST or values["keys"] > MOST_KEYS:
+        return None
     return Configuration(**values)
 
 
