@@ -223,8 +223,8 @@ def prepare(
         delta -= tl.load(d_lse + at, mask=inside, other=0.0).to(form.total)
     normaliser = tl.load(lse + at, mask=inside, other=0.0)
     normaliser = tl.where(normaliser == float("-inf"), 0.0, normaliser) * (LOG2_E / tiles.number(unit, tl.float64))
-    high = normaliser.to(form.total)
-    low = (normaliser - high.to(tl.float64)).to(form.total)
+    high = tiles.bounded(normaliser, form)
+    low = tiles.bounded(normaliser - high.to(tl.float64), form)
     if weights_at is not None:
         q = tiles.rows_of(tiles.head_of(query, b, h), query, first, form.rows, n, form.d_k, form.lanes_k, True, form)
         q = (q * tiles.number(sign, form.total)).to(q.dtype)

@@ -110,7 +110,7 @@ def merge(
     form: tl.constexpr,
     careful: tl.constexpr,
 ):
-    """A head's queries joined from their parts; where a mask hides and the output has NaN, attended to carefully.
+    """A head's queries joined from their parts; where weights may be 0 and the output has NaN, attended to carefully.
 
     `form` has as many rows as there are queries, so that much is on its way at once; `careful` those of a product.
     """
@@ -138,7 +138,7 @@ def merge(
     high = total.to(form.total)
     state = (found, high, (total - high.to(tl.float64)).to(form.total), largest, none, ())
     hand_over(state, output, lse, position, 0, n, 1.0, tiles.number(kept, form.total), form)
-    if mask_at is not None:
+    if mask_at is not None or score_at is not None or random is not None:
         if has_nan(found) != 0:
             given = (query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
             again = with_marks(block_of_head(given, position, 0, 0, mask_at, score_at, careful, True))

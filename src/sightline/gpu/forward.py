@@ -8,7 +8,7 @@ the partial ones. One program is one block of queries of a head; its sums run in
 
 What a mask hides reaches nothing, NaN and ∞ in V included: the kernel marks blocks whose output is NaN, and `careful`,
 launched after it, computes these once more with V made finite, and counts beside what weights other than 0 meet. Whole
-inputs pay one look at their output. Without a mask nothing is hidden.
+inputs pay one look at their output, problems without mask, score and dropout none.
 """
 
 from __future__ import annotations
@@ -204,7 +204,8 @@ def block_of_head(
     block = (q, key, starts[0], value, starts[1], place, numbers[0], numbers[1], random, tables)
     sink = None
     if sinks is not None:
-        sink = (tl.load(sinks + h) * LOG2_E / tiles.number(unit, tl.float64)).to(form.total)
+        logit = tl.load(sinks + h) * LOG2_E / tiles.number(unit, tl.float64)
+        sink = tl.where(logit > 0, tiles.bounded(logit, form), logit.to(form.total))
     if schedule is not None:
         row = b * schedule[2] + h * schedule[3] + row
     return attend(

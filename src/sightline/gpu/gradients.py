@@ -122,7 +122,7 @@ def backward_calls(
     given = Operands(problem, sizes, others, beside=(arrays["output"], arrays["d_output"]))
     common = given.common()
     seams = {name: given.seam(name) for name in formulas}
-    hides = problem.mask is not None
+    hides = given.hides()
 
     def taken(*names: str) -> dict[str, Any]:
         return {name: arrays[name] for name in names}

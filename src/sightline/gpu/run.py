@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..arrays import plain
 from ..plan import Result
 from ..problem import Problem
 from .call import Call
@@ -42,6 +43,8 @@ def run(problem: Problem, architecture: str | None) -> Result:
         with torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
             for call in calls_of(problem, output, lse, architecture, riders):
                 call.launch()
+            if problem.sinks is not None:  # kernels take sinks beyond the largest score for the largest
+                torch.maximum(lse, plain(problem.sinks).to(lse.dtype)[:, None], out=lse)
     return Result(output, lse, see(problem, lse, riders, architecture) if problem.see else ())
 
 
@@ -76,7 +79,7 @@ def forward_calls(
     given = Operands(problem, sizes, riders.formulas)
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
-    hides = problem.mask is not None
+    hides = given.hides()
     arguments = given.common() | {
         "output": output,
         "lse": lse,

@@ -10,13 +10,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["exponents", "gathered", "head_of", "keep", "keys_of", "number", "rows_of", "scores"]
+__all__ = ["bounded", "exponents", "gathered", "head_of", "keep", "keys_of", "number", "rows_of", "scores"]
+
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
 
 @triton.jit
 def number(x, dtype: tl.constexpr):
     """A number of the call in that type, without a detour through a narrower one."""
     return tl.full((), x, dtype)
+
+
+@triton.jit
+def bounded(x, form: tl.constexpr):
+    """A float64 in the type of scores; where finite, at most their largest number in size."""
+    if form.total == tl.float32:
+        x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -LARGEST), LARGEST), x)
+    return x.to(form.total)
 
 
 @triton.jit
