@@ -15,6 +15,7 @@ from .configurations import Configuration, configuration_of, shared_by
 __all__ = ["Trial", "architecture_of", "candidates", "chosen", "device_of", "sizes_of", "trying"]
 
 MOST = 1024  # no size is larger
+LEAST, MOST_KEYS = 16, 128  # rows or keys of a tile: what a product takes, and a sum of a tile's marks holds
 HOPPER = "sm_90"
 WIDE = 128  # of d_k and d_v
 OF_WARP = 16  # rows of a tile that a warp multiplies at once
@@ -65,8 +66,12 @@ def sizes_of(values: Any) -> Configuration | None:
         return None
     for name, value in values.items():
         boolean = named[name].type in (bool, "bool")
-        if boolean != isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
+        if boolean != isinstance(value, bool) or not isinstance(value, int) or not (boolean or 1 <= value <= MOST):
             return None
+    if any(values[name] & (values[name] - 1) for name in ("rows", "keys", "warps")):
+        return None  # no powers of two
+    if min(values["rows"], values["keys"]) < LEAST or values["keys"] > MOST_KEYS:
+        return None
     return Configuration(**values)
 
 
