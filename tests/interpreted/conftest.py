@@ -5,6 +5,7 @@ loads. One alone: TRITON_INTERPRET=1 pytest tests/interpreted/test_gpu_forward.p
 """
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,6 +69,8 @@ def once(patch):
 
 if INTERPRETED:
     interpreter._patch_lang = once(interpreter._patch_lang)
+    options = interpreter.interpreter_builder.options  # it works out whether sums overflow, and without debug drops it
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
 
 
 @pytest.fixture
