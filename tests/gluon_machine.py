@@ -311,7 +311,7 @@ class Machine:
         )
         return {
             **dict.fromkeys([gl, tl, words], language),
-            libdevice: SimpleNamespace(pow=whole(np.power), tanh=whole(np.tanh)),
+            libdevice: SimpleNamespace(exp=whole(np.exp), pow=whole(np.power), tanh=whole(np.tanh)),
             hopper.mbarrier: barriers,
             hopper.tma: copies,
             hopper.warpgroup_mma: self._product,

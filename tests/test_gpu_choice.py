@@ -102,7 +102,8 @@ def compiled_for(shape=(1, 2, 100, 64), m=200, **options):
     found = []
     for call in calls_of(problem, torch.zeros(shape), torch.zeros(shape[:-1], dtype=torch.float64), "sm_90"):
         bind = create_function_from_signature(call.kernel.signature, call.kernel.params, backend)
-        found.append((call.kernel, call.options, bind(**call.arguments, **call.options)[1]))
+        options = call.options(call.configuration.stages)
+        found.append((call.kernel, options, bind(**call.arguments, **options)[1]))
     return found
 
 

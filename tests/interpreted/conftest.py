@@ -51,7 +51,7 @@ if INTERPRETED:
     for name in dir(InterpreterBuilder):
         if name.startswith(("create_fcmp", "create_icmp")):
             setattr(InterpreterBuilder, name, condition(getattr(InterpreterBuilder, name)))
-    libdevice.tanh, libdevice.pow = lifted(np.tanh), lifted(np.power)
+    libdevice.exp, libdevice.tanh, libdevice.pow = lifted(np.exp), lifted(np.tanh), lifted(np.power)
 
 
 def once(patch):

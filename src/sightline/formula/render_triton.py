@@ -34,7 +34,7 @@ _INFIX = {
     "logical_xor": "^",
     "logical_or": "|",
 }
-_SAME_NAME = ("exp", "exp2", "log", "log2", "sin", "cos")
+_SAME_NAME = ("exp2", "log", "log2", "sin", "cos")
 
 # {0}, {1}, {2} are the arguments; a pair is (of whole numbers and conditions, of floats).
 TRITON_RULES: dict[str, str | tuple[str, str]] = {
@@ -50,6 +50,7 @@ TRITON_RULES: dict[str, str | tuple[str, str]] = {
     "where": "tl.where({0}, {1}, {2})",
     "power": "libdevice.pow({0}, {1})",
     "sqrt": "square_root({0})",
+    "exp": "libdevice.exp({0})",  # Triton's own goes by 2^(x log₂ e), whose error grows with x
     "tanh": "libdevice.tanh({0})",
     "floor": ("{0}", "tl.floor({0})"),
     "ceil": ("{0}", "tl.ceil({0})"),

@@ -22,11 +22,9 @@ import triton
 import triton.language as tl
 
 from . import gains, tiles
-from .runs import row_of, walk
+from .runs import Row, walk
 
-__all__ = ["Given", "Numbers", "Pairs", "finite", "not_finite", "prepare", "slopes_of", "weights_of", "write"]
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+__all__ = ["Given", "Numbers", "Pairs", "not_finite", "prepare", "slopes_of", "weights_of", "write"]
 
 
 class Given(NamedTuple):
@@ -73,21 +71,20 @@ class Pairs(NamedTuple):
 # -- a tile ------------------------------------------------------------------------------------------------------------
 @triton.jit
 def weights_of(products, pairs, inside, lse, numbers, seams, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr):
-    """(P, final scores) of a tile from its Q · K; P is 0 and the score −∞ where the pair is hidden.
+    """(P, final scores) of a tile from its Q · K; P is 0 and the score −∞ where the pair is hidden or not `inside`.
 
-    Scores are in nats where a formula makes them, else not yet scaled. `lse` is (high, low) in the scores' unit.
+    Full tiles have none outside but queries past the last, whose P is 0 by their lse: there only tables' gains need
+    to be told. Scores are in nats where a formula makes them, else not yet scaled. `lse` is (high, low) in the scores' unit.
     """
     b, h, i, j, n, m = pairs
     s = products
     if seams.score_at is not None:
         s = tl.broadcast_to(seams.score_at(s * numbers.scale, b, h, i, j, n, m, numbers.tables), s.shape)
-    if PARTIAL:
-        if seams.mask_at is not None:
-            inside = inside & seams.mask_at(b, h, i, j, n, m, numbers.tables)
+    if PARTIAL and seams.mask_at is not None:
+        inside = inside & seams.mask_at(b, h, i, j, n, m, numbers.tables)
+    if PARTIAL or seams.gains_at is not None:
         s = tl.where(inside, s, float("-inf"))
-    high, low = lse
-    x = (s - high - low) * numbers.unit  # near the maximum exact, however large the scores are
-    p = tl.exp2(tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    p = tiles.weight(s, numbers.unit, lse)
     if CAREFUL:  # an lse of NaN
         p = tl.where(s == float("-inf"), 0.0, p)
     return p, s
@@ -119,12 +116,6 @@ def slopes_of(p, dp, s, products, pairs, delta, numbers, sums, seams, KINDS: tl.
     if seams.slope_at is not None:
         ds = tl.where(ds == 0, 0.0, ds * seams.slope_at(products * numbers.scale, b, h, i, j, n, m, numbers.tables))
     return ds
-
-
-@triton.jit
-def finite(x):
-    """The block with 0 for NaN and ∞."""
-    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
@@ -208,10 +199,7 @@ def prepare(
     delta = tl.sum(o.to(form.total) * do.to(form.total), 1)
     if d_lse is not None:
         delta -= tl.load(d_lse + at, mask=inside, other=0.0).to(form.total)
-    normaliser = tl.load(lse + at, mask=inside, other=0.0)
-    normaliser = tl.where(normaliser == float("-inf"), 0.0, normaliser) * (LOG2_E / tiles.number(unit, tl.float64))
-    high = tiles.bounded(normaliser, form)
-    low = tiles.bounded(normaliser - high.to(tl.float64), form)
+    high, low = tiles.normaliser(lse, position, first, n, unit, form)
     if seams.weights_at is not None:
         block = Weighed(
             tiles.queries_of(query, b, h, first, n, sign, form),
@@ -220,11 +208,9 @@ def prepare(
             tiles.Place(b, h, tiles.column_of(first, n, form), n, m),
             Numbers(tiles.number(scale, form.total), tiles.number(unit, form.total), tables),
         )
-        row, none = row_of(schedule, b, h, item % blocks), tl.zeros((form.rows,), form.total)
-        delta += walk(
-            *(none, weighed_over_run, schedule, row, m // form.keys, tl.cdiv(m, form.keys), None, False, block, seams),
-            *(None, form, form.even),
-        )
+        row = Row(schedule, b, h, item % blocks, m, None, False)
+        none = tl.zeros((form.rows,), form.total)
+        delta += walk(none, weighed_over_run, row, form.keys, form.even, block, seams, None, form)
     tl.store(rows[0] + at, high, mask=inside)
     tl.store(rows[1] + at, low, mask=inside)
     tl.store(rows[2] + at, delta, mask=inside)

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from . import tiles
-from .backward import Given, Numbers, Pairs, finite, not_finite, slopes_of, weights_of, write
+from .backward import Given, Numbers, Pairs, not_finite, slopes_of, weights_of, write
 from .call import twin
 from .forward import met, of_marks
-from .runs import row_of, walk
+from .runs import Row, walk
 
 __all__ = ["backward_keys"]
 
@@ -63,7 +63,7 @@ def keys_over_run(state, first, last, block, seams, CAREFUL: tl.constexpr, form,
         weights = dropped.to(do.dtype)
         if CAREFUL:
             marks = met(weights, do, marks, form)
-            do, q = finite(do), finite(q)
+            do, q = tiles.finite(do), tiles.finite(q)
         dv = tl.dot(weights, do, dv, input_precision=form.precision)
         ds = slopes_of(
             *(p, dp, s, products, pairs, delta[None, :], numbers, None, seams, (), PARTIAL or CAREFUL),
@@ -77,7 +77,7 @@ def block_of_keys(given, b, g, first, row, seams, CAREFUL: tl.constexpr, form):
     """(dK, dV) of a key head's keys from `first` on, over the query heads of its group in order."""
     n, m = given.n, given.m
     k = tiles.rows_of(tiles.head_of(given.key, b, g), first, form.keys, m, form.d_k, form.lanes_k, True, form)
-    k = (k * tiles.number(given.sign, form.total)).to(k.dtype)  # nothing is rounded
+    k = tiles.signed(k, given.sign, form)
     v = tiles.rows_of(tiles.head_of(given.value, b, g), first, form.keys, m, form.d_v, form.lanes_v, True, form)
     scale, kept = tiles.number(given.scale, form.total), tiles.number(given.kept, form.total)
     numbers = Numbers(scale, tiles.number(given.unit, form.total), given.tables)
@@ -89,10 +89,8 @@ def block_of_keys(given, b, g, first, row, seams, CAREFUL: tl.constexpr, form):
     for h in range(g * given.group, (g + 1) * given.group):
         query, d_output = tiles.head_of(given.query, b, h), tiles.head_of(given.d_output, b, h)
         block = Block(k, v, first, b, h, query, d_output, numbers, kept, given)
-        state = walk(
-            *(state, keys_over_run, given.schedule, row_of(given.schedule, b, h, row), n // form.rows),
-            *(tl.cdiv(n, form.rows), None, first + form.keys > m, block, seams, CAREFUL, form, False),
-        )
+        along = Row(given.schedule, b, h, row, n, None, first + form.keys > m)
+        state = walk(state, keys_over_run, along, form.rows, False, block, seams, CAREFUL, form)
     dk, dv, marks = state
     dv *= kept
     if CAREFUL:

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from . import tiles
-from .backward import Given, Numbers, Pairs, finite, not_finite, slopes_of, weights_of, write
+from .backward import Given, Numbers, Pairs, not_finite, slopes_of, weights_of, write
 from .call import twin
-from .runs import row_of, walk
+from .runs import Row, walk
 
 __all__ = ["backward_queries"]
 
@@ -20,6 +20,7 @@ class Block(NamedTuple):
 
     query: Any
     d_output: Any
+    inside: Any  # which rows are queries, (rows, 1)
     lse: Any  # (high, low), (rows, 1) each, and so δ
     delta: Any
     place: Any
@@ -48,7 +49,7 @@ def queries_over_run(state, first, last, block, seams, HOW: tl.constexpr, form, 
             at = tl.minimum(j, m - 1)
         pairs = Pairs(b, h, i, at, n, m)
         products = tl.dot(block.query, k, input_precision=form.precision)
-        p, s = weights_of(products, pairs, j < m, block.lse, block.numbers, seams, PARTIAL, CAREFUL)
+        p, s = weights_of(products, pairs, (j < m) & block.inside, block.lse, block.numbers, seams, PARTIAL, CAREFUL)
         dp = tl.dot(block.d_output, v, input_precision=form.precision)
         if block.random is not None:
             dp = tl.where(tiles.keep(block.random, block.place, j0, form.rows, form.keys), dp * block.kept, 0.0)
@@ -56,7 +57,7 @@ def queries_over_run(state, first, last, block, seams, HOW: tl.constexpr, form, 
             *(p, dp, s, products, pairs, block.delta, block.numbers, block.sums, seams, KINDS, PARTIAL or CAREFUL),
         )
         if CAREFUL:
-            k = finite(k)
+            k = tiles.finite(k)
         state = tl.dot(ds.to(k.dtype), tl.trans(k), state, input_precision=form.precision)
     return state
 
@@ -73,6 +74,7 @@ def block_of_queries(given, b, h, first, row, seams, KINDS: tl.constexpr, CAREFU
     block = Block(
         tiles.queries_of(given.query, b, h, first, n, given.sign, form),
         tiles.rows_of(d_output, first, form.rows, n, form.d_v, form.lanes_v, True, form),
+        inside[:, None],
         (high, low),
         tl.load(rows[2] + at, mask=inside, other=0.0)[:, None],
         tiles.Place(b, h, tiles.column_of(first, n, form), n, m),
@@ -84,11 +86,8 @@ def block_of_queries(given, b, h, first, row, seams, KINDS: tl.constexpr, CAREFU
         given.sums,
     )
     HOW: tl.constexpr = (KINDS, CAREFUL)
-    dq = walk(
-        *(tl.zeros((form.rows, form.lanes_k), form.total), queries_over_run, given.schedule),
-        *(row_of(given.schedule, b, h, row), m // form.keys, tl.cdiv(m, form.keys), None, False, block, seams, HOW),
-        *(form, form.even),
-    )
+    row, none = Row(given.schedule, b, h, row, m, None, False), tl.zeros((form.rows, form.lanes_k), form.total)
+    dq = walk(none, queries_over_run, row, form.keys, form.even, block, seams, HOW, form)
     return dq * (scale * tiles.number(given.sign, form.total))
 
 

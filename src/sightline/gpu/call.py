@@ -12,7 +12,7 @@ from triton.runtime.errors import OutOfResources
 from .configurations import Configuration
 from .form import Form, constants
 
-__all__ = ["Call", "twin"]
+__all__ = ["FEWER", "Call", "twin"]
 
 
 def twin(plain: str, careful: str) -> Callable[[Any], str]:
@@ -20,7 +20,7 @@ def twin(plain: str, careful: str) -> Callable[[Any], str]:
     return lambda compiled: careful if compiled.constants["PARTS"] else plain
 
 
-_STAGES: dict[Hashable, int] = {}
+FEWER: dict[Hashable, int] = {}  # stages that memory had room for, where that was not as many as wanted
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,24 +33,30 @@ class Call:
     configuration: Configuration
     sources: dict[str, str] = field(default_factory=dict)  # of the generated functions it is given, by name
 
-    @property
-    def options(self) -> dict[str, Any]:
+    def options(self, stages: int) -> dict[str, Any]:
         """What the compiler is told. Masks decide as on every other backend: products are rounded before sums."""
-        sizes = self.configuration
-        return {"num_warps": sizes.warps, "num_stages": sizes.stages, "enable_fp_fusion": False}
+        return {"num_warps": self.configuration.warps, "num_stages": stages, "enable_fp_fusion": False}
 
     def launch(self) -> None:
         """Run it on the current stream, with fewer stages where a formula's tables leave no memory for as many."""
-        arguments = self.arguments
+        arguments, stages = self.arguments, self.configuration.stages
         if isinstance(self.kernel, JITFunction):  # the interpreter takes them as they are
             arguments = {name: constants(x) if isinstance(x, Form) else x for name, x in arguments.items()}
-        alike = (self.kernel, self.configuration, *(arguments.get(name) for name in ("form", "seams", "PARTS")))
-        for stages in range(_STAGES.get(alike, self.configuration.stages), 0, -1):
+        if FEWER:
+            stages = FEWER.get(self._alike(), stages)
+        while True:
             try:
-                self.kernel[(self.programs,)](**arguments, **(self.options | {"num_stages": stages}))
+                self.kernel[(self.programs,)](**arguments, **self.options(stages))
             except OutOfResources:
                 if stages == 1:
                     raise
-                _STAGES[alike] = stages - 1  # the compiler would find it out anew each time
+                stages -= 1
+                FEWER[self._alike()] = stages
             else:
                 return
+
+    def _alike(self) -> Hashable:
+        """What calls have in common that take the same memory."""
+        query = self.arguments["query"].start
+        seen = (self.arguments.get(name) for name in ("form", "seams", "PARTS"))
+        return self.kernel, self.configuration, query.dtype, query.device, *seen

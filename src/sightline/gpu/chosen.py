@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from ..problem import Problem
@@ -75,20 +76,27 @@ def sizes_of(values: Any) -> Configuration | None:
     return Configuration(**values)
 
 
-def architecture_of(problem: Problem) -> str:
-    """The architecture of the device a problem's tensors lie on."""
-    from . import run
+@lru_cache
+def architecture_of(device: Any) -> str:
+    """The device's architecture, "sm_90", "gfx942" and the like."""
+    import torch
 
-    return str(run.architecture_of(problem.query.device))
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0])
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def device_of(problem: Problem, architecture: str) -> str:
     """The name of the device a problem's tensors lie on; the architecture's where that is no GPU."""
-    if not problem.device.startswith("cuda"):
-        return architecture
+    return f"{_name_of(problem.query.device)} ({architecture})" if problem.device.startswith("cuda") else architecture
+
+
+@lru_cache
+def _name_of(device: Any) -> str:
     import torch
 
-    return f"{torch.cuda.get_device_name(problem.query.device)} ({architecture})"
+    return str(torch.cuda.get_device_name(device))
 
 
 def candidates(kernel: str, problem: Problem, architecture: str, specialised: bool = False) -> list[Configuration]:

@@ -13,12 +13,10 @@ import triton.language as tl
 
 from . import tiles
 from .forward import Block, Given, State, begin, block_of_head, hand_over, has_nan, over_run
-from .runs import row_of, walk
+from .runs import Row, walk
 
 __all__ = ["decode", "merge"]
 
-LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_E = tl.constexpr(1.4426950408889634)
 UNROLLED = tl.constexpr(8)  # parts that `merge` has on their way at once: one by one it would wait for memory each time
 
 
@@ -63,7 +61,7 @@ def decode(
     h, i = g * group + rows // n, rows % n
     q = tiles.gathered(tiles.head_of(query, b, h), i, inside, form.d_k, form.lanes_k, form)
     given = Block(
-        (q * tiles.number(sign, form.total)).to(q.dtype),  # nothing is rounded
+        tiles.signed(q, sign, form),
         tiles.head_of(key, b, g),
         tiles.head_of(value, b, g),
         tiles.Place(b, h, i, n, m),
@@ -72,11 +70,8 @@ def decode(
         random,
         tables,
     )
-    window, whole, count = (part * chunk, (part + 1) * chunk), m // form.keys, tl.cdiv(m, form.keys)
-    state = walk(
-        *(begin(None, 0, False, form), over_run, schedule, row_of(schedule, b, 0, 0), whole, count, window, False),
-        *(given, seams, False, form, form.even),
-    )
+    row = Row(schedule, b, 0, 0, m, (part * chunk, (part + 1) * chunk), False)
+    state = walk(begin(None, 0, False, form), over_run, row, form.keys, form.even, given, seams, False, form)
     nothing = state.total == 0
     safe = tl.where(nothing, 1.0, state.total)
     at = ((tl.cast(part, tl.int64) * tl.num_programs(0) // (parts * blocks * G) + b) * H + h) * n + i
@@ -123,7 +118,7 @@ def merge(
     step = tl.cast(tl.num_programs(0), tl.int64) * n  # rows of a part
     largest = tl.full((form.rows,), float("-inf"), tl.float64)
     if sinks is not None:
-        largest = tl.zeros((form.rows,), tl.float64) + tl.load(sinks + position % H) * LOG2_E
+        largest = tl.zeros((form.rows,), tl.float64) + tl.load(sinks + position % H) * tiles.LOG2_E
     sink = largest
     for part in tl.range(parts, loop_unroll_factor=UNROLLED):
         largest = tl.maximum(largest, tl.load(part_lse + part * step + at, mask=inside, other=float("-inf")))
@@ -137,11 +132,14 @@ def merge(
         place = part_output + (part * step + at)[:, None] * form.d_v + column
         share = tl.load(place, mask=inside[:, None] & (column < form.d_v), other=0.0)
         found += weight[:, None] * share
-    high, factor = total.to(form.total), tiles.number(kept, form.total)
-    state = State(found, high, (total - high.to(tl.float64)).to(form.total), largest, None, None)
-    hand_over(state, output, lse, sinks, position, 0, n, H, 1.0, factor, form)
+    factor, odd = tiles.number(kept, form.total), 0
     if seams.mask_at is not None or seams.score_at is not None or random is not None:
-        if has_nan(found) != 0:
-            given = Given(query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
-            again = block_of_head(given, position, 0, 0, seams, 0, True, careful)
-            hand_over(again, output, lse, sinks, position, 0, n, H, unit, factor, careful)
+        odd = has_nan(found)
+    if odd != 0:
+        given = Given(query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
+        state = block_of_head(given, position, 0, 0, seams, 0, True, careful)
+        hand_over(state, output, lse, sinks, position, 0, n, H, unit, factor, careful)
+    else:
+        high = total.to(form.total)
+        joined = State(found, high, (total - high.to(tl.float64)).to(form.total), largest, (), ())
+        hand_over(joined, output, lse, sinks, position, 0, n, H, 1.0, factor, form)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
+import triton.language as tl
+
 __all__ = ["Form", "constants", "lanes"]
 
 
@@ -36,6 +38,4 @@ class Form:
 @lru_cache(1024)
 def constants(form: Form) -> Form:
     """The form with every entry as a constant of the compiler's: before Triton 3.9 it took those of tuples for none."""
-    import triton.language as tl
-
     return replace(form, **{entry.name: tl.constexpr(getattr(form, entry.name)) for entry in fields(form)})

@@ -20,12 +20,9 @@ import triton.language as tl
 
 from . import riding, tiles
 from .call import twin
-from .runs import row_of, walk
+from .runs import Row, walk
 
 __all__ = ["Block", "Given", "State", "begin", "block_of_head", "forward", "hand_over", "has_nan", "met", "of_marks"]
-
-LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Given(NamedTuple):
@@ -122,7 +119,7 @@ def over_run(state, first, last, block, seams, CAREFUL: tl.constexpr, form, PART
         p = p.to(v.dtype)
         if CAREFUL:
             marks = met(p, v, marks, form)
-            v = tl.where(tl.abs(v) < float("inf"), v, 0.0)
+            v = tiles.finite(v)
         output = tl.dot(p, v, output * alpha[:, None], input_precision=form.precision)
         largest = new
     return State(output, total, lost, largest, marks, riders)
@@ -162,7 +159,7 @@ def hand_over(state, output, lse, sinks, position, first, n, H, unit, kept, form
     place = output + at[:, None] * form.d_v + column
     tl.store(place, rows, mask=inside[:, None] & (column < form.d_v))
     base = tl.where(nothing, float("-inf"), state.largest).to(tl.float64) * tiles.number(unit, tl.float64)
-    found = base * LN_2 + tl.log(safe.to(tl.float64) + state.lost.to(tl.float64))
+    found = base * tiles.LN_2 + tl.log(safe.to(tl.float64) + state.lost.to(tl.float64))
     if sinks is not None:  # one beyond the largest score was taken for the largest
         sink = tl.load(sinks + position % H)
         found = tl.where(found < sink, sink, found)
@@ -185,14 +182,11 @@ def block_of_head(given, position, first, row, seams, SUMS: tl.constexpr, CAREFU
     )
     sink = None
     if given.sinks is not None:
-        logit = tl.load(given.sinks + h) * LOG2_E / tiles.number(given.unit, tl.float64)
+        logit = tl.load(given.sinks + h) * tiles.LOG2_E / tiles.number(given.unit, tl.float64)
         sink = tl.where(logit > 0, tiles.bounded(logit, form), logit.to(form.total))
     state = begin(sink, SUMS, CAREFUL, form)
-    row = row_of(given.schedule, b, h, row)
-    whole, count = m // form.keys, tl.cdiv(m, form.keys)
-    state = walk(
-        *(state, over_run, given.schedule, row, whole, count, None, False, block, seams, CAREFUL, form, form.even)
-    )
+    row = Row(given.schedule, b, h, row, m, None, False)
+    state = walk(state, over_run, row, form.keys, form.even, block, seams, CAREFUL, form)
     if CAREFUL:
         output, total, lost, largest, marks, riders = state
         state = State(output + of_marks(marks), total, lost, largest, marks, riders)

@@ -8,7 +8,7 @@ The generated `gains_at` gives for every lookup d score / d entry and which entr
 
 All but the first may be read by pairs of several programs, whose order nobody knows, so they are added as whole
 numbers, whose sums do not depend on it: an entry has a slot for every 8 of a float32's exponents, and what is added to
-it is the significand, shifted to the slot's unit. Nothing is rounded, and 2³¹ additions fit (Demmel and Nguyen, "Fast
+it is the significand, shifted to the slot's unit. Within float32's range nothing is rounded, and 2³¹ additions fit (Demmel and Nguyen, "Fast
 reproducible floating-point summation", 2013, have slots for another end). One slot more counts what is not finite.
 """
 
@@ -48,7 +48,7 @@ def add(ds, s, pairs, tables, sums, gains_at, KINDS: tl.constexpr):
 
 @triton.jit
 def exactly(slots, place, share):
-    """Add shares to the slots of their entries, nothing rounded; float64 in three parts."""
+    """Add shares to the slots of their entries; float64 in three parts, those beyond float32's range as ∞."""
     for _ in tl.static_range(3 if share.dtype == tl.float64 else 1):
         part = share.to(tl.float32)
         share -= part.to(share.dtype)

@@ -18,10 +18,11 @@ from .backward import prepare
 from .backward_keys import backward_keys
 from .backward_queries import backward_queries
 from .call import Call
-from .chosen import chosen
+from .chosen import architecture_of, chosen
+from .configurations import Configuration
 from .gains import ADDITIONS, FIRST_UNIT, SLOT_BITS, SLOTS
 from .operands import Operands, operand
-from .run import CAREFUL_ROWS, again, architecture_of
+from .run import CAREFUL_ROWS, careful_call
 from .schedule import schedule
 
 __all__ = ["backward_calls", "gradients"]
@@ -121,45 +122,54 @@ def backward_calls(
     given = Operands(problem, sizes, others, beside=(arrays["output"], arrays["d_output"]))
     seams = given.seams(**{name: given.seam(name) for name in formulas})
     common = given.common() | {"d_output": arrays["d_output"], "rows": arrays["rows"], "seams": seams}
-    hides = given.hides()
+    yield from _calls_of_queries(problem, given, sizes, common, arrays, gains)
+    sizes = chosen("backward_keys", problem, architecture)
+    yield from _calls_of_keys(problem, given, sizes, common | {"form": given.form(sizes)}, arrays)
 
+
+def _calls_of_queries(
+    problem: Problem,
+    given: Operands,
+    sizes: Configuration,
+    common: dict[str, Any],
+    arrays: dict[str, Any],
+    gains: Sequence[Gain],
+) -> Iterator[Call]:
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
-    common |= {"blocks": blocks, "schedule": schedule(problem, sizes.rows, sizes.keys)}
+    common = common | {"blocks": blocks, "schedule": schedule(problem, sizes.rows, sizes.keys)}
     before = {name: arrays[name] for name in ("output", "d_lse", "lse")}
     yield Call(prepare, items, common | before, sizes, given.sources)
 
     turns = [gain for gain in gains if gain.kind == "pair"]
     batches = problem.B if all(gain.owned("b") for gain in turns) else 1
     heads = problem.H if all(gain.owned("h") for gain in turns) else 1
-    common |= {"random": given.random(), "kept": given.kept(), "PARTS": 0}
-    more = common | {"d_query": arrays["d_query"], "tainted": _marks(problem, items) if hides else None, "items": items}
-    more |= {"B": problem.B, "batches": batches, "heads": heads, "TURNS": bool(turns), "sums": None, "KINDS": ()}
+    common |= {"random": given.random(), "kept": given.kept(), "d_query": arrays["d_query"], "PARTS": 0}
+    common |= {"items": items, "tainted": given.marks(items), "sums": None, "KINDS": ()}
+    common |= {"B": problem.B, "batches": batches, "heads": heads, "TURNS": bool(turns)}
     gaining = {
-        "seams": seams._replace(gains_at=_gaining(given, len(gains))),
+        "seams": common["seams"]._replace(gains_at=_gaining(given, len(gains))),
         "sums": arrays["sums"],
         "KINDS": tuple(gain.kind for gain in gains),
     }
-    yield Call(backward_queries, batches * heads * blocks, more | gaining, sizes, given.sources)
-    if hides:
+    yield Call(backward_queries, batches * heads * blocks, common | gaining, sizes, given.sources)
+    if given.hides():
         few = replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS))
-        yield again(backward_queries, items, more, given, sizes, few)
+        yield careful_call(backward_queries, items, common, given, sizes, few)
 
-    sizes = chosen("backward_keys", problem, architecture)
+
+def _calls_of_keys(
+    problem: Problem, given: Operands, sizes: Configuration, common: dict[str, Any], arrays: dict[str, Any]
+) -> Iterator[Call]:
     blocks = -(-problem.m // sizes.keys)
     items = problem.B * problem.G * blocks
-    more = common | {name: arrays[name] for name in ("d_key", "d_value")} | {"blocks": blocks, "items": items}
-    more["form"] = given.form(sizes)
-    more["schedule"] = schedule(problem, sizes.rows, sizes.keys, of_keys=True)
-    more["tainted"] = _marks(problem, items) if hides else None
-    yield Call(backward_keys, items, more, sizes, given.sources)
-    if hides:
+    common = common | {"blocks": blocks, "schedule": schedule(problem, sizes.rows, sizes.keys, of_keys=True)}
+    common |= {"random": given.random(), "kept": given.kept(), "PARTS": 0}
+    common |= {"items": items, "tainted": given.marks(items), "d_key": arrays["d_key"], "d_value": arrays["d_value"]}
+    yield Call(backward_keys, items, common, sizes, given.sources)
+    if given.hides():
         few = replace(sizes, keys=min(sizes.keys, CAREFUL_ROWS))
-        yield again(backward_keys, items, more, given, sizes, few)
-
-
-def _marks(problem: Problem, items: int) -> Any:
-    return problem.query.new_empty(items, dtype=torch.int32)
+        yield careful_call(backward_keys, items, common, given, sizes, few)
 
 
 # -- tables and sinks --------------------------------------------------------------------------------------------------

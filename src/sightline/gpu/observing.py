@@ -86,7 +86,7 @@ def call_of(problem: Problem, lse: Any, statistic: Statistic, arrays: list[Any],
     more: dict[str, Any] = {"blocks": blocks}
     if isinstance(statistic, Received):
         blocks = -(-problem.m // sizes.keys)
-        more = {"blocks": blocks, "LARGEST": statistic.how == "max"}
+        more = {"blocks": blocks, "MAXIMA": statistic.how == "max"}
         return _call(problem, lse, received, heads * blocks, arrays, sizes, more, of_keys=True)
     if isinstance(statistic, TopK):
         lanes = 1 << max(min(statistic.k, problem.m) - 1, 1).bit_length()
@@ -110,7 +110,7 @@ def _grid(problem: Problem, statistic: Pooled, sizes: Configuration) -> tuple[di
     down = min(max(sizes.rows * rows // (i1 - i0), 1), CELLS[0], rows)  # those that one block of queries holds
     across = min(columns, CELLS[1])
     more = {"i_start": i0, "i_stop": i1, "j_start": j0, "j_stop": j1, "rows": rows, "columns": columns}
-    more |= {"down": down, "across": across, "LARGEST": statistic.how == "max"}
+    more |= {"down": down, "across": across, "MAXIMA": statistic.how == "max"}
     more |= {"DOWN": 1 << (down - 1).bit_length(), "ACROSS": 1 << (across - 1).bit_length()}
     return more, -(-rows // down) * -(-columns // across)
 

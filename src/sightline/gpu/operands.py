@@ -18,12 +18,11 @@ from ..problem import Problem
 from .configurations import Configuration
 from .form import Form, lanes
 from .seams import Seams, function, together
-from .sources import Named, sources_of, tables_of
+from .sources import INT32_MAX, Named, sources_of, tables_of
 from .tiles import Array
 
 __all__ = ["Operands", "operand"]
 
-LARGEST = 2**31 - 1
 LEAST_SCALE = 2.0**-64  # below it scores are scaled before the softmax: lse over the scale would leave float32
 
 
@@ -47,7 +46,7 @@ class Operands:
         if problem.score is None and 0 < abs(problem.scale) < LEAST_SCALE:
             problem = replace(problem, score=SYMBOLS["s"])
         self.problem, self.configuration, self.beside = problem, configuration, beside
-        self.arrays = {name: plain(getattr(problem, name)) for name in ("query", "key", "value")}
+        self.arrays = {name: operand(plain(getattr(problem, name))) for name in ("query", "key", "value")}
         kept = [_table(table.array, problem.query) for table in tables_of(problem, others)]
         self.tables = tuple((t, *t.stride(), *t.shape) for t in kept)
         self.sources = sources_of(problem, others)
@@ -64,10 +63,11 @@ class Operands:
         """One function that answers with these calls of the generated functions of these names; None for none."""
         return together([self.sources[each] for each in names], answers, name) if names else None
 
-    def common(self) -> dict[str, Any]:
+    def common(self, form: Form | None = None) -> dict[str, Any]:
         """The arguments that every kernel over tiles takes."""
         problem = self.problem
-        return {name: operand(array) for name, array in self.arrays.items()} | {
+        return {
+            **self.arrays,
             "n": problem.n,
             "m": problem.m,
             "H": problem.H,
@@ -75,15 +75,15 @@ class Operands:
             **self.numbers(),
             "tables": self.tables,
             "seams": self.seams(),
-            "form": self.form(),
+            "form": form or self.form(),
         }
 
     def form(self, sizes: Configuration | None = None) -> Form:
         """What is compiled into a kernel of these sizes, the configuration's if none are given."""
         problem, sizes = self.problem, sizes or self.configuration
-        arrays = (*map(operand, self.arrays.values()), *self.beside)
+        arrays = (*self.arrays.values(), *self.beside)
         steps = [abs(step) for array in arrays for step in (array.row, array.column)]
-        far = max(steps) * (sizes.rows + sizes.keys + problem.d_k + problem.d_v) > LARGEST
+        far = max(steps) * (sizes.rows + sizes.keys + problem.d_k + problem.d_v) > INT32_MAX
         return Form(
             rows=sizes.rows,
             keys=sizes.keys,
@@ -94,7 +94,7 @@ class Operands:
             even=problem.m % sizes.keys == 0,
             index=tl.int64 if far else tl.int32,
             total=tl.float64 if problem.accumulator == "float64" else tl.float32,
-            precision=_precision(problem.query.device),
+            precision=_precision(problem.query.device) if problem.dtype == "float32" else "ieee",
             widened=sizes.widened,
         )
 
@@ -119,6 +119,10 @@ class Operands:
     def hides(self) -> bool:
         """Whether a weight may be 0 by what was asked: hidden by the mask or the score, or dropped."""
         return self.problem.mask is not None or self.problem.score is not None or self.problem.dropout > 0
+
+    def marks(self, items: int) -> Any:
+        """int32 for so many blocks, to say whose result is not finite; None where no weight is 0 by what was asked."""
+        return self.problem.query.new_empty(items, dtype=torch.int32) if self.hides() else None
 
     def sinks(self) -> Any:
         """(H,) float64, or None."""

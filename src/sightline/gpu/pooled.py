@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .observe import block_of, folded, join, scores, weight
-from .runs import row_of, walk
+from . import tiles
+from .observe import block_of, folded, join, scores
+from .runs import Row, walk
 
 __all__ = ["pooled"]
 
@@ -44,24 +45,24 @@ def lines_of(position, span):
 
 
 @triton.jit
-def cells_over_run(state, first, last, block, seams, LARGEST: tl.constexpr, form, PARTIAL: tl.constexpr):
+def cells_over_run(state, first, last, block, seams, MAXIMA: tl.constexpr, form, PARTIAL: tl.constexpr):
     """The cells (DOWN, ACROSS) after the tiles `first` to before `last`, one column of them after another."""
     DOWN: tl.constexpr = state.shape[0]
     ACROSS: tl.constexpr = state.shape[1]
     down, keys = block.own
     for tile in range(first, last):
         j0 = tile * form.keys
-        p = weight(scores(block, j0, seams, PARTIAL, form), block.unit, block.normaliser)
-        if LARGEST:
+        p = tiles.weight(scores(block, j0, seams, PARTIAL, form), block.unit, block.normaliser)
+        if MAXIMA:
             p = tl.where(p == p, p, float("inf"))  # maxima pass NaN over; no weight is above 1
         across = lines_of(j0 + tl.arange(0, form.keys), keys)
         start = cell_of(tl.maximum(j0, keys.first), keys.start, keys.stop, keys.cells) - keys.cell
         end = cell_of(tl.minimum(j0 + form.keys, keys.last) - 1, keys.start, keys.stop, keys.cells) - keys.cell + 1
         for cell in range(start, end):
-            line = folded(tl.where(across[None, :] == cell, p, 0.0), 1, LARGEST)
-            own = folded(tl.where(down[:, None] == tl.arange(0, DOWN)[None, :], line[:, None], 0.0), 0, LARGEST)
+            line = folded(tl.where(across[None, :] == cell, p, 0.0), 1, MAXIMA)
+            own = folded(tl.where(down[:, None] == tl.arange(0, DOWN)[None, :], line[:, None], 0.0), 0, MAXIMA)
             there = tl.arange(0, ACROSS)[None, :] == cell
-            state = join(state, tl.where(there, own.to(tl.float64)[:, None], 0.0), LARGEST)
+            state = join(state, tl.where(there, own.to(tl.float64)[:, None], 0.0), MAXIMA)
     return state
 
 
@@ -94,7 +95,7 @@ def pooled(
     tables,
     seams,
     form: tl.constexpr,
-    LARGEST: tl.constexpr,
+    MAXIMA: tl.constexpr,
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
@@ -117,7 +118,7 @@ def pooled(
     i_first, i_last = edge(r_first, i_start, i_stop, rows), edge(r_last, i_start, i_stop, rows)
     j_first, j_last = edge(c_first, j_start, j_stop, columns), edge(c_last, j_start, j_stop, columns)
     window = (j_first // form.keys, tl.cdiv(j_last, form.keys))
-    b, h, whole, count = position // H, position % H, m // form.keys, tl.cdiv(m, form.keys)
+    b, h = position // H, position % H
     queries = Span(i_first, i_last, r_first, i_start, i_stop, rows)
     keys = Span(j_first, j_last, c_first, j_start, j_stop, columns)
     cells = tl.zeros((DOWN, ACROSS), tl.float64)
@@ -125,11 +126,9 @@ def pooled(
         first = row * form.rows
         own = (lines_of(first + tl.arange(0, form.rows), queries), keys)
         block = block_of(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, own, form)
-        cells = walk(
-            *(cells, cells_over_run, schedule, row_of(schedule, b, h, row), whole, count, window, False, block, seams),
-            *(LARGEST, form, form.even),
-        )
-    if LARGEST:
+        along = Row(schedule, b, h, row, m, window, False)
+        cells = walk(cells, cells_over_run, along, form.keys, form.even, block, seams, MAXIMA, form)
+    if MAXIMA:
         cells = tl.where(cells == float("inf"), float("nan"), cells)
     r, c = r_first + tl.arange(0, DOWN)[:, None], c_first + tl.arange(0, ACROSS)[None, :]
     places = output + (tl.cast(position, tl.int64) * rows + r) * columns + c

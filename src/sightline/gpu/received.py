@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from . import tiles
-from .observe import folded, join, normaliser, weight
-from .runs import row_of, walk
+from .observe import folded, join
+from .runs import Row, walk
 
 __all__ = ["received"]
 
@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 @triton.jit
-def over_run(state, first, last, block, seams, LARGEST: tl.constexpr, form, PARTIAL: tl.constexpr):
+def over_run(state, first, last, block, seams, MAXIMA: tl.constexpr, form, PARTIAL: tl.constexpr):
     """What the keys have, (keys,) float64, after the blocks of queries `first` to before `last`."""
     b, h, n = block.b, block.h, block.n
     scale, unit = tiles.number(block.scale, form.total), tiles.number(block.unit, form.total)
@@ -43,12 +43,13 @@ def over_run(state, first, last, block, seams, LARGEST: tl.constexpr, form, PART
         q = tiles.queries_of(block.query, b, h, i0, n, block.sign, form)
         products = tl.dot(q, block.key, input_precision=form.precision)
         s = tiles.scores(products, place, block.first, scale, block.tables, seams, PARTIAL, form)
-        p = weight(s, unit, normaliser(block.lse, b * block.H + h, i0, n, block.unit, form))
-        if LARGEST:
+        high, low = tiles.normaliser(block.lse, b * block.H + h, i0, n, block.unit, form)
+        p = tiles.weight(s, unit, (high[:, None], low[:, None]))
+        if MAXIMA:
             p = tl.where(p == p, p, float("inf"))  # maxima pass NaN over; no weight is above 1
         if PARTIAL:
             p = tl.where((i0 + tl.arange(0, form.rows))[:, None] < n, p, 0.0)
-        state = join(state, folded(p, 0, LARGEST).to(tl.float64), LARGEST)
+        state = join(state, folded(p, 0, MAXIMA).to(tl.float64), MAXIMA)
     return state
 
 
@@ -70,7 +71,7 @@ def received(
     tables,
     seams,
     form: tl.constexpr,
-    LARGEST: tl.constexpr,
+    MAXIMA: tl.constexpr,
 ):
     """Σ_i P_ij of a block of keys of a head, or the largest.
 
@@ -87,11 +88,10 @@ def received(
     head = tiles.head_of(key, b, h // group)
     k = tiles.keys_of(head, j0, form.keys, m, form.d_k, form.lanes_k, not form.even, form)
     block = Block(k, j0, b, h, query, lse, n, m, H, sign, scale, unit, tables)
-    state = walk(
-        *(tl.zeros((form.keys,), tl.float64), over_run, schedule, row_of(schedule, b, h, row)),
-        *(n // form.rows, tl.cdiv(n, form.rows), None, j0 + form.keys > m, block, seams, LARGEST, form, False),
-    )
-    if LARGEST:
+    row = Row(schedule, b, h, row, n, None, j0 + form.keys > m)
+    state = tl.zeros((form.keys,), tl.float64)
+    state = walk(state, over_run, row, form.rows, False, block, seams, MAXIMA, form)
+    if MAXIMA:
         state = tl.where(state == float("inf"), float("nan"), state)
     j = j0 + tl.arange(0, form.keys)
     place = output + tl.cast(position, tl.int64) * m + j

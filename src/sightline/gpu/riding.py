@@ -14,16 +14,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import tiles
+
 __all__ = ["begin", "hand_over", "ride"]
 
-LN_2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-2048.0)  # powers below it are weights of 0 in every type
-NO_KEY = tl.constexpr(2147483647)
 
 
 @triton.jit
-def begin(count, form):
-    """Nothing seen yet: (largest s, its key, T, Σp, sums), `count` of the last."""
+def begin(SUMS: tl.constexpr, form):
+    """Nothing seen yet: (largest s, its key, T, Σp, sums), SUMS of the last."""
     none = tl.zeros((form.rows,), form.total)
     top, where, powers, seen = (), (), (), ()
     if form.largest:
@@ -32,35 +32,35 @@ def begin(count, form):
     if form.entropy:
         powers, seen = none, none
     sums = ()
-    for _ in tl.static_range(count):
+    for _ in tl.static_range(SUMS):
         sums = sums + (none,)  # noqa: RUF005  no stars in Triton
     return top, where, powers, seen, sums
 
 
 @triton.jit
-def ride(riders, s, x, p, weights, highest, alpha, moved, first, block, seams, form):
+def ride(riders, s, x, p, added, highest, alpha, moved, first, block, seams, form):
     """The riders after a tile of keys from `first` on.
 
     Parameters
     ----------
     s, x, p : (rows, keys) scores as `tiles.scores` has them, their powers, weights before dropout
-    weights, highest : (rows,) Σ p and the largest s of the tile
+    added, highest : (rows,) Σ p and the largest s of the tile
     alpha, moved : (rows,) m − m' and 2 to it
     """
     top, where, powers, seen, sums = riders
     b, h, i, n, m = block.place
     j = first + tl.arange(0, form.keys)[None, :]
     if form.largest:
-        odd = tl.min(tl.where(s != s, j, NO_KEY), 1)  # the first NaN, which is above all
-        reached = tl.where(odd < NO_KEY, float("nan"), highest)
-        found = tl.where(odd < NO_KEY, odd, tl.min(tl.where(s < highest[:, None], NO_KEY, j), 1))
+        odd = tl.min(tl.where(s != s, j, tiles.NO_KEY), 1)  # the first NaN, which is above all
+        reached = tl.where(odd < tiles.NO_KEY, float("nan"), highest)
+        found = tl.where(odd < tiles.NO_KEY, odd, tl.min(tl.where(s < highest[:, None], tiles.NO_KEY, j), 1))
         above = (reached > top) | ((reached != reached) & (top == top))
         level = (reached == top) | ((reached != reached) & (top != top))
         newer = above | (level & (found < where))  # full tiles come before partial ones to their left
         top, where = tl.where(newer, reached, top), tl.where(newer, found, where)
     if form.entropy:
         powers = (powers + tl.maximum(moved, LEAST) * seen) * alpha + tl.sum(p * tl.maximum(x, LEAST), 1)
-        seen = seen * alpha + weights
+        seen = seen * alpha + added
     if seams.sums_at is not None:
         if seams.score_at is None:
             s = s * block.scale
@@ -98,7 +98,7 @@ def hand_over(state, to, position, first, n, scale, seams, form):
         tl.store(to[1] + at, where.to(tl.int64), mask=inside)
     if form.entropy:
         wide = safe.to(tl.float64)
-        entropy = (tl.log(wide) * seen.to(tl.float64) - LN_2 * powers.to(tl.float64)) / wide
+        entropy = (tl.log(wide) * seen.to(tl.float64) - tiles.LN_2 * powers.to(tl.float64)) / wide
         tl.store(to[2] + at, entropy.to(form.total), mask=inside)
     for k in tl.static_range(len(sums)):
         tl.store(to[3][k] + at, sums[k] / safe, mask=inside)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from ..plan import Result
 from ..problem import Problem
 from .call import Call
-from .chosen import chosen
+from .chosen import architecture_of, chosen
 from .configurations import Configuration
 from .decode import decode, merge
 from .forward import forward
@@ -20,7 +19,7 @@ from .operands import Operands
 from .schedule import schedule
 from .seeing import Riders, see
 
-__all__ = ["again", "architecture_of", "calls_of", "decode_calls", "decodes", "forward_calls", "run"]
+__all__ = ["calls_of", "careful_call", "decode_calls", "decodes", "forward_calls", "run"]
 
 CAREFUL_ROWS = 32  # queries at a time in the pass that only blocks with NaN take
 CAREFUL_PROGRAMS = 1024  # programs that look for such blocks
@@ -72,15 +71,15 @@ def forward_calls(
 
         yield from hopper.forward_calls(problem, output, lse, architecture, replace(sizes, specialised=False))
         return
-    riders = riders or Riders(problem.asking())
+    riders = Riders(problem.asking()) if riders is None else riders
     given = Operands(problem, sizes, riders.formulas)
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
-    hides = given.hides()
-    arguments = given.common() | {
+    form = replace(given.form(), largest=riders.largest[0] is not None, entropy=riders.entropy is not None)
+    arguments = given.common(form) | {
         "output": output,
         "lse": lse,
-        "tainted": problem.query.new_empty(items, dtype=torch.int32) if hides else None,
+        "tainted": given.marks(items),
         "blocks": blocks,
         "items": items,
         "schedule": schedule(problem, sizes.rows, sizes.keys),
@@ -90,13 +89,12 @@ def forward_calls(
         "seen": None,
         "PARTS": 0,
     }
-    form = replace(given.form(), largest=riders.largest[0] is not None, entropy=riders.entropy is not None)
-    yield Call(forward, items, arguments | riders.arguments(given) | {"form": form}, sizes, given.sources)
-    if hides:
-        yield again(forward, items, arguments, given, sizes, replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS)))
+    yield Call(forward, items, arguments | riders.arguments(given), sizes, given.sources)
+    if given.hides():
+        yield careful_call(forward, items, arguments, given, sizes, replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS)))
 
 
-def again(
+def careful_call(
     kernel: Any, items: int, arguments: dict[str, Any], given: Operands, sizes: Configuration, few: Configuration
 ) -> Call:
     """The call of a kernel for blocks of `sizes` that it marked, in parts of `few` rows or keys: see `forward`."""
@@ -144,12 +142,3 @@ def _without_kernel(problem: Problem) -> Result:
     from ..streaming import Streaming
 
     return Streaming().run(problem)
-
-
-@lru_cache
-def architecture_of(device: Any) -> str:
-    """The device's architecture, "sm_90", "gfx942" and the like."""
-    if torch.version.hip is not None:
-        return str(torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0])
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"

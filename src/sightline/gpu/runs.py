@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["Schedule", "row_of", "walk", "within"]
+__all__ = ["Row", "Schedule", "walk"]
 
 
 class Schedule(NamedTuple):
@@ -19,49 +19,52 @@ class Schedule(NamedTuple):
     head: Any  # likewise
 
 
-@triton.jit
-def row_of(schedule, b, h, block):
-    """The row of a block in a schedule, if there is one."""
-    row = block
-    if schedule is not None:
-        row = b * schedule.batch + h * schedule.head + block
-    return row
+class Row(NamedTuple):
+    """The tiles a block looks at: those of its row of the schedule, or all."""
+
+    schedule: Any  # a Schedule, or None for all tiles
+    b: Any
+    h: Any
+    block: Any  # which of its head's
+    length: Any  # of what is cut into tiles: keys, or queries
+    window: Any  # of tiles, (first, past the last), outside of which none is looked at; None for all
+    ragged: Any  # whether the block itself is not full, so that none of its tiles is
 
 
 @triton.jit
 def within(first, last, window):
-    """The part of a run that lies in a window of tiles (first, past the last); all of it where there is none."""
+    """The part of a run that lies in a window."""
     if window is not None:
         first, last = tl.maximum(first, window[0]), tl.minimum(last, window[1])
     return first, last
 
 
 @triton.jit
-def walk(state, body, schedule, row, whole, count, window, ragged, block, seams, HOW: tl.constexpr, form, EVEN):
-    """The state after `body` has seen every tile of a block: those of its row of the schedule, or all there are.
+def walk(state, body, row, TILE: tl.constexpr, EVEN: tl.constexpr, block, seams, HOW: tl.constexpr, form):
+    """The state after `body` has seen every tile of a block's row.
 
     Parameters
     ----------
     body : (state, first tile, past the last, block, seams, HOW, form, PARTIAL) → state
-    whole, count : without a schedule the first `whole` of `count` tiles are full; all are where EVEN
-    window : of tiles, see `within`, or None
-    ragged : whether the block itself is not full, so that none of its tiles is
+    TILE, EVEN : positions of a tile, and whether they are known to fill the last
+    block, seams, HOW, form : what the body takes; HOW is a constant of its own
     """
-    if schedule is None:
-        middle = tl.where(ragged, 0, whole)
-        first, last = within(0, middle, window)
+    if row.schedule is None:
+        middle = tl.where(row.ragged, 0, row.length // TILE)
+        first, last = within(0, middle, row.window)
         state = body(state, first, last, block, seams, HOW, form, False)
         if not EVEN:
-            first, last = within(middle, count, window)
+            first, last = within(middle, tl.cdiv(row.length, TILE), row.window)
             state = body(state, first, last, block, seams, HOW, form, True)
     else:
-        runs, at = schedule.runs, schedule.rows + 3 * row
+        runs = row.schedule.runs
+        at = row.schedule.rows + 3 * (row.b * row.schedule.batch + row.h * row.schedule.head + row.block)
         start, middle, stop = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-        middle = tl.where(ragged, start, middle)
+        middle = tl.where(row.ragged, start, middle)
         for run in range(start, middle):
-            first, last = within(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1), window)
+            first, last = within(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1), row.window)
             state = body(state, first, last, block, seams, HOW, form, False)
         for run in range(middle, stop):
-            first, last = within(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1), window)
+            first, last = within(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1), row.window)
             state = body(state, first, last, block, seams, HOW, form, True)
     return state

@@ -13,9 +13,9 @@ from ..formula.render_triton import render
 from ..formula.table import Table
 from ..problem import Problem
 
-__all__ = ["Named", "sources_of", "tables_of"]
+__all__ = ["INT32_MAX", "Named", "sources_of", "tables_of"]
 
-LARGEST = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
 _RENDERED = Memory(1024)
 
@@ -28,7 +28,7 @@ def sources_of(problem: Problem, others: Sequence[Named] = ()) -> dict[str, str]
     slots = {id(table): slot for slot, table in enumerate(tables_of(problem, others))}
     ranges = {name: range_of(formula, problem.extent) for name, formula, _ in named}
     reaches = [_reach(table) for table in tables_of(problem, others)]
-    wide = max([number for number, _ in ranges.values()] + reaches, default=0.0) > LARGEST
+    wide = max([number for number, _ in ranges.values()] + reaches, default=0.0) > INT32_MAX
 
     def source(name: str, formula: Expression, scores: bool) -> str:
         options: dict[str, Any] = {

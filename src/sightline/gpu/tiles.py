@@ -11,23 +11,15 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    *(
-        "Array",
-        "Head",
-        "Place",
-        "bounded",
-        "column_of",
-        "exponents",
-        "gathered",
-        "head_of",
-        "keep",
-        "keys_of",
-        "number",
-    ),
-    *("queries_of", "rows_of", "scores"),
+    *("FLOAT32_MAX", "LN_2", "LOG2_E", "NO_KEY", "Array", "Head", "Place", "bounded", "column_of", "exponents"),
+    *("finite", "gathered", "head_of", "keep", "keys_of", "normaliser", "number", "queries_of", "rows_of", "scores"),
+    *("signed", "weight"),
 ]
 
-LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
+LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+NO_KEY = tl.constexpr(2147483647)  # above every key
 
 
 class Array(NamedTuple):
@@ -66,11 +58,23 @@ def number(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def bounded(x, form: tl.constexpr):
+def bounded(x, form):
     """A float64 in the type of scores; where finite, at most their largest number in size."""
     if form.total == tl.float32:
-        x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -LARGEST), LARGEST), x)
+        x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -FLOAT32_MAX), FLOAT32_MAX), x)
     return x.to(form.total)
+
+
+@triton.jit
+def signed(x, sign, form):
+    """Queries or keys times the sign of the scale: nothing is rounded."""
+    return (x * number(sign, form.total)).to(x.dtype)
+
+
+@triton.jit
+def finite(x):
+    """The block with 0 for NaN and ∞."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
@@ -104,9 +108,8 @@ def keys_of(
 
 @triton.jit
 def queries_of(query, b, h, first, n, sign, form):
-    """A head's queries from `first` on, times the sign of the scale: nothing is rounded."""
-    q = rows_of(head_of(query, b, h), first, form.rows, n, form.d_k, form.lanes_k, True, form)
-    return (q * number(sign, form.total)).to(q.dtype)
+    """A head's queries from `first` on, times the sign of the scale."""
+    return signed(rows_of(head_of(query, b, h), first, form.rows, n, form.d_k, form.lanes_k, True, form), sign, form)
 
 
 @triton.jit
@@ -163,6 +166,24 @@ def scores(products, place, first, scale, tables, seams, PARTIAL: tl.constexpr, 
         if not form.even:
             s = tl.where(j < m, s, float("-inf"))
     return s
+
+
+@triton.jit
+def normaliser(lse, position, first, n, unit, form):
+    """lse of a head's queries from `first` on in the scores' unit, high + low, (rows,); 0 where nothing is seen."""
+    rows = first + tl.arange(0, form.rows)
+    x = tl.load(lse + tl.cast(position, tl.int64) * n + rows, mask=rows < n, other=0.0) * (LOG2_E / unit)
+    x = tl.where(x == float("-inf"), 0.0, x)
+    high = bounded(x, form)
+    return high, bounded(tl.where(tl.abs(x) < float("inf"), x - high.to(tl.float64), 0.0), form)
+
+
+@triton.jit
+def weight(s, unit, normaliser):
+    """P = 2^((s − lse) · unit) of scores as `scores` has them: near the maximum exact, however large they are."""
+    high, low = normaliser
+    x = tl.minimum((s - high) - low, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.exp2(x * unit)
 
 
 @triton.jit

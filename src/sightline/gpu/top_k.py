@@ -5,12 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .observe import block_of, scores, weight
-from .runs import row_of, walk
+from . import tiles
+from .observe import block_of, scores
+from .runs import Row, walk
 
 __all__ = ["top_k"]
-
-NO_KEY = tl.constexpr(2147483647)  # above every key
 
 
 @triton.jit
@@ -25,8 +24,8 @@ def keep_largest(state, s, first, lse, form):
     better = (s > least) | ((s == least) & (j < least_key) & (s > float("-inf")))
     while tl.max(tl.max(better.to(tl.int32), 1), 0) > 0:
         best = tl.max(tl.where(better, s, float("-inf")), 1, keep_dims=True)
-        key = tl.min(tl.where(better & (s == best), j, NO_KEY), 1, keep_dims=True)
-        enters = (keys == least_key) & (key != NO_KEY)
+        key = tl.min(tl.where(better & (s == best), j, tiles.NO_KEY), 1, keep_dims=True)
+        enters = (keys == least_key) & (key != tiles.NO_KEY)
         values, keys = tl.where(enters, best, values), tl.where(enters, key, keys)
         least = tl.min(values, 1, keep_dims=True)
         least_key = tl.max(tl.where(values == least, keys, -1), 1, keep_dims=True)
@@ -79,21 +78,19 @@ def top_k(
     b, h = position // H, position % H
     block = block_of(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, (), form)
     values = tl.full((form.rows, K), float("-inf"), form.total)
-    keys = tl.full((form.rows, K), NO_KEY, tl.int32) - 1 - tl.arange(0, K)[None, :]  # each once
+    keys = tl.full((form.rows, K), tiles.NO_KEY, tl.int32) - 1 - tl.arange(0, K)[None, :]  # each once
     least = tl.full((form.rows, 1), float("-inf"), form.total)
-    last = tl.full((form.rows, 1), NO_KEY - 1, tl.int32)
+    last = tl.full((form.rows, 1), tiles.NO_KEY - 1, tl.int32)
     state = (values, keys, least, last)
-    state = walk(
-        *(state, lists_over_run, schedule, row_of(schedule, b, h, row), m // form.keys, tl.cdiv(m, form.keys), None),
-        *(False, block, seams, None, form, form.even),
-    )
+    row = Row(schedule, b, h, row, m, None, False)
+    state = walk(state, lists_over_run, row, form.keys, form.even, block, seams, None, form)
     values, keys, least, last = state
     rows = first + tl.arange(0, form.rows)[:, None]
     at, inside = (tl.cast(position, tl.int64) * n + rows) * k, rows < n
     for rank in range(tl.minimum(k, K)):
         best = tl.max(values, 1, keep_dims=True)
-        place = tl.min(tl.where(values == best, keys, NO_KEY), 1, keep_dims=True)
+        place = tl.min(tl.where(values == best, keys, tiles.NO_KEY), 1, keep_dims=True)
         some = best > float("-inf")
-        tl.store(output + at + rank, tl.where(some, weight(best, block.unit, block.normaliser), 0.0), mask=inside)
+        tl.store(output + at + rank, tl.where(some, tiles.weight(best, block.unit, block.normaliser), 0.0), mask=inside)
         tl.store(where + at + rank, tl.where(some, place, -1).to(tl.int64), mask=inside)
         values = tl.where(keys == place, float("-inf"), values)

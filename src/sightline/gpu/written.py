@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .observe import block_of, scores, weight
-from .runs import row_of, walk
+from . import tiles
+from .observe import block_of, scores
+from .runs import Row, walk
 
 __all__ = ["written"]
 
@@ -27,10 +28,10 @@ def put_over_run(_, first, last, block, seams, WHAT: tl.constexpr, form, PARTIAL
                 s = s * block.scale
             tl.store(places, s, mask=inside)
         elif WHAT == "weights":
-            tl.store(places, weight(s, block.unit, block.normaliser).to(corner.dtype.element_ty), mask=inside)
+            tl.store(places, tiles.weight(s, block.unit, block.normaliser).to(corner.dtype.element_ty), mask=inside)
         else:
             held = tl.load(places, mask=inside, other=0.0)
-            tl.store(places, held + weight(s, block.unit, block.normaliser), mask=inside)
+            tl.store(places, held + tiles.weight(s, block.unit, block.normaliser), mask=inside)
     return ()
 
 
@@ -67,14 +68,12 @@ def written(
     item = tl.program_id(0)
     line, row = item // blocks, blocks - 1 - item % blocks
     across = H // heads  # lines of a batch
-    first, whole, count = row * form.rows, m // form.keys, tl.cdiv(m, form.keys)
+    first = row * form.rows
     corner = output + (tl.cast(line, tl.int64) * n + first) * m
     for turn in range(batches * heads):
         b, h = line // across * batches + turn // heads, line % across * heads + turn % heads
         own = (corner, n - first)
         block = block_of(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, own, form)
-        walk(
-            *((), put_over_run, schedule, row_of(schedule, b, h, row), whole, count, None, False, block, seams, WHAT),
-            *(form, form.even),
-        )
+        along = Row(schedule, b, h, row, m, None, False)
+        walk((), put_over_run, along, form.keys, form.even, block, seams, WHAT, form)
         tl.debug_barrier()  # the next turn reads what other threads wrote in this one
