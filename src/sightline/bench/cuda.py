@@ -212,10 +212,14 @@ def present() -> Any:
     import torch
 
     if not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+        words = [f"built for {name} {version}" for name, version in built.items() if version]
+        who = f"torch {torch.__version__} ({words[0] if words else 'built for processors alone'})"
         raise DeviceError(
-            f"--device cuda, and torch {torch.__version__} ({built}) sees no CUDA device",
-            "a machine with a GPU and its driver, and a torch built for it (`nvidia-smi` shows both)",
-            "leave --device out to race on the processor, or run the same command on a machine with a GPU",
+            f"--device cuda, and {who} sees no CUDA device",
+            "a machine with a GPU and its driver (`nvidia-smi` or `rocm-smi` shows both), and a torch built for it",
+            "run the same command on a machine with a GPU"
+            if words
+            else "install a torch built for CUDA or ROCm (https://pytorch.org), or leave --device out",
         )
     return torch.cuda
