@@ -29,8 +29,8 @@ def young(monkeypatch):
     monkeypatch.setattr("sightline.gpu._too_old", lambda device: False)
 
 
-def posed(d=8, **options):
-    return pose(*[torch.zeros(1, 2, 16, d)] * 3, **options)
+def posed(d=8, dtype=torch.float32, **options):
+    return pose(*[torch.zeros(1, 2, 16, d, dtype=dtype)] * 3, **options)
 
 
 def test_a_gpu_s_problems_are_theirs():
@@ -62,6 +62,22 @@ def test_a_gpu_too_old_or_no_triton(monkeypatch):
         "a GPU older than compute capability 8.0",
         "triton is not installed",
     ]
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"),
+    [("3.4.0", ["float32", "float64"]), ("3.7.1", ["float64"]), ("3.8.0+git1", [])],
+)
+def test_versions_that_compile_no_kernel_are_refused(monkeypatch, version, refused):
+    monkeypatch.setattr("triton.__version__", version)
+    found = {
+        dtype: list(Triton("interpreter").refuses(posed(dtype=getattr(torch, dtype))))
+        for dtype in ("float32", "float64")
+    }
+    assert [dtype for dtype in found if found[dtype]] == refused
+    for (refusal,) in filter(None, found.values()):
+        assert "by triton 3." in refusal.reason
+        assert "or later" in refusal.cure
 
 
 def test_what_is_generated_is_told():

@@ -4,6 +4,7 @@ Tensors of the CPU stand for a device's here: torch counts what it writes to the
 """
 
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -113,6 +114,17 @@ def test_what_a_captured_graph_reads_is_kept(counted, monkeypatch):
         rows.append(weakref.ref(schedule(pose(x, x, x, mask=j < table(lengths)[0]), 16, 16)[0]))
         lengths = torch.tensor([20])
     assert [row() is None for row in rows] == [True, False]
+
+
+def test_what_another_stream_reads_keeps_its_place(monkeypatch):
+    stream, told = object(), []
+    array = SimpleNamespace(record_stream=told.append)
+    cuda = SimpleNamespace(current_stream=lambda device: stream, is_current_stream_capturing=lambda: False)
+    monkeypatch.setattr(memory, "_maker", lambda like: SimpleNamespace(cuda=cuda))
+    like = SimpleNamespace(is_cuda=True, device="cuda:0")
+    assert memory.held((array, 3), like) == (array, 3)
+    assert memory.held(array, like) is array
+    assert told == [stream, stream]
 
 
 def test_a_small_table_brought_in_inference_serves_training_after(counted):

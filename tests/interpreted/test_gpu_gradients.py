@@ -168,8 +168,11 @@ def test_fewer_stages_where_memory_is_short():
 
             return launch
 
-    Call(Short(), 1, {}, Configuration(16, 16, 4, 3)).launch()
+    call = Call(Short(), 1, {}, Configuration(16, 16, 4, 3))
+    call.launch()
     assert asked == [3, 2, 1]
+    call.launch()
+    assert asked == [3, 2, 1, 1]  # and it is known the next time
 
 
 # -- what the mask hides -----------------------------------------------------------------------------------------------

@@ -71,7 +71,15 @@ def near(array: Any, like: Any) -> Any:
 
 
 def held(answer: Found, like: Any) -> Found:
-    """What a memory keeps on `like`'s device; for good where a CUDA graph is being captured, whose replays read it."""
+    """What a memory keeps on `like`'s device; for good where a CUDA graph is being captured, whose replays read it.
+
+    Where the memory lets go of it, nobody gets its place before the stream that reads it now is done.
+    """
+    if like.is_cuda:
+        stream = _maker(like).cuda.current_stream(like.device)
+        for part in answer if isinstance(answer, tuple) else (answer,):
+            if hasattr(part, "record_stream"):
+                part.record_stream(stream)
     if _captured(like):
         _HELD[id(answer)] = answer
     return answer

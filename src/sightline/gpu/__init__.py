@@ -12,10 +12,11 @@ from ..observe import Slopes
 from ..plan import Gradients, Kernel, Refusal, Result
 from ..problem import Problem
 
-__all__ = ["Triton"]
+__all__ = ["Triton", "triton_version"]
 
 WIDEST = 256  # of d_k and d_v: what a tile of each takes of registers and shared memory
 LONGEST = 400  # parts of mask and score, each a line for the compiler
+OLDEST, OLDEST_OF = (3, 5), {"float64": (3, 8)}  # versions of triton that compile the kernels; 3.8 multiplies float64
 
 
 class Triton(Kernel):
@@ -50,6 +51,12 @@ class Triton(Kernel):
             yield Refusal(f"formulas of {parts} parts would compile for long", "put what they compute into a table")
         if importlib.util.find_spec("triton") is None:
             yield Refusal("triton is not installed", "pip install triton")
+        elif place == wanted and triton_version() < (oldest := OLDEST_OF.get(problem.dtype, OLDEST)):
+            least = ".".join(map(str, oldest))
+            yield Refusal(
+                f"{problem.dtype} by triton {'.'.join(map(str, triton_version()))}, which does not compile the kernels",
+                f"take triton {least} or later, as later versions of torch bring; streaming serves it meanwhile",
+            )
 
     def cost(self, problem: Problem) -> float:
         return 1.0
@@ -79,6 +86,13 @@ class Triton(Kernel):
         from .gradients import gradients
 
         return gradients(problem, d_output, d_lse, saved, wanted, slopes or Slopes(), self.architecture)
+
+
+def triton_version() -> tuple[int, ...]:
+    """(major, minor) of the triton that is installed."""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 @lru_cache

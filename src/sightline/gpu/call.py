@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 from triton.runtime.errors import OutOfResources
 
 from .configurations import Configuration
+from .form import Form, constants
 
 __all__ = ["Call", "twin"]
 
@@ -16,6 +17,9 @@ __all__ = ["Call", "twin"]
 def twin(plain: str, careful: str) -> Callable[[Any], str]:
     """What profilers call a kernel that is compiled twice: with PARTS for blocks that must be done again."""
     return lambda compiled: careful if compiled.constants["PARTS"] else plain
+
+
+_STAGES: dict[Hashable, int] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +40,14 @@ class Call:
 
     def launch(self) -> None:
         """Run it on the current stream, with fewer stages where a formula's tables leave no memory for as many."""
-        for stages in range(self.configuration.stages, 0, -1):
+        arguments = {name: constants(x) if isinstance(x, Form) else x for name, x in self.arguments.items()}
+        alike = (self.kernel, self.configuration, *(arguments.get(name) for name in ("form", "seams", "PARTS")))
+        for stages in range(_STAGES.get(alike, self.configuration.stages), 0, -1):
             try:
-                self.kernel[(self.programs,)](**self.arguments, **(self.options | {"num_stages": stages}))
+                self.kernel[(self.programs,)](**arguments, **(self.options | {"num_stages": stages}))
             except OutOfResources:
                 if stages == 1:
                     raise
+                _STAGES[alike] = stages - 1  # the compiler would find it out anew each time
             else:
                 return

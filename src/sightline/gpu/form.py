@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
-__all__ = ["Form", "lanes"]
+__all__ = ["Form", "constants", "lanes"]
 
 
 def lanes(width: int) -> int:
@@ -30,3 +31,11 @@ class Form:
     widened: bool  # whether factors are widened first, as Triton's interpreter needs for bfloat16
     largest: bool = False  # whether the largest score and its key ride along
     entropy: bool = False  # whether the entropy does
+
+
+@lru_cache(1024)
+def constants(form: Form) -> Form:
+    """The form with every entry as a constant of the compiler's: before Triton 3.9 it took those of tuples for none."""
+    import triton.language as tl
+
+    return replace(form, **{entry.name: tl.constexpr(getattr(form, entry.name)) for entry in fields(form)})

@@ -25,7 +25,7 @@ NO_KEY = tl.constexpr(2147483647)
 def begin(count, form):
     """Nothing seen yet: (largest s, its key, T, Σp, sums), `count` of the last."""
     none = tl.zeros((form.rows,), form.total)
-    top, where, powers, seen = None, None, None, None
+    top, where, powers, seen = (), (), (), ()
     if form.largest:
         top = tl.full((form.rows,), float("-inf"), form.total)
         where = tl.full((form.rows,), -1, tl.int32)

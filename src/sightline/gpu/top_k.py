@@ -77,7 +77,7 @@ def top_k(
     position, row = item // blocks, blocks - 1 - item % blocks
     first = row * form.rows
     b, h = position // H, position % H
-    block = block_of(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, None, form)
+    block = block_of(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, (), form)
     values = tl.full((form.rows, K), float("-inf"), form.total)
     keys = tl.full((form.rows, K), NO_KEY, tl.int32) - 1 - tl.arange(0, K)[None, :]  # each once
     least = tl.full((form.rows, 1), float("-inf"), form.total)

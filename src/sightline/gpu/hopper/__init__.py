@@ -24,11 +24,11 @@ ALIGNED = 16  # bytes: what the tensor memory accelerator asks of addresses and 
 
 def serves(problem: Problem) -> Iterator[Refusal]:
     """Every reason the kernel cannot serve a problem that the Triton kernel serves; none means that it can."""
-    import triton
+    from .. import triton_version
 
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
-        least = ".".join(map(str, OLDEST_TRITON))
-        yield Refusal(f"triton {triton.__version__}", f"pip install 'triton>={least}'")
+    if triton_version() < OLDEST_TRITON:
+        found, least = (".".join(map(str, version)) for version in (triton_version(), OLDEST_TRITON))
+        yield Refusal(f"triton {found}", f"take triton {least} or later")
     if problem.dtype not in ("bfloat16", "float16"):
         yield Refusal(f"{problem.dtype}", "bfloat16 or float16")
     if lanes(problem.d_k) != lanes(problem.d_v) or problem.d_k > 256:
