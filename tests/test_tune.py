@@ -192,6 +192,17 @@ def test_other_sources_or_versions_find_nothing(monkeypatch):
         assert taken() == TABLE
 
 
+def test_sources_of_every_room_of_kernels_count(monkeypatch, tmp_path):
+    room = tmp_path / "gpu"
+    (room / "hopper").mkdir(parents=True)
+    monkeypatch.setattr(kept, "__file__", str(room / "kept.py"))
+    seen = {kept._sources()}
+    for text in ("one", "two"):
+        (room / "hopper" / "kernel.py").write_text(text)
+        seen.add(kept._sources())
+    assert len(seen) == 3
+
+
 def test_many_may_write_at_once(folder):
     """Whoever reads meanwhile meets a whole file, of one writer or another."""
     problem, met = pose(*arrays()), []

@@ -135,8 +135,8 @@ def _machine() -> dict[str, str]:
 
 def _sources() -> str:
     room = Path(__file__).parent
-    files = sorted([*room.glob("*.py"), *(room.parent / "formula").glob("*.py")])
+    files = sorted([*room.rglob("*.py"), *(room.parent / "formula").rglob("*.py")])
     digest = hashlib.sha256()
     for file in files:
-        digest.update(f"{file.parent.name}/{file.name}\n".encode() + file.read_bytes())
+        digest.update(f"{file.relative_to(room.parent).as_posix()}\n".encode() + file.read_bytes())
     return digest.hexdigest()
