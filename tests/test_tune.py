@@ -86,6 +86,7 @@ def test_the_fastest_that_is_right_is_kept_and_taken(folder):
     assert (found.best, found.default) == (best, TABLE)
     assert (found.before, found.after) == (1.0, 0.5)
     assert (found.tried, found.wrong, found.failed) == (len(others()) + 1, 1, 1)
+    assert found.reason == "RuntimeError: out of resource: shared memory"
     assert found.path.parent == folder
     assert taken() == best
     with trying({"forward": wrong}):
@@ -149,6 +150,20 @@ def test_the_table_it_prints(capsys):
     out = capsys.readouterr().out
     for words in ("forward", f"{best.rows} × {best.keys}", "2.00×", "500 ms", "0 wrong", "kept in"):
         assert words in out
+
+
+def test_the_table_says_why_nothing_is_kept_and_what_failed(monkeypatch):
+    slow = tuned(Told(failing={others()[0]}))
+    assert "nothing kept: no sizes were" in str(slow)
+    assert "forward: the first that failed: RuntimeError: out of resource" in str(slow)
+    assert len(repr(slow).splitlines()) == 1, "what is printed is not printed once more by a prompt"
+    monkeypatch.setenv(kept.VARIABLE, "off")
+    assert "nothing kept: SIGHTLINE_CACHE=off" in str(tuned(Told({("forward", others()[0]): 0.5})))
+
+
+def test_an_unknown_word_is_said_to_be_tune_s():
+    with pytest.raises(TypeError, match=r"tune\(\) got an unexpected keyword argument 'threads'"):
+        tune(*arrays(), threads=2)
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
