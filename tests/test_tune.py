@@ -2,7 +2,7 @@
 
 import json
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -89,6 +89,7 @@ def test_the_fastest_that_is_right_is_kept_and_taken(folder):
     assert found.reason == "RuntimeError: out of resource: shared memory"
     assert found.path.parent == folder
     assert taken() == best
+    assert [each["configuration"] for each in kept.findings()] == [asdict(best)]
     with trying({"forward": wrong}):
         assert taken() == wrong, "a trial goes before what was found"
     with trying({}):
@@ -200,11 +201,12 @@ def test_a_file_that_does_not_read_as_expected_is_none(damage):
 
 def test_other_sources_or_versions_find_nothing(monkeypatch):
     tuned(Told({("forward", others()[0]): 0.5}))
-    machine = kept._machine()
+    machine = kept.machine()
     for name in machine:
         kept.forget()
-        monkeypatch.setattr(kept, "_machine", lambda name=name: machine | {name: "another"})
+        monkeypatch.setattr(kept, "machine", lambda name=name: machine | {name: "another"})
         assert taken() == TABLE
+        assert kept.findings() == []
 
 
 def test_sources_of_every_room_of_kernels_count(monkeypatch, tmp_path):

@@ -2,10 +2,10 @@
 
 The table of `gpu.configurations` holds sizes for architectures; which are best depends on the formula, the widths, the
 card and the compiler's version too. A trial counts where it compiles, fits, and errs against float64 no more than the
-budget of `testing` allows, with the default's own answer as the plain computation: twice its error, and 2 units in the
+budget of `testing` allows, with the default's own answer as the plain computation: twice its error, plus 2 units in the
 last place. So a default that is wrong passes, and sizes as wrong as it: the tests are what tells. The fastest few then
-run in turn once more, and where one of them is faster than the default it is kept (`gpu.kept`), and taken by every later
-call of a problem of the same structure on the same device.
+run in turn once more, and where one of them is faster than the default it is kept (`gpu.kept`), and taken by every
+later call of a problem of the same structure on the same device.
 """
 
 from __future__ import annotations

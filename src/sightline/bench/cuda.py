@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from ..errors import DeviceError, MissingExtraError
+from ..gpu import kept
 from .contenders import Contender, Ready, Sightline, WithoutStatistics
 from .cuda_peers import peers_on
 from .cuda_problems import PROBLEMS
@@ -130,12 +131,13 @@ class Cuda(Device):
         return replace(ready, call=replay, start=lambda: None), "as a CUDA graph"
 
     def facts(self) -> dict[str, Any]:
-        """The device and what drives it."""
+        """The device, what drives it, and sizes of tiles that were tuned for it."""
         import torch
 
         cudnn: Any = torch.backends.cudnn
         found = {"device": self.words, "cuda": torch.version.cuda, "hip": torch.version.hip}
-        return found | {"cudnn": cudnn.version()}
+        found |= {"cudnn": cudnn.version(), "driver": kept.machine()["driver"]}
+        return found | {"tuned": kept.findings()}  # sizes that calls of such problems take in place of the table's
 
     def _between(self, call: Callable[[], Any]) -> tuple[Any, Any]:
         before, after = (self.runtime.Event(enable_timing=True) for _ in range(2))

@@ -21,7 +21,7 @@ from typing import Any
 from ..observe import Entropy, Lse, Mass, MaxScore, Mean, Statistic
 from ..problem import Problem
 
-__all__ = ["find", "folder", "forget", "identity", "keep", "rides", "structure"]
+__all__ = ["DRIVERS", "find", "findings", "folder", "forget", "identity", "keep", "machine", "rides", "structure"]
 
 VARIABLE = "SIGHTLINE_CACHE"
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
@@ -56,13 +56,24 @@ def rides(statistic: Statistic) -> bool:
 
 def identity(kernel: str, problem: Problem, device: str) -> dict[str, str]:
     """All that a finding holds for."""
-    return {"kernel": kernel, "problem": structure(kernel, problem), "device": device, **_machine()}
+    return {"kernel": kernel, "problem": structure(kernel, problem), "device": device, **machine()}
 
 
 def find(kernel: str, problem: Problem, device: str) -> Mapping[str, Any] | None:
     """The finding for a kernel of such problems on that device; None where there is none."""
     place = _place()
     return None if place is None else _found(place, kernel, structure(kernel, problem), device)
+
+
+def findings() -> list[dict[str, Any]]:
+    """All that lie in the folder and hold for this machine's driver, versions and sources, whatever the device."""
+    place, found = folder(), []
+    for path in sorted(place.glob("*.json")) if place is not None else ():
+        with contextlib.suppress(OSError, ValueError):
+            one = json.loads(path.read_text())
+            if isinstance(one, dict) and isinstance(one.get("for"), dict) and machine().items() <= one["for"].items():
+                found.append(one)
+    return found
 
 
 def keep(kernel: str, problem: Problem, device: str, finding: Mapping[str, Any]) -> Path | None:
@@ -106,7 +117,7 @@ def _place() -> Path | None:
 
 @lru_cache(maxsize=REMEMBERED)
 def _found(place: Path, kernel: str, structure: str, device: str) -> Mapping[str, Any] | None:
-    held_for = {"kernel": kernel, "problem": structure, "device": device, **_machine()}
+    held_for = {"kernel": kernel, "problem": structure, "device": device, **machine()}
     try:
         found = json.loads((place / _name(held_for)).read_text())
     except (OSError, ValueError):
@@ -119,7 +130,7 @@ def _name(held_for: Mapping[str, str]) -> str:
 
 
 @lru_cache(maxsize=1)
-def _machine() -> dict[str, str]:
+def machine() -> dict[str, str]:
     """The driver, the versions of what compiles, and the sources of what is compiled."""
     found = {"driver": "", "sources": _sources()}
     for path in DRIVERS:
