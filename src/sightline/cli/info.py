@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -14,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import __version__
+from ..arrays import resolve
 from ..attention import KERNELS
 from ..cpu import disk, threads
 from ..formula.library import alibi, causal
@@ -55,21 +58,15 @@ SAMPLES: dict[str, dict[str, Any]] = {
 
 def _sample(device: str | None = None, dtype: str = "float32", **options: Any) -> Problem:
     """A small problem: 4 query heads on 2, 8 tokens, 8 wide; NumPy's arrays, or torch's on a device."""
-    shapes = (1, 4, 8, 8), (1, 2, 8, 8)
+    ones: Callable[..., Any]
     if device is not None:
         import torch
 
-        query, key = (torch.ones(shape, dtype=getattr(torch, dtype), device=device) for shape in shapes)
-        if "sinks" in options:
-            options["sinks"] = torch.as_tensor(options["sinks"], device=device)
-        return pose(query, key, key, **options)
-    if dtype == "bfloat16":
-        import ml_dtypes
-
-        kind = np.dtype(ml_dtypes.bfloat16)
+        kind, ones = getattr(torch, dtype), partial(torch.ones, device=device)
+        options |= {"sinks": torch.as_tensor(options["sinks"], device=device)} if "sinks" in options else {}
     else:
-        kind = np.dtype(dtype)
-    query, key = (np.ones(shape, kind) for shape in shapes)
+        kind, ones = resolve(np, dtype), np.ones
+    query, key = (ones(shape, dtype=kind) for shape in ((1, 4, 8, 8), (1, 2, 8, 8)))
     return pose(query, key, key, **options)
 
 
