@@ -15,8 +15,10 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@
 
+# pip compiles on one core what it installs; compileall on all of them. Some packages carry files no Python can compile.
 .venv/dev: .venv/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
 
 demo: .venv/extras-$(EXTRAS)

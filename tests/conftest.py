@@ -1,5 +1,6 @@
 """Settings of every test: the same draws on every run, and long runs only when asked for."""
 
+import gc
 import os
 
 import pytest
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(config, items):
         long = [item for item in items if item.get_closest_marker("soak")]
         items[:] = [item for item in items if item not in long]
         config.hook.pytest_deselected(items=long)
+
+
+def pytest_collection_finish():
+    """What imports left stays to the end, so no collection looks through it again: 600,000 objects, 0.4 s each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def samples(rng, low, high, whole):
 def test_intervals_hold_every_value(name):
     rule = OPERATORS[name]
 
-    @settings(max_examples=300)
+    @settings(max_examples=160)
     @given(st.data(), st.booleans(), generators())
     def holds(data, whole, rng):
         inputs, taken = [], []
@@ -154,7 +154,7 @@ def truth_of(mask, extent, query_block, key_block):
     return kinds
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(masks(EXTENT), st.sampled_from([1, 4, 16, 64]), st.sampled_from([1, 8, 16, 64]))
 @example(np.minimum(np.sqrt(i - 5.0), 3.0) <= 3.0, 4, 8)  # NaN at i < 5
 @example(np.exp(i * 100.0) * 0 <= 0, 4, 8)  # ∞ · 0

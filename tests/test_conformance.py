@@ -1,16 +1,19 @@
 """Every kernel answers drawn problems as the float64 definition does, within the budget of `sightline.testing`."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from strategies import DTYPES, LAYOUTS, ON_HOST, Case, cases
 
-from sightline import alibi, bias, causal, dense, documents, i, j, lse, padding, s, softcap, weights, window
+from sightline import alibi, bias, causal, dense, documents, i, j, lse, padding, s, softcap, testing, weights, window
 from sightline.problem import pose
 from sightline.testing import assert_conforms, guarded
 
 TILED = [kernel for kernel in ON_HOST if kernel.name != "reference"]
 EXAMPLES = {"cpu": 20, "streaming": 40, "reference": 16}  # of each dtype; the first compiles for each
+GUARDED = {"cpu": 16}  # likewise, of kernels whose addresses no library checks
 
 
 def probe(dtype, **options):
@@ -22,13 +25,13 @@ def serves(kernel, dtype, **options):
     return not list(kernel.refuses(probe(dtype, **options)))
 
 
-def each(*frameworks, kernels=ON_HOST):
+def each(*frameworks):
     """Every kernel with every dtype it serves, in each framework."""
     return pytest.mark.parametrize(
         ("kernel", "dtype", "framework"),
         [
             pytest.param(kernel, dtype, framework, id=f"{kernel.name}-{dtype}-{framework}")
-            for kernel in kernels
+            for kernel in ON_HOST
             for dtype in DTYPES
             for framework in frameworks
             if serves(kernel, dtype)
@@ -39,6 +42,23 @@ def each(*frameworks, kernels=ON_HOST):
 def check(kernel, case, framework="numpy"):
     case = case.as_torch() if framework == "torch" else case
     assert_conforms(kernel.run, case.pose(see=[lse(), weights()]))
+
+
+@pytest.fixture
+def every_kernel(monkeypatch):
+    """Checks all kernels that go by tiles; what they are held to is worked out once, weights in float32 alone.
+
+    Each weighs in a kernel of its own, which `test_drawn_problems` compiles for every dtype.
+    """
+    for name in ("stages_of", "plain"):
+        monkeypatch.setattr(testing, name, cache(getattr(testing, name)))
+
+    def check_all(case, dtype):
+        problem = case.pose(see=[lse(), weights()] if dtype == "float32" else [lse()])
+        for kernel in TILED:
+            assert_conforms(kernel.run, problem)
+
+    return check_all
 
 
 def drawn(kernel, dtype, framework, examples, **options):
@@ -96,10 +116,10 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-@each("numpy", kernels=TILED)
-def test_odd_sizes(kernel, dtype, framework, name):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_odd_sizes(dtype, name, every_kernel):
     shapes, options = ODD[name]
-    check(kernel, Case(*arrays(dtype=dtype, **shapes), options), framework)
+    every_kernel(Case(*arrays(dtype=dtype, **shapes), options), dtype)
 
 
 @pytest.fixture
@@ -123,7 +143,7 @@ def guards(monkeypatch):
 def test_no_byte_outside_an_array_is_read_or_written(kernel, dtype, framework, guards):
     options = {"dtypes": (dtype,), "dropout": False, "poison": False, "layouts": ("contiguous",)}
 
-    @settings(max_examples=24)
+    @settings(max_examples=GUARDED.get(kernel.name, 8))
     @given(cases(**options))
     def conforms(case):
         held = [guarded(x) for x in case.arrays]
@@ -135,10 +155,10 @@ def test_no_byte_outside_an_array_is_read_or_written(kernel, dtype, framework, g
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@each("numpy", kernels=TILED)
-def test_layouts(kernel, dtype, framework, layout):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layouts(dtype, layout, every_kernel):
     x = [LAYOUTS[layout](array) for array in arrays((2, 4, 70, 24), dtype, d_v=20, groups=2, m=75)]
-    check(kernel, Case(*x, {"mask": causal()}))
+    every_kernel(Case(*x, {"mask": causal()}), dtype)
 
 
 @each("numpy")

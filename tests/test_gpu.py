@@ -1,4 +1,6 @@
-"""Kernels in Triton: the files in `interpreted/`, each in a process of its own where triton interprets.
+"""Kernels in Triton: the files in `interpreted/`, in processes of their own where triton interprets.
+
+Two processes, for the two that tests run in side by side: each loads torch and triton anew.
 
 On a GPU that torch sees they are collected as they stand, and run there.
 """
@@ -17,11 +19,11 @@ FILES = sorted(Path(__file__).parent.glob("interpreted/test_*.py"))
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these files run on the GPU")
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_interpreted(file):
+@pytest.mark.parametrize("files", [FILES[::2], FILES[1::2]], ids=lambda files: " ".join(file.stem for file in files))
+def test_interpreted(files):
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, files)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]

@@ -78,6 +78,13 @@ def test_named_problems(name, dtype):
     assert_conforms(on_machine(seed=0), problem)
 
 
+def test_a_sink_beyond_base_2_takes_all_weight():
+    sinks = np.array([3e38, 0.0, -3e38, 1.0], np.float32)
+    found = on_machine(seed=0)(posed("bfloat16", {"sinks": sinks, "mask": causal()}))
+    assert found.output.isfinite().all()
+    assert [bool(head.any()) for head in found.output[0]] == [False, True, True, True]
+
+
 @pytest.mark.parametrize("stages", [1, 3])
 def test_whatever_comes_first_the_answer_is_the_same(stages):
     problem = posed("bfloat16", PROBLEMS["causal"])
@@ -159,7 +166,7 @@ FAULTS = {
     "first tile twice": (kernel.over_runs, "gl.where(run == first_run, 1, 0)", "0"),
     "wrong head of a group": (kernel.load, "h // work[7]", "h % work[7]"),
     "other half of the queries": (kernel.compute, "+ WHO * ROWS", "+ (1 - WHO) * ROWS"),
-    "sinks forgotten": (kernel.compute, "if sinks is not None:", "if False:"),
+    "sinks forgotten": (kernel.compute, "if sinks is not None:\n        logit", "if False:\n        logit"),
 }
 
 

@@ -105,9 +105,12 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("dtype", SERVED)
-def test_named_problems(processor, dtype, name):
+@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.soak) for turn in range(1, len(SERVED)))])
+def test_named_problems(processor, name, turn, request):
+    """Each on each processor, in a dtype that goes round with both: of the three any two meet; in long runs all do."""
     shapes, options = PROBLEMS[name]
+    place = names().index(request.node.callspec.params["processor"]) + list(PROBLEMS).index(name) + turn
+    dtype = SERVED[place % len(SERVED)]
     assert_conforms(Cpu(processor).run, pose(*arrays(dtype=dtype, **shapes), see=[lse()], **options))
 
 

@@ -89,7 +89,7 @@ def crowd(count, formulas, rounds):
 
 @linux
 def test_a_crowd_of_threads():
-    crowd(count=24, formulas=2, rounds=1)
+    crowd(count=16, formulas=2, rounds=1)
 
 
 @linux

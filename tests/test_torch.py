@@ -213,6 +213,46 @@ def test_manual_seed_repeats_dropout():
     assert not torch.equal(one, other)
 
 
+@pytest.mark.filterwarnings(r"ignore:.torch\.jit:DeprecationWarning")  # torch's own jvp uses it
+@pytest.mark.parametrize("options", [{}, {"mask": sightline.causal()}], ids=["plain", "causal"])
+def test_forward_derivatives_are_refused_not_dropped(options):
+    q, k, v = (torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(3))
+
+    def call(query):
+        return sightline.attention(query, k, v, kernel="cpu", **options)
+
+    with pytest.raises(KernelRefusedError, match="forward derivatives"):
+        torch.func.jvp(call, (q,), (k,))
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.equal(call(q), call(q.clone()))  # no tangent, no error
+        with pytest.raises(KernelRefusedError, match="forward derivatives"):
+            call(torch.autograd.forward_ad.make_dual(q, k))
+
+    def plain(query):
+        """As a person would write it, which torch differentiates forward."""
+        seen = options["mask"].array(5) if options else np.ones((5, 5), bool)
+        masked = (query @ k.mT / 2).masked_fill(~torch.tensor(seen), -torch.inf)
+        return masked.softmax(-1) @ v
+
+    # by derivatives backward of derivatives backward, at a gradient of 0
+    torch.testing.assert_close(torch.autograd.functional.jvp(call, q, k)[1], torch.func.jvp(plain, (q,), (k,))[1])
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_tables_of_unsigned_words(dtype):
+    q, k, v = (torch.randn(1, 2, 9, 4) for _ in range(3))
+    entries = torch.tensor([3, 2**16 - 1, 5, 0, 2, 7, 1, 9, 4])
+    of = [sightline.table(x)[sightline.j] for x in (entries.to(getattr(torch, dtype)), entries)]
+    for kernel in ("cpu", "streaming"):
+        one, other = (sightline.attention(q, k, v, mask=each > sightline.i, kernel=kernel) for each in of)
+        assert torch.equal(one, other)
+
+
+def test_sparse_tables_are_refused():
+    with pytest.raises(DtypeError, match="sparse"):
+        sightline.table(torch.eye(4).to_sparse())
+
+
 def test_a_call_without_dropout_leaves_torch_generator_alone():
     state = torch.get_rng_state()
     sightline.attention(*arrays(torch.float32), mask=i >= j)
@@ -404,7 +444,7 @@ def mask_of(kind, shape):
 
 
 def run_call(call, function, dtype):
-    """Output, and gradients of the three arrays and a float mask, on inputs rounded to float32."""
+    """Output, and in float64 gradients of the three arrays and a float mask, on inputs rounded to float32."""
     shapes, kind, mask_shape, scale, gqa = call
     tensors = [drawn(*shape, dtype=torch.float32, grad=False, seed=k) for k, shape in enumerate(shapes)]
     mask = mask_of(kind, mask_shape)
@@ -413,7 +453,7 @@ def run_call(call, function, dtype):
     tensors = [x.to(dtype).requires_grad_() for x in tensors]
     options = {"is_causal": kind == "causal", "scale": scale, "enable_gqa": gqa}
     output = function(*tensors[:3], attn_mask=tensors[3] if kind == "float" else mask, **options)
-    gradients = torch.autograd.grad(output.square().sum(), tensors)
+    gradients = torch.autograd.grad(output.square().sum(), tensors) if dtype == torch.float64 else ()
     return output.detach(), *gradients
 
 
@@ -422,8 +462,9 @@ def run_call(call, function, dtype):
 def test_agrees_with_torch(call):
     with sdpa_kernel(SDPBackend.MATH):
         truth, *gradients = run_call(call, functional.scaled_dot_product_attention, torch.float64)
-        rough, *_ = run_call(call, functional.scaled_dot_product_attention, torch.float32)
-    assert_within_budget(run_call(call, scaled_dot_product_attention, torch.float32)[0], truth, rough, str(call))
+        (rough,) = run_call(call, functional.scaled_dot_product_attention, torch.float32)
+    (ours,) = run_call(call, scaled_dot_product_attention, torch.float32)
+    assert_within_budget(ours, truth, rough, str(call))
     _, *found = run_call(call, scaled_dot_product_attention, torch.float64)
     for gradient, expected in zip(found, gradients, strict=True):
         torch.testing.assert_close(gradient, expected)

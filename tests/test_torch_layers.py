@@ -1,9 +1,7 @@
 """The layers against the forms they stand for, each written out here by hand."""
 
-import doctest
 import itertools
 import math
-import pathlib
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from sightline import i, j
 from sightline.errors import MaskError, ParameterError, ShapeError
 from sightline.problem import pose
 from sightline.testing import assert_within_budget, plain
-from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, functional, layers
+from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, functional
 
 
 def drawn(*shape, seed=0):
@@ -280,18 +278,3 @@ def test_layers_compile_whole(name):
     if isinstance(layer, SelfAttention):
         expected, found = [expected], [found]
     assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
-
-
-# -- examples ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", [functional, layers], ids=lambda module: module.__name__)
-def test_examples_in_docstrings(module):
-    assert doctest.testmod(module).failed == 0
-
-
-def test_the_page_on_layers():
-    page = pathlib.Path(__file__).parent.parent / "docs" / "layers.md"
-    results = doctest.testfile(str(page), module_relative=False)
-    assert results.attempted > 0
-    assert results.failed == 0

@@ -10,7 +10,7 @@ import torch
 
 import sightline
 from sightline import i, j
-from sightline.errors import KernelRefusedError
+from sightline.errors import KernelRefusedError, ParameterError
 from sightline.gpu import Triton, chosen, kept
 from sightline.gpu.chosen import candidates, trying
 from sightline.gpu.configurations import Configuration, configuration_of
@@ -136,7 +136,7 @@ def test_what_is_hardly_faster_is_noise(folder):
     (found,) = tuned(kernel).found
     assert found.best == found.default == TABLE
     assert found.path is None
-    assert not folder.exists()
+    assert not any(folder.iterdir())
 
 
 def test_a_default_that_fails_is_an_error():
@@ -184,6 +184,10 @@ DAMAGE = {
     "another's": lambda text: text.replace('"interpreter"', '"NVIDIA H200 (sm_90)"'),
     "too large": lambda text: text.replace('"rows": 16', '"rows": 1000000').replace('"rows": 32', '"rows": 1000000'),
     "no number": lambda text: text.replace('"warps": 1', '"warps": "1"'),
+    "no lines to compute": lambda text: text.replace('"rows": 16', '"rows": 0').replace('"rows": 32', '"rows": 0'),
+    "no power of two": lambda text: text.replace('"rows": 16', '"rows": 24').replace('"rows": 32', '"rows": 24'),
+    "never launched": lambda text: text.replace('"stages": 1', '"stages": 0'),
+    "nested without end": lambda text: "[" * 100_000,
     "a part missing": lambda text: text.replace('"warps"', '"workers"'),
 }
 
@@ -197,6 +201,22 @@ def test_a_file_that_does_not_read_as_expected_is_none(damage):
     found.path.write_text(damaged)
     kept.forget()
     assert taken() == TABLE
+
+
+@pytest.mark.parametrize("place", ["/dev/null/x", "/" + "x" * 5000, "~nobody of that name/x", "no/absolute/path"])
+def test_a_folder_that_cannot_be_hinders_no_call_and_is_told_before_tuning(place, monkeypatch):
+    monkeypatch.setenv(kept.VARIABLE, place)
+    kept.forget()
+    assert taken() == TABLE
+    kernel = Told()
+    with pytest.raises(ParameterError, match=kept.VARIABLE):
+        tuned(kernel)
+    assert not kernel.ran
+
+
+def test_a_kernel_s_name_is_no_kernel():
+    with pytest.raises(ParameterError, match="kernel='triton'"):
+        sightline.tune(*arrays(), kernel="triton")
 
 
 def test_other_sources_or_versions_find_nothing(monkeypatch):

@@ -1,14 +1,12 @@
 """Pictures: their cells against the values, any length, terminals with and without colours, and files."""
 
 import builtins
-import doctest
 import re
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-import sightline.view
 from sightline import alibi, bias, causal, dense, documents, i, j, padding, s, softcap, where, window
 from sightline.errors import MissingExtraError, ParameterError, ShapeError
 from sightline.view import Picture, effect_of_scaling, heatmap, save, scaling_figure
@@ -23,10 +21,6 @@ MASKS = {
     "nothing": i < 0,
     "everything": i >= 0,
 }
-
-
-def test_the_example_of_the_docs():
-    assert doctest.testmod(sightline.view).failed == 0
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -107,7 +107,11 @@ def at_hand(array: Array) -> Array:
 
 def extremes(array: Array) -> tuple[float, float]:
     """(least, greatest) entry, NaN where there is one; torch's arrays are read once, by all its threads, in place."""
-    least, greatest = array.detach().aminmax() if framework(array) == "torch" else (array.min(), array.max())
+    if framework(array) != "torch" or dtype_name(array) in ("uint16", "uint32"):  # torch has no extrema of these
+        array = to_numpy(array)
+        least, greatest = array.min(), array.max()
+    else:
+        least, greatest = array.detach().aminmax()
     return float(least), float(greatest)
 
 

@@ -80,6 +80,13 @@ class Work:
         symbols = {name: value for name, value in symbols.items() if value is not None}
         return evaluate(formula, symbols, xp=self.xp, float_dtype=dtype, like=self.problem.query)
 
+    def times(self, x: Any, slope: Any) -> Any:
+        """x · slope. Where x is 0 so is the product, whatever the slope; its derivative by x is the slope there too."""
+        xp = self.xp
+        if isinstance(slope, float):
+            return x * slope
+        return x * xp.where((x == 0) & ~xp.isfinite(slope), self.full(0.0), slope)
+
     def of_scores(self, formula: Any, rows: slice, columns: slice, masked: Any) -> Any:
         """The values over a tile of a formula that reads the final scores as s; 0 where they hide the pair."""
         xp, hidden = self.xp, masked == -self.xp.inf
@@ -251,9 +258,7 @@ def backward(
             if seen.scores is not None:
                 d_masked = d_masked + work.of_scores(seen.scores, rows, columns, masked)
             scorer.add(d_masked, scaled, rows, columns)
-            d_s = (
-                xp.where(d_masked == 0, work.full(0.0), d_masked * scorer.slope(scaled, rows, columns)) * problem.scale
-            )
+            d_s = work.times(d_masked, scorer.slope(scaled, rows, columns)) * problem.scale
             d_query[..., rows, :] += work.onto_rows(d_s, work.cleaned(work.wide(problem.key, columns)))
             d_key[..., columns, :] += work.onto_keys(d_s, work.cleaned(work.wide(problem.query, rows)))
             d_value[..., columns, :] += work.onto_keys(xp.astype(p * keep, work.dtype), d_o)
@@ -290,7 +295,7 @@ class Scorer:
         work, xp = self.work, self.work.xp
         symbols = work.symbols(rows, columns, scaled)
         for node, slope in self.lookups:
-            share = xp.where(d_masked == 0, work.full(0.0), d_masked * work.value_of(slope, symbols))
+            share = work.times(d_masked, work.value_of(slope, symbols))
             index = tuple(
                 xp.broadcast_to(xp.clip(work.value_of(a, symbols), 0, length - 1), d_masked.shape)
                 for a, length in zip(node.arguments, node.table.shape, strict=True)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import to_numpy
-from .errors import KernelRefusedError
+from .errors import KernelRefusedError, ParameterError
 from .gpu import Triton, kept
 from .gpu.chosen import architecture_of, candidates, device_of, trying
 from .gpu.configurations import Configuration
@@ -159,8 +159,8 @@ def tune(
     KernelRefusedError
         The arrays are not on a GPU, Triton is not installed, or the kernels cannot serve the problem; the message holds
         every reason with its cure.
-    OSError
-        The folder that findings are kept in cannot be written to.
+    ParameterError
+        What is found could not be kept, or `kernel` is none.
     SightlineError
         As `sightline.problem.pose` says.
 
@@ -178,6 +178,8 @@ def tune(
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks}
     problem = pose(query, key, value, dropout=dropout, seed=seed, see=see, **options)
     kernel = Triton() if kernel is None else kernel
+    if not isinstance(kernel, Triton):
+        raise ParameterError(f"kernel={kernel!r}", "sightline.gpu.Triton(), or None", "leave kernel=None")
     reasons = list(kernel.refuses(problem))
     if reasons:
         raise KernelRefusedError(
@@ -186,6 +188,7 @@ def tune(
             "; ".join(each.cure for each in reasons),
         )
     work = Work(problem, kernel, _by_events if timer is None else timer, specialised)
+    kept.ready()  # before minutes are spent
     passes = [work.forward, *([work.backward] if gradients else [])]
     with _bar(show) as step:
         found = [one for each in passes for one in work.tuned(each, step)]

@@ -7,6 +7,7 @@ loads. One alone: TRITON_INTERPRET=1 pytest tests/interpreted/test_gpu_forward.p
 import importlib.util
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,8 @@ def once(patch):
 
 if INTERPRETED:
     interpreter._patch_lang = once(interpreter._patch_lang)
+    options = interpreter.interpreter_builder.options  # it works out whether sums overflow, and without debug drops it
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
 
 
 FEW_KEYS = 32  # worth a part of their own in decoding: small problems have several

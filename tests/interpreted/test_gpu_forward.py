@@ -10,10 +10,19 @@ from strategies import DTYPES, Case, cases
 from test_conformance import arrays
 
 import sightline
-from sightline import alibi, causal, dense, documents, h, i, j, lse, padding, s, softcap, table, top_k, window
+from sightline import alibi, causal, dense, documents, h, i, j, lse, padding, s, softcap, table, top_k, where, window
 from sightline.gpu.run import decodes
 from sightline.problem import pose
 from sightline.testing import LAYOUTS, assert_conforms
+
+
+def nested(depth):
+    """s, its sign changed so often."""
+    score = s
+    for _ in range(depth):
+        score = -score
+    return score
+
 
 EXAMPLES = {"float32": 8, "bfloat16": 4, "float16": 3, "float64": 3}
 SINKS = np.array([-1.0, 0.0, 2.0, -np.inf], np.float32)
@@ -48,6 +57,15 @@ PROBLEMS = {
         {"shape": (2, 2, 40, 16), "d_v": 20},
         {"score": alibi(2), "mask": documents(lengths=[1, 20, 19]), "dropout": 0.3, "seed": 2**40 + 1},
     ),
+    "a sink beyond base 2, and the least of sinks": (
+        {"shape": (1, 2, 20, 8), "m": 37},
+        {"sinks": np.array([3e38, np.finfo(np.float32).min], np.float32), "mask": i != 3},
+    ),
+    "a scale beyond float32": (
+        {"shape": (1, 2, 20, 8), "m": 37},
+        {"scale": 1e-40, "sinks": np.array([0.3, -1.0], np.float32)},
+    ),
+    "formulas in formulas without end": ({"shape": (1, 1, 4, 8)}, {"score": nested(300)}),
     "all dropped": ({"shape": (1, 1, 20, 16)}, {"dropout": 1.0, "seed": 1}),
     "scores beyond the last place of 1": ({"shape": (1, 1, 20, 16), "m": 70}, {"scale": 1e12}),
     "a negative scale": ({"shape": (1, 1, 20, 16), "m": 70}, {"scale": -0.5, "mask": causal()}),
@@ -96,6 +114,20 @@ def test_what_a_mask_hides_reaches_nothing(triton_kernel, shape, bad):
     seen[1] = np.arange(m) == 30
     case = Case(query, key, value, {"mask": dense(seen)}).as_torch()
     assert_conforms(triton_kernel.run, case.pose(see=[lse()]))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 40, 16), (1, 2, 2, 16)], ids=["forward", "decoding"])
+@pytest.mark.parametrize(
+    "options",
+    [{"score": where(abs(s) > 1e-6, s, -np.inf)}, {"dropout": 0.5, "seed": 3}],
+    ids=["by scores", "dropped"],
+)
+def test_weights_of_0_take_nothing_without_a_mask(triton_kernel, shape, options):
+    query, key, value = arrays(shape, "float32", m=75 if shape[2] < 16 else 40)
+    key[..., 9, :] = key[..., 12, :] = 0.0
+    value[..., 9, :3] = np.nan
+    value[..., 12, 5] = -np.inf
+    assert_conforms(triton_kernel.run, Case(query, key, value, options).as_torch().pose(see=[lse()]))
 
 
 def test_the_same_bits_every_time(triton_kernel):

@@ -29,6 +29,11 @@ streaming = sys.modules["sightline.streaming"]
 PROBLEMS = {
     "plain": ("float16", {"shape": (1, 2, 20, 24)}, {}),
     "huge scores": ("float32", {"shape": (1, 1, 20, 8)}, {"scale": -1e7}),
+    "a scale and a sink beyond float32": (
+        "float32",
+        {"shape": (1, 2, 20, 8), "m": 37},
+        {"scale": 1e-40, "sinks": np.array([3e38, -1.0], np.float32), "mask": i != 3},
+    ),
     "causal": ("bfloat16", {"shape": (2, 1, 40, 24)}, {"mask": causal()}),
     "grouped, capped, sinks": (
         "float32",

@@ -55,6 +55,7 @@ TRITON_RULES: dict[str, str | tuple[str, str]] = {
     "ceil": ("{0}", "tl.ceil({0})"),
 }
 _OF_CONDITIONS = {"minimum": "{0} & {1}", "maximum": "{0} | {1}"}
+DEEPEST = 32  # operators in operators on a line: Python reads 200 parentheses, Triton's compiler calls itself
 _HELPERS = ("real_quotient", "real_remainder", "square_root", "whole_quotient", "whole_remainder")
 
 
@@ -101,6 +102,7 @@ class _Writer:
                 self.uses[id(argument)] = self.uses.get(id(argument), 0) + 1
         self.lines: list[str] = []
         self.written: dict[int, str] = {}
+        self.depth: dict[int, int] = {}  # of operators in what is written for a node
 
     def module(self, name: str, scores: bool) -> str:
         for node in self.nodes:
@@ -131,9 +133,12 @@ class _Writer:
         return found
 
     def kept(self, node: Expression, text: str) -> str:
-        """The text itself, or the name of a line for what is read more than once or from memory."""
-        if isinstance(node, Symbol | Constant) or (self.uses.get(id(node), 0) < 2 and not isinstance(node, Lookup)):
+        """The text itself, or the name of a line for what is read more than once or from memory, or is deep."""
+        self.depth[id(node)] = depth = 1 + max([self.depth[id(a)] for a in node.arguments], default=0)
+        once = self.uses.get(id(node), 0) < 2 and not isinstance(node, Lookup) and depth < DEEPEST
+        if isinstance(node, Symbol | Constant) or once:
             return text
+        self.depth[id(node)] = 0
         name = f"x{len(self.lines)}"
         self.lines.append(f"{name} = {_bare(text)}")
         return name

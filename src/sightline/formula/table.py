@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..arrays import at_hand, dtype_name
+from ..arrays import at_hand, dtype_name, strided
 from ..errors import DtypeError, FormulaError, ShapeError
 from .expression import Expression, Lookup, as_expression
 from .extrema import Extrema
@@ -44,6 +44,8 @@ class Table:
             raise DtypeError("a masked array as table", "plain arrays", "fill it: array.filled(0)")
         if isinstance(array, np.ndarray):
             array = np.asarray(array)
+        elif not strided(array):
+            raise DtypeError("a sparse tensor as table", "dense arrays", "table(array.to_dense())")
         self.array: Any = array
         self.axes = axes
         self.shape: tuple[int, ...] = tuple(int(length) for length in array.shape)

@@ -27,6 +27,7 @@ from triton.runtime.driver import driver
 
 from ..errors import ParameterError
 from .chosen import trying
+from .configurations import shared_by
 
 __all__ = ["SHARED", "TARGETS", "Compiled", "compiled"]
 
@@ -35,7 +36,7 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
     "gfx942": GPUTarget("hip", "gfx942", 64),  # MI300
 }
-SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}  # bytes that a block can have
+SHARED = {name: shared_by(name) for name in TARGETS}  # bytes that a block can have
 
 
 @dataclass(frozen=True)

@@ -210,8 +210,8 @@ def prepare(
         delta -= tl.load(d_lse + at, mask=inside, other=0.0).to(form.total)
     normaliser = tl.load(lse + at, mask=inside, other=0.0)
     normaliser = tl.where(normaliser == float("-inf"), 0.0, normaliser) * (LOG2_E / tiles.number(unit, tl.float64))
-    high = normaliser.to(form.total)
-    low = (normaliser - high.to(tl.float64)).to(form.total)
+    high = tiles.bounded(normaliser, form)
+    low = tiles.bounded(normaliser - high.to(tl.float64), form)
     if seams.weights_at is not None:
         block = Weighed(
             tiles.queries_of(query, b, h, first, n, sign, form),

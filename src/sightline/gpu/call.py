@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from triton.runtime import JITFunction
 from triton.runtime.errors import OutOfResources
 
 from .configurations import Configuration
@@ -40,7 +41,9 @@ class Call:
 
     def launch(self) -> None:
         """Run it on the current stream, with fewer stages where a formula's tables leave no memory for as many."""
-        arguments = {name: constants(x) if isinstance(x, Form) else x for name, x in self.arguments.items()}
+        arguments = self.arguments
+        if isinstance(self.kernel, JITFunction):  # the interpreter takes them as they are
+            arguments = {name: constants(x) if isinstance(x, Form) else x for name, x in arguments.items()}
         alike = (self.kernel, self.configuration, *(arguments.get(name) for name in ("form", "seams", "PARTS")))
         for stages in range(_STAGES.get(alike, self.configuration.stages), 0, -1):
             try:

@@ -10,19 +10,12 @@ from typing import Any
 
 from ..problem import Problem
 from . import kept
-from .configurations import Configuration, configuration_of
+from .configurations import Configuration, configuration_of, shared_by
 
 __all__ = ["Trial", "architecture_of", "candidates", "chosen", "device_of", "sizes_of", "trying"]
 
 MOST = 1024  # no size is larger
-SHARED = {  # KiB of shared memory a block of threads may have, by the beginning of the architecture's name
-    "sm_80": 163,
-    "sm_8": 99,
-    "sm_90": 227,
-    "sm_10": 227,
-    "sm_12": 99,
-    "gfx": 64,
-}
+LEAST, MOST_KEYS = 16, 128  # rows or keys of a tile: what a product takes, and a sum of a tile's marks holds
 HOPPER = "sm_90"
 WIDE = 128  # of d_k and d_v
 OF_WARP = 16  # rows of a tile that a warp multiplies at once
@@ -76,8 +69,12 @@ def sizes_of(values: Any) -> Configuration | None:
         return None
     for name, value in values.items():
         boolean = named[name].type in (bool, "bool")
-        if boolean != isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
+        if boolean != isinstance(value, bool) or not isinstance(value, int) or not (boolean or 1 <= value <= MOST):
             return None
+    if any(values[name] & (values[name] - 1) for name in ("rows", "keys", "warps")):
+        return None  # no powers of two
+    if min(values["rows"], values["keys"]) < LEAST or values["keys"] > MOST_KEYS:
+        return None
     return Configuration(**values)
 
 
@@ -142,6 +139,5 @@ def _fits(kernel: str, sizes: Configuration, problem: Problem, architecture: str
     }.get(kernel, (d_k, 1, d_v))
     read = d_k if kernel == "observe" else d_k + d_v
     shared = (outer * held + sizes.stages * inner * read) * BYTES[problem.dtype]
-    limit = next((kib for name, kib in SHARED.items() if architecture.startswith(name)), max(SHARED.values()))
     lanes = sizes.warps * (64 if architecture.startswith("gfx") else 32)
-    return shared <= limit << 10 and outer * (tiles * inner + summed) // lanes <= REGISTERS
+    return shared <= shared_by(architecture) and outer * (tiles * inner + summed) // lanes <= REGISTERS

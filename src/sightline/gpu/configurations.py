@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Configuration", "configuration_of"]
+__all__ = ["Configuration", "configuration_of", "shared_by"]
+
+SHARED = {  # KiB of shared memory a block of threads may have, by the beginning of the architecture's name
+    "sm_80": 163,
+    "sm_8": 99,
+    "sm_90": 227,
+    "sm_10": 227,
+    "sm_12": 99,
+    "gfx": 64,
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,11 @@ def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> 
         if width <= 128
         else Configuration(64, 32, 4, 2)
     )
+
+
+def shared_by(architecture: str) -> int:
+    """Bytes of shared memory that the threads of a block may have."""
+    return next((kib for name, kib in SHARED.items() if architecture.startswith(name)), max(SHARED.values())) << 10
 
 
 def _backward(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:

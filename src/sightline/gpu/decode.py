@@ -113,7 +113,7 @@ def merge(
     form: tl.constexpr,
     careful: tl.constexpr,
 ):
-    """A head's queries joined from their parts; where a mask hides and the output has NaN, attended to carefully.
+    """A head's queries joined from their parts; where weights may be 0 and the output has NaN, attended to carefully.
 
     `form` has as many rows as there are queries, so that much is on its way at once; `careful` those of a product.
     """
@@ -139,9 +139,9 @@ def merge(
         found += weight[:, None] * share
     high, factor = total.to(form.total), tiles.number(kept, form.total)
     state = State(found, high, (total - high.to(tl.float64)).to(form.total), largest, None, None)
-    hand_over(state, output, lse, position, 0, n, 1.0, factor, form)
-    if seams.mask_at is not None:
+    hand_over(state, output, lse, sinks, position, 0, n, H, 1.0, factor, form)
+    if seams.mask_at is not None or seams.score_at is not None or random is not None:
         if has_nan(found) != 0:
             given = Given(query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
             again = block_of_head(given, position, 0, 0, seams, 0, True, careful)
-            hand_over(again, output, lse, position, 0, n, unit, factor, careful)
+            hand_over(again, output, lse, sinks, position, 0, n, H, unit, factor, careful)

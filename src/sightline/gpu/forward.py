@@ -8,7 +8,7 @@ the partial ones. One program is one block of queries of a head; its sums run in
 
 What a mask hides reaches nothing, NaN and ∞ in V included: the kernel marks blocks whose output is NaN. Launched again,
 as `careful`, it computes these once more with V made finite, and counts beside what weights other than 0 meet. Whole
-inputs pay one look at their output. Without a mask nothing is hidden.
+inputs pay one look at their output, problems without mask, score and dropout none.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def has_nan(block):
 
 
 @triton.jit
-def hand_over(state, output, lse, position, first, n, unit, kept, form):
+def hand_over(state, output, lse, sinks, position, first, n, H, unit, kept, form):
     """Write O / l and lse = m · unit · ln 2 + ln l of a head's queries from `first` on; 0 and −∞ where none is seen."""
     rows = first + tl.arange(0, form.rows)
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
@@ -162,7 +162,11 @@ def hand_over(state, output, lse, position, first, n, unit, kept, form):
     place = output + at[:, None] * form.d_v + column
     tl.store(place, rows, mask=inside[:, None] & (column < form.d_v))
     base = tl.where(nothing, float("-inf"), state.largest).to(tl.float64) * tiles.number(unit, tl.float64)
-    tl.store(lse + at, base * LN_2 + tl.log(safe.to(tl.float64) + state.lost.to(tl.float64)), mask=inside)
+    found = base * LN_2 + tl.log(safe.to(tl.float64) + state.lost.to(tl.float64))
+    if sinks is not None:  # one beyond the largest score was taken for the largest
+        sink = tl.load(sinks + position % H)
+        found = tl.where(found < sink, sink, found)
+    tl.store(lse + at, found, mask=inside)
 
 
 @triton.jit
@@ -181,7 +185,8 @@ def block_of_head(given, position, first, row, seams, SUMS: tl.constexpr, CAREFU
     )
     sink = None
     if given.sinks is not None:
-        sink = (tl.load(given.sinks + h) * LOG2_E / tiles.number(given.unit, tl.float64)).to(form.total)
+        logit = tl.load(given.sinks + h) * LOG2_E / tiles.number(given.unit, tl.float64)
+        sink = tl.where(logit > 0, tiles.bounded(logit, form), logit.to(form.total))
     state = begin(sink, SUMS, CAREFUL, form)
     row = row_of(given.schedule, b, h, row)
     whole, count = m // form.keys, tl.cdiv(m, form.keys)
@@ -245,7 +250,7 @@ def forward(
         state = block_of_head(given, position, first, block, seams, len(seen[3]), False, form)
         if tainted is not None:
             tl.store(tainted + item, has_nan(state.output))
-        hand_over(state, output, lse, position, first, n, unit, factor, form)
+        hand_over(state, output, lse, sinks, position, first, n, H, unit, factor, form)
         riding.hand_over(state, seen, position, first, n, tiles.number(scale, form.total), seams, form)
     else:
         for item in range(tl.program_id(0), items, tl.num_programs(0)):
@@ -254,4 +259,4 @@ def forward(
                 for part in range(PARTS):
                     first = (block * PARTS + part) * form.rows
                     state = block_of_head(given, position, first, block, seams, 0, True, form)
-                    hand_over(state, output, lse, position, first, n, unit, factor, form)
+                    hand_over(state, output, lse, sinks, position, first, n, H, unit, factor, form)

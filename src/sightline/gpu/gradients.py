@@ -121,7 +121,7 @@ def backward_calls(
     given = Operands(problem, sizes, others, beside=(arrays["output"], arrays["d_output"]))
     seams = given.seams(**{name: given.seam(name) for name in formulas})
     common = given.common() | {"d_output": arrays["d_output"], "rows": arrays["rows"], "seams": seams}
-    hides = problem.mask is not None
+    hides = given.hides()
 
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks

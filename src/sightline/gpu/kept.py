@@ -1,9 +1,9 @@
 """What `sightline.tune` found, kept for the next process: one small JSON file a kernel of a problem.
 
-It lies in the folder `tuned` of the user's cache, or of the one SIGHTLINE_CACHE names ("off" keeps nothing). A file's
-name is the hash of all that the finding holds for: the device and its driver, the versions of torch and Triton, the
-sources of the kernels, and the problem's structure. Files are written under another name and renamed, so that processes
-may meet; they are numbers, not code, and a file that does not read as expected is none.
+It lies in the folder `tuned` of the user's cache, or of the one SIGHTLINE_CACHE names by an absolute path ("off" keeps
+nothing). A file's name is the hash of all that the finding holds for: the device and its driver, the versions of torch
+and Triton, the sources of the kernels, and the problem's structure. Files are written under another name and renamed,
+so that processes may meet; they are numbers, not code, and a file that does not read as expected is none.
 """
 
 from __future__ import annotations
@@ -12,16 +12,30 @@ import contextlib
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..errors import ParameterError
 from ..observe import Entropy, Lse, Mass, MaxScore, Mean, Statistic
 from ..problem import Problem
 
-__all__ = ["DRIVERS", "find", "findings", "folder", "forget", "identity", "keep", "machine", "rides", "structure"]
+__all__ = [
+    "DRIVERS",
+    "find",
+    "findings",
+    "folder",
+    "forget",
+    "identity",
+    "keep",
+    "machine",
+    "ready",
+    "rides",
+    "structure",
+]
 
 VARIABLE = "SIGHTLINE_CACHE"
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
@@ -34,7 +48,8 @@ def folder() -> Path | None:
     if word.lower() == "off":
         return None
     if word:
-        return Path(word).expanduser() / "tuned"
+        path = Path(os.path.expanduser(word))
+        return path / "tuned" if path.is_absolute() else None
     from platformdirs import user_cache_path
 
     return user_cache_path("sightline", appauthor=False) / "tuned"
@@ -69,11 +84,37 @@ def findings() -> list[dict[str, Any]]:
     """All that lie in the folder and hold for this machine's driver, versions and sources, whatever the device."""
     place, found = folder(), []
     for path in sorted(place.glob("*.json")) if place is not None else ():
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             one = json.loads(path.read_text())
             if isinstance(one, dict) and isinstance(one.get("for"), dict) and machine().items() <= one["for"].items():
                 found.append(one)
     return found
+
+
+def ready() -> Path | None:
+    """The folder, made if it is not there; None where nothing is to be kept.
+
+    Raises
+    ------
+    ParameterError
+        The folder cannot be written to.
+    """
+    word = os.environ.get(VARIABLE, "").strip()
+    place = folder()
+    try:
+        if place is None:
+            if word.lower() != "off":
+                raise NotADirectoryError("neither off nor an absolute path")
+            return None
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            return place
+    except OSError as error:
+        raise ParameterError(
+            f"{VARIABLE}={word or 'unset'}: what is found would be kept in {place}, and {error}",
+            "a folder that can be written to, or off",
+            f"{VARIABLE}=off to keep nothing",
+        ) from error
 
 
 def keep(kernel: str, problem: Problem, device: str, finding: Mapping[str, Any]) -> Path | None:
@@ -81,14 +122,13 @@ def keep(kernel: str, problem: Problem, device: str, finding: Mapping[str, Any])
 
     Raises
     ------
-    OSError
+    ParameterError
         The folder cannot be written to.
     """
-    place = folder()
+    place = ready()
     if place is None:
         return None
     held_for = identity(kernel, problem, device)
-    place.mkdir(parents=True, exist_ok=True)
     path = place / _name(held_for)
     part = path.with_suffix(f".{os.urandom(8).hex()}.part")
     try:
@@ -112,7 +152,7 @@ def forget() -> None:
 def _place() -> Path | None:
     """The folder where it is there: in most processes nothing was ever tuned, and one look says so."""
     place = folder()
-    return place if place is not None and place.is_dir() else None
+    return place if place is not None and os.path.isdir(place) else None
 
 
 @lru_cache(maxsize=REMEMBERED)
@@ -120,7 +160,7 @@ def _found(place: Path, kernel: str, structure: str, device: str) -> Mapping[str
     held_for = {"kernel": kernel, "problem": structure, "device": device, **machine()}
     try:
         found = json.loads((place / _name(held_for)).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.get("for") == held_for else None
 

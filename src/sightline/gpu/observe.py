@@ -43,8 +43,8 @@ def normaliser(lse, position, first, n, unit, form):
     rows = first + tl.arange(0, form.rows)[:, None]
     x = tl.load(lse + tl.cast(position, tl.int64) * n + rows, mask=rows < n, other=0.0) * (LOG2_E / unit)
     x = tl.where(x == float("-inf"), 0.0, x)
-    high = x.to(form.total)
-    return high, tl.where(tl.abs(x) < float("inf"), x - high.to(tl.float64), 0.0).to(form.total)
+    high = tiles.bounded(x, form)
+    return high, tiles.bounded(tl.where(tl.abs(x) < float("inf"), x - high.to(tl.float64), 0.0), form)
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import triton.language as tl
 
 from ..arrays import plain
 from ..dropout import threshold
+from ..formula.expression import SYMBOLS
 from ..formula.memory import near
 from ..problem import Problem
 from .configurations import Configuration
@@ -22,6 +24,7 @@ from .tiles import Array
 __all__ = ["Operands", "operand"]
 
 LARGEST = 2**31 - 1
+LEAST_SCALE = 2.0**-64  # below it scores are scaled before the softmax: lse over the scale would leave float32
 
 
 class Operands:
@@ -41,6 +44,8 @@ class Operands:
         others: Sequence[Named] = (),
         beside: Sequence[Array] = (),
     ) -> None:
+        if problem.score is None and 0 < abs(problem.scale) < LEAST_SCALE:
+            problem = replace(problem, score=SYMBOLS["s"])
         self.problem, self.configuration, self.beside = problem, configuration, beside
         self.arrays = {name: plain(getattr(problem, name)) for name in ("query", "key", "value")}
         kept = [_table(table.array, problem.query) for table in tables_of(problem, others)]
@@ -110,6 +115,10 @@ class Operands:
     def kept(self) -> float:
         """The factor on weights that dropout keeps."""
         return 0.0 if self.problem.dropout == 1 else 1 / (1 - self.problem.dropout)
+
+    def hides(self) -> bool:
+        """Whether a weight may be 0 by what was asked: hidden by the mask or the score, or dropped."""
+        return self.problem.mask is not None or self.problem.score is not None or self.problem.dropout > 0
 
     def sinks(self) -> Any:
         """(H,) float64, or None."""

@@ -51,8 +51,9 @@ def ride(riders, s, x, p, weights, highest, alpha, moved, first, block, seams, f
     b, h, i, n, m = block.place
     j = first + tl.arange(0, form.keys)[None, :]
     if form.largest:
-        found = tl.min(tl.where(s < highest[:, None], NO_KEY, j), 1)  # NaN is below nothing
-        reached = tl.where((weights != weights) & (highest < float("inf")), float("nan"), highest)
+        odd = tl.min(tl.where(s != s, j, NO_KEY), 1)  # the first NaN, which is above all
+        reached = tl.where(odd < NO_KEY, float("nan"), highest)
+        found = tl.where(odd < NO_KEY, odd, tl.min(tl.where(s < highest[:, None], NO_KEY, j), 1))
         above = (reached > top) | ((reached != reached) & (top == top))
         level = (reached == top) | ((reached != reached) & (top != top))
         newer = above | (level & (found < where))  # full tiles come before partial ones to their left

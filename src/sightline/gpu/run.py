@@ -76,7 +76,7 @@ def forward_calls(
     given = Operands(problem, sizes, riders.formulas)
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
-    hides = problem.mask is not None
+    hides = given.hides()
     arguments = given.common() | {
         "output": output,
         "lse": lse,

@@ -11,9 +11,23 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    *("Array", "Head", "Place", "column_of", "exponents", "gathered", "head_of", "keep", "keys_of", "number"),
+    *(
+        "Array",
+        "Head",
+        "Place",
+        "bounded",
+        "column_of",
+        "exponents",
+        "gathered",
+        "head_of",
+        "keep",
+        "keys_of",
+        "number",
+    ),
     *("queries_of", "rows_of", "scores"),
 ]
+
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
 
 class Array(NamedTuple):
@@ -49,6 +63,14 @@ class Place(NamedTuple):
 def number(x, dtype: tl.constexpr):
     """A number of the call in that type, without a detour through a narrower one."""
     return tl.full((), x, dtype)
+
+
+@triton.jit
+def bounded(x, form: tl.constexpr):
+    """A float64 in the type of scores; where finite, at most their largest number in size."""
+    if form.total == tl.float32:
+        x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -LARGEST), LARGEST), x)
+    return x.to(form.total)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from ..problem import Problem, ask, examine
 from . import operator
 from .fused import Fused
 from .question import Question
-from .recorded import recording, wants_gradients, watched
+from .recorded import recording, refuse_tangents, wants_gradients, watched
 
 __all__ = ["kernels", "run"]
 
@@ -70,7 +70,9 @@ def _is_fused(problem: Problem) -> bool:
 def _answered(problem: Problem, seed: int | None, kernel: str | None, threads: int | None) -> Result:
     """The operator's answer."""
     drawn = _seed(problem, seed) if problem.dropout else None
-    output, lse, *others = operator.attention(*Question.of(problem, drawn, kernel, threads))
+    question = Question.of(problem, drawn, kernel, threads)
+    refuse_tangents(question)
+    output, lse, *others = operator.attention(*question)
     narrow = lse if problem.query.dtype == torch.float64 else lse.float()
     seen, place = [], 0
     for statistic in problem.see:

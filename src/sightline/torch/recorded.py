@@ -12,10 +12,11 @@ import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
+from ..errors import KernelRefusedError
 from . import operator
 from .question import Question
 
-__all__ = ["recording", "wants_gradients", "watched"]
+__all__ = ["recording", "refuse_tangents", "wants_gradients", "watched"]
 
 
 def recording(question: Question) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -55,6 +56,19 @@ class _Attention(torch.autograd.Function):
 def wants_gradients(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch is to take gradients with respect to any of these."""
     return (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
+
+
+def refuse_tangents(question: Question) -> None:
+    """Raise KernelRefusedError for forward derivatives: torch's operators of one's own drop them without a word."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    tensors = [*question[:3], *question.tables, *([] if question.sinks is None else [question.sinks])]
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
+        raise KernelRefusedError(
+            "forward derivatives of attention, as of torch.func.jvp or forward_ad.make_dual",
+            "derivatives backward, to any order",
+            "torch.autograd.functional.jvp, which takes two of them",
+        )
 
 
 def watched() -> bool:

@@ -31,6 +31,7 @@ WORKERS = gl.constexpr([4, 1])  # warps of the second group, and of what loads
 REGISTERS = gl.constexpr([240, 24])
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
+LARGEST = gl.constexpr(3.4028234663852886e38)  # of float32
 
 
 @gluon.jit
@@ -206,7 +207,9 @@ def compute(
     lost = gl.zeros([ROWS], gl.float32, by_products)
     total, largest = lost, gl.full([ROWS], float("-inf"), gl.float32, by_products)
     if sinks is not None:
-        total, largest = lost + 1.0, lost + (gl.load(sinks + h) * LOG2_E / unit).to(gl.float32)
+        logit = gl.load(sinks + h) * LOG2_E / unit
+        logit = gl.where(logit < float("inf"), gl.minimum(logit, LARGEST), logit)
+        total, largest = lost + 1.0, lost + logit.to(gl.float32)
     state = (largest, total, lost)
     found = gl.zeros([ROWS, form.lanes_v], gl.float32, mma)
     mbarrier.wait(queries[1].index(WHO), 0)
@@ -241,7 +244,11 @@ def compute(
     tma.async_store(output, corner(output, b, h, first), stored)
     base = gl.where(nothing, float("-inf"), largest).to(gl.float64) * unit
     at = (b * H + h).to(gl.int64) * n + rows
-    gl.store(lse + at, base * LN_2 + gl.log(safe.to(gl.float64) + lost.to(gl.float64)), mask=rows < n)
+    normaliser = base * LN_2 + gl.log(safe.to(gl.float64) + lost.to(gl.float64))
+    if sinks is not None:  # one beyond the largest score was taken for the largest
+        sink = gl.load(sinks + h)
+        normaliser = gl.where(normaliser < sink, sink, normaliser)
+    gl.store(lse + at, normaliser, mask=rows < n)
     if tainted is not None:
         odd = gl.max(gl.max(gl.where(found == found, 0, 1), 1), 0)
         gl.store(tainted + gl.program_id(0), 1, mask=odd != 0)
