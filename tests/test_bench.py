@@ -70,8 +70,9 @@ def test_selecting():
     assert [p.name for p in select(PROBLEMS, ["decode*"])] == ["decode float32", "decode bfloat16"]
     assert all(p.dtype == "bfloat16" for p in select(PROBLEMS, dtype="bfloat16"))
     assert select(PROBLEMS) == PROBLEMS
-    with pytest.raises(ParameterError, match="--list"):
-        select(PROBLEMS, ["no such problem"])
+    with pytest.raises(ParameterError, match="--list") as caught:
+        select(PROBLEMS[3:], ["no such problem"])
+    assert PROBLEMS[3].name in caught.value.cure
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ def test_a_wrong_peer_is_marked_and_a_failing_one_says_why(right, settings):
     settings.peers = (Made("peer", output + 1),)
     assert run(race, settings).entries[1].wrong
     settings.peers = (Made("peer", output, RuntimeError("no such\ninstruction")),)
-    assert run(race, settings).entries[1].absent == "RuntimeError: no such"
+    assert run(race, settings).entries[1].absent == "RuntimeError: no such\ninstruction"
 
 
 def test_a_wrong_answer_of_ours_is_not_reported(right, settings, monkeypatch):
@@ -253,7 +254,25 @@ def test_what_cannot_run_is_said_and_no_error(right, settings, monkeypatch):
     monkeypatch.setitem(OWN, "sightline", Made("sightline", output, NotImplementedError("not yet")))
     finding = run(race, settings)
     assert not finding.wrong
+    assert not finding.refused
     assert "NotImplementedError: not yet" in finding.failed
+    monkeypatch.setattr(Made, "refuses", lambda self, race: "no such library")
+    assert run(race, settings).refused, "which is no fault"
+
+
+def test_an_error_while_timing_ends_the_problem_and_not_the_run(right, settings, monkeypatch):
+    race, _ = right
+    series = Series(name="series", axis="n", points=(race,))
+
+    def turn(ready, repeats):
+        raise RuntimeError("illegal memory access\nthe cure")
+
+    monkeypatch.setattr(settings.device, "turn", turn)
+    monkeypatch.setattr(settings.device, "memory", lambda ready: None)
+    for problem in (race, series):
+        finding = run(problem, settings)
+        assert finding.failed.endswith("RuntimeError: illegal memory access\nthe cure")
+        assert not finding.refused
 
 
 def test_short_calls_are_repeated(settings):
@@ -463,6 +482,32 @@ def test_a_wrong_answer_makes_the_command_fail(capsys, monkeypatch):
     code, out, _ = command(capsys, "--only", "overhead")
     assert code == 1
     assert "not reported" in out
+    wrong.wrong, wrong.refused = False, True
+    assert command(capsys, "--only", "overhead")[0] == 0, "a library that is not there is no fault of ours"
+
+
+def test_what_was_found_is_kept_when_the_device_breaks(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("sightline.bench.peaks.SECONDS", 1e-3)
+    monkeypatch.setattr("sightline.bench.peaks.BUFFER", 1 << 22)
+    path = tmp_path / "bench.json"
+
+    def fails(problem, settings):
+        assert path.exists() == (problem is not PROBLEMS[0])
+        return Finding(problem.name, "about", failed=None if problem is PROBLEMS[0] else "RuntimeError: illegal")
+
+    def finish(self):
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr("sightline.cli.bench.run", fails)
+    code, out, _ = command(capsys, "--quick", "--json", str(path))
+    assert code == 1
+    assert len(json.loads(path.read_text())["findings"]) == len(PROBLEMS)
+    path.unlink()
+    monkeypatch.setattr(Cpu, "finish", finish)
+    code, out, _ = command(capsys, "--quick", "--json", str(path))
+    assert code == 1
+    assert "lost" in out
+    assert [each["failed"] for each in json.loads(path.read_text())["findings"]] == [None, "RuntimeError: illegal"]
 
 
 @pytest.mark.parametrize("arguments", [("--only", "nothing like it"), ("--threads", "0"), ("--seconds", "-1")])

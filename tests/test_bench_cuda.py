@@ -278,5 +278,6 @@ def test_a_quick_run(capsys, tmp_path, monkeypatch):
         assert words in out
     kept = json.loads(path.read_text())
     assert kept["machine"]["device"] == "a processor in a GPU's place"
+    assert {"driver", "tuned"} <= set(kept["machine"])
     assert set(kept["peaks"]) == {"matmul", "copy"}
     assert {each.name for each in figures.iterdir()} == {"roofline.png", "ratios.png"}

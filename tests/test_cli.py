@@ -19,6 +19,7 @@ from sightline.cli.explain import explain
 from sightline.cli.info import PACKAGES, SAMPLES, support
 from sightline.data import NAMES, load
 from sightline.errors import ParameterError
+from sightline.gpu.kept import DRIVERS
 from sightline.problem import pose
 from sightline.testing import assert_within_budget, plain
 from sightline.walkthrough import walk_through
@@ -144,6 +145,25 @@ def test_info_says_what_kernels_say(run):
             assert reason in out
 
 
+def test_info_tells_of_a_gpu_where_torch_sees_one(run, monkeypatch, tmp_path):
+    """The processor in its place."""
+    from sightline.torch import kernels
+
+    on_device = support(kernels(), "cpu")
+    assert set(on_device["fused"]) == set(SAMPLES)
+    monkeypatch.setattr("sightline.cli.info.support", lambda kernels=KERNELS, device=None: on_device)
+    monkeypatch.setattr("sightline.cli.info.sees_gpu", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setenv("SIGHTLINE_CACHE", str(tmp_path))
+    _, out, _ = run("info")
+    assert f"NVIDIAH200;0kernelstuned,in{tmp_path}/tuned" in "".join(out.split())
+    assert "Kernels on the GPU" in out
+    assert "fused: the arrays are on cpu (move them to a CUDA device)" in out
+    monkeypatch.setattr("sightline.cli.info.sees_gpu", lambda: False)
+    _, out, _ = run("info")
+    assert "none that torch sees" in out
+
+
 def test_info_says_whose_threads_and_where_kernels_are_kept(run, monkeypatch, tmp_path):
     monkeypatch.setenv("SIGHTLINE_THREADS", "3")
     monkeypatch.setenv("SIGHTLINE_CACHE", "off")
@@ -239,4 +259,5 @@ def test_commands_load_no_framework_they_do_not_need():
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     first, later = json.loads(result.stdout.splitlines()[-1])
     assert not {"torch", "keras", "matplotlib", "rich", "llvmlite"} & set(first)
-    assert not {"torch", "keras", "matplotlib"} & set(later)
+    for_gpu = {"torch"} if any(path.exists() for path in DRIVERS) else set()  # `info` asks torch which GPU it sees
+    assert not ({"torch", "keras", "matplotlib"} - for_gpu) & set(later)

@@ -1,6 +1,8 @@
 """Kernels in Triton: the files in `interpreted/`, in processes of their own where triton interprets.
 
 Two processes, for the two that tests run in side by side: each loads torch and triton anew.
+
+On a GPU that torch sees they are collected as they stand, and run there.
 """
 
 import os
@@ -10,11 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 FILES = sorted(Path(__file__).parent.glob("interpreted/test_*.py"))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these files run on the GPU")
 @pytest.mark.parametrize("files", [FILES[::2], FILES[1::2]], ids=lambda files: " ".join(file.stem for file in files))
 def test_interpreted(files):
     environment = os.environ | {"TRITON_INTERPRET": "1"}

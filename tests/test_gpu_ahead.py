@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sightline import causal, entropy, pooled, received, softcap, top_k, window
+from sightline import attention, causal, entropy, pooled, received, softcap, top_k, window
 from sightline.errors import ParameterError
 from sightline.observe import Slopes
 from sightline.problem import pose
@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
+from sightline.gpu import Triton
 from sightline.gpu.ahead import SHARED, TARGETS, compiled
 from sightline.gpu.configurations import Configuration
 from sightline.gpu.gradients import gradients
@@ -145,6 +146,22 @@ def test_what_the_gpu_has_no_memory_for_is_said(monkeypatch):
     (call,) = forward_calls(pose(x, x, x), x, lse, "sm_80", sizes=Configuration(rows=16, keys=16, warps=1, stages=1))
     with pytest.raises(OutOfResources, match=r"shared memory, Required: \d+, Hardware limit: 1000"):
         compiled(call.launch, "sm_80")
+
+
+def test_a_kernel_s_own_gradients_are_compiled_for_tensors_of_the_host():
+    x = torch.ones(1, 1, 20, 16, dtype=torch.float16)
+    saved = x, torch.zeros(1, 1, 20, dtype=torch.float64)
+    found = compiled(lambda: Triton("sm_90").gradients(pose(x, x, x), x, None, saved, ()), "sm_90")
+    assert {"backward_queries", "backward_keys"} <= {kernel.name for kernel in found}
+
+
+def test_a_call_that_launches_nothing_or_for_another_gpu_is_told():
+    x = torch.ones(1, 1, 20, 16, dtype=torch.float16)
+    with pytest.raises(ParameterError, match="launched no kernel") as caught:
+        compiled(lambda: attention(x, x, x), "sm_90")
+    assert "Triton('sm_90').run(problem)" in caught.value.cure
+    with pytest.raises(ParameterError, match="sizes of sm_80, compiled for sm_90"):
+        compiled(lambda: Triton("sm_80").run(pose(x, x, x)), "sm_90")
 
 
 def test_unknown_targets_are_named():

@@ -9,6 +9,7 @@ import torch
 import sightline
 from sightline import b, causal, h, i, j, s
 from sightline.attention import KERNELS
+from sightline.errors import ParameterError
 from sightline.gpu import LONGEST, WIDEST, Triton
 from sightline.plan import choose
 from sightline.problem import pose
@@ -78,6 +79,11 @@ def test_versions_that_compile_no_kernel_are_refused(monkeypatch, version, refus
     for (refusal,) in filter(None, found.values()):
         assert "by triton 3." in refusal.reason
         assert "or later" in refusal.cure
+
+
+def test_the_interpreter_must_be_asked_for_in_time():
+    with pytest.raises(ParameterError, match="TRITON_INTERPRET=1 before triton is imported"):
+        Triton("interpreter").run(posed())
 
 
 def test_what_is_generated_is_told():

@@ -1,4 +1,10 @@
-"""What only a GPU can show: the same bits on every run, no waiting for the host, CUDA graphs, streams, compilation."""
+"""What only a GPU can show: the same bits on every run, no waiting for the host, CUDA graphs, streams, compilation.
+
+Hopper's kernel runs only if asked, `pytest -m soak tests/test_gpu_device.py`: it may wait for ever.
+"""
+
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -96,3 +102,36 @@ def test_who_answers():
     assert sightline.explain(*(x.detach().requires_grad_() for x in given)).kernel == "triton"
     assert sightline.explain(*given).kernel in ("fused", "triton")
     assert sightline.explain(*given).reasons["fused"]
+
+
+HOPPER = """
+import torch
+from sightline import causal, softcap, window
+from sightline.gpu import Triton
+from sightline.gpu.chosen import candidates, trying
+from sightline.problem import pose
+from sightline.testing import assert_conforms
+
+torch.manual_seed(5)
+for width in (64, 128):
+    given = [torch.randn(1, 2, n, width, dtype=torch.bfloat16).to(DEVICE) for n in (300, 500, 500)]
+    for options in ({}, {"mask": causal()}, {"mask": window(77), "score": softcap(20.0)}):
+        problem = pose(*given, **options)
+        tried = [each for each in candidates("forward", problem, "sm_90", True) if each.specialised]
+        assert tried
+        for sizes in tried:
+            with trying({"forward": sizes}) as trial:
+                CHECK(Triton("sm_90").run, problem)
+            assert trial.asked == {"forward": sizes}
+"""
+AT_MOST = 600  # seconds of it, most of them the compiler's
+
+
+@pytest.mark.soak
+def test_the_kernel_for_hopper_is_right():
+    """In a process of its own, which is ended where a barrier is waited for in vain."""
+    if torch.version.hip or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no GPU of that kind")
+    program = HOPPER.replace("DEVICE", "'cuda'").replace("CHECK", "assert_conforms")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=AT_MOST)
+    assert done.returncode == 0, done.stderr[-10_000:]

@@ -44,6 +44,16 @@ def test_llvmlite_loads_with_the_first_generated_kernel():
     assert loaded(program) & HEAVY == {"llvmlite"}
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_bench_lists_its_problems_without_torch(device):
+    program = f"""
+import sys
+sys.modules["torch"] = None
+from sightline.cli import main
+assert main(["bench", "--list", "--device", {device!r}]) == 0"""
+    subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+
 @pytest.mark.parametrize(
     "name", [m.name for m in pkgutil.walk_packages(sightline.__path__, "sightline.") if "__main__" not in m.name]
 )

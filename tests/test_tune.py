@@ -2,7 +2,7 @@
 
 import json
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -86,8 +86,10 @@ def test_the_fastest_that_is_right_is_kept_and_taken(folder):
     assert (found.best, found.default) == (best, TABLE)
     assert (found.before, found.after) == (1.0, 0.5)
     assert (found.tried, found.wrong, found.failed) == (len(others()) + 1, 1, 1)
+    assert found.reason == "RuntimeError: out of resource: shared memory"
     assert found.path.parent == folder
     assert taken() == best
+    assert [each["configuration"] for each in kept.findings()] == [asdict(best)]
     with trying({"forward": wrong}):
         assert taken() == wrong, "a trial goes before what was found"
     with trying({}):
@@ -151,6 +153,20 @@ def test_the_table_it_prints(capsys):
         assert words in out
 
 
+def test_the_table_says_why_nothing_is_kept_and_what_failed(monkeypatch):
+    slow = tuned(Told(failing={others()[0]}))
+    assert "nothing kept: no sizes were" in str(slow)
+    assert "forward: the first that failed: RuntimeError: out of resource" in str(slow)
+    assert len(repr(slow).splitlines()) == 1, "what is printed is not printed once more by a prompt"
+    monkeypatch.setenv(kept.VARIABLE, "off")
+    assert "nothing kept: SIGHTLINE_CACHE=off" in str(tuned(Told({("forward", others()[0]): 0.5})))
+
+
+def test_an_unknown_word_is_said_to_be_tune_s():
+    with pytest.raises(TypeError, match=r"tune\(\) got an unexpected keyword argument 'threads'"):
+        tune(*arrays(), threads=2)
+
+
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
@@ -205,11 +221,23 @@ def test_a_kernel_s_name_is_no_kernel():
 
 def test_other_sources_or_versions_find_nothing(monkeypatch):
     tuned(Told({("forward", others()[0]): 0.5}))
-    machine = kept._machine()
+    machine = kept.machine()
     for name in machine:
         kept.forget()
-        monkeypatch.setattr(kept, "_machine", lambda name=name: machine | {name: "another"})
+        monkeypatch.setattr(kept, "machine", lambda name=name: machine | {name: "another"})
         assert taken() == TABLE
+        assert kept.findings() == []
+
+
+def test_sources_of_every_room_of_kernels_count(monkeypatch, tmp_path):
+    room = tmp_path / "gpu"
+    (room / "hopper").mkdir(parents=True)
+    monkeypatch.setattr(kept, "__file__", str(room / "kept.py"))
+    seen = {kept._sources()}
+    for text in ("one", "two"):
+        (room / "hopper" / "kernel.py").write_text(text)
+        seen.add(kept._sources())
+    assert len(seen) == 3
 
 
 def test_many_may_write_at_once(folder):

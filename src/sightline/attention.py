@@ -63,7 +63,7 @@ def attention(
     see : list of statistics, optional
         What to know of the weights, as `[lse(), top_k(5), received().mean("heads")]`: `sightline.observe`.
     kernel : str, optional
-        Take this kernel and no other.
+        Take this kernel and no other: "cpu", "streaming" or "reference", on a GPU "triton" or "fused" (torch's own).
     threads : int, optional
         Threads of the generated kernels; else as `sightline.threads` or SIGHTLINE_THREADS says, else torch's own
         setting where torch is loaded, else every processor this process may run on.
@@ -183,20 +183,38 @@ def explain(
     seed: int | None = None,
     see: Sequence[Statistic] | None = None,
     kernel: str | None = None,
+    threads: int | None = None,
     source: bool = False,
 ) -> Explanation:
     """What `attention` would do with the same arguments, without doing it.
 
     Parameters
     ----------
-    source : whether the text of what is generated for the formulas is told too: Triton's functions, LLVM's language
+    query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads
+        As in `attention`.
+    source : bool, default False
+        Tell the text of what is generated for the formulas too: LLVM's language for arrays on the processor, functions
+        in Triton for a GPU's tensors.
 
     Returns
     -------
     Explanation
         Prints as a page: the formula, the kernel taken and why each other refused, empty, full and partial tiles,
         FLOPs, bytes, and memory beside the dense form's. Its fields hold the same.
+
+    Raises
+    ------
+    SightlineError
+        As `attention` does.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> x = np.eye(3, dtype=np.float32)
+    >>> sightline.explain(x, x, x, mask=sightline.causal(), kernel="streaming").kernel
+    'streaming'
     """
+    check_choice(kernel, threads)
     problem = pose(
         query,
         key,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from on_device import OnDevice
 from triton.language.extra import libdevice
@@ -20,6 +21,12 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import sightline.gpu
 from sightline.gpu import Triton, run, seams
+
+
+def pytest_configure(config):
+    """Kernels must have a place to run."""
+    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+        raise pytest.UsageError("torch sees no GPU: set TRITON_INTERPRET=1, so that triton interprets these kernels")
 
 
 def pytest_collection_modifyitems(items):

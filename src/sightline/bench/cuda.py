@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from ..errors import DeviceError, MissingExtraError
+from ..gpu import kept
 from .contenders import Contender, Ready, Sightline, WithoutStatistics
 from .cuda_peers import peers_on
 from .cuda_problems import PROBLEMS
@@ -130,12 +131,13 @@ class Cuda(Device):
         return replace(ready, call=replay, start=lambda: None), "as a CUDA graph"
 
     def facts(self) -> dict[str, Any]:
-        """The device and what drives it."""
+        """The device, what drives it, and sizes of tiles that were tuned for it."""
         import torch
 
         cudnn: Any = torch.backends.cudnn
         found = {"device": self.words, "cuda": torch.version.cuda, "hip": torch.version.hip}
-        return found | {"cudnn": cudnn.version()}
+        found |= {"cudnn": cudnn.version(), "driver": kept.machine()["driver"]}
+        return found | {"tuned": kept.findings()}  # sizes that calls of such problems take in place of the table's
 
     def _between(self, call: Callable[[], Any]) -> tuple[Any, Any]:
         before, after = (self.runtime.Event(enable_timing=True) for _ in range(2))
@@ -212,10 +214,14 @@ def present() -> Any:
     import torch
 
     if not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+        words = [f"built for {name} {version}" for name, version in built.items() if version]
+        who = f"torch {torch.__version__} ({words[0] if words else 'built for processors alone'})"
         raise DeviceError(
-            f"--device cuda, and torch {torch.__version__} ({built}) sees no CUDA device",
-            "a machine with a GPU and its driver, and a torch built for it (`nvidia-smi` shows both)",
-            "leave --device out to race on the processor, or run the same command on a machine with a GPU",
+            f"--device cuda, and {who} sees no CUDA device",
+            "a machine with a GPU and its driver (`nvidia-smi` or `rocm-smi` shows both), and a torch built for it",
+            "run the same command on a machine with a GPU"
+            if words
+            else "install a torch built for CUDA or ROCm (https://pytorch.org), or leave --device out",
         )
     return torch.cuda

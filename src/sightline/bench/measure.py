@@ -78,8 +78,8 @@ def _race(race: Race, settings: Settings) -> Finding:
         finding.entries = _entries(race, settings, settings.seconds)
         if race.peak:
             settings.peaks.measure(race.peak, PEAK_TRIES)
-    except WrongAnswerError as error:
-        finding.failed, finding.wrong = str(error), error.wrong
+    except Exception as error:  # so that what was found of other problems is not lost
+        _fail(finding, error)
     finding.best = settings.peaks.best.get(finding.peak)
     return finding
 
@@ -89,8 +89,8 @@ def _series(series: Series, settings: Settings) -> Finding:
     for race in series.points:
         try:
             entries = _entries(race, settings, settings.seconds / len(series.points), f"{series.name}, ")
-        except WrongAnswerError as error:
-            finding.failed, finding.wrong = f"{race.name}: {error}", error.wrong
+        except Exception as error:  # as in `_race`
+            _fail(finding, error, f"{race.name}: ")
             break
         at = race.n if series.axis == "n" else race.allowed / (race.B * race.H * race.n * race.m)
         finding.points.append(Point(at, race.n, race.output_bytes, entries))
@@ -103,7 +103,7 @@ def _first_call(problem: FirstCall, settings: Settings) -> Finding:
     try:
         times = first_call.timed(problem.n, problem.d, 1 if settings.quick else PROCESSES)
     except subprocess.CalledProcessError as error:
-        finding.failed = (error.stderr.strip().splitlines() or [str(error)])[-1]
+        finding.failed = error.stderr.strip() or str(error)
     else:
         finding.entries = [Entry(name, name, seconds) for name, seconds in times.items()]
     return finding
@@ -114,19 +114,27 @@ def _planning(problem: Planning, settings: Settings) -> Finding:
     finding = Finding(problem.name, problem.about, threads=settings.threads)
     try:
         times = planning.timed(problem, settings.device, settings.rounds)
-    except Exception as error:  # as in `_prepared`
-        finding.failed = _said(error)
+    except Exception as error:  # as in `_race`
+        _fail(finding, error)
     else:
         finding.entries = [Entry(name, name, seconds) for name, seconds in times.items()]
     return finding
 
 
 class WrongAnswerError(Exception):
-    """Ours has no right answer, so nothing of the problem is reported; `wrong` unless it has none at all."""
+    """Ours has no right answer, so nothing of the problem is reported: it is `wrong`, `refused`, or an error came."""
 
-    def __init__(self, words: str, wrong: bool) -> None:
+    def __init__(self, words: str, *, wrong: bool = False, refused: bool = False) -> None:
         super().__init__(words)
-        self.wrong = wrong
+        self.wrong, self.refused = wrong, refused
+
+
+def _fail(finding: Finding, error: Exception, of: str = "") -> None:
+    """Put down why nothing of a problem is reported."""
+    if isinstance(error, WrongAnswerError):
+        finding.failed, finding.wrong, finding.refused = f"{of}{error}", error.wrong, error.refused
+    else:
+        finding.failed = of + _said(error)
 
 
 def _entries(race: Race, settings: Settings, seconds: float, of: str = "") -> list[Entry]:
@@ -143,9 +151,11 @@ def _entries(race: Race, settings: Settings, seconds: float, of: str = "") -> li
         entries.append(entry)
         prepared = _prepared(contender, race, inputs, settings, entry)
         if name in settings.device.own and entry.wrong:
-            raise WrongAnswerError(f"{entry.label} uses {entry.budget:.3g} times its budget of rounding errors", True)
-        if name == "sightline" and prepared is None:
-            raise WrongAnswerError(f"{entry.label} did not run: {entry.absent}", False)
+            words = f"{entry.label} uses {entry.budget:.3g} times its budget of rounding errors"
+            raise WrongAnswerError(words, wrong=True)
+        refused = entry.absent is not None and entry.absent == _reason(contender, race)
+        if prepared is None and (name == "sightline" or (name in settings.device.own and not refused)):
+            raise WrongAnswerError(f"{entry.label} did not run: {entry.absent}", refused=refused)
         if prepared is not None:
             ready[name] = prepared
     settings.step(f"{of}{race.name}: {len(ready)} in turn")
@@ -157,9 +167,14 @@ def _entries(race: Race, settings: Settings, seconds: float, of: str = "") -> li
     return entries
 
 
+def _reason(contender: Contender, race: Race) -> str | None:
+    """Why a contender takes no part, which is no fault of it."""
+    return contender.absent() or contender.refuses(race)
+
+
 def _prepared(contender: Contender, race: Race, inputs: Inputs, settings: Settings, entry: Entry) -> Ready | None:
     """The contender after its first call, checked; None with the reason in the entry where it has no answer."""
-    entry.absent = contender.absent() or contender.refuses(race)
+    entry.absent = _reason(contender, race)
     if entry.absent:
         return None
     device = settings.device
@@ -196,8 +211,8 @@ def _budget(ready: Ready, race: Race, inputs: Inputs) -> float:
 
 
 def _said(error: Exception) -> str:
-    words = [line for line in str(error).splitlines() if line.strip()] or [""]
-    return f"{type(error).__name__}: {words[0].strip()}"
+    """All of it: the cure may stand in the last line."""
+    return f"{type(error).__name__}: {str(error).strip()}"
 
 
 def _in_turn(ready: dict[str, Ready], settings: Settings, seconds: float) -> dict[str, list[float]]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..formula.runs import find_runs
-from ..gpu.schedule import schedule
 from ..problem import pose
 from .races import Planning
 
@@ -32,6 +31,8 @@ def timed(problem: Planning, device: Device, times: int) -> dict[str, list[float
         A schedule has other tiles than the mask; nothing of it is reported.
     """
     import torch
+
+    from ..gpu.schedule import schedule  # which needs torch
 
     query = torch.empty((), dtype=torch.bfloat16, device=device.device).expand(1, problem.H, problem.n, 1)
     found = []

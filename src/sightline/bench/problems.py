@@ -194,6 +194,8 @@ def select(problems: Sequence[Problem], only: Sequence[str] = (), dtype: str | N
     if not found:
         asked = " or ".join(only) + (f" in {dtype}" if dtype else "")
         raise ParameterError(
-            f"no problem called {asked}", "names and patterns of `sightline bench --list`", "--only d64"
+            f"no problem called {asked}",
+            "names and patterns of `sightline bench --list`, on the same --device",
+            f'--only "{problems[0].name}"',
         )
     return found

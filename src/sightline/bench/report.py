@@ -97,6 +97,7 @@ class Finding:
     axis: str = ""  # of a series
     failed: str | None = None  # why nothing is reported: our answer is wrong, or there is none
     wrong: bool = False
+    refused: bool = False  # there is none since something is missing here, which is no fault of ours
     best: float | None = None  # the peak itself, FLOP/s or bytes/s, the best of the run
     published: str = ""  # a figure to look at beside, and whose it is
     peers: tuple[str, ...] = ()  # names of those that are not ours
@@ -175,11 +176,16 @@ class Report:
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
+    def failed(self) -> bool:
+        """Whether ours was wrong, or failed, anywhere."""
+        return any(finding.failed and not finding.refused for finding in self.findings)
+
+    @property
     def verdicts(self) -> list[Verdict]:
         return [verdict for finding in self.findings for verdict in finding.verdicts]
 
     def save(self, path: str | Path) -> Path:
-        """Write all of it as JSON: every round's time, not only medians."""
+        """Write all of it as JSON, every round's time, not only medians; at any time the file is whole or not there."""
         whole = asdict(self)
         for finding, kept in zip(self.findings, whole["findings"], strict=True):
             for verdict, row in zip(finding.verdicts, kept["verdicts"], strict=True):
@@ -190,7 +196,9 @@ class Report:
         whole["machine"] = machine() | self.machine
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(whole, indent=1, default=str) + "\n")
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(whole, indent=1, default=str) + "\n")
+        os.replace(part, path)
         return path
 
 

@@ -32,7 +32,7 @@ LEAST_SHARE = 0.05  # of a peak, below which a problem is not about it
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Run it; 1 where an answer of ours is wrong."""
+    """Run it; 1 where an answer of ours is wrong, or there is none."""
     console = make_console()
     threads = usable() if options.threads is None else options.threads
     device = KINDS[options.device](threads)
@@ -53,7 +53,7 @@ def bench(options: argparse.Namespace) -> int:
     console.print(
         Text("softmax(Q Kᵀ / √d_k + M) V   beside its peers and beside the machine's own peaks", style="bold")
     )
-    _run(console, chosen, settings, report)
+    _run(console, chosen, settings, report, options.json)
     _end(console, report, device)
     if options.json:
         console.print(f"Wrote {report.save(options.json)}")
@@ -62,7 +62,7 @@ def bench(options: argparse.Namespace) -> int:
 
         for path in draw(report, Path(options.figures)):
             console.print(f"Wrote {path}")
-    return 1 if any(finding.wrong for finding in report.findings) else 0
+    return 1 if report.failed else 0
 
 
 def _list(console: Console, problems: Sequence[Problem], device: Device) -> None:
@@ -74,7 +74,8 @@ def _list(console: Console, problems: Sequence[Problem], device: Device) -> None
             console.print(f"    {problem.published}", style="dim")
 
 
-def _run(console: Console, problems: Sequence[Problem], settings: Settings, report: Report) -> None:
+def _run(console: Console, problems: Sequence[Problem], settings: Settings, report: Report, path: str | None) -> None:
+    """Problem by problem, kept in `path` after each: what comes later may take the process with it."""
     columns = (
         BarColumn(bar_width=24, complete_style="cyan"),
         MofNCompleteColumn(),
@@ -97,9 +98,23 @@ def _run(console: Console, problems: Sequence[Problem], settings: Settings, repo
             report.findings.append(finding)
             show(console, finding)
             bar.advance(task)
-    for finding, problem in zip(report.findings, problems, strict=True):
+            if path:
+                report.save(path)
+            if finding.failed and (error := _broken(settings.device)):
+                console.print(Text(f"The device answers no more, so this is the last problem: {error}", style="red"))
+                break
+    for finding, problem in zip(report.findings, problems, strict=False):  # fewer where the device broke
         finding.best = settings.peaks.best.get(finding.peak)  # the best of the whole run
         finding.judge(() if settings.quick else problem.targets)
+
+
+def _broken(device: Device) -> Exception | None:
+    """What the device says where it can be used no more: after some errors every later call of the process fails."""
+    try:
+        device.finish()
+    except Exception as error:
+        return error
+    return None
 
 
 def _head(console: Console, settings: Settings) -> None:
@@ -222,7 +237,7 @@ def _notes(finding: Finding) -> list[str]:
     notes: dict[str, None] = {}
     for entry in entries:
         if entry.absent:
-            notes[f"{entry.label}: {entry.absent}"] = None
+            notes[f"{entry.label}: {entry.absent.splitlines()[0]}"] = None  # all of it is in the JSON
         elif entry.wrong:
             notes[f"{entry.label}: wrong, {entry.budget:.3g} times the budget of rounding errors"] = None
         elif entry.note:

@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -15,9 +16,11 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import __version__
+from ..arrays import resolve
 from ..attention import KERNELS
 from ..cpu import disk, threads
 from ..formula.library import alibi, causal
+from ..gpu import kept
 from ..observe import weights
 from ..plan import Kernel
 from ..problem import Problem, pose
@@ -29,6 +32,7 @@ PACKAGES = {
     "numpy": "",
     "llvmlite": "generated kernels",
     "torch": "tensors, layers, gradients; pip install torch",
+    "triton": "kernels on GPUs; pip install triton",
     "keras": "the Keras layer; pip install keras",
     "transformers": 'Hugging Face models; pip install "sightline-attention[transformers]"',
     "matplotlib": 'picture files; pip install "sightline-attention[plot]"',
@@ -38,38 +42,43 @@ PACKAGES = {
 VECTORS = ("avx512f", "avx512bf16", "amx-bf16", "avx2", "fma", "sse4.2", "neon", "sve")
 
 
-def _sample(dtype: str = "float32", **options: Any) -> Problem:
-    """A small problem: 4 query heads on 2, 8 tokens, 8 wide."""
-    if dtype == "bfloat16":
-        import ml_dtypes
-
-        kind = np.dtype(ml_dtypes.bfloat16)
-    else:
-        kind = np.dtype(dtype)
-    query, key = np.ones((1, 4, 8, 8), kind), np.ones((1, 2, 8, 8), kind)
-    return pose(query, key, key, **options)
-
-
-SAMPLES: dict[str, Callable[[], Problem]] = {
-    "float64": lambda: _sample("float64"),
-    "float32": lambda: _sample("float32"),
-    "bfloat16": lambda: _sample("bfloat16"),
-    "float16": lambda: _sample("float16"),
-    "mask formula": lambda: _sample(mask=causal()),
-    "score formula": lambda: _sample(score=alibi(4)),
-    "grouped heads": _sample,
-    "sinks": lambda: _sample(sinks=np.zeros(4)),
-    "dropout": lambda: _sample(dropout=0.1, seed=0),
-    "see weights": lambda: _sample(see=[weights()]),
+SAMPLES: dict[str, dict[str, Any]] = {
+    "float64": {"dtype": "float64"},
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "mask formula": {"mask": causal()},
+    "score formula": {"score": alibi(4)},
+    "grouped heads": {},
+    "sinks": {"sinks": np.zeros(4)},
+    "dropout": {"dropout": 0.1, "seed": 0},
+    "see weights": {"see": [weights()]},
 }
 
 
-def support(kernels: tuple[Kernel, ...] = KERNELS) -> dict[str, dict[str, tuple[str, ...]]]:
-    """For every kernel and sample problem, the reasons it refuses; none means that it serves."""
+def _sample(device: str | None = None, dtype: str = "float32", **options: Any) -> Problem:
+    """A small problem: 4 query heads on 2, 8 tokens, 8 wide; NumPy's arrays, or torch's on a device."""
+    ones: Callable[..., Any]
+    if device is not None:
+        import torch
+
+        kind, ones = getattr(torch, dtype), partial(torch.ones, device=device)
+        options |= {"sinks": torch.as_tensor(options["sinks"], device=device)} if "sinks" in options else {}
+    else:
+        kind, ones = resolve(np, dtype), np.ones
+    query, key = (ones(shape, dtype=kind) for shape in ((1, 4, 8, 8), (1, 2, 8, 8)))
+    return pose(query, key, key, **options)
+
+
+def support(kernels: tuple[Kernel, ...] = KERNELS, device: str | None = None) -> dict[str, dict[str, tuple[str, ...]]]:
+    """For every kernel and sample problem, the reasons it refuses; none means that it serves.
+
+    Samples are NumPy arrays, or torch tensors on `device`.
+    """
     problems = {}
-    for name, make in SAMPLES.items():
-        if name != "bfloat16" or find_spec("ml_dtypes"):
-            problems[name] = make()
+    for name, options in SAMPLES.items():
+        if name != "bfloat16" or device is not None or find_spec("ml_dtypes"):
+            problems[name] = _sample(device, **options)
     return {
         kernel.name: {name: tuple(map(str, kernel.refuses(problem))) for name, problem in problems.items()}
         for kernel in kernels
@@ -88,17 +97,25 @@ def info(console: Console | None = None) -> None:
     console.print(facts((name, _found(name, use)) for name, use in PACKAGES.items()))
     section(console, "Kernels")
     console.print(facts((kernel.name, kernel.describes) for kernel in KERNELS))
+    _support(console, support())
+    if sees_gpu():
+        from ..torch import kernels
+
+        section(console, "Kernels on the GPU")
+        _support(console, support(kernels(), "cuda"))
+    console.print(
+        "\nOf the kernels that serve a problem the cheapest is taken; sightline.explain(...) says which and why."
+    )
+
+
+def _support(console: Console, found: dict[str, dict[str, tuple[str, ...]]]) -> None:
     console.print()
-    found = support()
     samples = next(iter(found.values()))
     rows = [(sample, *(_mark(found[kernel][sample]) for kernel in found)) for sample in samples]
     console.print(table("", *found, rows=rows))
     for kernel, answers in found.items():
         for reason in dict.fromkeys(reason for reasons in answers.values() for reason in reasons):
             console.print(f"{kernel}: {reason}", style="dim")
-    console.print(
-        "\nOf the kernels that serve a problem the cheapest is taken; sightline.explain(...) says which and why."
-    )
 
 
 def _machine() -> dict[str, str]:
@@ -118,18 +135,39 @@ def _machine() -> dict[str, str]:
         found["kernels for"] = f"{machine.cpu}: {machine.registers} registers of {machine.width} bytes"
         if machine != native():
             found["kernels for"] += f", as {VARIABLE}={os.environ[VARIABLE]} asks"
+    found["GPU"] = _gpu()
     return found
+
+
+def sees_gpu() -> bool:
+    """Whether torch sees a device. It is loaded only where the system has a driver for one, since that takes long."""
+    if not any(path.exists() for path in kept.DRIVERS) or find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _gpu() -> str:
+    """Its name, and how many tuned sizes of kernels there are for it."""
+    if not sees_gpu():
+        return "none that torch sees"
+    import torch
+
+    folder = kept.folder()
+    tuned = "" if folder is None else f"; {len(kept.findings())} kernels tuned, in {folder}"
+    return torch.cuda.get_device_name() + tuned
 
 
 def _generated() -> dict[str, str]:
     """Whose threads generated kernels run on, and where they are kept."""
     number, who = threads.counted()
-    kept = disk.state()
-    if kept.folder is None:
-        return {"threads": f"{number}: {who}", "cache": f"in memory only: {kept.trouble}"}
-    size = f"{kept.kernels} kernels, {kept.size / 2**20:.1f} of {disk.LIMIT / 2**20:.0f} MiB"
-    trouble = f"; {kept.trouble}" if kept.trouble else ""
-    return {"threads": f"{number}: {who}", "cache": f"{kept.folder}: {size}{trouble}"}
+    state = disk.state()
+    if state.folder is None:
+        return {"threads": f"{number}: {who}", "cache": f"in memory only: {state.trouble}"}
+    size = f"{state.kernels} kernels, {state.size / 2**20:.1f} of {disk.LIMIT / 2**20:.0f} MiB"
+    trouble = f"; {state.trouble}" if state.trouble else ""
+    return {"threads": f"{number}: {who}", "cache": f"{state.folder}: {size}{trouble}"}
 
 
 def _processor() -> str:

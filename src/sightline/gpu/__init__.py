@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import Any
 
+from ..errors import ParameterError
 from ..formula.expression import walk
 from ..observe import Slopes
 from ..plan import Gradients, Kernel, Refusal, Result
@@ -24,8 +25,9 @@ class Triton(Kernel):
 
     Parameters
     ----------
-    architecture : "sm_90", "gfx942", ... of the tiles' sizes, the device's own if not given; "interpreter" serves
-        tensors on the CPU, where TRITON_INTERPRET=1 was set before triton was imported
+    architecture : "sm_90", "gfx942", ... of the tiles' sizes, the device's own if not given, and on the CPU for
+        `ahead.compiled` alone; "interpreter" serves tensors on the CPU, where TRITON_INTERPRET=1 was set before triton
+        was imported
     """
 
     name = "triton"
@@ -39,17 +41,13 @@ class Triton(Kernel):
         place = problem.device.partition(":")[0]
         wanted = "cpu" if self.architecture == "interpreter" else "cuda"
         if problem.framework != "torch" or place != wanted:
-            yield Refusal(f"{problem.framework} arrays on {problem.device}", f"torch tensors on {wanted}")
+            moved = f"move them: query.to({wanted!r})"
+            cure = moved if problem.framework == "torch" else f"torch tensors on {wanted}"
+            yield Refusal(f"{problem.framework} arrays on {problem.device}", cure)
         elif place == "cuda" and _too_old(problem.query.device):
             yield Refusal("a GPU older than compute capability 8.0", "take one of 8.0 or later; streaming serves it")
-        if max(problem.d_k, problem.d_v) > WIDEST:
-            yield Refusal(
-                f"d_k {problem.d_k}, d_v {problem.d_v}", f"widths up to {WIDEST}; streaming serves wider ones"
-            )
-        parts = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
-        if parts > LONGEST:
-            yield Refusal(f"formulas of {parts} parts would compile for long", "put what they compute into a table")
-        if importlib.util.find_spec("triton") is None:
+        yield from _too_large(problem)
+        if place == wanted and importlib.util.find_spec("triton") is None:
             yield Refusal("triton is not installed", "pip install triton")
         elif place == wanted and triton_version() < (oldest := OLDEST_OF.get(problem.dtype, OLDEST)):
             least = ".".join(map(str, oldest))
@@ -67,6 +65,7 @@ class Triton(Kernel):
         return sources_of(problem)
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
+        self._check()
         from .run import run
 
         return run(problem, self.architecture)
@@ -81,11 +80,43 @@ class Triton(Kernel):
         threads: int | None = None,
         slopes: Slopes | None = None,
     ) -> Gradients | None:
-        if 0 in problem.extent or problem.d_v == 0 or next(self.refuses(problem), None) is not None:
+        reasons = self.refuses(problem) if self.architecture is None else _too_large(problem)  # as `run`: anywhere
+        if 0 in problem.extent or problem.d_v == 0 or next(reasons, None) is not None:
             return None
+        self._check()
         from .gradients import gradients
 
         return gradients(problem, d_output, d_lse, saved, wanted, slopes or Slopes(), self.architecture)
+
+    def _check(self) -> None:
+        """Raise where the interpreter is meant and triton was imported without it.
+
+        Raises
+        ------
+        ParameterError
+            Kernels are compiled in this process, since TRITON_INTERPRET was not set in time.
+        """
+        if self.architecture != "interpreter":
+            return
+        from triton.runtime.interpreter import InterpretedFunction
+
+        from .forward import forward
+
+        if not isinstance(forward, InterpretedFunction):
+            raise ParameterError(
+                "Triton('interpreter') in a process whose triton compiles",
+                "a process that was told to interpret before it imported triton",
+                "set TRITON_INTERPRET=1 before triton is imported",
+            )
+
+
+def _too_large(problem: Problem) -> Iterator[Refusal]:
+    """Rows too wide and formulas too long for any GPU."""
+    if max(problem.d_k, problem.d_v) > WIDEST:
+        yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}", f"widths up to {WIDEST}; streaming serves wider ones")
+    parts = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
+    if parts > LONGEST:
+        yield Refusal(f"formulas of {parts} parts would compile for long", "put what they compute into a table")
 
 
 def triton_version() -> tuple[int, ...]:

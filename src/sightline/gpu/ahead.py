@@ -1,11 +1,12 @@
 """Kernels compiled for a GPU that is not there: what they take of it, and their text.
 
-    kernels = compiled(lambda: Triton().run(problem), "sm_90")
+    kernels = compiled(lambda: Triton("sm_90").run(problem), "sm_90")
 
 Triton asks a driver which GPU it compiles for, and gives it what it compiled to be loaded and launched. `compiled` puts
 a driver in its place that names the GPU asked for and launches nothing, so a call runs as ever, on arrays in the host's
-memory, and every kernel it would launch is compiled as it would be there: same choices, same specialisation. What the
-call returns is whatever memory held.
+memory, and every kernel it would launch is compiled as it would be there: same choices, same specialisation, sizes of
+tiles as the table has them. What the call returns is whatever memory held. `attention` itself takes the kernels of the
+processor for such arrays, so the call is that of a `Triton` for the target: its `run` or its `gradients`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
 from ..errors import ParameterError
+from .chosen import trying
 from .configurations import shared_by
 
 __all__ = ["SHARED", "TARGETS", "Compiled", "compiled"]
@@ -70,7 +72,7 @@ def compiled(call: Callable[[], object], target: str) -> tuple[Compiled, ...]:
     Raises
     ------
     ParameterError
-        `target` is none of `TARGETS`.
+        `target` is none of `TARGETS`, `call` launched nothing, or kernels of another architecture.
     triton.OutOfResources
         A kernel takes more shared memory than the GPU has.
     """
@@ -93,7 +95,20 @@ def compiled(call: Callable[[], object], target: str) -> tuple[Compiled, ...]:
         knobs.cache.dir = scope.enter_context(TemporaryDirectory())  # what lies on disk has lost what ptxas said
         scope.enter_context(_absent(_Absent(target)))
         scope.enter_context(redirect_stdout(log))
+        trial = scope.enter_context(trying())
         call()
+    if others := trial.architectures - {target}:
+        raise ParameterError(
+            f"kernels with the sizes of {', '.join(sorted(others))}, compiled for {target}",
+            "one architecture",
+            f"Triton({target!r}).run(problem)",
+        )
+    if not kernels:
+        raise ParameterError(
+            "a call that launched no kernel of Triton's: `attention` takes the processor's for arrays there",
+            "a call of the kernels themselves, where TRITON_INTERPRET is not set",
+            f"compiled(lambda: Triton({target!r}).run(problem), {target!r})",
+        )
     return tuple(kernel for kernel in kernels if kernel.shared <= SHARED[target])
 
 

@@ -30,6 +30,7 @@ class Trial:
 
     sizes: Mapping[str, Configuration]
     asked: dict[str, Configuration] = field(default_factory=dict)
+    architectures: set[str] = field(default_factory=set)  # they asked for
 
 
 _trial: ContextVar[Trial | None] = ContextVar("trial", default=None)
@@ -46,13 +47,15 @@ def chosen(kernel: str, problem: Problem, architecture: str) -> Configuration:
         found = configuration_of(architecture, kernel, problem.dtype, max(problem.d_k, problem.d_v))
     if trial is not None:
         trial.asked.setdefault(kernel, found)
+        trial.architectures.add(architecture)
     return found
 
 
 @contextmanager
-def trying(sizes: Mapping[str, Configuration]) -> Iterator[Trial]:
-    """Within, these sizes are taken by their kernels, and the table's by others."""
-    trial = Trial(sizes)
+def trying(sizes: Mapping[str, Configuration] | None = None) -> Iterator[Trial]:
+    """Within, these sizes are taken by their kernels, or those of a trial around, and the table's by others."""
+    around = _trial.get()
+    trial = Trial(sizes if sizes is not None else around.sizes if around is not None else {})
     token = _trial.set(trial)
     try:
         yield trial

@@ -23,7 +23,19 @@ from ..errors import ParameterError
 from ..observe import Entropy, Lse, Mass, MaxScore, Mean, Statistic
 from ..problem import Problem
 
-__all__ = ["find", "folder", "forget", "identity", "keep", "ready", "rides", "structure"]
+__all__ = [
+    "DRIVERS",
+    "find",
+    "findings",
+    "folder",
+    "forget",
+    "identity",
+    "keep",
+    "machine",
+    "ready",
+    "rides",
+    "structure",
+]
 
 VARIABLE = "SIGHTLINE_CACHE"
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
@@ -59,13 +71,24 @@ def rides(statistic: Statistic) -> bool:
 
 def identity(kernel: str, problem: Problem, device: str) -> dict[str, str]:
     """All that a finding holds for."""
-    return {"kernel": kernel, "problem": structure(kernel, problem), "device": device, **_machine()}
+    return {"kernel": kernel, "problem": structure(kernel, problem), "device": device, **machine()}
 
 
 def find(kernel: str, problem: Problem, device: str) -> Mapping[str, Any] | None:
     """The finding for a kernel of such problems on that device; None where there is none."""
     place = _place()
     return None if place is None else _found(place, kernel, structure(kernel, problem), device)
+
+
+def findings() -> list[dict[str, Any]]:
+    """All that lie in the folder and hold for this machine's driver, versions and sources, whatever the device."""
+    place, found = folder(), []
+    for path in sorted(place.glob("*.json")) if place is not None else ():
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            one = json.loads(path.read_text())
+            if isinstance(one, dict) and isinstance(one.get("for"), dict) and machine().items() <= one["for"].items():
+                found.append(one)
+    return found
 
 
 def ready() -> Path | None:
@@ -134,7 +157,7 @@ def _place() -> Path | None:
 
 @lru_cache(maxsize=REMEMBERED)
 def _found(place: Path, kernel: str, structure: str, device: str) -> Mapping[str, Any] | None:
-    held_for = {"kernel": kernel, "problem": structure, "device": device, **_machine()}
+    held_for = {"kernel": kernel, "problem": structure, "device": device, **machine()}
     try:
         found = json.loads((place / _name(held_for)).read_text())
     except (OSError, ValueError, RecursionError):
@@ -147,7 +170,7 @@ def _name(held_for: Mapping[str, str]) -> str:
 
 
 @lru_cache(maxsize=1)
-def _machine() -> dict[str, str]:
+def machine() -> dict[str, str]:
     """The driver, the versions of what compiles, and the sources of what is compiled."""
     found = {"driver": "", "sources": _sources()}
     for path in DRIVERS:
@@ -163,8 +186,8 @@ def _machine() -> dict[str, str]:
 
 def _sources() -> str:
     room = Path(__file__).parent
-    files = sorted([*room.glob("*.py"), *(room.parent / "formula").glob("*.py")])
+    files = sorted([*room.rglob("*.py"), *(room.parent / "formula").rglob("*.py")])
     digest = hashlib.sha256()
     for file in files:
-        digest.update(f"{file.parent.name}/{file.name}\n".encode() + file.read_bytes())
+        digest.update(f"{file.relative_to(room.parent).as_posix()}\n".encode() + file.read_bytes())
     return digest.hexdigest()
