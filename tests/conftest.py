@@ -43,6 +43,10 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries look at the end whether something of theirs is left
+
+
 @pytest.fixture
 def fresh_kernels(monkeypatch):
     """Kernels are compiled anew and kept nowhere: for tests that change how they are written."""

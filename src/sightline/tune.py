@@ -190,7 +190,7 @@ def tune(
     work = Work(problem, kernel, _by_events if timer is None else timer, specialised)
     kept.ready()  # before minutes are spent
     passes = [work.forward, *([work.backward] if gradients else [])]
-    with _bar(show) as step:
+    with _bar(show) as step, _on_its_device(problem):
         found = [one for each in passes for one in work.tuned(each, step)]
     told = Tuning(work.device, tuple(found))
     if show:
@@ -207,7 +207,7 @@ class Work:
         plain = {name: getattr(problem, name).detach() for name in ("query", "key", "value")}
         self.problem, self.kernel, self.timer = replace(problem, **plain), kernel, timer
         self.specialised = specialised
-        self.architecture = kernel.architecture or architecture_of(problem)
+        self.architecture = kernel.architecture or architecture_of(problem.query.device)
         self.device = device_of(problem, self.architecture)
         drawn = torch.Generator(device="cpu").manual_seed(0)
         shape = (*problem.lead, problem.H, problem.n, problem.d_v)
@@ -330,6 +330,13 @@ def _by_events(call: Callable[[], Any]) -> float:
     from triton.testing import do_bench
 
     return float(do_bench(call, return_mode="median")) / 1e3
+
+
+def _on_its_device(problem: Problem) -> Any:
+    """Events are those of the device that is current."""
+    import torch
+
+    return torch.cuda.device_of(problem.query)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

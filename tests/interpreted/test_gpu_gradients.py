@@ -21,6 +21,7 @@ from sightline.arrays import to_numpy
 from sightline.gpu import gains
 from sightline.gpu.call import Call
 from sightline.gpu.configurations import Configuration
+from sightline.gpu.operands import operand
 from sightline.observe import slopes
 from sightline.testing import assert_within_budget
 
@@ -160,6 +161,27 @@ def test_gradients_of_statistics(triton_kernel, rng):
         assert_within_budget(*(to_numpy(getattr(one, name)) for one in (found, truth, rough)), name)
 
 
+@pytest.mark.parametrize("name", ["pair", "any", "query", "key", "head"])
+@pytest.mark.parametrize("odd", [False, True])
+def test_what_tables_gain_beside_statistics(triton_kernel, name, odd, rng):
+    """Queries past the last gain nothing: 20 queries in blocks of 16; nor where a key is infinite, and 0 · ∞ is NaN."""
+    given = [rng.normal(size=(2, 2, length, 12)).astype("f4") for length in (20, 37, 37)]
+    given[1][0, 0, 5, 3] = np.inf if odd else 0.5
+    given[0][..., 3] = -np.abs(given[0][..., 3])  # whose weight is 0 then
+    options, see = {"score": TABLES[name](rng.normal(size=(2, 20, 37)).astype(np.float32))}, [] if odd else [scores()]
+    posed = {dtype: Case(*(a.astype(dtype) for a in given), options).as_torch().pose(see=see) for dtype in ("f4", "f8")}
+    problem, wanted = posed["f4"], range(len(posed["f4"].tables))
+    d_output, d_lse = (to_torch(rng.normal(size=size).astype("f4")) for size in ((2, 2, 20, 12), (2, 2, 20)))
+    d_seen = [to_torch(rng.normal(size=one.outputs(problem)[0][0]).astype("f4")) for one in see]
+    answer = triton_kernel.run(problem)
+    tiles = lambda: streaming.tiles(streaming.Work(problem), answer.lse)  # noqa: E731
+    added = slopes(problem, answer.lse, tiles, d_seen)
+    found = triton_kernel.gradients(problem, d_output, d_lse, (answer.output, answer.lse), wanted, None, added)
+    rough, truth = (streaming.backward(p, d_output, d_lse, tuple(d_seen)) for p in posed.values())
+    for each in zip(found.tables, truth.tables, rough.tables, strict=True):
+        assert_within_budget(*map(to_numpy, each), name)
+
+
 def test_fewer_stages_where_memory_is_short():
     """A table for each pair is brought along with K and V, and takes its share of a program's memory."""
     asked = []
@@ -173,7 +195,7 @@ def test_fewer_stages_where_memory_is_short():
 
             return launch
 
-    call = Call(Short(), 1, {}, Configuration(16, 16, 4, 3))
+    call = Call(Short(), 1, {"query": operand(torch.zeros(1, 1, 1, 1))}, Configuration(16, 16, 4, 3))
     call.launch()
     assert asked == [3, 2, 1]
     call.launch()

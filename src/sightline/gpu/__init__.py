@@ -37,7 +37,7 @@ class Triton(Kernel):
         self.architecture = architecture
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        """Other devices and libraries, rows and formulas too large, and a machine without triton."""
+        """Other devices and libraries, rows and formulas too large, and no triton or one too old."""
         place = problem.device.partition(":")[0]
         wanted = "cpu" if self.architecture == "interpreter" else "cuda"
         if problem.framework != "torch" or place != wanted:

@@ -26,6 +26,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
 from ..errors import ParameterError
+from .call import FEWER
 from .chosen import trying
 from .configurations import shared_by
 
@@ -96,6 +97,7 @@ def compiled(call: Callable[[], object], target: str) -> tuple[Compiled, ...]:
         scope.enter_context(_absent(_Absent(target)))
         scope.enter_context(redirect_stdout(log))
         trial = scope.enter_context(trying())
+        FEWER.clear()  # what other GPUs had no memory for
         call()
     if others := trial.architectures - {target}:
         raise ParameterError(

@@ -74,7 +74,8 @@ def weights_of(products, pairs, inside, lse, numbers, seams, PARTIAL: tl.constex
     """(P, final scores) of a tile from its Q · K; P is 0 and the score −∞ where the pair is hidden or not `inside`.
 
     Full tiles have none outside but queries past the last, whose P is 0 by their lse: there only tables' gains need
-    to be told. Scores are in nats where a formula makes them, else not yet scaled. `lse` is (high, low) in the scores' unit.
+    to be told. Scores are in nats where a formula makes them, else not yet scaled. `lse` is (high, low) in the scores'
+    unit.
     """
     b, h, i, j, n, m = pairs
     s = products

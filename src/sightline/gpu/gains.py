@@ -8,8 +8,9 @@ The generated `gains_at` gives for every lookup d score / d entry and which entr
 
 All but the first may be read by pairs of several programs, whose order nobody knows, so they are added as whole
 numbers, whose sums do not depend on it: an entry has a slot for every 8 of a float32's exponents, and what is added to
-it is the significand, shifted to the slot's unit. Within float32's range nothing is rounded, and 2³¹ additions fit (Demmel and Nguyen, "Fast
-reproducible floating-point summation", 2013, have slots for another end). One slot more counts what is not finite.
+it is the significand, shifted to the slot's unit. Within float32's range nothing is rounded, and 2³¹ additions fit
+(Demmel and Nguyen, "Fast reproducible floating-point summation", 2013, have slots for another end). One slot more
+counts what is not finite; shares of float64 beyond float32's range count as that.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +178,8 @@ def machine() -> dict[str, str]:
             found["driver"] = path.read_text().splitlines()[0]
     for name in ("torch", "triton"):
         try:
-            found[name] = version(name)
-        except PackageNotFoundError:
+            found[name] = import_module(name).__version__  # their packages go by several names
+        except ImportError:
             found[name] = ""
     return found
 
