@@ -205,6 +205,7 @@ import os, signal, sys, threading, time, numpy as np
 {before}
 import sightline
 from sightline.cpu import threads as room
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in what a shell runs in the background
 rng = np.random.default_rng(0)
 q = rng.normal(size=(1, 4, 900, 32)).astype(np.float32)
 expected = sightline.attention(q, q, q, kernel="cpu", threads=1)
