@@ -35,7 +35,7 @@ FAULTS = {  # the problem that shows it; the room, a line as it stands, and with
     "off-by-one mask": ("masked", ("tiles", "mask_at(b, h, i, at, n", "mask_at(b, h, i, at + 1, n")),
     "keys past the end": ("scored", ("tiles", "tl.where(j < m, s, float", "tl.where(j <= m + 64, s, float")),
     "wrong batch": ("dropped", ("tiles", "* array.steps[len(array.lengths) - 1 - k]", "* 0")),
-    "sign of the scale": ("scored", ("tiles", "q * number(sign, form.total)", "q")),
+    "sign of the scale": ("scored", ("tiles", "x * number(sign, form.total)", "x")),
     "unscaled scores": ("scored", ("tiles", "score_at(s * scale,", "score_at(s,")),
     "quotients towards 0": ("divided", ("functions", "tl.where(wrong, quotient - 1, quotient)", "quotient")),
     "wrong word of four": (
