@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import convert
-from ..observe import Entropy, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights, collect
+from ..observe import Entropy, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights, collect, inner
 from ..problem import Problem
 from ..streaming import Streaming
 from . import observing
@@ -20,7 +20,7 @@ class Riders:
     """The statistics that ride along with the forward kernel, and the arrays it puts them into; see `Riding`."""
 
     def __init__(self, problem: Problem) -> None:
-        asked = [_inner(statistic) for statistic in problem.see]
+        asked = [inner(statistic) for statistic in problem.see]
         masses = [statistic for statistic in asked if isinstance(statistic, Mass)]
         shape = (*problem.lead, problem.H, problem.n)
         self.formulas = tuple(statistic.mask for statistic in masses)
@@ -68,23 +68,19 @@ def see(problem: Problem, lse: Any, riders: Riders, threads: int | None, process
     return tuple(found[place] for place in range(len(problem.see)))
 
 
-def _inner(statistic: Statistic) -> Statistic:
-    return statistic.of if isinstance(statistic, Mean) else statistic
-
-
 def _arrays(
     problem: Problem, lse: Any, statistic: Statistic, riders: Riders, threads: int | None, processor: Processor
 ) -> list[Any] | None:
     """A statistic's arrays by the generated kernels, averaged where it is a mean; None where none has it."""
-    inner = _inner(statistic)
-    riding = riders.answer(inner)
+    own = inner(statistic)
+    riding = riders.answer(own)
     if riding is not None:
         arrays: list[Any] | None = [convert(array, problem.query) for array in riding]
-    elif isinstance(inner, Weights) and inner is not statistic:
+    elif isinstance(own, Weights) and own is not statistic:
         return None  # all heads' weights would be held for their mean
     else:
-        arrays = _second_pass(problem, lse, inner, threads, processor)
-    if arrays is None or inner is statistic:
+        arrays = _second_pass(problem, lse, own, threads, processor)
+    if arrays is None or own is statistic:
         return arrays
     assert isinstance(statistic, Mean)
     return [statistic.averaged(array, problem) for array in arrays]

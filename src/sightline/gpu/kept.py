@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ParameterError
-from ..observe import Entropy, Lse, Mass, MaxScore, Mean, Statistic
+from ..observe import Entropy, Lse, Mass, MaxScore, Statistic, inner
 from ..problem import Problem
 
 __all__ = [
@@ -66,7 +66,7 @@ def structure(kernel: str, problem: Problem) -> str:
 
 def rides(statistic: Statistic) -> bool:
     """Whether the forward kernel makes a statistic beside its output."""
-    return isinstance(statistic.of if isinstance(statistic, Mean) else statistic, Entropy | Mass | MaxScore)
+    return isinstance(inner(statistic), Entropy | Mass | MaxScore)
 
 
 def identity(kernel: str, problem: Problem, device: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..observe import Entropy, Mass, MaxScore, Mean, Statistic, collect
+from ..observe import Entropy, Mass, MaxScore, Mean, Statistic, collect, inner
 from ..observe.matrix import Matrix
 from ..problem import Problem
 from ..streaming import Work, observe
@@ -52,11 +52,6 @@ class Riders:
         if isinstance(statistic, Entropy):
             return [self.entropy]
         return [self.sums[id(statistic)]] if isinstance(statistic, Mass) else None
-
-
-def inner(statistic: Statistic) -> Statistic:
-    """What a mean is of; the statistic itself otherwise."""
-    return statistic.of if isinstance(statistic, Mean) else statistic
 
 
 def see(problem: Problem, lse: Any, riders: Riders, architecture: str) -> tuple[Any, ...]:

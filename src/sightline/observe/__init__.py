@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from ..formula.expression import Expression
 from .keys import Received, received
 from .matrix import LARGEST, Pooled, Scores, Weights, pooled, scores, weights
-from .parts import Mean, Part, apart, heads, restricted, rows
+from .parts import Mean, Part, apart, heads, inner, restricted, rows
 from .products import Applied, applied
 from .queries import (
     Entropy,
@@ -59,6 +59,7 @@ __all__ = [
     "entropy",
     "from_words",
     "heads",
+    "inner",
     "lse",
     "mass",
     "max_score",

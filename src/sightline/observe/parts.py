@@ -210,9 +210,13 @@ def mean(of: Statistic, axis: str) -> Mean:
         raise ParameterError(
             f"{of}.mean({axis!r}), which finds keys", "statistics that are numbers", "average what it finds yourself"
         )
-    inner = of.of if isinstance(of, Mean) else of
     over_heads, over_batch = (of.over_heads, of.over_batch) if isinstance(of, Mean) else (False, False)
-    return Mean(over_heads or axis == "heads", over_batch or axis == "batch", inner)
+    return Mean(over_heads or axis == "heads", over_batch or axis == "batch", inner(of))
+
+
+def inner(statistic: Statistic) -> Statistic:
+    """What a mean is of; the statistic itself otherwise."""
+    return statistic.of if isinstance(statistic, Mean) else statistic
 
 
 def apart(problem: Problem, run: Callable[[Problem], Result]) -> Result:
