@@ -124,7 +124,13 @@ class Mean(Statistic):
         self.of.check(problem, outer if self.apart else self.left(outer), n)
 
     def start(self, over: Pass) -> list[Any]:
-        return self.of.start(replace(over, outer=self.left(over.outer)) if self.of.linear else over)
+        if not self.of.linear:
+            return self.of.start(over)
+        left = replace(over, outer=self.left(over.outer))
+        if 0 not in over.outer:
+            return self.of.start(left)
+        shapes = self.of.shapes(over.problem, left.outer, over.problem.n)  # of none the mean is 0, as of none its sum
+        return [left.full(0.0, *one) for one in zip(shapes, self.dtypes(over.problem), strict=True)]
 
     def add(self, arrays: list[Any], tile: Tile, over: Pass) -> None:
         if self.of.linear:
