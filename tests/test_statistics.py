@@ -540,6 +540,6 @@ def test_a_row_sum_without_the_statistics_share_is_seen(monkeypatch):
 @pytest.mark.parametrize("kernel", ["cpu", "streaming", "reference"])
 def test_the_mean_of_no_batch_is_0(kernel, statistic):
     x = np.zeros((0, 2, 3, 4), np.float32)
-    seen = sightline.attention(x, x, x, see=[statistic.mean("batch")], kernel=kernel).seen[0]
+    _, (seen,) = sightline.attention(x, x, x, see=[statistic.mean("batch")], kernel=kernel)
     assert seen.shape[0] == 2
     assert not np.asarray(seen).any()
