@@ -143,7 +143,7 @@ def test_what_the_gpu_has_no_memory_for_is_said(monkeypatch):
     monkeypatch.setitem(SHARED, "sm_80", 1000)
     x = torch.ones(1, 1, 20, 16, dtype=torch.float16)
     lse = torch.zeros(x.shape[:-1], dtype=torch.float64)
-    (call,) = forward_calls(pose(x, x, x), x, lse, "sm_80", sizes=Configuration(rows=16, keys=16, warps=1, stages=1))
+    call, _ = forward_calls(pose(x, x, x), x, lse, "sm_80", sizes=Configuration(rows=16, keys=16, warps=1, stages=1))
     with pytest.raises(OutOfResources, match=r"shared memory, Required: \d+, Hardware limit: 1000"):
         compiled(call.launch, "sm_80")
 

@@ -207,11 +207,6 @@ def test_no_plan_takes_it_by_itself():
     assert kernel.forward not in taken
 
 
-def test_nothing_is_tainted_where_nothing_is_hidden():
-    _, _, made = calls(posed("float16", {}))
-    assert [call.arguments["tainted"] for call in made] == [None]
-
-
 REFUSED = {
     "float32": ("float32", {}, {}),
     "widths": ("float16", {}, {"d_v": 40}),

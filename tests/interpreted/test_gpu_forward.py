@@ -130,6 +130,18 @@ def test_weights_of_0_take_nothing_without_a_mask(triton_kernel, shape, options)
     assert_conforms(triton_kernel.run, Case(query, key, value, options).as_torch().pose(see=[lse()]))
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 40, 16), (1, 2, 2, 16)], ids=["forward", "decoding"])
+def test_weights_of_0_by_an_infinite_key_take_nothing(triton_kernel, shape):
+    """Without a formula too: where Q Kᵀ is −∞ the weight is 0."""
+    query, key, value = arrays(shape, "float16", m=75 if shape[2] < 16 else 40)
+    query[..., 0] = abs(query[..., 0]) + 1
+    key[..., [9, 12], 0] = -np.inf
+    value[..., 9, :3], value[..., 12, 5] = np.nan, np.inf
+    problem = Case(query, key, value).as_torch().pose()
+    assert torch.isfinite(triton_kernel.run(problem).output).all()
+    assert_conforms(triton_kernel.run, problem)
+
+
 def test_the_same_bits_every_time(triton_kernel):
     problem = Case(*arrays((2, 3, 33, 32), "float32", m=70), {"mask": causal("lower right")}).as_torch().pose()
     first, second = (triton_kernel.run(problem) for _ in range(2))

@@ -246,6 +246,21 @@ def test_what_is_visible_reaches_its_gradients(triton_kernel, rng):
     assert np.array_equal(np.isposinf(value[3]), (column[0] <= 19) & (column[1] == 4))
 
 
+def test_a_key_of_weight_0_reaches_no_gradient_without_a_mask(triton_kernel, rng):
+    """An infinite key, whose scores are −∞, and the NaN of its value: as if a mask hid them."""
+    q, k, v, d_o = (rng.normal(size=(1, 2, 40, 8)).astype(np.float32) for _ in range(4))
+    q[..., 0] = abs(q[..., 0]) + 1
+    k[..., 9, 0], v[..., 9, 3] = -np.inf, np.nan
+    found = [
+        by(triton_kernel)(Case(q, k, v, options).as_torch().pose(), to_torch(d_o), None, None)
+        for options in ({}, {"mask": j != 9})
+    ]
+    for name in NAMES:
+        plain, masked = (to_numpy(getattr(each, name)) for each in found)
+        np.testing.assert_allclose(plain, masked, rtol=1e-5, atol=1e-6)
+    assert not plain[..., 9, :].any()
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 FAULTS = {  # the room, a line as it stands, and with the fault in it

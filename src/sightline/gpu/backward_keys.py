@@ -139,8 +139,7 @@ def backward_keys(
         place, block = item // blocks, item % blocks
         first = block * form.keys
         dk, dv = block_of_keys(given, place // heads, place % heads, first, block, seams, False, form)
-        if tainted is not None:
-            tl.store(tainted + item, not_finite(dk) | not_finite(dv))
+        tl.store(tainted + item, not_finite(dk) | not_finite(dv))
         write(dk, d_key, place, first, m, form.d_k, form.keys, form.lanes_k)
         write(dv, d_value, place, first, m, form.d_v, form.keys, form.lanes_v)
     else:

@@ -133,7 +133,7 @@ def backward_queries(
     query, key, value, d_output : arrays, see `tiles`
     rows : of `prepare`
     d_query : (B, H, n, d_k), contiguous
-    tainted : int32, one for each block: whether its dQ is not finite; None where nothing is hidden
+    tainted : int32, one for each block: whether its dQ is not finite
     batches, heads : how many of each are worked on apart; with TURNS, one program takes the others in turn, since an
         entry of a table that has one for each pair belongs to the program of the pair
     schedule, random, kept : as in `forward`
@@ -155,13 +155,11 @@ def backward_queries(
         for b in range(place // heads, B, batches):
             for h in range(place % heads, H, heads):
                 dq = block_of_queries(given, b, h, block * form.rows, block, seams, KINDS, False, form)
-                if tainted is not None:
-                    tl.store(tainted + (b * H + h) * blocks + block, not_finite(dq))
+                tl.store(tainted + (b * H + h) * blocks + block, not_finite(dq))
                 write(dq, d_query, b * H + h, block * form.rows, n, form.d_k, form.rows, form.lanes_k)
                 tl.debug_barrier()  # the next one's threads read the sums that these have written
     else:
         place, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
         dq = block_of_queries(given, place // H, place % H, block * form.rows, block, seams, KINDS, False, form)
-        if tainted is not None:
-            tl.store(tainted + place * blocks + block, not_finite(dq))
+        tl.store(tainted + place * blocks + block, not_finite(dq))
         write(dq, d_query, place, block * form.rows, n, form.d_k, form.rows, form.lanes_k)

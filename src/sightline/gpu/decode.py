@@ -108,7 +108,7 @@ def merge(
     form: tl.constexpr,
     careful: tl.constexpr,
 ):
-    """A head's queries joined from their parts; where weights may be 0 and the output has NaN, attended to carefully.
+    """A head's queries joined from their parts; where the output has NaN, attended to carefully.
 
     `form` has as many rows as there are queries, so that much is on its way at once; `careful` those of a product.
     """
@@ -132,10 +132,8 @@ def merge(
         place = part_output + (part * step + at)[:, None] * form.d_v + column
         share = tl.load(place, mask=inside[:, None] & (column < form.d_v), other=0.0)
         found += weight[:, None] * share
-    factor, odd = tiles.number(kept, form.total), 0
-    if seams.mask_at is not None or seams.score_at is not None or random is not None:
-        odd = has_nan(found)
-    if odd != 0:
+    factor = tiles.number(kept, form.total)
+    if has_nan(found) != 0:
         given = Given(query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
         state = block_of_head(given, position, 0, 0, seams, 0, True, careful)
         hand_over(state, output, lse, sinks, position, 0, n, H, unit, factor, careful)

@@ -6,9 +6,9 @@
 (Dao, "FlashAttention-2", 2023, algorithm 1.) e^x is 2^(x · unit). Full tiles come first, without mask and bounds, then
 the partial ones. One program is one block of queries of a head; its sums run in the order of its runs.
 
-What a mask hides reaches nothing, NaN and ∞ in V included: the kernel marks blocks whose output is NaN. Launched again,
-as `careful`, it computes these once more with V made finite, and counts beside what weights other than 0 meet. Whole
-inputs pay one look at their output, problems without mask, score and dropout none.
+What a weight of 0 meets reaches nothing, NaN and ∞ in V included: the kernel marks blocks whose output is NaN. Launched
+again, as `careful`, it computes these once more with V made finite, and counts beside what weights other than 0 meet.
+Whole inputs pay one look at their output. Without mask, score and dropout a weight is 0 where Q · K is −∞.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def forward(
     ----------
     query, key, value : arrays, see `tiles`
     output, lse : (B, H, n, d_v) and float64 (B, H, n), contiguous
-    tainted : int32, one for each block: whether its output has NaN; None where nothing is hidden
+    tainted : int32, one for each block: whether its output has NaN
     blocks : of queries in a head; later ones first, since a causal mask makes those the longest
     items : blocks of all heads
     sign, scale, unit : s = Q Kᵀ · sign · scale, and scores come to base 2 by · unit
@@ -242,8 +242,7 @@ def forward(
         position, block = item // blocks, blocks - 1 - item % blocks
         first = block * form.rows
         state = block_of_head(given, position, first, block, seams, len(seen[3]), False, form)
-        if tainted is not None:
-            tl.store(tainted + item, has_nan(state.output))
+        tl.store(tainted + item, has_nan(state.output))
         hand_over(state, output, lse, sinks, position, first, n, H, unit, factor, form)
         riding.hand_over(state, seen, position, first, n, tiles.number(scale, form.total), seams, form)
     else:

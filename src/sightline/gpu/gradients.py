@@ -153,9 +153,8 @@ def _calls_of_queries(
         "KINDS": tuple(gain.kind for gain in gains),
     }
     yield Call(backward_queries, batches * heads * blocks, common | gaining, sizes, given.sources)
-    if given.hides():
-        few = replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS))
-        yield careful_call(backward_queries, items, common, given, sizes, few)
+    few = replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS))
+    yield careful_call(backward_queries, items, common, given, sizes, few)
 
 
 def _calls_of_keys(
@@ -167,9 +166,8 @@ def _calls_of_keys(
     common |= {"random": given.random(), "kept": given.kept(), "PARTS": 0}
     common |= {"items": items, "tainted": given.marks(items), "d_key": arrays["d_key"], "d_value": arrays["d_value"]}
     yield Call(backward_keys, items, common, sizes, given.sources)
-    if given.hides():
-        few = replace(sizes, keys=min(sizes.keys, CAREFUL_ROWS))
-        yield careful_call(backward_keys, items, common, given, sizes, few)
+    few = replace(sizes, keys=min(sizes.keys, CAREFUL_ROWS))
+    yield careful_call(backward_keys, items, common, given, sizes, few)
 
 
 # -- tables and sinks --------------------------------------------------------------------------------------------------

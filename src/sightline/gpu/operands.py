@@ -116,13 +116,9 @@ class Operands:
         """The factor on weights that dropout keeps."""
         return 0.0 if self.problem.dropout == 1 else 1 / (1 - self.problem.dropout)
 
-    def hides(self) -> bool:
-        """Whether a weight may be 0 by what was asked: hidden by the mask or the score, or dropped."""
-        return self.problem.mask is not None or self.problem.score is not None or self.problem.dropout > 0
-
     def marks(self, items: int) -> Any:
-        """int32 for so many blocks, to say whose result is not finite; None where no weight is 0 by what was asked."""
-        return self.problem.query.new_empty(items, dtype=torch.int32) if self.hides() else None
+        """int32 for so many blocks, to say whose result is not finite."""
+        return self.problem.query.new_empty(items, dtype=torch.int32)
 
     def sinks(self) -> Any:
         """(H,) float64, or None."""

@@ -61,7 +61,7 @@ def forward_calls(
     riders: Riders | None = None,
     sizes: Configuration | None = None,
 ) -> Iterator[Call]:
-    """Blocks of queries, and those once more whose output has NaN that a mask may hide.
+    """Blocks of queries, and those once more whose output has NaN that a weight of 0 may keep out.
 
     In tiles of these sizes, or of those that are chosen for the problem.
     """
@@ -90,8 +90,7 @@ def forward_calls(
         "PARTS": 0,
     }
     yield Call(forward, items, arguments | riders.arguments(given), sizes, given.sources)
-    if given.hides():
-        yield careful_call(forward, items, arguments, given, sizes, replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS)))
+    yield careful_call(forward, items, arguments, given, sizes, replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS)))
 
 
 def careful_call(

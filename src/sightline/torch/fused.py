@@ -62,6 +62,7 @@ class Fused(Kernel):
     It has a causal mask, and yet is not given one: FlashAttention sets hidden scores to −∞ and then multiplies their
     weight, 0, by the value, and 0 · NaN is NaN. What torch guarantees of hidden values is nothing, what this library
     does is that they reach nothing, and whether a value is finite cannot be known without waiting for the device.
+    So one answer differs from ours: NaN, where a key is infinite, its score −∞ and its value not finite.
 
     Parameters
     ----------

@@ -24,7 +24,6 @@ def specialised(call: Call) -> Call:
     """The call of this kernel for one of `forward.forward`, whose answer is the same."""
     given, form = call.arguments, call.arguments["form"]
     rows = form.rows // GROUPS.value
-    tainted = given["tainted"]
     matrices = {
         "query": _tiles(given["query"], rows, form.lanes_k),
         "key": _tiles(given["key"], form.keys, form.lanes_k),
@@ -35,7 +34,7 @@ def specialised(call: Call) -> Call:
         name: function(call.sources[name], name, "sightline.gpu.words") if name in call.sources else None
         for name in ("mask_at", "score_at")
     }
-    more = {"tainted": None if tainted is None else tainted.zero_(), "STAGES": call.configuration.stages}
+    more = {"tainted": given["tainted"].zero_(), "STAGES": call.configuration.stages}
     arguments = {name: given[name] for name in SAME} | matrices | seams | more
     return replace(call, kernel=forward, arguments=arguments)
 

@@ -249,9 +249,8 @@ def compute(
         sink = gl.load(sinks + h)
         normaliser = gl.where(normaliser < sink, sink, normaliser)
     gl.store(lse + at, normaliser, mask=rows < n)
-    if tainted is not None:
-        odd = gl.max(gl.max(gl.where(found == found, 0, 1), 1), 0)
-        gl.store(tainted + gl.program_id(0), 1, mask=odd != 0)
+    odd = gl.max(gl.max(gl.where(found == found, 0, 1), 1), 0)
+    gl.store(tainted + gl.program_id(0), 1, mask=odd != 0)
     tma.store_wait(0)
 
 
@@ -284,7 +283,7 @@ def forward(
     ----------
     query, key, value, output : descriptors of (B, heads, rows, width), in tiles of a group's queries and of the keys
     lse : float64 (B, H, n), contiguous
-    tainted : int32 zeros, one for each program: 1 where its output has NaN; None where nothing is hidden
+    tainted : int32 zeros, one for each program: 1 where its output has NaN
     blocks : of queries in a head; later ones first, since a causal mask makes those the longest
     scale, unit : s = Q Kᵀ · scale, and scores come to base 2 by · unit
     schedule, sinks : as `forward.forward` has them
