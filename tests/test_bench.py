@@ -318,14 +318,13 @@ def test_peak_memory_sees_what_a_call_holds():
 
 
 def test_peaks():
-    """Double precision has half the lanes; more tries cannot lower the best."""
+    """Double precision has half the lanes; more tries cannot lower the best; bfloat16 may always be widened."""
     peaks = Peaks(1)
     single, double = peaks.measure("float32", 3), peaks.measure("float64", 3)
     assert 1.2 < single / double < 3.3
     assert peaks.measure("float32", 1) >= single
     assert peaks.measure("read", 1) > 0
-    if has_bfloat16_dot():
-        assert peaks.measure("bfloat16", 3) > single
+    assert peaks.measure("bfloat16", 1) >= single
     assert peaks.entry("float16") == "float32"
 
 
