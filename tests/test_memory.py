@@ -48,7 +48,7 @@ def test_peak_memory(kernel, mask):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own accounting")
 def test_the_definition_would_not_pass():
-    """The measurement sees n² memory: the dense form, at an eighth of the length, is over the limit."""
-    program = PROGRAM.replace("65_536", "8_192").format(kernel="reference", mask="None", d=16)
+    """The measurement sees n² memory: the dense form, at a sixteenth of the length, is over the limit."""
+    program = PROGRAM.replace("65_536", "4_096").format(kernel="reference", mask="None", d=16)
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(result.stdout) > LIMIT
