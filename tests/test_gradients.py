@@ -17,7 +17,7 @@ from sightline.formula.expression import Lookup, walk
 from sightline.problem import pose
 from sightline.reference import backward, forward, gradients_of
 from sightline.streaming import backward as streaming_backward
-from sightline.testing import assert_within_budget, dense, orders_of, sizes_of_gradients
+from sightline.testing import FORMATS, assert_within_budget, dense, orders_of, sizes_of_gradients
 
 NAMES = ("query", "key", "value")
 
@@ -110,9 +110,8 @@ def judge(problem, found, oracle, plain, sizes):
     names = [*NAMES, *(f"table {k}" for k in floats), "sinks"]
     for what, key, answer, truth, *rough in itertools.zip_longest(names, keys, answers, oracle, *plain):
         if answer is not None:
-            finer = what not in NAMES and dtype_name(answer) == "float64"  # than the sums it comes from
-            judged = to_numpy(answer).astype(problem.accumulator) if finer else answer
-            assert_within_budget(judged, truth, rough, f"gradient of {what}", sizes.get(key))
+            coarser = min(dtype_name(answer), problem.dtype, key=lambda dtype: FORMATS[dtype][0])
+            assert_within_budget(answer, truth, rough, f"gradient of {what}", sizes.get(key), coarser)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
