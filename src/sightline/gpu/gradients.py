@@ -110,7 +110,7 @@ def backward_calls(
     `arrays` are the kernels' arguments of these names: output, d_output, d_lse, lse, rows, sums, d_query, ....
     """
     sizes = chosen("backward_queries", problem, architecture)
-    formulas = {
+    formulas = {  # by the names that seams have
         "slope_at": None if problem.score is None else derivative(problem.score),
         "weights_at": slopes.weights,
         "scores_at": slopes.scores,
@@ -120,8 +120,7 @@ def backward_calls(
         assert problem.score is not None
         others += [(f"slope_{k}", derivative(problem.score, gain.node), True), (f"place_{k}", gain.place, False)]
     given = Operands(problem, sizes, others, beside=(arrays["output"], arrays["d_output"]))
-    seams = given.seams(**{name: given.seam(name) for name in formulas})
-    common = given.common() | {"d_output": arrays["d_output"], "rows": arrays["rows"], "seams": seams}
+    common = given.common() | {"d_output": arrays["d_output"], "rows": arrays["rows"]}
     yield from _calls_of_queries(problem, given, sizes, common, arrays, gains)
     sizes = chosen("backward_keys", problem, architecture)
     yield from _calls_of_keys(problem, given, sizes, common | {"form": given.form(sizes)}, arrays)

@@ -75,8 +75,7 @@ def forward_calls(
     given = Operands(problem, sizes, riders.formulas)
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
-    form = replace(given.form(), largest=riders.largest[0] is not None, entropy=riders.entropy is not None)
-    arguments = given.common(form) | {
+    arguments = given.common() | {
         "output": output,
         "lse": lse,
         "tainted": given.marks(items),
@@ -89,7 +88,7 @@ def forward_calls(
         "seen": None,
         "PARTS": 0,
     }
-    yield Call(forward, items, arguments | riders.arguments(given), sizes, given.sources)
+    yield Call(forward, items, riders.arguments(given, arguments), sizes, given.sources)
     yield careful_call(forward, items, arguments, given, sizes, replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS)))
 
 
