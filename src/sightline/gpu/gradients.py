@@ -153,7 +153,7 @@ def _calls_of_queries(
     }
     yield Call(backward_queries, batches * heads * blocks, common | gaining, sizes, given.sources)
     few = replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS))
-    yield careful_call(backward_queries, items, common, given, sizes, few)
+    yield careful_call(backward_queries, common, given, sizes, few)
 
 
 def _calls_of_keys(
@@ -166,7 +166,7 @@ def _calls_of_keys(
     common |= {"items": items, "tainted": given.marks(items), "d_key": arrays["d_key"], "d_value": arrays["d_value"]}
     yield Call(backward_keys, items, common, sizes, given.sources)
     few = replace(sizes, keys=min(sizes.keys, CAREFUL_ROWS))
-    yield careful_call(backward_keys, items, common, given, sizes, few)
+    yield careful_call(backward_keys, common, given, sizes, few)
 
 
 # -- tables and sinks --------------------------------------------------------------------------------------------------
