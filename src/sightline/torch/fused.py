@@ -139,6 +139,7 @@ def _gradients(problem: Problem) -> bool:
 
 
 def _architecture(device: torch.device) -> str:
+    """The device's, as `gpu.chosen.architecture_of` has it, by the one question that torch.compile follows."""
     if device.type != "cuda":
         return device.type
     found = torch.cuda.get_device_properties(device)
