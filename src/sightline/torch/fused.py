@@ -62,7 +62,7 @@ class Fused(Kernel):
     It has a causal mask, and yet is not given one: FlashAttention sets hidden scores to −∞ and then multiplies their
     weight, 0, by the value, and 0 · NaN is NaN. What torch guarantees of hidden values is nothing, what this library
     does is that they reach nothing, and whether a value is finite cannot be known without waiting for the device.
-    So answers differ where a weight is 0 without a mask, its score being −∞, as a key of ∞ gives, or far below the
+    So answers may differ where a weight is 0 without a mask, its score being −∞, as a key of ∞ gives, or far below the
     largest of its row: NaN, where the value is not finite.
 
     Parameters
