@@ -99,3 +99,15 @@ def test_torchs_causal_mask_lets_hidden_values_through():
     ours = sightline.attention(query, key, value, mask=i >= j)
     assert theirs[..., :-1, :].isnan().any()
     assert not ours[..., :-1, :].isnan().any()
+
+
+@pytest.mark.parametrize("low", [-math.inf, -1e4])
+def test_torchs_weights_of_0_take_values_that_are_not_finite(low):
+    """What the page of GPUs says that its kernels have otherwise: by an infinite key, and by one of a low score."""
+    query, key, value = (x.float() for x in half())
+    query[..., 0] = abs(query[..., 0]) + 1
+    key[..., 5, 0], value[..., 5, :] = low, math.nan
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        theirs = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    assert theirs.isnan().any()
+    assert not sightline.attention(query, key, value).isnan().any()

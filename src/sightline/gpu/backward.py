@@ -8,10 +8,10 @@
 of keys; one of `backward_keys` is a block of keys, and adds up dK and dV over its runs of queries, for the heads of its
 group in turn. Tiles of the second are transposed: S there is (keys, rows), so that Pᵀ and dSᵀ are factors as they come.
 
-What a mask hides reaches nothing, NaN and ∞ included: dS is 0 where P is, and programs whose sums are not finite mark
-their block. Launched again, as `careful_queries` and `careful_keys`, they compute those once more: K and Q made finite,
-since dS shows where they are visible, and beside dV which NaN and ∞ of dO meet weights other than 0. The host waits for
-nothing; whole inputs pay one look at their sums.
+What a weight of 0 meets reaches nothing, NaN and ∞ included: dS is 0 where P is, and programs whose sums are not finite
+mark their block. Launched again, as `careful_queries` and `careful_keys`, they compute those once more: K and Q made
+finite, since dS shows where they are visible, and beside dV which NaN and ∞ of dO meet weights other than 0. The host
+waits for nothing; whole inputs pay one look at their sums, and a launch that finds no mark.
 """
 
 from __future__ import annotations

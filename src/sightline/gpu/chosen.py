@@ -130,10 +130,10 @@ def candidates(kernel: str, problem: Problem, architecture: str, specialised: bo
 
 
 def _specialises(problem: Problem) -> bool:
-    """Whether the kernel whose warps are specialised serves a problem; no statistic rides along with it."""
+    """Whether the kernel whose warps are specialised serves a problem."""
     from . import hopper
 
-    return not any(map(kept.rides, problem.see)) and next(hopper.serves(problem), None) is None
+    return next(hopper.serves(problem), None) is None
 
 
 def _fits(kernel: str, sizes: Configuration, problem: Problem, architecture: str) -> bool:

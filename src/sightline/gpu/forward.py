@@ -8,7 +8,8 @@ the partial ones. One program is one block of queries of a head; its sums run in
 
 What a weight of 0 meets reaches nothing, NaN and ∞ in V included: the kernel marks blocks whose output is NaN. Launched
 again, as `careful`, it computes these once more with V made finite, and counts beside what weights other than 0 meet.
-Whole inputs pay one look at their output. Without mask, score and dropout a weight is 0 where Q · K is −∞.
+Whole inputs pay one look at their output, and a launch that finds no mark. Without mask, score and dropout a weight is
+0 where Q · K is −∞, or far below the largest so far; one that a larger score of a later tile makes 0 keeps what it met.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def backward_calls(
     `arrays` are the kernels' arguments of these names: output, d_output, d_lse, lse, rows, sums, d_query, ....
     """
     sizes = chosen("backward_queries", problem, architecture)
-    formulas = {
+    formulas = {  # by the names that seams have
         "slope_at": None if problem.score is None else derivative(problem.score),
         "weights_at": slopes.weights,
         "scores_at": slopes.scores,
@@ -120,8 +120,7 @@ def backward_calls(
         assert problem.score is not None
         others += [(f"slope_{k}", derivative(problem.score, gain.node), True), (f"place_{k}", gain.place, False)]
     given = Operands(problem, sizes, others, beside=(arrays["output"], arrays["d_output"]))
-    seams = given.seams(**{name: given.seam(name) for name in formulas})
-    common = given.common() | {"d_output": arrays["d_output"], "rows": arrays["rows"], "seams": seams}
+    common = given.common() | {"d_output": arrays["d_output"], "rows": arrays["rows"]}
     yield from _calls_of_queries(problem, given, sizes, common, arrays, gains)
     sizes = chosen("backward_keys", problem, architecture)
     yield from _calls_of_keys(problem, given, sizes, common | {"form": given.form(sizes)}, arrays)
@@ -154,7 +153,7 @@ def _calls_of_queries(
     }
     yield Call(backward_queries, batches * heads * blocks, common | gaining, sizes, given.sources)
     few = replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS))
-    yield careful_call(backward_queries, items, common, given, sizes, few)
+    yield careful_call(backward_queries, common, given, sizes, few)
 
 
 def _calls_of_keys(
@@ -167,7 +166,7 @@ def _calls_of_keys(
     common |= {"items": items, "tainted": given.marks(items), "d_key": arrays["d_key"], "d_value": arrays["d_value"]}
     yield Call(backward_keys, items, common, sizes, given.sources)
     few = replace(sizes, keys=min(sizes.keys, CAREFUL_ROWS))
-    yield careful_call(backward_keys, items, common, given, sizes, few)
+    yield careful_call(backward_keys, common, given, sizes, few)
 
 
 # -- tables and sinks --------------------------------------------------------------------------------------------------

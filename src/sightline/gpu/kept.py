@@ -23,19 +23,7 @@ from ..errors import ParameterError
 from ..observe import Entropy, Lse, Mass, MaxScore, Statistic, inner
 from ..problem import Problem
 
-__all__ = [
-    "DRIVERS",
-    "find",
-    "findings",
-    "folder",
-    "forget",
-    "identity",
-    "keep",
-    "machine",
-    "ready",
-    "rides",
-    "structure",
-]
+__all__ = ["DRIVERS", "find", "findings", "folder", "forget", "keep", "machine", "ready", "structure"]
 
 VARIABLE = "SIGHTLINE_CACHE"
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
@@ -59,19 +47,9 @@ def structure(kernel: str, problem: Problem) -> str:
     """What of a problem is compiled into one of its kernels; lengths are not."""
     formulas = [None if formula is None else formula.text for formula in (problem.mask, problem.score)]
     riders = {"forward": True, "observe": False}.get(kernel)
-    seen = [repr(each) for each in problem.see if not isinstance(each, Lse) and rides(each) == riders]
+    seen = [repr(each) for each in problem.see if not isinstance(each, Lse) and _rides(each) == riders]
     parts = [problem.dtype, problem.d_k, problem.d_v, *formulas, problem.sinks is not None, problem.dropout > 0, *seen]
     return json.dumps(parts, separators=(",", ":"))
-
-
-def rides(statistic: Statistic) -> bool:
-    """Whether the forward kernel makes a statistic beside its output."""
-    return isinstance(inner(statistic), Entropy | Mass | MaxScore)
-
-
-def identity(kernel: str, problem: Problem, device: str) -> dict[str, str]:
-    """All that a finding holds for."""
-    return {"kernel": kernel, "problem": structure(kernel, problem), "device": device, **machine()}
 
 
 def find(kernel: str, problem: Problem, device: str) -> Mapping[str, Any] | None:
@@ -128,7 +106,7 @@ def keep(kernel: str, problem: Problem, device: str, finding: Mapping[str, Any])
     place = ready()
     if place is None:
         return None
-    held_for = identity(kernel, problem, device)
+    held_for = _identity(kernel, structure(kernel, problem), device)
     path = place / _name(held_for)
     part = path.with_suffix(f".{os.urandom(8).hex()}.part")
     try:
@@ -157,12 +135,22 @@ def _place() -> Path | None:
 
 @lru_cache(maxsize=REMEMBERED)
 def _found(place: Path, kernel: str, structure: str, device: str) -> Mapping[str, Any] | None:
-    held_for = {"kernel": kernel, "problem": structure, "device": device, **machine()}
+    held_for = _identity(kernel, structure, device)
     try:
         found = json.loads((place / _name(held_for)).read_text())
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.get("for") == held_for else None
+
+
+def _rides(statistic: Statistic) -> bool:
+    """Whether the forward kernel makes a statistic beside its output."""
+    return isinstance(inner(statistic), Entropy | Mass | MaxScore)
+
+
+def _identity(kernel: str, structure: str, device: str) -> dict[str, str]:
+    """All that a finding holds for."""
+    return {"kernel": kernel, "problem": structure, "device": device, **machine()}
 
 
 def _name(held_for: Mapping[str, str]) -> str:

@@ -41,11 +41,10 @@ def answered(problem: Problem, lse: Any, statistic: Statistic, architecture: str
     arrays = room(problem, statistic)
     with torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
         call_of(problem, lse, statistic, arrays, architecture).launch()
-    over = Pass(problem, lse, (*problem.lead, problem.H))
-    if isinstance(statistic, Mean):
+    if shared:
         arrays = [arrays[0] / math.prod(added(problem, statistic))]
     else:
-        arrays = statistic.finish(arrays, over)
+        arrays = statistic.finish(arrays, Pass(problem, lse, (*problem.lead, problem.H)))
     return [array.to(getattr(torch, name)) for array, name in zip(arrays, statistic.dtypes(problem), strict=True)]
 
 

@@ -51,19 +51,16 @@ class Operands:
         self.tables = tuple((t, *t.stride(), *t.shape) for t in kept)
         self.sources = sources_of(problem, others)
 
-    def seam(self, name: str) -> Any:
-        """The generated function of that name; None where the problem has no such formula."""
-        return function(self.sources[name], name) if name in self.sources else None
-
-    def seams(self, **more: Any) -> Seams:
-        """Those of mask and score, and these."""
-        return Seams(mask_at=self.seam("mask_at"), score_at=self.seam("score_at"), **more)
+    def seams(self) -> Seams:
+        """The generated functions of these names; None for formulas that are not there."""
+        sources = self.sources
+        return Seams(**{name: function(sources[name], name) for name in Seams._fields if name in sources})
 
     def together(self, names: Sequence[str], answers: Sequence[str], name: str) -> Any:
         """One function that answers with these calls of the generated functions of these names; None for none."""
         return together([self.sources[each] for each in names], answers, name) if names else None
 
-    def common(self, form: Form | None = None) -> dict[str, Any]:
+    def common(self) -> dict[str, Any]:
         """The arguments that every kernel over tiles takes."""
         problem = self.problem
         return {
@@ -75,7 +72,7 @@ class Operands:
             **self.numbers(),
             "tables": self.tables,
             "seams": self.seams(),
-            "form": form or self.form(),
+            "form": self.form(),
         }
 
     def form(self, sizes: Configuration | None = None) -> Form:

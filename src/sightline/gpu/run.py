@@ -21,8 +21,8 @@ from .seeing import Riders, see
 
 __all__ = ["calls_of", "careful_call", "decode_calls", "decodes", "forward_calls", "run"]
 
-CAREFUL_ROWS = 32  # queries at a time in the pass that only blocks with NaN take
-CAREFUL_PROGRAMS = 1024  # programs that look for such blocks
+CAREFUL_ROWS = 32  # queries, or keys, at a time in the pass that only marked blocks take
+CAREFUL_PROGRAMS = 1024  # that look for such blocks
 FEW = 16  # queries that decoding takes at a time, of each head
 LEAST = 256  # keys worth a part of their own
 PROGRAMS = 512  # wanted of decoding; the problem alone decides, so that every device gives the same bits
@@ -75,8 +75,7 @@ def forward_calls(
     given = Operands(problem, sizes, riders.formulas)
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
-    form = replace(given.form(), largest=riders.largest[0] is not None, entropy=riders.entropy is not None)
-    arguments = given.common(form) | {
+    arguments = given.common() | {
         "output": output,
         "lse": lse,
         "tainted": given.marks(items),
@@ -89,18 +88,18 @@ def forward_calls(
         "seen": None,
         "PARTS": 0,
     }
-    yield Call(forward, items, arguments | riders.arguments(given), sizes, given.sources)
-    yield careful_call(forward, items, arguments, given, sizes, replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS)))
+    yield Call(forward, items, riders.arguments(given, arguments), sizes, given.sources)
+    yield careful_call(forward, arguments, given, sizes, replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS)))
 
 
 def careful_call(
-    kernel: Any, items: int, arguments: dict[str, Any], given: Operands, sizes: Configuration, few: Configuration
+    kernel: Any, arguments: dict[str, Any], given: Operands, sizes: Configuration, few: Configuration
 ) -> Call:
     """The call of a kernel for blocks of `sizes` that it marked, in parts of `few` rows or keys: see `forward`."""
     few = replace(few, warps=min(sizes.warps, 4), stages=1)
     parts = sizes.rows // few.rows * (sizes.keys // few.keys)
     more = {"form": given.form(few), "PARTS": parts}
-    return Call(kernel, min(items, CAREFUL_PROGRAMS), arguments | more, few, given.sources)
+    return Call(kernel, min(arguments["items"], CAREFUL_PROGRAMS), arguments | more, few, given.sources)
 
 
 def decodes(problem: Problem) -> bool:

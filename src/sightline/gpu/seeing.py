@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,12 +38,13 @@ class Riders:
     def __bool__(self) -> bool:
         return self.largest[0] is not None or self.entropy is not None or bool(self.sums)
 
-    def arguments(self, given: Operands) -> dict[str, Any]:
-        """What the forward kernel is told of them; `given` has their formulas among its others."""
+    def arguments(self, given: Operands, without: dict[str, Any]) -> dict[str, Any]:
+        """The forward kernel's arguments out of those `without` them; `given` has their formulas among its others."""
         calls = [f"{name}(s, b, h, i, j, n, m, tables)" for name in self.names]
-        return {
+        return without | {
             "seen": (*self.largest, self.entropy, tuple(self.sums.values())),
-            "seams": given.seams(sums_at=given.together(self.names, calls, "sums_at")),
+            "seams": without["seams"]._replace(sums_at=given.together(self.names, calls, "sums_at")),
+            "form": replace(without["form"], largest=self.largest[0] is not None, entropy=self.entropy is not None),
         }
 
     def answer(self, statistic: Statistic) -> list[Any] | None:

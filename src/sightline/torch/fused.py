@@ -62,7 +62,8 @@ class Fused(Kernel):
     It has a causal mask, and yet is not given one: FlashAttention sets hidden scores to −∞ and then multiplies their
     weight, 0, by the value, and 0 · NaN is NaN. What torch guarantees of hidden values is nothing, what this library
     does is that they reach nothing, and whether a value is finite cannot be known without waiting for the device.
-    So one answer differs from ours: NaN, where a key is infinite, its score −∞ and its value not finite.
+    So answers may differ where a weight is 0 without a mask, its score being −∞, as a key of ∞ gives, or far below the
+    largest of its row: NaN, where the value is not finite.
 
     Parameters
     ----------
@@ -138,6 +139,7 @@ def _gradients(problem: Problem) -> bool:
 
 
 def _architecture(device: torch.device) -> str:
+    """The device's, as `gpu.chosen.architecture_of` has it, by the one question that torch.compile follows."""
     if device.type != "cuda":
         return device.type
     found = torch.cuda.get_device_properties(device)

@@ -89,6 +89,6 @@ def forward_calls(
     from .call import specialised
 
     sizes = configurations_of(problem)[0] if sizes is None else sizes
-    first, *others = run.forward_calls(problem, output, lse, architecture, sizes=sizes)
+    first, careful = run.forward_calls(problem, output, lse, architecture, sizes=sizes)
     yield specialised(first)
-    yield from others
+    yield careful
