@@ -29,7 +29,11 @@ from sightline.gpu.gradients import gradients
 from sightline.gpu.run import calls_of, forward_calls, run
 
 FILE = Path(__file__).with_name("recorded_kernels.json")
-FORMULAS = {"causal": {"mask": causal()}, "capped window": {"mask": window(256), "score": softcap(20.0)}}
+FORMULAS = {
+    "plain": {},
+    "causal": {"mask": causal()},
+    "capped window": {"mask": window(256), "score": softcap(20.0)},
+}
 STATISTICS = {"entropy": [entropy()], "top_k": [top_k(8)], "received": [received()], "pooled": [pooled(16, 16)]}
 
 
@@ -69,10 +73,10 @@ CASES = [
     for target in TARGETS
     for work in [
         *(("forward", "bfloat16", width, "causal") for width in (64, 128, 256)),
-        ("forward", "bfloat16", 128, "capped window"),
+        *(("forward", "bfloat16", 128, formula) for formula in ("plain", "capped window")),
         ("forward", "float32", 128, "causal"),
         ("forward", "float64", 64, "causal"),
-        ("decode", "bfloat16", 128, "causal"),
+        *(("decode", "bfloat16", 128, formula) for formula in ("plain", "causal")),
         *(("backward", "bfloat16", width, "causal") for width in (64, 128)),
         ("backward", "float32", 64, "causal"),
         *((work, "bfloat16", 64, "causal") for work in STATISTICS),
