@@ -509,7 +509,9 @@ def test_what_was_found_is_kept_when_the_device_breaks(capsys, monkeypatch, tmp_
     assert [each["failed"] for each in json.loads(path.read_text())["findings"]] == [None, "RuntimeError: illegal"]
 
 
-@pytest.mark.parametrize("arguments", [("--only", "nothing like it"), ("--threads", "0"), ("--seconds", "-1")])
+@pytest.mark.parametrize(
+    "arguments", [("--only", "nothing like it"), ("--threads", "0"), ("--seconds", "-1"), ("--seconds", "nan")]
+)
 def test_errors_are_messages(capsys, arguments):
     code, _, err = command(capsys, *arguments)
     assert code == 2

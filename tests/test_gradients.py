@@ -15,7 +15,7 @@ from sightline.arrays import dtype_name, to_numpy
 from sightline.cpu import Cpu, gradients
 from sightline.formula.expression import Lookup, walk
 from sightline.problem import pose
-from sightline.reference import backward, forward, gradients_of
+from sightline.reference import backward, forward, gradients_of, stages_of
 from sightline.streaming import backward as streaming_backward
 from sightline.testing import FORMATS, assert_within_budget, dense, orders_of, sizes_of_gradients
 
@@ -246,6 +246,18 @@ def test_what_is_hidden_reaches_no_gradient(framework, bad, rng):
     assert not to_numpy(found[1].query)[1].any()
     assert not to_numpy(found[1].key)[0, :, 6:].any()
     assert np.isfinite(to_numpy(found[1].value)).all()
+
+
+def test_a_dropped_value_reaches_no_gradient_of_its_query(rng):
+    """A query that dropped the key whose value is NaN has a finite output, and finite gradients."""
+    query, key, value, d_output = (rng.normal(size=(1, 1, 20, 8)) for _ in range(4))
+    value[..., 7, 0] = np.nan
+    problem = pose(query, key, value, dropout=0.5, seed=3)
+    whole = np.isfinite(stages_of(problem).output).all(-1)
+    assert 0 < whole.sum() < 20
+    with np.errstate(all="ignore"):
+        for found in (gradients_of(problem, d_output), streaming_backward(problem, d_output)):
+            assert np.array_equal(np.isfinite(found.query).all(-1), whole)
 
 
 def test_gradients_of_tables_repeat_bit_for_bit():

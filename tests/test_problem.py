@@ -184,6 +184,7 @@ REFUSED = {
     "a scale of NaN": (lambda: ask(scale=float("nan")), ParameterError, "scale=nan", "1/√d_k"),
     "a scale of ∞": (lambda: ask(scale=np.inf), ParameterError, "scale=inf", "finite"),
     "a scale beyond floats": (lambda: ask(scale=10**400), ParameterError, "scale=1000", "finite"),
+    "a scale beyond float32": (lambda: ask(scale=-1e39), ParameterError, "scale=-1e+39", "at most ±3.4e+38"),
     "scales": (lambda: ask(scale=np.ones(2)), ParameterError, "scale=array", "a finite number"),
     "negative dropout": (lambda: ask(dropout=-0.1, seed=0), ParameterError, "dropout=-0.1", "from 0 to 1"),
     "dropout of NaN": (lambda: ask(dropout=np.nan, seed=0), ParameterError, "dropout=nan"),

@@ -219,6 +219,27 @@ def test_a_kernel_s_name_is_no_kernel():
         sightline.tune(*arrays(), kernel="triton")
 
 
+@pytest.mark.parametrize("choice", ["gradients", "specialised", "show"])
+def test_a_choice_that_is_neither_true_nor_false(choice):
+    """Of a word the truth would be taken: "no" would try a kernel that may never end."""
+    with pytest.raises(ParameterError, match=f"{choice}='no'"):
+        tune(*arrays(), **{"kernel": Told(), "show": False, choice: "no"})
+
+
+@pytest.mark.parametrize(
+    "timer", [5, lambda call: None, lambda call: "1", lambda call: float("nan"), lambda call: -1.0]
+)
+def test_a_timer_that_tells_no_time(timer):
+    with pytest.raises(ParameterError, match="timer"):
+        tune(*arrays(), kernel=Told(), timer=timer, show=False, gradients=False)
+
+
+def test_where_no_kernel_runs_the_table_says_so():
+    kernel = Told()
+    kernel.run = Streaming().run  # as without queries or keys
+    assert "no kernel runs" in str(tuned(kernel))
+
+
 def test_other_sources_or_versions_find_nothing(monkeypatch):
     tuned(Told({("forward", others()[0]): 0.5}))
     machine = kept.machine()

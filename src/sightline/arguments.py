@@ -34,6 +34,8 @@ __all__ = [
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
 
+LARGEST_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # by what scores are computed in
+
 
 def read_mask(mask: Formula) -> Expression | None:
     """A mask as a formula: a formula, a FlexAttention mask_mod, or a boolean array (which means `dense`)."""
@@ -175,15 +177,17 @@ def one_number(what: str, array: Any) -> Expression:
     return Table(array.reshape(1))[0]
 
 
-def read_scale(scale: Any, d_k: int) -> float:
+def read_scale(scale: Any, query: Any) -> float:
     if scale is None:
-        return 1 / math.sqrt(d_k)
+        return 1 / math.sqrt(query.shape[-1])
     try:
         value = float(scale)
     except (TypeError, ValueError, OverflowError):
         value = math.nan
-    if not math.isfinite(value):
-        raise ParameterError(f"scale={scale!r}", "a finite number", "leave scale=None for 1/√d_k")
+    largest = LARGEST_SCALE[arrays.accumulator(arrays.dtype_name(query))]
+    if not abs(value) <= largest:
+        allowed = f"a finite number, at most ±{largest:.2g}"
+        raise ParameterError(f"scale={scale!r}", allowed, "leave scale=None for 1/√d_k")
     return value
 
 

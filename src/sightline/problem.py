@@ -176,7 +176,7 @@ def pose(query: Any, key: Any, value: Any = None, **options: Any) -> Problem:
     MaskError, FormulaError, TableError
         A mask that is no condition; a formula that cannot be meant; a formula that reads outside its table.
     ParameterError
-        scale not finite, dropout outside [0, 1], a seed missing, an unknown statistic.
+        scale beyond the floats scores are computed in, dropout outside [0, 1], a seed missing, an unknown statistic.
     """
     return examine(ask(query, key, value, **options))
 
@@ -214,7 +214,7 @@ def ask(
         mask=_both(read_mask(mask), beyond),
         score=formula,
         sinks=read_sinks(sinks, query),
-        scale=read_scale(scale, query.shape[-1]),
+        scale=read_scale(scale, query),
         dropout=read_dropout(dropout),
         seed=read_seed(seed, dropout),
         see=read_statistics(see),

@@ -114,7 +114,8 @@ def backward(
     p = stages.weights
     with np.errstate(all="ignore"):
         d_value = product((p * keep).swapaxes(-1, -2), d_output)
-        d_p = np.where(p == 0, 0, (d_output @ value.swapaxes(-1, -2)) * keep + d_weights)
+        through_output = np.where(np.equal(keep, 0), 0, (d_output @ value.swapaxes(-1, -2)) * keep)
+        d_p = np.where(p == 0, 0, through_output + d_weights)
         row = (p * d_p).sum(-1, keepdims=True) - np.asarray(d_lse)[..., None]
         d_masked = np.where(p == 0, 0, p * (d_p - row))
         d_scores = np.where(p == 0, 0, d_masked * slope * scale)

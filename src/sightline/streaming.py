@@ -251,7 +251,9 @@ def backward(
             d_row = d_row + xp.sum(p * work.of_scores(seen.weights, rows, columns, masked), axis=-1)
         for columns, scaled, masked, p in row_tiles(work, rows, lse):
             keep = keep_factor(problem, xp, rows, columns)
-            d_p = work.dot_rows(d_o, work.wide(problem.value, columns)) * keep
+            d_p = work.dot_rows(d_o, work.wide(problem.value, columns))
+            if problem.dropout:
+                d_p = work.times(keep, d_p)
             if seen.weights is not None:
                 d_p = d_p + work.of_scores(seen.weights, rows, columns, masked)
             d_masked = xp.where(p == 0, work.full(0.0), xp.astype(p * (d_p - d_row[..., None]), work.dtype))

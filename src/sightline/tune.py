@@ -10,6 +10,7 @@ later call of a problem of the same structure on the same device.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,6 +103,8 @@ class Tuning:
 
     def _why_nothing(self) -> str:
         """Why nothing was kept."""
+        if not self.found:
+            return "nothing kept: such a problem has nothing to multiply, so no kernel runs"
         if any(one.best != one.default for one in self.found):
             return f"nothing kept: {kept.VARIABLE}=off"
         return f"nothing kept: no sizes were {GAIN:g} times as fast as the default's"
@@ -160,7 +163,7 @@ def tune(
         The arrays are not on a GPU, Triton is not installed, or the kernels cannot serve the problem; the message holds
         every reason with its cure.
     ParameterError
-        What is found could not be kept, or `kernel` is none.
+        What is found could not be kept, `kernel` or `timer` is none, or a choice is neither True nor False.
     SightlineError
         As `sightline.problem.pose` says.
 
@@ -175,6 +178,11 @@ def tune(
         query, key, value = (torch.randn(2, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         sightline.tune(query, key, value, mask=sightline.causal())
     """
+    for name, choice in (("gradients", gradients), ("specialised", specialised), ("show", show)):
+        if not isinstance(choice, bool):
+            raise ParameterError(f"{name}={choice!r}", "True or False", f"{name}=True")
+    if timer is not None and not callable(timer):
+        raise ParameterError(f"timer={timer!r}", "a function of a call, or None", "leave timer=None")
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks}
     problem = pose(query, key, value, dropout=dropout, seed=seed, see=see, **options)
     kernel = Triton() if kernel is None else kernel
@@ -275,7 +283,7 @@ class Work:
                     found = call()
                     right = _share(found, *answers) <= 1
                     if right:
-                        times[each] = self.timer(call)
+                        times[each] = self._seconds(call)
                 except Exception as error:  # the compiler's or the driver's: too much shared memory, registers, ...
                     if each == table:
                         raise
@@ -296,8 +304,17 @@ class Work:
         for _ in range(ROUNDS):
             for each in sizes:
                 with trying({**others, name: each}):
-                    times[each].append(self.timer(call))
+                    times[each].append(self._seconds(call))
         return {each: statistics.median(taken) for each, taken in times.items()}
+
+    def _seconds(self, call: Callable[[], Any]) -> float:
+        """What the timer says, which may be the caller's."""
+        taken = self.timer(call)
+        if not isinstance(taken, float | int) or not 0 <= taken < math.inf:
+            raise ParameterError(
+                f"a timer that answers {taken!r}", "seconds, a number of at least 0", "leave timer=None"
+            )
+        return float(taken)
 
     def _of_rows(self, result: Result) -> list[Any]:
         """lse and the statistics, a number a row, in the dtype they are judged by."""

@@ -142,6 +142,16 @@ def test_weights_of_0_by_an_infinite_key_take_nothing(triton_kernel, shape):
     assert_conforms(triton_kernel.run, problem)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 20, 4), (1, 1, 1, 4)], ids=["forward", "decoding"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_too_small_for_float16_are_no_0(triton_kernel, shape, bad):
+    """e^−18 of the largest, which float16 rounds to 0."""
+    query, key, value = np.ones(shape), np.zeros((1, 1, 600, 4)), np.zeros((1, 1, 600, 4))
+    key[..., 5, :], value[..., 9, 0] = 9.0, bad
+    problem = Case(*(x.astype(np.float16) for x in (query, key, value))).as_torch().pose()
+    assert_conforms(triton_kernel.run, problem)
+
+
 def test_the_same_bits_every_time(triton_kernel):
     problem = Case(*arrays((2, 3, 33, 32), "float32", m=70), {"mask": causal("lower right")}).as_torch().pose()
     first, second = (triton_kernel.run(problem) for _ in range(2))
@@ -161,6 +171,12 @@ def test_the_whole_road(triton_kernel, monkeypatch):
         return [output, normaliser, top.weights, *torch.autograd.grad(output.sum() + normaliser.sum(), [*x, slopes])]
 
     expected = answered()
-    monkeypatch.setattr(room, "KERNELS", (triton_kernel, *room.KERNELS[1:]))
+    kind, taken = type(triton_kernel), []
+    run, gradients = kind.run, kind.gradients
+    monkeypatch.setattr(kind, "run", lambda *given, **more: taken.append("forward") or run(*given, **more))
+    monkeypatch.setattr(kind, "gradients", lambda *given, **more: taken.append("backward") or gradients(*given, **more))
+    others = [kernel for kernel in room.KERNELS if kernel.name != triton_kernel.name]  # two of a name are one to a plan
+    monkeypatch.setattr(room, "KERNELS", (triton_kernel, *others))
     for found, sound in zip(answered(), expected, strict=True):
         torch.testing.assert_close(found, sound)
+    assert taken == ["forward", "backward"]

@@ -262,6 +262,15 @@ def test_a_key_of_weight_0_reaches_no_gradient_without_a_mask(triton_kernel, rng
         assert not to_numpy(getattr(found[0], name))[..., 9, :].any()
 
 
+def test_weights_too_small_for_float16_are_no_0(triton_kernel):
+    """An infinite dO reaches dV through a weight of e^−18, which float16 rounds to 0."""
+    q, k, v, d_o = (np.zeros((1, 1, 40, 4), np.float16) for _ in range(4))
+    q[...], k[..., 5, :], d_o[..., 3, 1] = 1.0, 9.0, np.inf
+    found = by(triton_kernel)(Case(q, k, v).as_torch().pose(), to_torch(d_o), None, None)
+    assert np.isposinf(to_numpy(found.value)[..., 1]).all()
+    assert not to_numpy(found.value)[..., [0, 2, 3]].any()
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 FAULTS = {  # the room, a line as it stands, and with the fault in it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ def bench(options: argparse.Namespace) -> int:
     threads = usable() if options.threads is None else options.threads
     device = KINDS[options.device](threads)
     seconds = device.seconds if options.seconds is None else options.seconds
-    if threads < 1 or seconds <= 0:
+    if threads < 1 or not 0 < seconds < math.inf:
         raise ParameterError(
             f"--threads {threads} --seconds {seconds}", "one or more threads, a time above 0", "--threads 2"
         )

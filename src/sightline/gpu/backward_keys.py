@@ -60,11 +60,10 @@ def keys_over_run(state, first, last, block, seams, CAREFUL: tl.constexpr, form,
         if random is not None:
             keep = tl.trans(tiles.keep(random, tiles.Place(b, h, i[:, None], n, m), j0, form.rows, form.keys))
             dropped, dp = tl.where(keep, p, 0.0), tl.where(keep, dp * block.kept, 0.0)
-        weights = dropped.to(do.dtype)
         if CAREFUL:
-            marks = met(weights, do, marks, form)
+            marks = met(dropped, do, marks, form)
             do, q = tiles.finite(do), tiles.finite(q)
-        dv = tl.dot(weights, do, dv, input_precision=form.precision)
+        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=form.precision)
         ds = slopes_of(
             *(p, dp, s, products, pairs, delta[None, :], numbers, None, seams, (), PARTIAL or CAREFUL),
         )

@@ -73,7 +73,8 @@ class State(NamedTuple):
 def met(weights, value, marks, form):
     """`marks` and which of NaN (1), ∞ (2) and −∞ (4) in V the weights of a tile that are not 0 meet, (rows, lanes_v).
 
-    One product counts all three: 128 keys at most of each, in digits of base 256, every sum exact.
+    One product counts all three: 128 keys at most of each, in digits of base 256, every sum exact. Weights come as they
+    are before they are rounded to V's dtype: of float16's, those under 2⁻²⁵ would be 0.
     """
     signs = tl.where(value == float("inf"), 1.0, tl.where(value == float("-inf"), 256.0, 0.0))
     code = tl.where(value != value, 0.00390625, signs).to(value.dtype)
@@ -117,11 +118,10 @@ def over_run(state, first, last, block, seams, CAREFUL: tl.constexpr, form, PART
         if block.random is not None:
             p = tl.where(tiles.keep(block.random, block.place, j0, form.rows, form.keys), p, 0.0)
         v = tiles.rows_of(block.value, j0, form.keys, m, form.d_v, form.lanes_v, bound, form)
-        p = p.to(v.dtype)
         if CAREFUL:
             marks = met(p, v, marks, form)
             v = tiles.finite(v)
-        output = tl.dot(p, v, output * alpha[:, None], input_precision=form.precision)
+        output = tl.dot(p.to(v.dtype), v, output * alpha[:, None], input_precision=form.precision)
         largest = new
     return State(output, total, lost, largest, marks, riders)
 
