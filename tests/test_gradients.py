@@ -73,6 +73,11 @@ def entries(found):
     return [found.query, found.key, found.value, found.sinks, *found.tables]
 
 
+def undefined(problem):
+    """Whether a score is NaN, a hidden one too: of that torch's gradient is NaN · 0, where the definition's is 0."""
+    return np.isnan(dense(replace(problem, mask=None), "float64")[0]).any()
+
+
 def check(case, framework="numpy", differentiate=by_streaming):
     """Gradients of output and lse, by streaming of weights too, within the budget, in one framework or several in turn.
 
@@ -80,8 +85,8 @@ def check(case, framework="numpy", differentiate=by_streaming):
     """
     streams = differentiate is by_streaming
     problem = case.pose(see=[weights()] if streams else [])
-    if np.isnan(dense(problem, "float64")[0]).any():
-        return  # a score that is NaN
+    if undefined(problem):
+        return
     seeds = seeds_of(problem)
     if not streams:
         seeds = [(d_output.astype(problem.query.dtype), d_lse, 0 * d_weights) for d_output, d_lse, d_weights in seeds]
@@ -181,7 +186,7 @@ def over_groups(gradient, problem):
 @given(cases(dtypes=("float64",), poison=False, layouts=("contiguous",), largest=2000))
 def test_the_references_gradients_are_torchs(case):
     problem = case.pose()
-    if np.isnan(dense(problem, "float64")[0]).any():
+    if undefined(problem):
         return
     seeds = seeds_of(problem)
     oracle, other = differentiated(problem, seeds, "float64", 0)

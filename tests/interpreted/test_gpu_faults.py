@@ -26,7 +26,7 @@ PROBLEMS = {
 
 FAULTS = {  # the problem that shows it; the room, a line as it stands, and with the fault in it
     "stale maximum": ("masked", ("forward", "        largest = new\n", "        largest = largest\n")),
-    "dropped rescale": ("masked", ("forward", "tl.dot(p, v, output * alpha[:, None]", "tl.dot(p, v, output")),
+    "dropped rescale": ("masked", ("forward", "v, output * alpha[:, None]", "v, output")),
     "total not rescaled": ("masked", ("forward", "old = total * alpha", "old = total")),
     "wrong head of a group": ("masked", ("forward", "h // given.group", "h % (given.H // given.group)")),
     "sinks without weight": ("masked", ("forward", "total = lost + 1.0", "total = lost")),
