@@ -134,7 +134,7 @@ def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = Non
             if refusals[forced]:
                 raise KernelRefusedError(
                     f"kernel={forced!r} cannot serve this problem: " + "; ".join(r.reason for r in refusals[forced]),
-                    "problems the kernel does not refuse",
+                    "problems it serves; sightline.explain(...) names kernels that serve this one",
                     "; ".join(r.cure for r in refusals[forced]) + "; or leave kernel=None",
                 )
             return Plan(kernel, refusals, True, kernels)

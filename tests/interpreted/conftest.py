@@ -26,7 +26,8 @@ from sightline.gpu import Triton, run, seams
 def pytest_configure(config):
     """Kernels must have a place to run."""
     if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
-        raise pytest.UsageError("torch sees no GPU: set TRITON_INTERPRET=1, so that triton interprets these kernels")
+        cures = "set TRITON_INTERPRET=1, so that triton interprets these kernels, or install a torch built for your GPU"
+        raise pytest.UsageError(f"torch {torch.__version__} sees no GPU: {cures}")
 
 
 def pytest_collection_modifyitems(items):

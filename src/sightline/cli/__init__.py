@@ -115,7 +115,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Times named problems: this library and every peer that is installed, in turn in one run, after "
         "each answer was checked against the float64 definition. The extra `bench` installs the peers.",
     )
-    bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU's problems and peers")
+    bench.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: problems and peers of a GPU, CUDA's or ROCm's"
+    )
     bench.add_argument("--only", action="append", metavar="WORD", help="problems with this in their name, or a pattern")
     bench.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="problems of this dtype")
     bench.add_argument("--list", action="store_true", help="name the problems and their targets, and stop")

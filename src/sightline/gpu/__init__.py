@@ -41,9 +41,8 @@ class Triton(Kernel):
         place = problem.device.partition(":")[0]
         wanted = "cpu" if self.architecture == "interpreter" else "cuda"
         if problem.framework != "torch" or place != wanted:
-            moved = f"move them: query.to({wanted!r})"
-            cure = moved if problem.framework == "torch" else f"torch tensors on {wanted}"
-            yield Refusal(f"{problem.framework} arrays on {problem.device}", cure)
+            moved = _moved(wanted) if problem.framework == "torch" else f"torch tensors on {wanted}"
+            yield Refusal(f"{problem.framework} arrays on {problem.device}", moved)
         elif place == "cuda" and _too_old(problem.query.device):
             yield Refusal("a GPU older than compute capability 8.0", "take one of 8.0 or later; streaming serves it")
         yield from _too_large(problem)
@@ -124,6 +123,16 @@ def triton_version() -> tuple[int, ...]:
     import triton
 
     return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+@lru_cache
+def _moved(wanted: str) -> str:
+    """What brings torch's tensors to where the kernels run."""
+    import torch
+
+    built = wanted == "cpu" or torch.version.cuda or torch.version.hip
+    first = "" if built else f"install a torch built for CUDA or ROCm, which {torch.__version__} is not, and "
+    return f"{first}move query, key and value: .to({wanted!r})"
 
 
 @lru_cache
