@@ -12,8 +12,6 @@ of the plain computation in the same dtype, plus 2 units in the last place. In f
 - Plain is computed in several orders of summation, by the paper's formula and as fused kernels do it; its worst counts.
 - lse is one row: its errors follow the size of the scores, not its own. Its size is 1 at least, as log l has the
   relative error of the sum l for its absolute one.
-- Gradients of tables and sinks count in units of the problem's dtype where theirs is finer: they are made of
-  δ = rowsum(dO ∘ O), of the output as it was rounded, which plain arithmetic has not yet rounded.
 - NaN, ∞ and −∞ stand exactly where the definition has them.
 """
 
@@ -70,23 +68,21 @@ def ulp(values: Any, dtype: str) -> Any:
     return np.ldexp(1.0, np.maximum(exponent, least) - fraction)
 
 
-def budget_used(actual: Any, oracle: Any, plain: Any, terms: Any = None, dtype: str | None = None) -> float:
+def budget_used(actual: Any, oracle: Any, plain: Any, terms: Any = None) -> float:
     """The largest share of its budget any row of `actual` uses; at most 1 is within it, ∞ is a NaN or ∞ out of place.
 
     Parameters
     ----------
     actual : (..., width)
-        What a kernel answered.
+        What a kernel answered, in the dtype it is judged by.
     oracle : (..., width) float64
         The definition's answer.
     plain : (..., width) or (orders, ..., width)
         The plain computation's, in one or several orders of summation.
     terms : (..., width), optional
         Σ |term| of the sums behind each entry, whose last places no order of summation can save; `oracle` if not given.
-    dtype : str, optional
-        Whose last places they are; that of `actual` if not given.
     """
-    dtype, given = dtype or dtype_name(actual), np.atleast_1d(to_numpy(actual).astype(np.float64))
+    dtype, given = dtype_name(actual), np.atleast_1d(to_numpy(actual).astype(np.float64))
     oracle = np.atleast_1d(np.asarray(oracle, np.float64))
     if given.shape != oracle.shape:
         raise AssertionError(f"shape {given.shape} where the definition has {oracle.shape}")
@@ -103,11 +99,9 @@ def budget_used(actual: Any, oracle: Any, plain: Any, terms: Any = None, dtype: 
     return float((_largest(_difference(given, oracle)) / allowed).max())
 
 
-def assert_within_budget(
-    actual: Any, oracle: Any, plain: Any, what: str = "result", terms: Any = None, dtype: str | None = None
-) -> None:
+def assert_within_budget(actual: Any, oracle: Any, plain: Any, what: str = "result", terms: Any = None) -> None:
     """Raise AssertionError where `budget_used` is over 1."""
-    used = budget_used(actual, oracle, plain, terms, dtype)
+    used = budget_used(actual, oracle, plain, terms)
     if not used <= 1:
         raise AssertionError(f"{what} uses {used:.3g} times its budget of rounding errors")
 
