@@ -50,7 +50,7 @@ def pytest_unconfigure():
 @pytest.fixture
 def fresh_kernels(monkeypatch):
     """Kernels are compiled anew and kept nowhere: for tests that change how they are written."""
-    from sightline.cpu import compile
+    from sightline.cpu.runtime import compile
 
     monkeypatch.setattr(compile, "_kept", compile.Kept())
     monkeypatch.setenv("SIGHTLINE_CACHE", "off")

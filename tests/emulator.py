@@ -20,9 +20,9 @@ from typing import Any
 import llvmlite.binding as llvm
 import numpy as np
 
-from sightline.cpu.compile import optimised
-from sightline.cpu.machine import Machine
-from sightline.cpu.processor import Processor
+from sightline.cpu.runtime.compile import optimised
+from sightline.cpu.runtime.machine import Machine
+from sightline.cpu.runtime.processor import Processor
 from sightline.testing import GUARD
 
 EMULATORS = ("qemu-aarch64", "qemu-aarch64-static")

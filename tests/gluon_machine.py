@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import libdevice
 from triton.runtime.jit import JITCallable
 
-from sightline.gpu import words
+from sightline.gpu.codegen import gluon_language as words
 
 ROUNDED = {gl.bfloat16: ml_dtypes.bfloat16, gl.float16: np.float16}
 STORED = dict.fromkeys((gl.bfloat16, gl.float16, gl.float32), np.float32) | {

@@ -18,7 +18,9 @@ from numpy.lib.stride_tricks import as_strided
 
 import sightline
 from sightline import b, h, i, j, s, table
-from sightline.cpu import Cpu, gradients, observing
+from sightline.cpu import Cpu
+from sightline.cpu.launch import backward as gradients
+from sightline.cpu.launch import weights_pass as observing
 from sightline.problem import pose
 
 DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from strategies import generators, masks
 
 import sightline
+from sightline.accuracy import dense, orders_of
 from sightline.arrays import dtype_name, namespace, to_numpy
 from sightline.formula.render_array import dense_values
-from sightline.observe import apart, arrays_of
 from sightline.problem import Problem
 from sightline.reference import stages_of
-from sightline.testing import assert_within_budget, dense, orders_of
+from sightline.statistics import apart, arrays_of
+from sightline.testing import assert_within_budget
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 import torch
 
 from sightline.formula.expression import Expression
-from sightline.formula.table import Table
+from sightline.formula.tables import Table
 
 __all__ = ["OnDevice", "moved"]
 

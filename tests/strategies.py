@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import sightline
 from sightline import b, h, i, j, m, n, s, table, where
-from sightline.attention import KERNELS
+from sightline.dispatch import KERNELS
 from sightline.formula.expression import walk
 from sightline.problem import Problem, pose
 from sightline.testing import LAYOUTS

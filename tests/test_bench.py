@@ -333,8 +333,8 @@ def test_the_dot_product_of_pairs_adds_up():
     if not has_bfloat16_dot():
         pytest.skip("no AVX-512 bfloat16")
     from sightline.bench.peaks import UNROLLED, _dots
-    from sightline.cpu.compile import compile_module
-    from sightline.cpu.machine import host
+    from sightline.cpu.runtime.compile import compile_module
+    from sightline.cpu.runtime.machine import host
 
     chains, turns = 3, 5
     address = compile_module(_dots(chains), host(), "peak")
@@ -477,7 +477,7 @@ def test_a_wrong_answer_makes_the_command_fail(capsys, monkeypatch):
     monkeypatch.setattr("sightline.bench.peaks.SECONDS", 1e-3)
     monkeypatch.setattr("sightline.bench.peaks.BUFFER", 1 << 22)
     wrong = Finding("overhead", "about", failed="Sightline uses 3 times its budget", wrong=True)
-    monkeypatch.setattr("sightline.cli.bench.run", lambda problem, settings: wrong)
+    monkeypatch.setattr("sightline.cli.bench_command.run", lambda problem, settings: wrong)
     code, out, _ = command(capsys, "--only", "overhead")
     assert code == 1
     assert "not reported" in out
@@ -497,7 +497,7 @@ def test_what_was_found_is_kept_when_the_device_breaks(capsys, monkeypatch, tmp_
     def finish(self):
         raise RuntimeError("lost")
 
-    monkeypatch.setattr("sightline.cli.bench.run", fails)
+    monkeypatch.setattr("sightline.cli.bench_command.run", fails)
     code, out, _ = command(capsys, "--quick", "--json", str(path))
     assert code == 1
     assert len(json.loads(path.read_text())["findings"]) == len(PROBLEMS)

@@ -17,7 +17,7 @@ from sightline.bench.problems import CAUSAL
 from sightline.bench.races import BEST, Inputs, Planning, Race, Target
 from sightline.bench.report import Entry, Finding
 from sightline.cli import main
-from sightline.cli.bench import KINDS
+from sightline.cli.bench_command import KINDS
 from sightline.formula.render_array import evaluate
 
 RACES = {race.name: race for race in cuda_problems.PROBLEMS if isinstance(race, Race)}

@@ -13,10 +13,10 @@ from sightline import causal, documents, i, j, padding, prefix, table, where, wi
 from sightline.arrays import namespace
 from sightline.formula.bounds import intervals
 from sightline.formula.expression import SYMBOLS, apply, walk
-from sightline.formula.extrema import Extrema
 from sightline.formula.operators import OPERATORS
 from sightline.formula.render_array import ARRAY_RULES
-from sightline.formula.runs import find_runs, somewhere
+from sightline.formula.table_bounds import Extrema
+from sightline.formula.tile_ranges import find_runs, somewhere
 
 NAMESPACE = namespace(np.zeros(1))
 NUMBERS = st.one_of(

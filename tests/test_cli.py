@@ -12,16 +12,17 @@ import pytest
 from rich.console import Console
 
 from sightline import __version__, attention, padding, weights
-from sightline.attention import KERNELS
+from sightline.accuracy import plain
 from sightline.cli import heads, main
-from sightline.cli.demo import budget, compare, errors
-from sightline.cli.explain import explain
-from sightline.cli.info import PACKAGES, SAMPLES, support
+from sightline.cli.demo_command import budget, compare, errors
+from sightline.cli.explain_command import explain
+from sightline.cli.info_command import PACKAGES, SAMPLES, support
 from sightline.data import NAMES, load
+from sightline.dispatch import KERNELS
 from sightline.errors import ParameterError
-from sightline.gpu.kept import DRIVERS
+from sightline.gpu.tuning.cache import DRIVERS
 from sightline.problem import pose
-from sightline.testing import assert_within_budget, plain
+from sightline.testing import assert_within_budget
 from sightline.walkthrough import walk_through
 
 
@@ -151,15 +152,15 @@ def test_info_tells_of_a_gpu_where_torch_sees_one(run, monkeypatch, tmp_path):
 
     on_device = support(kernels(), "cpu")
     assert set(on_device["fused"]) == set(SAMPLES)
-    monkeypatch.setattr("sightline.cli.info.support", lambda kernels=KERNELS, device=None: on_device)
-    monkeypatch.setattr("sightline.cli.info.sees_gpu", lambda: True)
+    monkeypatch.setattr("sightline.cli.info_command.support", lambda kernels=KERNELS, device=None: on_device)
+    monkeypatch.setattr("sightline.cli.info_command.sees_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setenv("SIGHTLINE_CACHE", str(tmp_path))
     _, out, _ = run("info")
     assert f"NVIDIAH200;0kernelstuned,in{tmp_path}/tuned" in "".join(out.split())
     assert "Kernels on the GPU" in out
     assert "fused: the arrays are on cpu (move them to a CUDA device)" in out
-    monkeypatch.setattr("sightline.cli.info.sees_gpu", lambda: False)
+    monkeypatch.setattr("sightline.cli.info_command.sees_gpu", lambda: False)
     _, out, _ = run("info")
     assert "none that torch sees" in out
 
@@ -214,7 +215,7 @@ def test_demo_without_torch_and_matplotlib(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     find = importlib.util.find_spec
     absent = ("torch", "matplotlib")
-    for place in ("sightline.cli.demo.find_spec", "importlib.util.find_spec"):
+    for place in ("sightline.cli.demo_command.find_spec", "importlib.util.find_spec"):
         monkeypatch.setattr(place, lambda name, *rest: None if name in absent else find(name, *rest))
     code, out, _ = run("demo", "--repeats", "1", "--layer", "0", "--head", "5")
     assert code == 0

@@ -11,7 +11,7 @@ import torch
 
 import sightline
 from sightline.cli import main
-from sightline.cli.view import _statistics, view
+from sightline.cli.view_command import _statistics, view
 
 TEXTS = ["the cat ate", "a rat"]
 

@@ -9,11 +9,12 @@ from llvmlite import ir
 
 import sightline
 from sightline import h, i, j, s
-from sightline.cpu import Cpu, functions
-from sightline.cpu.lanes import DOUBLE, FLOAT, POINTER, Code, vector
-from sightline.cpu.machine import host
-from sightline.cpu.processor import HOST
-from sightline.cpu.render import LLVM_RULES
+from sightline.cpu import Cpu
+from sightline.cpu.codegen import math as functions
+from sightline.cpu.codegen.builder import DOUBLE, FLOAT, POINTER, Code, vector
+from sightline.cpu.codegen.render import LLVM_RULES
+from sightline.cpu.runtime.machine import host
+from sightline.cpu.runtime.processor import HOST
 from sightline.formula.operators import OPERATORS
 from sightline.problem import pose
 from sightline.testing import assert_conforms

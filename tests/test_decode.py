@@ -8,8 +8,11 @@ from strategies import DTYPES
 
 import sightline
 from sightline import causal, h, i, j, lse, m, n, padding, s, softcap, table
-from sightline.cpu import Cpu, decode, decoding, run
-from sightline.cpu.processor import HOST
+from sightline.cpu import Cpu
+from sightline.cpu.kernels import decode
+from sightline.cpu.launch import decode as decoding
+from sightline.cpu.launch import forward as run
+from sightline.cpu.runtime.processor import HOST
 from sightline.problem import pose
 from sightline.testing import assert_conforms, guarded
 

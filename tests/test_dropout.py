@@ -6,7 +6,7 @@ import torch
 
 import sightline
 from sightline import causal, weights
-from sightline.attention import KERNELS
+from sightline.dispatch import KERNELS
 from sightline.dropout import keep_factor, philox
 from sightline.problem import pose
 

@@ -11,7 +11,9 @@ import pytest
 import sightline
 from sightline.data import load
 from sightline.view import explorer
-from sightline.view.explorer import notebook, watched, writing
+from sightline.view.explorer import from_recording as watched
+from sightline.view.explorer import html_page as writing
+from sightline.view.explorer import notebook
 from sightline.view.explorer.data import Exploration, Layer, Links, Text
 
 needs_browser = pytest.mark.skipif(browser.found() is None, reason="no Chromium here: apt-get install chromium")

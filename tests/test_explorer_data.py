@@ -9,7 +9,8 @@ import pytest
 
 from sightline.errors import DtypeError, MissingExtraError, ParameterError, ShapeError
 from sightline.view import explorer
-from sightline.view.explorer import notebook, writing
+from sightline.view.explorer import html_page as writing
+from sightline.view.explorer import notebook
 from sightline.view.explorer.data import links_of
 
 HOSTILE = "</script><script>window.hacked=1</script>"

@@ -17,23 +17,18 @@ from test_observing import check_everything
 
 import sightline
 from sightline import h, i, j, s, table, testing
-from sightline.cpu import (
-    Cpu,
-    backward,
-    block,
-    forward,
-    gradients,
-    keywise,
-    observe,
-    observing,
-    operands,
-    riding,
-    rowwise,
-    run,
-    tables,
-    tiles,
-)
-from sightline.cpu.machine import host
+from sightline.cpu import Cpu
+from sightline.cpu.codegen import operand_tiles as operands
+from sightline.cpu.codegen import register_tile as tiles
+from sightline.cpu.kernels import backward, block, forward, tables
+from sightline.cpu.kernels import fused_statistics as riding
+from sightline.cpu.kernels import weights_by_key as keywise
+from sightline.cpu.kernels import weights_by_query as rowwise
+from sightline.cpu.kernels import weights_pass as observe
+from sightline.cpu.launch import backward as gradients
+from sightline.cpu.launch import forward as run
+from sightline.cpu.launch import weights_pass as observing
+from sightline.cpu.runtime.machine import host
 from sightline.formula import bounds
 from sightline.problem import pose
 from sightline.streaming import Streaming

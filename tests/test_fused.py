@@ -10,9 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sightline
 from sightline import i, j
 from sightline.explanation import Explanation
-from sightline.plan import choose
+from sightline.kernel import choose
 from sightline.problem import pose
-from sightline.torch import door
+from sightline.torch import dispatch as door
 from sightline.torch.fused import RULES, Fused
 
 

@@ -14,8 +14,8 @@ import torch
 
 from sightline import attention, causal, entropy, pooled, received, softcap, top_k, window
 from sightline.errors import ParameterError
-from sightline.observe import Slopes
 from sightline.problem import pose
+from sightline.statistics import Slopes
 
 pytest.importorskip("triton")
 
@@ -23,10 +23,10 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from sightline.gpu import Triton
-from sightline.gpu.ahead import SHARED, TARGETS, compiled
-from sightline.gpu.configurations import Configuration
-from sightline.gpu.gradients import gradients
-from sightline.gpu.run import calls_of, forward_calls, run
+from sightline.gpu.aot import SHARED, TARGETS, compiled
+from sightline.gpu.launch.backward import gradients
+from sightline.gpu.launch.forward import calls_of, forward_calls, run
+from sightline.gpu.tuning.configurations import Configuration
 
 FILE = Path(__file__).with_name("recorded_kernels.json")
 FORMULAS = {

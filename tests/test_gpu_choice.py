@@ -8,10 +8,10 @@ import torch
 
 import sightline
 from sightline import b, causal, h, i, j, s
-from sightline.attention import KERNELS
+from sightline.dispatch import KERNELS
 from sightline.errors import ParameterError
 from sightline.gpu import LONGEST, WIDEST, Triton
-from sightline.plan import choose
+from sightline.kernel import choose
 from sightline.problem import pose
 
 
@@ -100,7 +100,7 @@ def compiled_for(shape=(1, 2, 100, 64), m=200, **options):
     from triton.compiler.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    from sightline.gpu.run import calls_of
+    from sightline.gpu.launch.forward import calls_of
 
     key = torch.zeros(*shape[:2], m, shape[3])
     problem = pose(torch.zeros(shape), key, key, **options)
@@ -143,9 +143,9 @@ def test_other_formulas_compile_anew():
 def test_every_kernel_is_told_its_own_sizes():
     """192 keys fill tiles of 64, as those of dQ have, and not those of 128 of dK and dV."""
     pytest.importorskip("triton")
-    from sightline.gpu.gradients import backward_calls
-    from sightline.gpu.operands import operand
-    from sightline.observe import Slopes
+    from sightline.gpu.launch.arguments import operand
+    from sightline.gpu.launch.backward import backward_calls
+    from sightline.statistics import Slopes
 
     x = torch.zeros(1, 2, 192, 128, dtype=torch.bfloat16)
     names = ("d_lse", "lse", "rows", "sums", "d_query", "d_key", "d_value")
@@ -160,8 +160,8 @@ def test_every_kernel_is_told_its_own_sizes():
 
 def test_far_columns_of_any_array_are_counted_wide():
     tl = pytest.importorskip("triton.language")
-    from sightline.gpu.configurations import configuration_of
-    from sightline.gpu.operands import Operands, operand
+    from sightline.gpu.launch.arguments import Operands, operand
+    from sightline.gpu.tuning.configurations import configuration_of
 
     sizes = configuration_of("sm_90", "backward_queries", "float32", 8)
     far = operand(torch.empty_strided((1, 2, 16, 8), (2**33, 2**32, 1, 2**28), device="meta"))
@@ -174,7 +174,7 @@ def test_tf32_is_asked_for_where_the_gpu_has_it(monkeypatch, name, precision):
     pytest.importorskip("triton")
     from types import SimpleNamespace
 
-    from sightline.gpu import operands
+    from sightline.gpu.launch import arguments as operands
 
     device = torch.device("cuda:0")
     monkeypatch.setattr(torch.version, "hip", "6.4")

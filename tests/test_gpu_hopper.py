@@ -11,7 +11,7 @@ from strategies import Case, generators, masks, scores, to_torch
 from test_conformance import arrays
 
 from sightline import alibi, causal, documents, entropy, h, i, j, s, softcap, table, window
-from sightline.plan import Result
+from sightline.kernel import Result
 from sightline.problem import pose
 from sightline.testing import assert_conforms
 
@@ -20,10 +20,10 @@ pytest.importorskip("triton")
 from gluon_machine import Machine, broken
 
 from sightline.gpu import hopper
-from sightline.gpu.ahead import compiled
-from sightline.gpu.configurations import Configuration
+from sightline.gpu.aot import compiled
 from sightline.gpu.hopper import kernel, rings
-from sightline.gpu.run import calls_of
+from sightline.gpu.launch.forward import calls_of
+from sightline.gpu.tuning.configurations import Configuration
 
 SMALL = Configuration(rows=32, keys=16, warps=4, stages=2)  # so that small problems have several tiles
 SHAPES = {"shape": (2, 4, 75, 24), "groups": 2, "m": 83}

@@ -11,13 +11,15 @@ from strategies import DTYPES, Case, cases, to_torch
 
 import sightline
 from sightline import attention, h, i, j, padding, s, softcap, table, weights
+from sightline.accuracy import dense, orders_of, sizes_of_gradients
 from sightline.arrays import dtype_name, to_numpy
-from sightline.cpu import Cpu, gradients
+from sightline.cpu import Cpu
+from sightline.cpu.launch import backward as gradients
 from sightline.formula.expression import Lookup, walk
 from sightline.problem import pose
 from sightline.reference import backward, forward, gradients_of, stages_of
 from sightline.streaming import backward as streaming_backward
-from sightline.testing import assert_within_budget, dense, orders_of, sizes_of_gradients
+from sightline.testing import assert_within_budget
 
 NAMES = ("query", "key", "value")
 

@@ -13,11 +13,12 @@ import pytest
 keras = pytest.importorskip("keras")
 torch = pytest.importorskip("torch")
 
+from sightline.accuracy import plain
 from sightline.errors import ParameterError, ShapeError
 from sightline.keras import ScaledDotProductAttention
 from sightline.problem import pose
 from sightline.reference import stages_of
-from sightline.testing import assert_within_budget, plain
+from sightline.testing import assert_within_budget
 
 
 def numbers(tensor):

@@ -15,11 +15,12 @@ from test_faults import broken
 
 import sightline
 from sightline import KVCache, i, j
+from sightline.accuracy import plain, size_of_terms
 from sightline.arrays import framework, to_numpy
 from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError, TableError
 from sightline.problem import pose
 from sightline.reference import stages_of
-from sightline.testing import assert_within_budget, plain, size_of_terms
+from sightline.testing import assert_within_budget
 
 B, H, G, T, D_K, D_V = 3, 4, 2, 40, 16, 9
 STEPS = (7, 1, 1, 1, 4, 1, 1, 24)  # positions appended at a time
@@ -734,9 +735,9 @@ def test_a_sound_cache_passes():
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_seen(fault, monkeypatch):
     room, before, after = FAULTS[fault]
-    cache = sys.modules["sightline.kv_cache"]
+    cache = sys.modules["sightline.kv_cache.cache"]
     if room == "kv_storage":
-        made = broken(sys.modules["sightline.kv_storage"], before, after)
+        made = broken(sys.modules["sightline.kv_cache.storage"], before, after)
         for name in made.__all__:
             monkeypatch.setattr(cache, name, getattr(made, name))
     else:

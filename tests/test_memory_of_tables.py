@@ -12,10 +12,10 @@ import torch
 
 import sightline
 from sightline import h, i, j, s, table
-from sightline.formula import memory
-from sightline.formula import table as table_module
-from sightline.formula.memory import Memory
-from sightline.gpu.schedule import schedule
+from sightline.formula import tables as table_module
+from sightline.formula import tensor_cache as memory
+from sightline.formula.tensor_cache import Memory
+from sightline.gpu.launch.schedule import schedule
 from sightline.problem import pose
 
 

@@ -18,15 +18,16 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import sightline
 from sightline import i, j, lse, merge
+from sightline.accuracy import orders_of
+from sightline.accuracy import plain as plain_of
 from sightline.arrays import to_numpy
-from sightline.attention import solve
+from sightline.dispatch import solve
 from sightline.dropout import keep_factor
 from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError
-from sightline.plan import Result
+from sightline.kernel import Result
 from sightline.problem import pose
 from sightline.reference import stages_of
-from sightline.testing import assert_conforms, assert_within_budget, orders_of
-from sightline.testing import plain as plain_of
+from sightline.testing import assert_conforms, assert_within_budget
 
 SEE = [lse()]
 
@@ -328,6 +329,6 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_seen(fault):
-    copy = broken(sys.modules["sightline.merge"], *FAULTS[fault])
+    copy = broken(sys.modules["sightline.lse_merge"], *FAULTS[fault])
     with pytest.raises(AssertionError, match="budget"):
         sound(copy.merge)

@@ -10,12 +10,14 @@ from strategies import DTYPES, Case, cases
 from test_conformance import arrays
 
 from sightline import alibi, causal, i, j, padding, s, softcap, table, window
+from sightline.accuracy import dense, orders_of
 from sightline.arrays import dtype_name, framework, to_numpy
-from sightline.cpu import Cpu, observing
-from sightline.cpu.observing import MOST, pooled, received, top_k, weights
+from sightline.cpu import Cpu
+from sightline.cpu.launch import weights_pass as observing
+from sightline.cpu.launch.weights_pass import MOST, pooled, received, top_k, weights
 from sightline.problem import pose
 from sightline.reference import stages_of
-from sightline.testing import assert_within_budget, dense, guarded, orders_of
+from sightline.testing import assert_within_budget, guarded
 
 # -- what is asked, and the same of a dense matrix of weights (..., n, m) --------------------------------------------
 

@@ -10,13 +10,15 @@ from test_faults import broken
 
 import sightline
 from sightline import attention, causal, documents, explain, i, j, padding, table
+from sightline.accuracy import plain, size_of_terms
 from sightline.arrays import to_numpy
 from sightline.errors import ParameterError, ShapeError
-from sightline.formula import bounds, library, runs
-from sightline.formula.runs import find_runs
+from sightline.formula import bounds, library
+from sightline.formula import tile_ranges as runs
+from sightline.formula.tile_ranges import find_runs
 from sightline.problem import pose
 from sightline.reference import stages_of
-from sightline.testing import assert_within_budget, plain, size_of_terms
+from sightline.testing import assert_within_budget
 
 TILE = 64
 LENGTHS = np.array([70, 1, 0, 129, 64, 3, 200, 45])  # with an empty one, and one that fills its tile

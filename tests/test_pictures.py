@@ -11,9 +11,9 @@ from sightline import causal, window
 from sightline.data import load
 from sightline.errors import MaskError, MissingExtraError, ParameterError, ShapeError
 from sightline.view import arcs, entropy_by_head, head_grid, heatmap, received_by_key, save, tile_map
-from sightline.view.arcs import MOST, PLACES
+from sightline.view.arc_diagram import MOST, PLACES
 from sightline.view.explorer.data import links_of
-from sightline.view.tile_map import EMPTY, FULL, PARTIAL, tile_kinds
+from sightline.view.tile_maps import EMPTY, FULL, PARTIAL, tile_kinds
 
 MANY = 100_000
 SIGNATURES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}

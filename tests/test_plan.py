@@ -7,9 +7,9 @@ import pytest
 
 import sightline
 from sightline import alibi, causal, window
-from sightline.attention import KERNELS
+from sightline.dispatch import KERNELS
 from sightline.errors import KernelRefusedError, ParameterError
-from sightline.plan import Kernel, Refusal, choose
+from sightline.kernel import Kernel, Refusal, choose
 from sightline.problem import pose
 
 X = np.ones((2, 4, 96, 8), np.float32)

@@ -18,14 +18,16 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sightline
-from sightline import again, i, j, m, n, s, where
+from sightline import call_cache as again
+from sightline import i, j, m, n, s, where
+from sightline.accuracy import plain, size_of_terms
 from sightline.cpu import Cpu
-from sightline.cpu.decoding import Decoding
-from sightline.cpu.prepared import Prepared
+from sightline.cpu.launch.bound_call import Prepared
+from sightline.cpu.launch.decode import Decoding
 from sightline.errors import SightlineError
 from sightline.problem import pose
 from sightline.reference import stages_of
-from sightline.testing import assert_within_budget, plain, size_of_terms
+from sightline.testing import assert_within_budget
 
 FORMULAS = {
     "none": dict,
@@ -458,8 +460,8 @@ def test_other_devices(rng):
 
 
 def test_a_kernel_of_another_processor_prepares_nothing(rng):
-    from sightline.cpu.machine import named
-    from sightline.cpu.processor import Processor
+    from sightline.cpu.runtime.machine import named
+    from sightline.cpu.runtime.processor import Processor
 
     assert Cpu(Processor(named("sse2"))).run(pose(*arrays(rng))).prepared is None
 

@@ -30,6 +30,7 @@ from sightline import (
     where,
     window,
 )
+from sightline.accuracy import plain
 from sightline.errors import (
     DeviceError,
     DtypeError,
@@ -43,7 +44,7 @@ from sightline.errors import (
 )
 from sightline.formula.derivative import derivative
 from sightline.problem import pose
-from sightline.testing import assert_within_budget, plain
+from sightline.testing import assert_within_budget
 
 X = np.ones((1, 2, 4, 3), np.float32)
 T = torch.ones(1, 2, 4, 3)

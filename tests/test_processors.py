@@ -21,12 +21,13 @@ from test_observing import check_everything
 
 import sightline
 from sightline import alibi, causal, documents, h, i, j, lse, padding, s, softcap, table, window
-from sightline.cpu import Cpu, compile
-from sightline.cpu.compile import optimised
-from sightline.cpu.lanes import DOUBLE, POINTER, Code, Value
-from sightline.cpu.machine import VARIABLE, Machine, host, lacking, named, names, native, restricted
-from sightline.cpu.observing import pooled, received, top_k, weights
-from sightline.cpu.processor import Processor
+from sightline.cpu import Cpu
+from sightline.cpu.codegen.builder import DOUBLE, POINTER, Code, Value
+from sightline.cpu.launch.weights_pass import pooled, received, top_k, weights
+from sightline.cpu.runtime import compile
+from sightline.cpu.runtime.compile import optimised
+from sightline.cpu.runtime.machine import VARIABLE, Machine, host, lacking, named, names, native, restricted
+from sightline.cpu.runtime.processor import Processor
 from sightline.errors import ParameterError
 from sightline.problem import pose
 from sightline.testing import assert_conforms

@@ -6,8 +6,9 @@ from strategies import ON_HOST
 
 import sightline.data
 from sightline import padding, weights
+from sightline.accuracy import plain
 from sightline.problem import pose
-from sightline.testing import assert_conforms, assert_within_budget, plain
+from sightline.testing import assert_conforms, assert_within_budget
 
 LAYERS = [(name, number) for name in sightline.data.NAMES for number in sightline.data.load(name).layers]
 

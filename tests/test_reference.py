@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from sightline import causal, softcap
+from sightline.accuracy import plain
 from sightline.problem import pose
 from sightline.reference import forward, product, stages_of
-from sightline.testing import assert_within_budget, plain
+from sightline.testing import assert_within_budget
 
 
 def test_a_case_worked_by_hand():

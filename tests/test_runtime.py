@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,12 +12,14 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import CFUNCTYPE, c_void_p
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sightline.cpu import compile, disk
-from sightline.cpu.machine import host
+from sightline.cpu.runtime import compile
+from sightline.cpu.runtime import disk_cache as disk
+from sightline.cpu.runtime.machine import host
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="kernels stay in memory where owners are unknown")
 
@@ -151,7 +154,7 @@ def test_memory_is_bounded_and_no_running_kernel_ends(folder, monkeypatch):
 PROGRAM = """
 import sys, numpy as np, sightline
 from sightline import i, j, table
-from sightline.cpu import compile, disk
+from sightline.cpu.runtime import compile, disk_cache as disk
 if "hold" in sys.argv:
     print("ready", flush=True); sys.stdin.readline()
 rng = np.random.default_rng(0)
@@ -253,6 +256,24 @@ def test_what_decides_the_code_decides_the_file(change, folder, monkeypatch):
     kernel(1, change(monkeypatch))
     assert compile.counts == {"compiled": 2, "read": 1}
     assert len(files(folder)) == 2
+
+
+def test_a_change_of_any_source_changes_the_hash(tmp_path, monkeypatch):
+    """In every folder under cpu/ and formula/, and in dropout.py, whose constants kernels hold."""
+    package = Path(disk.__file__).parents[2]
+    for folder in ("cpu", "formula"):
+        shutil.copytree(package / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(package / "dropout.py", tmp_path)
+    monkeypatch.setattr(disk, "__file__", str(tmp_path / "cpu" / "runtime" / "disk_cache.py"))
+    monkeypatch.setattr(disk, "LOADED", math.inf)
+    folders = {path.parent for path in tmp_path.rglob("*.py")}
+    assert {"codegen", "kernels", "launch", "runtime", "formula"} <= {folder.name for folder in folders}
+    before = disk.sources.__wrapped__()
+    for folder in sorted(folders):
+        min(folder.glob("*.py")).write_text("# changed")
+        after = disk.sources.__wrapped__()
+        assert after != before
+        before = after
 
 
 def test_sources_newer_than_the_process_keep_nothing(folder, monkeypatch):
@@ -461,7 +482,7 @@ FORK = """
 import os, sys, threading, time
 sys.path.insert(0, sys.argv[1])
 from test_runtime import constant, host, kernel, number_of
-from sightline.cpu import compile
+from sightline.cpu.runtime import compile
 many = "\\n".join(f"  %x{n} = load volatile i64, ptr %words" for n in range(1500))
 heavy = "define void @apply(ptr %words) {\\n" + many + "\\n  ret void\\n}\\n"
 def work(name):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from sightline import h, i, j, s, table
-from sightline.cpu import Cpu, compile
+from sightline.cpu import Cpu
+from sightline.cpu.runtime import compile
 from sightline.problem import pose
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's pages and accounting")

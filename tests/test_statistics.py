@@ -14,11 +14,14 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import sightline
 from sightline import h, i, j, s, table
+from sightline.accuracy import dense, orders_of, sizes_of_gradients
 from sightline.arrays import to_numpy
 from sightline.errors import DtypeError, MaskError, ParameterError, ShapeError, TableError
-from sightline.observe import arrays_of, keys, matrix, queries
-from sightline.observe import parts as parts_room
-from sightline.testing import assert_within_budget, dense, orders_of, sizes_of_gradients
+from sightline.statistics import arrays_of, matrix
+from sightline.statistics import per_key as keys
+from sightline.statistics import per_query as queries
+from sightline.statistics import selection as parts_room
+from sightline.testing import assert_within_budget
 
 streaming = sys.modules["sightline.streaming"]
 EXAMPLES = {"reference": 2, "streaming": 6, "cpu": 2}  # of each dtype; with the last most compile a kernel
@@ -531,7 +534,7 @@ def test_every_fault_in_a_gradient_is_seen(fault, monkeypatch):
 
 def test_a_row_sum_without_the_statistics_share_is_seen(monkeypatch):
     copy = broken(streaming, "d_row + xp.sum(p * work.of_scores", "d_row + 0 * xp.sum(p * work.of_scores")
-    monkeypatch.setattr(sys.modules["sightline.attention"], "backward", copy.backward)
+    monkeypatch.setattr(sys.modules["sightline.dispatch"], "backward", copy.backward)
     with pytest.raises(AssertionError, match=RED):
         check_gradients(OF_WEIGHTS["mass"])
 

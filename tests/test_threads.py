@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import sightline
-from sightline.cpu import compile
-from sightline.cpu import threads as room
-from sightline.cpu.machine import host
+from sightline.cpu.runtime import compile
+from sightline.cpu.runtime import thread_team as room
+from sightline.cpu.runtime.machine import host
 from sightline.errors import ParameterError
 
 # -- how many ------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ START = """
 import os, signal, sys, threading, time, numpy as np
 {before}
 import sightline
-from sightline.cpu import threads as room
+from sightline.cpu.runtime import thread_team as room
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in what a shell runs in the background
 rng = np.random.default_rng(0)
 q = rng.normal(size=(1, 4, 900, 32)).astype(np.float32)

@@ -13,15 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sightline
 from sightline import h, i, j, m, n, s, table, where
+from sightline.accuracy import dense, plain, sizes_of_gradients
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
-from sightline.formula.table import Table
+from sightline.formula.tables import Table
 from sightline.problem import ask, pose
 from sightline.reference import stages_of
-from sightline.testing import assert_within_budget, dense, plain, sizes_of_gradients
+from sightline.testing import assert_within_budget
 from sightline.torch import kernels, scaled_dot_product_attention
 from sightline.torch.operator import attention as operator
 from sightline.torch.operator import attention_backward
-from sightline.torch.question import Question, spelled
+from sightline.torch.operator_schema import Question, spelled
 
 SHAPES = ((4, 4, 3), (2, 5, 3), (2, 5, 2))  # two query heads to a key head, d_v other than d_k
 DOCUMENTS = torch.tensor([0, 0, 1, 1, 2])

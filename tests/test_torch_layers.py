@@ -10,9 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sightline
 from sightline import i, j
+from sightline.accuracy import plain
 from sightline.errors import MaskError, ParameterError, ShapeError
 from sightline.problem import pose
-from sightline.testing import assert_within_budget, plain
+from sightline.testing import assert_within_budget
 from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, functional
 
 

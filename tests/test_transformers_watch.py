@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import transformers
 from tiny_models import BATCH, LENGTH, given, made, run, wide
 
-from sightline.torch import watching
+from sightline.torch import hooks as watching
 from sightline.transformers import watch
 
 

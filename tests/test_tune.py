@@ -1,8 +1,10 @@
 """`sightline.tune`: what it measures, lets count and keeps, with sizes that cost and err as they are told."""
 
 import json
+import shutil
 import threading
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +13,14 @@ import torch
 import sightline
 from sightline import i, j
 from sightline.errors import KernelRefusedError, ParameterError
-from sightline.gpu import Triton, chosen, kept
-from sightline.gpu.chosen import candidates, trying
-from sightline.gpu.configurations import Configuration, configuration_of
+from sightline.gpu import Triton
+from sightline.gpu.tuning import cache as kept
+from sightline.gpu.tuning import selection as chosen
+from sightline.gpu.tuning.configurations import Configuration, configuration_of
+from sightline.gpu.tuning.selection import candidates, trying
+from sightline.gpu.tuning.tuner import GAIN, tune
 from sightline.problem import pose
 from sightline.streaming import Streaming, backward
-from sightline.tune import GAIN, tune
 
 MASK = i >= j
 TABLE = configuration_of("interpreter", "forward", "float32", 8)
@@ -250,15 +254,18 @@ def test_other_sources_or_versions_find_nothing(monkeypatch):
         assert kept.findings() == []
 
 
-def test_sources_of_every_room_of_kernels_count(monkeypatch, tmp_path):
-    room = tmp_path / "gpu"
-    (room / "hopper").mkdir(parents=True)
-    monkeypatch.setattr(kept, "__file__", str(room / "kept.py"))
-    seen = {kept._sources()}
-    for text in ("one", "two"):
-        (room / "hopper" / "kernel.py").write_text(text)
-        seen.add(kept._sources())
-    assert len(seen) == 3
+def test_a_change_of_any_source_changes_the_hash(monkeypatch, tmp_path):
+    """In every folder under gpu/ and formula/."""
+    package = Path(sightline.__file__).parent
+    for folder in ("gpu", "formula"):
+        shutil.copytree(package / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(kept, "__file__", str(tmp_path / "gpu" / "tuning" / "cache.py"))
+    before, folders = kept._sources(), {path.parent for path in tmp_path.rglob("*.py")}
+    assert {"codegen", "kernels", "launch", "tuning", "hopper", "formula"} <= {folder.name for folder in folders}
+    for folder in sorted(folders):
+        next(iter(sorted(folder.glob("*.py")))).write_text("# changed")
+        assert kept._sources() != before
+        before = kept._sources()
 
 
 def test_many_may_write_at_once(folder):

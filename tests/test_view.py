@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from sightline import alibi, bias, causal, dense, documents, i, j, padding, s, softcap, where, window
 from sightline.errors import MissingExtraError, ParameterError, ShapeError
 from sightline.view import Picture, effect_of_scaling, heatmap, save, scaling_figure
-from sightline.view.heatmap import pooled
+from sightline.view.heatmaps import pooled
 from sightline.view.terminal import colour_of, colours_here, ink_on
 
 MASKS = {

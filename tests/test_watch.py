@@ -9,9 +9,10 @@ from torch import nn
 
 import sightline
 from sightline.errors import ParameterError
-from sightline.seen import Call, Seen
+from sightline.recording import Call, Seen
 from sightline.testing import assert_within_budget
-from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, watch, watching
+from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, watch
+from sightline.torch import hooks as watching
 
 LSE = sightline.lse()
 

@@ -3,8 +3,8 @@
 from importlib import import_module
 from types import ModuleType
 
-from .attention import attention, explain, tiles
-from .cpu.threads import threads
+from .api import attention, explain, tiles
+from .cpu.runtime.thread_team import threads
 from .formula.expression import SYMBOLS, Expression, where
 from .formula.library import (
     alibi,
@@ -19,24 +19,11 @@ from .formula.library import (
     softcap,
     window,
 )
-from .formula.table import Table, table
+from .formula.tables import Table, table
+from .gpu.tuning.tuner import tune
 from .kv_cache import KVCache
-from .merge import merge
-from .observe import (
-    applied,
-    entropy,
-    heads,
-    lse,
-    mass,
-    max_score,
-    pooled,
-    received,
-    rows,
-    scores,
-    top_k,
-    weights,
-)
-from .tune import tune
+from .lse_merge import merge
+from .statistics import applied, entropy, heads, lse, mass, max_score, pooled, received, rows, scores, top_k, weights
 
 __all__ = [
     "Expression",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .formula.runs import find_runs
-from .observe import width_of
-from .plan import Plan
+from .formula.tile_ranges import find_runs
+from .kernel import Plan
 from .problem import Problem
+from .statistics import width_of
 
 __all__ = ["Explanation"]
 

@@ -21,7 +21,14 @@ from functools import cached_property, lru_cache
 from typing import Any, cast
 
 from . import arrays
-from .arguments import (
+from .errors import DeviceError
+from .formula import implied_mask, validate
+from .formula.expression import SYMBOLS, Expression, from_text
+from .formula.tables import Table
+from .formula.tensor_cache import Memory, near
+from .kv_cache import opened
+from .statistics import Statistic
+from .validation import (
     Formula,
     check_arrays,
     check_device,
@@ -35,13 +42,6 @@ from .arguments import (
     read_statistics,
     shaped,
 )
-from .errors import DeviceError
-from .formula import checks, hiding
-from .formula.expression import SYMBOLS, Expression, from_text
-from .formula.memory import Memory, near
-from .formula.table import Table
-from .kv_cache import opened
-from .observe import Statistic
 
 __all__ = ["Problem", "ask", "checked", "examine", "pose", "read_mask", "read_score", "settle"]
 
@@ -245,7 +245,7 @@ def examine(problem: Problem) -> Problem:
 
 def checked(condition: Expression, extent: tuple[int, int, int, int]) -> Expression:
     """A statistic's condition, every read of it checked."""
-    checks.check_reads(condition, None, extent)
+    validate.check_reads(condition, None, extent)
     return condition
 
 
@@ -292,9 +292,9 @@ def _settled_with_tables(
 def _settled(
     mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
 ) -> tuple[Expression | None, Expression | None]:
-    checks.check_reads(mask, score, extent)
+    validate.check_reads(mask, score, extent)
     if score is not None:
-        hidden = hiding.hidden(score, extent)
+        hidden = implied_mask.hidden(score, extent)
         if hidden is not None:
             mask = ~hidden if mask is None else mask & ~hidden
     return mask, score

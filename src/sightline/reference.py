@@ -18,9 +18,9 @@ from .arrays import convert, namespace, resolve, to_numpy
 from .dropout import keep_factor
 from .formula.derivative import derivative
 from .formula.render_array import dense_values
-from .observe import Tile, collect
-from .plan import Kernel, Refusal, Result
+from .kernel import Kernel, Refusal, Result
 from .problem import Problem
+from .statistics import Tile, collect
 
 __all__ = ["Gradients", "Reference", "Stages", "backward", "forward"]
 

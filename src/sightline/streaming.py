@@ -18,10 +18,10 @@ from .dropout import keep_factor
 from .formula.derivative import derivative
 from .formula.expression import Lookup, walk
 from .formula.render_array import evaluate
-from .formula.runs import Runs, find_runs
-from .observe import Tile, collect, slopes
-from .plan import Gradients, Kernel, Refusal, Result
+from .formula.tile_ranges import Runs, find_runs
+from .kernel import Gradients, Kernel, Refusal, Result
 from .problem import Problem
+from .statistics import Tile, collect, slopes
 
 __all__ = ["Streaming", "Work", "backward", "forward", "observe", "tiles"]
 

@@ -20,7 +20,9 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import sightline.gpu
-from sightline.gpu import Triton, run, seams
+from sightline.gpu import Triton
+from sightline.gpu.codegen import formula_functions as seams
+from sightline.gpu.launch import forward as run
 
 
 def pytest_configure(config):
@@ -95,31 +97,49 @@ def triton_kernel(monkeypatch):
     return Triton("interpreter") if INTERPRETED else OnDevice(Triton())
 
 
-ROOMS = (  # of the kernels and their calls, each before those that import from it
-    *("functions", "tiles", "runs", "riding", "gains", "forward", "decode", "observe", "top_k", "written", "pooled"),
-    *("received", "schedule", "backward", "backward_queries", "backward_keys", "observing", "seeing", "run"),
-    "gradients",
+MODULES = (  # of kernels and launches, each before those that import it
+    "kernels.math",
+    "kernels.tile_ops",
+    "kernels.tile_loop",
+    "kernels.fused_statistics",
+    "kernels.table_gradient",
+    "kernels.forward",
+    "kernels.decode",
+    "kernels.weights_pass",
+    "kernels.weights_top_k",
+    "kernels.weights_dense",
+    "kernels.weights_pooled",
+    "kernels.weights_received",
+    "launch.schedule",
+    "kernels.backward",
+    "kernels.backward_queries",
+    "kernels.backward_keys",
+    "launch.weights_pass",
+    "launch.statistics",
+    "launch.forward",
+    "launch.backward",
 )
 
 
 @pytest.fixture
 def plant(monkeypatch, tmp_path):
-    """Puts a fault into a room's source: a line as it stands, and with the fault in it. All is sound after the test."""
+    """Put a fault into a module's source: a line as it is, and the line with the fault. The test's end removes it."""
 
     def put(place, before, after):
-        for room in ROOMS[ROOMS.index(place) :]:
-            text = Path(sightline.gpu.__path__[0], f"{room}.py").read_text()
-            if room == place:
-                assert text.count(before) >= 1, f"{room} no longer has {before!r}"
+        for name in MODULES[MODULES.index(place) :]:
+            package, _, stem = name.partition(".")
+            text = Path(sightline.gpu.__path__[0], package, f"{stem}.py").read_text()
+            if name == place:
+                assert text.count(before) >= 1, f"{name} no longer has {before!r}"
                 text = text.replace(before, after)
-            path = tmp_path / f"{room}.py"  # triton reads the lines of what it runs
+            path = tmp_path / f"{name}.py"  # triton reads the lines of what it runs
             path.write_text(text)
-            spec = importlib.util.spec_from_file_location(f"sightline.gpu.{room}", path)
+            spec = importlib.util.spec_from_file_location(f"sightline.gpu.{name}", path)
             module = importlib.util.module_from_spec(spec)
             monkeypatch.setitem(sys.modules, spec.name, module)
-            monkeypatch.setattr(sightline.gpu, room, module, raising=False)
+            monkeypatch.setattr(sys.modules[f"sightline.gpu.{package}"], stem, module, raising=False)
             spec.loader.exec_module(module)
-        monkeypatch.setattr(sys.modules["sightline.gpu.run"], "LEAST", FEW_KEYS)
+        monkeypatch.setattr(sys.modules["sightline.gpu.launch.forward"], "LEAST", FEW_KEYS)
         seams.function.cache_clear()  # generated functions import others
 
     yield put

@@ -7,8 +7,9 @@ from test_conformance import arrays
 
 from sightline import dense, i, j, lse, padding, s, softcap
 from sightline.formula import render_triton
-from sightline.formula.memory import Memory
-from sightline.gpu import schedule, sources
+from sightline.formula.tensor_cache import Memory
+from sightline.gpu.codegen import formula_source as sources
+from sightline.gpu.launch import schedule
 from sightline.testing import assert_conforms
 
 RED = r"budget|shape"
@@ -25,50 +26,61 @@ PROBLEMS = {
 }
 
 FAULTS = {  # the problem that shows it; the room, a line as it stands, and with the fault in it
-    "stale maximum": ("masked", ("forward", "        largest = new\n", "        largest = largest\n")),
-    "dropped rescale": ("masked", ("forward", "v, output * alpha[:, None]", "v, output")),
-    "total not rescaled": ("masked", ("forward", "old = total * alpha", "old = total")),
-    "wrong head of a group": ("masked", ("forward", "h // given.group", "h % (given.H // given.group)")),
-    "sinks without weight": ("masked", ("forward", "total = lost + 1.0", "total = lost")),
-    "partial runs left out": ("masked", ("runs", "for run in range(middle, stop):", "for run in range(0):")),
-    "full runs left out": ("masked", ("runs", "for run in range(start, middle):", "for run in range(0):")),
-    "off-by-one mask": ("masked", ("tiles", "mask_at(b, h, i, at, n", "mask_at(b, h, i, at + 1, n")),
-    "keys past the end": ("scored", ("tiles", "tl.where(j < m, s, float", "tl.where(j <= m + 64, s, float")),
-    "wrong batch": ("dropped", ("tiles", "* array.steps[len(array.lengths) - 1 - k]", "* 0")),
-    "sign of the scale": ("scored", ("tiles", "x * number(sign, form.total)", "x")),
-    "unscaled scores": ("scored", ("tiles", "score_at(s * scale,", "score_at(s,")),
-    "quotients towards 0": ("divided", ("functions", "tl.where(wrong, quotient - 1, quotient)", "quotient")),
+    "stale maximum": ("masked", ("kernels.forward", "        largest = new\n", "        largest = largest\n")),
+    "dropped rescale": ("masked", ("kernels.forward", "v, output * alpha[:, None]", "v, output")),
+    "total not rescaled": ("masked", ("kernels.forward", "old = total * alpha", "old = total")),
+    "wrong head of a group": ("masked", ("kernels.forward", "h // given.group", "h % (given.H // given.group)")),
+    "sinks without weight": ("masked", ("kernels.forward", "total = lost + 1.0", "total = lost")),
+    "partial runs left out": (
+        "masked",
+        ("kernels.tile_loop", "for run in range(middle, stop):", "for run in range(0):"),
+    ),
+    "full runs left out": ("masked", ("kernels.tile_loop", "for run in range(start, middle):", "for run in range(0):")),
+    "off-by-one mask": ("masked", ("kernels.tile_ops", "mask_at(b, h, i, at, n", "mask_at(b, h, i, at + 1, n")),
+    "keys past the end": ("scored", ("kernels.tile_ops", "tl.where(j < m, s, float", "tl.where(j <= m + 64, s, float")),
+    "wrong batch": ("dropped", ("kernels.tile_ops", "* array.steps[len(array.lengths) - 1 - k]", "* 0")),
+    "sign of the scale": ("scored", ("kernels.tile_ops", "x * number(sign, form.total)", "x")),
+    "unscaled scores": ("scored", ("kernels.tile_ops", "score_at(s * scale,", "score_at(s,")),
+    "quotients towards 0": ("divided", ("kernels.math", "tl.where(wrong, quotient - 1, quotient)", "quotient")),
     "wrong word of four": (
         "dropped",
-        ("tiles", "tl.join(tl.join(w0, w2), tl.join(w1, w3))", "tl.join(tl.join(w0, w1), tl.join(w2, w3))"),
+        ("kernels.tile_ops", "tl.join(tl.join(w0, w2), tl.join(w1, w3))", "tl.join(tl.join(w0, w1), tl.join(w2, w3))"),
     ),
-    "wrong four keys": ("dropped", ("tiles", "(first // 4 + tl.arange", "(first // 4 + 1 + tl.arange")),
+    "wrong four keys": ("dropped", ("kernels.tile_ops", "(first // 4 + tl.arange", "(first // 4 + 1 + tl.arange")),
     "sum of what is kept": (
         "dropped",
         (
-            "forward",
+            "kernels.forward",
             "sums = tl.sum(p, 1)",
-            "sums = tl.sum(tl.where(tiles.keep(block.random, block.place, j0, form.rows, form.keys), p, 0.0), 1)",
+            "sums = tl.sum(tl.where(tile_ops.keep(block.random, block.place, j0, form.rows, form.keys), p, 0.0), 1)",
         ),
     ),
-    "weights not made larger": ("dropped", ("forward", "(kept / safe)", "(1 / safe)")),
+    "weights not made larger": ("dropped", ("kernels.forward", "(kept / safe)", "(1 / safe)")),
     "blocks with NaN left as they are": (
         "poisoned",
-        ("forward", "if tl.load(tainted + item) != 0:", "if item < 0:"),
+        ("kernels.forward", "if tl.load(tainted + item) != 0:", "if item < 0:"),
     ),
-    "NaN that is seen left out": ("poisoned", ("forward", 'float("nan"), signs)', "0.0, signs)")),
-    "infinities changed over": ("poisoned", ("forward", "(marks & 2) != 0", "(marks & 4) != 0")),
+    "NaN that is seen left out": ("poisoned", ("kernels.forward", 'float("nan"), signs)', "0.0, signs)")),
+    "infinities changed over": ("poisoned", ("kernels.forward", "(marks & 2) != 0", "(marks & 4) != 0")),
     "a part left out": (
         "decoded",
-        ("decode", "tl.range(parts, loop_unroll_factor=UNROLLED):\n        power", "range(parts - 1):\n        power"),
+        (
+            "kernels.decode",
+            "tl.range(parts, loop_unroll_factor=UNROLLED):\n        power",
+            "range(parts - 1):\n        power",
+        ),
     ),
     "parts weighed alike": (
         "decoded",
-        ("decode", "tl.exp2((power - shift).to(form.total))", "tl.where(power > -1e30, 1.0, 0.0).to(form.total)"),
+        (
+            "kernels.decode",
+            "tl.exp2((power - shift).to(form.total))",
+            "tl.where(power > -1e30, 1.0, 0.0).to(form.total)",
+        ),
     ),
-    "sink in every part": ("decoded", ("decode", "begin(None, 0, False, form)", "begin(0.0, 0, False, form)")),
-    "one head for all of a group": ("decoded", ("decode", "g * group + rows // n", "g * group")),
-    "window past its end": ("decoded", ("decode", "(part + 1) * chunk)", "(part + 2) * chunk)")),
+    "sink in every part": ("decoded", ("kernels.decode", "begin(None, 0, False, form)", "begin(0.0, 0, False, form)")),
+    "one head for all of a group": ("decoded", ("kernels.decode", "g * group + rows // n", "g * group")),
+    "window past its end": ("decoded", ("kernels.decode", "(part + 1) * chunk)", "(part + 2) * chunk)")),
 }
 
 SEEN_DAILY = {

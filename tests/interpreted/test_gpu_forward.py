@@ -11,7 +11,7 @@ from test_conformance import arrays
 
 import sightline
 from sightline import alibi, causal, dense, documents, h, i, j, lse, padding, s, softcap, table, top_k, where, window
-from sightline.gpu.run import decodes
+from sightline.gpu.launch.forward import decodes
 from sightline.problem import pose
 from sightline.testing import LAYOUTS, assert_conforms
 
@@ -161,7 +161,7 @@ def test_the_same_bits_every_time(triton_kernel):
 
 def test_the_whole_road(triton_kernel, monkeypatch):
     """Through torch's operator and its gradients, with statistics and a learned table."""
-    room = sys.modules["sightline.attention"]
+    room = sys.modules["sightline.dispatch"]
     x = [torch.from_numpy(a).requires_grad_() for a in arrays((2, 4, 21, 12), "float32", groups=2, m=35)]
     slopes = torch.tensor([0.1, 0.2, 0.3, 0.4], requires_grad=True)
     options = {"mask": causal("lower right"), "score": s - table(slopes)[h] * (i - j), "see": [lse(), top_k(2)]}

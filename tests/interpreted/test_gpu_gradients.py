@@ -15,14 +15,14 @@ from test_gradients import NAMES, check
 from triton.runtime.errors import OutOfResources
 
 import sightline
-import sightline.gpu.gradients  # whose modules the faults are planted in
+import sightline.gpu.launch.backward  # whose modules the faults are planted in
 from sightline import alibi, b, causal, documents, entropy, h, i, j, padding, s, scores, softcap, table, weights, window
 from sightline.arrays import to_numpy
-from sightline.gpu import gains
-from sightline.gpu.call import Call
-from sightline.gpu.configurations import Configuration
-from sightline.gpu.operands import operand
-from sightline.observe import slopes
+from sightline.gpu.kernels import table_gradient as gains
+from sightline.gpu.launch.arguments import operand
+from sightline.gpu.launch.launcher import Call
+from sightline.gpu.tuning.configurations import Configuration
+from sightline.statistics import slopes
 from sightline.testing import assert_within_budget
 
 streaming = sys.modules["sightline.streaming"]
@@ -129,7 +129,7 @@ def slotted(shares):
     """What two entries gain of these shares in turn."""
     slots = torch.zeros((2, gains.SLOTS.value), dtype=torch.int64)
     _add[(1,)](slots, shares, COUNT=len(shares))
-    return sightline.gpu.gradients._of_slots(slots)
+    return sightline.gpu.launch.backward._of_slots(slots)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -274,31 +274,35 @@ def test_weights_too_small_for_float16_are_no_0(triton_kernel):
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 FAULTS = {  # the room, a line as it stands, and with the fault in it
-    "forgotten δ": ("backward", "ds = p * (dp - delta)", "ds = p * dp"),
-    "forgotten dlse": ("backward", "if d_lse is not None:", "if d_lse is None:"),
-    "forgotten slope of the score": ("backward", "ds * seams.slope_at(", "ds + 0 * seams.slope_at("),
-    "a run of a mask missed": ("runs", "for run in range(middle, stop):", "for run in range(middle, stop - 1):"),
+    "forgotten δ": ("kernels.backward", "ds = p * (dp - delta)", "ds = p * dp"),
+    "forgotten dlse": ("kernels.backward", "if d_lse is not None:", "if d_lse is None:"),
+    "forgotten slope of the score": ("kernels.backward", "ds * seams.slope_at(", "ds + 0 * seams.slope_at("),
+    "a run of a mask missed": (
+        "kernels.tile_loop",
+        "for run in range(middle, stop):",
+        "for run in range(middle, stop - 1):",
+    ),
     "a tile of keys missed": (
-        "backward_queries",
+        "kernels.backward_queries",
         "for tile in range(first, last):",
         "for tile in range(first, last - 1):",
     ),
-    "wrong key head of a group": ("backward_queries", "h // given.group)", "h % (given.H // given.group))"),
-    "dropped weights in dP": ("backward_queries", "dp * block.kept, 0.0)", "dp * block.kept, dp)"),
+    "wrong key head of a group": ("kernels.backward_queries", "h // given.group)", "h % (given.H // given.group))"),
+    "dropped weights in dP": ("kernels.backward_queries", "dp * block.kept, 0.0)", "dp * block.kept, dp)"),
     "a tile of queries missed": (
-        "backward_keys",
+        "kernels.backward_keys",
         "for tile in range(first, last):",
         "for tile in range(first + 1, last):",
     ),
     "wrong query heads of a group": (
-        "backward_keys",
+        "kernels.backward_keys",
         "range(g * given.group, (g + 1) * given.group)",
         "range(g, given.H, given.H // given.group)",
     ),
-    "dropped weights in dV": ("backward_keys", "tl.where(keep, p, 0.0)", "p"),
-    "the mask half turned": ("schedule", '("n", "m"), ("m", "n")', '("n", "n"), ("m", "m")'),
-    "a slot too far": ("gains", "slot = exponent >> 3", "slot = (exponent + 1) >> 3"),
-    "a sign lost": ("gains", "tl.where(bits < 0, -number, number)", "number"),
+    "dropped weights in dV": ("kernels.backward_keys", "tl.where(keep, p, 0.0)", "p"),
+    "the mask half turned": ("launch.schedule", '("n", "m"), ("m", "n")', '("n", "n"), ("m", "m")'),
+    "a slot too far": ("kernels.table_gradient", "slot = exponent >> 3", "slot = (exponent + 1) >> 3"),
+    "a sign lost": ("kernels.table_gradient", "tl.where(bits < 0, -number, number)", "number"),
 }
 
 SEEN_DAILY = ("forgotten δ", "wrong query heads of a group", "the mask half turned", "a slot too far")

@@ -12,11 +12,11 @@ from test_conformance import arrays
 import sightline
 from sightline import causal, h, i, j, s, softcap, table, where, window
 from sightline.arrays import to_numpy
-from sightline.gpu import observing
-from sightline.gpu.observing import MOST
-from sightline.gpu.schedule import schedule
-from sightline.observe import arrays_of
+from sightline.gpu.launch import weights_pass as observing
+from sightline.gpu.launch.schedule import schedule
+from sightline.gpu.launch.weights_pass import MOST
 from sightline.reference import stages_of
+from sightline.statistics import arrays_of
 from sightline.streaming import Streaming
 
 RED = "budget|shape"
@@ -236,34 +236,42 @@ def test_the_schedule_of_keys_is_that_of_queries_turned(heads):
 
 TALL = arrays((1, 4, 20, 8), "float32", groups=2, m=40)
 OPTIONS = {"mask": (i * 2 >= j) & (i != 3), "score": where(j > 30, s * 2, s), "sinks": np.linspace(-1, 1, 4)}
+FUSED = "kernels.fused_statistics"
+DENSE = "kernels.weights_dense"
+TOP_K = "kernels.weights_top_k"
+POOLED = "kernels.weights_pooled"
+RECEIVED = "kernels.weights_received"
+PASS = "kernels.weights_pass"
+LAUNCH = "launch.weights_pass"
+
 FAULTS = {
-    "the last tile's maximum": ("riding", "newer = above |", "newer = (top == top) |", "max_score()"),
-    "a key of its tile": ("riding", "j = first + tl.arange", "j = tl.arange", "max_score()"),
-    "powers that do not move": ("riding", "tl.maximum(moved, LEAST) * seen", "0 * seen", "entropy()"),
-    "powers that are not rescaled": ("riding", "LEAST) * seen) * alpha", "LEAST) * seen)", "entropy()"),
-    "the sink's own term": ("riding", "* seen.to(tl.float64) -", "* wide -", "entropy()"),
-    "a sum that is not rescaled": ("riding", "sums[k] * alpha", "sums[k]", "mass(i >= j)"),
-    "a condition one key on": ("riding", "tl.minimum(j, m - 1)", "tl.minimum(j + 1, m - 1)", "mass(i == j)"),
-    "a sum that is not divided": ("riding", "sums[k] / safe", "sums[k]", "mass(i >= j)"),
-    "a normaliser of another head": ("observe", "normaliser(lse, b * H + h,", "normaliser(lse, b * H,", "weights()"),
-    "a wrong head of keys": ("observe", "h // group)", "h % (H // group))", "weights()"),
-    "a normaliser in another base": ("tiles", "* (LOG2_E / unit)", "* (1.0 / unit)", "weights()"),
-    "a tile missed": ("written", "for tile in range(first, last):", "for tile in range(first, last - 1):", "weights()"),
-    "scores without scale": ("written", "s = s * block.scale", "s = s * 1.0", "bare scores()"),
-    "a mean of one head": ("written", "range(batches * heads)", "range(1)", "weights().mean('heads')"),
-    "the last weights": ("written", "held + tiles.weight(", "0 * held + tiles.weight(", "weights().mean('heads')"),
-    "a list never full": ("top_k", "enters = (keys == least_key)", "enters = (keys >= least_key)", "top_k(3)"),
-    "a key found twice": ("top_k", "s = tl.where(j == key, float", "s = tl.where(j == key + 1, float", "top_k(3)"),
-    "lists in no order": ("top_k", "best = tl.max(values, 1", "best = tl.min(values, 1", "top_k(3)"),
-    "an off-by-one cell": ("pooled", "start + 1, tl.int64) * cells -", "start, tl.int64) * cells -", "pooled(6, 11)"),
-    "cells of all keys": ("pooled", "position - start + 1", "position + 1", "pooled(2, 3, within=((9, 19), (9, 39)))"),
-    "a cell missed": ("pooled", "keys.cell + 1\n        for", "keys.cell\n        for", "pooled(6, 11)"),
-    "queries past the end": ("received", "[:, None] < n, p, 0.0)", "[:, None] < n, p, p)", "received()"),
-    "a block of queries missed": ("received", "in range(first, last):", "in range(first + 1, last):", "received()"),
-    "partial runs whole": ("received", "PARTIAL, form)\n        high", "False, form)\n        high", "received()"),
-    "a maximum that is a sum": ("observing", '= "max"}\n        return', '= ""}\n        return', "received('max')"),
-    "a sum for a mean": ("observing", "math.prod(added(problem, statistic))", "1", "weights().mean('heads')"),
-    "runs of queries for keys": ("observing", "sizes.keys, of_keys)", "sizes.keys)", "received()"),
+    "the last tile's maximum": (FUSED, "newer = above |", "newer = (top == top) |", "max_score()"),
+    "a key of its tile": (FUSED, "j = first + tl.arange", "j = tl.arange", "max_score()"),
+    "powers that do not move": (FUSED, "tl.maximum(moved, LEAST) * seen", "0 * seen", "entropy()"),
+    "powers that are not rescaled": (FUSED, "LEAST) * seen) * alpha", "LEAST) * seen)", "entropy()"),
+    "the sink's own term": (FUSED, "* seen.to(tl.float64) -", "* wide -", "entropy()"),
+    "a sum that is not rescaled": (FUSED, "sums[k] * alpha", "sums[k]", "mass(i >= j)"),
+    "a condition one key on": (FUSED, "tl.minimum(j, m - 1)", "tl.minimum(j + 1, m - 1)", "mass(i == j)"),
+    "a sum that is not divided": (FUSED, "sums[k] / safe", "sums[k]", "mass(i >= j)"),
+    "a normaliser of another head": (PASS, "normaliser(lse, b * H + h,", "normaliser(lse, b * H,", "weights()"),
+    "a wrong head of keys": (PASS, "h // group)", "h % (H // group))", "weights()"),
+    "a normaliser in another base": ("kernels.tile_ops", "* (LOG2_E / unit)", "* (1.0 / unit)", "weights()"),
+    "a tile missed": (DENSE, "for tile in range(first, last):", "for tile in range(first, last - 1):", "weights()"),
+    "scores without scale": (DENSE, "s = s * block.scale", "s = s * 1.0", "bare scores()"),
+    "a mean of one head": (DENSE, "range(batches * heads)", "range(1)", "weights().mean('heads')"),
+    "the last weights": (DENSE, "held + tile_ops.weight(", "0 * held + tile_ops.weight(", "weights().mean('heads')"),
+    "a list never full": (TOP_K, "enters = (keys == least_key)", "enters = (keys >= least_key)", "top_k(3)"),
+    "a key found twice": (TOP_K, "s = tl.where(j == key, float", "s = tl.where(j == key + 1, float", "top_k(3)"),
+    "lists in no order": (TOP_K, "best = tl.max(values, 1", "best = tl.min(values, 1", "top_k(3)"),
+    "an off-by-one cell": (POOLED, "start + 1, tl.int64) * cells -", "start, tl.int64) * cells -", "pooled(6, 11)"),
+    "cells of all keys": (POOLED, "position - start + 1", "position + 1", "pooled(2, 3, within=((9, 19), (9, 39)))"),
+    "a cell missed": (POOLED, "keys.cell + 1\n        for", "keys.cell\n        for", "pooled(6, 11)"),
+    "queries past the end": (RECEIVED, "[:, None] < n, p, 0.0)", "[:, None] < n, p, p)", "received()"),
+    "a block of queries missed": (RECEIVED, "in range(first, last):", "in range(first + 1, last):", "received()"),
+    "partial runs whole": (RECEIVED, "PARTIAL, form)\n        high", "False, form)\n        high", "received()"),
+    "a maximum that is a sum": (LAUNCH, '= "max"}\n        return', '= ""}\n        return', "received('max')"),
+    "a sum for a mean": (LAUNCH, "math.prod(added(problem, statistic))", "1", "weights().mean('heads')"),
+    "runs of queries for keys": (LAUNCH, "sizes.keys, of_keys)", "sizes.keys)", "received()"),
 }  # fmt: skip
 
 

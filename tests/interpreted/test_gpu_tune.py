@@ -10,8 +10,9 @@ from on_device import OnDevice
 import sightline
 from conftest import INTERPRETED
 from sightline import i, j
-from sightline.gpu import Triton, kept
-from sightline.gpu.chosen import _trial, candidates, chosen, trying
+from sightline.gpu import Triton
+from sightline.gpu.tuning import cache as kept
+from sightline.gpu.tuning.selection import _trial, candidates, chosen, trying
 from sightline.problem import pose
 from sightline.testing import assert_conforms
 
@@ -84,9 +85,9 @@ def test_the_bench_times_the_kernel_itself(monkeypatch):
     from sightline.bench import cuda
     from sightline.bench.measure import Settings, run
 
-    attention = import_module("sightline.attention")
-    ours = [KERNEL if isinstance(kernel, Triton) else kernel for kernel in attention.KERNELS]
-    monkeypatch.setattr(attention, "KERNELS", tuple(ours))
+    dispatch = import_module("sightline.dispatch")
+    ours = [KERNEL if isinstance(kernel, Triton) else kernel for kernel in dispatch.KERNELS]
+    monkeypatch.setattr(dispatch, "KERNELS", tuple(ours))
     for name, size in {"MATRIX": 64, "COPIED": 1 << 16, "FLUSHED": 1 << 10}.items():
         monkeypatch.setattr(cuda, name, size)
     device = cuda.Cuda(1, device="cpu", runtime=Runtime())

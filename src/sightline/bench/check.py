@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from .. import reference
+from ..accuracy import budget_used, dense, plain, size_of_terms, sizes_of_gradients
 from ..arrays import namespace, resolve
 from ..dropout import keep_factor
 from ..formula.library import bias
 from ..formula.render_array import evaluate
-from ..observe import Received, Statistic
 from ..problem import Problem
-from ..testing import budget_used, dense, plain, size_of_terms, sizes_of_gradients
+from ..statistics import Received, Statistic
 from .races import SEED, Inputs, Race
 from .seen import Expected, Matrix, Places, queries_of
 

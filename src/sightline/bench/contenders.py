@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from ..api import attention
 from ..arrays import resolve, to_numpy
-from ..attention import attention
 from ..formula.library import bias
-from ..formula.table import Table
-from ..observe import arrays_of
+from ..formula.tables import Table
+from ..statistics import arrays_of
 from .races import SEED, Inputs, Race, Read
 
 __all__ = [

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from ..errors import DeviceError, MissingExtraError
-from ..gpu import kept
+from ..gpu.tuning import cache
 from .contenders import Contender, Ready, Sightline, WithoutStatistics
 from .cuda_peers import peers_on
 from .cuda_problems import PROBLEMS
@@ -136,8 +136,8 @@ class Cuda(Device):
 
         cudnn: Any = torch.backends.cudnn
         found = {"device": self.words, "cuda": torch.version.cuda, "hip": torch.version.hip}
-        found |= {"cudnn": cudnn.version(), "driver": kept.machine()["driver"]}
-        return found | {"tuned": kept.findings()}  # sizes that calls of such problems take in place of the table's
+        found |= {"cudnn": cudnn.version(), "driver": cache.machine()["driver"]}
+        return found | {"tuned": cache.findings()}  # sizes that calls of such problems take in place of the table's
 
     def _between(self, call: Callable[[], Any]) -> tuple[Any, Any]:
         before, after = (self.runtime.Event(enable_timing=True) for _ in range(2))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..observe import Statistic, received
+from ..statistics import Statistic, received
 from .problems import CAUSAL, ROWS, documents, window
 from .races import BEST, Mask, Planning, Problem, Race, Read, Score, Target
 

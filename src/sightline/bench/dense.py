@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..observe import Pooled
+from ..statistics import Pooled
 from .contenders import Contender, Ready, tensor, through_autograd
 from .races import Inputs, Race
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..cpu import threads as team
+from ..cpu.runtime import thread_team as team
 
 __all__ = ["UNITS", "Peaks", "has_bfloat16_dot"]
 
@@ -70,8 +70,8 @@ def has_bfloat16_dot() -> bool:
 
 def _computing(name: str, threads: int) -> Callable[[], float]:
     """One try of a loop of independent instructions: FLOP/s."""
-    from ..cpu.compile import compile_module
-    from ..cpu.machine import host
+    from ..cpu.runtime.compile import compile_module
+    from ..cpu.runtime.machine import host
 
     chains = host().registers - 4  # two operands and some room
     if name == "bfloat16":
@@ -98,7 +98,7 @@ def _multiply_adds(name: str, chains: int, lanes: int) -> Any:
     """for _ in range(words[0]): every chain = chain · x + x, so many times, x read from words[1]."""
     from llvmlite import ir
 
-    from ..cpu.lanes import DOUBLE, FLOAT, INT64, POINTER, Code, Variable, vector
+    from ..cpu.codegen.builder import DOUBLE, FLOAT, INT64, POINTER, Code, Variable, vector
 
     kind = vector({"float32": FLOAT, "float64": DOUBLE}[name], lanes)
     code = Code(ir.Module("peak"), "peak")
@@ -164,8 +164,8 @@ def _dots(chains: int) -> str:
 
 def _reading(threads: int) -> Callable[[], float]:
     """One try of summing the buffer, its pieces handed out by a counter: bytes/s."""
-    from ..cpu.compile import compile_module
-    from ..cpu.machine import host
+    from ..cpu.runtime.compile import compile_module
+    from ..cpu.runtime.machine import host
 
     address = compile_module(_sums(host().width), host(), "read")
     buffer, counter, sink = np.ones(BUFFER // 8), np.zeros(1, np.int64), np.zeros(64)
@@ -185,7 +185,7 @@ def _sums(width: int) -> Any:
     """while (k = counter++) < pieces: add up piece k, in as many sums as hide an addition's latency."""
     from llvmlite import ir
 
-    from ..cpu.lanes import FLOAT, INT64, POINTER, Code, Variable, vector
+    from ..cpu.codegen.builder import FLOAT, INT64, POINTER, Code, Variable, vector
 
     kind, chains = vector(FLOAT, width // 4), 16
     code = Code(ir.Module("read"), "read")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..formula.runs import find_runs
+from ..formula.tile_ranges import find_runs
 from ..problem import pose
 from .races import Planning
 
@@ -32,7 +32,7 @@ def timed(problem: Planning, device: Device, times: int) -> dict[str, list[float
     """
     import torch
 
-    from ..gpu.schedule import schedule  # which needs torch
+    from ..gpu.launch.schedule import schedule  # which needs torch
 
     query = torch.empty((), dtype=torch.bfloat16, device=device.device).expand(1, problem.H, problem.n, 1)
     found = []

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS
-from ..observe import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
+from ..statistics import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
 from .races import SEED, FirstCall, Mask, Problem, Race, Series, Target
 
 __all__ = ["CAUSAL", "PROBLEMS", "ROWS", "documents", "select", "window"]

@@ -23,11 +23,11 @@ from ..arrays import resolve
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import bias
 from ..formula.render_array import evaluate
-from ..formula.runs import find_runs
-from ..formula.table import Table
-from ..observe import Pooled, Statistic
+from ..formula.tables import Table
+from ..formula.tile_ranges import find_runs
 from ..problem import Problem as Posed
 from ..problem import pose
+from ..statistics import Pooled, Statistic
 
 __all__ = [
     "BEST",

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from ..accuracy import LOOPS, budget_used, dense, orders_of
 from ..formula.render_array import evaluate
-from ..observe import Pooled, Received, Statistic
 from ..problem import Problem
-from ..testing import LOOPS, budget_used, dense, orders_of
+from ..statistics import Pooled, Received, Statistic
 from .races import SEED, Race
 
 __all__ = ["Expected", "Matrix", "Places", "queries_of"]

@@ -130,7 +130,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from .demo import demo
+    from .demo_command import demo
 
     given = {} if options.sentence is None else {"sentence": options.sentence}
     demo(options.output, options.layer, options.head, options.repeats, **given)
@@ -138,7 +138,7 @@ def _demo(options: argparse.Namespace) -> None:
 
 def _explain(options: argparse.Namespace) -> None:
     from ..walkthrough import walk_through
-    from .explain import draw, explain
+    from .explain_command import draw, explain
 
     pair = None if options.pair is None else (options.pair[0], options.pair[1])
     walk = walk_through(
@@ -150,19 +150,19 @@ def _explain(options: argparse.Namespace) -> None:
 
 
 def _view(options: argparse.Namespace) -> None:
-    from .view import texts_of, view
+    from .view_command import texts_of, view
 
     texts = texts_of(options.text, options.text_file)
     view(options.model, texts, output=options.output, opening=options.open)
 
 
 def _info(_: argparse.Namespace) -> None:
-    from .info import info
+    from .info_command import info
 
     info()
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from .bench import bench
+    from .bench_command import bench
 
     return bench(options)

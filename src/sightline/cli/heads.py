@@ -13,16 +13,16 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from ..api import attention
 from ..arrays import to_numpy
-from ..attention import attention
 from ..data import load
 from ..formula.expression import SYMBOLS, Expression
-from ..formula.table import Table
-from ..observe import Statistic, mass, weights
+from ..formula.tables import Table
+from ..statistics import Statistic, mass, weights
 from ..view import head_grid, plotting, save
 from ..view.explorer import from_weights, save_html
 from .console import heat, progress, section, table
-from .view import load_model
+from .view_command import load_model
 
 __all__ = ["SENTENCE", "Heads", "atlas", "by_activations", "by_model", "model_folder", "patterns", "show"]
 

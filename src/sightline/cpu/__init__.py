@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..formula.expression import walk
-from ..observe import Slopes
-from ..plan import Gradients, Kernel, Refusal, Result
+from ..kernel import Gradients, Kernel, Refusal, Result
 from ..problem import Problem
-from .processor import HOST, Processor
+from ..statistics import Slopes
+from .runtime.processor import HOST, Processor
 
 __all__ = ["Cpu"]
 
@@ -44,12 +44,12 @@ class Cpu(Kernel):
         return 1.0
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
-        from .run import run
+        from .launch.forward import run
 
         return run(problem, threads, self.processor)
 
     def sources(self, problem: Problem) -> dict[str, str]:
-        from .run import source
+        from .launch.forward import source
 
         return {"forward": source(problem, self.processor)}
 
@@ -67,6 +67,6 @@ class Cpu(Kernel):
             return None
         if slopes is not None and slopes.everywhere:  # the kernel takes a pair of no weight for a hidden one
             return None
-        from .gradients import gradients
+        from .launch.backward import gradients
 
         return gradients(problem, d_output, d_lse, saved, wanted, threads, slopes or Slopes(), self.processor)

@@ -19,7 +19,7 @@ from .operators import OPERATORS, Kind
 
 if TYPE_CHECKING:
     from ..view.picture import Picture
-    from .table import Table
+    from .tables import Table
 
 __all__ = [
     "Apply",
@@ -84,12 +84,12 @@ class Expression:
         return apply("remainder", other, self)
 
     def __pow__(self, other: Any) -> Expression:
-        from .spelling import power
+        from .numpy_functions import power
 
         return power(self, other)
 
     def __rpow__(self, other: Any) -> Expression:
-        from .spelling import power
+        from .numpy_functions import power
 
         return power(other, self)
 
@@ -175,20 +175,20 @@ class Expression:
 
     # -- other libraries' functions ---------------------------------------------------------------------------------
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Expression:
-        from .spelling import call, unknown
+        from .numpy_functions import call, unknown
 
         if method != "__call__" or kwargs:
             raise unknown(f"numpy.{ufunc.__name__}.{method} with {sorted(kwargs)}")
         return call(ufunc.__name__, inputs, {}, "numpy")
 
     def __array_function__(self, function: Any, _: Any, inputs: Any, kwargs: Any) -> Expression:
-        from .spelling import call
+        from .numpy_functions import call
 
         return call(function.__name__, inputs, kwargs, "numpy")
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Expression:
-        from .spelling import call
+        from .numpy_functions import call
 
         return call(function.__name__, inputs, kwargs or {}, "torch")
 
@@ -231,8 +231,8 @@ class Expression:
         array([[1, 0, 0],
                [1, 1, 0]])
         """
-        from .checks import check_reads
         from .render_array import dense_values
+        from .validate import check_reads
 
         extent = (batch, heads, n, n if m is None else m)
         if not all(hasattr(length, "__index__") and length >= 0 for length in extent):
@@ -386,7 +386,7 @@ def as_expression(value: Any) -> Expression:
     if isinstance(value, Expression):
         return value
     if getattr(value, "requires_grad", False) and tuple(value.shape) == ():
-        from .table import Table
+        from .tables import Table
 
         return Table(value.reshape(1))[0]  # a learned number: a table of one entry, which keeps its gradient
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
@@ -399,7 +399,7 @@ def as_expression(value: Any) -> Expression:
         return Constant(value, "int")
     if isinstance(value, float):
         return Constant(value, "float")
-    from .table import Table
+    from .tables import Table
 
     if isinstance(value, Table):
         raise FormulaError(

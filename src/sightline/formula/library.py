@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import namespace, to_numpy
 from ..errors import ParameterError, ShapeError
 from .expression import SYMBOLS, Constant, Expression, Lookup, apply
-from .table import Table
+from .tables import Table
 
 __all__ = [
     "alibi",

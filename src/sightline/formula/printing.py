@@ -6,7 +6,7 @@ import math
 
 from .expression import Apply, Constant, Expression, Lookup, Symbol, walk
 from .operators import OPERATORS
-from .table import Table
+from .tables import Table
 
 __all__ = ["mathematics"]
 

@@ -120,7 +120,7 @@ class _Writer:
         helpers = [helper for helper in _HELPERS if f"{helper}(" in source]
         imports = ["import triton", "import triton.language as tl"]
         imports += ["from triton.language.extra import libdevice"] * ("libdevice." in source)
-        imports += [f"from sightline.gpu.functions import {', '.join(helpers)}"] * bool(helpers)
+        imports += [f"from sightline.gpu.kernels.math import {', '.join(helpers)}"] * bool(helpers)
         head = "\n".join([*imports, "", "", "@triton.jit", f"def {name}({', '.join(arguments)}):"])
         return f'{head}\n    """{self.formula}"""\n{source}\n'
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from ..errors import ParameterError
 from ..formula.expression import walk
-from ..observe import Slopes
-from ..plan import Gradients, Kernel, Refusal, Result
+from ..kernel import Gradients, Kernel, Refusal, Result
 from ..problem import Problem
+from ..statistics import Slopes
 
 __all__ = ["Triton", "triton_version"]
 
@@ -59,13 +59,13 @@ class Triton(Kernel):
         return 1.0
 
     def sources(self, problem: Problem) -> dict[str, str]:
-        from .sources import sources_of
+        from .codegen.formula_source import sources_of
 
         return sources_of(problem)
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         self._check()
-        from .run import run
+        from .launch.forward import run
 
         return run(problem, self.architecture)
 
@@ -83,7 +83,7 @@ class Triton(Kernel):
         if 0 in problem.extent or problem.d_v == 0 or next(reasons, None) is not None:
             return None
         self._check()
-        from .gradients import gradients
+        from .launch.backward import gradients
 
         return gradients(problem, d_output, d_lse, saved, wanted, slopes or Slopes(), self.architecture)
 
@@ -99,7 +99,7 @@ class Triton(Kernel):
             return
         from triton.runtime.interpreter import InterpretedFunction
 
-        from .forward import forward
+        from .kernels.forward import forward
 
         if not isinstance(forward, InterpretedFunction):
             raise ParameterError(

@@ -6,10 +6,10 @@ from typing import Any
 
 import keras
 
-from ..attention import attention
+from ..api import attention
 from ..errors import ParameterError, ShapeError
 from ..formula.library import dense
-from ..observe import weights
+from ..statistics import weights
 
 __all__ = ["ScaledDotProductAttention"]
 

@@ -12,10 +12,10 @@ try:
 except ImportError as error:
     raise MissingExtraError("sightline.torch, and no torch", "torch 2.6 or later", "pip install torch") from error
 
-from .door import kernels, run
+from .dispatch import kernels, run
 from .functional import scaled_dot_product_attention
 from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
-from .watch import watch
+from .model_watch import watch
 
 __all__ = [
     "MultiHeadAttention",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import attention
+from ..api import attention
 from ..errors import MaskError, ShapeError
 from ..formula.expression import Expression
 from ..formula.library import bias, causal, dense

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ..plan import Kernel, Refusal, Result
+from ..kernel import Kernel, Refusal, Result
 from ..problem import Problem
-from .recorded import wants_gradients
+from .autograd import wants_gradients
 
 __all__ = ["RULES", "Fused", "Rule"]
 

@@ -11,12 +11,12 @@ from torch.nn import functional
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import causal, dense
-from ..formula.table import Table
-from ..observe import weights as weights_of
+from ..formula.tables import Table
 from ..positions import rotary
-from ..seen import Kind
+from ..recording import Kind
+from ..statistics import weights as weights_of
 from .functional import aligned
-from .watching import attend
+from .hooks import attend
 
 __all__ = ["MultiHeadAttention", "ScaledDotProductAttention", "SelfAttention"]
 

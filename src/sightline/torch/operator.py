@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import streaming
-from ..attention import differentiate, solve
-from ..observe import Lse, arrays_of
-from .question import SCHEMA, Question
+from ..dispatch import differentiate, solve
+from ..statistics import Lse, arrays_of
+from .operator_schema import SCHEMA, Question
 
 __all__ = ["attention", "attention_backward", "gradient"]
 

@@ -14,7 +14,7 @@ except ImportError as error:
     ) from error
 
 from .interface import NAME, register
-from .watch import watch
+from .model_watch import watch
 
 __all__ = ["NAME", "register", "watch"]
 

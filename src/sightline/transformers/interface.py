@@ -13,9 +13,9 @@ from ..errors import ParameterError
 from ..formula.expression import Expression
 from ..formula.library import bias, dense
 from ..formula.library import softcap as capped
-from ..observe import weights
-from ..torch.watching import attend
-from .mask import FormulaMask, sightline_mask
+from ..statistics import weights
+from ..torch.hooks import attend
+from .formula_mask import FormulaMask, sightline_mask
 
 __all__ = ["NAME", "register", "sightline_attention"]
 

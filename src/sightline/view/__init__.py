@@ -12,14 +12,14 @@ i ≥ j   4 queries × 4 keys, 10 of 16 pairs allowed (62.5%)
     0      3
 """
 
-from .arcs import arcs
+from .arc_diagram import arcs
 from .by_head import entropy_by_head, head_grid
-from .heatmap import heatmap
+from .heatmaps import heatmap
 from .picture import Picture, formula_picture
 from .plotting import save
-from .received import received_by_key
+from .received_chart import received_by_key
 from .scaling import ScalingEffect, effect_of_scaling, scaling_figure
-from .tile_map import tile_map
+from .tile_maps import tile_map
 
 __all__ = [
     "Picture",

@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import to_numpy
 from ..errors import ShapeError
 from . import plotting
-from .heatmap import pooled
+from .heatmaps import pooled
 
 __all__ = ["entropy_by_head", "head_grid"]
 

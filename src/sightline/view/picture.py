@@ -17,10 +17,10 @@ import numpy as np
 from ..arrays import namespace
 from ..errors import ParameterError
 from ..formula.bounds import intervals
-from ..formula.checks import check_reads
 from ..formula.expression import Expression
 from ..formula.render_array import evaluate
-from ..formula.runs import box_of
+from ..formula.tile_ranges import box_of
+from ..formula.validate import check_reads
 from . import plotting, terminal
 
 __all__ = ["Picture", "checked_extent", "formula_picture"]

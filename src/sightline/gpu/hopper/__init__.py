@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...plan import Refusal
+from ...kernel import Refusal
 from ...problem import Problem
-from ..call import Call
-from ..configurations import Configuration
-from ..form import lanes
+from ..kernels.constexprs import lanes
+from ..launch.launcher import Call
+from ..tuning.configurations import Configuration
 
 __all__ = ["configurations_of", "forward_calls", "serves"]
 
@@ -50,7 +50,7 @@ def serves(problem: Problem) -> Iterator[Refusal]:
 
 def _unreachable(name: str, array: Any) -> Iterator[Refusal]:
     """Why the tensor memory accelerator cannot copy tiles of an array."""
-    from ..operands import operand
+    from ..launch.arguments import operand
 
     _, lengths, strides, *inner = operand(array)
     if len(lengths) > 1:
@@ -85,10 +85,10 @@ def forward_calls(
     problem: Problem, output: Any, lse: Any, architecture: str = "sm_90", sizes: Configuration | None = None
 ) -> Iterator[Call]:
     """The calls that fill output and lse, as `run.forward_calls` yields them."""
-    from .. import run
-    from .call import specialised
+    from ..launch import forward
+    from .launch import specialised
 
     sizes = configurations_of(problem)[0] if sizes is None else sizes
-    first, careful = run.forward_calls(problem, output, lse, architecture, sizes=sizes)
+    first, careful = forward.forward_calls(problem, output, lse, architecture, sizes=sizes)
     yield specialised(first)
     yield careful

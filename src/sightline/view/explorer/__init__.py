@@ -12,8 +12,8 @@
 """
 
 from .data import Exploration, Layer, Links, Text, from_weights
+from .from_recording import from_seen
+from .html_page import html, save_html
 from .notebook import explore
-from .watched import from_seen
-from .writing import html, save_html
 
 __all__ = ["Exploration", "Layer", "Links", "Text", "explore", "from_seen", "from_weights", "html", "save_html"]

@@ -10,8 +10,8 @@ import numpy as np
 
 from ...arrays import to_numpy
 from ...errors import DtypeError, ParameterError, ShapeError
-from ...seen import entries
-from ..heatmap import pooled
+from ...recording import entries
+from ..heatmaps import pooled
 
 __all__ = ["LIMIT", "TOP", "Dense", "Exploration", "Layer", "Links", "Text", "explored", "from_weights", "text_name"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ...errors import MissingExtraError
 from .data import Exploration
-from .watched import from_seen
-from .writing import contents, program, save_html, style
+from .from_recording import from_seen
+from .html_page import contents, program, save_html, style
 
 __all__ = ["explore"]
 

@@ -1,0 +1,192 @@
+"""`sightline info`: the machine, the frameworks, and what each kernel can do, as `Kernel.refuses` says."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from .. import __version__
+from ..arrays import resolve
+from ..cpu.runtime import disk_cache, thread_team
+from ..dispatch import KERNELS
+from ..formula.library import alibi, causal
+from ..gpu.tuning import cache
+from ..kernel import Kernel
+from ..problem import Problem, pose
+from ..statistics import weights
+from .console import facts, make_console, section, table
+
+__all__ = ["SAMPLES", "info", "support"]
+
+PACKAGES = {
+    "numpy": "",
+    "llvmlite": "generated kernels",
+    "torch": "tensors, layers, gradients; pip install torch",
+    "triton": "kernels on GPUs; pip install triton",
+    "keras": "the Keras layer; pip install keras",
+    "transformers": 'Hugging Face models; pip install "sightline-attention[transformers]"',
+    "matplotlib": 'picture files; pip install "sightline-attention[plot]"',
+    "anywidget": 'the explorer in a notebook; pip install "sightline-attention[notebook]"',
+    "ml_dtypes": "bfloat16 in NumPy; pip install ml_dtypes",
+}
+VECTORS = ("avx512f", "avx512bf16", "amx-bf16", "avx2", "fma", "sse4.2", "neon", "sve")
+
+
+SAMPLES: dict[str, dict[str, Any]] = {
+    "float64": {"dtype": "float64"},
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "mask formula": {"mask": causal()},
+    "score formula": {"score": alibi(4)},
+    "grouped heads": {},
+    "sinks": {"sinks": np.zeros(4)},
+    "dropout": {"dropout": 0.1, "seed": 0},
+    "see weights": {"see": [weights()]},
+}
+
+
+def _sample(device: str | None = None, dtype: str = "float32", **options: Any) -> Problem:
+    """A small problem: 4 query heads on 2, 8 tokens, 8 wide; NumPy's arrays, or torch's on a device."""
+    ones: Callable[..., Any]
+    if device is not None:
+        import torch
+
+        kind, ones = getattr(torch, dtype), partial(torch.ones, device=device)
+        options |= {"sinks": torch.as_tensor(options["sinks"], device=device)} if "sinks" in options else {}
+    else:
+        kind, ones = resolve(np, dtype), np.ones
+    query, key = (ones(shape, dtype=kind) for shape in ((1, 4, 8, 8), (1, 2, 8, 8)))
+    return pose(query, key, key, **options)
+
+
+def support(kernels: tuple[Kernel, ...] = KERNELS, device: str | None = None) -> dict[str, dict[str, tuple[str, ...]]]:
+    """For every kernel and sample problem, the reasons it refuses; none means that it serves.
+
+    Samples are NumPy arrays, or torch tensors on `device`.
+    """
+    problems = {}
+    for name, options in SAMPLES.items():
+        if name != "bfloat16" or device is not None or find_spec("ml_dtypes"):
+            problems[name] = _sample(device, **options)
+    return {
+        kernel.name: {name: tuple(map(str, kernel.refuses(problem))) for name, problem in problems.items()}
+        for kernel in kernels
+    }
+
+
+def info(console: Console | None = None) -> None:
+    """Print the page."""
+    console = make_console() if console is None else console
+    console.print(Text(f"sightline {__version__}", style="bold"))
+    section(console, "Machine")
+    console.print(facts(_machine().items()))
+    section(console, "Generated kernels")
+    console.print(facts(_generated().items()))
+    section(console, "Libraries")
+    console.print(facts((name, _found(name, use)) for name, use in PACKAGES.items()))
+    section(console, "Kernels")
+    console.print(facts((kernel.name, kernel.describes) for kernel in KERNELS))
+    _support(console, support())
+    if sees_gpu():
+        from ..torch import kernels
+
+        section(console, "Kernels on the GPU")
+        _support(console, support(kernels(), "cuda"))
+    console.print(
+        "\nOf the kernels that serve a problem the cheapest is taken; sightline.explain(...) says which and why."
+    )
+
+
+def _support(console: Console, found: dict[str, dict[str, tuple[str, ...]]]) -> None:
+    console.print()
+    samples = next(iter(found.values()))
+    rows = [(sample, *(_mark(found[kernel][sample]) for kernel in found)) for sample in samples]
+    console.print(table("", *found, rows=rows))
+    for kernel, answers in found.items():
+        for reason in dict.fromkeys(reason for reasons in answers.values() for reason in reasons):
+            console.print(f"{kernel}: {reason}", style="dim")
+
+
+def _machine() -> dict[str, str]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = {
+        "processor": f"{_processor()}, {usable} usable threads",
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}, Python {sys.version.split()[0]}",
+    }
+    if find_spec("llvmlite"):
+        import llvmlite.binding as llvm
+
+        from ..cpu.runtime.machine import VARIABLE, host, native
+
+        features = llvm.get_host_cpu_features()
+        machine = host()
+        found["vectors"] = ", ".join(name for name in VECTORS if features.get(name)) or "none known"
+        found["kernels for"] = f"{machine.cpu}: {machine.registers} registers of {machine.width} bytes"
+        if machine != native():
+            found["kernels for"] += f", as {VARIABLE}={os.environ[VARIABLE]} asks"
+    found["GPU"] = _gpu()
+    return found
+
+
+def sees_gpu() -> bool:
+    """Whether torch sees a device. It is loaded only where the system has a driver for one, since that takes long."""
+    if not any(path.exists() for path in cache.DRIVERS) or find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _gpu() -> str:
+    """Its name, and how many tuned sizes of kernels there are for it."""
+    if not sees_gpu():
+        return "none that torch sees"
+    import torch
+
+    folder = cache.folder()
+    tuned = "" if folder is None else f"; {len(cache.findings())} kernels tuned, in {folder}"
+    return torch.cuda.get_device_name() + tuned
+
+
+def _generated() -> dict[str, str]:
+    """Whose threads generated kernels run on, and where they are kept."""
+    number, who = thread_team.counted()
+    state = disk_cache.state()
+    if state.folder is None:
+        return {"threads": f"{number}: {who}", "cache": f"in memory only: {state.trouble}"}
+    size = f"{state.kernels} kernels, {state.size / 2**20:.1f} of {disk_cache.LIMIT / 2**20:.0f} MiB"
+    trouble = f"; {state.trouble}" if state.trouble else ""
+    return {"threads": f"{number}: {who}", "cache": f"{state.folder}: {size}{trouble}"}
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _found(name: str, use: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return f"not installed ({use})" if use else "not installed"
+
+
+def _mark(reasons: tuple[str, ...]) -> Text:
+    return Text("no", style="dim") if reasons else Text("yes", style="green")

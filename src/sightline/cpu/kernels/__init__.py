@@ -1,0 +1,1 @@
+"""The kernels, written in the vector language of `codegen`."""

@@ -1,0 +1,1 @@
+"""How a kernel runs: the processor, compilation, the cache on disk, threads."""

@@ -1,0 +1,133 @@
+"""Arrays that formulas read."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ..arrays import at_hand, dtype_name, strided
+from ..errors import DtypeError, FormulaError, ShapeError
+from .expression import Expression, Lookup, as_expression
+from .operators import Kind
+from .table_bounds import Extrema
+from .tensor_cache import Memory
+
+__all__ = ["Table", "table"]
+
+_EXTREMA = Memory(256)
+
+
+class Table:
+    """An array that formulas read: document numbers, lengths, slopes, biases, a dense mask.
+
+    Parameters
+    ----------
+    array : array
+        Booleans, integers or real floats of at least one axis; NumPy, torch or anything NumPy can read.
+    axes : tuple of str or None, optional
+        For each axis the symbol whose whole range it must span (or have length 1), as `dense` and `bias` promise.
+    """
+
+    def __init__(self, array: Any, axes: tuple[str | None, ...] | None = None) -> None:
+        if isinstance(array, Table):
+            array = array.array
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            try:
+                array = np.asarray(array)
+            except ValueError as error:
+                raise ShapeError(
+                    "a table of lists of unequal lengths", "a rectangular array", "pad the lists"
+                ) from error
+        if isinstance(array, np.ma.MaskedArray):
+            raise DtypeError("a masked array as table", "plain arrays", "fill it: array.filled(0)")
+        if isinstance(array, np.ndarray):
+            array = np.asarray(array)
+        elif not strided(array):
+            raise DtypeError("a sparse tensor as table", "dense arrays", "table(array.to_dense())")
+        self.array: Any = array
+        self.axes = axes
+        self.shape: tuple[int, ...] = tuple(int(length) for length in array.shape)
+        self.ndim = len(self.shape)
+        self.dtype = array.dtype
+        self.kind: Kind = _table_kind(array)
+        if self.ndim == 0:
+            raise ShapeError(
+                "a table of no axes, one number", "one axis or more", "use the Python number itself in the formula"
+            )
+
+    def __getitem__(self, indices: Any) -> Expression:
+        indices = indices if isinstance(indices, tuple) else (indices,)
+        if len(indices) != self.ndim:
+            raise FormulaError(
+                f"a table of shape {self.shape} read with {len(indices)} indices",
+                f"one index for each of its {self.ndim} axes",
+                f"write table[{', '.join('bhij'[-self.ndim :])}] or the expressions you mean",
+            )
+        arguments = tuple(as_expression(index) for index in indices)
+        for argument in arguments:
+            if argument.kind != "int":
+                raise FormulaError(
+                    f"a table indexed by {argument}, which is a {argument.kind}",
+                    "whole numbers",
+                    "use // for division, and sightline.where(condition, 1, 0) for a condition",
+                )
+        return Lookup(self, arguments)
+
+    def __eq__(self, other: object) -> NoReturn:
+        raise FormulaError(f"{self} compared as a whole", "table(array)[...]", "index it, as in table(array)[i] == 3")
+
+    __hash__ = object.__hash__
+
+    def __iter__(self) -> NoReturn:
+        raise FormulaError(
+            f"a loop over {self}", "table(array)[...]", "index it by formulas, as in table(array)[h, i - j]"
+        )
+
+    @cached_property
+    def extrema(self) -> Extrema:
+        """Least and greatest entries over ranges; made once, so for tables whose array no longer changes."""
+        return _EXTREMA.get("extrema", [self.array], lambda: Extrema(at_hand(self.array)))
+
+    def __repr__(self) -> str:
+        return f"table({'×'.join(map(str, self.shape))} {self.dtype})"
+
+
+def table(array: Any) -> Table:
+    """Wrap an array so that formulas can read it: `table(slopes)[h]`.
+
+    Parameters
+    ----------
+    array : array
+        (length, ...) of bool, integer or real float. Float tables given as torch tensors may need gradients.
+
+    Returns
+    -------
+    Table
+        Index it with one whole-number expression per axis. Reading outside it is an error unless the mask hides the
+        pair or an enclosing `where` takes the other branch.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> from sightline import h, i, j, s, table
+    >>> s - table(np.array([0.5, 0.25]))[h] * (i - j)
+    s − t[h]·(i − j)
+    """
+    return Table(array)
+
+
+def _table_kind(array: Any) -> Kind:
+    name = dtype_name(array)
+    if name == "bool":
+        return "bool"
+    if name.startswith(("int", "uint")) and name != "uint64":
+        return "int"
+    if name in ("float16", "bfloat16", "float32", "float64"):
+        return "float"
+    raise DtypeError(
+        f"a table of dtype {name}",
+        "bool, integers up to 64 bits signed, float16, bfloat16, float32, float64",
+        "cast it",
+    )

@@ -1,0 +1,98 @@
+"""What only shows once the lengths are known: reads outside a table, tables that do not span their axes."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from ..errors import FormulaError, ShapeError, TableError
+from .bounds import intervals
+from .expression import LARGEST_INTEGER, Apply, Expression, Lookup, walk
+from .tile_ranges import box_of, somewhere
+
+__all__ = ["check_reads"]
+
+Extent = tuple[int, int, int, int]
+
+
+def check_reads(mask: Expression | None, score: Expression | None, extent: Extent) -> None:
+    """Raise where a formula reads outside a table, or whole numbers outgrow what can be counted exactly.
+
+    A read outside is allowed where the mask hides the pair and in the branch of a `where` not taken.
+    """
+    if 0 in extent:
+        return
+    for formula, allowed in ((mask, None), (score, mask)):
+        if formula is None:
+            continue
+        for table in formula.tables:
+            _check_span(table, extent)
+        bounds = intervals(formula, box_of(extent))
+        for node in walk(formula):
+            low, high = bounds[id(node)]
+            if node.kind == "int" and max(np.max(np.abs(low)), np.max(np.abs(high))) >= LARGEST_INTEGER:
+                raise FormulaError(
+                    f"{node} grows to 2⁵³ or beyond here", "whole numbers below 2⁵³", "use floats: 1.0 * i"
+                )
+            if isinstance(node, Lookup):
+                for axis, index in enumerate(node.arguments):
+                    _check_index(formula, node, axis, bounds[id(index)], allowed, extent)
+
+
+def _check_span(table: Any, extent: Extent) -> None:
+    for axis, name in enumerate(table.axes or ()):
+        if name is None:
+            continue
+        length, whole = table.shape[axis], extent["bhij".index(name)]
+        if length not in (1, whole):
+            raise ShapeError(
+                f"an array of shape {table.shape}, whose axis {axis} of length {length} stands for {name}",
+                f"length {whole}{' or 1' * (whole != 1)}, where (B, H, n, m) = {extent}",
+                "give the array these lengths, or index it yourself: table(array)[...]"
+                + (f"; of a KVCache the last queries: cache.causal({whole})" if name == "i" else ""),
+            )
+
+
+def _check_index(
+    formula: Expression, node: Lookup, axis: int, interval: Any, allowed: Expression | None, extent: Extent
+) -> None:
+    length = node.table.shape[axis]
+    low, high = (float(end) for end in interval)
+    if low >= 0 and high < length:
+        return
+    index = node.arguments[axis]
+    outside = (index < 0) | (index >= length)
+    reach = [guard for guard in (allowed, _reached(formula, node)) if guard is not None]
+    at = somewhere(reduce(lambda x, y: x & y, [*reach, outside]), extent)
+    if at is None:
+        return
+    b, h, i, j = at
+    raise TableError(
+        f"{node} reads outside its table of shape {node.table.shape}: index {index} runs from {low:.0f} to {high:.0f}, "
+        f"and leaves axis {axis} at b={b}, h={h}, i={i}, j={j}",
+        f"indices from 0 to {length - 1} wherever the mask allows the pair",
+        "shift the index, enlarge the table, or clip: np.clip(index, 0, length - 1)",
+    )
+
+
+def _reached(formula: Expression, target: Lookup) -> Expression | None:
+    """The condition under which enclosing `where`s take a branch that reads `target`; None for always."""
+    conditions: dict[int, Expression | None] = {id(formula): None}
+    for node in reversed(walk(formula)):  # users before what they use
+        for place, argument in enumerate(node.arguments):
+            condition = conditions[id(node)]
+            if (
+                isinstance(node, Apply)
+                and node.operator == "where"
+                and place > 0
+                and "s" not in node.arguments[0].reads
+            ):
+                branch = node.arguments[0] if place == 1 else ~node.arguments[0]
+                condition = branch if condition is None else condition & branch
+            if id(argument) in conditions:
+                other = conditions[id(argument)]
+                condition = None if condition is None or other is None else condition | other
+            conditions[id(argument)] = condition
+    return conditions[id(target)]

@@ -1,0 +1,1 @@
+"""Generate Triton functions from the mask and score formulas."""

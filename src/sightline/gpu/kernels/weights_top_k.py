@@ -1,0 +1,98 @@
+"""The largest weights of each query and their keys, second pass."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import tile_ops
+from .tile_loop import Row, walk
+from .weights_pass import block_of, scores
+
+__all__ = ["top_k"]
+
+
+@triton.jit
+def keep_largest(state, s, first, lse, form):
+    """The lists after a tile; state is (scores, keys) (rows, K) in no order, and the least of each row, (rows, 1).
+
+    Of what of the tile beats the least of its list, the best of each row enters in its place, until nothing does.
+    """
+    values, keys, least, least_key = state
+    j = tl.broadcast_to(first + tl.arange(0, form.keys)[None, :], s.shape)
+    s = tl.where((lse != lse) & (s != float("-inf")), 0.0, s)  # where lse is NaN all weights are: first come
+    better = (s > least) | ((s == least) & (j < least_key) & (s > float("-inf")))
+    while tl.max(tl.max(better.to(tl.int32), 1), 0) > 0:
+        best = tl.max(tl.where(better, s, float("-inf")), 1, keep_dims=True)
+        key = tl.min(tl.where(better & (s == best), j, tile_ops.NO_KEY), 1, keep_dims=True)
+        enters = (keys == least_key) & (key != tile_ops.NO_KEY)
+        values, keys = tl.where(enters, best, values), tl.where(enters, key, keys)
+        least = tl.min(values, 1, keep_dims=True)
+        least_key = tl.max(tl.where(values == least, keys, -1), 1, keep_dims=True)
+        s = tl.where(j == key, float("-inf"), s)
+        better = (s > least) | ((s == least) & (j < least_key) & (s > float("-inf")))
+    return values, keys, least, least_key
+
+
+@triton.jit
+def lists_over_run(state, first, last, block, seams, HOW: tl.constexpr, form, PARTIAL: tl.constexpr):
+    """The lists after the tiles `first` to before `last`."""
+    for tile in range(first, last):
+        s = scores(block, tile * form.keys, seams, PARTIAL, form)
+        state = keep_largest(state, s, tile * form.keys, block.normaliser[0], form)
+    return state
+
+
+@triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks", "k"])
+def top_k(
+    query,
+    key,
+    lse,
+    output,
+    where,
+    n: tl.int32,
+    m: tl.int32,
+    H: tl.int32,
+    group: tl.int32,
+    blocks: tl.int32,
+    k: tl.int32,
+    sign: tl.float64,
+    scale: tl.float64,
+    unit: tl.float64,
+    schedule,
+    tables,
+    seams,
+    form: tl.constexpr,
+    K: tl.constexpr,
+):
+    """The k largest weights of a block of queries and their keys, descending; of equal scores the smaller key first.
+
+    Parameters
+    ----------
+    output, where : (B, H, n, k), int64 the latter; 0 and −1 past the seen keys, from the Kth on as they are
+    K : a power of two, no less than k or m
+    """
+    item = tl.program_id(0)
+    position, row = item // blocks, blocks - 1 - item % blocks
+    first = row * form.rows
+    b, h = position // H, position % H
+    block = block_of(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, (), form)
+    values = tl.full((form.rows, K), float("-inf"), form.total)
+    keys = tl.full((form.rows, K), tile_ops.NO_KEY, tl.int32) - 1 - tl.arange(0, K)[None, :]  # each once
+    least = tl.full((form.rows, 1), float("-inf"), form.total)
+    last = tl.full((form.rows, 1), tile_ops.NO_KEY - 1, tl.int32)
+    state = (values, keys, least, last)
+    row = Row(schedule, b, h, row, m, None, False)
+    state = walk(state, lists_over_run, row, form.keys, form.even, block, seams, None, form)
+    values, keys, least, last = state
+    rows = first + tl.arange(0, form.rows)[:, None]
+    at, inside = (tl.cast(position, tl.int64) * n + rows) * k, rows < n
+    for rank in range(tl.minimum(k, K)):
+        best = tl.max(values, 1, keep_dims=True)
+        place = tl.min(tl.where(values == best, keys, tile_ops.NO_KEY), 1, keep_dims=True)
+        some = best > float("-inf")
+        tl.store(
+            output + at + rank, tl.where(some, tile_ops.weight(best, block.unit, block.normaliser), 0.0), mask=inside
+        )
+        tl.store(where + at + rank, tl.where(some, place, -1).to(tl.int64), mask=inside)
+        values = tl.where(keys == place, float("-inf"), values)

@@ -1,0 +1,1 @@
+"""Tile sizes, warps and stages: defaults, measurement, selection and the cache on disk."""

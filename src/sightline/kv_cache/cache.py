@@ -1,0 +1,417 @@
+"""Keys and values of a decoding loop, kept where attention can read them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+from ..arrays import FLOATS, device, dtype_name, framework, to_numpy
+from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
+from ..formula import library
+from ..formula.expression import SYMBOLS, Expression
+from ..formula.tables import Table
+from .storage import allotted, enlarged, reordered, write
+
+__all__ = ["KVCache", "as_arrays", "opened"]
+
+GROWTH = 2  # a full cache moves to storage so many times as long: each position is copied about once in all
+LEGEND = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or (t, d) without heads"
+
+b, i, j = (SYMBOLS[name] for name in "bij")
+
+
+class KVCache:
+    """Keys and values of one layer, appended to as tokens come: `attention(query, cache)` reads them in place.
+
+    Sequences of a batch may have different lengths. What an append leaves as it is costs nothing: storage is (B, G,
+    capacity, d) and grows by doubling, so that a position costs O(1) on average and rows of a head stay side by side.
+
+    Parameters
+    ----------
+    capacity : int, default 0
+        Positions to make room for at once; the cache grows beyond them as it must.
+    dtype : {"float16", "bfloat16", "float32", "float64"}, optional
+        What keys and values are kept as; appended arrays are cast to it. By default the first ones' dtype, and all
+        others must have it. Queries must have it too: attention does not convert a cache at every token.
+
+    Notes
+    -----
+    All else (batch, heads, widths, library, device) is that of the first append. In torch it holds no gradients.
+
+    Positions of a sequence count from 0 as they were appended, without padding; they are the `j` of formulas. Queries
+    count from 0 in every call, as everywhere: `causal` says at which positions they stand, by default those of the
+    newest append. In a batch of different lengths every call hides what lies beyond a sequence's end.
+
+    torch.compile breaks its graph at a cache and traces anew at every length until it gives up: put
+    `torch.compiler.disable` on the function that appends and attends.
+
+    Views given out (`key`, `value`) share the cache's storage. Growing leaves them as they are; `truncate`, `reorder`
+    and `reset` followed by an append write into them.
+
+    Examples
+    --------
+    >>> import numpy as np, sightline
+    >>> rng = np.random.default_rng(0)
+    >>> def projected(t):
+    ...     return [rng.normal(size=(2, heads, t, 64)).astype(np.float32) for heads in (8, 2, 2)]
+    >>> cache = sightline.KVCache()
+    >>> query, key, value = projected(5)  # prompts of 5 and 3 tokens, padded to 5
+    >>> cache.append(key, value, lengths=[5, 3])
+    >>> sightline.attention(query, cache, mask=cache.causal()).shape
+    (2, 8, 5, 64)
+    >>> query, key, value = projected(1)  # then one token each
+    >>> cache.append(key, value)
+    >>> sightline.attention(query, cache, mask=cache.causal()).shape
+    (2, 8, 1, 64)
+    >>> cache
+    KVCache: 2 sequences of 6 and 4 positions, room for 10
+      2 heads, d_k 64, d_v 64, float32, numpy on cpu, 20 KiB
+    """
+
+    def __init__(self, *, capacity: int = 0, dtype: str | None = None) -> None:
+        self._least = _whole("capacity", capacity)
+        if dtype is not None and dtype not in FLOATS:
+            raise DtypeError(f"KVCache(dtype={dtype!r})", ", ".join(map(repr, FLOATS)), 'dtype="bfloat16", say')
+        self._dtype, self._casts = dtype, dtype is not None
+        self._key: Any = None  # (B, G, capacity, d_k)
+        self._value: Any = None
+        self._given: Expression | None  # the last mask given out: no query of it sees beyond its sequence's end
+        self._hides_nothing: Expression | None  # the same, where it is for one query that sees every position
+        self._axes = 4  # of what was appended: fewer have no head axis
+        self._note(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
+
+    # -- what is there ----------------------------------------------------------------------------------------------
+    @property
+    def lengths(self) -> Any:
+        """(B,) int64: positions of each sequence."""
+        return self._lengths.copy()
+
+    @property
+    def key(self) -> Any:
+        """(B, G, max(lengths), d_k), a view of what attention reads; axes as they were appended.
+
+        Positions at or beyond a sequence's own length hold nothing to rely on.
+        """
+        return self._view(self._longest)[0]
+
+    @property
+    def value(self) -> Any:
+        """(B, G, max(lengths), d_v), as `key`."""
+        return self._view(self._longest)[1]
+
+    @property
+    def capacity(self) -> int:
+        """Positions there is room for without growing."""
+        return self._least if self._key is None else int(self._key.shape[2])
+
+    @property
+    def dtype(self) -> str | None:
+        """What keys and values are kept as; None where the first append will say."""
+        return self._dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage, room to grow included."""
+        if self._key is None:
+            return 0
+        return sum(math.prod(array.shape) * int(array.dtype.itemsize) for array in (self._key, self._value))
+
+    def __repr__(self) -> str:
+        if self._key is None:
+            return f"KVCache: empty, room for {self.capacity}, the first append decides the rest"
+        B, G, _, d_k = self._key.shape
+        if B == 1:
+            sequences = f"1 sequence of {self._longest:,} positions"
+        elif self._even:
+            sequences = f"{B} sequences of {self._longest:,} positions each"
+        elif B == 2:
+            sequences = f"2 sequences of {' and '.join(f'{length:,}' for length in self._lengths)} positions"
+        else:
+            sequences = f"{B} sequences of {self._lengths.min():,} to {self._longest:,} positions"
+        heads = "no head axis" if self._axes < 4 else f"{G} head{'s' * (G != 1)}"
+        where = f"{framework(self._key)} on {device(self._key)}"
+        return (
+            f"KVCache: {sequences}, room for {self.capacity:,}\n"
+            f"  {heads}, d_k {d_k}, d_v {self._value.shape[3]}, {self._dtype}, {where}, {_bytes(self.nbytes)}"
+        )
+
+    # -- what changes it --------------------------------------------------------------------------------------------
+    def append(self, key: Any, value: Any, lengths: Any = None, *, padding: Literal["right", "left"] = "right") -> None:
+        """Add t positions to the end of every sequence, or fewer to some.
+
+        Parameters
+        ----------
+        key : (B, G, t, d_k), or (B, t, d_k) or (t, d_k) without heads
+        value : (B, G, t, d_v), likewise
+        lengths : (B,) integers from 0 to t, optional
+            How many of the t positions are real in each sequence; the others are padding and not kept. A sequence that
+            has ended takes 0.
+        padding : {"right", "left"}
+            Where the padding stands: after the real positions, or before them.
+
+        Raises
+        ------
+        ShapeError
+            Shapes other than those of the first append but for t; lengths not (B,) or outside 0 ... t.
+        DtypeError
+            No floats; another dtype than the first where the cache was given none; key and value of different dtypes.
+        DeviceError
+            Another library or device than the first.
+        ParameterError
+            A tensor that requires a gradient: keep what needs one in plain arrays, or append `key.detach()`.
+        """
+        self._check(key, value)
+        if padding not in ("right", "left"):
+            raise ParameterError(
+                f"padding={padding!r}", '"right" or "left"', 'padding="left" for prompts that end alike'
+            )
+        axes = key.ndim
+        key, value = _headed(key), _headed(value)
+        B, _, t, _ = key.shape
+        counts = np.full(B, t) if lengths is None else _counts(lengths, B, t)
+        if self._key is None:
+            self._begin(key, value, axes)
+        self._grow(int((self._lengths + counts).max(initial=0)))
+        rows = np.arange(t) - (0 if padding == "right" else (t - counts)[:, None])  # (B, t), 0 for the first real one
+        real = (rows >= 0) & (rows < counts[:, None])
+        places = np.where(real, self._lengths[:, None] + rows, -1)
+        write(self._key, key, places)
+        write(self._value, value, places)
+        self._note(self._lengths + counts, places)
+
+    def truncate(self, lengths: Any) -> None:
+        """Keep at most so many positions of every sequence, as after rejected drafts of speculative decoding.
+
+        Parameters
+        ----------
+        lengths : int or (B,) integers ≥ 0
+            Sequences that are shorter stay as they are.
+        """
+        kept = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
+        if kept.dtype.kind not in "iu" or kept.shape not in ((), self._lengths.shape) or (kept < 0).any():
+            raise ShapeError(
+                f"truncate({lengths!r})",
+                f"a whole number ≥ 0, or one for each of {self._lengths.size} sequences",
+                "cache.truncate(cache.lengths - rejected)",
+            )
+        kept = np.minimum(self._lengths, kept)
+        self._note(kept, np.where(self._newest < kept[:, None], self._newest, -1))
+
+    def reorder(self, indices: Any) -> None:
+        """Make sequence b what sequence indices[b] was, as beams do; sequences that stay are not copied.
+
+        Parameters
+        ----------
+        indices : (B',) integers from 0 to B − 1
+            B' may differ from B: one prompt becomes several beams, sequences that have ended are dropped.
+        """
+        count = self._lengths.size
+        order = to_numpy(indices) if hasattr(indices, "dtype") else np.asarray(indices)
+        if order.size == 0:
+            order = order.astype(np.int64)
+        if order.ndim != 1 or order.dtype.kind not in "iu" or (order < 0).any() or (order >= count).any():
+            raise ShapeError(
+                f"reorder({indices!r})", f"one axis of whole numbers from 0 to {count - 1}", "reorder([1, 0]) swaps two"
+            )
+        if self._key is None:
+            return
+        if self._axes == 2 and order.size != 1:
+            raise ShapeError(f"reorder({indices!r}) of arrays (t, d)", "one sequence", "append (B, t, d)")
+        self._key, self._value = (reordered(array, order, self._longest) for array in (self._key, self._value))
+        self._note(self._lengths[order], self._newest[order])
+
+    def reset(self) -> None:
+        """Forget every position and keep the storage."""
+        self.truncate(0)
+
+    # -- formulas ---------------------------------------------------------------------------------------------------
+    def positions(self, n: int | None = None) -> Any:
+        """(B, n) int64: where the queries of a call stand in their sequences; −1 for padding.
+
+        Parameters
+        ----------
+        n : int, optional
+            The last n positions of every sequence. By default those of the newest append, row by row as it came.
+        """
+        if n is None:
+            return self._newest.copy()
+        last = self._lengths[:, None] - _whole("n", n) + np.arange(n)
+        return np.maximum(last, -1)
+
+    def causal(self, n: int | None = None) -> Expression:
+        """j ≤ positions[b, i]: a query sees its own and earlier positions; padding sees nothing.
+
+        Parameters
+        ----------
+        n : int, optional
+            The queries are the last n positions of every sequence: j ≤ i + lengths[b] − n. By default they are the rows
+            of the newest append, and another number of queries is an error.
+
+        Examples
+        --------
+        >>> import numpy as np, sightline
+        >>> cache = sightline.KVCache()
+        >>> cache.append(np.zeros((1, 4, 8)), np.zeros((1, 4, 8)))
+        >>> cache.append(np.zeros((1, 2, 8)), np.zeros((1, 2, 8)))
+        >>> cache.causal()
+        j ≤ t[0, i]
+        >>> cache.causal().array(2, 6).astype(int)
+        array([[1, 1, 1, 1, 1, 0],
+               [1, 1, 1, 1, 1, 1]])
+        """
+        positions = self.positions(n)
+        table = Table(positions, axes=("b", "i"))
+        self._given = mask = j <= table[b if table.shape[0] != 1 else 0, i]
+        if positions.shape[1] == 1 and bool((positions == self._lengths.max() - 1).all()) and self._even:
+            self._hides_nothing = mask
+        return mask
+
+    # -- for this module --------------------------------------------------------------------------------------------
+    @property
+    def beyond(self) -> Expression | None:
+        """The condition that hides what lies beyond each sequence's end; None where all end together."""
+        return None if self._even else library.padding(self._lengths)
+
+    def _note(self, lengths: Any, newest: Any) -> None:
+        """The lengths and the newest positions from now on; plain numbers beside, which torch.compile can read."""
+        self._lengths, self._newest = lengths, newest
+        self._given = self._hides_nothing = None
+        self._longest = int(lengths.max(initial=0))
+        self._even = bool((lengths == self._longest).all())
+
+    def _view(self, length: int) -> tuple[Any, Any]:
+        """Key and value of the first positions: as many of both, whatever another thread appends meanwhile."""
+        if self._key is None:
+            raise ParameterError(
+                "a KVCache to which nothing was appended", "a cache that knows its shapes", "cache.append(key, value)"
+            )
+        lead = {4: (), 3: (slice(None), 0), 2: (0, 0)}[self._axes]
+        return self._key[lead][..., :length, :], self._value[lead][..., :length, :]
+
+    def _check(self, key: Any, value: Any) -> None:
+        """Raise where key and value do not fit each other, or what was appended before."""
+        for name, array in (("key", key), ("value", value)):
+            _check_array(name, array)
+        if key.ndim not in (2, 3, 4) or tuple(key.shape[:-1]) != tuple(value.shape[:-1]):
+            raise ShapeError(
+                f"key {tuple(key.shape)} and value {tuple(value.shape)}", LEGEND, "give one value to a key"
+            )
+        if dtype_name(key) != dtype_name(value):
+            raise DtypeError(f"key of {dtype_name(key)}, value of {dtype_name(value)}", "one dtype", "cast one of them")
+        like = key if self._key is None else self._key
+        for name, array in (("key", key), ("value", value)):
+            if (framework(array), device(array)) != (framework(like), device(like)):
+                raise DeviceError(
+                    f"{name} is {framework(array)} on {device(array)}",
+                    f"{framework(like)} on {device(like)}, as all before",
+                    "convert or move it first, or begin another KVCache",
+                )
+        if self._key is None:
+            return
+        if not self._casts and dtype_name(key) != self._dtype:
+            raise DtypeError(
+                f"key and value of {dtype_name(key)}, the cache keeps {self._dtype}",
+                "the dtype of the first append",
+                f"cast them, or make the cache by KVCache(dtype={self._dtype!r}), which casts what comes",
+            )
+        for name, array, kept in (("key", key, self._key), ("value", value, self._value)):
+            found, wanted = _headed(array).shape, kept.shape
+            if array.ndim != self._axes or (*found[:2], found[3]) != (*wanted[:2], wanted[3]):
+                shape = [str(length) for length in wanted]
+                shape[2] = "t"
+                del shape[1 : 1 + (self._axes < 4)], shape[: self._axes == 2]
+                raise ShapeError(
+                    f"{name} {tuple(array.shape)}", f"({', '.join(shape)}), as before", "or begin another KVCache"
+                )
+
+    def _begin(self, key: Any, value: Any, axes: int) -> None:
+        """Storage for arrays like these."""
+        self._axes, self._dtype = axes, self._dtype or dtype_name(key)
+        self._key, self._value = (allotted(x, x.shape[0], self._least, self._dtype) for x in (key, value))
+        self._note(np.zeros(key.shape[0], np.int64), np.zeros((key.shape[0], 0), np.int64))
+
+    def _grow(self, needed: int) -> None:
+        if needed <= self.capacity:
+            return
+        capacity = max(needed, GROWTH * self.capacity)
+        self._key, self._value = (enlarged(old, capacity, self._longest) for old in (self._key, self._value))
+
+
+def as_arrays(query: Any, cache: KVCache, mask: Any) -> tuple[Any, Any, Any]:
+    """(key, value, mask) of attention on a cache as on plain arrays where it is no more than that, else as given.
+
+    That is where all sequences end together. The newest query of each sees every key: its causal mask is none.
+    """
+    if not cache._even or type(query) is not type(cache._key) or query.dtype != cache._key.dtype:
+        return cache, None, mask
+    if mask is not None and mask is cache._hides_nothing and query.shape[-2:-1] == (1,):
+        mask = None
+    return *cache._view(cache._longest), mask
+
+
+def opened(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Expression | None]:
+    """Key and value of attention's arguments, and the condition a cache adds to the mask, where it needs one."""
+    if isinstance(value, KVCache) or (isinstance(key, KVCache) and value is not None):
+        raise ParameterError(
+            "a KVCache beside a key or value", "a cache in place of both", "append first, then attention(query, cache)"
+        )
+    if not isinstance(key, KVCache):
+        if value is None:
+            raise ParameterError(
+                "attention of query and key without value",
+                "query, key and value, or query and a KVCache",
+                "attention(query, key, value)",
+            )
+        return key, value, None
+    keys, values = key._view(key._longest)
+    if framework(query) == framework(keys) and dtype_name(query) in FLOATS and dtype_name(query) != key.dtype:
+        cast = "to" if framework(query) == "torch" else "astype"
+        raise DtypeError(
+            f"query has dtype {dtype_name(query)}, the cache keeps {key.dtype}",
+            "one dtype for all; a cache is not converted at every token",
+            f"query.{cast}(cache.key.dtype), or keep the cache as KVCache(dtype={dtype_name(query)!r})",
+        )
+    return keys, values, None if mask is not None and mask is key._given else key.beyond
+
+
+def _check_array(name: str, array: Any) -> None:
+    if framework(array) not in ("numpy", "torch") or not hasattr(array, "dtype") or hasattr(array, "mask"):
+        raise DtypeError(f"{name} is a {type(array).__name__}", "plain arrays of NumPy or torch", "convert it first")
+    if dtype_name(array) not in FLOATS:
+        raise DtypeError(f"{name} has dtype {dtype_name(array)}", ", ".join(FLOATS), f"cast {name} to one of these")
+    if getattr(array, "requires_grad", False):
+        raise ParameterError(
+            f"{name} requires a gradient, which a cache does not keep",
+            "tensors without",
+            f"append under torch.no_grad(), or {name}.detach(); to train, pass key and value themselves to attention",
+        )
+
+
+def _headed(array: Any) -> Any:
+    """(B, G, t, d) of an array that may lack heads and batch."""
+    return array if array.ndim == 4 else array[..., None, :, :][(None,) * (array.ndim == 2)]
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
+        raise ParameterError(f"{name}={value!r}", "a whole number ≥ 0", f"{name}=1, say")
+    return int(value)
+
+
+def _counts(lengths: Any, B: int, t: int) -> Any:
+    counts = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
+    if counts.size == 0:
+        counts = counts.astype(np.int64)  # an empty list is one of floats to NumPy
+    if counts.shape != (B,) or counts.dtype.kind not in "iu" or (counts < 0).any() or (counts > t).any():
+        raise ShapeError(
+            f"lengths {lengths!r}", f"({B},) whole numbers from 0 to {t}", "the real positions of each sequence"
+        )
+    return counts.astype(np.int64)
+
+
+def _bytes(count: int) -> str:
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    power = min(max(count.bit_length() - 1, 0) // 10, len(units) - 1)
+    return f"{count / 1024**power:.3g} {units[power]}"

@@ -1,0 +1,285 @@
+"""What was seen of a model: one `Call` for every time one of its attentions ran, kept together as `Seen`.
+
+No framework is needed to read it; the results are the framework's own arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from importlib import import_module
+from typing import Any, Literal
+
+from .errors import ParameterError
+from .statistics import Statistic
+
+__all__ = ["Call", "Kind", "Seen", "Tokens", "chosen", "entries"]
+
+Kind = Literal["self", "cross"]
+Labels = Sequence[Sequence[str]]  # for each batch entry the labels of its positions
+Tokens = Labels | Mapping[str, Labels]  # of an encoder and decoder apart: {"encoder": ..., "decoder": ...}
+
+
+@dataclass(frozen=True, repr=False)
+class Call:
+    """One run of one attention.
+
+    Attributes
+    ----------
+    layer : str
+        The module's path in the model, "model.layers.0.self_attn".
+    kind : {"self", "cross"}
+        Whether the keys are the queries' own sequence or another one.
+    step : int
+        How many times this layer had run before, while watched: the token's number in generation.
+    query_start : int or None
+        The position of the first query among the keys: 0, or the number of keys a cache held. None across sequences.
+    key_start : int
+        The position of the first key in its sequence; above 0 once a sliding cache has let go of keys.
+    n, m : int
+        Queries and keys.
+    heads : tuple of int
+        The query heads that were watched, axis 1 of the results.
+    statistics : tuple of Statistic
+    results : tuple
+        One for each statistic: (B, heads, …), as the statistic says.
+    """
+
+    layer: str
+    kind: Kind
+    step: int
+    query_start: int | None
+    key_start: int
+    n: int
+    m: int
+    heads: tuple[int, ...]
+    statistics: tuple[Statistic, ...]
+    results: tuple[Any, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        """The result of the statistic of that name, or written so where several have one name: "top_k(8)"."""
+        found = [k for k, statistic in enumerate(self.statistics) if repr(statistic) == name]
+        found = found or [k for k, statistic in enumerate(self.statistics) if statistic.name == name]
+        if len(found) != 1:
+            asked = [repr(statistic) for statistic in self.statistics]
+            raise ParameterError(
+                f"{name!r} of statistics {', '.join(asked)}", "one statistic's name", f"seen[{asked[0]!r}], say"
+            )
+        return self.results[found[0]]
+
+    def of_heads(self, heads: Sequence[int]) -> Call:
+        """The same call with the results of these query heads alone, numbered as in the model."""
+        missing = [head for head in heads if head not in self.heads]
+        if missing:
+            raise ParameterError(f"heads {missing} of {self.layer}", f"heads {list(self.heads)}", "heads=[0], say")
+        places = [self.heads.index(head) for head in heads]
+        pairs = zip(self.statistics, self.results, strict=True)
+        return replace(self, heads=tuple(heads), results=tuple(_of_heads(*pair, places) for pair in pairs))
+
+    def __repr__(self) -> str:
+        statistics = ", ".join(map(repr, self.statistics))
+        return f"Call({self.layer}, {self.kind}, step {self.step}, {self.n} queries on {self.m} keys: {statistics})"
+
+
+class Seen:
+    """The calls of a watched model, in the order they ran.
+
+    `seen["lse"]` gives one statistic of every call, `seen.of(layer=..., step=...)` fewer calls, iteration the calls.
+
+    Parameters
+    ----------
+    calls : sequence of Call
+    tokens : labels of positions, optional
+        For each batch entry a list of strings, or {"encoder": ..., "decoder": ...} with such lists for each side. May
+        be set later too, as `seen.tokens`, when generation has written them.
+    """
+
+    def __init__(self, calls: Sequence[Call] = (), tokens: Tokens | Sequence[str] | None = None) -> None:
+        self.calls: list[Call] = list(calls)
+        self.tokens = tokens
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """Labels of positions: for each batch entry a list, or these for "encoder" and "decoder"."""
+        return self._tokens
+
+    @tokens.setter
+    def tokens(self, given: Tokens | Sequence[str] | None) -> None:
+        sides = ("encoder", "decoder")
+        if given is None:
+            self._tokens: Tokens | None = None
+        elif not isinstance(given, Mapping):
+            self._tokens = entries(given)
+        elif set(given) <= set(sides):
+            self._tokens = {side: entries(labels) for side, labels in given.items()}
+        else:
+            raise ParameterError(
+                f"tokens of {sorted(given)}", 'labels of "encoder" and "decoder"', 'tokens={"encoder": [["a", "b"]]}'
+            )
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers seen, in the order they first ran."""
+        return tuple(dict.fromkeys(call.layer for call in self.calls))
+
+    def of(
+        self,
+        layer: str | int | Sequence[str | int] | None = None,
+        *,
+        kind: Kind | None = None,
+        step: int | None = None,
+        heads: Sequence[int] | None = None,
+    ) -> Seen:
+        """The calls of these layers, of this kind, at this step; with `heads` the results of those alone.
+
+        Parameters
+        ----------
+        layer : str, int or several
+            A path, a pattern ("*.3.*"), or a number among `layers`, from the end where negative.
+        kind : {"self", "cross"}, optional
+        step : int, optional
+            From the end where negative: -1 is each layer's last.
+        heads : list of int, optional
+
+        Raises
+        ------
+        ParameterError
+            No such layer, kind or head.
+        """
+        if kind not in (None, "self", "cross"):
+            raise ParameterError(f"kind={kind!r}", '"self", "cross" or None', 'seen.of(kind="self")')
+        names = self.layers if layer is None else chosen(self.layers, layer)
+        last = {call.layer: call.step for call in self.calls}
+        calls = [
+            call
+            for call in self.calls
+            if call.layer in names
+            and (kind is None or call.kind == kind)
+            and (step is None or call.step == (step if step >= 0 else last[call.layer] + 1 + step))
+        ]
+        return Seen(calls if heads is None else [call.of_heads(heads) for call in calls], self.tokens)
+
+    def labels(self, call: Call, entry: int = 0) -> tuple[list[str] | None, list[str] | None]:
+        """The labels of a call's queries and keys in a batch entry; None where no tokens were given."""
+        decoding = "encoder" not in call.layer.split(".")
+        queries = self._side("decoder" if decoding else "encoder", entry)
+        keys = queries if call.kind == "self" else self._side("encoder", entry)
+        if call.kind == "cross" and not isinstance(self.tokens, Mapping):
+            keys = None  # one list of tokens is the queries' sequence
+        first = call.key_start + (call.query_start or 0)
+        return _piece(queries, first, call.n), _piece(keys, call.key_start, call.m)
+
+    def _side(self, side: str, entry: int) -> Sequence[str] | None:
+        labels = self.tokens.get(side) if isinstance(self.tokens, Mapping) else self.tokens
+        return None if labels is None or not -len(labels) <= entry < len(labels) else labels[entry]
+
+    def __getitem__(self, name: str | int | slice) -> Any:
+        """By a statistic's name its result in every call, in order; by a number the call, by a slice calls."""
+        return [call[name] for call in self.calls] if isinstance(name, str) else self.calls[name]
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self.calls)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def __repr__(self) -> str:
+        header = ("layer", "kind", "step", "queries", "keys", "heads", "results")
+        rows = [header, *map(_row, self.calls)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([f"Seen: {len(self)} calls of {len(self.layers)} layers", *(lines if self.calls else [])])
+
+    # -- pictures, which another room draws -------------------------------------------------------------------------
+    def explore(self) -> Any:
+        """The explorer: one page to walk through layers, heads and tokens, shown in a notebook or a browser."""
+        return import_module("sightline.view.explorer").explore(self)
+
+    def save_html(self, path: Any) -> None:
+        """Write the explorer's page, which needs nothing but a browser."""
+        import_module("sightline.view.explorer").save_html(self, path)
+
+    def show(self) -> Any:
+        """As `explore`."""
+        return self.explore()
+
+
+def chosen(names: Sequence[str], asked: str | int | Sequence[str | int]) -> tuple[str, ...]:
+    """The names asked for by path, pattern or number, in the order of `names`.
+
+    Raises
+    ------
+    ParameterError
+        One that fits no name.
+    """
+    found: set[str] = set()
+    for one in asked if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]:
+        if isinstance(one, str):
+            fitting = [name for name in names if fnmatchcase(name, one)]
+        else:
+            fitting = [names[one]] if isinstance(one, int) and -len(names) <= one < len(names) else []
+        if not fitting:
+            shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+            raise ParameterError(
+                f"layer {one!r} of {len(names)}",
+                f"a path or pattern among {shown}, or a number below {len(names)}",
+                'layers=[0], or layers=["*.self_attn"]',
+            )
+        found.update(fitting)
+    return tuple(name for name in names if name in found)
+
+
+def each(function: Callable[[Any], Any], result: Any) -> Any:
+    """The function of an array, or of each array of a statistic that has several."""
+    if isinstance(result, tuple):
+        return type(result)(*map(function, result))
+    return function(result)
+
+
+def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
+    """The result at these places of its head axis."""
+    axis = statistic.head_axis(1)
+    if axis is None:
+        raise ParameterError(f"heads of {statistic!r}", "statistics of each head", "leave heads=... out")
+    return each(lambda array: array[(slice(None),) * axis + (places,)], result)
+
+
+def entries(labels: Any) -> list[list[str]]:
+    """Labels for each batch entry; one plain list is that of the only entry.
+
+    Raises
+    ------
+    ParameterError
+        Neither.
+    """
+    try:
+        listed = [labels] if len(labels) and isinstance(labels[0], str) else labels
+        return [list(map(str, entry)) for entry in listed]
+    except TypeError as error:  # numbers, or what has no length
+        raise ParameterError(
+            f"tokens of a {type(labels).__name__}: {error}",
+            "a list of strings, or such a list for each text",
+            "tokens=tokenizer.convert_ids_to_tokens(numbers)",
+        ) from error
+
+
+def _piece(labels: Sequence[str] | None, first: int, count: int) -> list[str] | None:
+    """`count` labels from `first`, empty past the last."""
+    if labels is None:
+        return None
+    piece = list(labels[first : first + count])
+    return piece + [""] * (count - len(piece))
+
+
+def _row(call: Call) -> tuple[str, ...]:
+    def shape(array: Any) -> str:
+        return "×".join(map(str, array.shape))
+
+    results = [
+        f"{statistic!r} " + (", ".join(map(shape, result)) if isinstance(result, tuple) else shape(result))
+        for statistic, result in zip(call.statistics, call.results, strict=True)
+    ]
+    start = f" from {call.query_start}" if call.query_start else ""
+    heads = str(len(call.heads))
+    return call.layer, call.kind, str(call.step), f"{call.n}{start}", str(call.m), heads, "; ".join(results)

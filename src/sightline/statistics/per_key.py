@@ -1,0 +1,97 @@
+"""Statistics with an entry for every key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import ParameterError
+from ..formula.expression import SYMBOLS, where
+from .base import Back, Outer, Pass, Slopes, Statistic, Tile
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+__all__ = ["Received", "received"]
+
+i, j = SYMBOLS["i"], SYMBOLS["j"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Received(Statistic):
+    """What every key is given; see `received`."""
+
+    how: Literal["sum", "mean", "max"] = "sum"
+
+    name = "received"
+
+    @property
+    def linear(self) -> bool:
+        return self.how != "max"
+
+    def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
+        return ((*outer, problem.m),)
+
+    def add(self, arrays: list[Any], tile: Tile, over: Pass) -> None:
+        xp, total = over.xp, arrays[0]
+        if self.how == "max":
+            largest = xp.astype(xp.max(tile.weights, axis=-2), total.dtype)
+            total[..., tile.columns] = xp.maximum(total[..., tile.columns], largest)
+        else:
+            total[..., tile.columns] += xp.astype(xp.sum(tile.weights, axis=-2), total.dtype)
+
+    def finish(self, arrays: list[Any], over: Pass) -> list[Any]:
+        return [arrays[0] / max(over.problem.n, 1)] if self.how == "mean" else arrays
+
+    def slopes(self, back: Back) -> Slopes:
+        if self.how == "max":
+            return Slopes(weights=where(i == back.read(_first(back), j), back.slope(j), 0.0))
+        share = 1 / max(back.problem.n, 1) if self.how == "mean" else 1.0
+        return Slopes(weights=back.slope(j) * share)
+
+
+def _first(back: Back) -> Any:
+    """(*lead, H, m): the first query that gives each key most, −1 where none gives any."""
+    problem = back.problem
+    over = Pass(problem, back.lse, (*problem.lead, problem.H))
+    xp, shape = over.xp, (*over.outer, problem.m)
+    largest, first = over.full(0.0, shape, problem.accumulator), over.full(-1, shape, "int64")
+    for tile in back.tiles():
+        held, places = largest[..., tile.columns], first[..., tile.columns]
+        top = xp.max(tile.weights, axis=-2)
+        new = top > held
+        largest[..., tile.columns] = xp.where(new, top, held)
+        first[..., tile.columns] = xp.where(new, xp.argmax(tile.weights, axis=-2) + tile.rows.start, places)
+    return first
+
+
+def received(how: Literal["sum", "mean", "max"] = "sum", last: int | None = None) -> Statistic:
+    """What every key j is given by the queries: Σᵢ P_ij, its mean, or max_i P_ij.
+
+    Parameters
+    ----------
+    how : {"sum", "mean", "max"}, default "sum"
+        The mean divides by the number of queries counted, whether or not they may see the key.
+    last : int, optional
+        Count only the last this many queries, or all where there are fewer, at the cost of these.
+
+    Returns, in `seen`, (..., H, m) in the accumulator's dtype; 0 for a key that nothing sees. The gradient of a maximum
+    goes to the first query that has it.
+
+    Raises
+    ------
+    ParameterError
+        `how` is another word; `last` is no whole number of at least 1.
+
+    References
+    ----------
+    The sum: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", 2023.
+    Of the last queries: Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", 2024.
+    """
+    if how not in ("sum", "mean", "max"):
+        raise ParameterError(f"received(how={how!r})", '"sum", "mean" or "max"', 'received("sum")')
+    if last is None:
+        return Received(how)
+    if isinstance(last, bool) or not isinstance(last, int) or last < 1:
+        raise ParameterError(f"received(last={last!r})", "a whole number of at least 1, or None for all", "last=32")
+    return Received(how).rows(slice(-last, None))

@@ -1,0 +1,119 @@
+"""Watching a Hugging Face model: statistics of its attentions, from the model as it stands."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..errors import ParameterError
+from ..recording import Seen, Tokens
+from ..statistics import Statistic
+from ..torch.hooks import check_module, restored, wanted, watching
+from .interface import NAME
+
+__all__ = ["watch"]
+
+CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)  # how models name attention across sequences
+
+
+@contextmanager
+def watch(
+    model: nn.Module,
+    see: Sequence[Statistic],
+    *,
+    layers: str | int | Sequence[str | int] | None = None,
+    heads: Sequence[int] | None = None,
+    tokens: Tokens | Sequence[str] | None = None,
+) -> Iterator[Seen]:
+    """Watch the attentions of a model of transformers, in a forward pass, in training or in generation.
+
+    While the context lasts the model computes with `attn_implementation="sightline"`. Afterwards it is as it was, after
+    an error too. Watches nest.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel, or a module that holds some
+    see : list of statistics
+    layers : paths, patterns or numbers of attention layers, default all
+        Numbers count the attention layers in the order the model lists them.
+    heads : list of query heads, default all
+    tokens : labels of positions, optional
+        For each batch entry a list of strings, or {"encoder": ..., "decoder": ...}; see `sightline.recording.Seen`.
+
+    Yields
+    ------
+    Seen
+        One call for every time a layer ran. Where gradients are on, results carry them.
+
+    Raises
+    ------
+    ParameterError
+        No module, a model whose attention does not go through transformers' attention interface, no such layer or
+        head, no statistics.
+
+    Examples
+    --------
+    >>> import torch, transformers, sightline
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    >>> model = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=10, **sizes))
+    >>> with torch.no_grad(), sightline.transformers.watch(model, see=[sightline.lse()], layers=[0]) as seen:
+    ...     _ = model(torch.arange(4)[None])
+    >>> seen
+    Seen: 1 calls of 1 layers
+    layer               kind  step  queries  keys  heads  results
+    layers.0.self_attn  self  0     4        4     2      lse() 1×2×4
+    """
+    check_module(model)
+    asking = {kind for kind in set(map(type, model.modules())) if _asks_interface(kind)}
+    found = {name or type(model).__name__: module for name, module in model.named_modules() if type(module) in asking}
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not found or not any(one._can_set_attn_implementation() for one in models):
+        raise ParameterError(
+            f"a {type(model).__name__} whose attention does not go through transformers' attention interface",
+            "models of transformers 5 that take attn_implementation",
+            "sightline.torch.watch(model, ...) for torch's own attention layers",
+        )
+    modules = wanted(found, see, layers, heads)
+    with ExitStack() as leaving:
+        for config in _configurations(model):
+            leaving.enter_context(restored(config, "_attn_implementation_internal"))
+        for one in models:
+            if one.config._attn_implementation != NAME:
+                one.set_attn_implementation(NAME)
+        crossing = {name for name, module in modules.items() if _crosses(name, module)}
+        yield leaving.enter_context(watching(modules, see, heads, tokens, crossing))
+
+
+def _asks_interface(kind: Any) -> bool:
+    """Whether the methods of a module look up the attention interface."""
+    if issubclass(kind, PreTrainedModel):
+        return False
+    methods = [inspect.unwrap(method) for method in vars(kind).values() if inspect.isfunction(method)]
+    own = any("ALL_ATTENTION_FUNCTIONS" in method.__code__.co_names for method in methods)
+    return own or any(_asks_interface(base) for base in kind.__bases__ if issubclass(base, nn.Module))
+
+
+def _crosses(name: str, module: nn.Module) -> bool:
+    """Whether a layer's keys are another sequence: by what it says of itself, else by its path's end and its class."""
+    says = getattr(module, "is_cross_attention", None)
+    if isinstance(says, bool):
+        return says
+    return any(CROSS.search(word) for word in (*name.split(".")[-2:], type(module).__name__))
+
+
+def _configurations(model: nn.Module) -> list[Any]:
+    """Every configuration in the model, each once."""
+    found: dict[int, Any] = {}
+    waiting = [getattr(module, "config", None) for module in model.modules()]
+    while waiting:
+        config = waiting.pop()
+        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())

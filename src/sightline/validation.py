@@ -1,0 +1,245 @@
+"""The arguments of attention, one by one: what each may be, and how it is read. `sightline.problem` has the legend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import arrays
+from .errors import DeviceError, DtypeError, MaskError, ParameterError, ShapeError
+from .formula import from_function, library
+from .formula.expression import SYMBOLS, Expression, walk
+from .formula.tables import Table
+from .statistics import Statistic
+
+__all__ = [
+    "Formula",
+    "check_arrays",
+    "check_choice",
+    "check_device",
+    "check_threads",
+    "one_number",
+    "read_dropout",
+    "read_mask",
+    "read_scale",
+    "read_score",
+    "read_seed",
+    "read_sinks",
+    "read_statistics",
+    "shaped",
+]
+
+Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
+
+LARGEST_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # by what scores are computed in
+
+
+def read_mask(mask: Formula) -> Expression | None:
+    """A mask as a formula: a formula, a FlexAttention mask_mod, or a boolean array (which means `dense`)."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Expression | bool) and hasattr(mask, "dtype") and tuple(getattr(mask, "shape", ())):
+        if arrays.dtype_name(mask) not in ("bool", "bool_"):
+            raise MaskError(
+                f"mask is an array of {arrays.dtype_name(mask)}",
+                "a condition, True attends: a formula or a boolean array",
+                "mask=array != 0 if it holds zeros and ones; score=sightline.bias(array) if it is added to the scores",
+            )
+        return library.dense(mask)
+    if isinstance(mask, str | list | tuple):
+        raise MaskError(
+            f"mask is a {type(mask).__name__}",
+            "a condition, True attends: a formula or a boolean array",
+            "mask=sightline.causal(), or numpy.asarray(mask) of True and False",
+        )
+    expression = from_function.formula(mask, "mask", "b h i j")
+    if expression.kind != "bool":
+        raise MaskError(
+            f"mask is {expression}, which is a number",
+            "a condition, True attends",
+            f"compare it, as in ({expression}) != 0; what is to be added to the scores goes into score=s + ...",
+        )
+    if any(node is SYMBOLS["s"] for node in walk(expression)):
+        raise MaskError(
+            f"mask {expression} reads the score s", "conditions on b, h, i and j", "score=where(condition, s, -inf)"
+        )
+    return expression
+
+
+def read_score(score: Formula) -> Expression | None:
+    """A score as a formula: a formula or a FlexAttention score_mod."""
+    if score is None:
+        return None
+    expression = from_function.formula(score, "score", "s b h i j")
+    if expression.kind == "bool":
+        raise MaskError(f"score is {expression}, a condition", "a number", "pass conditions as mask=")
+    return expression
+
+
+def check_arrays(named: dict[str, Any]) -> None:
+    for name, array in named.items():
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise DtypeError(f"{name} is a {type(array).__name__}", "arrays", f"{name}=numpy.asarray({name})")
+        if arrays.dtype_name(array) not in arrays.FLOATS:
+            raise DtypeError(
+                f"{name} has dtype {arrays.dtype_name(array)}", ", ".join(arrays.FLOATS), f"cast {name} to one of these"
+            )
+        if not arrays.strided(array):
+            raise DtypeError(
+                f"{name} is masked or sparse",
+                "plain arrays",
+                f"hide entries by mask=, and pass {name}.data or to_dense()",
+            )
+    kinds = {name: arrays.framework(array) for name, array in named.items()}
+    if set(kinds.values()) - {"numpy", "torch"} or len(set(kinds.values())) > 1:
+        raise DeviceError(_list(kinds), "query, key and value all from NumPy or all from torch", "convert them first")
+    for what, error, describe in (
+        ("dtype", DtypeError, arrays.dtype_name),
+        ("device", DeviceError, arrays.device),
+    ):
+        found = {name: describe(array) for name, array in named.items()}
+        if len(set(found.values())) > 1:
+            raise error(f"{what} of {_list(found)}", f"one {what} for all", f"move key and value to query's {what}")
+
+
+def shaped(named: dict[str, Any]) -> list[Any]:
+    """query, key and value with a head axis and one set of leading axes."""
+    shapes = {name: tuple(array.shape) for name, array in named.items()}
+
+    def refuse(what: str, cure: str) -> ShapeError:
+        given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        legend = "query (..., H, n, d_k), key (..., G, m, d_k), value (..., G, m, d_v), or all without heads"
+        return ShapeError(f"{what}: {given}", legend, cure)
+
+    axes = {len(shape) for shape in shapes.values()}
+    if min(axes) < 2:
+        raise refuse("fewer than two axes", "give each array at least (positions, width)")
+    if len(axes) > 1 and min(axes) < 4:
+        raise refuse("different numbers of axes", "give all three a head axis and a batch axis")
+    if max(axes) < 4:
+        named = {name: array[..., None, :, :] for name, array in named.items()}
+    q, k, v = (tuple(array.shape) for array in named.values())
+    if q[-1] != k[-1]:
+        raise refuse(f"query is {q[-1]} wide and key {k[-1]}", "project both to the same d_k")
+    if q[-1] == 0:
+        raise refuse("d_k is 0", "give query and key at least one component")
+    if k[-2] != v[-2]:
+        raise refuse(f"{k[-2]} keys and {v[-2]} values", "give one value for every key")
+    if k[-3] != v[-3]:
+        raise refuse(f"{k[-3]} key heads and {v[-3]} value heads", "give key and value the same heads")
+    if (k[-3] == 0 and q[-3] != 0) or (k[-3] and q[-3] % k[-3]):
+        raise refuse(f"{q[-3]} query heads do not share {k[-3]} key heads evenly", "make H a multiple of G")
+    if q[:-3] == k[:-3] == v[:-3]:
+        return list(named.values())
+    try:
+        lead = _broadcast(q[:-3], k[:-3], v[:-3])
+    except ValueError:
+        raise refuse("leading axes that do not broadcast", "make them equal, or 1") from None
+    return [arrays.broadcast_to(x, (*lead, *x.shape[-3:])) for x in named.values()]
+
+
+def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """NumPy's broadcasting of shapes, for lengths that may be torch's symbols. ValueError where they do not fit."""
+    joined: list[int] = []
+    for axis in range(-max(map(len, shapes)), 0):
+        lengths = [shape[axis] for shape in shapes if len(shape) >= -axis]
+        wide = [length for length in lengths if length != 1]
+        if any(length != wide[0] for length in wide):
+            raise ValueError(f"lengths {lengths}")
+        joined.append(wide[0] if wide else 1)
+    return tuple(joined)
+
+
+def read_sinks(sinks: Any, query: Any) -> Any:
+    if sinks is None:
+        return None
+    if not hasattr(sinks, "dtype"):
+        sinks = np.asarray(sinks)
+    if tuple(sinks.shape) != (query.shape[-3],):
+        raise ShapeError(
+            f"sinks of shape {tuple(sinks.shape)}", f"(H,) = ({query.shape[-3]},)", "one logit per query head"
+        )
+    if arrays.dtype_name(sinks) not in arrays.FLOATS:
+        raise DtypeError(f"sinks of dtype {arrays.dtype_name(sinks)}", ", ".join(arrays.FLOATS), "cast sinks")
+    check_device("sinks", sinks, query)
+    return arrays.convert(sinks, query)
+
+
+def one_number(what: str, array: Any) -> Expression:
+    """A learned number as a formula, which keeps its gradient."""
+    if math.prod(array.shape) != 1:
+        raise ParameterError(
+            f"{what} of shape {tuple(array.shape)}", "one number", f"score=s * table({what})[h] for one of each head"
+        )
+    return Table(array.reshape(1))[0]
+
+
+def read_scale(scale: Any, query: Any) -> float:
+    if scale is None:
+        return 1 / math.sqrt(query.shape[-1])
+    try:
+        value = float(scale)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    largest = LARGEST_SCALE[arrays.accumulator(arrays.dtype_name(query))]
+    if not abs(value) <= largest:
+        allowed = f"a finite number, at most ±{largest:.2g}"
+        raise ParameterError(f"scale={scale!r}", allowed, "leave scale=None for 1/√d_k")
+    return value
+
+
+def read_dropout(dropout: Any) -> float:
+    try:
+        value = float(dropout)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise ParameterError(f"dropout={dropout!r}", "a probability from 0 to 1", "dropout=0.1 drops a tenth")
+    return value
+
+
+def read_seed(seed: Any, dropout: float) -> int:
+    if seed is None and dropout == 0:
+        return 0
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= seed.__index__() < 2**64:
+        raise ParameterError(
+            f"seed={seed!r} with dropout={dropout}", "a whole number from 0 to 2⁶⁴ − 1", "pass seed=0, say"
+        )
+    return int(seed)
+
+
+def read_statistics(see: Any) -> tuple[Statistic, ...]:
+    listed = tuple(see) if isinstance(see, Sequence) and not isinstance(see, str) else (see,)
+    for entry in listed:
+        if not isinstance(entry, Statistic):
+            raise ParameterError(f"see={see!r}", "a list of statistics", "see=[sightline.lse(), sightline.weights()]")
+    return tuple([statistic.mapped(read_mask) for statistic in listed])
+
+
+def check_choice(kernel: Any, threads: Any) -> None:
+    """Raise ParameterError for a kernel that is no word, and for threads that are no whole number of at least 1."""
+    if kernel is not None and not isinstance(kernel, str):
+        raise ParameterError(f"kernel={kernel!r}", "a kernel's name, or None", 'kernel="cpu"')
+    if threads is not None:
+        check_threads("threads", threads)
+
+
+def check_threads(name: str, number: Any) -> None:
+    """Raise ParameterError for a number of threads that is no whole number of at least 1."""
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
+        raise ParameterError(f"{name}={number!r}", "a whole number of at least 1", f"{name}=1")
+
+
+def check_device(what: str, array: Any, query: Any) -> None:
+    """Raise DeviceError where the array is the query's framework's and lies elsewhere; other frameworks' are moved."""
+    if arrays.framework(array) == arrays.framework(query) and arrays.device(array) != arrays.device(query):
+        raise DeviceError(
+            f"{what} on {arrays.device(array)}, query on {arrays.device(query)}", "one device", f"move the {what}"
+        )
+
+
+def _list(found: dict[str, Any]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in found.items())
