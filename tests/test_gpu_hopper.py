@@ -22,7 +22,7 @@ from gluon_machine import Machine, broken
 from sightline.gpu import hopper
 from sightline.gpu.aot import compiled
 from sightline.gpu.hopper import kernel, rings
-from sightline.gpu.launch.forward import calls_of
+from sightline.gpu.launch.forward import calls_of, forward_calls
 from sightline.gpu.tuning.configurations import Configuration
 
 SMALL = Configuration(rows=32, keys=16, warps=4, stages=2)  # so that small problems have several tiles
@@ -51,7 +51,8 @@ def empty(problem):
 
 def calls(problem, sizes=SMALL):
     output, lse = empty(problem)
-    return output, lse, list(hopper.forward_calls(problem, output, lse, sizes=sizes))
+    sizes = replace(sizes, specialised=True)
+    return output, lse, list(forward_calls(problem, output, lse, "sm_90", sizes=sizes))
 
 
 def on_machine(seed, sizes=SMALL, instead=None):

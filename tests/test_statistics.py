@@ -164,7 +164,7 @@ COMPILED = {
     "parts and means": lambda x: [
         sightline.pooled(2, 2).mean("heads"),
         sightline.received(last=2),
-        sightline.heads([-1]).rows([0, -1]),
+        sightline.weights().heads([-1]).rows([0, -1]),
         sightline.applied(x).mean("batch"),
     ],
 }
@@ -198,7 +198,12 @@ def test_compiled_once_for_all_lengths():
         return graph
 
     def call(x):
-        see = [sightline.rows([0, -1]), sightline.received(last=3), sightline.applied(x[..., :2]), sightline.top_k(2)]
+        see = [
+            sightline.weights().rows([0, -1]),
+            sightline.received(last=3),
+            sightline.applied(x[..., :2]),
+            sightline.top_k(2),
+        ]
         _, found = sightline.attention(x, x, x, mask=i >= j, see=see, kernel="streaming")
         return [array for entry in found for array in arrays_of(entry)]
 
@@ -280,8 +285,8 @@ def every(m):
         sightline.pooled(3, 4, within=((9, 24), (505, 523))),
         sightline.weights(),
         sightline.scores(),
-        sightline.rows([0, -1]),
-        sightline.heads([3, 2]),
+        sightline.weights().rows([0, -1]),
+        sightline.weights().heads([3, 2]),
         sightline.weights().mean("heads").mean("batch"),
         sightline.applied(x),
     ]
@@ -330,7 +335,11 @@ def test_the_first_of_equal_keys_is_found(kernel):
 
 def test_arrays_without_heads_get_answers_without_heads(tall):
     query, key, value, _ = tall
-    see = [*(one for one in every(700) if one.name != "part"), sightline.rows([1]), sightline.entropy().mean("batch")]
+    see = [
+        *(one for one in every(700) if one.name != "part"),
+        sightline.weights().rows([1]),
+        sightline.entropy().mean("batch"),
+    ]
     with_heads = [x[:, :1] for x in (query, key, value)]
     _, whole = sightline.attention(*with_heads, see=see, kernel="streaming")
     _, flat = sightline.attention(*(x[:, 0] for x in with_heads), see=see, kernel="streaming")
@@ -382,8 +391,12 @@ ERRORS = {
     "half a key": (lambda: sightline.top_k(1.5), ParameterError, "top_k(k=1.5)", "whole number"),
     "keys beyond memory": (lambda: ask(sightline.top_k(10**12)), ParameterError, "of 4 keys, 96,000,", "top_k(4)"),
     "no condition": (lambda: sightline.mass(None), MaskError, "mass(None)", "True is counted"),
-    "a slice of words": (lambda: sightline.rows(slice("a", None)), ParameterError, "rows(slice('a', None, None))"),
-    "a slice without steps": (lambda: sightline.heads(slice(None, None, 0)), ParameterError, "steps not 0"),
+    "a slice of words": (
+        lambda: sightline.weights().rows(slice("a", None)),
+        ParameterError,
+        "rows(slice('a', None, None))",
+    ),
+    "a slice without steps": (lambda: sightline.weights().heads(slice(None, None, 0)), ParameterError, "steps not 0"),
     "masked rows": (lambda: sightline.applied(np.ma.ones((4, 1))), DtypeError, "masked or sparse", "filled(0)"),
     "another way": (lambda: sightline.received("median"), ParameterError, "'median'", '"sum"'),
     "the last 0": (lambda: sightline.received(last=0), ParameterError, "last=0", "None for all"),
@@ -403,12 +416,12 @@ ERRORS = {
         "insist=True",
     ),
     "a limit that is none": (lambda: sightline.scores(limit=-1), ParameterError, "scores(limit=-1)", "bytes"),
-    "a row beyond": (lambda: ask(sightline.rows([4])), ParameterError, "rows([4]) of 4", "from -4 to 3"),
-    "a head beyond": (lambda: ask(sightline.heads([-3])), ParameterError, "heads([-3]) of 2", "leave out -3"),
-    "one number for rows": (lambda: sightline.rows(3), ParameterError, "rows(3)", "rows([0, -1])"),
-    "rows twice": (lambda: sightline.rows([0]).rows([0]), ParameterError, "rows said once"),
+    "a row beyond": (lambda: ask(sightline.weights().rows([4])), ParameterError, "rows([4]) of 4", "from -4 to 3"),
+    "a head beyond": (lambda: ask(sightline.weights().heads([-3])), ParameterError, "heads([-3]) of 2", "leave out -3"),
+    "one number for rows": (lambda: sightline.weights().rows(3), ParameterError, "rows(3)", "rows([0, -1])"),
+    "rows twice": (lambda: sightline.weights().rows([0]).rows([0]), ParameterError, "rows said once"),
     "heads where there are none": (
-        lambda: ask(sightline.heads([0]), arrays=(X[0, 0],) * 3),
+        lambda: ask(sightline.weights().heads([0]), arrays=(X[0, 0],) * 3),
         ParameterError,
         "without heads",
     ),

@@ -2,10 +2,11 @@
 
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from .api import attention, explain, tiles
 from .cpu.runtime.thread_team import threads
-from .formula.expression import SYMBOLS, Expression, where
+from .formula.expression import PASSES, SYMBOLS, Expression, where
 from .formula.library import (
     alibi,
     alibi_slopes,
@@ -23,7 +24,7 @@ from .formula.tables import Table, table
 from .gpu.tuning.tuner import tune
 from .kv_cache import KVCache
 from .lse_merge import merge
-from .statistics import applied, entropy, heads, lse, mass, max_score, pooled, received, rows, scores, top_k, weights
+from .statistics import applied, entropy, lse, mass, max_score, pooled, received, scores, top_k, weights
 
 __all__ = [
     "Expression",
@@ -41,7 +42,6 @@ __all__ = [
     "entropy",
     "explain",
     "h",
-    "heads",
     "i",
     "j",
     "lse",
@@ -55,7 +55,6 @@ __all__ = [
     "prefix",
     "received",
     "relative_bias",
-    "rows",
     "s",
     "scores",
     "softcap",
@@ -70,12 +69,21 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-ROOMS = ("data", "keras", "positions", "torch", "transformers", "view")  # imported when first asked for
+SUBMODULES = ("data", "keras", "positions", "torch", "transformers", "view")  # imported at first use
 
 b, h, i, j, s, n, m = (SYMBOLS[name] for name in "bhijsnm")
 
 
+def _formula_picture(*arguments: Any, **options: Any) -> Any:
+    from .view.picture import formula_picture
+
+    return formula_picture(*arguments, **options)
+
+
+PASSES.picture = _formula_picture
+
+
 def __getattr__(name: str) -> ModuleType:
-    if name in ROOMS:
+    if name in SUBMODULES:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

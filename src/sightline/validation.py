@@ -13,7 +13,7 @@ from .errors import DeviceError, DtypeError, MaskError, ParameterError, ShapeErr
 from .formula import from_function, library
 from .formula.expression import SYMBOLS, Expression, walk
 from .formula.tables import Table
-from .statistics import Statistic
+from .statistics import Statistic, StatisticBase
 
 __all__ = [
     "Formula",
@@ -214,7 +214,7 @@ def read_seed(seed: Any, dropout: float) -> int:
 def read_statistics(see: Any) -> tuple[Statistic, ...]:
     listed = tuple(see) if isinstance(see, Sequence) and not isinstance(see, str) else (see,)
     for entry in listed:
-        if not isinstance(entry, Statistic):
+        if not isinstance(entry, StatisticBase):
             raise ParameterError(f"see={see!r}", "a list of statistics", "see=[sightline.lse(), sightline.weights()]")
     return tuple([statistic.mapped(read_mask) for statistic in listed])
 

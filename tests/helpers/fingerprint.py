@@ -140,7 +140,7 @@ def named() -> None:
             for see in ([], [sightline.entropy(), sightline.received("sum")]):
                 leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
                 output, seen = sightline.attention(*leaves, **options, see=see)
-                total = sum((x.double().sin().sum() for x in (output, *seen)))
+                total = sum(x.double().sin().sum() for x in (output, *seen))
                 wanted = [*leaves, *([] if learned is None else [learned])]
                 print(name, title, len(see), digest(output, *seen, *torch.autograd.grad(total, wanted)))
         query = tensor(2, 4, 1, 24, dtype=dtype)

@@ -76,7 +76,7 @@ def test_parts(triton_kernel):
     case = Case(*arrays((2, 4, 20, 8), "float32", groups=2, m=40), {"mask": i + 15 >= j, "score": s - abs(i - j) / 8})
     of = sightline.entropy().rows([-1, 3, 3]).heads([2, 0])
     x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
-    see = [of, sightline.received("max", last=7), sightline.rows([0, -1]).mean("heads"), sightline.applied(x)]
+    see = [of, sightline.received("max", last=7), sightline.weights().rows([0, -1]).mean("heads"), sightline.applied(x)]
     check(triton_kernel.run, case.as_torch().pose(see=see))
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .tables import Table
 
 __all__ = [
+    "PASSES",
     "Apply",
     "Constant",
     "Expression",
@@ -34,6 +35,23 @@ __all__ = [
     "where",
 ]
 
+
+class Passes:
+    """What methods of `Expression` call: the passes over the graph, none of which the graph imports.
+
+    `formula/__init__.py` sets all but `picture`, which `sightline/__init__.py` sets.
+    """
+
+    call: Callable[[str, Sequence[Any], dict[str, Any], str], Expression]
+    check_reads: Callable[..., None]
+    dense_values: Callable[..., Any]
+    learned_number: Callable[[Any], Expression]
+    mathematics: Callable[[Expression], str]
+    picture: Callable[..., Picture]
+    power: Callable[[Any, Any], Expression]
+
+
+PASSES = Passes()
 LARGEST_INTEGER = 2**53  # intervals are float64: beyond this an integer would not be exact
 
 
@@ -84,14 +102,10 @@ class Expression:
         return apply("remainder", other, self)
 
     def __pow__(self, other: Any) -> Expression:
-        from .numpy_functions import power
-
-        return power(self, other)
+        return PASSES.power(self, other)
 
     def __rpow__(self, other: Any) -> Expression:
-        from .numpy_functions import power
-
-        return power(other, self)
+        return PASSES.power(other, self)
 
     def __neg__(self) -> Expression:
         return apply("negative", self)
@@ -175,28 +189,19 @@ class Expression:
 
     # -- other libraries' functions ---------------------------------------------------------------------------------
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Expression:
-        from .numpy_functions import call, unknown
-
-        if method != "__call__" or kwargs:
-            raise unknown(f"numpy.{ufunc.__name__}.{method} with {sorted(kwargs)}")
-        return call(ufunc.__name__, inputs, {}, "numpy")
+        name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
+        return PASSES.call(name, inputs, kwargs, "numpy")
 
     def __array_function__(self, function: Any, _: Any, inputs: Any, kwargs: Any) -> Expression:
-        from .numpy_functions import call
-
-        return call(function.__name__, inputs, kwargs, "numpy")
+        return PASSES.call(function.__name__, inputs, kwargs, "numpy")
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Expression:
-        from .numpy_functions import call
-
-        return call(function.__name__, inputs, kwargs or {}, "torch")
+        return PASSES.call(function.__name__, inputs, kwargs or {}, "torch")
 
     # -- reading ----------------------------------------------------------------------------------------------------
     def __repr__(self) -> str:
-        from .printing import mathematics
-
-        return mathematics(self)
+        return PASSES.mathematics(self)
 
     def array(self, n: int, m: int | None = None, *, batch: int = 1, heads: int = 1, s: Any = None) -> Any:
         """The formula's values at every position, dense.
@@ -231,14 +236,11 @@ class Expression:
         array([[1, 0, 0],
                [1, 1, 0]])
         """
-        from .render_array import dense_values
-        from .validate import check_reads
-
         extent = (batch, heads, n, n if m is None else m)
         if not all(hasattr(length, "__index__") and length >= 0 for length in extent):
             raise ParameterError(f"array of (B, H, n, m) = {extent}", "whole numbers of at least 0", "array(4, 6)")
-        check_reads(self, None, extent)
-        values = dense_values(self, extent, s)
+        PASSES.check_reads(self, None, extent)
+        values = PASSES.dense_values(self, extent, s)
         return values[0, 0] if batch == heads == 1 else values
 
     def show(self, n: int, m: int | None = None, *, batch: int = 0, head: int = 0) -> Picture:
@@ -256,9 +258,7 @@ class Expression:
         Picture
             Prints itself in a terminal, shows itself in a notebook, `.save(path)` writes PNG, SVG or PDF.
         """
-        from ..view.picture import formula_picture
-
-        return formula_picture(self, n, n if m is None else m, batch=batch, head=head)
+        return PASSES.picture(self, n, n if m is None else m, batch=batch, head=head)
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
@@ -386,9 +386,7 @@ def as_expression(value: Any) -> Expression:
     if isinstance(value, Expression):
         return value
     if getattr(value, "requires_grad", False) and tuple(value.shape) == ():
-        from .tables import Table
-
-        return Table(value.reshape(1))[0]  # a learned number: a table of one entry, which keeps its gradient
+        return PASSES.learned_number(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, bool):
@@ -399,12 +397,9 @@ def as_expression(value: Any) -> Expression:
         return Constant(value, "int")
     if isinstance(value, float):
         return Constant(value, "float")
-    from .tables import Table
-
-    if isinstance(value, Table):
-        raise FormulaError(
-            f"{value} used without indices", "table(array)[...]", "index it, as in table(array)[h, i - j]"
-        )
+    if hasattr(value, "to_expression"):
+        refused: NoReturn = value.to_expression()
+        return refused
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise FormulaError(
         f"a {type(value).__name__}{shape} inside a formula",

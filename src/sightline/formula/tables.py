@@ -14,7 +14,7 @@ from .operators import Kind
 from .table_bounds import Extrema
 from .tensor_cache import Memory
 
-__all__ = ["Table", "table"]
+__all__ = ["Table", "learned_number", "table"]
 
 _EXTREMA = Memory(256)
 
@@ -85,6 +85,12 @@ class Table:
             f"a loop over {self}", "table(array)[...]", "index it by formulas, as in table(array)[h, i - j]"
         )
 
+    def to_expression(self) -> NoReturn:
+        """Raise FormulaError: a table is read at indices."""
+        raise FormulaError(
+            f"{self} used without indices", "table(array)[...]", "index it, as in table(array)[h, i - j]"
+        )
+
     @cached_property
     def extrema(self) -> Extrema:
         """Least and greatest entries over ranges; made once, so for tables whose array no longer changes."""
@@ -116,6 +122,11 @@ def table(array: Any) -> Table:
     s − t[h]·(i − j)
     """
     return Table(array)
+
+
+def learned_number(number: Any) -> Expression:
+    """A tensor of one number as a table of one entry, which keeps its gradient."""
+    return Table(number.reshape(1))[0]
 
 
 def _table_kind(array: Any) -> Kind:

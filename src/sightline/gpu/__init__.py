@@ -12,8 +12,9 @@ from ..formula.expression import walk
 from ..kernel import Gradients, Kernel, Refusal, Result
 from ..problem import Problem
 from ..statistics import Slopes
+from .version import triton_version
 
-__all__ = ["Triton", "triton_version"]
+__all__ = ["Triton"]
 
 WIDEST = 256  # of d_k and d_v: what a tile of each takes of registers and shared memory
 LONGEST = 400  # parts of mask and score, each a line for the compiler
@@ -116,13 +117,6 @@ def _too_large(problem: Problem) -> Iterator[Refusal]:
     parts = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
     if parts > LONGEST:
         yield Refusal(f"formulas of {parts} parts would compile for long", "put what they compute into a table")
-
-
-def triton_version() -> tuple[int, ...]:
-    """(major, minor) of the triton that is installed."""
-    import triton
-
-    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 @lru_cache

@@ -10,11 +10,11 @@ from ast import literal_eval
 from collections.abc import Callable, Sequence
 
 from ..formula.expression import Expression
-from .base import Back, Pass, Slopes, Statistic, Tile, arrays_of, collect, slopes, width_of
+from .base import Back, Pass, Slopes, StatisticBase, Tile, arrays_of, collect, slopes, width_of
 from .matrix import LARGEST, Pooled, Scores, Weights, pooled, scores, weights
 from .per_key import Received, received
 from .per_query import Entropy, Largest, Lse, Mass, MaxScore, Top, TopK, entropy, lse, mass, max_score, top_k
-from .selection import Mean, Part, apart, heads, inner, restricted, rows
+from .selection import Mean, Part, Statistic, apart, inner, restricted
 from .weighted_sums import Applied, applied
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Scores",
     "Slopes",
     "Statistic",
+    "StatisticBase",
     "Tile",
     "Top",
     "TopK",
@@ -45,7 +46,6 @@ __all__ = [
     "collect",
     "entropy",
     "from_words",
-    "heads",
     "inner",
     "lse",
     "mass",
@@ -53,7 +53,6 @@ __all__ = [
     "pooled",
     "received",
     "restricted",
-    "rows",
     "scores",
     "slopes",
     "top_k",

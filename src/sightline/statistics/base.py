@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -17,11 +17,10 @@ from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
 
 if TYPE_CHECKING:
-    from ..kernel import Result
     from ..problem import Problem
-    from .selection import Part
+    from .selection import Statistic
 
-__all__ = ["LARGEST", "Back", "Pass", "Slopes", "Statistic", "Tile", "arrays_of", "collect", "slopes", "width_of"]
+__all__ = ["LARGEST", "Back", "Pass", "Slopes", "StatisticBase", "Tile", "arrays_of", "collect", "slopes", "width_of"]
 
 LARGEST = 2 << 30  # bytes of an answer held without insisting
 Outer = tuple[int, ...]  # the axes before the queries: (*lead, H), or what averaging leaves of them
@@ -94,7 +93,7 @@ class Slopes:
     everywhere: bool = False  # `scores` counts at pairs whose weight has become 0 by rounding too
 
 
-class Statistic:
+class StatisticBase:
     """Something to be known of the weights: one class of its own, a frozen dataclass of its parameters.
 
     A subclass says `name`, the `shapes` of its arrays and what a tile adds to them (`add`); the rest where it differs.
@@ -156,16 +155,8 @@ class Statistic:
         """Its gradient's share in those of the weights and the scores."""
         return Slopes()
 
-    # -- statistics apart ---------------------------------------------------------------------------------------------
-    def posed(self, problem: Problem) -> Problem:
-        """A problem whose result holds this statistic alone; `found` finds it."""
-        return problem.asking(self)
-
-    def found(self, result: Result, problem: Problem) -> Any:
-        return result.seen[0]
-
     # -- parameters ---------------------------------------------------------------------------------------------------
-    def mapped(self, change: Callable[[Any], Any]) -> Statistic:
+    def mapped(self, change: Callable[[Any], Any]) -> Self:
         """The same statistic with its formula changed, where it has one."""
         return self
 
@@ -179,37 +170,6 @@ class Statistic:
         usual = {field: getattr(type(self), field, None) for field in fields}
         said = [f"{field}={value!r}" for field, value in fields.items() if repr(value) != repr(usual[field])]
         return f"{self.name}({', '.join(said)})"
-
-    # -- parts of it --------------------------------------------------------------------------------------------------
-    def rows(self, indices: Any) -> Part:
-        """The same statistic of these queries alone, at the cost of these.
-
-        Parameters
-        ----------
-        indices : whole numbers or a slice; negative ones count from the last query
-            In this order; what a formula reads as i stays the query's own position.
-        """
-        from .selection import part
-
-        return part(self, rows=indices)
-
-    def heads(self, indices: Any) -> Part:
-        """The same statistic of these query heads alone, at the cost of these; indices as in `rows`."""
-        from .selection import part
-
-        return part(self, heads=indices)
-
-    def mean(self, axis: str) -> Statistic:
-        """The statistic averaged over the heads or the batch, in the pass: only the mean is held.
-
-        Parameters
-        ----------
-        axis : {"heads", "batch"}
-            The axis that goes: (..., H, n) becomes (..., n) or (H, n). "batch" are all leading axes together.
-        """
-        from .selection import mean
-
-        return mean(self, axis)
 
 
 def collect(problem: Problem, lse: Any, tiles: Callable[[], Iterator[Tile]]) -> tuple[Any, ...]:

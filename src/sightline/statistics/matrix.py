@@ -11,7 +11,8 @@ import numpy as np
 from ..arrays import dtype_name, framework, namespace
 from ..errors import ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, where
-from .base import LARGEST, Back, Outer, Pass, Slopes, Statistic, Tile, width_of
+from .base import LARGEST, Back, Outer, Pass, Slopes, Tile, width_of
+from .selection import Statistic
 
 if TYPE_CHECKING:
     from ..problem import Problem

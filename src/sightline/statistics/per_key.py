@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, where
-from .base import Back, Outer, Pass, Slopes, Statistic, Tile
+from .base import Back, Outer, Pass, Slopes, Tile
+from .selection import Statistic
 
 if TYPE_CHECKING:
     from ..problem import Problem

@@ -13,7 +13,8 @@ from ..arrays import namespace, resolve
 from ..errors import MaskError, ParameterError
 from ..formula.expression import SYMBOLS, Expression, where
 from ..formula.render_array import evaluate
-from .base import LARGEST, Back, Outer, Pass, Slopes, Statistic, Tile, width_of
+from .base import LARGEST, Back, Outer, Pass, Slopes, Tile, width_of
+from .selection import Statistic
 
 if TYPE_CHECKING:
     from ..problem import Problem

@@ -11,16 +11,50 @@ from ..arrays import namespace
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Constant, Expression, Lookup, walk
 from ..formula.tables import Table
-from .base import Back, Outer, Pass, Slopes, Statistic, Tile
-from .matrix import Weights
+from .base import Back, Outer, Pass, Slopes, StatisticBase, Tile
 
 if TYPE_CHECKING:
     from ..kernel import Result
     from ..problem import Problem
 
-__all__ = ["Mean", "Part", "apart", "heads", "mean", "part", "restricted", "rows"]
+__all__ = ["Mean", "Part", "Statistic", "apart", "mean", "part", "restricted"]
 
 Indices = tuple[int, ...] | slice
+
+
+class Statistic(StatisticBase):
+    """A statistic; it can be restricted to some queries and heads, and averaged over heads or batch."""
+
+    def rows(self, indices: Any) -> Part:
+        """The same statistic of these queries alone, at the cost of these.
+
+        Parameters
+        ----------
+        indices : whole numbers or a slice; negative ones count from the last query
+            In this order; what a formula reads as i stays the query's own position.
+        """
+        return part(self, rows=indices)
+
+    def heads(self, indices: Any) -> Part:
+        """The same statistic of these query heads alone, at the cost of these; indices as in `rows`."""
+        return part(self, heads=indices)
+
+    def mean(self, axis: str) -> Statistic:
+        """The statistic averaged over the heads or the batch, in the pass: only the mean is held.
+
+        Parameters
+        ----------
+        axis : {"heads", "batch"}
+            The axis that goes: (..., H, n) becomes (..., n) or (H, n). "batch" are all leading axes together.
+        """
+        return mean(self, axis)
+
+    def posed(self, problem: Problem) -> Problem:
+        """A problem whose result holds this statistic alone; `found` finds it."""
+        return problem.asking(self)
+
+    def found(self, result: Result, problem: Problem) -> Any:
+        return result.seen[0]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -168,28 +202,6 @@ class Mean(Statistic):
 
     def words(self, spell: Callable[[Expression], str]) -> list[str]:
         return [self.name, repr(self.over_heads), repr(self.over_batch), *self.of.words(spell)]
-
-
-def rows(indices: Any) -> Part:
-    """The weights of these queries: `weights().rows(indices)`, (..., H, rows, m).
-
-    A function of `see`, as `see=[rows([0, -1])]`; of another statistic write `entropy().rows([0, -1])`.
-
-    Parameters
-    ----------
-    indices : whole numbers or a slice; negative ones count from the last query
-
-    Raises
-    ------
-    ParameterError
-        No whole numbers, or, when the question is asked, a query that is not there.
-    """
-    return Weights().rows(indices)
-
-
-def heads(indices: Any) -> Part:
-    """The weights of these query heads: `weights().heads(indices)`, (..., heads, n, m); as `rows`."""
-    return Weights().heads(indices)
 
 
 def part(of: Statistic, rows: Any = None, heads: Any = None) -> Part:

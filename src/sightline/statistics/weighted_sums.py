@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..arrays import FLOATS, broadcast_to, convert, device, dtype_name, framework, namespace, strided
 from ..errors import DeviceError, DtypeError, ShapeError
-from .base import Outer, Statistic
+from .base import Outer
+from .selection import Statistic
 
 if TYPE_CHECKING:
     from ..kernel import Result

@@ -14,10 +14,10 @@ from typing import Any
 from ...kernel import Refusal
 from ...problem import Problem
 from ..kernels.constexprs import lanes
-from ..launch.launcher import Call
 from ..tuning.configurations import Configuration
+from ..version import triton_version
 
-__all__ = ["configurations_of", "forward_calls", "serves"]
+__all__ = ["configurations_of", "serves"]
 
 OLDEST_TRITON = (3, 9)  # whose Gluon has the words the kernel is written in
 ALIGNED = 16  # bytes: what the tensor memory accelerator asks of addresses and steps between rows
@@ -25,8 +25,6 @@ ALIGNED = 16  # bytes: what the tensor memory accelerator asks of addresses and 
 
 def serves(problem: Problem) -> Iterator[Refusal]:
     """Every reason the kernel cannot serve a problem that the Triton kernel serves; none means that it can."""
-    from .. import triton_version
-
     if triton_version() < OLDEST_TRITON:
         found, least = (".".join(map(str, version)) for version in (triton_version(), OLDEST_TRITON))
         yield Refusal(f"triton {found}", f"take triton {least} or later")
@@ -79,16 +77,3 @@ def configurations_of(problem: Problem) -> tuple[Configuration, ...]:
     else:
         return Configuration(128, 128, 4, 3), Configuration(128, 128, 4, 2)
     return tuple(found[::-1] if scored else found)
-
-
-def forward_calls(
-    problem: Problem, output: Any, lse: Any, architecture: str = "sm_90", sizes: Configuration | None = None
-) -> Iterator[Call]:
-    """The calls that fill output and lse, as `run.forward_calls` yields them."""
-    from ..launch import forward
-    from .launch import specialised
-
-    sizes = configurations_of(problem)[0] if sizes is None else sizes
-    first, careful = forward.forward_calls(problem, output, lse, architecture, sizes=sizes)
-    yield specialised(first)
-    yield careful

@@ -66,11 +66,7 @@ def forward_calls(
     In tiles of these sizes, or of those that are chosen for the problem.
     """
     sizes = sizes or chosen("forward", problem, architecture)
-    if sizes.specialised:
-        from .. import hopper
-
-        yield from hopper.forward_calls(problem, output, lse, architecture, replace(sizes, specialised=False))
-        return
+    on_hopper, sizes = sizes.specialised, replace(sizes, specialised=False)
     riders = Riders(problem.asking()) if riders is None else riders
     given = Operands(problem, sizes, riders.formulas)
     blocks = -(-problem.n // sizes.rows)
@@ -88,7 +84,12 @@ def forward_calls(
         "seen": None,
         "PARTS": 0,
     }
-    yield Call(forward, items, riders.arguments(given, arguments), sizes, given.sources)
+    call = Call(forward, items, riders.arguments(given, arguments), sizes, given.sources)
+    if on_hopper:
+        from ..hopper.launch import specialised
+
+        call = specialised(call)
+    yield call
     yield careful_call(forward, arguments, given, sizes, replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS)))
 
 
