@@ -67,9 +67,10 @@ def rng():
 @pytest.fixture
 def by_definition(monkeypatch):
     """Attention as the papers write it, under a name that models of transformers take."""
-    from tiny_models import definition
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
+
+    from tiny_models import definition
 
     def mask(*arguments, **options):
         return sdpa_mask(*arguments, **{**options, "allow_is_causal_skip": False})

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from strategies import generators, masks, reals, wholes
 
 from sightline import causal, documents, i, j, padding, prefix, table, where, window
 from sightline.arrays import namespace
@@ -17,6 +16,7 @@ from sightline.formula.operators import OPERATORS
 from sightline.formula.render_array import ARRAY_RULES
 from sightline.formula.table_bounds import Extrema
 from sightline.formula.tile_ranges import find_runs, somewhere
+from strategies import generators, masks, reals, wholes
 
 NAMESPACE = namespace(np.zeros(1))
 NUMBERS = st.one_of(

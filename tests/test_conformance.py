@@ -5,11 +5,11 @@ from functools import cache
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from strategies import DTYPES, LAYOUTS, ON_HOST, Case, cases
 
 from sightline import alibi, bias, causal, dense, documents, i, j, lse, padding, s, softcap, testing, weights, window
 from sightline.problem import pose
 from sightline.testing import assert_conforms, guarded
+from strategies import DTYPES, LAYOUTS, ON_HOST, Case, cases
 
 TILED = [kernel for kernel in ON_HOST if kernel.name != "reference"]
 EXAMPLES = {"cpu": 20, "streaming": 40, "reference": 16}  # of each dtype; the first compiles for each

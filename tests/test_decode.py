@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import DTYPES
 
 import sightline
 from sightline import causal, h, i, j, lse, m, n, padding, s, softcap, table
@@ -15,6 +14,7 @@ from sightline.cpu.launch import forward as run
 from sightline.cpu.runtime.processor import HOST
 from sightline.problem import pose
 from sightline.testing import assert_conforms, guarded
+from strategies import DTYPES
 
 MASKS = {
     "none": None,

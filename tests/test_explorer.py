@@ -4,10 +4,10 @@ import json
 from decimal import ROUND_HALF_UP, Context
 from xml.etree import ElementTree
 
-import browser
 import numpy as np
 import pytest
 
+import browser
 import sightline
 from sightline.data import load
 from sightline.view import explorer

@@ -9,8 +9,6 @@ from functools import cache, partial
 import ml_dtypes
 import numpy as np
 import pytest
-from observed import check as check_statistics
-from strategies import Case
 from test_gradients import by_cpu
 from test_gradients import check as check_gradients
 from test_observing import check_everything
@@ -33,6 +31,8 @@ from sightline.formula import bounds
 from sightline.problem import pose
 from sightline.streaming import Streaming
 from sightline.testing import assert_conforms
+from statistic_definitions import check as check_statistics
+from strategies import Case
 
 streaming = sys.modules["sightline.streaming"]
 

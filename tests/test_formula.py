@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import conditions, lookups, masks, reals, scores, wholes
 
 from sightline import Table, b, causal, documents, h, i, j, m, n, padding, prefix, s, softcap, table, where, window
 from sightline.arrays import namespace
@@ -19,6 +18,7 @@ from sightline.formula.expression import apply, from_text
 from sightline.formula.operators import OPERATORS
 from sightline.formula.render_array import ARRAY_RULES, dense_values, evaluate
 from sightline.problem import read_mask, read_score
+from strategies import conditions, lookups, masks, reals, scores, wholes
 
 EXTENT = (2, 3, 9, 11)
 

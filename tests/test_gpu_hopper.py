@@ -7,18 +7,17 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import Case, generators, masks, scores, to_torch
 from test_conformance import arrays
 
 from sightline import alibi, causal, documents, entropy, h, i, j, s, softcap, table, window
 from sightline.kernel import Result
 from sightline.problem import pose
 from sightline.testing import assert_conforms
+from strategies import Case, generators, masks, scores, to_torch
 
 pytest.importorskip("triton")
 
-from gluon_machine import Machine, broken
-
+from gluon_interpreter import Machine, broken
 from sightline.gpu import hopper
 from sightline.gpu.aot import compiled
 from sightline.gpu.hopper import kernel, rings

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from strategies import DTYPES, Case, cases, to_torch
 
 import sightline
 from sightline import attention, h, i, j, padding, s, softcap, table, weights
@@ -20,6 +19,7 @@ from sightline.problem import pose
 from sightline.reference import backward, forward, gradients_of, stages_of
 from sightline.streaming import backward as streaming_backward
 from sightline.testing import assert_within_budget
+from strategies import DTYPES, Case, cases, to_torch
 
 NAMES = ("query", "key", "value")
 

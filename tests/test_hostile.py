@@ -6,12 +6,12 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
-from strategies import ON_HOST
 
 import sightline
 from sightline import i, j, s, table, where
 from sightline.problem import pose
 from sightline.testing import assert_conforms
+from strategies import ON_HOST
 
 FLOAT_MAX = float(np.finfo(np.float32).max)
 

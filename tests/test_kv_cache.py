@@ -10,7 +10,6 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from strategies import DTYPES, to_torch
 from test_faults import broken
 
 import sightline
@@ -21,6 +20,7 @@ from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError
 from sightline.problem import pose
 from sightline.reference import stages_of
 from sightline.testing import assert_within_budget
+from strategies import DTYPES, to_torch
 
 B, H, G, T, D_K, D_V = 3, 4, 2, 40, 16, 9
 STEPS = (7, 1, 1, 1, 4, 1, 1, 24)  # positions appended at a time

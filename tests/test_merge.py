@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import DTYPES, cases, dense_mask, to_torch
 from test_faults import broken
 from test_gradients import NAMES, differentiated, seeds_of
 from torch.autograd import gradcheck, gradgradcheck
@@ -28,6 +27,7 @@ from sightline.kernel import Result
 from sightline.problem import pose
 from sightline.reference import stages_of
 from sightline.testing import assert_conforms, assert_within_budget
+from strategies import DTYPES, cases, dense_mask, to_torch
 
 SEE = [lse()]
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import DTYPES, Case, cases
 from test_conformance import arrays
 
 from sightline import alibi, causal, i, j, padding, s, softcap, table, window
@@ -18,6 +17,7 @@ from sightline.cpu.launch.weights_pass import MOST, pooled, received, top_k, wei
 from sightline.problem import pose
 from sightline.reference import stages_of
 from sightline.testing import assert_within_budget, guarded
+from strategies import DTYPES, Case, cases
 
 # -- what is asked, and the same of a dense matrix of weights (..., n, m) --------------------------------------------
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import to_torch
 from test_faults import broken
 
 import sightline
@@ -19,6 +18,7 @@ from sightline.formula.tile_ranges import find_runs
 from sightline.problem import pose
 from sightline.reference import stages_of
 from sightline.testing import assert_within_budget
+from strategies import to_torch
 
 TILE = 64
 LENGTHS = np.array([70, 1, 0, 129, 64, 3, 200, 45])  # with an empty one, and one that fills its tile

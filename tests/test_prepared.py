@@ -12,7 +12,6 @@ import torch
 import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import to_torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +27,7 @@ from sightline.errors import SightlineError
 from sightline.problem import pose
 from sightline.reference import stages_of
 from sightline.testing import assert_within_budget
+from strategies import to_torch
 
 FORMULAS = {
     "none": dict,

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from strategies import ON_HOST
 
 import sightline.data
 from sightline import padding, weights
 from sightline.accuracy import plain
 from sightline.problem import pose
 from sightline.testing import assert_conforms, assert_within_budget
+from strategies import ON_HOST
 
 LAYERS = [(name, number) for name in sightline.data.NAMES for number in sightline.data.load(name).layers]
 

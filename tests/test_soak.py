@@ -19,7 +19,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's pages and ac
 
 
 def guarded(seed, count, past=0):
-    program = Path(__file__).with_name("guard_pages.py")
+    program = Path(__file__).parent / "helpers" / "guard_pages.py"
     command = [sys.executable, str(program), *map(str, (seed, count, past))]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

@@ -7,8 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from observed import Dense, check, defined, parts, statistics, usable
-from strategies import DTYPES, ON_HOST, cases
 from test_faults import broken
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -22,6 +20,8 @@ from sightline.statistics import per_key as keys
 from sightline.statistics import per_query as queries
 from sightline.statistics import selection as parts_room
 from sightline.testing import assert_within_budget
+from statistic_definitions import Dense, check, defined, parts, statistics, usable
+from strategies import DTYPES, ON_HOST, cases
 
 streaming = sys.modules["sightline.streaming"]
 EXAMPLES = {"reference": 2, "streaming": 6, "cpu": 2}  # of each dtype; with the last most compile a kernel

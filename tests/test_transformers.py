@@ -11,10 +11,10 @@ from sightline.testing import assert_within_budget
 
 pytest.importorskip("transformers")
 
-from tiny_models import BATCH, LENGTH, MADE, MORE, answered, attentions, given, made, run, wide
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from sightline.transformers import interface
+from tiny_models import BATCH, LENGTH, MADE, MORE, answered, attentions, given, made, run, wide
 
 WRITES = [name for name in MADE if name != "BERT"]  # models that generate
 

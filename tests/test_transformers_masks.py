@@ -8,11 +8,11 @@ import sightline
 
 pytest.importorskip("transformers")
 
-from tiny_models import VOCABULARY, made
 from transformers import masking_utils
 
 from sightline.torch import hooks as watching
 from sightline.transformers.formula_mask import FormulaMask, sightline_mask
+from tiny_models import VOCABULARY, made
 
 KEYS = 20
 ENTRIES = torch.arange(KEYS) // 6

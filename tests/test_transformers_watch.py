@@ -10,10 +10,10 @@ from sightline.testing import assert_within_budget
 pytest.importorskip("transformers")
 
 import transformers
-from tiny_models import BATCH, LENGTH, given, made, run, wide
 
 from sightline.torch import hooks as watching
 from sightline.transformers import watch
+from tiny_models import BATCH, LENGTH, given, made, run, wide
 
 
 def state(model):

@@ -14,20 +14,16 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from strategies import DTYPES, cases, to_torch
-
 import sightline
 from sightline import b, h, i, j, s, table
+from strategies import DTYPES, cases, to_torch
 
 KERNELS = ("cpu", "streaming")
 

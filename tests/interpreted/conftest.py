@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from on_device import OnDevice
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import sightline.gpu
+from on_device import OnDevice
 from sightline.gpu import Triton
 from sightline.gpu.codegen import formula_functions as seams
 from sightline.gpu.launch import forward as run

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from strategies import Case
 from test_conformance import arrays
 
 from sightline import dense, i, j, lse, padding, s, softcap
@@ -11,6 +10,7 @@ from sightline.formula.tensor_cache import Memory
 from sightline.gpu.codegen import formula_source as sources
 from sightline.gpu.launch import schedule
 from sightline.testing import assert_conforms
+from strategies import Case
 
 RED = r"budget|shape"
 

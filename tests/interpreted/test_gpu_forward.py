@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from strategies import DTYPES, Case, cases
 from test_conformance import arrays
 
 import sightline
@@ -14,6 +13,7 @@ from sightline import alibi, causal, dense, documents, h, i, j, lse, padding, s,
 from sightline.gpu.launch.forward import decodes
 from sightline.problem import pose
 from sightline.testing import LAYOUTS, assert_conforms
+from strategies import DTYPES, Case, cases
 
 
 def nested(depth):

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 from hypothesis import given, settings
-from strategies import DTYPES, Case, cases, to_torch
 from test_conformance import arrays
 from test_gradients import NAMES, check
 from triton.runtime.errors import OutOfResources
@@ -24,6 +23,7 @@ from sightline.gpu.launch.launcher import Call
 from sightline.gpu.tuning.configurations import Configuration
 from sightline.statistics import slopes
 from sightline.testing import assert_within_budget
+from strategies import DTYPES, Case, cases, to_torch
 
 streaming = sys.modules["sightline.streaming"]
 

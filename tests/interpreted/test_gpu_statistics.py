@@ -5,8 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from observed import check, parts, statistics, usable
-from strategies import DTYPES, Case, cases
 from test_conformance import arrays
 
 import sightline
@@ -18,6 +16,8 @@ from sightline.gpu.launch.weights_pass import MOST
 from sightline.reference import stages_of
 from sightline.statistics import arrays_of
 from sightline.streaming import Streaming
+from statistic_definitions import check, parts, statistics, usable
+from strategies import DTYPES, Case, cases
 
 RED = "budget|shape"
 PROBLEMS = {

@@ -5,10 +5,10 @@ from importlib import import_module
 
 import pytest
 import torch
-from on_device import OnDevice
+from conftest import INTERPRETED
 
 import sightline
-from conftest import INTERPRETED
+from on_device import OnDevice
 from sightline import i, j
 from sightline.gpu import Triton
 from sightline.gpu.tuning import cache as kept

@@ -1,9 +1,9 @@
 """The forward kernel for Hopper's GPUs (sm_90), its warps specialised.
 
-It has never run on one: it compiles for them, and its own code has run on a machine of NumPy (tests/gluon_machine.py),
-which knows its barriers and its arithmetic and nothing of its speed. So no plan takes it by itself;
-`sightline.tune(..., specialised=True)` tries it, on the machine at hand, and later calls take it where it was found
-right and faster.
+It has never run on one: it compiles for them, and its own code has run on a machine of NumPy
+(tests/helpers/gluon_interpreter.py), which knows its barriers and its arithmetic and nothing of its speed. So no plan
+takes it by itself; `sightline.tune(..., specialised=True)` tries it, on the machine at hand, and later calls take it
+where it was found right and faster.
 """
 
 from __future__ import annotations

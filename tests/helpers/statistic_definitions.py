@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from strategies import generators, masks
 
 import sightline
 from sightline.accuracy import dense, orders_of
@@ -18,6 +17,7 @@ from sightline.problem import Problem
 from sightline.reference import stages_of
 from sightline.statistics import apart, arrays_of
 from sightline.testing import assert_within_budget
+from strategies import generators, masks
 
 
 @dataclass(frozen=True)
