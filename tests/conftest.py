@@ -7,8 +7,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+pytest.register_assert_rewrite(
+    "elementary_functions",
+    "fake_cuda",
+    "gradient_checks",
+    "sample_problems",
+    "statistic_definitions",
+    "weights_pass_checks",
+)  # a failed assertion there tells its values, as one of a test does
+
+collect_ignore = ["helpers"]
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
-    collect_ignore = ["interpreted"]
+    collect_ignore += ["interpreted"]
 
 settings.register_profile(
     "suite",

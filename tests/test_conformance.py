@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from sample_problems import arrays, serves
 from sightline import alibi, bias, causal, dense, documents, i, j, lse, padding, s, softcap, testing, weights, window
 from sightline.problem import pose
 from sightline.testing import assert_conforms, guarded
@@ -14,15 +15,6 @@ from strategies import DTYPES, LAYOUTS, ON_HOST, Case, cases
 TILED = [kernel for kernel in ON_HOST if kernel.name != "reference"]
 EXAMPLES = {"cpu": 20, "streaming": 40, "reference": 16}  # of each dtype; the first compiles for each
 GUARDED = {"cpu": 16}  # likewise, of kernels whose addresses no library checks
-
-
-def probe(dtype, **options):
-    x = np.zeros((1, 1, 1, 1), DTYPES[dtype])
-    return pose(x, x, x, **options)
-
-
-def serves(kernel, dtype, **options):
-    return not list(kernel.refuses(probe(dtype, **options)))
 
 
 def each(*frameworks):
@@ -82,15 +74,6 @@ def test_drawn_problems(kernel, dtype, framework):
 @each("numpy", "torch")
 def test_many_drawn_problems(kernel, dtype, framework):
     drawn(kernel, dtype, framework, 20 * EXAMPLES.get(kernel.name, 250))
-
-
-def arrays(shape, dtype, d_v=None, groups=None, m=None, seed=0):
-    """Query (..., H, n, d), key and value with their own heads, keys and width."""
-    rng = np.random.default_rng(seed)
-    *lead, H, n, d = shape
-    key = (*lead, groups or H, m or n, d)
-    sizes = (shape, key, (*key[:-1], d_v or d))
-    return [rng.normal(size=size).astype(DTYPES[dtype]) for size in sizes]
 
 
 ODD = {

@@ -149,7 +149,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_join_of_parts_is_seen(fault, monkeypatch, fresh_kernels):
-    from test_faults import broken
+    from fault_planting import broken
 
     monkeypatch.setattr(decoding, "Decode", broken(decode, *FAULTS[fault]).Decode)
     q, k, v = arrays("float32", (1,), 4, 1, 2, 2000)

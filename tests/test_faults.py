@@ -1,20 +1,16 @@
 """Broken on purpose: each fault, written into a kernel's source, must turn the check of its part red."""
 
-import importlib.util
-import inspect
-import sys
-from dataclasses import dataclass
 from functools import cache, partial
 
 import ml_dtypes
 import numpy as np
 import pytest
-from test_gradients import by_cpu
-from test_gradients import check as check_gradients
-from test_observing import check_everything
 
 import sightline
-from sightline import h, i, j, s, table, testing
+from fault_planting import Fault, plant
+from gradient_checks import by_cpu
+from gradient_checks import check as check_gradients
+from sightline import h, i, j, s, streaming, table, testing
 from sightline.cpu import Cpu
 from sightline.cpu.codegen import operand_tiles as operands
 from sightline.cpu.codegen import register_tile as tiles
@@ -24,8 +20,6 @@ from sightline.cpu.kernels import weights_by_key as keywise
 from sightline.cpu.kernels import weights_by_query as rowwise
 from sightline.cpu.kernels import weights_pass as observe
 from sightline.cpu.launch import backward as gradients
-from sightline.cpu.launch import forward as run
-from sightline.cpu.launch import weights_pass as observing
 from sightline.cpu.runtime.machine import host
 from sightline.formula import bounds
 from sightline.problem import pose
@@ -33,34 +27,7 @@ from sightline.streaming import Streaming
 from sightline.testing import assert_conforms
 from statistic_definitions import check as check_statistics
 from strategies import Case
-
-streaming = sys.modules["sightline.streaming"]
-
-PLACES = {  # what of a module the rest looks up, and where
-    forward: [(run, "Forward")],
-    backward: [(gradients, "Backward")],
-    tiles: [(block, "Tiles")],
-    operands: [(block, "Rows")],
-    gradients: [(gradients, "gradients")],
-    tables: [(backward, "Gain")],
-    riding: [(forward, "Riding")],
-    keywise: [(observing, "Received"), (observing, "Pooled")],
-    rowwise: [(observing, "TopK"), (observing, "WeightTiles")],
-    streaming: [],
-}
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Lines as they stand and with the fault in them; several where one alone does no harm."""
-
-    module: object
-    before: str
-    after: str
-    more: tuple["Fault", ...] = ()
-    methods: tuple[str, ...] = ()  # of Block or Observe, where the fault is in theirs: subclasses stay as they are
-    shows: str = "plain"  # the problem of `DIFFERENTIATED` it shows in, where it is one of the backward pass
-
+from weights_pass_checks import check_everything
 
 FORWARD = {
     "off-by-one mask": Fault(
@@ -220,35 +187,6 @@ STREAMING = {
         "return self.xp.flip(self.xp.reshape(product, (*array.shape[:-1], other.shape[-2])), axis=-3)",
     ),
 }
-
-
-def broken(module, *changes):
-    """The module again with lines changed: as they stand, and with the fault in them."""
-    source = inspect.getsource(module)
-    for before, after in zip(changes[::2], changes[1::2], strict=True):
-        found = source.count(before)
-        assert found == 1, f"the line of this fault is {found} times in {module.__name__}: {before}"
-        source = source.replace(before, after)
-    spec = importlib.util.spec_from_loader(module.__name__, loader=None, origin=module.__file__)
-    copy = importlib.util.module_from_spec(spec)
-    copy.__package__ = module.__package__
-    exec(compile(source, module.__file__, "exec"), copy.__dict__)
-    return copy
-
-
-def plant(fault, monkeypatch):
-    """Put the fault where the kernels find it; the copy of its module."""
-    together = [fault, *(other for other in fault.more if other.module is fault.module)]
-    copy = broken(fault.module, *(line for part in together for line in (part.before, part.after)))
-    for method in fault.methods:
-        owner = "Observe" if fault.module is observe else "Block"
-        monkeypatch.setattr(getattr(fault.module, owner), method, getattr(getattr(copy, owner), method))
-    for module, name in () if fault.methods else PLACES[fault.module]:
-        monkeypatch.setattr(module, name, getattr(copy, name))
-    for other in fault.more:
-        if other.module is not fault.module:
-            plant(other, monkeypatch)
-    return copy
 
 
 ONCE = {name: cache(getattr(testing, name)) for name in ("stages_of", "plain")}

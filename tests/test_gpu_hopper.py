@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_conformance import arrays
 
+from sample_problems import arrays
 from sightline import alibi, causal, documents, entropy, h, i, j, s, softcap, table, window
 from sightline.kernel import Result
 from sightline.problem import pose

@@ -10,9 +10,9 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from test_faults import broken
 
 import sightline
+from fault_planting import broken
 from sightline import KVCache, i, j
 from sightline.accuracy import plain, size_of_terms
 from sightline.arrays import framework, to_numpy

@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_faults import broken
-from test_gradients import NAMES, differentiated, seeds_of
 from torch.autograd import gradcheck, gradgradcheck
 
 import sightline
+from fault_planting import broken
+from gradient_checks import NAMES, differentiated, seeds_of
 from sightline import i, j, lse, merge
 from sightline.accuracy import orders_of
 from sightline.accuracy import plain as plain_of

@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_faults import broken
 
 import sightline
+from fault_planting import broken
 from sightline import attention, causal, documents, explain, i, j, padding, table
 from sightline.accuracy import plain, size_of_terms
 from sightline.arrays import to_numpy

@@ -9,28 +9,11 @@ import sightline
 from sightline import alibi, causal, window
 from sightline.dispatch import KERNELS
 from sightline.errors import KernelRefusedError, ParameterError
-from sightline.kernel import Kernel, Refusal, choose
+from sightline.kernel import choose
 from sightline.problem import pose
+from stub_kernel import Choosy
 
 X = np.ones((2, 4, 96, 8), np.float32)
-
-
-class Choosy(Kernel):
-    """A kernel of a given cost that gives the reasons it is told."""
-
-    describes = "for this test"
-
-    def __init__(self, name, cost, *reasons):
-        self.name, self._cost, self._reasons = name, cost, reasons
-
-    def refuses(self, problem):
-        yield from (Refusal(reason, f"no {reason}") for reason in self._reasons)
-
-    def cost(self, problem):
-        return self._cost
-
-    def run(self, problem, threads=None):
-        raise AssertionError("not to be run")
 
 
 def test_the_cheapest_that_can_is_taken():

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from llvmlite import binding as llvm
 from llvmlite import ir
-from test_conformance import arrays, serves
-from test_cpu import PROMISED, applied, check_promise
-from test_observing import check_everything
 
 import emulator
 import sightline
+from elementary_functions import PROMISED, applied, check_promise
 from emulator import Emulator
+from sample_problems import arrays, serves
 from sightline import alibi, causal, documents, h, i, j, lse, padding, s, softcap, table, window
 from sightline.cpu import Cpu
 from sightline.cpu.codegen.builder import DOUBLE, POINTER, Code, Value
@@ -31,6 +30,7 @@ from sightline.errors import ParameterError
 from sightline.problem import pose
 from sightline.testing import assert_conforms
 from strategies import DTYPES, cases
+from weights_pass_checks import check_everything
 
 SERVED = [dtype for dtype in DTYPES if serves(Cpu(), dtype)]
 EXAMPLES = {True: 16, False: 32}  # emulated or not; shared by the dtypes

@@ -11,12 +11,13 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import CFUNCTYPE, c_void_p
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import constant_kernels
+from constant_kernels import called, constant, kernel, number_of
 from sightline.cpu.runtime import compile
 from sightline.cpu.runtime import disk_cache as disk
 from sightline.cpu.runtime.machine import host
@@ -44,24 +45,6 @@ define void @apply(ptr %words) {
   ret void
 }
 """
-
-
-def constant(number):
-    """A kernel that writes the number where its argument points."""
-    return f"define void @apply(ptr %words) {{\n  store i64 {number}, ptr %words\n  ret void\n}}\n"
-
-
-def called(address, words):
-    CFUNCTYPE(None, c_void_p)(address)(words.ctypes.data)
-    return words
-
-
-def number_of(address):
-    return int(called(address, np.zeros(1, np.int64))[0])
-
-
-def kernel(number, machine=None):
-    return compile.function(f"constant {number}", "apply", lambda: constant(number), machine or host())
 
 
 @pytest.fixture
@@ -481,8 +464,9 @@ def test_use_makes_a_kernel_younger(folder, monkeypatch):
 FORK = """
 import os, sys, threading, time
 sys.path.insert(0, sys.argv[1])
-from test_runtime import constant, host, kernel, number_of
+from constant_kernels import constant, kernel, number_of
 from sightline.cpu.runtime import compile
+from sightline.cpu.runtime.machine import host
 many = "\\n".join(f"  %x{n} = load volatile i64, ptr %words" for n in range(1500))
 heavy = "define void @apply(ptr %words) {\\n" + many + "\\n  ret void\\n}\\n"
 def work(name):
@@ -514,6 +498,6 @@ print("forks", forks, "bad", bad)
 
 
 def test_a_fork_while_another_thread_compiles(tmp_path):
-    answer = said(started("off", os.path.dirname(__file__), program=FORK)).split()
+    answer = said(started("off", os.path.dirname(constant_kernels.__file__), program=FORK)).split()
     assert answer[3] == "0"
     assert int(answer[1]) >= 3

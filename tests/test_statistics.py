@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_faults import broken
 from torch.autograd import gradcheck, gradgradcheck
 
 import sightline
+from fault_planting import broken
 from sightline import h, i, j, s, table
 from sightline.accuracy import dense, orders_of, sizes_of_gradients
 from sightline.arrays import to_numpy

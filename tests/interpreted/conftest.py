@@ -7,22 +7,17 @@ loads. One alone: TRITON_INTERPRET=1 pytest tests/interpreted/test_gpu_forward.p
 import importlib.util
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from triton.language.extra import libdevice
-from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import sightline.gpu
 from on_device import OnDevice
 from sightline.gpu import Triton
 from sightline.gpu.codegen import formula_functions as seams
 from sightline.gpu.launch import forward as run
+from triton_interpreter import INTERPRETED, patch_interpreter
 
 
 def pytest_configure(config):
@@ -38,54 +33,8 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
 
 
-def lifted(function):
-    """A function of NumPy on the interpreter's blocks, which knows none of libdevice."""
-
-    def call(*inputs):
-        blocks = [x for x in inputs if isinstance(x, tl.tensor)]
-        values = function(*(x.handle.data if isinstance(x, tl.tensor) else x for x in inputs))
-        shape = max((block.type for block in blocks), key=lambda kind: len(getattr(kind, "shape", ())))
-        return tl.tensor(TensorHandle(values.astype(blocks[0].handle.data.dtype), blocks[0].dtype.scalar), shape)
-
-    return call
-
-
-def condition(comparison):
-    """A comparison that says of its result that it is a condition, not a number: of scalars the interpreter forgets."""
-    return lambda *blocks: TensorHandle(comparison(*blocks).data.astype(bool), tl.int1)
-
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
 if INTERPRETED:
-    for name in dir(InterpreterBuilder):
-        if name.startswith(("create_fcmp", "create_icmp")):
-            setattr(InterpreterBuilder, name, condition(getattr(InterpreterBuilder, name)))
-    libdevice.exp, libdevice.tanh, libdevice.pow = lifted(np.exp), lifted(np.tanh), lifted(np.power)
-
-
-def once(patch):
-    """Puts the interpreter's functions in place once a launch, where it does so for every call of a device function."""
-    done = set()
-
-    def patched(function):
-        rooms = frozenset(id(x) for x in function.__globals__.values() if x is tl or x is tl.core)
-        if rooms in done:
-            return None
-        done.add(rooms)
-        scope = patch(function)
-        restore = scope.restore
-        scope.restore = lambda: (done.clear(), restore())
-        return scope
-
-    return patched
-
-
-if INTERPRETED:
-    interpreter._patch_lang = once(interpreter._patch_lang)
-    options = interpreter.interpreter_builder.options  # it works out whether sums overflow, and without debug drops it
-    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
-
+    patch_interpreter()
 
 FEW_KEYS = 32  # worth a part of their own in decoding: small problems have several
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from test_conformance import arrays
 
+from sample_problems import arrays
 from sightline import dense, i, j, lse, padding, s, softcap
 from sightline.formula import render_triton
 from sightline.formula.tensor_cache import Memory

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from test_conformance import arrays
 
 import sightline
+from sample_problems import arrays
 from sightline import alibi, causal, dense, documents, h, i, j, lse, padding, s, softcap, table, top_k, where, window
 from sightline.gpu.launch.forward import decodes
 from sightline.problem import pose

@@ -9,12 +9,12 @@ import torch
 import triton
 import triton.language as tl
 from hypothesis import given, settings
-from test_conformance import arrays
-from test_gradients import NAMES, check
 from triton.runtime.errors import OutOfResources
 
 import sightline
 import sightline.gpu.launch.backward  # whose modules the faults are planted in
+from gradient_checks import NAMES, check
+from sample_problems import arrays
 from sightline import alibi, b, causal, documents, entropy, h, i, j, padding, s, scores, softcap, table, weights, window
 from sightline.arrays import to_numpy
 from sightline.gpu.kernels import table_gradient as gains

@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_conformance import arrays
 
 import sightline
+from sample_problems import arrays
 from sightline import causal, h, i, j, s, softcap, table, where, window
 from sightline.arrays import to_numpy
 from sightline.gpu.launch import weights_pass as observing

@@ -5,7 +5,6 @@ from importlib import import_module
 
 import pytest
 import torch
-from conftest import INTERPRETED
 
 import sightline
 from on_device import OnDevice
@@ -15,6 +14,7 @@ from sightline.gpu.tuning import cache as kept
 from sightline.gpu.tuning.selection import _trial, candidates, chosen, trying
 from sightline.problem import pose
 from sightline.testing import assert_conforms
+from triton_interpreter import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 KERNEL = Triton("interpreter") if INTERPRETED else Triton()
@@ -80,8 +80,7 @@ def test_the_bench_times_the_kernel_itself(monkeypatch):
     """`sightline bench --device cuda` as it runs on a GPU, but for its clock, its sizes, and who computes."""
     if not INTERPRETED:
         pytest.skip("there the bench itself runs")
-    from test_bench_cuda import RACES, Runtime
-
+    from fake_cuda import RACES, Runtime
     from sightline.bench import cuda
     from sightline.bench.measure import Settings, run
 

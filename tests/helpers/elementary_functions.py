@@ -1,0 +1,62 @@
+"""The error that each elementary function of generated code may have, and the check of it."""
+
+from uuid import uuid4
+
+import numpy as np
+from llvmlite import ir
+
+from sightline.cpu.codegen import math as functions
+from sightline.cpu.codegen.builder import DOUBLE, FLOAT, POINTER, Code, vector
+from sightline.cpu.runtime.processor import HOST
+
+LANES = 16
+PROMISED = {
+    "exp": 2,
+    "exp2": 2,
+    "exp2_of_negative": 2,
+    "exp_of_negative": 2,
+    "tanh": 3,
+}  # units in the last place, as their docstrings say
+
+
+def applied(function, x, processor=HOST):
+    """A function of lanes over an array."""
+    kind = FLOAT if x.dtype == np.float32 else DOUBLE
+    module = ir.Module("test")
+    code = Code(module, "apply")
+    source, target = (code.arguments[0].at(8 * word).load(POINTER, 8) for word in range(2))
+    with code.loop(0, x.size, LANES) as at:
+        value = source.at(at * x.itemsize).load(vector(kind, LANES))
+        target.at(at * x.itemsize).store(function(code, value))
+    code.finish()
+    result = np.full_like(x, np.nan)
+    words = np.array([x.ctypes.data, result.ctypes.data])
+    kernel = processor.kernel(uuid4().hex, "apply", lambda: module)
+    processor.call(kernel, words, 1, (x, result))
+    return result
+
+
+def ulps(actual, exact):
+    """Largest error in units in the last place of the exact value; NaN and infinities must agree."""
+    rounded = exact.astype(actual.dtype)
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(rounded))
+    finite = np.isfinite(rounded)
+    np.testing.assert_array_equal(actual[~finite & ~np.isnan(rounded)], rounded[~finite & ~np.isnan(rounded)])
+    normal = finite & (np.abs(rounded) >= np.finfo(actual.dtype).tiny)
+    error = np.abs(actual[normal].astype(np.longdouble) - exact[normal])
+    return float((error / np.spacing(np.abs(rounded[normal])).astype(np.longdouble)).max())
+
+
+def check_promise(name, dtype, processor=HOST):
+    """Raise AssertionError where an elementary function errs by more than its docstring says."""
+    reach = 800.0 if dtype == np.float64 else 110.0
+    x = np.concatenate([np.linspace(-reach, reach, 4096), np.linspace(-1, 1, 4096), np.geomspace(1e-30, 1, 2032)])
+    x = np.concatenate(
+        [x, [0.0, -0.0, np.inf, -np.inf, np.nan, 88.4, 88.72, 88.73, 127.9, 128.0, -126.0, 1.0, 2, 3, 4, 5]]
+    )
+    if name.endswith("_of_negative"):
+        x = np.where(np.isnan(x), x, -np.abs(x))
+    x = x.astype(dtype)
+    with np.errstate(all="ignore"):
+        exact = getattr(np, name.removesuffix("_of_negative"))(x.astype(np.longdouble))
+        assert ulps(applied(getattr(functions, name), x, processor), exact) <= PROMISED[name]

@@ -1,0 +1,62 @@
+"""What the bench asks of torch.cuda, on the processor: events, a runtime, and the races to run with them."""
+
+import time
+from contextlib import contextmanager
+
+from sightline.bench import cuda_problems
+from sightline.bench.races import Race
+
+RACES = {race.name: race for race in cuda_problems.PROBLEMS if isinstance(race, Race)}
+
+
+class Event:
+    """A CUDA event by the host's clock."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other):
+        return (other.at - self.at) * 1e3
+
+
+class Runtime:
+    """What the bench asks of torch.cuda, on the processor; it can hold no graph."""
+
+    Event = Event
+    held, CUDAGraph = 1 << 20, object
+
+    def get_device_name(self):
+        return "a processor in a GPU's place"
+
+    def synchronize(self):
+        pass
+
+    def reset_peak_memory_stats(self):
+        pass
+
+    def memory_allocated(self):
+        return 1 << 16
+
+    def max_memory_allocated(self):
+        return (1 << 16) + self.held
+
+    def graph(self, _):
+        raise RuntimeError("nothing to capture")
+
+
+class Capturing(Runtime):
+    """One whose graphs count how often they are replayed."""
+
+    class CUDAGraph:
+        replays = 0
+
+        def replay(self):
+            self.replays += 1
+
+    @contextmanager
+    def graph(self, graph):
+        self.captured = graph
+        yield

@@ -1,0 +1,143 @@
+"""Backward passes against derivatives found another way: the machinery of the checks."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from sightline import weights
+from sightline.accuracy import dense, orders_of, sizes_of_gradients
+from sightline.arrays import dtype_name, to_numpy
+from sightline.cpu import Cpu
+from sightline.formula.expression import Lookup, walk
+from sightline.reference import gradients_of
+from sightline.streaming import backward as streaming_backward
+from sightline.testing import assert_within_budget
+from strategies import DTYPES, to_torch
+
+NAMES = ("query", "key", "value")
+
+
+def differentiated(problem, seeds, dtype, order):
+    """For each of the seeds, gradients of Σ seed ∘ result by torch through the dense computation in that dtype."""
+
+    def leaf(array):
+        tensor = to_torch(np.array(array))
+        if not tensor.is_floating_point():
+            return tensor
+        return (tensor.to(torch.float64) if dtype == "float64" else tensor).requires_grad_()
+
+    arrays = {name: leaf(getattr(problem, name)) for name in NAMES}
+    tables = [leaf(entry.array) for entry in problem.tables]
+    sinks = None if problem.sinks is None else leaf(problem.sinks)
+    posed = replace(problem.with_tables(tables), **arrays, sinks=sinks)
+    output, lse, matrix = dense(posed, dtype, order)
+    results = output, torch.where(torch.isfinite(lse), lse, 0.0), matrix
+    inputs = [*arrays.values(), *(t for t in tables if t.requires_grad), *([] if sinks is None else [sinks])]
+    options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+    found = []
+    for seed in seeds:
+        total = sum((to_torch(one).to(result.dtype) * result).sum() for one, result in zip(seed, results, strict=True))
+        found.append([to_numpy(g).astype(np.float64) for g in torch.autograd.grad(total, inputs, **options)])
+    return found
+
+
+def seeds_of(problem):
+    """Two sets of gradients of output, lse and weights."""
+    rng, rows = np.random.default_rng(1), (*problem.lead, problem.H, problem.n)
+    shapes = ((*rows, problem.d_v), rows, (*rows, problem.m))
+    return [[rng.normal(size=shape).astype(np.float32) for shape in shapes] for _ in range(2)]
+
+
+def by_streaming(problem, d_output, d_lse, d_weights):
+    return streaming_backward(problem, d_output, d_lse, (d_weights,))
+
+
+def by_cpu(problem, d_output, d_lse, _, answer=None):
+    """Generated kernels: forward where no answer is given, and backward; two threads and three agree bit for bit."""
+    answer = Cpu().run(problem) if answer is None else answer
+    wanted = range(len(problem.tables))
+    options = (problem, d_output, d_lse, (answer.output, answer.lse), wanted)
+    found, again = (Cpu().gradients(*options, threads=threads) for threads in (2, 3))
+    if found is not None:
+        for one, other in zip(entries(found), entries(again), strict=True):
+            assert one is other is None or np.array_equal(to_numpy(one), to_numpy(other))
+    return found
+
+
+def entries(found):
+    return [found.query, found.key, found.value, found.sinks, *found.tables]
+
+
+def undefined(problem):
+    """Whether a score is NaN, a hidden one too: of that torch's gradient is NaN · 0, where the definition's is 0."""
+    return np.isnan(dense(replace(problem, mask=None), "float64")[0]).any()
+
+
+def by_definition(problem, d_output, d_lse, d_weights):
+    """Of query, key and value."""
+    found = gradients_of(problem, d_output, d_lse=d_lse, d_weights=d_weights)
+    return found.query, over_groups(found.key, problem), over_groups(found.value, problem)
+
+
+def of_stored_output(problem, d_output, d_lse, d_weights):
+    """Seeds whose exact gradients are those of outputs as stored, of which δ = rowsum(dO ∘ O) − dlse is made."""
+    output, narrow = dense(problem, "float64")[0], DTYPES[problem.dtype]
+    stored = [output, *(dense(problem, problem.dtype, order)[0] for order in orders_of(problem))]
+    lost = [(d_output * (one.astype(narrow).astype(np.float64) - output)).sum(-1) for one in stored]
+    return [(d_output, d_lse - one, d_weights) for one in lost]
+
+
+def check(case, framework="numpy", differentiate=by_streaming):
+    """Gradients of output and lse, by streaming of weights too, within the budget, in one framework or several in turn.
+
+    Plain's error is also taken from a second set of seeds, as in a sum of few terms it may be 0 by luck. Kernels have
+    the output as it was stored, in 16 bits; plain has it unrounded, so what that changes is counted too. In float64 the
+    oracle is rounded as plain is, and shares torch's functions with it: there the definition by hand counts as plain.
+    """
+    streams = differentiate is by_streaming
+    problem = case.pose(see=[weights()] if streams else [])
+    if undefined(problem):
+        return
+    seeds = seeds_of(problem)
+    if not streams:
+        seeds = [(d_output.astype(problem.query.dtype), d_lse, 0 * d_weights) for d_output, d_lse, d_weights in seeds]
+    oracle, other = differentiated(problem, seeds, "float64", 0)
+    plain = []
+    for order in orders_of(problem):
+        same, more = differentiated(problem, seeds, problem.dtype, order)
+        plain += [same, [truth + (x - y) for truth, x, y in zip(oracle, more, other, strict=True)]]
+    if problem.dtype != problem.accumulator:
+        plain += differentiated(problem, of_stored_output(problem, *seeds[0]), "float64", 0)
+    if problem.dtype == "float64":
+        plain.append([*by_definition(problem, *seeds[0]), *oracle[len(NAMES) :]])
+    sizes = sizes_of_gradients(problem, *seeds[0])
+    for name in (framework,) if isinstance(framework, str) else framework:
+        given = case.as_torch().pose(see=problem.see) if name == "torch" else problem
+        with np.errstate(all="ignore"):
+            found = differentiate(given, *(to_torch(x) if name == "torch" else x for x in seeds[0]))
+        if found is not None:  # where it is not finite, it is streaming's
+            judge(problem, found, oracle, plain, sizes)
+
+
+def judge(problem, found, oracle, plain, sizes):
+    """Gradients, and which tables have one."""
+    floats = [k for k, entry in enumerate(problem.tables) if entry.kind == "float"]
+    read = {id(x.table) for x in walk(problem.score) if isinstance(x, Lookup)} if problem.score is not None else set()
+    for k, entry in enumerate(problem.tables):
+        assert (found.tables[k] is not None) == (entry.kind == "float" and id(entry) in read)
+    keys = [*NAMES, *floats, "sinks"]
+    answers = [found.query, found.key, found.value, *(found.tables[k] for k in floats), found.sinks]
+    names = [*NAMES, *(f"table {k}" for k in floats), "sinks"]
+    for what, key, answer, truth, *rough in itertools.zip_longest(names, keys, answers, oracle, *plain):
+        if answer is not None:
+            finer = what not in NAMES and dtype_name(answer) == "float64"  # than the sums it comes from
+            judged = to_numpy(answer).astype(problem.accumulator) if finer else answer
+            assert_within_budget(judged, truth, rough, f"gradient of {what}", sizes.get(key))
+
+
+def over_groups(gradient, problem):
+    """The gradient of a key head: the sum over the query heads that read it."""
+    shape = (*problem.lead, problem.G, problem.group, *gradient.shape[-2:])
+    return gradient.reshape(shape).sum(-3)

@@ -1,0 +1,21 @@
+"""A kernel whose cost and refusals a test decides."""
+
+from sightline.kernel import Kernel, Refusal
+
+
+class Choosy(Kernel):
+    """A kernel of a given cost that gives the reasons it is told."""
+
+    describes = "for this test"
+
+    def __init__(self, name, cost, *reasons):
+        self.name, self._cost, self._reasons = name, cost, reasons
+
+    def refuses(self, problem):
+        yield from (Refusal(reason, f"no {reason}") for reason in self._reasons)
+
+    def cost(self, problem):
+        return self._cost
+
+    def run(self, problem, threads=None):
+        raise AssertionError("not to be run")
