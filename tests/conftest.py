@@ -18,7 +18,7 @@ pytest.register_assert_rewrite(
 
 collect_ignore = ["helpers"]
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
-    collect_ignore += ["interpreted"]
+    collect_ignore += ["gpu/interpreted"]
 
 settings.register_profile(
     "suite",

@@ -1,4 +1,4 @@
-"""Formulas as text of Triton functions. `python tests/test_render_triton.py` writes the golden files anew."""
+"""Formulas as text of Triton functions. `python tests/formula/test_render_triton.py` writes the golden files anew."""
 
 from pathlib import Path
 

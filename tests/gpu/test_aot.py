@@ -1,7 +1,7 @@
 """Kernels compiled for GPUs that are not there: what they take of them, recorded and bounded.
 
 `recorded_kernels.json` holds what each kernel took with triton 3.9: registers of a thread, bytes of a thread that found
-none, and bytes of shared memory. More of any is slower, or does not run at all. `python tests/test_gpu_ahead.py`
+none, and bytes of shared memory. More of any is slower, or does not run at all. `python tests/gpu/test_aot.py`
 records what the file lacks.
 """
 

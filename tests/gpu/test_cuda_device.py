@@ -1,6 +1,6 @@
 """What only a GPU can show: the same bits on every run, no waiting for the host, CUDA graphs, streams, compilation.
 
-Hopper's kernel runs only if asked, `pytest -m soak tests/test_gpu_device.py`: it may wait for ever.
+Hopper's kernel runs only if asked, `pytest -m soak tests/gpu/test_cuda_device.py`: it may wait for ever.
 """
 
 import subprocess

@@ -1,7 +1,8 @@
 """Kernels in Triton: on a GPU where torch sees one, else triton's interpreter runs them on tensors of the CPU.
 
-Interpreted files run in processes of their own, which `test_gpu.py` starts: TRITON_INTERPRET must be set before triton
-loads. One alone: TRITON_INTERPRET=1 pytest tests/interpreted/test_gpu_forward.py. On a GPU: pytest tests/interpreted.
+Interpreted files run in processes of their own, which `test_interpreted.py` starts: TRITON_INTERPRET must be set
+before triton loads. One alone: TRITON_INTERPRET=1 pytest tests/gpu/interpreted/test_gpu_forward.py. On a GPU: pytest
+tests/gpu/interpreted.
 """
 
 import importlib.util

@@ -25,5 +25,5 @@ def test_interpreted(files):
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, files)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
