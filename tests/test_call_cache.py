@@ -17,8 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sightline
-from sightline import call_cache as again
-from sightline import i, j, m, n, s, where
+from sightline import call_cache, i, j, m, n, s, where
 from sightline.accuracy import plain, size_of_terms
 from sightline.cpu import Cpu
 from sightline.cpu.launch.bound_call import Prepared
@@ -45,7 +44,7 @@ DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 
 @pytest.fixture(autouse=True)
 def nothing_prepared():
-    again.calls().clear()
+    call_cache.calls().clear()
 
 
 def arrays(rng, shapes=((1, 2, 9, 8),) * 3, dtype=np.float32):
@@ -61,7 +60,7 @@ def bits(array):
 
 def whole_road(arrays, **options):
     """What a call gives that finds nothing prepared."""
-    again.calls().clear()
+    call_cache.calls().clear()
     return sightline.attention(*arrays, **options)
 
 
@@ -106,7 +105,7 @@ def test_the_same_bits_as_the_whole_road(layout, dtype, formula, in_torch, seed)
     options = FORMULAS[formula]
     expected = whole_road(other, **options())
     whole_road(first, **options())
-    assert len(again.calls()) == 1
+    assert len(call_cache.calls()) == 1
     with pytest.MonkeyPatch.context() as patch:
         found = hits(patch)
         output = sightline.attention(*other, **options())
@@ -152,14 +151,14 @@ def test_many_threads_at_once(rng):
 
 
 def test_no_more_than_so_many_are_kept(rng, monkeypatch):
-    monkeypatch.setattr(again, "MOST", 3)
+    monkeypatch.setattr(call_cache, "MOST", 3)
     q, k, v = arrays(rng)
     for width in range(1, 4):
         sightline.attention(q, k, v, mask=i - j < width)
     sightline.attention(q, k, v, mask=i - j < 1)  # used again: the second is now the oldest
     sightline.attention(q, k, v, mask=i - j < 4)
-    left = {again.spelled(i - j < width) for width in (3, 1, 4)}
-    assert {asked[1] for asked in again.calls()} == left
+    left = {call_cache.spelled(i - j < width) for width in (3, 1, 4)}
+    assert {asked[1] for asked in call_cache.calls()} == left
 
 
 def test_arrays_asked_with_are_let_go(rng):
@@ -213,9 +212,9 @@ def test_calls_that_differ_are_told_apart(case, library):
         return named
 
     first, second = map(given, APART[case])
-    again.calls().clear()
+    call_cache.calls().clear()
     expected = sightline.attention(**second)
-    again.calls().clear()
+    call_cache.calls().clear()
     before = sightline.attention(**first)
     assert bits(before) != bits(expected)
     assert bits(sightline.attention(**second)) == bits(expected)
@@ -227,24 +226,24 @@ def test_the_kernel_asked_for_is_taken(rng):
     sightline.attention(*given)
     again_cpu = sightline.attention(*given, kernel="cpu")
     np.testing.assert_array_equal(again_cpu, sightline.attention(*given))
-    before = len(again.calls())
+    before = len(call_cache.calls())
     sightline.attention(*given, kernel="reference")
     sightline.attention(*given, kernel="streaming")
-    assert len(again.calls()) == before  # they prepare nothing, and are not answered by what "cpu" prepared
+    assert len(call_cache.calls()) == before  # they prepare nothing, and are not answered by what "cpu" prepared
 
 
 def test_another_machine_is_another_call(rng, monkeypatch):
     given = arrays(rng)
     sightline.attention(*given)
-    asked = again.key_of(*given, None, None, None, None, 0.0, None, None, None, None)
-    assert again.known(asked) is not None
+    asked = call_cache.key_of(*given, None, None, None, None, 0.0, None, None, None, None)
+    assert call_cache.known(asked) is not None
     monkeypatch.setenv("SIGHTLINE_CPU", "sse2")
-    other = again.key_of(*given, None, None, None, None, 0.0, None, None, None, None)
-    assert again.known(other) is None
+    other = call_cache.key_of(*given, None, None, None, None, 0.0, None, None, None, None)
+    assert call_cache.known(other) is None
 
 
 def test_fresh_kernels_are_not_answered_by_old_calls(rng, fresh_kernels):
-    assert not again.calls()
+    assert not call_cache.calls()
 
 
 @pytest.mark.parametrize(
@@ -284,14 +283,14 @@ def test_tables_go_the_whole_road(rng):
     before = sightline.attention(*given, mask=mask)
     values[4:] = False
     assert (sightline.attention(*given, mask=mask) != before).any()
-    assert not again.calls()
+    assert not call_cache.calls()
 
 
 def test_long_formulas_are_known_by_their_text(rng, monkeypatch):
     mask = i >= j
     for shift in range(30):
         mask = mask | (i + shift == j)
-    assert again.spelled(mask) is None
+    assert call_cache.spelled(mask) is None
     given = arrays(rng)
     for _ in range(2):  # the first makes the text
         sightline.attention(*given, mask=mask)
@@ -328,7 +327,7 @@ def test_a_key_without_a_part_would_mix_its_calls(case):
     nothing = dict.fromkeys(("mask", "score", "scale", "sinks", "seed", "see", "kernel", "threads"))
 
     def key(changes):
-        layouts, *others = again.key_of(**(nothing | base | changes))
+        layouts, *others = call_cache.key_of(**(nothing | base | changes))
         return [*layouts, *others]
 
     first, second = map(key, APART[case])
@@ -339,7 +338,7 @@ def test_stale_words_are_seen(rng, monkeypatch):
     """A prepared call that forgets to set the counter answers nothing: the comparison of bits must see it."""
     given = arrays(rng)
     expected = whole_road(given)
-    prepared = next(iter(again.calls().values())).prepared
+    prepared = next(iter(call_cache.calls().values())).prepared
     output = np.full_like(expected, np.nan)
     places = [x.ctypes.data for x in (*given, output)]
     prepared.run(1, *places, ())
@@ -411,7 +410,7 @@ def test_transforms_and_modes(rng):
     keys = []
 
     def note(q):
-        keys.append(again.key_of(q, k, v, None, None, None, None, 0.0, None, None, None, None))
+        keys.append(call_cache.key_of(q, k, v, None, None, None, None, 0.0, None, None, None, None))
         return q.sum()
 
     note(q)
@@ -446,11 +445,11 @@ def test_subclasses_go_the_whole_road(rng):
 
     q, k, v = tensors(rng)
     sightline.attention(q, k, v)
-    before = len(again.calls())
+    before = len(call_cache.calls())
     for place in range(3):
         given = [x.as_subclass(Mine) if at == place else x for at, x in enumerate((q, k, v))]
-        assert again.key_of(*given, None, None, None, None, 0.0, None, None, None, None) is None
-    assert len(again.calls()) == before
+        assert call_cache.key_of(*given, None, None, None, None, 0.0, None, None, None, None) is None
+    assert len(call_cache.calls()) == before
 
 
 def test_other_devices(rng):
@@ -485,7 +484,7 @@ def test_keys_that_grow_are_one_call(rng, dtype, convert, monkeypatch):
     for length, right in zip(lengths, expected, strict=True):
         assert bits(sightline.attention(q, k[:, :, :length], v[:, :, :length], threads=1)) == right
     assert found == [True] * len(lengths)
-    assert len(again.calls()) == 1
+    assert len(call_cache.calls()) == 1
 
 
 def decoded(monkeypatch):
@@ -565,13 +564,13 @@ def test_a_decoding_loop_is_one_call(rng, convert):
     cache = sightline.KVCache(capacity=610)
     cache.append(k[:, :, :600], v[:, :, :600])
     expected = [bits(whole_road((q, k[:, :, : t + 1], v[:, :, : t + 1]))) for t in range(600, 600 + tokens)]
-    again.calls().clear()
+    call_cache.calls().clear()
     found = []
     for t, right in enumerate(expected, 600):
         cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
         output = sightline.attention(q, cache, mask=cache.causal())
         assert bits(output) == right
-        found.append(len(again.calls()))
+        found.append(len(call_cache.calls()))
     assert found == [1] * 10 + [2] * 30  # the storage has room for 610
 
 
@@ -612,9 +611,9 @@ def test_gradients_past_the_operator(rng, formula, shape, monkeypatch):
     found = hits(monkeypatch)
     prepared = answers_and_gradients(other, direction, **options())
     assert found or len(shape) < 4  # what is reshaped first goes the whole road
-    again.calls().clear()
+    call_cache.calls().clear()
     assert answers_and_gradients(other, direction, **options()) == prepared
-    monkeypatch.setattr(again, "key_of", lambda *given: None)
+    monkeypatch.setattr(call_cache, "key_of", lambda *given: None)
     assert answers_and_gradients(other, direction, **options()) == prepared
 
 

@@ -12,14 +12,18 @@ from gradient_checks import by_cpu
 from gradient_checks import check as check_gradients
 from sightline import h, i, j, s, streaming, table, testing
 from sightline.cpu import Cpu
-from sightline.cpu.codegen import operand_tiles as operands
-from sightline.cpu.codegen import register_tile as tiles
-from sightline.cpu.kernels import backward, block, forward, tables
-from sightline.cpu.kernels import fused_statistics as riding
-from sightline.cpu.kernels import weights_by_key as keywise
-from sightline.cpu.kernels import weights_by_query as rowwise
-from sightline.cpu.kernels import weights_pass as observe
-from sightline.cpu.launch import backward as gradients
+from sightline.cpu.codegen import operand_tiles, register_tile
+from sightline.cpu.kernels import (
+    backward,
+    block,
+    forward,
+    fused_statistics,
+    tables,
+    weights_by_key,
+    weights_by_query,
+    weights_pass,
+)
+from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.runtime.machine import host
 from sightline.formula import bounds
 from sightline.problem import pose
@@ -34,8 +38,10 @@ FORWARD = {
         block, "j = (j0 + key).to(self.integer)", "j = (j0 + key + 1).to(self.integer)", methods=("logits",)
     ),
     "dropped rescale": Fault(forward, "code.fma(old, self.alpha[v].get(), total)", "old + total"),
-    "missed tail of keys": Fault(tiles, "with code.loop(whole, count) as k:", "with code.loop(count, count) as k:"),
-    "missed last rows": Fault(tiles, "with code.when(count > whole):", "with code.when(count > most):"),
+    "missed tail of keys": Fault(
+        register_tile, "with code.loop(whole, count) as k:", "with code.loop(count, count) as k:"
+    ),
+    "missed last rows": Fault(register_tile, "with code.when(count > whole):", "with code.when(count > most):"),
     "wrong head of a group": Fault(forward, "g = h // given.group", "g = h % (given.H // given.group)"),
     "stale maximum": Fault(forward, "self.largest[v].set(new)", "self.largest[v].set(self.largest[v].get())"),
 }
@@ -69,7 +75,7 @@ DROPOUT = {
 
 PAIRS = {  # the other factor is 0 there: only both faults together do harm
     "numbers beside an odd width": Fault(
-        operands,
+        operand_tiles,
         "target.at(last // 2 * 4).store(_bits(source.at(last * step)))",
         "bits = _bits(source.at(last * step)); target.at(last // 2 * 4).store(bits | (bits << 16))",
         (
@@ -95,7 +101,7 @@ BACKWARD = {
     "gradient of lse left out": Fault(
         backward, "Variable(code, DOUBLE, -given.d_lse", "Variable(code, DOUBLE, 0.0 * given.d_lse"
     ),
-    "dK scaled twice": Fault(gradients, 'narrow(found["d_key"],', 'narrow(found["d_key"] * problem.scale,'),
+    "dK scaled twice": Fault(launch_backward, 'narrow(found["d_key"],', 'narrow(found["d_key"] * problem.scale,'),
     "missed tail of queries": Fault(
         backward, "code.loop(0, given.query_blocks)", "code.loop(0, given.n // self.tiles.block)"
     ),
@@ -105,7 +111,7 @@ BACKWARD = {
         "j = code.minimum(j0 + key + k + 1, self.given.m - 1)",
         shows="sinks",
     ),
-    "one part's dQ dropped": Fault(gradients, "for part in parts[2:]:", "for part in parts[3:]:"),
+    "one part's dQ dropped": Fault(launch_backward, "for part in parts[2:]:", "for part in parts[3:]:"),
     "one head of a group for all": Fault(
         backward, "code.loop(first, first + given.group)", "code.loop(first, first + 1)"
     ),
@@ -122,9 +128,9 @@ BACKWARD = {
     "lanes with one entry added once": Fault(
         tables, "target.load(kind) + share.sum()", "target.load(kind) + share.sum() / 2", shows="tables"
     ),
-    "sinks blind to lse": Fault(gradients, "delta = delta - xp.astype(d_lse, wide)", "pass", shows="sinks"),
+    "sinks blind to lse": Fault(launch_backward, "delta = delta - xp.astype(d_lse, wide)", "pass", shows="sinks"),
     "sinks the wrong way": Fault(
-        gradients,
+        launch_backward,
         "xp.sum(-xp.astype(p, wide) * delta, axis=-1)",
         "xp.sum(xp.astype(p, wide) * delta, axis=-1)",
         shows="sinks",
@@ -141,30 +147,34 @@ SECOND = {
     "off-by-one mask": Fault(
         block, "j = (j0 + key).to(self.integer)", "j = (j0 + key + 1).to(self.integer)", methods=("logits",)
     ),
-    "wrong head of a group": Fault(observe, "self.h // given.group", "self.h % given.group", methods=("attend",)),
-    "queries before the first": Fault(observe, "code.maximum(first - self.i0, 0)", "first * 0", methods=("lanes_of",)),
-    "missed last block of queries": Fault(
-        keywise, "code.minimum(first + given.range, given.query_blocks)", "given.query_blocks - 1"
+    "wrong head of a group": Fault(weights_pass, "self.h // given.group", "self.h % given.group", methods=("attend",)),
+    "queries before the first": Fault(
+        weights_pass, "code.maximum(first - self.i0, 0)", "first * 0", methods=("lanes_of",)
     ),
-    "missed last key of a cell": Fault(keywise, "end - j0) as key:", "end - j0 - 1) as key:"),
-    "a cell too far": Fault(keywise, "(at.get() - given.first_key + 1)", "(at.get() - given.first_key + 30)"),
-    "lanes of all cells": Fault(keywise, "(lanes < end.to(whole))", "(lanes >= 0)"),
-    "a list moved down by the wrong score": Fault(rowwise, "old.set(above)", "old.set(s)"),
-    "keys left where they were": Fault(rowwise, "code.where(passes, place_above, ", "code.where(passes, j, "),
-    "missed tail of keys": Fault(rowwise, "code.loop(whole, stop) as key:", "code.loop(whole, whole) as key:"),
+    "missed last block of queries": Fault(
+        weights_by_key, "code.minimum(first + given.range, given.query_blocks)", "given.query_blocks - 1"
+    ),
+    "missed last key of a cell": Fault(weights_by_key, "end - j0) as key:", "end - j0 - 1) as key:"),
+    "a cell too far": Fault(weights_by_key, "(at.get() - given.first_key + 1)", "(at.get() - given.first_key + 30)"),
+    "lanes of all cells": Fault(weights_by_key, "(lanes < end.to(whole))", "(lanes >= 0)"),
+    "a list moved down by the wrong score": Fault(weights_by_query, "old.set(above)", "old.set(s)"),
+    "keys left where they were": Fault(weights_by_query, "code.where(passes, place_above, ", "code.where(passes, j, "),
+    "missed tail of keys": Fault(weights_by_query, "code.loop(whole, stop) as key:", "code.loop(whole, whole) as key:"),
 }
 
 RIDING = {
     "keys counted from the tile": Fault(
-        riding, "j = (j0 + key).to(block.integer).spread", "j = (key * 1).to(block.integer).spread"
+        fused_statistics, "j = (j0 + key).to(block.integer).spread", "j = (key * 1).to(block.integer).spread"
     ),
-    "the key of a smaller score": Fault(riding, "code.where(newer, found.get(), self.where[v].get())", "found.get()"),
+    "the key of a smaller score": Fault(
+        fused_statistics, "code.where(newer, found.get(), self.where[v].get())", "found.get()"
+    ),
     "powers of another maximum": Fault(
-        riding, "(self.powers[v].get() + moved) * alpha", "self.powers[v].get() * alpha"
+        fused_statistics, "(self.powers[v].get() + moved) * alpha", "self.powers[v].get() * alpha"
     ),
-    "entropy's weights not rescaled": Fault(riding, "self.seen[v].get() * alpha", "self.seen[v].get()"),
-    "sums not rescaled": Fault(riding, "whole[v].get() * alpha", "whole[v].get()"),
-    "every key counted": Fault(riding, "code.where(entry, old + p, old)", "old + p"),
+    "entropy's weights not rescaled": Fault(fused_statistics, "self.seen[v].get() * alpha", "self.seen[v].get()"),
+    "sums not rescaled": Fault(fused_statistics, "whole[v].get() * alpha", "whole[v].get()"),
+    "every key counted": Fault(fused_statistics, "code.where(entry, old + p, old)", "old + p"),
 }
 
 STREAMING = {
@@ -350,7 +360,7 @@ def test_a_wrong_interval_is_seen(monkeypatch):
 
 def test_a_fault_in_the_gradient_is_seen(monkeypatch):
     """The derivative of a score formula, wrong by its sign, shows against finite differences of the definition."""
-    from sightline.formula import derivative as room
+    from sightline.formula import derivative
     from sightline.reference import gradients_of, stages_of
 
     rng = np.random.default_rng(6)
@@ -364,5 +374,5 @@ def test_a_fault_in_the_gradient_is_seen(monkeypatch):
         return abs((gradients_of(problem, d_output).query * d_output).sum() - slope) / abs(slope)
 
     sound = disagreement()
-    monkeypatch.setitem(room.DERIVATIVE_RULES, "tanh", lambda node, dx: dx * (node * node - 1))
+    monkeypatch.setitem(derivative.DERIVATIVE_RULES, "tanh", lambda node, dx: dx * (node * node - 1))
     assert disagreement() > 1000 * sound

@@ -10,7 +10,7 @@ from gradient_checks import NAMES, by_cpu, by_definition, check, differentiated,
 from sightline import attention, h, i, j, padding, s, softcap, table
 from sightline.accuracy import orders_of
 from sightline.arrays import to_numpy
-from sightline.cpu.launch import backward as gradients
+from sightline.cpu.launch import backward as launch_backward
 from sightline.problem import pose
 from sightline.reference import backward, forward, gradients_of, stages_of
 from sightline.streaming import backward as streaming_backward
@@ -65,7 +65,7 @@ def test_an_entry_that_hidden_pairs_are_sent_to_belongs_to_no_thread(rng):
     def owners(heads, keys):
         score = s + table(rng.normal(size=(heads, keys)).astype(np.float32))[h, j]
         problem = pose(query[None], key[None], key[None], mask=(h < heads) & (j < keys), score=score)
-        return [(gain.owned, gain.headed) for gain in gradients._gains(problem, [0])]
+        return [(gain.owned, gain.headed) for gain in launch_backward._gains(problem, [0])]
 
     assert owners(2, 201) == [(True, True)]
     assert owners(2, 100) == [(False, True)]

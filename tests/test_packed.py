@@ -12,8 +12,7 @@ from sightline import attention, causal, documents, explain, i, j, padding, tabl
 from sightline.accuracy import plain, size_of_terms
 from sightline.arrays import to_numpy
 from sightline.errors import ParameterError, ShapeError
-from sightline.formula import bounds, library
-from sightline.formula import tile_ranges as runs
+from sightline.formula import bounds, library, tile_ranges
 from sightline.formula.tile_ranges import find_runs
 from sightline.problem import pose
 from sightline.reference import stages_of
@@ -119,13 +118,13 @@ def test_explain_tells_the_cost():
 @pytest.mark.parametrize("mask", [documents(lengths=MANY), documents(lengths=MANY) & causal()], ids=repr)
 def test_planning_follows_what_is_allowed(mask, monkeypatch):
     """A thousand documents in 131,072 positions: bisection looks at a few rectangles for every tile, not at n²."""
-    n, looked, answer = int(MANY.sum()), [], runs.intervals
+    n, looked, answer = int(MANY.sum()), [], tile_ranges.intervals
 
     def counted(formula, box):
         looked.append(box["i"][0].size)
         return answer(formula, box)
 
-    monkeypatch.setattr(runs, "intervals", counted)
+    monkeypatch.setattr(tile_ranges, "intervals", counted)
     count, depth = visited(mask, n), int(np.ceil(np.log2(n / TILE))) + 1
     assert sum(looked) <= 2 * (depth * n // TILE + count)
 

@@ -9,7 +9,7 @@ import sightline
 from elementary_functions import LANES, PROMISED, applied, check_promise, ulps
 from sightline import h, i, j, s
 from sightline.cpu import Cpu
-from sightline.cpu.codegen import math as functions
+from sightline.cpu.codegen import math as codegen_math
 from sightline.cpu.codegen.render import LLVM_RULES
 from sightline.cpu.runtime.machine import host
 from sightline.formula.operators import OPERATORS
@@ -33,10 +33,10 @@ def test_powers_by_scaling_are_those_by_bits(dtype):
     def in_vectors(code, value):
         lanes = 64 // dtype(0).itemsize
         parts = [value.pick(range(k, k + lanes)) for k in range(0, LANES, lanes)]
-        found = [functions.exp2_by_scaling(code, part) for part in parts]
+        found = [codegen_math.exp2_by_scaling(code, part) for part in parts]
         return found[0] if len(found) == 1 else found[0].beside(found[1])
 
-    by_bits, by_scaling = applied(functions.exp2_of_negative, x), applied(in_vectors, x)
+    by_bits, by_scaling = applied(codegen_math.exp2_of_negative, x), applied(in_vectors, x)
     assert ulps(by_scaling, np.exp2(x.astype(np.longdouble))) <= PROMISED["exp2_of_negative"]
     np.testing.assert_array_equal(by_scaling[by_bits > 0], by_bits[by_bits > 0])
 
@@ -47,7 +47,7 @@ def test_every_operator_has_a_rule():
 
 def test_hidden_scores_weigh_exactly_nothing():
     x = np.full(LANES, -np.inf, np.float32)
-    np.testing.assert_array_equal(applied(functions.exp2_of_negative, x), np.zeros(LANES, np.float32))
+    np.testing.assert_array_equal(applied(codegen_math.exp2_of_negative, x), np.zeros(LANES, np.float32))
 
 
 PROBLEMS = {

@@ -9,8 +9,8 @@ import sightline
 from sightline import causal, h, i, j, lse, m, n, padding, s, softcap, table
 from sightline.cpu import Cpu
 from sightline.cpu.kernels import decode
-from sightline.cpu.launch import decode as decoding
-from sightline.cpu.launch import forward as run
+from sightline.cpu.launch import decode as launch_decode
+from sightline.cpu.launch import forward as launch_forward
 from sightline.cpu.runtime.processor import HOST
 from sightline.problem import pose
 from sightline.testing import assert_conforms, guarded
@@ -31,11 +31,11 @@ def taken(monkeypatch):
     found = []
 
     def spy(*arguments):
-        answer = decoding.decode(*arguments)
+        answer = launch_decode.decode(*arguments)
         found.append(answer is not None)
         return answer
 
-    monkeypatch.setattr(run, "decode", spy)
+    monkeypatch.setattr(launch_forward, "decode", spy)
     return found
 
 
@@ -118,7 +118,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_cannot_serve_goes_forward(name, taken):
     x, options = REFUSED[name]
-    assert not decoding.decodes(pose(*x, **options), HOST)
+    assert not launch_decode.decodes(pose(*x, **options), HOST)
     assert_conforms(Cpu().run, pose(*x, **options))
     assert not taken
 
@@ -151,7 +151,7 @@ FAULTS = {
 def test_a_fault_in_the_join_of_parts_is_seen(fault, monkeypatch, fresh_kernels):
     from fault_planting import broken
 
-    monkeypatch.setattr(decoding, "Decode", broken(decode, *FAULTS[fault]).Decode)
+    monkeypatch.setattr(launch_decode, "Decode", broken(decode, *FAULTS[fault]).Decode)
     q, k, v = arrays("float32", (1,), 4, 1, 2, 2000)
     k[..., 1500:, :] *= 3
     with pytest.raises(AssertionError, match="budget"):

@@ -18,8 +18,7 @@ import pytest
 
 import constant_kernels
 from constant_kernels import called, constant, kernel, number_of
-from sightline.cpu.runtime import compile
-from sightline.cpu.runtime import disk_cache as disk
+from sightline.cpu.runtime import compile, disk_cache
 from sightline.cpu.runtime.machine import host
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="kernels stay in memory where owners are unknown")
@@ -49,10 +48,10 @@ define void @apply(ptr %words) {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A cache of the test's own, in another process's memory so to speak; `disk._trouble` is empty."""
-    monkeypatch.setenv(disk.VARIABLE, str(tmp_path / "kernels"))
-    monkeypatch.setattr(disk, "_trouble", [])
-    monkeypatch.setattr(disk, "_room", {})
+    """A cache of the test's own, in another process's memory so to speak; `disk_cache._trouble` is empty."""
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "kernels"))
+    monkeypatch.setattr(disk_cache, "_trouble", [])
+    monkeypatch.setattr(disk_cache, "_room", {})
     monkeypatch.setattr(compile, "counts", type(compile.counts)())
     forget(monkeypatch)
     return tmp_path / "kernels"
@@ -84,7 +83,7 @@ def test_the_c_library_is_found_by_code_from_disk(folder, monkeypatch):
 
 
 def test_one_thread_compiles_and_all_get_the_kernel(folder, monkeypatch):
-    monkeypatch.setenv(disk.VARIABLE, "off")
+    monkeypatch.setenv(disk_cache.VARIABLE, "off")
     written = []
 
     def write():
@@ -137,7 +136,7 @@ def test_memory_is_bounded_and_no_running_kernel_ends(folder, monkeypatch):
 PROGRAM = """
 import sys, numpy as np, sightline
 from sightline import i, j, table
-from sightline.cpu.runtime import compile, disk_cache as disk
+from sightline.cpu.runtime import compile, disk_cache
 if "hold" in sys.argv:
     print("ready", flush=True); sys.stdin.readline()
 rng = np.random.default_rng(0)
@@ -145,12 +144,12 @@ q = rng.normal(size=(1, 2, 70, 8)).astype(np.float32)
 near, far = (table(rng.normal(size=40).astype(np.float32)) for _ in range(2))
 score = sightline.s + near[i - j] + far[i - j - 1] + near[j - i + 30]
 out = sightline.attention(q, q, q, mask=(i - j >= 1) & (i - j < 40) & (j - i + 30 >= 0), score=score, kernel="cpu")
-print(out.tobytes().hex()[:64], dict(compile.counts), disk.state().trouble)
+print(out.tobytes().hex()[:64], dict(compile.counts), disk_cache.state().trouble)
 """
 
 
 def started(folder, *arguments, seed="0", program=PROGRAM, **options):
-    environment = os.environ | {disk.VARIABLE: str(folder), "PYTHONHASHSEED": seed}
+    environment = os.environ | {disk_cache.VARIABLE: str(folder), "PYTHONHASHSEED": seed}
     command = [sys.executable, "-c", program, *arguments]
     return subprocess.Popen(
         command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options
@@ -182,7 +181,7 @@ def test_two_processes_at_once(tmp_path):
 
 DAMAGE = {
     "truncated": lambda content, _: content[:-9],
-    "without its code": lambda content, _: content[: len(disk.MAGIC) + 32],
+    "without its code": lambda content, _: content[: len(disk_cache.MAGIC) + 32],
     "empty": lambda content, _: b"",
     "one bit": lambda content, _: content[:200] + bytes([content[200] ^ 4]) + content[201:],
     "longer": lambda content, _: content + b"\0",
@@ -204,7 +203,7 @@ def test_what_is_damaged_is_made_anew(damage, folder, monkeypatch):
         forget(monkeypatch)
         assert number_of(kernel(1)) == 1
         assert compile.counts == expected
-        assert "damaged" in disk.state().trouble
+        assert "damaged" in disk_cache.state().trouble
     assert file.read_bytes() == whole
 
 
@@ -220,7 +219,7 @@ def change_machine(monkeypatch):
 
 
 def change_sources(monkeypatch):
-    monkeypatch.setattr(disk, "sources", lambda: "of another version")
+    monkeypatch.setattr(disk_cache, "sources", lambda: "of another version")
 
 
 def change_llvm(monkeypatch):
@@ -243,37 +242,37 @@ def test_what_decides_the_code_decides_the_file(change, folder, monkeypatch):
 
 def test_a_change_of_any_source_changes_the_hash(tmp_path, monkeypatch):
     """In every folder under cpu/ and formula/, and in dropout.py, whose constants kernels hold."""
-    package = Path(disk.__file__).parents[2]
+    package = Path(disk_cache.__file__).parents[2]
     for folder in ("cpu", "formula"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(package / "dropout.py", tmp_path)
-    monkeypatch.setattr(disk, "__file__", str(tmp_path / "cpu" / "runtime" / "disk_cache.py"))
-    monkeypatch.setattr(disk, "LOADED", math.inf)
+    monkeypatch.setattr(disk_cache, "__file__", str(tmp_path / "cpu" / "runtime" / "disk_cache.py"))
+    monkeypatch.setattr(disk_cache, "LOADED", math.inf)
     folders = {path.parent for path in tmp_path.rglob("*.py")}
     assert {"codegen", "kernels", "launch", "runtime", "formula"} <= {folder.name for folder in folders}
-    before = disk.sources.__wrapped__()
+    before = disk_cache.sources.__wrapped__()
     for folder in sorted(folders):
         min(folder.glob("*.py")).write_text("# changed")
-        after = disk.sources.__wrapped__()
+        after = disk_cache.sources.__wrapped__()
         assert after != before
         before = after
 
 
 def test_sources_newer_than_the_process_keep_nothing(folder, monkeypatch):
-    monkeypatch.setattr(disk, "LOADED", 0.0)
-    disk.sources.cache_clear()
+    monkeypatch.setattr(disk_cache, "LOADED", 0.0)
+    disk_cache.sources.cache_clear()
     try:
         assert number_of(kernel(1)) == 1
         assert not folder.exists()
-        assert "changed after it was imported" in disk.state().trouble
+        assert "changed after it was imported" in disk_cache.state().trouble
     finally:
-        disk.sources.cache_clear()
+        disk_cache.sources.cache_clear()
 
 
 def test_the_folder_is_ours_alone(folder):
     old = os.umask(0)
     try:
-        os.environ[disk.VARIABLE] = str(folder / "deeper")
+        os.environ[disk_cache.VARIABLE] = str(folder / "deeper")
         kernel(1)
     finally:
         os.umask(old)
@@ -316,7 +315,7 @@ def behind_somebody_elses_link(folder, monkeypatch):
     link = folder.parent / "link"
     link.symlink_to(folder.parent)
     give_away(link, monkeypatch)
-    monkeypatch.setenv(disk.VARIABLE, str(link / folder.name))
+    monkeypatch.setenv(disk_cache.VARIABLE, str(link / folder.name))
     return "belongs to somebody else"
 
 
@@ -366,13 +365,13 @@ def test_what_others_may_have_written_is_not_run(doubt, folder, monkeypatch):
     reason = doubt(folder, monkeypatch)
     assert number_of(kernel(1)) == 1
     assert compile.counts == {"compiled": 2}
-    assert reason in disk.state().trouble
+    assert reason in disk_cache.state().trouble
 
 
 def test_our_own_link_may_point_where_nothing_is_yet(folder, monkeypatch):
     link = folder.parent / "link"
     link.symlink_to(folder)
-    monkeypatch.setenv(disk.VARIABLE, str(link))
+    monkeypatch.setenv(disk_cache.VARIABLE, str(link))
     kernel(1)
     assert len(files(folder)) == 1
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -383,7 +382,7 @@ def test_our_own_link_and_a_shared_folder_with_the_sticky_bit_are_fine(folder, m
     forget(monkeypatch)
     folder.parent.chmod(0o1777)
     (folder.parent / "link").symlink_to(folder)
-    monkeypatch.setenv(disk.VARIABLE, str(folder.parent / "link"))
+    monkeypatch.setenv(disk_cache.VARIABLE, str(folder.parent / "link"))
     kernel(1)
     assert compile.counts == {"compiled": 1, "read": 1}
 
@@ -394,12 +393,12 @@ def test_our_own_link_and_a_shared_folder_with_the_sticky_bit_are_fine(folder, m
 @pytest.mark.parametrize("word", ["off", "OFF", "kernels", "/dev/null/kernels", "/proc/sightline"])
 def test_calls_do_without_a_disk(word, folder, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(disk.VARIABLE, word)
+    monkeypatch.setenv(disk_cache.VARIABLE, word)
     assert number_of(kernel(1)) == 1
     forget(monkeypatch)
     assert number_of(kernel(1)) == 1
     assert compile.counts == {"compiled": 2}
-    assert disk.state().trouble
+    assert disk_cache.state().trouble
     assert not any(tmp_path.iterdir())
 
 
@@ -420,8 +419,8 @@ def test_without_a_word_it_is_the_users_cache(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     for word in (None, ""):
-        monkeypatch.delenv(disk.VARIABLE) if word is None else monkeypatch.setenv(disk.VARIABLE, word)
-        found = disk.state().folder
+        monkeypatch.delenv(disk_cache.VARIABLE) if word is None else monkeypatch.setenv(disk_cache.VARIABLE, word)
+        found = disk_cache.state().folder
         assert tmp_path in found.parents
         assert found.name == "sightline"
 
@@ -434,8 +433,8 @@ def test_the_folder_is_bounded_and_the_oldest_go(folder, monkeypatch):
     for age, path in enumerate([*strangers, stale, first]):
         path.write_bytes(first.read_bytes())
         os.utime(path, (age, age))
-    monkeypatch.setattr(disk, "LIMIT", 10 * first.stat().st_size)
-    monkeypatch.setattr(disk, "_room", {})
+    monkeypatch.setattr(disk_cache, "LIMIT", 10 * first.stat().st_size)
+    monkeypatch.setattr(disk_cache, "_room", {})
     for number in range(1, 25):
         kernel(number)
         os.utime(max(files(folder), key=lambda file: file.stat().st_mtime), (100 + number, 100 + number))

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import sightline
-from sightline.cpu.runtime import compile
-from sightline.cpu.runtime import thread_team as room
+from sightline.cpu.runtime import compile, thread_team
 from sightline.cpu.runtime.machine import host
 from sightline.errors import ParameterError
 
@@ -25,7 +24,7 @@ from sightline.errors import ParameterError
 @pytest.fixture
 def bare(monkeypatch):
     """Nobody says a number."""
-    monkeypatch.delenv(room.VARIABLE, raising=False)
+    monkeypatch.delenv(thread_team.VARIABLE, raising=False)
     monkeypatch.delitem(sys.modules, "torch")
 
 
@@ -34,34 +33,34 @@ def usable():
 
 
 def test_the_nearest_word_holds(monkeypatch, bare):
-    monkeypatch.setattr(room, "_quota", lambda: 10**6)
-    assert room.count() == usable()
+    monkeypatch.setattr(thread_team, "_quota", lambda: 10**6)
+    assert thread_team.count() == usable()
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 11)
-    assert room.count() == 11
-    monkeypatch.setenv(room.VARIABLE, "12")
-    assert room.count() == 12
+    assert thread_team.count() == 11
+    monkeypatch.setenv(thread_team.VARIABLE, "12")
+    assert thread_team.count() == 12
     with sightline.threads(13):
-        assert room.count() == 13
+        assert thread_team.count() == 13
         with sightline.threads(14):
-            assert room.count() == 14
-            assert room.count(15) == 15
-        assert room.count() == 13
-    assert room.count() == 12
+            assert thread_team.count() == 14
+            assert thread_team.count(15) == 15
+        assert thread_team.count() == 13
+    assert thread_team.count() == 12
 
 
 def test_an_error_ends_the_block():
-    before = room.count()
+    before = thread_team.count()
     with pytest.raises(KeyError), sightline.threads(before + 1):
         raise KeyError
-    assert room.count() == before
+    assert thread_team.count() == before
 
 
 def test_a_block_is_its_threads_own():
-    before = room.count()
+    before = thread_team.count()
     with sightline.threads(before + 1), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(room.count).result() == before
-        assert pool.submit(contextvars.copy_context().run, room.count).result() == before + 1
+        assert pool.submit(thread_team.count).result() == before
+        assert pool.submit(contextvars.copy_context().run, thread_team.count).result() == before + 1
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.0, True, "2", None, 2**31])
@@ -72,30 +71,31 @@ def test_what_is_no_number_of_threads(number):
 
 @pytest.mark.parametrize("word", ["0", "-2", "two", "1.5", "99999999999"])
 def test_what_is_no_number_in_the_variable(word, monkeypatch):
-    monkeypatch.setenv(room.VARIABLE, word)
+    monkeypatch.setenv(thread_team.VARIABLE, word)
     x = np.ones((3, 2), np.float32)
-    with pytest.raises(ParameterError, match=room.VARIABLE):
+    with pytest.raises(ParameterError, match=thread_team.VARIABLE):
         sightline.attention(x, x, x, kernel="cpu")
     assert sightline.attention(x, x, x, kernel="cpu", threads=1).shape == (3, 2)
 
 
 def test_an_empty_variable_says_nothing(monkeypatch, bare):
-    monkeypatch.setenv(room.VARIABLE, "")
-    assert room.count() == min(usable(), room._quota())
+    monkeypatch.setenv(thread_team.VARIABLE, "")
+    assert thread_team.count() == min(usable(), thread_team._quota())
 
 
 @pytest.mark.parametrize(
-    ("line", "number"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", room.MOST), ("", room.MOST)]
+    ("line", "number"),
+    [("150000 100000", 2), ("50000 100000", 1), ("max 100000", thread_team.MOST), ("", thread_team.MOST)],
 )
 def test_a_containers_share(line, number, tmp_path, monkeypatch, bare):
     file = tmp_path / "cpu.max"
-    assert room._quota(str(file)) == room.MOST
+    assert thread_team._quota(str(file)) == thread_team.MOST
     file.write_text(line + "\n")
-    room._quota.cache_clear()
-    quota = room._quota(str(file))
+    thread_team._quota.cache_clear()
+    quota = thread_team._quota(str(file))
     assert quota == number
-    monkeypatch.setattr(room, "_quota", lambda: quota)
-    assert room.count() == min(number, usable())
+    monkeypatch.setattr(thread_team, "_quota", lambda: quota)
+    assert thread_team.count() == min(number, usable())
 
 
 # -- whose ---------------------------------------------------------------------------------------------------------
@@ -127,20 +127,20 @@ def come(number, expected=None):
     """How many threads came to a kernel that waits for as many as are expected."""
     address = compile.function("meeting", "meet", lambda: MEETING, host())
     words = np.array([0, number if expected is None else expected], np.int64)
-    room.call(address, words, number, ())
+    thread_team.call(address, words, number, ())
     return int(words[0])
 
 
-borrowed = pytest.mark.skipif(room._host_team() is None, reason="torch has no OpenMP here")
+borrowed = pytest.mark.skipif(thread_team._host_team() is None, reason="torch has no OpenMP here")
 
 
 @pytest.fixture(params=[pytest.param("host", marks=borrowed), "pool"])
 def team(request, monkeypatch):
     """The host's OpenMP, or the pool of our own."""
-    monkeypatch.setattr(room, "_teams", room.Teams(forked=request.param == "pool"))
-    assert (room._host_team() is None) == (request.param == "pool")
+    monkeypatch.setattr(thread_team, "_teams", thread_team.Teams(forked=request.param == "pool"))
+    assert (thread_team._host_team() is None) == (request.param == "pool")
     yield request.param
-    assert (room._teams.pool is None) == (request.param == "host")
+    assert (thread_team._teams.pool is None) == (request.param == "host")
 
 
 def test_every_thread_comes_once(team):
@@ -149,14 +149,14 @@ def test_every_thread_comes_once(team):
 
 
 def test_one_thread_takes_nobody_along(monkeypatch):
-    monkeypatch.setattr(room, "_host_team", None)
-    monkeypatch.setattr(room, "_pool", None)
+    monkeypatch.setattr(thread_team, "_host_team", None)
+    monkeypatch.setattr(thread_team, "_pool", None)
     assert come(1) == 1
 
 
 def test_loaded_libraries_are_looked_for_once(monkeypatch):
-    monkeypatch.setattr(room, "_teams", room.Teams())
-    monkeypatch.setattr(room, "_entry", lambda library: None)
+    monkeypatch.setattr(thread_team, "_teams", thread_team.Teams())
+    monkeypatch.setattr(thread_team, "_entry", lambda library: None)
     opened = []
     original = builtins.open
     monkeypatch.setattr(builtins, "open", lambda *a, **k: (opened.append(a[0]), original(*a, **k))[1])
@@ -169,7 +169,7 @@ def test_loaded_libraries_are_looked_for_once(monkeypatch):
 
 
 def test_without_threads_to_be_had_one_does_it_all(monkeypatch):
-    monkeypatch.setattr(room, "_teams", room.Teams(forked=True))
+    monkeypatch.setattr(thread_team, "_teams", thread_team.Teams(forked=True))
 
     def refuse(*_):
         raise RuntimeError("can't start new thread")
@@ -204,7 +204,7 @@ START = """
 import os, signal, sys, threading, time, numpy as np
 {before}
 import sightline
-from sightline.cpu.runtime import thread_team as room
+from sightline.cpu.runtime import thread_team
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in what a shell runs in the background
 rng = np.random.default_rng(0)
 q = rng.normal(size=(1, 4, 900, 32)).astype(np.float32)
@@ -230,7 +230,7 @@ def said(process):
 FORK = """
 def child():
     signal.alarm(20)
-    assert room._host_team() is None
+    assert thread_team._host_team() is None
     fine = right() and right()
     taken = sum(thread.name.startswith("sightline") for thread in threading.enumerate())
     os._exit(0 if fine and taken else 1)
@@ -241,7 +241,7 @@ for _ in range(2):
         child()
     fine.append(right())
     fine.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0)
-print(fine, room._host_team() is not None)
+print(fine, thread_team._host_team() is not None)
 """
 
 
@@ -249,7 +249,7 @@ print(fine, room._host_team() is not None)
 @hosts
 def test_a_fork_calls_and_so_does_its_parent(before):
     (line,) = said(program(FORK, before))
-    assert line == f"{[True] * 5} {bool(before) and room._host_team() is not None}"
+    assert line == f"{[True] * 5} {bool(before) and thread_team._host_team() is not None}"
 
 
 LATE = """

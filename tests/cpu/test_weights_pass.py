@@ -11,7 +11,7 @@ from sample_problems import arrays
 from sightline import alibi, causal, i, j, padding, s, softcap, table, window
 from sightline.arrays import dtype_name, framework, to_numpy
 from sightline.cpu import Cpu
-from sightline.cpu.launch import weights_pass as observing
+from sightline.cpu.launch import weights_pass as launch_weights_pass
 from sightline.cpu.launch.weights_pass import MOST, pooled, received, top_k, weights
 from sightline.problem import pose
 from sightline.reference import stages_of
@@ -211,7 +211,7 @@ def test_no_pairs(extent):
 
 def test_no_byte_outside_an_array_is_written(monkeypatch):
     """Guards around what is read and written; pages nobody may touch are in guard_pages.py."""
-    checks, plain_empty, plain_zeros = [], np.empty, observing._zeros
+    checks, plain_empty, plain_zeros = [], np.empty, launch_weights_pass._zeros
 
     def around(array):
         array, unharmed = guarded(array)
@@ -221,7 +221,7 @@ def test_no_byte_outside_an_array_is_written(monkeypatch):
     held = [guarded(x) for x in arrays((1, 2, 77, 9), "float32", m=131)]
     problem = pose(*(array for array, _ in held), mask=i + 50 >= j, score=s + table(np.linspace(-1, 1, 77))[i])
     monkeypatch.setattr(np, "empty", lambda *given, **more: around(np.full_like(plain_empty(*given, **more), -1)))
-    monkeypatch.setattr(observing, "_zeros", lambda *given: around(plain_zeros(*given)))
+    monkeypatch.setattr(launch_weights_pass, "_zeros", lambda *given: around(plain_zeros(*given)))
     check_everything(problem, maxima=True)
     assert checks
     for unharmed in (*checks, *(unharmed for _, unharmed in held)):

@@ -13,7 +13,7 @@ import torch
 import sightline
 from sightline import h, i, j, s, table
 from sightline.formula import tables as table_module
-from sightline.formula import tensor_cache as memory
+from sightline.formula import tensor_cache
 from sightline.formula.tensor_cache import Memory
 from sightline.gpu.launch.schedule import schedule
 from sightline.problem import pose
@@ -22,7 +22,7 @@ from sightline.problem import pose
 @pytest.fixture
 def counted(monkeypatch):
     """Tensors of the CPU are looked at as a device's are."""
-    monkeypatch.setattr(memory, "UNCOUNTED", ())
+    monkeypatch.setattr(tensor_cache, "UNCOUNTED", ())
 
 
 @pytest.fixture
@@ -107,10 +107,10 @@ def test_what_a_captured_graph_reads_is_kept(counted, monkeypatch):
     """Replays read the same memory, whatever became of the table since."""
     x, lengths = torch.zeros(1, 1, 40, 4), torch.tensor([30])
     rows = []
-    monkeypatch.setattr(memory, "_HELD", {})
+    monkeypatch.setattr(tensor_cache, "_HELD", {})
     monkeypatch.setattr(table_module, "at_hand", torch.clone)  # a copy, as of a device's
     for captured in (False, True):
-        monkeypatch.setattr(memory, "_captured", lambda like, captured=captured: captured)
+        monkeypatch.setattr(tensor_cache, "_captured", lambda like, captured=captured: captured)
         rows.append(weakref.ref(schedule(pose(x, x, x, mask=j < table(lengths)[0]), 16, 16)[0]))
         lengths = torch.tensor([20])
     assert [row() is None for row in rows] == [True, False]
@@ -120,15 +120,15 @@ def test_what_another_stream_reads_keeps_its_place(monkeypatch):
     stream, told = object(), []
     array = SimpleNamespace(record_stream=told.append)
     cuda = SimpleNamespace(current_stream=lambda device: stream, is_current_stream_capturing=lambda: False)
-    monkeypatch.setattr(memory, "_maker", lambda like: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(tensor_cache, "_maker", lambda like: SimpleNamespace(cuda=cuda))
     like = SimpleNamespace(is_cuda=True, device="cuda:0")
-    assert memory.held((array, 3), like) == (array, 3)
-    assert memory.held(array, like) is array
+    assert tensor_cache.held((array, 3), like) == (array, 3)
+    assert tensor_cache.held(array, like) is array
     assert told == [stream, stream]
 
 
 def test_a_small_table_brought_in_inference_serves_training_after(counted):
     x, slopes = torch.zeros(1, 2, 4, 4, requires_grad=True), np.array([0.25, 0.125])
     with torch.inference_mode():
-        assert not memory.near(slopes, x).is_inference()
+        assert not tensor_cache.near(slopes, x).is_inference()
     sightline.attention(x, x, x, score=s - table(slopes)[h] * (i - j)).sum().backward()

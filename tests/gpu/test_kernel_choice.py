@@ -174,12 +174,12 @@ def test_tf32_is_asked_for_where_the_gpu_has_it(monkeypatch, name, precision):
     pytest.importorskip("triton")
     from types import SimpleNamespace
 
-    from sightline.gpu.launch import arguments as operands
+    from sightline.gpu.launch import arguments as launch_arguments
 
     device = torch.device("cuda:0")
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(gcnArchName=name))
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=True))
-    assert operands._precision(device) == precision
+    assert launch_arguments._precision(device) == precision
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=False))
-    assert operands._precision(device) == "ieee"
+    assert launch_arguments._precision(device) == "ieee"

@@ -14,8 +14,8 @@ import sightline
 from sightline import i, j
 from sightline.errors import KernelRefusedError, ParameterError
 from sightline.gpu import Triton
-from sightline.gpu.tuning import cache as kept
-from sightline.gpu.tuning import selection as chosen
+from sightline.gpu.tuning import cache as tuning_cache
+from sightline.gpu.tuning import selection
 from sightline.gpu.tuning.configurations import Configuration, configuration_of
 from sightline.gpu.tuning.selection import candidates, trying
 from sightline.gpu.tuning.tuner import GAIN, tune
@@ -44,7 +44,7 @@ class Told(Triton):
         return backward(problem, d_output, d_lse)
 
     def _sizes(self, name, problem):
-        sizes = chosen.chosen(name, problem, self.architecture)
+        sizes = selection.chosen(name, problem, self.architecture)
         if sizes in self.failing:
             raise RuntimeError("out of resource: shared memory")
         self.ran.append((name, sizes))
@@ -59,10 +59,10 @@ class Told(Triton):
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """Findings of a test lie in a folder of its own."""
-    monkeypatch.setenv(kept.VARIABLE, str(tmp_path))
-    kept.forget()
+    monkeypatch.setenv(tuning_cache.VARIABLE, str(tmp_path))
+    tuning_cache.forget()
     yield tmp_path / "tuned"
-    kept.forget()
+    tuning_cache.forget()
 
 
 def arrays(width=8):
@@ -79,7 +79,7 @@ def tuned(kernel, gradients=False, **options):
 
 
 def taken(problem=None):
-    return chosen.chosen("forward", problem or pose(*arrays(), mask=MASK), "interpreter")
+    return selection.chosen("forward", problem or pose(*arrays(), mask=MASK), "interpreter")
 
 
 def test_the_fastest_that_is_right_is_kept_and_taken(folder):
@@ -93,7 +93,7 @@ def test_the_fastest_that_is_right_is_kept_and_taken(folder):
     assert found.reason == "RuntimeError: out of resource: shared memory"
     assert found.path.parent == folder
     assert taken() == best
-    assert [each["configuration"] for each in kept.findings()] == [asdict(best)]
+    assert [each["configuration"] for each in tuning_cache.findings()] == [asdict(best)]
     with trying({"forward": wrong}):
         assert taken() == wrong, "a trial goes before what was found"
     with trying({}):
@@ -109,7 +109,7 @@ def test_it_is_taken_by_problems_of_the_same_structure_alone():
         assert taken(pose(query, key, value, mask=MASK)) != best
     assert taken(pose(*arrays(), mask=i > j)) == TABLE
     assert taken(pose(*arrays())) == TABLE
-    assert chosen.chosen("forward", pose(*arrays(), mask=MASK), "sm_90") != best
+    assert selection.chosen("forward", pose(*arrays(), mask=MASK), "sm_90") != best
 
 
 def test_backward_kernels_are_tuned_apart():
@@ -117,7 +117,7 @@ def test_backward_kernels_are_tuned_apart():
     told = tuned(Told({("forward", first): 0.5, ("backward", second): 0.25}), gradients=True)
     assert {one.kernel: one.best for one in told.found} == {"forward": first, "backward": second}
     problem = pose(*arrays(), mask=MASK)
-    assert chosen.chosen("backward", problem, "interpreter") == second
+    assert selection.chosen("backward", problem, "interpreter") == second
 
 
 def test_statistics_are_tuned_and_judged_with_the_problem_that_asks_for_them():
@@ -162,7 +162,7 @@ def test_the_table_says_why_nothing_is_kept_and_what_failed(monkeypatch):
     assert "nothing kept: no sizes were" in str(slow)
     assert "forward: the first that failed: RuntimeError: out of resource" in str(slow)
     assert len(repr(slow).splitlines()) == 1, "what is printed is not printed once more by a prompt"
-    monkeypatch.setenv(kept.VARIABLE, "off")
+    monkeypatch.setenv(tuning_cache.VARIABLE, "off")
     assert "nothing kept: SIGHTLINE_CACHE=off" in str(tuned(Told({("forward", others()[0]): 0.5})))
 
 
@@ -175,7 +175,7 @@ def test_an_unknown_word_is_said_to_be_tune_s():
 
 
 def test_nothing_is_kept_where_nothing_is_to_be(monkeypatch):
-    monkeypatch.setenv(kept.VARIABLE, "off")
+    monkeypatch.setenv(tuning_cache.VARIABLE, "off")
     (found,) = tuned(Told({("forward", others()[0]): 0.5})).found
     assert found.best == others()[0]
     assert found.path is None
@@ -203,17 +203,17 @@ def test_a_file_that_does_not_read_as_expected_is_none(damage):
     damaged = DAMAGE[damage](text)
     assert damaged != text
     found.path.write_text(damaged)
-    kept.forget()
+    tuning_cache.forget()
     assert taken() == TABLE
 
 
 @pytest.mark.parametrize("place", ["/dev/null/x", "/" + "x" * 5000, "~nobody of that name/x", "no/absolute/path"])
 def test_a_folder_that_cannot_be_hinders_no_call_and_is_told_before_tuning(place, monkeypatch):
-    monkeypatch.setenv(kept.VARIABLE, place)
-    kept.forget()
+    monkeypatch.setenv(tuning_cache.VARIABLE, place)
+    tuning_cache.forget()
     assert taken() == TABLE
     kernel = Told()
-    with pytest.raises(ParameterError, match=kept.VARIABLE):
+    with pytest.raises(ParameterError, match=tuning_cache.VARIABLE):
         tuned(kernel)
     assert not kernel.ran
 
@@ -246,12 +246,12 @@ def test_where_no_kernel_runs_the_table_says_so():
 
 def test_other_sources_or_versions_find_nothing(monkeypatch):
     tuned(Told({("forward", others()[0]): 0.5}))
-    machine = kept.machine()
+    machine = tuning_cache.machine()
     for name in machine:
-        kept.forget()
-        monkeypatch.setattr(kept, "machine", lambda name=name: machine | {name: "another"})
+        tuning_cache.forget()
+        monkeypatch.setattr(tuning_cache, "machine", lambda name=name: machine | {name: "another"})
         assert taken() == TABLE
-        assert kept.findings() == []
+        assert tuning_cache.findings() == []
 
 
 def test_a_change_of_any_source_changes_the_hash(monkeypatch, tmp_path):
@@ -259,13 +259,13 @@ def test_a_change_of_any_source_changes_the_hash(monkeypatch, tmp_path):
     package = Path(sightline.__file__).parent
     for folder in ("gpu", "formula"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(kept, "__file__", str(tmp_path / "gpu" / "tuning" / "cache.py"))
-    before, folders = kept._sources(), {path.parent for path in tmp_path.rglob("*.py")}
+    monkeypatch.setattr(tuning_cache, "__file__", str(tmp_path / "gpu" / "tuning" / "cache.py"))
+    before, folders = tuning_cache._sources(), {path.parent for path in tmp_path.rglob("*.py")}
     assert {"codegen", "kernels", "launch", "tuning", "hopper", "formula"} <= {folder.name for folder in folders}
     for folder in sorted(folders):
         next(iter(sorted(folder.glob("*.py")))).write_text("# changed")
-        assert kept._sources() != before
-        before = kept._sources()
+        assert tuning_cache._sources() != before
+        before = tuning_cache._sources()
 
 
 def test_many_may_write_at_once(folder):
@@ -274,8 +274,8 @@ def test_many_may_write_at_once(folder):
 
     def writes(k):
         for _ in range(20):
-            kept.keep("forward", problem, "interpreter", {"configuration": k, "filling": "x" * 10000})
-            met.append(kept.find("forward", problem, "interpreter"))
+            tuning_cache.keep("forward", problem, "interpreter", {"configuration": k, "filling": "x" * 10000})
+            met.append(tuning_cache.find("forward", problem, "interpreter"))
 
     threads = [threading.Thread(target=writes, args=(k,)) for k in range(4)]
     for thread in threads:
@@ -323,5 +323,5 @@ def test_on_hopper_the_specialised_kernel_is_tried_if_asked_and_taken_where_it_s
     assert not able("backward_keys", problem)
     assert not able("forward", dropping)
     with trying({"forward": tried[0]}):
-        assert chosen.chosen("forward", problem, "sm_90") == tried[0]
-        assert not chosen.chosen("forward", dropping, "sm_90").specialised
+        assert selection.chosen("forward", problem, "sm_90") == tried[0]
+        assert not selection.chosen("forward", dropping, "sm_90").specialised

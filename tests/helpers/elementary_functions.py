@@ -5,7 +5,7 @@ from uuid import uuid4
 import numpy as np
 from llvmlite import ir
 
-from sightline.cpu.codegen import math as functions
+from sightline.cpu.codegen import math as codegen_math
 from sightline.cpu.codegen.builder import DOUBLE, FLOAT, POINTER, Code, vector
 from sightline.cpu.runtime.processor import HOST
 
@@ -59,4 +59,4 @@ def check_promise(name, dtype, processor=HOST):
     x = x.astype(dtype)
     with np.errstate(all="ignore"):
         exact = getattr(np, name.removesuffix("_of_negative"))(x.astype(np.longdouble))
-        assert ulps(applied(getattr(functions, name), x, processor), exact) <= PROMISED[name]
+        assert ulps(applied(getattr(codegen_math, name), x, processor), exact) <= PROMISED[name]

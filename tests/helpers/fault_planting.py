@@ -5,27 +5,31 @@ import inspect
 from dataclasses import dataclass
 
 from sightline import streaming
-from sightline.cpu.codegen import operand_tiles as operands
-from sightline.cpu.codegen import register_tile as tiles
-from sightline.cpu.kernels import backward, block, forward, tables
-from sightline.cpu.kernels import fused_statistics as riding
-from sightline.cpu.kernels import weights_by_key as keywise
-from sightline.cpu.kernels import weights_by_query as rowwise
-from sightline.cpu.kernels import weights_pass as observe
-from sightline.cpu.launch import backward as gradients
-from sightline.cpu.launch import forward as run
-from sightline.cpu.launch import weights_pass as observing
+from sightline.cpu.codegen import operand_tiles, register_tile
+from sightline.cpu.kernels import (
+    backward,
+    block,
+    forward,
+    fused_statistics,
+    tables,
+    weights_by_key,
+    weights_by_query,
+    weights_pass,
+)
+from sightline.cpu.launch import backward as launch_backward
+from sightline.cpu.launch import forward as launch_forward
+from sightline.cpu.launch import weights_pass as launch_weights_pass
 
 PLACES = {  # what of a module the rest looks up, and where
-    forward: [(run, "Forward")],
-    backward: [(gradients, "Backward")],
-    tiles: [(block, "Tiles")],
-    operands: [(block, "Rows")],
-    gradients: [(gradients, "gradients")],
+    forward: [(launch_forward, "Forward")],
+    backward: [(launch_backward, "Backward")],
+    register_tile: [(block, "Tiles")],
+    operand_tiles: [(block, "Rows")],
+    launch_backward: [(launch_backward, "gradients")],
     tables: [(backward, "Gain")],
-    riding: [(forward, "Riding")],
-    keywise: [(observing, "Received"), (observing, "Pooled")],
-    rowwise: [(observing, "TopK"), (observing, "WeightTiles")],
+    fused_statistics: [(forward, "Riding")],
+    weights_by_key: [(launch_weights_pass, "Received"), (launch_weights_pass, "Pooled")],
+    weights_by_query: [(launch_weights_pass, "TopK"), (launch_weights_pass, "WeightTiles")],
     streaming: [],
 }
 
@@ -61,7 +65,7 @@ def plant(fault, monkeypatch):
     together = [fault, *(other for other in fault.more if other.module is fault.module)]
     copy = broken(fault.module, *(line for part in together for line in (part.before, part.after)))
     for method in fault.methods:
-        owner = "Observe" if fault.module is observe else "Block"
+        owner = "Observe" if fault.module is weights_pass else "Block"
         monkeypatch.setattr(getattr(fault.module, owner), method, getattr(getattr(copy, owner), method))
     for module, name in () if fault.methods else PLACES[fault.module]:
         monkeypatch.setattr(module, name, getattr(copy, name))

@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import libdevice
 from triton.runtime.jit import JITCallable
 
-from sightline.gpu.codegen import gluon_language as words
+from sightline.gpu.codegen import gluon_language
 
 ROUNDED = {gl.bfloat16: ml_dtypes.bfloat16, gl.float16: np.float16}
 STORED = dict.fromkeys((gl.bfloat16, gl.float16, gl.float32), np.float32) | {
@@ -310,7 +310,7 @@ class Machine:
             async_load=self._async_load, async_store=self._async_store, store_wait=self._store_wait
         )
         return {
-            **dict.fromkeys([gl, tl, words], language),
+            **dict.fromkeys([gl, tl, gluon_language], language),
             libdevice: SimpleNamespace(exp=whole(np.exp), pow=whole(np.power), tanh=whole(np.tanh)),
             hopper.mbarrier: barriers,
             hopper.tma: copies,

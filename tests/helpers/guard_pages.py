@@ -19,8 +19,8 @@ from numpy.lib.stride_tricks import as_strided
 import sightline
 from sightline import b, h, i, j, s, table
 from sightline.cpu import Cpu
-from sightline.cpu.launch import backward as gradients
-from sightline.cpu.launch import weights_pass as observing
+from sightline.cpu.launch import backward as launch_backward
+from sightline.cpu.launch import weights_pass as launch_weights_pass
 from sightline.problem import pose
 
 DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
@@ -95,10 +95,10 @@ def statistic(rng, problem, lse):
     rows, columns = rng.integers(1, n - i0 + 1), rng.integers(1, m - j0 + 1)
     how = ["mean", "max"][rng.integers(2)]
     return [
-        lambda: observing.received(problem, lse, how, int(rng.integers(1, n + 1)), 2),
-        lambda: observing.pooled(problem, lse, int(rows), int(columns), how, ((i0, n), (j0, m)), 2),
-        lambda: observing.top_k(problem, lse, int(rng.integers(1, 12)), 2),
-        lambda: observing.weights(problem, lse, slice(i0, n), slice(j0, m), 2),
+        lambda: launch_weights_pass.received(problem, lse, how, int(rng.integers(1, n + 1)), 2),
+        lambda: launch_weights_pass.pooled(problem, lse, int(rows), int(columns), how, ((i0, n), (j0, m)), 2),
+        lambda: launch_weights_pass.top_k(problem, lse, int(rng.integers(1, 12)), 2),
+        lambda: launch_weights_pass.weights(problem, lse, slice(i0, n), slice(j0, m), 2),
     ][rng.integers(4)]()
 
 
@@ -109,10 +109,10 @@ def main(seed, count, past=0):
     def empty(shape, dtype=float, **_):
         return fences.room(shape, dtype) if np.dtype(dtype).kind in "fVi" else plain_empty(shape, dtype)
 
-    table_sums = gradients._table_sums
-    gradients._table_sums = lambda *given: fences.around(table_sums(*given))
-    zeros = observing._zeros
-    observing._zeros = lambda *given: fences.around(zeros(*given))
+    table_sums = launch_backward._table_sums
+    launch_backward._table_sums = lambda *given: fences.around(table_sums(*given))
+    zeros = launch_weights_pass._zeros
+    launch_weights_pass._zeros = lambda *given: fences.around(zeros(*given))
     for call in range(count):
         fences.at_end = call % 2 == 0
         problem = question(rng, fences, past)

@@ -15,10 +15,7 @@ from sightline import h, i, j, s, table
 from sightline.accuracy import dense, orders_of, sizes_of_gradients
 from sightline.arrays import to_numpy
 from sightline.errors import DtypeError, MaskError, ParameterError, ShapeError, TableError
-from sightline.statistics import arrays_of, matrix
-from sightline.statistics import per_key as keys
-from sightline.statistics import per_query as queries
-from sightline.statistics import selection as parts_room
+from sightline.statistics import arrays_of, matrix, per_key, per_query, selection
 from sightline.testing import assert_within_budget
 from statistic_definitions import Dense, check, defined, parts, statistics, usable
 from strategies import DTYPES, ON_HOST, cases
@@ -462,20 +459,20 @@ STREAMING = {
     "scores before the mask": ("Tile(rows, columns, weights, masked,", "Tile(rows, columns, weights, _,"),
 }
 STATISTICS = {
-    "entropy without its sign": (queries, "-p * logarithms", "p * logarithms", lambda m: m.entropy()),
-    "a maximum of the last tile": (queries, "(top > held) |", "(top == top) |", lambda m: m.max_score()),
-    "keys counted from the tile": (queries, "axis=-1) + tile.columns.start", "axis=-1)", lambda m: m.max_score()),
-    "the smallest weights": (queries, "descending=True", "descending=False", lambda m: m.top_k(3)),
+    "entropy without its sign": (per_query, "-p * logarithms", "p * logarithms", lambda m: m.entropy()),
+    "a maximum of the last tile": (per_query, "(top > held) |", "(top == top) |", lambda m: m.max_score()),
+    "keys counted from the tile": (per_query, "axis=-1) + tile.columns.start", "axis=-1)", lambda m: m.max_score()),
+    "the smallest weights": (per_query, "descending=True", "descending=False", lambda m: m.top_k(3)),
     "hidden keys found": (
-        queries,
+        per_query,
         'seen = tile.scores != -float("inf")',
         "seen = tile.scores != 0",
         lambda m: m.top_k(20),
     ),
-    "a mask one key on": (queries, '"j": columns,', '"j": columns + 1,', lambda m: m.mass(i * 20 == j)),
-    "a mean over the keys": (keys, "max(over.problem.n, 1)]", "over.problem.m]", lambda m: m.received("mean")),
+    "a mask one key on": (per_query, '"j": columns,', '"j": columns + 1,', lambda m: m.mass(i * 20 == j)),
+    "a mean over the keys": (per_key, "max(over.problem.n, 1)]", "over.problem.m]", lambda m: m.received("mean")),
     "a row left out": (
-        keys,
+        per_key,
         "xp.sum(tile.weights, axis",
         "xp.sum(tile.weights[..., 1:, :], axis",
         lambda m: m.received(),
@@ -488,30 +485,30 @@ STATISTICS = {
         lambda m: m.pooled(6, 11),
     ),
     "the wrong key head": (
-        parts_room,
+        selection,
         "[head // problem.group for",
         "[head % problem.G for",
         lambda m: m.part(sightline.weights(), heads=[2, 1]),
     ),
     "positions of the part": (
-        parts_room,
+        selection,
         '        symbols["i"] = ',
         '        symbols["b"] = ',
         lambda m: m.part(sightline.weights(), rows=[-1]),
     ),
     "a mean of the wrong count": (
-        parts_room,
+        selection,
         "math.prod([array.shape[axis] for axis in axes])",
         "array.shape[-1]",
         lambda m: m.mean(sightline.weights(), "heads"),
     ),
 }
 GRADIENTS = {
-    "entropy the wrong way": (queries, "weights=-(s -", "weights=(s -", "Entropy", "entropy"),
-    "mass of every key": (queries, "where(self.mask, back.slope(i), 0.0)", "back.slope(i)", "Mass", "mass"),
-    "a mean that is a sum": (keys, "1 / max(back.problem.n, 1)", "1.0", "Received", "received"),
+    "entropy the wrong way": (per_query, "weights=-(s -", "weights=(s -", "Entropy", "entropy"),
+    "mass of every key": (per_query, "where(self.mask, back.slope(i), 0.0)", "back.slope(i)", "Mass", "mass"),
+    "a mean that is a sum": (per_key, "1 / max(back.problem.n, 1)", "1.0", "Received", "received"),
     "cells from the other end": (matrix, "cell_of(j - j0, j1", "cell_of(j1 - 1 - j, j1", "Pooled", "pooled"),
-    "the mean's share": (parts_room, "back.gradient / max(count, 1)", "back.gradient", "Mean", "weights"),
+    "the mean's share": (selection, "back.gradient / max(count, 1)", "back.gradient", "Mean", "weights"),
 }
 RED = "budget|shape"
 

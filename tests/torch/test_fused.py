@@ -11,7 +11,7 @@ from sightline import i, j
 from sightline.explanation import Explanation
 from sightline.kernel import choose
 from sightline.problem import pose
-from sightline.torch import dispatch as door
+from sightline.torch import dispatch as torch_dispatch
 from sightline.torch.fused import RULES, Fused
 from stub_kernel import Choosy
 
@@ -73,7 +73,7 @@ def test_gradients_stay_with_kernels_that_repeat_themselves():
 @pytest.mark.parametrize("grad", [False, True])
 def test_torch_compile_follows_the_choice(monkeypatch, grad):
     """Whichever kernel is taken, in one graph; gradients are the same as outside."""
-    monkeypatch.setattr(door, "FUSED", OnCpu("sm_90"))
+    monkeypatch.setattr(torch_dispatch, "FUSED", OnCpu("sm_90"))
     given = half(grad)
 
     def step(query, key, value):

@@ -11,8 +11,7 @@ import sightline
 from sightline.errors import ParameterError
 from sightline.recording import Call, Seen
 from sightline.testing import assert_within_budget
-from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, watch
-from sightline.torch import hooks as watching
+from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, hooks, watch
 
 LSE = sightline.lse()
 
@@ -55,7 +54,7 @@ def test_modules_are_left_as_they_were(transformer, x):
 
     def state():
         kinds = [type(module) for module in transformer.modules()]
-        return kinds, [len(module._forward_pre_hooks) for module in transformer.modules()], dict(watching._WATCHERS)
+        return kinds, [len(module._forward_pre_hooks) for module in transformer.modules()], dict(hooks._WATCHERS)
 
     before = state()
     with torch.no_grad(), watch(layer, [LSE]) as outer:
@@ -82,7 +81,7 @@ def test_watches_end_in_any_order(transformer, x):
     assert [len(one) for one in seen] == [0, 1]
     second.__exit__(None, None, None)
     assert (type(layer.self_attn), transformer.encoder.use_nested_tensor) == before
-    assert not watching._FOUND
+    assert not hooks._FOUND
 
 
 @pytest.mark.parametrize(

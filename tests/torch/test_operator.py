@@ -20,7 +20,7 @@ from sightline.problem import ask, pose
 from sightline.reference import stages_of
 from sightline.testing import assert_within_budget
 from sightline.torch import kernels, scaled_dot_product_attention
-from sightline.torch.operator import attention as operator
+from sightline.torch.operator import attention as attention_operator
 from sightline.torch.operator import attention_backward
 from sightline.torch.operator_schema import Question, spelled
 
@@ -331,9 +331,9 @@ def question_of(name, see=(), grad=True):
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_opcheck(name):
     see = [sightline.weights(), sightline.lse()] if name == "all" else []
-    torch.library.opcheck(operator._opoverload, tuple(question_of(name, see)))
+    torch.library.opcheck(attention_operator._opoverload, tuple(question_of(name, see)))
     plain_question = question_of(name, see, grad=False)
-    answer = operator(*plain_question)
+    answer = attention_operator(*plain_question)
     given = list(range(len(answer)))
     gradients = [torch.ones_like(x) for x in answer]
     torch.library.opcheck(

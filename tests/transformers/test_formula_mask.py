@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from transformers import masking_utils
 
-from sightline.torch import hooks as watching
+from sightline.torch import hooks
 from sightline.transformers.formula_mask import FormulaMask, sightline_mask
 from tiny_models import VOCABULARY, made
 
@@ -128,13 +128,13 @@ def test_what_a_model_does_to_a_mask_is_done_to_the_dense_one():
 def test_a_sliding_window_skips_tiles(monkeypatch):
     """What reaches attention leaves most tiles out; none of the rest is searched."""
     model, asked = made("Mistral", sliding_window=64, max_position_embeddings=1024, num_hidden_layers=1), []
-    attention = watching.attention
+    attention = hooks.attention
 
     def noting(query, key, value, **options):
         asked.append(sightline.explain(query, key, value, mask=options["mask"]))
         return attention(query, key, value, **options)
 
-    monkeypatch.setattr(watching, "attention", noting)
+    monkeypatch.setattr(hooks, "attention", noting)
     run_length = 1024
     model.set_attn_implementation("sightline")
     with torch.no_grad():

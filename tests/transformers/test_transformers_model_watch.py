@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from sightline.torch import hooks as watching
+from sightline.torch import hooks
 from sightline.transformers import watch
 from tiny_models import BATCH, LENGTH, given, made, run, wide
 
@@ -19,8 +19,8 @@ from tiny_models import BATCH, LENGTH, given, made, run, wide
 def state(model):
     """All that a watch might leave behind."""
     configs = [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
-    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-    return configs, hooks, dict(watching._WATCHERS)
+    counts = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    return configs, counts, dict(hooks._WATCHERS)
 
 
 @pytest.mark.usefixtures("by_definition")

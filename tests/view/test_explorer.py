@@ -11,9 +11,7 @@ import browser
 import sightline
 from sightline.data import load
 from sightline.view import explorer
-from sightline.view.explorer import from_recording as watched
-from sightline.view.explorer import html_page as writing
-from sightline.view.explorer import notebook
+from sightline.view.explorer import from_recording, html_page, notebook
 from sightline.view.explorer.data import Exploration, Layer, Links, Text
 
 needs_browser = pytest.mark.skipif(browser.found() is None, reason="no Chromium here: apt-get install chromium")
@@ -330,7 +328,7 @@ def large(n, rng, heads=2, k=8):
     looks = Links(np.stack([weight] * heads), np.stack([where] * heads))
     cells = rng.random((heads, 400, 400)).astype(np.float16)
     ends = rng.random((2, heads, n)).astype(np.float32)
-    seen_by = watched.turned(looks, n, k)
+    seen_by = from_recording.turned(looks, n, k)
     layers = (Layer(f"Layer {number}", tokens, tokens, cells, "mean", *ends, looks, seen_by) for number in range(2))
     return Exploration("Many tokens", (Text("", tuple(layers)),), ("Told to the reader.",))
 
@@ -425,7 +423,7 @@ def test_the_widget_draws_into_a_cell(tab, tmp_path):
     module = str(shown._esm).replace("export default", "const widget =")
     cell_of = f"{module}\nconst values = {values}; const el = document.body;"
     path = tmp_path / "cell.html"
-    style = f"<style>{writing.style()}</style>"
+    style = f"<style>{html_page.style()}</style>"
     drawing = "widget.render({ model: { get: (name) => values[name] }, el });"
     path.write_text(
         f"<!doctype html><meta charset=utf-8>{style}<body><script type=module>{cell_of}{drawing}</script>",

@@ -9,8 +9,7 @@ import pytest
 
 from sightline.errors import DtypeError, MissingExtraError, ParameterError, ShapeError
 from sightline.view import explorer
-from sightline.view.explorer import html_page as writing
-from sightline.view.explorer import notebook
+from sightline.view.explorer import html_page, notebook
 from sightline.view.explorer.data import links_of
 
 HOSTILE = "</script><script>window.hacked=1</script>"
@@ -32,7 +31,7 @@ def test_what_does_not_fit_is_pooled_and_told(rng):
     data = explorer.from_weights(tokens, weights, limit=limit)
     layer = data.texts[0].layers[0]
     assert data.notes
-    assert len(explorer.html(data)) < limit + len(writing.program()) + len(writing.style()) + 20_000
+    assert len(explorer.html(data)) < limit + len(html_page.program()) + len(html_page.style()) + 20_000
     order = np.argsort(-weights, axis=-1, kind="stable")[..., : layer.looks.where.shape[-1]]
     assert np.array_equal(layer.looks.where, order)
     assert np.array_equal(layer.looks.weights, np.take_along_axis(weights, order, -1))
@@ -146,7 +145,7 @@ def test_seen_weights_with_padding_and_steps_of_generation(rng):
     assert np.array_equal(first.cells[:, 3:], step[0])
     assert not first.cells[:, :3, 3].any()
     assert np.array_equal(second.cells, prompt[1, :, :2, :2])
-    manifest, _ = writing.contents(data)
+    manifest, _ = html_page.contents(data)
     assert manifest["texts"][0]["layers"][0]["short"] == "7"
     assert manifest["texts"][0]["layers"][0]["heads"] == (2, 5)
 
@@ -182,7 +181,7 @@ def test_a_notebook_gets_the_same_page(monkeypatch):
     data = explorer.from_weights(["a", "b"], np.full((1, 2, 2), 0.5))
     shown = notebook.widget(data)
     assert json.loads(shown.manifest)["tokens"] == [["a", "b"]]
-    assert writing.program() in shown._esm
+    assert html_page.program() in shown._esm
     opened = []
     monkeypatch.setattr(notebook.webbrowser, "open", opened.append)
     path = explorer.explore(data)

@@ -16,8 +16,8 @@ import torch
 import sightline.gpu
 from on_device import OnDevice
 from sightline.gpu import Triton
-from sightline.gpu.codegen import formula_functions as seams
-from sightline.gpu.launch import forward as run
+from sightline.gpu.codegen import formula_functions
+from sightline.gpu.launch import forward as launch_forward
 from triton_interpreter import INTERPRETED, patch_interpreter
 
 
@@ -43,7 +43,7 @@ FEW_KEYS = 32  # worth a part of their own in decoding: small problems have seve
 @pytest.fixture
 def triton_kernel(monkeypatch):
     """The kernels as the interpreter runs them, or the GPU, which decode where there are fewer keys."""
-    monkeypatch.setattr(run, "LEAST", FEW_KEYS)
+    monkeypatch.setattr(launch_forward, "LEAST", FEW_KEYS)
     return Triton("interpreter") if INTERPRETED else OnDevice(Triton())
 
 
@@ -90,7 +90,7 @@ def plant(monkeypatch, tmp_path):
             monkeypatch.setattr(sys.modules[f"sightline.gpu.{package}"], stem, module, raising=False)
             spec.loader.exec_module(module)
         monkeypatch.setattr(sys.modules["sightline.gpu.launch.forward"], "LEAST", FEW_KEYS)
-        seams.function.cache_clear()  # generated functions import others
+        formula_functions.function.cache_clear()  # generated functions import others
 
     yield put
-    seams.function.cache_clear()
+    formula_functions.function.cache_clear()

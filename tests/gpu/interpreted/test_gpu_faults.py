@@ -7,7 +7,7 @@ from sample_problems import arrays
 from sightline import dense, i, j, lse, padding, s, softcap
 from sightline.formula import render_triton
 from sightline.formula.tensor_cache import Memory
-from sightline.gpu.codegen import formula_source as sources
+from sightline.gpu.codegen import formula_source
 from sightline.gpu.launch import schedule
 from sightline.testing import assert_conforms
 from strategies import Case
@@ -131,6 +131,6 @@ def test_a_fault_in_the_schedule_is_seen(triton_kernel, monkeypatch):
 
 def test_a_fault_in_the_text_is_seen(triton_kernel, monkeypatch):
     monkeypatch.setitem(render_triton.TRITON_RULES, "greater_equal", "{0} > {1}")
-    monkeypatch.setattr(sources, "_RENDERED", Memory(4))
+    monkeypatch.setattr(formula_source, "_RENDERED", Memory(4))
     with pytest.raises(AssertionError, match=RED):
         check(triton_kernel, "masked")

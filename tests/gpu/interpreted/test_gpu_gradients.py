@@ -17,7 +17,7 @@ from gradient_checks import NAMES, check
 from sample_problems import arrays
 from sightline import alibi, b, causal, documents, entropy, h, i, j, padding, s, scores, softcap, table, weights, window
 from sightline.arrays import to_numpy
-from sightline.gpu.kernels import table_gradient as gains
+from sightline.gpu.kernels import table_gradient
 from sightline.gpu.launch.arguments import operand
 from sightline.gpu.launch.launcher import Call
 from sightline.gpu.tuning.configurations import Configuration
@@ -122,12 +122,12 @@ def test_gradients_of_tables(triton_kernel, name, dtype, rng):
 
 @triton.jit
 def _add(slots, shares, COUNT: tl.constexpr):
-    gains.exactly(slots, tl.arange(0, COUNT) % 2, tl.load(shares + tl.arange(0, COUNT)))
+    table_gradient.exactly(slots, tl.arange(0, COUNT) % 2, tl.load(shares + tl.arange(0, COUNT)))
 
 
 def slotted(shares):
     """What two entries gain of these shares in turn."""
-    slots = torch.zeros((2, gains.SLOTS.value), dtype=torch.int64)
+    slots = torch.zeros((2, table_gradient.SLOTS.value), dtype=torch.int64)
     _add[(1,)](slots, shares, COUNT=len(shares))
     return sightline.gpu.launch.backward._of_slots(slots)
 
@@ -140,7 +140,7 @@ def test_sums_of_shares_are_exact_in_any_order(dtype, rng):
     exact = torch.tensor([math.fsum(shares[k::2].tolist()) for k in (0, 1)], dtype=torch.float64)
     found, other = slotted(shares), slotted(torch.stack([shares[order], shares[order + 1]], -1).reshape(-1))
     assert torch.equal(found, other)
-    assert torch.allclose(found, exact, rtol=torch.finfo(torch.float64).eps * gains.SLOTS.value, atol=0)
+    assert torch.allclose(found, exact, rtol=torch.finfo(torch.float64).eps * table_gradient.SLOTS.value, atol=0)
     shares[3] = torch.inf
     assert torch.equal(slotted(shares).isnan(), torch.tensor([False, True]))
 

@@ -10,7 +10,7 @@ import sightline
 from sample_problems import arrays
 from sightline import causal, h, i, j, s, softcap, table, where, window
 from sightline.arrays import to_numpy
-from sightline.gpu.launch import weights_pass as observing
+from sightline.gpu.launch import weights_pass as launch_weights_pass
 from sightline.gpu.launch.schedule import schedule
 from sightline.gpu.launch.weights_pass import MOST
 from sightline.reference import stages_of
@@ -164,7 +164,7 @@ def test_weights_do_not_take_on_the_rounding_of_lse(triton_kernel):
 
 def test_more_keys_than_lists_hold_are_found_by_the_plain_tiles(triton_kernel):
     case = Case(*arrays((1, 1, 2, 4), "float32", m=MOST + 20)).as_torch()
-    assert not observing.serves(case.pose(), sightline.top_k(MOST + 1))
+    assert not launch_weights_pass.serves(case.pose(), sightline.top_k(MOST + 1))
     check(triton_kernel.run, case.pose(see=[sightline.top_k(MOST + 1)]))
 
 

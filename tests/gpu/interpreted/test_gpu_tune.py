@@ -10,7 +10,7 @@ import sightline
 from on_device import OnDevice
 from sightline import i, j
 from sightline.gpu import Triton
-from sightline.gpu.tuning import cache as kept
+from sightline.gpu.tuning import cache as tuning_cache
 from sightline.gpu.tuning.selection import _trial, candidates, chosen, trying
 from sightline.problem import pose
 from sightline.testing import assert_conforms
@@ -22,10 +22,10 @@ KERNEL = Triton("interpreter") if INTERPRETED else Triton()
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(kept.VARIABLE, str(tmp_path))
-    kept.forget()
+    monkeypatch.setenv(tuning_cache.VARIABLE, str(tmp_path))
+    tuning_cache.forget()
     yield
-    kept.forget()
+    tuning_cache.forget()
 
 
 def arrays(n=40, m=40):
