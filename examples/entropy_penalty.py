@@ -95,7 +95,7 @@ def draw(runs: dict[str, Run], path: Path) -> None:
     for axis, name in zip(figure.subplots(1, 2), ("entropy", "right"), strict=True):
         for (label, run), colour in zip(runs.items(), (plotting.ORANGE, plotting.BLUE), strict=True):
             axis.plot(smooth(getattr(run, name)), color=colour, label=label, linewidth=1.4)
-        plotting.title(axis, {"entropy": "entropy of the heads, nats", "right": "share of texts told right"}[name])
+        plotting.set_title(axis, {"entropy": "entropy of the heads, nats", "right": "share of texts told right"}[name])
         axis.set(xlabel="step", ylim=(0, None))
         axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8)

@@ -98,7 +98,7 @@ def newest(received: Any, count: int) -> Any:
     return torch.arange(received.shape[-1] - count, received.shape[-1]).expand(*received.shape[:-1], count)
 
 
-def heavy(received: Any, count: int) -> Any:
+def heavy_hitters(received: Any, count: int) -> Any:
     """The newest few, and of the others those that received most."""
     older = received.shape[-1] - NEWEST
     chosen = received[..., :older].topk(count - NEWEST).indices.sort().values
@@ -114,12 +114,12 @@ class Run:
     size: int  # bytes of its storage
 
 
-def of_groups(received: Any) -> Any:
+def sum_groups(received: Any) -> Any:
     """Of query heads (batch, HEADS, m) → of the heads of keys they share (batch, KEY_HEADS, m)."""
     return received.unflatten(1, (KEY_HEADS, -1)).sum(2)
 
 
-def kept(array: Any, places: Any) -> Any:
+def gather_rows(array: Any, places: Any) -> Any:
     """The rows of keys or values (batch, KEY_HEADS, m, D) at places (batch, KEY_HEADS, count)."""
     return array.gather(2, places[..., None].expand(*places.shape, array.shape[-1]))
 
@@ -133,22 +133,22 @@ def decode(model: Recall, given: Conversations, choose: Choice | None) -> tuple[
         mask=sightline.causal(),
         see=[sightline.received(last=OPENING)],
     )
-    received = of_groups(opening)  # (batch, KEY_HEADS, m), of the last queries of the prompt
+    received = sum_groups(opening)  # (batch, KEY_HEADS, m), of the last queries of the prompt
     cache = sightline.KVCache(capacity=BUDGET + SLACK if choose else key.shape[2])
     places = choose(received, BUDGET) if choose else newest(received, prompt)
-    cache.append(*(kept(part[:, :, :prompt], places) for part in (key, value)))
+    cache.append(*(gather_rows(part[:, :, :prompt], places) for part in (key, value)))
     received, right, most = received.gather(2, places), 0, 0
     for t in range(prompt, prompt + QUESTIONS):
         now = slice(t, t + 1)
         cache.append(key[:, :, now], value[:, :, now])
-        mixed, (given_now,) = sightline.attention(query[:, :, now], cache, see=[sightline.received()])
-        received = functional.pad(received, (0, 1)) + of_groups(given_now)
+        mixed, (step_received,) = sightline.attention(query[:, :, now], cache, see=[sightline.received()])
+        received = functional.pad(received, (0, 1)) + sum_groups(step_received)
         answers = model.answer(mixed)[:, 0].argmax(-1)
         right += int((answers == given.answers[:, t - FACTS]).sum())
         most = max(most, received.shape[-1])
         if choose and received.shape[-1] == BUDGET + SLACK:
             places = choose(received, BUDGET)
-            key_kept, value_kept = kept(cache.key, places), kept(cache.value, places)
+            key_kept, value_kept = gather_rows(cache.key, places), gather_rows(cache.value, places)
             cache.reset()
             cache.append(key_kept, value_kept)
             received = received.gather(2, places)
@@ -158,7 +158,7 @@ def decode(model: Recall, given: Conversations, choose: Choice | None) -> tuple[
 CHOICES: dict[str, Choice | None] = {
     "everything": None,
     f"the newest {BUDGET}": newest,
-    f"{BUDGET} by received()": heavy,
+    f"{BUDGET} by received()": heavy_hitters,
 }
 
 

@@ -68,10 +68,10 @@ class Translator(nn.Module):
 
     def forward(self, source: Any, target: Any) -> Any:
         """Logits of every word of the target, given the source and the words before it."""
-        begun = functional.pad(target[:, :-1], (1, 0), value=START)
+        decoder_input = functional.pad(target[:, :-1], (1, 0), value=START)
         x, y = (
             word(text) + place.weight
-            for word, place, text in zip(self.words, self.places, (source, begun), strict=True)
+            for word, place, text in zip(self.words, self.places, (source, decoder_input), strict=True)
         )
         hidden = nn.Transformer.generate_square_subsequent_mask(LENGTH)
         return self.head(self.body(x, y, tgt_mask=hidden, tgt_is_causal=True))

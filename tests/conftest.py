@@ -62,7 +62,7 @@ def fresh_kernels(monkeypatch):
     """Kernels are compiled anew and kept nowhere: for tests that change how they are written."""
     from sightline.cpu.runtime import compile
 
-    monkeypatch.setattr(compile, "_kept", compile.Kept())
+    monkeypatch.setattr(compile, "_cache", compile.KernelCache())
     monkeypatch.setenv("SIGHTLINE_CACHE", "off")
 
 

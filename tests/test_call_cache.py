@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sightline
 from sightline import call_cache, i, j, m, n, s, where
-from sightline.accuracy import plain, size_of_terms
+from sightline.accuracy import compute_baseline, term_sizes
 from sightline.cpu import Cpu
-from sightline.cpu.launch.bound_call import Prepared
-from sightline.cpu.launch.decode import Decoding
+from sightline.cpu.launch.bound_call import BoundCall
+from sightline.cpu.launch.decode import BoundDecodeCall
 from sightline.errors import SightlineError
-from sightline.problem import pose
-from sightline.reference import stages_of
+from sightline.problem import make_problem
+from sightline.reference import compute_stages
 from sightline.testing import assert_within_budget
 from strategies import to_torch
 
@@ -44,7 +44,7 @@ DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 
 @pytest.fixture(autouse=True)
 def nothing_prepared():
-    call_cache.calls().clear()
+    call_cache.bound_calls().clear()
 
 
 def arrays(rng, shapes=((1, 2, 9, 8),) * 3, dtype=np.float32):
@@ -60,14 +60,14 @@ def bits(array):
 
 def whole_road(arrays, **options):
     """What a call gives that finds nothing prepared."""
-    call_cache.calls().clear()
+    call_cache.bound_calls().clear()
     return sightline.attention(*arrays, **options)
 
 
 def hits(monkeypatch):
     """A list that grows by one with every prepared call."""
-    found, run = [], Prepared.run
-    monkeypatch.setattr(Prepared, "run", lambda *given: found.append(1) or run(*given))
+    found, run = [], BoundCall.run
+    monkeypatch.setattr(BoundCall, "run", lambda *given: found.append(1) or run(*given))
     return found
 
 
@@ -105,7 +105,7 @@ def test_the_same_bits_as_the_whole_road(layout, dtype, formula, in_torch, seed)
     options = FORMULAS[formula]
     expected = whole_road(other, **options())
     whole_road(first, **options())
-    assert len(call_cache.calls()) == 1
+    assert len(call_cache.bound_calls()) == 1
     with pytest.MonkeyPatch.context() as patch:
         found = hits(patch)
         output = sightline.attention(*other, **options())
@@ -151,14 +151,14 @@ def test_many_threads_at_once(rng):
 
 
 def test_no_more_than_so_many_are_kept(rng, monkeypatch):
-    monkeypatch.setattr(call_cache, "MOST", 3)
+    monkeypatch.setattr(call_cache, "MAX_CACHED_CALLS", 3)
     q, k, v = arrays(rng)
     for width in range(1, 4):
         sightline.attention(q, k, v, mask=i - j < width)
     sightline.attention(q, k, v, mask=i - j < 1)  # used again: the second is now the oldest
     sightline.attention(q, k, v, mask=i - j < 4)
-    left = {call_cache.spelled(i - j < width) for width in (3, 1, 4)}
-    assert {asked[1] for asked in call_cache.calls()} == left
+    left = {call_cache.formula_tokens(i - j < width) for width in (3, 1, 4)}
+    assert {asked[1] for asked in call_cache.bound_calls()} == left
 
 
 def test_arrays_asked_with_are_let_go(rng):
@@ -206,15 +206,15 @@ APART = {  # two calls whose answers differ and that differ in one part of the k
 @pytest.mark.parametrize("case", APART)
 def test_calls_that_differ_are_told_apart(case, library):
     def given(changes):
-        named = {"query": X, "key": X[::-1].copy(), "value": np.roll(X, 1).copy()} | changes
+        named_machine = {"query": X, "key": X[::-1].copy(), "value": np.roll(X, 1).copy()} | changes
         if library == "torch":
-            named = {k: to_torch(v) if isinstance(v, np.ndarray) else v for k, v in named.items()}
-        return named
+            named_machine = {k: to_torch(v) if isinstance(v, np.ndarray) else v for k, v in named_machine.items()}
+        return named_machine
 
     first, second = map(given, APART[case])
-    call_cache.calls().clear()
+    call_cache.bound_calls().clear()
     expected = sightline.attention(**second)
-    call_cache.calls().clear()
+    call_cache.bound_calls().clear()
     before = sightline.attention(**first)
     assert bits(before) != bits(expected)
     assert bits(sightline.attention(**second)) == bits(expected)
@@ -226,24 +226,24 @@ def test_the_kernel_asked_for_is_taken(rng):
     sightline.attention(*given)
     again_cpu = sightline.attention(*given, kernel="cpu")
     np.testing.assert_array_equal(again_cpu, sightline.attention(*given))
-    before = len(call_cache.calls())
+    before = len(call_cache.bound_calls())
     sightline.attention(*given, kernel="reference")
     sightline.attention(*given, kernel="streaming")
-    assert len(call_cache.calls()) == before  # they prepare nothing, and are not answered by what "cpu" prepared
+    assert len(call_cache.bound_calls()) == before  # they prepare nothing, and are not answered by what "cpu" prepared
 
 
 def test_another_machine_is_another_call(rng, monkeypatch):
     given = arrays(rng)
     sightline.attention(*given)
-    asked = call_cache.key_of(*given, None, None, None, None, 0.0, None, None, None, None)
-    assert call_cache.known(asked) is not None
+    asked = call_cache.make_key(*given, None, None, None, None, 0.0, None, None, None, None)
+    assert call_cache.lookup(asked) is not None
     monkeypatch.setenv("SIGHTLINE_CPU", "sse2")
-    other = call_cache.key_of(*given, None, None, None, None, 0.0, None, None, None, None)
-    assert call_cache.known(other) is None
+    other = call_cache.make_key(*given, None, None, None, None, 0.0, None, None, None, None)
+    assert call_cache.lookup(other) is None
 
 
 def test_fresh_kernels_are_not_answered_by_old_calls(rng, fresh_kernels):
-    assert not call_cache.calls()
+    assert not call_cache.bound_calls()
 
 
 @pytest.mark.parametrize(
@@ -270,11 +270,11 @@ def test_fresh_kernels_are_not_answered_by_old_calls(rng, fresh_kernels):
     ids=str,
 )
 def test_bad_input_after_good_is_refused(rng, fault):
-    named = dict(zip(("query", "key", "value"), arrays(rng), strict=True))
+    named_machine = dict(zip(("query", "key", "value"), arrays(rng), strict=True))
     for options in ({}, {"threads": 1}, {"kernel": "cpu"}):
-        sightline.attention(**named, **options)
+        sightline.attention(**named_machine, **options)
     with pytest.raises(SightlineError):
-        sightline.attention(**(named | fault))
+        sightline.attention(**(named_machine | fault))
 
 
 def test_tables_go_the_whole_road(rng):
@@ -283,14 +283,14 @@ def test_tables_go_the_whole_road(rng):
     before = sightline.attention(*given, mask=mask)
     values[4:] = False
     assert (sightline.attention(*given, mask=mask) != before).any()
-    assert not call_cache.calls()
+    assert not call_cache.bound_calls()
 
 
 def test_long_formulas_are_known_by_their_text(rng, monkeypatch):
     mask = i >= j
     for shift in range(30):
         mask = mask | (i + shift == j)
-    assert call_cache.spelled(mask) is None
+    assert call_cache.formula_tokens(mask) is None
     given = arrays(rng)
     for _ in range(2):  # the first makes the text
         sightline.attention(*given, mask=mask)
@@ -327,7 +327,7 @@ def test_a_key_without_a_part_would_mix_its_calls(case):
     nothing = dict.fromkeys(("mask", "score", "scale", "sinks", "seed", "see", "kernel", "threads"))
 
     def key(changes):
-        layouts, *others = call_cache.key_of(**(nothing | base | changes))
+        layouts, *others = call_cache.make_key(**(nothing | base | changes))
         return [*layouts, *others]
 
     first, second = map(key, APART[case])
@@ -338,13 +338,13 @@ def test_stale_words_are_seen(rng, monkeypatch):
     """A prepared call that forgets to set the counter answers nothing: the comparison of bits must see it."""
     given = arrays(rng)
     expected = whole_road(given)
-    prepared = next(iter(call_cache.calls().values())).prepared
+    prepared = next(iter(call_cache.bound_calls().values())).bound_call
     output = np.full_like(expected, np.nan)
     places = [x.ctypes.data for x in (*given, output)]
     prepared.run(1, *places, ())
     assert bits(output) == bits(expected)
-    _whole, words, address = prepared.idle[-1]
-    assert words[prepared.counter] != 0
+    _whole, words, address = prepared.free_buffers[-1]
+    assert words[prepared.counter_offset] != 0
     output[...] = np.nan
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(prepared.kernel)(address)
     assert np.isnan(output).all()
@@ -398,8 +398,8 @@ def test_negated_views(rng):
     assert minus.is_neg()
     whole = minus.resolve_neg().contiguous()
     expected = whole_road((q, whole, v))
-    plain = torch.view_as_complex(torch.stack([k, k], -1)).imag
-    sightline.attention(q, plain, v)
+    compute_baseline = torch.view_as_complex(torch.stack([k, k], -1)).imag
+    sightline.attention(q, compute_baseline, v)
     assert bits(sightline.attention(q, minus, v)) == bits(expected)
 
 
@@ -410,7 +410,7 @@ def test_transforms_and_modes(rng):
     keys = []
 
     def note(q):
-        keys.append(call_cache.key_of(q, k, v, None, None, None, None, 0.0, None, None, None, None))
+        keys.append(call_cache.make_key(q, k, v, None, None, None, None, 0.0, None, None, None, None))
         return q.sum()
 
     note(q)
@@ -445,11 +445,11 @@ def test_subclasses_go_the_whole_road(rng):
 
     q, k, v = tensors(rng)
     sightline.attention(q, k, v)
-    before = len(call_cache.calls())
+    before = len(call_cache.bound_calls())
     for place in range(3):
         given = [x.as_subclass(Mine) if at == place else x for at, x in enumerate((q, k, v))]
-        assert call_cache.key_of(*given, None, None, None, None, 0.0, None, None, None, None) is None
-    assert len(call_cache.calls()) == before
+        assert call_cache.make_key(*given, None, None, None, None, 0.0, None, None, None, None) is None
+    assert len(call_cache.bound_calls()) == before
 
 
 def test_other_devices(rng):
@@ -459,10 +459,10 @@ def test_other_devices(rng):
 
 
 def test_a_kernel_of_another_processor_prepares_nothing(rng):
-    from sightline.cpu.runtime.machine import named
+    from sightline.cpu.runtime.machine import named_machine
     from sightline.cpu.runtime.processor import Processor
 
-    assert Cpu(Processor(named("sse2"))).run(pose(*arrays(rng))).prepared is None
+    assert Cpu(Processor(named_machine("sse2"))).run(make_problem(*arrays(rng))).bound_call is None
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
@@ -484,18 +484,18 @@ def test_keys_that_grow_are_one_call(rng, dtype, convert, monkeypatch):
     for length, right in zip(lengths, expected, strict=True):
         assert bits(sightline.attention(q, k[:, :, :length], v[:, :, :length], threads=1)) == right
     assert found == [True] * len(lengths)
-    assert len(call_cache.calls()) == 1
+    assert len(call_cache.bound_calls()) == 1
 
 
 def decoded(monkeypatch):
     """Whether each prepared call of the decoding kernel answered."""
-    found, run = [], Decoding.run
+    found, run = [], BoundDecodeCall.run
 
     def spy(*given):
         found.append(run(*given))
         return found[-1]
 
-    monkeypatch.setattr(Decoding, "run", spy)
+    monkeypatch.setattr(BoundDecodeCall, "run", spy)
     return found
 
 
@@ -564,13 +564,13 @@ def test_a_decoding_loop_is_one_call(rng, convert):
     cache = sightline.KVCache(capacity=610)
     cache.append(k[:, :, :600], v[:, :, :600])
     expected = [bits(whole_road((q, k[:, :, : t + 1], v[:, :, : t + 1]))) for t in range(600, 600 + tokens)]
-    call_cache.calls().clear()
+    call_cache.bound_calls().clear()
     found = []
     for t, right in enumerate(expected, 600):
         cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
         output = sightline.attention(q, cache, mask=cache.causal())
         assert bits(output) == right
-        found.append(len(call_cache.calls()))
+        found.append(len(call_cache.bound_calls()))
     assert found == [1] * 10 + [2] * 30  # the storage has room for 610
 
 
@@ -585,9 +585,9 @@ def test_a_mask_of_an_older_cache_is_read(rng):
     assert bits(sightline.attention(q, cache, mask=old)) == expected
     cache.append(np.full_like(k[:, :, :1], 9), v[:, :, :1])
     output = sightline.attention(q, cache, mask=old)
-    older = pose(q, k, v)
-    truth = stages_of(older)
-    assert_within_budget(output, truth.output, plain(older).output, terms=size_of_terms(older, truth.weights))
+    older = make_problem(q, k, v)
+    truth = compute_stages(older)
+    assert_within_budget(output, truth.output, compute_baseline(older).output, terms=term_sizes(older, truth.weights))
     assert bits(output) != bits(sightline.attention(q, cache))
 
 
@@ -611,9 +611,9 @@ def test_gradients_past_the_operator(rng, formula, shape, monkeypatch):
     found = hits(monkeypatch)
     prepared = answers_and_gradients(other, direction, **options())
     assert found or len(shape) < 4  # what is reshaped first goes the whole road
-    call_cache.calls().clear()
+    call_cache.bound_calls().clear()
     assert answers_and_gradients(other, direction, **options()) == prepared
-    monkeypatch.setattr(call_cache, "key_of", lambda *given: None)
+    monkeypatch.setattr(call_cache, "make_key", lambda *given: None)
     assert answers_and_gradients(other, direction, **options()) == prepared
 
 

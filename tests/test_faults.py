@@ -26,7 +26,7 @@ from sightline.cpu.kernels import (
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.runtime.machine import host
 from sightline.formula import bounds
-from sightline.problem import pose
+from sightline.problem import make_problem
 from sightline.streaming import Streaming
 from sightline.testing import assert_conforms
 from statistic_definitions import check as check_statistics
@@ -37,24 +37,33 @@ FORWARD = {
     "off-by-one mask": Fault(
         block, "j = (j0 + key).to(self.integer)", "j = (j0 + key + 1).to(self.integer)", methods=("logits",)
     ),
-    "dropped rescale": Fault(forward, "code.fma(old, self.alpha[v].get(), total)", "old + total"),
+    "dropped rescale": Fault(forward, "builder.fma(old, self.alpha[v].get(), total)", "old + total"),
     "missed tail of keys": Fault(
-        register_tile, "with code.loop(whole, count) as k:", "with code.loop(count, count) as k:"
+        register_tile, "with builder.loop(whole, count) as k:", "with builder.loop(count, count) as k:"
     ),
-    "missed last rows": Fault(register_tile, "with code.when(count > whole):", "with code.when(count > most):"),
-    "wrong head of a group": Fault(forward, "g = h // given.group", "g = h % (given.H // given.group)"),
-    "stale maximum": Fault(forward, "self.largest[v].set(new)", "self.largest[v].set(self.largest[v].get())"),
+    "missed last rows": Fault(
+        register_tile, "with builder.if_then(count > whole):", "with builder.if_then(count > max_rows):"
+    ),
+    "wrong head of a group": Fault(forward, "g = h // args.group", "g = h % (args.H // args.group)"),
+    "stale maximum": Fault(
+        forward, "self.running_max[v].set(new)", "self.running_max[v].set(self.running_max[v].get())"
+    ),
 }
 
 DROPOUT = {
     "wrong word of four": Fault(
         block,
-        "for word in words(code, given.seed, counter)",
-        "for word in reversed(words(code, given.seed, counter))",
-        methods=("kept",),
+        "for word in random_words(builder, args.seed, counter)",
+        "for word in reversed(random_words(builder, args.seed, counter))",
+        methods=("dropout_keep_mask",),
     ),
-    "wrong four keys": Fault(block, "j.to(INT64) >> 2)", "(j.to(INT64) >> 2) + 1)", methods=("kept",)),
-    "seed cut short": Fault(block, "words(code, given.seed,", "words(code, given.seed & 0xFFFF,", methods=("kept",)),
+    "wrong four keys": Fault(block, "j.to(INT64) >> 2)", "(j.to(INT64) >> 2) + 1)", methods=("dropout_keep_mask",)),
+    "seed cut short": Fault(
+        block,
+        "random_words(builder, args.seed,",
+        "random_words(builder, args.seed & 0xFFFF,",
+        methods=("dropout_keep_mask",),
+    ),
     "weights not made larger": Fault(
         forward, "tiles.load(self.o_t, d, v) * keep / sums", "tiles.load(self.o_t, d, v) / sums"
     ),
@@ -65,9 +74,9 @@ DROPOUT = {
         (
             Fault(
                 forward,
-                "                for k in range(0, step, tiles.pair):\n",
+                "                for k in range(0, step, tiles.pair_size):\n",
                 "                for p in weights:\n                    sums[v].set(sums[v].get() + p)\n"
-                "                for k in range(0, step, tiles.pair):\n",
+                "                for k in range(0, step, tiles.pair_size):\n",
             ),
         ),
     ),
@@ -76,47 +85,51 @@ DROPOUT = {
 PAIRS = {  # the other factor is 0 there: only both faults together do harm
     "numbers beside an odd width": Fault(
         operand_tiles,
-        "target.at(last // 2 * 4).store(_bits(source.at(last * step)))",
-        "bits = _bits(source.at(last * step)); target.at(last // 2 * 4).store(bits | (bits << 16))",
+        "target.at(last // 2 * 4).store(_load_bits(source.at(last * step)))",
+        "bits = _load_bits(source.at(last * step)); target.at(last // 2 * 4).store(bits | (bits << 16))",
         (
             Fault(
                 block,
-                "number = change(last.load(INT16).widened(INT32)) & 0xFFFF",
-                "bits = last.load(INT16).widened(INT32); number = change(bits | (bits << 16))",
-                methods=("turn",),
+                "number = transform(last.load(INT16).zero_extend(INT32)) & 0xFFFF",
+                "bits = last.load(INT16).zero_extend(INT32); number = transform(bits | (bits << 16))",
+                methods=("transpose",),
             ),
         ),
     ),
     "weights past an odd number of keys": Fault(
         forward,
-        "tiles.store(self.s_t, past, v, code.value(-math.inf, self.vector))",
-        "tiles.store(self.s_t, past, v, code.value(0.0, self.vector))",
+        "tiles.store(self.s_t, past, v, builder.value(-math.inf, self.vector))",
+        "tiles.store(self.s_t, past, v, builder.value(0.0, self.vector))",
     ),
-    "halves changed over": Fault(block, "[second.raw, first.raw]", "[first.raw, second.raw]", methods=("packed",)),
+    "halves changed over": Fault(block, "[second.raw, first.raw]", "[first.raw, second.raw]", methods=("pack_pairs",)),
 }
 
 BACKWARD = {
-    "dropped delta": Fault(backward, "p * code.fma(dp, scale, -(delta * scale))", "p * (dp * scale)"),
-    "dropped delta under a score": Fault(backward, "p * (dp - delta) if more", "p * dp if more", shows="tables"),
-    "gradient of lse left out": Fault(
-        backward, "Variable(code, DOUBLE, -given.d_lse", "Variable(code, DOUBLE, 0.0 * given.d_lse"
+    "dropped delta": Fault(backward, "p * builder.fma(dp, scale, -(delta * scale))", "p * (dp * scale)"),
+    "dropped delta under a score": Fault(
+        backward, "p * (dp - delta) if statistic_gradient", "p * dp if statistic_gradient", shows="tables"
     ),
-    "dK scaled twice": Fault(launch_backward, 'narrow(found["d_key"],', 'narrow(found["d_key"] * problem.scale,'),
+    "gradient of lse left out": Fault(
+        backward, "Variable(builder, DOUBLE, -args.d_lse", "Variable(builder, DOUBLE, 0.0 * args.d_lse"
+    ),
+    "dK scaled twice": Fault(
+        launch_backward, 'narrow(sums_by_name["d_key"],', 'narrow(sums_by_name["d_key"] * problem.scale,'
+    ),
     "missed tail of queries": Fault(
-        backward, "code.loop(0, given.query_blocks)", "code.loop(0, given.n // self.tiles.block)"
+        backward, "builder.loop(0, args.query_blocks)", "builder.loop(0, args.n // self.tiles.block)"
     ),
     "off-by-one mask": Fault(
         backward,
-        "j = code.minimum(j0 + key + k, self.given.m - 1)",
-        "j = code.minimum(j0 + key + k + 1, self.given.m - 1)",
+        "j = builder.minimum(j0 + key + k, self.args.m - 1)",
+        "j = builder.minimum(j0 + key + k + 1, self.args.m - 1)",
         shows="sinks",
     ),
-    "one part's dQ dropped": Fault(launch_backward, "for part in parts[2:]:", "for part in parts[3:]:"),
+    "one part's dQ dropped": Fault(launch_backward, "for term in terms[2:]:", "for term in terms[3:]:"),
     "one head of a group for all": Fault(
-        backward, "code.loop(first, first + given.group)", "code.loop(first, first + 1)"
+        backward, "builder.loop(first, first + args.group)", "builder.loop(first, first + 1)"
     ),
     "missed last key": Fault(
-        backward, "with code.when(key + r < self.keys):", "with code.when(key + r < self.keys - 1):"
+        backward, "with builder.if_then(key + r < self.num_keys):", "with builder.if_then(key + r < self.num_keys - 1):"
     ),
     "wrong stride of a table": Fault(
         tables,
@@ -124,7 +137,9 @@ BACKWARD = {
         "strides.insert(0, self.strides[0] * (length - 1))",
         shows="tables",
     ),
-    "score's slope left out": Fault(backward, "d_score * slope * scale)", "d_score * scale)", shows="tables"),
+    "score's slope left out": Fault(
+        backward, "d_score * derivative_of_score * scale)", "d_score * scale)", shows="tables"
+    ),
     "lanes with one entry added once": Fault(
         tables, "target.load(kind) + share.sum()", "target.load(kind) + share.sum() / 2", shows="tables"
     ),
@@ -137,8 +152,8 @@ BACKWARD = {
     ),
     "dropout forgotten in dP": Fault(
         backward,
-        "dropped, dp = (code.where(keep[k][v], x * factor, 0.0) for x in (p, dp))",
-        "dropped = code.where(keep[k][v], p * factor, 0.0)",
+        "dropped, dp = (builder.where(keep_mask[k][v], x * factor, 0.0) for x in (p, dp))",
+        "dropped = builder.where(keep_mask[k][v], p * factor, 0.0)",
         shows="dropout",
     ),
 }
@@ -147,34 +162,42 @@ SECOND = {
     "off-by-one mask": Fault(
         block, "j = (j0 + key).to(self.integer)", "j = (j0 + key + 1).to(self.integer)", methods=("logits",)
     ),
-    "wrong head of a group": Fault(weights_pass, "self.h // given.group", "self.h % given.group", methods=("attend",)),
+    "wrong head of a group": Fault(weights_pass, "self.h // args.group", "self.h % args.group", methods=("attend",)),
     "queries before the first": Fault(
-        weights_pass, "code.maximum(first - self.i0, 0)", "first * 0", methods=("lanes_of",)
+        weights_pass, "builder.maximum(first - self.i0, 0)", "first * 0", methods=("clip_lanes",)
     ),
     "missed last block of queries": Fault(
-        weights_by_key, "code.minimum(first + given.range, given.query_blocks)", "given.query_blocks - 1"
+        weights_by_key, "builder.minimum(first + args.range_size, args.query_blocks)", "args.query_blocks - 1"
     ),
     "missed last key of a cell": Fault(weights_by_key, "end - j0) as key:", "end - j0 - 1) as key:"),
-    "a cell too far": Fault(weights_by_key, "(at.get() - given.first_key + 1)", "(at.get() - given.first_key + 30)"),
-    "lanes of all cells": Fault(weights_by_key, "(lanes < end.to(whole))", "(lanes >= 0)"),
+    "a cell too far": Fault(weights_by_key, "(at.get() - args.first_key + 1)", "(at.get() - args.first_key + 30)"),
+    "lanes of all cells": Fault(weights_by_key, "(lanes < end.to(integer))", "(lanes >= 0)"),
     "a list moved down by the wrong score": Fault(weights_by_query, "old.set(above)", "old.set(s)"),
-    "keys left where they were": Fault(weights_by_query, "code.where(passes, place_above, ", "code.where(passes, j, "),
-    "missed tail of keys": Fault(weights_by_query, "code.loop(whole, stop) as key:", "code.loop(whole, whole) as key:"),
+    "keys left where they were": Fault(
+        weights_by_query, "builder.where(passes, key_above, ", "builder.where(passes, j, "
+    ),
+    "missed tail of keys": Fault(
+        weights_by_query, "builder.loop(vector_stop, stop) as key:", "builder.loop(vector_stop, vector_stop) as key:"
+    ),
 }
 
 RIDING = {
     "keys counted from the tile": Fault(
-        fused_statistics, "j = (j0 + key).to(block.integer).spread", "j = (key * 1).to(block.integer).spread"
+        fused_statistics, "j = (j0 + key).to(block.integer).broadcast", "j = (key * 1).to(block.integer).broadcast"
     ),
     "the key of a smaller score": Fault(
-        fused_statistics, "code.where(newer, found.get(), self.where[v].get())", "found.get()"
+        fused_statistics, "builder.where(is_larger, tile_key.get(), self.max_score_key[v].get())", "tile_key.get()"
     ),
     "powers of another maximum": Fault(
-        fused_statistics, "(self.powers[v].get() + moved) * alpha", "self.powers[v].get() * alpha"
+        fused_statistics,
+        "(self.weighted_exponents[v].get() + shifted) * alpha",
+        "self.weighted_exponents[v].get() * alpha",
     ),
-    "entropy's weights not rescaled": Fault(fused_statistics, "self.seen[v].get() * alpha", "self.seen[v].get()"),
+    "entropy's weights not rescaled": Fault(
+        fused_statistics, "self.weight_sum[v].get() * alpha", "self.weight_sum[v].get()"
+    ),
     "sums not rescaled": Fault(fused_statistics, "whole[v].get() * alpha", "whole[v].get()"),
-    "every key counted": Fault(fused_statistics, "code.where(entry, old + p, old)", "old + p"),
+    "every key counted": Fault(fused_statistics, "builder.where(entry, old + p, old)", "old + p"),
 }
 
 STREAMING = {
@@ -184,7 +207,7 @@ STREAMING = {
         "b, h, i, j = self.problem.positions(self.xp, rows, columns); j = j + 1",
     ),
     "dropped rescale": Fault(
-        streaming, "acc = acc * xp.astype(alpha, work.dtype)[..., None] + values", "acc = acc + values"
+        streaming, "acc = acc * xp.astype(alpha, ops.dtype)[..., None] + values", "acc = acc + values"
     ),
     "missed tail of keys": Fault(
         streaming,
@@ -199,7 +222,7 @@ STREAMING = {
 }
 
 
-ONCE = {name: cache(getattr(testing, name)) for name in ("stages_of", "plain")}
+ONCE = {name: cache(getattr(testing, name)) for name in ("compute_stages", "compute_baseline")}
 
 
 @pytest.fixture(autouse=True)
@@ -223,7 +246,7 @@ def problems():
     )
     k[..., 600:, :] *= 3  # later keys score higher, so the running maximum moves
     sinks = rng.normal(size=4).astype(np.float32)
-    return pose(q, k, v), pose(q, k, v, mask=(i * 8 >= j) & (j >= i), sinks=sinks)
+    return make_problem(q, k, v), make_problem(q, k, v, mask=(i * 8 >= j) & (j >= i), sinks=sinks)
 
 
 def small(dtype=np.float32):
@@ -233,11 +256,11 @@ def small(dtype=np.float32):
 
 
 def check_dropout(run):
-    assert_conforms(run, pose(*small(), dropout=0.4, seed=2**63 + 12345, mask=i * 2 >= j))
+    assert_conforms(run, make_problem(*small(), dropout=0.4, seed=2**63 + 12345, mask=i * 2 >= j))
 
 
 def check_pairs(run):
-    assert_conforms(run, pose(*small(ml_dtypes.bfloat16), scale=-0.4))
+    assert_conforms(run, make_problem(*small(ml_dtypes.bfloat16), scale=-0.4))
 
 
 SINKS = np.array([1.5, -0.5], np.float32)
@@ -258,14 +281,14 @@ def check_backward(name):
 
 @cache
 def answered(name):
-    return Cpu().run(Case(*small(), DIFFERENTIATED[name]).pose())
+    return Cpu().run(Case(*small(), DIFFERENTIATED[name]).make_problem())
 
 
 def check_second():
     """Statistics of a problem with groups, a mask, and tails of queries and keys."""
     q, k, v = (np.ascontiguousarray(x[:, :, :150]) for x in small())
     x = np.concatenate([q, q[:, ::-1]], axis=1), np.concatenate([k, -k], axis=1), np.concatenate([v, v], axis=1)
-    check_everything(pose(*x, mask=i * 2 >= j))
+    check_everything(make_problem(*x, mask=i * 2 >= j))
 
 
 def check_riding():
@@ -274,7 +297,7 @@ def check_riding():
     k[..., 100:, :] *= 3
     see = [sightline.max_score(), sightline.entropy(), sightline.mass((i + j) % 3 == 0)]
     options = {"mask": i * 2 >= j, "sinks": np.array([1.5, -0.5], np.float32)}
-    check_statistics(Cpu().run, pose(q, k, v, **options, see=see))
+    check_statistics(Cpu().run, make_problem(q, k, v, **options, see=see))
 
 
 @pytest.mark.parametrize("kernel", [Cpu(), Streaming()], ids=lambda kernel: kernel.name)
@@ -311,7 +334,7 @@ def test_every_fault_in_dropout_is_seen(fault, monkeypatch, fresh_kernels):
         check_dropout(Cpu().run)
 
 
-@pytest.mark.skipif(not host().bf16_dot, reason="this processor does not multiply pairs of bfloat16")
+@pytest.mark.skipif(not host().has_bf16_dot, reason="this processor does not multiply pairs of bfloat16")
 @pytest.mark.parametrize("fault", PAIRS)
 def test_every_fault_in_pairs_is_seen(fault, monkeypatch, fresh_kernels):
     plant(PAIRS[fault], monkeypatch)
@@ -355,24 +378,24 @@ def test_a_wrong_interval_is_seen(monkeypatch):
     rng = np.random.default_rng(4)
     x = rng.normal(size=(1, 1, 100, 8)).astype(np.float32)
     with pytest.raises(AssertionError, match="budget"):
-        assert_conforms(Streaming().run, pose(x, x, x, mask=i >= j))
+        assert_conforms(Streaming().run, make_problem(x, x, x, mask=i >= j))
 
 
 def test_a_fault_in_the_gradient_is_seen(monkeypatch):
     """The derivative of a score formula, wrong by its sign, shows against finite differences of the definition."""
-    from sightline.formula import derivative
-    from sightline.reference import gradients_of, stages_of
+    from sightline.formula import derivative as room
+    from sightline.reference import compute_gradients, compute_stages
 
     rng = np.random.default_rng(6)
     q, k, v, d_output = (rng.normal(size=(1, 1, 5, 3)) for _ in range(4))
-    problem = pose(q, k, v, score=sightline.softcap(1.0))
+    problem = make_problem(q, k, v, score=sightline.softcap(1.0))
     step = 1e-6
-    moved = pose(q + step * d_output, k, v, score=sightline.softcap(1.0))
-    slope = ((stages_of(moved).output - stages_of(problem).output) * d_output).sum() / step
+    moved = make_problem(q + step * d_output, k, v, score=sightline.softcap(1.0))
+    slope = ((compute_stages(moved).output - compute_stages(problem).output) * d_output).sum() / step
 
     def disagreement():
-        return abs((gradients_of(problem, d_output).query * d_output).sum() - slope) / abs(slope)
+        return abs((compute_gradients(problem, d_output).query * d_output).sum() - slope) / abs(slope)
 
     sound = disagreement()
-    monkeypatch.setitem(derivative.DERIVATIVE_RULES, "tanh", lambda node, dx: dx * (node * node - 1))
+    monkeypatch.setitem(room.DERIVATIVE_RULES, "tanh", lambda node, dx: dx * (node * node - 1))
     assert disagreement() > 1000 * sound

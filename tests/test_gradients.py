@@ -8,11 +8,11 @@ from hypothesis import given, settings
 import sightline
 from gradient_checks import NAMES, by_cpu, by_definition, check, differentiated, seeds_of, undefined
 from sightline import attention, h, i, j, padding, s, softcap, table
-from sightline.accuracy import orders_of
+from sightline.accuracy import summation_orders
 from sightline.arrays import to_numpy
 from sightline.cpu.launch import backward as launch_backward
-from sightline.problem import pose
-from sightline.reference import backward, forward, gradients_of, stages_of
+from sightline.problem import make_problem
+from sightline.reference import backward, compute_gradients, compute_stages, forward
 from sightline.streaming import backward as streaming_backward
 from sightline.testing import assert_within_budget
 from strategies import DTYPES, Case, cases, to_torch
@@ -64,8 +64,11 @@ def test_an_entry_that_hidden_pairs_are_sent_to_belongs_to_no_thread(rng):
 
     def owners(heads, keys):
         score = s + table(rng.normal(size=(heads, keys)).astype(np.float32))[h, j]
-        problem = pose(query[None], key[None], key[None], mask=(h < heads) & (j < keys), score=score)
-        return [(gain.owned, gain.headed) for gain in launch_backward._gains(problem, [0])]
+        problem = make_problem(query[None], key[None], key[None], mask=(h < heads) & (j < keys), score=score)
+        return [
+            (table_gradient.is_per_key, table_gradient.is_per_head)
+            for table_gradient in launch_backward._find_table_gradients(problem, [0])
+        ]
 
     assert owners(2, 201) == [(True, True)]
     assert owners(2, 100) == [(False, True)]
@@ -78,12 +81,12 @@ def test_an_entry_that_hidden_pairs_are_sent_to_belongs_to_no_thread(rng):
 @settings(max_examples=30)
 @given(cases(dtypes=("float64",), poison=False, layouts=("contiguous",), largest=2000))
 def test_the_references_gradients_are_torchs(case):
-    problem = case.pose()
+    problem = case.make_problem()
     if undefined(problem):
         return
     seeds = seeds_of(problem)
     oracle, other = differentiated(problem, seeds, "float64", 0)
-    plain = [differentiated(problem, seeds, "float64", order) for order in orders_of(problem)]
+    plain = [differentiated(problem, seeds, "float64", order) for order in summation_orders(problem)]
     for k, (name, answer) in enumerate(zip(NAMES, by_definition(problem, *seeds[0]), strict=True)):
         rough = [same[k] for same, _ in plain] + [oracle[k] + (more[k] - other[k]) for _, more in plain]
         assert_within_budget(answer, oracle[k], rough, name)
@@ -133,7 +136,7 @@ def test_what_is_hidden_reaches_no_gradient(framework, bad, rng):
         for array in (k, v):
             array[0, :, 6:], array[1] = filler, filler
         case = Case(q, k, v, {"mask": mask, "score": softcap(5.0), "sinks": np.zeros(2, np.float32)})
-        problem = (case.as_torch() if framework == "torch" else case).pose()
+        problem = (case.as_torch() if framework == "torch" else case).make_problem()
         with np.errstate(all="ignore"):
             found.append(streaming_backward(problem, to_torch(d_o) if framework == "torch" else d_o))
     for clean, poisoned in ((getattr(g, name) for g in found) for name in (*NAMES, "sinks")):
@@ -147,11 +150,11 @@ def test_a_dropped_value_reaches_no_gradient_of_its_query(rng):
     """A query that dropped the key whose value is NaN has a finite output, and finite gradients."""
     query, key, value, d_output = (rng.normal(size=(1, 1, 20, 8)) for _ in range(4))
     value[..., 7, 0] = np.nan
-    problem = pose(query, key, value, dropout=0.5, seed=3)
-    whole = np.isfinite(stages_of(problem).output).all(-1)
+    problem = make_problem(query, key, value, dropout=0.5, seed=3)
+    whole = np.isfinite(compute_stages(problem).output).all(-1)
     assert 0 < whole.sum() < 20
     with np.errstate(all="ignore"):
-        for found in (gradients_of(problem, d_output), streaming_backward(problem, d_output)):
+        for found in (compute_gradients(problem, d_output), streaming_backward(problem, d_output)):
             assert np.array_equal(np.isfinite(found.query).all(-1), whole)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import sightline
 from sightline import i, j, s, table, where
-from sightline.problem import pose
+from sightline.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import ON_HOST
 
@@ -18,7 +18,7 @@ FLOAT_MAX = float(np.finfo(np.float32).max)
 
 def question(**options):
     rng = np.random.default_rng(0)
-    return pose(*(rng.normal(size=(1, 2, 70, 8)).astype(np.float32) for _ in range(3)), **options)
+    return make_problem(*(rng.normal(size=(1, 2, 70, 8)).astype(np.float32) for _ in range(3)), **options)
 
 
 def holey():
@@ -97,7 +97,7 @@ def test_scores_beyond_the_exponents_of_base_2(dtype, mask, size):
     rng = np.random.default_rng(0)
     size = size**2 if dtype == np.float64 else size
     q, k, v = ((rng.normal(size=(1, 2, 70, 8)) * scale).astype(dtype) for scale in (size, 1, 1))
-    assert_conforms(ON_HOST[0].run, pose(q, k, v, mask=mask))
+    assert_conforms(ON_HOST[0].run, make_problem(q, k, v, mask=mask))
 
 
 def test_gradients_of_such_scores_stay_finite():

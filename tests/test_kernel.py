@@ -10,7 +10,7 @@ from sightline import alibi, causal, window
 from sightline.dispatch import KERNELS
 from sightline.errors import KernelRefusedError, ParameterError
 from sightline.kernel import choose
-from sightline.problem import pose
+from sightline.problem import make_problem
 from stub_kernel import Choosy
 
 X = np.ones((2, 4, 96, 8), np.float32)
@@ -18,7 +18,7 @@ X = np.ones((2, 4, 96, 8), np.float32)
 
 def test_the_cheapest_that_can_is_taken():
     kernels = [Choosy("dear", 3.0), Choosy("cheap", 1.0, "wine", "song"), Choosy("fair", 2.0)]
-    plan = choose(kernels, pose(X, X, X))
+    plan = choose(kernels, make_problem(X, X, X))
     assert plan.kernel.name == "fair"
     assert not plan.forced
     assert [str(reason) for reason in plan.refusals["cheap"]] == ["wine (no wine)", "song (no song)"]
@@ -27,17 +27,17 @@ def test_the_cheapest_that_can_is_taken():
 
 def test_a_kernel_asked_for_is_taken_or_says_every_reason():
     kernels = [Choosy("dear", 3.0), Choosy("cheap", 1.0, "wine", "song")]
-    assert choose(kernels, pose(X, X, X), "dear").forced
+    assert choose(kernels, make_problem(X, X, X), "dear").forced
     with pytest.raises(KernelRefusedError, match=r"(?s)wine; song.*no wine; no song; or leave kernel=None"):
-        choose(kernels, pose(X, X, X), "cheap")
+        choose(kernels, make_problem(X, X, X), "cheap")
     with pytest.raises(ParameterError, match="'dear', 'cheap'"):
-        choose(kernels, pose(X, X, X), "dearest")
+        choose(kernels, make_problem(X, X, X), "dearest")
 
 
 def test_names_are_unique_and_one_kernel_refuses_nothing():
     names = [kernel.name for kernel in KERNELS]
     assert len(names) == len(set(names))
-    problem = pose(*[X.astype(np.float16)] * 3, mask=causal(), score=alibi(4), dropout=0.1, seed=1)
+    problem = make_problem(*[X.astype(np.float16)] * 3, mask=causal(), score=alibi(4), dropout=0.1, seed=1)
     able = [kernel.name for kernel in KERNELS if not list(kernel.refuses(problem))]
     assert "streaming" in able
     assert "reference" in able
@@ -45,7 +45,7 @@ def test_names_are_unique_and_one_kernel_refuses_nothing():
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_refusal_has_a_cure(kernel):
-    problem = pose(*[X.astype(np.float16)] * 3, dropout=0.1, seed=1)
+    problem = make_problem(*[X.astype(np.float16)] * 3, dropout=0.1, seed=1)
     for refusal in kernel.refuses(problem):
         assert refusal.reason
         assert refusal.cure

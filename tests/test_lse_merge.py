@@ -17,15 +17,15 @@ import sightline
 from fault_planting import broken
 from gradient_checks import NAMES, differentiated, seeds_of
 from sightline import i, j, lse, merge
-from sightline.accuracy import orders_of
-from sightline.accuracy import plain as plain_of
+from sightline.accuracy import compute_baseline as plain_of
+from sightline.accuracy import summation_orders
 from sightline.arrays import to_numpy
 from sightline.dispatch import solve
 from sightline.dropout import keep_factor
 from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError
 from sightline.kernel import Result
-from sightline.problem import pose
-from sightline.reference import stages_of
+from sightline.problem import make_problem
+from sightline.reference import compute_stages
 from sightline.testing import assert_conforms, assert_within_budget
 from strategies import DTYPES, cases, dense_mask, to_torch
 
@@ -57,9 +57,9 @@ def sound(merge):
     rng = np.random.default_rng(3)
     q, k, v = (rng.normal(size=size).astype(np.float32) for size in ((2, 4, 70, 16), (2, 2, 300, 16), (2, 2, 300, 9)))
     k *= np.linspace(0.1, 3, 300, dtype=np.float32)[:, None]
-    assert_conforms(in_parts(50, 120, 299, merge=merge), pose(q, k, v))
+    assert_conforms(in_parts(50, 120, 299, merge=merge), make_problem(q, k, v))
     for sinks in (None, np.ones(4)):
-        assert_conforms(in_parts(1, 200, merge=merge), pose(q, k, v, mask=(j > 3 * i) & (i > 4), sinks=sinks))
+        assert_conforms(in_parts(1, 200, merge=merge), make_problem(q, k, v, mask=(j > 3 * i) & (i > 4), sinks=sinks))
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_parts_of_any_problem_join(data, case):
     """
     case.options.pop("score", None)
     case.options.pop("scale", None)
-    problem = case.pose()
+    problem = case.make_problem()
     cuts = sorted(data.draw(st.lists(st.integers(0, problem.m), max_size=4)))
     assert_conforms(in_parts(*cuts), problem)
 
@@ -98,7 +98,7 @@ def test_scores_may_be_formulas(rng):
     """Each part counts its keys from 0: the formula says where it begins."""
     q, k, v = (rng.normal(size=(1, 2, 40, 8)).astype(np.float32) for _ in range(3))
     mask, score = (i >= j) & (i - j < 9), sightline.softcap(2.0)
-    whole = pose(q, k, v, mask=mask, score=score)
+    whole = make_problem(q, k, v, mask=mask, score=score)
 
     def run(problem):
         first = sightline.attention(q, k[..., :25, :], v[..., :25, :], mask=mask, score=score, see=SEE)
@@ -120,7 +120,7 @@ def test_one_part_is_itself(rng):
 @pytest.mark.parametrize("count", [2, 100, 1000])
 def test_many_parts_in_any_order(rng, count):
     """As many parts as keys: each key's value is its part's output, its score the part's lse."""
-    problem = pose(*(rng.normal(size=(rows, 3)).astype(np.float32) for rows in (6, count, count)))
+    problem = make_problem(*(rng.normal(size=(rows, 3)).astype(np.float32) for rows in (6, count, count)))
     for order in (np.arange(count), rng.permutation(count)):
         parts = list(parts_of(problem, range(1, count)))
         assert_conforms(lambda _, parts=parts, order=order: Result(*merge([parts[k] for k in order])), problem)
@@ -129,11 +129,11 @@ def test_many_parts_in_any_order(rng, count):
 def test_dropped_weights_join(rng):
     """Dropout falls on the weights of each part, by its own seed; the normalisers know nothing of it."""
     q, k, v = (rng.normal(size=(1, 1, 30, 8)) for _ in range(3))
-    drops = [pose(q, k[..., a:z, :], v[..., a:z, :], dropout=0.5, seed=z) for a, z in ((0, 13), (13, 30))]
+    drops = [make_problem(q, k[..., a:z, :], v[..., a:z, :], dropout=0.5, seed=z) for a, z in ((0, 13), (13, 30))]
     keep = np.concatenate([keep_factor(part, np, slice(0, 30), slice(0, part.m)) for part in drops], axis=-1)
-    whole = pose(q, k, v)
-    expected = (stages_of(whole).weights * keep) @ v
-    rough = [(plain * keep) @ v for plain in plain_of(whole).weights]
+    whole = make_problem(q, k, v)
+    expected = (compute_stages(whole).weights * keep) @ v
+    rough = [(compute_baseline * keep) @ v for compute_baseline in plain_of(whole).weights]
     out, _ = merge([(result.output, result.lse) for result in map(solve, drops)])
     assert_within_budget(out, expected, rough)
 
@@ -244,11 +244,11 @@ def test_no_gradient_where_nothing_was_seen():
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_gradients_through_parts_are_those_of_the_whole(rng, dtype):
     q, k, v = (rng.normal(size=(1, 2, 24, 8)).astype(DTYPES[dtype]) for _ in range(3))
-    problem = pose(q, k, v, mask=(i >= j) & (i != 3), see=SEE)
+    problem = make_problem(q, k, v, mask=(i >= j) & (i != 3), see=SEE)
     seeds = seeds_of(problem)
     seeds = [[d_output, d_lse, 0 * d_weights] for d_output, d_lse, d_weights in seeds]
     oracle, _ = differentiated(problem, seeds, "float64", 0)
-    plain = [differentiated(problem, seeds, dtype, order)[0] for order in orders_of(problem)]
+    compute_baseline = [differentiated(problem, seeds, dtype, order)[0] for order in summation_orders(problem)]
     query, key, value = (to_torch(x).requires_grad_() for x in (q, k, v))
     parts = [
         sightline.attention(query, key[..., a:z, :], value[..., a:z, :], mask=(i >= j + a) & (i != 3), see=SEE)
@@ -260,7 +260,7 @@ def test_gradients_through_parts_are_those_of_the_whole(rng, dtype):
     found = torch.autograd.grad(
         [out, joined], [query, key, value], [d_output.to(out.dtype), d_lse.to(joined.dtype).reshape(joined.shape)]
     )
-    for what, answer, truth, *rough in zip(NAMES, found, oracle, *plain, strict=True):
+    for what, answer, truth, *rough in zip(NAMES, found, oracle, *compute_baseline, strict=True):
         assert_within_budget(answer, truth, rough, what)
 
 
@@ -318,12 +318,12 @@ def test_narrow_outputs_keep_a_wide_lse():
 # -- broken on purpose -------------------------------------------------------------------------------------------------
 
 FAULTS = {
-    "dropped rescale": ("xp.astype(share / total, wide)[..., None] * ", ""),
+    "dropped rescale": ("xp.astype(share / total, acc_dtype)[..., None] * ", ""),
     "shares not divided by their sum": ("share / total", "share"),
     "a part left out": ("lse in zip(shares, outs, lses, strict=True)", "lse in zip(shares[1:], outs[1:], lses[1:])"),
     "lse without the shift": ("shift + xp.log(total)", "xp.log(total)"),
     "lse by the largest alone": ("shift + xp.log(total)", "shift"),
-    "blind rows not told": ("xp.where(blind, xp.full_like(total, -math.inf), ", "("),
+    "blind rows not told": ("xp.where(is_empty, xp.full_like(total, -math.inf), ", "("),
 }
 
 

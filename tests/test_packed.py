@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 import sightline
 from fault_planting import broken
 from sightline import attention, causal, documents, explain, i, j, padding, table
-from sightline.accuracy import plain, size_of_terms
+from sightline.accuracy import compute_baseline, term_sizes
 from sightline.arrays import to_numpy
 from sightline.errors import ParameterError, ShapeError
 from sightline.formula import bounds, library, tile_ranges
-from sightline.formula.tile_ranges import find_runs
-from sightline.problem import pose
-from sightline.reference import stages_of
+from sightline.formula.tile_ranges import find_tile_ranges
+from sightline.problem import make_problem
+from sightline.reference import compute_stages
 from sightline.testing import assert_within_budget
 from strategies import to_torch
 
@@ -44,7 +44,7 @@ def tiles_of(rows, columns):
 
 def visited(mask, n, m=None, batch=1, heads=1):
     """Numbers of tiles that are computed, full ones too."""
-    tiles = find_runs(mask, (batch, heads, n, n if m is None else m), TILE, TILE).tiles
+    tiles = find_tile_ranges(mask, (batch, heads, n, n if m is None else m), TILE, TILE).tiles
     return tiles["full"] + tiles["partial"]
 
 
@@ -55,9 +55,9 @@ def drawn(rng, *shapes):
 def apart(output, query, key, value, rows, columns, **options):
     """Raise AssertionError unless the packed output, at each document, is attention on that document alone."""
     for own, others in zip(rows, columns, strict=True):
-        alone = pose(query[..., own, :], key[..., others, :], value[..., others, :], **options)
-        truth, rough = stages_of(alone), plain(alone)
-        terms = size_of_terms(alone, truth.weights)
+        alone = make_problem(query[..., own, :], key[..., others, :], value[..., others, :], **options)
+        truth, rough = compute_stages(alone), compute_baseline(alone)
+        terms = term_sizes(alone, truth.weights)
         assert_within_budget(output[..., own, :], truth.output, rough.output, terms=terms)
 
 
@@ -87,7 +87,7 @@ def test_documents_of_each_sequence_of_a_batch():
     ids = np.stack([np.repeat(np.arange(len(LENGTHS)), lengths) for lengths in each])
     reached = sum(len(set().union(*(tiles_of(own, own) for own in spans(lengths)))) for lengths in each)
     assert visited(documents(ids), N, batch=3, heads=8) == 8 * reached
-    assert find_runs(documents(ids), (3, 8, N, N), TILE, TILE).heads == 1
+    assert find_tile_ranges(documents(ids), (3, 8, N, N), TILE, TILE).heads == 1
 
 
 def test_documents_of_other_lengths_among_the_keys():
@@ -102,7 +102,7 @@ def test_documents_of_other_lengths_among_the_keys():
 def test_padding_costs_the_real_keys():
     """Σ n · length: tiles beyond a sequence's end are not computed, those before it need no mask."""
     lengths, n = np.array([1000, 64, 0, 65, 512]), 256
-    told = find_runs(padding(lengths), (5, 4, n, 1000), TILE, TILE).tiles
+    told = find_tile_ranges(padding(lengths), (5, 4, n, 1000), TILE, TILE).tiles
     assert told["full"] + told["partial"] == 4 * n // TILE * (-(-lengths // TILE)).sum()
     assert told["partial"] == 4 * n // TILE * (lengths % TILE != 0)[1:].sum()
 
@@ -118,13 +118,13 @@ def test_explain_tells_the_cost():
 @pytest.mark.parametrize("mask", [documents(lengths=MANY), documents(lengths=MANY) & causal()], ids=repr)
 def test_planning_follows_what_is_allowed(mask, monkeypatch):
     """A thousand documents in 131,072 positions: bisection looks at a few rectangles for every tile, not at n²."""
-    n, looked, answer = int(MANY.sum()), [], tile_ranges.intervals
+    n, looked, answer = int(MANY.sum()), [], tile_ranges.compute_intervals
 
     def counted(formula, box):
         looked.append(box["i"][0].size)
         return answer(formula, box)
 
-    monkeypatch.setattr(tile_ranges, "intervals", counted)
+    monkeypatch.setattr(tile_ranges, "compute_intervals", counted)
     count, depth = visited(mask, n), int(np.ceil(np.log2(n / TILE))) + 1
     assert sum(looked) <= 2 * (depth * n // TILE + count)
 

@@ -30,7 +30,7 @@ from sightline import (
     where,
     window,
 )
-from sightline.accuracy import plain
+from sightline.accuracy import compute_baseline
 from sightline.errors import (
     DeviceError,
     DtypeError,
@@ -43,7 +43,7 @@ from sightline.errors import (
     TableError,
 )
 from sightline.formula.derivative import derivative
-from sightline.problem import pose
+from sightline.problem import make_problem
 from sightline.testing import assert_within_budget
 
 X = np.ones((1, 2, 4, 3), np.float32)
@@ -52,7 +52,7 @@ META = T.to("meta")
 
 
 def ask(query=X, key=X, value=X, **options):
-    return pose(query, key, value, **options)
+    return make_problem(query, key, value, **options)
 
 
 def tensors(**options):
@@ -318,7 +318,7 @@ def test_the_batch_is_counted_over_all_leading_axes(rng):
     for place, length in zip(np.ndindex(2, 3), lengths, strict=True):
         one = x[place][None]
         alone = sightline.attention(one, one[..., :length, :], one[..., :length, :])[0]
-        rough = plain(pose(one, one, one, mask=padding([length]))).output[:, 0]
+        rough = compute_baseline(make_problem(one, one, one, mask=padding([length]))).output[:, 0]
         assert_within_budget(whole[place], alone, rough)
 
 

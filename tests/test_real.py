@@ -5,8 +5,8 @@ import pytest
 
 import sightline.data
 from sightline import padding, weights
-from sightline.accuracy import plain
-from sightline.problem import pose
+from sightline.accuracy import compute_baseline
+from sightline.problem import make_problem
 from sightline.testing import assert_conforms, assert_within_budget
 from strategies import ON_HOST
 
@@ -21,7 +21,7 @@ def layer(request):
 
 
 def problem_of(text, layer, **options):
-    return pose(layer.query, layer.key, layer.value, mask=padding(text.lengths), see=[weights()], **options)
+    return make_problem(layer.query, layer.key, layer.value, mask=padding(text.lengths), see=[weights()], **options)
 
 
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
@@ -34,7 +34,7 @@ def test_kernels_agree_with_the_model(layer, kernel):
     """With the model in the oracle's place: no farther from it than the plain float32 computation is."""
     text, given = layer
     problem = problem_of(text, given)
-    result, rough = kernel.run(problem), plain(problem)
+    result, rough = kernel.run(problem), compute_baseline(problem)
     assert_within_budget(result.output, given.output.astype(float), rough.output)
     if given.weights is not None:
         assert_within_budget(result.seen[0], given.weights.astype(float), rough.weights)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sightline import causal, softcap
-from sightline.accuracy import plain
-from sightline.problem import pose
-from sightline.reference import forward, product, stages_of
+from sightline.accuracy import compute_baseline
+from sightline.problem import make_problem
+from sightline.reference import compute_stages, forward, nan_safe_matmul
 from sightline.testing import assert_within_budget
 
 
@@ -42,7 +42,7 @@ def test_a_query_that_sees_nothing():
 
 def test_a_weight_of_zero_gives_nothing_even_of_nan():
     weights, rows = np.array([[0.0, 1.0], [0.5, 0.5]]), np.array([[np.nan, np.inf], [1.0, 2.0]])
-    found = product(weights, rows)
+    found = nan_safe_matmul(weights, rows)
     assert np.array_equal(found, [[1.0, 2.0], [np.nan, np.inf]], equal_nan=True)
 
 
@@ -54,7 +54,7 @@ def test_agrees_with_torchs_attention(mask, scale, groups, rng):
     allowed = rng.random((2, 1, 11, 11)) < 0.6
     allowed[..., 0] = True  # torch differs from the definition on rows that see nothing
     given = {None: None, "causal": causal(), "dense": allowed}[mask]
-    problem = pose(q, k, v, mask=given, scale=scale)
+    problem = make_problem(q, k, v, mask=given, scale=scale)
     theirs = torch.nn.functional.scaled_dot_product_attention(
         *map(torch.from_numpy, (q, k, v)),
         attn_mask=torch.from_numpy(allowed) if mask == "dense" else None,
@@ -62,12 +62,12 @@ def test_agrees_with_torchs_attention(mask, scale, groups, rng):
         scale=scale,
         enable_gqa=True,
     ).numpy()
-    assert_within_budget(theirs, stages_of(problem).output, plain(problem).output)
+    assert_within_budget(theirs, compute_stages(problem).output, compute_baseline(problem).output)
 
 
 def test_stages_are_named_in_order(rng):
     x = rng.normal(size=(1, 2, 7, 3))
-    stages = stages_of(pose(x, x, x, mask=causal(), score=softcap(1.5), scale=0.5))
+    stages = compute_stages(make_problem(x, x, x, mask=causal(), score=softcap(1.5), scale=0.5))
     scores = x @ x.swapaxes(-1, -2)
     assert np.array_equal(stages.scores, scores)
     assert np.array_equal(stages.scaled, scores * 0.5)

@@ -13,12 +13,12 @@ import pytest
 from sightline import h, i, j, s, table
 from sightline.cpu import Cpu
 from sightline.cpu.runtime import compile
-from sightline.problem import pose
+from sightline.problem import make_problem
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's pages and accounting")
 
 
-def guarded(seed, count, past=0):
+def with_guards(seed, count, past=0):
     program = Path(__file__).parent / "helpers" / "guard_pages.py"
     command = [sys.executable, str(program), *map(str, (seed, count, past))]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -26,21 +26,21 @@ def guarded(seed, count, past=0):
 
 @linux
 def test_no_access_outside_an_array():
-    result = guarded(0, 8)
+    result = with_guards(0, 8)
     assert (result.returncode, result.stdout) == (0, "unharmed\n"), result.stderr
 
 
 @linux
 def test_a_row_too_many_is_noticed():
     """The first problem ends at the forbidden page; that it is a kernel that reads it shows in NumPy's silence."""
-    assert guarded(0, 1, past=1).returncode == -signal.SIGSEGV
+    assert with_guards(0, 1, past=1).returncode == -signal.SIGSEGV
 
 
 @linux
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_no_access_outside_an_array_for_long(seed):
-    result = guarded(seed, 250)
+    result = with_guards(seed, 250)
     assert (result.returncode, result.stdout) == (0, "unharmed\n"), result.stderr
 
 
@@ -62,12 +62,12 @@ def work(number, formulas):
         {"score": s + table(bias)[h, i - j + m]},
         {"mask": i >= j, "dropout": 0.2, "seed": number},
     ][rng.integers(4)]
-    problem, kernel = pose(q, k, v, **options), Cpu()
+    problem, kernel = make_problem(q, k, v, **options), Cpu()
     answer = kernel.run(problem)
     if number % 50 == 0:  # now and then against another number of threads
         assert np.array_equal(kernel.run(problem, 1).output, answer.output)
     if number % 5 == 0:
-        kernel.gradients(problem, answer.output, None, (answer.output, answer.lse), range(len(problem.tables)))
+        kernel.backward(problem, answer.output, None, (answer.output, answer.lse), range(len(problem.tables)))
     return np.isfinite(answer.output).all()
 
 
@@ -97,6 +97,6 @@ def test_a_crowd_of_threads():
 @pytest.mark.soak
 def test_a_crowd_of_threads_for_long(monkeypatch):
     """10,000 problems; kernels come and go, and from the second half on memory stays within a tenth."""
-    monkeypatch.setattr(compile, "MOST", 64)
+    monkeypatch.setattr(compile, "MAX_KERNELS_IN_MEMORY", 64)
     used = crowd(count=1000, formulas=12, rounds=10)
     assert max(used[5:]) <= 1.1 * max(used[:5]), [f"{x >> 20} MiB" for x in used]

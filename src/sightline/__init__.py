@@ -24,7 +24,7 @@ from .formula.tables import Table, table
 from .gpu.tuning.tuner import tune
 from .kv_cache import KVCache
 from .lse_merge import merge
-from .statistics import applied, entropy, lse, mass, max_score, pooled, received, scores, top_k, weights
+from .statistics import entropy, lse, mass, max_score, pooled, received, scores, top_k, weighted_sum, weights
 
 __all__ = [
     "Expression",
@@ -32,7 +32,6 @@ __all__ = [
     "Table",
     "alibi",
     "alibi_slopes",
-    "applied",
     "attention",
     "b",
     "bias",
@@ -63,6 +62,7 @@ __all__ = [
     "tiles",
     "top_k",
     "tune",
+    "weighted_sum",
     "weights",
     "where",
     "window",

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from . import arrays, call_cache, streaming
-from .dispatch import KERNELS, shaped, solve
+from .dispatch import KERNELS, solve, to_caller_layout
 from .explanation import Explanation
 from .kernel import choose
 from .kv_cache import KVCache, as_arrays
-from .problem import pose
+from .problem import make_problem
 from .statistics import Statistic, Tile
 from .streaming import Streaming
 from .validation import check_choice
@@ -73,7 +73,7 @@ def attention(
     Raises
     ------
     SightlineError
-        As `sightline.problem.pose` and `sightline.kernel.choose` say.
+        As `sightline.problem.make_problem` and `sightline.kernel.choose` say.
 
     References
     ----------
@@ -89,13 +89,13 @@ def attention(
            [0.36, 0.64, 0.  ],
            [0.26, 0.26, 0.47]], dtype=float32)
     """
-    plain = as_arrays(query, key, mask) if value is None and type(key) is KVCache else (key, value, mask)
-    asked = call_cache.key_of(query, *plain, score, scale, sinks, dropout, seed, see, kernel, threads)
-    if asked is not None:
-        key, value, mask = plain
-        prepared = call_cache.known(asked)
-        if prepared is not None:
-            answer = prepared(query, key, value, threads)
+    plain_arrays = as_arrays(query, key, mask) if value is None and type(key) is KVCache else (key, value, mask)
+    cache_key = call_cache.make_key(query, *plain_arrays, score, scale, sinks, dropout, seed, see, kernel, threads)
+    if cache_key is not None:
+        key, value, mask = plain_arrays
+        cached_call = call_cache.lookup(cache_key)
+        if cached_call is not None:
+            answer = cached_call(query, key, value, threads)
             if answer is not None:
                 return answer
     check_choice(kernel, threads)
@@ -104,13 +104,15 @@ def attention(
     if arrays.framework(query) == "torch":
         from .torch.dispatch import run  # a plain import, which torch.compile can follow
 
-        answer = run(query, key, value, options, kernel, threads, asked)
+        answer = run(query, key, value, options, kernel, threads, cache_key)
     else:
-        problem = pose(query, key, value, **options)
+        problem = make_problem(query, key, value, **options)
         result = solve(problem, kernel, threads)
-        answer = shaped(problem, result)
-        if asked is not None:
-            call_cache.remember(asked, (query, key, value), answer[0], result, call_cache.with_lse if see else None)
+        answer = to_caller_layout(problem, result)
+        if cache_key is not None:
+            call_cache.insert(
+                cache_key, (query, key, value), answer[0], result, call_cache.finish_with_lse if see else None
+            )
     output, seen = answer
     return output if see is None else (output, seen)
 
@@ -160,7 +162,7 @@ def explain(
     'streaming'
     """
     check_choice(kernel, threads)
-    problem = pose(
+    problem = make_problem(
         query,
         key,
         value,
@@ -206,15 +208,15 @@ def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[T
     >>> [tile.weights.sum().round(2) for tile in sightline.tiles(x, x, x, mask=sightline.causal())]
     [np.float32(3.0)]
     """
-    problem = pose(query, key, value, **options)
-    plain = {name: arrays.plain(getattr(problem, name)) for name in ("query", "key", "value")}
-    problem = replace(problem, **plain)
+    problem = make_problem(query, key, value, **options)
+    plain_arrays = {name: arrays.detach(getattr(problem, name)) for name in ("query", "key", "value")}
+    problem = replace(problem, **plain_arrays)
     lse = Streaming().run(problem).lse  # made from the same scores as the tiles
-    work = streaming.Work(problem)
+    ops = streaming.TileOps(problem)
 
     def each() -> Iterator[Tile]:
-        for tile in streaming.tiles(work, lse):
-            weights, scores = (problem.headed(arrays.plain(array), 2) for array in (tile.weights, tile.scores))
-            yield Tile(tile.rows, tile.columns, weights, scores, problem.headed(tile.lse, 1))
+        for tile in streaming.tiles(ops, lse):
+            weights, scores = (problem.squeeze_heads(arrays.detach(array), 2) for array in (tile.weights, tile.scores))
+            yield Tile(tile.rows, tile.columns, weights, scores, problem.squeeze_heads(tile.lse, 1))
 
     return each()

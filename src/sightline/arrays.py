@@ -15,19 +15,19 @@ from .errors import DtypeError
 __all__ = [
     "FLOATS",
     "accumulator",
-    "at_hand",
     "broadcast_to",
     "convert",
+    "detach",
     "device",
     "dtype_name",
     "empty",
-    "extremes",
     "framework",
+    "is_strided",
     "layout",
+    "min_max",
     "namespace",
-    "plain",
-    "resolve",
-    "strided",
+    "resolve_dtype",
+    "to_host",
     "to_numpy",
 ]
 
@@ -79,7 +79,7 @@ def accumulator(name: str) -> str:
     return "float64" if name == "float64" else "float32"
 
 
-def resolve(xp: Any, name: str) -> Any:
+def resolve_dtype(xp: Any, name: str) -> Any:
     """The namespace's dtype object of that name; "bfloat16" in NumPy comes from ml_dtypes."""
     if hasattr(xp, name):
         return getattr(xp, name)
@@ -100,12 +100,12 @@ def to_numpy(array: Array) -> Any:
     return array.cpu().resolve_conj().resolve_neg().numpy()
 
 
-def at_hand(array: Array) -> Array:
+def to_host(array: Array) -> Array:
     """The array itself where it lies in the host's memory, else a copy there."""
     return array if device(array) == "cpu" else to_numpy(array)
 
 
-def extremes(array: Array) -> tuple[float, float]:
+def min_max(array: Array) -> tuple[float, float]:
     """(least, greatest) entry, NaN where there is one; torch's arrays are read once, by all its threads, in place."""
     if framework(array) != "torch" or dtype_name(array) in ("uint16", "uint32"):  # torch has no extrema of these
         array = to_numpy(array)
@@ -132,18 +132,18 @@ def broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
     return array.expand(shape) if hasattr(array, "expand") else np.broadcast_to(array, shape)
 
 
-def strided(array: Array) -> bool:
+def is_strided(array: Array) -> bool:
     """Whether its entries lie in memory by strides and all count: neither sparse nor masked."""
     return not hasattr(array, "mask") and "strided" in str(getattr(array, "layout", "strided"))
 
 
-def plain(array: Array) -> Array:
+def detach(array: Array) -> Array:
     """The array as its memory holds it, without history: torch's conjugate and negative views are written out."""
     return array.detach().resolve_conj().resolve_neg() if framework(array) == "torch" else np.asarray(array)
 
 
 def layout(array: Array) -> tuple[int, tuple[int, ...]]:
-    """(address of the first entry, bytes from entry to entry along each axis) of a `plain` array on the CPU."""
+    """(address of the first entry, bytes from entry to entry along each axis) of a `detach` array on the CPU."""
     if framework(array) == "torch":
         size = array.element_size()
         return array.data_ptr(), tuple(size * stride for stride in array.stride())
@@ -153,5 +153,5 @@ def layout(array: Array) -> tuple[int, tuple[int, ...]]:
 def empty(shape: tuple[int, ...], name: str, like: Array) -> Array:
     """A new array of that dtype, in `like`'s library and place."""
     if framework(like) == "torch":
-        return like.new_empty(shape, dtype=resolve(namespace(like), name))
-    return np.empty(shape, resolve(np, name))
+        return like.new_empty(shape, dtype=resolve_dtype(namespace(like), name))
+    return np.empty(shape, resolve_dtype(np, name))

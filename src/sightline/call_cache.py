@@ -18,27 +18,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .cpu.runtime.compile import calls
-from .cpu.runtime.machine import VARIABLE
+from .cpu.runtime.compile import bound_calls
+from .cpu.runtime.machine import CPU_VARIABLE
 from .formula.expression import Apply, Constant, Expression, Symbol
 from .kernel import Result
 from .statistics import Lse
 
 if TYPE_CHECKING:
-    from .cpu.launch.bound_call import Prepared
+    from .cpu.launch.bound_call import BoundCall
 
-__all__ = ["DOORS", "Door", "known", "remember", "spelled"]
+__all__ = ["ADAPTERS", "ArrayAdapter", "formula_tokens", "insert", "lookup"]
 
-MOST = 256  # prepared calls in memory
-LONGEST = 48  # words of a formula spelled at every call
-KEY_SHAPE, VALUE_SHAPE = 3, 6  # places in what `Door.layouts` gives
+MAX_CACHED_CALLS = 256  # prepared calls in memory
+MAX_FORMULA_TOKENS = 48  # words of a formula spelled at every call
+KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX = 3, 6  # places in what `ArrayAdapter.layouts` gives
 
-_guard = threading.Lock()
-Finish = Callable[[Any, Any, Any, Any, Any], Any]
+_lock = threading.Lock()
+Finisher = Callable[[Any, Any, Any, Any, Any], Any]
 
 
 @dataclass(frozen=True)
-class Door:
+class ArrayAdapter:
     """How one type of array is taken in.
 
     Parameters
@@ -52,40 +52,40 @@ class Door:
     layouts: Callable[[Any, Any, Any], tuple[Any, ...] | None]
     address: Callable[[Any], int]
     empty: Callable[[Any, Any], Callable[[Any], Any]]
-    rows: Callable[[Any], Callable[[], Any]]
+    empty_lse: Callable[[Any], Callable[[], Any]]
 
 
-DOORS: dict[type, Door] = {}
+ADAPTERS: dict[type, ArrayAdapter] = {}
 
 
 @dataclass(frozen=True)
 class _Entry:
-    door: Door
+    adapter: ArrayAdapter
     empty: Callable[[Any], Any]
-    prepared: Prepared
+    bound_call: BoundCall
 
-    def answer(self, query: Any, key: Any, value: Any, threads: int | None) -> Any:
+    def run(self, query: Any, key: Any, value: Any, threads: int | None) -> Any:
         """The output; None where the kernel leaves it to the whole road."""
-        address, output = self.door.address, self.empty(query)
-        places = address(query), address(key), address(value), address(output)
-        return output if self.prepared.run(threads, *places, (query, key, value, output)) else None
+        address, output = self.adapter.address, self.empty(query)
+        addresses = address(query), address(key), address(value), address(output)
+        return output if self.bound_call.run(threads, *addresses, (query, key, value, output)) else None
 
 
 @dataclass(frozen=True)
-class _Finished(_Entry):
+class _EntryWithLse(_Entry):
     """A call of whose answer more is made, with its lse."""
 
-    rows: Callable[[], Any]
-    finish: Finish
+    empty_lse: Callable[[], Any]
+    finish: Finisher
 
-    def answer(self, query: Any, key: Any, value: Any, threads: int | None) -> Any:
-        address, output, lse = self.door.address, self.empty(query), self.rows()
-        places = address(query), address(key), address(value), address(output)
-        held = query, key, value, output, lse
-        return self.finish(*held) if self.prepared.run(threads, *places, held, address(lse)) else None
+    def run(self, query: Any, key: Any, value: Any, threads: int | None) -> Any:
+        address, output, lse = self.adapter.address, self.empty(query), self.empty_lse()
+        addresses = address(query), address(key), address(value), address(output)
+        arguments = query, key, value, output, lse
+        return self.finish(*arguments) if self.bound_call.run(threads, *addresses, arguments, address(lse)) else None
 
 
-def key_of(
+def make_key(
     query: Any,
     key: Any,
     value: Any,
@@ -100,12 +100,12 @@ def key_of(
     threads: Any,
 ) -> tuple[Any, ...] | None:
     """What decides the road of this call of `attention`; None where it may be asked again and mean something else."""
-    door = DOORS.get(type(query))
-    if door is None or sinks is not None or seed is not None:
+    adapter = ADAPTERS.get(type(query))
+    if adapter is None or sinks is not None or seed is not None:
         return None
     if see is not None and (type(see) is not list or len(see) != 1 or type(see[0]) is not Lse):
         return None
-    layouts = door.layouts(query, key, value)
+    layouts = adapter.layouts(query, key, value)
     if layouts is None:
         return None
     # numbers that are equal and no more: True is 1 and −0.0 is 0.0 in a key
@@ -115,13 +115,13 @@ def key_of(
         return None
     if (kernel is not None and type(kernel) is not str) or (threads is not None and type(threads) is not int):
         return None
-    mask_words, score_words = spelled(mask), spelled(score)
-    if mask_words is None or score_words is None:
+    mask_tokens, score_tokens = formula_tokens(mask), formula_tokens(score)
+    if mask_tokens is None or score_tokens is None:
         return None
-    return layouts, mask_words, score_words, scale, kernel, threads, os.environ.get(VARIABLE), see is None
+    return layouts, mask_tokens, score_tokens, scale, kernel, threads, os.environ.get(CPU_VARIABLE), see is None
 
 
-def spelled(formula: Any) -> tuple[str, ...] | str | None:
+def formula_tokens(formula: Any) -> tuple[str, ...] | str | None:
     """A formula without tables as words in Polish notation, or its text where that is long but known; () for none.
 
     Equal words, equal formula: operators are followed by as many arguments as they take. None where it must be read
@@ -131,79 +131,85 @@ def spelled(formula: Any) -> tuple[str, ...] | str | None:
         return ()
     if not isinstance(formula, Expression):
         return None
-    words: list[str] = []
+    tokens: list[str] = []
     rest = [formula]
     while rest:
         node = rest.pop()
         kind = type(node)
         if kind is Apply:
-            words.append(node.operator)  # type: ignore[attr-defined]
+            tokens.append(node.operator)  # type: ignore[attr-defined]
             rest += node.arguments
         elif kind is Symbol:
-            words.append(node.name)  # type: ignore[attr-defined]
+            tokens.append(node.name)  # type: ignore[attr-defined]
         elif kind is Constant:
-            words.append(repr(node.value))  # type: ignore[attr-defined]
+            tokens.append(repr(node.value))  # type: ignore[attr-defined]
         else:
             return None
-        if len(words) > LONGEST:
-            return _text(formula)
-    return tuple(words)
+        if len(tokens) > MAX_FORMULA_TOKENS:
+            return _cached_text(formula)
+    return tuple(tokens)
 
 
-def _text(formula: Expression) -> str | None:
+def _cached_text(formula: Expression) -> str | None:
     """The text of a formula without tables, where the whole road has asked for both before."""
     found: str | None = formula.__dict__.get("text") if formula.__dict__.get("tables") == () else None
     return found
 
 
-def known(asked: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
+def lookup(cache_key: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
     """The prepared call with this key, a function of (query, key, value, threads); None where there is none."""
-    return _found(asked) or _found(of_any_length(asked))
+    return _lookup_exact(cache_key) or _lookup_exact(without_key_length(cache_key))
 
 
-def _found(asked: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
-    entries = calls()
+def _lookup_exact(cache_key: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
+    entries = bound_calls()
     try:
-        entry: _Entry = entries[asked]
-        entries.move_to_end(asked)
+        entry: _Entry = entries[cache_key]
+        entries.move_to_end(cache_key)
     except KeyError:  # never prepared, or dropped by another thread just now
         return None
-    return entry.answer
+    return entry.run
 
 
-def of_any_length(asked: tuple[Any, ...]) -> tuple[Any, ...]:
+def without_key_length(cache_key: tuple[Any, ...]) -> tuple[Any, ...]:
     """The key without the number of keys."""
-    layouts, *others = asked
+    layouts, *others = cache_key
     shorter = list(layouts)
-    for place in (KEY_SHAPE, VALUE_SHAPE):
-        shorter[place] = (*layouts[place][:-2], layouts[place][-1])
+    for index in (KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX):
+        shorter[index] = (*layouts[index][:-2], layouts[index][-1])
     return (tuple(shorter), *others)
 
 
-def remember(
-    asked: tuple[Any, ...], arrays: tuple[Any, Any, Any], output: Any, result: Result, finish: Finish | None = None
+def insert(
+    cache_key: tuple[Any, ...],
+    arrays: tuple[Any, Any, Any],
+    output: Any,
+    result: Result,
+    finish: Finisher | None = None,
 ) -> None:
     """Keep a call that went the whole road, where its kernel prepared it and read the caller's arrays themselves.
 
     `finish` makes the answer of query, key, value, output and lse, where it is not the output alone.
     """
-    prepared, door = result.prepared, DOORS[type(output)]
-    if prepared is None or not prepared.fits(*map(door.address, arrays)):
+    bound_call, adapter = result.bound_call, ADAPTERS[type(output)]
+    if bound_call is None or not bound_call.matches_addresses(*map(adapter.address, arrays)):
         return
-    entries = calls()
-    if prepared.any_length:
-        asked = of_any_length(asked)
-    common = door, door.empty(arrays[0], output), prepared
-    with _guard:
-        entries[asked] = _Entry(*common) if finish is None else _Finished(*common, door.rows(output), finish)
-        while len(entries) > MOST:
+    entries = bound_calls()
+    if bound_call.has_dynamic_key_length:
+        cache_key = without_key_length(cache_key)
+    common = adapter, adapter.empty(arrays[0], output), bound_call
+    with _lock:
+        entries[cache_key] = (
+            _Entry(*common) if finish is None else _EntryWithLse(*common, adapter.empty_lse(output), finish)
+        )
+        while len(entries) > MAX_CACHED_CALLS:
             entries.popitem(last=False)
 
 
 # -- NumPy's door --------------------------------------------------------------------------------------------------
 
 
-def with_lse(query: Any, key: Any, value: Any, output: Any, lse: Any) -> tuple[Any, tuple[Any]]:
+def finish_with_lse(query: Any, key: Any, value: Any, output: Any, lse: Any) -> tuple[Any, tuple[Any]]:
     """The answer of a call that asks for lse and no more, of NumPy's arrays."""
     return output, (lse.astype(np.float64 if output.dtype == np.float64 else np.float32),)
 
@@ -222,12 +228,12 @@ _pointer_at = ctypes.c_void_p.from_address
 _HEAD = object.__basicsize__
 
 
-def _address(array: Any) -> int:
+def _header_address(array: Any) -> int:
     """`data` of PyArrayObject, right behind the object's head in NumPy's C API: a quarter of what asking takes."""
     return _pointer_at(id(array) + _HEAD).value or 0
 
 
-def _asked_address(array: Any) -> int:
+def _interface_address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
@@ -236,12 +242,15 @@ def _empty(query: Any, output: Any) -> Callable[[Any], Any]:
     return lambda _: np.empty(shape, dtype)
 
 
-def _rows(output: Any) -> Callable[[], Any]:
+def _empty_lse(output: Any) -> Callable[[], Any]:
     shape = output.shape[:-1]
     return lambda: np.empty(shape)
 
 
 _probe = np.zeros(1)
-DOORS[np.ndarray] = Door(
-    _layouts, _address if _address(_probe) == _asked_address(_probe) else _asked_address, _empty, _rows
+ADAPTERS[np.ndarray] = ArrayAdapter(
+    _layouts,
+    _header_address if _header_address(_probe) == _interface_address(_probe) else _interface_address,
+    _empty,
+    _empty_lse,
 )

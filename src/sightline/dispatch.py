@@ -11,17 +11,17 @@ from .gpu import Triton
 from .kernel import Gradients, Kernel, Result, choose
 from .problem import Problem
 from .reference import Reference
-from .statistics import Statistic, apart, arrays_of, slopes
+from .statistics import Statistic, arrays_of, solve_selections_separately, statistic_gradients
 from .streaming import Streaming, backward
 
-__all__ = ["KERNELS", "differentiate", "shaped", "solve"]
+__all__ = ["KERNELS", "differentiate", "solve", "to_caller_layout"]
 
 KERNELS: tuple[Kernel, ...] = (Cpu(), Triton(), Streaming(), Reference())
 
 
 def solve(problem: Problem, kernel: str | None = None, threads: int | None = None) -> Result:
     """The problem's result by the chosen kernel, every array with its leading and head axes."""
-    return apart(problem, lambda one: choose(KERNELS, one, kernel).kernel.run(one, threads))
+    return solve_selections_separately(problem, lambda one: choose(KERNELS, one, kernel).kernel.run(one, threads))
 
 
 def differentiate(
@@ -31,7 +31,7 @@ def differentiate(
     d_seen: tuple[Any, ...],
     saved: tuple[Any, Any],
     *,
-    wanted: Collection[int],
+    wanted_tables: Collection[int],
     kernel: str | None = None,
     threads: int | None = None,
 ) -> Gradients:
@@ -43,28 +43,30 @@ def differentiate(
     saved : (output, lse)
     wanted : places in `Problem.tables` of those whose gradients are asked for
     """
-    taken = choose(KERNELS, problem, kernel).kernel
-    seen = slopes(
+    chosen = choose(KERNELS, problem, kernel).kernel
+    seen = statistic_gradients(
         problem,
         saved[1],
-        lambda: streaming.tiles(streaming.Work(problem), saved[1]),
+        lambda: streaming.tiles(streaming.TileOps(problem), saved[1]),
         d_seen,
-        lambda statistic: taken.run(problem.asking(statistic), threads).seen[0],
+        lambda statistic: chosen.run(problem.with_statistics(statistic), threads).seen[0],
     )
-    found = taken.gradients(problem, d_output, d_lse, saved, wanted, threads, seen)
-    return backward(problem, d_output, d_lse, d_seen) if found is None else found
+    gradients = chosen.backward(problem, d_output, d_lse, saved, wanted_tables, threads, seen)
+    return backward(problem, d_output, d_lse, d_seen) if gradients is None else gradients
 
 
-def shaped(problem: Problem, result: Result) -> tuple[Any, tuple[Any, ...]]:
+def to_caller_layout(problem: Problem, result: Result) -> tuple[Any, tuple[Any, ...]]:
     """(output, seen) in the layout of the caller's arrays."""
 
-    def without_heads(statistic: Statistic, answer: Any) -> Any:
-        axis = statistic.head_axis(len(problem.lead))
+    def squeeze_statistic(statistic: Statistic, answer: Any) -> Any:
+        axis = statistic.head_axis(len(problem.batch_shape))
         if axis is None:
             return answer
-        return statistic.joined([problem.headed(array, array.ndim - axis - 1) for array in arrays_of(answer)])
+        return statistic.build_result(
+            [problem.squeeze_heads(array, array.ndim - axis - 1) for array in arrays_of(answer)]
+        )
 
-    if not problem.headless:
+    if not problem.heads_squeezed:
         return result.output, tuple(result.seen)
     seen = zip(problem.see, result.seen, strict=True)
-    return problem.headed(result.output, 2), tuple([without_heads(*one) for one in seen])
+    return problem.squeeze_heads(result.output, 2), tuple([squeeze_statistic(*one) for one in seen])

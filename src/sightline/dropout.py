@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .arrays import resolve
+from .arrays import resolve_dtype
 
 if TYPE_CHECKING:
     from .problem import Problem
@@ -19,18 +19,18 @@ __all__ = ["MULTIPLIERS", "ROUNDS", "WEYL", "keep_factor", "philox", "threshold"
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-_LOW = 0xFFFFFFFF
+_LOW_32_BITS = 0xFFFFFFFF
 
 
 def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
     """The four 32-bit words of Philox 4x32-10, elementwise over int64 arrays (NumPy or torch) of words below 2³²."""
-    key = [seed & _LOW, seed >> 32 & _LOW]
+    key = [seed & _LOW_32_BITS, seed >> 32 & _LOW_32_BITS]
     x0, x1, x2, x3 = counter
     for _ in range(ROUNDS):
-        high0, low0 = _multiply(MULTIPLIERS[0], x0)
-        high1, low1 = _multiply(MULTIPLIERS[1], x2)
+        high0, low0 = _multiply_wide(MULTIPLIERS[0], x0)
+        high1, low1 = _multiply_wide(MULTIPLIERS[1], x2)
         x0, x1, x2, x3 = high1 ^ x1 ^ key[0], low1, high0 ^ x3 ^ key[1], low0
-        key = [(k + w) & _LOW for k, w in zip(key, WEYL, strict=True)]
+        key = [(k + w) & _LOW_32_BITS for k, w in zip(key, WEYL, strict=True)]
     return x0, x1, x2, x3
 
 
@@ -39,11 +39,11 @@ def threshold(problem: Problem) -> int:
     return round(problem.dropout * 2**32)
 
 
-def _multiply(constant: int, x: Any) -> tuple[Any, Any]:
+def _multiply_wide(constant: int, x: Any) -> tuple[Any, Any]:
     """High and low words of constant · x. Split in half words so that int64 never overflows."""
     low_part = (constant & 0xFFFF) * x
     high_part = (constant >> 16) * x + (low_part >> 16)
-    return high_part >> 16, (high_part << 16 | low_part & 0xFFFF) & _LOW
+    return high_part >> 16, (high_part << 16 | low_part & 0xFFFF) & _LOW_32_BITS
 
 
 def keep_factor(problem: Problem, xp: Any, rows: slice, columns: slice, dtype: Any = None) -> Any:
@@ -60,5 +60,5 @@ def keep_factor(problem: Problem, xp: Any, rows: slice, columns: slice, dtype: A
     b, h, i, quad = problem.positions(xp, rows, slice(first, last))
     words = xp.stack(xp.broadcast_arrays(*philox(problem.seed, (b, h, i, quad))), axis=-1)
     words = xp.reshape(words, (*words.shape[:-2], 4 * (last - first)))
-    kept = words[..., columns.start - 4 * first : columns.stop - 4 * first] >= threshold(problem)
-    return xp.astype(kept, resolve(xp, problem.accumulator) if dtype is None else dtype) * (1 / (1 - p))
+    is_kept = words[..., columns.start - 4 * first : columns.stop - 4 * first] >= threshold(problem)
+    return xp.astype(is_kept, resolve_dtype(xp, problem.accumulator) if dtype is None else dtype) * (1 / (1 - p))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .formula.tile_ranges import find_runs
+from .formula.tile_ranges import find_tile_ranges
 from .kernel import Plan
 from .problem import Problem
-from .statistics import width_of
+from .statistics import itemsize
 
 __all__ = ["Explanation"]
 
@@ -19,10 +19,10 @@ TILE = (64, 64)  # the tiles counted; a kernel's own may be larger
 class Explanation:
     """The plan of a problem. Sizes in bytes; FLOPs count a multiplication and an addition as two."""
 
-    asked: str
+    shape: str
     formulas: tuple[str, ...]
     kernel: str
-    describes: str
+    description: str
     refusals: dict[str, tuple[str, ...]]
     reasons: dict[str, str]  # of those that do not refuse: why they are cheap or dear
     forced: bool
@@ -38,31 +38,31 @@ class Explanation:
     def of(cls, problem: Problem, plan: Plan, source: bool = False) -> Explanation:
         """The explanation of a plan, if asked for with the text of what is generated."""
         B, H, n, m = problem.extent
-        tiles = find_runs(problem.mask, problem.extent, *TILE).tiles
+        tiles = find_tile_ranges(problem.mask, problem.extent, *TILE).tiles
         total = sum(tiles.values())
         share = (tiles["full"] + tiles["partial"]) / total if total else 0.0
         dense = 2 * B * H * n * m * (problem.d_k + problem.d_v)
         rows = B * (H * n * (problem.d_k + problem.d_v) + problem.G * m * (problem.d_k + problem.d_v))
-        width = width_of(problem.dtype)
-        seen = sum(math.prod(shape) * width_of(dtype) for s in problem.see for shape, dtype in s.outputs(problem))
+        width = itemsize(problem.dtype)
+        seen = sum(math.prod(shape) * itemsize(dtype) for s in problem.see for shape, dtype in s.outputs(problem))
         return cls(
-            asked=f"{B} × {H} heads on {problem.G}, {n:,} queries on {m:,} keys, d_k {problem.d_k}, d_v {problem.d_v}, "
+            shape=f"{B} × {H} heads on {problem.G}, {n:,} queries on {m:,} keys, d_k {problem.d_k}, d_v {problem.d_v}, "
             f"{problem.dtype} on {problem.device}",
-            formulas=_formulas(problem),
+            formulas=_formula_lines(problem),
             kernel=plan.kernel.name,
-            describes=plan.kernel.describes,
+            description=plan.kernel.description,
             refusals={name: tuple(map(str, reasons)) for name, reasons in plan.refusals.items()},
             reasons={
                 kernel.name: reason
                 for kernel in plan.kernels
-                if not plan.refusals[kernel.name] and (reason := kernel.because(problem))
+                if not plan.refusals[kernel.name] and (reason := kernel.cost_reason(problem))
             },
             forced=plan.forced,
             tiles=tiles,
             flops=round(dense * share),
             dense_flops=dense,
             bytes_read_and_written=rows * width + seen,
-            memory=rows * width + B * H * n * width_of(problem.accumulator) + seen,
+            memory=rows * width + B * H * n * itemsize(problem.accumulator) + seen,
             dense_memory=rows * width + 2 * B * H * n * m * width + seen,
             sources=plan.kernel.sources(problem) if source else {},
         )
@@ -72,39 +72,39 @@ class Explanation:
 
     def __str__(self) -> str:
         total = max(sum(self.tiles.values()), 1)
-        able = [name for name, reasons in self.refusals.items() if not reasons]
+        candidates = [name for name, reasons in self.refusals.items() if not reasons]
         share = ", ".join(f"{count:,} {kind} ({count / total:.1%})" for kind, count in self.tiles.items())
         lines = [
-            ("problem", self.asked),
+            ("problem", self.shape),
             *(("", formula) for formula in self.formulas),
-            ("kernel", f"{self.kernel}: {self.describes}" + (" (asked for by name)" if self.forced else "")),
-            *([] if self.forced else [("", f"the cheapest that can: {', '.join(able)}")]),
+            ("kernel", f"{self.kernel}: {self.description}" + (" (asked for by name)" if self.forced else "")),
+            *([] if self.forced else [("", f"the cheapest that can: {', '.join(candidates)}")]),
             *([] if self.forced else [("", f"{name}: {reason}") for name, reason in self.reasons.items()]),
             *((f"not {name}", "; ".join(reasons)) for name, reasons in self.refusals.items() if reasons),
             ("tiles", f"{share}, each {TILE[0]} × {TILE[1]}"),
-            ("FLOPs", f"{_scaled(self.flops, 1000, '')} of the dense form's {_scaled(self.dense_flops, 1000, '')}"),
-            ("bytes", f"{_scaled(self.bytes_read_and_written, 1024, 'B')} read and written at least"),
-            ("memory", f"{_scaled(self.memory, 1024, 'B')}; the dense form {_scaled(self.dense_memory, 1024, 'B')}"),
+            ("FLOPs", f"{_format(self.flops, 1000, '')} of the dense form's {_format(self.dense_flops, 1000, '')}"),
+            ("bytes", f"{_format(self.bytes_read_and_written, 1024, 'B')} read and written at least"),
+            ("memory", f"{_format(self.memory, 1024, 'B')}; the dense form {_format(self.dense_memory, 1024, 'B')}"),
         ]
         page = [f"{name:<14}{text}" for name, text in lines]
         return "\n".join([*page, *(f"\n{name}\n\n{text}" for name, text in self.sources.items())])
 
 
-def _formulas(problem: Problem) -> tuple[str, ...]:
-    written = [f"scale {problem.scale:.6g}"]
+def _formula_lines(problem: Problem) -> tuple[str, ...]:
+    lines = [f"scale {problem.scale:.6g}"]
     if problem.score is not None:
-        written.append(f"score {problem.score}")
+        lines.append(f"score {problem.score}")
     if problem.mask is not None:
-        written.append(f"mask  {problem.mask}")
-    written += [f"{entry} is t in its formula" for entry in problem.tables[:1] if len(problem.tables) == 1]
+        lines.append(f"mask  {problem.mask}")
+    lines += [f"{entry} is t in its formula" for entry in problem.tables[:1] if len(problem.tables) == 1]
     if problem.sinks is not None:
-        written.append("sinks, one per head")
+        lines.append("sinks, one per head")
     if problem.dropout:
-        written.append(f"dropout {problem.dropout}, seed {problem.seed}")
-    return tuple(written)
+        lines.append(f"dropout {problem.dropout}, seed {problem.seed}")
+    return tuple(lines)
 
 
-def _scaled(amount: float, step: int, unit: str) -> str:
+def _format(amount: float, step: int, unit: str) -> str:
     prefixes = ["", "k", "M", "G", "T", "P"] if step == 1000 else ["", "Ki", "Mi", "Gi", "Ti", "Pi"]
     power = 0
     while amount >= step and power < len(prefixes) - 1:

@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import KernelRefusedError, ParameterError
 from .problem import Problem
-from .statistics import Slopes
+from .statistics import StatisticGradients
 
 __all__ = ["Gradients", "Kernel", "Plan", "Refusal", "Result", "choose"]
 
@@ -34,14 +34,14 @@ class Refusal:
 class Result:
     """What a kernel answers: output (..., H, n, d_v), lse (..., H, n) float64, and one entry for each asked statistic.
 
-    Weights made from lse take on its error, so it is kept wide. `prepared` is the kernel's call made ready for other
-    arrays of the same layout, where it has such: a `cpu.prepared.Prepared`.
+    Weights made from lse take on its error, so it is kept wide. `bound_call` is the kernel's call made ready for other
+    arrays of the same layout, where it has such: a `cpu.bound_call.BoundCall`.
     """
 
     output: Any
     lse: Any
     seen: tuple[Any, ...] = ()
-    prepared: Any = None
+    bound_call: Any = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Kernel(ABC):
     """One way to compute attention: a file of its own and a line in `attention.KERNELS`."""
 
     name: str
-    describes: str
+    description: str
 
     @abstractmethod
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
@@ -69,7 +69,7 @@ class Kernel(ABC):
     def cost(self, problem: Problem) -> float:
         """Relative cost among the kernels that can serve the problem; the smallest is taken."""
 
-    def because(self, problem: Problem) -> str:
+    def cost_reason(self, problem: Problem) -> str:
         """What the cost rests on, where that is worth saying."""
         return ""
 
@@ -81,15 +81,15 @@ class Kernel(ABC):
         """The text of what is generated for the problem, by name; empty where nothing is."""
         return {}
 
-    def gradients(
+    def backward(
         self,
         problem: Problem,
         d_output: Any,
         d_lse: Any,
         saved: tuple[Any, Any],
-        wanted: Collection[int],
+        wanted_tables: Collection[int],
         threads: int | None = None,
-        slopes: Slopes | None = None,
+        statistic_gradients: StatisticGradients | None = None,
     ) -> Gradients | None:
         """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse with respect to what `Gradients` names.
 
@@ -98,7 +98,7 @@ class Kernel(ABC):
         d_output, d_lse : the shapes of output and lse; d_lse None for 0
         saved : (output, lse) of `run`
         wanted : places in `Problem.tables` of those whose gradients are asked for
-        slopes : what statistics add to the gradients of weights and scores
+        statistic_gradients : what statistics add to the gradients of weights and scores
 
         Returns None where the kernel has none for this problem; `streaming.backward` has them for every problem.
         """
@@ -127,8 +127,8 @@ def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = Non
     """
     refusals = {kernel.name: tuple(kernel.refuses(problem)) for kernel in kernels}
     if forced is None:
-        able = [kernel for kernel in kernels if not refusals[kernel.name]]
-        return Plan(min(able, key=lambda kernel: kernel.cost(problem)), refusals, False, kernels)
+        candidates = [kernel for kernel in kernels if not refusals[kernel.name]]
+        return Plan(min(candidates, key=lambda kernel: kernel.cost(problem)), refusals, False, kernels)
     for kernel in kernels:
         if kernel.name == forced:
             if refusals[forced]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import FLOATS, accumulator, device, dtype_name, framework, namespace, resolve
+from .arrays import FLOATS, accumulator, device, dtype_name, framework, namespace, resolve_dtype
 from .errors import DeviceError, DtypeError, ParameterError, ShapeError
 
 __all__ = ["merge"]
@@ -68,54 +68,54 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     >>> bool(np.allclose(out, sightline.attention(q, k, v)))
     True
     """
-    outs, lses = _checked(parts)
+    outs, lses = _validate(parts)
     if framework(outs[0]) == "torch":
-        return _joined(outs, lses)
+        return _combine(outs, lses)
     with np.errstate(all="ignore"):  # ∞ and NaN of the parts go where they must without words
-        return _joined(outs, lses)
+        return _combine(outs, lses)
 
 
-def _joined(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
+def _combine(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
     """Plain array operations, which torch differentiates and compiles."""
-    xp, narrow, kept = namespace(outs[0]), outs[0].dtype, lses[0].dtype
-    wide = resolve(xp, accumulator(dtype_name(outs[0])))
-    largest = xp.max(xp.stack([_held(lse) for lse in lses]), axis=0)  # a shift that cancels: it needs no gradient
-    blind = largest == -math.inf
-    shift = xp.where(blind, xp.zeros_like(largest), largest)
+    xp, out_dtype, lse_dtype = namespace(outs[0]), outs[0].dtype, lses[0].dtype
+    acc_dtype = resolve_dtype(xp, accumulator(dtype_name(outs[0])))
+    largest = xp.max(xp.stack([_detach(lse) for lse in lses]), axis=0)  # a shift that cancels: it needs no gradient
+    is_empty = largest == -math.inf
+    shift = xp.where(is_empty, xp.zeros_like(largest), largest)
     shares = [xp.exp(lse - shift) for lse in lses]
     total = sum(shares[1:], start=shares[0])
-    total = xp.where(blind, xp.ones_like(total), total)
+    total = xp.where(is_empty, xp.ones_like(total), total)
     out = sum(
-        xp.astype(share / total, wide)[..., None] * xp.astype(_seen(xp, out, lse), wide)
+        xp.astype(share / total, acc_dtype)[..., None] * xp.astype(_zero_where_empty(xp, out, lse), acc_dtype)
         for share, out, lse in zip(shares, outs, lses, strict=True)
     )
-    lse = xp.where(blind, xp.full_like(total, -math.inf), shift + xp.log(total))
-    return xp.astype(out, narrow), xp.astype(lse, kept)
+    lse = xp.where(is_empty, xp.full_like(total, -math.inf), shift + xp.log(total))
+    return xp.astype(out, out_dtype), xp.astype(lse, lse_dtype)
 
 
-def _held(lse: Any) -> Any:
+def _detach(lse: Any) -> Any:
     return lse.detach() if hasattr(lse, "detach") else lse
 
 
-def _seen(xp: Any, out: Any, lse: Any) -> Any:
+def _zero_where_empty(xp: Any, out: Any, lse: Any) -> Any:
     """The output, 0 where the part saw nothing, whatever another library wrote there."""
     return xp.where((lse == -math.inf)[..., None], xp.zeros_like(out), out)
 
 
-def _checked(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+def _validate(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
     """Outputs and normalisers of parts that fit together."""
     outs, lses = [], []
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if not isinstance(part, tuple | list) or len(part) != 2:
-            raise ParameterError(f"part {place} is a {type(part).__name__}", "pairs (out, lse)", CURE)
+            raise ParameterError(f"part {index} is a {type(part).__name__}", "pairs (out, lse)", CURE)
         out, lse = part
         if isinstance(lse, tuple | list) and len(lse) == 1:
             lse = lse[0]
         for name, array in (("out", out), ("lse", lse)):
-            _check_array(f"{name} of part {place}", array)
+            _check_array(f"{name} of part {index}", array)
         if tuple(lse.shape) != tuple(out.shape[:-1]) or out.ndim < 2:
             raise ShapeError(
-                f"part {place} has out {tuple(out.shape)} and lse {tuple(lse.shape)}",
+                f"part {index} has out {tuple(out.shape)} and lse {tuple(lse.shape)}",
                 "out (..., n, d_v) and lse (..., n)",
                 "give out and lse of one call",
             )
@@ -136,9 +136,9 @@ def _check_array(what: str, array: Any) -> None:
 
 def _check_alike(outs: list[Any], lses: list[Any]) -> None:
     """Raise where parts differ from the first in library, device, shape or dtype."""
-    for place, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+    for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         for name, array, first in (("out", out, outs[0]), ("lse", lse, lses[0])):
-            what = f"{name} of part {place}"
+            what = f"{name} of part {index}"
             if (framework(array), device(array)) != (framework(outs[0]), device(outs[0])):
                 raise DeviceError(
                     f"{what} is {framework(array)} on {device(array)}",
@@ -157,10 +157,10 @@ def _check_alike(outs: list[Any], lses: list[Any]) -> None:
                     "one shape for all: parts differ in their keys alone",
                     "attend with the same queries and heads in every part",
                 )
-    wanted = accumulator(dtype_name(outs[0]))
-    if dtype_name(lses[0]) not in (wanted, "float64"):
+    lse_dtype_name = accumulator(dtype_name(outs[0]))
+    if dtype_name(lses[0]) not in (lse_dtype_name, "float64"):
         raise DtypeError(
             f"lse of dtype {dtype_name(lses[0])} beside out of {dtype_name(outs[0])}",
-            wanted if wanted == "float64" else f"{wanted} or float64",
+            lse_dtype_name if lse_dtype_name == "float64" else f"{lse_dtype_name} or float64",
             "take lse from attention(..., see=[sightline.lse()]) as it is",
         )

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .arrays import FLOATS, accumulator, convert, dtype_name, namespace, resolve
+from .arrays import FLOATS, accumulator, convert, dtype_name, namespace, resolve_dtype
 from .errors import DtypeError, ParameterError, ShapeError
 
 __all__ = ["rotary", "sinusoidal"]
@@ -67,20 +67,20 @@ def rotary(
     array([[1.  , 0.  ],
            [0.54, 0.84]])
     """
-    width = _check(x, base, pairing, dimensions)
+    width = _validate(x, base, pairing, dimensions)
     xp, half = namespace(x), width // 2
     angles = _angles(xp, x, base, width, positions)
-    wide = resolve(xp, accumulator(dtype_name(x)))
+    wide = resolve_dtype(xp, accumulator(dtype_name(x)))
     cos, sin = xp.astype(xp.cos(angles), wide), xp.astype(xp.sin(angles), wide)
-    turning = xp.astype(x[..., :width], wide)
+    rotary_part = xp.astype(x[..., :width], wide)
     if pairing == "half":
-        first, second = turning[..., :half], turning[..., half:]
+        first, second = rotary_part[..., :half], rotary_part[..., half:]
     else:
-        first, second = turning[..., 0::2], turning[..., 1::2]
+        first, second = rotary_part[..., 0::2], rotary_part[..., 1::2]
     pair = [first * cos - second * sin, second * cos + first * sin]
-    turned = xp.concat(pair, axis=-1) if pairing == "half" else xp.reshape(xp.stack(pair, axis=-1), turning.shape)
-    turned = xp.astype(turned, x.dtype)
-    return turned if width == x.shape[-1] else xp.concat([turned, x[..., width:]], axis=-1)
+    rotated = xp.concat(pair, axis=-1) if pairing == "half" else xp.reshape(xp.stack(pair, axis=-1), rotary_part.shape)
+    rotated = xp.astype(rotated, x.dtype)
+    return rotated if width == x.shape[-1] else xp.concat([rotated, x[..., width:]], axis=-1)
 
 
 def sinusoidal(n: int, d: int, base: float = 10000.0) -> Any:
@@ -127,13 +127,13 @@ def sinusoidal(n: int, d: int, base: float = 10000.0) -> Any:
 
 def _angles(xp: Any, x: Any, base: float, width: int, positions: Any) -> Any:
     """P · base^(−2t/width) in float64, (..., n, width/2)."""
-    place = {"device": x.device, "dtype": xp.float64}
+    options = {"device": x.device, "dtype": xp.float64}
     if positions is None:
-        positions = xp.arange(x.shape[-2], **place)
+        positions = xp.arange(x.shape[-2], **options)
     else:
         positions = xp.astype(_read_positions(x, positions), xp.float64)
-    exponents = xp.arange(0, width, 2, **place) / -width
-    return positions[..., None] * xp.pow(xp.asarray(float(base), **place), exponents)
+    exponents = xp.arange(0, width, 2, **options) / -width
+    return positions[..., None] * xp.pow(xp.asarray(float(base), **options), exponents)
 
 
 def _read_positions(x: Any, positions: Any) -> Any:
@@ -152,7 +152,7 @@ def _read_positions(x: Any, positions: Any) -> Any:
     return convert(positions, x)
 
 
-def _check(x: Any, base: float, pairing: str, dimensions: int | None) -> int:
+def _validate(x: Any, base: float, pairing: str, dimensions: int | None) -> int:
     """How many components turn."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise DtypeError(f"x is a {type(x).__name__}", "an array of floats", "x=numpy.asarray(x)")

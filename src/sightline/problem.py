@@ -22,17 +22,18 @@ from typing import Any, cast
 
 from . import arrays
 from .errors import DeviceError
-from .formula import implied_mask, validate
-from .formula.expression import SYMBOLS, Expression, from_text
+from .formula import implied_mask
+from .formula.expression import SYMBOLS, Expression, parse_text
 from .formula.tables import Table
-from .formula.tensor_cache import Memory, near
-from .kv_cache import opened
+from .formula.tensor_cache import TensorCache, to_device
+from .formula.validate import check_formulas
+from .kv_cache import unpack_cache
 from .statistics import Statistic
 from .validation import (
     Formula,
+    broadcast_inputs,
     check_arrays,
     check_device,
-    one_number,
     read_dropout,
     read_mask,
     read_scale,
@@ -40,20 +41,20 @@ from .validation import (
     read_seed,
     read_sinks,
     read_statistics,
-    shaped,
+    scalar_formula,
 )
 
-__all__ = ["Problem", "ask", "checked", "examine", "pose", "read_mask", "read_score", "settle"]
+__all__ = ["Problem", "check_condition", "make_problem", "normalize", "parse", "read_mask", "read_score", "validate"]
 
 
-_SETTLED = Memory(4096)
+_NORMALIZED = TensorCache(4096)
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One attention problem; make it with `pose`, which checks it.
+    """One attention problem; make it with `make_problem`, which checks it.
 
-    `query`, `key` and `value` all carry the broadcast leading axes `lead` and a head axis.
+    `query`, `key` and `value` all carry the broadcast leading axes `batch_shape` and a head axis.
     """
 
     query: Any
@@ -66,15 +67,15 @@ class Problem:
     dropout: float
     seed: int
     see: tuple[Statistic, ...]
-    headless: bool  # the caller's arrays have no head axis
+    heads_squeezed: bool  # the caller's arrays have no head axis
 
     @property
-    def lead(self) -> tuple[int, ...]:
+    def batch_shape(self) -> tuple[int, ...]:
         return tuple(self.query.shape[:-3])
 
     @property
     def B(self) -> int:
-        return math.prod(self.lead)
+        return math.prod(self.batch_shape)
 
     @property
     def H(self) -> int:
@@ -132,7 +133,7 @@ class Problem:
         found = {id(t): t for f in (self.mask, self.score) if f is not None for t in f.tables}
         return tuple(found.values())
 
-    def asking(self, *see: Statistic, value: Any = None) -> Problem:
+    def with_statistics(self, *see: Statistic, value: Any = None) -> Problem:
         """The same problem asked for these statistics alone, perhaps of other values; nothing is dropped."""
         return replace(self, see=see, value=self.value if value is None else value, dropout=0.0, seed=0)
 
@@ -141,14 +142,14 @@ class Problem:
         options = {"dtype": xp.int64}
         if "torch" in xp.__name__:
             options["device"] = self.query.device
-        b = xp.reshape(xp.arange(self.B, **options), (*self.lead, 1, 1, 1))
+        b = xp.reshape(xp.arange(self.B, **options), (*self.batch_shape, 1, 1, 1))
         h = xp.reshape(xp.arange(self.H, **options), (self.H, 1, 1))
         i = xp.reshape(xp.arange(rows.start, rows.stop, **options), (-1, 1))
         return b, h, i, xp.arange(columns.start, columns.stop, **options)
 
-    def headed(self, array: Any, trailing: int) -> Any:
+    def squeeze_heads(self, array: Any, trailing: int) -> Any:
         """An array (*lead, H, `trailing` more axes) in the caller's layout: without the head axis if none came."""
-        if not self.headless:
+        if not self.heads_squeezed:
             return array
         return array.reshape((*array.shape[: -trailing - 1], *array.shape[array.ndim - trailing :]))
 
@@ -162,7 +163,7 @@ class Problem:
         return replace(self, mask=swap(self.mask), score=swap(self.score))
 
 
-def pose(query: Any, key: Any, value: Any = None, **options: Any) -> Problem:
+def make_problem(query: Any, key: Any, value: Any = None, **options: Any) -> Problem:
     """The problem these arguments of `sightline.attention` pose; every input error is raised by this one call.
 
     Raises
@@ -178,10 +179,10 @@ def pose(query: Any, key: Any, value: Any = None, **options: Any) -> Problem:
     ParameterError
         scale beyond the floats scores are computed in, dropout outside [0, 1], a seed missing, an unknown statistic.
     """
-    return examine(ask(query, key, value, **options))
+    return validate(parse(query, key, value, **options))
 
 
-def ask(
+def parse(
     query: Any,
     key: Any,
     value: Any = None,
@@ -194,62 +195,64 @@ def ask(
     seed: int | None = None,
     see: Sequence[Statistic] = (),
 ) -> Problem:
-    """The first half of `pose`: what shapes, dtypes and parameters decide, no array's values.
+    """The first half of `make_problem`: what shapes, dtypes and parameters decide, no array's values.
 
     torch.compile follows it line by line, so it keeps to plain Python.
     """
-    key, value, beyond = opened(query, key, value, mask)
+    key, value, length_mask = unpack_cache(query, key, value, mask)
     named = {"query": query, "key": key, "value": value}
     check_arrays(named)
-    headless = query.ndim < 4
-    query, key, value = shaped(named)
+    heads_squeezed = query.ndim < 4
+    query, key, value = broadcast_inputs(named)
     formula = read_score(score)
     if getattr(scale, "requires_grad", False):  # a learned scale: a table of one entry, whose gradient is its own
-        scaled = SYMBOLS["s"] * one_number("scale", scale)
+        scaled = SYMBOLS["s"] * scalar_formula("scale", scale)
         formula, scale = scaled if formula is None else formula.with_scores(scaled), 1.0
     problem = Problem(
         query,
         key,
         value,
-        mask=_both(read_mask(mask), beyond),
+        mask=_conjoin(read_mask(mask), length_mask),
         score=formula,
         sinks=read_sinks(sinks, query),
         scale=read_scale(scale, query),
         dropout=read_dropout(dropout),
         seed=read_seed(seed, dropout),
         see=read_statistics(see),
-        headless=headless,
+        heads_squeezed=heads_squeezed,
     )
     for statistic in problem.see:
-        statistic.check(problem, (*problem.lead, problem.H), problem.n)
+        statistic.check(problem, (*problem.batch_shape, problem.H), problem.n)
     return problem
 
 
-def examine(problem: Problem) -> Problem:
-    """The second half of `pose`: tables next to the arrays, what the score hides put into the mask, reads checked."""
+def validate(problem: Problem) -> Problem:
+    """The second half of `make_problem`: tables next to the arrays, what the score hides in the mask, reads checked."""
     if problem.tables:
         if problem.device == "meta":
             raise DeviceError("a formula with tables, a query on meta", "arrays that hold numbers", "leave meta first")
         for entry in problem.tables:
             check_device("table", entry.array, problem.query)
-        problem = problem.with_tables([near(t.array, problem.query) for t in problem.tables])
-    mask, score = settle(problem.mask, problem.score, problem.extent)
+        problem = problem.with_tables([to_device(t.array, problem.query) for t in problem.tables])
+    mask, score = normalize(problem.mask, problem.score, problem.extent)
 
-    def placed(condition: Expression) -> Expression:
+    def place_tables(condition: Expression) -> Expression:
         """A statistic's condition with its tables next to the arrays, its reads checked."""
-        tables = [Table(near(t.array, problem.query), t.axes) for t in condition.tables]
-        return checked(condition.with_tables(tables), problem.extent)
+        tables = [Table(to_device(t.array, problem.query), t.axes) for t in condition.tables]
+        return check_condition(condition.with_tables(tables), problem.extent)
 
-    return replace(problem, mask=mask, score=score, see=tuple(statistic.mapped(placed) for statistic in problem.see))
+    return replace(
+        problem, mask=mask, score=score, see=tuple(statistic.map_formulas(place_tables) for statistic in problem.see)
+    )
 
 
-def checked(condition: Expression, extent: tuple[int, int, int, int]) -> Expression:
+def check_condition(condition: Expression, extent: tuple[int, int, int, int]) -> Expression:
     """A statistic's condition, every read of it checked."""
-    validate.check_reads(condition, None, extent)
+    check_formulas(condition, None, extent)
     return condition
 
 
-def settle(
+def normalize(
     mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
 ) -> tuple[Expression | None, Expression | None]:
     """Mask and score of a problem of these lengths: every read is checked, and what the score hides joins the mask.
@@ -258,49 +261,49 @@ def settle(
     hold: see `formula.memory`.
     """
     if any(formula is not None and formula.tables for formula in (mask, score)):
-        return _settled_with_tables(mask, score, extent)
+        return _normalize_with_tables(mask, score, extent)
     texts = tuple(None if formula is None else formula.text for formula in (mask, score))
-    return _kept(*texts, extent)
+    return _normalize_texts(*texts, extent)
 
 
 @lru_cache(4096)
-def _kept(
+def _normalize_texts(
     mask: str | None, score: str | None, extent: tuple[int, int, int, int]
 ) -> tuple[Expression | None, Expression | None]:
-    built = [None if text is None else from_text(text, ()) for text in (mask, score)]
-    return _settled(built[0], built[1], extent)
+    built = [None if text is None else parse_text(text, ()) for text in (mask, score)]
+    return _normalize_formulas(built[0], built[1], extent)
 
 
-def _settled_with_tables(
+def _normalize_with_tables(
     mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
 ) -> tuple[Expression | None, Expression | None]:
     every = [table for formula in (mask, score) if formula is not None for table in formula.tables]
     slot = {id(table): k for k, table in enumerate(every)}
 
-    def spelled() -> tuple[str, list[int]] | None:
+    def join_masks() -> tuple[str, list[int]] | None:
         """The mask that joins what the score hides, as its text and which of the tables it reads."""
-        joined = _settled(mask, score, extent)[0]
+        joined = _normalize_formulas(mask, score, extent)[0]
         return None if joined is None else (joined.text, [slot[id(table)] for table in joined.tables])
 
     texts = tuple(None if formula is None else formula.text for formula in (mask, score))
     same = tuple([slot[id(table)] for table in every])
-    question = (texts, same, tuple([table.axes for table in every]), extent)
-    found = _SETTLED.get(question, [table.array for table in every], spelled)
-    return None if found is None else from_text(found[0], [every[k] for k in found[1]]), score
+    cache_key = (texts, same, tuple([table.axes for table in every]), extent)
+    found = _NORMALIZED.get(cache_key, [table.array for table in every], join_masks)
+    return None if found is None else parse_text(found[0], [every[k] for k in found[1]]), score
 
 
-def _settled(
+def _normalize_formulas(
     mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
 ) -> tuple[Expression | None, Expression | None]:
-    validate.check_reads(mask, score, extent)
+    check_formulas(mask, score, extent)
     if score is not None:
-        hidden = implied_mask.hidden(score, extent)
+        hidden = implied_mask.hidden_condition(score, extent)
         if hidden is not None:
             mask = ~hidden if mask is None else mask & ~hidden
     return mask, score
 
 
-def _both(mask: Expression | None, other: Expression | None) -> Expression | None:
+def _conjoin(mask: Expression | None, other: Expression | None) -> Expression | None:
     if mask is None or other is None:
         return other if mask is None else mask
     return mask & other

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from .errors import ParameterError
 from .statistics import Statistic
 
-__all__ = ["Call", "Kind", "Seen", "Tokens", "chosen", "entries"]
+__all__ = ["Call", "Kind", "Seen", "Tokens", "labels_by_entry", "select_names"]
 
 Kind = Literal["self", "cross"]
 Labels = Sequence[Sequence[str]]  # for each batch entry the labels of its positions
@@ -59,14 +59,14 @@ class Call:
 
     def __getitem__(self, name: str) -> Any:
         """The result of the statistic of that name, or written so where several have one name: "top_k(8)"."""
-        found = [k for k, statistic in enumerate(self.statistics) if repr(statistic) == name]
-        found = found or [k for k, statistic in enumerate(self.statistics) if statistic.name == name]
-        if len(found) != 1:
+        matches = [k for k, statistic in enumerate(self.statistics) if repr(statistic) == name]
+        matches = matches or [k for k, statistic in enumerate(self.statistics) if statistic.name == name]
+        if len(matches) != 1:
             asked = [repr(statistic) for statistic in self.statistics]
             raise ParameterError(
                 f"{name!r} of statistics {', '.join(asked)}", "one statistic's name", f"seen[{asked[0]!r}], say"
             )
-        return self.results[found[0]]
+        return self.results[matches[0]]
 
     def of_heads(self, heads: Sequence[int]) -> Call:
         """The same call with the results of these query heads alone, numbered as in the model."""
@@ -110,9 +110,9 @@ class Seen:
         if given is None:
             self._tokens: Tokens | None = None
         elif not isinstance(given, Mapping):
-            self._tokens = entries(given)
+            self._tokens = labels_by_entry(given)
         elif set(given) <= set(sides):
-            self._tokens = {side: entries(labels) for side, labels in given.items()}
+            self._tokens = {side: labels_by_entry(labels) for side, labels in given.items()}
         else:
             raise ParameterError(
                 f"tokens of {sorted(given)}", 'labels of "encoder" and "decoder"', 'tokens={"encoder": [["a", "b"]]}'
@@ -149,7 +149,7 @@ class Seen:
         """
         if kind not in (None, "self", "cross"):
             raise ParameterError(f"kind={kind!r}", '"self", "cross" or None', 'seen.of(kind="self")')
-        names = self.layers if layer is None else chosen(self.layers, layer)
+        names = self.layers if layer is None else select_names(self.layers, layer)
         last = {call.layer: call.step for call in self.calls}
         calls = [
             call
@@ -163,14 +163,14 @@ class Seen:
     def labels(self, call: Call, entry: int = 0) -> tuple[list[str] | None, list[str] | None]:
         """The labels of a call's queries and keys in a batch entry; None where no tokens were given."""
         decoding = "encoder" not in call.layer.split(".")
-        queries = self._side("decoder" if decoding else "encoder", entry)
-        keys = queries if call.kind == "self" else self._side("encoder", entry)
+        queries = self._labels_of_side("decoder" if decoding else "encoder", entry)
+        keys = queries if call.kind == "self" else self._labels_of_side("encoder", entry)
         if call.kind == "cross" and not isinstance(self.tokens, Mapping):
             keys = None  # one list of tokens is the queries' sequence
         first = call.key_start + (call.query_start or 0)
         return _piece(queries, first, call.n), _piece(keys, call.key_start, call.m)
 
-    def _side(self, side: str, entry: int) -> Sequence[str] | None:
+    def _labels_of_side(self, side: str, entry: int) -> Sequence[str] | None:
         labels = self.tokens.get(side) if isinstance(self.tokens, Mapping) else self.tokens
         return None if labels is None or not -len(labels) <= entry < len(labels) else labels[entry]
 
@@ -205,7 +205,7 @@ class Seen:
         return self.explore()
 
 
-def chosen(names: Sequence[str], asked: str | int | Sequence[str | int]) -> tuple[str, ...]:
+def select_names(names: Sequence[str], asked: str | int | Sequence[str | int]) -> tuple[str, ...]:
     """The names asked for by path, pattern or number, in the order of `names`.
 
     Raises
@@ -213,7 +213,7 @@ def chosen(names: Sequence[str], asked: str | int | Sequence[str | int]) -> tupl
     ParameterError
         One that fits no name.
     """
-    found: set[str] = set()
+    matches: set[str] = set()
     for one in asked if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]:
         if isinstance(one, str):
             fitting = [name for name in names if fnmatchcase(name, one)]
@@ -226,11 +226,11 @@ def chosen(names: Sequence[str], asked: str | int | Sequence[str | int]) -> tupl
                 f"a path or pattern among {shown}, or a number below {len(names)}",
                 'layers=[0], or layers=["*.self_attn"]',
             )
-        found.update(fitting)
-    return tuple(name for name in names if name in found)
+        matches.update(fitting)
+    return tuple(name for name in names if name in matches)
 
 
-def each(function: Callable[[Any], Any], result: Any) -> Any:
+def map_arrays(function: Callable[[Any], Any], result: Any) -> Any:
     """The function of an array, or of each array of a statistic that has several."""
     if isinstance(result, tuple):
         return type(result)(*map(function, result))
@@ -242,10 +242,10 @@ def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
     axis = statistic.head_axis(1)
     if axis is None:
         raise ParameterError(f"heads of {statistic!r}", "statistics of each head", "leave heads=... out")
-    return each(lambda array: array[(slice(None),) * axis + (places,)], result)
+    return map_arrays(lambda array: array[(slice(None),) * axis + (places,)], result)
 
 
-def entries(labels: Any) -> list[list[str]]:
+def labels_by_entry(labels: Any) -> list[list[str]]:
     """Labels for each batch entry; one plain list is that of the only entry.
 
     Raises

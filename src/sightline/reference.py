@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import convert, namespace, resolve, to_numpy
+from .arrays import convert, namespace, resolve_dtype, to_numpy
 from .dropout import keep_factor
 from .formula.derivative import derivative
-from .formula.render_array import dense_values
+from .formula.render_array import evaluate_dense
 from .kernel import Kernel, Refusal, Result
 from .problem import Problem
-from .statistics import Tile, collect
+from .statistics import Tile, accumulate_statistics
 
-__all__ = ["Gradients", "Reference", "Stages", "backward", "forward"]
+__all__ = ["Reference", "StageGradients", "Stages", "backward", "forward"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -40,7 +40,7 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class StageGradients:
     """Gradients in the order the chain rule meets them; names as in the papers."""
 
     value: Array  # dV = Pᵀ dO
@@ -89,7 +89,7 @@ def forward(
         total = exponentials.sum(-1) + np.exp(sink - shift)
         weights = exponentials / np.where(total == 0, 1, total)[..., None]
         lse = shift + np.log(total)
-        output = product(weights * keep, value)
+        output = nan_safe_matmul(weights * keep, value)
     return Stages(scores, scaled, masked, weights, output, lse)
 
 
@@ -105,7 +105,7 @@ def backward(
     keep: Array | float = 1.0,
     d_lse: Array | float = 0.0,
     d_weights: Array | float = 0.0,
-) -> Gradients:
+) -> StageGradients:
     """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse + Σ d_weights ∘ weights.
 
     `slope` is d score(s) / d s at the scaled scores; the rest as in `forward`.
@@ -113,18 +113,18 @@ def backward(
     query, key, value, d_output = (np.asarray(x, np.float64) for x in (query, key, value, d_output))
     p = stages.weights
     with np.errstate(all="ignore"):
-        d_value = product((p * keep).swapaxes(-1, -2), d_output)
+        d_value = nan_safe_matmul((p * keep).swapaxes(-1, -2), d_output)
         through_output = np.where(np.equal(keep, 0), 0, (d_output @ value.swapaxes(-1, -2)) * keep)
         d_p = np.where(p == 0, 0, through_output + d_weights)
         row = (p * d_p).sum(-1, keepdims=True) - np.asarray(d_lse)[..., None]
         d_masked = np.where(p == 0, 0, p * (d_p - row))
         d_scores = np.where(p == 0, 0, d_masked * slope * scale)
-        d_query = product(d_scores, key)
-        d_key = product(d_scores.swapaxes(-1, -2), query)
-    return Gradients(d_value, d_p, d_masked, d_scores, d_query, d_key)
+        d_query = nan_safe_matmul(d_scores, key)
+        d_key = nan_safe_matmul(d_scores.swapaxes(-1, -2), query)
+    return StageGradients(d_value, d_p, d_masked, d_scores, d_query, d_key)
 
 
-def product(weights: Array, rows: Array) -> Array:
+def nan_safe_matmul(weights: Array, rows: Array) -> Array:
     """Σⱼ weights[i, j] · rows[j], where a weight of 0 gives nothing, even of NaN or ∞."""
     if np.isfinite(rows).all():
         return weights @ rows
@@ -134,16 +134,16 @@ def product(weights: Array, rows: Array) -> Array:
     return total
 
 
-def stages_of(problem: Problem) -> Stages:
+def compute_stages(problem: Problem) -> Stages:
     """The definition applied to a problem: its formulas made dense, its key heads repeated."""
     query, key, value = (to_numpy(x) for x in (problem.query, problem.key, problem.value))
     key, value = (np.repeat(x, problem.group, axis=-3) for x in (key, value))
-    shape = (*problem.lead, problem.H, problem.n, problem.m)
+    shape = (*problem.batch_shape, problem.H, problem.n, problem.m)
 
     def score(scaled: Array) -> Array:
         if problem.score is None:
             return scaled
-        return np.asarray(dense_values(problem.score, problem.extent, scaled.reshape(problem.extent))).reshape(shape)
+        return np.asarray(evaluate_dense(problem.score, problem.extent, scaled.reshape(problem.extent))).reshape(shape)
 
     return forward(
         query,
@@ -151,20 +151,20 @@ def stages_of(problem: Problem) -> Stages:
         value,
         scale=problem.scale,
         score=score,
-        allowed=True if problem.mask is None else dense_values(problem.mask, problem.extent).reshape(shape),
+        allowed=True if problem.mask is None else evaluate_dense(problem.mask, problem.extent).reshape(shape),
         sinks=None if problem.sinks is None else to_numpy(problem.sinks),
         keep=keep_factor(problem, np, slice(0, problem.n), slice(0, problem.m), np.float64),
     )
 
 
-def gradients_of(problem: Problem, d_output: Array, **extra: Any) -> Gradients:
+def compute_gradients(problem: Problem, d_output: Array, **extra: Any) -> StageGradients:
     """Gradients of a problem with respect to its query, and to its key and value per *query* head."""
-    stages = stages_of(problem)
+    stages = compute_stages(problem)
     query, key, value = (to_numpy(x) for x in (problem.query, problem.key, problem.value))
     key, value = (np.repeat(x, problem.group, axis=-3) for x in (key, value))
     slope: Any = 1.0
     if problem.score is not None:
-        slope = dense_values(derivative(problem.score), problem.extent, stages.scaled.reshape(problem.extent))
+        slope = evaluate_dense(derivative(problem.score), problem.extent, stages.scaled.reshape(problem.extent))
         slope = slope.reshape(stages.scaled.shape)
     keep = keep_factor(problem, np, slice(0, problem.n), slice(0, problem.m), np.float64)
     return backward(stages, query, key, value, d_output, scale=problem.scale, slope=slope, keep=keep, **extra)
@@ -174,7 +174,7 @@ class Reference(Kernel):
     """The definition as a kernel: float64, n² memory."""
 
     name = "reference"
-    describes = "the definition, dense float64 in NumPy, n² memory"
+    description = "the definition, dense float64 in NumPy, n² memory"
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
         """Nothing: the definition covers every problem."""
@@ -184,17 +184,17 @@ class Reference(Kernel):
         return 100.0
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
-        stages = stages_of(problem)
+        stages = compute_stages(problem)
         xp = namespace(problem.query)
 
-        def back(array: Array, dtype: str) -> Any:
-            return xp.astype(convert(array, problem.query), resolve(xp, dtype))
+        def to_framework(array: Array, dtype: str) -> Any:
+            return xp.astype(convert(array, problem.query), resolve_dtype(xp, dtype))
 
-        output, lse = back(stages.output, problem.dtype), back(stages.lse, "float64")
+        output, lse = to_framework(stages.output, problem.dtype), to_framework(stages.lse, "float64")
 
         def tiles() -> Iterator[Tile]:
             if problem.n and problem.m:
-                weights, masked = (back(array, "float64") for array in (stages.weights, stages.masked))
+                weights, masked = (to_framework(array, "float64") for array in (stages.weights, stages.masked))
                 yield Tile(slice(0, problem.n), slice(0, problem.m), weights, masked, lse)
 
-        return Result(output, lse, collect(problem, lse, tiles))
+        return Result(output, lse, accumulate_statistics(problem, lse, tiles))

@@ -13,46 +13,46 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import framework, namespace, resolve
+from .arrays import framework, namespace, resolve_dtype
 from .dropout import keep_factor
 from .formula.derivative import derivative
 from .formula.expression import Lookup, walk
 from .formula.render_array import evaluate
-from .formula.tile_ranges import Runs, find_runs
+from .formula.tile_ranges import TileRanges, find_tile_ranges
 from .kernel import Gradients, Kernel, Refusal, Result
 from .problem import Problem
-from .statistics import Tile, collect, slopes
+from .statistics import Tile, accumulate_statistics, statistic_gradients
 
-__all__ = ["Streaming", "Work", "backward", "forward", "observe", "tiles"]
+__all__ = ["Streaming", "TileOps", "backward", "compute_statistics", "forward", "tiles"]
 
 TILE_ELEMENTS = 1 << 20  # scores held at once, over all batches and heads
 KEY_BLOCK = 512
 
 
-class Work:
+class TileOps:
     """A problem with what every tile of it needs."""
 
     def __init__(self, problem: Problem, *others: Any) -> None:
         self.problem = problem
         self.xp = xp = namespace(problem.query)
-        self.dtype = resolve(xp, problem.accumulator)
-        self.place = {} if problem.framework == "numpy" else {"device": problem.query.device}
-        self.finite = all(bool(xp.all(xp.isfinite(x))) for x in (problem.query, problem.key, problem.value, *others))
+        self.dtype = resolve_dtype(xp, problem.accumulator)
+        self.device_options = {} if problem.framework == "numpy" else {"device": problem.query.device}
+        self.is_finite = all(bool(xp.all(xp.isfinite(x))) for x in (problem.query, problem.key, problem.value, *others))
 
     @cached_property
-    def runs(self) -> Runs:
+    def runs(self) -> TileRanges:
         problem = self.problem
         columns = min(KEY_BLOCK, 1 << max(problem.m - 1, 0).bit_length())
         rows = max(TILE_ELEMENTS // (max(problem.B * problem.H, 1) * columns), 1)
-        return find_runs(problem.mask, problem.extent, min(1 << (rows.bit_length() - 1), 1024), columns)
+        return find_tile_ranges(problem.mask, problem.extent, min(1 << (rows.bit_length() - 1), 1024), columns)
 
-    def blocks(self) -> Iterator[slice]:
+    def query_blocks(self) -> Iterator[slice]:
         """Blocks of queries."""
         size = self.runs.query_block
         for start in range(0, self.problem.n, size):
             yield slice(start, min(start + size, self.problem.n))
 
-    def columns(self, rows: slice) -> Iterator[tuple[slice, bool]]:
+    def key_blocks(self, rows: slice) -> Iterator[tuple[slice, bool]]:
         """Key blocks that some batch or head of these queries sees, and whether all of them see all of it."""
         runs = self.runs
         full: dict[int, int] = {}
@@ -67,7 +67,7 @@ class Work:
             stop = min(start + runs.key_block, self.problem.m)
             yield slice(start, stop), full[column] == runs.batches * runs.heads
 
-    def wide(self, array: Any, part: slice) -> Any:
+    def widen(self, array: Any, part: slice) -> Any:
         """Rows of query, key or value in the accumulator's dtype."""
         return self.xp.astype(array[..., part, :], self.dtype)
 
@@ -75,69 +75,71 @@ class Work:
         b, h, i, j = self.problem.positions(self.xp, rows, columns)
         return {"b": b, "h": h, "i": i, "j": j, "s": s, "n": self.problem.n, "m": self.problem.m}
 
-    def value_of(self, formula: Any, symbols: dict[str, Any], dtype: Any = None) -> Any:
+    def evaluate_formula(self, formula: Any, symbols: dict[str, Any], dtype: Any = None) -> Any:
         dtype = self.dtype if dtype is None else dtype
         symbols = {name: value for name, value in symbols.items() if value is not None}
         return evaluate(formula, symbols, xp=self.xp, float_dtype=dtype, like=self.problem.query)
 
-    def times(self, x: Any, slope: Any) -> Any:
+    def multiply_nan_safe(self, x: Any, slope: Any) -> Any:
         """x · slope. Where x is 0 so is the product, whatever the slope; its derivative by x is the slope there too."""
         xp = self.xp
         if isinstance(slope, float):
             return x * slope
         return x * xp.where((x == 0) & ~xp.isfinite(slope), self.full(0.0), slope)
 
-    def of_scores(self, formula: Any, rows: slice, columns: slice, masked: Any) -> Any:
+    def evaluate_on_scores(self, formula: Any, rows: slice, columns: slice, masked: Any) -> Any:
         """The values over a tile of a formula that reads the final scores as s; 0 where they hide the pair."""
         xp, hidden = self.xp, masked == -self.xp.inf
-        values = self.value_of(formula, self.symbols(rows, columns, xp.where(hidden, self.full(0.0), masked)))
+        values = self.evaluate_formula(formula, self.symbols(rows, columns, xp.where(hidden, self.full(0.0), masked)))
         return xp.where(hidden, self.full(0.0), xp.astype(values, self.dtype))
 
     def scaled(self, query: Any, columns: slice) -> Any:
         """Q Kᵀ · scale of a tile, (*lead, H, rows, columns); `query` is already wide."""
-        return self.dot_rows(query, self.wide(self.problem.key, columns)) * self.problem.scale
+        return self.dot_products(query, self.widen(self.problem.key, columns)) * self.problem.scale
 
     def masked(self, s: Any, rows: slice, columns: slice, full: bool) -> Any:
         """Scores after the score formula and the mask."""
         problem, xp = self.problem, self.xp
         if problem.score is not None:
-            s = xp.broadcast_to(self.value_of(problem.score, self.symbols(rows, columns, s)), s.shape)
+            s = xp.broadcast_to(self.evaluate_formula(problem.score, self.symbols(rows, columns, s)), s.shape)
             s = xp.astype(s, self.dtype)
         if problem.mask is not None and not full:
-            allowed = self.value_of(problem.mask, self.symbols(rows, columns), xp.float64)
+            allowed = self.evaluate_formula(problem.mask, self.symbols(rows, columns), xp.float64)
             s = xp.where(allowed, s, self.full(-xp.inf))
         return s
 
-    def onto_rows(self, weights: Any, array: Any) -> Any:
+    def sum_over_keys(self, weights: Any, array: Any) -> Any:
         """Σⱼ weights[i, j] · array[j], the rows of a key head shared by its group: (*lead, H, rows, width)."""
         rows = weights.shape[-2]
-        product = self.product(self.grouped(weights), array)
-        return self.xp.reshape(product, (*self.problem.lead, self.problem.H, rows, array.shape[-1]))
+        product = self.nan_safe_matmul(self.group_heads(weights), array)
+        return self.xp.reshape(product, (*self.problem.batch_shape, self.problem.H, rows, array.shape[-1]))
 
-    def onto_keys(self, weights: Any, array: Any) -> Any:
+    def sum_over_queries(self, weights: Any, array: Any) -> Any:
         """Σ weights[i, j] · array[i] over i and the heads of a group: (*lead, G, columns, width)."""
-        return self.product(self.xp.matrix_transpose(self.grouped(weights)), self.grouped(array))
+        return self.nan_safe_matmul(self.xp.matrix_transpose(self.group_heads(weights)), self.group_heads(array))
 
-    def dot_rows(self, array: Any, other: Any) -> Any:
+    def dot_products(self, array: Any, other: Any) -> Any:
         """array[i] · other[j]: (*lead, H, rows, columns)."""
-        product = self.grouped(array) @ self.xp.matrix_transpose(other)
+        product = self.group_heads(array) @ self.xp.matrix_transpose(other)
         return self.xp.reshape(product, (*array.shape[:-1], other.shape[-2]))
 
-    def grouped(self, array: Any) -> Any:
+    def group_heads(self, array: Any) -> Any:
         """(*lead, H, rows, width) with the heads of a group one below the other: (*lead, G, H / G · rows, width)."""
         problem = self.problem
-        return self.xp.reshape(array, (*problem.lead, problem.G, problem.group * array.shape[-2], array.shape[-1]))
+        return self.xp.reshape(
+            array, (*problem.batch_shape, problem.G, problem.group * array.shape[-2], array.shape[-1])
+        )
 
-    def halves(self, lse: Any) -> tuple[Any, Any]:
+    def split_lse(self, lse: Any) -> tuple[Any, Any]:
         """lse as a sum of two numbers of the accumulator's dtype, (..., rows, 1); 0 for rows that see nothing."""
         xp = self.xp
         lse = xp.where(lse == -xp.inf, xp.zeros_like(lse), lse)[..., None]
         high = xp.astype(lse, self.dtype)
         return high, xp.astype(lse - xp.astype(high, lse.dtype), self.dtype)
 
-    def product(self, weights: Any, array: Any) -> Any:
+    def nan_safe_matmul(self, weights: Any, array: Any) -> Any:
         """weights @ array, where a weight of 0 gives nothing even of NaN or ∞; weights on these are never negative."""
-        if self.finite:
+        if self.is_finite:
             return weights @ array
         xp = self.xp
         seen = xp.astype(weights != 0, self.dtype)
@@ -145,74 +147,74 @@ class Work:
             seen @ xp.astype(kind, self.dtype) > 0 for kind in (xp.isnan(array), array == xp.inf, array == -xp.inf)
         ]
         nan, up, down = counts
-        result = weights @ self.cleaned(array)
+        result = weights @ self.zero_nonfinite(array)
         for where_, value in ((up, xp.inf), (down, -xp.inf), (nan | (up & down), xp.nan)):
             result = xp.where(where_, self.full(value), result)
         return result
 
-    def cleaned(self, array: Any) -> Any:
+    def zero_nonfinite(self, array: Any) -> Any:
         """The array with 0 for NaN and ∞: in gradients a visible one already shows in the weights."""
-        return array if self.finite else self.xp.where(self.xp.isfinite(array), array, self.full(0.0))
+        return array if self.is_finite else self.xp.where(self.xp.isfinite(array), array, self.full(0.0))
 
     def full(self, value: float, *shape: int) -> Any:
-        return self.xp.full(shape, value, dtype=self.dtype, **self.place)
+        return self.xp.full(shape, value, dtype=self.dtype, **self.device_options)
 
     def sink(self, rows: int) -> Any:
         """The sinks as (*lead, H, rows) logits; −∞ where there are none."""
         problem, xp = self.problem, self.xp
         if problem.sinks is None:
-            return self.full(-xp.inf, *problem.lead, problem.H, rows)
-        return xp.broadcast_to(xp.astype(problem.sinks, self.dtype)[:, None], (*problem.lead, problem.H, rows))
+            return self.full(-xp.inf, *problem.batch_shape, problem.H, rows)
+        return xp.broadcast_to(xp.astype(problem.sinks, self.dtype)[:, None], (*problem.batch_shape, problem.H, rows))
 
 
-def forward(work: Work) -> tuple[Any, Any]:
+def forward(ops: TileOps) -> tuple[Any, Any]:
     """(output in the accumulator's dtype, lse in float64: weights made from it take on its error)."""
-    xp, problem = work.xp, work.problem
-    output = work.full(0.0, *problem.lead, problem.H, problem.n, problem.d_v)
-    lse = xp.astype(work.full(-xp.inf, *problem.lead, problem.H, problem.n), xp.float64)
-    for rows in work.blocks():
-        query = work.wide(problem.query, rows)
-        largest = work.sink(query.shape[-2])
+    xp, problem = ops.xp, ops.problem
+    output = ops.full(0.0, *problem.batch_shape, problem.H, problem.n, problem.d_v)
+    lse = xp.astype(ops.full(-xp.inf, *problem.batch_shape, problem.H, problem.n), xp.float64)
+    for rows in ops.query_blocks():
+        query = ops.widen(problem.query, rows)
+        largest = ops.sink(query.shape[-2])
         total = xp.astype(largest != -xp.inf, xp.float64)
         acc = xp.zeros_like(output[..., rows, :])  # its own memory: torch keeps it for second derivatives
-        for columns, full in work.columns(rows):
-            s = work.masked(work.scaled(query, columns), rows, columns, full)
+        for columns, full in ops.key_blocks(rows):
+            s = ops.masked(ops.scaled(query, columns), rows, columns, full)
             new = xp.maximum(largest, xp.max(s, axis=-1))
-            shift = xp.where(new == -xp.inf, work.full(0.0), new)
+            shift = xp.where(new == -xp.inf, ops.full(0.0), new)
             alpha = xp.exp(xp.astype(largest - shift, xp.float64))
             p = xp.exp(s - shift[..., None])
             total = total * alpha + xp.astype(xp.sum(p, axis=-1), xp.float64)
-            p = xp.astype(p * keep_factor(problem, xp, rows, columns), work.dtype)
-            values = work.onto_rows(p, work.wide(problem.value, columns))
-            acc = acc * xp.astype(alpha, work.dtype)[..., None] + values
+            p = xp.astype(p * keep_factor(problem, xp, rows, columns), ops.dtype)
+            values = ops.sum_over_keys(p, ops.widen(problem.value, columns))
+            acc = acc * xp.astype(alpha, ops.dtype)[..., None] + values
             largest = new
-        sees = total != 0  # NaN counts as seeing
-        safe = xp.where(sees, total, xp.ones_like(total))
-        output[..., rows, :] = acc / xp.astype(safe, work.dtype)[..., None]
-        lse[..., rows] = xp.astype(xp.where(sees, largest, work.full(-xp.inf)), xp.float64) + xp.log(safe)
+        has_visible_keys = total != 0  # NaN counts as seeing
+        safe = xp.where(has_visible_keys, total, xp.ones_like(total))
+        output[..., rows, :] = acc / xp.astype(safe, ops.dtype)[..., None]
+        lse[..., rows] = xp.astype(xp.where(has_visible_keys, largest, ops.full(-xp.inf)), xp.float64) + xp.log(safe)
     return output, lse
 
 
-def tiles(work: Work, lse: Any) -> Iterator[Tile]:
+def tiles(ops: TileOps, lse: Any) -> Iterator[Tile]:
     """Normalised weights of every tile that is not empty, before dropout."""
-    for rows in work.blocks():
-        for columns, _, masked, weights in row_tiles(work, rows, lse):
+    for rows in ops.query_blocks():
+        for columns, _, masked, weights in row_tiles(ops, rows, lse):
             yield Tile(rows, columns, weights, masked, lse[..., rows])
 
 
-def observe(work: Work, lse: Any) -> tuple[Any, ...]:
+def compute_statistics(ops: TileOps, lse: Any) -> tuple[Any, ...]:
     """The problem's statistics, from the normaliser and a second pass over the tiles."""
-    return collect(work.problem, lse, lambda: tiles(work, lse))
+    return accumulate_statistics(ops.problem, lse, lambda: tiles(ops, lse))
 
 
-def row_tiles(work: Work, rows: slice, lse: Any) -> Iterator[tuple[slice, Any, Any, Any]]:
+def row_tiles(ops: TileOps, rows: slice, lse: Any) -> Iterator[tuple[slice, Any, Any, Any]]:
     """(columns, scaled scores, final scores S, weights) of some queries' tiles: P = exp(S − lse), 0 where S is −∞."""
-    query = work.wide(work.problem.query, rows)
-    high, low = work.halves(lse[..., rows])
-    for columns, full in work.columns(rows):
-        scaled = work.scaled(query, columns)
-        masked = work.masked(scaled, rows, columns, full)
-        yield columns, scaled, masked, work.xp.exp((masked - high) - low)
+    query = ops.widen(ops.problem.query, rows)
+    high, low = ops.split_lse(lse[..., rows])
+    for columns, full in ops.key_blocks(rows):
+        scaled = ops.scaled(query, columns)
+        masked = ops.masked(scaled, rows, columns, full)
+        yield columns, scaled, masked, ops.xp.exp((masked - high) - low)
 
 
 def backward(
@@ -227,7 +229,7 @@ def backward(
         P = exp(S − lse)    dV = (P ∘ keep)ᵀ dO    dP = (dO Vᵀ) ∘ keep + d_weights
         dS = P ∘ (dP − rowsum(P ∘ dP) + d_lse) + d_scores    dQ = dS K · scale    dK = dSᵀ Q · scale
 
-    where d_weights, d_scores and a part of d_lse are what the statistics' gradients add (`observe.Slopes`).
+    where d_weights, d_scores and a part of d_lse are what the statistics' gradients add (`statistics.StatisticGradients`).
 
     Parameters
     ----------
@@ -235,49 +237,49 @@ def backward(
     d_seen : for each statistic of `problem.see` the gradient of its first array, or None
     saved : (output, lse) of the forward pass; computed again where None, which makes the result differentiable
     """
-    work = Work(problem, d_output)
-    xp = work.xp
-    output, lse = forward(work) if saved is None else (xp.astype(saved[0], work.dtype), saved[1])
-    d_output = xp.astype(d_output, work.dtype)
+    ops = TileOps(problem, d_output)
+    xp = ops.xp
+    output, lse = forward(ops) if saved is None else (xp.astype(saved[0], ops.dtype), saved[1])
+    d_output = xp.astype(d_output, ops.dtype)
     row = xp.sum(d_output * output, axis=-1)
-    seen = slopes(problem, lse, lambda: tiles(work, lse), d_seen)
+    seen = statistic_gradients(problem, lse, lambda: tiles(ops, lse), d_seen)
     for part in (d_lse, seen.lse):
-        row = row if part is None else row - xp.astype(part, work.dtype)
-    d_query, d_key, d_value = (work.full(0.0, *x.shape) for x in (problem.query, problem.key, problem.value))
-    scorer = Scorer(work)
-    for rows in work.blocks():
+        row = row if part is None else row - xp.astype(part, ops.dtype)
+    d_query, d_key, d_value = (ops.full(0.0, *x.shape) for x in (problem.query, problem.key, problem.value))
+    score_gradients = ScoreGradients(ops)
+    for rows in ops.query_blocks():
         d_o, d_row = d_output[..., rows, :], row[..., rows]
-        for columns, _, masked, p in row_tiles(work, rows, lse) if seen.weights is not None else ():
-            d_row = d_row + xp.sum(p * work.of_scores(seen.weights, rows, columns, masked), axis=-1)
-        for columns, scaled, masked, p in row_tiles(work, rows, lse):
+        for columns, _, masked, p in row_tiles(ops, rows, lse) if seen.weights is not None else ():
+            d_row = d_row + xp.sum(p * ops.evaluate_on_scores(seen.weights, rows, columns, masked), axis=-1)
+        for columns, scaled, masked, p in row_tiles(ops, rows, lse):
             keep = keep_factor(problem, xp, rows, columns)
-            d_p = work.dot_rows(d_o, work.wide(problem.value, columns))
+            d_p = ops.dot_products(d_o, ops.widen(problem.value, columns))
             if problem.dropout:
-                d_p = work.times(keep, d_p)
+                d_p = ops.multiply_nan_safe(keep, d_p)
             if seen.weights is not None:
-                d_p = d_p + work.of_scores(seen.weights, rows, columns, masked)
-            d_masked = xp.where(p == 0, work.full(0.0), xp.astype(p * (d_p - d_row[..., None]), work.dtype))
+                d_p = d_p + ops.evaluate_on_scores(seen.weights, rows, columns, masked)
+            d_masked = xp.where(p == 0, ops.full(0.0), xp.astype(p * (d_p - d_row[..., None]), ops.dtype))
             if seen.scores is not None:
-                d_masked = d_masked + work.of_scores(seen.scores, rows, columns, masked)
-            scorer.add(d_masked, scaled, rows, columns)
-            d_s = work.times(d_masked, scorer.slope(scaled, rows, columns)) * problem.scale
-            d_query[..., rows, :] += work.onto_rows(d_s, work.cleaned(work.wide(problem.key, columns)))
-            d_key[..., columns, :] += work.onto_keys(d_s, work.cleaned(work.wide(problem.query, rows)))
-            d_value[..., columns, :] += work.onto_keys(xp.astype(p * keep, work.dtype), d_o)
-        scorer.add_sinks(d_row, lse[..., rows])
-    narrow = {
+                d_masked = d_masked + ops.evaluate_on_scores(seen.scores, rows, columns, masked)
+            score_gradients.add(d_masked, scaled, rows, columns)
+            d_s = ops.multiply_nan_safe(d_masked, score_gradients.slope(scaled, rows, columns)) * problem.scale
+            d_query[..., rows, :] += ops.sum_over_keys(d_s, ops.zero_nonfinite(ops.widen(problem.key, columns)))
+            d_key[..., columns, :] += ops.sum_over_queries(d_s, ops.zero_nonfinite(ops.widen(problem.query, rows)))
+            d_value[..., columns, :] += ops.sum_over_queries(xp.astype(p * keep, ops.dtype), d_o)
+        score_gradients.add_sinks(d_row, lse[..., rows])
+    input_gradients = {
         name: xp.astype(gradient, problem.query.dtype)
         for name, gradient in (("query", d_query), ("key", d_key), ("value", d_value))
     }
-    tables, sinks = scorer.gradients()
-    return Gradients(**narrow, tables=tables, sinks=sinks)
+    tables, sinks = score_gradients.gradients()
+    return Gradients(**input_gradients, tables=tables, sinks=sinks)
 
 
-class Scorer:
+class ScoreGradients:
     """d score / d s, and the gradients of the score's tables and of the sinks, summed tile by tile."""
 
-    def __init__(self, work: Work) -> None:
-        self.work, problem = work, work.problem
+    def __init__(self, ops: TileOps) -> None:
+        self.ops, problem = ops, ops.problem
         self.d_s = None if problem.score is None else derivative(problem.score)
         nodes = [] if problem.score is None else walk(problem.score)
         self.lookups = [
@@ -285,36 +287,36 @@ class Scorer:
             for node in nodes
             if problem.score is not None and isinstance(node, Lookup) and node.kind == "float"
         ]
-        self.tables = {id(node.table): work.full(0.0, *node.table.shape) for node, _ in self.lookups}
-        self.sinks = None if problem.sinks is None else work.full(0.0, problem.H)
+        self.tables = {id(node.table): ops.full(0.0, *node.table.shape) for node, _ in self.lookups}
+        self.sinks = None if problem.sinks is None else ops.full(0.0, problem.H)
 
     def slope(self, scaled: Any, rows: slice, columns: slice) -> Any:
         """d score / d s over a tile, or 1.0."""
-        return 1.0 if self.d_s is None else self.work.value_of(self.d_s, self.work.symbols(rows, columns, scaled))
+        return 1.0 if self.d_s is None else self.ops.evaluate_formula(self.d_s, self.ops.symbols(rows, columns, scaled))
 
     def add(self, d_masked: Any, scaled: Any, rows: slice, columns: slice) -> None:
         """Each table's entry gains Σ dS · d score / d entry over the pairs that read it."""
-        work, xp = self.work, self.work.xp
-        symbols = work.symbols(rows, columns, scaled)
+        ops, xp = self.ops, self.ops.xp
+        symbols = ops.symbols(rows, columns, scaled)
         for node, slope in self.lookups:
-            share = work.times(d_masked, work.value_of(slope, symbols))
+            share = ops.multiply_nan_safe(d_masked, ops.evaluate_formula(slope, symbols))
             index = tuple(
-                xp.broadcast_to(xp.clip(work.value_of(a, symbols), 0, length - 1), d_masked.shape)
+                xp.broadcast_to(xp.clip(ops.evaluate_formula(a, symbols), 0, length - 1), d_masked.shape)
                 for a, length in zip(node.arguments, node.table.shape, strict=True)
             )
-            _add_at(self.tables[id(node.table)], index, share)
+            _scatter_add(self.tables[id(node.table)], index, share)
 
     def add_sinks(self, d_row: Any, lse: Any) -> None:
         """dsink_h = −Σ exp(sink_h − lse) (rowsum(P ∘ dP) − d_lse)."""
         if self.sinks is not None:
-            high, low = self.work.halves(lse)
-            p = self.work.xp.exp(self.work.sink(lse.shape[-1]) - high[..., 0] - low[..., 0])
-            sums = self.work.xp.sum(-p * d_row, axis=-1)
-            self.sinks += self.work.xp.sum(self.work.xp.reshape(sums, (-1, self.sinks.shape[0])), axis=0)
+            high, low = self.ops.split_lse(lse)
+            p = self.ops.xp.exp(self.ops.sink(lse.shape[-1]) - high[..., 0] - low[..., 0])
+            sums = self.ops.xp.sum(-p * d_row, axis=-1)
+            self.sinks += self.ops.xp.sum(self.ops.xp.reshape(sums, (-1, self.sinks.shape[0])), axis=0)
 
     def gradients(self) -> tuple[tuple[Any, ...], Any]:
         """(per table of the problem or None, sinks or None)."""
-        xp, problem = self.work.xp, self.work.problem
+        xp, problem = self.ops.xp, self.ops.problem
         tables = tuple(
             xp.astype(self.tables[id(t)], t.array.dtype) if id(t) in self.tables else None for t in problem.tables
         )
@@ -323,22 +325,22 @@ class Scorer:
         return tables, xp.astype(self.sinks, problem.sinks.dtype)
 
 
-def _add_at(target: Any, index: tuple[Any, ...], values: Any) -> None:
+def _scatter_add(target: Any, index: tuple[Any, ...], values: Any) -> None:
     """target[index] += values where indices repeat, in a fixed order, so that reruns give the same bits."""
-    place: Any = 0
+    flat_index: Any = 0
     for part, length in zip(index, target.shape, strict=True):
-        place = place * length + part
+        flat_index = flat_index * length + part
     if framework(target) == "torch":
-        target.view(-1).index_add_(0, place.reshape(-1), values.reshape(-1))
+        target.view(-1).index_add_(0, flat_index.reshape(-1), values.reshape(-1))
     else:
-        np.add.at(target.reshape(-1), place, values)
+        np.add.at(target.reshape(-1), flat_index, values)
 
 
 class Streaming(Kernel):
     """Tiles in plain array operations."""
 
     name = "streaming"
-    describes = "tiles in plain array operations (NumPy, torch on any device), O(n) memory"
+    description = "tiles in plain array operations (NumPy, torch on any device), O(n) memory"
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
         """Nothing: every problem streams."""
@@ -348,7 +350,7 @@ class Streaming(Kernel):
         return 10.0
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
-        work = Work(problem)
+        ops = TileOps(problem)
         with np.errstate(all="ignore"):  # what the mask hides may overflow
-            output, lse = forward(work)
-        return Result(work.xp.astype(output, problem.query.dtype), lse, seen=observe(work, lse))
+            output, lse = forward(ops)
+        return Result(ops.xp.astype(output, problem.query.dtype), lse, seen=compute_statistics(ops, lse))

@@ -17,11 +17,11 @@ from .statistics import Statistic, StatisticBase
 
 __all__ = [
     "Formula",
+    "broadcast_inputs",
     "check_arrays",
     "check_choice",
     "check_device",
     "check_threads",
-    "one_number",
     "read_dropout",
     "read_mask",
     "read_scale",
@@ -29,12 +29,12 @@ __all__ = [
     "read_seed",
     "read_sinks",
     "read_statistics",
-    "shaped",
+    "scalar_formula",
 ]
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
 
-LARGEST_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # by what scores are computed in
+MAX_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # by what scores are computed in
 
 
 def read_mask(mask: Formula) -> Expression | None:
@@ -55,7 +55,7 @@ def read_mask(mask: Formula) -> Expression | None:
             "a condition, True attends: a formula or a boolean array",
             "mask=sightline.causal(), or numpy.asarray(mask) of True and False",
         )
-    expression = from_function.formula(mask, "mask", "b h i j")
+    expression = from_function.to_formula(mask, "mask", "b h i j")
     if expression.kind != "bool":
         raise MaskError(
             f"mask is {expression}, which is a number",
@@ -73,7 +73,7 @@ def read_score(score: Formula) -> Expression | None:
     """A score as a formula: a formula or a FlexAttention score_mod."""
     if score is None:
         return None
-    expression = from_function.formula(score, "score", "s b h i j")
+    expression = from_function.to_formula(score, "score", "s b h i j")
     if expression.kind == "bool":
         raise MaskError(f"score is {expression}, a condition", "a number", "pass conditions as mask=")
     return expression
@@ -87,7 +87,7 @@ def check_arrays(named: dict[str, Any]) -> None:
             raise DtypeError(
                 f"{name} has dtype {arrays.dtype_name(array)}", ", ".join(arrays.FLOATS), f"cast {name} to one of these"
             )
-        if not arrays.strided(array):
+        if not arrays.is_strided(array):
             raise DtypeError(
                 f"{name} is masked or sparse",
                 "plain arrays",
@@ -95,17 +95,21 @@ def check_arrays(named: dict[str, Any]) -> None:
             )
     kinds = {name: arrays.framework(array) for name, array in named.items()}
     if set(kinds.values()) - {"numpy", "torch"} or len(set(kinds.values())) > 1:
-        raise DeviceError(_list(kinds), "query, key and value all from NumPy or all from torch", "convert them first")
+        raise DeviceError(
+            _format_items(kinds), "query, key and value all from NumPy or all from torch", "convert them first"
+        )
     for what, error, describe in (
         ("dtype", DtypeError, arrays.dtype_name),
         ("device", DeviceError, arrays.device),
     ):
         found = {name: describe(array) for name, array in named.items()}
         if len(set(found.values())) > 1:
-            raise error(f"{what} of {_list(found)}", f"one {what} for all", f"move key and value to query's {what}")
+            raise error(
+                f"{what} of {_format_items(found)}", f"one {what} for all", f"move key and value to query's {what}"
+            )
 
 
-def shaped(named: dict[str, Any]) -> list[Any]:
+def broadcast_inputs(named: dict[str, Any]) -> list[Any]:
     """query, key and value with a head axis and one set of leading axes."""
     shapes = {name: tuple(array.shape) for name, array in named.items()}
 
@@ -135,13 +139,13 @@ def shaped(named: dict[str, Any]) -> list[Any]:
     if q[:-3] == k[:-3] == v[:-3]:
         return list(named.values())
     try:
-        lead = _broadcast(q[:-3], k[:-3], v[:-3])
+        batch_shape = _broadcast_shapes(q[:-3], k[:-3], v[:-3])
     except ValueError:
         raise refuse("leading axes that do not broadcast", "make them equal, or 1") from None
-    return [arrays.broadcast_to(x, (*lead, *x.shape[-3:])) for x in named.values()]
+    return [arrays.broadcast_to(x, (*batch_shape, *x.shape[-3:])) for x in named.values()]
 
 
-def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+def _broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """NumPy's broadcasting of shapes, for lengths that may be torch's symbols. ValueError where they do not fit."""
     joined: list[int] = []
     for axis in range(-max(map(len, shapes)), 0):
@@ -168,7 +172,7 @@ def read_sinks(sinks: Any, query: Any) -> Any:
     return arrays.convert(sinks, query)
 
 
-def one_number(what: str, array: Any) -> Expression:
+def scalar_formula(what: str, array: Any) -> Expression:
     """A learned number as a formula, which keeps its gradient."""
     if math.prod(array.shape) != 1:
         raise ParameterError(
@@ -184,7 +188,7 @@ def read_scale(scale: Any, query: Any) -> float:
         value = float(scale)
     except (TypeError, ValueError, OverflowError):
         value = math.nan
-    largest = LARGEST_SCALE[arrays.accumulator(arrays.dtype_name(query))]
+    largest = MAX_SCALE[arrays.accumulator(arrays.dtype_name(query))]
     if not abs(value) <= largest:
         allowed = f"a finite number, at most ±{largest:.2g}"
         raise ParameterError(f"scale={scale!r}", allowed, "leave scale=None for 1/√d_k")
@@ -216,7 +220,7 @@ def read_statistics(see: Any) -> tuple[Statistic, ...]:
     for entry in listed:
         if not isinstance(entry, StatisticBase):
             raise ParameterError(f"see={see!r}", "a list of statistics", "see=[sightline.lse(), sightline.weights()]")
-    return tuple([statistic.mapped(read_mask) for statistic in listed])
+    return tuple([statistic.map_formulas(read_mask) for statistic in listed])
 
 
 def check_choice(kernel: Any, threads: Any) -> None:
@@ -241,5 +245,5 @@ def check_device(what: str, array: Any, query: Any) -> None:
         )
 
 
-def _list(found: dict[str, Any]) -> str:
+def _format_items(found: dict[str, Any]) -> str:
     return ", ".join(f"{name}: {value}" for name, value in found.items())

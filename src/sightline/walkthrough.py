@@ -35,7 +35,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 TEXT = "the cat ate the rat"
 VOCABULARY = {" ": 0, "a": 1, "c": 2, "e": 3, "h": 4, "t": 5, "r": 6, "at": 7, "th": 8, "the": 9}
-WORDS = ("the",)  # written without the space they carry
+WHOLE_WORDS = ("the",)  # written without the space they carry
 MERGES = (("a", "t"), ("t", "h"), (" ", "th", "e"))
 MASKS = "none, causal or window:N"
 
@@ -54,27 +54,29 @@ def tokenize(text: str) -> list[int]:
     >>> tokenize("the cat ate the rat")
     [9, 0, 2, 7, 0, 7, 3, 9, 0, 6, 7]
     """
-    known = sorted(piece for piece in VOCABULARY if len(piece) == 1)
-    unknown = sorted(set(text) - set(known))
-    if unknown or not text:
+    characters = sorted(piece for piece in VOCABULARY if len(piece) == 1)
+    unknown_characters = sorted(set(text) - set(characters))
+    if unknown_characters or not text:
         raise ParameterError(
-            f"a text with {', '.join(map(repr, unknown))}, outside the vocabulary" if unknown else "an empty text",
-            "the characters " + " ".join(map(repr, known)),
+            f"a text with {', '.join(map(repr, unknown_characters))}, outside the vocabulary"
+            if unknown_characters
+            else "an empty text",
+            "the characters " + " ".join(map(repr, characters)),
             f"write it with these, as in {TEXT!r}",
         )
     pieces = [" ", *text]
     for merge in MERGES:
-        pieces = _merged(pieces, merge)
+        pieces = _merge_pieces(pieces, merge)
     return [VOCABULARY[piece.strip() or " "] for piece in pieces]
 
 
 def detokenize(tokens: list[int]) -> str:
     """The text that `tokenize` turned into these tokens."""
     pieces = {number: piece for piece, number in VOCABULARY.items()}
-    return "".join(" " + pieces[t] if pieces[t] in WORDS else pieces[t] for t in tokens)[1:]
+    return "".join(" " + pieces[t] if pieces[t] in WHOLE_WORDS else pieces[t] for t in tokens)[1:]
 
 
-def _merged(pieces: list[str], merge: tuple[str, ...]) -> list[str]:
+def _merge_pieces(pieces: list[str], merge: tuple[str, ...]) -> list[str]:
     """The pieces with every run of `merge`, left to right, joined."""
     result: list[str] = []
     at = 0
@@ -148,15 +150,15 @@ class Walkthrough:
         """The followed pair, stage by stage."""
         query, key = self.pair
         stages = self.stages
-        given = float(stages.weights[query, key])
+        weight = float(stages.weights[query, key])
         return [
             Step("dot product before rotation", "q · k", float(self.query[query] @ self.key[key])),
             Step("score", "R q · R k", float(stages.scores[query, key])),
             Step("scaled", f"score / √{self.d_k}", float(stages.scaled[query, key])),
             Step("masked", "scaled where allowed, else −∞", float(stages.masked[query, key])),
             Step("normaliser", "lse = ln Σ exp(masked) over the keys", float(stages.lse[query])),
-            Step("weight", "exp(masked − lse)", given),
-            Step("share of the output", "‖weight · v‖", given * float(np.linalg.norm(self.value[key]))),
+            Step("weight", "exp(masked − lse)", weight),
+            Step("share of the output", "‖weight · v‖", weight * float(np.linalg.norm(self.value[key]))),
         ]
 
 
@@ -197,15 +199,15 @@ def walk_through(
     """
     tokens = tokenize(text)
     formula = named_mask(mask)
-    _check(d_model, d_k, seed)
+    _validate(d_model, d_k, seed)
     n = len(tokens)
     pair = _default_pair(tokens) if pair is None else pair
     if not all(0 <= at < n for at in pair):
         raise ParameterError(f"pair {pair}", f"positions from 0 to {n - 1}", f"pair {_default_pair(tokens)}")
     rng = np.random.default_rng(seed)
     embedded = rng.standard_normal((len(VOCABULARY), d_model))[tokens]
-    spread = math.sqrt(2 / (d_model + d_k))
-    w_q, w_k, w_v = (spread * rng.standard_normal((d_model, d_k)) for _ in range(3))
+    standard_deviation = math.sqrt(2 / (d_model + d_k))
+    w_q, w_k, w_v = (standard_deviation * rng.standard_normal((d_model, d_k)) for _ in range(3))
     query, key, value = embedded @ w_q, embedded @ w_k, embedded @ w_v
     rotated_query, rotated_key = rotary(query), rotary(key)
     allowed = True if formula is None else formula.array(n)
@@ -233,7 +235,7 @@ def _default_pair(tokens: list[int]) -> tuple[int, int]:
     return 0, len(tokens) - 1
 
 
-def _check(d_model: int, d_k: int, seed: int) -> None:
+def _validate(d_model: int, d_k: int, seed: int) -> None:
     if d_model < 1:
         raise ParameterError(f"d_model {d_model}", "a width of at least 1", "512")
     if d_k < 2 or d_k % 2:

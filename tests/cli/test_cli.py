@@ -12,16 +12,16 @@ import pytest
 from rich.console import Console
 
 from sightline import __version__, attention, padding, weights
-from sightline.accuracy import plain
-from sightline.cli import heads, main
-from sightline.cli.demo_command import budget, compare, errors
+from sightline.accuracy import compute_baseline
+from sightline.cli import head_patterns, main
+from sightline.cli.demo_command import budget_shares, compare_times, largest_differences
 from sightline.cli.explain_command import explain
 from sightline.cli.info_command import PACKAGES, SAMPLES, support
 from sightline.data import NAMES, load
 from sightline.dispatch import KERNELS
 from sightline.errors import ParameterError
-from sightline.gpu.tuning.cache import DRIVERS
-from sightline.problem import pose
+from sightline.gpu.tuning.cache import DRIVER_VERSION_FILES
+from sightline.problem import make_problem
 from sightline.testing import assert_within_budget
 from sightline.walkthrough import walk_through
 
@@ -133,7 +133,7 @@ def test_info_says_what_kernels_say(run):
     code, out, _ = run("info")
     assert code == 0
     for kernel in KERNELS:
-        assert kernel.describes.split()[0] in out
+        assert kernel.description.split()[0] in out
     assert np.__version__ in out
     for name in PACKAGES:
         assert re.search(rf"^{name} ", out, re.M)
@@ -153,14 +153,14 @@ def test_info_tells_of_a_gpu_where_torch_sees_one(run, monkeypatch, tmp_path):
     on_device = support(kernels(), "cpu")
     assert set(on_device["fused"]) == set(SAMPLES)
     monkeypatch.setattr("sightline.cli.info_command.support", lambda kernels=KERNELS, device=None: on_device)
-    monkeypatch.setattr("sightline.cli.info_command.sees_gpu", lambda: True)
+    monkeypatch.setattr("sightline.cli.info_command.has_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setenv("SIGHTLINE_CACHE", str(tmp_path))
     _, out, _ = run("info")
     assert f"NVIDIAH200;0kernelstuned,in{tmp_path}/tuned" in "".join(out.split())
     assert "Kernels on the GPU" in out
     assert "fused: the arrays are on cpu (move them to a CUDA device)" in out
-    monkeypatch.setattr("sightline.cli.info_command.sees_gpu", lambda: False)
+    monkeypatch.setattr("sightline.cli.info_command.has_gpu", lambda: False)
     _, out, _ = run("info")
     assert "none that torch sees" in out
 
@@ -186,7 +186,7 @@ def test_demo(run, tmp_path):
     before = r"^← +the token before +layer 0, head 2 +1\.00 *$"  # the first query, which has none, is left out
     assert re.search(before, out, re.M)
     assert (tmp_path / "demo-heads.png").read_bytes().startswith(b"\x89PNG")
-    assert "whale" in (tmp_path / "demo-heads.html").read_text() or heads.model_folder() is None
+    assert "whale" in (tmp_path / "demo-heads.html").read_text() or head_patterns.model_folder() is None
 
 
 @pytest.mark.parametrize("layer", [0, 3])
@@ -195,18 +195,18 @@ def test_the_models_own_numbers_within_rounding(layer):
     cat = load("minilm_cat")
     given, mask = cat.layers[layer], padding(cat.lengths)
     out, (seen,) = attention(given.query, given.key, given.value, mask=mask, see=[weights()])
-    assert max(budget(given, mask, out, seen)) <= 1
-    rough = plain(pose(given.query, given.key, given.value, mask=mask))
+    assert max(budget_shares(given, mask, out, seen)) <= 1
+    rough = compute_baseline(make_problem(given.query, given.key, given.value, mask=mask))
     assert_within_budget(out, given.output.astype(float), rough.output)  # no farther from the model than plain NumPy is
     assert_within_budget(seen, given.weights.astype(float), rough.weights)
-    ours, models, between = errors(given, mask, out, seen).values()
+    ours, models, between = largest_differences(given, mask, out, seen).values()
     assert all(b <= o + m for o, m, b in zip(ours, models, between, strict=True))
     assert not seen[0, :, :, cat.lengths[0] :].any()
 
 
 def test_comparison_times_every_contender():
     arrays = [np.ones((1, 2, 8, 4), np.float32)] * 3
-    times = compare(arrays, np.array([5]), 2)
+    times = compare_times(arrays, np.array([5]), 2)
     assert list(times) == ["Sightline", "torch SDPA", "NumPy"]
     assert min(times.values()) > 0
 
@@ -228,10 +228,10 @@ def test_demo_without_torch_and_matplotlib(run, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("colours", ["truecolor", "256", "standard", None])
 def test_every_head_has_its_cell(colours):
-    found = heads.by_activations()
+    found = head_patterns.analyse_activations()
     console = Console(force_terminal=colours is not None, color_system=colours, width=80, file=io.StringIO())
     with console.capture() as captured:
-        console.print(heads.atlas(console, found))
+        console.print(head_patterns.pattern_map(console, found))
     assert ("48;" in captured.get()) == (colours in ("truecolor", "256"))
     first, *lines = re.sub(r"\x1b\[[\d;]*m", "", captured.get()).splitlines()
     assert first.split() == [*map(str, range(12)), "head"]
@@ -260,5 +260,7 @@ def test_commands_load_no_framework_they_do_not_need():
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     first, later = json.loads(result.stdout.splitlines()[-1])
     assert not {"torch", "keras", "matplotlib", "rich", "llvmlite"} & set(first)
-    for_gpu = {"torch"} if any(path.exists() for path in DRIVERS) else set()  # `info` asks torch which GPU it sees
+    for_gpu = (
+        {"torch"} if any(path.exists() for path in DRIVER_VERSION_FILES) else set()
+    )  # `info` asks torch which GPU it sees
     assert not ({"torch", "keras", "matplotlib"} - for_gpu) & set(later)

@@ -94,7 +94,7 @@ def test_long_texts_are_asked_for_in_linear_memory(monkeypatch):
 def test_opened_in_the_browser(fake, tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)
-    path = view(str(tmp_path), TEXTS[:1], output=str(tmp_path / "page.html"), opening=True, load=fake["load"])
+    path = view(str(tmp_path), TEXTS[:1], output=str(tmp_path / "page.html"), open_browser=True, load=fake["load"])
     assert opened == [path.as_uri()]
 
 

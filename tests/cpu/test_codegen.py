@@ -13,7 +13,7 @@ from sightline.cpu.codegen import math as codegen_math
 from sightline.cpu.codegen.render import LLVM_RULES
 from sightline.cpu.runtime.machine import host
 from sightline.formula.operators import OPERATORS
-from sightline.problem import pose
+from sightline.problem import make_problem
 from sightline.testing import assert_conforms
 
 
@@ -23,17 +23,17 @@ def test_elementary_functions_keep_their_promise(name, dtype):
     check_promise(name, dtype)
 
 
-@pytest.mark.skipif(not host().scalef, reason="no AVX-512")
+@pytest.mark.skipif(not host().has_scalef, reason="no AVX-512")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_powers_by_scaling_are_those_by_bits(dtype):
     """Whole vectors of 64 bytes: the same polynomial, so the same numbers wherever the result is normal."""
     x = -np.geomspace(1e-30, 1000 if dtype == np.float64 else 120, 512).astype(dtype)
     x[:6] = 0, -1, -0.5, -np.inf, np.nan, -126.0
 
-    def in_vectors(code, value):
+    def in_vectors(builder, value):
         lanes = 64 // dtype(0).itemsize
         parts = [value.pick(range(k, k + lanes)) for k in range(0, LANES, lanes)]
-        found = [codegen_math.exp2_by_scaling(code, part) for part in parts]
+        found = [codegen_math.exp2_by_scaling(builder, part) for part in parts]
         return found[0] if len(found) == 1 else found[0].beside(found[1])
 
     by_bits, by_scaling = applied(codegen_math.exp2_of_negative, x), applied(in_vectors, x)
@@ -88,7 +88,7 @@ def test_tables_spread_beyond_32_bits_are_read_where_they_lie():
     spread[:] = [0.0, 5.0, -5.0]
     q, k, v = arrays(n=3, m=3)
     score = s + sightline.table(spread)[j]
-    assert_conforms(Cpu().run, pose(q, k, v, score=score))
+    assert_conforms(Cpu().run, make_problem(q, k, v, score=score))
 
 
 def test_lse_does_not_lose_with_its_length(rng):
@@ -96,5 +96,5 @@ def test_lse_does_not_lose_with_its_length(rng):
     times = 1 << 12
     query, key = (rng.normal(size=(1, 1, length, 8)).astype(np.float32) for length in (40, 64))
     keys = np.tile(key, (1, 1, times, 1))
-    once, often = (Cpu().run(pose(query, x, x)).lse for x in (key, keys))
+    once, often = (Cpu().run(make_problem(query, x, x)).lse for x in (key, keys))
     assert (abs(np.expm1(often - math.log(times) - once)) <= np.finfo(np.float32).eps / 2).all()

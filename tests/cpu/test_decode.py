@@ -12,8 +12,8 @@ from sightline.cpu.kernels import decode
 from sightline.cpu.launch import decode as launch_decode
 from sightline.cpu.launch import forward as launch_forward
 from sightline.cpu.runtime.processor import HOST
-from sightline.problem import pose
-from sightline.testing import assert_conforms, guarded
+from sightline.problem import make_problem
+from sightline.testing import assert_conforms, with_guards
 from strategies import DTYPES
 
 MASKS = {
@@ -64,7 +64,7 @@ def test_drawn_problems(dtype, taken):
         x = arrays(dtype, (), 2 * group, 2, queries, keys, width, 160 - 2 * width, seed)
         if "sinks" in extra:
             extra = {"sinks": np.linspace(-1, 1, 2 * group).astype(np.float32)}
-        assert_conforms(Cpu().run, pose(*(y[None] for y in x), mask=MASKS[mask], see=[lse()], **extra))
+        assert_conforms(Cpu().run, make_problem(*(y[None] for y in x), mask=MASKS[mask], see=[lse()], **extra))
 
     conforms()
     assert all(taken)
@@ -74,13 +74,13 @@ def test_drawn_problems(dtype, taken):
 def test_tables_and_heads(taken):
     x = arrays("float32", n=3)
     score = s - table(np.linspace(0, 1, 8))[h] * (i + m - n - j) * 0.01
-    assert_conforms(Cpu().run, pose(*x, score=score, mask=padding(np.array([1100, 700]))))
+    assert_conforms(Cpu().run, make_problem(*x, score=score, mask=padding(np.array([1100, 700]))))
     assert taken == [True]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_bits_for_any_number_of_threads(dtype, taken):
-    problem = pose(*arrays(dtype, (1,), 4, 1, 5, 9000), mask=causal("lower right"))
+    problem = make_problem(*arrays(dtype, (1,), 4, 1, 5, 9000), mask=causal("lower right"))
     first = Cpu().run(problem, 1)
     for threads in (2, 3, 7):
         again = Cpu().run(problem, threads)
@@ -93,14 +93,14 @@ def test_the_same_bits_for_any_number_of_threads(dtype, taken):
 def test_hidden_nan_is_the_forward_kernels(dtype, taken):
     q, k, v = arrays(dtype)
     k[..., 1000:, :], v[..., 1000:, :] = np.nan, np.inf
-    assert_conforms(Cpu().run, pose(q, k, v, mask=j < 1000))
+    assert_conforms(Cpu().run, make_problem(q, k, v, mask=j < 1000))
     assert taken == [False]
 
 
 def test_no_byte_outside_is_read():
     q, k, v = arrays("float32", (1,), n=2, m=515)
-    (k, k_unharmed), (v, v_unharmed) = guarded(k), guarded(v)
-    assert_conforms(Cpu().run, pose(q, k, v))
+    (k, k_unharmed), (v, v_unharmed) = with_guards(k), with_guards(v)
+    assert_conforms(Cpu().run, make_problem(q, k, v))
     k_unharmed()
     v_unharmed()
 
@@ -118,8 +118,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_cannot_serve_goes_forward(name, taken):
     x, options = REFUSED[name]
-    assert not launch_decode.decodes(pose(*x, **options), HOST)
-    assert_conforms(Cpu().run, pose(*x, **options))
+    assert not launch_decode.can_decode(make_problem(*x, **options), HOST)
+    assert_conforms(Cpu().run, make_problem(*x, **options))
     assert not taken
 
 
@@ -131,18 +131,18 @@ def test_a_cache_is_read_in_place(taken):
     output = sightline.attention(q, cache, mask=cache.causal(1))
     assert taken == [True]
     assert np.array_equal(output, sightline.attention(q, k, v, mask=causal("lower right")))
-    assert np.shares_memory(pose(q, cache).key, cache.key)
+    assert np.shares_memory(make_problem(q, cache).key, cache.key)
 
 
 FAULTS = {
-    "parts not weighed": ("share = exp(code, place.load(DOUBLE) - shift)", "share = code.value(1.0, DOUBLE)"),
+    "parts not weighed": ("share = exp(builder, address.load(DOUBLE) - shift)", "share = builder.value(1.0, DOUBLE)"),
     "a part dropped": (
-        "with code.loop(0, given.chunks) as part:\n                    share",
-        "with code.loop(1, given.chunks) as part:\n                    share",
+        "with builder.loop(0, args.chunks) as split:\n                    share",
+        "with builder.loop(1, args.chunks) as split:\n                    share",
     ),
     "sinks forgotten": (
-        "sink = given.sinks.at(h * 8).load(DOUBLE) if self.structure.sinks",
-        "sink = given.keep if False",
+        "sink = args.sinks.at(h * 8).load(DOUBLE) if self.spec.has_sinks",
+        "sink = args.keep if False",
     ),
 }
 
@@ -155,4 +155,4 @@ def test_a_fault_in_the_join_of_parts_is_seen(fault, monkeypatch, fresh_kernels)
     q, k, v = arrays("float32", (1,), 4, 1, 2, 2000)
     k[..., 1500:, :] *= 3
     with pytest.raises(AssertionError, match="budget"):
-        assert_conforms(Cpu().run, pose(q, k, v, sinks=np.full(4, 2.0, np.float32)))
+        assert_conforms(Cpu().run, make_problem(q, k, v, sinks=np.full(4, 2.0, np.float32)))

@@ -48,10 +48,10 @@ define void @apply(ptr %words) {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A cache of the test's own, in another process's memory so to speak; `disk_cache._trouble` is empty."""
-    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "kernels"))
-    monkeypatch.setattr(disk_cache, "_trouble", [])
-    monkeypatch.setattr(disk_cache, "_room", {})
+    """A cache of the test's own, in another process's memory so to speak; `disk_cache._errors` is empty."""
+    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(tmp_path / "kernels"))
+    monkeypatch.setattr(disk_cache, "_errors", [])
+    monkeypatch.setattr(disk_cache, "_write_budget", {})
     monkeypatch.setattr(compile, "counts", type(compile.counts)())
     forget(monkeypatch)
     return tmp_path / "kernels"
@@ -59,7 +59,7 @@ def folder(tmp_path, monkeypatch):
 
 def forget(monkeypatch):
     """Nothing is in memory, as in another process."""
-    monkeypatch.setattr(compile, "_kept", compile.Kept())
+    monkeypatch.setattr(compile, "_cache", compile.KernelCache())
 
 
 def files(folder):
@@ -74,7 +74,7 @@ def test_the_c_library_is_found_by_code_from_disk(folder, monkeypatch):
     words = np.array([x.ctypes.data, target.ctypes.data, 16], np.int64)
     for _ in range(2):
         target[:] = 1
-        called(compile.function("library", "apply", lambda: LIBRARY, host()), words)
+        called(compile.get_or_compile("library", "apply", lambda: LIBRARY, host()), words)
         expected = math.tanh(math.sin(x[0]) ** x[0])
         assert abs(target[0] - expected) <= 4 * np.spacing(np.float32(expected))
         np.testing.assert_array_equal(target[1:], [0, 0, 0, 1])
@@ -83,7 +83,7 @@ def test_the_c_library_is_found_by_code_from_disk(folder, monkeypatch):
 
 
 def test_one_thread_compiles_and_all_get_the_kernel(folder, monkeypatch):
-    monkeypatch.setenv(disk_cache.VARIABLE, "off")
+    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, "off")
     written = []
 
     def write():
@@ -92,7 +92,7 @@ def test_one_thread_compiles_and_all_get_the_kernel(folder, monkeypatch):
         return constant(7)
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: compile.function("seven", "apply", write, host()), range(8)))
+        found = list(pool.map(lambda _: compile.get_or_compile("seven", "apply", write, host()), range(8)))
     assert {number_of(address) for address in found} == {7}
     assert len(written) == 1
 
@@ -105,7 +105,7 @@ def test_different_kernels_are_written_at_once(folder):
         return constant(number)
 
     with ThreadPoolExecutor(2) as pool:
-        found = pool.map(lambda n: compile.function(f"meet {n}", "apply", lambda: write(n), host()), (1, 2))
+        found = pool.map(lambda n: compile.get_or_compile(f"meet {n}", "apply", lambda: write(n), host()), (1, 2))
         assert [number_of(address) for address in found] == [1, 2]
 
 
@@ -114,12 +114,12 @@ def test_a_failed_kernel_can_be_tried_again(folder):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compile.function("constant 3", "apply", fail, host())
+        compile.get_or_compile("constant 3", "apply", fail, host())
     assert number_of(kernel(3)) == 3
 
 
 def test_memory_is_bounded_and_no_running_kernel_ends(folder, monkeypatch):
-    monkeypatch.setattr(compile, "MOST", 2)
+    monkeypatch.setattr(compile, "MAX_KERNELS_IN_MEMORY", 2)
     held = kernel(0)
     ends = [weakref.ref(kernel(n).engine) for n in range(1, 5)]
     gc.collect()
@@ -144,12 +144,12 @@ q = rng.normal(size=(1, 2, 70, 8)).astype(np.float32)
 near, far = (table(rng.normal(size=40).astype(np.float32)) for _ in range(2))
 score = sightline.s + near[i - j] + far[i - j - 1] + near[j - i + 30]
 out = sightline.attention(q, q, q, mask=(i - j >= 1) & (i - j < 40) & (j - i + 30 >= 0), score=score, kernel="cpu")
-print(out.tobytes().hex()[:64], dict(compile.counts), disk_cache.state().trouble)
+print(out.tobytes().hex()[:64], dict(compile.counts), disk_cache.state().error)
 """
 
 
 def started(folder, *arguments, seed="0", program=PROGRAM, **options):
-    environment = os.environ | {disk_cache.VARIABLE: str(folder), "PYTHONHASHSEED": seed}
+    environment = os.environ | {disk_cache.CACHE_VARIABLE: str(folder), "PYTHONHASHSEED": seed}
     command = [sys.executable, "-c", program, *arguments]
     return subprocess.Popen(
         command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options
@@ -203,15 +203,15 @@ def test_what_is_damaged_is_made_anew(damage, folder, monkeypatch):
         forget(monkeypatch)
         assert number_of(kernel(1)) == 1
         assert compile.counts == expected
-        assert "damaged" in disk_cache.state().trouble
+        assert "damaged" in disk_cache.state().error
     assert file.read_bytes() == whole
 
 
 def test_reading_needs_no_compiler(folder, monkeypatch):
     kernel(1)
     forget(monkeypatch)
-    monkeypatch.setattr(compile, "_object", None)
-    assert number_of(compile.function("constant 1", "apply", None, host())) == 1
+    monkeypatch.setattr(compile, "_compile_object", None)
+    assert number_of(compile.get_or_compile("constant 1", "apply", None, host())) == 1
 
 
 def change_machine(monkeypatch):
@@ -219,7 +219,7 @@ def change_machine(monkeypatch):
 
 
 def change_sources(monkeypatch):
-    monkeypatch.setattr(disk_cache, "sources", lambda: "of another version")
+    monkeypatch.setattr(disk_cache, "source_hash", lambda: "of another version")
 
 
 def change_llvm(monkeypatch):
@@ -247,32 +247,32 @@ def test_a_change_of_any_source_changes_the_hash(tmp_path, monkeypatch):
         shutil.copytree(package / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(package / "dropout.py", tmp_path)
     monkeypatch.setattr(disk_cache, "__file__", str(tmp_path / "cpu" / "runtime" / "disk_cache.py"))
-    monkeypatch.setattr(disk_cache, "LOADED", math.inf)
+    monkeypatch.setattr(disk_cache, "IMPORT_TIME", math.inf)
     folders = {path.parent for path in tmp_path.rglob("*.py")}
     assert {"codegen", "kernels", "launch", "runtime", "formula"} <= {folder.name for folder in folders}
-    before = disk_cache.sources.__wrapped__()
+    before = disk_cache.source_hash.__wrapped__()
     for folder in sorted(folders):
         min(folder.glob("*.py")).write_text("# changed")
-        after = disk_cache.sources.__wrapped__()
+        after = disk_cache.source_hash.__wrapped__()
         assert after != before
         before = after
 
 
 def test_sources_newer_than_the_process_keep_nothing(folder, monkeypatch):
-    monkeypatch.setattr(disk_cache, "LOADED", 0.0)
-    disk_cache.sources.cache_clear()
+    monkeypatch.setattr(disk_cache, "IMPORT_TIME", 0.0)
+    disk_cache.source_hash.cache_clear()
     try:
         assert number_of(kernel(1)) == 1
         assert not folder.exists()
-        assert "changed after it was imported" in disk_cache.state().trouble
+        assert "changed after it was imported" in disk_cache.state().error
     finally:
-        disk_cache.sources.cache_clear()
+        disk_cache.source_hash.cache_clear()
 
 
 def test_the_folder_is_ours_alone(folder):
     old = os.umask(0)
     try:
-        os.environ[disk_cache.VARIABLE] = str(folder / "deeper")
+        os.environ[disk_cache.CACHE_VARIABLE] = str(folder / "deeper")
         kernel(1)
     finally:
         os.umask(old)
@@ -315,7 +315,7 @@ def behind_somebody_elses_link(folder, monkeypatch):
     link = folder.parent / "link"
     link.symlink_to(folder.parent)
     give_away(link, monkeypatch)
-    monkeypatch.setenv(disk_cache.VARIABLE, str(link / folder.name))
+    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(link / folder.name))
     return "belongs to somebody else"
 
 
@@ -365,13 +365,13 @@ def test_what_others_may_have_written_is_not_run(doubt, folder, monkeypatch):
     reason = doubt(folder, monkeypatch)
     assert number_of(kernel(1)) == 1
     assert compile.counts == {"compiled": 2}
-    assert reason in disk_cache.state().trouble
+    assert reason in disk_cache.state().error
 
 
 def test_our_own_link_may_point_where_nothing_is_yet(folder, monkeypatch):
     link = folder.parent / "link"
     link.symlink_to(folder)
-    monkeypatch.setenv(disk_cache.VARIABLE, str(link))
+    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(link))
     kernel(1)
     assert len(files(folder)) == 1
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -382,7 +382,7 @@ def test_our_own_link_and_a_shared_folder_with_the_sticky_bit_are_fine(folder, m
     forget(monkeypatch)
     folder.parent.chmod(0o1777)
     (folder.parent / "link").symlink_to(folder)
-    monkeypatch.setenv(disk_cache.VARIABLE, str(folder.parent / "link"))
+    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(folder.parent / "link"))
     kernel(1)
     assert compile.counts == {"compiled": 1, "read": 1}
 
@@ -393,12 +393,12 @@ def test_our_own_link_and_a_shared_folder_with_the_sticky_bit_are_fine(folder, m
 @pytest.mark.parametrize("word", ["off", "OFF", "kernels", "/dev/null/kernels", "/proc/sightline"])
 def test_calls_do_without_a_disk(word, folder, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(disk_cache.VARIABLE, word)
+    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, word)
     assert number_of(kernel(1)) == 1
     forget(monkeypatch)
     assert number_of(kernel(1)) == 1
     assert compile.counts == {"compiled": 2}
-    assert disk_cache.state().trouble
+    assert disk_cache.state().error
     assert not any(tmp_path.iterdir())
 
 
@@ -419,7 +419,9 @@ def test_without_a_word_it_is_the_users_cache(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     for word in (None, ""):
-        monkeypatch.delenv(disk_cache.VARIABLE) if word is None else monkeypatch.setenv(disk_cache.VARIABLE, word)
+        monkeypatch.delenv(disk_cache.CACHE_VARIABLE) if word is None else monkeypatch.setenv(
+            disk_cache.CACHE_VARIABLE, word
+        )
         found = disk_cache.state().folder
         assert tmp_path in found.parents
         assert found.name == "sightline"
@@ -433,8 +435,8 @@ def test_the_folder_is_bounded_and_the_oldest_go(folder, monkeypatch):
     for age, path in enumerate([*strangers, stale, first]):
         path.write_bytes(first.read_bytes())
         os.utime(path, (age, age))
-    monkeypatch.setattr(disk_cache, "LIMIT", 10 * first.stat().st_size)
-    monkeypatch.setattr(disk_cache, "_room", {})
+    monkeypatch.setattr(disk_cache, "MAX_FOLDER_BYTES", 10 * first.stat().st_size)
+    monkeypatch.setattr(disk_cache, "_write_budget", {})
     for number in range(1, 25):
         kernel(number)
         os.utime(max(files(folder), key=lambda file: file.stat().st_mtime), (100 + number, 100 + number))
@@ -470,7 +472,7 @@ many = "\\n".join(f"  %x{n} = load volatile i64, ptr %words" for n in range(1500
 heavy = "define void @apply(ptr %words) {\\n" + many + "\\n  ret void\\n}\\n"
 def work(name):
     for n in range(40):
-        compile.function(f"{name} {n}", "apply", lambda: heavy, host())
+        compile.get_or_compile(f"{name} {n}", "apply", lambda: heavy, host())
 kernel(0)
 thread = threading.Thread(target=work, args=("heavy",), daemon=True)
 thread.start()
@@ -479,7 +481,7 @@ while thread.is_alive() and forks < 6:
     time.sleep(0.02)
     child = os.fork()
     if child == 0:
-        compile.function(f"heavy {forks}", "apply", lambda: constant(5), host())
+        compile.get_or_compile(f"heavy {forks}", "apply", lambda: constant(5), host())
         os._exit(number_of(kernel(0)) + number_of(kernel(1)) - 1)
     forks += 1
     for _ in range(1000):

@@ -20,14 +20,23 @@ from emulator import Emulator
 from sample_problems import arrays, serves
 from sightline import alibi, causal, documents, h, i, j, lse, padding, s, softcap, table, window
 from sightline.cpu import Cpu
-from sightline.cpu.codegen.builder import DOUBLE, POINTER, Code, Value
+from sightline.cpu.codegen.builder import DOUBLE, POINTER, Builder, Value
 from sightline.cpu.launch.weights_pass import pooled, received, top_k, weights
 from sightline.cpu.runtime import compile
 from sightline.cpu.runtime.compile import optimised
-from sightline.cpu.runtime.machine import VARIABLE, Machine, host, lacking, named, names, native, restricted
+from sightline.cpu.runtime.machine import (
+    CPU_VARIABLE,
+    Machine,
+    host,
+    machine_names,
+    missing_features,
+    named_machine,
+    native_machine,
+    restrict,
+)
 from sightline.cpu.runtime.processor import Processor
 from sightline.errors import ParameterError
-from sightline.problem import pose
+from sightline.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import DTYPES, cases
 from weights_pass_checks import check_everything
@@ -43,17 +52,17 @@ def neon(tmp_path_factory):
     if lacks := emulator.missing():
         give_up = pytest.fail if os.environ.get(REQUIRED) == "required" else pytest.skip
         give_up(f"no emulator of ARM: {lacks} not found")
-    found = Emulator(named("neon"), tmp_path_factory.mktemp("neon"))
+    found = Emulator(named_machine("neon"), tmp_path_factory.mktemp("neon"))
     yield found
     found.close()
 
 
-@pytest.fixture(scope="session", params=names())
+@pytest.fixture(scope="session", params=machine_names())
 def processor(request):
     """One of each machine that has a name, real where it can be."""
-    lacks = lacking(native(), named(request.param))
+    lacks = missing_features(native_machine(), named_machine(request.param))
     if not lacks:
-        return Processor(restricted(native(), request.param))
+        return Processor(restrict(native_machine(), request.param))
     if request.param == "neon":
         return request.getfixturevalue("neon")
     return pytest.skip(f"this processor has no {', '.join(lacks)}")
@@ -70,7 +79,7 @@ def drawn(processor, dtype, times=1):
     @settings(max_examples=times * EXAMPLES[isinstance(processor, Emulator)] // len(SERVED))
     @given(cases(**options))
     def conforms(case):
-        assert_conforms(kernel.run, case.pose(see=[lse()]))
+        assert_conforms(kernel.run, case.make_problem(see=[lse()]))
 
     conforms()
 
@@ -110,14 +119,14 @@ PROBLEMS = {
 def test_named_problems(processor, name, turn, request):
     """Each on each processor, in a dtype that goes round with both: of the three any two meet; in long runs all do."""
     shapes, options = PROBLEMS[name]
-    place = names().index(request.node.callspec.params["processor"]) + list(PROBLEMS).index(name) + turn
+    place = machine_names().index(request.node.callspec.params["processor"]) + list(PROBLEMS).index(name) + turn
     dtype = SERVED[place % len(SERVED)]
-    assert_conforms(Cpu(processor).run, pose(*arrays(dtype=dtype, **shapes), see=[lse()], **options))
+    assert_conforms(Cpu(processor).run, make_problem(*arrays(dtype=dtype, **shapes), see=[lse()], **options))
 
 
 def test_the_second_pass(processor):
     shapes, options = PROBLEMS["shared heads, causal"]
-    check_everything(pose(*arrays(dtype="float32", **shapes), **options), processor=processor)
+    check_everything(make_problem(*arrays(dtype="float32", **shapes), **options), processor=processor)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -127,8 +136,8 @@ def test_elementary_functions_keep_their_promise(processor, name, dtype):
 
 
 def test_a_condition_in_any_lane_is_found(processor):
-    def any_negative(code, x):
-        return code.where((x < 0).any(), 1.0, code.value(0.0, x.type))
+    def any_negative(builder, x):
+        return builder.where((x < 0).any(), 1.0, builder.value(0.0, x.type))
 
     x = np.ones(64)
     x[[17, 63]] = -1
@@ -155,12 +164,12 @@ class Printer(Processor):
 
 def assembly(machine, dtype, **options):
     with pytest.raises(PrintedError) as found:
-        Cpu(Printer(machine)).run(pose(*arrays((1, 1, 70, 64), dtype), **options))
+        Cpu(Printer(machine)).run(make_problem(*arrays((1, 1, 70, 64), dtype), **options))
     return str(found.value)
 
 
 def assembly_of_second(ask, machine):
-    problem = pose(*arrays((1, 1, 70, 64), "float32"), mask=i >= j)
+    problem = make_problem(*arrays((1, 1, 70, 64), "float32"), mask=i >= j)
     with pytest.raises(PrintedError) as found:
         ask(problem, np.zeros((1, 1, 70)), processor=Printer(machine))
     return str(found.value)
@@ -173,24 +182,24 @@ FOREIGN = {  # registers and instructions only more able processors know
     "neon": r"\bz\d+\.|\bp\d+/|\t(ldadd|bf(dot|mmla|mlal|cvt)|sdot)\w*\t",
 }
 ABLER = {
-    "avx2": [named("avx512")],
-    "sse2": [named("avx2"), Machine(named("sse2").triple, "penryn", "+sse4.1")],
-    "neon": [Machine(named("neon").triple, "neoverse-v1", "+sve,+lse")],
+    "avx2": [named_machine("avx512")],
+    "sse2": [named_machine("avx2"), Machine(named_machine("sse2").triple, "penryn", "+sse4.1")],
+    "neon": [Machine(named_machine("neon").triple, "neoverse-v1", "+sve,+lse")],
 }
 WIDEST = {"avx512": r"%zmm31", "avx2": r"%ymm15", "sse2": r"%xmm15", "neon": r"v31\.4s"}
 
 
 @pytest.mark.parametrize("dtype", SERVED)
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", machine_names())
 def test_kernels_keep_to_their_machine(name, dtype):
     options = {"mask": i >= j, "score": 5 * np.tanh(s / 5) - np.floor(abs(s))}
-    assert not (found := re.search(FOREIGN[name], assembly(named(name), dtype, **options))), found
+    assert not (found := re.search(FOREIGN[name], assembly(named_machine(name), dtype, **options))), found
 
 
 @pytest.mark.parametrize("ask", [received, partial(pooled, rows=2, columns=2), partial(top_k, k=5), weights])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", machine_names())
 def test_kernels_of_the_second_pass_keep_to_their_machine(name, ask):
-    assert not (found := re.search(FOREIGN[name], assembly_of_second(ask, named(name)))), found
+    assert not (found := re.search(FOREIGN[name], assembly_of_second(ask, named_machine(name)))), found
 
 
 @pytest.mark.parametrize(("name", "abler"), [(name, abler) for name, machines in ABLER.items() for abler in machines])
@@ -198,11 +207,11 @@ def test_foreign_instructions_would_be_found(name, abler):
     assert re.search(FOREIGN[name], assembly(abler, "float32", score=np.floor(s)))
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", machine_names())
 def test_kernels_use_what_their_machine_has(name):
-    text = assembly(named(name), "float32")
+    text = assembly(named_machine(name), "float32")
     assert re.search(WIDEST[name], text)
-    assert bool(re.search(r"\t(vfmadd\w+|fmla)\t", text)) == named(name).fma
+    assert bool(re.search(r"\t(vfmadd\w+|fmla)\t", text)) == named_machine(name).has_fma
     assert not re.search(r"\bfmaf?\b", text), "a call for each lane in place of an instruction"
 
 
@@ -223,12 +232,12 @@ def innermost_loops(text):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", machine_names())
 def test_sums_of_products_stay_in_registers(name, dtype):
-    rows, vectors = named(name).tile
+    rows, vectors = named_machine(name).register_tile
     loops = [
         [line for line in loop if re.search("Spill|Reload", line)]
-        for loop in innermost_loops(assembly(named(name), dtype))
+        for loop in innermost_loops(assembly(named_machine(name), dtype))
         if sum(bool(re.match(r"\t(vfmadd\w+|fmla|mulp[sd])\t", line)) for line in loop) >= 2 * rows * vectors
         and not any(re.match(r"\t(v?cmp\w*p[sd]|fcm\w+)\t", line) for line in loop)  # comparisons: the softmax
     ]
@@ -261,20 +270,26 @@ def pretend(monkeypatch):
         found = llvm.FeatureMap(dict.fromkeys(features.split(), True) | {"amx-tile": False})
         for call, answer in (("process_triple", triple), ("host_cpu_name", cpu), ("host_cpu_features", found)):
             monkeypatch.setattr(llvm, f"get_{call}", lambda answer=answer: answer)
-        native.cache_clear()
-        return native()
+        native_machine.cache_clear()
+        return native_machine()
 
     yield put
-    native.cache_clear()
+    native_machine.cache_clear()
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_every_processor_is_known_for_what_it_is(name, pretend):
     machine = pretend(name)
-    assert (machine.width, machine.registers, machine.fma, machine.half, machine.bf16_dot) == PROCESSORS[name][-1]
-    rows, vectors = machine.tile
-    assert rows * vectors + vectors + 1 <= machine.registers, "the tile does not fit"
-    assert "amx-tile" not in machine.present
+    assert (
+        machine.vector_bytes,
+        machine.vector_registers,
+        machine.has_fma,
+        machine.has_half_conversion,
+        machine.has_bf16_dot,
+    ) == PROCESSORS[name][-1]
+    rows, vectors = machine.register_tile
+    assert rows * vectors + vectors + 1 <= machine.vector_registers, "the tile does not fit"
+    assert "amx-tile" not in machine.feature_set
 
 
 @pytest.mark.parametrize(
@@ -283,34 +298,37 @@ def test_every_processor_is_known_for_what_it_is(name, pretend):
 )
 def test_no_processor_is_asked_for_more_than_it_has(name, allowed, pretend, monkeypatch):
     machine = pretend(name)
-    monkeypatch.setenv(VARIABLE, "avx512")
+    monkeypatch.setenv(CPU_VARIABLE, "avx512")
     with pytest.raises(ParameterError, match=rf"avx512, which needs (?s:.*)allowed: {allowed} on .*{machine.cpu}"):
         host()
 
 
 def test_the_variable_takes_less_than_there_is(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert host() == native()
-    monkeypatch.setenv(VARIABLE, "")
-    assert host() == native()
-    least = names()[-1] if native().architecture == "aarch64" else "sse2"
-    monkeypatch.setenv(VARIABLE, least)
-    assert host().features == named(least).features
-    assert host().triple == native().triple
-    monkeypatch.setenv(VARIABLE, "pentium")
+    monkeypatch.delenv(CPU_VARIABLE, raising=False)
+    assert host() == native_machine()
+    monkeypatch.setenv(CPU_VARIABLE, "")
+    assert host() == native_machine()
+    least = machine_names()[-1] if native_machine().architecture == "aarch64" else "sse2"
+    monkeypatch.setenv(CPU_VARIABLE, least)
+    assert host().features == named_machine(least).features
+    assert host().triple == native_machine().triple
+    monkeypatch.setenv(CPU_VARIABLE, "pentium")
     with pytest.raises(ParameterError, match=r"SIGHTLINE_CPU=pentium\n.*\n.*unset"):
         host()
     with pytest.raises(ParameterError, match="pentium"):
-        named("pentium")
+        named_machine("pentium")
 
 
 def test_each_machine_has_kernels_of_its_own(monkeypatch, fresh_kernels):
     before = compile.counts["compiled"]
-    processor, able = Processor(), [name for name in names() if not lacking(native(), named(name))]
+    processor, able = (
+        Processor(),
+        [name for name in machine_names() if not missing_features(native_machine(), named_machine(name))],
+    )
     for name in able:
-        monkeypatch.setenv(VARIABLE, name)
+        monkeypatch.setenv(CPU_VARIABLE, name)
         for _ in range(2):
-            assert_conforms(Cpu(processor).run, pose(*arrays((1, 2, 50, 8), "float32"), mask=i >= j))
+            assert_conforms(Cpu(processor).run, make_problem(*arrays((1, 2, 50, 8), "float32"), mask=i >= j))
     assert compile.counts["compiled"] - before == len(able)
 
 
@@ -320,9 +338,9 @@ def test_each_machine_has_kernels_of_its_own(monkeypatch, fresh_kernels):
 def faulty(write):
     """A module whose function stores 1.0 where `write` says, given the words' first address."""
     module = ir.Module("faulty")
-    code = Code(module, "faulty")
-    write(code, code.arguments[0].load(POINTER, 8)).store(code.value(1.0, DOUBLE))
-    code.finish()
+    builder = Builder(module, "faulty")
+    write(builder, builder.arguments[0].load(POINTER, 8)).store(builder.value(1.0, DOUBLE))
+    builder.finish()
     return module
 
 
@@ -331,7 +349,7 @@ def test_writing_beside_an_array_is_noticed(neon, offset):
     x = np.zeros(3)
     words = np.array([x.ctypes.data])
     for at in (16, offset):
-        kernel = neon.linked(faulty(lambda code, pointer, at=at: pointer.at(at)), "faulty")
+        kernel = neon.linked(faulty(lambda builder, pointer, at=at: pointer.at(at)), "faulty")
         if at == offset:
             with pytest.raises(AssertionError, match="beside an array"):
                 neon.call(kernel, words, 1, (x,))
@@ -342,7 +360,7 @@ def test_writing_beside_an_array_is_noticed(neon, offset):
 
 def test_a_crash_is_noticed(neon, tmp_path):
     another = Emulator(neon.machine, tmp_path)
-    kernel = another.linked(faulty(lambda code, _: Value(code, ir.Constant(POINTER, None))), "faulty")
+    kernel = another.linked(faulty(lambda builder, _: Value(builder, ir.Constant(POINTER, None))), "faulty")
     with pytest.raises(AssertionError, match="ended"):
         another.call(kernel, np.zeros(1, np.int64), 1, ())
     another.file.close()

@@ -24,7 +24,7 @@ from sightline.errors import ParameterError
 @pytest.fixture
 def bare(monkeypatch):
     """Nobody says a number."""
-    monkeypatch.delenv(thread_team.VARIABLE, raising=False)
+    monkeypatch.delenv(thread_team.THREADS_VARIABLE, raising=False)
     monkeypatch.delitem(sys.modules, "torch")
 
 
@@ -33,12 +33,12 @@ def usable():
 
 
 def test_the_nearest_word_holds(monkeypatch, bare):
-    monkeypatch.setattr(thread_team, "_quota", lambda: 10**6)
+    monkeypatch.setattr(thread_team, "_cgroup_quota", lambda: 10**6)
     assert thread_team.count() == usable()
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 11)
     assert thread_team.count() == 11
-    monkeypatch.setenv(thread_team.VARIABLE, "12")
+    monkeypatch.setenv(thread_team.THREADS_VARIABLE, "12")
     assert thread_team.count() == 12
     with sightline.threads(13):
         assert thread_team.count() == 13
@@ -71,30 +71,30 @@ def test_what_is_no_number_of_threads(number):
 
 @pytest.mark.parametrize("word", ["0", "-2", "two", "1.5", "99999999999"])
 def test_what_is_no_number_in_the_variable(word, monkeypatch):
-    monkeypatch.setenv(thread_team.VARIABLE, word)
+    monkeypatch.setenv(thread_team.THREADS_VARIABLE, word)
     x = np.ones((3, 2), np.float32)
-    with pytest.raises(ParameterError, match=thread_team.VARIABLE):
+    with pytest.raises(ParameterError, match=thread_team.THREADS_VARIABLE):
         sightline.attention(x, x, x, kernel="cpu")
     assert sightline.attention(x, x, x, kernel="cpu", threads=1).shape == (3, 2)
 
 
 def test_an_empty_variable_says_nothing(monkeypatch, bare):
-    monkeypatch.setenv(thread_team.VARIABLE, "")
-    assert thread_team.count() == min(usable(), thread_team._quota())
+    monkeypatch.setenv(thread_team.THREADS_VARIABLE, "")
+    assert thread_team.count() == min(usable(), thread_team._cgroup_quota())
 
 
 @pytest.mark.parametrize(
     ("line", "number"),
-    [("150000 100000", 2), ("50000 100000", 1), ("max 100000", thread_team.MOST), ("", thread_team.MOST)],
+    [("150000 100000", 2), ("50000 100000", 1), ("max 100000", thread_team.MAX_THREADS), ("", thread_team.MAX_THREADS)],
 )
 def test_a_containers_share(line, number, tmp_path, monkeypatch, bare):
     file = tmp_path / "cpu.max"
-    assert thread_team._quota(str(file)) == thread_team.MOST
+    assert thread_team._cgroup_quota(str(file)) == thread_team.MAX_THREADS
     file.write_text(line + "\n")
-    thread_team._quota.cache_clear()
-    quota = thread_team._quota(str(file))
+    thread_team._cgroup_quota.cache_clear()
+    quota = thread_team._cgroup_quota(str(file))
     assert quota == number
-    monkeypatch.setattr(thread_team, "_quota", lambda: quota)
+    monkeypatch.setattr(thread_team, "_cgroup_quota", lambda: quota)
     assert thread_team.count() == min(number, usable())
 
 
@@ -125,20 +125,20 @@ done:
 
 def come(number, expected=None):
     """How many threads came to a kernel that waits for as many as are expected."""
-    address = compile.function("meeting", "meet", lambda: MEETING, host())
+    address = compile.get_or_compile("meeting", "meet", lambda: MEETING, host())
     words = np.array([0, number if expected is None else expected], np.int64)
     thread_team.call(address, words, number, ())
     return int(words[0])
 
 
-borrowed = pytest.mark.skipif(thread_team._host_team() is None, reason="torch has no OpenMP here")
+borrowed = pytest.mark.skipif(thread_team._openmp_team() is None, reason="torch has no OpenMP here")
 
 
 @pytest.fixture(params=[pytest.param("host", marks=borrowed), "pool"])
 def team(request, monkeypatch):
     """The host's OpenMP, or the pool of our own."""
-    monkeypatch.setattr(thread_team, "_teams", thread_team.Teams(forked=request.param == "pool"))
-    assert (thread_team._host_team() is None) == (request.param == "pool")
+    monkeypatch.setattr(thread_team, "_teams", thread_team.Teams(is_forked=request.param == "pool"))
+    assert (thread_team._openmp_team() is None) == (request.param == "pool")
     yield request.param
     assert (thread_team._teams.pool is None) == (request.param == "host")
 
@@ -149,14 +149,14 @@ def test_every_thread_comes_once(team):
 
 
 def test_one_thread_takes_nobody_along(monkeypatch):
-    monkeypatch.setattr(thread_team, "_host_team", None)
+    monkeypatch.setattr(thread_team, "_openmp_team", None)
     monkeypatch.setattr(thread_team, "_pool", None)
     assert come(1) == 1
 
 
 def test_loaded_libraries_are_looked_for_once(monkeypatch):
     monkeypatch.setattr(thread_team, "_teams", thread_team.Teams())
-    monkeypatch.setattr(thread_team, "_entry", lambda library: None)
+    monkeypatch.setattr(thread_team, "_find_gomp_parallel", lambda library: None)
     opened = []
     original = builtins.open
     monkeypatch.setattr(builtins, "open", lambda *a, **k: (opened.append(a[0]), original(*a, **k))[1])
@@ -169,7 +169,7 @@ def test_loaded_libraries_are_looked_for_once(monkeypatch):
 
 
 def test_without_threads_to_be_had_one_does_it_all(monkeypatch):
-    monkeypatch.setattr(thread_team, "_teams", thread_team.Teams(forked=True))
+    monkeypatch.setattr(thread_team, "_teams", thread_team.Teams(is_forked=True))
 
     def refuse(*_):
         raise RuntimeError("can't start new thread")
@@ -230,7 +230,7 @@ def said(process):
 FORK = """
 def child():
     signal.alarm(20)
-    assert thread_team._host_team() is None
+    assert thread_team._openmp_team() is None
     fine = right() and right()
     taken = sum(thread.name.startswith("sightline") for thread in threading.enumerate())
     os._exit(0 if fine and taken else 1)
@@ -241,7 +241,7 @@ for _ in range(2):
         child()
     fine.append(right())
     fine.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0)
-print(fine, thread_team._host_team() is not None)
+print(fine, thread_team._openmp_team() is not None)
 """
 
 
@@ -249,7 +249,7 @@ print(fine, thread_team._host_team() is not None)
 @hosts
 def test_a_fork_calls_and_so_does_its_parent(before):
     (line,) = said(program(FORK, before))
-    assert line == f"{[True] * 5} {bool(before) and thread_team._host_team() is not None}"
+    assert line == f"{[True] * 5} {bool(before) and thread_team._openmp_team() is not None}"
 
 
 LATE = """

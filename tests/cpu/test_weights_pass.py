@@ -12,10 +12,10 @@ from sightline import alibi, causal, i, j, padding, s, softcap, table, window
 from sightline.arrays import dtype_name, framework, to_numpy
 from sightline.cpu import Cpu
 from sightline.cpu.launch import weights_pass as launch_weights_pass
-from sightline.cpu.launch.weights_pass import MOST, pooled, received, top_k, weights
-from sightline.problem import pose
-from sightline.reference import stages_of
-from sightline.testing import guarded
+from sightline.cpu.launch.weights_pass import MAX_TOP_K, pooled, received, top_k, weights
+from sightline.problem import make_problem
+from sightline.reference import compute_stages
+from sightline.testing import with_guards
 from strategies import DTYPES, Case, cases
 from weights_pass_checks import check, check_everything, check_pooled, dense_received, largest, narrow
 
@@ -30,7 +30,7 @@ def drawn(dtype, examples):
     @settings(max_examples=examples)
     @given(cases(dtypes=(dtype,), largest=15_000), st.sampled_from(QUESTIONS), st.data())
     def conforms(case, question, data):
-        problem = case.pose()
+        problem = case.make_problem()
         n, m = problem.n, problem.m
 
         def part(length):
@@ -81,16 +81,16 @@ PROBLEMS = {
 def test_named_problems(name):
     """From the lse of the forward kernel."""
     shapes, options = PROBLEMS[name]
-    problem = pose(*arrays(dtype="float32", **shapes), **options)
+    problem = make_problem(*arrays(dtype="float32", **shapes), **options)
     check_everything(problem, lse=Cpu().run(problem).lse)
 
 
 def test_wide_heads():
-    check_everything(pose(*arrays((1, 4, 33, 576), "bfloat16", d_v=512, groups=1, m=201), mask=i + 170 >= j))
+    check_everything(make_problem(*arrays((1, 4, 33, 576), "bfloat16", d_v=512, groups=1, m=201), mask=i + 170 >= j))
 
 
 def test_any_number_of_threads_gives_the_same_bits():
-    problem = pose(*arrays((1, 2, 1217, 20), "float32", m=700), mask=i + 90 >= j)
+    problem = make_problem(*arrays((1, 2, 1217, 20), "float32", m=700), mask=i + 90 >= j)
     lse = Cpu().run(problem).lse
     questions = [
         partial(received, problem, lse),
@@ -108,9 +108,9 @@ def test_any_number_of_threads_gives_the_same_bits():
 
 def test_torch_gets_the_same_bits_as_tensors():
     case = Case(*arrays((2, 70, 16), "float32", m=90), {"mask": causal()})
-    lse = stages_of(case.pose()).lse
+    lse = compute_stages(case.make_problem()).lse
     for ask in (received, partial(pooled, rows=3, columns=4), partial(top_k, k=95), weights):
-        ours, theirs = ask(case.pose(), lse), ask(case.as_torch().pose(), lse)
+        ours, theirs = ask(case.make_problem(), lse), ask(case.as_torch().make_problem(), lse)
         pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
         for one, other in pairs:
             assert framework(other) == "torch"
@@ -126,8 +126,8 @@ def test_of_equal_scores_the_smaller_key_comes_first(dtype, rng):
     """Whole numbers multiply without rounding, and so tie exactly; also where all scores are 0."""
     q, k = (rng.integers(-2, 3, (1, 2, rows, 3)).astype(dtype) for rows in (70, 333))
     for scale in (1.0, 0.0):
-        problem = pose(q, k, k, scale=scale, mask=(i + j) % 5 != 0)
-        truth = stages_of(problem)
+        problem = make_problem(q, k, k, scale=scale, mask=(i + j) % 5 != 0)
+        truth = compute_stages(problem)
         order = np.argsort(-truth.masked, axis=-1, kind="stable")[..., :40]
         np.testing.assert_array_equal(top_k(problem, truth.lse, 40)[1], order)
 
@@ -138,8 +138,8 @@ def test_weights_do_not_take_on_the_rounding_of_lse(rng):
     S − lse is then rounded once in its high part, which is exact, and once in its low part.
     """
     q, k = (rng.integers(-2, 3, (1, 1, rows, 3)).astype(np.float32) for rows in (40, 150))
-    plain, moved = pose(q, k, k, scale=1.0, score=s + 0), pose(q, k, k, scale=1.0, score=s + 4096)
-    truth = stages_of(plain)
+    plain, moved = make_problem(q, k, k, scale=1.0, score=s + 0), make_problem(q, k, k, scale=1.0, score=s + 4096)
+    truth = compute_stages(plain)
     one, other = weights(plain, truth.lse), weights(moved, truth.lse + 4096)
     unit = np.spacing(np.abs(truth.masked - truth.lse[..., None]).astype(np.float32)) + 2 * np.finfo(np.float32).eps
     assert (abs(one - truth.weights) <= unit * truth.weights).all()
@@ -149,15 +149,15 @@ def test_weights_do_not_take_on_the_rounding_of_lse(rng):
 def test_sums_do_not_lose_with_their_length():
     """As many equal weights as would drift when added one after another; each key receives its exact share."""
     n, m = 1 << 16, 3
-    problem = pose(np.zeros((32, n, 1), np.float32), *(np.zeros((32, m, 1), np.float32) for _ in range(2)))
+    problem = make_problem(np.zeros((32, n, 1), np.float32), *(np.zeros((32, m, 1), np.float32) for _ in range(2)))
     lse = np.full((32, 1, n), np.log(m))
     one = weights(problem, lse, slice(0, 1))[:, :, 0].astype(np.float64)
     np.testing.assert_array_equal(received(problem, lse), (one * n).astype(np.float32))
 
 
 def test_more_keys_asked_than_there_are(rng):
-    problem = pose(*(rng.normal(size=(1, 9, 4)) for _ in range(3)), mask=i >= j + 2)
-    found, where = top_k(problem, stages_of(problem).lse, 11)
+    problem = make_problem(*(rng.normal(size=(1, 9, 4)) for _ in range(3)), mask=i >= j + 2)
+    found, where = top_k(problem, compute_stages(problem).lse, 11)
     assert found.shape == where.shape == (1, 1, 9, 11)
     seen = np.arange(11) < np.maximum(np.arange(9)[:, None] - 1, 0)
     np.testing.assert_array_equal(where[0, 0] >= 0, seen)
@@ -166,11 +166,11 @@ def test_more_keys_asked_than_there_are(rng):
 
 
 def test_longer_lists_than_the_stack_holds_are_left_to_others(rng):
-    problem = pose(*(rng.normal(size=(1, 3, 4)) for _ in range(3)))
-    assert top_k(problem, stages_of(problem).lse, MOST + 1) is not None  # of three keys
-    x = rng.normal(size=(1, MOST + 1, 4))
-    problem = pose(x[:, :3], x, x)
-    assert top_k(problem, stages_of(problem).lse, MOST + 1) is None
+    problem = make_problem(*(rng.normal(size=(1, 3, 4)) for _ in range(3)))
+    assert top_k(problem, compute_stages(problem).lse, MAX_TOP_K + 1) is not None  # of three keys
+    x = rng.normal(size=(1, MAX_TOP_K + 1, 4))
+    problem = make_problem(x[:, :3], x, x)
+    assert top_k(problem, compute_stages(problem).lse, MAX_TOP_K + 1) is None
 
 
 # -- what is not asked of these kernels ------------------------------------------------------------------------------
@@ -183,14 +183,14 @@ def test_scores_that_are_not_finite_are_left_to_others(bad):
         q, k, v = arrays((1, 2, 20, 4), "float32", m=70)
         k[:, :, 64:] = filler
         with np.errstate(all="ignore"):
-            problem = pose(q, k, v, mask=j < 64)
+            problem = make_problem(q, k, v, mask=j < 64)
             found = [to_numpy(x) for x in check_everything(problem)]
             if filler == 0.0:
                 clean = found
             for one, other in zip(clean, found, strict=True):
                 np.testing.assert_array_equal(one, other)
-    open_ = pose(q, k, v)
-    lse = stages_of(open_).lse
+    open_ = make_problem(q, k, v)
+    lse = compute_stages(open_).lse
     for ask in (received, partial(pooled, rows=1, columns=1), partial(top_k, k=1), weights):
         assert ask(open_, lse) is None
 
@@ -199,7 +199,7 @@ def test_scores_that_are_not_finite_are_left_to_others(bad):
 def test_no_pairs(extent):
     B, H, n, m = extent
     q, k = (np.zeros((B, H, rows, 3), np.float32) for rows in (n, m))
-    problem = pose(q, k, k)
+    problem = make_problem(q, k, k)
     lse = np.full((B, H, n), -np.inf)
     assert received(problem, lse).tolist() == np.zeros((B, H, m)).tolist()
     found, where = top_k(problem, lse, 2)
@@ -214,12 +214,12 @@ def test_no_byte_outside_an_array_is_written(monkeypatch):
     checks, plain_empty, plain_zeros = [], np.empty, launch_weights_pass._zeros
 
     def around(array):
-        array, unharmed = guarded(array)
+        array, unharmed = with_guards(array)
         checks.append(unharmed)
         return array
 
-    held = [guarded(x) for x in arrays((1, 2, 77, 9), "float32", m=131)]
-    problem = pose(*(array for array, _ in held), mask=i + 50 >= j, score=s + table(np.linspace(-1, 1, 77))[i])
+    held = [with_guards(x) for x in arrays((1, 2, 77, 9), "float32", m=131)]
+    problem = make_problem(*(array for array, _ in held), mask=i + 50 >= j, score=s + table(np.linspace(-1, 1, 77))[i])
     monkeypatch.setattr(np, "empty", lambda *given, **more: around(np.full_like(plain_empty(*given, **more), -1)))
     monkeypatch.setattr(launch_weights_pass, "_zeros", lambda *given: around(plain_zeros(*given)))
     check_everything(problem, maxima=True)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from sightline import causal, documents, i, j, padding, prefix, table, where, window
 from sightline.arrays import namespace
-from sightline.formula.bounds import intervals
+from sightline.formula.bounds import compute_intervals
 from sightline.formula.expression import SYMBOLS, apply, walk
 from sightline.formula.operators import OPERATORS
 from sightline.formula.render_array import ARRAY_RULES
-from sightline.formula.table_bounds import Extrema
-from sightline.formula.tile_ranges import find_runs, somewhere
+from sightline.formula.table_bounds import TableBounds
+from sightline.formula.tile_ranges import find_tile_ranges, find_witness
 from strategies import generators, masks, reals, wholes
 
 NAMESPACE = namespace(np.zeros(1))
@@ -84,7 +84,7 @@ def bounds_of(name, inputs, whole):
             box["m"] = (np.array([0.0]), np.array([1.0]))
         nodes.append(node)
     formula = apply(name, *nodes)
-    return intervals(formula, box)[id(formula)]
+    return compute_intervals(formula, box)[id(formula)]
 
 
 EXTENT = (2, 3, 40, 50)
@@ -104,7 +104,7 @@ def test_intervals_of_formulas_hold_every_value(formula, data):
         ranges.append((first, data.draw(st.integers(first, length - 1))))
     box = {name: (np.array([float(a)]), np.array([float(z)])) for name, (a, z) in zip("bhij", ranges, strict=True)}
     box |= {name: (np.array([float(k)]),) * 2 for name, k in (("n", EXTENT[2]), ("m", EXTENT[3]))}
-    found = intervals(formula, box)
+    found = compute_intervals(formula, box)
     inside = tuple(slice(a, z + 1) for a, z in ranges)
     for node in walk(formula):
         low, high = found[id(node)]
@@ -120,7 +120,7 @@ def test_extrema_of_ranges_hold_every_entry(rng, axes):
     values = rng.normal(size=lengths)
     first = [rng.integers(0, length, 30) for length in lengths]
     last = [np.minimum(a + rng.integers(0, length, 30), length - 1) for a, length in zip(first, lengths, strict=True)]
-    least, greatest = Extrema(values).over(list(zip(first, last, strict=True)))
+    least, greatest = TableBounds(values).over(list(zip(first, last, strict=True)))
     for k in range(30):
         inside = values[tuple(slice(a[k], z[k] + 1) for a, z in zip(first, last, strict=True))]
         assert least[k] <= inside.min()
@@ -161,7 +161,7 @@ def truth_of(mask, extent, query_block, key_block):
 @example(i // (j - 3) < 5, 4, 8)
 @example(~(np.log(j - 4.0) < 100), 4, 8)
 def test_empty_tiles_hold_nothing_and_full_tiles_all(mask, query_block, key_block):
-    runs = find_runs(mask, EXTENT, query_block, key_block)
+    runs = find_tile_ranges(mask, EXTENT, query_block, key_block)
     found, truth = tiles_of(runs), truth_of(mask, EXTENT, query_block, key_block)
     assert (truth[found == 0] == 0).all()
     assert (truth[found == 1] == 1).all()
@@ -186,14 +186,14 @@ USUAL = {
 @pytest.mark.parametrize("name", USUAL)
 def test_usual_masks_have_no_partial_tile_too_many(name, blocks):
     extent = (2, 3, 50, 50) if "documents" in name else EXTENT  # a document's table is as long as both axes
-    found = tiles_of(find_runs(USUAL[name], extent, *blocks))
+    found = tiles_of(find_tile_ranges(USUAL[name], extent, *blocks))
     assert np.array_equal(found, truth_of(USUAL[name], extent, *blocks))
 
 
 @settings(max_examples=150)
 @given(masks(EXTENT))
 def test_somewhere_finds_a_pair_where_there_is_one(condition):
-    at, values = somewhere(condition, EXTENT), at_every_pair(condition)
+    at, values = find_witness(condition, EXTENT), at_every_pair(condition)
     assert (at is not None) == values.any()
     if at is not None:
         assert values[at]
@@ -201,7 +201,7 @@ def test_somewhere_finds_a_pair_where_there_is_one(condition):
 
 @pytest.mark.parametrize("extent", [(0, 2, 5, 5), (1, 0, 5, 5), (1, 1, 0, 5), (1, 1, 5, 0)])
 def test_no_pairs_no_tiles(extent):
-    assert find_runs(causal(), extent, 4, 4).tiles == {"empty": 0, "full": 0, "partial": 0}
+    assert find_tile_ranges(causal(), extent, 4, 4).tiles == {"empty": 0, "full": 0, "partial": 0}
 
 
 # -- cost ------------------------------------------------------------------------------------------------------------
@@ -222,12 +222,12 @@ def test_a_million_positions_are_planned_within_a_second(make):
     for _ in range(3):
         mask = make()  # anew: what a table keeps of itself must not count as free
         started = time.perf_counter()
-        runs = find_runs(mask, (1, 1, LONG, LONG), 64, 64)
+        runs = find_tile_ranges(mask, (1, 1, LONG, LONG), 64, 64)
         took.append(time.perf_counter() - started)
     assert runs.tiles["full"] + runs.tiles["partial"] < 32 * LONG / 64
     assert min(took) < 1
     tracemalloc.start()
-    find_runs(make(), (1, 1, LONG, LONG), 64, 64)
+    find_tile_ranges(make(), (1, 1, LONG, LONG), 64, 64)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 128 * LONG  # bytes; the dense mask would take 2⁴⁰

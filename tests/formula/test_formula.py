@@ -14,9 +14,9 @@ from sightline.arrays import namespace
 from sightline.errors import FormulaError
 from sightline.formula.bounds import BOUND_RULES
 from sightline.formula.derivative import DERIVATIVE_RULES, derivative
-from sightline.formula.expression import apply, from_text
+from sightline.formula.expression import apply, parse_text
 from sightline.formula.operators import OPERATORS
-from sightline.formula.render_array import ARRAY_RULES, dense_values, evaluate
+from sightline.formula.render_array import ARRAY_RULES, evaluate, evaluate_dense
 from sightline.problem import read_mask, read_score
 from strategies import conditions, lookups, masks, reals, scores, wholes
 
@@ -290,7 +290,7 @@ def test_the_function_given_is_left_as_it_was():
 @settings(max_examples=300)
 @given(st.one_of(masks(EXTENT), scores(EXTENT), wholes(EXTENT), reals(EXTENT)))
 def test_text_gives_the_formula_back(formula):
-    again = from_text(formula.text, formula.tables)
+    again = parse_text(formula.text, formula.tables)
     assert again.text == formula.text
     same(values(again), values(formula))
     json.loads(formula.text)
@@ -348,7 +348,7 @@ def test_derivatives_of_drawn_scores_are_torchs(formula):
     symbols = {"b": 0, "h": 0, "i": torch.arange(9)[:, None], "j": torch.arange(11), "n": 9, "m": 11, "s": at}
     value = evaluate(formula, symbols, xp=namespace(at), float_dtype=torch.float64, like=at)
     (expected,) = torch.autograd.grad(value.sum() + 0 * at.sum(), at)
-    found = dense_values(derivative(formula), (1, 1, 9, 11), at)[0, 0]
+    found = evaluate_dense(derivative(formula), (1, 1, 9, 11), at)[0, 0]
     finite = np.isfinite(value.detach().numpy())
     spread = np.abs(expected.numpy())[finite].max(initial=1.0)
     worst = np.abs(np.broadcast_to(found, finite.shape)[finite] - expected.numpy()[finite]).max(initial=0.0)
@@ -372,11 +372,11 @@ def doubled(x, times):
 
 def every_pass(formula):
     str(formula)
-    from_text(formula.text, formula.tables)
+    parse_text(formula.text, formula.tables)
     formula.with_tables(formula.tables)
     derivative(formula)
     values(formula)
-    return formula.reads, formula.tables
+    return formula.free_symbols, formula.tables
 
 
 def test_shared_parts_cost_once():

@@ -9,7 +9,7 @@ from sightline import alibi, causal, documents, h, i, j, m, n, padding, relative
 from sightline.formula.operators import OPERATORS
 from sightline.formula.render_triton import TRITON_RULES
 from sightline.gpu import Triton
-from sightline.problem import pose
+from sightline.problem import make_problem
 
 GOLDEN = Path(__file__).parent / "golden"
 FORMULAS = {
@@ -31,7 +31,7 @@ FORMULAS = {
 
 def rendered(name):
     x = np.zeros((2, 2, 8, 4), np.float32)
-    sources = Triton().sources(pose(x, x, x, **FORMULAS[name]))
+    sources = Triton().sources(make_problem(x, x, x, **FORMULAS[name]))
     return "\n\n".join(sources.values())
 
 
@@ -51,7 +51,7 @@ def test_every_operator_has_a_rule():
 def test_floors_are_of_quotients_rounded_once():
     """Triton's own division of float32 may fall short of a whole number: 6 / 3 of 2."""
     x = np.zeros((1, 1, 8, 4), np.float32)
-    sources = Triton().sources(pose(x, x, x, score=s // 3.0 + s % 0.1))
+    sources = Triton().sources(make_problem(x, x, x, score=s // 3.0 + s % 0.1))
     assert "tl.floor(real_quotient(s, 3.0)) + real_remainder(s, 0.1)" in sources["score_at"]
     assert "import real_quotient, real_remainder\n" in sources["score_at"]
 

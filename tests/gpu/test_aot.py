@@ -14,8 +14,8 @@ import torch
 
 from sightline import attention, causal, entropy, pooled, received, softcap, top_k, window
 from sightline.errors import ParameterError
-from sightline.problem import pose
-from sightline.statistics import Slopes
+from sightline.problem import make_problem
+from sightline.statistics import StatisticGradients
 
 pytest.importorskip("triton")
 
@@ -23,9 +23,9 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from sightline.gpu import Triton
-from sightline.gpu.aot import SHARED, TARGETS, compiled
-from sightline.gpu.launch.backward import gradients
-from sightline.gpu.launch.forward import calls_of, forward_calls, run
+from sightline.gpu.aot import SHARED_MEMORY_BYTES, TARGETS, compile_kernels
+from sightline.gpu.launch.backward import backward
+from sightline.gpu.launch.forward import attention_launches, forward_launches, run
 from sightline.gpu.tuning.configurations import Configuration
 
 FILE = Path(__file__).with_name("recorded_kernels.json")
@@ -54,18 +54,18 @@ class Case:
         dtype = getattr(torch, self.dtype)
         query = torch.zeros(2, 8, 1 if self.work == "decode" else 1000, self.width, dtype=dtype)
         key = torch.zeros(2, 2, 1000, self.width, dtype=dtype)
-        return pose(query, key, key, see=STATISTICS.get(self.work, []), **FORMULAS[self.formula])
+        return make_problem(query, key, key, see=STATISTICS.get(self.work, []), **FORMULAS[self.formula])
 
     def launch(self):
         problem = self.problem()
         if self.work == "backward":
             lse = torch.zeros(problem.query.shape[:-1], dtype=torch.float64)
-            gradients(problem, problem.query, None, (problem.query, lse), (), Slopes(), self.target)
+            backward(problem, problem.query, None, (problem.query, lse), (), StatisticGradients(), self.target)
         else:
             run(problem, self.target)
 
     def kernels(self):
-        return compiled(self.launch, self.target)
+        return compile_kernels(self.launch, self.target)
 
 
 CASES = [
@@ -91,7 +91,7 @@ def check(case, found):
         registers, spilled, shared = recorded[kernel.name]
         assert kernel.registers <= registers, str(kernel)
         assert kernel.spilled <= spilled, str(kernel)
-        assert kernel.shared <= shared <= SHARED[case.target], str(kernel)
+        assert kernel.shared <= shared <= SHARED_MEMORY_BYTES[case.target], str(kernel)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -99,8 +99,8 @@ def test_what_the_forward_kernel_takes(target):
     case = Case(target, "forward", "bfloat16", 64, "causal")
     problem = case.problem()
     lse = torch.zeros(problem.query.shape[:-1], dtype=torch.float64)
-    first = next(calls_of(problem, torch.zeros_like(problem.query), lse, target))
-    (found,) = compiled(first.launch, target)
+    first = next(attention_launches(problem, torch.zeros_like(problem.query), lse, target))
+    (found,) = compile_kernels(first.launch, target)
     assert found.name == "forward"
     check(case, [found])
 
@@ -118,18 +118,18 @@ def test_all_that_is_recorded_is_checked():
 
 
 def test_nothing_runs_and_the_driver_is_put_back():
-    problem = pose(*(torch.ones(1, 1, 20, 16, dtype=torch.float16) for _ in range(3)))
+    problem = make_problem(*(torch.ones(1, 1, 20, 16, dtype=torch.float16) for _ in range(3)))
     output = torch.full((1, 1, 20, 16), 7.0, dtype=torch.float16)
     lse = torch.full((1, 1, 20), 7.0, dtype=torch.float64)
 
     def launch():
-        for call in forward_calls(problem, output, lse, "sm_80"):
+        for call in forward_launches(problem, output, lse, "sm_80"):
             call.launch()
         raise ZeroDivisionError
 
     before = active()
     with pytest.raises(ZeroDivisionError):
-        compiled(launch, "sm_80")
+        compile_kernels(launch, "sm_80")
     assert active() is before
     assert (output == 7).all()
     assert (lse == 7).all()
@@ -144,33 +144,35 @@ def active():
 
 
 def test_what_the_gpu_has_no_memory_for_is_said(monkeypatch):
-    monkeypatch.setitem(SHARED, "sm_80", 1000)
+    monkeypatch.setitem(SHARED_MEMORY_BYTES, "sm_80", 1000)
     x = torch.ones(1, 1, 20, 16, dtype=torch.float16)
     lse = torch.zeros(x.shape[:-1], dtype=torch.float64)
-    call, _ = forward_calls(pose(x, x, x), x, lse, "sm_80", sizes=Configuration(rows=16, keys=16, warps=1, stages=1))
+    call, _ = forward_launches(
+        make_problem(x, x, x), x, lse, "sm_80", sizes=Configuration(rows=16, keys=16, warps=1, stages=1)
+    )
     with pytest.raises(OutOfResources, match=r"shared memory, Required: \d+, Hardware limit: 1000"):
-        compiled(call.launch, "sm_80")
+        compile_kernels(call.launch, "sm_80")
 
 
 def test_a_kernel_s_own_gradients_are_compiled_for_tensors_of_the_host():
     x = torch.ones(1, 1, 20, 16, dtype=torch.float16)
     saved = x, torch.zeros(1, 1, 20, dtype=torch.float64)
-    found = compiled(lambda: Triton("sm_90").gradients(pose(x, x, x), x, None, saved, ()), "sm_90")
+    found = compile_kernels(lambda: Triton("sm_90").backward(make_problem(x, x, x), x, None, saved, ()), "sm_90")
     assert {"backward_queries", "backward_keys"} <= {kernel.name for kernel in found}
 
 
 def test_a_call_that_launches_nothing_or_for_another_gpu_is_told():
     x = torch.ones(1, 1, 20, 16, dtype=torch.float16)
     with pytest.raises(ParameterError, match="launched no kernel") as caught:
-        compiled(lambda: attention(x, x, x), "sm_90")
+        compile_kernels(lambda: attention(x, x, x), "sm_90")
     assert "Triton('sm_90').run(problem)" in caught.value.cure
     with pytest.raises(ParameterError, match="sizes of sm_80, compiled for sm_90"):
-        compiled(lambda: Triton("sm_80").run(pose(x, x, x)), "sm_90")
+        compile_kernels(lambda: Triton("sm_80").run(make_problem(x, x, x)), "sm_90")
 
 
 def test_unknown_targets_are_named():
     with pytest.raises(ParameterError, match="one of 'sm_80'"):
-        compiled(lambda: None, "sm_42")
+        compile_kernels(lambda: None, "sm_42")
 
 
 if __name__ == "__main__":

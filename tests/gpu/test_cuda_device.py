@@ -108,7 +108,7 @@ HOPPER = """
 import torch
 from sightline import causal, softcap, window
 from sightline.gpu import Triton
-from sightline.gpu.chosen import candidates, trying
+from sightline.gpu.chosen import candidates, try_sizes
 from sightline.problem import pose
 from sightline.testing import assert_conforms
 
@@ -120,9 +120,9 @@ for width in (64, 128):
         tried = [each for each in candidates("forward", problem, "sm_90", True) if each.specialised]
         assert tried
         for sizes in tried:
-            with trying({"forward": sizes}) as trial:
+            with try_sizes({"forward": sizes}) as trial:
                 CHECK(Triton("sm_90").run, problem)
-            assert trial.asked == {"forward": sizes}
+            assert trial.requested == {"forward": sizes}
 """
 AT_MOST = 600  # seconds of it, most of them the compiler's
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sample_problems import arrays
 from sightline import alibi, causal, documents, entropy, h, i, j, s, softcap, table, window
 from sightline.kernel import Result
-from sightline.problem import pose
+from sightline.problem import make_problem
 from sightline.testing import assert_conforms
 from strategies import Case, generators, masks, scores, to_torch
 
@@ -19,9 +19,9 @@ pytest.importorskip("triton")
 
 from gluon_interpreter import Machine, broken
 from sightline.gpu import hopper
-from sightline.gpu.aot import compiled
+from sightline.gpu.aot import compile_kernels
 from sightline.gpu.hopper import kernel, rings
-from sightline.gpu.launch.forward import calls_of, forward_calls
+from sightline.gpu.launch.forward import attention_launches, forward_launches
 from sightline.gpu.tuning.configurations import Configuration
 
 SMALL = Configuration(rows=32, keys=16, warps=4, stages=2)  # so that small problems have several tiles
@@ -43,7 +43,7 @@ PROBLEMS = {
 
 def empty(problem):
     """Output and lse, NaN where nothing is written."""
-    rows = (*problem.lead, problem.H, problem.n)
+    rows = (*problem.batch_shape, problem.H, problem.n)
     output = problem.query.new_full((*rows, problem.d_v), torch.nan)
     return output, problem.query.new_full(rows, torch.nan, dtype=torch.float64)
 
@@ -51,7 +51,7 @@ def empty(problem):
 def calls(problem, sizes=SMALL):
     output, lse = empty(problem)
     sizes = replace(sizes, specialised=True)
-    return output, lse, list(forward_calls(problem, output, lse, "sm_90", sizes=sizes))
+    return output, lse, list(forward_launches(problem, output, lse, "sm_90", sizes=sizes))
 
 
 def on_machine(seed, sizes=SMALL, instead=None):
@@ -66,7 +66,7 @@ def on_machine(seed, sizes=SMALL, instead=None):
 
 
 def posed(dtype, options, **shapes):
-    return Case(*arrays(dtype=dtype, **(SHAPES | shapes)), options).as_torch().pose()
+    return Case(*arrays(dtype=dtype, **(SHAPES | shapes)), options).as_torch().make_problem()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def posed(dtype, options, **shapes):
 )
 def test_named_problems(name, dtype):
     problem = posed(dtype, PROBLEMS[name])
-    assert not list(hopper.serves(problem))
+    assert not list(hopper.refuses(problem))
     assert_conforms(on_machine(seed=0), problem)
 
 
@@ -108,14 +108,14 @@ def problems(draw):
         made = [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in made]
     options = {"mask": draw(masks(extent)) if draw(st.integers(0, 3)) else None}
     options["score"] = draw(scores(extent)) if draw(st.booleans()) else None
-    return pose(*map(to_torch, made), **options)
+    return make_problem(*map(to_torch, made), **options)
 
 
 def drawn_problems(examples):
     @settings(max_examples=examples)
     @given(problems(), st.integers(0, 2**32))
     def conforms(problem, seed):
-        assume(not list(hopper.serves(problem)))
+        assume(not list(hopper.refuses(problem)))
         assert_conforms(on_machine(seed), problem)
 
     conforms()
@@ -131,42 +131,42 @@ def test_many_drawn_problems():
 
 
 FAULTS = {
-    "keys not waited for": (rings.take, "mbarrier.wait(ready.index(place), step // STAGES & 1)", "pass"),
-    "copied over what is read": (rings.put, "mbarrier.wait(free.index(place), (step // STAGES & 1) ^ 1)", "pass"),
-    "phase of the round before": (rings.take, "step // STAGES & 1", "(step // STAGES & 1) ^ 1"),
-    "rounds not counted": (rings.put, "(step // STAGES & 1) ^ 1", "1"),
-    "fewer bytes than come": (rings.put, "matrix.nbytes_per_cta", "matrix.nbytes_per_cta // 2"),
-    "one group gives back for both": (rings.new_ring, "count=GROUPS", "count=1"),
-    "turn kept": (kernel.over_runs, "pass_turn(turn, WHO)\n                products", "products"),
-    "nobody begins": (rings.wait_turn, "(step & 1) ^ (1 - WHO)", "step & 1"),
+    "keys not waited for": (rings.wait_tile, "mbarrier.wait(ready.index(slot), step // STAGES & 1)", "pass"),
+    "copied over what is read": (rings.load_tile, "mbarrier.wait(free.index(slot), (step // STAGES & 1) ^ 1)", "pass"),
+    "phase of the round before": (rings.wait_tile, "step // STAGES & 1", "(step // STAGES & 1) ^ 1"),
+    "rounds not counted": (rings.load_tile, "(step // STAGES & 1) ^ 1", "1"),
+    "fewer bytes than come": (rings.load_tile, "matrix.nbytes_per_cta", "matrix.nbytes_per_cta // 2"),
+    "one group gives back for both": (rings.make_ring, "count=GROUPS", "count=1"),
+    "turn kept": (kernel.process_ranges, "pass_turn(turn, WARPGROUP)\n                products", "products"),
+    "nobody begins": (rings.wait_turn, "(step & 1) ^ (1 - WARPGROUP)", "step & 1"),
     "keys given back unread": (
-        kernel.over_runs,
-        "products = warpgroup_mma_wait(0, deps=[products])\n        give_back(k_ring, step, STAGES)",
-        "give_back(k_ring, step, STAGES)\n        products = warpgroup_mma_wait(0, deps=[products])",
+        kernel.process_ranges,
+        "products = warpgroup_mma_wait(0, deps=[products])\n        release_tile(k_ring, step, STAGES)",
+        "release_tile(k_ring, step, STAGES)\n        products = warpgroup_mma_wait(0, deps=[products])",
     ),
     "values given back unread": (
-        kernel.over_runs,
+        kernel.process_ranges,
         "output, p = warpgroup_mma_wait(0, deps=[output, p])  # the product reads p out of its registers\n"
-        "                give_back(v_ring, step - 1, STAGES)",
-        "give_back(v_ring, step - 1, STAGES)\n                output, p = warpgroup_mma_wait(0, deps=[output, p])",
+        "                release_tile(v_ring, step - 1, STAGES)",
+        "release_tile(v_ring, step - 1, STAGES)\n                output, p = warpgroup_mma_wait(0, deps=[output, p])",
     ),
-    "scores not waited for": (kernel.over_runs, "wait(1, deps=[products])", "wait(2, deps=[products])"),
+    "scores not waited for": (kernel.process_ranges, "wait(1, deps=[products])", "wait(2, deps=[products])"),
     "values of another tile": (
-        kernel.over_runs,
-        "v = take(v_ring, step - 1, form.lanes_v, form, STAGES)\n                output",
-        "v = take(v_ring, step, form.lanes_v, form, STAGES)\n                output",
+        kernel.process_ranges,
+        "v = wait_tile(v_ring, step - 1, constexprs.padded_d_v, constexprs, STAGES)\n                output",
+        "v = wait_tile(v_ring, step, constexprs.padded_d_v, constexprs, STAGES)\n                output",
     ),
-    "queries not waited for": (kernel.compute, "mbarrier.wait(queries[1].index(WHO), 0)", "pass"),
-    "output not fenced": (kernel.compute, "fence_async_shared()", "pass"),
-    "output not waited for": (kernel.compute, "tma.store_wait(0)", "pass"),
-    "dropped rescale": (kernel.scaled, "return output *", "return output + 0 *"),
-    "stale maximum": (kernel.softmax, "(new, total, lost)", "(largest, total, lost)"),
-    "off-by-one mask": (kernel.scores, "mask_at(b, h, i, at,", "mask_at(b, h, i, at + 1,"),
-    "missed tail of keys": (kernel.scores, "j < m", "j < m + 1"),
-    "first tile twice": (kernel.over_runs, "gl.where(run == first_run, 1, 0)", "0"),
-    "wrong head of a group": (kernel.load, "h // work[7]", "h % work[7]"),
-    "other half of the queries": (kernel.compute, "+ WHO * ROWS", "+ (1 - WHO) * ROWS"),
-    "sinks forgotten": (kernel.compute, "if sinks is not None:\n        logit", "if False:\n        logit"),
+    "queries not waited for": (kernel.compute_worker, "mbarrier.wait(queries[1].index(WARPGROUP), 0)", "pass"),
+    "output not fenced": (kernel.compute_worker, "fence_async_shared()", "pass"),
+    "output not waited for": (kernel.compute_worker, "tma.store_wait(0)", "pass"),
+    "dropped rescale": (kernel.rescale, "return output *", "return output + 0 *"),
+    "stale maximum": (kernel.softmax, "(new, total, compensation)", "(largest, total, compensation)"),
+    "off-by-one mask": (kernel.compute_scores, "mask_at(b, h, i, at,", "mask_at(b, h, i, at + 1,"),
+    "missed tail of keys": (kernel.compute_scores, "j < m", "j < m + 1"),
+    "first tile twice": (kernel.process_ranges, "gl.where(range_index == first_range, 1, 0)", "0"),
+    "wrong head of a group": (kernel.load_worker, "h // block_info[7]", "h % work[7]"),
+    "other half of the queries": (kernel.compute_worker, "+ WARPGROUP * ROWS", "+ (1 - WARPGROUP) * ROWS"),
+    "sinks forgotten": (kernel.compute_worker, "if sinks is not None:\n        logit", "if False:\n        logit"),
 }
 
 
@@ -187,22 +187,22 @@ def test_broken_on_purpose(name):
 def test_hidden_nan_taints_its_blocks_for_the_second_call():
     arrays_of = arrays((1, 2, 100, 16), "float16")
     arrays_of[2][..., 50, 3] = np.nan  # queries from 50 on see it
-    problem = pose(*map(to_torch, arrays_of), mask=i >= j)
+    problem = make_problem(*map(to_torch, arrays_of), mask=i >= j)
     output, lse, (call, again) = calls(problem)
     Machine(0).launch(call.kernel, call.programs, **call.arguments)
-    tainted = call.arguments["tainted"].reshape(2, -1).flip(1)  # later blocks come first
-    assert torch.equal(tainted, torch.tensor([[0, 1, 1, 1]] * 2, dtype=torch.int32))
-    for name in ("tainted", "lse", "blocks", "n", "m", "schedule"):
+    nonfinite_flags = call.arguments["nonfinite_flags"].reshape(2, -1).flip(1)  # later blocks come first
+    assert torch.equal(nonfinite_flags, torch.tensor([[0, 1, 1, 1]] * 2, dtype=torch.int32))
+    for name in ("nonfinite_flags", "lse", "blocks", "n", "m", "schedule"):
         assert again.arguments[name] is call.arguments[name]
     assert again.arguments["output"] is output
     first = Result(output[:, :, :32], lse[:, :, :32])
-    assert_conforms(lambda _: first, pose(*(to_torch(x[:, :, :32]) for x in arrays_of), mask=i >= j))
+    assert_conforms(lambda _: first, make_problem(*(to_torch(x[:, :, :32]) for x in arrays_of), mask=i >= j))
 
 
 def test_no_plan_takes_it_by_itself():
     problem = posed("bfloat16", PROBLEMS["causal"])
-    assert not list(hopper.serves(problem))
-    taken = [call.kernel for call in calls_of(problem, *empty(problem), "sm_90")]
+    assert not list(hopper.refuses(problem))
+    taken = [call.kernel for call in attention_launches(problem, *empty(problem), "sm_90")]
     assert taken
     assert kernel.forward not in taken
 
@@ -221,12 +221,12 @@ REFUSED = {
 @pytest.mark.parametrize("word", REFUSED)
 def test_what_is_refused(word):
     dtype, options, shapes = REFUSED[word]
-    assert any(word in str(refusal) for refusal in hopper.serves(posed(dtype, options, **shapes)))
+    assert any(word in str(refusal) for refusal in hopper.refuses(posed(dtype, options, **shapes)))
 
 
 def test_older_triton_is_refused(monkeypatch):
     monkeypatch.setattr("triton.__version__", "3.6.0")
-    assert any("triton 3.9 or later" in str(refusal) for refusal in hopper.serves(posed("float16", {})))
+    assert any("triton 3.9 or later" in str(refusal) for refusal in hopper.refuses(posed("float16", {})))
 
 
 LAYOUTS = {
@@ -242,16 +242,16 @@ def test_layouts_no_tile_can_be_copied_from(word):
     x = [torch.zeros(2, 3, 2, 20, 24, dtype=torch.bfloat16) for _ in range(3)]
     for place, name in enumerate(("query", "key", "value")):
         given = [LAYOUTS[word](array) if k == place else array for k, array in enumerate(x)]
-        refusals = [str(refusal) for refusal in hopper.serves(pose(*given))]
+        refusals = [str(refusal) for refusal in hopper.refuses(make_problem(*given))]
         assert any(word in refusal and refusal.startswith(name) for refusal in refusals)
 
 
 def for_hopper(width, options, dtype=torch.bfloat16):
     """What the kernel becomes on sm_90, in each of its sizes."""
-    problem = pose(*(torch.zeros(2, 4, 1000, width, dtype=dtype) for _ in range(3)), **options)
-    for sizes in hopper.configurations_of(problem):
+    problem = make_problem(*(torch.zeros(2, 4, 1000, width, dtype=dtype) for _ in range(3)), **options)
+    for sizes in hopper.candidate_configurations(problem):
         _, _, (call, *_) = calls(problem, sizes)
-        yield from compiled(call.launch, "sm_90")
+        yield from compile_kernels(call.launch, "sm_90")
 
 
 def assert_specialised(found):
@@ -273,8 +273,8 @@ def test_compiled_for_hopper():
 @pytest.mark.parametrize("shape", [(2, 4, 75, 24), (1, 4, 75, 24), (2, 1, 75, 24), (2, 4, 1, 24), (1, 1, 1, 8)])
 def test_axes_of_matrices_stand_in_the_order_of_their_steps(shape, rows_first):
     x = torch.arange(float(np.prod(shape))).reshape(shape).half()
-    problem = pose(*(x.transpose(1, 2).contiguous().transpose(1, 2) if rows_first else x for _ in range(3)))
-    assert not list(hopper.serves(problem))
+    problem = make_problem(*(x.transpose(1, 2).contiguous().transpose(1, 2) if rows_first else x for _ in range(3)))
+    assert not list(hopper.refuses(problem))
     _, _, (call, *_) = calls(problem)
     for name in ("query", "key", "value", "output"):
         matrix = call.arguments[name]

@@ -10,9 +10,9 @@ import sightline
 from sightline import b, causal, h, i, j, s
 from sightline.dispatch import KERNELS
 from sightline.errors import ParameterError
-from sightline.gpu import LONGEST, WIDEST, Triton
+from sightline.gpu import MAX_FORMULA_NODES, MAX_HEAD_WIDTH, Triton
 from sightline.kernel import choose
-from sightline.problem import pose
+from sightline.problem import make_problem
 
 
 def on_cuda(problem):
@@ -27,11 +27,11 @@ def on_cuda(problem):
 @pytest.fixture(autouse=True)
 def young(monkeypatch):
     """No GPU is asked how old it is."""
-    monkeypatch.setattr("sightline.gpu._too_old", lambda device: False)
+    monkeypatch.setattr("sightline.gpu._is_too_old", lambda device: False)
 
 
 def posed(d=8, dtype=torch.float32, **options):
-    return pose(*[torch.zeros(1, 2, 16, d, dtype=dtype)] * 3, **options)
+    return make_problem(*[torch.zeros(1, 2, 16, d, dtype=dtype)] * 3, **options)
 
 
 def test_a_gpu_s_problems_are_theirs():
@@ -44,9 +44,9 @@ def test_a_gpu_s_problems_are_theirs():
     ("problem", "reason"),
     [
         (posed(), "torch arrays on cpu"),
-        (pose(*[np.zeros((1, 1, 4, 4))] * 3), "numpy arrays on cpu"),
-        (on_cuda(posed(d=WIDEST + 1)), f"d_k {WIDEST + 1}"),
-        (on_cuda(posed(score=sum([s * k for k in range(LONGEST)], s))), "parts would compile for long"),
+        (make_problem(*[np.zeros((1, 1, 4, 4))] * 3), "numpy arrays on cpu"),
+        (on_cuda(posed(d=MAX_HEAD_WIDTH + 1)), f"d_k {MAX_HEAD_WIDTH + 1}"),
+        (on_cuda(posed(score=sum([s * k for k in range(MAX_FORMULA_NODES)], s))), "parts would compile for long"),
     ],
     ids=["host", "numpy", "wide", "long"],
 )
@@ -57,7 +57,7 @@ def test_every_refusal_has_its_cure(problem, reason):
 
 
 def test_a_gpu_too_old_or_no_triton(monkeypatch):
-    monkeypatch.setattr("sightline.gpu._too_old", lambda device: True)
+    monkeypatch.setattr("sightline.gpu._is_too_old", lambda device: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert [r.reason for r in Triton().refuses(on_cuda(posed()))] == [
         "a GPU older than compute capability 8.0",
@@ -100,13 +100,13 @@ def compiled_for(shape=(1, 2, 100, 64), m=200, **options):
     from triton.compiler.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    from sightline.gpu.launch.forward import calls_of
+    from sightline.gpu.launch.forward import attention_launches
 
     key = torch.zeros(*shape[:2], m, shape[3])
-    problem = pose(torch.zeros(shape), key, key, **options)
+    problem = make_problem(torch.zeros(shape), key, key, **options)
     backend = make_backend(triton.backends.compiler.GPUTarget("cuda", 90, 32))
     found = []
-    for call in calls_of(problem, torch.zeros(shape), torch.zeros(shape[:-1], dtype=torch.float64), "sm_90"):
+    for call in attention_launches(problem, torch.zeros(shape), torch.zeros(shape[:-1], dtype=torch.float64), "sm_90"):
         bind = create_function_from_signature(call.kernel.signature, call.kernel.params, backend)
         options = call.options(call.configuration.stages)
         found.append((call.kernel, options, bind(**call.arguments, **options)[1]))
@@ -143,30 +143,30 @@ def test_other_formulas_compile_anew():
 def test_every_kernel_is_told_its_own_sizes():
     """192 keys fill tiles of 64, as those of dQ have, and not those of 128 of dK and dV."""
     pytest.importorskip("triton")
-    from sightline.gpu.launch.arguments import operand
-    from sightline.gpu.launch.backward import backward_calls
-    from sightline.statistics import Slopes
+    from sightline.gpu.launch.arguments import to_operand
+    from sightline.gpu.launch.backward import backward_launches
+    from sightline.statistics import StatisticGradients
 
     x = torch.zeros(1, 2, 192, 128, dtype=torch.bfloat16)
     names = ("d_lse", "lse", "rows", "sums", "d_query", "d_key", "d_value")
-    arrays = dict.fromkeys(names) | {name: operand(x) for name in ("output", "d_output")}
+    arrays = dict.fromkeys(names) | {name: to_operand(x) for name in ("output", "d_output")}
     seen = set()
-    for call in backward_calls(pose(x, x, x, mask=i >= j), arrays, [], Slopes(), "sm_90"):
-        form, sizes = call.arguments["form"], call.configuration
-        assert (form.rows, form.keys, form.even) == (sizes.rows, sizes.keys, 192 % sizes.keys == 0)
-        seen.add(form.even)
+    for call in backward_launches(make_problem(x, x, x, mask=i >= j), arrays, [], StatisticGradients(), "sm_90"):
+        constexprs, sizes = call.arguments["constexprs"], call.configuration
+        assert (constexprs.rows, constexprs.keys, constexprs.even) == (sizes.rows, sizes.keys, 192 % sizes.keys == 0)
+        seen.add(constexprs.even)
     assert seen == {True, False}
 
 
 def test_far_columns_of_any_array_are_counted_wide():
     tl = pytest.importorskip("triton.language")
-    from sightline.gpu.launch.arguments import Operands, operand
-    from sightline.gpu.tuning.configurations import configuration_of
+    from sightline.gpu.launch.arguments import Operands, to_operand
+    from sightline.gpu.tuning.configurations import default_configuration
 
-    sizes = configuration_of("sm_90", "backward_queries", "float32", 8)
-    far = operand(torch.empty_strided((1, 2, 16, 8), (2**33, 2**32, 1, 2**28), device="meta"))
-    assert Operands(posed(), sizes).form().index == tl.int32
-    assert Operands(posed(), sizes, beside=[far]).form().index == tl.int64
+    sizes = default_configuration("sm_90", "backward_queries", "float32", 8)
+    far = to_operand(torch.empty_strided((1, 2, 16, 8), (2**33, 2**32, 1, 2**28), device="meta"))
+    assert Operands(posed(), sizes).constexprs().index_type == tl.int32
+    assert Operands(posed(), sizes, extra_arrays=[far]).constexprs().index_type == tl.int64
 
 
 @pytest.mark.parametrize(("name", "precision"), [("gfx942:sramecc+", "tf32"), ("gfx90a", "ieee")])
@@ -180,6 +180,6 @@ def test_tf32_is_asked_for_where_the_gpu_has_it(monkeypatch, name, precision):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(gcnArchName=name))
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=True))
-    assert launch_arguments._precision(device) == precision
+    assert launch_arguments._dot_precision(device) == precision
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=False))
-    assert launch_arguments._precision(device) == "ieee"
+    assert launch_arguments._dot_precision(device) == "ieee"

@@ -16,14 +16,14 @@ from sightline.errors import KernelRefusedError, ParameterError
 from sightline.gpu import Triton
 from sightline.gpu.tuning import cache as tuning_cache
 from sightline.gpu.tuning import selection
-from sightline.gpu.tuning.configurations import Configuration, configuration_of
-from sightline.gpu.tuning.selection import candidates, trying
-from sightline.gpu.tuning.tuner import GAIN, tune
-from sightline.problem import pose
+from sightline.gpu.tuning.configurations import Configuration, default_configuration
+from sightline.gpu.tuning.selection import candidates, try_sizes
+from sightline.gpu.tuning.tuner import MIN_SPEEDUP, tune
+from sightline.problem import make_problem
 from sightline.streaming import Streaming, backward
 
 MASK = i >= j
-TABLE = configuration_of("interpreter", "forward", "float32", 8)
+TABLE = default_configuration("interpreter", "forward", "float32", 8)
 
 
 class Told(Triton):
@@ -39,12 +39,12 @@ class Told(Triton):
         result.output.add_(1e-3 * (sizes in self.wrong))
         return result
 
-    def gradients(self, problem, d_output, d_lse, saved, wanted, threads=None, slopes=None):
+    def backward(self, problem, d_output, d_lse, saved, wanted_tables, threads=None, statistic_gradients=None):
         self._sizes("backward", problem)
         return backward(problem, d_output, d_lse)
 
     def _sizes(self, name, problem):
-        sizes = selection.chosen(name, problem, self.architecture)
+        sizes = selection.select(name, problem, self.architecture)
         if sizes in self.failing:
             raise RuntimeError("out of resource: shared memory")
         self.ran.append((name, sizes))
@@ -59,10 +59,10 @@ class Told(Triton):
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """Findings of a test lie in a folder of its own."""
-    monkeypatch.setenv(tuning_cache.VARIABLE, str(tmp_path))
-    tuning_cache.forget()
+    monkeypatch.setenv(tuning_cache.CACHE_VARIABLE, str(tmp_path))
+    tuning_cache.clear()
     yield tmp_path / "tuned"
-    tuning_cache.forget()
+    tuning_cache.clear()
 
 
 def arrays(width=8):
@@ -71,7 +71,7 @@ def arrays(width=8):
 
 
 def others():
-    return [sizes for sizes in candidates("forward", pose(*arrays()), "interpreter") if sizes != TABLE]
+    return [sizes for sizes in candidates("forward", make_problem(*arrays()), "interpreter") if sizes != TABLE]
 
 
 def tuned(kernel, gradients=False, **options):
@@ -79,7 +79,7 @@ def tuned(kernel, gradients=False, **options):
 
 
 def taken(problem=None):
-    return selection.chosen("forward", problem or pose(*arrays(), mask=MASK), "interpreter")
+    return selection.select("forward", problem or make_problem(*arrays(), mask=MASK), "interpreter")
 
 
 def test_the_fastest_that_is_right_is_kept_and_taken(folder):
@@ -93,10 +93,10 @@ def test_the_fastest_that_is_right_is_kept_and_taken(folder):
     assert found.reason == "RuntimeError: out of resource: shared memory"
     assert found.path.parent == folder
     assert taken() == best
-    assert [each["configuration"] for each in tuning_cache.findings()] == [asdict(best)]
-    with trying({"forward": wrong}):
+    assert [each["configuration"] for each in tuning_cache.list_entries()] == [asdict(best)]
+    with try_sizes({"forward": wrong}):
         assert taken() == wrong, "a trial goes before what was found"
-    with trying({}):
+    with try_sizes({}):
         assert taken() == TABLE, "and is beside the table, not beside an earlier finding"
 
 
@@ -104,20 +104,20 @@ def test_it_is_taken_by_problems_of_the_same_structure_alone():
     best = others()[0]
     tuned(Told({("forward", best): 0.5}))
     longer = [torch.cat([x, x], dim=-2) for x in arrays()]
-    assert taken(pose(*longer, mask=MASK)) == best
+    assert taken(make_problem(*longer, mask=MASK)) == best
     for query, key, value in (arrays(16), [x.double() for x in arrays()]):
-        assert taken(pose(query, key, value, mask=MASK)) != best
-    assert taken(pose(*arrays(), mask=i > j)) == TABLE
-    assert taken(pose(*arrays())) == TABLE
-    assert selection.chosen("forward", pose(*arrays(), mask=MASK), "sm_90") != best
+        assert taken(make_problem(query, key, value, mask=MASK)) != best
+    assert taken(make_problem(*arrays(), mask=i > j)) == TABLE
+    assert taken(make_problem(*arrays())) == TABLE
+    assert selection.select("forward", make_problem(*arrays(), mask=MASK), "sm_90") != best
 
 
 def test_backward_kernels_are_tuned_apart():
     first, second = others()[:2]
     told = tuned(Told({("forward", first): 0.5, ("backward", second): 0.25}), gradients=True)
     assert {one.kernel: one.best for one in told.found} == {"forward": first, "backward": second}
-    problem = pose(*arrays(), mask=MASK)
-    assert selection.chosen("backward", problem, "interpreter") == second
+    problem = make_problem(*arrays(), mask=MASK)
+    assert selection.select("backward", problem, "interpreter") == second
 
 
 def test_statistics_are_tuned_and_judged_with_the_problem_that_asks_for_them():
@@ -132,11 +132,11 @@ def test_statistics_are_tuned_and_judged_with_the_problem_that_asks_for_them():
     (found,) = tuned(Seeing({("forward", best): 0.5, ("forward", wrong): 0.1}), see=[sightline.entropy()]).found
     assert (found.best, found.wrong) == (best, 1)
     assert taken() == TABLE
-    assert taken(pose(*arrays(), mask=MASK, see=[sightline.entropy(), sightline.lse()])) == best
+    assert taken(make_problem(*arrays(), mask=MASK, see=[sightline.entropy(), sightline.lse()])) == best
 
 
 def test_what_is_hardly_faster_is_noise(folder):
-    kernel = Told({("forward", others()[0]): 1.0 / (1 + (GAIN - 1) / 2)})
+    kernel = Told({("forward", others()[0]): 1.0 / (1 + (MIN_SPEEDUP - 1) / 2)})
     (found,) = tuned(kernel).found
     assert found.best == found.default == TABLE
     assert found.path is None
@@ -162,7 +162,7 @@ def test_the_table_says_why_nothing_is_kept_and_what_failed(monkeypatch):
     assert "nothing kept: no sizes were" in str(slow)
     assert "forward: the first that failed: RuntimeError: out of resource" in str(slow)
     assert len(repr(slow).splitlines()) == 1, "what is printed is not printed once more by a prompt"
-    monkeypatch.setenv(tuning_cache.VARIABLE, "off")
+    monkeypatch.setenv(tuning_cache.CACHE_VARIABLE, "off")
     assert "nothing kept: SIGHTLINE_CACHE=off" in str(tuned(Told({("forward", others()[0]): 0.5})))
 
 
@@ -175,7 +175,7 @@ def test_an_unknown_word_is_said_to_be_tune_s():
 
 
 def test_nothing_is_kept_where_nothing_is_to_be(monkeypatch):
-    monkeypatch.setenv(tuning_cache.VARIABLE, "off")
+    monkeypatch.setenv(tuning_cache.CACHE_VARIABLE, "off")
     (found,) = tuned(Told({("forward", others()[0]): 0.5})).found
     assert found.best == others()[0]
     assert found.path is None
@@ -203,17 +203,17 @@ def test_a_file_that_does_not_read_as_expected_is_none(damage):
     damaged = DAMAGE[damage](text)
     assert damaged != text
     found.path.write_text(damaged)
-    tuning_cache.forget()
+    tuning_cache.clear()
     assert taken() == TABLE
 
 
 @pytest.mark.parametrize("place", ["/dev/null/x", "/" + "x" * 5000, "~nobody of that name/x", "no/absolute/path"])
 def test_a_folder_that_cannot_be_hinders_no_call_and_is_told_before_tuning(place, monkeypatch):
-    monkeypatch.setenv(tuning_cache.VARIABLE, place)
-    tuning_cache.forget()
+    monkeypatch.setenv(tuning_cache.CACHE_VARIABLE, place)
+    tuning_cache.clear()
     assert taken() == TABLE
     kernel = Told()
-    with pytest.raises(ParameterError, match=tuning_cache.VARIABLE):
+    with pytest.raises(ParameterError, match=tuning_cache.CACHE_VARIABLE):
         tuned(kernel)
     assert not kernel.ran
 
@@ -246,12 +246,12 @@ def test_where_no_kernel_runs_the_table_says_so():
 
 def test_other_sources_or_versions_find_nothing(monkeypatch):
     tuned(Told({("forward", others()[0]): 0.5}))
-    machine = tuning_cache.machine()
+    machine = tuning_cache.environment()
     for name in machine:
-        tuning_cache.forget()
-        monkeypatch.setattr(tuning_cache, "machine", lambda name=name: machine | {name: "another"})
+        tuning_cache.clear()
+        monkeypatch.setattr(tuning_cache, "environment", lambda name=name: machine | {name: "another"})
         assert taken() == TABLE
-        assert tuning_cache.findings() == []
+        assert tuning_cache.list_entries() == []
 
 
 def test_a_change_of_any_source_changes_the_hash(monkeypatch, tmp_path):
@@ -260,22 +260,22 @@ def test_a_change_of_any_source_changes_the_hash(monkeypatch, tmp_path):
     for folder in ("gpu", "formula"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(tuning_cache, "__file__", str(tmp_path / "gpu" / "tuning" / "cache.py"))
-    before, folders = tuning_cache._sources(), {path.parent for path in tmp_path.rglob("*.py")}
+    before, folders = tuning_cache._hash_sources(), {path.parent for path in tmp_path.rglob("*.py")}
     assert {"codegen", "kernels", "launch", "tuning", "hopper", "formula"} <= {folder.name for folder in folders}
     for folder in sorted(folders):
         next(iter(sorted(folder.glob("*.py")))).write_text("# changed")
-        assert tuning_cache._sources() != before
-        before = tuning_cache._sources()
+        assert tuning_cache._hash_sources() != before
+        before = tuning_cache._hash_sources()
 
 
 def test_many_may_write_at_once(folder):
     """Whoever reads meanwhile meets a whole file, of one writer or another."""
-    problem, met = pose(*arrays()), []
+    problem, met = make_problem(*arrays()), []
 
     def writes(k):
         for _ in range(20):
-            tuning_cache.keep("forward", problem, "interpreter", {"configuration": k, "filling": "x" * 10000})
-            met.append(tuning_cache.find("forward", problem, "interpreter"))
+            tuning_cache.store("forward", problem, "interpreter", {"configuration": k, "filling": "x" * 10000})
+            met.append(tuning_cache.load("forward", problem, "interpreter"))
 
     threads = [threading.Thread(target=writes, args=(k,)) for k in range(4)]
     for thread in threads:
@@ -303,16 +303,16 @@ def test_without_a_gpu_it_says_what_to_do(given):
 
 
 def test_candidates_fit_the_machine():
-    problem = pose(*[torch.empty(1, 1, 8, 256, dtype=torch.bfloat16)] * 3)
+    problem = make_problem(*[torch.empty(1, 1, 8, 256, dtype=torch.bfloat16)] * 3)
     small, large = (candidates("backward_keys", problem, name) for name in ("sm_86", "sm_90"))
     assert set(small) < set(large)
     assert Configuration(128, 128, 8, 4) not in large
-    assert len(candidates("forward", pose(*[torch.empty(1, 1, 8, 64, dtype=torch.bfloat16)] * 3), "gfx942")) > 1
+    assert len(candidates("forward", make_problem(*[torch.empty(1, 1, 8, 64, dtype=torch.bfloat16)] * 3), "gfx942")) > 1
 
 
 def test_on_hopper_the_specialised_kernel_is_tried_if_asked_and_taken_where_it_serves():
     half = [torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16) for _ in range(3)]
-    problem, dropping = pose(*half), pose(*half, dropout=0.5, seed=1)
+    problem, dropping = make_problem(*half), make_problem(*half, dropout=0.5, seed=1)
 
     def able(kernel, asked, specialised=True):
         return [sizes for sizes in candidates(kernel, asked, "sm_90", specialised) if sizes.specialised]
@@ -322,6 +322,6 @@ def test_on_hopper_the_specialised_kernel_is_tried_if_asked_and_taken_where_it_s
     assert not able("forward", problem, specialised=False)
     assert not able("backward_keys", problem)
     assert not able("forward", dropping)
-    with trying({"forward": tried[0]}):
-        assert selection.chosen("forward", problem, "sm_90") == tried[0]
-        assert not selection.chosen("forward", dropping, "sm_90").specialised
+    with try_sizes({"forward": tried[0]}):
+        assert selection.select("forward", problem, "sm_90") == tried[0]
+        assert not selection.select("forward", dropping, "sm_90").specialised

@@ -23,4 +23,4 @@ def number_of(address):
 
 
 def kernel(number, machine=None):
-    return compile.function(f"constant {number}", "apply", lambda: constant(number), machine or host())
+    return compile.get_or_compile(f"constant {number}", "apply", lambda: constant(number), machine or host())

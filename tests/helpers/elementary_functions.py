@@ -6,7 +6,7 @@ import numpy as np
 from llvmlite import ir
 
 from sightline.cpu.codegen import math as codegen_math
-from sightline.cpu.codegen.builder import DOUBLE, FLOAT, POINTER, Code, vector
+from sightline.cpu.codegen.builder import DOUBLE, FLOAT, POINTER, Builder, vector
 from sightline.cpu.runtime.processor import HOST
 
 LANES = 16
@@ -23,12 +23,12 @@ def applied(function, x, processor=HOST):
     """A function of lanes over an array."""
     kind = FLOAT if x.dtype == np.float32 else DOUBLE
     module = ir.Module("test")
-    code = Code(module, "apply")
-    source, target = (code.arguments[0].at(8 * word).load(POINTER, 8) for word in range(2))
-    with code.loop(0, x.size, LANES) as at:
+    builder = Builder(module, "apply")
+    source, target = (builder.arguments[0].at(8 * word).load(POINTER, 8) for word in range(2))
+    with builder.loop(0, x.size, LANES) as at:
         value = source.at(at * x.itemsize).load(vector(kind, LANES))
-        target.at(at * x.itemsize).store(function(code, value))
-    code.finish()
+        target.at(at * x.itemsize).store(function(builder, value))
+    builder.finish()
     result = np.full_like(x, np.nan)
     words = np.array([x.ctypes.data, result.ctypes.data])
     kernel = processor.kernel(uuid4().hex, "apply", lambda: module)

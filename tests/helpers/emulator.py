@@ -23,7 +23,7 @@ import numpy as np
 from sightline.cpu.runtime.compile import optimised
 from sightline.cpu.runtime.machine import Machine
 from sightline.cpu.runtime.processor import Processor
-from sightline.testing import GUARD
+from sightline.testing import GUARD_BYTES
 
 EMULATORS = ("qemu-aarch64", "qemu-aarch64-static")
 TOOLS = "aarch64-linux-gnu-"
@@ -122,7 +122,7 @@ class Emulator(Processor):
         """Call the kernel once, and raise AssertionError where it wrote on a guard."""
         chunks = list(self._laid_out(kept))
         moved = np.array([self._moved(word, chunks) for word in words.tolist()], np.int64)
-        start = max((stop for *_, stop in chunks), default=0) + GUARD
+        start = max((stop for *_, stop in chunks), default=0) + GUARD_BYTES
         self.arena[start : start + moved.nbytes] = moved.view(np.uint8)
         library, name = kernel
         assert self.runner.stdin is not None
@@ -131,7 +131,7 @@ class Emulator(Processor):
         self._answer(self.runner)
         for low, size, place, stop in chunks:
             inside = self.arena[place : place + size]
-            for guard in (self.arena[place - GUARD : place], self.arena[place + size : stop]):
+            for guard in (self.arena[place - GUARD_BYTES : place], self.arena[place + size : stop]):
                 assert (guard == 0xFF).all(), "written beside an array"
             if inside.tobytes() != ctypes.string_at(low, size):
                 ctypes.memmove(low, inside.ctypes.data, size)
@@ -144,9 +144,9 @@ class Emulator(Processor):
         stop = 0
         for low, high in stretches(kept):
             size = high - low
-            place = stop + GUARD + (low - stop - GUARD) % PAGE
-            begin, stop = stop, place + size + GUARD
-            assert stop + GUARD < ROOM, "the arena is too small for these arrays"
+            place = stop + GUARD_BYTES + (low - stop - GUARD_BYTES) % PAGE
+            begin, stop = stop, place + size + GUARD_BYTES
+            assert stop + GUARD_BYTES < ROOM, "the arena is too small for these arrays"
             self.arena[begin:stop] = 0xFF
             self.arena[place : place + size] = np.frombuffer(ctypes.string_at(low, size), np.uint8)
             yield low, size, place, stop

@@ -3,10 +3,10 @@
 import time
 from contextlib import contextmanager
 
-from sightline.bench import cuda_problems
-from sightline.bench.races import Race
+from sightline.bench import cuda_benchmarks
+from sightline.bench.workloads import Workload
 
-RACES = {race.name: race for race in cuda_problems.PROBLEMS if isinstance(race, Race)}
+WORKLOADS = {workload.name: workload for workload in cuda_benchmarks.BENCHMARKS if isinstance(workload, Workload)}
 
 
 class Event:
@@ -58,5 +58,5 @@ class Capturing(Runtime):
 
     @contextmanager
     def graph(self, graph):
-        self.captured = graph
+        self.cuda_graph = graph
         yield

@@ -23,11 +23,11 @@ from sightline.cpu.launch import weights_pass as launch_weights_pass
 PLACES = {  # what of a module the rest looks up, and where
     forward: [(launch_forward, "Forward")],
     backward: [(launch_backward, "Backward")],
-    register_tile: [(block, "Tiles")],
-    operand_tiles: [(block, "Rows")],
-    launch_backward: [(launch_backward, "gradients")],
-    tables: [(backward, "Gain")],
-    fused_statistics: [(forward, "Riding")],
+    register_tile: [(block, "RegisterTiles")],
+    operand_tiles: [(block, "OperandTile")],
+    launch_backward: [(launch_backward, "backward")],
+    tables: [(backward, "TableGradientCode")],
+    fused_statistics: [(forward, "FusedStatisticsCode")],
     weights_by_key: [(launch_weights_pass, "Received"), (launch_weights_pass, "Pooled")],
     weights_by_query: [(launch_weights_pass, "TopK"), (launch_weights_pass, "WeightTiles")],
     streaming: [],
@@ -42,7 +42,7 @@ class Fault:
     before: str
     after: str
     more: tuple["Fault", ...] = ()
-    methods: tuple[str, ...] = ()  # of Block or Observe, where the fault is in theirs: subclasses stay as they are
+    methods: tuple[str, ...] = ()  # of Block or WeightsPass, where the fault is in theirs: subclasses stay as they are
     shows: str = "plain"  # the problem of `DIFFERENTIATED` it shows in, where it is one of the backward pass
 
 
@@ -65,7 +65,7 @@ def plant(fault, monkeypatch):
     together = [fault, *(other for other in fault.more if other.module is fault.module)]
     copy = broken(fault.module, *(line for part in together for line in (part.before, part.after)))
     for method in fault.methods:
-        owner = "Observe" if fault.module is weights_pass else "Block"
+        owner = "WeightsPass" if fault.module is weights_pass else "Block"
         monkeypatch.setattr(getattr(fault.module, owner), method, getattr(getattr(copy, owner), method))
     for module, name in () if fault.methods else PLACES[fault.module]:
         monkeypatch.setattr(module, name, getattr(copy, name))

@@ -152,7 +152,7 @@ def named() -> None:
         ]
         print(name, "merge", digest(*flat(sightline.merge(parts))))
         x = rng.normal(size=(90, 3)).astype(np.float32)
-        see = [sightline.applied(x), sightline.entropy().rows([0, -1]), sightline.weights().heads([1])]
+        see = [sightline.weighted_sum(x), sightline.entropy().rows([0, -1]), sightline.weights().heads([1])]
         print(name, "parts", digest(*flat(sightline.attention(q, k, v, mask=i >= j, see=see))))
 
 

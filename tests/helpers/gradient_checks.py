@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from sightline import weights
-from sightline.accuracy import dense, orders_of, sizes_of_gradients
+from sightline.accuracy import dense_attention, gradient_term_sizes, summation_orders
 from sightline.arrays import dtype_name, to_numpy
 from sightline.cpu import Cpu
 from sightline.formula.expression import Lookup, walk
-from sightline.reference import gradients_of
+from sightline.reference import compute_gradients
 from sightline.streaming import backward as streaming_backward
 from sightline.testing import assert_within_budget
 from strategies import DTYPES, to_torch
@@ -32,7 +32,7 @@ def differentiated(problem, seeds, dtype, order):
     tables = [leaf(entry.array) for entry in problem.tables]
     sinks = None if problem.sinks is None else leaf(problem.sinks)
     posed = replace(problem.with_tables(tables), **arrays, sinks=sinks)
-    output, lse, matrix = dense(posed, dtype, order)
+    output, lse, matrix = dense_attention(posed, dtype, order)
     results = output, torch.where(torch.isfinite(lse), lse, 0.0), matrix
     inputs = [*arrays.values(), *(t for t in tables if t.requires_grad), *([] if sinks is None else [sinks])]
     options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
@@ -45,7 +45,7 @@ def differentiated(problem, seeds, dtype, order):
 
 def seeds_of(problem):
     """Two sets of gradients of output, lse and weights."""
-    rng, rows = np.random.default_rng(1), (*problem.lead, problem.H, problem.n)
+    rng, rows = np.random.default_rng(1), (*problem.batch_shape, problem.H, problem.n)
     shapes = ((*rows, problem.d_v), rows, (*rows, problem.m))
     return [[rng.normal(size=shape).astype(np.float32) for shape in shapes] for _ in range(2)]
 
@@ -57,9 +57,9 @@ def by_streaming(problem, d_output, d_lse, d_weights):
 def by_cpu(problem, d_output, d_lse, _, answer=None):
     """Generated kernels: forward where no answer is given, and backward; two threads and three agree bit for bit."""
     answer = Cpu().run(problem) if answer is None else answer
-    wanted = range(len(problem.tables))
-    options = (problem, d_output, d_lse, (answer.output, answer.lse), wanted)
-    found, again = (Cpu().gradients(*options, threads=threads) for threads in (2, 3))
+    wanted_tables = range(len(problem.tables))
+    options = (problem, d_output, d_lse, (answer.output, answer.lse), wanted_tables)
+    found, again = (Cpu().backward(*options, threads=threads) for threads in (2, 3))
     if found is not None:
         for one, other in zip(entries(found), entries(again), strict=True):
             assert one is other is None or np.array_equal(to_numpy(one), to_numpy(other))
@@ -72,19 +72,19 @@ def entries(found):
 
 def undefined(problem):
     """Whether a score is NaN, a hidden one too: of that torch's gradient is NaN · 0, where the definition's is 0."""
-    return np.isnan(dense(replace(problem, mask=None), "float64")[0]).any()
+    return np.isnan(dense_attention(replace(problem, mask=None), "float64")[0]).any()
 
 
 def by_definition(problem, d_output, d_lse, d_weights):
     """Of query, key and value."""
-    found = gradients_of(problem, d_output, d_lse=d_lse, d_weights=d_weights)
+    found = compute_gradients(problem, d_output, d_lse=d_lse, d_weights=d_weights)
     return found.query, over_groups(found.key, problem), over_groups(found.value, problem)
 
 
 def of_stored_output(problem, d_output, d_lse, d_weights):
     """Seeds whose exact gradients are those of outputs as stored, of which δ = rowsum(dO ∘ O) − dlse is made."""
-    output, narrow = dense(problem, "float64")[0], DTYPES[problem.dtype]
-    stored = [output, *(dense(problem, problem.dtype, order)[0] for order in orders_of(problem))]
+    output, narrow = dense_attention(problem, "float64")[0], DTYPES[problem.dtype]
+    stored = [output, *(dense_attention(problem, problem.dtype, order)[0] for order in summation_orders(problem))]
     lost = [(d_output * (one.astype(narrow).astype(np.float64) - output)).sum(-1) for one in stored]
     return [(d_output, d_lse - one, d_weights) for one in lost]
 
@@ -97,7 +97,7 @@ def check(case, framework="numpy", differentiate=by_streaming):
     oracle is rounded as plain is, and shares torch's functions with it: there the definition by hand counts as plain.
     """
     streams = differentiate is by_streaming
-    problem = case.pose(see=[weights()] if streams else [])
+    problem = case.make_problem(see=[weights()] if streams else [])
     if undefined(problem):
         return
     seeds = seeds_of(problem)
@@ -105,16 +105,16 @@ def check(case, framework="numpy", differentiate=by_streaming):
         seeds = [(d_output.astype(problem.query.dtype), d_lse, 0 * d_weights) for d_output, d_lse, d_weights in seeds]
     oracle, other = differentiated(problem, seeds, "float64", 0)
     plain = []
-    for order in orders_of(problem):
+    for order in summation_orders(problem):
         same, more = differentiated(problem, seeds, problem.dtype, order)
         plain += [same, [truth + (x - y) for truth, x, y in zip(oracle, more, other, strict=True)]]
     if problem.dtype != problem.accumulator:
         plain += differentiated(problem, of_stored_output(problem, *seeds[0]), "float64", 0)
     if problem.dtype == "float64":
         plain.append([*by_definition(problem, *seeds[0]), *oracle[len(NAMES) :]])
-    sizes = sizes_of_gradients(problem, *seeds[0])
+    sizes = gradient_term_sizes(problem, *seeds[0])
     for name in (framework,) if isinstance(framework, str) else framework:
-        given = case.as_torch().pose(see=problem.see) if name == "torch" else problem
+        given = case.as_torch().make_problem(see=problem.see) if name == "torch" else problem
         with np.errstate(all="ignore"):
             found = differentiate(given, *(to_torch(x) if name == "torch" else x for x in seeds[0]))
         if found is not None:  # where it is not finite, it is streaming's
@@ -139,5 +139,5 @@ def judge(problem, found, oracle, plain, sizes):
 
 def over_groups(gradient, problem):
     """The gradient of a key head: the sum over the query heads that read it."""
-    shape = (*problem.lead, problem.G, problem.group, *gradient.shape[-2:])
+    shape = (*problem.batch_shape, problem.G, problem.group, *gradient.shape[-2:])
     return gradient.reshape(shape).sum(-3)

@@ -21,7 +21,7 @@ from sightline import b, h, i, j, s, table
 from sightline.cpu import Cpu
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch import weights_pass as launch_weights_pass
-from sightline.problem import pose
+from sightline.problem import make_problem
 
 DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 NONE, BOTH, PRIVATE = 0, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -85,7 +85,7 @@ def question(rng, fences, past):
         {"dropout": 0.3, "seed": 7, "sinks": rng.normal(size=G * group)},
         {"scale": -0.5, "mask": table(fences.around(rng.random((n, m)) < 0.6))[i, j], "score": s * 2 + bias},
     ][rng.integers(8)]
-    return pose(q, k, v, **options)
+    return make_problem(q, k, v, **options)
 
 
 def statistic(rng, problem, lse):
@@ -109,8 +109,8 @@ def main(seed, count, past=0):
     def empty(shape, dtype=float, **_):
         return fences.room(shape, dtype) if np.dtype(dtype).kind in "fVi" else plain_empty(shape, dtype)
 
-    table_sums = launch_backward._table_sums
-    launch_backward._table_sums = lambda *given: fences.around(table_sums(*given))
+    table_sums = launch_backward._allocate_table_sums
+    launch_backward._allocate_table_sums = lambda *given: fences.around(table_sums(*given))
     zeros = launch_weights_pass._zeros
     launch_weights_pass._zeros = lambda *given: fences.around(zeros(*given))
     for call in range(count):
@@ -122,8 +122,8 @@ def main(seed, count, past=0):
             d_output, d_lse = (
                 fences.around(rng.normal(size=x.shape).astype(x.dtype)) for x in (answer.output, answer.lse)
             )
-            wanted = [k for k, entry in enumerate(problem.tables) if entry.kind == "float"]
-            found = kernel.gradients(problem, d_output, d_lse, (answer.output, answer.lse), wanted, 2)
+            wanted_tables = [k for k, entry in enumerate(problem.tables) if entry.kind == "float"]
+            found = kernel.backward(problem, d_output, d_lse, (answer.output, answer.lse), wanted_tables, 2)
             assert found is not None
             seen = statistic(rng, problem, fences.around(answer.lse))
             assert seen is not None

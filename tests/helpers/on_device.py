@@ -11,7 +11,7 @@ __all__ = ["OnDevice", "moved"]
 
 
 class OnDevice:
-    """A kernel whose `run` and `gradients` take problems of the processor's arrays."""
+    """A kernel whose `run` and `backward` take problems of the processor's arrays."""
 
     def __init__(self, kernel, device="cuda"):
         self.kernel, self.device = kernel, device
@@ -22,15 +22,15 @@ class OnDevice:
     def run(self, problem, threads=None):
         return moved(self.kernel.run(self.there(problem), threads), problem.query.device)
 
-    def gradients(self, problem, *given):
-        found = self.kernel.gradients(self.there(problem), *(moved(each, self.device) for each in given))
+    def backward(self, problem, *given):
+        found = self.kernel.backward(self.there(problem), *(moved(each, self.device) for each in given))
         return moved(found, problem.query.device)
 
     def there(self, problem):
         """The problem with its arrays and the tables of its formulas and statistics on the device."""
         names = ("query", "key", "value", "sinks", "mask", "score")
         given = {name: moved(getattr(problem, name), self.device) for name in names}
-        see = tuple(statistic.mapped(lambda formula: moved(formula, self.device)) for statistic in problem.see)
+        see = tuple(statistic.map_formulas(lambda formula: moved(formula, self.device)) for statistic in problem.see)
         return replace(problem, **given, see=see)
 
 

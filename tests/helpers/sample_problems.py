@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from sightline.problem import pose
+from sightline.problem import make_problem
 from strategies import DTYPES
 
 
 def probe(dtype, **options):
     x = np.zeros((1, 1, 1, 1), DTYPES[dtype])
-    return pose(x, x, x, **options)
+    return make_problem(x, x, x, **options)
 
 
 def serves(kernel, dtype, **options):

@@ -10,12 +10,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 import sightline
-from sightline.accuracy import dense, orders_of
+from sightline.accuracy import dense_attention, summation_orders
 from sightline.arrays import dtype_name, namespace, to_numpy
-from sightline.formula.render_array import dense_values
+from sightline.formula.render_array import evaluate_dense
 from sightline.problem import Problem
-from sightline.reference import stages_of
-from sightline.statistics import apart, arrays_of
+from sightline.reference import compute_stages
+from sightline.statistics import arrays_of, solve_selections_separately
 from sightline.testing import assert_within_budget
 from strategies import generators, masks
 
@@ -40,8 +40,8 @@ class Dense:
     def positions(self, formula: Any) -> Any:
         """A formula's values at these rows and heads."""
         problem = self.problem
-        values = np.array(dense_values(formula, problem.extent))
-        values = values.reshape(*problem.lead, problem.H, problem.n, problem.m)
+        values = np.array(evaluate_dense(formula, problem.extent))
+        values = values.reshape(*problem.batch_shape, problem.H, problem.n, problem.m)
         return np.broadcast_to(values[..., self.heads, :, :][..., self.rows, :], tuple(self.weights.shape))
 
 
@@ -99,7 +99,7 @@ def _pooled(statistic: Any, of: Dense) -> tuple[Any, ...]:
     return (xp.stack(lines, axis=-2),)
 
 
-def _applied(statistic: Any, of: Dense) -> tuple[Any, ...]:
+def _weighted_sum(statistic: Any, of: Dense) -> tuple[Any, ...]:
     problem, xp = of.problem, namespace(of.weights)
     x = xp.asarray(statistic.x, dtype=of.weights.dtype)
     if x.ndim > 2:
@@ -130,7 +130,7 @@ def _part(statistic: Any, of: Dense) -> tuple[Any, ...]:
 
 
 def _mean(statistic: Any, of: Dense) -> tuple[Any, ...]:
-    (found,), lead = defined(statistic.of, of), len(of.problem.lead)
+    (found,), lead = defined(statistic.of, of), len(of.problem.batch_shape)
     axes = tuple(range(lead)) * statistic.over_batch + (lead,) * statistic.over_heads
     count = max(int(np.prod([found.shape[axis] for axis in axes])), 1)
     for axis in sorted(axes, reverse=True):
@@ -148,7 +148,7 @@ DEFINITIONS = {
     "pooled": _pooled,
     "weights": lambda _, of: (of.weights,),
     "scores": lambda _, of: (of.scores,),
-    "applied": _applied,
+    "weighted_sum": _weighted_sum,
     "part": _part,
     "mean": _mean,
 }
@@ -169,22 +169,22 @@ def plain_scores(problem: Problem, order: int) -> Any:
         products = query @ key.swapaxes(-1, -2)
     s = (products * wide.type(problem.scale)).astype(wide)
     if problem.score is not None:
-        s = dense_values(problem.score, problem.extent, s.reshape(problem.extent)).reshape(s.shape).astype(wide)
+        s = evaluate_dense(problem.score, problem.extent, s.reshape(problem.extent)).reshape(s.shape).astype(wide)
     if problem.mask is not None:
-        s = np.where(dense_values(problem.mask, problem.extent).reshape(s.shape), s, -np.inf)
+        s = np.where(evaluate_dense(problem.mask, problem.extent).reshape(s.shape), s, -np.inf)
     return s
 
 
 def oracle(problem: Problem) -> Dense:
-    stages = stages_of(problem)
+    stages = compute_stages(problem)
     return Dense(stages.weights, stages.masked, stages.lse, problem)
 
 
 def roughs(problem: Problem, dtype: str) -> list[Dense]:
     """The plain computation in several orders, in the dtype a statistic is kept in."""
     found = []
-    for order in orders_of(problem):
-        _, lse, weights = (to_numpy(x) for x in dense(problem, dtype, order))
+    for order in summation_orders(problem):
+        _, lse, weights = (to_numpy(x) for x in dense_attention(problem, dtype, order))
         weights, scores = weights.astype(problem.accumulator), plain_scores(problem, order)
         found.append(Dense(weights, scores, lse, problem, loop=order % 2 == 1))
     return found
@@ -192,7 +192,7 @@ def roughs(problem: Problem, dtype: str) -> list[Dense]:
 
 def usable(problem: Problem) -> bool:
     """Whether softmax is defined: NaN scores have no largest."""
-    stages = stages_of(problem)
+    stages = compute_stages(problem)
     return not (np.isnan(stages.weights).any() or np.isposinf(stages.masked).any())
 
 
@@ -206,7 +206,7 @@ def kind(statistic: Any) -> str:
 
 def check(run: Any, problem: Problem) -> None:
     """Raise AssertionError unless every statistic of the problem is the definition's within its budget of rounding."""
-    answer = apart(problem, run)
+    answer = solve_selections_separately(problem, run)
     truth, plain = oracle(problem), {}
     for statistic, entry in zip(problem.see, answer.seen, strict=True):
         found = arrays_of(entry)
@@ -218,7 +218,7 @@ def check(run: Any, problem: Problem) -> None:
         if kept not in plain:
             plain[kept] = roughs(problem, kept)
         rough = [defined(statistic, one)[0] for one in plain[kept]]
-        terms = defined(of_sizes(statistic), truth)[0] if kind(statistic) == "applied" else None
+        terms = defined(of_sizes(statistic), truth)[0] if kind(statistic) == "weighted_sum" else None
         judge(statistic, found[0], expected[0], rough, terms)
         if len(found) > 1:
             check_places(statistic, found, expected, rough, truth)
@@ -277,7 +277,7 @@ def statistics(draw: Any, problem: Problem) -> list[Any]:
         (i0, i1), (j0, j1) = within or ((0, n), (0, m))
         cells = draw(st.integers(1, min(i1 - i0, 9))), draw(st.integers(1, min(j1 - j0, 9)))
         see.append(sightline.pooled(*cells, draw(st.sampled_from(["mean", "max"])), within))
-    means = [one for one in see if one.averages]
+    means = [one for one in see if one.supports_mean]
     see.append(draw(st.sampled_from(means)).mean(draw(st.sampled_from(["heads", "batch"]))))
     return see
 
@@ -286,13 +286,13 @@ def statistics(draw: Any, problem: Problem) -> list[Any]:
 def parts(draw: Any, problem: Problem) -> list[Any]:
     """Statistics that are problems of their own: parts, means of parts, products."""
     rng = draw(generators())
-    grouped = () if problem.headless or draw(st.booleans()) else (problem.G,)
+    grouped = () if problem.heads_squeezed or draw(st.booleans()) else (problem.G,)
     x = rng.normal(size=(*grouped, problem.m, draw(st.integers(1, 3)))).astype(problem.query.dtype)
-    product = sightline.applied(x.astype(draw(st.sampled_from([np.float64, np.float32]))))
+    product = sightline.weighted_sum(x.astype(draw(st.sampled_from([np.float64, np.float32]))))
     of = draw(st.sampled_from([sightline.weights(), sightline.entropy(), sightline.received("mean"), product]))
     if problem.n:
         of = of.rows(draw(st.sampled_from([[-1, 0, 0], slice(-3, None), slice(None, None, -2), [0]])))
-    if problem.H and not problem.headless and draw(st.booleans()):
+    if problem.H and not problem.heads_squeezed and draw(st.booleans()):
         of = of.heads(rng.integers(-problem.H, problem.H, draw(st.integers(1, 3))).tolist())
     last = sightline.received(draw(st.sampled_from(["sum", "max"])), last=draw(st.integers(1, 9)))
     return [product, of.mean("heads") if draw(st.booleans()) else of, last]

@@ -13,7 +13,7 @@ import sightline
 from sightline import b, h, i, j, m, n, s, table, where
 from sightline.dispatch import KERNELS
 from sightline.formula.expression import walk
-from sightline.problem import Problem, pose
+from sightline.problem import Problem, make_problem
 from sightline.testing import LAYOUTS
 
 ON_HOST = tuple(kernel for kernel in KERNELS if kernel.name != "triton")  # those that serve arrays of the host
@@ -35,8 +35,8 @@ class Case:
     def arrays(self) -> tuple[Any, Any, Any]:
         return self.query, self.key, self.value
 
-    def pose(self, **more: Any) -> Problem:
-        return pose(*self.arrays, **(self.options | more))
+    def make_problem(self, **more: Any) -> Problem:
+        return make_problem(*self.arrays, **(self.options | more))
 
     def as_torch(self) -> Case:
         """The same call on tensors of the same strides; torch has none that are negative or not aligned."""
@@ -216,7 +216,7 @@ def composed(score: Any, inner: Any) -> Any:
     tables = {id(entry): entry for entry in score.tables}
     built: dict[int, Any] = {}
     for node in walk(score):
-        built[id(node)] = inner if node is s else node.rebuilt(tuple(built[id(a)] for a in node.arguments), tables)
+        built[id(node)] = inner if node is s else node.rebuild(tuple(built[id(a)] for a in node.arguments), tables)
     return built[id(score)]
 
 
@@ -308,7 +308,7 @@ def cases(
     layout = [draw(st.sampled_from(layouts)) for _ in range(3)]
     arrays = [rng.normal(size=one).astype(dtype) for one in shape]
     case = Case(*(LAYOUTS[name](x) for name, x in zip(layout, arrays, strict=True)))
-    extent = case.pose().extent
+    extent = case.make_problem().extent
     if draw(st.integers(0, 3)):
         case.options["mask"] = draw(masks(extent))
     if draw(st.booleans()):
@@ -326,7 +326,7 @@ def cases(
 
 def poisoned(draw: Any, rng: np.random.Generator, case: Case) -> None:
     """NaN and ∞ at keys and values: at those hidden from all queries, or at any."""
-    problem = case.pose()
+    problem = case.make_problem()
     if 0 in problem.extent or problem.d_v == 0:
         return
     bad = draw(st.sampled_from([np.nan, np.inf, -np.inf]))

@@ -6,7 +6,7 @@ from sightline.kernel import Kernel, Refusal
 class Choosy(Kernel):
     """A kernel of a given cost that gives the reasons it is told."""
 
-    describes = "for this test"
+    description = "for this test"
 
     def __init__(self, name, cost, *reasons):
         self.name, self._cost, self._reasons = name, cost, reasons

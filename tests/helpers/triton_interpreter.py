@@ -12,12 +12,12 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def lifted(function):
+def lifted(compile_function):
     """A function of NumPy on the interpreter's blocks, which knows none of libdevice."""
 
     def call(*inputs):
         blocks = [x for x in inputs if isinstance(x, tl.tensor)]
-        values = function(*(x.handle.data if isinstance(x, tl.tensor) else x for x in inputs))
+        values = compile_function(*(x.handle.data if isinstance(x, tl.tensor) else x for x in inputs))
         shape = max((block.type for block in blocks), key=lambda kind: len(getattr(kind, "shape", ())))
         return tl.tensor(TensorHandle(values.astype(blocks[0].handle.data.dtype), blocks[0].dtype.scalar), shape)
 
@@ -33,12 +33,12 @@ def once(patch):
     """Puts the interpreter's functions in place once a launch, where it does so for every call of a device function."""
     done = set()
 
-    def patched(function):
-        rooms = frozenset(id(x) for x in function.__globals__.values() if x is tl or x is tl.core)
+    def patched(compile_function):
+        rooms = frozenset(id(x) for x in compile_function.__globals__.values() if x is tl or x is tl.core)
         if rooms in done:
             return None
         done.add(rooms)
-        scope = patch(function)
+        scope = patch(compile_function)
         restore = scope.restore
         scope.restore = lambda: (done.clear(), restore())
         return scope

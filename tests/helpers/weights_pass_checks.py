@@ -4,10 +4,10 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from sightline.accuracy import dense, orders_of
+from sightline.accuracy import dense_attention, summation_orders
 from sightline.arrays import dtype_name, to_numpy
 from sightline.cpu.launch.weights_pass import pooled, received, top_k, weights
-from sightline.reference import stages_of
+from sightline.reference import compute_stages
 from sightline.testing import assert_within_budget
 
 # -- what is asked, and the same of a dense matrix of weights (..., n, m) --------------------------------------------
@@ -48,11 +48,11 @@ def narrow(problem):
 @lru_cache(2)
 def plain_weights(problem, dtype):
     """The dense computation's in several orders of summation, in the accumulator's dtype."""
-    found = (dense(problem, dtype, order)[2] for order in orders_of(problem))
+    found = (dense_attention(problem, dtype, order)[2] for order in summation_orders(problem))
     return [p.astype(problem.accumulator) for p in found]
 
 
-true = lru_cache(1)(stages_of)
+true = lru_cache(1)(compute_stages)
 
 
 def check(problem, ask, of_dense, lse=None, dtype=wide, threads=2, **options):

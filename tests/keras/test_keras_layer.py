@@ -13,11 +13,11 @@ import pytest
 keras = pytest.importorskip("keras")
 torch = pytest.importorskip("torch")
 
-from sightline.accuracy import plain
+from sightline.accuracy import compute_baseline
 from sightline.errors import ParameterError, ShapeError
 from sightline.keras import ScaledDotProductAttention
-from sightline.problem import pose
-from sightline.reference import stages_of
+from sightline.problem import make_problem
+from sightline.reference import compute_stages
 from sightline.testing import assert_within_budget
 
 
@@ -30,8 +30,8 @@ def check(layer, x, mask=None):
     weights, output = layer(x, mask=mask)
     allowed = None if mask is None else numbers(mask)[:, None, None, :]
     q, k, v = (numbers(part(x)) for part in (layer.query, layer.key, layer.value))
-    problem = pose(q, k, v, mask=allowed)
-    true, rough = stages_of(problem), plain(problem)
+    problem = make_problem(q, k, v, mask=allowed)
+    true, rough = compute_stages(problem), compute_baseline(problem)
     assert_within_budget(numbers(output)[:, None], true.output, rough.output)
     assert_within_budget(numbers(weights)[:, None], true.weights, rough.weights)
     return weights, output

@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import sightline
 from fault_planting import broken
 from sightline import KVCache, i, j
-from sightline.accuracy import plain, size_of_terms
+from sightline.accuracy import compute_baseline, term_sizes
 from sightline.arrays import framework, to_numpy
 from sightline.errors import DeviceError, DtypeError, ParameterError, ShapeError, TableError
-from sightline.problem import pose
-from sightline.reference import stages_of
+from sightline.problem import make_problem
+from sightline.reference import compute_stages
 from sightline.testing import assert_within_budget
 from strategies import DTYPES, to_torch
 
@@ -39,9 +39,9 @@ def numpy_of(array):
 
 def agrees(output, query, key, value, mask, rows=slice(None)):
     """Raise AssertionError unless `output` is those rows of attention on the whole, within the budget."""
-    whole = pose(query, key, value, mask=mask)
-    truth, rough = stages_of(whole), plain(whole)
-    terms = size_of_terms(whole, truth.weights)[..., rows, :]
+    whole = make_problem(query, key, value, mask=mask)
+    truth, rough = compute_stages(whole), compute_baseline(whole)
+    terms = term_sizes(whole, truth.weights)[..., rows, :]
     assert_within_budget(output, truth.output[..., rows, :], rough.output[..., rows, :], terms=terms)
 
 
@@ -183,10 +183,10 @@ def test_a_mask_given_out_hides_what_lies_beyond_until_the_cache_changes(rng):
     cache = KVCache()
     cache.append(key, value, lengths=[key.shape[2]] + [3] * (key.shape[0] - 1))
     mask = cache.causal()
-    assert repr(pose(query, cache, mask=mask).mask) == "j ≤ t[b, i]"
+    assert repr(make_problem(query, cache, mask=mask).mask) == "j ≤ t[b, i]"
     cache.truncate(2)
     cache.append(key[:, :, :2], value[:, :, :2], lengths=[2] + [1] * (key.shape[0] - 1))
-    assert repr(pose(query, cache, mask=mask).mask) == "j ≤ t₁[b, i] ∧ j < t₂[b]"
+    assert repr(make_problem(query, cache, mask=mask).mask) == "j ≤ t₁[b, i] ∧ j < t₂[b]"
 
 
 def test_other_queries_than_the_newest_append_are_an_error(rng):
@@ -366,7 +366,7 @@ def test_attention_reads_the_storage_itself(rng, kind):
     query, key, value = arrays(rng, kind=kind)
     cache = KVCache(capacity=3 * T)
     cache.append(key, value, lengths=[T, 3, 4])
-    problem = pose(query, cache)
+    problem = make_problem(query, cache)
     for posed, storage in ((problem.key, cache._key), (problem.value, cache._value)):
         assert np.shares_memory(numpy_of(posed), numpy_of(storage))
         assert numpy_of(posed).strides == numpy_of(storage).strides
@@ -380,7 +380,7 @@ def test_one_kernel_for_prompt_and_tokens(rng):
     cache, texts = KVCache(), set()
     for t in range(1, 9):
         cache.append(key[:, :, :t], value[:, :, :t], lengths=[t, 1, t - 1])
-        texts.add(pose(query[:, :, :t], cache, mask=cache.causal()).mask.text)
+        texts.add(make_problem(query[:, :, :t], cache, mask=cache.causal()).mask.text)
     assert len(texts) == 1
 
 
@@ -697,11 +697,19 @@ FAULTS = {
     "ragged rows shifted": ("kv_storage", "array[sequence, :, row]", "array[sequence, :, row - 1]"),
     "growth forgets": ("kv_storage", "new[:, :, :used] = storage[:, :, :used]", "pass"),
     "left padding taken for right": ("kv_cache", '(0 if padding == "right" else (t - counts)[:, None])', "0"),
-    "lengths not hidden": ("kv_cache", "None if self._even else library.padding(self._lengths)", "None"),
+    "lengths not hidden": ("kv_cache", "None if self._has_equal_lengths else library.padding(self._lengths)", "None"),
     "a query sees the next key": ("kv_cache", "mask = j <= table", "mask = j <= 1 + table"),
     "queries from the first position": ("kv_cache", "real, self._lengths[:, None] + rows", "real, rows"),
-    "beams keep their lengths": ("kv_cache", "self._note(self._lengths[order], ", "self._note(self._lengths, "),
-    "truncation that does nothing": ("kv_cache", "kept = np.minimum(self._lengths, kept)", "kept = self._lengths"),
+    "beams keep their lengths": (
+        "kv_cache",
+        "self._set_lengths(self._lengths[order], ",
+        "self._set_lengths(self._lengths, ",
+    ),
+    "truncation that does nothing": (
+        "kv_cache",
+        "new_lengths = np.minimum(self._lengths, new_lengths)",
+        "new_lengths = self._lengths",
+    ),
 }
 
 
@@ -742,6 +750,6 @@ def test_every_fault_is_seen(fault, monkeypatch):
             monkeypatch.setattr(cache, name, getattr(made, name))
     else:
         cache = broken(cache, before, after)
-        monkeypatch.setattr(sys.modules["sightline.problem"], "opened", cache.opened)
+        monkeypatch.setattr(sys.modules["sightline.problem"], "unpack_cache", cache.unpack_cache)
     with pytest.raises((AssertionError, ValueError), match=r"budget|broadcast|shape"):
         sound(cache.KVCache())

@@ -12,7 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import sightline
 from fault_planting import broken
 from sightline import h, i, j, s, table
-from sightline.accuracy import dense, orders_of, sizes_of_gradients
+from sightline.accuracy import dense_attention, gradient_term_sizes, summation_orders
 from sightline.arrays import to_numpy
 from sightline.errors import DtypeError, MaskError, ParameterError, ShapeError, TableError
 from sightline.statistics import arrays_of, matrix, per_key, per_query, selection
@@ -30,12 +30,12 @@ def test_drawn_problems(kernel, dtype):
     @settings(max_examples=EXAMPLES[kernel.name])
     @given(st.data(), cases(dtypes=(dtype,), largest=8000))
     def conforms(data, case):
-        problem = case.pose()
+        problem = case.make_problem()
         if not usable(problem):
             return
         see = data.draw(statistics(problem))
         framework = data.draw(st.sampled_from(["numpy", "torch"]))
-        check(kernel.run, (case.as_torch() if framework == "torch" else case).pose(see=see))
+        check(kernel.run, (case.as_torch() if framework == "torch" else case).make_problem(see=see))
 
     conforms()
 
@@ -45,9 +45,9 @@ def test_drawn_parts(kernel):
     @settings(max_examples=2 * EXAMPLES[kernel.name])
     @given(st.data(), cases(largest=4000))
     def conforms(data, case):
-        problem = case.pose()
+        problem = case.make_problem()
         if usable(problem):
-            check(kernel.run, case.pose(see=data.draw(parts(problem))))
+            check(kernel.run, case.make_problem(see=data.draw(parts(problem))))
 
     conforms()
 
@@ -72,8 +72,8 @@ DIFFERENTIABLE = {
     "scores": lambda x: sightline.scores(),
     "rows and heads": lambda x: sightline.weights().rows([-1, 0]).heads([1, 0]),
     "one head of a group": lambda x: sightline.entropy().heads([1]).mean("heads"),
-    "applied": lambda x: sightline.applied(x),
-    "applied, a part": lambda x: sightline.applied(x).rows(slice(1, None)).mean("heads"),
+    "weighted_sum": lambda x: sightline.weighted_sum(x),
+    "weighted_sum, a part": lambda x: sightline.weighted_sum(x).rows(slice(1, None)).mean("heads"),
 }
 
 
@@ -108,7 +108,7 @@ def test_gradients_are_those_of_finite_differences(name):
     assert gradcheck(seen(name, "streaming"), question(), fast_mode=True)
 
 
-@pytest.mark.parametrize("name", ["entropy", "max_score", "applied, a part"])
+@pytest.mark.parametrize("name", ["entropy", "max_score", "weighted_sum, a part"])
 def test_gradients_of_gradients_are_those_of_finite_differences(name):
     assert gradgradcheck(seen(name, "streaming"), question(), fast_mode=True)
 
@@ -162,7 +162,7 @@ COMPILED = {
         sightline.pooled(2, 2).mean("heads"),
         sightline.received(last=2),
         sightline.weights().heads([-1]).rows([0, -1]),
-        sightline.applied(x).mean("batch"),
+        sightline.weighted_sum(x).mean("batch"),
     ],
 }
 
@@ -198,7 +198,7 @@ def test_compiled_once_for_all_lengths():
         see = [
             sightline.weights().rows([0, -1]),
             sightline.received(last=3),
-            sightline.applied(x[..., :2]),
+            sightline.weighted_sum(x[..., :2]),
             sightline.top_k(2),
         ]
         _, found = sightline.attention(x, x, x, mask=i >= j, see=see, kernel="streaming")
@@ -229,7 +229,7 @@ def check_gradients(statistic, kernel="streaming"):
     rng = np.random.default_rng(1)
     arrays = [rng.normal(size=size).astype(np.float32) for size in ((2, 4, 31, 8), (2, 2, 600, 8), (2, 2, 600, 1))]
     options = {"mask": i * 30 >= j, "score": 4 * np.tanh(s / 4), "sinks": np.linspace(-1, 1, 4, dtype=np.float32)}
-    problem = sightline.problem.pose(*arrays, **options, see=[statistic])
+    problem = sightline.problem.make_problem(*arrays, **options, see=[statistic])
     seed = torch.tensor(rng.normal(size=statistic.outputs(problem)[0][0]))
 
     def leaves(dtype):
@@ -237,8 +237,8 @@ def check_gradients(statistic, kernel="streaming"):
 
     def plainly(dtype, order):
         tensors = leaves(dtype)
-        posed = sightline.problem.pose(*tensors, **options)
-        _, lse, weights = dense(posed, str(dtype).removeprefix("torch."), order)
+        posed = sightline.problem.make_problem(*tensors, **options)
+        _, lse, weights = dense_attention(posed, str(dtype).removeprefix("torch."), order)
         found = defined(statistic, Dense(weights, weights, lse, posed))[0]
         gradients = torch.autograd.grad((found * seed.to(dtype)).sum(), [*tensors[:2], weights])
         return [to_numpy(gradient).astype(np.float64) for gradient in gradients]
@@ -247,8 +247,8 @@ def check_gradients(statistic, kernel="streaming"):
     _, (found,) = sightline.attention(*tensors, **options, see=[statistic], kernel=kernel)
     answers = torch.autograd.grad((found * seed.float()).sum(), tensors[:2])
     *truth, d_weights = plainly(torch.float64, 0)
-    rough = [plainly(torch.float32, order) for order in orders_of(problem)]
-    sizes = sizes_of_gradients(problem, np.zeros((*problem.query.shape[:-1], 1)), 0.0, abs(d_weights))
+    rough = [plainly(torch.float32, order) for order in summation_orders(problem)]
+    sizes = gradient_term_sizes(problem, np.zeros((*problem.query.shape[:-1], 1)), 0.0, abs(d_weights))
     for k, name in enumerate(("query", "key")):
         worst = np.stack([one[k] for one in rough])
         assert_within_budget(answers[k], truth[k], worst, f"gradient of {name} through {statistic}", sizes[name])
@@ -285,7 +285,7 @@ def every(m):
         sightline.weights().rows([0, -1]),
         sightline.weights().heads([3, 2]),
         sightline.weights().mean("heads").mean("batch"),
-        sightline.applied(x),
+        sightline.weighted_sum(x),
     ]
 
 
@@ -313,7 +313,7 @@ def test_the_same_bits_every_time_for_any_number_of_threads(kernel, tall):
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_several_tiles(kernel, tall):
     *arrays, options = tall
-    check(kernel.run, sightline.problem.pose(*arrays, **options, see=every(700)))
+    check(kernel.run, sightline.problem.make_problem(*arrays, **options, see=every(700)))
 
 
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
@@ -394,7 +394,7 @@ ERRORS = {
         "rows(slice('a', None, None))",
     ),
     "a slice without steps": (lambda: sightline.weights().heads(slice(None, None, 0)), ParameterError, "steps not 0"),
-    "masked rows": (lambda: sightline.applied(np.ma.ones((4, 1))), DtypeError, "masked or sparse", "filled(0)"),
+    "masked rows": (lambda: sightline.weighted_sum(np.ma.ones((4, 1))), DtypeError, "masked or sparse", "filled(0)"),
     "another way": (lambda: sightline.received("median"), ParameterError, "'median'", '"sum"'),
     "the last 0": (lambda: sightline.received(last=0), ParameterError, "last=0", "None for all"),
     "a mask of numbers": (lambda: ask(sightline.mass(i - j)), MaskError, "which is a number", "!= 0"),
@@ -424,9 +424,14 @@ ERRORS = {
     ),
     "a mean over keys": (lambda: sightline.weights().mean("keys"), ParameterError, "mean('keys')", '"heads"'),
     "a mean of places": (lambda: sightline.top_k(2).mean("heads"), ParameterError, "which finds keys"),
-    "rows that are a list": (lambda: sightline.applied([1.0]), DtypeError, "applied(x) of a list", "numpy.asarray"),
-    "rows of integers": (lambda: sightline.applied(np.ones((4, 1), int)), DtypeError, "dtype int64", "cast"),
-    "rows for other keys": (lambda: ask(sightline.applied(X[0, 0, :3])), ShapeError, "(3, 3)", "m = 4 and G = 2"),
+    "rows that are a list": (
+        lambda: sightline.weighted_sum([1.0]),
+        DtypeError,
+        "weighted_sum(x) of a list",
+        "numpy.asarray",
+    ),
+    "rows of integers": (lambda: sightline.weighted_sum(np.ones((4, 1), int)), DtypeError, "dtype int64", "cast"),
+    "rows for other keys": (lambda: ask(sightline.weighted_sum(X[0, 0, :3])), ShapeError, "(3, 3)", "m = 4 and G = 2"),
 }
 
 
@@ -447,7 +452,7 @@ def test_explain_counts_what_statistics_hold(tall):
 
 
 def test_a_large_matrix_is_held_where_one_insists():
-    problem = sightline.problem.pose(LARGE, LARGE, LARGE, see=[sightline.weights(insist=True)])
+    problem = sightline.problem.make_problem(LARGE, LARGE, LARGE, see=[sightline.weights(insist=True)])
     assert sightline.explain(LARGE, LARGE, LARGE, see=problem.see).memory > 4 << 30
 
 
@@ -460,7 +465,7 @@ STREAMING = {
 }
 STATISTICS = {
     "entropy without its sign": (per_query, "-p * logarithms", "p * logarithms", lambda m: m.entropy()),
-    "a maximum of the last tile": (per_query, "(top > held) |", "(top == top) |", lambda m: m.max_score()),
+    "a maximum of the last tile": (per_query, "(top > current) |", "(top == top) |", lambda m: m.max_score()),
     "keys counted from the tile": (per_query, "axis=-1) + tile.columns.start", "axis=-1)", lambda m: m.max_score()),
     "the smallest weights": (per_query, "descending=True", "descending=False", lambda m: m.top_k(3)),
     "hidden keys found": (
@@ -470,7 +475,7 @@ STATISTICS = {
         lambda m: m.top_k(20),
     ),
     "a mask one key on": (per_query, '"j": columns,', '"j": columns + 1,', lambda m: m.mass(i * 20 == j)),
-    "a mean over the keys": (per_key, "max(over.problem.n, 1)]", "over.problem.m]", lambda m: m.received("mean")),
+    "a mean over the keys": (per_key, "max(context.problem.n, 1)]", "context.problem.m]", lambda m: m.received("mean")),
     "a row left out": (
         per_key,
         "xp.sum(tile.weights, axis",
@@ -488,13 +493,13 @@ STATISTICS = {
         selection,
         "[head // problem.group for",
         "[head % problem.G for",
-        lambda m: m.part(sightline.weights(), heads=[2, 1]),
+        lambda m: m.make_selection(sightline.weights(), heads=[2, 1]),
     ),
     "positions of the part": (
         selection,
         '        symbols["i"] = ',
         '        symbols["b"] = ',
-        lambda m: m.part(sightline.weights(), rows=[-1]),
+        lambda m: m.make_selection(sightline.weights(), rows=[-1]),
     ),
     "a mean of the wrong count": (
         selection,
@@ -505,10 +510,16 @@ STATISTICS = {
 }
 GRADIENTS = {
     "entropy the wrong way": (per_query, "weights=-(s -", "weights=(s -", "Entropy", "entropy"),
-    "mass of every key": (per_query, "where(self.mask, back.slope(i), 0.0)", "back.slope(i)", "Mass", "mass"),
-    "a mean that is a sum": (per_key, "1 / max(back.problem.n, 1)", "1.0", "Received", "received"),
+    "mass of every key": (
+        per_query,
+        "where(self.mask, context.gradient_at(i), 0.0)",
+        "context.gradient_at(i)",
+        "Mass",
+        "mass",
+    ),
+    "a mean that is a sum": (per_key, "1 / max(context.problem.n, 1)", "1.0", "Received", "received"),
     "cells from the other end": (matrix, "cell_of(j - j0, j1", "cell_of(j1 - 1 - j, j1", "Pooled", "pooled"),
-    "the mean's share": (selection, "back.gradient / max(count, 1)", "back.gradient", "Mean", "weights"),
+    "the mean's share": (selection, "context.gradient / max(count, 1)", "context.gradient", "Mean", "weights"),
 }
 RED = "budget|shape"
 
@@ -518,7 +529,7 @@ def test_every_fault_in_streaming_is_seen(fault, tall):
     *arrays, options = tall
     kernel = broken(streaming, *STREAMING[fault]).Streaming()
     with pytest.raises(AssertionError, match=RED):
-        check(kernel.run, sightline.problem.pose(*arrays, **options, see=every(700)))
+        check(kernel.run, sightline.problem.make_problem(*arrays, **options, see=every(700)))
 
 
 @pytest.mark.parametrize("fault", STATISTICS)
@@ -526,7 +537,7 @@ def test_every_fault_in_a_statistic_is_seen(fault, tall):
     *arrays, options = tall
     module, before, after, make = STATISTICS[fault]
     for room, lines in ((module, ()), (broken(module, before, after), (before,))):
-        problem = sightline.problem.pose(*arrays, **options, see=[make(room)])
+        problem = sightline.problem.make_problem(*arrays, **options, see=[make(room)])
         if not lines:
             check(ON_HOST[1].run, problem)
             continue
@@ -537,13 +548,15 @@ def test_every_fault_in_a_statistic_is_seen(fault, tall):
 @pytest.mark.parametrize("fault", GRADIENTS)
 def test_every_fault_in_a_gradient_is_seen(fault, monkeypatch):
     module, before, after, name, statistic = GRADIENTS[fault]
-    monkeypatch.setattr(getattr(module, name), "slopes", getattr(broken(module, before, after), name).slopes)
+    monkeypatch.setattr(getattr(module, name), "backward", getattr(broken(module, before, after), name).backward)
     with pytest.raises(AssertionError, match=RED):
         check_gradients(OF_WEIGHTS[statistic])
 
 
 def test_a_row_sum_without_the_statistics_share_is_seen(monkeypatch):
-    copy = broken(streaming, "d_row + xp.sum(p * work.of_scores", "d_row + 0 * xp.sum(p * work.of_scores")
+    copy = broken(
+        streaming, "d_row + xp.sum(p * ops.evaluate_on_scores", "d_row + 0 * xp.sum(p * ops.evaluate_on_scores"
+    )
     monkeypatch.setattr(sys.modules["sightline.dispatch"], "backward", copy.backward)
     with pytest.raises(AssertionError, match=RED):
         check_gradients(OF_WEIGHTS["mass"])

@@ -10,7 +10,7 @@ import sightline
 from sightline import i, j
 from sightline.explanation import Explanation
 from sightline.kernel import choose
-from sightline.problem import pose
+from sightline.problem import make_problem
 from sightline.torch import dispatch as torch_dispatch
 from sightline.torch.fused import RULES, Fused
 from stub_kernel import Choosy
@@ -35,32 +35,35 @@ OURS, TILES = Choosy("triton", 1.0), Choosy("streaming", 10.0)
     ("architecture", "taken"), [("sm_80", True), ("sm_90", True), ("sm_120", True), ("gfx942", False), ("xe", False)]
 )
 def test_a_rule_decides(architecture, taken):
-    fused, problem = OnCpu(architecture), pose(*half())
+    fused, problem = OnCpu(architecture), make_problem(*half())
     plan = choose((fused, OURS, TILES), problem)
     assert (plan.kernel is fused) == taken
     assert choose((fused, TILES), problem).kernel is fused, "rather than tiles in plain array operations"
     page = str(Explanation.of(problem, plan))
-    assert f"fused: {fused.because(problem)}" in page
+    assert f"fused: {fused.cost_reason(problem)}" in page
 
 
 def test_rows_that_do_not_lie_together_are_not_torchs():
     """Its fused kernels refuse them, and what it would take instead holds all weights."""
     query, key, value = half()
     fused = OnCpu("sm_90")
-    assert choose((fused, OURS), pose(query, key.mT.contiguous().mT, value)).kernel is OURS
-    assert choose((fused, OURS), pose(query.transpose(1, 2).contiguous().transpose(1, 2), key, value)).kernel is fused
+    assert choose((fused, OURS), make_problem(query, key.mT.contiguous().mT, value)).kernel is OURS
+    assert (
+        choose((fused, OURS), make_problem(query.transpose(1, 2).contiguous().transpose(1, 2), key, value)).kernel
+        is fused
+    )
 
 
 def test_every_rule_says_why_and_none_is_in_anothers_way():
-    assert all(rule.because for rule in RULES)
+    assert all(rule.reason for rule in RULES)
     names = [rule.architecture for rule in RULES]
     assert not [(x, y) for x in names for y in names if x != y and x.startswith(y)]
 
 
 def test_gradients_stay_with_kernels_that_repeat_themselves():
-    fused, problem = OnCpu("sm_90"), pose(*half(grad=True))
+    fused, problem = OnCpu("sm_90"), make_problem(*half(grad=True))
     assert choose((fused, OURS), problem).kernel is OURS
-    assert "from run to run" in fused.because(problem)
+    assert "from run to run" in fused.cost_reason(problem)
     with torch.no_grad():
         assert choose((fused, OURS), problem).kernel is fused
     torch.use_deterministic_algorithms(True)

@@ -10,9 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sightline
 from sightline import i, j
-from sightline.accuracy import plain
+from sightline.accuracy import compute_baseline
 from sightline.errors import MaskError, ParameterError, ShapeError
-from sightline.problem import pose
+from sightline.problem import make_problem
 from sightline.testing import assert_within_budget
 from sightline.torch import MultiHeadAttention, ScaledDotProductAttention, SelfAttention, functional
 
@@ -25,7 +25,9 @@ def agrees(layer, tensors, mask, hide, scale=None):
     """Output and weights, in float32, are the textbook's within the budget."""
     truth = textbook(*(x.double() for x in tensors), hide, scale)
     allowed = ~hide.expand(truth[1].shape)
-    rough = plain(pose(*tensors, mask=allowed[:, None] if allowed.ndim == 3 else allowed, scale=scale))
+    rough = compute_baseline(
+        make_problem(*tensors, mask=allowed[:, None] if allowed.ndim == 3 else allowed, scale=scale)
+    )
     for found, oracle, worst in zip(layer(*tensors, mask), truth, (rough.output, rough.weights), strict=True):
         assert_within_budget(found, oracle, worst.reshape(-1, *oracle.shape))
 

@@ -81,7 +81,7 @@ def test_watches_end_in_any_order(transformer, x):
     assert [len(one) for one in seen] == [0, 1]
     second.__exit__(None, None, None)
     assert (type(layer.self_attn), transformer.encoder.use_nested_tensor) == before
-    assert not hooks._FOUND
+    assert not hooks._ORIGINALS
 
 
 @pytest.mark.parametrize(

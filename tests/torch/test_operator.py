@@ -13,16 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sightline
 from sightline import h, i, j, m, n, s, table, where
-from sightline.accuracy import dense, plain, sizes_of_gradients
+from sightline.accuracy import compute_baseline, dense_attention, gradient_term_sizes
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
 from sightline.formula.tables import Table
-from sightline.problem import ask, pose
-from sightline.reference import stages_of
+from sightline.problem import make_problem, parse
+from sightline.reference import compute_stages
 from sightline.testing import assert_within_budget
 from sightline.torch import kernels, scaled_dot_product_attention
 from sightline.torch.operator import attention as attention_operator
 from sightline.torch.operator import attention_backward
-from sightline.torch.operator_schema import Question, spelled
+from sightline.torch.operator_schema import OperatorArguments, to_text
 
 SHAPES = ((4, 4, 3), (2, 5, 3), (2, 5, 2))  # two query heads to a key head, d_v other than d_k
 DOCUMENTS = torch.tensor([0, 0, 1, 1, 2])
@@ -83,8 +83,8 @@ def test_output_and_statistics_are_the_definitions(name):
     options = PROBLEMS[name](*learned(torch.float32)) | {"see": [sightline.weights(), sightline.lse()]}
     question = arrays(torch.float32, batch=20)
     output, (weights, lse) = sightline.attention(*question, **options)
-    problem = pose(*question, **options)
-    truth, rough = stages_of(problem), plain(problem)
+    problem = make_problem(*question, **options)
+    truth, rough = compute_stages(problem), compute_baseline(problem)
     for found, expected, worst in (
         (output, truth.output, rough.output),
         (weights, truth.weights, rough.weights),
@@ -131,14 +131,14 @@ def test_float32_gradients_within_budget(name):
         return torch.autograd.grad(output.square().sum(), tensors, allow_unused=True)
 
     def by_hand(order):
-        return lambda t: dense(pose(*t[:3], **PROBLEMS[name](*t[3:])), str(t[0].dtype)[6:], order)[0]
+        return lambda t: dense_attention(make_problem(*t[:3], **PROBLEMS[name](*t[3:])), str(t[0].dtype)[6:], order)[0]
 
     found = gradients(lambda t: sightline.attention(*t[:3], **PROBLEMS[name](*t[3:])), torch.float32)
     truth = gradients(by_hand(0), torch.float64)
     rough = [gradients(by_hand(order), torch.float32) for order in range(4)]
     tensors = [x.detach() for x in (*arrays(torch.float32, batch=20), *learned(torch.float32))]
-    problem = pose(*tensors[:3], **PROBLEMS[name](*tensors[3:]))
-    sizes = sizes_of_gradients(problem, 2 * stages_of(problem).output)
+    problem = make_problem(*tensors[:3], **PROBLEMS[name](*tensors[3:]))
+    sizes = gradient_term_sizes(problem, 2 * compute_stages(problem).output)
     slots = {id(entry.array): k for k, entry in enumerate(problem.tables)}
     keys = ["query", "key", "value", *(slots.get(id(x)) for x in tensors[3:5]), "sinks"]
     for key, ours, oracle, *orders in zip(keys, found, truth, *rough, strict=True):
@@ -229,14 +229,16 @@ def test_forward_derivatives_are_refused_not_dropped(options):
         with pytest.raises(KernelRefusedError, match="forward derivatives"):
             call(torch.autograd.forward_ad.make_dual(q, k))
 
-    def plain(query):
+    def naive_attention(query):
         """As a person would write it, which torch differentiates forward."""
         seen = options["mask"].array(5) if options else np.ones((5, 5), bool)
         masked = (query @ k.mT / 2).masked_fill(~torch.tensor(seen), -torch.inf)
         return masked.softmax(-1) @ v
 
     # by derivatives backward of derivatives backward, at a gradient of 0
-    torch.testing.assert_close(torch.autograd.functional.jvp(call, q, k)[1], torch.func.jvp(plain, (q,), (k,))[1])
+    torch.testing.assert_close(
+        torch.autograd.functional.jvp(call, q, k)[1], torch.func.jvp(naive_attention, (q,), (k,))[1]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -307,8 +309,8 @@ def test_fused_computes_what_it_would_be_asked():
     query, key, value = (
         drawn(3, 2, heads, length, 8, dtype=torch.float32) for heads, length in ((4, 6), (2, 9), (2, 9))
     )
-    problem = pose(query, key, value, scale=0.3)
-    truth, rough = stages_of(problem), plain(problem)
+    problem = make_problem(query, key, value, scale=0.3)
+    truth, rough = compute_stages(problem), compute_baseline(problem)
     assert_within_budget(kernels()[0].run(problem).output.detach(), truth.output, rough.output)
 
 
@@ -322,32 +324,32 @@ def test_tensors_without_elements():
 # -- the operator ------------------------------------------------------------------------------------------------------
 
 
-def question_of(name, see=(), grad=True):
+def make_arguments(name, see=(), grad=True):
     tensors = [x.requires_grad_(grad) for x in (*arrays(torch.float32), *learned(torch.float32))]
-    problem = ask(*tensors[:3], **PROBLEMS[name](*tensors[3:]), see=see)
-    return Question.of(problem, torch.tensor(5) if problem.dropout else None, None, None)
+    problem = parse(*tensors[:3], **PROBLEMS[name](*tensors[3:]), see=see)
+    return OperatorArguments.from_problem(problem, torch.tensor(5) if problem.dropout else None, None, None)
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_opcheck(name):
     see = [sightline.weights(), sightline.lse()] if name == "all" else []
-    torch.library.opcheck(attention_operator._opoverload, tuple(question_of(name, see)))
-    plain_question = question_of(name, see, grad=False)
-    answer = attention_operator(*plain_question)
+    torch.library.opcheck(attention_operator._opoverload, tuple(make_arguments(name, see)))
+    plain_arguments = make_arguments(name, see, grad=False)
+    answer = attention_operator(*plain_arguments)
     given = list(range(len(answer)))
     gradients = [torch.ones_like(x) for x in answer]
     torch.library.opcheck(
         attention_backward._opoverload,
-        (gradients, given, plain_question.gaining, *answer[:2], *plain_question),
+        (gradients, given, plain_arguments.differentiable_tables, *answer[:2], *plain_arguments),
     )
 
 
-def test_spelled_is_the_formulas_text(monkeypatch):
+def test_to_text_is_the_formulas_text(monkeypatch):
     slopes, bias, _ = learned()
     formula = where(i >= j, torch.tanh(s / 2.5) - table(slopes)[h], -math.inf) + Table(bias, ("i", None))[i, j % 5]
     expected = formula.text, list(formula.tables)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert spelled(formula) == expected
+    assert to_text(formula) == expected
 
 
 # -- compilation -------------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def test_an_argument_that_is_lost_shows(monkeypatch, name, part):
     assert budget_used(run(model, "sightline", asked.inputs).logits, truth.logits, theirs.logits) > 1
 
 
-@pytest.mark.parametrize("argument", interface.UNREAD)
+@pytest.mark.parametrize("argument", interface.UNSUPPORTED_ARGUMENTS)
 def test_arguments_it_would_have_to_ignore_are_refused(argument):
     x = torch.randn(1, 2, 4, 8)
     with pytest.raises(ParameterError, match=argument):

@@ -328,7 +328,7 @@ def large(n, rng, heads=2, k=8):
     looks = Links(np.stack([weight] * heads), np.stack([where] * heads))
     cells = rng.random((heads, 400, 400)).astype(np.float16)
     ends = rng.random((2, heads, n)).astype(np.float32)
-    seen_by = from_recording.turned(looks, n, k)
+    seen_by = from_recording.links_by_key(looks, n, k)
     layers = (Layer(f"Layer {number}", tokens, tokens, cells, "mean", *ends, looks, seen_by) for number in range(2))
     return Exploration("Many tokens", (Text("", tuple(layers)),), ("Told to the reader.",))
 

@@ -10,7 +10,7 @@ import pytest
 from sightline.errors import DtypeError, MissingExtraError, ParameterError, ShapeError
 from sightline.view import explorer
 from sightline.view.explorer import html_page, notebook
-from sightline.view.explorer.data import links_of
+from sightline.view.explorer.data import top_links
 
 HOSTILE = "</script><script>window.hacked=1</script>"
 
@@ -47,7 +47,7 @@ def test_what_does_not_fit_is_pooled_and_told(rng):
 
 
 def test_ties_and_zeros_of_links():
-    weights, where = links_of(np.array([[0.25, 0.5, 0.25, 0.0], [0.0, 0.0, 0.0, 0.0]]), 3)
+    weights, where = top_links(np.array([[0.25, 0.5, 0.25, 0.0], [0.0, 0.0, 0.0, 0.0]]), 3)
     assert where.tolist() == [[1, 0, 2], [-1, -1, -1]]
     assert weights.tolist() == [[0.5, 0.25, 0.25], [0, 0, 0]]
 
@@ -145,7 +145,7 @@ def test_seen_weights_with_padding_and_steps_of_generation(rng):
     assert np.array_equal(first.cells[:, 3:], step[0])
     assert not first.cells[:, :3, 3].any()
     assert np.array_equal(second.cells, prompt[1, :, :2, :2])
-    manifest, _ = html_page.contents(data)
+    manifest, _ = html_page.serialise(data)
     assert manifest["texts"][0]["layers"][0]["short"] == "7"
     assert manifest["texts"][0]["layers"][0]["heads"] == (2, 5)
 

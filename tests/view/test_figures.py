@@ -11,8 +11,8 @@ from sightline import causal, window
 from sightline.data import load
 from sightline.errors import MaskError, MissingExtraError, ParameterError, ShapeError
 from sightline.view import arcs, entropy_by_head, head_grid, heatmap, received_by_key, save, tile_map
-from sightline.view.arc_diagram import MOST, PLACES
-from sightline.view.explorer.data import links_of
+from sightline.view.arc_diagram import MAX_ARCS, MAX_POSITIONS
+from sightline.view.explorer.data import top_links
 from sightline.view.tile_maps import EMPTY, FULL, PARTIAL, tile_kinds
 
 MANY = 100_000
@@ -108,7 +108,7 @@ def curves(axis):
 
 def test_arcs_of_twenty(cat):
     weights, tokens = cat
-    best, where = links_of(weights[1], 3)
+    best, where = top_links(weights[1], 3)
     axis = arcs(best, where, tokens, least=0.1)
     drawn = curves(axis)
     ends = {(round(float(line[-1, 0])), round(float(line[0, 0]))) for line in drawn.get_segments()}
@@ -129,13 +129,13 @@ def test_arcs_of_a_hundred_thousand(rng):
     weights = np.tile([0.6, 0.0], (MANY, 1))
     weights[50_000:51_000, 1] = 0.4
     drawn = curves(arcs(weights, where))
-    _, together = np.unique(np.arange(50_000, 51_000) * PLACES // MANY, return_counts=True)
-    _, on_itself = np.unique(np.arange(MANY) * PLACES // MANY, return_counts=True)
+    _, together = np.unique(np.arange(50_000, 51_000) * MAX_POSITIONS // MANY, return_counts=True)
+    _, on_itself = np.unique(np.arange(MANY) * MAX_POSITIONS // MANY, return_counts=True)
     shares = np.sort(0.4 * together) / (0.6 * on_itself.max())
     assert np.allclose(drawn.get_colors()[:, 3], 0.08 + 0.92 * shares)
-    assert all(abs(min(line[[0, -1], 0]) - 100) < MANY / PLACES for line in drawn.get_segments())
+    assert all(abs(min(line[[0, -1], 0]) - 100) < MANY / MAX_POSITIONS for line in drawn.get_segments())
     everywhere = rng.integers(0, MANY, (MANY, 2))
-    assert len(curves(arcs(rng.random((MANY, 2)), everywhere)).get_segments()) <= MOST
+    assert len(curves(arcs(rng.random((MANY, 2)), everywhere)).get_segments()) <= MAX_ARCS
 
 
 @pytest.mark.parametrize("mask", [causal() & window(7), sightline.i % 3 == 0, sightline.i < 0])
@@ -181,7 +181,7 @@ def test_files(cat, tmp_path):
     weights, tokens = cat
     figure = Figure(figsize=(8, 8), layout="constrained")
     axes = figure.subplots(2, 3).ravel()
-    top = links_of(weights[0], 2)
+    top = top_links(weights[0], 2)
     drawn = (
         heatmap(weights[0], tokens, axes[0]),
         head_grid(weights, axes[1]),

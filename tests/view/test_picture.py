@@ -11,7 +11,7 @@ from sightline import alibi, bias, causal, dense, documents, i, j, padding, s, s
 from sightline.errors import MissingExtraError, ParameterError, ShapeError
 from sightline.view import Picture, effect_of_scaling, heatmap, save, scaling_figure
 from sightline.view.heatmaps import pooled
-from sightline.view.terminal import colour_of, colours_here, ink_on
+from sightline.view.terminal import colour_of, has_true_colour, text_colour_on
 
 MASKS = {
     "causal": causal(),
@@ -102,16 +102,16 @@ def test_colours_only_where_a_terminal_has_them(monkeypatch):
     monkeypatch.setenv("COLORTERM", "truecolor")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert colours_here()
+    assert has_true_colour()
     assert "\x1b[48;2;" in str(causal().show(4))
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not colours_here()
+    assert not has_true_colour()
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("COLORTERM", "")
-    assert not colours_here()
+    assert not has_true_colour()
     assert colour_of(0.0) == (0, 34, 78)
     assert colour_of(1.0) == (254, 232, 56)
-    assert (ink_on(colour_of(0.0)), ink_on(colour_of(1.0))) == ((255, 255, 255), (0, 0, 0))
+    assert (text_colour_on(colour_of(0.0)), text_colour_on(colour_of(1.0))) == ((255, 255, 255), (0, 0, 0))
 
 
 SIGNATURES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}

@@ -16,27 +16,27 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..accuracy import budget_used, dense, plain, size_of_terms, sizes_of_gradients
-from ..arrays import namespace, resolve
+from ..accuracy import budget_used, compute_baseline, dense_attention, gradient_term_sizes, term_sizes
+from ..arrays import namespace, resolve_dtype
 from ..dropout import keep_factor
 from ..formula.library import bias
 from ..formula.render_array import evaluate
 from ..problem import Problem
 from ..statistics import Received, Statistic
-from .races import SEED, Inputs, Race
-from .seen import Expected, Matrix, Places, queries_of
+from .statistic_check import ExpectedStatistic, SampledPositions, WeightMatrix, queries_to_check
+from .workloads import SEED, Inputs, Workload
 
-__all__ = ["Sampled", "sample", "share_of_budget"]
+__all__ = ["SampledProblem", "sample", "share_of_budget"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-ROWS = 64  # queries looked at in each head
-CHUNK = 1024  # queries whose gradients are worked out at once
-NAMES = ("query", "key", "value")
+SAMPLED_ROWS = 64  # queries looked at in each head
+GRADIENT_CHUNK_ROWS = 1024  # queries whose gradients are worked out at once
+INPUT_NAMES = ("query", "key", "value")
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled(Problem):
+class SampledProblem(Problem):
     """Some heads, queries and keys of a problem, each with the position it has there."""
 
     heads: Array
@@ -49,7 +49,7 @@ class Sampled(Problem):
         def at(array: Any, *shape: int) -> Any:
             return xp.reshape(xp.asarray(array, dtype=xp.int64), shape)
 
-        b = at(np.arange(self.B), *self.lead, 1, 1, 1)
+        b = at(np.arange(self.B), *self.batch_shape, 1, 1, 1)
         h, i = at(self.heads, self.H, 1, 1), at(self.rows[rows], -1, 1)
         return b, h, i, at(self.columns[columns], -1)
 
@@ -58,69 +58,69 @@ class Sampled(Problem):
         return slice(0, self.n), slice(0, self.m)
 
 
-def share_of_budget(race: Race, inputs: Inputs, answers: dict[str, Any]) -> float:
+def share_of_budget(workload: Workload, inputs: Inputs, results: dict[str, Any]) -> float:
     """The largest share of its budget of rounding errors that any of the answers uses; right is at most 1.
 
     Parameters
     ----------
-    answers : by name: "output" (B, H, n, d_v), and where a backward pass is timed the gradients "query", "key",
-        "value", "bias"; float32 arrays that hold numbers of the race's dtype; and for each statistic of `race.see`, as
+    results : by name: "output" (B, H, n, d_v), and where a backward pass is timed the gradients "query", "key",
+        "value", "bias"; float32 arrays that hold numbers of the race's dtype; and for each statistic of `see`, as
         it is written, a tuple of its arrays
     """
-    kind = resolve(np, race.dtype)
-    shape = (race.B, race.H, race.n, race.d_v)
-    if answers["output"].shape != shape:
-        raise ValueError(f"an output {answers['output'].shape} where {shape} is due")
-    problem = sample(race, inputs)
-    shares = [_forward(problem, answers["output"][:, problem.heads][:, :, problem.rows].astype(kind))]
-    if race.passes == "forward":
-        shares += [_expected(race, inputs, each).share(answers[repr(each)]) for each in race.see]
+    kind = resolve_dtype(np, workload.dtype)
+    shape = (workload.B, workload.H, workload.n, workload.d_v)
+    if results["output"].shape != shape:
+        raise ValueError(f"an output {results['output'].shape} where {shape} is due")
+    problem = sample(workload, inputs)
+    shares = [_output_share(problem, results["output"][:, problem.heads][:, :, problem.rows].astype(kind))]
+    if workload.passes == "forward":
+        shares += [_expected_statistic(workload, inputs, each).share(results[repr(each)]) for each in workload.see]
     else:
-        for name, (truth, rough, size) in _gradients(race, inputs).items():
+        for name, (truth, rough, size) in _expected_gradients(workload, inputs).items():
             head = slice(-1, None)  # the last query head, and what it reads
-            shares.append(budget_used(answers[name][:, head].astype(kind), truth, rough, size))
+            shares.append(budget_used(results[name][:, head].astype(kind), truth, rough, size))
     return max(shares)
 
 
-def sample(race: Race, inputs: Inputs, queries: Array | None = None, heads: int = 2) -> Sampled:
-    """Some of a race as a problem of its own: these queries, or `ROWS` that are drawn."""
-    rng, kind = np.random.default_rng(SEED), resolve(np, race.dtype)
-    taken = np.unique([0, race.H - 1] if heads > 1 else [race.H - 1])
-    i = np.sort(rng.choice(race.n, min(ROWS, race.n), replace=False)) if queries is None else queries
-    mask, j = race.formula, np.arange(race.m)
+def sample(workload: Workload, inputs: Inputs, queries: Array | None = None, heads: int = 2) -> SampledProblem:
+    """Some of a race as a problem of its own: these queries, or `SAMPLED_ROWS` that are drawn."""
+    rng, kind = np.random.default_rng(SEED), resolve_dtype(np, workload.dtype)
+    head_indices = np.unique([0, workload.H - 1] if heads > 1 else [workload.H - 1])
+    i = np.sort(rng.choice(workload.n, min(SAMPLED_ROWS, workload.n), replace=False)) if queries is None else queries
+    mask, j = workload.formula, np.arange(workload.m)
     if mask is not None:
-        j = np.flatnonzero(_allowed(mask, taken, i, j, race).any((0, 1, 2)))
-    group = race.H // race.G
-    key, value = (array[:, taken // group][:, :, j].astype(kind) for array in (inputs.key, inputs.value))
-    score = race.formula_of_score
+        j = np.flatnonzero(_evaluate_mask(mask, head_indices, i, j, workload).any((0, 1, 2)))
+    group = workload.H // workload.G
+    key, value = (array[:, head_indices // group][:, :, j].astype(kind) for array in (inputs.key, inputs.value))
+    score = workload.score_formula
     if inputs.bias is not None:
         score = bias(inputs.bias.astype(kind))
-    return Sampled(
-        inputs.query[:, taken][:, :, i].astype(kind),
+    return SampledProblem(
+        inputs.query[:, head_indices][:, :, i].astype(kind),
         key,
         value,
         mask=mask,
         score=score,
         sinks=None,
-        scale=float(1 / np.sqrt(race.d_k)),
-        dropout=race.dropout,
+        scale=float(1 / np.sqrt(workload.d_k)),
+        dropout=workload.dropout,
         seed=SEED,
         see=(),
-        headless=False,
-        heads=taken,
+        heads_squeezed=False,
+        heads=head_indices,
         rows=i,
         columns=j,
     )
 
 
-def _allowed(mask: Any, heads: Array, i: Array, j: Array, race: Race) -> Array:
+def _evaluate_mask(mask: Any, heads: Array, i: Array, j: Array, workload: Workload) -> Array:
     """(1, heads, i, j): the mask's values at these places; no mask of the table reads b."""
-    symbols = {"b": np.asarray(0), "h": heads[:, None, None], "i": i[:, None], "j": j, "n": race.n, "m": race.m}
+    symbols = {"b": np.asarray(0), "h": heads[:, None, None], "i": i[:, None], "j": j, "n": workload.n, "m": workload.m}
     seen = evaluate(mask, symbols, xp=namespace(i), float_dtype=np.dtype("float64"), like=i)
     return np.broadcast_to(seen, (1, heads.size, i.size, j.size))
 
 
-def _definition(problem: Sampled) -> reference.Stages:
+def _reference_stages(problem: SampledProblem) -> reference.Stages:
     rows, columns = problem.extent_kept
     b, h, i, j = problem.positions(np, rows, columns)
     symbols = {"b": b, "h": h, "i": i, "j": j, "n": problem.n, "m": problem.m}
@@ -144,51 +144,62 @@ def _definition(problem: Sampled) -> reference.Stages:
     )
 
 
-def _forward(problem: Sampled, output: Array) -> float:
-    stages = _definition(problem)
-    return budget_used(output, stages.output, plain(problem).output, size_of_terms(problem, stages.weights))
+def _output_share(problem: SampledProblem, output: Array) -> float:
+    stages = _reference_stages(problem)
+    return budget_used(output, stages.output, compute_baseline(problem).output, term_sizes(problem, stages.weights))
 
 
 @lru_cache(maxsize=8)  # the statistics of a race, for all who take part
-def _expected(race: Race, inputs: Inputs, statistic: Statistic) -> Expected:
-    problem = sample(race, inputs, queries_of(statistic, race, ROWS), 1 if isinstance(statistic, Received) else 2)
-    stages, at = _definition(problem), Places(race, problem.heads, problem.rows, problem.columns)
-    return Expected.of(statistic, Matrix(at, stages.weights, stages.masked, stages.lse), problem)
+def _expected_statistic(workload: Workload, inputs: Inputs, statistic: Statistic) -> ExpectedStatistic:
+    problem = sample(
+        workload,
+        inputs,
+        queries_to_check(statistic, workload, SAMPLED_ROWS),
+        1 if isinstance(statistic, Received) else 2,
+    )
+    stages, at = _reference_stages(problem), SampledPositions(workload, problem.heads, problem.rows, problem.columns)
+    return ExpectedStatistic.of(statistic, WeightMatrix(at, stages.weights, stages.masked, stages.lse), problem)
 
 
 @lru_cache(maxsize=2)  # for all who take part
-def _gradients(race: Race, inputs: Inputs) -> dict[str, tuple[Array, Array, Array]]:
+def _expected_gradients(workload: Workload, inputs: Inputs) -> dict[str, tuple[Array, Array, Array]]:
     """By name: gradients of the last head, as plain computations have them (orders first), and their terms' sizes."""
     assert inputs.d_output is not None
-    assert race.G == race.H  # a key head's gradient is that of its one query head
+    assert workload.G == workload.H  # a key head's gradient is that of its one query head
     orders = 0, 1  # those after them are loops, which take minutes over these lengths
-    lengths = {"query": (race.n, race.d_k), "key": (race.m, race.d_k), "value": (race.m, race.d_v)}
-    lengths |= {"bias": (race.n, race.m)} if race.bias else {}
+    lengths = {
+        "query": (workload.n, workload.d_k),
+        "key": (workload.m, workload.d_k),
+        "value": (workload.m, workload.d_v),
+    }
+    lengths |= {"bias": (workload.n, workload.m)} if workload.bias else {}
     kinds = ["truth", *orders, "size"]
     wide = {kind: np.float32 if kind in orders else np.float64 for kind in kinds}
     sums = {
-        name: {kind: np.zeros((race.B, 1, *shape), wide[kind]) for kind in kinds} for name, shape in lengths.items()
+        name: {kind: np.zeros((workload.B, 1, *shape), wide[kind]) for kind in kinds} for name, shape in lengths.items()
     }
-    weighed = np.flatnonzero(inputs.d_output[:, -1].any((0, -1)))  # queries that have a part in them
-    for rows in np.array_split(weighed, -(-weighed.size // CHUNK)):
-        problem = sample(race, inputs, rows, heads=1)
+    contributing = np.flatnonzero(inputs.d_output[:, -1].any((0, -1)))  # queries that have a part in them
+    for rows in np.array_split(contributing, -(-contributing.size // GRADIENT_CHUNK_ROWS)):
+        problem = sample(workload, inputs, rows, heads=1)
         seed = inputs.d_output[:, problem.heads][:, :, rows]
-        sizes = sizes_of_gradients(problem, seed, stages=_definition(problem))
-        parts: dict[Any, dict[str, Array]] = {"truth": _differentiated(problem, list(lengths), seed, "float64", 0)}
-        parts |= {order: _differentiated(problem, list(lengths), seed, problem.dtype, order) for order in orders}
+        sizes = gradient_term_sizes(problem, seed, stages=_reference_stages(problem))
+        parts: dict[Any, dict[str, Array]] = {"truth": _differentiate(problem, list(lengths), seed, "float64", 0)}
+        parts |= {order: _differentiate(problem, list(lengths), seed, problem.dtype, order) for order in orders}
         parts["size"] = {name: sizes[0 if name == "bias" else name] for name in lengths}  # it is the only table
         places: dict[str, Any] = {"query": rows, "bias": slice(None)}  # of which every part is a whole table
         for kind, found in parts.items():
             for name, part in found.items():
                 sums[name][kind][..., places.get(name, problem.columns), :] += part[:, -1:]
-    narrow = resolve(np, race.dtype)
+    narrow = resolve_dtype(np, workload.dtype)
     return {
         name: (of["truth"], np.stack([of[order].astype(narrow) for order in orders]), of["size"])
         for name, of in sums.items()
     }
 
 
-def _differentiated(problem: Sampled, names: Sequence[str], seed: Array, dtype: str, order: int) -> dict[str, Array]:
+def _differentiate(
+    problem: SampledProblem, names: Sequence[str], seed: Array, dtype: str, order: int
+) -> dict[str, Array]:
     """Gradients as torch finds them through the dense computation in that dtype, in the accumulator's."""
     import torch
 
@@ -197,10 +208,10 @@ def _differentiated(problem: Sampled, names: Sequence[str], seed: Array, dtype: 
     def leaf(array: Array) -> Any:
         return torch.from_numpy(np.asarray(array, np.float32)).to(wide).requires_grad_()
 
-    arrays = {name: leaf(getattr(problem, name)) for name in NAMES}
+    arrays = {name: leaf(getattr(problem, name)) for name in INPUT_NAMES}
     tables = {"bias": leaf(problem.tables[0].array)} if "bias" in names else {}
-    posed = problem.with_tables(list(tables.values())) if tables else problem
-    output, _, _ = dense(replace(posed, **arrays), dtype, order)
+    differentiated = problem.with_tables(list(tables.values())) if tables else problem
+    output, _, _ = dense_attention(replace(differentiated, **arrays), dtype, order)
     d_output = torch.from_numpy(seed).to(output.dtype)
     leaves = arrays | tables
     gradients = torch.autograd.grad(output, [leaves[name] for name in names], d_output)

@@ -15,20 +15,20 @@ from typing import Any, ClassVar
 
 from ..errors import DeviceError, MissingExtraError
 from ..gpu.tuning import cache
-from .contenders import Contender, Ready, Sightline, WithoutStatistics
-from .cuda_peers import peers_on
-from .cuda_problems import PROBLEMS
+from .cuda_benchmarks import BENCHMARKS
+from .cuda_peers import make_peers
 from .device import Device
+from .implementations import Implementation, PreparedCall, Sightline, WithoutStatistics
 from .peaks import Peaks
-from .races import Race
+from .workloads import Workload
 
 __all__ = ["Cuda", "CudaPeaks"]
 
-MATRIX = 8192  # rows and columns of the product
-COPIED = 1 << 32  # bytes: far more than any cache
-FLUSHED = 1 << 28  # bytes written before a call, so that its inputs lie in no cache
-LEAD = 40  # times that at the start of a turn: some milliseconds in which the host gets ahead
-REPEATED = 10  # products and copies of one try
+MATRIX_SIZE = 8192  # rows and columns of the product
+COPY_BYTES = 1 << 32  # bytes: far more than any cache
+FLUSH_BYTES = 1 << 28  # bytes written before a call, so that its inputs lie in no cache
+HEAD_START_FLUSHES = 40  # times that at the start of a turn: some milliseconds in which the host gets ahead
+PEAK_REPEATS = 10  # products and copies of one try
 
 
 class Cuda(Device):
@@ -42,7 +42,7 @@ class Cuda(Device):
     options : of our own calls: the kernel raced, which is ours even where the planner would hand over to a peer
     """
 
-    problems = PROBLEMS
+    benchmarks = BENCHMARKS
     seconds = 2.0
 
     def __init__(
@@ -50,115 +50,115 @@ class Cuda(Device):
     ) -> None:
         self.threads, self.device, self._runtime = threads, device, runtime
         options = {"kernel": "triton"} if options is None else options
-        own: tuple[Contender, ...] = (
+        variants: tuple[Implementation, ...] = (
             Sightline(options=options, device=device),
             Sightline("planned", "Sightline, as planned", device=device),
             WithoutStatistics(options, device),
         )
-        self.own = {each.name: each for each in own}
-        self.peers = peers_on(device)
-        self.peaks = CudaPeaks(device=device, timed=self._timed)
-        self._flushed: Any = None
+        self.variants = {each.name: each for each in variants}
+        self.peers = make_peers(device)
+        self.peaks = CudaPeaks(device=device, time_call=self._time_call)
+        self._flush_buffer: Any = None
 
     @property
     def runtime(self) -> Any:
         """`torch.cuda`, or what stands in for it."""
         if self._runtime is None:
-            self._runtime = present()
+            self._runtime = require_cuda()
         return self._runtime
 
     def check(self) -> None:
-        """Raise where torch sees no device, as `present` says."""
+        """Raise where torch sees no device, as `require_cuda` says."""
         self.runtime  # noqa: B018
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return str(self.runtime.get_device_name())
 
-    def turn(self, ready: Ready, repeats: int) -> float:
+    def time_calls(self, prepared: PreparedCall, repeats: int) -> float:
         """Between CUDA events, after a call that counts for nothing and work that gives the host a lead.
 
         So what is timed is the device's time, unless a call waits for it: the host's share is hidden, as in a queue.
         """
         time.sleep(self.pause)
-        self.finish()
-        ready.call(ready.start())
-        for _ in range(LEAD):
+        self.synchronize()
+        prepared.call(prepared.setup())
+        for _ in range(HEAD_START_FLUSHES):
             self._flush()
         pairs = []
         for _ in range(repeats):
-            state = ready.start()
+            state = prepared.setup()
             self._flush()
-            pairs.append(self._between(partial(ready.call, state)))
+            pairs.append(self._record_events(partial(prepared.call, state)))
             del state
-        self.finish()
+        self.synchronize()
         return float(sum(before.elapsed_time(after) for before, after in pairs)) / 1e3 / repeats  # it counts ms
 
-    def memory(self, ready: Ready) -> int | None:
+    def memory(self, prepared: PreparedCall) -> int | None:
         """As torch's allocator counts; what a library takes elsewhere is not seen."""
-        state = ready.start()
+        state = prepared.setup()
         gc.collect()
-        self.finish()
+        self.synchronize()
         self.runtime.reset_peak_memory_stats()
         before = self.runtime.memory_allocated()
-        result = ready.call(state)
-        self.finish()
+        result = prepared.call(state)
+        self.synchronize()
         del result
         return max(int(self.runtime.max_memory_allocated()) - int(before), 0)
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         self.runtime.synchronize()
 
-    def readied(self, ready: Ready, race: Race) -> tuple[Ready, str]:
+    def prepare_for_timing(self, prepared: PreparedCall, workload: Workload) -> tuple[PreparedCall, str]:
         """Where the race asks for it, the call as a CUDA graph; a call that cannot be captured stays as it is."""
-        if not race.captured:
-            return ready, ""
+        if not workload.cuda_graph:
+            return prepared, ""
         graph = self.runtime.CUDAGraph()
         try:
             for _ in range(3):  # allocations and compilations that a graph must not see
-                ready.call(ready.start())
-            self.finish()
+                prepared.call(prepared.setup())
+            self.synchronize()
             with self.runtime.graph(graph):
-                held = ready.call(ready.start())
+                output = prepared.call(prepared.setup())
         except Exception as error:  # whatever a library does that a graph cannot hold
-            self.finish()
-            return ready, f"not as a CUDA graph ({type(error).__name__}), so the host's time counts too"
+            self.synchronize()
+            return prepared, f"not as a CUDA graph ({type(error).__name__}), so the host's time counts too"
 
         def replay(_: Any) -> Any:
             graph.replay()
-            return held
+            return output
 
-        return replace(ready, call=replay, start=lambda: None), "as a CUDA graph"
+        return replace(prepared, call=replay, setup=lambda: None), "as a CUDA graph"
 
-    def facts(self) -> dict[str, Any]:
+    def properties(self) -> dict[str, Any]:
         """The device, what drives it, and sizes of tiles that were tuned for it."""
         import torch
 
         cudnn: Any = torch.backends.cudnn
-        found = {"device": self.words, "cuda": torch.version.cuda, "hip": torch.version.hip}
-        found |= {"cudnn": cudnn.version(), "driver": cache.machine()["driver"]}
-        return found | {"tuned": cache.findings()}  # sizes that calls of such problems take in place of the table's
+        found = {"device": self.description, "cuda": torch.version.cuda, "hip": torch.version.hip}
+        found |= {"cudnn": cudnn.version(), "driver": cache.environment()["driver"]}
+        return found | {"tuned": cache.list_entries()}  # sizes that calls of such problems take in place of the table's
 
-    def _between(self, call: Callable[[], Any]) -> tuple[Any, Any]:
+    def _record_events(self, call: Callable[[], Any]) -> tuple[Any, Any]:
         before, after = (self.runtime.Event(enable_timing=True) for _ in range(2))
         before.record()
         call()
         after.record()
         return before, after
 
-    def _timed(self, call: Callable[[], Any]) -> float:
+    def _time_call(self, call: Callable[[], Any]) -> float:
         """Seconds of one call."""
-        before, after = self._between(call)
-        self.finish()
+        before, after = self._record_events(call)
+        self.synchronize()
         return float(before.elapsed_time(after)) / 1e3
 
     def _flush(self) -> None:
         """Fill the caches with something else."""
         import torch
 
-        if self._flushed is None:
-            self._flushed = torch.empty(FLUSHED, dtype=torch.int8, device=self.device)
-        self._flushed.zero_()
+        if self._flush_buffer is None:
+            self._flush_buffer = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device)
+        self._flush_buffer.zero_()
 
 
 @dataclass
@@ -169,37 +169,37 @@ class CudaPeaks(Peaks):
     """
 
     device: str = "cuda"
-    timed: Callable[[Callable[[], Any]], float] = lambda call: 0.0
+    time_call: Callable[[Callable[[], Any]], float] = lambda call: 0.0
     names: ClassVar[tuple[str, ...]] = ("matmul", "copy")
 
-    def entry(self, name: str) -> str:
+    def measured_name(self, name: str) -> str:
         """Itself."""
         return name
 
-    def _prepared(self, name: str) -> Callable[[], float]:
+    def _prepare_try(self, name: str) -> Callable[[], float]:
         import torch
 
         if name == "matmul":
-            a, b = (torch.randn(MATRIX, MATRIX, device=self.device, dtype=torch.bfloat16) for _ in range(2))
-            out, work = torch.empty_like(a), 2 * MATRIX**3
+            a, b = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+            out, work = torch.empty_like(a), 2 * MATRIX_SIZE**3
 
             def call() -> Any:
                 return torch.matmul(a, b, out=out)
         else:
-            source = torch.ones(COPIED, dtype=torch.int8, device=self.device)
-            target, work = torch.empty_like(source), 2 * COPIED
+            source = torch.ones(COPY_BYTES, dtype=torch.int8, device=self.device)
+            target, work = torch.empty_like(source), 2 * COPY_BYTES
 
             def call() -> Any:
                 return target.copy_(source)
 
         def once() -> float:
-            return REPEATED * work / self.timed(lambda: [call() for _ in range(REPEATED)])
+            return PEAK_REPEATS * work / self.time_call(lambda: [call() for _ in range(PEAK_REPEATS)])
 
         once()
         return once
 
 
-def present() -> Any:
+def require_cuda() -> Any:
     """`torch.cuda`, where there is a device.
 
     Raises
@@ -215,13 +215,13 @@ def present() -> Any:
 
     if not torch.cuda.is_available():
         built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
-        words = [f"built for {name} {version}" for name, version in built.items() if version]
-        who = f"torch {torch.__version__} ({words[0] if words else 'built for processors alone'})"
+        builds = [f"built for {name} {version}" for name, version in built.items() if version]
+        who = f"torch {torch.__version__} ({builds[0] if builds else 'built for processors alone'})"
         raise DeviceError(
             f"--device cuda, and {who} sees no CUDA device",
             "a machine with a GPU and its driver (`nvidia-smi` or `rocm-smi` shows both), and a torch built for it",
             "run the same command on a machine with a GPU"
-            if words
+            if builds
             else "install a torch built for CUDA or ROCm (https://pytorch.org), or leave --device out",
         )
     return torch.cuda

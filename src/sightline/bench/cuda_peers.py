@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .contenders import Contender, Ready, through_autograd
-from .dense import Dense
+from .benchmarks import CAUSAL
+from .dense_statistics import Dense
+from .implementations import Implementation, PreparedCall, prepare_with_autograd
 from .peers import Flex
-from .problems import CAUSAL
-from .races import Inputs, Race
+from .workloads import Inputs, Workload
 
-__all__ = ["Backend", "FlexOnDevice", "peers_on"]
+__all__ = ["Backend", "FlexOnDevice", "make_peers"]
 
 BACKENDS = {  # by name: what it is called, and torch's word for it
     "flash": ("torch, flash", "FLASH_ATTENTION"),
@@ -19,7 +19,7 @@ BACKENDS = {  # by name: what it is called, and torch's word for it
 }
 
 
-class Backend(Contender):
+class Backend(Implementation):
     """torch.nn.functional.scaled_dot_product_attention held to one of its fused kernels."""
 
     packages, pip = ("torch",), "torch"
@@ -28,24 +28,29 @@ class Backend(Contender):
         self.name, self.device = name, device
         self.label, self.backend = BACKENDS[name]
 
-    def refuses(self, race: Race) -> str | None:
+    def refuses(self, workload: Workload) -> str | None:
         """Formulas, but for the causal mask."""
-        if race.score or race.bias or race.dropout or not (race.mask is None or race.mask is CAUSAL):
+        if (
+            workload.score
+            or workload.bias
+            or workload.dropout
+            or not (workload.mask is None or workload.mask is CAUSAL)
+        ):
             return "no formulas"
-        return "no statistics" if race.see else None
+        return "no statistics" if workload.see else None
 
-    def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         backend = getattr(SDPBackend, self.backend)
-        options: dict[str, Any] = {"is_causal": race.mask is CAUSAL, "enable_gqa": race.G != race.H}
+        options: dict[str, Any] = {"is_causal": workload.mask is CAUSAL, "enable_gqa": workload.G != workload.H}
 
         def forward(query: Any, key: Any, value: Any, _: Any) -> Any:
             with sdpa_kernel(backend):
                 return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
 
-        return through_autograd(race, inputs, forward, threads, self.device)
+        return prepare_with_autograd(workload, inputs, forward, threads, self.device)
 
 
 class FlexOnDevice(Flex):
@@ -56,14 +61,14 @@ class FlexOnDevice(Flex):
     def __init__(self, device: str) -> None:
         self.device = device
 
-    def refuses(self, race: Race) -> str | None:
+    def refuses(self, workload: Workload) -> str | None:
         """Dropout, a bias with a gradient, statistics."""
-        if race.dropout or race.bias:
-            return "no dropout" if race.dropout else "no bias with a gradient"
-        return "no statistics" if race.see else None
+        if workload.dropout or workload.bias:
+            return "no dropout" if workload.dropout else "no bias with a gradient"
+        return "no statistics" if workload.see else None
 
 
-def peers_on(device: str) -> dict[str, Contender]:
+def make_peers(device: str) -> dict[str, Implementation]:
     """The peers with their tensors there."""
     peers = (*(Backend(name, device) for name in BACKENDS), FlexOnDevice(device), Dense(device))
     return {peer.name: peer for peer in peers}

@@ -14,12 +14,12 @@ import time
 
 import numpy as np
 
-__all__ = ["timed"]
+__all__ = ["measure_seconds"]
 
-CACHE = "SIGHTLINE_CACHE"  # "off", or a folder where compiled kernels are kept
+CACHE_VARIABLE = "SIGHTLINE_CACHE"  # "off", or a folder where compiled kernels are kept
 
 
-def timed(n: int, d: int, processes: int) -> dict[str, list[float]]:
+def measure_seconds(n: int, d: int, processes: int) -> dict[str, list[float]]:
     """Seconds of the first call by how it came to its kernel, one number for every fresh process.
 
     Returns
@@ -30,19 +30,21 @@ def timed(n: int, d: int, processes: int) -> dict[str, list[float]]:
     """
     found: dict[str, list[float]] = {"compiled": [], "from disk": [], "first of all": []}
     with tempfile.TemporaryDirectory() as folder:
-        _process(n, d, folder)
+        _run_process(n, d, folder)
         for _ in range(processes):
-            before, new = _process(n, d, "off")
+            before, new = _run_process(n, d, "off")
             found["first of all"].append(before)
             found["compiled"].append(new)
-            found["from disk"].append(_process(n, d, folder)[1])
+            found["from disk"].append(_run_process(n, d, folder)[1])
     return found
 
 
-def _process(n: int, d: int, cache: str) -> tuple[float, float]:
+def _run_process(n: int, d: int, cache: str) -> tuple[float, float]:
     command = [sys.executable, "-m", "sightline.bench.first_call", str(n), str(d)]
-    done = subprocess.run(command, env=os.environ | {CACHE: cache}, capture_output=True, text=True, check=True)
-    before, new = json.loads(done.stdout)
+    completed = subprocess.run(
+        command, env=os.environ | {CACHE_VARIABLE: cache}, capture_output=True, text=True, check=True
+    )
+    before, new = json.loads(completed.stdout)
     return before, new
 
 

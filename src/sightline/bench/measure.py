@@ -9,20 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import first_call, planning
+from . import first_call, mask_planning
 from .check import share_of_budget
-from .contenders import Contender, Ready
 from .device import Device
+from .implementations import Implementation, PreparedCall
 from .peaks import Peaks
-from .races import FirstCall, Inputs, Planning, Problem, Race, Series
 from .report import Entry, Finding, Point
+from .workloads import Benchmark, FirstCall, Inputs, Planning, Series, Workload
 
 __all__ = ["Settings", "run"]
 
-SHORTEST = 0.005  # s of one turn: shorter calls are repeated within it
-PROCESSES = 5  # fresh ones, for first calls
+MIN_TIMED_SECONDS = 0.005  # s of one turn: shorter calls are repeated within it
+FRESH_PROCESSES = 5  # fresh ones, for first calls
 PEAK_TRIES = 3  # beside every problem
-ROUNDS = 5  # at least, however slow
+MIN_ROUNDS = 5  # at least, however slow
 
 
 @dataclass
@@ -32,8 +32,8 @@ class Settings:
     device: Device
     seconds: float = 10.0  # for the rounds of one race
     quick: bool = False  # small sizes, two rounds
-    peers: Sequence[Contender] | None = None  # in place of the device's
-    step: Callable[[str], Any] = lambda words: None  # told what is being done
+    peers: Sequence[Implementation] | None = None  # in place of the device's
+    on_progress: Callable[[str], Any] = lambda message: None  # told what is being done
 
     @property
     def threads(self) -> int:
@@ -45,63 +45,69 @@ class Settings:
 
     @property
     def rounds(self) -> int:
-        return 2 if self.quick else ROUNDS
+        return 2 if self.quick else MIN_ROUNDS
 
-    def contender(self, name: str) -> Contender | None:
+    def implementation(self, name: str) -> Implementation | None:
         """One of our own, or a peer that takes part in this run."""
         peers = self.device.peers.values() if self.peers is None else self.peers
-        return self.device.own.get(name) or next((peer for peer in peers if peer.name == name), None)
+        return self.device.variants.get(name) or next((peer for peer in peers if peer.name == name), None)
 
 
-def run(problem: Problem, settings: Settings) -> Finding:
+def run(benchmark: Benchmark, settings: Settings) -> Finding:
     """What is found of a problem; nothing of ours that is wrong is reported."""
-    smaller = problem.small() if settings.quick else problem
-    if isinstance(smaller, Race):
-        return _race(smaller, settings)
-    if isinstance(smaller, Series):
-        return _series(smaller, settings)
-    return _planning(smaller, settings) if isinstance(smaller, Planning) else _first_call(smaller, settings)
+    selected = benchmark.small() if settings.quick else benchmark
+    if isinstance(selected, Workload):
+        return _measure_workload(selected, settings)
+    if isinstance(selected, Series):
+        return _measure_series(selected, settings)
+    return (
+        _measure_planning(selected, settings)
+        if isinstance(selected, Planning)
+        else _measure_first_call(selected, settings)
+    )
 
 
-def _race(race: Race, settings: Settings) -> Finding:
+def _measure_workload(workload: Workload, settings: Settings) -> Finding:
     finding = Finding(
-        race.name,
-        race.about,
-        flops=race.flops if race.peak else 0,
-        bytes_moved=race.bytes_moved,
-        peak=settings.peaks.entry(race.peak) if race.peak else "",
+        workload.name,
+        workload.description,
+        flops=workload.flops if workload.peak else 0,
+        bytes_moved=workload.bytes_moved,
+        peak=settings.peaks.measured_name(workload.peak) if workload.peak else "",
         threads=settings.threads,
-        published=race.published,
-        peers=tuple(name for name in race.against if name not in settings.device.own),
+        published=workload.published,
+        peers=tuple(name for name in workload.baselines if name not in settings.device.variants),
     )
     try:
-        finding.entries = _entries(race, settings, settings.seconds)
-        if race.peak:
-            settings.peaks.measure(race.peak, PEAK_TRIES)
+        finding.entries = _measure_entries(workload, settings, settings.seconds)
+        if workload.peak:
+            settings.peaks.measure(workload.peak, PEAK_TRIES)
     except Exception as error:  # so that what was found of other problems is not lost
-        _fail(finding, error)
+        _record_failure(finding, error)
     finding.best = settings.peaks.best.get(finding.peak)
     return finding
 
 
-def _series(series: Series, settings: Settings) -> Finding:
-    finding = Finding(series.name, series.about, axis=series.axis, threads=settings.threads)
-    for race in series.points:
+def _measure_series(series: Series, settings: Settings) -> Finding:
+    finding = Finding(series.name, series.description, axis=series.axis, threads=settings.threads)
+    for workload in series.points:
         try:
-            entries = _entries(race, settings, settings.seconds / len(series.points), f"{series.name}, ")
-        except Exception as error:  # as in `_race`
-            _fail(finding, error, f"{race.name}: ")
+            entries = _measure_entries(workload, settings, settings.seconds / len(series.points), f"{series.name}, ")
+        except Exception as error:  # as in `_measure_workload`
+            _record_failure(finding, error, f"{workload.name}: ")
             break
-        at = race.n if series.axis == "n" else race.allowed / (race.B * race.H * race.n * race.m)
-        finding.points.append(Point(at, race.n, race.output_bytes, entries))
+        at = (
+            workload.n if series.axis == "n" else workload.allowed / (workload.B * workload.H * workload.n * workload.m)
+        )
+        finding.points.append(Point(at, workload.n, workload.output_bytes, entries))
     return finding
 
 
-def _first_call(problem: FirstCall, settings: Settings) -> Finding:
-    settings.step(f"{problem.name}: fresh processes")
-    finding = Finding(problem.name, problem.about, threads=settings.threads)
+def _measure_first_call(benchmark: FirstCall, settings: Settings) -> Finding:
+    settings.on_progress(f"{benchmark.name}: fresh processes")
+    finding = Finding(benchmark.name, benchmark.description, threads=settings.threads)
     try:
-        times = first_call.timed(problem.n, problem.d, 1 if settings.quick else PROCESSES)
+        times = first_call.measure_seconds(benchmark.n, benchmark.d, 1 if settings.quick else FRESH_PROCESSES)
     except subprocess.CalledProcessError as error:
         finding.failed = error.stderr.strip() or str(error)
     else:
@@ -109,13 +115,13 @@ def _first_call(problem: FirstCall, settings: Settings) -> Finding:
     return finding
 
 
-def _planning(problem: Planning, settings: Settings) -> Finding:
-    settings.step(f"{problem.name}: new masks")
-    finding = Finding(problem.name, problem.about, threads=settings.threads)
+def _measure_planning(benchmark: Planning, settings: Settings) -> Finding:
+    settings.on_progress(f"{benchmark.name}: new masks")
+    finding = Finding(benchmark.name, benchmark.description, threads=settings.threads)
     try:
-        times = planning.timed(problem, settings.device, settings.rounds)
-    except Exception as error:  # as in `_race`
-        _fail(finding, error)
+        times = mask_planning.measure_seconds(benchmark, settings.device, settings.rounds)
+    except Exception as error:  # as in `_measure_workload`
+        _record_failure(finding, error)
     else:
         finding.entries = [Entry(name, name, seconds) for name, seconds in times.items()]
     return finding
@@ -124,121 +130,123 @@ def _planning(problem: Planning, settings: Settings) -> Finding:
 class WrongAnswerError(Exception):
     """Ours has no right answer, so nothing of the problem is reported: it is `wrong`, `refused`, or an error came."""
 
-    def __init__(self, words: str, *, wrong: bool = False, refused: bool = False) -> None:
-        super().__init__(words)
+    def __init__(self, message: str, *, wrong: bool = False, refused: bool = False) -> None:
+        super().__init__(message)
         self.wrong, self.refused = wrong, refused
 
 
-def _fail(finding: Finding, error: Exception, of: str = "") -> None:
+def _record_failure(finding: Finding, error: Exception, prefix: str = "") -> None:
     """Put down why nothing of a problem is reported."""
     if isinstance(error, WrongAnswerError):
-        finding.failed, finding.wrong, finding.refused = f"{of}{error}", error.wrong, error.refused
+        finding.failed, finding.wrong, finding.refused = f"{prefix}{error}", error.wrong, error.refused
     else:
-        finding.failed = of + _said(error)
+        finding.failed = prefix + _format_error(error)
 
 
-def _entries(race: Race, settings: Settings, seconds: float, of: str = "") -> list[Entry]:
+def _measure_entries(workload: Workload, settings: Settings, seconds: float, prefix: str = "") -> list[Entry]:
     """Every contender of a race, ours first."""
-    inputs = Inputs.of(race)
+    inputs = Inputs.of(workload)
     entries: list[Entry] = []
-    ready: dict[str, Ready] = {}
-    for name in ("sightline", *race.against):
-        contender = settings.contender(name)
-        if contender is None:
+    prepared: dict[str, PreparedCall] = {}
+    for name in ("sightline", *workload.baselines):
+        implementation = settings.implementation(name)
+        if implementation is None:
             continue
-        settings.step(f"{of}{race.name}: {contender.label}, first call and check")
-        entry = Entry(name, contender.label, note=contender.note)
+        settings.on_progress(f"{prefix}{workload.name}: {implementation.label}, first call and check")
+        entry = Entry(name, implementation.label, note=implementation.note)
         entries.append(entry)
-        prepared = _prepared(contender, race, inputs, settings, entry)
-        if name in settings.device.own and entry.wrong:
-            words = f"{entry.label} uses {entry.budget:.3g} times its budget of rounding errors"
-            raise WrongAnswerError(words, wrong=True)
-        refused = entry.absent is not None and entry.absent == _reason(contender, race)
-        if prepared is None and (name == "sightline" or (name in settings.device.own and not refused)):
-            raise WrongAnswerError(f"{entry.label} did not run: {entry.absent}", refused=refused)
-        if prepared is not None:
-            ready[name] = prepared
-    settings.step(f"{of}{race.name}: {len(ready)} in turn")
-    times = _in_turn(ready, settings, seconds)
+        prepared_call = _prepare_and_check(implementation, workload, inputs, settings, entry)
+        if name in settings.device.variants and entry.wrong:
+            message = f"{entry.label} uses {entry.budget:.3g} times its budget of rounding errors"
+            raise WrongAnswerError(message, wrong=True)
+        refused = entry.skip_reason is not None and entry.skip_reason == _skip_reason(implementation, workload)
+        if prepared_call is None and (name == "sightline" or (name in settings.device.variants and not refused)):
+            raise WrongAnswerError(f"{entry.label} did not run: {entry.skip_reason}", refused=refused)
+        if prepared_call is not None:
+            prepared[name] = prepared_call
+    settings.on_progress(f"{prefix}{workload.name}: {len(prepared)} in turn")
+    times = _interleave(prepared, settings, seconds)
     for entry in entries:
         entry.seconds = times.get(entry.name, [])
-    for prepared in ready.values():
-        prepared.close()
+    for prepared_call in prepared.values():
+        prepared_call.close()
     return entries
 
 
-def _reason(contender: Contender, race: Race) -> str | None:
+def _skip_reason(implementation: Implementation, workload: Workload) -> str | None:
     """Why a contender takes no part, which is no fault of it."""
-    return contender.absent() or contender.refuses(race)
+    return implementation.skip_reason() or implementation.refuses(workload)
 
 
-def _prepared(contender: Contender, race: Race, inputs: Inputs, settings: Settings, entry: Entry) -> Ready | None:
+def _prepare_and_check(
+    implementation: Implementation, workload: Workload, inputs: Inputs, settings: Settings, entry: Entry
+) -> PreparedCall | None:
     """The contender after its first call, checked; None with the reason in the entry where it has no answer."""
-    entry.absent = _reason(contender, race)
-    if entry.absent:
+    entry.skip_reason = _skip_reason(implementation, workload)
+    if entry.skip_reason:
         return None
     device = settings.device
-    device.enter(settings.threads)
+    device.set_threads(settings.threads)
     started = time.perf_counter()
     try:
-        ready = contender.prepare(race, inputs, settings.threads)
-        device.enter(ready.threads)
-        ready.call(ready.start())
-        device.finish()
-        entry.first = time.perf_counter() - started
-        if not contender.arena:
-            entry.memory = device.memory(ready)
-        ready, note = device.readied(ready, race)
-        entry.note = "; ".join(words for words in (entry.note, note) if words)
-        judged = contender.judged_as(race)
-        if judged is not None:  # as it will be timed
-            entry.budget = _budget(ready, judged, inputs)
+        prepared = implementation.prepare(workload, inputs, settings.threads)
+        device.set_threads(prepared.threads)
+        prepared.call(prepared.setup())
+        device.synchronize()
+        entry.first_seconds = time.perf_counter() - started
+        if not implementation.has_arena:
+            entry.memory = device.memory(prepared)
+        prepared, note = device.prepare_for_timing(prepared, workload)
+        entry.note = "; ".join(message for message in (entry.note, note) if message)
+        reference = implementation.reference_workload(workload)
+        if reference is not None:  # as it will be timed
+            entry.budget = _budget_used(prepared, reference, inputs)
     except Exception as error:  # whatever another library may raise; shown, and for ours the end of the problem
-        entry.absent = _said(error)
+        entry.skip_reason = _format_error(error)
         return None
-    return ready
+    return prepared
 
 
-def _budget(ready: Ready, race: Race, inputs: Inputs) -> float:
+def _budget_used(prepared: PreparedCall, workload: Workload, inputs: Inputs) -> float:
     """The share of its budget of errors that a contender uses, of long gradients by some queries' part in them."""
-    looked_at = inputs if ready.reseed is None else inputs.checked
-    if ready.reseed is not None:
-        ready.reseed(looked_at.d_output)
-    found = share_of_budget(race, looked_at, ready.answers(ready.call(ready.start())))
-    if ready.reseed is not None:
-        ready.reseed(inputs.d_output)
+    checked_inputs = inputs if prepared.set_d_output is None else inputs.with_sampled_d_output
+    if prepared.set_d_output is not None:
+        prepared.set_d_output(checked_inputs.d_output)
+    found = share_of_budget(workload, checked_inputs, prepared.results(prepared.call(prepared.setup())))
+    if prepared.set_d_output is not None:
+        prepared.set_d_output(inputs.d_output)
     return found
 
 
-def _said(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     """All of it: the cure may stand in the last line."""
     return f"{type(error).__name__}: {str(error).strip()}"
 
 
-def _in_turn(ready: dict[str, Ready], settings: Settings, seconds: float) -> dict[str, list[float]]:
+def _interleave(prepared: dict[str, PreparedCall], settings: Settings, seconds: float) -> dict[str, list[float]]:
     """Seconds of a call, one number a round, for each; who begins changes from round to round."""
-    names = list(ready)
+    names = list(prepared)
     times: dict[str, list[float]] = {name: [] for name in names}
-    repeats = {name: _repeats(ready[name], settings.device) for name in names}
-    ends = time.perf_counter() + seconds
-    collecting = gc.isenabled()
+    repeats = {name: _calibrate_repeats(prepared[name], settings.device) for name in names}
+    deadline = time.perf_counter() + seconds
+    gc_was_enabled = gc.isenabled()
     gc.disable()
     try:
-        turn = 0
-        while turn < settings.rounds or time.perf_counter() < ends:
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                times[name].append(settings.device.turn(ready[name], repeats[name]))
-            turn += 1
+        round_index = 0
+        while round_index < settings.rounds or time.perf_counter() < deadline:
+            for name in names[round_index % len(names) :] + names[: round_index % len(names)]:
+                times[name].append(settings.device.time_calls(prepared[name], repeats[name]))
+            round_index += 1
             gc.collect()
     finally:
-        if collecting:
+        if gc_was_enabled:
             gc.enable()
     return times
 
 
-def _repeats(ready: Ready, device: Device) -> int:
+def _calibrate_repeats(prepared: PreparedCall, device: Device) -> int:
     """Calls in one turn, so that it is not too short to be timed."""
     count = 1
-    while (taken := device.turn(ready, count) * count) < SHORTEST:
-        count = max(2 * count, min(int(count * SHORTEST / max(taken, 1e-9)), 100 * count))
+    while (taken := device.time_calls(prepared, count) * count) < MIN_TIMED_SECONDS:
+        count = max(2 * count, min(int(count * MIN_TIMED_SECONDS / max(taken, 1e-9)), 100 * count))
     return count

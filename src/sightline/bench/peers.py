@@ -11,42 +11,48 @@ from typing import Any
 
 import numpy as np
 
-from .contenders import Contender, Ready, named, reading, tensor, through_autograd
-from .dense import OF_WEIGHTS, Dense, uneven, ways
-from .problems import CAUSAL
-from .races import Inputs, Race
+from .benchmarks import CAUSAL
+from .dense_statistics import WEIGHT_STATISTICS, Dense, dense_statistics, has_uneven_cells
+from .implementations import Implementation, PreparedCall, name_results, prepare_with_autograd, to_tensor, to_tensor_on
+from .workloads import Inputs, Workload
 
 __all__ = ["PEERS"]
 
-HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # OpenVINO's names of dtypes
+OPENVINO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # OpenVINO's names of dtypes
 
 
-def dense_mask(race: Race) -> Any:
+def dense_mask(workload: Workload) -> Any:
     """The mask as a boolean array (1, 1, n, m), True attends; none of these masks reads b or h."""
-    assert race.formula is not None
-    return np.array(race.formula.array(race.n, race.m)[None, None])  # a copy: torch takes none that is read-only
+    assert workload.formula is not None
+    return np.array(
+        workload.formula.array(workload.n, workload.m)[None, None]
+    )  # a copy: torch takes none that is read-only
 
 
-class Torch(Contender):
+class Torch(Implementation):
     """torch.nn.functional.scaled_dot_product_attention, masks other than causal given as arrays of truth values."""
 
     name, label, packages, pip = "torch", "torch", ("torch",), "torch"
 
-    def refuses(self, race: Race) -> str | None:
+    def refuses(self, workload: Workload) -> str | None:
         """Nothing."""
         return None
 
-    def judged_as(self, race: Race) -> Race | None:
+    def reference_workload(self, workload: Workload) -> Workload | None:
         """Nothing where it drops weights: which, its own generator decides."""
-        return None if race.dropout else race
+        return None if workload.dropout else workload
 
-    def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         import torch
 
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        causal = race.mask is CAUSAL
-        mask = None if race.mask is None or causal else torch.from_numpy(dense_mask(race))
-        options: dict[str, Any] = {"dropout_p": race.dropout, "is_causal": causal, "enable_gqa": race.G != race.H}
+        causal = workload.mask is CAUSAL
+        mask = None if workload.mask is None or causal else torch.from_numpy(dense_mask(workload))
+        options: dict[str, Any] = {
+            "dropout_p": workload.dropout,
+            "is_causal": causal,
+            "enable_gqa": workload.G != workload.H,
+        }
         if options == {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False}:
             options = {}
 
@@ -54,43 +60,43 @@ class Torch(Contender):
             added = mask if bias is None else bias
             return sdpa(query, key, value, **options) if added is None else sdpa(query, key, value, added, **options)
 
-        return through_autograd(race, inputs, forward, threads)
+        return prepare_with_autograd(workload, inputs, forward, threads)
 
 
-class Flex(Contender):
+class Flex(Implementation):
     """torch's FlexAttention, compiled: it needs a C++ compiler."""
 
     name, label, packages, pip, note = "flex", "FlexAttention", ("torch",), "torch", "compiled once, outside the timing"
 
-    def refuses(self, race: Race) -> str | None:
+    def refuses(self, workload: Workload) -> str | None:
         """Gradients, dropout and bias."""
-        if race.passes != "forward":
+        if workload.passes != "forward":
             return "no backward pass on CPUs"
-        if race.dropout or race.bias:
-            return "no dropout" if race.dropout else "no bias with a gradient"
+        if workload.dropout or workload.bias:
+            return "no dropout" if workload.dropout else "no bias with a gradient"
         return None
 
-    def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         import torch
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        read = reading(self.device)
+        to_table = to_tensor_on(self.device)
         torch.compiler.reset()  # what the last race compiled is not carried along
-        options: dict[str, Any] = {"enable_gqa": True} if race.G != race.H else {}
-        if race.mask is not None:
-            allows = race.mask.write(race.n, read)
-            options["block_mask"] = create_block_mask(allows, None, None, race.n, race.m, device=self.device)
-        if race.score is not None:
-            options["score_mod"] = race.score.write(race.H, read)
+        options: dict[str, Any] = {"enable_gqa": True} if workload.G != workload.H else {}
+        if workload.mask is not None:
+            allows = workload.mask.make_function(workload.n, to_table)
+            options["block_mask"] = create_block_mask(allows, None, None, workload.n, workload.m, device=self.device)
+        if workload.score is not None:
+            options["score_mod"] = workload.score.make_function(workload.H, to_table)
         compiled = torch.compile(flex_attention)
 
         def forward(query: Any, key: Any, value: Any, _: Any) -> Any:
             return compiled(query, key, value, **options)
 
-        return through_autograd(race, inputs, forward, threads, self.device)
+        return prepare_with_autograd(workload, inputs, forward, threads, self.device)
 
 
-class MultiHead(Contender):
+class MultiHead(Implementation):
     """torch.nn.MultiheadAttention with identity projections: four products of (n, H d) by (H d, H d) more.
 
     Statistics are of the weights it returns where asked.
@@ -99,84 +105,91 @@ class MultiHead(Contender):
     name, label, packages, pip = "mha", "nn.MultiheadAttention", ("torch",), "torch"
     note = "its four projections, here identities, are timed with it"
 
-    def refuses(self, race: Race) -> str | None:
+    def refuses(self, workload: Workload) -> str | None:
         """All but plain forward passes."""
-        plainly = race.passes == "forward" and race.mask is None and not (race.dropout or race.bias)
-        fits = race.G == race.H and race.d_k == race.d_v and race.n == race.m
-        if not (plainly and fits):
+        is_plain = workload.passes == "forward" and workload.mask is None and not (workload.dropout or workload.bias)
+        shapes_fit = workload.G == workload.H and workload.d_k == workload.d_v and workload.n == workload.m
+        if not (is_plain and shapes_fit):
             return "plain forward passes alone"
-        if any(statistic.name not in OF_WEIGHTS for statistic in race.see):
+        if any(statistic.name not in WEIGHT_STATISTICS for statistic in workload.see):
             return "its weights do not tell the scores"
-        return "cells of one size alone" if uneven(race) else None
+        return "cells of one size alone" if has_uneven_cells(workload) else None
 
-    def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         import torch
 
-        kind, width = getattr(torch, race.dtype), race.H * race.d_k
-        layer = torch.nn.MultiheadAttention(width, race.H, bias=False, batch_first=True, dtype=kind).eval()
+        kind, width = getattr(torch, workload.dtype), workload.H * workload.d_k
+        layer = torch.nn.MultiheadAttention(width, workload.H, bias=False, batch_first=True, dtype=kind).eval()
         with torch.no_grad():
             layer.in_proj_weight.copy_(torch.eye(width).repeat(3, 1))
             layer.out_proj.weight.copy_(torch.eye(width))
-        arrays = [tensor(merged(x), race.dtype) for x in (inputs.query, inputs.key, inputs.value)]
-        found = ways(race)
+        arrays = [to_tensor(merge_heads(x), workload.dtype) for x in (inputs.query, inputs.key, inputs.value)]
+        found = dense_statistics(workload)
 
         def call(_: Any) -> Any:
             with torch.inference_mode():
                 output, weights = layer(*arrays, need_weights=bool(found), average_attn_weights=False)
-                return (output, [way(None, weights) for way in found]) if found else output
+                return (output, [compute(None, weights) for compute in found]) if found else output
 
-        def answers(result: Any) -> dict[str, Any]:
-            given = named(race, result)
-            return given | {"output": split(given["output"], race)}
+        def results(result: Any) -> dict[str, Any]:
+            given = name_results(workload, result)
+            return given | {"output": split_heads(given["output"], workload)}
 
-        return Ready(call, answers, threads=threads)
+        return PreparedCall(call, results, threads=threads)
 
 
-class OnnxRuntime(Contender):
+class OnnxRuntime(Implementation):
     """ONNX Runtime's MultiHeadAttention, a model of this one operator; masks other than causal are added."""
 
     name, label, packages, pip = "onnxruntime", "ONNX Runtime", ("onnxruntime", "onnx"), "onnxruntime onnx"
-    arena = True
+    has_arena = True
 
-    def refuses(self, race: Race) -> str | None:
+    def refuses(self, workload: Workload) -> str | None:
         """Gradients, 16 bits, shared key heads, dropout."""
-        if race.passes != "forward" or race.dropout:
+        if workload.passes != "forward" or workload.dropout:
             return "inference alone"
-        if race.dtype != "float32":
-            return f"no {race.dtype} on CPUs"
-        return "no shared key heads" if race.G != race.H else None
+        if workload.dtype != "float32":
+            return f"no {workload.dtype} on CPUs"
+        return "no shared key heads" if workload.G != workload.H else None
 
-    def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         import onnxruntime
 
         settings = onnxruntime.SessionOptions()
         settings.intra_op_num_threads, settings.inter_op_num_threads = threads, 1
-        session = onnxruntime.InferenceSession(self.model(race), settings, providers=["CPUExecutionProvider"])
-        feed = {"query": merged(inputs.query), "key": merged(inputs.key), "value": merged(inputs.value)}
-        if race.bias:
+        session = onnxruntime.InferenceSession(self.model(workload), settings, providers=["CPUExecutionProvider"])
+        feed = {"query": merge_heads(inputs.query), "key": merge_heads(inputs.key), "value": merge_heads(inputs.value)}
+        if workload.bias:
             feed["bias"] = inputs.bias
-        elif race.mask is not None and race.mask is not CAUSAL:
-            feed["bias"] = np.where(dense_mask(race), np.float32(0), np.float32(-np.inf))
-        return Ready(lambda _: session.run(None, feed)[0], lambda out: {"output": split(out, race)}, threads=threads)
+        elif workload.mask is not None and workload.mask is not CAUSAL:
+            feed["bias"] = np.where(dense_mask(workload), np.float32(0), np.float32(-np.inf))
+        return PreparedCall(
+            lambda _: session.run(None, feed)[0], lambda out: {"output": split_heads(out, workload)}, threads=threads
+        )
 
-    def model(self, race: Race) -> bytes:
+    def model(self, workload: Workload) -> bytes:
         """The model, serialised."""
         from onnx import TensorProto, helper
 
-        shapes = {"query": [race.B, race.n, race.H * race.d_k], "key": [race.B, race.m, race.H * race.d_k]}
-        shapes["value"], names = [race.B, race.m, race.H * race.d_v], ["query", "key", "value"]
-        if race.bias or not (race.mask is None or race.mask is CAUSAL):
-            shapes["bias"] = [1, race.H if race.bias else 1, race.n, race.m]
+        shapes = {
+            "query": [workload.B, workload.n, workload.H * workload.d_k],
+            "key": [workload.B, workload.m, workload.H * workload.d_k],
+        }
+        shapes["value"], names = [workload.B, workload.m, workload.H * workload.d_v], ["query", "key", "value"]
+        if workload.bias or not (workload.mask is None or workload.mask is CAUSAL):
+            shapes["bias"] = [1, workload.H if workload.bias else 1, workload.n, workload.m]
             names += ["", "", "bias"]  # the places of projections' biases and of padding
         made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
-        output = helper.make_tensor_value_info("output", TensorProto.FLOAT, [race.B, race.n, race.H * race.d_v])
+        output = helper.make_tensor_value_info(
+            "output", TensorProto.FLOAT, [workload.B, workload.n, workload.H * workload.d_v]
+        )
         node = helper.make_node(
             "MultiHeadAttention",
             names,
             ["output"],
             domain="com.microsoft",
-            num_heads=race.H,
-            unidirectional=int(race.mask is CAUSAL),
+            num_heads=workload.H,
+            unidirectional=int(workload.mask is CAUSAL),
         )
         versions = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
         graph = helper.make_graph([node], "attention", made, [output])
@@ -184,118 +197,130 @@ class OnnxRuntime(Contender):
         return serialised
 
 
-class OpenVino(Contender):
+class OpenVino(Implementation):
     """OpenVINO's ScaledDotProductAttention (opset 13), its inference precision that of the race."""
 
     name, label, packages, pip = "openvino", "OpenVINO", ("openvino",), "openvino"
-    arena = True
+    has_arena = True
 
-    def refuses(self, race: Race) -> str | None:
+    def refuses(self, workload: Workload) -> str | None:
         """Gradients, float64, shared key heads, dropout."""
-        if race.passes != "forward" or race.dropout:
+        if workload.passes != "forward" or workload.dropout:
             return "inference alone"
-        if race.dtype not in HINTS:
-            return f"no {race.dtype}"
-        return "no shared key heads" if race.G != race.H else None
+        if workload.dtype not in OPENVINO_DTYPES:
+            return f"no {workload.dtype}"
+        return "no shared key heads" if workload.G != workload.H else None
 
-    def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         import openvino
 
-        kind = getattr(openvino.Type, HINTS[race.dtype])
-        settings = {"INFERENCE_PRECISION_HINT": HINTS[race.dtype], "PERFORMANCE_HINT": "LATENCY"}
+        kind = getattr(openvino.Type, OPENVINO_DTYPES[workload.dtype])
+        settings = {"INFERENCE_PRECISION_HINT": OPENVINO_DTYPES[workload.dtype], "PERFORMANCE_HINT": "LATENCY"}
         settings["INFERENCE_NUM_THREADS"] = str(threads)
-        request = openvino.Core().compile_model(self.model(race, kind), "CPU", settings).create_infer_request()
-        held: list[Any] = []
+        request = openvino.Core().compile_model(self.model(workload, kind), "CPU", settings).create_infer_request()
+        input_tensors: list[Any] = []
         for array in (inputs.query, inputs.key, inputs.value):
-            bits = array if race.dtype == "float32" else in_16_bits(array, race.dtype)
-            held.append((bits, openvino.Tensor(bits, list(array.shape), kind)))
-        if race.bias:
-            held.append((inputs.bias, openvino.Tensor(inputs.bias, shared_memory=True)))
-        elif race.mask is not None and race.mask is not CAUSAL:
-            held.append((None, openvino.Tensor(dense_mask(race))))
-        for place, (_, array) in enumerate(held):
+            bits = array if workload.dtype == "float32" else to_16_bit_words(array, workload.dtype)
+            input_tensors.append((bits, openvino.Tensor(bits, list(array.shape), kind)))
+        if workload.bias:
+            input_tensors.append((inputs.bias, openvino.Tensor(inputs.bias, shared_memory=True)))
+        elif workload.mask is not None and workload.mask is not CAUSAL:
+            input_tensors.append((None, openvino.Tensor(dense_mask(workload))))
+        for place, (_, array) in enumerate(input_tensors):
             request.set_input_tensor(place, array)
 
-        def answers(_: Any) -> dict[str, Any]:
+        def results(_: Any) -> dict[str, Any]:
             found = request.get_output_tensor(0)
-            kinds = {hint: dtype for dtype, hint in HINTS.items()}
-            return {"output": widened(found.data, kinds[found.element_type.to_string()])}
+            kinds = {hint: dtype for dtype, hint in OPENVINO_DTYPES.items()}
+            return {"output": to_float32(found.data, kinds[found.element_type.to_string()])}
 
         def close() -> None:
-            held.clear()
+            input_tensors.clear()
 
-        return Ready(lambda _: request.infer(share_outputs=True), answers, threads=threads, close=close)
+        return PreparedCall(lambda _: request.infer(share_outputs=True), results, threads=threads, close=close)
 
-    def model(self, race: Race, kind: Any) -> Any:
+    def model(self, workload: Workload, kind: Any) -> Any:
         """The model of one operator."""
         import openvino
         from openvino import opset13
 
-        shapes = [[race.B, race.H, race.n, race.d_k], [race.B, race.H, race.m, race.d_k]]
-        shapes.append([race.B, race.H, race.m, race.d_v])
+        shapes = [
+            [workload.B, workload.H, workload.n, workload.d_k],
+            [workload.B, workload.H, workload.m, workload.d_k],
+        ]
+        shapes.append([workload.B, workload.H, workload.m, workload.d_v])
         parameters, added = [opset13.parameter(shape, kind) for shape in shapes], {}
-        if race.bias or not (race.mask is None or race.mask is CAUSAL):
-            heads = race.H if race.bias else 1
+        if workload.bias or not (workload.mask is None or workload.mask is CAUSAL):
+            heads = workload.H if workload.bias else 1
             parameters.append(
-                opset13.parameter([1, heads, race.n, race.m], kind if race.bias else openvino.Type.boolean)
+                opset13.parameter([1, heads, workload.n, workload.m], kind if workload.bias else openvino.Type.boolean)
             )
             added["attention_mask"] = parameters[-1]
-        node = opset13.scaled_dot_product_attention(*parameters[:3], causal=race.mask is CAUSAL, **added)
+        node = opset13.scaled_dot_product_attention(*parameters[:3], causal=workload.mask is CAUSAL, **added)
         return openvino.Model([node], parameters, "attention")
 
 
-class Jax(Contender):
+class Jax(Implementation):
     """jax.nn.dot_product_attention under jax.jit, the gradient through jax.vjp."""
 
     name, label, packages, pip = "jax", "JAX", ("jax",), "jax"
-    arena = True
+    has_arena = True
 
-    def refuses(self, race: Race) -> str | None:
+    def refuses(self, workload: Workload) -> str | None:
         """Dropout, float16, d_v ≠ d_k, and more than one pass at once."""
-        if race.dropout or race.dtype == "float16":
-            return "no dropout" if race.dropout else "no float16 on CPUs"
-        if race.d_k != race.d_v:
+        if workload.dropout or workload.dtype == "float16":
+            return "no dropout" if workload.dropout else "no float16 on CPUs"
+        if workload.d_k != workload.d_v:
             return "d_v is d_k there"
-        return "not set up" if race.passes == "forward and backward" else None
+        return "not set up" if workload.passes == "forward and backward" else None
 
-    def prepare(self, race: Race, inputs: Inputs, threads: int) -> Ready:
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         os.environ.setdefault("NPROC", str(threads))  # XLA reads it when jax is first used
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         import jax
 
-        def laid(array: Any) -> Any:
-            return jax.numpy.asarray(array.swapaxes(1, 2), dtype=race.dtype)
+        def to_jax_layout(array: Any) -> Any:
+            return jax.numpy.asarray(array.swapaxes(1, 2), dtype=workload.dtype)
 
-        def back(array: Any) -> Any:
+        def from_jax_layout(array: Any) -> Any:
             return np.asarray(array, np.float32).swapaxes(1, 2)
 
-        arrays = [laid(x) for x in (inputs.query, inputs.key, inputs.value)]
-        options: dict[str, Any] = {"is_causal": race.mask is CAUSAL}
-        if race.mask is not None and race.mask is not CAUSAL:
-            options["mask"] = jax.numpy.asarray(dense_mask(race))
-        if race.bias:
-            options["bias"] = jax.numpy.asarray(inputs.bias, dtype=race.dtype)
+        arrays = [to_jax_layout(x) for x in (inputs.query, inputs.key, inputs.value)]
+        options: dict[str, Any] = {"is_causal": workload.mask is CAUSAL}
+        if workload.mask is not None and workload.mask is not CAUSAL:
+            options["mask"] = jax.numpy.asarray(dense_mask(workload))
+        if workload.bias:
+            options["bias"] = jax.numpy.asarray(inputs.bias, dtype=workload.dtype)
 
         def attend(*given: Any) -> Any:
             return jax.nn.dot_product_attention(*given, **options)
 
-        if race.passes == "forward":
+        if workload.passes == "forward":
             run = jax.jit(attend)
-            return Ready(lambda _: run(*arrays).block_until_ready(), lambda out: {"output": back(out)}, threads=threads)
-        seed = laid(inputs.d_output)
-        ahead, behind = jax.jit(lambda *given: jax.vjp(attend, *given)), jax.jit(lambda pull, d: pull(d))
+            return PreparedCall(
+                lambda _: run(*arrays).block_until_ready(),
+                lambda out: {"output": from_jax_layout(out)},
+                threads=threads,
+            )
+        seed = to_jax_layout(inputs.d_output)
+        forward_pass, backward_pass = (
+            jax.jit(lambda *given: jax.vjp(attend, *given)),
+            jax.jit(lambda vjp_function, d: vjp_function(d)),
+        )
 
         def gradients(passed: Any) -> Any:
-            return passed[0], jax.block_until_ready(behind(passed[1], seed))
+            return passed[0], jax.block_until_ready(backward_pass(passed[1], seed))
 
-        def answers(found: Any) -> dict[str, Any]:
-            named = dict(zip(("query", "key", "value"), found[1], strict=True))
-            return {"output": back(found[0])} | {name: back(array) for name, array in named.items()}
+        def results(found: Any) -> dict[str, Any]:
+            named_gradients = dict(zip(("query", "key", "value"), found[1], strict=True))
+            return {"output": from_jax_layout(found[0])} | {
+                name: from_jax_layout(array) for name, array in named_gradients.items()
+            }
 
-        return Ready(gradients, answers, lambda: jax.block_until_ready(ahead(*arrays)), threads)
+        return PreparedCall(gradients, results, lambda: jax.block_until_ready(forward_pass(*arrays)), threads)
 
 
-PEERS: dict[str, Contender] = {
+PEERS: dict[str, Implementation] = {
     peer.name: peer for peer in (Torch(), Flex(), OnnxRuntime(), OpenVino(), Jax(), MultiHead(), Dense())
 }
 
@@ -303,27 +328,27 @@ PEERS: dict[str, Contender] = {
 # -- layouts --------------------------------------------------------------------------------------------------------
 
 
-def merged(array: Any) -> Any:
+def merge_heads(array: Any) -> Any:
     """(B, H, n, d) to (B, n, H d)."""
     B, H, n, d = array.shape
     return np.ascontiguousarray(array.swapaxes(1, 2)).reshape(B, n, H * d)
 
 
-def split(array: Any, race: Race) -> Any:
+def split_heads(array: Any, workload: Workload) -> Any:
     """(B, n, H d_v) to (B, H, n, d_v)."""
-    return array.reshape(race.B, race.n, race.H, race.d_v).swapaxes(1, 2)
+    return array.reshape(workload.B, workload.n, workload.H, workload.d_v).swapaxes(1, 2)
 
 
-def in_16_bits(array: Any, dtype: str) -> Any:
+def to_16_bit_words(array: Any, dtype: str) -> Any:
     """float32 numbers as the bits of a 16-bit format."""
-    from ..arrays import resolve
+    from ..arrays import resolve_dtype
 
-    return array.astype(resolve(np, dtype)).view(np.uint16)
+    return array.astype(resolve_dtype(np, dtype)).view(np.uint16)
 
 
-def widened(array: Any, dtype: str) -> Any:
+def to_float32(array: Any, dtype: str) -> Any:
     """An array of that format, given as its bits or as itself, in float32; a copy."""
-    from ..arrays import resolve
+    from ..arrays import resolve_dtype
 
-    kind = resolve(np, dtype)
+    kind = resolve_dtype(np, dtype)
     return (array if array.dtype == kind else array.view(kind)).astype(np.float32)

@@ -19,9 +19,9 @@ from typing import Any
 
 from .. import __version__
 from .peaks import UNITS
-from .races import BEST, Target
+from .workloads import BEST, Target
 
-__all__ = ["Entry", "Finding", "Report", "Verdict", "amount", "duration"]
+__all__ = ["Entry", "Finding", "Report", "Verdict", "format_amount", "format_duration"]
 
 PAGE = 4096  # bytes
 LIBRARIES = ("numpy", "llvmlite", "torch", "triton", "onnxruntime", "openvino", "jax")
@@ -34,10 +34,10 @@ class Entry:
     name: str
     label: str
     seconds: list[float] = field(default_factory=list)
-    first: float | None = None  # seconds of its first call, with whatever it compiles
+    first_seconds: float | None = None  # seconds of its first call, with whatever it compiles
     memory: int | None = None  # bytes a call needs at most beyond what lay there before, its outputs counted
     budget: float | None = None  # the share of its budget of rounding errors; None: not compared
-    absent: str | None = None  # why it has no times
+    skip_reason: str | None = None  # why it has no times
     note: str = ""
 
     @property
@@ -48,7 +48,7 @@ class Entry:
     def wrong(self) -> bool:
         return self.budget is not None and not self.budget <= 1
 
-    def over(self, other: Entry) -> float:
+    def speedup_over(self, other: Entry) -> float:
         """The other's time over this one's: how many times as fast this one is."""
         return statistics.median(y / x for x, y in zip(self.seconds, other.seconds, strict=True))
 
@@ -62,20 +62,20 @@ class Verdict:
 
     @property
     def reached(self) -> bool | None:
-        return None if self.value is None else self.target.kept(self.value)
+        return None if self.value is None else self.target.is_met(self.value)
 
 
 @dataclass
 class Point:
     """One point of a series."""
 
-    at: float  # n, or the share of pairs the mask allows
+    coordinate: float  # n, or the share of pairs the mask allows
     n: int
     outputs: int  # bytes a call must return
     entries: list[Entry]
 
     @property
-    def extra(self) -> int | None:
+    def extra_bytes(self) -> int | None:
         """Bytes our call holds at most beyond its inputs and outputs."""
         used = self.entries[0].memory
         return None if used is None else max(used - self.outputs, 0)
@@ -86,7 +86,7 @@ class Finding:
     """What was found of one problem."""
 
     name: str
-    about: str
+    description: str
     entries: list[Entry] = field(default_factory=list)  # ours first
     points: list[Point] = field(default_factory=list)  # of a series
     verdicts: list[Verdict] = field(default_factory=list)
@@ -117,10 +117,10 @@ class Finding:
         found = [entry for entry in self.entries if entry.name == name and entry.seconds]
         return found[0] if found else None
 
-    def rival(self, target: Target) -> Entry | None:
+    def target_entry(self, target: Target) -> Entry | None:
         """The contender a target means, where it was timed; no peer that is wrong is the best."""
-        if target.who != BEST:
-            return self.entry(target.who)
+        if target.implementation != BEST:
+            return self.entry(target.implementation)
         timed = [entry for entry in map(self.entry, self.peers) if entry is not None and not entry.wrong]
         return min(timed, key=lambda entry: entry.median, default=None)
 
@@ -130,33 +130,33 @@ class Finding:
             return None
         return self.work / entry.median / self.best
 
-    def judge(self, targets: Iterable[Target]) -> None:
+    def evaluate(self, targets: Iterable[Target]) -> None:
         """Measure the problem by its targets; shares need `best`."""
-        self.verdicts = [Verdict(target, None if self.failed else self._measured(target)) for target in targets]
+        self.verdicts = [Verdict(target, None if self.failed else self._measure(target)) for target in targets]
 
-    def _measured(self, target: Target) -> float | None:
-        ours, other = self.entry("sightline"), self.rival(target)
+    def _measure(self, target: Target) -> float | None:
+        ours, other = self.entry("sightline"), self.target_entry(target)
         if target.measure == "seconds":
             return other.median if other else None
         if target.measure == "share":
             return self.share(ours) if ours else None
         if target.measure in ("spread", "growth"):
-            return self._spread() if target.measure == "spread" else self._growth()
+            return self._time_spread() if target.measure == "spread" else self._memory_growth()
         if ours is None or other is None:
             return None
         if target.measure == "slower":
-            return other.over(ours)
+            return other.speedup_over(ours)
         if target.measure == "efficiency":
-            return ours.over(other) / self.threads if self.threads > 1 else None
-        return ours.over(other)
+            return ours.speedup_over(other) / self.threads if self.threads > 1 else None
+        return ours.speedup_over(other)
 
-    def _spread(self) -> float | None:
+    def _time_spread(self) -> float | None:
         each = [point.entries[0].median / point.n for point in self.points if point.entries[0].seconds]
         return max(each) / min(each) if len(each) > 1 else None
 
-    def _growth(self) -> float | None:
+    def _memory_growth(self) -> float | None:
         """Memory beyond inputs and outputs, the last point's over the first's; less than a page counts as one."""
-        beyond = [point.extra for point in self.points]
+        beyond = [point.extra_bytes for point in self.points]
         if len(beyond) < 2 or beyond[0] is None or beyond[-1] is None:
             return None
         return max(beyond[-1], PAGE) / max(beyond[0], PAGE)
@@ -186,18 +186,18 @@ class Report:
 
     def save(self, path: str | Path) -> Path:
         """Write all of it as JSON, every round's time, not only medians; at any time the file is whole or not there."""
-        whole = asdict(self)
-        for finding, kept in zip(self.findings, whole["findings"], strict=True):
-            for verdict, row in zip(finding.verdicts, kept["verdicts"], strict=True):
+        document = asdict(self)
+        for finding, saved in zip(self.findings, document["findings"], strict=True):
+            for verdict, row in zip(finding.verdicts, saved["verdicts"], strict=True):
                 row["reached"] = verdict.reached
-            for entry, row in zip(finding.entries, kept["entries"], strict=True):
+            for entry, row in zip(finding.entries, saved["entries"], strict=True):
                 row["median"] = entry.median if entry.seconds else None
                 row["share"] = finding.share(entry)
-        whole["machine"] = machine() | self.machine
+        document["machine"] = machine() | self.machine
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(whole, indent=1, default=str) + "\n")
+        part.write_text(json.dumps(document, indent=1, default=str) + "\n")
         os.replace(part, path)
         return path
 
@@ -213,22 +213,22 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds in the unit that suits them, three digits."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)):
         if seconds >= size or unit == "ns":
-            return f"{_three(seconds / size)} {unit}"
+            return f"{_three_digits(seconds / size)} {unit}"
     raise AssertionError
 
 
-def amount(value: float, unit: str) -> str:
+def format_amount(value: float, unit: str) -> str:
     """A number of FLOP/s, B/s or bytes with its prefix, three digits: powers of 1024 for bytes, 1000 else."""
     step, prefixes = (1024, ("", "Ki", "Mi", "Gi")) if unit == "B" else (1000, ("", "k", "M", "G", "T"))
     power = 0
     while abs(value) >= step and power < len(prefixes) - 1:
         value, power = value / step, power + 1
-    return f"{_three(value)} {prefixes[power]}{unit}"
+    return f"{_three_digits(value)} {prefixes[power]}{unit}"
 
 
-def _three(value: float) -> str:
+def _three_digits(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

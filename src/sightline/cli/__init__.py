@@ -138,7 +138,7 @@ def _demo(options: argparse.Namespace) -> None:
 
 def _explain(options: argparse.Namespace) -> None:
     from ..walkthrough import walk_through
-    from .explain_command import draw, explain
+    from .explain_command import explain, write_figures
 
     pair = None if options.pair is None else (options.pair[0], options.pair[1])
     walk = walk_through(
@@ -146,14 +146,14 @@ def _explain(options: argparse.Namespace) -> None:
     )
     explain(walk, options.seed)
     if options.figure is not None:
-        draw(walk, options.figure)
+        write_figures(walk, options.figure)
 
 
 def _view(options: argparse.Namespace) -> None:
-    from .view_command import texts_of, view
+    from .view_command import collect_texts, view
 
-    texts = texts_of(options.text, options.text_file)
-    view(options.model, texts, output=options.output, opening=options.open)
+    texts = collect_texts(options.text, options.text_file)
+    view(options.model, texts, output=options.output, open_browser=options.open)
 
 
 def _info(_: argparse.Namespace) -> None:

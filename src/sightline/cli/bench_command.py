@@ -14,68 +14,70 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..bench.contenders import usable
+from ..bench.benchmarks import select
 from ..bench.cuda import Cuda
 from ..bench.device import Cpu, Device
+from ..bench.implementations import usable_processors
 from ..bench.measure import Settings, run
 from ..bench.peaks import UNITS
-from ..bench.problems import select
-from ..bench.races import Problem, Race, Target
-from ..bench.report import Entry, Finding, Report, Verdict, amount, duration
+from ..bench.report import Entry, Finding, Report, Verdict, format_amount, format_duration
+from ..bench.workloads import Benchmark, Target, Workload
 from ..errors import ParameterError
-from .console import facts, make_console, section, table
+from .console import key_value_table, make_console, section, table
 
-__all__ = ["bench", "show"]
+__all__ = ["bench", "print_finding"]
 
-KINDS: dict[str, type[Cpu] | type[Cuda]] = {"cpu": Cpu, "cuda": Cuda}
-OF_SERIES = ("spread", "growth")  # targets over all points, not of one contender
-LEAST_SHARE = 0.05  # of a peak, below which a problem is not about it
+DEVICES: dict[str, type[Cpu] | type[Cuda]] = {"cpu": Cpu, "cuda": Cuda}
+SERIES_MEASURES = ("spread", "growth")  # targets over all points, not of one contender
+MIN_PEAK_SHARE = 0.05  # of a peak, below which a problem is not about it
 
 
 def bench(options: argparse.Namespace) -> int:
     """Run it; 1 where an answer of ours is wrong, or there is none."""
     console = make_console()
-    threads = usable() if options.threads is None else options.threads
-    device = KINDS[options.device](threads)
+    threads = usable_processors() if options.threads is None else options.threads
+    device = DEVICES[options.device](threads)
     seconds = device.seconds if options.seconds is None else options.seconds
     if threads < 1 or not 0 < seconds < math.inf:
         raise ParameterError(
             f"--threads {threads} --seconds {seconds}", "one or more threads, a time above 0", "--threads 2"
         )
-    chosen = select(device.problems, options.only or (), options.dtype)
+    selected = select(device.benchmarks, options.only or (), options.dtype)
     if options.list:
-        _list(console, chosen, device)
+        _print_list(console, selected, device)
         return 0
     device.check()
     device.pause = 0.02 if options.quick else device.pause
     settings = Settings(device, seconds if not options.quick else min(seconds, 0.2), options.quick)
-    report = Report(threads, settings.seconds, options.quick, settings.peaks.best, device=device.words)
-    report.machine = device.facts()
+    report = Report(threads, settings.seconds, options.quick, settings.peaks.best, device=device.description)
+    report.machine = device.properties()
     console.print(
         Text("softmax(Q Kᵀ / √d_k + M) V   beside its peers and beside the machine's own peaks", style="bold")
     )
-    _run(console, chosen, settings, report, options.json)
-    _end(console, report, device)
+    _run_benchmarks(console, selected, settings, report, options.json)
+    _print_summary(console, report, device)
     if options.json:
         console.print(f"Wrote {report.save(options.json)}")
     if options.figures:
-        from ..bench.pictures import draw
+        from ..bench.figures import draw
 
         for path in draw(report, Path(options.figures)):
             console.print(f"Wrote {path}")
     return 1 if report.failed else 0
 
 
-def _list(console: Console, problems: Sequence[Problem], device: Device) -> None:
-    for problem in problems:
-        console.print(Text.assemble((problem.name, "cyan"), "  ", (problem.about, "dim")))
-        for target in problem.targets:
-            console.print(f"    {_goal(target, device)}")
-        if isinstance(problem, Race) and problem.published:
-            console.print(f"    {problem.published}", style="dim")
+def _print_list(console: Console, benchmarks: Sequence[Benchmark], device: Device) -> None:
+    for benchmark in benchmarks:
+        console.print(Text.assemble((benchmark.name, "cyan"), "  ", (benchmark.description, "dim")))
+        for target in benchmark.targets:
+            console.print(f"    {_describe_target(target, device)}")
+        if isinstance(benchmark, Workload) and benchmark.published:
+            console.print(f"    {benchmark.published}", style="dim")
 
 
-def _run(console: Console, problems: Sequence[Problem], settings: Settings, report: Report, path: str | None) -> None:
+def _run_benchmarks(
+    console: Console, benchmarks: Sequence[Benchmark], settings: Settings, report: Report, path: str | None
+) -> None:
     """Problem by problem, kept in `path` after each: what comes later may take the process with it."""
     columns = (
         BarColumn(bar_width=24, complete_style="cyan"),
@@ -83,110 +85,118 @@ def _run(console: Console, problems: Sequence[Problem], settings: Settings, repo
         TimeElapsedColumn(),
         TextColumn("{task.description}", style="dim"),
     )
-    drawn = console.is_terminal  # and by hand: a thread that redraws would take time from what is timed
-    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not drawn) as bar:
-        task = bar.add_task("peaks", total=len(problems))
-        settings.step = lambda words: bar.update(task, description=words, refresh=True)
+    is_interactive = console.is_terminal  # and by hand: a thread that redraws would take time from what is timed
+    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not is_interactive) as bar:
+        task = bar.add_task("peaks", total=len(benchmarks))
+        settings.on_progress = lambda words: bar.update(task, description=words, refresh=True)
         for name in settings.peaks.names:
-            settings.step(f"peak: {name}")
+            settings.on_progress(f"peak: {name}")
             settings.peaks.measure(name)
-        _head(console, settings)
-        for problem in problems:
+        _print_header(console, settings)
+        for benchmark in benchmarks:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # other libraries' words on their own futures
-                finding = run(problem, settings)
-            finding.judge(() if settings.quick else problem.targets)
+                finding = run(benchmark, settings)
+            finding.evaluate(() if settings.quick else benchmark.targets)
             report.findings.append(finding)
-            show(console, finding)
+            print_finding(console, finding)
             bar.advance(task)
             if path:
                 report.save(path)
-            if finding.failed and (error := _broken(settings.device)):
+            if finding.failed and (error := _device_error(settings.device)):
                 console.print(Text(f"The device answers no more, so this is the last problem: {error}", style="red"))
                 break
-    for finding, problem in zip(report.findings, problems, strict=False):  # fewer where the device broke
+    for finding, benchmark in zip(report.findings, benchmarks, strict=False):  # fewer where the device broke
         finding.best = settings.peaks.best.get(finding.peak)  # the best of the whole run
-        finding.judge(() if settings.quick else problem.targets)
+        finding.evaluate(() if settings.quick else benchmark.targets)
 
 
-def _broken(device: Device) -> Exception | None:
+def _device_error(device: Device) -> Exception | None:
     """What the device says where it can be used no more: after some errors every later call of the process fails."""
     try:
-        device.finish()
+        device.synchronize()
     except Exception as error:
         return error
     return None
 
 
-def _head(console: Console, settings: Settings) -> None:
-    _peaks(console, settings.peaks.best, f"{settings.device.words}, so far")
-    absent = [(peer.label, reason) for peer in settings.device.peers.values() if (reason := peer.absent())]
+def _print_header(console: Console, settings: Settings) -> None:
+    _print_peaks(console, settings.peaks.best, f"{settings.device.description}, so far")
+    absent = [(peer.label, reason) for peer in settings.device.peers.values() if (reason := peer.skip_reason())]
     if absent:
         section(console, "Absent peers")
-        console.print(facts(absent))
+        console.print(key_value_table(absent))
 
 
-def _peaks(console: Console, best: dict[str, float], note: str) -> None:
+def _print_peaks(console: Console, best: dict[str, float], note: str) -> None:
     section(console, "Peaks", note)
-    console.print(facts((name, amount(value, UNITS[name])) for name, value in best.items()))
+    console.print(key_value_table((name, format_amount(value, UNITS[name])) for name, value in best.items()))
 
 
-def show(console: Console, finding: Finding) -> None:
+def print_finding(console: Console, finding: Finding) -> None:
     """One problem: its times at the left, what they are held against at the right."""
-    section(console, finding.name, finding.about)
+    section(console, finding.name, finding.description)
     if finding.failed:
         sign = "wrong, not reported: " if finding.wrong else "not measured: "
         console.print(Text(sign + finding.failed, style="red" if finding.wrong else "yellow"))
         return
-    console.print(_series(finding) if finding.points else _race(finding))
-    rows = [_verdict_row(verdict) for verdict in finding.verdicts if verdict.target.measure in OF_SERIES]
+    console.print(_series_table(finding) if finding.points else _workload_table(finding))
+    rows = [_verdict_row(verdict) for verdict in finding.verdicts if verdict.target.measure in SERIES_MEASURES]
     if rows:
         console.print(table("over all of them", "found", "target", "", rows=rows))
     for note in _notes(finding):
         console.print(Text(note, style="dim"))
 
 
-def _race(finding: Finding) -> Table:
+def _workload_table(finding: Finding) -> Table:
     """A row a contender; columns nothing stands in are left out."""
-    rows = [_row(finding, entry) for entry in finding.entries if entry.seconds]
+    rows = [_workload_row(finding, entry) for entry in finding.entries if entry.seconds]
     heads = ("", "time", "rate", "memory", "ratio", "target", "")
-    kept = [k for k in range(len(heads)) if k == 0 or any(str(row[k]) for row in rows)]
-    return table(*(heads[k] for k in kept), rows=[[row[k] for k in kept] for row in rows])
+    shown = [k for k in range(len(heads)) if k == 0 or any(str(row[k]) for row in rows)]
+    return table(*(heads[k] for k in shown), rows=[[row[k] for k in shown] for row in rows])
 
 
-def _row(finding: Finding, entry: Entry) -> list[Any]:
+def _workload_row(finding: Finding, entry: Entry) -> list[Any]:
     ours, first = finding.entry("sightline"), entry.name == "sightline"
-    verdict = _verdict_of(finding, entry)
+    verdict = _entry_verdict(finding, entry)
     measure = verdict.target.measure if verdict else ""
     share = finding.share(entry)
     if first:
-        said = f"{share:.2f} of peak" if share and (measure == "share" or share >= LEAST_SHARE) else ""
+        comparison = f"{share:.2f} of peak" if share and (measure == "share" or share >= MIN_PEAK_SHARE) else ""
     elif ours is None:
-        said = ""
+        comparison = ""
     else:
-        said = _times(entry.over(ours) if measure == "slower" else ours.over(entry))
-    rate = amount(finding.work / entry.median, finding.unit) if finding.work else ""
-    memory = "" if entry.memory is None else amount(entry.memory, "B")
+        comparison = _format_ratio(entry.speedup_over(ours) if measure == "slower" else ours.speedup_over(entry))
+    rate = format_amount(finding.work / entry.median, finding.unit) if finding.work else ""
+    memory = "" if entry.memory is None else format_amount(entry.memory, "B")
     name = Text(entry.label, style="bold" if first else "red" if entry.wrong else "")
-    return [name, duration(entry.median), rate, memory, said, *_judged(verdict, finding.threads)]
+    return [name, format_duration(entry.median), rate, memory, comparison, *_verdict_cells(verdict, finding.threads)]
 
 
-def _verdict_of(finding: Finding, entry: Entry) -> Verdict | None:
+def _entry_verdict(finding: Finding, entry: Entry) -> Verdict | None:
     """The target that stands in a contender's row."""
-    judged = [v for v in finding.verdicts if v.target.measure not in OF_SERIES]
-    return next((v for v in judged if finding.rival(v.target) is entry), None)
+    judged = [v for v in finding.verdicts if v.target.measure not in SERIES_MEASURES]
+    return next((v for v in judged if finding.target_entry(v.target) is entry), None)
 
 
-def _series(finding: Finding) -> Table:
+def _series_table(finding: Finding) -> Table:
     """A row a point; how many times as long the peers take at the right."""
     peers = {entry.name: entry.label for point in finding.points for entry in point.entries[1:] if entry.seconds}
     rows = []
     for point in finding.points:
         ours, timed = point.entries[0], {entry.name: entry for entry in point.entries if entry.seconds}
-        at = f"{point.n:,}" if finding.axis == "n" else f"{point.at:.1%}"
-        beyond = "–" if point.extra is None else amount(point.extra, "B")
-        others = [_times(ours.over(timed[name])) if name in timed else "–" for name in peers]
-        rows.append((Text(at, style="bold"), duration(ours.median), duration(ours.median / point.n), beyond, *others))
+        at = f"{point.n:,}" if finding.axis == "n" else f"{point.coordinate:.1%}"
+        beyond = "–" if point.extra_bytes is None else format_amount(point.extra_bytes, "B")
+        others = [_format_ratio(ours.speedup_over(timed[name])) if name in timed else "–" for name in peers]
+        rows.append(
+            (
+                Text(at, style="bold"),
+                format_duration(ours.median),
+                format_duration(ours.median / point.n),
+                beyond,
+                *others,
+            )
+        )
     first = "tokens" if finding.axis == "n" else "pairs allowed"
     return table(first, "time", "a token", "memory beyond", *peers.values(), rows=rows)
 
@@ -194,40 +204,40 @@ def _series(finding: Finding) -> Table:
 def _verdict_row(verdict: Verdict) -> list[Any]:
     what = {"spread": "time of a token, most over least", "growth": "memory beyond, at the last over the first"}
     value = "–" if verdict.value is None else f"{verdict.value:.3f}"
-    return [what[verdict.target.measure], value, *_judged(verdict)]
+    return [what[verdict.target.measure], value, *_verdict_cells(verdict)]
 
 
-def _judged(verdict: Verdict | None, threads: int = 1) -> list[Any]:
+def _verdict_cells(verdict: Verdict | None, threads: int = 1) -> list[Any]:
     if verdict is None:
         return ["", ""]
     sign, style = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "dim")}[verdict.reached]
-    return [_limit(verdict.target, threads), Text(sign, style=style)]
+    return [_format_limit(verdict.target, threads), Text(sign, style=style)]
 
 
-def _limit(target: Target, threads: int) -> str:
+def _format_limit(target: Target, threads: int) -> str:
     """The limit as it stands in the table."""
     sign = "≥" if target.at_least else "≤"
     if target.measure == "seconds":
-        return f"{sign} {duration(target.limit)}"
+        return f"{sign} {format_duration(target.limit)}"
     limit = target.limit * threads if target.measure == "efficiency" else target.limit
     return f"{sign} {limit:g}" + ("×" if target.measure in ("faster", "slower", "efficiency") else "")
 
 
-def _goal(target: Target, device: Device) -> str:
+def _describe_target(target: Target, device: Device) -> str:
     """The target in words."""
-    limit, label = f"{target.limit:g}", device.label(target.who)
+    limit, label = f"{target.limit:g}", device.label(target.implementation)
     return {
         "share": f"at least {limit} of the machine's peak",
         "faster": f"at least {limit} times as fast as {label}",
         "slower": f"at most {limit} times as long as {label}",
         "efficiency": f"at least {limit} of as many times as fast as {label} as there are threads",
-        "seconds": f"{label}: at most {duration(target.limit)}",
+        "seconds": f"{label}: at most {format_duration(target.limit)}",
         "spread": f"time per token within a factor of {limit}",
         "growth": f"memory beyond inputs and outputs within a factor of {limit}",
     }[target.measure]
 
 
-def _times(ratio: float | None) -> str:
+def _format_ratio(ratio: float | None) -> str:
     return (
         "" if ratio is None else f"{ratio:.2f}×" if ratio < 10 else f"{ratio:.1f}×" if ratio < 100 else f"{ratio:.0f}×"
     )
@@ -237,8 +247,8 @@ def _notes(finding: Finding) -> list[str]:
     entries = finding.entries or [entry for point in finding.points for entry in point.entries]
     notes: dict[str, None] = {}
     for entry in entries:
-        if entry.absent:
-            notes[f"{entry.label}: {entry.absent.splitlines()[0]}"] = None  # all of it is in the JSON
+        if entry.skip_reason:
+            notes[f"{entry.label}: {entry.skip_reason.splitlines()[0]}"] = None  # all of it is in the JSON
         elif entry.wrong:
             notes[f"{entry.label}: wrong, {entry.budget:.3g} times the budget of rounding errors"] = None
         elif entry.note:
@@ -246,7 +256,7 @@ def _notes(finding: Finding) -> list[str]:
     return [*notes, *([finding.published] if finding.published else [])]
 
 
-def _end(console: Console, report: Report, device: Device) -> None:
+def _print_summary(console: Console, report: Report, device: Device) -> None:
     verdicts = report.verdicts
     if not verdicts:
         return
@@ -255,16 +265,16 @@ def _end(console: Console, report: Report, device: Device) -> None:
         console, "Targets", f"{reached.count(True)} reached, {reached.count(False)} missed, {reached.count(None)} open"
     )
     rows = [
-        (finding.name, _goal(verdict.target, device), _value(verdict), _judged(verdict)[1])
+        (finding.name, _describe_target(verdict.target, device), _format_value(verdict), _verdict_cells(verdict)[1])
         for finding in report.findings
         for verdict in finding.verdicts
         if verdict.reached is not True
     ]
     console.print(table("missed or open", "target", "found", "", rows=rows, left=2) if rows else "All of them.")
-    _peaks(console, report.peaks, "best of the whole run, by which the targets are judged")
+    _print_peaks(console, report.peaks, "best of the whole run, by which the targets are judged")
 
 
-def _value(verdict: Verdict) -> str:
+def _format_value(verdict: Verdict) -> str:
     if verdict.value is None:
         return "–"
-    return duration(verdict.value) if verdict.target.measure == "seconds" else f"{verdict.value:.3g}"
+    return format_duration(verdict.value) if verdict.target.measure == "seconds" else f"{verdict.value:.3g}"

@@ -14,60 +14,63 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from ..accuracy import budget_used, plain, size_of_terms
+from ..accuracy import budget_used, compute_baseline, term_sizes
 from ..api import attention, explain
 from ..data import Activations, Layer, load
 from ..formula.expression import Expression
 from ..formula.library import padding
-from ..problem import pose
+from ..problem import make_problem
 from ..statistics import lse, weights
-from . import heads
-from .console import facts, make_console, progress, section, shaded, table
+from . import head_patterns
+from .console import key_value_table, make_console, progress, section, table, weight_map
 
-__all__ = ["budget", "compare", "demo", "errors"]
+__all__ = ["budget_shares", "compare_times", "demo", "largest_differences"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-PICTURE = "sightline-demo.png"
-SENTENCE = 1  # the longer of the two
+PICTURE_PATH = "sightline-demo.png"
+SENTENCE_INDEX = 1  # the longer of the two
 COPIES = (2, 6)  # the paragraph's activations, so many times as a batch and along the positions
 WARM_UP = 2
 
 
 def demo(
-    output: str | None = None, layer: int = 3, head: int = 1, repeats: int = 7, sentence: str = heads.SENTENCE
+    output: str | None = None, layer: int = 3, head: int = 1, repeats: int = 7, sentence: str = head_patterns.SENTENCE
 ) -> None:
     """Run and print it; the picture goes to `output`, that of every head and the explorer's page beside it."""
     console, repeats = make_console(), max(repeats, 1)
     cat, moby = load("minilm_cat"), load("minilm_moby")
-    chosen, mask = cat.layers[layer], padding(cat.lengths)
+    activations, mask = cat.layers[layer], padding(cat.lengths)
     console.print(Text("softmax(Q Kᵀ / √d_k + M) V   on what a trained model computed", style="bold"))
     console.print(
         f"all-MiniLM-L6-v2, layer {layer}, 12 heads, d_k = d_v = 32, {len(cat.texts)} sentences of "
-        f"{chosen.query.shape[-2]} tokens",
+        f"{activations.query.shape[-2]} tokens",
         style="dim",
     )
     for text in cat.texts:
         console.print(f"  “{text}”", style="dim")
     started = time.perf_counter()
-    out, (_, seen) = attention(chosen.query, chosen.key, chosen.value, mask=mask, see=[lse(), weights()])
+    out, (_, seen) = attention(activations.query, activations.key, activations.value, mask=mask, see=[lse(), weights()])
     first = time.perf_counter() - started
     section(console, "What ran, and why")
-    page = str(explain(chosen.query, chosen.key, chosen.value, mask=mask, see=[lse(), weights()]))
-    said = [(line[:14].strip(), line[14:]) for line in page.splitlines()]
-    console.print(facts([*said, ("first call", f"{first:.2f} s, kernel generation included")]))
-    _exactness(console, chosen, mask, out, seen)
-    _speed(console, cat, moby, layer, repeats)
-    _weights(console, cat, seen, layer, head, output)
-    path = Path(output or PICTURE)
-    heads.show(console, sentence, path.with_name(f"{path.stem}-heads{path.suffix}"))
+    page = str(explain(activations.query, activations.key, activations.value, mask=mask, see=[lse(), weights()]))
+    lines = [(line[:14].strip(), line[14:]) for line in page.splitlines()]
+    console.print(key_value_table([*lines, ("first call", f"{first:.2f} s, kernel generation included")]))
+    _print_errors(console, activations, mask, out, seen)
+    _print_times(console, cat, moby, layer, repeats)
+    _print_weights(console, cat, seen, layer, head, output)
+    path = Path(output or PICTURE_PATH)
+    head_patterns.print_heads(console, sentence, path.with_name(f"{path.stem}-heads{path.suffix}"))
 
 
-def _exactness(console: Console, layer: Layer, mask: Expression, out: Array, seen: Array) -> None:
+def _print_errors(console: Console, layer: Layer, mask: Expression, out: Array, seen: Array) -> None:
     section(console, "How exact")
-    rows = [(name, *(f"{error:.1e}" for error in both)) for name, both in errors(layer, mask, out, seen).items()]
+    rows = [
+        (name, *(f"{error:.1e}" for error in both))
+        for name, both in largest_differences(layer, mask, out, seen).items()
+    ]
     console.print(table("largest difference", "output", "weights", rows=rows))
-    used = [f"{share:.2f}" for share in budget(layer, mask, out, seen)]
+    used = [f"{share:.2f}" for share in budget_shares(layer, mask, out, seen)]
     console.print(
         f"Output and weights use {used[0]} and {used[1]} of their budget of rounding errors: twice\n"
         "those of the plain float32 computation, and 2 units in the last place.",
@@ -75,9 +78,9 @@ def _exactness(console: Console, layer: Layer, mask: Expression, out: Array, see
     )
 
 
-def errors(layer: Layer, mask: Expression, out: Array, seen: Array) -> dict[str, tuple[float, float]]:
+def largest_differences(layer: Layer, mask: Expression, out: Array, seen: Array) -> dict[str, tuple[float, float]]:
     """Largest differences of (output, weights) between the answer, the float64 definition and the model's numbers."""
-    true, true_weights = _definition(layer, mask)
+    true, true_weights = _reference_outputs(layer, mask)
     assert layer.weights is not None
     pairs = {
         "Sightline and the float64 definition": ((out, true), (seen, true_weights)),
@@ -89,15 +92,15 @@ def errors(layer: Layer, mask: Expression, out: Array, seen: Array) -> dict[str,
     }
 
 
-def budget(layer: Layer, mask: Expression, out: Array, seen: Array) -> tuple[float, float]:
+def budget_shares(layer: Layer, mask: Expression, out: Array, seen: Array) -> tuple[float, float]:
     """How much of their budget of rounding errors output and weights use; see `sightline.testing`."""
-    true, true_weights = _definition(layer, mask)
-    problem = pose(layer.query, layer.key, layer.value, mask=mask)
-    rough, terms = plain(problem), size_of_terms(problem, true_weights)
+    true, true_weights = _reference_outputs(layer, mask)
+    problem = make_problem(layer.query, layer.key, layer.value, mask=mask)
+    rough, terms = compute_baseline(problem), term_sizes(problem, true_weights)
     return budget_used(out, true, rough.output, terms), budget_used(seen, true_weights, rough.weights)
 
 
-def _definition(layer: Layer, mask: Expression) -> tuple[Array, Array]:
+def _reference_outputs(layer: Layer, mask: Expression) -> tuple[Array, Array]:
     wide = [array.astype(np.float64) for array in (layer.query, layer.key, layer.value)]
     output, (true_weights,) = attention(*wide, mask=mask, see=[weights()], kernel="reference")
     return output, true_weights
@@ -107,7 +110,7 @@ def _difference(x: Array, y: Array) -> float:
     return float(np.abs(x.astype(np.float64) - y).max())
 
 
-def _speed(console: Console, cat: Activations, moby: Activations, layer: int, repeats: int) -> None:
+def _print_times(console: Console, cat: Activations, moby: Activations, layer: int, repeats: int) -> None:
     section(console, "How fast", f"median of {repeats} runs in turn, ms")
     batch, copies = COPIES
     small, large = cat.layers[layer], moby.layers[3]
@@ -120,7 +123,7 @@ def _speed(console: Console, cat: Activations, moby: Activations, layer: int, re
     with progress(console) as bar:
         task = bar.add_task("timing", total=len(problems) * (repeats + WARM_UP))
         for name, (given, lengths) in problems.items():
-            times = compare(given, lengths, repeats, lambda: bar.advance(task))
+            times = compare_times(given, lengths, repeats, lambda: bar.advance(task))
             ours = times.pop("Sightline")
             others = (f"{1e3 * t:.2f} ({t / ours:.1f}×)" for t in times.values())
             rows.append((name, _shape(given[0]), f"{1e3 * ours:.2f}", *others))
@@ -131,28 +134,28 @@ def _speed(console: Console, cat: Activations, moby: Activations, layer: int, re
         )
 
 
-def compare(
-    arrays: list[Array], lengths: Array | None, repeats: int, tick: Callable[[], Any] = lambda: None
+def compare_times(
+    arrays: list[Array], lengths: Array | None, repeats: int, on_round: Callable[[], Any] = lambda: None
 ) -> dict[str, float]:
     """Median seconds of Sightline, torch's attention where it is installed, and the formula written out in NumPy."""
-    runs = _contenders(arrays, lengths)
+    runs = _implementations(arrays, lengths)
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(WARM_UP + repeats):
+    for round_index in range(WARM_UP + repeats):
         for name, run in runs.items():
             started = time.perf_counter()
             run()
-            if turn >= WARM_UP:
+            if round_index >= WARM_UP:
                 times[name].append(time.perf_counter() - started)
-        tick()
-    return {name: statistics.median(taken) for name, taken in times.items()}
+        on_round()
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def _contenders(arrays: list[Array], lengths: Array | None) -> dict[str, Callable[[], Any]]:
+def _implementations(arrays: list[Array], lengths: Array | None) -> dict[str, Callable[[], Any]]:
     query, key, value = arrays
     mask = None if lengths is None else padding(lengths)
     allowed = True if lengths is None else (np.arange(key.shape[-2]) < lengths[:, None])[:, None, None, :]
 
-    def written_out() -> Array:
+    def numpy_attention() -> Array:
         scores = query @ key.swapaxes(-1, -2) / np.float32(math.sqrt(query.shape[-1]))
         scores = np.where(allowed, scores, np.float32(-np.inf))
         p = np.exp(scores - scores.max(-1, keepdims=True))
@@ -167,22 +170,22 @@ def _contenders(arrays: list[Array], lengths: Array | None) -> dict[str, Callabl
         hidden = None if lengths is None else torch.from_numpy(np.asarray(allowed))
         sdpa = torch.nn.functional.scaled_dot_product_attention
         runs["torch SDPA"] = lambda: sdpa(q, k, v, attn_mask=hidden)
-    return runs | {"NumPy": written_out}
+    return runs | {"NumPy": numpy_attention}
 
 
 def _shape(array: Array) -> str:
     return " × ".join(f"{length:,}" for length in array.shape[:-1])
 
 
-def _weights(console: Console, cat: Activations, seen: Array, layer: int, head: int, output: str | None) -> None:
+def _print_weights(console: Console, cat: Activations, seen: Array, layer: int, head: int, output: str | None) -> None:
     from ..view import heatmap, plotting, save
 
-    tokens = cat.tokens[SENTENCE]
+    tokens = cat.tokens[SENTENCE_INDEX]
     section(console, f"What layer {layer}, head {head} looks at", "a row for each query; hundredths, or shades")
-    console.print(shaded(console, seen[SENTENCE, head], tokens))
+    console.print(weight_map(console, seen[SENTENCE_INDEX, head], tokens))
     if output is None and not plotting.has_matplotlib():
         console.print('\nNo picture: matplotlib is missing (pip install "sightline-attention[plot]").', style="dim")
         return
     title = f"all-MiniLM-L6-v2, layer {layer}, head {head}"
-    path = save(heatmap(seen[SENTENCE, head], tokens, title=title).figure, Path(output or PICTURE))
+    path = save(heatmap(seen[SENTENCE_INDEX, head], tokens, title=title).figure, Path(output or PICTURE_PATH))
     console.print(f"\nWrote {path}")

@@ -12,14 +12,14 @@ from rich.text import Text
 
 from ..formula.expression import Expression
 from ..view.picture import formula_picture
-from ..walkthrough import VOCABULARY, WORDS, Walkthrough
-from .console import ELLIPSIS, make_console, matrix, number, picture, section, table
+from ..walkthrough import VOCABULARY, WHOLE_WORDS, Walkthrough
+from .console import ELLIPSIS, make_console, matrix, number, render_picture, section, table
 
-__all__ = ["draw", "explain"]
+__all__ = ["explain", "write_figures"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-COMPONENTS = 7  # shown of each vector, the last among them
+MAX_COMPONENTS = 7  # shown of each vector, the last among them
 
 
 def explain(walk: Walkthrough, seed: int, console: Console | None = None) -> None:
@@ -27,54 +27,54 @@ def explain(walk: Walkthrough, seed: int, console: Console | None = None) -> Non
     console = make_console() if console is None else console
     n, d_model, d_k = len(walk.tokens), walk.embedded.shape[1], walk.d_k
     console.print(Text(f"softmax(Q Kᵀ / √d_k + M) V   over   {walk.text!r}", style="bold"))
-    console.print(f"d_model {d_model}, d_k = d_v = {d_k}, seed {seed}, mask {_named(walk.mask)}", style="dim")
-    _tokens(console, walk)
-    _vectors(console, walk)
-    _scores(console, walk)
+    console.print(f"d_model {d_model}, d_k = d_v = {d_k}, seed {seed}, mask {_mask_name(walk.mask)}", style="dim")
+    _print_tokens(console, walk)
+    _print_vectors(console, walk)
+    _print_scores(console, walk)
     section(console, "10  Output: O = P V", f"({n}, {d_k})")
-    _preview(console, walk, {"": walk.stages.output}, range(n))
-    _followed(console, walk)
+    _print_rows(console, walk, {"": walk.stages.output}, range(n))
+    _print_pair(console, walk)
 
 
-def _named(mask: Expression | None) -> str:
+def _mask_name(mask: Expression | None) -> str:
     return "none" if mask is None else str(mask)
 
 
-def _tokens(console: Console, walk: Walkthrough) -> None:
+def _print_tokens(console: Console, walk: Walkthrough) -> None:
     section(console, "1  Tokens", f"({len(walk.tokens)},)")
     shown = [
         table(
             *("position", *map(str, part)),
             rows=[("token", *(walk.labels[i] for i in part)), ("number", *(walk.tokens[i] for i in part))],
         )
-        for part in _lines(len(walk.tokens), 11)
+        for part in _chunks(len(walk.tokens), 11)
     ]
     for part in shown:
         console.print(part)
     pieces = ", ".join(f"{'␣' if piece == ' ' else piece} {number}" for piece, number in VOCABULARY.items())
     console.print(
-        f"{pieces}\n{WORDS[0]!r} carries the space before it; a text begins as if after a space.", style="dim"
+        f"{pieces}\n{WHOLE_WORDS[0]!r} carries the space before it; a text begins as if after a space.", style="dim"
     )
 
 
-def _lines(length: int, most: int) -> list[range]:
-    return [range(start, min(start + most, length)) for start in range(0, length, most)]
+def _chunks(length: int, max_shape: int) -> list[range]:
+    return [range(start, min(start + max_shape, length)) for start in range(0, length, max_shape)]
 
 
-def _vectors(console: Console, walk: Walkthrough) -> None:
+def _print_vectors(console: Console, walk: Walkthrough) -> None:
     n, d_model, d_k = len(walk.tokens), walk.embedded.shape[1], walk.d_k
     query, key = walk.pair
     section(console, "2  Embeddings: X, a row of a drawn table for each token", f"({n}, {d_model})")
-    _preview(console, walk, {"": walk.embedded}, range(n))
+    _print_rows(console, walk, {"": walk.embedded}, range(n))
     section(console, "3  Projections: W_Q, W_K, W_V, Glorot normal", f"3 × ({d_model}, {d_k})")
     spread = ", ".join(f"{w.std():.4f}" for w in walk.projections)
     console.print(f"spread √(2 / (d_model + d_k)) = {math.sqrt(2 / (d_model + d_k)):.4f}; as drawn {spread}")
     section(console, "4  Query, key and value: Q = X W_Q, K = X W_K, V = X W_V", f"3 × ({n}, {d_k})")
-    _preview(console, walk, {"q": walk.query}, [query])
-    _preview(console, walk, {"k": walk.key, "v": walk.value}, [key])
+    _print_rows(console, walk, {"q": walk.query}, [query])
+    _print_rows(console, walk, {"k": walk.key, "v": walk.value}, [key])
     section(console, "5  Rotation: R_p q and R_p k, pairs of components turned by p θ_t", f"2 × ({n}, {d_k})")
-    _preview(console, walk, {"R q": walk.rotated_query}, [query])
-    _preview(console, walk, {"R k": walk.rotated_key}, [key])
+    _print_rows(console, walk, {"R q": walk.rotated_query}, [query])
+    _print_rows(console, walk, {"R k": walk.rotated_key}, [key])
     lengths = [float(np.linalg.norm(x)) for x in (walk.query[query], walk.rotated_query[query])]
     console.print(
         f"θ_t = 10000^(−2t / {d_k}): 1 radian a position at first, {10000 ** (2 / d_k - 1):.1e} at last;\n"
@@ -83,34 +83,34 @@ def _vectors(console: Console, walk: Walkthrough) -> None:
     )
 
 
-def _scores(console: Console, walk: Walkthrough) -> None:
+def _print_scores(console: Console, walk: Walkthrough) -> None:
     n, stages, labels = len(walk.tokens), walk.stages, walk.labels
     section(console, "6  Scores: S = (R Q)(R K)ᵀ", f"({n}, {n})")
-    console.print(matrix(stages.scores, labels, labels, mark=walk.pair, most=(11, 10 if n > 11 else 11)))
+    console.print(matrix(stages.scores, labels, labels, mark=walk.pair, max_shape=(11, 10 if n > 11 else 11)))
     section(console, f"7  Scaled: S / √{walk.d_k}", f"({n}, {n})")
-    console.print(matrix(stages.scaled, labels, labels, mark=walk.pair, most=(11, 10 if n > 11 else 11)))
+    console.print(matrix(stages.scaled, labels, labels, mark=walk.pair, max_shape=(11, 10 if n > 11 else 11)))
     console.print(f"standard deviation {stages.scores.std():.2f} becomes {stages.scaled.std():.2f}", style="dim")
     section(console, "8  Mask: −∞ where a query may not see a key", f"({n}, {n})")
-    _mask(console, walk.mask, n)
+    _print_mask(console, walk.mask, n)
     section(console, "9  Weights: P = softmax(S / √d_k + M), each row sums to 1", f"({n}, {n})")
     console.print(matrix(stages.weights, labels, labels, weights=True, mark=walk.pair))
 
 
-def _mask(console: Console, mask: Expression | None, n: int) -> None:
+def _print_mask(console: Console, mask: Expression | None, n: int) -> None:
     if mask is None:
         console.print("none: every query sees every key")
     else:
-        console.print(picture(console, formula_picture(mask, n, n)))
+        console.print(render_picture(console, formula_picture(mask, n, n)))
 
 
-def _preview(console: Console, walk: Walkthrough, arrays: dict[str, Array], rows: Any) -> None:
+def _print_rows(console: Console, walk: Walkthrough, arrays: dict[str, Array], rows: Any) -> None:
     """Rows of arrays with their first components and the last."""
     rows = list(rows)
     if len(rows) > 4:
         rows = [*rows[:3], rows[-1]]
     lines: list[tuple[Text | str, ...]] = []
     for name, array in arrays.items():
-        columns = _columns(array.shape[1])
+        columns = _visible_columns(array.shape[1])
         for place, i in enumerate(rows):
             if place and i - rows[place - 1] > 1:
                 lines.append((ELLIPSIS, *[ELLIPSIS] * len(columns)))
@@ -118,19 +118,19 @@ def _preview(console: Console, walk: Walkthrough, arrays: dict[str, Array], rows
             lines.append(
                 (Text(label, style="cyan"), *(ELLIPSIS if c is None else number(array[i, c]) for c in columns))
             )
-    made = table(*[""] * len(lines[0]), rows=lines)
-    made.show_header = False
-    made.columns[0].min_width = 12
-    for column in made.columns[1:]:
+    result = table(*[""] * len(lines[0]), rows=lines)
+    result.show_header = False
+    result.columns[0].min_width = 12
+    for column in result.columns[1:]:
         column.min_width = 7 if column.header != ELLIPSIS else 1
-    console.print(made)
+    console.print(result)
 
 
-def _columns(width: int) -> list[int | None]:
-    return list(range(width)) if width <= COMPONENTS else [*range(COMPONENTS - 2), None, width - 1]
+def _visible_columns(width: int) -> list[int | None]:
+    return list(range(width)) if width <= MAX_COMPONENTS else [*range(MAX_COMPONENTS - 2), None, width - 1]
 
 
-def _followed(console: Console, walk: Walkthrough) -> None:
+def _print_pair(console: Console, walk: Walkthrough) -> None:
     query, key = walk.pair
     names = f"query {query} ({walk.labels[query]}) and key {key} ({walk.labels[key]})"
     section(console, f"One pair through all of it: {names}, {abs(key - query)} apart")
@@ -143,13 +143,13 @@ def _followed(console: Console, walk: Walkthrough) -> None:
         console.print("The mask hides the pair: its weight is exactly 0, nothing of the key gets through.")
 
 
-def draw(walk: Walkthrough, path: str | Path, console: Console | None = None) -> None:
+def write_figures(walk: Walkthrough, path: str | Path, console: Console | None = None) -> None:
     """Write the weights to the path, and the effect of scaling beside it with -scaling in its name."""
     from ..view import heatmap, save, scaling_figure
 
     console = make_console() if console is None else console
     path = Path(path)
-    title = f"weights of “{walk.text}”, mask {_named(walk.mask)}"
+    title = f"weights of “{walk.text}”, mask {_mask_name(walk.mask)}"
     written = [save(heatmap(walk.stages.weights, walk.labels, title=title).figure, path)]
     written.append(save(scaling_figure(), path.with_name(f"{path.stem}-scaling{path.suffix}")))
     console.print()

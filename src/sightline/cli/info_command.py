@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import __version__
-from ..arrays import resolve
+from ..arrays import resolve_dtype
 from ..cpu.runtime import disk_cache, thread_team
 from ..dispatch import KERNELS
 from ..formula.library import alibi, causal
 from ..gpu.tuning import cache
 from ..kernel import Kernel
-from ..problem import Problem, pose
+from ..problem import Problem, make_problem
 from ..statistics import weights
-from .console import facts, make_console, section, table
+from .console import key_value_table, make_console, section, table
 
 __all__ = ["SAMPLES", "info", "support"]
 
@@ -39,7 +39,7 @@ PACKAGES = {
     "anywidget": 'the explorer in a notebook; pip install "sightline-attention[notebook]"',
     "ml_dtypes": "bfloat16 in NumPy; pip install ml_dtypes",
 }
-VECTORS = ("avx512f", "avx512bf16", "amx-bf16", "avx2", "fma", "sse4.2", "neon", "sve")
+VECTOR_FEATURES = ("avx512f", "avx512bf16", "amx-bf16", "avx2", "fma", "sse4.2", "neon", "sve")
 
 
 SAMPLES: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
 }
 
 
-def _sample(device: str | None = None, dtype: str = "float32", **options: Any) -> Problem:
+def _make_sample(device: str | None = None, dtype: str = "float32", **options: Any) -> Problem:
     """A small problem: 4 query heads on 2, 8 tokens, 8 wide; NumPy's arrays, or torch's on a device."""
     ones: Callable[..., Any]
     if device is not None:
@@ -65,9 +65,9 @@ def _sample(device: str | None = None, dtype: str = "float32", **options: Any) -
         kind, ones = getattr(torch, dtype), partial(torch.ones, device=device)
         options |= {"sinks": torch.as_tensor(options["sinks"], device=device)} if "sinks" in options else {}
     else:
-        kind, ones = resolve(np, dtype), np.ones
+        kind, ones = resolve_dtype(np, dtype), np.ones
     query, key = (ones(shape, dtype=kind) for shape in ((1, 4, 8, 8), (1, 2, 8, 8)))
-    return pose(query, key, key, **options)
+    return make_problem(query, key, key, **options)
 
 
 def support(kernels: tuple[Kernel, ...] = KERNELS, device: str | None = None) -> dict[str, dict[str, tuple[str, ...]]]:
@@ -78,7 +78,7 @@ def support(kernels: tuple[Kernel, ...] = KERNELS, device: str | None = None) ->
     problems = {}
     for name, options in SAMPLES.items():
         if name != "bfloat16" or device is not None or find_spec("ml_dtypes"):
-            problems[name] = _sample(device, **options)
+            problems[name] = _make_sample(device, **options)
     return {
         kernel.name: {name: tuple(map(str, kernel.refuses(problem))) for name, problem in problems.items()}
         for kernel in kernels
@@ -90,28 +90,28 @@ def info(console: Console | None = None) -> None:
     console = make_console() if console is None else console
     console.print(Text(f"sightline {__version__}", style="bold"))
     section(console, "Machine")
-    console.print(facts(_machine().items()))
+    console.print(key_value_table(_machine().items()))
     section(console, "Generated kernels")
-    console.print(facts(_generated().items()))
+    console.print(key_value_table(_generated().items()))
     section(console, "Libraries")
-    console.print(facts((name, _found(name, use)) for name, use in PACKAGES.items()))
+    console.print(key_value_table((name, _version_or_reason(name, use)) for name, use in PACKAGES.items()))
     section(console, "Kernels")
-    console.print(facts((kernel.name, kernel.describes) for kernel in KERNELS))
-    _support(console, support())
-    if sees_gpu():
+    console.print(key_value_table((kernel.name, kernel.description) for kernel in KERNELS))
+    _print_support(console, support())
+    if has_gpu():
         from ..torch import kernels
 
         section(console, "Kernels on the GPU")
-        _support(console, support(kernels(), "cuda"))
+        _print_support(console, support(kernels(), "cuda"))
     console.print(
         "\nOf the kernels that serve a problem the cheapest is taken; sightline.explain(...) says which and why."
     )
 
 
-def _support(console: Console, found: dict[str, dict[str, tuple[str, ...]]]) -> None:
+def _print_support(console: Console, found: dict[str, dict[str, tuple[str, ...]]]) -> None:
     console.print()
     samples = next(iter(found.values()))
-    rows = [(sample, *(_mark(found[kernel][sample]) for kernel in found)) for sample in samples]
+    rows = [(sample, *(_support_mark(found[kernel][sample]) for kernel in found)) for sample in samples]
     console.print(table("", *found, rows=rows))
     for kernel, answers in found.items():
         for reason in dict.fromkeys(reason for reasons in answers.values() for reason in reasons):
@@ -121,56 +121,56 @@ def _support(console: Console, found: dict[str, dict[str, tuple[str, ...]]]) -> 
 def _machine() -> dict[str, str]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = {
-        "processor": f"{_processor()}, {usable} usable threads",
+        "processor": f"{_processor_name()}, {usable} usable threads",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}, Python {sys.version.split()[0]}",
     }
     if find_spec("llvmlite"):
         import llvmlite.binding as llvm
 
-        from ..cpu.runtime.machine import VARIABLE, host, native
+        from ..cpu.runtime.machine import CPU_VARIABLE, host, native_machine
 
         features = llvm.get_host_cpu_features()
         machine = host()
-        found["vectors"] = ", ".join(name for name in VECTORS if features.get(name)) or "none known"
-        found["kernels for"] = f"{machine.cpu}: {machine.registers} registers of {machine.width} bytes"
-        if machine != native():
-            found["kernels for"] += f", as {VARIABLE}={os.environ[VARIABLE]} asks"
-    found["GPU"] = _gpu()
+        found["vectors"] = ", ".join(name for name in VECTOR_FEATURES if features.get(name)) or "none known"
+        found["kernels for"] = f"{machine.cpu}: {machine.vector_registers} registers of {machine.vector_bytes} bytes"
+        if machine != native_machine():
+            found["kernels for"] += f", as {CPU_VARIABLE}={os.environ[CPU_VARIABLE]} asks"
+    found["GPU"] = _gpu_name()
     return found
 
 
-def sees_gpu() -> bool:
+def has_gpu() -> bool:
     """Whether torch sees a device. It is loaded only where the system has a driver for one, since that takes long."""
-    if not any(path.exists() for path in cache.DRIVERS) or find_spec("torch") is None:
+    if not any(path.exists() for path in cache.DRIVER_VERSION_FILES) or find_spec("torch") is None:
         return False
     import torch
 
     return torch.cuda.is_available()
 
 
-def _gpu() -> str:
+def _gpu_name() -> str:
     """Its name, and how many tuned sizes of kernels there are for it."""
-    if not sees_gpu():
+    if not has_gpu():
         return "none that torch sees"
     import torch
 
     folder = cache.folder()
-    tuned = "" if folder is None else f"; {len(cache.findings())} kernels tuned, in {folder}"
+    tuned = "" if folder is None else f"; {len(cache.list_entries())} kernels tuned, in {folder}"
     return torch.cuda.get_device_name() + tuned
 
 
 def _generated() -> dict[str, str]:
     """Whose threads generated kernels run on, and where they are kept."""
-    number, who = thread_team.counted()
+    number, who = thread_team.resolve_thread_count()
     state = disk_cache.state()
     if state.folder is None:
-        return {"threads": f"{number}: {who}", "cache": f"in memory only: {state.trouble}"}
-    size = f"{state.kernels} kernels, {state.size / 2**20:.1f} of {disk_cache.LIMIT / 2**20:.0f} MiB"
-    trouble = f"; {state.trouble}" if state.trouble else ""
+        return {"threads": f"{number}: {who}", "cache": f"in memory only: {state.error}"}
+    size = f"{state.kernels} kernels, {state.size / 2**20:.1f} of {disk_cache.MAX_FOLDER_BYTES / 2**20:.0f} MiB"
+    trouble = f"; {state.error}" if state.error else ""
     return {"threads": f"{number}: {who}", "cache": f"{state.folder}: {size}{trouble}"}
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     try:
         with open("/proc/cpuinfo") as lines:
             for line in lines:
@@ -181,12 +181,12 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _found(name: str, use: str) -> str:
+def _version_or_reason(name: str, use: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
         return f"not installed ({use})" if use else "not installed"
 
 
-def _mark(reasons: tuple[str, ...]) -> Text:
+def _support_mark(reasons: tuple[str, ...]) -> Text:
     return Text("no", style="dim") if reasons else Text("yes", style="green")

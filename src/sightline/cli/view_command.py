@@ -14,14 +14,14 @@ import sightline
 
 from ..errors import MissingExtraError, ParameterError
 from ..view.explorer import Exploration, from_seen, save_html
-from ..view.explorer.data import LIMIT, TEXT_SIZE, TOP
+from ..view.explorer.data import BASE64_RATIO, PAGE_BYTES, TOP_ENTRIES
 from .console import make_console, progress
 
-__all__ = ["load_model", "texts_of", "view"]
+__all__ = ["collect_texts", "load_model", "view"]
 
 EXAMPLE = 'sightline view --model ./my-model "the cat ate the rat"'
 STEPS = ("reading the model", "the model reads", "writing the page")
-SIDE = 256  # cells of a pooled map each way, where the weights are too many for a page
+MAX_MAP_SIDE = 256  # cells of a pooled map each way, where the weights are too many for a page
 
 
 def view(
@@ -29,7 +29,7 @@ def view(
     texts: Sequence[str],
     *,
     output: str | None = None,
-    opening: bool = False,
+    open_browser: bool = False,
     console: Console | None = None,
     load: Callable[[Path], tuple[Any, Any]] | None = None,
 ) -> Path:
@@ -42,7 +42,7 @@ def view(
     texts : list of str
         Several are padded to one length and can be chosen on the page.
     output : str, default "sightline-view.html"
-    opening : bool
+    open_browser : bool
         Open the page in the browser.
     load : function of the folder, optional
         Gives (model, tokenizer) in place of transformers' own loading.
@@ -58,23 +58,23 @@ def view(
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise ParameterError(f"a model in {folder!r}, which is no directory", "what save_pretrained wrote", EXAMPLE)
-    watch = _room().watch
+    watch = _import_transformers().watch
     with progress(console) as bar:
         task = bar.add_task(STEPS[0], total=len(STEPS))
         model, tokenizer = (load or load_model)(path)
         bar.update(task, advance=1, description=STEPS[1])
-        seen = _run(model, tokenizer, texts, watch)
+        seen = _run_model(model, tokenizer, texts, watch)
         bar.update(task, advance=1, description=STEPS[2])
         data = from_seen(seen, title=path.resolve().name)
         written = save_html(data, output or "sightline-view.html")
         bar.update(task, advance=1)
-    console.print(_said(written, data))
-    if opening:
+    console.print(_summary(written, data))
+    if open_browser:
         webbrowser.open(written.resolve().as_uri())
     return written
 
 
-def texts_of(given: Sequence[str], file: str | None) -> list[str]:
+def collect_texts(given: Sequence[str], file: str | None) -> list[str]:
     """The texts of the command line: words, a file, or both.
 
     Raises
@@ -93,7 +93,7 @@ def texts_of(given: Sequence[str], file: str | None) -> list[str]:
     return texts
 
 
-def _room() -> Any:
+def _import_transformers() -> Any:
     """`sightline.transformers`, which needs transformers and torch."""
     try:
         return import_module("sightline.transformers")
@@ -121,7 +121,7 @@ def load_model(path: Path) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def _run(model: Any, tokenizer: Any, texts: Sequence[str], watch: Any) -> Any:
+def _run_model(model: Any, tokenizer: Any, texts: Sequence[str], watch: Any) -> Any:
     """What the model's attentions did on the texts, padded on the right to one length."""
     torch = import_module("torch")
     tokenizer.padding_side = "right"
@@ -143,13 +143,18 @@ def _run(model: Any, tokenizer: Any, texts: Sequence[str], watch: Any) -> Any:
 def _statistics(config: Any, batch: int, n: int) -> list[Any]:
     """The weights, where a page holds those of all heads; else what is made of them without n² memory."""
     heads = getattr(config, "num_hidden_layers", 1) * getattr(config, "num_attention_heads", 1)
-    if 4 * TEXT_SIZE * batch * heads * n * n <= LIMIT:
+    if 4 * BASE64_RATIO * batch * heads * n * n <= PAGE_BYTES:
         return [sightline.weights()]
-    side = min(SIDE, n)
-    return [sightline.pooled(side, side), sightline.top_k(min(TOP, n)), sightline.entropy(), sightline.received()]
+    side = min(MAX_MAP_SIDE, n)
+    return [
+        sightline.pooled(side, side),
+        sightline.top_k(min(TOP_ENTRIES, n)),
+        sightline.entropy(),
+        sightline.received(),
+    ]
 
 
-def _said(path: Path, data: Exploration) -> str:
+def _summary(path: Path, data: Exploration) -> str:
     layers = data.texts[0].layers
     heads, tokens = max(len(layer.entropy) for layer in layers), max(len(layer.queries) for layer in layers)
     many = f"{len(data.texts)} texts, " if len(data.texts) > 1 else ""

@@ -9,21 +9,21 @@ from typing import Any
 from ..formula.expression import walk
 from ..kernel import Gradients, Kernel, Refusal, Result
 from ..problem import Problem
-from ..statistics import Slopes
+from ..statistics import StatisticGradients
 from .runtime.processor import HOST, Processor
 
 __all__ = ["Cpu"]
 
 
-WIDEST = 1024  # of d_k and d_v: their scratch, 256 bytes a component each, lies on a thread's stack
-LONGEST = 400  # parts of mask and score: LLVM takes about 10 ms for each
+MAX_HEAD_WIDTH = 1024  # of d_k and d_v: their scratch, 256 bytes a component each, lies on a thread's stack
+MAX_FORMULA_NODES = 400  # parts of mask and score: LLVM takes about 10 ms for each
 
 
 class Cpu(Kernel):
     """Forward and backward in every dtype, generated for the formula."""
 
     name = "cpu"
-    describes = "generated through LLVM for this processor, O(n) memory"
+    description = "generated through LLVM for this processor, O(n) memory"
 
     def __init__(self, processor: Processor = HOST) -> None:
         self.processor = processor
@@ -32,11 +32,13 @@ class Cpu(Kernel):
         """Other devices, rows and formulas too large, and a machine without llvmlite."""
         if problem.device != "cpu":
             yield Refusal(f"arrays on {problem.device}", "move them to the CPU")
-        if max(problem.d_k, problem.d_v) > WIDEST:
-            yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}", f"widths up to {WIDEST} fit a thread's stack")
-        parts = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
-        if parts > LONGEST:
-            yield Refusal(f"formulas of {parts} parts would compile for long", "put what they compute into a table")
+        if max(problem.d_k, problem.d_v) > MAX_HEAD_WIDTH:
+            yield Refusal(
+                f"d_k {problem.d_k}, d_v {problem.d_v}", f"widths up to {MAX_HEAD_WIDTH} fit a thread's stack"
+            )
+        nodes = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
+        if nodes > MAX_FORMULA_NODES:
+            yield Refusal(f"formulas of {nodes} parts would compile for long", "put what they compute into a table")
         if importlib.util.find_spec("llvmlite") is None:
             yield Refusal("llvmlite is not installed", "pip install llvmlite")
 
@@ -53,20 +55,31 @@ class Cpu(Kernel):
 
         return {"forward": source(problem, self.processor)}
 
-    def gradients(
+    def backward(
         self,
         problem: Problem,
         d_output: Any,
         d_lse: Any,
         saved: tuple[Any, Any],
-        wanted: Collection[int],
+        wanted_tables: Collection[int],
         threads: int | None = None,
-        slopes: Slopes | None = None,
+        statistic_gradients: StatisticGradients | None = None,
     ) -> Gradients | None:
         if 0 in problem.extent or next(self.refuses(problem), None) is not None:
             return None
-        if slopes is not None and slopes.everywhere:  # the kernel takes a pair of no weight for a hidden one
+        if (
+            statistic_gradients is not None and statistic_gradients.includes_zero_weights
+        ):  # the kernel takes a pair of no weight for a hidden one
             return None
-        from .launch.backward import gradients
+        from .launch.backward import backward
 
-        return gradients(problem, d_output, d_lse, saved, wanted, threads, slopes or Slopes(), self.processor)
+        return backward(
+            problem,
+            d_output,
+            d_lse,
+            saved,
+            wanted_tables,
+            threads,
+            statistic_gradients or StatisticGradients(),
+            self.processor,
+        )

@@ -1,15 +1,15 @@
 """The language of masks and scores: `expression` is the graph, `library` has ready masks and scores."""
 
 from .expression import PASSES
-from .numpy_functions import call, power
-from .printing import mathematics
-from .render_array import dense_values
+from .numpy_functions import power, translate_call
+from .printing import format_formula
+from .render_array import evaluate_dense
 from .tables import learned_number
-from .validate import check_reads
+from .validate import check_formulas
 
-PASSES.call = call
-PASSES.check_reads = check_reads
-PASSES.dense_values = dense_values
+PASSES.check_formulas = check_formulas
+PASSES.evaluate_dense = evaluate_dense
 PASSES.learned_number = learned_number
-PASSES.mathematics = mathematics
+PASSES.format_formula = format_formula
 PASSES.power = power
+PASSES.translate_call = translate_call

@@ -12,20 +12,20 @@ __all__ = ["DERIVATIVE_RULES", "derivative"]
 ZERO, ONE = Constant(0.0, "float"), Constant(1.0, "float")
 
 
-def derivative(formula: Expression, by: Expression = SYMBOLS["s"]) -> Expression:
-    """d formula / d by, where `by` is s or one of the formula's own lookups (the same object).
+def derivative(formula: Expression, variable: Expression = SYMBOLS["s"]) -> Expression:
+    """d formula / d by, where `variable` is s or one of the formula's own lookups (the same object).
 
     Conditions and whole numbers are constant. At kinks (abs, min, max, floor) it is the slope of the side taken; abs at
     0 gives 0.
     """
-    slopes: dict[int, Expression] = {}
+    derivatives: dict[int, Expression] = {}
     for node in walk(formula):
-        slopes[id(node)] = ONE if node is by else ZERO
+        derivatives[id(node)] = ONE if node is variable else ZERO
         if isinstance(node, Apply) and node.kind == "float":
-            inner = [slopes[id(a)] for a in node.arguments]
-            if any(slope is not ZERO for slope in inner):
-                slopes[id(node)] = DERIVATIVE_RULES[node.operator](node, *inner)
-    return slopes[id(formula)]
+            inner = [derivatives[id(a)] for a in node.arguments]
+            if any(term is not ZERO for term in inner):
+                derivatives[id(node)] = DERIVATIVE_RULES[node.operator](node, *inner)
+    return derivatives[id(formula)]
 
 
 def _plus(x: Expression, y: Expression) -> Expression:
@@ -67,7 +67,7 @@ def _power(node: Apply, dx: Expression, dy: Expression) -> Expression:
     return _plus(base, ZERO if dy is ZERO else _times(dy, node * apply("log", x)))
 
 
-def _pick(comparison: str) -> Callable[[Apply, Expression, Expression], Expression]:
+def _select_branch(comparison: str) -> Callable[[Apply, Expression, Expression], Expression]:
     return lambda node, dx, dy: where(apply(comparison, *node.arguments), dx, dy)
 
 
@@ -80,8 +80,8 @@ DERIVATIVE_RULES: dict[str, Callable[..., Expression]] = {
     "negative": lambda node, dx: -dx,
     "power": _power,
     "absolute": _chain(lambda f, x: where(x > 0, 1.0, where(x < 0, -1.0, 0.0))),
-    "minimum": _pick("less_equal"),
-    "maximum": _pick("greater_equal"),
+    "minimum": _select_branch("less_equal"),
+    "maximum": _select_branch("greater_equal"),
     "where": lambda node, dc, dx, dy: where(node.arguments[0], dx, dy),
     "exp": _chain(lambda f, x: f),
     "exp2": _chain(lambda f, x: f * math.log(2)),

@@ -30,7 +30,7 @@ __all__ = [
     "Symbol",
     "apply",
     "as_expression",
-    "from_text",
+    "parse_text",
     "walk",
     "where",
 ]
@@ -42,17 +42,17 @@ class Passes:
     `formula/__init__.py` sets all but `picture`, which `sightline/__init__.py` sets.
     """
 
-    call: Callable[[str, Sequence[Any], dict[str, Any], str], Expression]
-    check_reads: Callable[..., None]
-    dense_values: Callable[..., Any]
+    translate_call: Callable[[str, Sequence[Any], dict[str, Any], str], Expression]
+    check_formulas: Callable[..., None]
+    evaluate_dense: Callable[..., Any]
     learned_number: Callable[[Any], Expression]
-    mathematics: Callable[[Expression], str]
+    format_formula: Callable[[Expression], str]
     picture: Callable[..., Picture]
     power: Callable[[Any, Any], Expression]
 
 
 PASSES = Passes()
-LARGEST_INTEGER = 2**53  # intervals are float64: beyond this an integer would not be exact
+MAX_EXACT_INTEGER = 2**53  # intervals are float64: beyond this an integer would not be exact
 
 
 class Expression:
@@ -190,18 +190,18 @@ class Expression:
     # -- other libraries' functions ---------------------------------------------------------------------------------
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Expression:
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
-        return PASSES.call(name, inputs, kwargs, "numpy")
+        return PASSES.translate_call(name, inputs, kwargs, "numpy")
 
     def __array_function__(self, function: Any, _: Any, inputs: Any, kwargs: Any) -> Expression:
-        return PASSES.call(function.__name__, inputs, kwargs, "numpy")
+        return PASSES.translate_call(function.__name__, inputs, kwargs, "numpy")
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Expression:
-        return PASSES.call(function.__name__, inputs, kwargs or {}, "torch")
+        return PASSES.translate_call(function.__name__, inputs, kwargs or {}, "torch")
 
     # -- reading ----------------------------------------------------------------------------------------------------
     def __repr__(self) -> str:
-        return PASSES.mathematics(self)
+        return PASSES.format_formula(self)
 
     def array(self, n: int, m: int | None = None, *, batch: int = 1, heads: int = 1, s: Any = None) -> Any:
         """The formula's values at every position, dense.
@@ -239,8 +239,8 @@ class Expression:
         extent = (batch, heads, n, n if m is None else m)
         if not all(hasattr(length, "__index__") and length >= 0 for length in extent):
             raise ParameterError(f"array of (B, H, n, m) = {extent}", "whole numbers of at least 0", "array(4, 6)")
-        PASSES.check_reads(self, None, extent)
-        values = PASSES.dense_values(self, extent, s)
+        PASSES.check_formulas(self, None, extent)
+        values = PASSES.evaluate_dense(self, extent, s)
         return values[0, 0] if batch == heads == 1 else values
 
     def show(self, n: int, m: int | None = None, *, batch: int = 0, head: int = 0) -> Picture:
@@ -267,41 +267,41 @@ class Expression:
         return tuple(found.values())
 
     @cached_property
-    def reads(self) -> frozenset[str]:
+    def free_symbols(self) -> frozenset[str]:
         """Names of the symbols the formula depends on."""
         return frozenset(node.name for node in walk(self) if isinstance(node, Symbol))
 
     @cached_property
     def text(self) -> str:
-        """The graph without its tables' data, as one line of JSON; `from_text` reads it back."""
+        """The graph without its tables' data, as one line of JSON; `parse_text` reads it back."""
         nodes = walk(self)
         number = {id(node): k for k, node in enumerate(nodes)}
         slot = {id(t): k for k, t in enumerate(self.tables)}
-        return json.dumps([node.record(number, slot) for node in nodes], separators=(",", ":"))
+        return json.dumps([node.node_record(number, slot) for node in nodes], separators=(",", ":"))
 
     def with_tables(self, tables: Sequence[Table]) -> Expression:
         """The same formula reading other tables, given in the order of `self.tables`."""
-        return self.replacing({}, {id(old): new for old, new in zip(self.tables, tables, strict=True)})
+        return self.substitute({}, {id(old): new for old, new in zip(self.tables, tables, strict=True)})
 
     def with_scores(self, scores: Expression) -> Expression:
         """The same formula of other scores: `scores` in the place of s."""
-        return self.replacing({"s": scores}, {})
+        return self.substitute({"s": scores}, {})
 
-    def replacing(self, symbols: dict[str, Expression], tables: dict[int, Table]) -> Expression:
+    def substitute(self, symbols: dict[str, Expression], tables: dict[int, Table]) -> Expression:
         """The same formula with others in place of these symbols, by name, and of these tables, by identity."""
         built: dict[int, Expression] = {}
         for node in walk(self):
             if isinstance(node, Symbol) and node.name in symbols:
                 built[id(node)] = symbols[node.name]
             else:
-                built[id(node)] = node.rebuilt(tuple([built[id(a)] for a in node.arguments]), tables)
+                built[id(node)] = node.rebuild(tuple([built[id(a)] for a in node.arguments]), tables)
         return built[id(self)]
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
-    def record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
+    def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
         raise NotImplementedError(f"{type(self).__name__} has no text form")
 
-    def rebuilt(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
+    def rebuild(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
         return self
 
 
@@ -313,7 +313,7 @@ class Symbol(Expression):
     kind: Kind
     arguments: tuple[Expression, ...] = ()
 
-    def record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
+    def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
         return [self.name]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -328,7 +328,7 @@ class Constant(Expression):
     kind: Kind
     arguments: tuple[Expression, ...] = ()
 
-    def record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
+    def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
         return ["constant", self.kind, repr(self.value)]
 
 
@@ -340,10 +340,10 @@ class Apply(Expression):
     arguments: tuple[Expression, ...]
     kind: Kind
 
-    def record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
+    def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
         return [self.operator, *(number[id(a)] for a in self.arguments)]
 
-    def rebuilt(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
+    def rebuild(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
         return Apply(self.operator, arguments, self.kind)
 
 
@@ -358,10 +358,10 @@ class Lookup(Expression):
     def kind(self) -> Kind:  # type: ignore[override]
         return self.table.kind
 
-    def record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
+    def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
         return ["lookup", slot[id(self.table)], *(number[id(a)] for a in self.arguments)]
 
-    def rebuilt(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
+    def rebuild(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
         return Lookup(replacement.get(id(self.table), self.table), arguments)
 
 
@@ -392,7 +392,7 @@ def as_expression(value: Any) -> Expression:
     if isinstance(value, bool):
         return Constant(value, "bool")
     if isinstance(value, int):
-        if abs(value) > LARGEST_INTEGER:
+        if abs(value) > MAX_EXACT_INTEGER:
             raise FormulaError(f"the whole number {value} in a formula", "at most 2⁵³ in size", "write it as a float")
         return Constant(value, "int")
     if isinstance(value, float):
@@ -413,9 +413,9 @@ def apply(operator: str, *values: Any) -> Expression:
     arguments = tuple(as_expression(value) for value in values)
     rule = OPERATORS[operator]
     kinds = tuple(argument.kind for argument in arguments)
-    wanted_bool = [k for k in rule.conditions if kinds[k] != "bool"]
-    if wanted_bool:
-        argument = arguments[wanted_bool[0]]
+    not_bool = [k for k in rule.conditions if kinds[k] != "bool"]
+    if not_bool:
+        argument = arguments[not_bool[0]]
         raise FormulaError(
             f"{rule.symbol} on {argument}, which is {'an int' if argument.kind == 'int' else 'a float'}",
             "conditions",
@@ -442,7 +442,7 @@ def walk(*roots: Expression) -> list[Expression]:
     return list(done.values())
 
 
-def from_text(text: str, tables: Sequence[Table]) -> Expression:
+def parse_text(text: str, tables: Sequence[Table]) -> Expression:
     """The formula that `Expression.text` wrote, reading the given tables."""
     nodes: list[Expression] = []
     for head, *rest in json.loads(text):

@@ -13,12 +13,12 @@ from ..errors import FormulaError, SightlineError
 from .expression import SYMBOLS, Expression, as_expression
 from .tables import Table
 
-__all__ = ["formula"]
+__all__ = ["to_formula"]
 
-DEPTH = 4  # functions inside functions whose arrays are made tables
+MAX_FUNCTION_DEPTH = 4  # functions inside functions whose arrays are made tables
 
 
-def formula(given: Any, argument: str, symbols: str) -> Expression:
+def to_formula(value: Any, argument: str, symbols: str) -> Expression:
     """An expression, number or function as an expression.
 
     Raises
@@ -26,15 +26,15 @@ def formula(given: Any, argument: str, symbols: str) -> Expression:
     FormulaError
         The function takes other arguments, returns no formula, or does to the symbols what formulas cannot mean.
     """
-    if isinstance(given, Expression) or not callable(given):
-        return as_expression(given)
-    if getattr(given, "__module__", "").startswith("sightline."):
-        name = f"sightline.{given.__name__}"
+    if isinstance(value, Expression) or not callable(value):
+        return as_expression(value)
+    if getattr(value, "__module__", "").startswith("sightline."):
+        name = f"sightline.{value.__name__}"
         raise FormulaError(
             f"{argument} is the function {name} itself", "the formula it writes", f"call it: {name}(...)"
         )
     arguments = [SYMBOLS[name] for name in symbols.split()]
-    function = with_tables(given)
+    function = wrap_arrays(value)
     try:
         result = function(*arguments)
     except SightlineError:
@@ -42,20 +42,22 @@ def formula(given: Any, argument: str, symbols: str) -> Expression:
     except (TypeError, AttributeError, IndexError) as error:
         listed = ", ".join(symbols.split())
         raise FormulaError(
-            f"{argument}={getattr(given, '__name__', given)!r} failed when called with ({listed}): {error}",
+            f"{argument}={getattr(value, '__name__', value)!r} failed when called with ({listed}): {error}",
             f"a function f({listed}) of formulas",
             "build the formula from the symbols: from sightline import b, h, i, j, s, table, where",
         ) from error
     return as_expression(result)
 
 
-def with_tables(function: Any, depth: int = DEPTH) -> Any:
+def wrap_arrays(function: Any, depth: int = MAX_FUNCTION_DEPTH) -> Any:
     """The function with arrays among its closure, globals and defaults replaced by tables; others are left alone."""
     if not isinstance(function, types.FunctionType) or depth == 0:
         return function
-    used = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
+    used = {
+        name: function.__globals__[name] for name in _global_names(function.__code__) if name in function.__globals__
+    }
     cells = tuple(
-        types.CellType(_as_table(cell.cell_contents, depth)) for cell in function.__closure__ or () if _filled(cell)
+        types.CellType(_as_table(cell.cell_contents, depth)) for cell in function.__closure__ or () if _is_filled(cell)
     )
     if len(cells) != len(function.__closure__ or ()):
         return function
@@ -72,19 +74,19 @@ def _as_table(value: Any, depth: int) -> Any:
     if framework(value) in ("numpy", "torch") and getattr(value, "ndim", 0) > 0 and hasattr(value, "dtype"):
         return Table(value)
     if isinstance(value, tuple | list) and value and all(isinstance(item, types.FunctionType) for item in value):
-        return type(value)(with_tables(item, depth - 1) for item in value)
+        return type(value)(wrap_arrays(item, depth - 1) for item in value)
     if isinstance(value, types.FunctionType) and not value.__module__.startswith(("numpy", "torch", "sightline")):
-        return with_tables(value, depth - 1)
+        return wrap_arrays(value, depth - 1)
     return value
 
 
-def _names(code: types.CodeType) -> set[str]:
+def _global_names(code: types.CodeType) -> set[str]:
     """Global names read by a function and by the functions written inside it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*(_names(c) for c in inner))
+    return set(code.co_names).union(*(_global_names(c) for c in inner))
 
 
-def _filled(cell: Any) -> bool:
+def _is_filled(cell: Any) -> bool:
     try:
         cell.cell_contents  # noqa: B018  an empty cell raises
     except ValueError:

@@ -7,35 +7,43 @@ from __future__ import annotations
 
 import math
 
-from .bounds import intervals
+from .bounds import compute_intervals
 from .expression import Apply, Constant, Expression, Lookup, walk, where
-from .tile_ranges import box_of
+from .tile_ranges import make_box
 
-__all__ = ["hidden"]
+__all__ = ["hidden_condition"]
 
 
-def hidden(score: Expression, extent: tuple[int, int, int, int]) -> Expression | None:
+def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Expression | None:
     """The condition under which the score is −∞ for every s; None where there is no such pair."""
-    bounds = intervals(score, box_of(extent))
-    found: dict[int, Expression | None] = {}
+    bounds = compute_intervals(score, make_box(extent))
+    conditions: dict[int, Expression | None] = {}
     for node in walk(score):
-        parts = [found[id(a)] for a in node.arguments]
+        argument_conditions = [conditions[id(a)] for a in node.arguments]
         condition: Expression | None = None
         if isinstance(node, Constant):
             condition = Constant(True, "bool") if node.value == -math.inf else None
         elif isinstance(node, Lookup) and node.kind == "float":
             condition = node == -math.inf if (bounds[id(node)][0] == -math.inf).any() else None
         elif isinstance(node, Apply) and node.operator in ("add", "minimum"):
-            condition = _either(*parts)
+            condition = _either(*argument_conditions)
         elif isinstance(node, Apply) and node.operator == "subtract":
-            condition = parts[0]
-        elif isinstance(node, Apply) and node.operator == "maximum" and all(part is not None for part in parts):
-            condition = parts[0] & parts[1]  # type: ignore[operator]
-        elif isinstance(node, Apply) and node.operator == "where" and (parts[1] is not None or parts[2] is not None):
-            yes, no = (Constant(False, "bool") if part is None else part for part in parts[1:])
-            condition = where(node.arguments[0], yes, no) if "s" not in node.arguments[0].reads else None
-        found[id(node)] = condition
-    return found[id(score)]
+            condition = argument_conditions[0]
+        elif (
+            isinstance(node, Apply)
+            and node.operator == "maximum"
+            and all(part is not None for part in argument_conditions)
+        ):
+            condition = argument_conditions[0] & argument_conditions[1]  # type: ignore[operator]
+        elif (
+            isinstance(node, Apply)
+            and node.operator == "where"
+            and (argument_conditions[1] is not None or argument_conditions[2] is not None)
+        ):
+            yes, no = (Constant(False, "bool") if part is None else part for part in argument_conditions[1:])
+            condition = where(node.arguments[0], yes, no) if "s" not in node.arguments[0].free_symbols else None
+        conditions[id(node)] = condition
+    return conditions[id(score)]
 
 
 def _either(x: Expression | None, y: Expression | None) -> Expression | None:

@@ -68,7 +68,7 @@ def window(left: int, right: int = 0) -> Expression:
     ParameterError
         left below 1, or right below 0.
     """
-    if not (_whole(left) and _whole(right) and left >= 1 and right >= 0):
+    if not (_is_integer(left) and _is_integer(right) and left >= 1 and right >= 0):
         raise ParameterError(
             f"window({left!r}, {right!r})", "whole numbers, left ≥ 1 and right ≥ 0", "window(1) sees the own key alone"
         )
@@ -138,29 +138,33 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
             "documents with key_lengths and no lengths", "both", "documents(lengths=[3, 5], key_lengths=[7, 2])"
         )
     if key_lengths is not None:
-        of_queries, of_keys = _numbers("lengths", lengths), _numbers("key_lengths", key_lengths)
+        query_ids, key_ids = _document_ids("lengths", lengths), _document_ids("key_lengths", key_lengths)
         if len(lengths) != len(key_lengths):
             raise ShapeError(
                 f"{len(lengths)} lengths and {len(key_lengths)} key_lengths",
                 "one of each to a document",
                 "a length of 0 where a document has no queries or no keys",
             )
-        return apply("equal", Table(of_queries, axes=("i",))[i], Table(of_keys, axes=("j",))[j])
+        return apply("equal", Table(query_ids, axes=("i",))[i], Table(key_ids, axes=("j",))[j])
     if lengths is not None:
-        ids = _numbers("lengths", lengths)
+        ids = _document_ids("lengths", lengths)
     table = Table(ids, axes=(None,) if np.ndim(ids) == 1 else ("b", None))
     if table.ndim not in (1, 2) or table.kind != "int":
         raise ShapeError(f"document ids {table}", "(n,) or (B, n) integers", "documents(ids) or documents(lengths=...)")
-    lead = () if table.ndim == 1 else (b if table.shape[0] != 1 else 0,)
-    return apply("equal", table[(*lead, i)], table[(*lead, j)])
+    batch_index = () if table.ndim == 1 else (b if table.shape[0] != 1 else 0,)
+    return apply("equal", table[(*batch_index, i)], table[(*batch_index, j)])
 
 
-def _numbers(name: str, lengths: Any) -> Any:
+def _document_ids(name: str, lengths: Any) -> Any:
     """The number of its document for every position."""
-    each = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
-    if each.ndim != 1 or each.dtype.kind not in "iu" or (each.size and each.min() < 0):
+    lengths_array = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
+    if (
+        lengths_array.ndim != 1
+        or lengths_array.dtype.kind not in "iu"
+        or (lengths_array.size and lengths_array.min() < 0)
+    ):
         raise ShapeError(f"{name} {lengths!r}", "one axis of whole numbers ≥ 0", "documents(lengths=[3, 5])")
-    return np.repeat(np.arange(each.size), each)
+    return np.repeat(np.arange(lengths_array.size), lengths_array)
 
 
 def prefix(length: int) -> Expression:
@@ -176,7 +180,7 @@ def prefix(length: int) -> Expression:
     ParameterError
         length no whole number of at least 0.
     """
-    if not (_whole(length) and length >= 0):
+    if not (_is_integer(length) and length >= 0):
         raise ParameterError(f"prefix({length!r})", "a whole number ≥ 0", "prefix(0) is empty")
     return j < length
 
@@ -196,7 +200,7 @@ def dense(array: Any) -> Expression:
     ShapeError
         When attention is asked: an axis of another length than 1 or its own.
     """
-    table = _spanning(array)
+    table = _broadcast_table(array)
     if table.kind != "bool":
         from ..errors import MaskError
 
@@ -205,7 +209,7 @@ def dense(array: Any) -> Expression:
             "a boolean array, True attends",
             "dense(array != 0) for integers; score=sightline.bias(array) for numbers to be added to the scores",
         )
-    return _read(table)
+    return _lookup(table)
 
 
 def bias(array: Any) -> Expression:
@@ -224,10 +228,10 @@ def bias(array: Any) -> Expression:
     ShapeError
         When attention is asked: an axis of another length than 1 or its own.
     """
-    table = _spanning(array)
+    table = _broadcast_table(array)
     if table.kind == "bool":
         raise ParameterError(f"bias({table})", "numbers to be added", "pass a condition as mask=")
-    return s + _read(table)
+    return s + _lookup(table)
 
 
 def alibi_slopes(heads: int) -> Any:
@@ -250,14 +254,14 @@ def alibi_slopes(heads: int) -> Any:
     ParameterError
         heads no whole number of at least 1.
     """
-    if not (_whole(heads) and heads >= 1):
+    if not (_is_integer(heads) and heads >= 1):
         raise ParameterError(f"alibi_slopes({heads!r})", "a whole number of heads, at least one", "alibi_slopes(8)")
-    below = 1 << (int(heads).bit_length() - 1)
+    power_of_two = 1 << (int(heads).bit_length() - 1)
 
     def slopes(count: int) -> Any:
         return 2.0 ** (-8.0 * np.arange(1, count + 1) / count)
 
-    return np.concatenate([slopes(below), slopes(2 * below)[0::2][: heads - below]])
+    return np.concatenate([slopes(power_of_two), slopes(2 * power_of_two)[0::2][: heads - power_of_two]])
 
 
 def alibi(slopes: Any) -> Expression:
@@ -314,23 +318,23 @@ def relative_bias(table: Any) -> Expression:
     ShapeError
         An even number of distances, or more than two axes. When attention is asked: neither one row nor H of them.
     """
-    held = Table(table, axes=(None,) if np.ndim(table) == 1 else ("h", None))
-    if held.ndim > 2 or held.shape[-1] % 2 == 0:
+    wrapped = Table(table, axes=(None,) if np.ndim(table) == 1 else ("h", None))
+    if wrapped.ndim > 2 or wrapped.shape[-1] % 2 == 0:
         raise ShapeError(
-            f"relative_bias({held})", "(H, 2w + 1) or (2w + 1,)", "an odd number of distances, 0 in the middle"
+            f"relative_bias({wrapped})", "(H, 2w + 1) or (2w + 1,)", "an odd number of distances, 0 in the middle"
         )
-    if held.ndim == 2:
-        held.axes = ("h", None)
-    reach = held.shape[-1] // 2
-    distance = apply("minimum", apply("maximum", j - i + reach, 0), 2 * reach)
-    return s + held[distance if held.ndim == 1 else (h, distance)]
+    if wrapped.ndim == 2:
+        wrapped.axes = ("h", None)
+    max_distance = wrapped.shape[-1] // 2
+    distance = apply("minimum", apply("maximum", j - i + max_distance, 0), 2 * max_distance)
+    return s + wrapped[distance if wrapped.ndim == 1 else (h, distance)]
 
 
-def _whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _spanning(array: Any) -> Table:
+def _broadcast_table(array: Any) -> Table:
     """A table whose axes stand for the last of b, h, i, j; leading axes beyond four become one."""
     if not hasattr(array, "shape"):
         array = np.asarray(array)
@@ -339,7 +343,7 @@ def _spanning(array: Any) -> Table:
     return Table(array, axes=tuple("bhij"[4 - array.ndim :]))
 
 
-def _read(table: Table) -> Expression:
+def _lookup(table: Table) -> Expression:
     """The table at its axes' own symbols; an axis of length 1 is read at 0."""
     names = "bhij"[4 - table.ndim :]
     return Lookup(

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..errors import FormulaError
 from .expression import Expression, apply, as_expression
-from .operators import OPERATORS, SPELLINGS
+from .operators import OPERATOR_ALIASES, OPERATORS
 
-__all__ = ["call", "power", "unknown"]
+__all__ = ["power", "translate_call", "unsupported"]
 
 
 def power(base: Any, exponent: Any) -> Expression:
@@ -22,9 +22,9 @@ def power(base: Any, exponent: Any) -> Expression:
     return apply("power", base, exponent)
 
 
-def call(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library: str) -> Expression:
+def translate_call(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library: str) -> Expression:
     """What `numpy.name(...)` or `torch.name(...)` means on formulas."""
-    name = SPELLINGS.get(name, name)
+    name = OPERATOR_ALIASES.get(name, name)
     if name == "sigmoid" and len(inputs) == 1:
         return 1 / (1 + apply("exp", apply("negative", inputs[0])))
     if name == "clip":
@@ -35,7 +35,7 @@ def call(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library: str)
         return power(inputs[0], 2)
     if name not in OPERATORS or kwargs or len(inputs) != OPERATORS[name].arity:
         known = f" with {len(inputs)} arguments" if name in OPERATORS else ""
-        raise unknown(f"{library}.{name}{known}" + (f" and {', '.join(sorted(kwargs))}=" if kwargs else ""))
+        raise unsupported(f"{library}.{name}{known}" + (f" and {', '.join(sorted(kwargs))}=" if kwargs else ""))
     return apply(name, *inputs)
 
 
@@ -43,14 +43,14 @@ def _clip(value: Any, low: Any = None, high: Any = None, **names: Any) -> Expres
     low = names.pop("min", names.pop("a_min", low))
     high = names.pop("max", names.pop("a_max", high))
     if names:
-        raise unknown(f"clip with {sorted(names)}")
+        raise unsupported(f"clip with {sorted(names)}")
     result = as_expression(value)
     if low is not None:
         result = apply("maximum", result, low)
     return result if high is None else apply("minimum", result, high)
 
 
-def unknown(what: str) -> FormulaError:
+def unsupported(what: str) -> FormulaError:
     """The error for a function the language does not have."""
     names = sorted({*OPERATORS, "clip", "sigmoid", "square"})
     return FormulaError(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["OPERATORS", "SPELLINGS", "Kind", "Operator", "common_kind", "promote"]
+__all__ = ["OPERATORS", "OPERATOR_ALIASES", "Kind", "Operator", "common_kind", "promote"]
 
 Kind = Literal["bool", "int", "float"]
 _RANK: dict[Kind, int] = {"bool": 0, "int": 1, "float": 2}
@@ -27,20 +27,20 @@ def common_kind(node: Any) -> Kind:
     return max((*kinds, *([] if node.kind == "bool" else [node.kind])), key=_RANK.__getitem__)
 
 
-def _same(kinds: tuple[Kind, ...]) -> Kind:
+def _widest_kind(kinds: tuple[Kind, ...]) -> Kind:
     return max(kinds, key=_RANK.__getitem__)
 
 
-def _floating(_: tuple[Kind, ...]) -> Kind:
+def _float_kind(_: tuple[Kind, ...]) -> Kind:
     return "float"
 
 
-def _condition(_: tuple[Kind, ...]) -> Kind:
+def _bool_kind(_: tuple[Kind, ...]) -> Kind:
     return "bool"
 
 
-def _branches(kinds: tuple[Kind, ...]) -> Kind:
-    return _same(kinds[1:])
+def _branch_kind(kinds: tuple[Kind, ...]) -> Kind:
+    return _widest_kind(kinds[1:])
 
 
 @dataclass(frozen=True)
@@ -62,39 +62,39 @@ OPERATORS: dict[str, Operator] = {
     "add": Operator("+", 2, 5, promote),
     "subtract": Operator("−", 2, 5, promote),
     "multiply": Operator("·", 2, 6, promote),
-    "divide": Operator("/", 2, 6, _floating),
+    "divide": Operator("/", 2, 6, _float_kind),
     "floor_divide": Operator("//", 2, 6, promote),
     "remainder": Operator("mod", 2, 6, promote),
     "negative": Operator("−", 1, 7, promote),
-    "power": Operator("^", 2, 8, _floating),
+    "power": Operator("^", 2, 8, _float_kind),
     "absolute": Operator("|·|", 1, 9, promote),
-    "minimum": Operator("min", 2, 0, _same),
-    "maximum": Operator("max", 2, 0, _same),
-    "less": Operator("<", 2, 4, _condition),
-    "less_equal": Operator("≤", 2, 4, _condition),
-    "greater": Operator(">", 2, 4, _condition),
-    "greater_equal": Operator("≥", 2, 4, _condition),
-    "equal": Operator("=", 2, 4, _condition),
-    "not_equal": Operator("≠", 2, 4, _condition),
-    "logical_not": Operator("¬", 1, 7, _condition, (0,)),
-    "logical_and": Operator("∧", 2, 2, _condition, (0, 1)),
-    "logical_xor": Operator("⊻", 2, 1, _condition, (0, 1)),
-    "logical_or": Operator("∨", 2, 1, _condition, (0, 1)),
-    "where": Operator("where", 3, 0, _branches, (0,)),
-    "exp": Operator("exp", 1, 0, _floating),
-    "exp2": Operator("exp2", 1, 0, _floating),
-    "log": Operator("ln", 1, 0, _floating),
-    "log2": Operator("log2", 1, 0, _floating),
-    "sqrt": Operator("√", 1, 0, _floating),
-    "tanh": Operator("tanh", 1, 0, _floating),
-    "sin": Operator("sin", 1, 0, _floating),
-    "cos": Operator("cos", 1, 0, _floating),
+    "minimum": Operator("min", 2, 0, _widest_kind),
+    "maximum": Operator("max", 2, 0, _widest_kind),
+    "less": Operator("<", 2, 4, _bool_kind),
+    "less_equal": Operator("≤", 2, 4, _bool_kind),
+    "greater": Operator(">", 2, 4, _bool_kind),
+    "greater_equal": Operator("≥", 2, 4, _bool_kind),
+    "equal": Operator("=", 2, 4, _bool_kind),
+    "not_equal": Operator("≠", 2, 4, _bool_kind),
+    "logical_not": Operator("¬", 1, 7, _bool_kind, (0,)),
+    "logical_and": Operator("∧", 2, 2, _bool_kind, (0, 1)),
+    "logical_xor": Operator("⊻", 2, 1, _bool_kind, (0, 1)),
+    "logical_or": Operator("∨", 2, 1, _bool_kind, (0, 1)),
+    "where": Operator("where", 3, 0, _branch_kind, (0,)),
+    "exp": Operator("exp", 1, 0, _float_kind),
+    "exp2": Operator("exp2", 1, 0, _float_kind),
+    "log": Operator("ln", 1, 0, _float_kind),
+    "log2": Operator("log2", 1, 0, _float_kind),
+    "sqrt": Operator("√", 1, 0, _float_kind),
+    "tanh": Operator("tanh", 1, 0, _float_kind),
+    "sin": Operator("sin", 1, 0, _float_kind),
+    "cos": Operator("cos", 1, 0, _float_kind),
     "floor": Operator("floor", 1, 0, promote),
     "ceil": Operator("ceil", 1, 0, promote),
 }
 
 # How NumPy and torch (and torch's methods behind Python's operators) spell them.
-SPELLINGS: dict[str, str] = {
+OPERATOR_ALIASES: dict[str, str] = {
     "abs": "absolute",
     "fabs": "absolute",
     "true_divide": "divide",

@@ -8,21 +8,23 @@ from .expression import Apply, Constant, Expression, Lookup, Symbol, walk
 from .operators import OPERATORS
 from .tables import Table
 
-__all__ = ["mathematics"]
+__all__ = ["format_formula"]
 
-LONGEST = 400  # characters of one part: shared parts could otherwise repeat without end
-ATOM = 10  # binds tighter than every operator
+MAX_PART_LENGTH = 400  # characters of one part: shared parts could otherwise repeat without end
+ATOM_PRECEDENCE = 10  # binds tighter than every operator
 NOT_ASSOCIATIVE = {"subtract", "divide", "floor_divide", "remainder", "power"}
 
 
-def mathematics(formula: Expression) -> str:
+def format_formula(formula: Expression) -> str:
     """The formula in one line; tables are t, or t₁, t₂ ... where it reads several."""
     names = _table_names(formula.tables)
-    written: dict[int, tuple[str, int]] = {}  # text and how tightly its outermost operator binds
+    formatted: dict[int, tuple[str, int]] = {}  # text and how tightly its outermost operator binds
     for node in walk(formula):
-        text, precedence = _write(node, [written[id(a)] for a in node.arguments], names)
-        written[id(node)] = (text, precedence) if len(text) <= LONGEST else (text[: LONGEST - 1] + "…", ATOM)
-    return written[id(formula)][0]
+        text, precedence = _format_node(node, [formatted[id(a)] for a in node.arguments], names)
+        formatted[id(node)] = (
+            (text, precedence) if len(text) <= MAX_PART_LENGTH else (text[: MAX_PART_LENGTH - 1] + "…", ATOM_PRECEDENCE)
+        )
+    return formatted[id(formula)][0]
 
 
 def _table_names(tables: tuple[Table, ...]) -> dict[int, str]:
@@ -31,35 +33,35 @@ def _table_names(tables: tuple[Table, ...]) -> dict[int, str]:
     return {id(t): "t" + str(k).translate(_SUBSCRIPTS) for k, t in enumerate(tables, 1)}
 
 
-def _write(node: Expression, parts: list[tuple[str, int]], names: dict[int, str]) -> tuple[str, int]:
+def _format_node(node: Expression, parts: list[tuple[str, int]], names: dict[int, str]) -> tuple[str, int]:
     if isinstance(node, Symbol):
-        return node.name, ATOM
+        return node.name, ATOM_PRECEDENCE
     if isinstance(node, Constant):
-        text = _number(node.value)
-        return text, ATOM if not text.startswith("−") else OPERATORS["negative"].precedence
+        text = _format_number(node.value)
+        return text, ATOM_PRECEDENCE if not text.startswith("−") else OPERATORS["negative"].precedence
     if isinstance(node, Lookup):
-        return f"{names[id(node.table)]}[{', '.join(text for text, _ in parts)}]", ATOM
+        return f"{names[id(node.table)]}[{', '.join(text for text, _ in parts)}]", ATOM_PRECEDENCE
     assert isinstance(node, Apply)
     rule = OPERATORS[node.operator]
     if node.operator == "absolute":
-        return f"|{parts[0][0]}|", ATOM
+        return f"|{parts[0][0]}|", ATOM_PRECEDENCE
     if rule.precedence == 0:
-        return f"{rule.symbol}({', '.join(text for text, _ in parts)})", ATOM
+        return f"{rule.symbol}({', '.join(text for text, _ in parts)})", ATOM_PRECEDENCE
     if rule.arity == 1:
-        return rule.symbol + _inside(parts[0], rule.precedence), rule.precedence
-    left = _inside(parts[0], rule.precedence)
-    right = _inside(parts[1], rule.precedence + (node.operator in NOT_ASSOCIATIVE or rule.precedence == 4))
-    tight = node.operator in ("multiply", "power")
-    own = rule.precedence - (node.operator in ("floor_divide", "remainder"))  # (i mod 3)·2, not i mod 3·2
-    return f"{left}{rule.symbol}{right}" if tight else f"{left} {rule.symbol} {right}", own
+        return rule.symbol + _parenthesize(parts[0], rule.precedence), rule.precedence
+    left = _parenthesize(parts[0], rule.precedence)
+    right = _parenthesize(parts[1], rule.precedence + (node.operator in NOT_ASSOCIATIVE or rule.precedence == 4))
+    is_unspaced = node.operator in ("multiply", "power")
+    own_precedence = rule.precedence - (node.operator in ("floor_divide", "remainder"))  # (i mod 3)·2, not i mod 3·2
+    return f"{left}{rule.symbol}{right}" if is_unspaced else f"{left} {rule.symbol} {right}", own_precedence
 
 
-def _inside(part: tuple[str, int], precedence: int) -> str:
-    text, own = part
-    return text if own >= precedence else f"({text})"
+def _parenthesize(part: tuple[str, int], precedence: int) -> str:
+    text, own_precedence = part
+    return text if own_precedence >= precedence else f"({text})"
 
 
-def _number(value: bool | int | float) -> str:
+def _format_number(value: bool | int | float) -> str:
     if isinstance(value, float) and math.isinf(value):
         return "∞" if value > 0 else "−∞"
     return f"{value:g}".replace("-", "−") if isinstance(value, float) else str(value).replace("-", "−")

@@ -16,7 +16,7 @@ from ..errors import FormulaError
 from .expression import Apply, Constant, Expression, Lookup, Symbol, walk
 from .operators import Kind, common_kind
 
-__all__ = ["ARRAY_RULES", "dense_values", "evaluate"]
+__all__ = ["ARRAY_RULES", "evaluate", "evaluate_dense"]
 
 
 def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_dtype: Any, like: Any) -> Any:
@@ -29,7 +29,7 @@ def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_
     float_dtype : dtype of float parts
     like : an array of that namespace, for its device
     """
-    place = {} if isinstance(like, np.ndarray | np.generic) else {"device": like.device}
+    device_option = {} if isinstance(like, np.ndarray | np.generic) else {"device": like.device}
     dtypes = {"bool": xp.bool, "int": xp.int64, "float": float_dtype}
 
     def cast(value: Any, kind: Kind) -> Any:
@@ -39,31 +39,31 @@ def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_
     for node in walk(formula):
         if isinstance(node, Symbol):
             value = symbols[node.name]
-            values[id(node)] = cast(value if hasattr(value, "dtype") else xp.asarray(value, **place), node.kind)
+            values[id(node)] = cast(value if hasattr(value, "dtype") else xp.asarray(value, **device_option), node.kind)
         elif isinstance(node, Constant):
-            values[id(node)] = xp.asarray(node.value, dtype=dtypes[node.kind], **place)
+            values[id(node)] = xp.asarray(node.value, dtype=dtypes[node.kind], **device_option)
         elif isinstance(node, Lookup):
             source = convert(node.table.array, like)
             if 0 in source.shape:  # read at hidden pairs alone, where any number will do
-                source = xp.zeros([max(length, 1) for length in source.shape], dtype=source.dtype, **place)
+                source = xp.zeros([max(length, 1) for length in source.shape], dtype=source.dtype, **device_option)
             index = tuple(
                 xp.clip(values[id(a)], 0, length - 1) for a, length in zip(node.arguments, source.shape, strict=True)
             )
             values[id(node)] = cast(source[index], node.kind)
         elif isinstance(node, Apply):
-            widest = common_kind(node)
+            operand_kind = common_kind(node)
             inputs = [
-                values[id(a)] if node.operator == "where" and k == 0 else cast(values[id(a)], widest)
+                values[id(a)] if node.operator == "where" and k == 0 else cast(values[id(a)], operand_kind)
                 for k, a in enumerate(node.arguments)
             ]
             values[id(node)] = ARRAY_RULES[node.operator](xp, *inputs)
     return values[id(formula)]
 
 
-def dense_values(formula: Expression, extent: tuple[int, int, int, int], s: Any = None) -> Any:
+def evaluate_dense(formula: Expression, extent: tuple[int, int, int, int], s: Any = None) -> Any:
     """(B, H, n, m) NumPy values of a formula: bool, int64 or float64."""
     B, H, n, m = extent
-    if s is None and "s" in formula.reads:
+    if s is None and "s" in formula.free_symbols:
         raise FormulaError(f"{formula}.array(...) without scores", "scores for a formula that reads s", "pass s=scores")
     symbols: dict[str, Any] = {
         "b": np.arange(B).reshape(-1, 1, 1, 1),
@@ -81,7 +81,7 @@ def dense_values(formula: Expression, extent: tuple[int, int, int, int], s: Any 
     return np.broadcast_to(values, extent)
 
 
-def _whole_division(name: str) -> Callable[[Any, Any, Any], Any]:
+def _integer_division(name: str) -> Callable[[Any, Any, Any], Any]:
     """Floor division and remainder; by 0 gives 0 for whole numbers, as NumPy has it, without a trap on any backend."""
 
     def rule(xp: Any, x: Any, y: Any) -> Any:
@@ -94,7 +94,7 @@ def _whole_division(name: str) -> Callable[[Any, Any, Any], Any]:
     return rule
 
 
-def _plain(name: str) -> Callable[..., Any]:
+def _namespace_function(name: str) -> Callable[..., Any]:
     return lambda xp, *inputs: getattr(xp, name)(*inputs)
 
 
@@ -103,12 +103,12 @@ _SAME_NAME = (
     "logical_not logical_and logical_xor logical_or where exp log log2 sqrt tanh sin cos"
 )
 
-ARRAY_RULES: dict[str, Callable[..., Any]] = {name: _plain(name) for name in _SAME_NAME.split()} | {
-    "absolute": _plain("abs"),
-    "power": _plain("pow"),
+ARRAY_RULES: dict[str, Callable[..., Any]] = {name: _namespace_function(name) for name in _SAME_NAME.split()} | {
+    "absolute": _namespace_function("abs"),
+    "power": _namespace_function("pow"),
     "exp2": lambda xp, x: xp.pow(xp.asarray(2.0, dtype=x.dtype), x),
     "floor": lambda xp, x: xp.floor(x) if xp.isdtype(x.dtype, "real floating") else x,
     "ceil": lambda xp, x: xp.ceil(x) if xp.isdtype(x.dtype, "real floating") else x,
-    "floor_divide": _whole_division("floor_divide"),
-    "remainder": _whole_division("remainder"),
+    "floor_divide": _integer_division("floor_divide"),
+    "remainder": _integer_division("remainder"),
 }

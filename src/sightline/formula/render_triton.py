@@ -55,8 +55,8 @@ TRITON_RULES: dict[str, str | tuple[str, str]] = {
     "floor": ("{0}", "tl.floor({0})"),
     "ceil": ("{0}", "tl.ceil({0})"),
 }
-_OF_CONDITIONS = {"minimum": "{0} & {1}", "maximum": "{0} | {1}"}
-DEEPEST = 32  # operators in operators on a line: Python reads 200 parentheses, Triton's compiler calls itself
+_BOOL_TEMPLATES = {"minimum": "{0} & {1}", "maximum": "{0} | {1}"}
+MAX_NESTING_DEPTH = 32  # operators in operators on a line: Python reads 200 parentheses, Triton's compiler calls itself
 _HELPERS = ("real_quotient", "real_remainder", "square_root", "whole_quotient", "whole_remainder")
 
 
@@ -80,10 +80,10 @@ def render(
     clamped : (place of a lookup in `walk`, axis) whose index may leave its table at hidden pairs
     scores : whether the function takes s, read or not, and answers floats even where the formula gives whole numbers
     """
-    return _Writer(formula, floats, integers, slots, clamped).module(name, scores)
+    return _TritonRenderer(formula, floats, integers, slots, clamped).render_module(name, scores)
 
 
-class _Writer:
+class _TritonRenderer:
     def __init__(
         self,
         formula: Expression,
@@ -95,27 +95,27 @@ class _Writer:
         self.formula, self.clamped = formula, set(clamped)
         self.types: dict[Kind, str] = {"bool": "tl.int1", "int": f"tl.{integers}", "float": f"tl.{floats}"}
         self.nodes = walk(formula)
-        self.place = {id(node): place for place, node in enumerate(self.nodes)}
+        self.node_index = {id(node): position for position, node in enumerate(self.nodes)}
         self.slot = {id(table): slot for table, slot in zip(formula.tables, slots, strict=True)}
-        self.uses: dict[int, int] = {}
+        self.use_counts: dict[int, int] = {}
         for node in self.nodes:
             for argument in node.arguments:
-                self.uses[id(argument)] = self.uses.get(id(argument), 0) + 1
+                self.use_counts[id(argument)] = self.use_counts.get(id(argument), 0) + 1
         self.lines: list[str] = []
-        self.written: dict[int, str] = {}
+        self.rendered: dict[int, str] = {}
         self.depth: dict[int, int] = {}  # of operators in what is written for a node
 
-    def module(self, name: str, scores: bool) -> str:
+    def render_module(self, name: str, scores: bool) -> str:
         for node in self.nodes:
-            self.written[id(node)] = self.kept(node, self.text_of(node))
-        result = self.written[id(self.formula)]
-        whole = self.formula.kind == "int" and scores
+            self.rendered[id(node)] = self.inline_or_assign(node, self.render_node(node))
+        result = self.rendered[id(self.formula)]
+        is_integer_score = self.formula.kind == "int" and scores
         if isinstance(self.formula, Constant):
-            result = self.typed(Constant(self.formula.value, "float") if whole else self.formula)
-        elif whole:
+            result = self.typed(Constant(self.formula.value, "float") if is_integer_score else self.formula)
+        elif is_integer_score:
             result = f"tl.cast({result}, {self.types['float']})"
         arguments = ["s"] * scores + list("bhijnm") + ["tables"]
-        body = [*self.widened(), *self.lines, f"return {_bare(result)}"]
+        body = [*self.symbol_casts(), *self.lines, f"return {_strip_parentheses(result)}"]
         source = "\n".join(f"    {line}" for line in body)
         helpers = [helper for helper in _HELPERS if f"{helper}(" in source]
         imports = ["import triton", "import triton.language as tl"]
@@ -124,43 +124,43 @@ class _Writer:
         head = "\n".join([*imports, "", "", "@triton.jit", f"def {name}({', '.join(arguments)}):"])
         return f'{head}\n    """{self.formula}"""\n{source}\n'
 
-    def widened(self) -> list[str]:
+    def symbol_casts(self) -> list[str]:
         """The symbols in the types numbers are computed in, where those are wider than what kernels count in."""
-        found = []
-        for symbol in sorted(self.formula.reads):
+        casts = []
+        for symbol in sorted(self.formula.free_symbols):
             kind = self.types["float" if symbol == "s" else "int"]
             if kind not in ("tl.int32", "tl.float32"):
-                found.append(f"{symbol} = tl.cast({symbol}, {kind})")
-        return found
+                casts.append(f"{symbol} = tl.cast({symbol}, {kind})")
+        return casts
 
-    def kept(self, node: Expression, text: str) -> str:
+    def inline_or_assign(self, node: Expression, text: str) -> str:
         """The text itself, or the name of a line for what is read more than once or from memory, or is deep."""
         self.depth[id(node)] = depth = 1 + max([self.depth[id(a)] for a in node.arguments], default=0)
-        once = self.uses.get(id(node), 0) < 2 and not isinstance(node, Lookup) and depth < DEEPEST
-        if isinstance(node, Symbol | Constant) or once:
+        is_inline = self.use_counts.get(id(node), 0) < 2 and not isinstance(node, Lookup) and depth < MAX_NESTING_DEPTH
+        if isinstance(node, Symbol | Constant) or is_inline:
             return text
         self.depth[id(node)] = 0
         name = f"x{len(self.lines)}"
-        self.lines.append(f"{name} = {_bare(text)}")
+        self.lines.append(f"{name} = {_strip_parentheses(text)}")
         return name
 
-    def text_of(self, node: Expression) -> str:
+    def render_node(self, node: Expression) -> str:
         if isinstance(node, Symbol):
             return node.name
         if isinstance(node, Constant):
             return _literal(node.value)
         if isinstance(node, Lookup):
-            return self.lookup(node)
+            return self.render_lookup(node)
         assert isinstance(node, Apply)
-        return self.applied(node)
+        return self.render_apply(node)
 
-    def applied(self, node: Apply) -> str:
+    def render_apply(self, node: Apply) -> str:
         kind = common_kind(node)
         rule = TRITON_RULES[node.operator]
         template = rule if isinstance(rule, str) else rule[kind == "float"]
         conditions: Sequence[int] = (0,) if node.operator == "where" else ()
-        if kind == "bool" and node.operator in _OF_CONDITIONS:
-            template = _OF_CONDITIONS[node.operator]
+        if kind == "bool" and node.operator in _BOOL_TEMPLATES:
+            template = _BOOL_TEMPLATES[node.operator]
         elif kind == "bool" and not node.operator.startswith("logical") and node.operator != "where":
             kind = "int"  # conditions compare as 0 and 1
         infix = " {1}" in template and "(" not in template
@@ -168,36 +168,36 @@ class _Writer:
         typed = narrow or all(isinstance(argument, Constant) for argument in node.arguments)
         inputs = [
             self.typed(a)
-            if place in conditions and isinstance(a, Constant)
-            else self.written[id(a)]
-            if place in conditions
-            else self.brought(a, kind, typed)
-            for place, a in enumerate(node.arguments)
+            if position in conditions and isinstance(a, Constant)
+            else self.rendered[id(a)]
+            if position in conditions
+            else self.convert_argument(a, kind, typed)
+            for position, a in enumerate(node.arguments)
         ]
         if "(" in template:
-            inputs = [_bare(text) for text in inputs]
+            inputs = [_strip_parentheses(text) for text in inputs]
         text = template.format(*inputs)
         return text if text.endswith(")") and not infix and template[0] not in "-{" else f"({text})"
 
-    def brought(self, node: Expression, kind: Kind, typed: bool) -> str:
+    def convert_argument(self, node: Expression, kind: Kind, typed: bool) -> str:
         """An argument in the type its operator computes in."""
         if isinstance(node, Constant):
             value = {"bool": bool, "int": int, "float": float}[kind](node.value)
             return self.typed(Constant(value, kind)) if typed else _literal(value)
-        text = self.written[id(node)]
-        return text if node.kind == kind else f"tl.cast({_bare(text)}, {self.types[kind]})"
+        text = self.rendered[id(node)]
+        return text if node.kind == kind else f"tl.cast({_strip_parentheses(text)}, {self.types[kind]})"
 
     def typed(self, node: Constant) -> str:
         return f"tl.full((), {_literal(node.value)}, {self.types[node.kind]})"
 
-    def lookup(self, node: Lookup) -> str:
+    def render_lookup(self, node: Lookup) -> str:
         table = f"tables[{self.slot[id(node.table)]}]"
         offsets = []
         for axis, index in enumerate(node.arguments):
-            text = self.written[id(index)]
-            if (self.place[id(node)], axis) in self.clamped:
+            text = self.rendered[id(index)]
+            if (self.node_index[id(node)], axis) in self.clamped:
                 length = f"{table}[{1 + node.table.ndim + axis}]"
-                text = f"tl.maximum(tl.minimum({_bare(text)}, {length} - 1), 0)"
+                text = f"tl.maximum(tl.minimum({_strip_parentheses(text)}, {length} - 1), 0)"
             offsets.append(f"{text} * {table}[{1 + axis}]")
         return f"tl.cast(tl.load({' + '.join([f'{table}[0]', *offsets])}), {self.types[node.kind]})"
 
@@ -208,13 +208,13 @@ def _literal(value: bool | int | float) -> str:
     return repr(value) if value is True or value is False or value >= 0 else f"({value!r})"
 
 
-def _bare(text: str) -> str:
+def _strip_parentheses(text: str) -> str:
     """Without the parentheses around the whole."""
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0
-    for place, sign in enumerate(text):
+    for position, sign in enumerate(text):
         depth += (sign == "(") - (sign == ")")
-        if depth == 0 and place < len(text) - 1:
+        if depth == 0 and position < len(text) - 1:
             return text
     return text[1:-1]

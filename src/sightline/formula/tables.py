@@ -7,16 +7,16 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..arrays import at_hand, dtype_name, strided
+from ..arrays import dtype_name, is_strided, to_host
 from ..errors import DtypeError, FormulaError, ShapeError
 from .expression import Expression, Lookup, as_expression
 from .operators import Kind
-from .table_bounds import Extrema
-from .tensor_cache import Memory
+from .table_bounds import TableBounds
+from .tensor_cache import TensorCache
 
 __all__ = ["Table", "learned_number", "table"]
 
-_EXTREMA = Memory(256)
+_TABLE_BOUNDS = TensorCache(256)
 
 
 class Table:
@@ -44,7 +44,7 @@ class Table:
             raise DtypeError("a masked array as table", "plain arrays", "fill it: array.filled(0)")
         if isinstance(array, np.ndarray):
             array = np.asarray(array)
-        elif not strided(array):
+        elif not is_strided(array):
             raise DtypeError("a sparse tensor as table", "dense arrays", "table(array.to_dense())")
         self.array: Any = array
         self.axes = axes
@@ -92,9 +92,9 @@ class Table:
         )
 
     @cached_property
-    def extrema(self) -> Extrema:
+    def bounds(self) -> TableBounds:
         """Least and greatest entries over ranges; made once, so for tables whose array no longer changes."""
-        return _EXTREMA.get("extrema", [self.array], lambda: Extrema(at_hand(self.array)))
+        return _TABLE_BOUNDS.get("bounds", [self.array], lambda: TableBounds(to_host(self.array)))
 
     def __repr__(self) -> str:
         return f"table({'×'.join(map(str, self.shape))} {self.dtype})"

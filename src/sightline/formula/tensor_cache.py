@@ -20,97 +20,97 @@ import numpy as np
 
 from ..arrays import convert, framework
 
-__all__ = ["Memory", "held", "identity", "near"]
+__all__ = ["TensorCache", "identity", "retain", "to_device"]
 
-UNCOUNTED = ("cpu", "meta")  # places whose arrays may be written to without torch, or hold nothing
-SMALL = 1 << 18  # bytes up to which arrays of the host are told by what they hold
+UNVERSIONED_DEVICES = ("cpu", "meta")  # places whose arrays may be written to without torch, or hold nothing
+MAX_HASHED_BYTES = 1 << 18  # bytes up to which arrays of the host are told by what they hold
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
-class Memory:
+class TensorCache:
     """At most that many findings, those used last."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.found: OrderedDict[Hashable, tuple[list[weakref.ref[Any]], Any]] = OrderedDict()
-        self.lock = threading.RLock()  # an array may end, and so call `forget`, while it is held
+    def __init__(self, max_entries: int) -> None:
+        self.max_entries = max_entries
+        self.entries: OrderedDict[Hashable, tuple[list[weakref.ref[Any]], Any]] = OrderedDict()
+        self.lock = threading.RLock()  # an array may end, and so call `evict`, while it is held
 
-    def get(self, question: Hashable, arrays: Sequence[Any], find: Callable[[], Found]) -> Found:
+    def get(self, tag: Hashable, arrays: Sequence[Any], compute: Callable[[], Value]) -> Value:
         """find(), or what it gave when the same was asked of the same arrays; it must not hold on to them."""
         identities = [identity(array) for array in arrays]
         if any(one is None for one in identities):
-            return find()
-        key = (question, tuple(identities))
+            return compute()
+        key = (tag, tuple(identities))
         with self.lock:
-            if key in self.found:
-                self.found.move_to_end(key)
-                answer: Found = self.found[key][1]
-                return answer
-        answer = find()
-        owners = [weakref.ref(_owner(array), lambda _: self.forget(key)) for array in arrays]
+            if key in self.entries:
+                self.entries.move_to_end(key)
+                value: Value = self.entries[key][1]
+                return value
+        value = compute()
+        owners = [weakref.ref(_base_tensor(array), lambda _: self.evict(key)) for array in arrays]
         with self.lock:
-            self.found[key] = owners, answer
-            while len(self.found) > self.most:
-                self.found.popitem(last=False)
-        return answer
+            self.entries[key] = owners, value
+            while len(self.entries) > self.max_entries:
+                self.entries.popitem(last=False)
+        return value
 
-    def forget(self, key: Hashable) -> None:
+    def evict(self, key: Hashable) -> None:
         with self.lock:
-            self.found.pop(key, None)
+            self.entries.pop(key, None)
 
 
-def near(array: Any, like: Any) -> Any:
+def to_device(array: Any, like: Any) -> Any:
     """`arrays.convert`; small arrays of the host, as slopes and lengths are, stay on the device once they are there."""
-    elsewhere = framework(like) == "torch" and like.device.type not in UNCOUNTED
-    if not elsewhere or not isinstance(array, np.ndarray) or array.nbytes > SMALL:
+    is_on_device = framework(like) == "torch" and like.device.type not in UNVERSIONED_DEVICES
+    if not is_on_device or not isinstance(array, np.ndarray) or array.nbytes > MAX_HASHED_BYTES:
         return convert(array, like)
-    content = hashlib.blake2b(np.ascontiguousarray(array).tobytes()).digest()
-    question = content, array.shape, array.dtype.str, str(like.device)
-    return held(_NEAR.get(question, [], lambda: _for_all(array.copy(), like)), like)
+    digest = hashlib.blake2b(np.ascontiguousarray(array).tobytes()).digest()
+    tag = digest, array.shape, array.dtype.str, str(like.device)
+    return retain(_DEVICE_COPIES.get(tag, [], lambda: _convert_outside_inference(array.copy(), like)), like)
 
 
-def held(answer: Found, like: Any) -> Found:
+def retain(value: Value, like: Any) -> Value:
     """What a memory keeps on `like`'s device; for good where a CUDA graph is being captured, whose replays read it.
 
     Where the memory lets go of it, nobody gets its place before the stream that reads it now is done.
     """
     if like.is_cuda:
-        stream = _maker(like).cuda.current_stream(like.device)
-        for part in answer if isinstance(answer, tuple) else (answer,):
+        stream = _framework_of(like).cuda.current_stream(like.device)
+        for part in value if isinstance(value, tuple) else (value,):
             if hasattr(part, "record_stream"):
                 part.record_stream(stream)
-    if _captured(like):
-        _HELD[id(answer)] = answer
-    return answer
+    if _is_capturing(like):
+        _RETAINED[id(value)] = value
+    return value
 
 
-def _captured(like: Any) -> bool:
-    return bool(like.is_cuda) and bool(_maker(like).cuda.is_current_stream_capturing())
+def _is_capturing(like: Any) -> bool:
+    return bool(like.is_cuda) and bool(_framework_of(like).cuda.is_current_stream_capturing())
 
 
 def identity(array: Any) -> Hashable:
     """What tells the array and its entries from all others that live; None where nothing does."""
-    if framework(array) != "torch" or array.device.type in UNCOUNTED or array.is_inference():
+    if framework(array) != "torch" or array.device.type in UNVERSIONED_DEVICES or array.is_inference():
         return None
-    return id(_owner(array)), array.data_ptr(), array.shape, array.stride(), array.dtype, array._version
+    return id(_base_tensor(array)), array.data_ptr(), array.shape, array.stride(), array.dtype, array._version
 
 
-def _for_all(array: Any, like: Any) -> Any:
+def _convert_outside_inference(array: Any, like: Any) -> Any:
     """`arrays.convert` to a tensor that calls outside torch.inference_mode may take too."""
-    with _maker(like).inference_mode(False):
+    with _framework_of(like).inference_mode(False):
         return convert(array, like)
 
 
-def _maker(array: Any) -> Any:
+def _framework_of(array: Any) -> Any:
     """The package that made the array, which is loaded; formulas load none."""
     return sys.modules[framework(array)]
 
 
-def _owner(array: Any) -> Any:
+def _base_tensor(array: Any) -> Any:
     """The tensor whose life is that of the entries: a view is made anew for every call."""
     return array if array._base is None else array._base
 
 
-_NEAR = Memory(256)
-_HELD: dict[int, Any] = {}
+_DEVICE_COPIES = TensorCache(256)
+_RETAINED: dict[int, Any] = {}

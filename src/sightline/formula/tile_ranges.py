@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 
 from ..arrays import namespace
-from .bounds import Interval, intervals
-from .expression import Constant, Expression, from_text
+from .bounds import Interval, compute_intervals
+from .expression import Constant, Expression, parse_text
 from .render_array import evaluate
 
-__all__ = ["Runs", "find_runs", "somewhere"]
+__all__ = ["TileRanges", "find_tile_ranges", "find_witness"]
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
-LARGEST_SCORE = 1e30  # scores are finite: −∞ in a formula's bounds comes from the formula
+MAX_SCORE = 1e30  # scores are finite: −∞ in a formula's bounds comes from the formula
 SEARCH_BLOCK = (64, 64)
-ROWS_AT_ONCE = 1 << 16  # rows bisected together: bounds the memory of the search
+MAX_ROWS_AT_ONCE = 1 << 16  # rows bisected together: bounds the memory of the search
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class TileRanges:
     """For each block of queries, runs of key blocks: [first, last) in units of `key_block`, full or partial.
 
     Rows are (batch, head, query block) in C order; `batches` and `heads` are 1 where the formula does not depend on
@@ -67,7 +67,9 @@ class Runs:
         return {"empty": B * H * self.query_blocks * self.key_blocks - full - partial, "full": full, "partial": partial}
 
 
-def find_runs(mask: Expression | None, extent: tuple[int, int, int, int], query_block: int, key_block: int) -> Runs:
+def find_tile_ranges(
+    mask: Expression | None, extent: tuple[int, int, int, int], query_block: int, key_block: int
+) -> TileRanges:
     """The runs of a mask. Empty: surely hidden. Full: surely allowed. Partial: everything between.
 
     Those of masks without tables are kept: such a mask is its text.
@@ -75,25 +77,25 @@ def find_runs(mask: Expression | None, extent: tuple[int, int, int, int], query_
     mask = Constant(True, "bool") if mask is None else mask
     if mask.tables:
         return _search(mask, extent, query_block, key_block)
-    return _kept(mask.text, extent, query_block, key_block)
+    return _search_cached(mask.text, extent, query_block, key_block)
 
 
 @lru_cache(64)
-def _kept(text: str, extent: tuple[int, int, int, int], query_block: int, key_block: int) -> Runs:
-    return _search(from_text(text, ()), extent, query_block, key_block)
+def _search_cached(text: str, extent: tuple[int, int, int, int], query_block: int, key_block: int) -> TileRanges:
+    return _search(parse_text(text, ()), extent, query_block, key_block)
 
 
-def _search(mask: Expression, extent: tuple[int, int, int, int], query_block: int, key_block: int) -> Runs:
+def _search(mask: Expression, extent: tuple[int, int, int, int], query_block: int, key_block: int) -> TileRanges:
     B, H, n, _ = extent
-    batches, heads = (length if name in mask.reads else min(length, 1) for name, length in (("b", B), ("h", H)))
+    batches, heads = (length if name in mask.free_symbols else min(length, 1) for name, length in (("b", B), ("h", H)))
     rows = batches * heads * -(-n // query_block)
-    found = [
-        _bisect(mask, extent, (query_block, key_block), heads, np.arange(at, min(at + ROWS_AT_ONCE, rows)))
-        for at in range(0, rows, ROWS_AT_ONCE)
+    pieces_found = [
+        _bisect(mask, extent, (query_block, key_block), heads, np.arange(at, min(at + MAX_ROWS_AT_ONCE, rows)))
+        for at in range(0, rows, MAX_ROWS_AT_ONCE)
     ]
-    row, first, last, full = _merged(np.concatenate([np.empty((4, 0), np.int64), *found], axis=1))
+    row, first, last, full = _merge_adjacent(np.concatenate([np.empty((4, 0), np.int64), *pieces_found], axis=1))
     start = np.searchsorted(row, np.arange(rows + 1))
-    return Runs(extent, query_block, key_block, batches, heads, start, first, last, full.astype(bool))
+    return TileRanges(extent, query_block, key_block, batches, heads, start, first, last, full.astype(bool))
 
 
 def _bisect(
@@ -104,60 +106,62 @@ def _bisect(
     key_blocks, query_blocks = -(-m // block[1]), -(-n // block[0])
     width = 1 << max(key_blocks - 1, 0).bit_length()
     first = np.zeros_like(rows)
-    found: list[Array] = []
+    pieces_found: list[Array] = []
     while rows.size and key_blocks:
         last = np.minimum(first + width, key_blocks)
         i0 = rows % query_blocks * block[0]
-        box = box_of(
+        box = make_box(
             extent,
             b=(rows // query_blocks // heads,) * 2,
             h=(rows // query_blocks % heads,) * 2,
             i=(i0, np.minimum(i0 + block[0], n) - 1),
             j=(first * block[1], np.minimum(last * block[1], m) - 1),
         )
-        low, high = (np.broadcast_to(end, rows.shape) for end in intervals(mask, box)[id(mask)])
+        low, high = (np.broadcast_to(end, rows.shape) for end in compute_intervals(mask, box)[id(mask)])
         full = low == 1
-        settled = full | ((width == 1) & (high != 0))
-        found.append(np.stack([rows[settled], first[settled], last[settled], full[settled].astype(np.int64)]))
+        is_decided = full | ((width == 1) & (high != 0))
+        pieces_found.append(
+            np.stack([rows[is_decided], first[is_decided], last[is_decided], full[is_decided].astype(np.int64)])
+        )
         width //= 2
-        halve = (high != 0) & ~settled
+        halve = (high != 0) & ~is_decided
         rows, first = np.repeat(rows[halve], 2), np.repeat(first[halve], 2)
         first[1::2] += width
         inside = first < key_blocks
         rows, first = rows[inside], first[inside]
-    return np.concatenate([np.empty((4, 0), np.int64), *found], axis=1)
+    return np.concatenate([np.empty((4, 0), np.int64), *pieces_found], axis=1)
 
 
-def _merged(pieces: Array) -> Array:
+def _merge_adjacent(pieces: Array) -> Array:
     """Pieces in order, neighbours of one kind joined."""
     pieces = pieces[:, np.lexsort((pieces[1], pieces[0]))]
     row, first, last, full = pieces
     if row.size == 0:
         return pieces
-    joins = (row[1:] == row[:-1]) & (first[1:] == last[:-1]) & (full[1:] == full[:-1])
-    heads = np.flatnonzero(np.concatenate([[True], ~joins]))
+    continues = (row[1:] == row[:-1]) & (first[1:] == last[:-1]) & (full[1:] == full[:-1])
+    heads = np.flatnonzero(np.concatenate([[True], ~continues]))
     ends = np.append(heads[1:], row.size) - 1
     return np.stack([row[heads], first[heads], last[ends], full[heads]])
 
 
-def box_of(extent: tuple[int, int, int, int], **symbols: tuple[Any, Any]) -> dict[str, Interval]:
+def make_box(extent: tuple[int, int, int, int], **symbols: tuple[Any, Any]) -> dict[str, Interval]:
     """Intervals for every symbol: the whole range where none is given."""
     B, H, n, m = extent
     whole = {"b": (0, B - 1), "h": (0, H - 1), "i": (0, n - 1), "j": (0, m - 1), "n": (n, n), "m": (m, m)}
     box = {name: (np.asarray(a, np.float64), np.asarray(z, np.float64)) for name, (a, z) in (whole | symbols).items()}
-    box["s"] = (np.asarray(-LARGEST_SCORE), np.asarray(LARGEST_SCORE))
+    box["s"] = (np.asarray(-MAX_SCORE), np.asarray(MAX_SCORE))
     return box
 
 
-def somewhere(condition: Expression, extent: tuple[int, int, int, int]) -> tuple[int, int, int, int] | None:
+def find_witness(condition: Expression, extent: tuple[int, int, int, int]) -> tuple[int, int, int, int] | None:
     """One (b, h, i, j) at which the condition holds, or None where it holds nowhere.
 
     Bounds first, then the values of the tiles they leave open.
     """
-    runs = find_runs(condition, extent, *SEARCH_BLOCK)
+    runs = find_tile_ranges(condition, extent, *SEARCH_BLOCK)
     _, _, n, m = extent
-    owner = np.repeat(np.arange(runs.start.size - 1), np.diff(runs.start))
-    for row, first, last in zip(owner, runs.first, runs.last, strict=True):
+    row_of_entry = np.repeat(np.arange(runs.start.size - 1), np.diff(runs.start))
+    for row, first, last in zip(row_of_entry, runs.first, runs.last, strict=True):
         group, block = divmod(int(row), runs.query_blocks)
         b, h = divmod(group, runs.heads)
         i = np.arange(block * SEARCH_BLOCK[0], min((block + 1) * SEARCH_BLOCK[0], n))[:, None]

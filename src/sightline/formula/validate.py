@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from ..errors import FormulaError, ShapeError, TableError
-from .bounds import intervals
-from .expression import LARGEST_INTEGER, Apply, Expression, Lookup, walk
-from .tile_ranges import box_of, somewhere
+from .bounds import compute_intervals
+from .expression import MAX_EXACT_INTEGER, Apply, Expression, Lookup, walk
+from .tile_ranges import find_witness, make_box
 
-__all__ = ["check_reads"]
+__all__ = ["check_formulas"]
 
 Extent = tuple[int, int, int, int]
 
 
-def check_reads(mask: Expression | None, score: Expression | None, extent: Extent) -> None:
+def check_formulas(mask: Expression | None, score: Expression | None, extent: Extent) -> None:
     """Raise where a formula reads outside a table, or whole numbers outgrow what can be counted exactly.
 
     A read outside is allowed where the mask hides the pair and in the branch of a `where` not taken.
@@ -29,10 +29,10 @@ def check_reads(mask: Expression | None, score: Expression | None, extent: Exten
             continue
         for table in formula.tables:
             _check_span(table, extent)
-        bounds = intervals(formula, box_of(extent))
+        bounds = compute_intervals(formula, make_box(extent))
         for node in walk(formula):
             low, high = bounds[id(node)]
-            if node.kind == "int" and max(np.max(np.abs(low)), np.max(np.abs(high))) >= LARGEST_INTEGER:
+            if node.kind == "int" and max(np.max(np.abs(low)), np.max(np.abs(high))) >= MAX_EXACT_INTEGER:
                 raise FormulaError(
                     f"{node} grows to 2⁵³ or beyond here", "whole numbers below 2⁵³", "use floats: 1.0 * i"
                 )
@@ -64,11 +64,11 @@ def _check_index(
         return
     index = node.arguments[axis]
     outside = (index < 0) | (index >= length)
-    reach = [guard for guard in (allowed, _reached(formula, node)) if guard is not None]
-    at = somewhere(reduce(lambda x, y: x & y, [*reach, outside]), extent)
-    if at is None:
+    guards = [guard for guard in (allowed, _branch_condition(formula, node)) if guard is not None]
+    pair = find_witness(reduce(lambda x, y: x & y, [*guards, outside]), extent)
+    if pair is None:
         return
-    b, h, i, j = at
+    b, h, i, j = pair
     raise TableError(
         f"{node} reads outside its table of shape {node.table.shape}: index {index} runs from {low:.0f} to {high:.0f}, "
         f"and leaves axis {axis} at b={b}, h={h}, i={i}, j={j}",
@@ -77,19 +77,19 @@ def _check_index(
     )
 
 
-def _reached(formula: Expression, target: Lookup) -> Expression | None:
+def _branch_condition(formula: Expression, target: Lookup) -> Expression | None:
     """The condition under which enclosing `where`s take a branch that reads `target`; None for always."""
     conditions: dict[int, Expression | None] = {id(formula): None}
     for node in reversed(walk(formula)):  # users before what they use
-        for place, argument in enumerate(node.arguments):
+        for position, argument in enumerate(node.arguments):
             condition = conditions[id(node)]
             if (
                 isinstance(node, Apply)
                 and node.operator == "where"
-                and place > 0
-                and "s" not in node.arguments[0].reads
+                and position > 0
+                and "s" not in node.arguments[0].free_symbols
             ):
-                branch = node.arguments[0] if place == 1 else ~node.arguments[0]
+                branch = node.arguments[0] if position == 1 else ~node.arguments[0]
                 condition = branch if condition is None else condition & branch
             if id(argument) in conditions:
                 other = conditions[id(argument)]

@@ -11,14 +11,17 @@ from ..errors import ParameterError
 from ..formula.expression import walk
 from ..kernel import Gradients, Kernel, Refusal, Result
 from ..problem import Problem
-from ..statistics import Slopes
+from ..statistics import StatisticGradients
 from .version import triton_version
 
 __all__ = ["Triton"]
 
-WIDEST = 256  # of d_k and d_v: what a tile of each takes of registers and shared memory
-LONGEST = 400  # parts of mask and score, each a line for the compiler
-OLDEST, OLDEST_OF = (3, 5), {"float64": (3, 8)}  # versions of triton that compile the kernels; 3.8 multiplies float64
+MAX_HEAD_WIDTH = 256  # of d_k and d_v: what a tile of each takes of registers and shared memory
+MAX_FORMULA_NODES = 400  # parts of mask and score, each a line for the compiler
+MIN_TRITON_VERSION, MIN_TRITON_VERSION_BY_DTYPE = (
+    (3, 5),
+    {"float64": (3, 8)},
+)  # versions of triton that compile the kernels; 3.8 multiplies float64
 
 
 class Triton(Kernel):
@@ -27,50 +30,52 @@ class Triton(Kernel):
     Parameters
     ----------
     architecture : "sm_90", "gfx942", ... of the tiles' sizes, the device's own if not given, and on the CPU for
-        `ahead.compiled` alone; "interpreter" serves tensors on the CPU, where TRITON_INTERPRET=1 was set before triton
+        `aot.compile_kernels` alone; "interpreter" serves tensors on the CPU, where TRITON_INTERPRET=1 was set before triton
         was imported
     """
 
     name = "triton"
-    describes = "generated through Triton for this device, O(n) memory"
+    description = "generated through Triton for this device, O(n) memory"
 
     def __init__(self, architecture: str | None = None) -> None:
         self.architecture = architecture
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
         """Other devices and libraries, rows and formulas too large, and no triton or one too old."""
-        place = problem.device.partition(":")[0]
+        device_type = problem.device.partition(":")[0]
         wanted = "cpu" if self.architecture == "interpreter" else "cuda"
-        if problem.framework != "torch" or place != wanted:
-            moved = _moved(wanted) if problem.framework == "torch" else f"torch tensors on {wanted}"
-            yield Refusal(f"{problem.framework} arrays on {problem.device}", moved)
-        elif place == "cuda" and _too_old(problem.query.device):
+        if problem.framework != "torch" or device_type != wanted:
+            cure = _move_cure(wanted) if problem.framework == "torch" else f"torch tensors on {wanted}"
+            yield Refusal(f"{problem.framework} arrays on {problem.device}", cure)
+        elif device_type == "cuda" and _is_too_old(problem.query.device):
             yield Refusal("a GPU older than compute capability 8.0", "take one of 8.0 or later; streaming serves it")
-        yield from _too_large(problem)
-        if place == wanted and importlib.util.find_spec("triton") is None:
+        yield from _size_refusals(problem)
+        if device_type == wanted and importlib.util.find_spec("triton") is None:
             yield Refusal("triton is not installed", "pip install triton")
-        elif place == wanted and triton_version() < (oldest := OLDEST_OF.get(problem.dtype, OLDEST)):
-            least = ".".join(map(str, oldest))
+        elif device_type == wanted and triton_version() < (
+            minimum := MIN_TRITON_VERSION_BY_DTYPE.get(problem.dtype, MIN_TRITON_VERSION)
+        ):
+            minimum_text = ".".join(map(str, minimum))
             yield Refusal(
                 f"{problem.dtype} by triton {'.'.join(map(str, triton_version()))}, which does not compile the kernels",
-                f"take triton {least} or later, as later versions of torch bring; streaming serves it meanwhile",
+                f"take triton {minimum_text} or later, as later versions of torch bring; streaming serves it meanwhile",
             )
 
     def cost(self, problem: Problem) -> float:
         return 1.0
 
     def sources(self, problem: Problem) -> dict[str, str]:
-        from .codegen.formula_source import sources_of
+        from .codegen.formula_source import render_sources
 
-        return sources_of(problem)
+        return render_sources(problem)
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
-        self._check()
+        self._check_interpreter()
         from .launch.forward import run
 
         return run(problem, self.architecture)
 
-    def gradients(
+    def backward(
         self,
         problem: Problem,
         d_output: Any,
@@ -78,17 +83,19 @@ class Triton(Kernel):
         saved: tuple[Any, Any],
         wanted: Collection[int],
         threads: int | None = None,
-        slopes: Slopes | None = None,
+        statistic_gradients: StatisticGradients | None = None,
     ) -> Gradients | None:
-        reasons = self.refuses(problem) if self.architecture is None else _too_large(problem)  # as `run`: anywhere
+        reasons = self.refuses(problem) if self.architecture is None else _size_refusals(problem)  # as `run`: anywhere
         if 0 in problem.extent or problem.d_v == 0 or next(reasons, None) is not None:
             return None
-        self._check()
-        from .launch.backward import gradients
+        self._check_interpreter()
+        from .launch.backward import backward
 
-        return gradients(problem, d_output, d_lse, saved, wanted, slopes or Slopes(), self.architecture)
+        return backward(
+            problem, d_output, d_lse, saved, wanted, statistic_gradients or StatisticGradients(), self.architecture
+        )
 
-    def _check(self) -> None:
+    def _check_interpreter(self) -> None:
         """Raise where the interpreter is meant and triton was imported without it.
 
         Raises
@@ -110,17 +117,19 @@ class Triton(Kernel):
             )
 
 
-def _too_large(problem: Problem) -> Iterator[Refusal]:
+def _size_refusals(problem: Problem) -> Iterator[Refusal]:
     """Rows too wide and formulas too long for any GPU."""
-    if max(problem.d_k, problem.d_v) > WIDEST:
-        yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}", f"widths up to {WIDEST}; streaming serves wider ones")
-    parts = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
-    if parts > LONGEST:
-        yield Refusal(f"formulas of {parts} parts would compile for long", "put what they compute into a table")
+    if max(problem.d_k, problem.d_v) > MAX_HEAD_WIDTH:
+        yield Refusal(
+            f"d_k {problem.d_k}, d_v {problem.d_v}", f"widths up to {MAX_HEAD_WIDTH}; streaming serves wider ones"
+        )
+    num_nodes = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
+    if num_nodes > MAX_FORMULA_NODES:
+        yield Refusal(f"formulas of {num_nodes} parts would compile for long", "put what they compute into a table")
 
 
 @lru_cache
-def _moved(wanted: str) -> str:
+def _move_cure(wanted: str) -> str:
     """What brings torch's tensors to where the kernels run."""
     import torch
 
@@ -130,7 +139,7 @@ def _moved(wanted: str) -> str:
 
 
 @lru_cache
-def _too_old(device: Any) -> bool:
+def _is_too_old(device: Any) -> bool:
     """Whether it multiplies neither bfloat16 nor float64 in matrices."""
     import torch
 

@@ -85,11 +85,11 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
     def call(self, inputs: Any, mask: Any = None) -> Any:
         """Output, or (weights, output)."""
         query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
-        hidden = None if mask is None else dense(keras.ops.cast(mask, "bool")[:, None, None, :])
+        mask_formula = None if mask is None else dense(keras.ops.cast(mask, "bool")[:, None, None, :])
         if not self.return_attn:
-            return attention(query, key, value, mask=hidden)
-        output, (matrix,) = attention(query, key, value, mask=hidden, see=[weights()])
-        return matrix, output
+            return attention(query, key, value, mask=mask_formula)
+        output, (attention_weights,) = attention(query, key, value, mask=mask_formula, see=[weights()])
+        return attention_weights, output
 
     def compute_output_shape(self, input_shape: Shape) -> Any:
         """Shape of the output, or of (weights, output)."""
@@ -103,5 +103,5 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """What `from_config` needs to make the layer again."""
-        own = {"dk": self.dk, "dv": self.dv, "return_attn": self.return_attn, "use_bias": self.use_bias}
-        return {**super().get_config(), **own}
+        settings = {"dk": self.dk, "dv": self.dv, "return_attn": self.return_attn, "use_bias": self.use_bias}
+        return {**super().get_config(), **settings}

@@ -12,12 +12,12 @@ from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
-from .storage import allotted, enlarged, reordered, write
+from .storage import allocate, grow, reorder_batch, write
 
-__all__ = ["KVCache", "as_arrays", "opened"]
+__all__ = ["KVCache", "as_arrays", "unpack_cache"]
 
-GROWTH = 2  # a full cache moves to storage so many times as long: each position is copied about once in all
-LEGEND = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or (t, d) without heads"
+GROWTH_FACTOR = 2  # a full cache moves to storage so many times as long: each position is copied about once in all
+ACCEPTED_SHAPES = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or (t, d) without heads"
 
 b, i, j = (SYMBOLS[name] for name in "bij")
 
@@ -71,16 +71,16 @@ class KVCache:
     """
 
     def __init__(self, *, capacity: int = 0, dtype: str | None = None) -> None:
-        self._least = _whole("capacity", capacity)
+        self._min_capacity = _check_count("capacity", capacity)
         if dtype is not None and dtype not in FLOATS:
             raise DtypeError(f"KVCache(dtype={dtype!r})", ", ".join(map(repr, FLOATS)), 'dtype="bfloat16", say')
-        self._dtype, self._casts = dtype, dtype is not None
+        self._dtype, self._casts_inputs = dtype, dtype is not None
         self._key: Any = None  # (B, G, capacity, d_k)
         self._value: Any = None
-        self._given: Expression | None  # the last mask given out: no query of it sees beyond its sequence's end
-        self._hides_nothing: Expression | None  # the same, where it is for one query that sees every position
-        self._axes = 4  # of what was appended: fewer have no head axis
-        self._note(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
+        self._issued_mask: Expression | None  # the last mask given out: no query of it sees beyond its sequence's end
+        self._all_visible_mask: Expression | None  # the same, where it is for one query that sees every position
+        self._ndim = 4  # of what was appended: fewer have no head axis
+        self._set_lengths(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
 
     # -- what is there ----------------------------------------------------------------------------------------------
     @property
@@ -94,17 +94,17 @@ class KVCache:
 
         Positions at or beyond a sequence's own length hold nothing to rely on.
         """
-        return self._view(self._longest)[0]
+        return self._view(self._max_length)[0]
 
     @property
     def value(self) -> Any:
         """(B, G, max(lengths), d_v), as `key`."""
-        return self._view(self._longest)[1]
+        return self._view(self._max_length)[1]
 
     @property
     def capacity(self) -> int:
         """Positions there is room for without growing."""
-        return self._least if self._key is None else int(self._key.shape[2])
+        return self._min_capacity if self._key is None else int(self._key.shape[2])
 
     @property
     def dtype(self) -> str | None:
@@ -123,18 +123,18 @@ class KVCache:
             return f"KVCache: empty, room for {self.capacity}, the first append decides the rest"
         B, G, _, d_k = self._key.shape
         if B == 1:
-            sequences = f"1 sequence of {self._longest:,} positions"
-        elif self._even:
-            sequences = f"{B} sequences of {self._longest:,} positions each"
+            sequences = f"1 sequence of {self._max_length:,} positions"
+        elif self._has_equal_lengths:
+            sequences = f"{B} sequences of {self._max_length:,} positions each"
         elif B == 2:
             sequences = f"2 sequences of {' and '.join(f'{length:,}' for length in self._lengths)} positions"
         else:
-            sequences = f"{B} sequences of {self._lengths.min():,} to {self._longest:,} positions"
-        heads = "no head axis" if self._axes < 4 else f"{G} head{'s' * (G != 1)}"
+            sequences = f"{B} sequences of {self._lengths.min():,} to {self._max_length:,} positions"
+        heads = "no head axis" if self._ndim < 4 else f"{G} head{'s' * (G != 1)}"
         where = f"{framework(self._key)} on {device(self._key)}"
         return (
             f"KVCache: {sequences}, room for {self.capacity:,}\n"
-            f"  {heads}, d_k {d_k}, d_v {self._value.shape[3]}, {self._dtype}, {where}, {_bytes(self.nbytes)}"
+            f"  {heads}, d_k {d_k}, d_v {self._value.shape[3]}, {self._dtype}, {where}, {_format_bytes(self.nbytes)}"
         )
 
     # -- what changes it --------------------------------------------------------------------------------------------
@@ -168,18 +168,18 @@ class KVCache:
                 f"padding={padding!r}", '"right" or "left"', 'padding="left" for prompts that end alike'
             )
         axes = key.ndim
-        key, value = _headed(key), _headed(value)
+        key, value = _unsqueeze_to_4d(key), _unsqueeze_to_4d(value)
         B, _, t, _ = key.shape
-        counts = np.full(B, t) if lengths is None else _counts(lengths, B, t)
+        counts = np.full(B, t) if lengths is None else _check_lengths(lengths, B, t)
         if self._key is None:
-            self._begin(key, value, axes)
+            self._allocate(key, value, axes)
         self._grow(int((self._lengths + counts).max(initial=0)))
         rows = np.arange(t) - (0 if padding == "right" else (t - counts)[:, None])  # (B, t), 0 for the first real one
         real = (rows >= 0) & (rows < counts[:, None])
         places = np.where(real, self._lengths[:, None] + rows, -1)
         write(self._key, key, places)
         write(self._value, value, places)
-        self._note(self._lengths + counts, places)
+        self._set_lengths(self._lengths + counts, places)
 
     def truncate(self, lengths: Any) -> None:
         """Keep at most so many positions of every sequence, as after rejected drafts of speculative decoding.
@@ -189,15 +189,21 @@ class KVCache:
         lengths : int or (B,) integers ≥ 0
             Sequences that are shorter stay as they are.
         """
-        kept = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
-        if kept.dtype.kind not in "iu" or kept.shape not in ((), self._lengths.shape) or (kept < 0).any():
+        new_lengths = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
+        if (
+            new_lengths.dtype.kind not in "iu"
+            or new_lengths.shape not in ((), self._lengths.shape)
+            or (new_lengths < 0).any()
+        ):
             raise ShapeError(
                 f"truncate({lengths!r})",
                 f"a whole number ≥ 0, or one for each of {self._lengths.size} sequences",
                 "cache.truncate(cache.lengths - rejected)",
             )
-        kept = np.minimum(self._lengths, kept)
-        self._note(kept, np.where(self._newest < kept[:, None], self._newest, -1))
+        new_lengths = np.minimum(self._lengths, new_lengths)
+        self._set_lengths(
+            new_lengths, np.where(self._newest_positions < new_lengths[:, None], self._newest_positions, -1)
+        )
 
     def reorder(self, indices: Any) -> None:
         """Make sequence b what sequence indices[b] was, as beams do; sequences that stay are not copied.
@@ -217,10 +223,10 @@ class KVCache:
             )
         if self._key is None:
             return
-        if self._axes == 2 and order.size != 1:
+        if self._ndim == 2 and order.size != 1:
             raise ShapeError(f"reorder({indices!r}) of arrays (t, d)", "one sequence", "append (B, t, d)")
-        self._key, self._value = (reordered(array, order, self._longest) for array in (self._key, self._value))
-        self._note(self._lengths[order], self._newest[order])
+        self._key, self._value = (reorder_batch(array, order, self._max_length) for array in (self._key, self._value))
+        self._set_lengths(self._lengths[order], self._newest_positions[order])
 
     def reset(self) -> None:
         """Forget every position and keep the storage."""
@@ -236,8 +242,8 @@ class KVCache:
             The last n positions of every sequence. By default those of the newest append, row by row as it came.
         """
         if n is None:
-            return self._newest.copy()
-        last = self._lengths[:, None] - _whole("n", n) + np.arange(n)
+            return self._newest_positions.copy()
+        last = self._lengths[:, None] - _check_count("n", n) + np.arange(n)
         return np.maximum(last, -1)
 
     def causal(self, n: int | None = None) -> Expression:
@@ -263,23 +269,23 @@ class KVCache:
         """
         positions = self.positions(n)
         table = Table(positions, axes=("b", "i"))
-        self._given = mask = j <= table[b if table.shape[0] != 1 else 0, i]
-        if positions.shape[1] == 1 and bool((positions == self._lengths.max() - 1).all()) and self._even:
-            self._hides_nothing = mask
+        self._issued_mask = mask = j <= table[b if table.shape[0] != 1 else 0, i]
+        if positions.shape[1] == 1 and bool((positions == self._lengths.max() - 1).all()) and self._has_equal_lengths:
+            self._all_visible_mask = mask
         return mask
 
     # -- for this module --------------------------------------------------------------------------------------------
     @property
-    def beyond(self) -> Expression | None:
+    def length_mask(self) -> Expression | None:
         """The condition that hides what lies beyond each sequence's end; None where all end together."""
-        return None if self._even else library.padding(self._lengths)
+        return None if self._has_equal_lengths else library.padding(self._lengths)
 
-    def _note(self, lengths: Any, newest: Any) -> None:
+    def _set_lengths(self, lengths: Any, newest: Any) -> None:
         """The lengths and the newest positions from now on; plain numbers beside, which torch.compile can read."""
-        self._lengths, self._newest = lengths, newest
-        self._given = self._hides_nothing = None
-        self._longest = int(lengths.max(initial=0))
-        self._even = bool((lengths == self._longest).all())
+        self._lengths, self._newest_positions = lengths, newest
+        self._issued_mask = self._all_visible_mask = None
+        self._max_length = int(lengths.max(initial=0))
+        self._has_equal_lengths = bool((lengths == self._max_length).all())
 
     def _view(self, length: int) -> tuple[Any, Any]:
         """Key and value of the first positions: as many of both, whatever another thread appends meanwhile."""
@@ -287,8 +293,8 @@ class KVCache:
             raise ParameterError(
                 "a KVCache to which nothing was appended", "a cache that knows its shapes", "cache.append(key, value)"
             )
-        lead = {4: (), 3: (slice(None), 0), 2: (0, 0)}[self._axes]
-        return self._key[lead][..., :length, :], self._value[lead][..., :length, :]
+        index = {4: (), 3: (slice(None), 0), 2: (0, 0)}[self._ndim]
+        return self._key[index][..., :length, :], self._value[index][..., :length, :]
 
     def _check(self, key: Any, value: Any) -> None:
         """Raise where key and value do not fit each other, or what was appended before."""
@@ -296,7 +302,7 @@ class KVCache:
             _check_array(name, array)
         if key.ndim not in (2, 3, 4) or tuple(key.shape[:-1]) != tuple(value.shape[:-1]):
             raise ShapeError(
-                f"key {tuple(key.shape)} and value {tuple(value.shape)}", LEGEND, "give one value to a key"
+                f"key {tuple(key.shape)} and value {tuple(value.shape)}", ACCEPTED_SHAPES, "give one value to a key"
             )
         if dtype_name(key) != dtype_name(value):
             raise DtypeError(f"key of {dtype_name(key)}, value of {dtype_name(value)}", "one dtype", "cast one of them")
@@ -310,33 +316,33 @@ class KVCache:
                 )
         if self._key is None:
             return
-        if not self._casts and dtype_name(key) != self._dtype:
+        if not self._casts_inputs and dtype_name(key) != self._dtype:
             raise DtypeError(
                 f"key and value of {dtype_name(key)}, the cache keeps {self._dtype}",
                 "the dtype of the first append",
                 f"cast them, or make the cache by KVCache(dtype={self._dtype!r}), which casts what comes",
             )
-        for name, array, kept in (("key", key, self._key), ("value", value, self._value)):
-            found, wanted = _headed(array).shape, kept.shape
-            if array.ndim != self._axes or (*found[:2], found[3]) != (*wanted[:2], wanted[3]):
+        for name, array, stored in (("key", key, self._key), ("value", value, self._value)):
+            found, wanted = _unsqueeze_to_4d(array).shape, stored.shape
+            if array.ndim != self._ndim or (*found[:2], found[3]) != (*wanted[:2], wanted[3]):
                 shape = [str(length) for length in wanted]
                 shape[2] = "t"
-                del shape[1 : 1 + (self._axes < 4)], shape[: self._axes == 2]
+                del shape[1 : 1 + (self._ndim < 4)], shape[: self._ndim == 2]
                 raise ShapeError(
                     f"{name} {tuple(array.shape)}", f"({', '.join(shape)}), as before", "or begin another KVCache"
                 )
 
-    def _begin(self, key: Any, value: Any, axes: int) -> None:
+    def _allocate(self, key: Any, value: Any, axes: int) -> None:
         """Storage for arrays like these."""
-        self._axes, self._dtype = axes, self._dtype or dtype_name(key)
-        self._key, self._value = (allotted(x, x.shape[0], self._least, self._dtype) for x in (key, value))
-        self._note(np.zeros(key.shape[0], np.int64), np.zeros((key.shape[0], 0), np.int64))
+        self._ndim, self._dtype = axes, self._dtype or dtype_name(key)
+        self._key, self._value = (allocate(x, x.shape[0], self._min_capacity, self._dtype) for x in (key, value))
+        self._set_lengths(np.zeros(key.shape[0], np.int64), np.zeros((key.shape[0], 0), np.int64))
 
     def _grow(self, needed: int) -> None:
         if needed <= self.capacity:
             return
-        capacity = max(needed, GROWTH * self.capacity)
-        self._key, self._value = (enlarged(old, capacity, self._longest) for old in (self._key, self._value))
+        capacity = max(needed, GROWTH_FACTOR * self.capacity)
+        self._key, self._value = (grow(old, capacity, self._max_length) for old in (self._key, self._value))
 
 
 def as_arrays(query: Any, cache: KVCache, mask: Any) -> tuple[Any, Any, Any]:
@@ -344,14 +350,14 @@ def as_arrays(query: Any, cache: KVCache, mask: Any) -> tuple[Any, Any, Any]:
 
     That is where all sequences end together. The newest query of each sees every key: its causal mask is none.
     """
-    if not cache._even or type(query) is not type(cache._key) or query.dtype != cache._key.dtype:
+    if not cache._has_equal_lengths or type(query) is not type(cache._key) or query.dtype != cache._key.dtype:
         return cache, None, mask
-    if mask is not None and mask is cache._hides_nothing and query.shape[-2:-1] == (1,):
+    if mask is not None and mask is cache._all_visible_mask and query.shape[-2:-1] == (1,):
         mask = None
-    return *cache._view(cache._longest), mask
+    return *cache._view(cache._max_length), mask
 
 
-def opened(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Expression | None]:
+def unpack_cache(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Expression | None]:
     """Key and value of attention's arguments, and the condition a cache adds to the mask, where it needs one."""
     if isinstance(value, KVCache) or (isinstance(key, KVCache) and value is not None):
         raise ParameterError(
@@ -365,7 +371,7 @@ def opened(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Expre
                 "attention(query, key, value)",
             )
         return key, value, None
-    keys, values = key._view(key._longest)
+    keys, values = key._view(key._max_length)
     if framework(query) == framework(keys) and dtype_name(query) in FLOATS and dtype_name(query) != key.dtype:
         cast = "to" if framework(query) == "torch" else "astype"
         raise DtypeError(
@@ -373,7 +379,7 @@ def opened(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Expre
             "one dtype for all; a cache is not converted at every token",
             f"query.{cast}(cache.key.dtype), or keep the cache as KVCache(dtype={dtype_name(query)!r})",
         )
-    return keys, values, None if mask is not None and mask is key._given else key.beyond
+    return keys, values, None if mask is not None and mask is key._issued_mask else key.length_mask
 
 
 def _check_array(name: str, array: Any) -> None:
@@ -389,18 +395,18 @@ def _check_array(name: str, array: Any) -> None:
         )
 
 
-def _headed(array: Any) -> Any:
+def _unsqueeze_to_4d(array: Any) -> Any:
     """(B, G, t, d) of an array that may lack heads and batch."""
     return array if array.ndim == 4 else array[..., None, :, :][(None,) * (array.ndim == 2)]
 
 
-def _whole(name: str, value: Any) -> int:
+def _check_count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
         raise ParameterError(f"{name}={value!r}", "a whole number ≥ 0", f"{name}=1, say")
     return int(value)
 
 
-def _counts(lengths: Any, B: int, t: int) -> Any:
+def _check_lengths(lengths: Any, B: int, t: int) -> Any:
     counts = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
     if counts.size == 0:
         counts = counts.astype(np.int64)  # an empty list is one of floats to NumPy
@@ -411,7 +417,7 @@ def _counts(lengths: Any, B: int, t: int) -> Any:
     return counts.astype(np.int64)
 
 
-def _bytes(count: int) -> str:
+def _format_bytes(count: int) -> str:
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     power = min(max(count.bit_length() - 1, 0) // 10, len(units) - 1)
     return f"{count / 1024**power:.3g} {units[power]}"

@@ -6,23 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import dtype_name, namespace, resolve
+from ..arrays import dtype_name, namespace, resolve_dtype
 
-__all__ = ["allotted", "enlarged", "reordered", "write"]
+__all__ = ["allocate", "grow", "reorder_batch", "write"]
 
 Array = Any
 
 
-def allotted(like: Array, batch: int, capacity: int, dtype: str) -> Array:
+def allocate(like: Array, batch: int, capacity: int, dtype: str) -> Array:
     """Zeros, not memory as it comes: NaN in what a mask hides would cost a second look."""
     xp = namespace(like)
     shape = (batch, like.shape[1], capacity, like.shape[3])
-    return xp.zeros(shape, dtype=resolve(xp, dtype), device=like.device)
+    return xp.zeros(shape, dtype=resolve_dtype(xp, dtype), device=like.device)
 
 
-def enlarged(storage: Array, capacity: int, used: int) -> Array:
+def grow(storage: Array, capacity: int, used: int) -> Array:
     """Other storage of that capacity that begins with the positions in use; views of the old one stay as they are."""
-    new = allotted(storage, storage.shape[0], capacity, dtype_name(storage))
+    new = allocate(storage, storage.shape[0], capacity, dtype_name(storage))
     new[:, :, :used] = storage[:, :, :used]
     return new
 
@@ -37,10 +37,10 @@ def write(storage: Array, array: Array, places: Any) -> None:
         storage[sequence, :, places[sequence, row]] = namespace(array).astype(array[sequence, :, row], storage.dtype)
 
 
-def reordered(storage: Array, order: Any, used: int) -> Array:
+def reorder_batch(storage: Array, order: Any, used: int) -> Array:
     """Storage whose sequence b is what order[b] was: the same one where as many sequences stay."""
     if order.size != storage.shape[0]:
-        new = allotted(storage, order.size, storage.shape[2], dtype_name(storage))
+        new = allocate(storage, order.size, storage.shape[2], dtype_name(storage))
         new[:, :, :used] = storage[order, :, :used]
         return new
     moved = np.flatnonzero(order != np.arange(order.size))

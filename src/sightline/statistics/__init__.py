@@ -10,54 +10,64 @@ from ast import literal_eval
 from collections.abc import Callable, Sequence
 
 from ..formula.expression import Expression
-from .base import Back, Pass, Slopes, StatisticBase, Tile, arrays_of, collect, slopes, width_of
-from .matrix import LARGEST, Pooled, Scores, Weights, pooled, scores, weights
+from .base import (
+    BackwardContext,
+    ForwardContext,
+    StatisticBase,
+    StatisticGradients,
+    Tile,
+    accumulate_statistics,
+    arrays_of,
+    itemsize,
+    statistic_gradients,
+)
+from .matrix import MAX_RESULT_BYTES, Pooled, Scores, Weights, pooled, scores, weights
 from .per_key import Received, received
 from .per_query import Entropy, Largest, Lse, Mass, MaxScore, Top, TopK, entropy, lse, mass, max_score, top_k
-from .selection import Mean, Part, Statistic, apart, inner, restricted
-from .weighted_sums import Applied, applied
+from .selection import Mean, Selection, Statistic, restrict, solve_selections_separately, unwrap_mean
+from .weighted_sums import WeightedSum, weighted_sum
 
 __all__ = [
-    "LARGEST",
+    "MAX_RESULT_BYTES",
     "STATISTICS",
-    "Applied",
-    "Back",
+    "BackwardContext",
     "Entropy",
+    "ForwardContext",
     "Largest",
     "Lse",
     "Mass",
     "MaxScore",
     "Mean",
-    "Part",
-    "Pass",
     "Pooled",
     "Received",
     "Scores",
-    "Slopes",
+    "Selection",
     "Statistic",
     "StatisticBase",
+    "StatisticGradients",
     "Tile",
     "Top",
     "TopK",
+    "WeightedSum",
     "Weights",
-    "apart",
-    "applied",
+    "accumulate_statistics",
     "arrays_of",
-    "collect",
+    "deserialize",
     "entropy",
-    "from_words",
-    "inner",
+    "itemsize",
     "lse",
     "mass",
     "max_score",
     "pooled",
     "received",
-    "restricted",
+    "restrict",
     "scores",
-    "slopes",
+    "solve_selections_separately",
+    "statistic_gradients",
     "top_k",
+    "unwrap_mean",
+    "weighted_sum",
     "weights",
-    "width_of",
 ]
 
 STATISTICS: dict[str, type[Statistic]] = {
@@ -66,11 +76,11 @@ STATISTICS: dict[str, type[Statistic]] = {
 """Those a kernel is asked for, by name; `Mean` may stand around one, parts and products are problems of their own."""
 
 
-def from_words(words: Sequence[str], formula: Callable[[str], Expression]) -> Statistic:
-    """The statistic whose `words` these are; `formula` reads a formula's text."""
-    name, *rest = words
+def deserialize(tokens: Sequence[str], formula: Callable[[str], Expression]) -> Statistic:
+    """The statistic whose `tokens` these are; `formula` reads a formula's text."""
+    name, *rest = tokens
     if name == Mean.name:
-        return Mean(rest[0] == "True", rest[1] == "True", from_words(rest[2:], formula))
+        return Mean(rest[0] == "True", rest[1] == "True", deserialize(rest[2:], formula))
     if name == Mass.name:
         return Mass(formula(rest[0]))
     return STATISTICS[name](*[literal_eval(word) for word in rest])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from ..arrays import accumulator, dtype_name, namespace, resolve
+from ..arrays import accumulator, dtype_name, namespace, resolve_dtype
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.tables import Table
 
@@ -20,9 +20,20 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from .selection import Statistic
 
-__all__ = ["LARGEST", "Back", "Pass", "Slopes", "StatisticBase", "Tile", "arrays_of", "collect", "slopes", "width_of"]
+__all__ = [
+    "MAX_RESULT_BYTES",
+    "BackwardContext",
+    "ForwardContext",
+    "StatisticBase",
+    "StatisticGradients",
+    "Tile",
+    "accumulate_statistics",
+    "arrays_of",
+    "itemsize",
+    "statistic_gradients",
+]
 
-LARGEST = 2 << 30  # bytes of an answer held without insisting
+MAX_RESULT_BYTES = 2 << 30  # bytes of an answer held without insisting
 Outer = tuple[int, ...]  # the axes before the queries: (*lead, H), or what averaging leaves of them
 
 
@@ -41,7 +52,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardContext:
     """What statistics are made from besides the tiles."""
 
     problem: Problem
@@ -54,34 +65,34 @@ class Pass:
 
     def full(self, value: float, shape: tuple[int, ...], dtype: str) -> Any:
         xp = self.xp
-        return xp.full(shape, value, dtype=resolve(xp, dtype), device=self.problem.query.device)
+        return xp.full(shape, value, dtype=resolve_dtype(xp, dtype), device=self.problem.query.device)
 
 
 @dataclass(frozen=True)
-class Back:
+class BackwardContext:
     """What a statistic's gradient is made from. Formulas made here read b, h, i, j, and s as the final score S."""
 
     problem: Problem
     lse: Any
     tiles: Callable[[], Iterator[Tile]]
-    answer: Callable[[Statistic], Any]  # to another statistic of the problem
+    compute: Callable[[Statistic], Any]  # to another statistic of the problem
     gradient: Any  # of the statistic's first array: the others are whole numbers
-    kept: str = "bh"  # the axes averaging has left of the gradient's
+    remaining_axes: str = "bh"  # the axes averaging has left of the gradient's
 
-    def read(self, array: Any, *index: Expression, kept: str = "bh") -> Expression:
+    def lookup(self, array: Any, *index: Expression, remaining_axes: str = "bh") -> Expression:
         """The entry of an array (*lead, H, ...) at b, h and the index."""
         problem, xp = self.problem, namespace(self.problem.query)
-        lengths = [problem.B] * ("b" in kept) + [problem.H] * ("h" in kept)
+        lengths = [problem.B] * ("b" in remaining_axes) + [problem.H] * ("h" in remaining_axes)
         own = array.shape[array.ndim - len(index) :]
-        return Table(xp.reshape(array, (*lengths, *own)))[(*(SYMBOLS[name] for name in kept), *index)]
+        return Table(xp.reshape(array, (*lengths, *own)))[(*(SYMBOLS[name] for name in remaining_axes), *index)]
 
-    def slope(self, *index: Expression) -> Expression:
+    def gradient_at(self, *index: Expression) -> Expression:
         """The gradient at b, h and the index."""
-        return self.read(self.gradient, *index, kept=self.kept)
+        return self.lookup(self.gradient, *index, remaining_axes=self.remaining_axes)
 
 
 @dataclass(frozen=True)
-class Slopes:
+class StatisticGradients:
     """What gradients of statistics add to those of the weights: `weights` to dP, `scores` to dS itself, `lse` to dlse.
 
     The first two are formulas of b, h, i, j and s, the final score; they mean something at visible pairs alone.
@@ -90,7 +101,7 @@ class Slopes:
     weights: Expression | None = None
     scores: Expression | None = None
     lse: Any = None
-    everywhere: bool = False  # `scores` counts at pairs whose weight has become 0 by rounding too
+    includes_zero_weights: bool = False  # `scores` counts at pairs whose weight has become 0 by rounding too
 
 
 class StatisticBase:
@@ -100,14 +111,14 @@ class StatisticBase:
     """
 
     name: ClassVar[str]
-    reads: ClassVar[tuple[str, ...]] = ("weights",)  # of a tile; () needs none
-    fills: ClassVar[tuple[float, ...]] = (0.0,)  # what the arrays hold where no tile says otherwise
-    apart: bool = False  # answered by a problem of its own, `posed`
-    averages: bool = True  # whether a mean of it over heads or batch means anything
-    differentiable: bool = True
+    tile_inputs: ClassVar[tuple[str, ...]] = ("weights",)  # of a tile; () needs none
+    fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # what the arrays hold where no tile says otherwise
+    has_own_problem: bool = False  # answered by a problem of its own, `make_own_problem`
+    supports_mean: bool = True  # whether a mean of it over heads or batch means anything
+    is_differentiable: bool = True
 
     @property
-    def linear(self) -> bool:
+    def is_linear(self) -> bool:
         """Whether the mean of it is it of the mean of the tiles."""
         return False
 
@@ -122,7 +133,7 @@ class StatisticBase:
 
     def outputs(self, problem: Problem) -> tuple[tuple[tuple[int, ...], str], ...]:
         """(shape, dtype) of each of its arrays."""
-        shapes = self.shapes(problem, (*problem.lead, problem.H), problem.n)
+        shapes = self.shapes(problem, (*problem.batch_shape, problem.H), problem.n)
         return tuple(zip(shapes, self.dtypes(problem), strict=True))
 
     def head_axis(self, lead: int) -> int | None:
@@ -133,102 +144,102 @@ class StatisticBase:
         """Raise where its parameters do not fit the problem; shapes and dtypes are known, no array's values."""
 
     # -- the answer ---------------------------------------------------------------------------------------------------
-    def start(self, over: Pass) -> list[Any]:
+    def start(self, context: ForwardContext) -> list[Any]:
         """Its arrays before the first tile."""
-        problem = over.problem
-        shapes = self.shapes(problem, over.outer, problem.n)
-        return [over.full(*one) for one in zip(self.fills, shapes, self.dtypes(problem), strict=True)]
+        problem = context.problem
+        shapes = self.shapes(problem, context.outer, problem.n)
+        return [context.full(*one) for one in zip(self.fill_values, shapes, self.dtypes(problem), strict=True)]
 
-    def add(self, arrays: list[Any], tile: Tile, over: Pass) -> None:
+    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         """Put a tile into its arrays."""
         raise NotImplementedError(type(self).__name__)
 
-    def finish(self, arrays: list[Any], over: Pass) -> list[Any]:
+    def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
         """Its arrays after the last tile."""
         return arrays
 
-    def joined(self, arrays: Sequence[Any]) -> Any:
+    def build_result(self, arrays: Sequence[Any]) -> Any:
         """What the user gets: the one array, or a named tuple of several."""
         return arrays[0]
 
-    def slopes(self, back: Back) -> Slopes:
+    def backward(self, context: BackwardContext) -> StatisticGradients:
         """Its gradient's share in those of the weights and the scores."""
-        return Slopes()
+        return StatisticGradients()
 
     # -- parameters ---------------------------------------------------------------------------------------------------
-    def mapped(self, change: Callable[[Any], Any]) -> Self:
+    def map_formulas(self, change: Callable[[Any], Any]) -> Self:
         """The same statistic with its formula changed, where it has one."""
         return self
 
-    def words(self, spell: Callable[[Expression], str]) -> list[str]:
-        """Its name and parameters as words without line breaks or bars; `from_words` reads them back."""
+    def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
+        """Its name and parameters as words without line breaks or bars; `deserialize` reads them back."""
         own = [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
-        return [self.name, *[_word(value) for value in own]]
+        return [self.name, *[_literal_text(value) for value in own]]
 
     def __repr__(self) -> str:
         fields = {field: getattr(self, field) for field in self.__match_args__}  # type: ignore[attr-defined]
-        usual = {field: getattr(type(self), field, None) for field in fields}
-        said = [f"{field}={value!r}" for field, value in fields.items() if repr(value) != repr(usual[field])]
-        return f"{self.name}({', '.join(said)})"
+        defaults = {field: getattr(type(self), field, None) for field in fields}
+        shown = [f"{field}={value!r}" for field, value in fields.items() if repr(value) != repr(defaults[field])]
+        return f"{self.name}({', '.join(shown)})"
 
 
-def collect(problem: Problem, lse: Any, tiles: Callable[[], Iterator[Tile]]) -> tuple[Any, ...]:
+def accumulate_statistics(problem: Problem, lse: Any, tiles: Callable[[], Iterator[Tile]]) -> tuple[Any, ...]:
     """Every statistic of `problem.see`, from the normaliser and at most one pass of the tiles that hold any weight."""
-    over = Pass(problem, lse, (*problem.lead, problem.H))
+    context = ForwardContext(problem, lse, (*problem.batch_shape, problem.H))
     with np.errstate(all="ignore"):
-        gathered = [(statistic, statistic.start(over)) for statistic in problem.see]
-        for tile in tiles() if any(statistic.reads for statistic in problem.see) else ():
-            for statistic, arrays in gathered:
-                if statistic.reads:
-                    statistic.add(arrays, tile, over)
-        return tuple(statistic.joined(statistic.finish(arrays, over)) for statistic, arrays in gathered)
+        accumulated = [(statistic, statistic.start(context)) for statistic in problem.see]
+        for tile in tiles() if any(statistic.tile_inputs for statistic in problem.see) else ():
+            for statistic, arrays in accumulated:
+                if statistic.tile_inputs:
+                    statistic.add(arrays, tile, context)
+        return tuple(statistic.build_result(statistic.finish(arrays, context)) for statistic, arrays in accumulated)
 
 
-def slopes(
+def statistic_gradients(
     problem: Problem,
     lse: Any,
     tiles: Callable[[], Iterator[Tile]],
     d_seen: Sequence[Any],
-    answer: Callable[[Statistic], Any] | None = None,
-) -> Slopes:
+    compute: Callable[[Statistic], Any] | None = None,
+) -> StatisticGradients:
     """The sum of what the statistics' gradients add; `d_seen` has the gradient of each one's first array, or None.
 
-    `answer` answers another statistic of the problem; from the tiles where it is not given.
+    `compute` answers another statistic of the problem; from the tiles where it is not given.
     """
 
-    def collected(statistic: Statistic) -> Any:
-        return collect(problem.asking(statistic), lse, tiles)[0]
+    def compute_from_tiles(statistic: Statistic) -> Any:
+        return accumulate_statistics(problem.with_statistics(statistic), lse, tiles)[0]
 
-    found = [
-        statistic.slopes(Back(problem, lse, tiles, answer or collected, gradient))
+    gradients = [
+        statistic.backward(BackwardContext(problem, lse, tiles, compute or compute_from_tiles, gradient))
         for statistic, gradient in zip(problem.see, d_seen, strict=False)
         if gradient is not None
     ]
 
-    def total(parts: list[Any]) -> Any:
-        kept = [part for part in parts if part is not None]
-        return reduce(lambda x, y: x + y, kept) if kept else None
+    def sum_present(parts: list[Any]) -> Any:
+        present = [one for one in parts if one is not None]
+        return reduce(lambda x, y: x + y, present) if present else None
 
-    return Slopes(
-        total([one.weights for one in found]),
-        total([one.scores for one in found]),
-        total([one.lse for one in found]),
-        any(one.everywhere for one in found),
+    return StatisticGradients(
+        sum_present([one.weights for one in gradients]),
+        sum_present([one.scores for one in gradients]),
+        sum_present([one.lse for one in gradients]),
+        any(one.includes_zero_weights for one in gradients),
     )
 
 
-def arrays_of(answer: Any) -> tuple[Any, ...]:
-    """The arrays of what `joined` made."""
-    return tuple(answer) if isinstance(answer, tuple) else (answer,)
+def arrays_of(result: Any) -> tuple[Any, ...]:
+    """The arrays of what `build_result` made."""
+    return tuple(result) if isinstance(result, tuple) else (result,)
 
 
-def width_of(dtype: str) -> int:
+def itemsize(dtype: str) -> int:
     """Bytes of one number."""
     return {"float16": 2, "bfloat16": 2, "float32": 4}.get(dtype, 8)
 
 
-def _word(value: Any) -> str:
+def _literal_text(value: Any) -> str:
     """A parameter as Python writes it. `repr` of a tuple is closed to torch.compile."""
     if isinstance(value, tuple):
-        return "(" + "".join([_word(entry) + "," for entry in value]) + ")"
+        return "(" + "".join([_literal_text(entry) + "," for entry in value]) + ")"
     return repr(value)

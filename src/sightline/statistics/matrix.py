@@ -11,13 +11,13 @@ import numpy as np
 from ..arrays import dtype_name, framework, namespace
 from ..errors import ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, where
-from .base import LARGEST, Back, Outer, Pass, Slopes, Tile, width_of
+from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, Outer, StatisticGradients, Tile, itemsize
 from .selection import Statistic
 
 if TYPE_CHECKING:
     from ..problem import Problem
 
-__all__ = ["LARGEST", "Pooled", "Scores", "Weights", "pooled", "scores", "weights"]
+__all__ = ["MAX_RESULT_BYTES", "Pooled", "Scores", "Weights", "pooled", "scores", "weights"]
 
 Rectangle = tuple[tuple[int, int], tuple[int, int]]
 
@@ -28,18 +28,18 @@ i, j = SYMBOLS["i"], SYMBOLS["j"]
 class Matrix(Statistic):
     """A number for every pair."""
 
-    limit: int = LARGEST
+    limit: int = MAX_RESULT_BYTES
     insist: bool = False
 
     @property
-    def linear(self) -> bool:
+    def is_linear(self) -> bool:
         return True
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
         return ((*outer, n, problem.m),)
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
-        size = math.prod((*outer, n, problem.m)) * width_of(self.dtypes(problem)[0])
+        size = math.prod((*outer, n, problem.m)) * itemsize(self.dtypes(problem)[0])
         if not self.insist and size > self.limit:
             shape = " × ".join([str(length) for length in (*outer, n, problem.m)])
             raise ParameterError(
@@ -59,11 +59,11 @@ class Weights(Matrix):
     def dtypes(self, problem: Problem) -> tuple[str, ...]:
         return (dtype_name(problem.query),)
 
-    def add(self, arrays: list[Any], tile: Tile, over: Pass) -> None:
-        arrays[0][..., tile.rows, tile.columns] = over.xp.astype(tile.weights, arrays[0].dtype)
+    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
+        arrays[0][..., tile.rows, tile.columns] = context.xp.astype(tile.weights, arrays[0].dtype)
 
-    def slopes(self, back: Back) -> Slopes:
-        return Slopes(weights=back.slope(i, j))
+    def backward(self, context: BackwardContext) -> StatisticGradients:
+        return StatisticGradients(weights=context.gradient_at(i, j))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -71,14 +71,14 @@ class Scores(Matrix):
     """The final scores; see `scores`."""
 
     name = "scores"
-    reads = ("scores",)
-    fills = (-math.inf,)
+    tile_inputs = ("scores",)
+    fill_values = (-math.inf,)
 
-    def add(self, arrays: list[Any], tile: Tile, over: Pass) -> None:
-        arrays[0][..., tile.rows, tile.columns] = over.xp.astype(tile.scores, arrays[0].dtype)
+    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
+        arrays[0][..., tile.rows, tile.columns] = context.xp.astype(tile.scores, arrays[0].dtype)
 
-    def slopes(self, back: Back) -> Slopes:
-        return Slopes(scores=back.slope(i, j), everywhere=True)
+    def backward(self, context: BackwardContext) -> StatisticGradients:
+        return StatisticGradients(scores=context.gradient_at(i, j), includes_zero_weights=True)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -96,11 +96,11 @@ class Pooled(Statistic):
         return super().__repr__().replace("down=", "rows=").replace("across=", "columns=")
 
     @property
-    def linear(self) -> bool:
+    def is_linear(self) -> bool:
         return self.how == "mean"
 
     @property
-    def differentiable(self) -> bool:  # type: ignore[override]
+    def is_differentiable(self) -> bool:  # type: ignore[override]
         return self.how == "mean"
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
@@ -127,8 +127,8 @@ class Pooled(Statistic):
                     f"{what}={stop - start}",
                 )
 
-    def add(self, arrays: list[Any], tile: Tile, over: Pass) -> None:
-        spans = self.rectangle(over.problem.n, over.problem.m)
+    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
+        spans = self.rectangle(context.problem.n, context.problem.m)
         pooled, target = tile.weights, []
         for axis, part, span, cells in zip(
             (-2, -1), (tile.rows, tile.columns), spans, (self.down, self.across), strict=True
@@ -138,32 +138,36 @@ class Pooled(Statistic):
                 return
             inside = slice(start - part.start, stop - part.start)
             pooled = pooled[..., inside, :] if axis == -2 else pooled[..., inside]
-            place = cell_of(np.arange(start, stop) - span[0], span[1] - span[0], cells)
-            pooled = segments(pooled, place - place[0], axis, self.how)
-            target.append(slice(int(place[0]), int(place[-1]) + 1))
-        held = arrays[0][..., target[0], target[1]]
-        pooled = over.xp.astype(pooled, held.dtype)
-        arrays[0][..., target[0], target[1]] = over.xp.maximum(held, pooled) if self.how == "max" else held + pooled
+            segment_ids = cell_of(np.arange(start, stop) - span[0], span[1] - span[0], cells)
+            pooled = reduce_segments(pooled, segment_ids - segment_ids[0], axis, self.how)
+            target.append(slice(int(segment_ids[0]), int(segment_ids[-1]) + 1))
+        current = arrays[0][..., target[0], target[1]]
+        pooled = context.xp.astype(pooled, current.dtype)
+        arrays[0][..., target[0], target[1]] = (
+            context.xp.maximum(current, pooled) if self.how == "max" else current + pooled
+        )
 
-    def finish(self, arrays: list[Any], over: Pass) -> list[Any]:
+    def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
         if self.how == "max":
             return arrays
-        return [arrays[0] / over.xp.astype(self._sizes(over.problem, arrays[0]), arrays[0].dtype)]
+        return [arrays[0] / context.xp.astype(self._cell_sizes(context.problem, arrays[0]), arrays[0].dtype)]
 
-    def _sizes(self, problem: Problem, like: Any) -> Any:
+    def _cell_sizes(self, problem: Problem, like: Any) -> Any:
         """(rows, columns): pairs in each cell, in like's library."""
         down, across = self.rectangle(problem.n, problem.m)
         sizes = np.outer(lengths(*down, self.down), lengths(*across, self.across)).astype(np.float64)
         return like.new_tensor(sizes) if framework(like) == "torch" else sizes
 
-    def slopes(self, back: Back) -> Slopes:
+    def backward(self, context: BackwardContext) -> StatisticGradients:
         if self.how == "max":
-            return Slopes()
-        (i0, i1), (j0, j1) = self.rectangle(back.problem.n, back.problem.m)
+            return StatisticGradients()
+        (i0, i1), (j0, j1) = self.rectangle(context.problem.n, context.problem.m)
         r, c = cell_of(i - i0, i1 - i0, self.down), cell_of(j - j0, j1 - j0, self.across)
-        shares = back.gradient / self._sizes(back.problem, back.gradient)
+        shares = context.gradient / self._cell_sizes(context.problem, context.gradient)
         inside = (i >= i0) & (i < i1) & (j >= j0) & (j < j1)
-        return Slopes(weights=where(inside, back.read(shares, r, c, kept=back.kept), 0.0))
+        return StatisticGradients(
+            weights=where(inside, context.lookup(shares, r, c, remaining_axes=context.remaining_axes), 0.0)
+        )
 
 
 def cell_of(position: Any, length: int, cells: int) -> Any:
@@ -176,20 +180,20 @@ def lengths(first: int, last: int, cells: int) -> Any:
     return np.diff(np.arange(cells + 1) * (last - first) // cells)
 
 
-def segments(array: Any, place: Any, axis: int, how: str) -> Any:
+def reduce_segments(array: Any, segment_ids: Any, axis: int, how: str) -> Any:
     """Sums, or maxima of numbers not below 0, of the entries along an axis that share a place 0, 1, ..., ascending."""
     if framework(array) != "torch":
-        starts = np.flatnonzero(np.diff(place, prepend=-1))
+        starts = np.flatnonzero(np.diff(segment_ids, prepend=-1))
         return (np.maximum if how == "max" else np.add).reduceat(array, starts, axis=axis)
     if how == "max":
-        lengths = np.unique(place, return_counts=True)[1].tolist()
+        lengths = np.unique(segment_ids, return_counts=True)[1].tolist()
         return namespace(array).stack([part.amax(axis) for part in array.split(lengths, axis)], axis=axis)
     shape = list(array.shape)
-    shape[axis] = int(place[-1]) + 1
-    return array.new_zeros(shape).index_add(axis, array.new_tensor(place).long(), array)
+    shape[axis] = int(segment_ids[-1]) + 1
+    return array.new_zeros(shape).index_add(axis, array.new_tensor(segment_ids).long(), array)
 
 
-def weights(limit: int = LARGEST, insist: bool = False) -> Statistic:
+def weights(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
     """P_ij = exp(S_ij − lse_i), 0 where hidden: the whole matrix, before dropout.
 
     Parameters
@@ -214,16 +218,16 @@ def weights(limit: int = LARGEST, insist: bool = False) -> Statistic:
     >>> last.round(2)
     array([[0.22, 0.22, 0.22, 0.35]], dtype=float32)
     """
-    return Weights(*_limits("weights", limit, insist))
+    return Weights(*_check_limit("weights", limit, insist))
 
 
-def scores(limit: int = LARGEST, insist: bool = False) -> Statistic:
+def scores(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
     """S_ij, the scores that softmax is taken of: after scale, score formula and mask. Parameters as in `weights`.
 
     Returns, in `seen`, (..., H, n, m) in the accumulator's dtype, in nats; −∞ where hidden. Its mean over heads is −∞
     where any of them hides the pair.
     """
-    return Scores(*_limits("scores", limit, insist))
+    return Scores(*_check_limit("scores", limit, insist))
 
 
 def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within: Rectangle | None = None) -> Statistic:
@@ -255,10 +259,10 @@ def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within
             raise ParameterError(f"pooled({what}={cells!r})", "a whole number of at least 1", "pooled(64, 64)")
     if how not in ("mean", "max"):
         raise ParameterError(f"pooled(how={how!r})", '"mean" or "max"', 'pooled(64, 64, "mean")')
-    return Pooled(rows, columns, how, None if within is None else _rectangle(within))
+    return Pooled(rows, columns, how, None if within is None else _parse_rectangle(within))
 
 
-def _rectangle(within: Any) -> Rectangle:
+def _parse_rectangle(within: Any) -> Rectangle:
     try:
         (i0, i1), (j0, j1) = within
         whole = all(isinstance(end, int) for end in (i0, i1, j0, j1))
@@ -273,7 +277,7 @@ def _rectangle(within: Any) -> Rectangle:
     return (i0, i1), (j0, j1)
 
 
-def _limits(name: str, limit: Any, insist: Any) -> tuple[int, bool]:
+def _check_limit(name: str, limit: Any, insist: Any) -> tuple[int, bool]:
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
         raise ParameterError(f"{name}(limit={limit!r})", "bytes, a whole number", f"{name}(insist=True) for any size")
     return limit, bool(insist)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, where
-from .base import Back, Outer, Pass, Slopes, Tile
+from .base import BackwardContext, ForwardContext, Outer, StatisticGradients, Tile
 from .selection import Statistic
 
 if TYPE_CHECKING:
@@ -27,41 +27,43 @@ class Received(Statistic):
     name = "received"
 
     @property
-    def linear(self) -> bool:
+    def is_linear(self) -> bool:
         return self.how != "max"
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
         return ((*outer, problem.m),)
 
-    def add(self, arrays: list[Any], tile: Tile, over: Pass) -> None:
-        xp, total = over.xp, arrays[0]
+    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
+        xp, total = context.xp, arrays[0]
         if self.how == "max":
             largest = xp.astype(xp.max(tile.weights, axis=-2), total.dtype)
             total[..., tile.columns] = xp.maximum(total[..., tile.columns], largest)
         else:
             total[..., tile.columns] += xp.astype(xp.sum(tile.weights, axis=-2), total.dtype)
 
-    def finish(self, arrays: list[Any], over: Pass) -> list[Any]:
-        return [arrays[0] / max(over.problem.n, 1)] if self.how == "mean" else arrays
+    def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
+        return [arrays[0] / max(context.problem.n, 1)] if self.how == "mean" else arrays
 
-    def slopes(self, back: Back) -> Slopes:
+    def backward(self, context: BackwardContext) -> StatisticGradients:
         if self.how == "max":
-            return Slopes(weights=where(i == back.read(_first(back), j), back.slope(j), 0.0))
-        share = 1 / max(back.problem.n, 1) if self.how == "mean" else 1.0
-        return Slopes(weights=back.slope(j) * share)
+            return StatisticGradients(
+                weights=where(i == context.lookup(_first_maximal_query(context), j), context.gradient_at(j), 0.0)
+            )
+        share = 1 / max(context.problem.n, 1) if self.how == "mean" else 1.0
+        return StatisticGradients(weights=context.gradient_at(j) * share)
 
 
-def _first(back: Back) -> Any:
+def _first_maximal_query(context: BackwardContext) -> Any:
     """(*lead, H, m): the first query that gives each key most, −1 where none gives any."""
-    problem = back.problem
-    over = Pass(problem, back.lse, (*problem.lead, problem.H))
-    xp, shape = over.xp, (*over.outer, problem.m)
-    largest, first = over.full(0.0, shape, problem.accumulator), over.full(-1, shape, "int64")
-    for tile in back.tiles():
-        held, places = largest[..., tile.columns], first[..., tile.columns]
+    problem = context.problem
+    forward = ForwardContext(problem, context.lse, (*problem.batch_shape, problem.H))
+    xp, shape = forward.xp, (*forward.outer, problem.m)
+    largest, first = forward.full(0.0, shape, problem.accumulator), forward.full(-1, shape, "int64")
+    for tile in context.tiles():
+        current, places = largest[..., tile.columns], first[..., tile.columns]
         top = xp.max(tile.weights, axis=-2)
-        new = top > held
-        largest[..., tile.columns] = xp.where(new, top, held)
+        new = top > current
+        largest[..., tile.columns] = xp.where(new, top, current)
         first[..., tile.columns] = xp.where(new, xp.argmax(tile.weights, axis=-2) + tile.rows.start, places)
     return first
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import namespace, resolve
+from ..arrays import namespace, resolve_dtype
 from ..errors import MaskError, ParameterError
 from ..formula.expression import SYMBOLS, Expression, where
 from ..formula.render_array import evaluate
-from .base import LARGEST, Back, Outer, Pass, Slopes, Tile, width_of
+from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, Outer, StatisticGradients, Tile, itemsize
 from .selection import Statistic
 
 if TYPE_CHECKING:
@@ -42,19 +42,19 @@ class Lse(Statistic):
     """The normaliser of every query; see `lse`."""
 
     name = "lse"
-    reads = ()
+    tile_inputs = ()
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
         return ((*outer, n),)
 
-    def start(self, over: Pass) -> list[Any]:
-        return [over.xp.astype(over.lse, resolve(over.xp, over.problem.accumulator))]
+    def start(self, context: ForwardContext) -> list[Any]:
+        return [context.xp.astype(context.lse, resolve_dtype(context.xp, context.problem.accumulator))]
 
-    def slopes(self, back: Back) -> Slopes:
-        xp, gradient, problem = namespace(back.lse), back.gradient, back.problem
-        if "h" not in back.kept:
+    def backward(self, context: BackwardContext) -> StatisticGradients:
+        xp, gradient, problem = namespace(context.lse), context.gradient, context.problem
+        if "h" not in context.remaining_axes:
             gradient = gradient[..., None, :]
-        return Slopes(lse=xp.broadcast_to(gradient, (*problem.lead, problem.H, problem.n)))
+        return StatisticGradients(lse=xp.broadcast_to(gradient, (*problem.batch_shape, problem.H, problem.n)))
 
 
 class Largest(NamedTuple):
@@ -69,9 +69,9 @@ class MaxScore(Statistic):
     """The largest score of every query and its key; see `max_score`."""
 
     name = "max_score"
-    reads = ("scores",)
-    fills = (-float("inf"), -1)
-    averages = False
+    tile_inputs = ("scores",)
+    fill_values = (-float("inf"), -1)
+    supports_mean = False
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
         return (*outer, n), (*outer, n)
@@ -79,29 +79,31 @@ class MaxScore(Statistic):
     def dtypes(self, problem: Problem) -> tuple[str, ...]:
         return (*super().dtypes(problem), "int64")
 
-    def add(self, arrays: list[Any], tile: Tile, over: Pass) -> None:
-        xp = over.xp
-        held, places = (array[..., tile.rows] for array in arrays)
-        top = xp.astype(xp.max(tile.scores, axis=-1), held.dtype)
-        new = (top > held) | (xp.isnan(top) & ~xp.isnan(held))
-        arrays[0][..., tile.rows] = xp.where(new, top, held)
+    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
+        xp = context.xp
+        current, places = (array[..., tile.rows] for array in arrays)
+        top = xp.astype(xp.max(tile.scores, axis=-1), current.dtype)
+        new = (top > current) | (xp.isnan(top) & ~xp.isnan(current))
+        arrays[0][..., tile.rows] = xp.where(new, top, current)
         arrays[1][..., tile.rows] = xp.where(new, xp.argmax(tile.scores, axis=-1) + tile.columns.start, places)
 
-    def joined(self, arrays: Sequence[Any]) -> Largest:
+    def build_result(self, arrays: Sequence[Any]) -> Largest:
         return Largest(*arrays)
 
-    def slopes(self, back: Back) -> Slopes:
-        found = back.answer(self)
-        slope = where(j == back.read(found.where, i), back.slope(i), 0.0)
-        return Slopes(scores=slope, everywhere=_drowned(back, found.score))
+    def backward(self, context: BackwardContext) -> StatisticGradients:
+        result = context.compute(self)
+        score_gradient = where(j == context.lookup(result.where, i), context.gradient_at(i), 0.0)
+        return StatisticGradients(
+            scores=score_gradient, includes_zero_weights=_has_underflowed_maximum(context, result.score)
+        )
 
 
-def _drowned(back: Back, largest: Any) -> bool:
+def _has_underflowed_maximum(context: BackwardContext, largest: Any) -> bool:
     """Whether a sink leaves some query's largest score a weight that may be 0 by rounding; else it is 1/m at least."""
-    if back.problem.sinks is None:
+    if context.problem.sinks is None:
         return False
-    xp, least = namespace(back.lse), math.log(np.finfo(back.problem.accumulator).tiny)
-    return bool(xp.any((largest != -math.inf) & (largest - back.lse < least)))
+    xp, least = namespace(context.lse), math.log(np.finfo(context.problem.accumulator).tiny)
+    return bool(xp.any((largest != -math.inf) & (largest - context.lse < least)))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -113,15 +115,15 @@ class Entropy(Statistic):
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
         return ((*outer, n),)
 
-    def add(self, arrays: list[Any], tile: Tile, over: Pass) -> None:
-        xp, p = over.xp, tile.weights
+    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
+        xp, p = context.xp, tile.weights
         logarithms = xp.log(xp.where(p > 0, p, xp.ones_like(p)))  # P ln P is 0 where P is
         arrays[0][..., tile.rows] += xp.astype(xp.sum(-p * logarithms, axis=-1), arrays[0].dtype)
 
-    def slopes(self, back: Back) -> Slopes:
-        xp, normaliser = namespace(back.lse), back.lse
-        sure = xp.where(normaliser == -float("inf"), xp.zeros_like(normaliser), normaliser)
-        return Slopes(weights=-(s - back.read(sure, i) + 1.0) * back.slope(i))
+    def backward(self, context: BackwardContext) -> StatisticGradients:
+        xp, normaliser = namespace(context.lse), context.lse
+        finite_lse = xp.where(normaliser == -float("inf"), xp.zeros_like(normaliser), normaliser)
+        return StatisticGradients(weights=-(s - context.lookup(finite_lse, i) + 1.0) * context.gradient_at(i))
 
 
 class Top(NamedTuple):
@@ -138,9 +140,9 @@ class TopK(Statistic):
     k: int
 
     name = "top_k"
-    reads = ("weights", "scores")
-    fills = (-1.0, -1)  # weights are below 0 past the seen keys until the end
-    averages = differentiable = False
+    tile_inputs = ("weights", "scores")
+    fill_values = (-1.0, -1)  # weights are below 0 past the seen keys until the end
+    supports_mean = is_differentiable = False
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
         return (*outer, n, self.k), (*outer, n, self.k)
@@ -149,29 +151,29 @@ class TopK(Statistic):
         return (*super().dtypes(problem), "int64")
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
-        size = math.prod((*outer, n, self.k)) * sum(map(width_of, self.dtypes(problem)))
-        if size > LARGEST and self.k > problem.m:
+        size = math.prod((*outer, n, self.k)) * sum(map(itemsize, self.dtypes(problem)))
+        if size > MAX_RESULT_BYTES and self.k > problem.m:
             raise ParameterError(
                 f"{self!r} of {problem.m} keys, {size:,} bytes", f"k up to {problem.m}", f"top_k({problem.m})"
             )
 
-    def add(self, arrays: list[Any], tile: Tile, over: Pass) -> None:
-        xp = over.xp
-        held, places = (array[..., tile.rows, :] for array in arrays)
+    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
+        xp = context.xp
+        current, places = (array[..., tile.rows, :] for array in arrays)
         seen = tile.scores != -float("inf")
-        weights = xp.astype(xp.where(seen, tile.weights, -xp.ones_like(tile.weights)), held.dtype)
+        weights = xp.astype(xp.where(seen, tile.weights, -xp.ones_like(tile.weights)), current.dtype)
         keys = xp.arange(tile.columns.start, tile.columns.stop, dtype=places.dtype, device=weights.device)
         keys = xp.where(seen, keys, -xp.ones_like(keys))
-        weights, keys = xp.concat([held, weights], axis=-1), xp.concat([places, keys], axis=-1)
+        weights, keys = xp.concat([current, weights], axis=-1), xp.concat([places, keys], axis=-1)
         order = xp.argsort(weights, axis=-1, descending=True, stable=True)[..., : self.k]
         for array, values in zip(arrays, (weights, keys), strict=True):
             array[..., tile.rows, :] = xp.take_along_axis(values, order, axis=-1)
 
-    def finish(self, arrays: list[Any], over: Pass) -> list[Any]:
+    def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
         weights, places = arrays
-        return [over.xp.where(places < 0, over.xp.zeros_like(weights), weights), places]
+        return [context.xp.where(places < 0, context.xp.zeros_like(weights), weights), places]
 
-    def joined(self, arrays: Sequence[Any]) -> Top:
+    def build_result(self, arrays: Sequence[Any]) -> Top:
         return Top(*arrays)
 
 
@@ -186,22 +188,22 @@ class Mass(Statistic):
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
         return ((*outer, n),)
 
-    def add(self, arrays: list[Any], tile: Tile, over: Pass) -> None:
-        xp, problem = over.xp, over.problem
+    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
+        xp, problem = context.xp, context.problem
         b, h, rows, columns = problem.positions(xp, tile.rows, tile.columns)
         symbols = {"b": b, "h": h, "i": rows, "j": columns, "n": problem.n, "m": problem.m}
         counted = evaluate(self.mask, symbols, xp=xp, float_dtype=xp.float64, like=problem.query)
         p = xp.where(counted, tile.weights, xp.zeros_like(tile.weights))
         arrays[0][..., tile.rows] += xp.astype(xp.sum(p, axis=-1), arrays[0].dtype)
 
-    def slopes(self, back: Back) -> Slopes:
-        return Slopes(weights=where(self.mask, back.slope(i), 0.0))
+    def backward(self, context: BackwardContext) -> StatisticGradients:
+        return StatisticGradients(weights=where(self.mask, context.gradient_at(i), 0.0))
 
-    def mapped(self, change: Callable[[Any], Any]) -> Mass:
+    def map_formulas(self, change: Callable[[Any], Any]) -> Mass:
         return Mass(change(self.mask))
 
-    def words(self, spell: Callable[[Expression], str]) -> list[str]:
-        return [self.name, spell(self.mask)]
+    def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
+        return [self.name, to_text(self.mask)]
 
 
 def lse() -> Statistic:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..arrays import FLOATS, broadcast_to, convert, device, dtype_name, framework, namespace, strided
+from ..arrays import FLOATS, broadcast_to, convert, device, dtype_name, framework, is_strided, namespace
 from ..errors import DeviceError, DtypeError, ShapeError
 from .base import Outer
 from .selection import Statistic
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from ..kernel import Result
     from ..problem import Problem
 
-__all__ = ["Applied", "applied"]
+__all__ = ["WeightedSum", "weighted_sum"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Applied(Statistic):
-    """P x; see `applied`. It is attention with x for value, so the same kernels answer it."""
+class WeightedSum(Statistic):
+    """P x; see `weighted_sum`. It is attention with x for value, so the same kernels answer it."""
 
     x: Any
 
-    name = "applied"
-    apart = True
+    name = "weighted_sum"
+    has_own_problem = True
 
     def __repr__(self) -> str:
-        return f"applied({'×'.join([str(length) for length in self.x.shape])} {dtype_name(self.x)})"
+        return f"weighted_sum({'×'.join([str(length) for length in self.x.shape])} {dtype_name(self.x)})"
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
         return ((*outer, n, self.x.shape[-1]),)
@@ -38,34 +38,34 @@ class Applied(Statistic):
     def _rows(self, problem: Problem) -> Any:
         """x with the axes of the problem's value, where it lies before a head axis is."""
         x = convert(self.x, problem.query)
-        return x[..., None, :, :] if problem.headless and x.ndim > 2 else x
+        return x[..., None, :, :] if problem.heads_squeezed and x.ndim > 2 else x
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
-        shape, whole = tuple(self._rows(problem).shape), (*problem.lead, problem.G, problem.m)
+        shape, whole = tuple(self._rows(problem).shape), (*problem.batch_shape, problem.G, problem.m)
         own = shape[:-1]
         fits = len(shape) > 1 and len(own) <= len(whole) and own[-1] == whole[-1]
         if not fits or any(a not in (1, w) for a, w in zip(own[::-1], whole[::-1], strict=False)):
             raise ShapeError(
-                f"applied(x) of shape {tuple(self.x.shape)}",
+                f"weighted_sum(x) of shape {tuple(self.x.shape)}",
                 f"(m, r), (G, m, r) or (..., G, m, r) with m = {problem.m} and G = {problem.G}",
                 "give x one row for every key",
             )
         if framework(self.x) == framework(problem.query) and device(self.x) != device(problem.query):
             raise DeviceError(
-                f"applied(x) on {device(self.x)}, query on {device(problem.query)}", "one device", "move x"
+                f"weighted_sum(x) on {device(self.x)}, query on {device(problem.query)}", "one device", "move x"
             )
 
-    def posed(self, problem: Problem) -> Problem:
+    def make_own_problem(self, problem: Problem) -> Problem:
         xp = namespace(problem.query)
         x = xp.astype(self._rows(problem), problem.query.dtype)
-        shape = (*problem.lead, problem.G, *x.shape[-2:])
-        return problem.asking(value=broadcast_to(x, shape))
+        shape = (*problem.batch_shape, problem.G, *x.shape[-2:])
+        return problem.with_statistics(value=broadcast_to(x, shape))
 
-    def found(self, result: Result, problem: Problem) -> Any:
+    def extract_result(self, result: Result, problem: Problem) -> Any:
         return result.output
 
 
-def applied(x: Any) -> Statistic:
+def weighted_sum(x: Any) -> Statistic:
     """(P x)_i = Σⱼ P_ij x_j: the weights, before dropout, on other rows than the values.
 
     Positions give the mean position a query looks at, one-hot rows the weight on each group, a matrix of earlier
@@ -90,9 +90,11 @@ def applied(x: Any) -> Statistic:
     Abnar and Zuidema, "Quantifying Attention Flow in Transformers", 2020, section 3 (attention rollout).
     """
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise DtypeError(f"applied(x) of a {type(x).__name__}", "an array of floats", "x=numpy.asarray(x)")
+        raise DtypeError(f"weighted_sum(x) of a {type(x).__name__}", "an array of floats", "x=numpy.asarray(x)")
     if dtype_name(x) not in FLOATS:
-        raise DtypeError(f"applied(x) of dtype {dtype_name(x)}", ", ".join(FLOATS), "cast x to one of these")
-    if not strided(x):
-        raise DtypeError("applied(x) of a masked or sparse array", "plain arrays", "pass x.filled(0) or x.to_dense()")
-    return Applied(x)
+        raise DtypeError(f"weighted_sum(x) of dtype {dtype_name(x)}", ", ".join(FLOATS), "cast x to one of these")
+    if not is_strided(x):
+        raise DtypeError(
+            "weighted_sum(x) of a masked or sparse array", "plain arrays", "pass x.filled(0) or x.to_dense()"
+        )
+    return WeightedSum(x)

@@ -14,20 +14,20 @@ from torch.autograd import forward_ad
 
 from ..errors import KernelRefusedError
 from . import operator
-from .operator_schema import Question
+from .operator_schema import OperatorArguments
 
-__all__ = ["recording", "refuse_tangents", "wants_gradients", "watched"]
+__all__ = ["is_intercepted", "make_graph_attacher", "needs_gradients", "refuse_tangents"]
 
 
-def recording(question: Question) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+def make_graph_attacher(arguments: OperatorArguments) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Function of (query, key, value, output, lse): the output as torch's graph has it, for questions like this one."""
-    words = question[3:]
+    other_arguments = arguments[3:]
 
-    def record(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> Tensor:
-        found: Tensor = _Attention.apply(query, key, value, (output, lse), words)  # type: ignore[no-untyped-call]
-        return found
+    def attach_to_graph(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> Tensor:
+        attached: Tensor = _Attention.apply(query, key, value, (output, lse), other_arguments)  # type: ignore[no-untyped-call]
+        return attached
 
-    return record
+    return attach_to_graph
 
 
 class _Attention(torch.autograd.Function):
@@ -35,34 +35,42 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, answer: tuple[Tensor, Tensor], words: tuple[Any, ...]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        result: tuple[Tensor, Tensor],
+        other_arguments: tuple[Any, ...],
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value, *answer)
-        ctx.words = words
-        return answer[0]
+        ctx.save_for_backward(query, key, value, *result)
+        ctx.other_arguments = other_arguments
+        return result[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        question = Question(query, key, value, *ctx.words)
-        whole = (
-            torch.is_grad_enabled() or torch.compiler.is_compiling() or watched() or type(gradients[0]) is not Tensor
+        arguments = OperatorArguments(query, key, value, *ctx.other_arguments)
+        needs_operator = (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or is_intercepted()
+            or type(gradients[0]) is not Tensor
         )
-        taken = operator.attention_backward if whole else operator.gradient
-        found = taken(list(gradients), [0], [], output, lse, *question)
-        return (*found, None, None)
+        compute = operator.attention_backward if needs_operator else operator.compute_gradients
+        input_gradients = compute(list(gradients), [0], [], output, lse, *arguments)
+        return (*input_gradients, None, None)
 
 
-def wants_gradients(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def needs_gradients(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch is to take gradients with respect to any of these."""
     return (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
 
 
-def refuse_tangents(question: Question) -> None:
+def refuse_tangents(arguments: OperatorArguments) -> None:
     """Raise KernelRefusedError for forward derivatives: torch's operators of one's own drop them without a word."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
-    tensors = [*question[:3], *question.tables, *([] if question.sinks is None else [question.sinks])]
+    tensors = [*arguments[:3], *arguments.tables, *([] if arguments.sinks is None else [arguments.sinks])]
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
         raise KernelRefusedError(
             "forward derivatives of attention, as of torch.func.jvp or forward_ad.make_dual",
@@ -71,7 +79,7 @@ def refuse_tangents(question: Question) -> None:
         )
 
 
-def watched() -> bool:
+def is_intercepted() -> bool:
     """Whether a mode, a transform, a tracer or a forward derivative is at work in this thread."""
     return bool(
         _C._len_torch_function_stack()

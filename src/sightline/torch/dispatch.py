@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from .. import call_cache
-from ..dispatch import KERNELS, shaped, solve
+from ..dispatch import KERNELS, solve, to_caller_layout
 from ..formula.expression import SYMBOLS, Expression
 from ..kernel import Kernel, Result, choose
-from ..problem import Problem, ask, examine
-from ..statistics import Lse, Statistic, apart
+from ..problem import Problem, parse, validate
+from ..statistics import Lse, Statistic, solve_selections_separately
 from . import operator
-from .autograd import recording, refuse_tangents, wants_gradients, watched
+from .autograd import is_intercepted, make_graph_attacher, needs_gradients, refuse_tangents
 from .fused import Fused
-from .operator_schema import Question
+from .operator_schema import OperatorArguments
 
 __all__ = ["kernels", "run"]
 
@@ -36,26 +36,32 @@ def run(
     options: dict[str, Any],
     kernel: str | None,
     threads: int | None,
-    asked: tuple[Any, ...] | None = None,
+    cache_key: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(output, seen) of `sightline.attention`, whose other arguments `options` holds.
 
-    `asked` is the call's key where torch need not see it: such a call goes NumPy's road, past the operator.
+    `cache_key` is the call's key where torch need not see it: such a call goes NumPy's road, past the operator.
     """
-    given = query, key, value
-    query, key, value = (_autocast(array) for array in (query, key, value))
-    formulas = {"mask": _called(options["mask"], "bhij"), "score": _called(options["score"], "sbhij")}
+    caller_inputs = query, key, value
+    query, key, value = (_apply_autocast(array) for array in (query, key, value))
+    formulas = {"mask": _build_formula(options["mask"], "bhij"), "score": _build_formula(options["score"], "sbhij")}
     seed = options["seed"]
-    see = [_followed(statistic) for statistic in options["see"]] if torch.compiler.is_compiling() else options["see"]
-    problem = ask(query, key, value, **(options | formulas | {"seed": 0 if seed is None else seed, "see": see}))
-    if kernel == FUSED.name or (kernel is None and _is_fused(problem)):
-        return shaped(problem, choose((FUSED,), problem, FUSED.name).kernel.run(problem))
-    if asked is not None and not (problem.see and wants_gradients(*given)):
-        return _run_past(examine(problem), given, kernel, threads, asked)
-    return shaped(problem, apart(problem, lambda one: _answered(one, seed, kernel, threads)))
+    see = (
+        [_build_conditions(statistic) for statistic in options["see"]]
+        if torch.compiler.is_compiling()
+        else options["see"]
+    )
+    problem = parse(query, key, value, **(options | formulas | {"seed": 0 if seed is None else seed, "see": see}))
+    if kernel == FUSED.name or (kernel is None and _prefers_fused(problem)):
+        return to_caller_layout(problem, choose((FUSED,), problem, FUSED.name).kernel.run(problem))
+    if cache_key is not None and not (problem.see and needs_gradients(*caller_inputs)):
+        return _run_without_operator(validate(problem), caller_inputs, kernel, threads, cache_key)
+    return to_caller_layout(
+        problem, solve_selections_separately(problem, lambda one: _run_operator(one, seed, kernel, threads))
+    )
 
 
-def _is_fused(problem: Problem) -> bool:
+def _prefers_fused(problem: Problem) -> bool:
     """Whether torch's own kernels can serve the problem, and no other is cheaper.
 
     torch.compile cannot follow every kernel's reasons; where it is at work the rule decides alone.
@@ -63,71 +69,81 @@ def _is_fused(problem: Problem) -> bool:
     if next(FUSED.refuses(problem), None) is not None:
         return False
     if torch.compiler.is_compiling():
-        return FUSED.preferred(problem)
+        return FUSED.is_preferred(problem)
     return choose(kernels(), problem).kernel is FUSED
 
 
-def _answered(problem: Problem, seed: int | None, kernel: str | None, threads: int | None) -> Result:
+def _run_operator(problem: Problem, seed: int | None, kernel: str | None, threads: int | None) -> Result:
     """The operator's answer."""
-    drawn = _seed(problem, seed) if problem.dropout else None
-    question = Question.of(problem, drawn, kernel, threads)
-    refuse_tangents(question)
-    output, lse, *others = operator.attention(*question)
-    narrow = lse if problem.query.dtype == torch.float64 else lse.float()
-    seen, place = [], 0
+    seed_tensor = _make_seed(problem, seed) if problem.dropout else None
+    arguments = OperatorArguments.from_problem(problem, seed_tensor, kernel, threads)
+    refuse_tangents(arguments)
+    output, lse, *others = operator.attention(*arguments)
+    returned_lse = lse if problem.query.dtype == torch.float64 else lse.float()
+    seen, offset = [], 0
     for statistic in problem.see:
         if isinstance(statistic, Lse):
-            seen.append(narrow)
+            seen.append(returned_lse)
             continue
         count = len(statistic.outputs(problem))
-        arrays = others[place : place + count]
-        seen.append(statistic.joined(arrays if statistic.differentiable else [array.detach() for array in arrays]))
-        place += count
+        arrays = others[offset : offset + count]
+        seen.append(
+            statistic.build_result(arrays if statistic.is_differentiable else [array.detach() for array in arrays])
+        )
+        offset += count
     return Result(output, lse, tuple(seen))
 
 
-def _followed(statistic: Any) -> Any:
+def _build_conditions(statistic: Any) -> Any:
     """While torch.compile follows, a statistic whose condition is a formula."""
-    return statistic.mapped(lambda mask: _called(mask, "bhij")) if isinstance(statistic, Statistic) else statistic
+    return (
+        statistic.map_formulas(lambda mask: _build_formula(mask, "bhij"))
+        if isinstance(statistic, Statistic)
+        else statistic
+    )
 
 
-def _run_past(
-    problem: Problem, given: tuple[Any, Any, Any], kernel: str | None, threads: int | None, asked: tuple[Any, ...]
+def _run_without_operator(
+    problem: Problem,
+    caller_inputs: tuple[Any, Any, Any],
+    kernel: str | None,
+    threads: int | None,
+    cache_key: tuple[Any, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(output, seen) past the operator, kept for the next such call."""
     inputs = problem.query, problem.key, problem.value
     with torch.no_grad():
         result = solve(problem, kernel, threads)
-    if not wants_gradients(*given):
-        output, seen = shaped(problem, result)
-        call_cache.remember(asked, given, output, result, _with_lse if seen else None)
+    if not needs_gradients(*caller_inputs):
+        output, seen = to_caller_layout(problem, result)
+        call_cache.insert(cache_key, caller_inputs, output, result, _finish_with_lse if seen else None)
         return output, seen
-    record = recording(Question.of(problem, None, kernel, threads))
-    result = replace(result, output=record(*inputs, result.output, result.lse))
-    output, seen = shaped(problem, result)
-    if all(x is y for x, y in zip(inputs, given, strict=True)):
-        call_cache.remember(asked, given, output, result, record)
+    attach_to_graph = make_graph_attacher(OperatorArguments.from_problem(problem, None, kernel, threads))
+    result = replace(result, output=attach_to_graph(*inputs, result.output, result.lse))
+    output, seen = to_caller_layout(problem, result)
+    if all(x is y for x, y in zip(inputs, caller_inputs, strict=True)):
+        call_cache.insert(cache_key, caller_inputs, output, result, attach_to_graph)
     return output, seen
 
 
-def _autocast(array: Any) -> Any:
+def _apply_autocast(array: Any) -> Any:
     """Under torch.autocast attention runs in its dtype, as torch's own does; float64 stays."""
     if not isinstance(array, Tensor) or array.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return array
-    place = array.device.type
-    if place == "meta":  # for which torch has no autocast to ask about
+    device_type = array.device.type
+    if device_type == "meta":  # for which torch has no autocast to ask about
         return array
-    return array.to(torch.get_autocast_dtype(place)) if torch.is_autocast_enabled(place) else array
+    return array.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else array
 
 
-def _called(formula: Any, symbols: str) -> Any:
+def _build_formula(formula: Any, symbols: str) -> Any:
     """While torch.compile follows, a function's formula: it cannot follow `formula.trace`, which rebuilds functions."""
     if not torch.compiler.is_compiling() or isinstance(formula, Expression | Tensor) or not callable(formula):
         return formula
     return formula(*[SYMBOLS[name] for name in symbols])
 
 
-def _seed(problem: Problem, seed: int | None) -> Tensor:
+def _make_seed(problem: Problem, seed: int | None) -> Tensor:
     """The caller's seed, or one from torch's generator, so that torch.manual_seed repeats a run."""
     if seed is None:
         return torch.randint(2**63 - 1, (), dtype=torch.int64)
@@ -148,7 +164,7 @@ def _layouts(query: Any, key: Any, value: Any) -> tuple[Any, ...] | None:
         or type(value) is not Tensor
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
         or torch.is_autocast_enabled("cpu")
-        or watched()
+        or is_intercepted()
     ):
         return None
     for array in (query, key, value):
@@ -158,7 +174,7 @@ def _layouts(query: Any, key: Any, value: Any) -> tuple[Any, ...] | None:
         *(query.shape, query.stride(), query.dtype),
         *(key.shape, key.stride(), key.dtype),
         *(value.shape, value.stride(), value.dtype),
-        wants_gradients(query, key, value),
+        needs_gradients(query, key, value),
     )
 
 
@@ -169,14 +185,14 @@ def _empty(query: Tensor, output: Tensor) -> Any:
     return lambda _: torch.empty(shape, dtype=dtype)
 
 
-def _rows(output: Tensor) -> Any:
+def _empty_lse(output: Tensor) -> Any:
     shape = output.shape[:-1]
     return lambda: torch.empty(shape, dtype=torch.float64)
 
 
-def _with_lse(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> Any:
+def _finish_with_lse(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> Any:
     """The answer of a call that asks for lse and no more."""
     return output, (lse if output.dtype == torch.float64 else lse.float(),)
 
 
-call_cache.DOORS[Tensor] = call_cache.Door(_layouts, Tensor.data_ptr, _empty, _rows)
+call_cache.ADAPTERS[Tensor] = call_cache.ArrayAdapter(_layouts, Tensor.data_ptr, _empty, _empty_lse)

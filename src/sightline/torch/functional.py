@@ -12,7 +12,7 @@ from ..errors import MaskError, ShapeError
 from ..formula.expression import Expression
 from ..formula.library import bias, causal, dense
 
-__all__ = ["aligned", "scaled_dot_product_attention"]
+__all__ = ["align_mask", "scaled_dot_product_attention"]
 
 
 def scaled_dot_product_attention(
@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
     if without_batch:  # the first axis counts as heads, which is what masks (N, L, S) and GQA take it for
         query, key, value = query[None], key[None], value[None]
     if not enable_gqa and min(query.ndim, key.ndim, value.ndim) > 3:
-        query, key, value = _same_heads(query, key, value)
+        query, key, value = _expand_heads(query, key, value)
     if not isinstance(attn_mask, Tensor | None):
         raise MaskError(
             "attn_mask is " + ("a formula" if isinstance(attn_mask, Expression) else f"a {type(attn_mask).__name__}"),
@@ -82,7 +82,7 @@ def scaled_dot_product_attention(
     mask: Any = causal() if is_causal else None
     score: Expression | None = None
     if attn_mask is not None:
-        array = aligned(attn_mask, query, key, value)
+        array = align_mask(attn_mask, query, key, value)
         if array.is_floating_point():
             score = bias(array)
         else:
@@ -91,17 +91,17 @@ def scaled_dot_product_attention(
     return output[0] if without_batch else output
 
 
-def aligned(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def align_mask(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """A mask for the scores' own shape, as one right-aligned to (B, H, n, m) where B counts all leading axes."""
     if query.ndim == 3 and mask.ndim == 3:
         return mask[:, None]
     if query.ndim > 4 and mask.ndim > 3:
-        lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])  # type: ignore[no-untyped-call]
-        return mask.expand(*lead, *mask.shape[-3:])
+        batch_shape = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])  # type: ignore[no-untyped-call]
+        return mask.expand(*batch_shape, *mask.shape[-3:])
     return mask
 
 
-def _same_heads(*arrays: Tensor) -> list[Tensor]:
+def _expand_heads(*arrays: Tensor) -> list[Tensor]:
     heads = max(x.shape[-3] for x in arrays)
     if any(x.shape[-3] not in (1, heads) for x in arrays):
         raise ShapeError(

@@ -14,13 +14,13 @@ from torch.nn import functional
 
 from ..kernel import Kernel, Refusal, Result
 from ..problem import Problem
-from .autograd import wants_gradients
+from .autograd import needs_gradients
 
 __all__ = ["RULES", "Fused", "Rule"]
 
-WIDEST = 256  # head width of FlashAttention's kernels in torch
-OLDEST = 8  # major compute capability they are built for
-TAKEN, LEFT = 0.1, 3.0  # costs: less than our own kernel's 1, or more, yet less than streaming's 10
+MAX_HEAD_WIDTH = 256  # head width of FlashAttention's kernels in torch
+MIN_COMPUTE_CAPABILITY = 8  # major compute capability they are built for
+PREFERRED_COST, FALLBACK_COST = 0.1, 3.0  # costs: less than our own kernel's 1, or more, yet less than streaming's 10
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Rule:
     """Who answers plain problems on devices whose name begins so."""
 
     architecture: str
-    torchs: bool  # torch's kernels do, where no gradient is wanted
-    because: str
+    prefers_torch: bool  # torch's kernels do, where no gradient is wanted
+    reason: str
 
 
 RULES = (
@@ -48,7 +48,7 @@ RULES = (
     Rule("sm_1", True, "torch takes cuDNN or FlashAttention, built for it; of our own kernels nothing is known there"),
     Rule("gfx", False, "torch's kernels are Triton's there too (AOTriton)"),
 )
-GRADIENTS = (
+GRADIENT_REASON = (
     "gradients are wanted, and the fused ones are summed in an order that changes from run to run; ours are the same "
     "bits always"
 )
@@ -71,7 +71,7 @@ class Fused(Kernel):
     """
 
     name = "fused"
-    describes = "torch's fused kernels on CUDA, for attention without a formula"
+    description = "torch's fused kernels on CUDA, for attention without a formula"
 
     def __init__(self, architecture: str | None = None) -> None:
         self.architecture = architecture
@@ -81,8 +81,10 @@ class Fused(Kernel):
         device = problem.query.device
         if device.type != "cuda":
             yield Refusal(f"the arrays are on {device.type}", "move them to a CUDA device")
-        elif torch.version.hip is None and torch.cuda.get_device_properties(device).major < OLDEST:
-            yield Refusal("a device older than torch's fused kernels", f"use one of compute capability {OLDEST}.0")
+        elif torch.version.hip is None and torch.cuda.get_device_properties(device).major < MIN_COMPUTE_CAPABILITY:
+            yield Refusal(
+                "a device older than torch's fused kernels", f"use one of compute capability {MIN_COMPUTE_CAPABILITY}.0"
+            )
         if problem.mask is not None or problem.score is not None:
             yield Refusal(
                 "a mask or score: torch's kernels know no formulas, and let NaN that a mask hides through",
@@ -96,27 +98,27 @@ class Fused(Kernel):
             yield Refusal("dropout by another generator", "set dropout=0")
         if problem.query.dtype not in (torch.float16, torch.bfloat16):
             yield Refusal(f"{problem.query.dtype}", "use float16 or bfloat16")
-        if problem.d_k != problem.d_v or problem.d_k > WIDEST:
-            yield Refusal(f"d_k {problem.d_k} and d_v {problem.d_v}", f"make them equal, at most {WIDEST}")
+        if problem.d_k != problem.d_v or problem.d_k > MAX_HEAD_WIDTH:
+            yield Refusal(f"d_k {problem.d_k} and d_v {problem.d_v}", f"make them equal, at most {MAX_HEAD_WIDTH}")
         if any(array.stride(-1) != 1 for array in (problem.query, problem.key, problem.value)):
             yield Refusal("rows that do not lie together, for which torch would hold all weights", "call .contiguous()")
         if problem.query.numel() == 0 or problem.key.numel() == 0:
             yield Refusal("no queries or no keys", "give at least one of each")
 
     def cost(self, problem: Problem) -> float:
-        return TAKEN if self.preferred(problem) else LEFT
+        return PREFERRED_COST if self.is_preferred(problem) else FALLBACK_COST
 
-    def preferred(self, problem: Problem) -> bool:
+    def is_preferred(self, problem: Problem) -> bool:
         """Whether it is taken rather than our own kernel, by the rule for the device."""
         rule = self._rule(problem)
-        return rule is not None and rule.torchs and not _gradients(problem)
+        return rule is not None and rule.prefers_torch and not _has_nondeterministic_gradients(problem)
 
-    def because(self, problem: Problem) -> str:
+    def cost_reason(self, problem: Problem) -> str:
         """The rule by which it is taken or left."""
         rule = self._rule(problem)
-        if rule is not None and rule.torchs and _gradients(problem):
-            return GRADIENTS
-        return "no rule knows this device" if rule is None else f"on {rule.architecture}…, {rule.because}"
+        if rule is not None and rule.prefers_torch and _has_nondeterministic_gradients(problem):
+            return GRADIENT_REASON
+        return "no rule knows this device" if rule is None else f"on {rule.architecture}…, {rule.reason}"
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (problem.query, problem.key, problem.value))
@@ -125,22 +127,22 @@ class Fused(Kernel):
             key, value = (x.repeat_interleave(problem.group, dim=1) for x in (key, value))
             grouped = False
         output = functional.scaled_dot_product_attention(query, key, value, scale=problem.scale, enable_gqa=grouped)
-        return Result(output.reshape(*problem.lead, *output.shape[-3:]), lse=None)
+        return Result(output.reshape(*problem.batch_shape, *output.shape[-3:]), lse=None)
 
     def _rule(self, problem: Problem) -> Rule | None:
-        name = self.architecture or _architecture(problem.query.device)
+        name = self.architecture or _device_architecture(problem.query.device)
         return next((rule for rule in RULES if name.startswith(rule.architecture)), None)
 
 
-def _gradients(problem: Problem) -> bool:
+def _has_nondeterministic_gradients(problem: Problem) -> bool:
     """Whether gradients are wanted, of inputs that torch may sum as it likes."""
-    wanted = wants_gradients(problem.query, problem.key, problem.value)
-    return wanted and not torch.are_deterministic_algorithms_enabled()
+    is_needed = needs_gradients(problem.query, problem.key, problem.value)
+    return is_needed and not torch.are_deterministic_algorithms_enabled()
 
 
-def _architecture(device: torch.device) -> str:
+def _device_architecture(device: torch.device) -> str:
     """The device's, as `gpu.chosen.architecture_of` has it, by the one question that torch.compile follows."""
     if device.type != "cuda":
         return device.type
-    found = torch.cuda.get_device_properties(device)
-    return str(found.gcnArchName) if torch.version.hip is not None else f"sm_{found.major}{found.minor}"
+    properties = torch.cuda.get_device_properties(device)
+    return str(properties.gcnArchName) if torch.version.hip is not None else f"sm_{properties.major}{properties.minor}"

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ..api import attention
 from ..errors import ParameterError
-from ..recording import Call, Kind, Seen, chosen, each
+from ..recording import Call, Kind, Seen, map_arrays, select_names
 from ..statistics import Statistic
 
-__all__ = ["Watcher", "attend", "check_module", "restored", "wanted", "watching"]
+__all__ = ["Watcher", "attend", "check_module", "record_calls", "restore_on_exit", "select_modules"]
 
 
 class Watcher:
@@ -39,73 +39,73 @@ class Watcher:
         heads: Sequence[int] | None,
         seen: Seen,
         names: dict[nn.Module, str],
-        crossing: Collection[str] = (),
+        cross_layers: Collection[str] = (),
     ) -> None:
-        self.see, self.heads, self.seen, self.names, self.crossing = tuple(see), heads, seen, names, crossing
-        self.asked = self.see if heads is None else tuple(statistic.heads(heads) for statistic in see)
+        self.see, self.heads, self.seen, self.names, self.cross_layers = tuple(see), heads, seen, names, cross_layers
+        self.requested = self.see if heads is None else tuple(statistic.heads(heads) for statistic in see)
         self.steps = dict.fromkeys(names.values(), 0)
 
     def record(
-        self, module: nn.Module, results: Sequence[Any], heads: int, kind: Kind, query_start: int, **place: int
+        self, module: nn.Module, results: Sequence[Any], heads: int, kind: Kind, query_start: int, **fields: int
     ) -> None:
-        """Add a call of the module; `place` holds the other fields of `Call`."""
+        """Add a call of the module; `fields` holds the other fields of `Call`."""
         name = self.names[module]
-        crosses = kind == "cross" or name in self.crossing
+        is_cross = kind == "cross" or name in self.cross_layers
         call = Call(
             layer=name,
-            kind="cross" if crosses else "self",
+            kind="cross" if is_cross else "self",
             step=self.steps[name],
-            query_start=None if crosses else query_start,
+            query_start=None if is_cross else query_start,
             heads=tuple(range(heads)) if self.heads is None else tuple(head % heads for head in self.heads),
             statistics=self.see,
             results=tuple(results),
-            **place,
+            **fields,
         )
         self.steps[name] += 1
         self.seen.calls.append(call)
 
 
-_guard = threading.Lock()
-_FOUND: dict[tuple[int, str], tuple[Any, int]] = {}  # what attributes were, and how many hold them changed
+_lock = threading.Lock()
+_ORIGINALS: dict[tuple[int, str], tuple[Any, int]] = {}  # what attributes were, and how many hold them changed
 _WATCHERS: WeakKeyDictionary[nn.Module, tuple[Watcher, ...]] = WeakKeyDictionary()
 
 
 @contextmanager
-def watching(
-    modules: dict[str, nn.Module], see: Sequence[Statistic], heads: Any, tokens: Any, crossing: Collection[str] = ()
+def record_calls(
+    modules: dict[str, nn.Module], see: Sequence[Statistic], heads: Any, tokens: Any, cross_layers: Collection[str] = ()
 ) -> Iterator[Seen]:
     """While the context lasts, calls of these modules (by path) are recorded in the `Seen` it gives."""
     seen = Seen(tokens=tokens)
-    watcher = Watcher(see, heads, seen, {module: name for name, module in modules.items()}, crossing)
-    with ExitStack() as leaving:
+    watcher = Watcher(see, heads, seen, {module: name for name, module in modules.items()}, cross_layers)
+    with ExitStack() as exit_stack:
         for module in watcher.names:
             _WATCHERS[module] = (*_WATCHERS.get(module, ()), watcher)
-            leaving.callback(_forget, module, watcher)
+            exit_stack.callback(_remove_watcher, module, watcher)
         yield seen
 
 
-def _forget(module: nn.Module, watcher: Watcher) -> None:
+def _remove_watcher(module: nn.Module, watcher: Watcher) -> None:
     rest = tuple(other for other in _WATCHERS.pop(module, ()) if other is not watcher)
     if rest:
         _WATCHERS[module] = rest
 
 
 @contextmanager
-def restored(owner: Any, name: str) -> Iterator[None]:
+def restore_on_exit(owner: Any, name: str) -> Iterator[None]:
     """An attribute that watchers change: it is as it was once the last of them leaves, in whatever order they do."""
-    place = id(owner), name
-    with _guard:
-        found, count = _FOUND.get(place, (getattr(owner, name), 0))
-        _FOUND[place] = found, count + 1
+    key = id(owner), name
+    with _lock:
+        original, count = _ORIGINALS.get(key, (getattr(owner, name), 0))
+        _ORIGINALS[key] = original, count + 1
     try:
         yield
     finally:
-        with _guard:
-            found, count = _FOUND.pop(place)
+        with _lock:
+            original, count = _ORIGINALS.pop(key)
             if count > 1:
-                _FOUND[place] = found, count - 1
+                _ORIGINALS[key] = original, count - 1
             else:
-                setattr(owner, name, found)
+                setattr(owner, name, original)
 
 
 def check_module(model: Any) -> None:
@@ -118,7 +118,7 @@ def check_module(model: Any) -> None:
         )
 
 
-def wanted(modules: dict[str, nn.Module], see: Any, layers: Any, heads: Any) -> dict[str, nn.Module]:
+def select_modules(modules: dict[str, nn.Module], see: Any, layers: Any, heads: Any) -> dict[str, nn.Module]:
     """The modules asked for by `layers`, once it is sure that what is asked can be meant.
 
     Raises
@@ -130,7 +130,7 @@ def wanted(modules: dict[str, nn.Module], see: Any, layers: Any, heads: Any) -> 
         raise ParameterError(f"see={see!r}", "a list of statistics", "see=[sightline.lse()]")
     if heads is not None and not (isinstance(heads, Sequence) and all(isinstance(head, int) for head in heads)):
         raise ParameterError(f"heads={heads!r}", "a list of whole numbers", "heads=[0, 1]")
-    return modules if layers is None else {name: modules[name] for name in chosen(list(modules), layers)}
+    return modules if layers is None else {name: modules[name] for name in select_names(list(modules), layers)}
 
 
 def attend(
@@ -156,14 +156,14 @@ def attend(
     """
     own = list(see)
     watchers = () if torch.compiler.is_compiling() else _WATCHERS.get(module, ())
-    asked = [*own, *(statistic for watcher in watchers for statistic in watcher.asked)]
-    output, seen = attention(query, key, value, see=asked, **options)
+    requested = [*own, *(statistic for watcher in watchers for statistic in watcher.requested)]
+    output, seen = attention(query, key, value, see=requested, **options)
     rest = iter(seen)
-    answers = tuple(islice(rest, len(own)))
+    own_results = tuple(islice(rest, len(own)))
     for watcher in watchers:
         watcher.record(
             module,
-            [_flat(result, output) for result in islice(rest, len(watcher.see))],
+            [_flatten_batch(result, output) for result in islice(rest, len(watcher.see))],
             output.shape[-3] if output.ndim > 3 else 1,
             kind=kind,
             query_start=key.shape[-2] - query.shape[-2] if query_start is None else query_start,
@@ -171,18 +171,18 @@ def attend(
             n=query.shape[-2],
             m=key.shape[-2],
         )
-    return output, answers
+    return output, own_results
 
 
-def _flat(result: Any, output: Tensor) -> Any:
+def _flatten_batch(result: Any, output: Tensor) -> Any:
     """A statistic's arrays with one batch axis and a head axis, whatever leading axes the call had."""
-    lead = output.shape[: -3 if output.ndim > 3 else -2]
+    batch_shape = output.shape[: -3 if output.ndim > 3 else -2]
     heads = output.shape[-3] if output.ndim > 3 else 1
     axes = output.ndim - 2
 
-    def flat(array: Tensor) -> Tensor:
+    def flatten(array: Tensor) -> Tensor:
         if output.ndim == 4 or array.shape[:axes] != output.shape[:axes]:
             return array
-        return array.reshape(math.prod(lead), heads, *array.shape[axes:])
+        return array.reshape(math.prod(batch_shape), heads, *array.shape[axes:])
 
-    return each(flat, result)
+    return map_arrays(flatten, result)

@@ -15,7 +15,7 @@ from ..formula.tables import Table
 from ..positions import rotary
 from ..recording import Kind
 from ..statistics import weights as weights_of
-from .functional import aligned
+from .functional import align_mask
 from .hooks import attend
 
 __all__ = ["MultiHeadAttention", "ScaledDotProductAttention", "SelfAttention"]
@@ -94,7 +94,7 @@ class ScaledDotProductAttention(nn.Module):
         """
         if mask is not None and not isinstance(mask, Expression):
             allowed = mask != 0 if self.mask_means == "attend" else mask == 0
-            mask = dense(aligned(allowed, query, key, value))
+            mask = dense(align_mask(allowed, query, key, value))
         dropout = self.dropout if self.training else 0.0
         kind: Kind = "self" if query.shape[-2] == key.shape[-2] else "cross"
         output, (weights,) = attend(
@@ -242,9 +242,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
             query, key, value = (x[None] for x in (query, key, value))
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        queries, keys, values = self._projected(query, key, value)
+        queries, keys, values = self._project(query, key, value)
         extra = keys.shape[-2] - key.shape[1]  # keys that no mask touches: bias_k, and zeros
-        formulas = self._formulas(attn_mask, key_padding_mask, is_causal, key.shape[1], extra)
+        formulas = self._make_formulas(attn_mask, key_padding_mask, is_causal, key.shape[1], extra)
         output, seen = attend(
             self,
             queries,
@@ -264,7 +264,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             return output[0], None if weights is None else weights[0]
         return output if self.batch_first else output.transpose(0, 1), weights
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Queries (N, heads, n, d), keys and values (N, heads, m + extra, d)."""
         if self.in_proj_weight is not None:
             matrices = self.in_proj_weight.chunk(3)
@@ -281,7 +281,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             arrays[1:] = [functional.pad(x, (0, 0, 0, 1)) for x in arrays[1:]]
         return [x.reshape(*x.shape[:-1], self.num_heads, -1).transpose(1, 2) for x in arrays]
 
-    def _formulas(
+    def _make_formulas(
         self, attn_mask: Tensor | None, padding: Tensor | None, is_causal: bool, m: int, extra: int
     ) -> dict[str, Any]:
         """The two masks and the causal one as mask and score; each array may be conditions or numbers."""
@@ -295,11 +295,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
         mask: Any = causal() | (j >= m) if is_causal else None
         score: Any = None
         for array, axes in arrays:
-            adds = array.is_floating_point()
-            values = functional.pad(array, (0, extra)) if adds else functional.pad(~array, (0, extra), value=True)
-            read = Table(values, tuple(axes))[tuple([SYMBOLS[axis] for axis in axes])]
-            if adds:
-                score = (s if score is None else score) + read
+            is_additive = array.is_floating_point()
+            values = (
+                functional.pad(array, (0, extra)) if is_additive else functional.pad(~array, (0, extra), value=True)
+            )
+            lookup = Table(values, tuple(axes))[tuple([SYMBOLS[axis] for axis in axes])]
+            if is_additive:
+                score = (s if score is None else score) + lookup
             else:
-                mask = read if mask is None else mask & read
+                mask = lookup if mask is None else mask & lookup
         return {"mask": mask, "score": score}

@@ -11,12 +11,12 @@ from torch import nn
 from ..errors import ParameterError
 from ..recording import Seen, Tokens
 from ..statistics import Statistic
-from .hooks import check_module, restored, wanted, watching
+from .hooks import check_module, record_calls, restore_on_exit, select_modules
 from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 
 __all__ = ["watch"]
 
-OURS = (MultiHeadAttention, ScaledDotProductAttention, SelfAttention)
+OWN_LAYERS = (MultiHeadAttention, ScaledDotProductAttention, SelfAttention)
 
 
 @contextmanager
@@ -65,31 +65,31 @@ def watch(
     self_attn  self  0     5        5     2      lse() 1×2×5
     """
     check_module(model)
-    found: dict[str, nn.Module] = {
+    attention_modules: dict[str, nn.Module] = {
         name or type(model).__name__: module
         for name, module in model.named_modules()
-        if isinstance(module, OURS) or type(module) is nn.MultiheadAttention
+        if isinstance(module, OWN_LAYERS) or type(module) is nn.MultiheadAttention
     }
-    if not found:
+    if not attention_modules:
         raise ParameterError(
             f"a {type(model).__name__} without attention layers",
             "torch.nn.MultiheadAttention or layers of sightline.torch in it",
             "sightline.transformers.watch(model, ...) for a Hugging Face model",
         )
-    modules = wanted(found, see, layers, heads)
-    with ExitStack() as leaving:
+    modules = select_modules(attention_modules, see, layers, heads)
+    with ExitStack() as exit_stack:
         for encoder in model.modules():  # it makes nested tensors for the fast path of its layers, whatever they say
             if hasattr(encoder, "use_nested_tensor"):
-                leaving.enter_context(restored(encoder, "use_nested_tensor"))
+                exit_stack.enter_context(restore_on_exit(encoder, "use_nested_tensor"))
                 encoder.use_nested_tensor = False  # type: ignore[assignment]  # stubs know no attributes but modules'
         for module in modules.values():
             if isinstance(module, nn.MultiheadAttention):
-                leaving.enter_context(restored(module, "__class__"))
+                exit_stack.enter_context(restore_on_exit(module, "__class__"))
                 if type(module) is nn.MultiheadAttention:
                     module.__class__ = MultiHeadAttention  # the same parameters and state
-                leaving.callback(module.register_forward_pre_hook(_nothing).remove)  # the fast path heeds hooks
-        yield leaving.enter_context(watching(modules, see, heads, tokens))
+                exit_stack.callback(module.register_forward_pre_hook(_do_nothing).remove)  # the fast path heeds hooks
+        yield exit_stack.enter_context(record_calls(modules, see, heads, tokens))
 
 
-def _nothing(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     """A hook that does nothing."""

@@ -16,38 +16,38 @@ from torch import Tensor
 from .. import streaming
 from ..dispatch import differentiate, solve
 from ..statistics import Lse, arrays_of
-from .operator_schema import SCHEMA, Question
+from .operator_schema import SCHEMA, OperatorArguments
 
-__all__ = ["attention", "attention_backward", "gradient"]
+__all__ = ["attention", "attention_backward", "compute_gradients"]
 
 
-def _as_written(computation: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+def _without_autocast(computation: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
     """The computation with torch.autocast off: the door has cast what it would, and sums are kept wide."""
 
     @wraps(computation)
-    def run(*arguments: Any) -> list[Tensor]:
-        place = next(x for x in arguments if isinstance(x, Tensor)).device.type
-        if not torch.is_autocast_enabled(place):
-            return computation(*arguments)
-        with torch.autocast(place, enabled=False):
-            return computation(*arguments)
+    def run(*args: Any) -> list[Tensor]:
+        device_type = next(x for x in args if isinstance(x, Tensor)).device.type
+        if not torch.is_autocast_enabled(device_type):
+            return computation(*args)
+        with torch.autocast(device_type, enabled=False):
+            return computation(*args)
 
     return run
 
 
-@_as_written
-def _answer(*arguments: Any) -> list[Tensor]:
+@_without_autocast
+def _forward(*args: Any) -> list[Tensor]:
     """[output, lse, *the arrays of every statistic asked for but lse]."""
-    question = Question(*arguments)
-    problem = question.problem()
-    result = solve(problem, question.kernel, question.threads)
+    arguments = OperatorArguments(*args)
+    problem = arguments.problem()
+    result = solve(problem, arguments.kernel, arguments.threads)
     seen = zip(problem.see, result.seen, strict=True)
     others = [arrays_of(answer) for statistic, answer in seen if not isinstance(statistic, Lse)]
     return [result.output, result.lse, *(array for arrays in others for array in arrays)]
 
 
-def _answer_shapes(*arguments: Any) -> list[Tensor]:
-    problem = Question(*arguments).outline()
+def _forward_shapes(*args: Any) -> list[Tensor]:
+    problem = OperatorArguments(*args).build_problem()
     query, rows = problem.query, problem.query.shape[:-1]
     outputs = [query.new_empty((*rows, problem.d_v)), query.new_empty(rows, dtype=torch.float64)]
     for statistic in problem.see:
@@ -57,135 +57,165 @@ def _answer_shapes(*arguments: Any) -> list[Tensor]:
     return outputs
 
 
-attention = torch.library.custom_op("sightline::attention", _answer, mutates_args=(), schema=f"({SCHEMA}) -> Tensor[]")
-attention.register_fake(_answer_shapes)
+attention = torch.library.custom_op("sightline::attention", _forward, mutates_args=(), schema=f"({SCHEMA}) -> Tensor[]")
+attention.register_fake(_forward_shapes)
 
 
-@_as_written
-def gradient(
-    gradients: list[Tensor], given: list[int], wanted: list[int], output: Tensor, lse: Tensor, *arguments: Any
+@_without_autocast
+def compute_gradients(
+    gradients: list[Tensor],
+    gradient_indices: list[int],
+    wanted_tables: list[int],
+    output: Tensor,
+    lse: Tensor,
+    *args: Any,
 ) -> list[Tensor]:
-    """Gradients of `Question.inputs`; `gradients` are those of the answer's entries numbered in `given`."""
-    return _chain(gradients, given, wanted, Question(*arguments), (output, lse))
+    """Gradients of `OperatorArguments.inputs`.
+
+    `gradients` are those of the entries of the answer that `gradient_indices` numbers.
+    """
+    return _apply_chain_rule(gradients, gradient_indices, wanted_tables, OperatorArguments(*args), (output, lse))
 
 
-def _gradient_shapes(_: Any, given: Any, wanted: list[int], output: Any, lse: Any, *arguments: Any) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape) for tensor in Question(*arguments).inputs(wanted)]
+def _backward_shapes(
+    _: Any, gradient_indices: Any, wanted_tables: list[int], output: Any, lse: Any, *args: Any
+) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in OperatorArguments(*args).inputs(wanted_tables)]
 
 
 attention_backward = torch.library.custom_op(
     "sightline::attention_backward",
-    gradient,
+    compute_gradients,
     mutates_args=(),
-    schema=f"(Tensor[] gradients, int[] given, int[] wanted, Tensor output, Tensor lse, {SCHEMA}) -> Tensor[]",
+    schema="(Tensor[] gradients, int[] gradient_indices, int[] wanted_tables, Tensor output, Tensor lse, "
+    f"{SCHEMA}) -> Tensor[]",
 )
-attention_backward.register_fake(_gradient_shapes)
+attention_backward.register_fake(_backward_shapes)
 
 
-def _chain(
+def _apply_chain_rule(
     gradients: Sequence[Tensor],
-    given: Sequence[int],
-    wanted: Sequence[int],
-    question: Question,
+    gradient_indices: Sequence[int],
+    wanted_tables: Sequence[int],
+    arguments: OperatorArguments,
     saved: tuple[Tensor, Tensor] | None,
 ) -> list[Tensor]:
     """The chain rule through attention, tile by tile; differentiable where `saved` is None."""
-    problem = question.problem()
-    of_answer = dict(zip(given, gradients, strict=True))
-    d_output = of_answer.get(0)
+    problem = arguments.problem()
+    gradient_by_index = dict(zip(gradient_indices, gradients, strict=True))
+    d_output = gradient_by_index.get(0)
     if d_output is None:
         d_output = problem.query.new_zeros((*problem.query.shape[:-1], problem.d_v))
-    place, d_seen = 2, []
+    offset, d_seen = 2, []
     for statistic in problem.see:
-        d_seen.append(None if isinstance(statistic, Lse) else of_answer.get(place))
-        place += 0 if isinstance(statistic, Lse) else len(statistic.outputs(problem))
-    tables = [question.tables[k] for k in wanted]
+        d_seen.append(None if isinstance(statistic, Lse) else gradient_by_index.get(offset))
+        offset += 0 if isinstance(statistic, Lse) else len(statistic.outputs(problem))
+    tables = [arguments.tables[k] for k in wanted_tables]
     if saved is None:
-        found = streaming.backward(problem, d_output, of_answer.get(1), tuple(d_seen))
+        input_gradients = streaming.backward(problem, d_output, gradient_by_index.get(1), tuple(d_seen))
     else:
-        slots = [k for k, table in enumerate(problem.tables) if any(table.array is tensor for tensor in tables)]
-        found = differentiate(
+        table_indices = [k for k, table in enumerate(problem.tables) if any(table.array is tensor for tensor in tables)]
+        input_gradients = differentiate(
             problem,
             d_output,
-            of_answer.get(1),
+            gradient_by_index.get(1),
             tuple(d_seen),
             saved,
-            wanted=slots,
-            kernel=question.kernel,
-            threads=question.threads,
+            wanted_tables=table_indices,
+            kernel=arguments.kernel,
+            threads=arguments.threads,
         )
     by_tensor: dict[int, Tensor] = {}  # one tensor may stand in two tables: the first of its places has their sum
-    for table, gradient in zip(problem.tables, found.tables, strict=True):
+    for table, gradient in zip(problem.tables, input_gradients.tables, strict=True):
         if gradient is not None:
-            known = by_tensor.get(id(table.array))
-            by_tensor[id(table.array)] = gradient if known is None else known + gradient
-    of_tables = [by_tensor.pop(id(table), None) for table in tables]
-    whole = [torch.zeros_like(t) if g is None else g for t, g in zip(tables, of_tables, strict=True)]
-    return [found.query, found.key, found.value, *whole, *([] if found.sinks is None else [found.sinks])]
+            previous = by_tensor.get(id(table.array))
+            by_tensor[id(table.array)] = gradient if previous is None else previous + gradient
+    gradients_of_tables = [by_tensor.pop(id(table), None) for table in tables]
+    table_gradients = [
+        torch.zeros_like(t) if g is None else g for t, g in zip(tables, gradients_of_tables, strict=True)
+    ]
+    return [
+        input_gradients.query,
+        input_gradients.key,
+        input_gradients.value,
+        *table_gradients,
+        *([] if input_gradients.sinks is None else [input_gradients.sinks]),
+    ]
 
 
 # -- what torch calls ----------------------------------------------------------------------------------------------
 
 
-def _keep(ctx: Any, question: Question, *others: Tensor) -> None:
+def _save_arguments(ctx: Any, arguments: OperatorArguments, *others: Tensor) -> None:
     """Tensors go where torch guards them, the rest into the context."""
     ctx.save_for_backward(
-        question.query, question.key, question.value, question.sinks, question.seed, *question.tables, *others
+        arguments.query, arguments.key, arguments.value, arguments.sinks, arguments.seed, *arguments.tables, *others
     )
-    ctx.words, ctx.tables = question[6:], len(question.tables)
+    ctx.other_arguments, ctx.tables = arguments[6:], len(arguments.tables)
 
 
-def _kept(ctx: Any) -> tuple[Question, list[Tensor]]:
+def _load_arguments(ctx: Any) -> tuple[OperatorArguments, list[Tensor]]:
     query, key, value, sinks, seed, *rest = ctx.saved_tensors
     tables, others = rest[: ctx.tables], rest[ctx.tables :]
-    return Question(query, key, value, tables, sinks, seed, *ctx.words), others
+    return OperatorArguments(query, key, value, tables, sinks, seed, *ctx.other_arguments), others
 
 
-def _keep_answer(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    _keep(ctx, Question(*inputs), output[0], output[1])
+    _save_arguments(ctx, OperatorArguments(*inputs), output[0], output[1])
 
 
 def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
-    question, (output, lse) = _kept(ctx)
-    given = [k for k, gradient in enumerate(gradients) if gradient is not None]
-    wanted = [k for k in question.gaining if ctx.needs_input_grad[3][k]]
-    found = attention_backward([g for g in gradients if g is not None], given, wanted, output, lse, *question)
-    return question.places(found, wanted)
+    arguments, (output, lse) = _load_arguments(ctx)
+    gradient_indices = [k for k, gradient in enumerate(gradients) if gradient is not None]
+    wanted_tables = [k for k in arguments.differentiable_tables if ctx.needs_input_grad[3][k]]
+    input_gradients = attention_backward(
+        [g for g in gradients if g is not None], gradient_indices, wanted_tables, output, lse, *arguments
+    )
+    return arguments.to_argument_order(input_gradients, wanted_tables)
 
 
-def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    gradients, ctx.given, ctx.wanted, _, _, *arguments = inputs
-    _keep(ctx, Question(*arguments), *gradients)
+    gradients, ctx.gradient_indices, ctx.wanted_tables, _, _, *args = inputs
+    _save_arguments(ctx, OperatorArguments(*args), *gradients)
 
 
-def _backward_of_backward(ctx: Any, directions: list[Tensor | None]) -> tuple[Any, ...]:
+def _double_backward(ctx: Any, directions: list[Tensor | None]) -> tuple[Any, ...]:
     """Output and lse only spare the gradient a forward pass: here it is done again, so they take no gradient."""
-    question, gradients = _kept(ctx)
-    onward = torch.is_grad_enabled()
+    arguments, gradients = _load_arguments(ctx)
+    create_graph = torch.is_grad_enabled()
 
-    def fresh(tensor: Tensor) -> Tensor:
+    def make_variable(tensor: Tensor) -> Tensor:
         """The tensor as a variable of its own, joined to the caller's graph where further orders may come."""
         if not tensor.requires_grad:
             return tensor
-        return tensor.view_as(tensor) if onward else tensor.detach().requires_grad_()
+        return tensor.view_as(tensor) if create_graph else tensor.detach().requires_grad_()
 
     with torch.enable_grad():
-        variables = [fresh(tensor) for tensor in (*gradients, *question.inputs(ctx.wanted))]
+        variables = [make_variable(tensor) for tensor in (*gradients, *arguments.inputs(ctx.wanted_tables))]
         count = len(gradients)
-        again = question.with_inputs(variables[count:], ctx.wanted)
-        found = _chain(variables[:count], ctx.given, ctx.wanted, again, None)
-        pairs = [(f, d) for f, d in zip(found, directions, strict=True) if d is not None and f.requires_grad]
-        wanted = [variable for variable in variables if variable.requires_grad]
+        fresh_arguments = arguments.with_inputs(variables[count:], ctx.wanted_tables)
+        input_gradients = _apply_chain_rule(
+            variables[:count], ctx.gradient_indices, ctx.wanted_tables, fresh_arguments, None
+        )
+        pairs = [(f, d) for f, d in zip(input_gradients, directions, strict=True) if d is not None and f.requires_grad]
+        leaves = [variable for variable in variables if variable.requires_grad]
         results = torch.autograd.grad(
-            [f for f, _ in pairs], wanted, [d for _, d in pairs], create_graph=onward, allow_unused=True
+            [f for f, _ in pairs], leaves, [d for _, d in pairs], create_graph=create_graph, allow_unused=True
         )
     rest = iter(results)
-    every = [next(rest) if variable.requires_grad else None for variable in variables]
-    nothing: Any = None if ctx.wanted else []  # torch takes an empty list for one of tensors
-    return every[:count], None, nothing, None, None, *question.places(every[count:], ctx.wanted)
+    all_gradients = [next(rest) if variable.requires_grad else None for variable in variables]
+    nothing: Any = None if ctx.wanted_tables else []  # torch takes an empty list for one of tensors
+    return (
+        all_gradients[:count],
+        None,
+        nothing,
+        None,
+        None,
+        *arguments.to_argument_order(all_gradients[count:], ctx.wanted_tables),
+    )
 
 
-attention.register_autograd(_backward, setup_context=_keep_answer)
-attention_backward.register_autograd(_backward_of_backward, setup_context=_keep_gradient)
+attention.register_autograd(_backward, setup_context=_setup_forward)
+attention_backward.register_autograd(_double_backward, setup_context=_setup_backward)

@@ -1,6 +1,7 @@
 """A problem as an operator can take it: tensors and plain values. Formulas travel as text, what they read as tensors.
 
-`Question.of` is plain Python that torch.compile follows, so formulas may be built inside a compiled function.
+`OperatorArguments.from_problem` is plain Python that torch.compile follows, so formulas may be built inside a compiled
+function.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..formula.expression import Expression, Lookup, from_text, walk
+from ..formula.expression import Expression, Lookup, parse_text, walk
 from ..formula.tables import Table
-from ..formula.tensor_cache import near
-from ..problem import Problem, checked, settle
-from ..statistics import Statistic, from_words
+from ..formula.tensor_cache import to_device
+from ..problem import Problem, check_condition, normalize
+from ..statistics import Statistic, deserialize
 from ..validation import check_device
 
-__all__ = ["SCHEMA", "Question", "spelled"]
+__all__ = ["SCHEMA", "OperatorArguments", "to_text"]
 
 SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor[] tables, Tensor? sinks, Tensor? seed, "
-    "str mask, str score, str spans, float scale, float dropout, str see, str? kernel, int? threads"
+    "str mask, str score, str table_axes, float scale, float dropout, str see, str? kernel, int? threads"
 )
 Extent = tuple[int, int, int, int]
-Pair = tuple[Expression | None, Expression | None]
+FormulaPair = tuple[Expression | None, Expression | None]
 
 
-class Question(NamedTuple):
+class OperatorArguments(NamedTuple):
     """The arguments of the operator, in the order of `SCHEMA`."""
 
     query: Tensor  # with all leading axes and a head axis, as Problem has it
@@ -40,7 +41,7 @@ class Question(NamedTuple):
     seed: Tensor | None  # int64: torch's generator draws it inside a compiled function too
     mask: str  # Expression.text, "" for none
     score: str
-    spans: str  # the axes each table promises to span, "hij,.j,|-,|" : one comma a table, | between the three
+    table_axes: str  # the axes each table promises to span, "hij,.j,|-,|" : one comma a table, | between the three
     scale: float
     dropout: float
     see: str  # Statistic.words, | between them, a line each
@@ -48,22 +49,24 @@ class Question(NamedTuple):
     threads: int | None
 
     @classmethod
-    def of(cls, problem: Problem, seed: Tensor | None, kernel: str | None, threads: int | None) -> Question:
-        """The question a problem asks. What `problem.ask` checks is checked; tables are not read."""
-        mask, its_tables = spelled(problem.mask)
-        score, more_tables = spelled(problem.score)
-        seen_tables: list[Table] = []
-        lines = ["|".join(statistic.words(_spelling(seen_tables))) for statistic in problem.see]
+    def from_problem(
+        cls, problem: Problem, seed: Tensor | None, kernel: str | None, threads: int | None
+    ) -> OperatorArguments:
+        """The question a problem asks. What `problem.parse` checks is checked; tables are not read."""
+        mask, mask_tables = to_text(problem.mask)
+        score, score_tables = to_text(problem.score)
+        statistic_tables: list[Table] = []
+        lines = ["|".join(statistic.serialize(_text_writer(statistic_tables))) for statistic in problem.see]
         return cls(
             problem.query,
             problem.key,
             problem.value,
-            [_tensor(table, problem.query) for table in [*its_tables, *more_tables, *seen_tables]],
+            [_to_tensor(table, problem.query) for table in [*mask_tables, *score_tables, *statistic_tables]],
             problem.sinks,
             seed,
             mask,
             score,
-            _spans(its_tables) + "|" + _spans(more_tables) + "|" + _spans(seen_tables),
+            _format_axes(mask_tables) + "|" + _format_axes(score_tables) + "|" + _format_axes(statistic_tables),
             problem.scale,
             problem.dropout,
             "\n".join(lines),
@@ -73,17 +76,19 @@ class Question(NamedTuple):
 
     def problem(self) -> Problem:
         """The problem. Formulas without tables are settled once for the same lengths, the others every time."""
-        extent = self.outline().extent
-        words = self.mask, self.score, self.spans
-        mask, score = _settled(words, self.tables, extent) if self.tables else _kept(words, extent)
-        problem = self.outline(mask, score, 0 if self.seed is None else int(self.seed) % 2**64)
-        if self.seen_tables:
-            _check(problem.see, extent)
+        extent = self.build_problem().extent
+        texts = self.mask, self.score, self.table_axes
+        mask, score = (
+            _normalize_formulas(texts, self.tables, extent) if self.tables else _normalize_cached(texts, extent)
+        )
+        problem = self.build_problem(mask, score, 0 if self.seed is None else int(self.seed) % 2**64)
+        if self.statistic_tables:
+            _validate_conditions(problem.see, extent)
         else:
-            _check_kept(self.see, extent)
+            _validate_conditions_cached(self.see, extent)
         return problem
 
-    def outline(self, mask: Expression | None = None, score: Expression | None = None, seed: int = 0) -> Problem:
+    def build_problem(self, mask: Expression | None = None, score: Expression | None = None, seed: int = 0) -> Problem:
         """The problem with these for what must be read from tensors: without them enough for shapes."""
         return Problem(
             self.query,
@@ -95,42 +100,44 @@ class Question(NamedTuple):
             scale=self.scale,
             dropout=self.dropout,
             seed=seed,
-            see=_read(self.see, self.seen_tables) if self.seen_tables else _read_kept(self.see),
-            headless=False,
+            see=_parse_statistics(self.see, self.statistic_tables)
+            if self.statistic_tables
+            else _parse_statistics_cached(self.see),
+            heads_squeezed=False,
         )
 
     @property
-    def seen_tables(self) -> list[Table]:
+    def statistic_tables(self) -> list[Table]:
         """The tables of the statistics' conditions."""
-        return _tables(self.spans, self.tables, 2)
+        return _make_tables(self.table_axes, self.tables, 2)
 
     @property
-    def gaining(self) -> list[int]:
+    def differentiable_tables(self) -> list[int]:
         """The tables that may have gradients: floats read by the score."""
-        masks, scores = (part.count(",") for part in self.spans.split("|")[:2])
+        masks, scores = (section.count(",") for section in self.table_axes.split("|")[:2])
         return [k for k in range(masks, masks + scores) if self.tables[k].is_floating_point()]
 
-    def inputs(self, wanted: Sequence[int]) -> list[Tensor]:
-        """The tensors that may have gradients: query, key, value, the tables `wanted` names, sinks."""
-        tables = [self.tables[k] for k in wanted]
+    def inputs(self, wanted_tables: Sequence[int]) -> list[Tensor]:
+        """The tensors that may have gradients: query, key, value, the tables `wanted_tables` names, sinks."""
+        tables = [self.tables[k] for k in wanted_tables]
         return [self.query, self.key, self.value, *tables, *([] if self.sinks is None else [self.sinks])]
 
-    def with_inputs(self, inputs: Sequence[Tensor], wanted: Sequence[int]) -> Question:
+    def with_inputs(self, inputs: Sequence[Tensor], wanted_tables: Sequence[int]) -> OperatorArguments:
         """The question with others in the places of `inputs`."""
-        query, key, value, new, sinks, *_ = self.places(inputs, wanted)
+        query, key, value, new, sinks, *_ = self.to_argument_order(inputs, wanted_tables)
         tables = [old if table is None else table for old, table in zip(self.tables, new, strict=True)]
         return self._replace(query=query, key=key, value=value, tables=tables, sinks=sinks)
 
-    def places(self, gradients: Sequence[Tensor | None], wanted: Sequence[int]) -> tuple[Any, ...]:
+    def to_argument_order(self, gradients: Sequence[Tensor | None], wanted_tables: Sequence[int]) -> tuple[Any, ...]:
         """Gradients of `inputs` as torch wants them: one entry an argument, None where there is none."""
         query, key, value, *rest = gradients
         tables: list[Tensor | None] = [None] * len(self.tables)
-        for k in wanted:
+        for k in wanted_tables:
             tables[k] = rest.pop(0)
         return (query, key, value, tables, rest[0] if rest else None) + (None,) * (len(self) - 5)
 
 
-def spelled(formula: Expression | None) -> tuple[str, list[Table]]:
+def to_text(formula: Expression | None) -> tuple[str, list[Table]]:
     """`formula.text` and `formula.tables`; under torch.compile without json and cached properties, closed to it."""
     if formula is None:
         return "", []
@@ -142,86 +149,88 @@ def spelled(formula: Expression | None) -> tuple[str, list[Table]]:
     slot = {id(table): k for k, table in enumerate(tables)}
     lines = []
     for node in nodes:
-        words = [str(word) if isinstance(word, int) else f'"{word}"' for word in node.record(number, slot)]
-        lines.append("[" + ",".join(words) + "]")
+        texts = [str(word) if isinstance(word, int) else f'"{word}"' for word in node.node_record(number, slot)]
+        lines.append("[" + ",".join(texts) + "]")
     return "[" + ",".join(lines) + "]", tables
 
 
-def _spelling(tables: list[Table]) -> Callable[[Expression], str]:
-    """How a statistic's condition is written, its tables put after those there are; `_read` reads it."""
+def _text_writer(tables: list[Table]) -> Callable[[Expression], str]:
+    """How a statistic's condition is written, its tables put after those there are; `_parse_statistics` reads it."""
 
-    def spell(condition: Expression) -> str:
-        text, own = spelled(condition)
+    def write_text(condition: Expression) -> str:
+        text, own = to_text(condition)
         start = len(tables)
         tables.extend(own)
         return f"{start} {len(own)} {text}"
 
-    return spell
+    return write_text
 
 
-def _spans(tables: list[Table]) -> str:
+def _format_axes(tables: list[Table]) -> str:
     return "".join(["-," if t.axes is None else "".join([axis or "." for axis in t.axes]) + "," for t in tables])
 
 
-def _tensor(table: Table, query: Tensor) -> Tensor:
+def _to_tensor(table: Table, query: Tensor) -> Tensor:
     if isinstance(table.array, Tensor):
         check_device("table", table.array, query)
         return table.array
     if torch.compiler.is_compiling():
         return torch.as_tensor(table.array, device=query.device)
-    tensor: Tensor = near(table.array, query)
+    tensor: Tensor = to_device(table.array, query)
     return tensor
 
 
-def _settled(words: tuple[str, str, str], tensors: list[Tensor], extent: Extent) -> Pair:
-    mask, score, spans = words
-    return settle(
-        from_text(mask, _tables(spans, tensors, 0)) if mask else None,
-        from_text(score, _tables(spans, tensors, 1)) if score else None,
+def _normalize_formulas(texts: tuple[str, str, str], tensors: list[Tensor], extent: Extent) -> FormulaPair:
+    mask, score, table_axes = texts
+    return normalize(
+        parse_text(mask, _make_tables(table_axes, tensors, 0)) if mask else None,
+        parse_text(score, _make_tables(table_axes, tensors, 1)) if score else None,
         extent,
     )
 
 
-def _tables(spans: str, tensors: list[Tensor], part: int) -> list[Table]:
-    """The tables of the mask (part 0), the score (1) or the statistics (2)."""
-    parts = spans.split("|")
-    first = sum([before.count(",") for before in parts[:part]])
-    promised = [None if span == "-" else _axes(span) for span in parts[part].split(",")[:-1]]
-    own = tensors[first : first + len(promised)]
-    return [Table(tensor, axes) for tensor, axes in zip(own, promised, strict=True)]
+def _make_tables(table_axes: str, tensors: list[Tensor], section: int) -> list[Table]:
+    """The tables of the mask (section 0), the score (1) or the statistics (2)."""
+    sections = table_axes.split("|")
+    first = sum([before.count(",") for before in sections[:section]])
+    axes_by_table = [
+        None if axes_text == "-" else _parse_axes(axes_text) for axes_text in sections[section].split(",")[:-1]
+    ]
+    own = tensors[first : first + len(axes_by_table)]
+    return [Table(tensor, axes) for tensor, axes in zip(own, axes_by_table, strict=True)]
 
 
 @lru_cache(maxsize=4096)
-def _kept(words: tuple[str, str, str], extent: Extent) -> Pair:
-    return _settled(words, [], extent)
+def _normalize_cached(texts: tuple[str, str, str], extent: Extent) -> FormulaPair:
+    return _normalize_formulas(texts, [], extent)
 
 
-def _read(see: str, tables: list[Table]) -> tuple[Statistic, ...]:
+def _parse_statistics(see: str, tables: list[Table]) -> tuple[Statistic, ...]:
     """The statistics that these lines spell."""
 
     def condition(text: str) -> Expression:
         """Where its tables start among theirs, how many they are, and the formula's text."""
         start, count, formula = text.split(" ")
-        return from_text(formula, tables[int(start) :][: int(count)])
+        return parse_text(formula, tables[int(start) :][: int(count)])
 
-    return tuple(from_words(line.split("|"), condition) for line in see.splitlines())
+    return tuple(deserialize(line.split("|"), condition) for line in see.splitlines())
 
 
 @lru_cache(maxsize=4096)
-def _read_kept(see: str) -> tuple[Statistic, ...]:
-    return _read(see, [])
+def _parse_statistics_cached(see: str) -> tuple[Statistic, ...]:
+    return _parse_statistics(see, [])
 
 
-def _check(see: Sequence[Statistic], extent: Extent) -> None:
+def _validate_conditions(see: Sequence[Statistic], extent: Extent) -> None:
     """Raise where a condition cannot be read at some pair."""
     for statistic in see:
-        statistic.mapped(lambda condition: checked(condition, extent))
+        statistic.map_formulas(lambda condition: check_condition(condition, extent))
 
 
 @lru_cache(maxsize=4096)
-def _check_kept(see: str, extent: Extent) -> None:
-    _check(_read_kept(see), extent)
+def _validate_conditions_cached(see: str, extent: Extent) -> None:
+    _validate_conditions(_parse_statistics_cached(see), extent)
 
 
-def _axes(span: str) -> tuple[str | None, ...]:
-    return tuple(None if axis == "." else axis for axis in span)
+def _parse_axes(axes_text: str) -> tuple[str | None, ...]:
+    return tuple(None if axis == "." else axis for axis in axes_text)

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 from ..arrays import to_numpy
 from ..formula.expression import SYMBOLS, Constant, Expression
 from ..formula.tables import Table
-from .mask_functions import traced
+from .mask_functions import trace_mask_function
 
 __all__ = ["FormulaMask", "sightline_mask"]
 
@@ -43,20 +43,20 @@ class FormulaMask(Tensor):
     formula: Expression
     query_start: int
     key_start: int
-    _write: Callable[[], Tensor]
+    _make_dense: Callable[[], Tensor]
 
     @staticmethod
     def __new__(
-        cls, formula: Expression, shape: tuple[int, ...], device: Any, write: Callable[[], Tensor], *starts: int
+        cls, formula: Expression, shape: tuple[int, ...], device: Any, make_dense: Callable[[], Tensor], *starts: int
     ) -> FormulaMask:
         mask: FormulaMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.formula, mask._write = formula, write
+        mask.formula, mask._make_dense = formula, make_dense
         mask.query_start, mask.key_start = starts
         return mask
 
     def dense(self) -> Tensor:
         """The boolean array, as transformers writes it."""
-        return self._write()
+        return self._make_dense()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -105,7 +105,7 @@ def sightline_mask(
     FormulaMask, None where nothing is hidden, or a boolean tensor
         The last where torch compiles the model, or where the function does what formulas have no word for.
     """
-    write: Callable[[], Tensor] = partial(
+    make_dense: Callable[[], Tensor] = partial(
         sdpa_mask,
         batch_size,
         q_length,
@@ -120,25 +120,25 @@ def sightline_mask(
         device=device,
     )
     if torch.compiler.is_compiling():
-        return write()
-    keep = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    padding = None if keep is None else padding_formula(keep[:, kv_offset : kv_offset + kv_length])
+        return make_dense()
+    padding_mask = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    padding = None if padding_mask is None else padding_formula(padding_mask[:, kv_offset : kv_offset + kv_length])
     query_start = int(q_offset) - kv_offset
     if mask_function is bidirectional_mask_function:
         formula = padding
         if formula is None:
-            return None if allow_is_bidirectional_skip else write()
+            return None if allow_is_bidirectional_skip else make_dense()
     else:
-        row, column = positions(query_start, kv_offset, kv_length - q_length)
-        formula = traced(mask_function, b, Constant(0, "int"), row, column)
+        row, column = position_formulas(query_start, kv_offset, kv_length - q_length)
+        formula = trace_mask_function(mask_function, b, Constant(0, "int"), row, column)
         if formula is None:
-            return write()
+            return make_dense()
         formula = formula if padding is None else formula & padding
     shape = (batch_size, 1, q_length, kv_length)
-    return FormulaMask(formula, shape, device, write, query_start, kv_offset)
+    return FormulaMask(formula, shape, device, make_dense, query_start, kv_offset)
 
 
-def positions(query_start: int, key_start: int, held: int) -> tuple[Expression, Expression]:
+def position_formulas(query_start: int, key_start: int, cached: int) -> tuple[Expression, Expression]:
     """Positions of queries and keys in the sequence.
 
     Numbers that change from call to call stay out of the formula, whose kernel would be another for each: keys held by
@@ -146,7 +146,7 @@ def positions(query_start: int, key_start: int, held: int) -> tuple[Expression, 
     """
     row: Expression = i
     column: Expression = j
-    if query_start == held and held:
+    if query_start == cached and cached:
         row = i + (m - n)
     elif query_start:
         row = i + Table(np.array([query_start]))[0]
@@ -156,12 +156,12 @@ def positions(query_start: int, key_start: int, held: int) -> tuple[Expression, 
     return row, column
 
 
-def padding_formula(keep: Tensor) -> Expression | None:
+def padding_formula(padding_mask: Tensor) -> Expression | None:
     """(B, m) bool, True at real keys, as a formula: lengths or starts where the real keys stand together, else a table.
 
     None where every key is real.
     """
-    real = to_numpy(keep)
+    real = to_numpy(padding_mask)
     if real.all():
         return None
     entry: Any = b if len(real) > 1 else 0
@@ -169,11 +169,11 @@ def padding_formula(keep: Tensor) -> Expression | None:
     starts = np.where(real.any(1), real.argmax(1), 0)
     stops = np.where(real.any(1), count - real[:, ::-1].argmax(1), 0)
     if ((stops - starts) != real.sum(1)).any():
-        return Table(keep)[entry, j]
-    found = None
+        return Table(padding_mask)[entry, j]
+    formula = None
     if starts.any():
-        found = j >= Table(starts)[entry]
+        formula = j >= Table(starts)[entry]
     if (stops < count).any():
         within = j < Table(stops)[entry]
-        found = within if found is None else found & within
-    return found
+        formula = within if formula is None else formula & within
+    return formula

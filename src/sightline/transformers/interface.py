@@ -12,7 +12,7 @@ from transformers.utils import output_capturing
 from ..errors import ParameterError
 from ..formula.expression import Expression
 from ..formula.library import bias, dense
-from ..formula.library import softcap as capped
+from ..formula.library import softcap as softcap_score
 from ..statistics import weights
 from ..torch.hooks import attend
 from .formula_mask import FormulaMask, sightline_mask
@@ -20,7 +20,7 @@ from .formula_mask import FormulaMask, sightline_mask
 __all__ = ["NAME", "register", "sightline_attention"]
 
 NAME = "sightline"
-UNREAD = {  # arguments that change the answer, of a few models
+UNSUPPORTED_ARGUMENTS = {  # arguments that change the answer, of a few models
     "cache": "a paged cache, of continuous batching",
     "indices": "keys chosen by an indexer",
     "block_indices": "blocks of keys chosen by an indexer",
@@ -66,7 +66,7 @@ def sightline_attention(
     position_bias : (…, H, n, m) floats, optional
         Added to the scaled scores.
     options
-        `output_attentions`; others are ignored, but for `UNREAD`.
+        `output_attentions`; others are ignored, but for `UNSUPPORTED_ARGUMENTS`.
 
     Returns
     -------
@@ -76,23 +76,23 @@ def sightline_attention(
     Raises
     ------
     ParameterError
-        An argument of `UNREAD`.
+        An argument of `UNSUPPORTED_ARGUMENTS`.
     """
-    for name, meaning in UNREAD.items():
+    for name, meaning in UNSUPPORTED_ARGUMENTS.items():
         if options.get(name) is not None:
             raise ParameterError(
                 f"{name}= of {type(module).__name__}: {meaning}",
                 "masks, biases, soft caps and sinks of each head",
                 'attn_implementation="eager" for this model',
             )
-    score = None if softcap is None else capped(float(softcap))
+    score = None if softcap is None else softcap_score(float(softcap))
     mask: Any = None
     if position_bias is not None:
-        score = _added(position_bias, score)
+        score = _add_to_score(position_bias, score)
     if isinstance(attention_mask, FormulaMask):
         mask = attention_mask.formula
     elif attention_mask is not None and attention_mask.is_floating_point():
-        score = _added(attention_mask, score)
+        score = _add_to_score(attention_mask, score)
     elif attention_mask is not None:
         mask = dense(attention_mask)
     output, seen = attend(
@@ -107,18 +107,18 @@ def sightline_attention(
         scale=scaling,
         sinks=s_aux,
         dropout=dropout if module.training else 0.0,
-        see=[weights()] if _attentions_wanted(module, options) else [],
+        see=[weights()] if _needs_weights(module, options) else [],
     )
     return output.transpose(1, 2).contiguous(), seen[0] if seen else None
 
 
-def _added(array: Tensor, score: Expression | None) -> Expression:
+def _add_to_score(array: Tensor, score: Expression | None) -> Expression:
     """The score with these numbers added."""
     added = bias(array)
     return added if score is None else added.with_scores(score)
 
 
-def _attentions_wanted(module: nn.Module, options: dict[str, Any]) -> bool:
+def _needs_weights(module: nn.Module, options: dict[str, Any]) -> bool:
     """Whether weights were asked for: by argument, by configuration, or by the hooks that collect a model's outputs."""
     if options.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         return True

@@ -14,12 +14,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import ParameterError
 from ..recording import Seen, Tokens
 from ..statistics import Statistic
-from ..torch.hooks import check_module, restored, wanted, watching
+from ..torch.hooks import check_module, record_calls, restore_on_exit, select_modules
 from .interface import NAME
 
 __all__ = ["watch"]
 
-CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)  # how models name attention across sequences
+CROSS_ATTENTION_NAME = re.compile(
+    r"cross|encoder_attn|encdec", re.IGNORECASE
+)  # how models name attention across sequences
 
 
 @contextmanager
@@ -70,50 +72,54 @@ def watch(
     layers.0.self_attn  self  0     4        4     2      lse() 1×2×4
     """
     check_module(model)
-    asking = {kind for kind in set(map(type, model.modules())) if _asks_interface(kind)}
-    found = {name or type(model).__name__: module for name, module in model.named_modules() if type(module) in asking}
+    attention_classes = {kind for kind in set(map(type, model.modules())) if _uses_attention_interface(kind)}
+    attention_modules = {
+        name or type(model).__name__: module
+        for name, module in model.named_modules()
+        if type(module) in attention_classes
+    }
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if not found or not any(one._can_set_attn_implementation() for one in models):
+    if not attention_modules or not any(submodel._can_set_attn_implementation() for submodel in models):
         raise ParameterError(
             f"a {type(model).__name__} whose attention does not go through transformers' attention interface",
             "models of transformers 5 that take attn_implementation",
             "sightline.torch.watch(model, ...) for torch's own attention layers",
         )
-    modules = wanted(found, see, layers, heads)
-    with ExitStack() as leaving:
-        for config in _configurations(model):
-            leaving.enter_context(restored(config, "_attn_implementation_internal"))
-        for one in models:
-            if one.config._attn_implementation != NAME:
-                one.set_attn_implementation(NAME)
-        crossing = {name for name, module in modules.items() if _crosses(name, module)}
-        yield leaving.enter_context(watching(modules, see, heads, tokens, crossing))
+    modules = select_modules(attention_modules, see, layers, heads)
+    with ExitStack() as exit_stack:
+        for config in _collect_configurations(model):
+            exit_stack.enter_context(restore_on_exit(config, "_attn_implementation_internal"))
+        for submodel in models:
+            if submodel.config._attn_implementation != NAME:
+                submodel.set_attn_implementation(NAME)
+        cross_layers = {name for name, module in modules.items() if _is_cross_attention(name, module)}
+        yield exit_stack.enter_context(record_calls(modules, see, heads, tokens, cross_layers))
 
 
-def _asks_interface(kind: Any) -> bool:
+def _uses_attention_interface(kind: Any) -> bool:
     """Whether the methods of a module look up the attention interface."""
     if issubclass(kind, PreTrainedModel):
         return False
     methods = [inspect.unwrap(method) for method in vars(kind).values() if inspect.isfunction(method)]
     own = any("ALL_ATTENTION_FUNCTIONS" in method.__code__.co_names for method in methods)
-    return own or any(_asks_interface(base) for base in kind.__bases__ if issubclass(base, nn.Module))
+    return own or any(_uses_attention_interface(base) for base in kind.__bases__ if issubclass(base, nn.Module))
 
 
-def _crosses(name: str, module: nn.Module) -> bool:
+def _is_cross_attention(name: str, module: nn.Module) -> bool:
     """Whether a layer's keys are another sequence: by what it says of itself, else by its path's end and its class."""
-    says = getattr(module, "is_cross_attention", None)
-    if isinstance(says, bool):
-        return says
-    return any(CROSS.search(word) for word in (*name.split(".")[-2:], type(module).__name__))
+    declared = getattr(module, "is_cross_attention", None)
+    if isinstance(declared, bool):
+        return declared
+    return any(CROSS_ATTENTION_NAME.search(word) for word in (*name.split(".")[-2:], type(module).__name__))
 
 
-def _configurations(model: nn.Module) -> list[Any]:
+def _collect_configurations(model: nn.Module) -> list[Any]:
     """Every configuration in the model, each once."""
-    found: dict[int, Any] = {}
-    waiting = [getattr(module, "config", None) for module in model.modules()]
-    while waiting:
-        config = waiting.pop()
-        if isinstance(config, PreTrainedConfig) and id(config) not in found:
-            found[id(config)] = config
-            waiting += [getattr(config, name, None) for name in config.sub_configs]
-    return list(found.values())
+    by_id: dict[int, Any] = {}
+    pending = [getattr(module, "config", None) for module in model.modules()]
+    while pending:
+        config = pending.pop()
+        if isinstance(config, PreTrainedConfig) and id(config) not in by_id:
+            by_id[id(config)] = config
+            pending += [getattr(config, name, None) for name in config.sub_configs]
+    return list(by_id.values())

@@ -15,10 +15,10 @@ __all__ = ["arcs"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-LABELLED = 64  # tokens up to which each is written
-PLACES = 256  # along the line; neighbours of a longer text share one
-MOST = 1500  # arcs drawn, the heaviest
-STEPS = 48  # straight pieces of an arc
+MAX_LABELS = 64  # tokens up to which each is written
+MAX_POSITIONS = 256  # along the line; neighbours of a longer text share one
+MAX_ARCS = 1500  # arcs drawn, the heaviest
+ARC_SEGMENTS = 48  # straight pieces of an arc
 
 
 def arcs(
@@ -58,27 +58,27 @@ def arcs(
     MissingExtraError
         matplotlib is not installed.
     """
-    weights, where = (_matrix(array) for array in (weights, where))
+    weights, where = (_as_matrix(array) for array in (weights, where))
     n = max(len(weights), int(where.max(initial=-1)) + 1)
     if weights.shape != where.shape or (labels is not None and len(labels) < n):
-        said = "" if labels is None else f" with {len(labels)} labels"
+        label_text = "" if labels is None else f" with {len(labels)} labels"
         raise ShapeError(
-            f"weights {weights.shape} and where {where.shape}{said}", "both (n, k), n labels", "arcs(*top)"
+            f"weights {weights.shape} and where {where.shape}{label_text}", "both (n, k), n labels", "arcs(*top)"
         )
-    starts, ends, sums = _between(weights, where, n, least)
+    starts, ends, sums = _merge_arcs(weights, where, n, least)
     axis = plotting.new_axis(axis, float(np.clip(0.3 * n + 1, 5, 11)), 3.8)
-    _draw(axis, starts, ends, sums / max(sums.max(initial=0), 1e-9) if n > PLACES else sums)
+    _draw(axis, starts, ends, sums / max(sums.max(initial=0), 1e-9) if n > MAX_POSITIONS else sums)
     axis.axhline(0, color="#b9b7b0", linewidth=0.8, zorder=1)
-    _name(axis, labels, n)
+    _label_tokens(axis, labels, n)
     back, ahead = (float(reach.max(initial=0)) / 2 for reach in (starts - ends, ends - starts))
     room = 0.04 * max(back, ahead, 1)
     axis.set(xlim=(-0.8, n - 0.2), ylim=(-ahead - room, back + room))
-    plotting.title(axis, title)
-    plotting.quiet(axis)
+    plotting.set_title(axis, title)
+    plotting.hide_frame(axis)
     return axis
 
 
-def _matrix(given: Any) -> Array:
+def _as_matrix(given: Any) -> Array:
     array = np.asarray(to_numpy(given))
     while array.ndim > 2 and array.shape[0] == 1:
         array = array[0]
@@ -87,16 +87,16 @@ def _matrix(given: Any) -> Array:
     return array
 
 
-def _between(weights: Array, where: Array, n: int, least: float) -> tuple[Array, Array, Array]:
+def _merge_arcs(weights: Array, where: Array, n: int, least: float) -> tuple[Array, Array, Array]:
     """From, to and weight of every arc, ascending by weight; neighbours of a long text joined in one place."""
     i, entry = np.nonzero((where >= 0) & (weights >= least))
     j, weight = where[i, entry], np.asarray(weights[i, entry], np.float64)
     starts, ends = i.astype(np.float64), j.astype(np.float64)
-    if n > PLACES:
-        cells, at = np.unique((i * PLACES // n) * PLACES + j * PLACES // n, return_inverse=True)
+    if n > MAX_POSITIONS:
+        cells, at = np.unique((i * MAX_POSITIONS // n) * MAX_POSITIONS + j * MAX_POSITIONS // n, return_inverse=True)
         weight = np.asarray(np.bincount(at, weight))
-        starts, ends = ((cell + 0.5) * n / PLACES - 0.5 for cell in np.divmod(cells, PLACES))
-    order = np.argsort(weight, kind="stable")[-MOST:]
+        starts, ends = ((cell + 0.5) * n / MAX_POSITIONS - 0.5 for cell in np.divmod(cells, MAX_POSITIONS))
+    order = np.argsort(weight, kind="stable")[-MAX_ARCS:]
     return starts[order], ends[order], weight[order]
 
 
@@ -104,23 +104,27 @@ def _draw(axis: Any, starts: Array, ends: Array, shares: Array) -> None:
     from matplotlib.collections import LineCollection
     from matplotlib.colors import to_rgba
 
-    turn = np.linspace(0, np.pi, STEPS)
+    angle = np.linspace(0, np.pi, ARC_SEGMENTS)
     middle, half = (starts + ends) / 2, (starts - ends) / 2  # half < 0 looks ahead and bends below
-    lines = np.stack([middle[:, None] + half[:, None] * np.cos(turn), half[:, None] * np.sin(turn)], -1)
-    away = half != 0
+    lines = np.stack([middle[:, None] + half[:, None] * np.cos(angle), half[:, None] * np.sin(angle)], -1)
+    is_link = half != 0
     colours = np.array([to_rgba(plotting.BLUE if h > 0 else plotting.ORANGE) for h in half]).reshape(-1, 4)
     colours[:, 3] = np.clip(0.08 + 0.92 * shares, 0, 1)
-    drawn = LineCollection(list(lines[away]), colors=colours[away], linewidths=0.4 + 2.2 * shares[away], zorder=2)
+    drawn = LineCollection(
+        list(lines[is_link]), colors=colours[is_link], linewidths=0.4 + 2.2 * shares[is_link], zorder=2
+    )
     drawn.set_capstyle("round")
     axis.add_collection(drawn)
-    axis.scatter(starts[~away], half[~away], s=4 + 40 * shares[~away], color=plotting.BLUE, linewidths=0, zorder=3)
+    axis.scatter(
+        starts[~is_link], half[~is_link], s=4 + 40 * shares[~is_link], color=plotting.BLUE, linewidths=0, zorder=3
+    )
 
 
-def _name(axis: Any, labels: Sequence[str] | None, n: int) -> None:
+def _label_tokens(axis: Any, labels: Sequence[str] | None, n: int) -> None:
     axis.set_yticks([])
-    if labels is None or n > LABELLED:
-        plotting.positions(axis, "x")
+    if labels is None or n > MAX_LABELS:
+        plotting.set_position_ticks(axis, "x")
         axis.set_xlabel("token")
         return
     size = float(np.clip(420 / n, 6, 9))
-    axis.set_xticks(range(n), list(map(plotting.visible, labels[:n])), rotation=90, fontsize=size, parse_math=False)
+    axis.set_xticks(range(n), list(map(plotting.token_label, labels[:n])), rotation=90, fontsize=size, parse_math=False)

@@ -16,9 +16,9 @@ __all__ = ["entropy_by_head", "head_grid"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-SMALL = 64  # cells of a small map each way; longer axes are pooled
+MAX_CELLS = 64  # cells of a small map each way; longer axes are pooled
 GAP = 0.08  # between small maps, as a share of one
-WRITTEN = 24  # layers or heads up to which each cell tells its number
+MAX_ANNOTATED = 24  # layers or heads up to which each cell tells its number
 
 
 def head_grid(weights: Any, axis: Any = None, *, names: Sequence[str] | None = None, title: str | None = None) -> Any:
@@ -45,14 +45,14 @@ def head_grid(weights: Any, axis: Any = None, *, names: Sequence[str] | None = N
     MissingExtraError
         matplotlib is not installed.
     """
-    layers = _layers(weights, 3, "(H, n, m)")
+    layers = _as_layers(weights, 3, "(H, n, m)")
     heads = max(map(len, layers))
     axis = plotting.new_axis(axis, min(1.2 + 0.62 * heads, 14), min(0.9 + 0.62 * len(layers), 14))
     _draw_maps(axis, layers)
     axis.set(xlim=(0, heads - GAP), ylim=(len(layers) - GAP, 0), aspect="equal")
-    _name(axis, len(layers), heads, names, (1 - GAP) / 2)
-    plotting.title(axis, title)
-    plotting.quiet(axis)
+    _label_axes(axis, len(layers), heads, names, (1 - GAP) / 2)
+    plotting.set_title(axis, title)
+    plotting.hide_frame(axis)
     return axis
 
 
@@ -60,10 +60,10 @@ def _draw_maps(axis: Any, layers: Sequence[Array]) -> None:
     from matplotlib import colormaps
     from matplotlib.colors import PowerNorm
 
-    colours = colormaps[plotting.COLOURS].with_extremes(bad=plotting.HIDDEN)
+    colours = colormaps[plotting.COLOUR_MAP].with_extremes(bad=plotting.HIDDEN_COLOUR)
     for row, layer in enumerate(layers):
         for column, head in enumerate(layer):
-            cells = pooled(head.astype(np.float64), SMALL)
+            cells = pooled(head.astype(np.float64), MAX_CELLS)
             shown = np.ma.masked_where(cells == 0, cells)
             scale = PowerNorm(0.5, vmin=0, vmax=float(shown.max()) if shown.count() else 1.0)
             place = (column, column + 1 - GAP, row + 1 - GAP, row)
@@ -93,7 +93,7 @@ def entropy_by_head(
     MissingExtraError
         matplotlib is not installed.
     """
-    means = _means(entropy)
+    means = _mean_by_head(entropy)
     heads = max(map(len, means))
     values = np.full((len(means), heads), np.nan)
     for row, layer in enumerate(means):
@@ -101,21 +101,21 @@ def entropy_by_head(
     axis = plotting.new_axis(axis, min(2.2 + 0.46 * heads, 14), min(1.2 + 0.4 * len(means), 14))
     from matplotlib import colormaps
 
-    colours = colormaps[plotting.COLOURS].with_extremes(bad=plotting.HIDDEN)
+    colours = colormaps[plotting.COLOUR_MAP].with_extremes(bad=plotting.HIDDEN_COLOUR)
     image = axis.imshow(np.ma.masked_invalid(values), cmap=colours, vmin=0, aspect="auto", interpolation="nearest")
-    plotting.colour_bar(axis, image, "mean entropy, nats")
-    if max(values.shape) <= WRITTEN:
+    plotting.add_colour_bar(axis, image, "mean entropy, nats")
+    if max(values.shape) <= MAX_ANNOTATED:
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
-                ink = plotting.ink(image, value)
+                ink = plotting.text_colour(image, value)
                 axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=ink)
-    _name(axis, len(means), heads, names, 0)
-    plotting.title(axis, title)
-    plotting.quiet(axis)
+    _label_axes(axis, len(means), heads, names, 0)
+    plotting.set_title(axis, title)
+    plotting.hide_frame(axis)
     return axis
 
 
-def _means(entropy: Any) -> list[Array]:
+def _mean_by_head(entropy: Any) -> list[Array]:
     """(H,) of every layer."""
     if hasattr(entropy, "ndim") and entropy.ndim == 2:
         return list(np.asarray(to_numpy(entropy), np.float64))
@@ -128,7 +128,7 @@ def _means(entropy: Any) -> list[Array]:
     return found
 
 
-def _layers(weights: Any, ndim: int, allowed: str) -> list[Array]:
+def _as_layers(weights: Any, ndim: int, allowed: str) -> list[Array]:
     """Arrays of `ndim` axes, one for each layer."""
     if hasattr(weights, "ndim"):
         weights = [weights] if weights.ndim == ndim else weights
@@ -145,13 +145,13 @@ def _layers(weights: Any, ndim: int, allowed: str) -> list[Array]:
     return layers
 
 
-def _name(axis: Any, layers: int, heads: int, names: Sequence[str] | None, middle: float) -> None:
+def _label_axes(axis: Any, layers: int, heads: int, names: Sequence[str] | None, middle: float) -> None:
     """Numbers of heads below, names of layers at the left, thinned where there are many."""
     if names is not None and len(names) != layers:
         raise ShapeError(f"{len(names)} names for {layers} layers", "one for each", "names=None")
     labels = list(map(str, range(layers))) if names is None else list(names)
-    for ruler, count, words in (("x", heads, list(map(str, range(heads)))), ("y", layers, labels)):
+    for ruler, count, tick_labels in (("x", heads, list(map(str, range(heads)))), ("y", layers, labels)):
         at = range(0, count, -(-count // 48))
         ticks = getattr(axis, f"set_{ruler}ticks")
-        ticks([k + middle for k in at], [words[k] for k in at], fontsize=8, parse_math=False)
+        ticks([k + middle for k in at], [tick_labels[k] for k in at], fontsize=8, parse_math=False)
     axis.set(xlabel="head", ylabel="layer" if names is None else "")

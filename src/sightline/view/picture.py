@@ -16,21 +16,21 @@ import numpy as np
 
 from ..arrays import namespace
 from ..errors import ParameterError
-from ..formula.bounds import intervals
+from ..formula.bounds import compute_intervals
 from ..formula.expression import Expression
 from ..formula.render_array import evaluate
-from ..formula.tile_ranges import box_of
-from ..formula.validate import check_reads
+from ..formula.tile_ranges import make_box
+from ..formula.validate import check_formulas
 from . import plotting, terminal
 
-__all__ = ["Picture", "checked_extent", "formula_picture"]
+__all__ = ["Picture", "formula_picture", "validate_extent"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-SAMPLES = 8  # points looked at in a cell, each way
-FINE = 256  # cells each way in files; terminals have COARSE, or twice that with colours
-COARSE = 32
-EXACT = 1 << 20  # pairs up to which those a mask allows are counted
+SAMPLES_PER_SIDE = 8  # points looked at in a cell, each way
+FILE_CELLS = 256  # cells each way in files; terminals have TERMINAL_CELLS, or twice that with colours
+TERMINAL_CELLS = 32
+MAX_COUNTED_PAIRS = 1 << 20  # pairs up to which those a mask allows are counted
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -61,14 +61,14 @@ class Picture:
         colour : bool, optional
             24-bit colours, or shades of blocks; by default whichever standard output can show.
         """
-        colour = terminal.colours_here() if colour is None else colour
+        colour = terminal.has_true_colour() if colour is None else colour
         if 0 in (self.n, self.m):
             return f"{self.title}   {self.n:,} queries × {self.m:,} keys"
-        most = 2 * COARSE if colour and max(self.n, self.m) > COARSE else COARSE
-        values = self.cells(min(self.n, most), min(self.m, most))
-        shown, low, high = self._normalised(values)
-        width = values.shape[1] * (2 if most == COARSE else 1)
-        lines = terminal.framed(terminal.blocks(shown, colour), width, (0, self.n - 1), (0, self.m - 1))
+        max_cells = 2 * TERMINAL_CELLS if colour and max(self.n, self.m) > TERMINAL_CELLS else TERMINAL_CELLS
+        values = self.cells(min(self.n, max_cells), min(self.m, max_cells))
+        shown, low, high = self._normalise(values)
+        width = values.shape[1] * (2 if max_cells == TERMINAL_CELLS else 1)
+        lines = terminal.frame_lines(terminal.draw_blocks(shown, colour), width, (0, self.n - 1), (0, self.m - 1))
         size = f"{self.n:,} queries × {self.m:,} keys"
         note = f"{size}, {self._share(values)}" if self.kind == "mask" else f"{size}, {_legend(low, high, colour)}"
         head = f"{self.title}   {note}"
@@ -91,20 +91,20 @@ class Picture:
         figure = plotting.new_figure(4.6, 4.6)
         axis = figure.add_subplot()
         if 0 not in (self.n, self.m):
-            self._draw(axis, self.cells(min(self.n, FINE), min(self.m, FINE)))
+            self._draw(axis, self.cells(min(self.n, FILE_CELLS), min(self.m, FILE_CELLS)))
         axis.set(xlabel="key j", ylabel="query i")
         axis.set_title(self.title, loc="left", fontsize=10)
-        plotting.quiet(axis)
+        plotting.hide_frame(axis)
         return figure
 
     def _draw(self, axis: Any, values: Array) -> None:
         from matplotlib import colormaps
         from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-        values = _seen(values) if self.kind == "mask" else values
-        colours = colormaps[plotting.COLOURS].with_extremes(bad=plotting.HIDDEN)
+        values = _displayed_shares(values) if self.kind == "mask" else values
+        colours = colormaps[plotting.COLOUR_MAP].with_extremes(bad=plotting.HIDDEN_COLOUR)
         limits = {"vmin": 0, "vmax": 1} if self.kind == "mask" else {}
-        high, wide = (_edges(length, FINE)[1] for length in (self.n, self.m))
+        high, wide = (_cell_edges(length, FILE_CELLS)[1] for length in (self.n, self.m))
         frame = (-0.5, values.shape[1] * wide - 0.5, values.shape[0] * high - 0.5, -0.5)
         image = axis.imshow(
             np.ma.masked_invalid(values),
@@ -123,10 +123,10 @@ class Picture:
             bar.outline.set_visible(False)
             bar.ax.tick_params(labelsize=8, length=0)
 
-    def _normalised(self, values: Array) -> tuple[Array, float, float]:
+    def _normalise(self, values: Array) -> tuple[Array, float, float]:
         """Values from 0 to 1, and the ends they had."""
         if self.kind == "mask":
-            return _seen(values), 0.0, 1.0
+            return _displayed_shares(values), 0.0, 1.0
         if not np.isfinite(values).any():
             return values, np.nan, np.nan
         low, high = float(np.nanmin(values)), float(np.nanmax(values))
@@ -134,7 +134,7 @@ class Picture:
 
     def _share(self, values: Array) -> str:
         pairs = self.n * self.m
-        if pairs > EXACT:
+        if pairs > MAX_COUNTED_PAIRS:
             empty, full = int((values == 0).sum()), int((values == 1).sum())
             return f"{empty:,} cells empty, {full:,} full, {values.size - empty - full:,} between"
         allowed = round(float(self.cells(self.n, self.m).sum()))
@@ -181,49 +181,49 @@ def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head
     """
     if not all(hasattr(number, "__index__") and number >= 0 for number in (n, m, batch, head)):
         raise ParameterError(f"n={n}, m={m}, batch={batch}, head={head}", "whole numbers ≥ 0", "formula.show(64)")
-    extent = checked_extent(formula, n, m, batch, head)
+    extent = validate_extent(formula, n, m, batch, head)
     mask = formula.kind == "bool"
-    at = [f"{name} = {value}" for name, value in (("b", batch), ("h", head), ("s", 0)) if name in formula.reads]
+    at = [f"{name} = {value}" for name, value in (("b", batch), ("h", head), ("s", 0)) if name in formula.free_symbols]
     title = f"{formula}" + (f"   at {', '.join(at)}" if at else "")
 
     def cells(rows: int, columns: int) -> Array:
-        edges = _edges(n, rows), _edges(m, columns)
-        values = _sampled(formula, extent, batch, head, edges)
+        edges = _cell_edges(n, rows), _cell_edges(m, columns)
+        values = _sample_cells(formula, extent, batch, head, edges)
         if not mask:
-            return _mean(values)
+            return _finite_mean(values)
         share = values.mean(axis=(1, 3))
-        return _settled(formula, extent, batch, head, edges, share)
+        return _apply_bounds(formula, extent, batch, head, edges, share)
 
     return Picture(title, n, m, "mask" if mask else "numbers", cells)
 
 
-def checked_extent(formula: Expression, n: int, m: int, batch: int, head: int) -> tuple[int, int, int, int]:
+def validate_extent(formula: Expression, n: int, m: int, batch: int, head: int) -> tuple[int, int, int, int]:
     """(B, H, n, m) that holds the b and h shown, once it is sure that the formula's tables fit it."""
-    extent = (_span(formula, "b", batch), _span(formula, "h", head), n, m)
-    check_reads(formula, None, extent)
+    extent = (_axis_length(formula, "b", batch), _axis_length(formula, "h", head), n, m)
+    check_formulas(formula, None, extent)
     return extent
 
 
-def _span(formula: Expression, name: str, shown: int) -> int:
+def _axis_length(formula: Expression, name: str, shown: int) -> int:
     """A range of b or h that holds the one shown and fits the tables that promise to span it."""
-    promised = (pair for table in formula.tables for pair in zip(table.axes or (), table.shape, strict=False))
-    return max(shown + 1, *(length for axis, length in promised if axis == name), 0)
+    spans = (pair for table in formula.tables for pair in zip(table.axes or (), table.shape, strict=False))
+    return max(shown + 1, *(length for axis, length in spans if axis == name), 0)
 
 
-def _edges(length: int, most: int) -> Array:
+def _cell_edges(length: int, max_cells: int) -> Array:
     """The first position of every cell, and the end; cells a power of two wide, for which tables' bounds are exact."""
-    width = 1 << max(-(-length // max(most, 1)) - 1, 0).bit_length()
+    width = 1 << max(-(-length // max(max_cells, 1)) - 1, 0).bit_length()
     return np.append(np.arange(0, length, width), length)
 
 
-def _sampled(
+def _sample_cells(
     formula: Expression, extent: tuple[int, int, int, int], batch: int, head: int, edges: tuple[Array, Array]
 ) -> Array:
     """Values at up to SAMPLES² points of every cell, (rows, points, columns, points) float64."""
 
     def points(edge: Array) -> Array:
         sizes = edge[1:] - edge[:-1]
-        count = min(int(sizes.max(initial=1)), SAMPLES)
+        count = min(int(sizes.max(initial=1)), SAMPLES_PER_SIDE)
         share = np.arange(count) / max(count - 1, 1)
         places: Array = edge[:-1, None] + np.rint(share * (sizes[:, None] - 1)).astype(np.int64)
         return places
@@ -245,13 +245,13 @@ def _sampled(
     return cells
 
 
-def _seen(share: Array) -> Array:
+def _displayed_shares(share: Array) -> Array:
     """Shares as they are drawn: hidden NaN, full 1, and what is between lifted, so that a few pairs in a cell show."""
     seen: Array = np.where(share == 0, np.nan, np.where(share == 1, 1.0, 0.2 + 0.5 * share))
     return seen
 
 
-def _mean(values: Array) -> Array:
+def _finite_mean(values: Array) -> Array:
     """The mean over a cell's points of what is finite; NaN where nothing is."""
     finite = np.isfinite(values)
     count = finite.sum(axis=(1, 3))
@@ -260,7 +260,7 @@ def _mean(values: Array) -> Array:
     return mean
 
 
-def _settled(
+def _apply_bounds(
     mask: Expression,
     extent: tuple[int, int, int, int],
     batch: int,
@@ -270,18 +270,18 @@ def _settled(
 ) -> Array:
     """Shares with what bounds know: 0 empty, 1 full. Cells they leave open and samples do not exhaust are between."""
     i, j = edges
-    box = box_of(
+    box = make_box(
         extent,
         b=(batch, batch),
         h=(head, head),
         i=(i[:-1, None], i[1:, None] - 1),
         j=(j[None, :-1], j[None, 1:] - 1),
     )
-    low, high = (np.broadcast_to(end, share.shape) for end in intervals(mask, box)[id(mask)])
-    seen_whole = max(np.diff(i).max(initial=0), np.diff(j).max(initial=0)) <= SAMPLES
-    between = share if seen_whole else np.clip(share, 1 / SAMPLES**2, 1 - 1 / SAMPLES**2)
-    settled: Array = np.where(low == 1, 1.0, np.where(high == 0, 0.0, between))
-    return settled
+    low, high = (np.broadcast_to(end, share.shape) for end in compute_intervals(mask, box)[id(mask)])
+    seen_whole = max(np.diff(i).max(initial=0), np.diff(j).max(initial=0)) <= SAMPLES_PER_SIDE
+    between = share if seen_whole else np.clip(share, 1 / SAMPLES_PER_SIDE**2, 1 - 1 / SAMPLES_PER_SIDE**2)
+    bounded: Array = np.where(low == 1, 1.0, np.where(high == 0, 0.0, between))
+    return bounded
 
 
 def _legend(low: float, high: float, colour: bool) -> str:

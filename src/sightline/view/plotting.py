@@ -9,23 +9,23 @@ from ..errors import MissingExtraError, ParameterError
 
 __all__ = [
     "BLUE",
-    "COLOURS",
-    "HIDDEN",
+    "COLOUR_MAP",
+    "HIDDEN_COLOUR",
     "ORANGE",
-    "colour_bar",
+    "add_colour_bar",
     "has_matplotlib",
-    "ink",
+    "hide_frame",
     "new_axis",
     "new_figure",
-    "positions",
-    "quiet",
     "save",
-    "title",
-    "visible",
+    "set_position_ticks",
+    "set_title",
+    "text_colour",
+    "token_label",
 ]
 
-COLOURS = "cividis"  # the same to eyes with and without a colour vision deficiency (Nuñez et al., 2018)
-HIDDEN = "#e9e9e4"  # pairs that a mask hides: no colour of the map
+COLOUR_MAP = "cividis"  # the same to eyes with and without a colour vision deficiency (Nuñez et al., 2018)
+HIDDEN_COLOUR = "#e9e9e4"  # pairs that a mask hides: no colour of the map
 BLUE, ORANGE = "#0072b2", "#d55e00"  # Okabe and Ito's
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -61,18 +61,18 @@ def new_axis(axis: Any, width: float, height: float) -> Any:
     return new_figure(width, height).add_subplot() if axis is None else axis
 
 
-def title(axis: Any, text: str | None) -> None:
+def set_title(axis: Any, text: str | None) -> None:
     """A title at the left, where there is one; a $ in it is a $."""
     if text:
         axis.set_title(text, loc="left", fontsize=10, pad=8, parse_math=False)
 
 
-def visible(token: Any) -> str:
+def token_label(token: Any) -> str:
     """A token as a label: what cannot be seen gets a sign."""
     return str(token).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
 
 
-def positions(axis: Any, rulers: Any) -> None:
+def set_position_ticks(axis: Any, rulers: Any) -> None:
     """A few whole numbers along these rulers, "x" or "y", with commas in thousands."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
@@ -83,7 +83,7 @@ def positions(axis: Any, rulers: Any) -> None:
         axis.tick_params(axis=name, labelsize=8)
 
 
-def colour_bar(axis: Any, image: Any, label: str) -> None:
+def add_colour_bar(axis: Any, image: Any, label: str) -> None:
     """A quiet bar that tells what the colours stand for."""
     bar = axis.figure.colorbar(image, ax=axis, shrink=0.7, pad=0.02)
     bar.outline.set_visible(False)
@@ -91,13 +91,13 @@ def colour_bar(axis: Any, image: Any, label: str) -> None:
     bar.set_label(label, fontsize=8)
 
 
-def ink(image: Any, value: float) -> str:
+def text_colour(image: Any, value: float) -> str:
     """Black or white, whichever reads better on the colour an image gives a value."""
     red, green, blue, _ = image.cmap(image.norm(value))
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 
 
-def quiet(axis: Any) -> None:
+def hide_frame(axis: Any) -> None:
     """No frame and no tick marks: the picture speaks."""
     for spine in axis.spines.values():
         spine.set_visible(False)

@@ -24,7 +24,7 @@ PLAIN, SCALED = "q · k", "q · k / √d_k"
 
 
 @dataclass(frozen=True)
-class Effect:
+class SoftmaxEffect:
     """Means over queries, of the weights softmax gives to `KEYS` keys."""
 
     ranked: Array  # (KEYS,): the weight of the most attended key, of the second, ...
@@ -37,8 +37,8 @@ class ScalingEffect:
     """The effect at one width d_k: scores as they are, and divided by √d_k."""
 
     d_k: int
-    plain: Effect
-    scaled: Effect
+    plain: SoftmaxEffect
+    scaled: SoftmaxEffect
 
 
 def effect_of_scaling(widths: Sequence[int] = WIDTHS, seed: int = 0) -> list[ScalingEffect]:
@@ -60,13 +60,13 @@ def effect_of_scaling(widths: Sequence[int] = WIDTHS, seed: int = 0) -> list[Sca
     return effects
 
 
-def _effect(scores: Array) -> Effect:
+def _effect(scores: Array) -> SoftmaxEffect:
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     entropy = -(p * np.log(np.where(p == 0, 1, p))).sum(-1)
     square = (p**2).sum(-1)
     gradient = np.sqrt(np.maximum(square - 2 * (p**3).sum(-1) + square**2, 0))
-    return Effect(np.sort(p)[:, ::-1].mean(0), float(np.exp(entropy).mean()), float(gradient.mean()))
+    return SoftmaxEffect(np.sort(p)[:, ::-1].mean(0), float(np.exp(entropy).mean()), float(gradient.mean()))
 
 
 def scaling_figure(effects: Sequence[ScalingEffect] | None = None) -> Any:
@@ -85,7 +85,7 @@ def scaling_figure(effects: Sequence[ScalingEffect] | None = None) -> Any:
     for place, effect in enumerate(effects):
         axis = figure.add_subplot(grid[0, 2 * place : 2 * place + 2], sharey=first)
         first = first or axis
-        _weights_panel(axis, effect, named=place == len(effects) - 1)
+        _weights_panel(axis, effect, is_labelled=place == len(effects) - 1)
         axis.tick_params(labelleft=axis is first)
     first.set_ylabel("mean weight", fontsize=9)
     spread = figure.add_subplot(grid[1, : len(effects)])
@@ -98,7 +98,7 @@ def scaling_figure(effects: Sequence[ScalingEffect] | None = None) -> Any:
     return figure
 
 
-def _weights_panel(axis: Any, effect: ScalingEffect, named: bool) -> None:
+def _weights_panel(axis: Any, effect: ScalingEffect, is_labelled: bool) -> None:
     ranks = np.arange(1, KEYS + 1)
     axis.bar(ranks, effect.plain.ranked, width=0.86, color=plotting.ORANGE, alpha=0.45)
     axis.step(
@@ -111,10 +111,10 @@ def _weights_panel(axis: Any, effect: ScalingEffect, named: bool) -> None:
     axis.set_xticks([1, KEYS])
     axis.set_xlabel("keys, most attended first", fontsize=7.5)
     axis.tick_params(labelsize=8)
-    if named:
+    if is_labelled:
         axis.text(3.2, effect.plain.ranked[0] * 0.8, PLAIN, color=plotting.ORANGE, fontsize=9)
         axis.text(3.2, effect.scaled.ranked[0] * 0.9, SCALED, color=plotting.BLUE, fontsize=9)
-    _open(axis)
+    _hide_spines(axis)
 
 
 def _line_panel(axis: Any, effects: Sequence[ScalingEffect], what: str, title: str) -> None:
@@ -134,10 +134,10 @@ def _line_panel(axis: Any, effects: Sequence[ScalingEffect], what: str, title: s
     axis.set_title(title, loc="left", fontsize=9)
     axis.tick_params(labelsize=8)
     axis.grid(axis="y", color="#e6e6e6", linewidth=0.7)
-    _open(axis)
+    _hide_spines(axis)
 
 
-def _open(axis: Any) -> None:
+def _hide_spines(axis: Any) -> None:
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     axis.set_axisbelow(True)

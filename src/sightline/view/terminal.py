@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["blocks", "colour_of", "colours_here", "framed", "ink_on"]
+__all__ = ["colour_of", "draw_blocks", "frame_lines", "has_true_colour", "text_colour_on"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 RGB = tuple[int, int, int]
 
 SHADES = "░▒▓█"
-NOTHING = " ·"  # a hidden cell: seen to be there
+HIDDEN_CELL = " ·"  # a hidden cell: seen to be there
 CIVIDIS: tuple[RGB, ...] = (
     (0, 34, 78),
     (0, 49, 112),
@@ -34,10 +34,10 @@ GREY: RGB = (38, 38, 42)
 RESET = "\x1b[0m"
 
 
-def colours_here() -> bool:
+def has_true_colour() -> bool:
     """Whether standard output is a terminal that shows 24-bit colours and wants them (https://no-color.org)."""
-    deep = os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit")
-    return deep and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    is_true_colour = os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit")
+    return is_true_colour and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def colour_of(value: float) -> RGB:
@@ -51,12 +51,12 @@ def colour_of(value: float) -> RGB:
     return red, green, blue
 
 
-def ink_on(colour: RGB) -> RGB:
+def text_colour_on(colour: RGB) -> RGB:
     """Black or white, whichever reads better on the colour."""
     return (0, 0, 0) if 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 125 else (255, 255, 255)
 
 
-def blocks(values: Array, colour: bool) -> list[str]:
+def draw_blocks(values: Array, colour: bool) -> list[str]:
     """Lines of a matrix of values from 0 to 1, NaN for hidden cells.
 
     Shades take two characters a cell; coloured cells take two where they fit 32 × 32, else half a character's height.
@@ -64,17 +64,20 @@ def blocks(values: Array, colour: bool) -> list[str]:
     if not colour:
         return ["".join(_shade(value) for value in row) for row in values]
     if max(values.shape) <= 32:
-        return ["".join(f"\x1b[48;2;{_code(value)}m  " for value in row) + RESET for row in values]
+        return ["".join(f"\x1b[48;2;{_colour_code(value)}m  " for value in row) + RESET for row in values]
     if values.shape[0] % 2:
         values = np.concatenate([values, np.full((1, values.shape[1]), np.nan)])
     return [
-        "".join(f"\x1b[38;2;{_code(upper)};48;2;{_code(lower)}m▀" for upper, lower in zip(above, below, strict=True))
+        "".join(
+            f"\x1b[38;2;{_colour_code(upper)};48;2;{_colour_code(lower)}m▀"
+            for upper, lower in zip(above, below, strict=True)
+        )
         + RESET
         for above, below in zip(values[0::2], values[1::2], strict=True)
     ]
 
 
-def framed(lines: list[str], width: int, rows: tuple[int, int], columns: tuple[int, int]) -> list[str]:
+def frame_lines(lines: list[str], width: int, rows: tuple[int, int], columns: tuple[int, int]) -> list[str]:
     """Drawn lines in a frame, the first and last row and column numbered; `width` is that of a line in characters."""
     first, last = f"{rows[0]:,}", f"{rows[1]:,}"
     margin = max(len(first), len(last), 2)
@@ -90,8 +93,8 @@ def framed(lines: list[str], width: int, rows: tuple[int, int], columns: tuple[i
 
 
 def _shade(value: float) -> str:
-    return NOTHING if np.isnan(value) else SHADES[min(int(value * len(SHADES)), len(SHADES) - 1)] * 2
+    return HIDDEN_CELL if np.isnan(value) else SHADES[min(int(value * len(SHADES)), len(SHADES) - 1)] * 2
 
 
-def _code(value: float) -> str:
+def _colour_code(value: float) -> str:
     return ";".join(map(str, colour_of(value)))

@@ -8,28 +8,28 @@ import numpy as np
 
 from ..errors import MaskError, ParameterError
 from ..formula.expression import Expression
-from ..formula.tile_ranges import find_runs
+from ..formula.tile_ranges import find_tile_ranges
 from ..problem import read_mask
 from . import plotting
-from .picture import checked_extent
+from .picture import validate_extent
 
 __all__ = ["tile_kinds", "tile_map"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MOST = 512  # tiles each way; longer axes get larger ones
-LINED = 64  # tiles up to which lines part them
+MAX_TILES = 512  # tiles each way; longer axes get larger ones
+MAX_LINED_TILES = 64  # tiles up to which lines part them
 EMPTY, PARTIAL, FULL = 0, 1, 2
-KINDS = {EMPTY: ("empty", plotting.HIDDEN), PARTIAL: ("partial", "#7fb8d8"), FULL: ("full", plotting.BLUE)}
+KINDS = {EMPTY: ("empty", plotting.HIDDEN_COLOUR), PARTIAL: ("partial", "#7fb8d8"), FULL: ("full", plotting.BLUE)}
 
 
 def tile_kinds(mask: Expression, n: int, m: int, block: int, *, batch: int = 0, head: int = 0) -> Array:
     """The kind of every tile of `block` queries on `block` keys, 0 empty, 1 partial, 2 full: (rows, columns) uint8."""
-    runs = find_runs(mask, (batch + 1, head + 1, n, m), block, block)
-    kinds = np.zeros((runs.query_blocks, runs.key_blocks), np.uint8)
-    for row in range(runs.query_blocks):
-        for k in runs.row(batch, head, row):
-            kinds[row, runs.first[k] : runs.last[k]] = FULL if runs.full[k] else PARTIAL
+    tile_ranges = find_tile_ranges(mask, (batch + 1, head + 1, n, m), block, block)
+    kinds = np.zeros((tile_ranges.query_blocks, tile_ranges.key_blocks), np.uint8)
+    for row in range(tile_ranges.query_blocks):
+        for k in tile_ranges.row(batch, head, row):
+            kinds[row, tile_ranges.first[k] : tile_ranges.last[k]] = FULL if tile_ranges.full[k] else PARTIAL
     return kinds
 
 
@@ -76,17 +76,17 @@ def tile_map(
     MissingExtraError
         matplotlib is not installed.
     """
-    m, read = n if m is None else m, read_mask(mask)
-    if read is None:
+    m, formula = n if m is None else m, read_mask(mask)
+    if formula is None:
         raise MaskError("tiles of no mask", "a condition", "tile_map(sightline.causal(), 1000)")
     if min(n, m, block) < 1 or min(batch, head) < 0:
         raise ParameterError(
             f"n={n}, m={m}, block={block}, batch={batch}, head={head}", "n, m, block ≥ 1", "tile_map(mask, 1000)"
         )
-    checked_extent(read, n, m, batch, head)
-    while -(-max(n, m) // block) > MOST:
+    validate_extent(formula, n, m, batch, head)
+    while -(-max(n, m) // block) > MAX_TILES:
         block *= 2
-    kinds = tile_kinds(read, n, m, block, batch=batch, head=head)
+    kinds = tile_kinds(formula, n, m, block, batch=batch, head=head)
     axis = plotting.new_axis(axis, 5.2, 4.6)
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
@@ -94,7 +94,7 @@ def tile_map(
     frame = (-0.5, kinds.shape[1] * block - 0.5, kinds.shape[0] * block - 0.5, -0.5)
     colours = ListedColormap([colour for _, colour in KINDS.values()])
     axis.imshow(kinds, cmap=colours, vmin=0, vmax=2, extent=frame, interpolation="nearest", aspect="auto")
-    if max(kinds.shape) <= LINED:
+    if max(kinds.shape) <= MAX_LINED_TILES:
         for draw, count in ((axis.axvline, kinds.shape[1]), (axis.axhline, kinds.shape[0])):
             for edge in range(1, count):
                 draw(edge * block - 0.5, color="white", linewidth=0.6)
@@ -102,7 +102,7 @@ def tile_map(
     patches = [Patch(color=colour, label=share) for share, (_, colour) in zip(shares, KINDS.values(), strict=True)]
     axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
     axis.set(xlabel="key j", ylabel="query i", xlim=(-0.5, m - 0.5), ylim=(n - 0.5, -0.5), box_aspect=min(n / m, 4))
-    plotting.positions(axis, "xy")
-    plotting.title(axis, title or f"{read}   tiles of {block} × {block}")
-    plotting.quiet(axis)
+    plotting.set_position_ticks(axis, "xy")
+    plotting.set_title(axis, title or f"{formula}   tiles of {block} × {block}")
+    plotting.hide_frame(axis)
     return axis

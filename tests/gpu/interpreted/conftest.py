@@ -43,7 +43,7 @@ FEW_KEYS = 32  # worth a part of their own in decoding: small problems have seve
 @pytest.fixture
 def triton_kernel(monkeypatch):
     """The kernels as the interpreter runs them, or the GPU, which decode where there are fewer keys."""
-    monkeypatch.setattr(launch_forward, "LEAST", FEW_KEYS)
+    monkeypatch.setattr(launch_forward, "MIN_KEYS_PER_SPLIT", FEW_KEYS)
     return Triton("interpreter") if INTERPRETED else OnDevice(Triton())
 
 
@@ -89,8 +89,8 @@ def plant(monkeypatch, tmp_path):
             monkeypatch.setitem(sys.modules, spec.name, module)
             monkeypatch.setattr(sys.modules[f"sightline.gpu.{package}"], stem, module, raising=False)
             spec.loader.exec_module(module)
-        monkeypatch.setattr(sys.modules["sightline.gpu.launch.forward"], "LEAST", FEW_KEYS)
-        formula_functions.function.cache_clear()  # generated functions import others
+        monkeypatch.setattr(sys.modules["sightline.gpu.launch.forward"], "MIN_KEYS_PER_SPLIT", FEW_KEYS)
+        formula_functions.compile_function.cache_clear()  # generated functions import others
 
     yield put
-    formula_functions.function.cache_clear()
+    formula_functions.compile_function.cache_clear()

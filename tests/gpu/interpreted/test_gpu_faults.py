@@ -6,7 +6,7 @@ import pytest
 from sample_problems import arrays
 from sightline import dense, i, j, lse, padding, s, softcap
 from sightline.formula import render_triton
-from sightline.formula.tensor_cache import Memory
+from sightline.formula.tensor_cache import TensorCache
 from sightline.gpu.codegen import formula_source
 from sightline.gpu.launch import schedule
 from sightline.testing import assert_conforms
@@ -29,17 +29,23 @@ FAULTS = {  # the problem that shows it; the room, a line as it stands, and with
     "stale maximum": ("masked", ("kernels.forward", "        largest = new\n", "        largest = largest\n")),
     "dropped rescale": ("masked", ("kernels.forward", "v, output * alpha[:, None]", "v, output")),
     "total not rescaled": ("masked", ("kernels.forward", "old = total * alpha", "old = total")),
-    "wrong head of a group": ("masked", ("kernels.forward", "h // given.group", "h % (given.H // given.group)")),
-    "sinks without weight": ("masked", ("kernels.forward", "total = lost + 1.0", "total = lost")),
+    "wrong head of a group": (
+        "masked",
+        ("kernels.forward", "h // arguments.group", "h % (arguments.H // arguments.group)"),
+    ),
+    "sinks without weight": ("masked", ("kernels.forward", "total = compensation + 1.0", "total = compensation")),
     "partial runs left out": (
         "masked",
-        ("kernels.tile_loop", "for run in range(middle, stop):", "for run in range(0):"),
+        ("kernels.tile_loop", "for range_index in range(middle, stop):", "for range_index in range(0):"),
     ),
-    "full runs left out": ("masked", ("kernels.tile_loop", "for run in range(start, middle):", "for run in range(0):")),
+    "full runs left out": (
+        "masked",
+        ("kernels.tile_loop", "for range_index in range(start, middle):", "for range_index in range(0):"),
+    ),
     "off-by-one mask": ("masked", ("kernels.tile_ops", "mask_at(b, h, i, at, n", "mask_at(b, h, i, at + 1, n")),
     "keys past the end": ("scored", ("kernels.tile_ops", "tl.where(j < m, s, float", "tl.where(j <= m + 64, s, float")),
-    "wrong batch": ("dropped", ("kernels.tile_ops", "* array.steps[len(array.lengths) - 1 - k]", "* 0")),
-    "sign of the scale": ("scored", ("kernels.tile_ops", "x * number(sign, form.total)", "x")),
+    "wrong batch": ("dropped", ("kernels.tile_ops", "* array.strides[len(array.lengths) - 1 - k]", "* 0")),
+    "sign of the scale": ("scored", ("kernels.tile_ops", "x * scalar(sign, constexprs.total)", "x")),
     "unscaled scores": ("scored", ("kernels.tile_ops", "score_at(s * scale,", "score_at(s,")),
     "quotients towards 0": ("divided", ("kernels.math", "tl.where(wrong, quotient - 1, quotient)", "quotient")),
     "wrong word of four": (
@@ -52,35 +58,42 @@ FAULTS = {  # the problem that shows it; the room, a line as it stands, and with
         (
             "kernels.forward",
             "sums = tl.sum(p, 1)",
-            "sums = tl.sum(tl.where(tile_ops.keep(block.random, block.place, j0, form.rows, form.keys), p, 0.0), 1)",
+            "sums = tl.sum(tl.where(tile_ops.dropout_mask(block.dropout_state, block.location, "
+            "j0, constexprs.rows, constexprs.keys), p, 0.0), 1)",
         ),
     ),
-    "weights not made larger": ("dropped", ("kernels.forward", "(kept / safe)", "(1 / safe)")),
+    "weights not made larger": ("dropped", ("kernels.forward", "(dropout_scale / safe)", "(1 / safe)")),
     "blocks with NaN left as they are": (
         "poisoned",
-        ("kernels.forward", "if tl.load(tainted + item) != 0:", "if item < 0:"),
+        ("kernels.forward", "if tl.load(nonfinite_flags + item) != 0:", "if item < 0:"),
     ),
     "NaN that is seen left out": ("poisoned", ("kernels.forward", 'float("nan"), signs)', "0.0, signs)")),
-    "infinities changed over": ("poisoned", ("kernels.forward", "(marks & 2) != 0", "(marks & 4) != 0")),
+    "infinities changed over": (
+        "poisoned",
+        ("kernels.forward", "(nonfinite_marks & 2) != 0", "(nonfinite_marks & 4) != 0"),
+    ),
     "a part left out": (
         "decoded",
         (
             "kernels.decode",
-            "tl.range(parts, loop_unroll_factor=UNROLLED):\n        power",
-            "range(parts - 1):\n        power",
+            "tl.range(num_splits, loop_unroll_factor=UNROLL_FACTOR):\n        power",
+            "range(num_splits - 1):\n        power",
         ),
     ),
     "parts weighed alike": (
         "decoded",
         (
             "kernels.decode",
-            "tl.exp2((power - shift).to(form.total))",
-            "tl.where(power > -1e30, 1.0, 0.0).to(form.total)",
+            "(power - shift).to(constexprs.total)",
+            "tl.where(power > -1e30, 0.0, float('-inf')).to(constexprs.total)",
         ),
     ),
-    "sink in every part": ("decoded", ("kernels.decode", "begin(None, 0, False, form)", "begin(0.0, 0, False, form)")),
+    "sink in every part": (
+        "decoded",
+        ("kernels.decode", "init(None, 0, False, constexprs)", "init(0.0, 0, False, constexprs)"),
+    ),
     "one head for all of a group": ("decoded", ("kernels.decode", "g * group + rows // n", "g * group")),
-    "window past its end": ("decoded", ("kernels.decode", "(part + 1) * chunk)", "(part + 2) * chunk)")),
+    "window past its end": ("decoded", ("kernels.decode", "(split + 1) * split_size)", "(split + 2) * split_size)")),
 }
 
 SEEN_DAILY = {
@@ -96,7 +109,7 @@ def check(kernel, name):
     if name == "poisoned":
         value[..., 3, 0] = np.nan
         value[..., 5, 1], value[..., 35, 2] = np.inf, -np.inf
-    assert_conforms(kernel.run, Case(query, key, value, options).as_torch().pose(see=[lse()]))
+    assert_conforms(kernel.run, Case(query, key, value, options).as_torch().make_problem(see=[lse()]))
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -116,21 +129,21 @@ def test_every_fault_is_seen(triton_kernel, plant, fault):
 
 def test_a_fault_in_the_schedule_is_seen(triton_kernel, monkeypatch):
     """A ragged last tile taken for a full one."""
-    sound = schedule.words
+    sound = schedule.encode_ranges
 
-    def words(runs):
+    def encode_ranges(runs):
         rows, pairs = sound(runs)
         rows[:, 1] = rows[:, 2]
         return rows, pairs
 
-    monkeypatch.setattr(schedule, "words", words)
-    monkeypatch.setattr(schedule, "_SCHEDULES", Memory(4))
+    monkeypatch.setattr(schedule, "encode_ranges", encode_ranges)
+    monkeypatch.setattr(schedule, "_SCHEDULES", TensorCache(4))
     with pytest.raises(AssertionError, match=RED):
         check(triton_kernel, "masked")
 
 
 def test_a_fault_in_the_text_is_seen(triton_kernel, monkeypatch):
     monkeypatch.setitem(render_triton.TRITON_RULES, "greater_equal", "{0} > {1}")
-    monkeypatch.setattr(formula_source, "_RENDERED", Memory(4))
+    monkeypatch.setattr(formula_source, "_RENDERED", TensorCache(4))
     with pytest.raises(AssertionError, match=RED):
         check(triton_kernel, "masked")

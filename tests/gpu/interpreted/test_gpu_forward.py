@@ -10,8 +10,8 @@ from hypothesis import given, settings
 import sightline
 from sample_problems import arrays
 from sightline import alibi, causal, dense, documents, h, i, j, lse, padding, s, softcap, table, top_k, where, window
-from sightline.gpu.launch.forward import decodes
-from sightline.problem import pose
+from sightline.gpu.launch.forward import uses_decode
+from sightline.problem import make_problem
 from sightline.testing import LAYOUTS, assert_conforms
 from strategies import DTYPES, Case, cases
 
@@ -32,7 +32,7 @@ def drawn(kernel, dtype, examples):
     @settings(max_examples=examples)
     @given(cases(dtypes=(dtype,)))
     def conforms(case):
-        assert_conforms(kernel.run, case.as_torch().pose(see=[lse()]))
+        assert_conforms(kernel.run, case.as_torch().make_problem(see=[lse()]))
 
     conforms()
 
@@ -83,8 +83,8 @@ PROBLEMS = {
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_named_problems(triton_kernel, name):
     shapes, options = PROBLEMS[name]
-    problem = Case(*arrays(dtype="float32", **shapes), options).as_torch().pose(see=[lse()])
-    assert decodes(problem) == name.startswith("decoding")
+    problem = Case(*arrays(dtype="float32", **shapes), options).as_torch().make_problem(see=[lse()])
+    assert uses_decode(problem) == name.startswith("decoding")
     assert_conforms(triton_kernel.run, problem)
 
 
@@ -93,12 +93,14 @@ def test_layouts(triton_kernel, layout):
     """Arrays are read where they lie; `to_torch` copies those torch has no strides for."""
     x = [LAYOUTS[layout](array) for array in arrays((2, 4, 20, 8), "float32", d_v=20, groups=2, m=35)]
     case = Case(*x, {"mask": causal()}).as_torch()
-    assert_conforms(triton_kernel.run, case.pose())
+    assert_conforms(triton_kernel.run, case.make_problem())
 
 
 def test_leading_axes_that_do_not_lie_one_in_the_other(triton_kernel):
     query, key, value = (torch.from_numpy(x).permute(1, 0, 2, 3, 4) for x in arrays((3, 2, 1, 9, 8), "float32"))
-    assert_conforms(triton_kernel.run, pose(query, key[:1].expand(2, -1, -1, -1, -1), value, mask=table([2, 9])[h] > j))
+    assert_conforms(
+        triton_kernel.run, make_problem(query, key[:1].expand(2, -1, -1, -1, -1), value, mask=table([2, 9])[h] > j)
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -113,7 +115,7 @@ def test_what_a_mask_hides_reaches_nothing(triton_kernel, shape, bad):
     seen[0, [3, 5, 30, 31, -1]] = False
     seen[1] = np.arange(m) == 30
     case = Case(query, key, value, {"mask": dense(seen)}).as_torch()
-    assert_conforms(triton_kernel.run, case.pose(see=[lse()]))
+    assert_conforms(triton_kernel.run, case.make_problem(see=[lse()]))
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 40, 16), (1, 2, 2, 16)], ids=["forward", "decoding"])
@@ -127,7 +129,7 @@ def test_weights_of_0_take_nothing_without_a_mask(triton_kernel, shape, options)
     key[..., 9, :] = key[..., 12, :] = 0.0
     value[..., 9, :3] = np.nan
     value[..., 12, 5] = -np.inf
-    assert_conforms(triton_kernel.run, Case(query, key, value, options).as_torch().pose(see=[lse()]))
+    assert_conforms(triton_kernel.run, Case(query, key, value, options).as_torch().make_problem(see=[lse()]))
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 40, 16), (1, 2, 2, 16)], ids=["forward", "decoding"])
@@ -137,7 +139,7 @@ def test_weights_of_0_by_an_infinite_key_take_nothing(triton_kernel, shape):
     query[..., 0] = abs(query[..., 0]) + 1
     key[..., [9, 12], 0] = -np.inf
     value[..., 9, :3], value[..., 12, 5] = np.nan, np.inf
-    problem = Case(query, key, value).as_torch().pose()
+    problem = Case(query, key, value).as_torch().make_problem()
     assert torch.isfinite(triton_kernel.run(problem).output).all()
     assert_conforms(triton_kernel.run, problem)
 
@@ -148,12 +150,12 @@ def test_weights_too_small_for_float16_are_no_0(triton_kernel, shape, bad):
     """e^−18 of the largest, which float16 rounds to 0."""
     query, key, value = np.ones(shape), np.zeros((1, 1, 600, 4)), np.zeros((1, 1, 600, 4))
     key[..., 5, :], value[..., 9, 0] = 9.0, bad
-    problem = Case(*(x.astype(np.float16) for x in (query, key, value))).as_torch().pose()
+    problem = Case(*(x.astype(np.float16) for x in (query, key, value))).as_torch().make_problem()
     assert_conforms(triton_kernel.run, problem)
 
 
 def test_the_same_bits_every_time(triton_kernel):
-    problem = Case(*arrays((2, 3, 33, 32), "float32", m=70), {"mask": causal("lower right")}).as_torch().pose()
+    problem = Case(*arrays((2, 3, 33, 32), "float32", m=70), {"mask": causal("lower right")}).as_torch().make_problem()
     first, second = (triton_kernel.run(problem) for _ in range(2))
     assert torch.equal(first.output, second.output)
     assert torch.equal(first.lse, second.lse)
@@ -172,9 +174,9 @@ def test_the_whole_road(triton_kernel, monkeypatch):
 
     expected = answered()
     kind, taken = type(triton_kernel), []
-    run, gradients = kind.run, kind.gradients
+    run, backward = kind.run, kind.backward
     monkeypatch.setattr(kind, "run", lambda *given, **more: taken.append("forward") or run(*given, **more))
-    monkeypatch.setattr(kind, "gradients", lambda *given, **more: taken.append("backward") or gradients(*given, **more))
+    monkeypatch.setattr(kind, "backward", lambda *given, **more: taken.append("backward") or backward(*given, **more))
     others = [kernel for kernel in room.KERNELS if kernel.name != triton_kernel.name]  # two of a name are one to a plan
     monkeypatch.setattr(room, "KERNELS", (triton_kernel, *others))
     for found, sound in zip(answered(), expected, strict=True):

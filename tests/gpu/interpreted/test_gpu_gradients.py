@@ -18,10 +18,10 @@ from sample_problems import arrays
 from sightline import alibi, b, causal, documents, entropy, h, i, j, padding, s, scores, softcap, table, weights, window
 from sightline.arrays import to_numpy
 from sightline.gpu.kernels import table_gradient
-from sightline.gpu.launch.arguments import operand
-from sightline.gpu.launch.launcher import Call
+from sightline.gpu.launch.arguments import to_operand
+from sightline.gpu.launch.launcher import KernelLaunch
 from sightline.gpu.tuning.configurations import Configuration
-from sightline.statistics import slopes
+from sightline.statistics import statistic_gradients
 from sightline.testing import assert_within_budget
 from strategies import DTYPES, Case, cases, to_torch
 
@@ -55,7 +55,7 @@ def by(kernel):
     def differentiate(problem, d_output, d_lse, _):
         answer = kernel.run(problem)
         saved = answer.output, answer.lse
-        found = kernel.gradients(problem, d_output, d_lse, saved, range(len(problem.tables)))
+        found = kernel.backward(problem, d_output, d_lse, saved, range(len(problem.tables)))
         assert found is not None or 0 in problem.extent or problem.d_v == 0  # streaming's
         return found
 
@@ -98,7 +98,7 @@ def test_drawn_problems_for_long(triton_kernel, dtype):
     drawn(triton_kernel, dtype, 500)
 
 
-TABLES = {  # scores of s that read tables, by the kind of each lookup in `gains`
+TABLES = {  # scores of s that read tables, by the kind of each lookup in `table_gradient`
     "pair": lambda x: s + table(x)[h, i, j],
     "pair, shared by heads": lambda x: s * table(x[0])[i, j],
     "pair, keys first": lambda x: s + table(x.swapaxes(1, 2).copy())[h, j, i],
@@ -122,14 +122,14 @@ def test_gradients_of_tables(triton_kernel, name, dtype, rng):
 
 @triton.jit
 def _add(slots, shares, COUNT: tl.constexpr):
-    table_gradient.exactly(slots, tl.arange(0, COUNT) % 2, tl.load(shares + tl.arange(0, COUNT)))
+    table_gradient.add_exactly(slots, tl.arange(0, COUNT) % 2, tl.load(shares + tl.arange(0, COUNT)))
 
 
 def slotted(shares):
     """What two entries gain of these shares in turn."""
     slots = torch.zeros((2, table_gradient.SLOTS.value), dtype=torch.int64)
     _add[(1,)](slots, shares, COUNT=len(shares))
-    return sightline.gpu.launch.backward._of_slots(slots)
+    return sightline.gpu.launch.backward._sum_slots(slots)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -150,15 +150,17 @@ def test_gradients_of_statistics(triton_kernel, rng):
     shapes, options = (2, 4, 20, 12), {"mask": window(9, 20), "score": softcap(3.0)}
     see = [weights(), scores(), entropy()]
     x = [rng.normal(size=size) for size in (shapes, (2, 2, 37, 12), (2, 2, 37, 8))]
-    posed = {dtype: Case(*(a.astype(dtype) for a in x), options).as_torch().pose(see=see) for dtype in ("f4", "f8")}
+    posed = {
+        dtype: Case(*(a.astype(dtype) for a in x), options).as_torch().make_problem(see=see) for dtype in ("f4", "f8")
+    }
     problem = posed["f4"]
     d_output, d_lse = (to_torch(rng.normal(size=size).astype("f4")) for size in ((*shapes[:3], 8), shapes[:3]))
     d_seen = [to_torch(rng.normal(size=one.outputs(problem)[0][0]).astype("f4")) for one in see]
     rough, truth = (streaming.backward(p, d_output, d_lse, tuple(d_seen)) for p in posed.values())
     answer = triton_kernel.run(problem)
-    tiles = lambda: streaming.tiles(streaming.Work(problem), answer.lse)  # noqa: E731
-    added = slopes(problem, answer.lse, tiles, d_seen)
-    found = triton_kernel.gradients(problem, d_output, d_lse, (answer.output, answer.lse), (), None, added)
+    tiles = lambda: streaming.tiles(streaming.TileOps(problem), answer.lse)  # noqa: E731
+    added = statistic_gradients(problem, answer.lse, tiles, d_seen)
+    found = triton_kernel.backward(problem, d_output, d_lse, (answer.output, answer.lse), (), None, added)
     for name in NAMES:
         assert_within_budget(*(to_numpy(getattr(one, name)) for one in (found, truth, rough)), name)
 
@@ -171,14 +173,17 @@ def test_what_tables_gain_beside_statistics(triton_kernel, name, odd, rng):
     given[1][0, 0, 5, 3] = np.inf if odd else 0.5
     given[0][..., 3] = -np.abs(given[0][..., 3])  # whose weight is 0 then
     options, see = {"score": TABLES[name](rng.normal(size=(2, 20, 37)).astype(np.float32))}, [] if odd else [scores()]
-    posed = {dtype: Case(*(a.astype(dtype) for a in given), options).as_torch().pose(see=see) for dtype in ("f4", "f8")}
-    problem, wanted = posed["f4"], range(len(posed["f4"].tables))
+    posed = {
+        dtype: Case(*(a.astype(dtype) for a in given), options).as_torch().make_problem(see=see)
+        for dtype in ("f4", "f8")
+    }
+    problem, wanted_tables = posed["f4"], range(len(posed["f4"].tables))
     d_output, d_lse = (to_torch(rng.normal(size=size).astype("f4")) for size in ((2, 2, 20, 12), (2, 2, 20)))
     d_seen = [to_torch(rng.normal(size=one.outputs(problem)[0][0]).astype("f4")) for one in see]
     answer = triton_kernel.run(problem)
-    tiles = lambda: streaming.tiles(streaming.Work(problem), answer.lse)  # noqa: E731
-    added = slopes(problem, answer.lse, tiles, d_seen)
-    found = triton_kernel.gradients(problem, d_output, d_lse, (answer.output, answer.lse), wanted, None, added)
+    tiles = lambda: streaming.tiles(streaming.TileOps(problem), answer.lse)  # noqa: E731
+    added = statistic_gradients(problem, answer.lse, tiles, d_seen)
+    found = triton_kernel.backward(problem, d_output, d_lse, (answer.output, answer.lse), wanted_tables, None, added)
     rough, truth = (streaming.backward(p, d_output, d_lse, tuple(d_seen)) for p in posed.values())
     for each in zip(found.tables, truth.tables, rough.tables, strict=True):
         assert_within_budget(*map(to_numpy, each), name)
@@ -197,7 +202,7 @@ def test_fewer_stages_where_memory_is_short():
 
             return launch
 
-    call = Call(Short(), 1, {"query": operand(torch.zeros(1, 1, 1, 1))}, Configuration(16, 16, 4, 3))
+    call = KernelLaunch(Short(), 1, {"query": to_operand(torch.zeros(1, 1, 1, 1))}, Configuration(16, 16, 4, 3))
     call.launch()
     assert asked == [3, 2, 1]
     call.launch()
@@ -217,7 +222,7 @@ def test_what_is_hidden_reaches_no_gradient(triton_kernel, bad, rng):
         q, k, v, d_o = (array.copy() for array in x)
         for array in (k, v):
             array[0, :, 37:], array[1] = filler, filler
-        problem = Case(q, k, v, options).as_torch().pose()
+        problem = Case(q, k, v, options).as_torch().make_problem()
         found.append(by(triton_kernel)(problem, to_torch(d_o), None, None))
     for clean, poisoned in ((getattr(g, name) for g in found) for name in (*NAMES, "sinks")):
         assert np.array_equal(to_numpy(clean), to_numpy(poisoned))
@@ -230,7 +235,7 @@ def test_what_is_visible_reaches_its_gradients(triton_kernel, rng):
     q, k, v, d_o = (rng.normal(size=(1, 4, 40, 8)).astype(np.float32) for _ in range(4))
     q[0, 0, 17, 3] = k[0, 1, 17, 3] = v[0, 2, 17, 3] = d_o[0, 3, 17, 3] = np.nan
     d_o[0, 3, 19, 4] = np.inf
-    problem = Case(q, k, v, {"mask": causal()}).as_torch().pose()
+    problem = Case(q, k, v, {"mask": causal()}).as_torch().make_problem()
     found = by(triton_kernel)(problem, to_torch(d_o), None, None)
     query, key, value = (to_numpy(getattr(found, name))[0] for name in NAMES)
     rows = [np.arange(40) == 17, np.arange(40) >= 17, np.arange(40) >= 17, np.isin(np.arange(40), [17, 19])]
@@ -252,7 +257,7 @@ def test_a_key_of_weight_0_reaches_no_gradient_without_a_mask(triton_kernel, rng
     q[..., 0] = abs(q[..., 0]) + 1
     k[..., 9, 0], v[..., 9, 3] = -np.inf, np.nan
     found = [
-        by(triton_kernel)(Case(q, k, v, options).as_torch().pose(), to_torch(d_o), None, None)
+        by(triton_kernel)(Case(q, k, v, options).as_torch().make_problem(), to_torch(d_o), None, None)
         for options in ({}, {"mask": j != 9})
     ]
     for name in NAMES:
@@ -266,7 +271,7 @@ def test_weights_too_small_for_float16_are_no_0(triton_kernel):
     """An infinite dO reaches dV through a weight of e^−18, which float16 rounds to 0."""
     q, k, v, d_o = (np.zeros((1, 1, 40, 4), np.float16) for _ in range(4))
     q[...], k[..., 5, :], d_o[..., 3, 1] = 1.0, 9.0, np.inf
-    found = by(triton_kernel)(Case(q, k, v).as_torch().pose(), to_torch(d_o), None, None)
+    found = by(triton_kernel)(Case(q, k, v).as_torch().make_problem(), to_torch(d_o), None, None)
     assert np.isposinf(to_numpy(found.value)[..., 1]).all()
     assert not to_numpy(found.value)[..., [0, 2, 3]].any()
 
@@ -276,19 +281,31 @@ def test_weights_too_small_for_float16_are_no_0(triton_kernel):
 FAULTS = {  # the room, a line as it stands, and with the fault in it
     "forgotten δ": ("kernels.backward", "ds = p * (dp - delta)", "ds = p * dp"),
     "forgotten dlse": ("kernels.backward", "if d_lse is not None:", "if d_lse is None:"),
-    "forgotten slope of the score": ("kernels.backward", "ds * seams.slope_at(", "ds + 0 * seams.slope_at("),
+    "forgotten slope of the score": (
+        "kernels.backward",
+        "* formula_functions.score_derivative_at(",
+        "+ 0 * formula_functions.score_derivative_at(",
+    ),
     "a run of a mask missed": (
         "kernels.tile_loop",
-        "for run in range(middle, stop):",
-        "for run in range(middle, stop - 1):",
+        "for range_index in range(middle, stop):",
+        "for range_index in range(middle, stop - 1):",
     ),
     "a tile of keys missed": (
         "kernels.backward_queries",
         "for tile in range(first, last):",
         "for tile in range(first, last - 1):",
     ),
-    "wrong key head of a group": ("kernels.backward_queries", "h // given.group)", "h % (given.H // given.group))"),
-    "dropped weights in dP": ("kernels.backward_queries", "dp * block.kept, 0.0)", "dp * block.kept, dp)"),
+    "wrong key head of a group": (
+        "kernels.backward_queries",
+        "h // arguments.group)",
+        "h % (arguments.H // arguments.group))",
+    ),
+    "dropped weights in dP": (
+        "kernels.backward_queries",
+        "dp * block.dropout_scale,\n                0.0,",
+        "dp * block.dropout_scale,\n                dp,",
+    ),
     "a tile of queries missed": (
         "kernels.backward_keys",
         "for tile in range(first, last):",
@@ -296,8 +313,8 @@ FAULTS = {  # the room, a line as it stands, and with the fault in it
     ),
     "wrong query heads of a group": (
         "kernels.backward_keys",
-        "range(g * given.group, (g + 1) * given.group)",
-        "range(g, given.H, given.H // given.group)",
+        "range(g * arguments.group, (g + 1) * arguments.group)",
+        "range(g, arguments.H, arguments.H // arguments.group)",
     ),
     "dropped weights in dV": ("kernels.backward_keys", "tl.where(keep, p, 0.0)", "p"),
     "the mask half turned": ("launch.schedule", '("n", "m"), ("m", "n")', '("n", "n"), ("m", "m")'),

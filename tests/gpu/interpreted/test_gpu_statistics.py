@@ -11,9 +11,9 @@ from sample_problems import arrays
 from sightline import causal, h, i, j, s, softcap, table, where, window
 from sightline.arrays import to_numpy
 from sightline.gpu.launch import weights_pass as launch_weights_pass
-from sightline.gpu.launch.schedule import schedule
-from sightline.gpu.launch.weights_pass import MOST
-from sightline.reference import stages_of
+from sightline.gpu.launch.schedule import make_schedule
+from sightline.gpu.launch.weights_pass import MAX_TOP_K
+from sightline.reference import compute_stages
 from sightline.statistics import arrays_of
 from sightline.streaming import Streaming
 from statistic_definitions import check, parts, statistics, usable
@@ -66,9 +66,9 @@ def several():
 def test_named_problems(triton_kernel, dtype, name):
     shapes, options = PROBLEMS[name]
     case = Case(*arrays(dtype=dtype, **shapes), options).as_torch()
-    problem = case.pose()
+    problem = case.make_problem()
     see = every(problem.n, problem.m) if dtype == "float32" else [*several(), sightline.weights(), sightline.scores()]
-    check(triton_kernel.run, case.pose(see=see))
+    check(triton_kernel.run, case.make_problem(see=see))
 
 
 def test_parts(triton_kernel):
@@ -76,24 +76,29 @@ def test_parts(triton_kernel):
     case = Case(*arrays((2, 4, 20, 8), "float32", groups=2, m=40), {"mask": i + 15 >= j, "score": s - abs(i - j) / 8})
     of = sightline.entropy().rows([-1, 3, 3]).heads([2, 0])
     x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
-    see = [of, sightline.received("max", last=7), sightline.weights().rows([0, -1]).mean("heads"), sightline.applied(x)]
-    check(triton_kernel.run, case.as_torch().pose(see=see))
+    see = [
+        of,
+        sightline.received("max", last=7),
+        sightline.weights().rows([0, -1]).mean("heads"),
+        sightline.weighted_sum(x),
+    ]
+    check(triton_kernel.run, case.as_torch().make_problem(see=see))
 
 
 def test_many_small_cells(triton_kernel):
     """One for each pair, and columns of more cells than a program has."""
     case = Case(*arrays((1, 1, 20, 8), "float32", m=70), {"mask": (i * 4 >= j) & (i != 5)}).as_torch()
     see = [sightline.pooled(20, 70), sightline.pooled(1, 69, "max"), sightline.pooled(20, 1)]
-    check(triton_kernel.run, case.pose(see=see))
+    check(triton_kernel.run, case.make_problem(see=see))
 
 
 def drawn(kernel, dtype, examples, of=statistics):
     @settings(max_examples=examples)
     @given(st.data(), cases(dtypes=(dtype,), largest=1000))
     def conforms(data, case):
-        problem = case.pose()
+        problem = case.make_problem()
         if usable(problem):
-            check(kernel.run, case.as_torch().pose(see=data.draw(of(problem))))
+            check(kernel.run, case.as_torch().make_problem(see=data.draw(of(problem))))
 
     conforms()
 
@@ -114,7 +119,7 @@ def test_many_drawn_problems(triton_kernel, dtype):
 
 def answers(kernel, case, *see):
     """What the kernel says, as arrays of NumPy, an entry for each of its arrays."""
-    seen = kernel.run(case.as_torch().pose(see=list(see))).seen
+    seen = kernel.run(case.as_torch().make_problem(see=list(see))).seen
     return [to_numpy(array) for entry in seen for array in arrays_of(entry)]
 
 
@@ -125,7 +130,7 @@ def test_of_equal_scores_the_smaller_key_comes_first(triton_kernel, scale):
     q, k = (rng.integers(-1, 2, (1, 1, rows, 3)).astype(np.float32) for rows in (16, 150))
     mask = (j >= 3) & (j < 140) & (j != 70) & (i != 5) & (j != 100 + i)
     case = Case(q, k, k, {"mask": mask, "scale": scale})
-    truth = stages_of(case.pose())
+    truth = compute_stages(case.make_problem())
     seen = np.isfinite(truth.masked)
     order = np.argsort(-truth.masked, axis=-1, kind="stable")[..., :20]
     expected = np.where(np.take_along_axis(seen, order, -1), order, -1)
@@ -154,7 +159,7 @@ def test_weights_do_not_take_on_the_rounding_of_lse(triton_kernel):
     rng = np.random.default_rng(5)
     q, k = (rng.integers(-2, 3, (1, 1, rows, 3)).astype(np.float32) for rows in (16, 70))
     plain = Case(q, k, k, {"scale": 1.0, "score": s + 0})
-    truth = stages_of(plain.pose())
+    truth = compute_stages(plain.make_problem())
     x = np.abs(truth.masked - truth.lse[..., None]) * np.log2(np.e)
     unit = 2 * np.spacing(x.astype(np.float32)) + 2 * np.finfo(np.float32).eps
     for case in (plain, Case(q, k, k, {"scale": 1.0, "score": s + 4096})):
@@ -163,9 +168,9 @@ def test_weights_do_not_take_on_the_rounding_of_lse(triton_kernel):
 
 
 def test_more_keys_than_lists_hold_are_found_by_the_plain_tiles(triton_kernel):
-    case = Case(*arrays((1, 1, 2, 4), "float32", m=MOST + 20)).as_torch()
-    assert not launch_weights_pass.serves(case.pose(), sightline.top_k(MOST + 1))
-    check(triton_kernel.run, case.pose(see=[sightline.top_k(MOST + 1)]))
+    case = Case(*arrays((1, 1, 2, 4), "float32", m=MAX_TOP_K + 20)).as_torch()
+    assert not launch_weights_pass.can_serve(case.make_problem(), sightline.top_k(MAX_TOP_K + 1))
+    check(triton_kernel.run, case.make_problem(see=[sightline.top_k(MAX_TOP_K + 1)]))
 
 
 def test_the_same_bits_every_time(triton_kernel):
@@ -208,7 +213,7 @@ def test_no_pairs(triton_kernel, extent):
     B, H, n, m = extent
     case = Case(*(np.zeros((B, H, rows, 3), np.float32) for rows in (n, m, m)))
     see = [sightline.max_score(), sightline.top_k(2), sightline.received(), sightline.weights()]
-    check(triton_kernel.run, case.as_torch().pose(see=see))
+    check(triton_kernel.run, case.as_torch().make_problem(see=see))
 
 
 @pytest.mark.parametrize("heads", [False, True])
@@ -216,10 +221,10 @@ def test_the_schedule_of_keys_is_that_of_queries_turned(heads):
     """Every tile that a block of queries visits, once and of the same kind but where queries end, and no other."""
     x = torch.zeros(1, 3, 70, 4), torch.zeros(1, 3, 150, 4)
     mask = (j <= 2 * i) & (j >= i // 2 - (h * 9 if heads else 5)) & (i != 40)
-    problem = sightline.problem.pose(x[0], x[1], x[1], mask=mask)
+    problem = sightline.problem.make_problem(x[0], x[1], x[1], mask=mask)
     found = []
     for of_keys in (False, True):
-        rows, runs, _, head = (to_numpy(x) for x in schedule(problem, 16, 32, of_keys))
+        rows, runs, _, head = (to_numpy(x) for x in make_schedule(problem, 16, 32, of_keys))
         count = head if heads else rows.size // 3  # blocks of a head, the last of them none
         assert (head > 0) == heads
         pairs = set()
@@ -245,11 +250,11 @@ PASS = "kernels.weights_pass"
 LAUNCH = "launch.weights_pass"
 
 FAULTS = {
-    "the last tile's maximum": (FUSED, "newer = above |", "newer = (top == top) |", "max_score()"),
+    "the last tile's maximum": (FUSED, "replaces = above |", "replaces = (max_score == max_score) |", "max_score()"),
     "a key of its tile": (FUSED, "j = first + tl.arange", "j = tl.arange", "max_score()"),
-    "powers that do not move": (FUSED, "tl.maximum(moved, LEAST) * seen", "0 * seen", "entropy()"),
-    "powers that are not rescaled": (FUSED, "LEAST) * seen) * alpha", "LEAST) * seen)", "entropy()"),
-    "the sink's own term": (FUSED, "* seen.to(tl.float64) -", "* wide -", "entropy()"),
+    "powers that do not move": (FUSED, "tl.maximum(log2_alpha, MIN_POWER) * mass", "0 * mass", "entropy()"),
+    "powers that are not rescaled": (FUSED, "MIN_POWER) * mass) * alpha", "MIN_POWER) * mass)", "entropy()"),
+    "the sink's own term": (FUSED, "* mass.to(tl.float64) -", "* wide -", "entropy()"),
     "a sum that is not rescaled": (FUSED, "sums[k] * alpha", "sums[k]", "mass(i >= j)"),
     "a condition one key on": (FUSED, "tl.minimum(j, m - 1)", "tl.minimum(j + 1, m - 1)", "mass(i == j)"),
     "a sum that is not divided": (FUSED, "sums[k] / safe", "sums[k]", "mass(i >= j)"),
@@ -265,12 +270,12 @@ FAULTS = {
     "lists in no order": (TOP_K, "best = tl.max(values, 1", "best = tl.min(values, 1", "top_k(3)"),
     "an off-by-one cell": (POOLED, "start + 1, tl.int64) * cells -", "start, tl.int64) * cells -", "pooled(6, 11)"),
     "cells of all keys": (POOLED, "position - start + 1", "position + 1", "pooled(2, 3, within=((9, 19), (9, 39)))"),
-    "a cell missed": (POOLED, "keys.cell + 1\n        for", "keys.cell\n        for", "pooled(6, 11)"),
+    "a cell missed": (POOLED, "- keys.cell\n            + 1", "- keys.cell", "pooled(6, 11)"),
     "queries past the end": (RECEIVED, "[:, None] < n, p, 0.0)", "[:, None] < n, p, p)", "received()"),
     "a block of queries missed": (RECEIVED, "in range(first, last):", "in range(first + 1, last):", "received()"),
-    "partial runs whole": (RECEIVED, "PARTIAL, form)\n        high", "False, form)\n        high", "received()"),
+    "partial runs whole": (RECEIVED, "PARTIAL, constexprs\n        )\n        high", "False, constexprs\n        )\n        high", "received()"),
     "a maximum that is a sum": (LAUNCH, '= "max"}\n        return', '= ""}\n        return', "received('max')"),
-    "a sum for a mean": (LAUNCH, "math.prod(added(problem, statistic))", "1", "weights().mean('heads')"),
+    "a sum for a mean": (LAUNCH, "math.prod(summed_axes(problem, statistic))", "1", "weights().mean('heads')"),
     "runs of queries for keys": (LAUNCH, "sizes.keys, of_keys)", "sizes.keys)", "received()"),
 }  # fmt: skip
 
@@ -279,7 +284,7 @@ def asked(question):
     """The problem a fault must show in; without a score formula where the question is bare."""
     see = [eval("sightline." + question.removeprefix("bare "), {"sightline": sightline, "i": i, "j": j})]
     options = OPTIONS | ({"score": None} if question.startswith("bare") else {})
-    return Case(*TALL, options).as_torch().pose(see=see)
+    return Case(*TALL, options).as_torch().make_problem(see=see)
 
 
 SEEN_DAILY = {  # one in each of the kernels' ways

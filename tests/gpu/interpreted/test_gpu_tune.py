@@ -11,8 +11,8 @@ from on_device import OnDevice
 from sightline import i, j
 from sightline.gpu import Triton
 from sightline.gpu.tuning import cache as tuning_cache
-from sightline.gpu.tuning.selection import _trial, candidates, chosen, trying
-from sightline.problem import pose
+from sightline.gpu.tuning.selection import _trial, candidates, select, try_sizes
+from sightline.problem import make_problem
 from sightline.testing import assert_conforms
 from triton_interpreter import INTERPRETED
 
@@ -22,10 +22,10 @@ KERNEL = Triton("interpreter") if INTERPRETED else Triton()
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(tuning_cache.VARIABLE, str(tmp_path))
-    tuning_cache.forget()
+    monkeypatch.setenv(tuning_cache.CACHE_VARIABLE, str(tmp_path))
+    tuning_cache.clear()
     yield
-    tuning_cache.forget()
+    tuning_cache.clear()
 
 
 def arrays(n=40, m=40):
@@ -42,9 +42,9 @@ def test_what_is_found_is_taken_and_right(name, n, m):
     assert not found.wrong
     assert not (found.failed and INTERPRETED)
     assert found.after == min(found.before, found.after)
-    problem = pose(*given, mask=j % 3 != 1)
+    problem = make_problem(*given, mask=j % 3 != 1)
     architecture = KERNEL.architecture or told.device.rpartition("(")[2].rstrip(")")
-    assert chosen(name, problem, architecture) == found.best
+    assert select(name, problem, architecture) == found.best
     assert_conforms(KERNEL.run, problem)
 
 
@@ -54,10 +54,12 @@ def cost(call):
     return 1.0 / (sizes.rows * sizes.keys)
 
 
-@pytest.mark.parametrize("sizes", candidates("forward", pose(*[x.cpu() for x in arrays()]), "interpreter"), ids=str)
+@pytest.mark.parametrize(
+    "sizes", candidates("forward", make_problem(*[x.cpu() for x in arrays()]), "interpreter"), ids=str
+)
 def test_every_size_is_right(sizes):
-    with trying({"forward": sizes}):
-        assert_conforms(KERNEL.run, pose(*arrays(), mask=(i >= j) & (i - j < 23)))
+    with try_sizes({"forward": sizes}):
+        assert_conforms(KERNEL.run, make_problem(*arrays(), mask=(i >= j) & (i - j < 23)))
 
 
 def test_what_is_moved_to_a_device_means_the_same():
@@ -67,11 +69,11 @@ def test_what_is_moved_to_a_device_means_the_same():
     query, key, value = arrays()
     order = sightline.table(torch.arange(40))
     options = {"mask": order[i] >= j, "score": sightline.s * sightline.table(torch.ones(1))[sightline.h]}
-    problem = pose(query, key, value, see=[sightline.lse(), sightline.mass(order[j] < 9)], **options)
+    problem = make_problem(query, key, value, see=[sightline.lse(), sightline.mass(order[j] < 9)], **options)
     answers = [kernel.run(problem) for kernel in (KERNEL, OnDevice(KERNEL, "cpu"))]
     assert all(torch.equal(x.cpu(), y) for x, y in zip(*(answer.seen for answer in answers), strict=True))
     given = torch.ones_like(query), None, (answers[1].output, answers[1].lse), range(2)
-    found = [kernel.gradients(problem, *given) for kernel in (KERNEL, OnDevice(KERNEL, "cpu"))]
+    found = [kernel.backward(problem, *given) for kernel in (KERNEL, OnDevice(KERNEL, "cpu"))]
     assert torch.equal(found[0].key, found[1].key)
     assert torch.equal(found[0].tables[1], found[1].tables[1])
 
@@ -80,18 +82,20 @@ def test_the_bench_times_the_kernel_itself(monkeypatch):
     """`sightline bench --device cuda` as it runs on a GPU, but for its clock, its sizes, and who computes."""
     if not INTERPRETED:
         pytest.skip("there the bench itself runs")
-    from fake_cuda import RACES, Runtime
+    from fake_cuda import WORKLOADS, Runtime
     from sightline.bench import cuda
     from sightline.bench.measure import Settings, run
 
     dispatch = import_module("sightline.dispatch")
     ours = [KERNEL if isinstance(kernel, Triton) else kernel for kernel in dispatch.KERNELS]
     monkeypatch.setattr(dispatch, "KERNELS", tuple(ours))
-    for name, size in {"MATRIX": 64, "COPIED": 1 << 16, "FLUSHED": 1 << 10}.items():
+    for name, size in {"MATRIX_SIZE": 64, "COPY_BYTES": 1 << 16, "FLUSH_BYTES": 1 << 10}.items():
         monkeypatch.setattr(cuda, name, size)
     device = cuda.Cuda(1, device="cpu", runtime=Runtime())
     device.pause = 0.0
-    race = dataclasses.replace(RACES["forward window"].small(), n=33, m=33, H=1, G=1, B=1, d_k=16, d_v=16, against=())
-    finding = run(race, Settings(device, seconds=0.01, quick=True))
+    workload = dataclasses.replace(
+        WORKLOADS["forward window"].small(), n=33, m=33, H=1, G=1, B=1, d_k=16, d_v=16, baselines=()
+    )
+    finding = run(workload, Settings(device, seconds=0.01, quick=True))
     assert finding.failed is None
     assert finding.entry("sightline").budget <= 1

@@ -1,4 +1,4 @@
-"""The arguments of a kernel: one row of 64-bit words, written by `pack` and read by `Arguments` in the same order."""
+"""The arguments of a kernel: one row of 64-bit words, written by `pack` and read by `LoadedArguments` in the same order."""
 
 from __future__ import annotations
 
@@ -7,94 +7,100 @@ from typing import Any
 
 import numpy as np
 
-from .builder import DOUBLE, INT64, POINTER, Code, Value
+from .builder import DOUBLE, INT64, POINTER, Builder, Value
 
-__all__ = ["BACKWARD", "DECODE", "FORWARD", "Arguments", "Table", "pack"]
+__all__ = ["BACKWARD_FIELDS", "DECODE_FIELDS", "FORWARD_FIELDS", "LoadedArguments", "TableArguments", "pack"]
 
 
-def _operand(name: str) -> dict[str, Any]:
-    """An array (*lead, heads, rows, columns): strides in bytes; `_batch` points to one offset per batch, so that the
+def _operand_fields(name: str) -> dict[str, Any]:
+    """An array (*lead, heads, rows, columns): strides in bytes; `_batch_offsets` points to one offset per batch, so that the
     leading axes may have any strides.
     """
-    parts = {"": POINTER, "_batch": POINTER, "_head": INT64, "_row": INT64, "_column": INT64}
+    parts = {
+        "": POINTER,
+        "_batch_offsets": POINTER,
+        "_head_stride": INT64,
+        "_row_stride": INT64,
+        "_column_stride": INT64,
+    }
     return {name + part: kind for part, kind in parts.items()}
 
 
-COMMON: dict[str, Any] = {
+COMMON_FIELDS: dict[str, Any] = {
     "counter": POINTER,  # the next item of work
     "items": INT64,
-    **_operand("query"),
-    **_operand("key"),
-    **_operand("value"),
+    **_operand_fields("query"),
+    **_operand_fields("key"),
+    **_operand_fields("value"),
     "lse": POINTER,  # (B, H, n) float64, contiguous
     "factor": DOUBLE,  # what products of query and key are multiplied with; above 0
-    "sign": DOUBLE,  # of the scale, which the queries take: −1, 0 or 1
+    "scale_sign": DOUBLE,  # of the scale, which the queries take: −1, 0 or 1
     "H": INT64,
     "group": INT64,  # query heads to a key head
     "n": INT64,
     "m": INT64,
     "query_blocks": INT64,
-    "run_start": POINTER,  # the fields of formula.runs.Runs; run_full one byte each
-    "run_first": POINTER,
-    "run_last": POINTER,
-    "run_full": POINTER,
-    "run_batch": INT64,  # rows of runs from one batch and one head to the next; 0 where they share
-    "run_head": INT64,
+    "tile_range_start": POINTER,  # the fields of formula.runs.Runs; run_full one byte each
+    "tile_range_first": POINTER,
+    "tile_range_last": POINTER,
+    "tile_range_full": POINTER,
+    "tile_range_batch_stride": INT64,  # rows of runs from one batch and one head to the next; 0 where they share
+    "tile_range_head_stride": INT64,
     "seed": INT64,  # of dropout
-    "threshold": INT64,  # weights whose random word is below it are dropped
-    "keep": DOUBLE,  # what the others are multiplied with
+    "dropout_threshold": INT64,  # weights whose random word is below it are dropped
+    "dropout_scale": DOUBLE,  # what the others are multiplied with
 }
-FORWARD = COMMON | {
+FORWARD_FIELDS = COMMON_FIELDS | {
     "output": POINTER,  # (B, H, n, d_v), contiguous
     "sinks": POINTER,  # (H,) float64
 }
-DECODE = COMMON | {
+DECODE_FIELDS = COMMON_FIELDS | {
     "output": POINTER,  # (B, H, n, d_v), contiguous
     "sinks": POINTER,  # (H,) float64
-    "part_output": POINTER,  # (chunks, B, H, n, d_v) in the accumulator's type
-    "part_lse": POINTER,  # (chunks, B, H, n) float64
-    "done": POINTER,  # how many parts are done, for each batch, key head and batch of rows
-    "taint": POINTER,  # set to 1 where an output is NaN or infinite
+    "split_output": POINTER,  # (chunks, B, H, n, d_v) in the accumulator's type
+    "split_lse": POINTER,  # (chunks, B, H, n) float64
+    "finished_splits": POINTER,  # how many parts are done, for each batch, key head and batch of rows
+    "nonfinite_flag": POINTER,  # set to 1 where an output is NaN or infinite
     "batches": INT64,
-    "chunks": INT64,  # parts of the keys
-    "chunk": INT64,  # blocks of keys in each
+    "num_splits": INT64,  # parts of the keys
+    "split_size": INT64,  # blocks of keys in each
 }
-BACKWARD = COMMON | {
-    **_operand("output"),
-    **_operand("d_output"),
+BACKWARD_FIELDS = COMMON_FIELDS | {
+    **_operand_fields("output"),
+    **_operand_fields("d_output"),
     "d_lse": POINTER,  # (B, H, n) float64, contiguous
     "scale": DOUBLE,
     "d_query": POINTER,  # (chunks, B, H, n, d_k), in the accumulator's type like those below
     "d_key": POINTER,  # (B, G, m, d_k rounded up to whole vectors)
     "d_value": POINTER,  # (B, G, m, d_v rounded up to whole vectors)
-    "taint": POINTER,  # set to 1 where a gradient is NaN or infinite
+    "nonfinite_flag": POINTER,  # set to 1 where a gradient is NaN or infinite
     "batches": INT64,
-    "chunks": INT64,  # parts of the keys, each worked on by one thread
-    "chunk": INT64,  # blocks of keys in each
-    "heads_apart": INT64,  # key heads worked on apart: G, or 1 where one item takes all in turn
-    "batches_apart": INT64,  # likewise batches
+    "num_splits": INT64,  # parts of the keys, each worked on by one thread
+    "split_size": INT64,  # blocks of keys in each
+    "parallel_heads": INT64,  # key heads worked on apart: G, or 1 where one item takes all in turn
+    "parallel_batches": INT64,  # likewise batches
 }
 
 
-class Table:
+class TableArguments:
     """A table's words: address, then stride and length of each axis."""
 
     def __init__(self, pointer: Value, strides: tuple[Value, ...], lengths: tuple[Value, ...]) -> None:
         self.pointer, self.strides, self.lengths = pointer, strides, lengths
 
 
-class Arguments:
+class LoadedArguments:
     """The words as values of the kernel, loaded once; fields are attributes."""
 
-    def __init__(self, code: Code, words: Value, fields: Mapping[str, Any], axes: Sequence[int]) -> None:
-        self._values = {name: words.at(8 * place).load(kind, 8) for place, (name, kind) in enumerate(fields.items())}
-        self.tables: list[Table] = []
-        place = len(fields)
-        for count in axes:
-            numbers = [words.at(8 * (place + 1 + k)).load(INT64, 8) for k in range(2 * count)]
-            pointer = words.at(8 * place).load(POINTER, 8)
-            self.tables.append(Table(pointer, tuple(numbers[:count]), tuple(numbers[count:])))
-            place += 1 + 2 * count
+    def __init__(self, builder: Builder, packed: Value, fields: Mapping[str, Any], table_ranks: Sequence[int]) -> None:
+        self._values = {name: packed.at(8 * index).load(kind, 8) for index, (name, kind) in enumerate(fields.items())}
+        self.tables: list[TableArguments] = []
+        index = len(fields)
+        for count in table_ranks:
+            entries = [packed.at(8 * (index + 1 + k)).load(INT64, 8) for k in range(2 * count)]
+            pointer = packed.at(8 * index).load(POINTER, 8)
+            self.tables.append(TableArguments(pointer, tuple(entries[:count]), tuple(entries[count:])))
+            index += 1 + 2 * count
 
     def __getattr__(self, name: str) -> Value:
         try:
@@ -103,10 +109,10 @@ class Arguments:
             raise AttributeError(name) from None
         return value
 
-    def operand(self, name: str, b: Value, head: Value) -> Value:
+    def head_address(self, name: str, b: Value, head: Value) -> Value:
         """Address of one head's rows of an operand."""
-        offset = self._values[f"{name}_batch"].at(b * 8).load(INT64)
-        return self._values[name].at(offset).at(head * self._values[f"{name}_head"])
+        offset = self._values[f"{name}_batch_offsets"].at(b * 8).load(INT64)
+        return self._values[name].at(offset).at(head * self._values[f"{name}_head_stride"])
 
 
 def pack(
@@ -115,15 +121,15 @@ def pack(
     tables: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
 ) -> Any:
     """The words for these values of a kernel's fields and its tables (address, strides, lengths), as an int64 array."""
-    words = np.zeros(len(fields) + sum(1 + 2 * len(strides) for _, strides, _ in tables), np.int64)
-    for place, (name, kind) in enumerate(fields.items()):
+    packed = np.zeros(len(fields) + sum(1 + 2 * len(strides) for _, strides, _ in tables), np.int64)
+    for index, (name, kind) in enumerate(fields.items()):
         if kind is DOUBLE:
-            words[place : place + 1].view(np.float64)[0] = values[name]
+            packed[index : index + 1].view(np.float64)[0] = values[name]
         else:
-            words[place] = values[name]
-    place = len(fields)
+            packed[index] = values[name]
+    index = len(fields)
     for address, strides, lengths in tables:
-        numbers = [address, *strides, *lengths]
-        words[place : place + len(numbers)] = numbers
-        place += len(numbers)
-    return words
+        entries = [address, *strides, *lengths]
+        packed[index : index + len(entries)] = entries
+        index += len(entries)
+    return packed

@@ -5,7 +5,7 @@ while numbers of one operand are spread over the lanes of the other:
 
     sums[r][lane] += Σ_k number_r[k] · matrix[k][lane]
 
-In bfloat16, where the processor multiplies pairs, `number` and each lane of `matrix` hold two neighbours of the k axis
+In bfloat16, where the processor multiplies pairs, `operand_type` and each lane of `matrix` hold two neighbours of the k axis
 in 32 bits, and the sums stay float32.
 """
 
@@ -17,16 +17,16 @@ from typing import Any
 from llvmlite import ir
 
 from ..runtime.machine import Machine
-from .builder import BFLOAT, FLOAT, INT32, INT64, Code, Value, Variable, bytes_of, vector
+from .builder import BFLOAT, FLOAT, INT32, INT64, Builder, Value, Variable, bytes_of, vector
 
-__all__ = ["Tiles"]
+__all__ = ["RegisterTiles"]
 
-UNROLL = 4  # steps of the inner product written out
+UNROLLED_STEPS = 4  # steps of the inner product written out
 
-Groups = Callable[[Value, int], None]
+RowGroupWriter = Callable[[Value, int], None]
 
 
-class Tiles:
+class RegisterTiles:
     """Products and addresses of scratch matrices for one type of number on one machine.
 
     Parameters
@@ -35,22 +35,22 @@ class Tiles:
     paired : whether the numbers multiplied are pairs of bfloat16
     """
 
-    def __init__(self, code: Code, kind: Any, machine: Machine, paired: bool = False) -> None:
-        self.code, self.kind, self.paired = code, kind, paired
-        self.size = bytes_of(kind)  # of a sum, of a number and of a pair alike
-        self.number = INT32 if paired else kind
-        self.pair = 2 if paired else 1
-        self.lanes = machine.width // self.size
-        self.rows, self.vectors = machine.tile
+    def __init__(self, builder: Builder, kind: Any, machine: Machine, paired: bool = False) -> None:
+        self.builder, self.kind, self.paired = builder, kind, paired
+        self.itemsize = bytes_of(kind)  # of a sum, of a number and of a pair alike
+        self.operand_type = INT32 if paired else kind
+        self.pair_size = 2 if paired else 1
+        self.lanes = machine.vector_bytes // self.itemsize
+        self.rows, self.vectors = machine.register_tile
         self.block = self.lanes * self.vectors
-        self.align = machine.width
+        self.align = machine.vector_bytes
         self.vector = vector(kind, self.lanes)
-        self.numbers = vector(self.number, self.lanes)
-        self.row_bytes = self.block * self.size
+        self.operand_vector = vector(self.operand_type, self.lanes)
+        self.row_bytes = self.block * self.itemsize
 
-    def pairs(self, count: int) -> int:
+    def packed_length(self, count: int) -> int:
         """Numbers that hold so many entries of the axis summed over."""
-        return -(-count // self.pair)
+        return -(-count // self.pair_size)
 
     def matrix(self, rows: int) -> Value:
         """Scratch memory of that many rows of a block."""
@@ -58,15 +58,15 @@ class Tiles:
 
     def scratch(self, size: int) -> Value:
         """Scratch memory of that many bytes."""
-        return self.code.array(self.number, max(size, self.align) // self.size)
+        return self.builder.alloca_array(self.operand_type, max(size, self.align) // self.itemsize)
 
     def variables(self, start: float | None = None) -> list[Variable]:
         """One variable for each vector of a row."""
-        return [Variable(self.code, self.vector, start) for _ in range(self.vectors)]
+        return [Variable(self.builder, self.vector, start) for _ in range(self.vectors)]
 
     def at(self, matrix: Value, row: Any, v: Any = 0) -> Value:
         """Address of a vector of a matrix of blocks."""
-        row, v = (self.code.value(x, INT64) for x in (row, v))
+        row, v = (self.builder.value(x, INT64) for x in (row, v))
         return matrix.at(row * self.row_bytes + v * self.align)
 
     def load(self, matrix: Value, row: Any, v: Any) -> Value:
@@ -75,25 +75,25 @@ class Tiles:
     def store(self, matrix: Value, row: Any, v: Any, value: Value) -> None:
         self.at(matrix, row, v).store(value, self.align)
 
-    def turned(self, rows: list[Value]) -> list[Value]:
+    def transpose_lanes(self, rows: list[Value]) -> list[Value]:
         """As many vectors as they have lanes, rows and lanes exchanged, by as many perfect shuffles as lanes halve."""
         half = len(rows) // 2
         for _ in range(len(rows).bit_length() - 1):
             pairs = zip(rows[:half], rows[half:], strict=True)
-            rows = [a.braid(b, part) for a, b in pairs for part in range(2)]
+            rows = [a.interleave(b, part) for a, b in pairs for part in range(2)]
         return rows
 
-    def in_groups(self, count: Any, most: int, write: Groups) -> None:
-        """write(first, rows) for groups of rows up to `count` (≤ most); the last group is what `most` leaves."""
-        code = self.code
-        whole = most // self.rows * self.rows
-        count = code.value(count, INT64)
+    def for_each_row_group(self, count: Any, max_rows: int, write: RowGroupWriter) -> None:
+        """write(first, rows) for groups of rows up to `count` (≤ most); the last group is what `max_rows` leaves."""
+        builder = self.builder
+        whole = max_rows // self.rows * self.rows
+        count = builder.value(count, INT64)
         if whole:
-            with code.loop(0, code.minimum(count, whole), self.rows) as first:
+            with builder.loop(0, builder.minimum(count, whole), self.rows) as first:
                 write(first, self.rows)
-        if most > whole:
-            with code.when(count > whole):
-                write(code.value(whole, INT64), most - whole)
+        if max_rows > whole:
+            with builder.if_then(count > whole):
+                write(builder.value(whole, INT64), max_rows - whole)
 
     def accumulate(
         self,
@@ -110,38 +110,42 @@ class Tiles:
 
         `read` gives matrix[k] where that is more than loading a row.
         """
-        code = self.code
+        builder = self.builder
         stride = self.row_bytes if stride is None else stride
         align = self.align if align is None else align
 
         def load(k: Value) -> list[Value]:
             row = matrix.at(k * stride)
-            return [row.at(v * self.align).load(self.numbers, align) for v in range(len(sums[0]))]
+            return [row.at(v * self.align).load(self.operand_vector, align) for v in range(len(sums[0]))]
 
         def steps(first: Value, count: int) -> None:
-            held = [[variable.get() for variable in row] for row in sums]
+            partial_sums = [[variable.get() for variable in row] for row in sums]
             for k in (first + u for u in range(count)):
                 lanes = load(k) if read is None else read(k)
                 for r, base in enumerate(bases):
-                    number = base.at(k * step).load(self.number).spread(self.lanes)
-                    held[r] = [self.multiply_add(number, lane, old) for lane, old in zip(lanes, held[r], strict=True)]
-            for row_of_sums, values in zip(sums, held, strict=True):
+                    number = base.at(k * step).load(self.operand_type).broadcast(self.lanes)
+                    partial_sums[r] = [
+                        self.multiply_add(number, lane, old) for lane, old in zip(lanes, partial_sums[r], strict=True)
+                    ]
+            for row_of_sums, values in zip(sums, partial_sums, strict=True):
                 for variable, value in zip(row_of_sums, values, strict=True):
                     variable.set(value)
 
-        whole = count - count % UNROLL
-        with code.loop(0, whole, UNROLL) as k:
-            steps(k, UNROLL)
-        with code.loop(whole, count) as k:
+        whole = count - count % UNROLLED_STEPS
+        with builder.loop(0, whole, UNROLLED_STEPS) as k:
+            steps(k, UNROLLED_STEPS)
+        with builder.loop(whole, count) as k:
             steps(k, 1)
 
     def multiply_add(self, x: Value, y: Value, z: Value) -> Value:
         """x · y + z; of pairs x₀ y₀ + x₁ y₁ + z."""
         if not self.paired:
-            return self.code.fma(x, y, z)
+            return self.builder.fma(x, y, z)
         pairs = vector(BFLOAT, 2 * self.lanes)
         sums = vector(FLOAT, self.lanes)
         name = f"llvm.x86.avx512bf16.dpbf16ps.{self.align * 8}"
-        function = self.code.declare(name, ir.FunctionType(sums, [sums, pairs, pairs]))
-        builder = self.code.builder
-        return Value(self.code, builder.call(function, [z.raw, *(builder.bitcast(v.raw, pairs) for v in (x, y))]))
+        function = self.builder.declare(name, ir.FunctionType(sums, [sums, pairs, pairs]))
+        irbuilder = self.builder.irbuilder
+        return Value(
+            self.builder, irbuilder.call(function, [z.raw, *(irbuilder.bitcast(v.raw, pairs) for v in (x, y))])
+        )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from llvmlite import ir
 
 if TYPE_CHECKING:
-    from .builder import Code
+    from .builder import Builder
 
 __all__ = [
     "BFLOAT",
@@ -24,10 +24,10 @@ __all__ = [
     "Type",
     "Value",
     "bytes_of",
-    "element",
+    "element_type",
+    "intrinsic_suffix",
     "is_float",
     "lanes_of",
-    "suffix",
     "vector",
 ]
 
@@ -57,7 +57,7 @@ def vector(kind: Type, lanes: int) -> Type:
     return ir.VectorType(kind, lanes) if lanes > 1 else kind
 
 
-def element(kind: Type) -> Type:
+def element_type(kind: Type) -> Type:
     """The type of one lane."""
     return kind.element if isinstance(kind, ir.VectorType) else kind
 
@@ -67,12 +67,12 @@ def lanes_of(kind: Type) -> int:
 
 
 def is_float(kind: Type) -> bool:
-    return isinstance(element(kind), ir.HalfType | _BFloatType | ir.FloatType | ir.DoubleType)
+    return isinstance(element_type(kind), ir.HalfType | _BFloatType | ir.FloatType | ir.DoubleType)
 
 
 def bytes_of(kind: Type) -> int:
     """Size of one lane in bytes."""
-    one = element(kind)
+    one = element_type(kind)
     if isinstance(one, ir.IntType):
         return max(int(one.width) // 8, 1)
     return 2 if isinstance(one, ir.HalfType | _BFloatType) else 4 if isinstance(one, ir.FloatType) else 8
@@ -83,19 +83,19 @@ class Value:
 
     __hash__ = object.__hash__
 
-    def __init__(self, code: Code, raw: Any) -> None:
-        self.code, self.raw = code, raw
+    def __init__(self, builder: Builder, raw: Any) -> None:
+        self.builder, self.raw = builder, raw
 
     @property
     def type(self) -> Type:
         return self.raw.type
 
     def _binary(self, other: Any, for_float: str, for_int: str, swap: bool = False) -> Value:
-        x, y = self.code.meet(self, other)
+        x, y = self.builder.promote(self, other)
         if swap:
             x, y = y, x
         name = for_float if is_float(x.type) else for_int
-        return Value(self.code, getattr(self.code.builder, name)(x.raw, y.raw))
+        return Value(self.builder, getattr(self.builder.irbuilder, name)(x.raw, y.raw))
 
     def __add__(self, other: Any) -> Value:
         return self._binary(other, "fadd", "add")
@@ -144,21 +144,23 @@ class Value:
         return self._binary(other, "xor", "xor")
 
     def __invert__(self) -> Value:
-        return Value(self.code, self.code.builder.not_(self.raw))
+        return Value(self.builder, self.builder.irbuilder.not_(self.raw))
 
     def __neg__(self) -> Value:
-        builder = self.code.builder
-        return Value(self.code, builder.fneg(self.raw) if is_float(self.type) else builder.neg(self.raw))
+        irbuilder = self.builder.irbuilder
+        return Value(self.builder, irbuilder.fneg(self.raw) if is_float(self.type) else irbuilder.neg(self.raw))
 
-    def compare(self, sign: str, other: Any) -> Value:
+    def compare(self, predicate: str, other: Any) -> Value:
         """Lane-wise comparison; false with NaN, but for != ."""
-        x, y = self.code.meet(self, other)
-        builder = self.code.builder
+        x, y = self.builder.promote(self, other)
+        irbuilder = self.builder.irbuilder
         if is_float(x.type):
-            compare = builder.fcmp_unordered if sign == "!=" else builder.fcmp_ordered
-            return Value(self.code, compare(sign, x.raw, y.raw))
-        compare = builder.icmp_unsigned if element(x.type) == BOOL else builder.icmp_signed  # a signed True is −1
-        return Value(self.code, compare(sign, x.raw, y.raw))
+            compare = irbuilder.fcmp_unordered if predicate == "!=" else irbuilder.fcmp_ordered
+            return Value(self.builder, compare(predicate, x.raw, y.raw))
+        compare = (
+            irbuilder.icmp_unsigned if element_type(x.type) == BOOL else irbuilder.icmp_signed
+        )  # a signed True is −1
+        return Value(self.builder, compare(predicate, x.raw, y.raw))
 
     def __lt__(self, other: Any) -> Value:
         return self.compare("<", other)
@@ -180,134 +182,136 @@ class Value:
 
     def to(self, kind: Type) -> Value:
         """The lanes as another type of number (signed integers, truth values as 0 and 1)."""
-        source, target = element(self.type), element(kind)
-        wanted = vector(target, lanes_of(self.type))
-        builder = self.code.builder
+        source, target = element_type(self.type), element_type(kind)
+        result_type = vector(target, lanes_of(self.type))
+        irbuilder = self.builder.irbuilder
         if source == target:
             return self
         if is_float(source) and is_float(target):
-            raw = (builder.fpext if bytes_of(target) > bytes_of(source) else builder.fptrunc)(self.raw, wanted)
+            raw = (irbuilder.fpext if bytes_of(target) > bytes_of(source) else irbuilder.fptrunc)(self.raw, result_type)
         elif is_float(target):
-            raw = (builder.uitofp if source == BOOL else builder.sitofp)(self.raw, wanted)
+            raw = (irbuilder.uitofp if source == BOOL else irbuilder.sitofp)(self.raw, result_type)
         elif is_float(source):
-            raw = builder.fptosi(self.raw, wanted)
+            raw = irbuilder.fptosi(self.raw, result_type)
         elif target == BOOL:
             return self != 0
         elif target.width > source.width:
-            raw = (builder.zext if source == BOOL else builder.sext)(self.raw, wanted)
+            raw = (irbuilder.zext if source == BOOL else irbuilder.sext)(self.raw, result_type)
         else:
-            raw = builder.trunc(self.raw, wanted)
-        return Value(self.code, raw)
+            raw = irbuilder.trunc(self.raw, result_type)
+        return Value(self.builder, raw)
 
-    def widened(self, kind: Type) -> Value:
+    def zero_extend(self, kind: Type) -> Value:
         """Whole numbers with zeros above: for bits, which have no sign."""
-        wanted = vector(element(kind), lanes_of(self.type))
-        return Value(self.code, self.code.builder.zext(self.raw, wanted))
+        result_type = vector(element_type(kind), lanes_of(self.type))
+        return Value(self.builder, self.builder.irbuilder.zext(self.raw, result_type))
 
     def bits(self, kind: Type) -> Value:
         """The same bits read as another type of the same width."""
-        return Value(self.code, self.code.builder.bitcast(self.raw, vector(element(kind), lanes_of(self.type))))
+        return Value(
+            self.builder, self.builder.irbuilder.bitcast(self.raw, vector(element_type(kind), lanes_of(self.type)))
+        )
 
-    def cast(self, kind: Type) -> Value:
+    def bitcast(self, kind: Type) -> Value:
         """The same bits as lanes of another width."""
-        return Value(self.code, self.code.builder.bitcast(self.raw, kind))
+        return Value(self.builder, self.builder.irbuilder.bitcast(self.raw, kind))
 
-    def spread(self, lanes: int) -> Value:
+    def broadcast(self, lanes: int) -> Value:
         """A scalar in every lane; a vector as it is."""
         if lanes == 1 or isinstance(self.type, ir.VectorType):
             return self
         kind = vector(self.type, lanes)
-        first = self.code.builder.insert_element(ir.Constant(kind, ir.Undefined), self.raw, INT32(0))
+        first = self.builder.irbuilder.insert_element(ir.Constant(kind, ir.Undefined), self.raw, INT32(0))
         zeros = ir.Constant(vector(INT32, lanes), None)
-        return Value(self.code, self.code.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros))
+        return Value(self.builder, self.builder.irbuilder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros))
 
     def any(self) -> Value:
         """Whether a condition holds in any lane."""
         whole = ir.IntType(lanes_of(self.type))
-        return Value(self.code, self.code.builder.bitcast(self.raw, whole)) != 0
+        return Value(self.builder, self.builder.irbuilder.bitcast(self.raw, whole)) != 0
 
     def trailing_zeros(self) -> Value:
         """Of a whole number that is not 0, the place of its lowest bit."""
-        return Value(self.code, self.code.builder.cttz(self.raw, BOOL(1)))
+        return Value(self.builder, self.builder.irbuilder.cttz(self.raw, BOOL(1)))
 
     def sum(self) -> Value:
         """The sum of the lanes."""
-        return self.fold(lambda x, y: x + y)
+        return self.reduce(lambda x, y: x + y)
 
-    def fold(self, join: Callable[[Value, Value], Value]) -> Value:
+    def reduce(self, combine: Callable[[Value, Value], Value]) -> Value:
         """The lanes made one, halves joined with halves."""
         total, lanes = self, lanes_of(self.type)
         while lanes > 1:
             lanes //= 2
-            low, high = (total.pick(range(start, start + lanes)) for start in (0, lanes))
-            total = join(low, high)
+            low, high = (total.extract_lanes(range(start, start + lanes)) for start in (0, lanes))
+            total = combine(low, high)
         return total
 
-    def join(self, other: Value, part: int, unit: int, block: int) -> Value:
+    def deinterleave(self, other: Value, part: int, unit: int, block: int) -> Value:
         """In each block of lanes every second unit of this vector's lanes, then of the other's; the odd ones for 1."""
         lanes = lanes_of(self.type)
-        places = [
+        indices = [
             vector_start + unit_start + k
             for start in range(0, lanes, block)
             for vector_start in (start, lanes + start)
             for unit_start in range(part * unit, block, 2 * unit)
             for k in range(unit)
         ]
-        chosen = ir.Constant(vector(INT32, lanes), places)
-        return Value(self.code, self.code.builder.shuffle_vector(self.raw, other.raw, chosen))
+        shuffle_mask = ir.Constant(vector(INT32, lanes), indices)
+        return Value(self.builder, self.builder.irbuilder.shuffle_vector(self.raw, other.raw, shuffle_mask))
 
-    def pick(self, places: Sequence[int]) -> Value:
+    def extract_lanes(self, indices: Sequence[int]) -> Value:
         """The lanes at these places; a scalar for one."""
-        if len(places) == 1:
-            return Value(self.code, self.code.builder.extract_element(self.raw, INT32(places[0])))
-        chosen = ir.Constant(vector(INT32, len(places)), list(places))
-        return Value(self.code, self.code.builder.shuffle_vector(self.raw, self.raw, chosen))
+        if len(indices) == 1:
+            return Value(self.builder, self.builder.irbuilder.extract_element(self.raw, INT32(indices[0])))
+        shuffle_mask = ir.Constant(vector(INT32, len(indices)), list(indices))
+        return Value(self.builder, self.builder.irbuilder.shuffle_vector(self.raw, self.raw, shuffle_mask))
 
-    def braid(self, other: Value, half: int, unit: int = 1, block: int | None = None) -> Value:
+    def interleave(self, other: Value, half: int, unit: int = 1, block: int | None = None) -> Value:
         """Units of lanes of this vector and the other in turn, of the first or second half of each block of lanes."""
         lanes = lanes_of(self.type)
         block = block or lanes
-        chosen = [
+        shuffle_mask = [
             at + k + vector_start
             for start in range(half * block // 2, lanes, block)
             for at in range(start, start + block // 2, unit)
             for vector_start in (0, lanes)
             for k in range(unit)
         ]
-        places = ir.Constant(vector(INT32, lanes), chosen)
-        return Value(self.code, self.code.builder.shuffle_vector(self.raw, other.raw, places))
+        indices = ir.Constant(vector(INT32, lanes), shuffle_mask)
+        return Value(self.builder, self.builder.irbuilder.shuffle_vector(self.raw, other.raw, indices))
 
-    def beside(self, other: Value) -> Value:
+    def concatenate(self, other: Value) -> Value:
         """The lanes of this vector, then those of the other."""
         lanes = lanes_of(self.type) * 2
         whole = ir.Constant(vector(INT32, lanes), list(range(lanes)))
-        return Value(self.code, self.code.builder.shuffle_vector(self.raw, other.raw, whole))
+        return Value(self.builder, self.builder.irbuilder.shuffle_vector(self.raw, other.raw, whole))
 
     def at(self, offset: Any, kind: Type | None = None) -> Value:
         """A pointer moved by bytes; by a vector of offsets, a vector of pointers."""
-        offset = self.code.value(offset, INT64)
-        raw = self.code.builder.gep(self.raw, [offset.raw], source_etype=BYTE)
+        offset = self.builder.value(offset, INT64)
+        raw = self.builder.irbuilder.gep(self.raw, [offset.raw], source_etype=BYTE)
         raw.type = vector(POINTER, lanes_of(offset.type))  # llvmlite forgets that vectors of offsets give vectors
-        return Value(self.code, raw)
+        return Value(self.builder, raw)
 
     def load(self, kind: Type, align: int = 1) -> Value:
-        return Value(self.code, self.code.builder.load(self.raw, align=align, typ=kind))
+        return Value(self.builder, self.builder.irbuilder.load(self.raw, align=align, typ=kind))
 
     def store(self, value: Value, align: int = 1) -> None:
-        self.code.builder.store(value.raw, self.raw, align=align)
+        self.builder.irbuilder.store(value.raw, self.raw, align=align)
 
     def gather(self, kind: Type, lanes: int) -> Value:
         """Loads through a vector of pointers."""
-        wanted, pointers = vector(kind, lanes), vector(POINTER, lanes)
-        name = f"llvm.masked.gather.{suffix(wanted)}.v{lanes}p0"
-        signature = ir.FunctionType(wanted, [pointers, vector(BOOL, lanes), wanted])
-        function = self.code.declare(name, signature)
-        everywhere = ir.Constant(vector(BOOL, lanes), [1] * lanes)
-        raw = self.code.builder.call(function, [self.raw, everywhere, ir.Constant(wanted, ir.Undefined)])
-        return Value(self.code, raw)
+        result_type, pointers = vector(kind, lanes), vector(POINTER, lanes)
+        name = f"llvm.masked.gather.{intrinsic_suffix(result_type)}.v{lanes}p0"
+        signature = ir.FunctionType(result_type, [pointers, vector(BOOL, lanes), result_type])
+        function = self.builder.declare(name, signature)
+        all_lanes = ir.Constant(vector(BOOL, lanes), [1] * lanes)
+        raw = self.builder.irbuilder.call(function, [self.raw, all_lanes, ir.Constant(result_type, ir.Undefined)])
+        return Value(self.builder, raw)
 
 
-def suffix(kind: Type) -> str:
-    one = element(kind)
+def intrinsic_suffix(kind: Type) -> str:
+    one = element_type(kind)
     name = f"i{one.width}" if isinstance(one, ir.IntType) else "f32" if isinstance(one, ir.FloatType) else "f64"
     return f"v{lanes_of(kind)}{name}" if isinstance(kind, ir.VectorType) else name

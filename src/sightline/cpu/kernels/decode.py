@@ -7,7 +7,7 @@ over rows of V.
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 
 Keys are cut into parts, as the problem alone decides, which threads take one by one; who is done last with a row's
-parts joins them, always in their own order, as `merge` does (Dao et al., "Flash-Decoding", 2023). A NaN raises `taint`,
+parts joins them, always in their own order, as `merge` does (Dao et al., "Flash-Decoding", 2023). A NaN raises `nonfinite_flag`,
 and the forward kernel, which knows what the mask hides, answers in its place.
 """
 
@@ -16,311 +16,352 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ..codegen.abi import DECODE
+from ..codegen.abi import DECODE_FIELDS
 from ..codegen.builder import BFLOAT, DOUBLE, INT16, INT64, Value, Variable, vector
 from ..codegen.math import exp
-from .block import KEYS, LINE, Block
+from .block import CACHE_LINE_BYTES, KEY_BLOCK, Block
 
-__all__ = ["ROWS", "Decode"]
+__all__ = ["MAX_ROWS_PER_ITEM", "Decode"]
 
-ROWS = 32  # query rows taken through the keys together
-QUARTER = 16  # bytes of a vector within which lanes are shuffled fast, on any machine
-TOGETHER = 4  # rows, and keys, whose products are summed in registers together
-KEYS_AHEAD, VALUES_AHEAD = 2 * KEYS, KEYS  # rows asked for before they are read: keys beside values, values beside keys
+MAX_ROWS_PER_ITEM = 32  # query rows taken through the keys together
+SHUFFLE_BYTES = 16  # bytes of a vector within which lanes are shuffled fast, on any machine
+UNROLL = 4  # rows, and keys, whose products are summed in registers together
+KEY_PREFETCH_DISTANCE, VALUE_PREFETCH_DISTANCE = (
+    2 * KEY_BLOCK,
+    KEY_BLOCK,
+)  # rows asked for before they are read: keys beside values, values beside keys
 
 
 class Decode(Block):
     """Writes the kernel into a module."""
 
-    fields = DECODE
+    fields = DECODE_FIELDS
 
     def allocate(self) -> None:
-        tiles, structure = self.tiles, self.structure
-        self.key = self.rows(1, along=not self.paired, down=False)
-        self.value = self.rows(2, along=False, down=not self.paired)
-        self.long = tiles.pairs(structure.d_k) * tiles.size  # bytes of a query row
-        self.line = KEYS * tiles.size  # of a row of scores
-        self.wide = structure.d_v * tiles.size  # of a row of output
-        self.queries = tiles.scratch(ROWS * self.long)
-        self.scores, self.output = tiles.scratch(ROWS * self.line), tiles.scratch(ROWS * self.wide)
-        self.sums = tiles.scratch(TOGETHER * KEYS * tiles.align)  # unfinished
-        self.totals = tiles.scratch(ROWS * tiles.align)
-        self.largest, self.alpha = tiles.scratch(ROWS * tiles.size), tiles.scratch(ROWS * tiles.size)
+        tiles, spec = self.tiles, self.spec
+        self.key = self.allocate_operand(1, needs_rows=not self.paired, needs_columns=False)
+        self.value = self.allocate_operand(2, needs_rows=False, needs_columns=not self.paired)
+        self.query_row_bytes = tiles.packed_length(spec.d_k) * tiles.itemsize  # bytes of a query row
+        self.score_row_bytes = KEY_BLOCK * tiles.itemsize  # of a row of scores
+        self.output_row_bytes = spec.d_v * tiles.itemsize  # of a row of output
+        self.queries = tiles.scratch(MAX_ROWS_PER_ITEM * self.query_row_bytes)
+        self.scores, self.output = (
+            tiles.scratch(MAX_ROWS_PER_ITEM * self.score_row_bytes),
+            tiles.scratch(MAX_ROWS_PER_ITEM * self.output_row_bytes),
+        )
+        self.sums = tiles.scratch(UNROLL * KEY_BLOCK * tiles.align)  # unfinished
+        self.running_sums = tiles.scratch(MAX_ROWS_PER_ITEM * tiles.align)
+        self.running_max, self.alpha = (
+            tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize),
+            tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize),
+        )
 
-    def take(self, item: Value) -> None:
+    def process_item(self, item: Value) -> None:
         """A part of the keys for some query rows; whoever ends the last part joins them all."""
-        code, given = self.code, self.given
-        self.locate(item)
-        self.begin_rows()
+        builder, args = self.builder, self.args
+        self.locate_item(item)
+        self.init_rows()
         self.attend()
-        self.hand_over()
-        with code.when(code.increment(given.done.at(self.rows_taken * 8), "acq_rel") == given.chunks - 1):
-            self.join()
+        self.store()
+        with builder.if_then(
+            builder.atomic_increment(args.finished_splits.at(self.row_batch * 8), "acq_rel") == args.num_splits - 1
+        ):
+            self.merge_splits()
 
-    def locate(self, item: Value) -> None:
+    def locate_item(self, item: Value) -> None:
         """Item → (b, g, batch of rows, part of the keys)."""
-        code, given = self.code, self.given
-        heads, rows = given.H // given.group, given.group * given.n
-        batches = (rows + (ROWS - 1)) // ROWS
-        self.part, self.rows_taken = item % given.chunks, item // given.chunks
-        batch, place = self.rows_taken % batches, self.rows_taken // batches
-        self.b, self.g = place // heads, place % heads
-        self.first_row = batch * ROWS
-        self.count = code.minimum(rows - self.first_row, ROWS)
-        self.place_keys(self.b, self.g, self.key, self.value)
-        row = self.b * given.run_batch
-        self.run_start = given.run_start.at(row * 8).load(INT64)
-        self.run_stop = given.run_start.at(row * 8 + 8).load(INT64)
-        self.first_tile = self.part * given.chunk
-        self.last_tile = self.first_tile + given.chunk
+        builder, args = self.builder, self.args
+        heads, rows = args.H // args.group, args.group * args.n
+        batches = (rows + (MAX_ROWS_PER_ITEM - 1)) // MAX_ROWS_PER_ITEM
+        self.split, self.row_batch = item % args.num_splits, item // args.num_splits
+        batch, head_index = self.row_batch % batches, self.row_batch // batches
+        self.b, self.g = head_index // heads, head_index % heads
+        self.first_row = batch * MAX_ROWS_PER_ITEM
+        self.num_rows = builder.minimum(rows - self.first_row, MAX_ROWS_PER_ITEM)
+        self.locate_keys(self.b, self.g, self.key, self.value)
+        row = self.b * args.tile_range_batch_stride
+        self.tile_range_start = args.tile_range_start.at(row * 8).load(INT64)
+        self.tile_range_stop = args.tile_range_start.at(row * 8 + 8).load(INT64)
+        self.first_tile = self.split * args.split_size
+        self.last_tile = self.first_tile + args.split_size
 
-    def query_of(self, r: Value) -> tuple[Value, Value]:
+    def locate_query(self, r: Value) -> tuple[Value, Value]:
         """(h, i) of a row."""
         row = self.first_row + r
-        return self.g * self.given.group + row // self.given.n, row % self.given.n
+        return self.g * self.args.group + row // self.args.n, row % self.args.n
 
-    def row_of(self, r: Value) -> Value:
+    def locate_row(self, r: Value) -> Value:
         """A row's place in (B, H, n)."""
-        h, i = self.query_of(r)
-        return (self.b * self.given.H + h) * self.given.n + i
+        h, i = self.locate_query(r)
+        return (self.b * self.args.H + h) * self.args.n + i
 
-    def begin_rows(self) -> None:
+    def init_rows(self) -> None:
         """Q's rows with the scale's sign; nothing seen yet."""
-        code, given, tiles = self.code, self.given, self.tiles
-        step = self.form.bytes if self.structure.unit[0] else given.query_column
-        sign = given.sign.to(self.float)
-        with code.loop(0, self.count) as r:
-            h, i = self.query_of(r)
-            source, target = given.operand("query", self.b, h).at(i * given.query_row), self.queries.at(r * self.long)
-            with code.loop(0, self.structure.d_k) as d:
-                number = self.form.load(source.at(d * step)) * sign
+        builder, args, tiles = self.builder, self.args, self.tiles
+        step = self.format.itemsize if self.spec.unit_stride[0] else args.query_column_stride
+        sign = args.scale_sign.to(self.float)
+        with builder.loop(0, self.num_rows) as r:
+            h, i = self.locate_query(r)
+            source, target = (
+                args.head_address("query", self.b, h).at(i * args.query_row_stride),
+                self.queries.at(r * self.query_row_bytes),
+            )
+            with builder.loop(0, self.spec.d_k) as d:
+                number = self.format.load(source.at(d * step)) * sign
                 if self.paired:
-                    self.form.store(target.at(d * 2), number)
+                    self.format.store(target.at(d * 2), number)
                 else:
-                    target.at(d * tiles.size).store(number)
-            self.largest.at(r * tiles.size).store(code.value(-math.inf, self.float))
-            self.totals.at(r * tiles.align).store(code.value(0.0, self.vector))
-            with code.loop(0, self.wide // tiles.align) as v:
-                self.output.at(r * self.wide + v * tiles.align).store(code.value(0.0, self.vector))
+                    target.at(d * tiles.itemsize).store(number)
+            self.running_max.at(r * tiles.itemsize).store(builder.value(-math.inf, self.float))
+            self.running_sums.at(r * tiles.align).store(builder.value(0.0, self.vector))
+            with builder.loop(0, self.output_row_bytes // tiles.align) as v:
+                self.output.at(r * self.output_row_bytes + v * tiles.align).store(builder.value(0.0, self.vector))
 
     def attend(self) -> None:
         """The running softmax over this part of the keys."""
-        with self.each_tile(self.first_tile, self.last_tile) as (tile, partial):
-            self.key_tile(tile * KEYS, partial)
+        with self.loop_tiles(self.first_tile, self.last_tile) as (tile, partial):
+            self.key_tile(tile * KEY_BLOCK, partial)
 
     def key_tile(self, j0: Value, partial: Value) -> None:
         """One tile of keys: scores, weights, weighted values."""
-        code = self.code
-        self.keys = code.minimum(self.given.m - j0, KEYS)
-        self.key.stage(j0, self.keys)
-        self.values = self.given.operand("value", self.b, self.g).at(j0 * self.given.value_row)
+        builder = self.builder
+        self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
+        self.key.stage(j0, self.num_keys)
+        self.values = self.args.head_address("value", self.b, self.g).at(j0 * self.args.value_row_stride)
         self.score_tile()
-        with code.either(partial | (self.keys < KEYS)) as (yes, no):
-            with yes, code.loop(0, self.count) as r:
+        with builder.if_else(partial | (self.num_keys < KEY_BLOCK)) as (yes, no):
+            with yes, builder.loop(0, self.num_rows) as r:
                 self.softmax(r, j0, masked=True)
-            with no, code.loop(0, self.count) as r:
+            with no, builder.loop(0, self.num_rows) as r:
                 self.softmax(r, j0, masked=False)
-        self.value.stage(j0, self.keys)
-        self.weigh_values()
+        self.value.stage(j0, self.num_keys)
+        self.accumulate_values()
 
     # -- scores ---------------------------------------------------------------------------------------------------
     def score_tile(self) -> None:
         """S[r][key], a few rows and keys at a time; values of the next tile are asked for meanwhile."""
-        code, tiles = self.code, self.tiles
-        rows = self.structure.together
-        staged = self.key.by_row
-        part = QUARTER // tiles.size
-        long = KEYS // part * tiles.align  # bytes of a row's unfinished sums
-        base, step = (self.key.block, self.key.row_step) if staged is None else (staged, self.key.long)
-        with code.loop(0, self.count, rows) as first:
-            queries = [self.queries.at(code.minimum(first + r, self.count - 1) * self.long) for r in range(rows)]
-            with code.loop(0, self.keys, TOGETHER) as key:
-                keys = [base.at(code.minimum(key + k, self.keys - 1) * step) for k in range(TOGETHER)]
-                sums = [[Variable(code, self.vector, 0.0) for _ in keys] for _ in queries]
-                ahead = [self.values.at((key + (k + VALUES_AHEAD)) * self.value.row_step) for k in range(TOGETHER)]
-                with code.loop(0, self.long, tiles.align) as at:
-                    left = [query.at(at).load(tiles.numbers) for query in queries]
-                    right = [row.at(at).load(tiles.numbers) for row in keys]
-                    for line in ahead:
-                        code.prefetch(line.at(at))
+        builder, tiles = self.builder, self.tiles
+        rows = self.spec.unroll
+        staged = self.key.row_scratch
+        group_lanes = SHUFFLE_BYTES // tiles.itemsize
+        partial_row_bytes = KEY_BLOCK // group_lanes * tiles.align  # bytes of a row's unfinished sums
+        base, step = (self.key.block, self.key.row_stride) if staged is None else (staged, self.key.row_bytes)
+        with builder.loop(0, self.num_rows, rows) as first:
+            queries = [
+                self.queries.at(builder.minimum(first + r, self.num_rows - 1) * self.query_row_bytes)
+                for r in range(rows)
+            ]
+            with builder.loop(0, self.num_keys, UNROLL) as key:
+                keys = [base.at(builder.minimum(key + k, self.num_keys - 1) * step) for k in range(UNROLL)]
+                sums = [[Variable(builder, self.vector, 0.0) for _ in keys] for _ in queries]
+                prefetch_rows = [
+                    self.values.at((key + (k + VALUE_PREFETCH_DISTANCE)) * self.value.row_stride) for k in range(UNROLL)
+                ]
+                with builder.loop(0, self.query_row_bytes, tiles.align) as at:
+                    left = [query.at(at).load(tiles.operand_vector) for query in queries]
+                    right = [row.at(at).load(tiles.operand_vector) for row in keys]
+                    for line in prefetch_rows:
+                        builder.prefetch(line.at(at))
                     for r, query in enumerate(left):
                         for k, row in enumerate(right):
                             sums[r][k].set(tiles.multiply_add(query, row, sums[r][k].get()))
                 for r in range(rows):
-                    for k, partial in enumerate(sums_within([sum.get() for sum in sums[r]], part)):
-                        place = (key // part + k) * tiles.align + r * long
-                        self.sums.at(place).store(partial, tiles.align)
-            with code.loop(0, rows) as place, code.loop(0, self.keys, self.lanes) as key:
-                source = self.sums.at(place * long + key * (tiles.align // part))
-                count = self.lanes // part
+                    for k, partial in enumerate(reduce_within_groups([sum.get() for sum in sums[r]], group_lanes)):
+                        address = (key // group_lanes + k) * tiles.align + r * partial_row_bytes
+                        self.sums.at(address).store(partial, tiles.align)
+            with builder.loop(0, rows) as row_index, builder.loop(0, self.num_keys, self.lanes) as key:
+                source = self.sums.at(row_index * partial_row_bytes + key * (tiles.align // group_lanes))
+                count = self.lanes // group_lanes
                 vectors = [source.at(k * tiles.align).load(self.vector, tiles.align) for k in range(count)]
-                row = code.minimum(first + place, ROWS - 1)
-                self.scores.at(row * self.line + key * tiles.size).store(sums_across(vectors, part))
+                row = builder.minimum(first + row_index, MAX_ROWS_PER_ITEM - 1)
+                self.scores.at(row * self.score_row_bytes + key * tiles.itemsize).store(
+                    reduce_across_groups(vectors, group_lanes)
+                )
 
     def softmax(self, r: Value, j0: Value, masked: bool) -> None:
         """P in place of a row of scores, and the row's running maximum and sum."""
-        code, tiles, given = self.code, self.tiles, self.given
+        builder, tiles, args = self.builder, self.tiles, self.args
         mask, score = self.renderers[:2]
-        h, i = self.query_of(r)
-        line = self.scores.at(r * self.line)
+        h, i = self.locate_query(r)
+        score_row = self.scores.at(r * self.score_row_bytes)
         logits: list[Value] = []
-        for v in range(KEYS // self.lanes):
-            s = line.at(v * tiles.align).load(self.vector) * self.factor
-            key = code.count(self.lanes, INT64) + v * self.lanes
-            j = code.minimum(key + j0, given.m - 1).to(self.integer)
-            symbols = {"b": self.b, "h": h, "i": i, "j": j, "n": given.n, "m": given.m, "s": s}
+        for v in range(KEY_BLOCK // self.lanes):
+            s = score_row.at(v * tiles.align).load(self.vector) * self.factor
+            key = builder.arange(self.lanes, INT64) + v * self.lanes
+            j = builder.minimum(key + j0, args.m - 1).to(self.integer)
+            symbols = {"b": self.b, "h": h, "i": i, "j": j, "n": args.n, "m": args.m, "s": s}
             if score is not None:
-                s = score.pair(symbols, {}).to(self.float).spread(self.lanes)
+                s = score.evaluate_pair(symbols, {}).to(self.float).broadcast(self.lanes)
             if masked:
-                allowed = key < self.keys
+                allowed = key < self.num_keys
                 if mask is not None:
-                    allowed = allowed & mask.pair(symbols, {}).spread(self.lanes)
-                s = code.where(allowed, s, code.value(-math.inf, self.vector))
+                    allowed = allowed & mask.evaluate_pair(symbols, {}).broadcast(self.lanes)
+                s = builder.where(allowed, s, builder.value(-math.inf, self.vector))
             logits.append(s)
-        largest = self.largest.at(r * tiles.size)
-        old, top = largest.load(self.float), logits[0]
+        running_max = self.running_max.at(r * tiles.itemsize)
+        old_max, tile_max = running_max.load(self.float), logits[0]
         for s in logits[1:]:
-            top = code.maximum(s, top)
-        new = code.maximum(top.fold(code.maximum), old)
-        shift = code.where(new == -math.inf, 0.0, new)
-        alpha = self.power(old - shift)
-        largest.store(new)
-        self.alpha.at(r * tiles.size).store(alpha)
-        total = self.totals.at(r * tiles.align)
-        weights = [self.power(s - shift) for s in logits]
-        total.store(code.fma(total.load(self.vector), alpha, added(weights)))
+            tile_max = builder.maximum(s, tile_max)
+        new = builder.maximum(tile_max.reduce(builder.maximum), old_max)
+        shift = builder.where(new == -math.inf, 0.0, new)
+        alpha = self.exponentiate(old_max - shift)
+        running_max.store(new)
+        self.alpha.at(r * tiles.itemsize).store(alpha)
+        total = self.running_sums.at(r * tiles.align)
+        weights = [self.exponentiate(s - shift) for s in logits]
+        total.store(builder.fma(total.load(self.vector), alpha, sum_pairwise(weights)))
         for v, p in enumerate(weights):
             if self.paired:
-                line.at(v * (tiles.align // 2)).store(p.to(BFLOAT))
+                score_row.at(v * (tiles.align // 2)).store(p.to(BFLOAT))
             else:
-                line.at(v * tiles.align).store(p)
+                score_row.at(v * tiles.align).store(p)
 
     # -- values ---------------------------------------------------------------------------------------------------
-    def weigh_values(self) -> None:
+    def accumulate_values(self) -> None:
         """O[r] = α O[r] + Σ_j P[r][j] · V[j]; keys of the tile after the next are asked for meanwhile."""
-        code, tiles = self.code, self.tiles
-        rows, vectors = self.structure.together, self.structure.d_v // self.lanes
-        length = (self.keys + (tiles.pair - 1)) // tiles.pair
-        matrix, stride = self.value.lines()  # not of pairs
+        builder, tiles = self.builder, self.tiles
+        rows, vectors = self.spec.unroll, self.spec.d_v // self.lanes
+        length = (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
+        matrix, stride = self.value.vector_rows()  # not of pairs
         starts = range(0, vectors, tiles.vectors)
 
-        def reading(turn: int, width: int) -> Callable[[Value], list[Value]]:
+        def make_reader(group: int, width: int) -> Callable[[Value], list[Value]]:
             """A step's values; the lines of keys ahead that are this turn's are asked for."""
-            lines = range(turn * LINE, self.structure.d_k * self.form.bytes, LINE * len(starts))
-            places = [(starts[turn] + v) * tiles.align for v in range(width)]
+            lines = range(
+                group * CACHE_LINE_BYTES, self.spec.d_k * self.format.itemsize, CACHE_LINE_BYTES * len(starts)
+            )
+            offsets = [(starts[group] + v) * tiles.align for v in range(width)]
 
             def read(k: Value) -> list[Value]:
-                for row in ((k * tiles.pair + (u + KEYS_AHEAD)) * self.key.row_step for u in range(tiles.pair)):
+                for row in (
+                    (k * tiles.pair_size + (u + KEY_PREFETCH_DISTANCE)) * self.key.row_stride
+                    for u in range(tiles.pair_size)
+                ):
                     for at in lines:
-                        code.prefetch(self.key.block.at(row).at(at))
+                        builder.prefetch(self.key.block.at(row).at(at))
                 if self.paired:
-                    return self.pairs_of_values(k, places)
-                return [matrix.at(k * stride + place).load(tiles.numbers) for place in places]
+                    return self.load_value_pairs(k, offsets)
+                return [matrix.at(k * stride + offset).load(tiles.operand_vector) for offset in offsets]
 
             return read
 
-        with code.loop(0, self.count, rows) as first:
-            places = [code.minimum(first + r, ROWS - 1) for r in range(rows)]
-            bases = [self.scores.at(place * self.line) for place in places]
-            for turn, start in enumerate(starts):
+        with builder.loop(0, self.num_rows, rows) as first:
+            row_indices = [builder.minimum(first + r, MAX_ROWS_PER_ITEM - 1) for r in range(rows)]
+            bases = [self.scores.at(row_index * self.score_row_bytes) for row_index in row_indices]
+            for group, start in enumerate(starts):
                 width = min(tiles.vectors, vectors - start)
-                sums = [[Variable(code, self.vector, 0.0) for _ in range(width)] for _ in range(rows)]
-                tiles.accumulate(sums, bases, tiles.size, matrix, length, read=reading(turn, width))
-                for place, row in zip(places, sums, strict=True):
-                    alpha = self.alpha.at(place * tiles.size).load(self.float)
+                sums = [[Variable(builder, self.vector, 0.0) for _ in range(width)] for _ in range(rows)]
+                tiles.accumulate(sums, bases, tiles.itemsize, matrix, length, read=make_reader(group, width))
+                for row_index, row in zip(row_indices, sums, strict=True):
+                    alpha = self.alpha.at(row_index * tiles.itemsize).load(self.float)
                     for v, total in enumerate(row):
-                        at = self.output.at(place * self.wide + (start + v) * tiles.align)
-                        at.store(code.fma(at.load(self.vector), alpha, total.get()))
+                        at = self.output.at(row_index * self.output_row_bytes + (start + v) * tiles.align)
+                        at.store(builder.fma(at.load(self.vector), alpha, total.get()))
 
-    def pairs_of_values(self, k: Value, places: list[int]) -> list[Value]:
+    def load_value_pairs(self, k: Value, offsets: list[int]) -> list[Value]:
         """V's rows 2k and 2k + 1 as pairs, in registers: columns change places within every two vectors."""
         rows = [
-            self.value.block.at(self.code.minimum(k * 2 + u, self.keys - 1) * self.value.row_step) for u in range(2)
+            self.value.block.at(self.builder.minimum(k * 2 + u, self.num_keys - 1) * self.value.row_stride)
+            for u in range(2)
         ]
-        found: list[Value] = []
-        for place in places[::2]:
-            low, high = (row.at(place // 2).load(vector(INT16, 2 * self.lanes)) for row in rows)
-            part = QUARTER // 2  # lanes
-            found += [low.braid(high, half, 1, part).cast(self.tiles.numbers) for half in range(2)]
-        return found
+        pairs: list[Value] = []
+        for offset in offsets[::2]:
+            low, high = (row.at(offset // 2).load(vector(INT16, 2 * self.lanes)) for row in rows)
+            group_lanes = SHUFFLE_BYTES // 2  # lanes
+            pairs += [
+                low.interleave(high, half, 1, group_lanes).bitcast(self.tiles.operand_vector) for half in range(2)
+            ]
+        return pairs
 
     # -- the end of the part --------------------------------------------------------------------------------------
-    def hand_over(self) -> None:
+    def store(self) -> None:
         """The part's O / l and lse, row by row; 0 and −∞ for rows that saw nothing of it."""
-        code, given, tiles = self.code, self.given, self.tiles
-        unit = math.log(2) if self.structure.base_2 else 1.0
-        with code.loop(0, self.count) as r:
-            total = self.totals.at(r * tiles.align).load(self.vector).sum()
-            largest = self.largest.at(r * tiles.size).load(self.float).to(DOUBLE)
-            nothing = total == 0.0
-            safe = code.where(nothing, 1.0, total)
-            place = self.part * (given.batches * given.H * given.n) + self.row_of(r)
-            lse = code.fma(largest, unit, code.intrinsic("log", safe.to(DOUBLE)))
-            given.part_lse.at(place * 8).store(code.where(nothing, -math.inf, lse))
-            target, mark = given.part_output.at(place * self.wide), Variable(code, self.vector, 0.0)
-            step = tiles.pair * tiles.align
-            with code.loop(0, self.wide, step) as at:
-                found = [self.output.at(r * self.wide + at + k).load(self.vector) for k in range(0, step, tiles.align)]
+        builder, args, tiles = self.builder, self.args, self.tiles
+        unit = math.log(2) if self.spec.is_base_2 else 1.0
+        with builder.loop(0, self.num_rows) as r:
+            total = self.running_sums.at(r * tiles.align).load(self.vector).sum()
+            largest = self.running_max.at(r * tiles.itemsize).load(self.float).to(DOUBLE)
+            is_empty = total == 0.0
+            divisor = builder.where(is_empty, 1.0, total)
+            part_row = self.split * (args.batches * args.H * args.n) + self.locate_row(r)
+            lse = builder.fma(largest, unit, builder.call_intrinsic("log", divisor.to(DOUBLE)))
+            args.split_lse.at(part_row * 8).store(builder.where(is_empty, -math.inf, lse))
+            target, nonfinite = (
+                args.split_output.at(part_row * self.output_row_bytes),
+                Variable(builder, self.vector, 0.0),
+            )
+            step = tiles.pair_size * tiles.align
+            with builder.loop(0, self.output_row_bytes, step) as at:
+                columns = [
+                    self.output.at(r * self.output_row_bytes + at + k).load(self.vector)
+                    for k in range(0, step, tiles.align)
+                ]
                 if self.paired:  # columns as they were
-                    found = [found[0].braid(found[1], half, QUARTER // tiles.size) for half in range(2)]
-                for k, row in enumerate(found):
-                    mark.set(mark.get() + row * 0.0)
-                    target.at(at + k * tiles.align).store(row / safe.spread(self.lanes))
-            with code.when((mark.get() != 0.0).any()):
-                given.taint.store(code.value(1, INT64))
+                    columns = [
+                        columns[0].interleave(columns[1], half, SHUFFLE_BYTES // tiles.itemsize) for half in range(2)
+                    ]
+                for k, row in enumerate(columns):
+                    nonfinite.set(nonfinite.get() + row * 0.0)
+                    target.at(at + k * tiles.align).store(row / divisor.broadcast(self.lanes))
+            with builder.if_then((nonfinite.get() != 0.0).any()):
+                args.nonfinite_flag.store(builder.value(1, INT64))
 
-    def join(self) -> None:
+    def merge_splits(self) -> None:
         """output = Σ exp(lse_p − lse) output_p with lse = ln Σ exp lse_p, the sink counted; row by row."""
-        code, given, tiles = self.code, self.given, self.tiles
-        rows = given.batches * given.H * given.n  # of a part
-        with code.loop(0, self.count) as r:
-            h, _ = self.query_of(r)
-            row = self.row_of(r)
-            sink = given.sinks.at(h * 8).load(DOUBLE) if self.structure.sinks else code.value(-math.inf, DOUBLE)
-            largest = Variable(code, DOUBLE, sink)
-            with code.loop(0, given.chunks) as part:
-                lse = given.part_lse.at((part * rows + row) * 8).load(DOUBLE)
-                largest.set(code.maximum(lse, largest.get()))
-            shift = code.where(largest.get() == -math.inf, 0.0, largest.get())
-            total = Variable(code, DOUBLE, exp(code, sink - shift) if self.structure.sinks else 0.0)
-            with code.loop(0, given.chunks) as part:
-                place = given.part_lse.at((part * rows + row) * 8)
-                share = exp(code, place.load(DOUBLE) - shift)
-                place.store(share)
+        builder, args, tiles = self.builder, self.args, self.tiles
+        rows = args.batches * args.H * args.n  # of a part
+        with builder.loop(0, self.num_rows) as r:
+            h, _ = self.locate_query(r)
+            row = self.locate_row(r)
+            sink = args.sinks.at(h * 8).load(DOUBLE) if self.spec.has_sinks else builder.value(-math.inf, DOUBLE)
+            running_max = Variable(builder, DOUBLE, sink)
+            with builder.loop(0, args.num_splits) as split:
+                lse = args.split_lse.at((split * rows + row) * 8).load(DOUBLE)
+                running_max.set(builder.maximum(lse, running_max.get()))
+            shift = builder.where(running_max.get() == -math.inf, 0.0, running_max.get())
+            total = Variable(builder, DOUBLE, exp(builder, sink - shift) if self.spec.has_sinks else 0.0)
+            with builder.loop(0, args.num_splits) as split:
+                address = args.split_lse.at((split * rows + row) * 8)
+                share = exp(builder, address.load(DOUBLE) - shift)
+                address.store(share)
                 total.set(total.get() + share)
-            nothing = total.get() == 0.0
-            safe = code.where(nothing, 1.0, total.get())
-            lse = largest.get() + code.intrinsic("log", safe)
-            given.lse.at(row * 8).store(code.where(nothing, -math.inf, lse))
-            with code.loop(0, self.structure.d_v, self.lanes) as c:
-                whole = Variable(code, self.vector, 0.0)
-                with code.loop(0, given.chunks) as part:
-                    share = given.part_lse.at((part * rows + row) * 8).load(DOUBLE) / safe
-                    entries = given.part_output.at((part * rows + row) * self.wide + c * tiles.size).load(self.vector)
-                    whole.set(code.fma(entries, share.to(self.float), whole.get()))
-                target = given.output.at((row * self.structure.d_v + c) * self.form.bytes)
-                self.form.store(target, whole.get())
+            is_empty = total.get() == 0.0
+            divisor = builder.where(is_empty, 1.0, total.get())
+            lse = running_max.get() + builder.call_intrinsic("log", divisor)
+            args.lse.at(row * 8).store(builder.where(is_empty, -math.inf, lse))
+            with builder.loop(0, self.spec.d_v, self.lanes) as c:
+                weighted = Variable(builder, self.vector, 0.0)
+                with builder.loop(0, args.num_splits) as split:
+                    share = args.split_lse.at((split * rows + row) * 8).load(DOUBLE) / divisor
+                    entries = args.split_output.at(
+                        (split * rows + row) * self.output_row_bytes + c * tiles.itemsize
+                    ).load(self.vector)
+                    weighted.set(builder.fma(entries, share.to(self.float), weighted.get()))
+                target = args.output.at((row * self.spec.d_v + c) * self.format.itemsize)
+                self.format.store(target, weighted.get())
 
 
-def added(values: list[Value]) -> Value:
+def sum_pairwise(values: list[Value]) -> Value:
     """Their sum, neighbours first."""
     while len(values) > 1:
         values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
-def sums_within(vectors: list[Value], part: int) -> list[Value]:
+def reduce_within_groups(vectors: list[Value], group_lanes: int) -> list[Value]:
     """For each `part` vectors one, whose lane k of every `part` lanes is the sum of these lanes of vector k."""
-    for _ in range(part.bit_length() - 1):
+    for _ in range(group_lanes.bit_length() - 1):
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        vectors = [a.join(b, 0, 1, part) + a.join(b, 1, 1, part) for a, b in pairs]
+        vectors = [a.deinterleave(b, 0, 1, group_lanes) + a.deinterleave(b, 1, 1, group_lanes) for a, b in pairs]
     return vectors
 
 
-def sums_across(vectors: list[Value], part: int) -> Value:
-    """One vector of the sums `sums_within` began: `part` lanes of it for each of the vectors."""
-    lanes = part * len(vectors)
+def reduce_across_groups(vectors: list[Value], group_lanes: int) -> Value:
+    """One vector of the sums `reduce_within_groups` began: `part` lanes of it for each of the vectors."""
+    lanes = group_lanes * len(vectors)
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        vectors = [a.join(b, 0, part, lanes) + a.join(b, 1, part, lanes) for a, b in pairs]
+        vectors = [
+            a.deinterleave(b, 0, group_lanes, lanes) + a.deinterleave(b, 1, group_lanes, lanes) for a, b in pairs
+        ]
     return vectors[0]

@@ -14,10 +14,10 @@ import functools
 import math
 import operator
 
-from ..codegen.abi import FORWARD
+from ..codegen.abi import FORWARD_FIELDS
 from ..codegen.builder import BOOL, DOUBLE, FLOAT, INT32, Value, Variable
-from .block import KEYS, Block
-from .fused_statistics import Riding
+from .block import KEY_BLOCK, Block
+from .fused_statistics import FusedStatisticsCode
 
 __all__ = ["Forward"]
 
@@ -25,125 +25,130 @@ __all__ = ["Forward"]
 class Forward(Block):
     """Writes the kernel into a module."""
 
-    fields = FORWARD
+    fields = FORWARD_FIELDS
 
     def allocate(self) -> None:
         tiles = self.tiles
-        self.q_t, self.s_t = tiles.matrix(tiles.pairs(self.structure.d_k)), tiles.matrix(KEYS)
-        self.key, self.value = self.rows(1, along=True, down=False), self.rows(2, along=False, down=True)
-        self.o_t = tiles.matrix(self.structure.d_v)
-        self.largest, self.total, self.tile_max, self.shift, self.alpha = (tiles.variables() for _ in range(5))
-        self.lost = tiles.variables()  # by rounding, of the total
-        self.riding = Riding(self)
+        self.q_t, self.s_t = tiles.matrix(tiles.packed_length(self.spec.d_k)), tiles.matrix(KEY_BLOCK)
+        self.key, self.value = (
+            self.allocate_operand(1, needs_rows=True, needs_columns=False),
+            self.allocate_operand(2, needs_rows=False, needs_columns=True),
+        )
+        self.o_t = tiles.matrix(self.spec.d_v)
+        self.running_max, self.running_sum, self.tile_max, self.shift, self.alpha = (
+            tiles.variables() for _ in range(5)
+        )
+        self.compensation = tiles.variables()  # by rounding, of the total
+        self.fused_statistics = FusedStatisticsCode(self)
 
-    def take(self, item: Value) -> None:
+    def process_item(self, item: Value) -> None:
         """A block of queries of a head."""
-        code = self.code
-        self.locate(item)
-        self.turn_queries()
+        builder = self.builder
+        self.locate_item(item)
+        self.transpose_queries()
         self.evaluate_block()
-        again = Variable(code, BOOL, True)
-        with code.loop(0, 2) as attempt, code.when(again.get()):
-            self.attend(careful=attempt == 1)
-            again.set(self.tainted())
-        self.hand_over()
+        needs_attempt = Variable(builder, BOOL, True)
+        with builder.loop(0, 2) as attempt, builder.if_then(needs_attempt.get()):
+            self.attend(nan_safe=attempt == 1)
+            needs_attempt.set(self.has_nan())
+        self.store()
 
-    def locate(self, item: Value) -> None:
+    def locate_item(self, item: Value) -> None:
         """Item → (b, h, block of queries); later blocks first, since a causal mask makes those the longest."""
-        given = self.given
-        blocks = given.query_blocks
-        position = item // blocks
-        b, h = position // given.H, position % given.H
-        g = h // given.group
-        self.place(b, h, blocks - 1 - item % blocks)
-        self.place_keys(b, g, self.key, self.value)
+        args = self.args
+        blocks = args.query_blocks
+        head_index = item // blocks
+        b, h = head_index // args.H, head_index % args.H
+        g = h // args.group
+        self.locate(b, h, blocks - 1 - item % blocks)
+        self.locate_keys(b, g, self.key, self.value)
 
     # -- attention of the block -----------------------------------------------------------------------------------
-    def attend(self, careful: Value) -> None:
-        """The running softmax over the block's runs. `careful`: weights of 0 take nothing, even of NaN and ∞ in V.
+    def attend(self, nan_safe: Value) -> None:
+        """The running softmax over the block's runs. `nan_safe`: weights of 0 take nothing, even of NaN and ∞ in V.
 
         A NaN in the output of the first attempt is the sign that care is needed, which costs whole inputs nothing.
         """
-        code = self.code
-        with code.loop(0, self.structure.d_v) as d:
+        builder = self.builder
+        with builder.loop(0, self.spec.d_v) as d:
             for v in self.vectors:
-                self.tiles.store(self.o_t, d, v, code.value(0.0, self.vector))
+                self.tiles.store(self.o_t, d, v, builder.value(0.0, self.vector))
         for v in self.vectors:
-            self.largest[v].set(self.sink() if self.structure.sinks else -math.inf)
-            self.total[v].set(1.0 if self.structure.sinks else 0.0)
-            self.lost[v].set(0.0)
-        self.riding.begin()
-        with self.each_tile() as (tile, partial):
-            self.key_tile(tile * KEYS, partial, careful)
+            self.running_max[v].set(self.sink() if self.spec.has_sinks else -math.inf)
+            self.running_sum[v].set(1.0 if self.spec.has_sinks else 0.0)
+            self.compensation[v].set(0.0)
+        self.fused_statistics.init()
+        with self.loop_tiles() as (tile, partial):
+            self.key_tile(tile * KEY_BLOCK, partial, nan_safe)
 
     def sink(self) -> Value:
-        return self.given.sinks.at(self.h * 8).load(DOUBLE).to(self.float)
+        return self.args.sinks.at(self.h * 8).load(DOUBLE).to(self.float)
 
-    def key_tile(self, j0: Value, partial: Value, careful: Value) -> None:
+    def key_tile(self, j0: Value, partial: Value, nan_safe: Value) -> None:
         """One tile: scores, score formula and mask, softmax, weighted values."""
-        code = self.code
-        self.keys = code.minimum(self.given.m - j0, KEYS)
-        self.key.stage(j0, self.keys)
-        self.value.stage(j0, self.keys)
+        builder = self.builder
+        self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
+        self.key.stage(j0, self.num_keys)
+        self.value.stage(j0, self.num_keys)
         for v in self.vectors:
             self.tile_max[v].set(-math.inf)
         self.score_tile()
         mask, score = self.renderers[:2]
-        with code.either(partial) as (yes, no):  # without a mask every run is full
+        with builder.if_else(partial) as (yes, no):  # without a mask every run is full
             with yes:
                 if mask is not None:
-                    self.reshape_scores(j0, masked=True)
+                    self.modify_scores(j0, masked=True)
             with no:
                 if score is not None:
-                    self.reshape_scores(j0, masked=False)
+                    self.modify_scores(j0, masked=False)
         self.softmax(j0)
-        with code.either(careful) as (yes, no):
+        with builder.if_else(nan_safe) as (yes, no):
             with yes:
-                self.weigh_values_carefully()
+                self.accumulate_values_nan_safe()
             with no:
-                self.weigh_values()
+                self.accumulate_values()
 
     def score_tile(self) -> None:
         """Q · K, not yet scaled, and from the registers its maximum."""
-        code = self.code
+        builder = self.builder
 
         def finish(key: Value, v: int, s: Value) -> None:
             self.tiles.store(self.s_t, key, v, s)
-            self.tile_max[v].set(code.maximum(s, self.tile_max[v].get()))
+            self.tile_max[v].set(builder.maximum(s, self.tile_max[v].get()))
 
-        self.product(self.keys, KEYS, self.key.row, self.q_t, self.tiles.pairs(self.structure.d_k), finish)
+        self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, self.tiles.packed_length(self.spec.d_k), finish)
 
-    def reshape_scores(self, j0: Value, masked: bool) -> None:
+    def modify_scores(self, j0: Value, masked: bool) -> None:
         """Sᵀ scaled and through the score formula, −∞ where hidden; and its maximum anew."""
-        code, tiles = self.code, self.tiles
-        self.turn_tables(j0, 0 if masked else 1, 2)
+        builder, tiles = self.builder, self.tiles
+        self.transpose_tables(j0, 0 if masked else 1, 2)
         for v in self.vectors:
             self.tile_max[v].set(-math.inf)
-        with code.loop(0, self.keys) as key:
+        with builder.loop(0, self.num_keys) as key:
             for tables in self.tile_tables[0 if masked else 1 : 2]:
-                tables.fetch(key, j0 + KEYS)
+                tables.prefetch(key, j0 + KEY_BLOCK)
             for v, s, allowed in self.logits(key, j0, masked):
                 if allowed is not None:
-                    s = code.where(allowed, s, code.value(-math.inf, self.vector))
+                    s = builder.where(allowed, s, builder.value(-math.inf, self.vector))
                 tiles.store(self.s_t, key, v, s)
-                self.tile_max[v].set(code.maximum(s, self.tile_max[v].get()))
+                self.tile_max[v].set(builder.maximum(s, self.tile_max[v].get()))
 
-    def scaled_if_huge(self) -> Value:
+    def prescale_large_scores(self) -> Value:
         """What Sᵀ and its maximum are still to be multiplied by.
 
         s · factor − m' is exact but for one rounding, and m' is rounded. Where its last place is more than 1 the
         difference may not even be near 0 at the maximum; such tiles are scaled in a step of their own and rounded
         alike, as in plain code.
         """
-        code, tiles = self.code, self.tiles
+        builder, tiles = self.builder, self.tiles
         limit = 2.0 ** (53 if self.float is DOUBLE else 24)
-        sizes = [code.intrinsic("fabs", self.tile_max[v].get() * self.factor) for v in self.vectors]
+        sizes = [builder.call_intrinsic("fabs", self.tile_max[v].get() * self.factor) for v in self.vectors]
         huge = [((size > limit) & (size < math.inf)).any() for size in sizes]
-        factor = Variable(code, self.float, self.factor)
-        with code.when(functools.reduce(operator.or_, huge)):
+        factor = Variable(builder, self.float, self.factor)
+        with builder.if_then(functools.reduce(operator.or_, huge)):
             for v in self.vectors:
                 self.tile_max[v].set(self.tile_max[v].get() * self.factor)
-            with code.loop(0, self.keys) as key:
+            with builder.loop(0, self.num_keys) as key:
                 for v in self.vectors:
                     tiles.store(self.s_t, key, v, tiles.load(self.s_t, key, v) * self.factor)
             factor.set(1.0)
@@ -151,119 +156,124 @@ class Forward(Block):
 
     def softmax(self, j0: Value) -> None:
         """P = 2^(Sᵀ − m') in place of Sᵀ, and the running maximum m and sum l; pairs of keys joined for V's."""
-        code, tiles = self.code, self.tiles
-        factor = self.scaled_if_huge() if self.renderers[1] is None else code.value(1.0, self.float)
-        self.riding.prepare(j0, factor)
+        builder, tiles = self.builder, self.tiles
+        factor = self.prescale_large_scores() if self.renderers[1] is None else builder.value(1.0, self.float)
+        self.fused_statistics.prepare_tile(j0, factor)
         for v in self.vectors:
-            new = code.maximum(self.tile_max[v].get() * factor, self.largest[v].get())
-            shift = code.where(new == -math.inf, 0.0, new)
-            difference = self.largest[v].get() - shift
-            alpha = self.power(difference)
-            self.riding.rescale(v, difference, alpha)
-            self.largest[v].set(new)
+            new = builder.maximum(self.tile_max[v].get() * factor, self.running_max[v].get())
+            shift = builder.where(new == -math.inf, 0.0, new)
+            difference = self.running_max[v].get() - shift
+            alpha = self.exponentiate(difference)
+            self.fused_statistics.rescale(v, difference, alpha)
+            self.running_max[v].set(new)
             self.shift[v].set(shift)
             self.alpha[v].set(alpha)
-        sums = [Variable(code, self.vector, 0.0) for _ in self.vectors]
-        step = 4 if self.structure.dropout else tiles.pair
-        with code.loop(self.keys, (self.keys + (step - 1)) // step * step) as past:  # up to whole steps
+        sums = [Variable(builder, self.vector, 0.0) for _ in self.vectors]
+        step = 4 if self.spec.has_dropout else tiles.pair_size
+        with builder.loop(self.num_keys, (self.num_keys + (step - 1)) // step * step) as past:  # up to whole steps
             for v in self.vectors:
-                tiles.store(self.s_t, past, v, code.value(-math.inf, self.vector))
-        with code.loop(0, self.keys, step) as key:
-            keep = self.kept(j0 + key) if self.structure.dropout else []
+                tiles.store(self.s_t, past, v, builder.value(-math.inf, self.vector))
+        with builder.loop(0, self.num_keys, step) as key:
+            keep_mask = self.dropout_keep_mask(j0 + key) if self.spec.has_dropout else []
             for v in self.vectors:
                 scores = [tiles.load(self.s_t, key + k, v) for k in range(step)]
-                powers = [code.fma(s, factor, -self.shift[v].get()) for s in scores]
-                weights = [self.power(x) for x in powers]
+                exponents = [builder.fma(s, factor, -self.shift[v].get()) for s in scores]
+                weights = [self.exponentiate(x) for x in exponents]
                 for k, p in enumerate(weights):
                     sums[v].set(sums[v].get() + p)
-                    self.riding.add(j0, key + k, v, scores[k] * factor, powers[k], p)
-                if keep:
-                    weights = [code.where(keep[k][v], p, 0.0) for k, p in enumerate(weights)]
-                for k in range(0, step, tiles.pair):
+                    self.fused_statistics.add(j0, key + k, v, scores[k] * factor, exponents[k], p)
+                if keep_mask:
+                    weights = [builder.where(keep_mask[k][v], p, 0.0) for k, p in enumerate(weights)]
+                for k in range(0, step, tiles.pair_size):
                     if self.paired:
-                        joined = self.packed(weights[k], weights[k + 1])
+                        joined = self.pack_pairs(weights[k], weights[k + 1])
                         tiles.at(self.s_t, (key + k) // 2, v).store(joined, tiles.align)
                     else:
                         tiles.store(self.s_t, key + k, v, weights[k])
         for v in self.vectors:
             self.add_to_total(v, sums[v].get())
-            self.riding.join(v, sums[v].get())
+            self.fused_statistics.add_tile(v, sums[v].get())
 
     def add_to_total(self, v: int, weights: Value) -> None:
         """l = α l + Σ P, and what rounding loses of it (Knuth): later passes take on the error of lse."""
-        alpha, old = self.alpha[v].get(), self.total[v].get()
-        new = self.code.fma(old, alpha, weights)
+        alpha, old = self.alpha[v].get(), self.running_sum[v].get()
+        new = self.builder.fma(old, alpha, weights)
         old = old * alpha
         share = new - old
-        lost = (old - (new - share)) + (weights - share)
-        self.lost[v].set(self.code.fma(self.lost[v].get(), alpha, lost))
-        self.total[v].set(new)
+        compensation = (old - (new - share)) + (weights - share)
+        self.compensation[v].set(self.builder.fma(self.compensation[v].get(), alpha, compensation))
+        self.running_sum[v].set(new)
 
-    def weigh_values(self) -> None:
+    def accumulate_values(self) -> None:
         """Oᵀ = α Oᵀ + Σ V[key][d_v] · P[key][lane], added at the end: a tile's sum is rounded at its own size."""
-        code, tiles = self.code, self.tiles
+        builder, tiles = self.builder, self.tiles
 
         def finish(d: Value, v: int, total: Value) -> None:
             old = tiles.load(self.o_t, d, v)
-            tiles.store(self.o_t, d, v, code.fma(old, self.alpha[v].get(), total))
+            tiles.store(self.o_t, d, v, builder.fma(old, self.alpha[v].get(), total))
 
-        width, length = self.structure.d_v, (self.keys + (tiles.pair - 1)) // tiles.pair
+        width, length = self.spec.d_v, (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
         self.product(width, width, self.value.column, self.s_t, length, finish)
 
-    def weigh_values_carefully(self) -> None:
+    def accumulate_values_nan_safe(self) -> None:
         """The same, one number of V at a time, where a weight of 0 takes nothing."""
-        code, tiles = self.code, self.tiles
-        with code.loop(0, self.structure.d_v) as d:
-            sums = [Variable(code, self.vector, tiles.load(self.o_t, d, v) * self.alpha[v].get()) for v in self.vectors]
-            with code.loop(0, self.keys) as key:
-                number = self.value.entry(key, d).spread(self.lanes)
+        builder, tiles = self.builder, self.tiles
+        with builder.loop(0, self.spec.d_v) as d:
+            sums = [
+                Variable(builder, self.vector, tiles.load(self.o_t, d, v) * self.alpha[v].get()) for v in self.vectors
+            ]
+            with builder.loop(0, self.num_keys) as key:
+                number = self.value.load_entry(key, d).broadcast(self.lanes)
                 for v in self.vectors:
-                    p, old = self.weight(key, v), sums[v].get()
-                    sums[v].set(code.where(p == 0.0, old, code.fma(number, p, old)))
+                    p, old = self.load_weight(key, v), sums[v].get()
+                    sums[v].set(builder.where(p == 0.0, old, builder.fma(number, p, old)))
             for v in self.vectors:
                 tiles.store(self.o_t, d, v, sums[v].get())
 
-    def weight(self, key: Value, v: int) -> Value:
+    def load_weight(self, key: Value, v: int) -> Value:
         """P of one key, out of its pair where they are joined."""
-        code, tiles = self.code, self.tiles
+        builder, tiles = self.builder, self.tiles
         if not self.paired:
             return tiles.load(self.s_t, key, v)
-        pair = tiles.at(self.s_t, key // 2, v).load(tiles.numbers, tiles.align)
+        pair = tiles.at(self.s_t, key // 2, v).load(tiles.operand_vector, tiles.align)
         first = (pair << 16).bits(FLOAT)
-        second = (pair & code.value(-(2**16), INT32)).bits(FLOAT)
-        return code.where((key % 2) == 0, first, second)
+        second = (pair & builder.value(-(2**16), INT32)).bits(FLOAT)
+        return builder.where((key % 2) == 0, first, second)
 
     # -- the end of the block -------------------------------------------------------------------------------------
-    def tainted(self) -> Value:
+    def has_nan(self) -> Value:
         """Whether any output is NaN: then V held NaN or ∞, hidden or not, or a score was NaN."""
-        code = self.code
-        marks = [Variable(code, self.vector, 0.0) for _ in self.vectors]
-        with code.loop(0, self.structure.d_v) as d:
+        builder = self.builder
+        nan_marks = [Variable(builder, self.vector, 0.0) for _ in self.vectors]
+        with builder.loop(0, self.spec.d_v) as d:
             for v in self.vectors:
                 entry = self.tiles.load(self.o_t, d, v)
-                marks[v].set(code.where(entry != entry, 1.0, marks[v].get()))
-        found = [(mark.get() != 0.0).any() for mark in marks]
-        return functools.reduce(operator.or_, found)
+                nan_marks[v].set(builder.where(entry != entry, 1.0, nan_marks[v].get()))
+        has_mark = [(nan_mark.get() != 0.0).any() for nan_mark in nan_marks]
+        return functools.reduce(operator.or_, has_mark)
 
-    def hand_over(self) -> None:
+    def store(self) -> None:
         """O = Oᵀ / l and lse = m ln 2 + ln l, row by row; 0 and −∞ for queries that saw nothing."""
-        code, given, tiles = self.code, self.given, self.tiles
-        total, lost, base = tiles.matrix(1), tiles.matrix(1), tiles.matrix(1)
-        keep = given.keep.to(self.float)
+        builder, args, tiles = self.builder, self.args, self.tiles
+        sum_row, compensation_row, max_row = tiles.matrix(1), tiles.matrix(1), tiles.matrix(1)
+        keep = args.dropout_scale.to(self.float)
         for v in self.vectors:
-            nothing = self.total[v].get() == 0.0
-            sums = code.where(nothing, 1.0, self.total[v].get())
-            tiles.store(total, 0, v, sums)
-            tiles.store(lost, 0, v, self.lost[v].get())
-            tiles.store(base, 0, v, code.where(nothing, -math.inf, self.largest[v].get()))
-            with code.loop(0, self.structure.d_v) as d:
+            is_empty = self.running_sum[v].get() == 0.0
+            sums = builder.where(is_empty, 1.0, self.running_sum[v].get())
+            tiles.store(sum_row, 0, v, sums)
+            tiles.store(compensation_row, 0, v, self.compensation[v].get())
+            tiles.store(max_row, 0, v, builder.where(is_empty, -math.inf, self.running_max[v].get()))
+            with builder.loop(0, self.spec.d_v) as d:
                 tiles.store(self.o_t, d, v, tiles.load(self.o_t, d, v) * keep / sums)
-        rows = given.output.at(self.row * (self.structure.d_v * self.form.bytes))
-        self.turn_back(self.o_t, self.structure.d_v, rows, self.form)
-        with code.loop(0, self.valid) as lane:
-            whole, rest, largest = (
-                self.lane_of(row, 0, lane).load(self.float).to(DOUBLE) for row in (total, lost, base)
+        rows = args.output.at(self.row * (self.spec.d_v * self.format.itemsize))
+        self.store_transposed(self.o_t, self.spec.d_v, rows, self.format)
+        with builder.loop(0, self.num_valid) as lane:
+            row_sum, correction, row_max = (
+                self.lane_address(row, 0, lane).load(self.float).to(DOUBLE)
+                for row in (sum_row, compensation_row, max_row)
             )
-            unit = math.log(2) if self.structure.base_2 else 1.0
-            given.lse.at((self.row + lane) * 8).store(code.fma(largest, unit, code.intrinsic("log", whole + rest)))
-        self.riding.hand_over()
+            unit = math.log(2) if self.spec.is_base_2 else 1.0
+            args.lse.at((self.row + lane) * 8).store(
+                builder.fma(row_max, unit, builder.call_intrinsic("log", row_sum + correction))
+            )
+        self.fused_statistics.store()

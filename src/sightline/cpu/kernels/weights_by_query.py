@@ -9,170 +9,181 @@ from typing import Any
 from llvmlite.ir import IntType
 
 from ..codegen.builder import INT64, POINTER, Value, Variable, bytes_of, vector
-from .block import KEYS
-from .weights_pass import Observe
+from .block import KEY_BLOCK
+from .weights_pass import WeightsPass
 
 __all__ = ["TopK", "WeightTiles"]
 
 
-class Rowwise(Observe):
+class WeightsByQuery(WeightsPass):
     """Statistics of each query: an item is (b, h, block of queries)."""
 
-    def take(self, item: Value) -> None:
+    def process_item(self, item: Value) -> None:
         """Later blocks first, since a causal mask makes those the longest."""
-        given, tiles = self.given, self.tiles
-        blocks = given.query_blocks - given.first_query // tiles.block
-        position = item // blocks
-        self.place(position // given.H, position % given.H, given.query_blocks - 1 - item % blocks)
-        self.begin_rows()
-        first, last = self.keys_asked()
-        self.attend((given.first_query, given.last_query), (first // KEYS, (last + (KEYS - 1)) // KEYS))
-        self.hand_over()
+        args, tiles = self.args, self.tiles
+        blocks = args.query_blocks - args.first_query // tiles.block
+        head_index = item // blocks
+        self.locate(head_index // args.H, head_index % args.H, args.query_blocks - 1 - item % blocks)
+        self.init_rows()
+        first, last = self.key_range()
+        self.attend((args.first_query, args.last_query), (first // KEY_BLOCK, (last + (KEY_BLOCK - 1)) // KEY_BLOCK))
+        self.store()
 
-    def keys_asked(self) -> tuple[Value, Value]:
+    def key_range(self) -> tuple[Value, Value]:
         """The keys that count."""
-        return self.code.value(0, INT64), self.given.m
+        return self.builder.value(0, INT64), self.args.m
 
-    def begin_rows(self) -> None:
+    def init_rows(self) -> None:
         """Before the block's first tile."""
 
-    def hand_over(self) -> None:
+    def store(self) -> None:
         """After its last."""
 
 
-class TopK(Rowwise):
-    """The `structure.k` largest weights of each query and their keys, the smaller key first where they tie.
+class TopK(WeightsByQuery):
+    """The `spec.k` largest weights of each query and their keys, the smaller key first where they tie.
 
     Lists are kept sorted, lane by lane: rank r of S and of its key lies in row r + 1, below a row of ∞ that ends every
     insertion. Keys come in order, and one that only equals what is there stays behind it. What of a tile may enter
     waits, lane by lane, until one of each lane enters at a time: an insertion costs the same for one lane as for all.
     """
 
-    fields = Observe.fields | {"where": POINTER}  # output: (B, H, n, k); where likewise, int64
+    fields = WeightsPass.fields | {"where": POINTER}  # output: (B, H, n, k); where likewise, int64
 
-    def prepare(self) -> None:
-        tiles, rows = self.tiles, self.structure.k + 1
-        self.whole = vector(self.integer, self.lanes)
-        self.top = tiles.matrix(rows)
+    def allocate_statistic(self) -> None:
+        tiles, rows = self.tiles, self.spec.k + 1
+        self.index_vector = vector(self.integer, self.lanes)
+        self.top_scores = tiles.matrix(rows)
         row = tiles.block * bytes_of(self.integer)
-        self.places = tiles.scratch(rows * row)
-        self.least = tiles.variables()  # of each list
-        self.waiting, self.waiting_places = tiles.matrix(KEYS), tiles.scratch(KEYS * row)
-        self.counts, self.scores = tiles.scratch(row), tiles.matrix(1)  # how many wait in each lane; a key's scores
+        self.top_keys = tiles.scratch(rows * row)
+        self.smallest = tiles.variables()  # of each list
+        self.pending_scores, self.pending_keys = tiles.matrix(KEY_BLOCK), tiles.scratch(KEY_BLOCK * row)
+        self.pending_counts, self.candidate_scores = (
+            tiles.scratch(row),
+            tiles.matrix(1),
+        )  # how many wait in each lane; a key's scores
 
-    def place_of(self, row: Any, v: int, places: Value | None = None) -> Value:
+    def key_address(self, row: Any, v: int, keys: Value | None = None) -> Value:
         """Address of a vector of keys, or of as many other whole numbers."""
         size = bytes_of(self.integer)
-        row = self.code.value(row, INT64)
-        places = self.places if places is None else places
-        return places.at(row * (self.tiles.block * size) + v * self.lanes * size)
+        row = self.builder.value(row, INT64)
+        keys = self.top_keys if keys is None else keys
+        return keys.at(row * (self.tiles.block * size) + v * self.lanes * size)
 
-    def begin_rows(self) -> None:
-        code, tiles = self.code, self.tiles
-        with code.loop(0, self.structure.k + 1) as row:
+    def init_rows(self) -> None:
+        builder, tiles = self.builder, self.tiles
+        with builder.loop(0, self.spec.k + 1) as row:
             for v in self.vectors:
-                tiles.store(self.top, row, v, code.value(-math.inf, self.vector))
-                self.place_of(row, v).store(code.value(-1, self.whole))
+                tiles.store(self.top_scores, row, v, builder.value(-math.inf, self.vector))
+                self.key_address(row, v).store(builder.value(-1, self.index_vector))
         for v in self.vectors:
-            tiles.store(self.top, 0, v, code.value(math.inf, self.vector))
-            self.least[v].set(-math.inf)
+            tiles.store(self.top_scores, 0, v, builder.value(math.inf, self.vector))
+            self.smallest[v].set(-math.inf)
 
-    def collect(self, j0: Value, masked: bool) -> None:
-        code = self.code
+    def process_tile(self, j0: Value, masked: bool) -> None:
+        builder = self.builder
         for v in self.vectors:
-            self.place_of(0, v, self.counts).store(code.value(0, self.whole))
-        with code.loop(0, self.keys) as key:
-            found = []
+            self.key_address(0, v, self.pending_counts).store(builder.value(0, self.index_vector))
+        with builder.loop(0, self.num_keys) as key:
+            scores = []
             for _, s, allowed in self.logits(key, j0, masked):
-                found.append(s if allowed is None else code.where(allowed, s, code.value(-math.inf, self.vector)))
-            better = [s > least.get() for s, least in zip(found, self.least, strict=True)]
-            with code.when(functools.reduce(lambda x, y: x | y, better).any()):
-                for v, s in enumerate(found):
-                    with code.when(better[v].any()):
-                        self.keep_waiting(better[v], s, (j0 + key).to(self.integer), v)
+                scores.append(
+                    s if allowed is None else builder.where(allowed, s, builder.value(-math.inf, self.vector))
+                )
+            is_candidate = [s > smallest.get() for s, smallest in zip(scores, self.smallest, strict=True)]
+            with builder.if_then(functools.reduce(lambda x, y: x | y, is_candidate).any()):
+                for v, s in enumerate(scores):
+                    with builder.if_then(is_candidate[v].any()):
+                        self.append_pending(is_candidate[v], s, (j0 + key).to(self.integer), v)
         for v in self.vectors:
-            count = self.place_of(0, v, self.counts).load(self.whole)
-            with code.loop(0, count.fold(code.maximum).to(INT64)) as turn:
-                some = count > turn.to(self.integer)
-                s = code.where(some, self.tiles.load(self.waiting, turn, v), -math.inf)
-                self.insert(s, self.place_of(turn, v, self.waiting_places).load(self.whole), v)
+            pending_count = self.key_address(0, v, self.pending_counts).load(self.index_vector)
+            with builder.loop(0, pending_count.reduce(builder.maximum).to(INT64)) as rank:
+                is_pending = pending_count > rank.to(self.integer)
+                s = builder.where(is_pending, self.tiles.load(self.pending_scores, rank, v), -math.inf)
+                self.insert(s, self.key_address(rank, v, self.pending_keys).load(self.index_vector), v)
 
-    def keep_waiting(self, some: Value, s: Value, j: Value, v: int) -> None:
+    def append_pending(self, candidates: Value, s: Value, j: Value, v: int) -> None:
         """A key's scores in these lanes, each behind what waits in its lane."""
-        code, tiles, size = self.code, self.tiles, bytes_of(self.integer)
-        tiles.store(self.scores, 0, v, s)
-        rest = Variable(code, INT64, some.cast(IntType(self.lanes)).widened(INT64))
-        with code.forever() as leave:
-            lane = rest.get().trailing_zeros()
-            count_at = self.place_of(0, v, self.counts).at(lane * size)
-            count = count_at.load(self.integer)
-            behind = count.to(INT64)
-            score = tiles.at(self.scores, 0, v).at(lane * tiles.size).load(self.float)
-            tiles.at(self.waiting, behind, v).at(lane * tiles.size).store(score)
-            self.place_of(behind, v, self.waiting_places).at(lane * size).store(j)
-            count_at.store(count + 1)
-            rest.set(rest.get() & (rest.get() - 1))
-            leave(rest.get() == 0)
+        builder, tiles, size = self.builder, self.tiles, bytes_of(self.integer)
+        tiles.store(self.candidate_scores, 0, v, s)
+        remaining = Variable(builder, INT64, candidates.bitcast(IntType(self.lanes)).zero_extend(INT64))
+        with builder.infinite_loop() as break_if:
+            lane = remaining.get().trailing_zeros()
+            count_address = self.key_address(0, v, self.pending_counts).at(lane * size)
+            count = count_address.load(self.integer)
+            position = count.to(INT64)
+            score = tiles.at(self.candidate_scores, 0, v).at(lane * tiles.itemsize).load(self.float)
+            tiles.at(self.pending_scores, position, v).at(lane * tiles.itemsize).store(score)
+            self.key_address(position, v, self.pending_keys).at(lane * size).store(j)
+            count_address.store(count + 1)
+            remaining.set(remaining.get() & (remaining.get() - 1))
+            break_if(remaining.get() == 0)
 
     def insert(self, s: Value, j: Value, v: int) -> None:
         """Scores and their keys into the lists of lanes where they are larger than the least, from the last rank up."""
-        code, tiles, k = self.code, self.tiles, self.structure.k
-        row = Variable(code, INT64, k)
-        old = Variable(code, self.vector, tiles.load(self.top, k, v))
-        place = Variable(code, self.whole, self.place_of(k, v).load(self.whole))
-        with code.forever() as leave:
+        builder, tiles, k = self.builder, self.tiles, self.spec.k
+        row = Variable(builder, INT64, k)
+        old = Variable(builder, self.vector, tiles.load(self.top_scores, k, v))
+        key = Variable(builder, self.index_vector, self.key_address(k, v).load(self.index_vector))
+        with builder.infinite_loop() as break_if:
             at = row.get()
-            above, place_above = tiles.load(self.top, at - 1, v), self.place_of(at - 1, v).load(self.whole)
+            above, key_above = (
+                tiles.load(self.top_scores, at - 1, v),
+                self.key_address(at - 1, v).load(self.index_vector),
+            )
             enters, passes = s > old.get(), s > above
-            tiles.store(self.top, at, v, code.where(passes, above, code.where(enters, s, old.get())))
-            self.place_of(at, v).store(code.where(passes, place_above, code.where(enters, j, place.get())))
-            leave(~passes.any())
+            tiles.store(self.top_scores, at, v, builder.where(passes, above, builder.where(enters, s, old.get())))
+            self.key_address(at, v).store(builder.where(passes, key_above, builder.where(enters, j, key.get())))
+            break_if(~passes.any())
             row.set(at - 1)
             old.set(above)
-            place.set(place_above)
-        self.least[v].set(tiles.load(self.top, k, v))
+            key.set(key_above)
+        self.smallest[v].set(tiles.load(self.top_scores, k, v))
 
-    def hand_over(self) -> None:
-        code, given, tiles, k = self.code, self.given, self.tiles, self.structure.k
-        with code.loop(1, k + 1) as row:
+    def store(self) -> None:
+        builder, args, tiles, k = self.builder, self.args, self.tiles, self.spec.k
+        with builder.loop(1, k + 1) as row:
             for v in self.vectors:
-                tiles.store(self.top, row, v, self.weight(tiles.load(self.top, row, v), v))
-        target = given.output.at(self.row * (k * tiles.size))
-        self.turn_back(tiles.at(self.top, 1), k, target, self.form.widened)
+                tiles.store(self.top_scores, row, v, self.compute_weight(tiles.load(self.top_scores, row, v), v))
+        target = args.output.at(self.row * (k * tiles.itemsize))
+        self.store_transposed(tiles.at(self.top_scores, 1), k, target, self.format.accumulator_format)
         size = bytes_of(self.integer)
-        with code.loop(0, self.valid) as lane, code.loop(0, k) as rank:
-            key = self.place_of(rank + 1, 0).at(lane * size).load(self.integer)
-            given.where.at(((self.row + lane) * k + rank) * 8).store(key.to(INT64))
+        with builder.loop(0, self.num_valid) as lane, builder.loop(0, k) as rank:
+            key = self.key_address(rank + 1, 0).at(lane * size).load(self.integer)
+            args.where.at(((self.row + lane) * k + rank) * 8).store(key.to(INT64))
 
 
-class WeightTiles(Rowwise):
+class WeightTiles(WeightsByQuery):
     """P itself, in the input's dtype, of some queries on some keys; what is not written is 0."""
 
-    fields = Observe.fields | {"first_key": INT64, "last_key": INT64}  # output: (B, H, queries, keys), zeros at first
+    fields = WeightsPass.fields | {
+        "first_key": INT64,
+        "last_key": INT64,
+    }  # output: (B, H, queries, keys), zeros at first
 
-    def keys_asked(self) -> tuple[Value, Value]:
-        return self.given.first_key, self.given.last_key
+    def key_range(self) -> tuple[Value, Value]:
+        return self.args.first_key, self.args.last_key
 
-    def collect(self, j0: Value, masked: bool) -> None:
-        code, given, tiles, form = self.code, self.given, self.tiles, self.form
-        with code.loop(0, self.keys) as key:
-            for v, p in enumerate(self.weights(key, j0, masked)):
+    def process_tile(self, j0: Value, masked: bool) -> None:
+        builder, args, tiles, format = self.builder, self.args, self.tiles, self.format
+        with builder.loop(0, self.num_keys) as key:
+            for v, p in enumerate(self.compute_weights(key, j0, masked)):
                 tiles.store(self.s_t, key, v, p)
-        rows, columns = given.last_query - given.first_query, given.last_key - given.first_key
-        row = (self.b * given.H + self.h) * rows + self.i0 - given.first_query  # of lane 0, which may lie before
-        target = given.output.at((row * columns + j0 - given.first_key) * form.bytes)
+        rows, columns = args.last_query - args.first_query, args.last_key - args.first_key
+        row = (self.b * args.H + self.h) * rows + self.i0 - args.first_query  # of lane 0, which may lie before
+        target = args.output.at((row * columns + j0 - args.first_key) * format.itemsize)
 
-        def place(lane: Value, key: Value) -> Value:
-            return target.at((lane * columns + key) * form.bytes)
+        def address(lane: Value, key: Value) -> Value:
+            return target.at((lane * columns + key) * format.itemsize)
 
-        first, last = self.lanes_of(given.first_query, given.last_query)
-        start, stop = code.maximum(given.first_key - j0, 0), code.minimum(given.last_key - j0, self.keys)
-        whole = start + (stop - start) // self.lanes * self.lanes
-        with code.loop(0, len(self.vectors)) as at, code.loop(start, whole, self.lanes) as key:
-            turned = tiles.turned([tiles.load(self.s_t, key + k, at) for k in range(self.lanes)])
-            for k, p in enumerate(turned):
+        first, last = self.clip_lanes(args.first_query, args.last_query)
+        start, stop = builder.maximum(args.first_key - j0, 0), builder.minimum(args.last_key - j0, self.num_keys)
+        vector_stop = start + (stop - start) // self.lanes * self.lanes
+        with builder.loop(0, len(self.vectors)) as at, builder.loop(start, vector_stop, self.lanes) as key:
+            transposed = tiles.transpose_lanes([tiles.load(self.s_t, key + k, at) for k in range(self.lanes)])
+            for k, p in enumerate(transposed):
                 lane = at * self.lanes + k
-                with code.when((lane >= first) & (lane < last)):
-                    form.store(place(lane, key), p)
-        with code.loop(first, last) as lane, code.loop(whole, stop) as key:
-            form.store(place(lane, key), self.lane_of(self.s_t, key, lane).load(self.float))
+                with builder.if_then((lane >= first) & (lane < last)):
+                    format.store(address(lane, key), p)
+        with builder.loop(first, last) as lane, builder.loop(vector_stop, stop) as key:
+            format.store(address(lane, key), self.lane_address(self.s_t, key, lane).load(self.float))

@@ -16,20 +16,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..codegen.abi import COMMON
+from ..codegen.abi import COMMON_FIELDS
 from ..codegen.builder import DOUBLE, INT64, POINTER, Value
-from .block import KEYS, Block
+from .block import KEY_BLOCK, Block
 
-__all__ = ["Observe"]
+__all__ = ["WeightsPass"]
 
 
-class Observe(Block):
+class WeightsPass(Block):
     """Writes a kernel into a module; a statistic is a subclass.
 
-    `structure.kernel` ends in "max" where the largest weight is wanted in place of a sum.
+    `spec.kernel` ends in "max" where the largest weight is wanted in place of a sum.
     """
 
-    fields = COMMON | {
+    fields = COMMON_FIELDS | {
         "output": POINTER,  # in the accumulator's type unless the statistic says otherwise
         "first_query": INT64,  # the queries that count: weights of others are 0
         "last_query": INT64,
@@ -37,116 +37,120 @@ class Observe(Block):
 
     def allocate(self) -> None:
         tiles = self.tiles
-        self.q_t, self.s_t = tiles.matrix(tiles.pairs(self.structure.d_k)), tiles.matrix(KEYS)
-        self.key = self.rows(1, along=True, down=False)
-        self.normaliser, self.rest = tiles.matrix(1), tiles.matrix(1)
-        self.high, self.low = tiles.variables(), tiles.variables()
-        self.prepare()
+        self.q_t, self.s_t = tiles.matrix(tiles.packed_length(self.spec.d_k)), tiles.matrix(KEY_BLOCK)
+        self.key = self.allocate_operand(1, needs_rows=True, needs_columns=False)
+        self.high_matrix, self.low_matrix = tiles.matrix(1), tiles.matrix(1)
+        self.lse_high, self.lse_low = tiles.variables(), tiles.variables()
+        self.allocate_statistic()
 
-    def prepare(self) -> None:
+    def allocate_statistic(self) -> None:
         """The statistic's own scratch."""
 
-    def collect(self, j0: Value, masked: bool) -> None:
+    def process_tile(self, j0: Value, masked: bool) -> None:
         """What becomes of a tile whose products are in Sᵀ; `masked`: some of it is hidden."""
         raise NotImplementedError(type(self).__name__)
 
     # -- sums and maxima ------------------------------------------------------------------------------------------
     @property
-    def largest(self) -> bool:
+    def is_max(self) -> bool:
         """Whether maxima are wanted in place of sums."""
-        return self.structure.kernel.endswith("max")
+        return self.spec.kernel.endswith("max")
 
-    def join(self, x: Value, y: Value) -> Value:
+    def combine(self, x: Value, y: Value) -> Value:
         """The sum of weights, or the larger."""
-        return self.code.maximum(x, y) if self.largest else x + y
+        return self.builder.maximum(x, y) if self.is_max else x + y
 
-    def running(self, count: int) -> Value:
+    def allocate_accumulators(self, count: int) -> Value:
         """Scratch for so many running vectors, each beside what its sum has lost."""
         return self.tiles.scratch(2 * count * self.tiles.align)
 
-    def clear(self, running: Value, count: Any) -> None:
+    def clear_accumulators(self, accumulators: Value, count: Any) -> None:
         """Begin so many of them at 0."""
-        with self.code.loop(0, count * 2) as at:
-            running.at(at * self.tiles.align).store(self.code.value(0.0, self.vector), self.tiles.align)
+        with self.builder.loop(0, count * 2) as at:
+            accumulators.at(at * self.tiles.align).store(self.builder.value(0.0, self.vector), self.tiles.align)
 
-    def at(self, running: Value, place: Any) -> Value:
+    def accumulator_address(self, accumulators: Value, index: Any) -> Value:
         """Address of one of them."""
-        return running.at(place * (2 * self.tiles.align))
+        return accumulators.at(index * (2 * self.tiles.align))
 
-    def add(self, place: Value, x: Value) -> None:
+    def accumulate(self, address: Value, x: Value) -> None:
         """Join x to a running vector; a sum's error does not grow with its terms (Kahan, 1965)."""
         align = self.tiles.align
-        old = place.load(self.vector, align)
-        if self.largest:
-            place.store(self.join(x, old), align)
+        old = address.load(self.vector, align)
+        if self.is_max:
+            address.store(self.combine(x, old), align)
             return
-        x = x - place.at(align).load(self.vector, align)
+        x = x - address.at(align).load(self.vector, align)
         new = old + x
-        place.store(new, align)
-        place.at(align).store((new - old) - x, align)
+        address.store(new, align)
+        address.at(align).store((new - old) - x, align)
 
     # -- a block of queries ---------------------------------------------------------------------------------------
     def attend(self, queries: tuple[Value, Value], tiles: tuple[Value, Value]) -> None:
         """The block against those of its runs' tiles; weights of queries not among these are 0."""
-        given = self.given
-        self.key.place(given.operand("key", self.b, self.h // given.group), given.key_row, given.key_column)
-        self.turn_queries()
-        self.halve_normalisers(*queries)
+        args = self.args
+        self.key.locate(
+            args.head_address("key", self.b, self.h // args.group), args.key_row_stride, args.key_column_stride
+        )
+        self.transpose_queries()
+        self.load_lse_high_low(*queries)
         self.evaluate_block()
-        with self.each_tile(*tiles) as (tile, partial):
-            self.key_tile(tile * KEYS, partial)
+        with self.loop_tiles(*tiles) as (tile, partial):
+            self.key_tile(tile * KEY_BLOCK, partial)
 
-    def lanes_of(self, first: Value, last: Value) -> tuple[Value, Value]:
+    def clip_lanes(self, first: Value, last: Value) -> tuple[Value, Value]:
         """The lanes of the queries among these."""
-        code = self.code
-        return code.maximum(first - self.i0, 0), code.minimum(last - self.i0, self.valid)
+        builder = self.builder
+        return builder.maximum(first - self.i0, 0), builder.minimum(last - self.i0, self.num_valid)
 
-    def halve_normalisers(self, first: Value, last: Value) -> None:
+    def load_lse_high_low(self, first: Value, last: Value) -> None:
         """lse per lane in the scores' base, as high + low; ∞ where all weights shall be 0."""
-        code, given, tiles = self.code, self.given, self.tiles
-        unit = math.log2(math.e) if self.structure.base_2 else 1.0
+        builder, args, tiles = self.builder, self.args, self.tiles
+        unit = math.log2(math.e) if self.spec.is_base_2 else 1.0
         for v in self.vectors:
-            tiles.store(self.normaliser, 0, v, code.value(math.inf, self.vector))
-            tiles.store(self.rest, 0, v, code.value(0.0, self.vector))
-        with code.loop(*self.lanes_of(first, last)) as lane:
-            lse = given.lse.at((self.row + lane) * 8).load(DOUBLE)
-            with code.when(lse != -math.inf):
+            tiles.store(self.high_matrix, 0, v, builder.value(math.inf, self.vector))
+            tiles.store(self.low_matrix, 0, v, builder.value(0.0, self.vector))
+        with builder.loop(*self.clip_lanes(first, last)) as lane:
+            lse = args.lse.at((self.row + lane) * 8).load(DOUBLE)
+            with builder.if_then(lse != -math.inf):
                 high = (lse * unit).to(self.float)
-                self.lane_of(self.normaliser, 0, lane).store(high)
-                self.lane_of(self.rest, 0, lane).store((lse * unit - high.to(DOUBLE)).to(self.float))
+                self.lane_address(self.high_matrix, 0, lane).store(high)
+                self.lane_address(self.low_matrix, 0, lane).store((lse * unit - high.to(DOUBLE)).to(self.float))
         for v in self.vectors:
-            self.high[v].set(tiles.load(self.normaliser, 0, v))
-            self.low[v].set(tiles.load(self.rest, 0, v))
+            self.lse_high[v].set(tiles.load(self.high_matrix, 0, v))
+            self.lse_low[v].set(tiles.load(self.low_matrix, 0, v))
 
     def key_tile(self, j0: Value, partial: Value) -> None:
         """One tile: Q · K, not yet scaled, and what the statistic makes of it."""
-        code = self.code
-        self.keys = code.minimum(self.given.m - j0, KEYS)
-        self.key.stage(j0, self.keys)
+        builder = self.builder
+        self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
+        self.key.stage(j0, self.num_keys)
 
-        def keep(key: Value, v: int, s: Value) -> None:
+        def store_scores(key: Value, v: int, s: Value) -> None:
             self.tiles.store(self.s_t, key, v, s)
 
-        self.product(self.keys, KEYS, self.key.row, self.q_t, self.tiles.pairs(self.structure.d_k), keep)
-        with code.either(partial) as (yes, no):  # without a mask every run is full
+        self.product(
+            self.num_keys, KEY_BLOCK, self.key.row, self.q_t, self.tiles.packed_length(self.spec.d_k), store_scores
+        )
+        with builder.if_else(partial) as (yes, no):  # without a mask every run is full
             with yes:
                 if self.renderers[0] is not None:
-                    self.turn_tables(j0, 0)
-                    self.collect(j0, masked=True)
+                    self.transpose_tables(j0, 0)
+                    self.process_tile(j0, masked=True)
             with no:
-                self.turn_tables(j0, 1)
-                self.collect(j0, masked=False)
+                self.transpose_tables(j0, 1)
+                self.process_tile(j0, masked=False)
 
     # -- one key and all queries of the block ---------------------------------------------------------------------
-    def weight(self, s: Value, v: int) -> Value:
+    def compute_weight(self, s: Value, v: int) -> Value:
         """P of what `logits` gives."""
-        high = self.high[v].get()
-        near = s - high if self.renderers[1] is not None else self.code.fma(s, self.factor, -high)
-        return self.power(near - self.low[v].get())
+        high = self.lse_high[v].get()
+        shifted = s - high if self.renderers[1] is not None else self.builder.fma(s, self.factor, -high)
+        return self.exponentiate(shifted - self.lse_low[v].get())
 
-    def weights(self, key: Value, j0: Value, masked: bool) -> list[Value]:
+    def compute_weights(self, key: Value, j0: Value, masked: bool) -> list[Value]:
         """P of one key, by vector; 0 where hidden."""
-        code = self.code
-        found = [(self.weight(s, v), allowed) for v, s, allowed in self.logits(key, j0, masked)]
-        nothing = code.value(0.0, self.vector)
-        return [p if allowed is None else code.where(allowed, p, nothing) for p, allowed in found]
+        builder = self.builder
+        pairs = [(self.compute_weight(s, v), allowed) for v, s, allowed in self.logits(key, j0, masked)]
+        zero = builder.value(0.0, self.vector)
+        return [p if allowed is None else builder.where(allowed, p, zero) for p, allowed in pairs]

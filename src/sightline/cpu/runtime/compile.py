@@ -20,9 +20,9 @@ from typing import Any
 from . import disk_cache
 from .machine import Machine
 
-__all__ = ["Address", "calls", "compile_module", "counts", "function", "optimised"]
+__all__ = ["Address", "bound_calls", "compile_module", "counts", "get_or_compile", "optimised"]
 
-MOST = 512  # kernels in memory, about 80 KB each
+MAX_KERNELS_IN_MEMORY = 512  # kernels in memory, about 80 KB each
 # A kernel is written as it shall run: loops unrolled for the registers, shared parts computed once. What is left to do
 # is to inline, to make registers of stack slots, and to turn loops so that they end in one jump; code generation does
 # the rest (common parts, hoisting, scheduling). LLVM's whole pipeline took 25 to 50 times as long for the same speed.
@@ -42,54 +42,54 @@ class Address(int):
         return self
 
 
-class Kept:
+class KernelCache:
     """Kernels in memory, the least recently used first, and a lock for each that is being made."""
 
     def __init__(self) -> None:
         self._kernels: OrderedDict[str, Address] = OrderedDict()
-        self.calls: OrderedDict[Any, Any] = OrderedDict()  # calls of them that are ready; see `again`
-        self.renew()
+        self.bound_calls: OrderedDict[Any, Any] = OrderedDict()  # calls of them that are ready; see `again`
+        self.reset_locks()
 
-    def renew(self) -> None:
+    def reset_locks(self) -> None:
         """New locks: in a forked child nobody is left to open those that were closed."""
-        self._guard = threading.Lock()
-        self._making: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+        self._kernel_locks: dict[str, threading.Lock] = {}
 
     def get(self, identity: str) -> Address | None:
-        with self._guard:
+        with self._lock:
             address = self._kernels.get(identity)
             if address is not None:
                 self._kernels.move_to_end(identity)
         return address
 
     def put(self, identity: str, address: Address) -> None:
-        with self._guard:
+        with self._lock:
             self._kernels[identity] = address
-            gone = [self._kernels.popitem(last=False) for _ in range(len(self._kernels) - MOST)]
-        del gone  # where nobody runs them their engines end here, outside the lock
+            evicted = [self._kernels.popitem(last=False) for _ in range(len(self._kernels) - MAX_KERNELS_IN_MEMORY)]
+        del evicted  # where nobody runs them their engines end here, outside the lock
 
     @contextmanager
-    def making(self, identity: str) -> Iterator[None]:
+    def compiling(self, identity: str) -> Iterator[None]:
         """One thread at a time."""
-        with self._guard:
-            lock = self._making.setdefault(identity, threading.Lock())
+        with self._lock:
+            lock = self._kernel_locks.setdefault(identity, threading.Lock())
         with lock:
             try:
                 yield
             finally:
-                with self._guard:
-                    self._making.pop(identity, None)
+                with self._lock:
+                    self._kernel_locks.pop(identity, None)
 
 
-_kept = Kept()
+_cache = KernelCache()
 
 
-def calls() -> OrderedDict[Any, Any]:
+def bound_calls() -> OrderedDict[Any, Any]:
     """The calls that were prepared with the kernels now in memory, the least recently used first."""
-    return _kept.calls
+    return _cache.bound_calls
 
 
-def function(key: str, name: str, write: Callable[[], Any], machine: Machine) -> Address:
+def get_or_compile(key: str, name: str, build_module: Callable[[], Any], machine: Machine) -> Address:
     """The address of the function `name` of the kernel with this key.
 
     Parameters
@@ -98,7 +98,7 @@ def function(key: str, name: str, write: Callable[[], Any], machine: Machine) ->
         All that decides the kernel's code but name and machine, the same in every process: equal key, equal code.
     name : str
         The function's name in the module.
-    write : function ()
+    build_module : function ()
         The module, an llvmlite `ir.Module` or LLVM assembly; called only where the kernel is not kept.
     machine : Machine
 
@@ -108,37 +108,37 @@ def function(key: str, name: str, write: Callable[[], Any], machine: Machine) ->
         Hold this very object, not a copy of its number, while the code may run.
     """
     identity = f"{name}\n{machine!r}\n{key}"
-    address = _kept.get(identity)
+    address = _cache.get(identity)
     if address is None:
-        with _kept.making(identity):
-            address = _kept.get(identity)
+        with _cache.compiling(identity):
+            address = _cache.get(identity)
             if address is None:
-                address = _made(identity, name, write, machine)
-                _kept.put(identity, address)
+                address = _load_or_compile(identity, name, build_module, machine)
+                _cache.put(identity, address)
     return address
 
 
-def _made(identity: str, name: str, write: Callable[[], Any], machine: Machine) -> Address:
+def _load_or_compile(identity: str, name: str, build_module: Callable[[], Any], machine: Machine) -> Address:
     """From disk, else written and compiled, and kept on disk."""
     _llvm()
-    place = disk_cache.place(identity)
-    code = None if place is None else disk_cache.read(place)
+    file_name = disk_cache.file_name(identity)
+    code = None if file_name is None else disk_cache.read(file_name)
     if code is not None:
         counts["read"] += 1
-        return _loaded(code, name, machine)
-    code = _object(write(), machine)
+        return _load_object(code, name, machine)
+    code = _compile_object(build_module(), machine)
     counts["compiled"] += 1
-    if place is not None:
-        disk_cache.write(place, code)
-    return _loaded(code, name, machine)
+    if file_name is not None:
+        disk_cache.write(file_name, code)
+    return _load_object(code, name, machine)
 
 
 def compile_module(module: Any, machine: Machine, name: str) -> Address:
     """The address of the module's function `name`, compiled now and kept nowhere."""
-    return _loaded(_object(module, machine), name, machine)
+    return _load_object(_compile_object(module, machine), name, machine)
 
 
-def _object(module: Any, machine: Machine) -> bytes:
+def _compile_object(module: Any, machine: Machine) -> bytes:
     """The module's object code, optimised for the machine."""
     with optimised(module, machine) as (parsed, target):
         return bytes(target.emit_object(parsed))
@@ -152,31 +152,31 @@ def optimised(module: Any, machine: Machine) -> Iterator[tuple[Any, Any]]:
     might end after the context it lies in, which crashes.
     """
     llvm = _llvm()
-    target = _target(machine)
+    target = _target_machine(machine)
     with llvm.parse_assembly(str(module), llvm.create_context()) as parsed:
         parsed.triple = machine.triple
         parsed.data_layout = str(target.target_data)
         parsed.verify()
-        builder = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options())
+        pass_builder = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options())
         passes = llvm.create_new_module_pass_manager()
         for name in PASSES:
             getattr(passes, f"add_{name}_pass")()
-        passes.run(parsed, builder)
+        passes.run(parsed, pass_builder)
         yield parsed, target
 
 
-def _loaded(code: bytes, name: str, machine: Machine) -> Address:
+def _load_object(code: bytes, name: str, machine: Machine) -> Address:
     """The address of `name` in object code. Names it lacks (sinf, memset) are looked up in this process."""
     llvm = _llvm()
     empty = llvm.parse_assembly("", llvm.create_context())
     # its sections in one piece of memory, since they name each other by distances of 32 bits
-    engine = llvm.create_mcjit_compiler(empty, _target(machine), use_lmm=True)
+    engine = llvm.create_mcjit_compiler(empty, _target_machine(machine), use_lmm=True)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return Address(engine, name)
 
 
-def _target(machine: Machine) -> Any:
+def _target_machine(machine: Machine) -> Any:
     target = _llvm().Target.from_triple(machine.triple)
     return target.create_target_machine(cpu=machine.cpu, features=machine.features, opt=3)
 
@@ -194,26 +194,26 @@ def _llvm() -> Any:
 # -- forks ---------------------------------------------------------------------------------------------------------
 
 
-_held: list[Any] = []
+_acquired_locks: list[Any] = []
 
 
-def _wait_for_llvm() -> None:
+def _acquire_llvm_lock() -> None:
     """Take the lock llvmlite holds during each call of LLVM."""
     lock = getattr(getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", None), "_lock", None)
     if lock is not None:
         lock.__enter__()
-        _held.append(lock)
+        _acquired_locks.append(lock)
 
 
-def _let_go() -> None:
-    if _held:
-        _held.pop().__exit__(None, None, None)
+def _release_llvm_lock() -> None:
+    if _acquired_locks:
+        _acquired_locks.pop().__exit__(None, None, None)
 
 
-def _start_child() -> None:
-    _let_go()
-    _kept.renew()
+def _reset_after_fork() -> None:
+    _release_llvm_lock()
+    _cache.reset_locks()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_wait_for_llvm, after_in_parent=_let_go, after_in_child=_start_child)
+    os.register_at_fork(before=_acquire_llvm_lock, after_in_parent=_release_llvm_lock, after_in_child=_reset_after_fork)

@@ -12,14 +12,23 @@ from functools import cache, cached_property
 
 from ...errors import ParameterError
 
-__all__ = ["VARIABLE", "Machine", "host", "lacking", "named", "names", "native", "restricted"]
+__all__ = [
+    "CPU_VARIABLE",
+    "Machine",
+    "host",
+    "machine_names",
+    "missing_features",
+    "named_machine",
+    "native_machine",
+    "restrict",
+]
 
-VARIABLE = "SIGHTLINE_CPU"  # names a machine, to take less than the processor has
+CPU_VARIABLE = "SIGHTLINE_CPU"  # names a machine, to take less than the processor has
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 AVX2 = ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "popcnt", "sse3", "sse4.1", "sse4.2", "ssse3")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-NAMED: dict[str, tuple[str, str, tuple[str, ...]]] = {
+NAMED_MACHINES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "avx512": (X86, "x86-64", AVX512),  # every AVX-512 server; not the bfloat16 product, which is younger
     "avx2": (X86, "x86-64", AVX2),
     "sse2": (X86, "x86-64", ()),  # the baseline, which every x86-64 has
@@ -34,7 +43,7 @@ class Machine:
     Parameters
     ----------
     triple, cpu, features : as LLVM names them; features as +this,-that, whole, since what kernels may use is read there
-    vectors : of the register tile, a power of two; as many as fit unless fewer are asked, see `fitted`
+    vectors : of the register tile, a power of two; as many as fit unless fewer are asked, see `narrow_tile`
     """
 
     triple: str
@@ -43,7 +52,7 @@ class Machine:
     vectors: int | None = None
 
     @cached_property
-    def present(self) -> frozenset[str]:
+    def feature_set(self) -> frozenset[str]:
         """The features it has."""
         return frozenset(name[1:] for name in self.features.split(",") if name.startswith("+"))
 
@@ -54,66 +63,66 @@ class Machine:
         return "aarch64" if name == "arm64" else name
 
     @cached_property
-    def width(self) -> int:
+    def vector_bytes(self) -> int:
         """Bytes in a vector register. AVX without AVX2 and fused products gains nothing from its wider ones."""
-        if "avx512f" in self.present:
+        if "avx512f" in self.feature_set:
             return 64
-        return 32 if {"avx2", "fma"} <= self.present else 16
+        return 32 if {"avx2", "fma"} <= self.feature_set else 16
 
     @cached_property
-    def registers(self) -> int:
+    def vector_registers(self) -> int:
         """How many vector registers there are."""
-        return 32 if self.architecture == "aarch64" or "avx512f" in self.present else 16
+        return 32 if self.architecture == "aarch64" or "avx512f" in self.feature_set else 16
 
     @cached_property
-    def tile(self) -> tuple[int, int]:
+    def register_tile(self) -> tuple[int, int]:
         """(rows, vectors) of the register tile: rows · vectors sums fit, and what is multiplied beside them.
 
         x86 reads memory, multiplies and adds in one instruction where it can fuse; elsewhere what is read, or the
         product, takes registers too. The vectors are a power of two, which keeps blocks of queries aligned with the
         pyramids of tables.
         """
-        rows = 6 if self.architecture == "x86_64" and self.fma else 4
-        return rows, self.vectors or self.registers // 8
+        rows = 6 if self.architecture == "x86_64" and self.has_fma else 4
+        return rows, self.vectors or self.vector_registers // 8
 
-    def fitted(self, vectors: int) -> Machine:
+    def narrow_tile(self, vectors: int) -> Machine:
         """The machine with a register tile no wider than so many vectors need: a few queries leave the rest idle."""
         wide = 1 << max(vectors - 1, 0).bit_length()
-        return _narrowed(self, wide) if wide < self.tile[1] else self
+        return _with_vectors(self, wide) if wide < self.register_tile[1] else self
 
     @cached_property
-    def fma(self) -> bool:
+    def has_fma(self) -> bool:
         """Whether a product and a sum are one instruction, rounded once."""
-        return self.architecture == "aarch64" or "fma" in self.present
+        return self.architecture == "aarch64" or "fma" in self.feature_set
 
     @cached_property
-    def half(self) -> bool:
+    def has_half_conversion(self) -> bool:
         """Whether float16 becomes float32 and back in hardware; elsewhere LLVM calls a function for every number."""
-        return self.architecture == "aarch64" or not self.present.isdisjoint({"f16c", "avx512f"})
+        return self.architecture == "aarch64" or not self.feature_set.isdisjoint({"f16c", "avx512f"})
 
     @cached_property
-    def scalef(self) -> bool:
+    def has_scalef(self) -> bool:
         """Whether it rounds and scales by powers of two in one instruction each (AVX512F and AVX512DQ)."""
-        return self.width == 64 and "avx512dq" in self.present
+        return self.vector_bytes == 64 and "avx512dq" in self.feature_set
 
     @cached_property
-    def bf16_dot(self) -> bool:
+    def has_bf16_dot(self) -> bool:
         """Whether there is a product of bfloat16 pairs summed in float32, llvm.x86.avx512bf16.dpbf16ps.512."""
-        return {"avx512f", "avx512bf16"} <= self.present
+        return {"avx512f", "avx512bf16"} <= self.feature_set
 
 
 @cache
-def _narrowed(machine: Machine, vectors: int) -> Machine:
+def _with_vectors(machine: Machine, vectors: int) -> Machine:
     return replace(machine, vectors=vectors)
 
 
-def names() -> tuple[str, ...]:
+def machine_names() -> tuple[str, ...]:
     """The machines that have names, most able first."""
-    return tuple(NAMED)
+    return tuple(NAMED_MACHINES)
 
 
 @cache
-def named(name: str) -> Machine:
+def named_machine(name: str) -> Machine:
     """The machine of that name: what every processor so called has, and no more.
 
     Raises
@@ -121,9 +130,9 @@ def named(name: str) -> Machine:
     ParameterError
         There is none of that name.
     """
-    if name not in NAMED:
-        raise ParameterError(f"the machine {name!r}", f"one of {', '.join(names())}", "correct the name")
-    triple, cpu, features = NAMED[name]
+    if name not in NAMED_MACHINES:
+        raise ParameterError(f"the machine {name!r}", f"one of {', '.join(machine_names())}", "correct the name")
+    triple, cpu, features = NAMED_MACHINES[name]
     return Machine(triple, cpu, ",".join(f"+{feature}" for feature in features))
 
 
@@ -135,12 +144,12 @@ def host() -> Machine:
     ParameterError
         `SIGHTLINE_CPU` names no machine, or one this processor is not.
     """
-    wanted = os.environ.get(VARIABLE)
-    return restricted(native(), wanted) if wanted else native()
+    wanted = os.environ.get(CPU_VARIABLE)
+    return restrict(native_machine(), wanted) if wanted else native_machine()
 
 
 @cache
-def native() -> Machine:
+def native_machine() -> Machine:
     """The machine this process runs on, as LLVM finds it."""
     import llvmlite.binding as llvm
 
@@ -149,7 +158,7 @@ def native() -> Machine:
 
 
 @cache
-def restricted(machine: Machine, name: str) -> Machine:
+def restrict(machine: Machine, name: str) -> Machine:
     """The named machine in this one's place.
 
     Raises
@@ -157,21 +166,24 @@ def restricted(machine: Machine, name: str) -> Machine:
     ParameterError
         There is none of that name, or this machine lacks some of its features.
     """
-    able = [other for other in names() if not lacking(machine, named(other))]
-    if name not in able:
-        given, allowed = f"{VARIABLE}={name}", f"{', '.join(able) or 'nothing'} on this processor ({machine.cpu})"
-        missing = lacking(machine, named(name)) if name in NAMED else []
+    runnable = [other for other in machine_names() if not missing_features(machine, named_machine(other))]
+    if name not in runnable:
+        given, allowed = (
+            f"{CPU_VARIABLE}={name}",
+            f"{', '.join(runnable) or 'nothing'} on this processor ({machine.cpu})",
+        )
+        missing = missing_features(machine, named_machine(name)) if name in NAMED_MACHINES else []
         raise ParameterError(
             given + (f", which needs {', '.join(missing)}" if missing else ""),
             allowed,
-            f"unset {VARIABLE} to use all the processor has",
+            f"unset {CPU_VARIABLE} to use all the processor has",
         )
-    other = named(name)
+    other = named_machine(name)
     return Machine(machine.triple, other.cpu, other.features)
 
 
-def lacking(machine: Machine, other: Machine) -> list[str]:
+def missing_features(machine: Machine, other: Machine) -> list[str]:
     """What a machine lacks to run another's kernels: its architecture, or features; empty if it can."""
     if machine.architecture != other.architecture:
         return [other.architecture]
-    return sorted(other.present - machine.present)
+    return sorted(other.feature_set - machine.feature_set)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import thread_team as team
-from .compile import function
+from .compile import get_or_compile
 from .machine import Machine, host
 
 __all__ = ["HOST", "Processor"]
@@ -30,13 +30,13 @@ class Processor:
         """What kernels are generated for."""
         return host() if self._machine is None else self._machine
 
-    def kernel(self, key: str, name: str, write: Callable[[], Any]) -> Any:
-        """The function `name`, void of a pointer, of the kernel with this key, as `call` takes it; see `function`."""
-        return function(key, name, write, self.machine)
+    def kernel(self, key: str, name: str, build_module: Callable[[], Any]) -> Any:
+        """The function `name`, void of a pointer, of the kernel with this key, as `call` takes it; see `get_or_compile`."""
+        return get_or_compile(key, name, build_module, self.machine)
 
-    def call(self, kernel: Any, words: Any, threads: int, kept: tuple[Any, ...]) -> None:
-        """Call the kernel once on each thread with the address of `words`; `kept` is all memory the words point to."""
-        team.call(kernel, words, threads, kept)
+    def call(self, kernel: Any, packed_arguments: Any, threads: int, keep_alive: tuple[Any, ...]) -> None:
+        """Call the kernel once on each thread with the address of `packed_arguments`; `keep_alive` is all memory the words point to."""
+        team.call(kernel, packed_arguments, threads, keep_alive)
 
 
 HOST = Processor()

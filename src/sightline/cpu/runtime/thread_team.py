@@ -24,14 +24,14 @@ from ...validation import check_threads
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-__all__ = ["VARIABLE", "call", "count", "counted", "threads"]
+__all__ = ["THREADS_VARIABLE", "call", "resolve_thread_count", "thread_count", "threads"]
 
-VARIABLE = "SIGHTLINE_THREADS"
-MOST = max(os.cpu_count() or 1, 16)  # more threads than that find no processor
+THREADS_VARIABLE = "SIGHTLINE_THREADS"
+MAX_THREADS = max(os.cpu_count() or 1, 16)  # more threads than that find no processor
 
 # -- how many ------------------------------------------------------------------------------------------------------
 
-_asked: ContextVar[int | None] = ContextVar("threads", default=None)
+_requested_threads: ContextVar[int | None] = ContextVar("threads", default=None)
 
 
 def threads(number: int) -> AbstractContextManager[None]:
@@ -60,24 +60,24 @@ def threads(number: int) -> AbstractContextManager[None]:
     ...     out = sightline.attention(x, x, x)
     """
     check_threads("threads", number)
-    return _within(number)
+    return _thread_scope(number)
 
 
 @contextmanager
-def _within(number: int) -> Iterator[None]:
-    token = _asked.set(number)
+def _thread_scope(number: int) -> Iterator[None]:
+    token = _requested_threads.set(number)
     try:
         yield
     finally:
-        _asked.reset(token)
+        _requested_threads.reset(token)
 
 
-def count(asked: int | None = None) -> int:
-    """Threads to use, as `counted` says."""
-    return counted(asked)[0]
+def thread_count(requested: int | None = None) -> int:
+    """Threads to use, as `resolve_thread_count` says."""
+    return resolve_thread_count(requested)[0]
 
 
-def counted(asked: int | None = None) -> tuple[int, str]:
+def resolve_thread_count(requested: int | None = None) -> tuple[int, str]:
     """Threads to use and who said so.
 
     The argument, else the innermost `with threads(...)`, else SIGHTLINE_THREADS, else torch's own setting where torch
@@ -88,94 +88,96 @@ def counted(asked: int | None = None) -> tuple[int, str]:
     ParameterError
         Where SIGHTLINE_THREADS is asked and is no whole number of at least 1.
     """
-    if asked is not None:
-        return asked, "the argument threads"
-    within = _asked.get()
+    if requested is not None:
+        return requested, "the argument threads"
+    within = _requested_threads.get()
     if within is not None:
         return within, "sightline.threads(...)"
-    word = os.environ.get(VARIABLE)
-    if word:
+    setting = os.environ.get(THREADS_VARIABLE)
+    if setting:
         try:
-            number = int(word)
+            number = int(setting)
         except ValueError:
             number = 0
         if not 1 <= number < 2**31:
-            raise ParameterError(f"{VARIABLE}={word!r}", "a whole number of at least 1", f"unset it, or {VARIABLE}=1")
-        return number, VARIABLE
+            raise ParameterError(
+                f"{THREADS_VARIABLE}={setting!r}", "a whole number of at least 1", f"unset it, or {THREADS_VARIABLE}=1"
+            )
+        return number, THREADS_VARIABLE
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_num_threads"):
         return int(torch.get_num_threads()), "torch.get_num_threads()"
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(min(usable, _quota()), 1), "the processors this process may use"
+    return max(min(usable, _cgroup_quota()), 1), "the processors this process may use"
 
 
 @cache
-def _quota(path: str = "/sys/fs/cgroup/cpu.max") -> int:
+def _cgroup_quota(path: str = "/sys/fs/cgroup/cpu.max") -> int:
     """Processors' worth of time a container grants, rounded up (Linux, cgroup v2: "quota period" or "max period")."""
     try:
         with open(path) as line:
             quota, period = line.read().split()
         return math.ceil(int(quota) / int(period))
     except (OSError, ValueError):
-        return MOST
+        return MAX_THREADS
 
 
 # -- whose ---------------------------------------------------------------------------------------------------------
 
 
-def call(address: int, words: Any, threads: int, kept: tuple[Any, ...]) -> None:
-    """Call void f(void *) at the address with the address of `words`, once on each of up to that many threads.
+def call(address: int, packed_arguments: Any, threads: int, keep_alive: tuple[Any, ...]) -> None:
+    """Call void f(void *) at the address with the address of `packed_arguments`, once on each of up to that many threads.
 
-    Fewer may come where no more are to be had. `kept` is all memory the words point to: threads of the pool hold it and
+    Fewer may come where no more are to be had. `keep_alive` is all memory the words point to: threads of the pool hold it and
     the code, so that an exception in this one, Ctrl-C say, cannot free what they still use.
     """
-    function, argument = _FUNCTION(address), words.ctypes.data
+    function, argument = _FUNCTION(address), packed_arguments.ctypes.data
     if threads == 1:
         function(argument)
         return
-    threads = min(threads, MOST)
-    team = _host_team()
+    threads = min(threads, MAX_THREADS)
+    team = _openmp_team()
     if team is not None:
         team(address, argument, threads, 0)  # returns when every thread is done
         return
-    others = _started(threads - 1, function, argument, (address, words, kept))
+    futures = _submit_to_pool(threads - 1, function, argument, (address, packed_arguments, keep_alive))
     function(argument)
-    for other in others:  # what has not begun by now would find no work
-        if not other.cancel():
-            other.result()
+    for future in futures:  # what has not begun by now would find no work
+        if not future.cancel():
+            future.result()
 
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def _started(number: int, function: Any, argument: int, kept: tuple[Any, ...]) -> list[Future[None]]:
+def _submit_to_pool(number: int, function: Any, argument: int, keep_alive: tuple[Any, ...]) -> list[Future[None]]:
     """The call on that many threads of the pool; on fewer as the interpreter ends or threads run out."""
-    others: list[Future[None]] = []
+    futures: list[Future[None]] = []
     try:
         pool = _pool()
         for _ in range(number):
-            others.append(pool.submit(_work, function, argument, kept))
+            futures.append(pool.submit(_call_function, function, argument, keep_alive))
     except RuntimeError:
         pass
-    return others
+    return futures
 
 
-def _work(function: Any, argument: int, kept: tuple[Any, ...]) -> None:
+def _call_function(function: Any, argument: int, keep_alive: tuple[Any, ...]) -> None:
     function(argument)
 
 
 class Teams:
     """What this process has: its pool, once made, and the host's OpenMP, looked for when modules have been loaded."""
 
-    def __init__(self, forked: bool = False) -> None:
-        self.forked = forked
+    def __init__(self, is_forked: bool = False) -> None:
+        self.is_forked = is_forked
         self.pool: ThreadPoolExecutor | None = None
         self.host: Callable[..., None] | None = None
         self.modules = -1  # how many were loaded when last looked
         self.torch = False  # whether the host's team is torch's
 
 
-def _started_by_fork() -> bool:
+def _is_forked_process() -> bool:
     """Whether multiprocessing forked this process before this module was there to be told."""
     processes = sys.modules.get("multiprocessing.process")
     if processes is None or processes.parent_process() is None:
@@ -183,43 +185,45 @@ def _started_by_fork() -> bool:
     return sys.modules["__main__"].__name__ != "__mp_main__"  # its name where the process was spawned
 
 
-_teams = Teams(forked=_started_by_fork())
-_past: list[Teams] = []  # the parent's; its pool's threads are gone, and so nothing of it may be touched or freed
+_teams = Teams(is_forked=_is_forked_process())
+_parent_teams: list[
+    Teams
+] = []  # the parent's; its pool's threads are gone, and so nothing of it may be touched or freed
 
 
-def _start_child() -> None:
+def _reset_after_fork() -> None:
     global _teams
-    _past.append(_teams)
-    _teams = Teams(forked=True)
+    _parent_teams.append(_teams)
+    _teams = Teams(is_forked=True)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_child)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _pool() -> ThreadPoolExecutor:
     if _teams.pool is None:
         from concurrent.futures import ThreadPoolExecutor
 
-        _teams.pool = ThreadPoolExecutor(MOST, thread_name_prefix="sightline")
+        _teams.pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="sightline")
     return _teams.pool
 
 
-def _host_team() -> Callable[..., None] | None:
+def _openmp_team() -> Callable[..., None] | None:
     """GOMP_parallel(function, data, threads, flags) of the host's OpenMP, which LLVM's and Intel's have too."""
     teams = _teams
-    if teams.forked:
+    if teams.is_forked:
         return None
     if not teams.torch and teams.modules != len(sys.modules):
         teams.modules = len(sys.modules)
         extension = getattr(getattr(sys.modules.get("torch"), "_C", None), "__file__", None)
-        team = None if extension is None else _entry(extension)  # as torch itself finds it
+        team = None if extension is None else _find_gomp_parallel(extension)  # as torch itself finds it
         teams.torch = team is not None
-        teams.host = team or next(filter(None, map(_entry, _openmp_libraries())), None)
+        teams.host = team or next(filter(None, map(_find_gomp_parallel, _openmp_libraries())), None)
     return teams.host
 
 
-def _entry(library: str) -> Callable[..., None] | None:
+def _find_gomp_parallel(library: str) -> Callable[..., None] | None:
     """GOMP_parallel as the library, which is loaded already, or those it needs have it."""
     try:
         team = ctypes.CDLL(library, mode=getattr(os, "RTLD_NOLOAD", 0) | ctypes.DEFAULT_MODE).GOMP_parallel

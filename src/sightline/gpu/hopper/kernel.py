@@ -21,7 +21,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .rings import GROUPS, corner, give_back, new_ring, pass_turn, put, room, runs_of, take, tiles_of, wait_turn
+from .rings import (
+    GROUPS,
+    allocate_tiles,
+    block_ranges,
+    load_tile,
+    make_ring,
+    pass_turn,
+    range_tiles,
+    release_tile,
+    tile_offset,
+    wait_tile,
+    wait_turn,
+)
 
 __all__ = ["forward"]
 
@@ -31,54 +43,59 @@ WORKERS = gl.constexpr([4, 1])  # warps of the second group, and of what loads
 REGISTERS = gl.constexpr([240, 24])
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
-LARGEST = gl.constexpr(3.4028234663852886e38)  # of float32
+FLOAT32_MAX = gl.constexpr(3.4028234663852886e38)  # of float32
 
 
 @gluon.jit
-def load(query, key, value, queries, k_ring, v_ring, work, form: gl.constexpr, STAGES: gl.constexpr):
+def load_worker(query, key, value, queries, k_ring, v_ring, block_info, constexprs: gl.constexpr, STAGES: gl.constexpr):
     """Both groups' queries, then keys and values in the order of the runs."""
-    b, h, block = work[0], work[1], work[2]
-    for who in gl.static_range(GROUPS):
-        memory, ready = queries[0].index(who), queries[1].index(who)
+    b, h, block = block_info[0], block_info[1], block_info[2]
+    for warpgroup in gl.static_range(GROUPS):
+        memory, ready = queries[0].index(warpgroup), queries[1].index(warpgroup)
         mbarrier.expect(ready, query.nbytes_per_cta)
-        tma.async_load(query, corner(query, b, h, block * form.rows + who * (form.rows // GROUPS)), ready, memory)
-    group = h // work[7]
+        tma.async_load(
+            query,
+            tile_offset(query, b, h, block * constexprs.rows + warpgroup * (constexprs.rows // GROUPS)),
+            ready,
+            memory,
+        )
+    group = h // block_info[7]
     step = 0
     for PARTIAL in gl.static_range(2):
-        first_run, last_run = runs_of(work, PARTIAL, form)
-        for run in range(first_run, last_run):
-            first, last = tiles_of(work, run, PARTIAL, form)
+        first_range, last_range = block_ranges(block_info, PARTIAL, constexprs)
+        for range_index in range(first_range, last_range):
+            first, last = range_tiles(block_info, range_index, PARTIAL, constexprs)
             for tile in range(first, last):
-                put(key, b, group, tile * form.keys, k_ring, step, STAGES)
-                put(value, b, group, tile * form.keys, v_ring, step, STAGES)
+                load_tile(key, b, group, tile * constexprs.keys, k_ring, step, STAGES)
+                load_tile(value, b, group, tile * constexprs.keys, v_ring, step, STAGES)
                 step += 1
 
 
 @gluon.jit
-def scores(
+def compute_scores(
     products,
     tile,
     rows,
-    work,
+    block_info,
     formulas,
     mask_at: gl.constexpr,
     score_at: gl.constexpr,
     PARTIAL: gl.constexpr,
-    form: gl.constexpr,
+    constexprs: gl.constexpr,
 ):
     """Final scores of a tile: in nats with a score formula, else not yet scaled; −∞ where hidden or past the keys."""
-    b, h, n, m = work[0], work[1], work[3], work[4]
+    b, h, n, m = block_info[0], block_info[1], block_info[3], block_info[4]
     scale, _, tables = formulas
-    j = (tile * form.keys + gl.arange(0, form.keys, gl.SliceLayout(0, products.type.layout)))[None, :]
+    j = (tile * constexprs.keys + gl.arange(0, constexprs.keys, gl.SliceLayout(0, products.type.layout)))[None, :]
     i = gl.minimum(rows, n - 1)[:, None]
-    at = gl.minimum(j, m - 1) if PARTIAL and not form.even else j
+    at = gl.minimum(j, m - 1) if PARTIAL and not constexprs.even else j
     s = products
     if score_at is not None:
         _, s = gl.broadcast(products, score_at(products * scale, b, h, i, at, n, m, tables))
     if PARTIAL:
         if mask_at is not None:
             s = gl.where(mask_at(b, h, i, at, n, m, tables), s, float("-inf"))
-        if not form.even:
+        if not constexprs.even:
             s = gl.where(j < m, s, float("-inf"))
     return s
 
@@ -89,7 +106,7 @@ def softmax(s, state, unit):
 
     The state is (m, l, what rounding lost of l).
     """
-    largest, total, lost = state
+    largest, total, compensation = state
     new = gl.maximum(largest, gl.max(s, 1))
     shift = gl.where(new == float("-inf"), 0.0, new)
     alpha = gl.exp2((largest - shift) * unit)
@@ -98,35 +115,35 @@ def softmax(s, state, unit):
     old = total * alpha  # Knuth's sum: later passes over the weights take on the error of lse
     total = old + sums
     share = total - old
-    lost = lost * alpha + ((old - (total - share)) + (sums - share))
-    return p, alpha, (new, total, lost)
+    compensation = compensation * alpha + ((old - (total - share)) + (sums - share))
+    return p, alpha, (new, total, compensation)
 
 
 @gluon.jit
-def operand(p, q, output):
+def to_dot_operand(p, q, output):
     """Weights as the left side of a product, in registers."""
     return gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, output.type.layout, 2))
 
 
 @gluon.jit
-def scaled(output, factor):
+def rescale(output, factor):
     """Every row of the output times its factor."""
     by_output: gl.constexpr = gl.SliceLayout(1, output.type.layout)
     return output * gl.convert_layout(factor, by_output, assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def begin_products(q, k_ring, turn, step, WHO: gl.constexpr, form: gl.constexpr, STAGES: gl.constexpr):
+def start_qk(q, k_ring, turn, step, WARPGROUP: gl.constexpr, constexprs: gl.constexpr, STAGES: gl.constexpr):
     """S = Q Kᵀ of this step on its way, once the keys are there and it is this group's turn."""
-    k = take(k_ring, step, form.lanes_k, form, STAGES)
-    wait_turn(turn, step, WHO)
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.keys, 16])
-    zeros = gl.zeros([form.rows // GROUPS, form.keys], gl.float32, mma)
+    k = wait_tile(k_ring, step, constexprs.padded_d_k, constexprs, STAGES)
+    wait_turn(turn, step, WARPGROUP)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, constexprs.keys, 16])
+    zeros = gl.zeros([constexprs.rows // GROUPS, constexprs.keys], gl.float32, mma)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def over_runs(
+def process_ranges(
     output,
     state,
     step,
@@ -135,89 +152,89 @@ def over_runs(
     v_ring,
     turn,
     rows,
-    work,
+    block_info,
     formulas,
     mask_at: gl.constexpr,
     score_at: gl.constexpr,
     PARTIAL: gl.constexpr,
-    WHO: gl.constexpr,
-    form: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+    constexprs: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """O, the softmax's state and the step after the full tiles of a block, or after those to be masked."""
     unit = formulas[1]
-    first_run, last_run = runs_of(work, PARTIAL, form)
-    if last_run > first_run:
-        tile, _ = tiles_of(work, first_run, PARTIAL, form)
-        products = begin_products(q, k_ring, turn, step, WHO, form, STAGES)
-        pass_turn(turn, WHO)
+    first_range, last_range = block_ranges(block_info, PARTIAL, constexprs)
+    if last_range > first_range:
+        tile, _ = range_tiles(block_info, first_range, PARTIAL, constexprs)
+        products = start_qk(q, k_ring, turn, step, WARPGROUP, constexprs, STAGES)
+        pass_turn(turn, WARPGROUP)
         products = warpgroup_mma_wait(0, deps=[products])
-        give_back(k_ring, step, STAGES)
-        s = scores(products, tile, rows, work, formulas, mask_at, score_at, PARTIAL, form)
+        release_tile(k_ring, step, STAGES)
+        s = compute_scores(products, tile, rows, block_info, formulas, mask_at, score_at, PARTIAL, constexprs)
         weights, alpha, state = softmax(s, state, unit)
-        output = scaled(output, alpha)
-        p = operand(weights, q, output)
+        output = rescale(output, alpha)
+        p = to_dot_operand(weights, q, output)
         step += 1
-        for run in range(first_run, last_run):
-            first, last = tiles_of(work, run, PARTIAL, form)
-            for tile in range(first + gl.where(run == first_run, 1, 0), last):
-                products = begin_products(q, k_ring, turn, step, WHO, form, STAGES)
-                v = take(v_ring, step - 1, form.lanes_v, form, STAGES)
+        for range_index in range(first_range, last_range):
+            first, last = range_tiles(block_info, range_index, PARTIAL, constexprs)
+            for tile in range(first + gl.where(range_index == first_range, 1, 0), last):
+                products = start_qk(q, k_ring, turn, step, WARPGROUP, constexprs, STAGES)
+                v = wait_tile(v_ring, step - 1, constexprs.padded_d_v, constexprs, STAGES)
                 output = warpgroup_mma(p, v, output, is_async=True)  # of the tile before, beside this one's softmax
-                pass_turn(turn, WHO)
+                pass_turn(turn, WARPGROUP)
                 products = warpgroup_mma_wait(1, deps=[products])
-                give_back(k_ring, step, STAGES)
-                s = scores(products, tile, rows, work, formulas, mask_at, score_at, PARTIAL, form)
+                release_tile(k_ring, step, STAGES)
+                s = compute_scores(products, tile, rows, block_info, formulas, mask_at, score_at, PARTIAL, constexprs)
                 weights, alpha, state = softmax(s, state, unit)
                 output, p = warpgroup_mma_wait(0, deps=[output, p])  # the product reads p out of its registers
-                give_back(v_ring, step - 1, STAGES)
-                output = scaled(output, alpha)
-                p = operand(weights, q, output)
+                release_tile(v_ring, step - 1, STAGES)
+                output = rescale(output, alpha)
+                p = to_dot_operand(weights, q, output)
                 step += 1
-        v = take(v_ring, step - 1, form.lanes_v, form, STAGES)
+        v = wait_tile(v_ring, step - 1, constexprs.padded_d_v, constexprs, STAGES)
         output = warpgroup_mma(p, v, output, is_async=True)
         output, p = warpgroup_mma_wait(0, deps=[output, p])
-        give_back(v_ring, step - 1, STAGES)
+        release_tile(v_ring, step - 1, STAGES)
     return output, state, step
 
 
 @gluon.jit
-def compute(
-    answer,
+def compute_worker(
+    results,
     queries,
     k_ring,
     v_ring,
     turn,
-    work,
+    block_info,
     formulas,
     mask_at: gl.constexpr,
     score_at: gl.constexpr,
-    WHO: gl.constexpr,
-    form: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+    constexprs: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """The rows of one group: O / l copied out of the memory its queries lay in, lse beside."""
-    output, lse, tainted, sinks, H, unit = answer
-    b, h, block, n = work[0], work[1], work[2], work[3]
-    ROWS: gl.constexpr = form.rows // GROUPS
-    by_products: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.keys, 16]))
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.lanes_v, 16])
-    first = block * form.rows + WHO * ROWS
+    output, lse, nonfinite_flags, sinks, H, unit = results
+    b, h, block, n = block_info[0], block_info[1], block_info[2], block_info[3]
+    ROWS: gl.constexpr = constexprs.rows // GROUPS
+    by_products: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, constexprs.keys, 16]))
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, constexprs.padded_d_v, 16])
+    first = block * constexprs.rows + WARPGROUP * ROWS
     rows = first + gl.arange(0, ROWS, by_products)
-    lost = gl.zeros([ROWS], gl.float32, by_products)
-    total, largest = lost, gl.full([ROWS], float("-inf"), gl.float32, by_products)
+    compensation = gl.zeros([ROWS], gl.float32, by_products)
+    total, largest = compensation, gl.full([ROWS], float("-inf"), gl.float32, by_products)
     if sinks is not None:
         logit = gl.load(sinks + h) * LOG2_E / unit
-        logit = gl.where(logit < float("inf"), gl.minimum(logit, LARGEST), logit)
-        total, largest = lost + 1.0, lost + logit.to(gl.float32)
-    state = (largest, total, lost)
-    found = gl.zeros([ROWS, form.lanes_v], gl.float32, mma)
-    mbarrier.wait(queries[1].index(WHO), 0)
-    q = queries[0].index(WHO).reshape([ROWS, form.lanes_k])
+        logit = gl.where(logit < float("inf"), gl.minimum(logit, FLOAT32_MAX), logit)
+        total, largest = compensation + 1.0, compensation + logit.to(gl.float32)
+    state = (largest, total, compensation)
+    acc = gl.zeros([ROWS, constexprs.padded_d_v], gl.float32, mma)
+    mbarrier.wait(queries[1].index(WARPGROUP), 0)
+    q = queries[0].index(WARPGROUP).reshape([ROWS, constexprs.padded_d_k])
     step = 0
     for PARTIAL in gl.static_range(2):
-        found, state, step = over_runs(
-            found,
+        acc, state, step = process_ranges(
+            acc,
             state,
             step,
             q,
@@ -225,32 +242,32 @@ def compute(
             v_ring,
             turn,
             rows,
-            work,
+            block_info,
             formulas,
             mask_at,
             score_at,
             PARTIAL,
-            WHO,
-            form,
+            WARPGROUP,
+            constexprs,
             STAGES,
         )
-    largest, total, lost = state
+    largest, total, compensation = state
     nothing = total == 0
     safe = gl.where(nothing, 1.0, total)
-    found = scaled(found, 1 / safe)
-    stored = queries[0].index(WHO).reshape(output.block_shape)
-    q.store(found.to(q.dtype))
+    acc = rescale(acc, 1 / safe)
+    stored = queries[0].index(WARPGROUP).reshape(output.block_shape)
+    q.store(acc.to(q.dtype))
     fence_async_shared()
-    tma.async_store(output, corner(output, b, h, first), stored)
+    tma.async_store(output, tile_offset(output, b, h, first), stored)
     base = gl.where(nothing, float("-inf"), largest).to(gl.float64) * unit
     at = (b * H + h).to(gl.int64) * n + rows
-    normaliser = base * LN_2 + gl.log(safe.to(gl.float64) + lost.to(gl.float64))
+    normaliser = base * LN_2 + gl.log(safe.to(gl.float64) + compensation.to(gl.float64))
     if sinks is not None:  # one beyond the largest score was taken for the largest
         sink = gl.load(sinks + h)
         normaliser = gl.where(normaliser < sink, sink, normaliser)
     gl.store(lse + at, normaliser, mask=rows < n)
-    odd = gl.max(gl.max(gl.where(found == found, 0, 1), 1), 0)
-    gl.store(tainted + gl.program_id(0), 1, mask=odd != 0)
+    has_nan = gl.max(gl.max(gl.where(acc == acc, 0, 1), 1), 0)
+    gl.store(nonfinite_flags + gl.program_id(0), 1, mask=has_nan != 0)
     tma.store_wait(0)
 
 
@@ -261,7 +278,7 @@ def forward(
     value,
     output,
     lse,
-    tainted,
+    nonfinite_flags,
     n: gl.int32,
     m: gl.int32,
     H: gl.int32,
@@ -274,7 +291,7 @@ def forward(
     tables,
     mask_at: gl.constexpr,
     score_at: gl.constexpr,
-    form: gl.constexpr,
+    constexprs: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """One block of queries of a head.
@@ -294,22 +311,54 @@ def forward(
     row = 0
     if schedule is not None:
         row = b * schedule[2] + h * schedule[3] + block
-    q_memory = room(query, GROUPS)
+    q_memory = allocate_tiles(query, GROUPS)
     q_ready, turn = mbarrier.allocate_mbarrier(batch=GROUPS), mbarrier.allocate_mbarrier(batch=GROUPS)
-    for who in gl.static_range(GROUPS):
-        mbarrier.init(q_ready.index(who), count=1)
-        mbarrier.init(turn.index(who), count=1)
-    k_ring, v_ring = new_ring(key, STAGES), new_ring(value, STAGES)
+    for warpgroup in gl.static_range(GROUPS):
+        mbarrier.init(q_ready.index(warpgroup), count=1)
+        mbarrier.init(turn.index(warpgroup), count=1)
+    k_ring, v_ring = make_ring(key, STAGES), make_ring(value, STAGES)
     fence_async_shared()  # copies find the barriers made
     queries = (q_memory, q_ready)
-    work = (b, h, block, n, m, row, schedule, group)
+    block_info = (b, h, block, n, m, row, schedule, group)
     formulas = (scale, unit.to(gl.float32), tables)
-    answer = (output, lse, tainted, sinks, H, unit)
+    results = (output, lse, nonfinite_flags, sinks, H, unit)
     gl.warp_specialize(
         [
-            (compute, (answer, queries, k_ring, v_ring, turn, work, formulas, mask_at, score_at, 0, form, STAGES)),
-            (compute, (answer, queries, k_ring, v_ring, turn, work, formulas, mask_at, score_at, 1, form, STAGES)),
-            (load, (query, key, value, queries, k_ring, v_ring, work, form, STAGES)),
+            (
+                compute_worker,
+                (
+                    results,
+                    queries,
+                    k_ring,
+                    v_ring,
+                    turn,
+                    block_info,
+                    formulas,
+                    mask_at,
+                    score_at,
+                    0,
+                    constexprs,
+                    STAGES,
+                ),
+            ),
+            (
+                compute_worker,
+                (
+                    results,
+                    queries,
+                    k_ring,
+                    v_ring,
+                    turn,
+                    block_info,
+                    formulas,
+                    mask_at,
+                    score_at,
+                    1,
+                    constexprs,
+                    STAGES,
+                ),
+            ),
+            (load_worker, (query, key, value, queries, k_ring, v_ring, block_info, constexprs, STAGES)),
         ],
         WORKERS,
         REGISTERS,

@@ -8,40 +8,53 @@ from typing import Any
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..codegen.formula_functions import function
-from ..launch.arguments import operand
-from ..launch.launcher import Call
-from . import ALIGNED
+from ..codegen.formula_functions import compile_function
+from ..launch.arguments import to_operand
+from ..launch.launcher import KernelLaunch
+from . import TMA_ALIGNMENT
 from .kernel import forward
 from .rings import GROUPS
 
-__all__ = ["specialised"]
+__all__ = ["specialise"]
 
-SAME = ("lse", "n", "m", "H", "group", "blocks", "schedule", "sinks", "tables", "scale", "unit", "form")
+SHARED_ARGUMENTS = (
+    "lse",
+    "n",
+    "m",
+    "H",
+    "group",
+    "blocks",
+    "schedule",
+    "sinks",
+    "tables",
+    "scale",
+    "unit",
+    "constexprs",
+)
 
 
-def specialised(call: Call) -> Call:
+def specialise(call: KernelLaunch) -> KernelLaunch:
     """The call of this kernel for one of `forward.forward`, whose answer is the same."""
-    given, form = call.arguments, call.arguments["form"]
-    rows = form.rows // GROUPS.value
+    original, constexprs = call.arguments, call.arguments["constexprs"]
+    rows = constexprs.rows // GROUPS.value
     matrices = {
-        "query": _tiles(given["query"], rows, form.lanes_k),
-        "key": _tiles(given["key"], form.keys, form.lanes_k),
-        "value": _tiles(given["value"], form.keys, form.lanes_v),
-        "output": _tiles(operand(given["output"]), rows, form.lanes_v),
+        "query": _make_descriptor(original["query"], rows, constexprs.padded_d_k),
+        "key": _make_descriptor(original["key"], constexprs.keys, constexprs.padded_d_k),
+        "value": _make_descriptor(original["value"], constexprs.keys, constexprs.padded_d_v),
+        "output": _make_descriptor(to_operand(original["output"]), rows, constexprs.padded_d_v),
     }
-    seams = {
-        name: function(call.sources[name], name, "sightline.gpu.codegen.gluon_language")
+    formula_functions = {
+        name: compile_function(call.sources[name], name, "sightline.gpu.codegen.gluon_language")
         if name in call.sources
         else None
         for name in ("mask_at", "score_at")
     }
-    more = {"tainted": given["tainted"].zero_(), "STAGES": call.configuration.stages}
-    arguments = {name: given[name] for name in SAME} | matrices | seams | more
+    more = {"nonfinite_flags": original["nonfinite_flags"].zero_(), "STAGES": call.configuration.stages}
+    arguments = {name: original[name] for name in SHARED_ARGUMENTS} | matrices | formula_functions | more
     return replace(call, kernel=forward, arguments=arguments)
 
 
-def _tiles(array: tuple[Any, ...], rows: int, lanes: int) -> TensorDescriptor:
+def _make_descriptor(array: tuple[Any, ...], rows: int, padded_width: int) -> TensorDescriptor:
     """An array (*lead, heads, rows, width) as one of four axes, copied in tiles of rows × lanes.
 
     Axes stand in the order of their steps, as the driver's manual has them: rows before heads where they lie so. Nobody
@@ -49,12 +62,12 @@ def _tiles(array: tuple[Any, ...], rows: int, lanes: int) -> TensorDescriptor:
     """
     tensor, lengths, strides, *inner = array
     heads, count, width = tensor.shape[-3:]
-    aligned = ALIGNED // tensor.element_size()
+    aligned = TMA_ALIGNMENT // tensor.element_size()
     step = inner[1] if count > 1 else -(-width // aligned) * aligned
     across = inner[0] if heads > 1 else step * count
-    middle, block = [(heads, across), (count, step)], [1, 1, rows, lanes]
+    middle, block = [(heads, across), (count, step)], [1, 1, rows, padded_width]
     if step > across:
-        middle, block = middle[::-1], [1, rows, 1, lanes]
+        middle, block = middle[::-1], [1, rows, 1, padded_width]
     outer = (lengths[0], strides[0]) if lengths else (1, middle[0][0] * middle[0][1])
     shape, steps = zip(outer, *middle, (width, 1), strict=True)
     layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(tensor.dtype).removeprefix("torch.")))

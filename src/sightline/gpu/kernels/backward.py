@@ -3,7 +3,7 @@
     S  = Q Kᵀ, score, mask       P  = e^(S − lse)        dP = dO Vᵀ        δ = rowsum(dO ∘ O) − dlse
     dS = P ∘ (dP − δ) ∘ d score / d s        dQ = dS K · scale        dK = dSᵀ Q · scale        dV = Pᵀ dO
 
-(Dao, "FlashAttention-2", 2023, algorithm 2, in two passes, so that no two programs add to one number.) `prepare` makes
+(Dao, "FlashAttention-2", 2023, algorithm 2, in two passes, so that no two programs add to one number.) `backward_preprocess` makes
 δ, and lse in the unit of the scores. A program of `backward_queries` is a block of queries and adds up dQ over its runs
 of keys; one of `backward_keys` is a block of keys, and adds up dK and dV over its runs of queries, for the heads of its
 group in turn. Tiles of the second are transposed: S there is (keys, rows), so that Pᵀ and dSᵀ are factors as they come.
@@ -22,12 +22,21 @@ import triton
 import triton.language as tl
 
 from . import table_gradient, tile_ops
-from .tile_loop import Row, walk
+from .tile_loop import ScheduleRow, loop_over_tiles
 
-__all__ = ["Given", "Numbers", "Pairs", "not_finite", "prepare", "slopes_of", "weights_of", "write"]
+__all__ = [
+    "KernelArguments",
+    "Pairs",
+    "ScoreParameters",
+    "backward_preprocess",
+    "compute_d_scores",
+    "compute_weights",
+    "has_nonfinite",
+    "store_rows",
+]
 
 
-class Given(NamedTuple):
+class KernelArguments(NamedTuple):
     """The arguments of `backward_queries` and `backward_keys` that both have."""
 
     query: Any
@@ -43,13 +52,13 @@ class Given(NamedTuple):
     scale: Any
     unit: Any
     schedule: Any
-    random: Any
-    kept: Any
+    dropout_state: Any
+    dropout_scale: Any
     tables: Any
     sums: Any
 
 
-class Numbers(NamedTuple):
+class ScoreParameters(NamedTuple):
     """What scores are computed with beside their products."""
 
     scale: Any
@@ -70,7 +79,9 @@ class Pairs(NamedTuple):
 
 # -- a tile ------------------------------------------------------------------------------------------------------------
 @triton.jit
-def weights_of(products, pairs, inside, lse, numbers, seams, PARTIAL: tl.constexpr, CAREFUL: tl.constexpr):
+def compute_weights(
+    products, pairs, inside, lse, score_parameters, formula_functions, PARTIAL: tl.constexpr, NAN_SAFE: tl.constexpr
+):
     """(P, final scores) of a tile from its Q · K; P is 0 and the score −∞ where the pair is hidden or not `inside`.
 
     Full tiles have none outside but queries past the last, whose P is 0 by their lse: there only tables' gains need
@@ -79,88 +90,128 @@ def weights_of(products, pairs, inside, lse, numbers, seams, PARTIAL: tl.constex
     """
     b, h, i, j, n, m = pairs
     s = products
-    if seams.score_at is not None:
-        s = tl.broadcast_to(seams.score_at(s * numbers.scale, b, h, i, j, n, m, numbers.tables), s.shape)
-    if PARTIAL and seams.mask_at is not None:
-        inside = inside & seams.mask_at(b, h, i, j, n, m, numbers.tables)
-    if PARTIAL or seams.gains_at is not None:
+    if formula_functions.score_at is not None:
+        s = tl.broadcast_to(
+            formula_functions.score_at(s * score_parameters.scale, b, h, i, j, n, m, score_parameters.tables), s.shape
+        )
+    if PARTIAL and formula_functions.mask_at is not None:
+        inside = inside & formula_functions.mask_at(b, h, i, j, n, m, score_parameters.tables)
+    if PARTIAL or formula_functions.table_gradients_at is not None:
         s = tl.where(inside, s, float("-inf"))
-    p = tile_ops.weight(s, numbers.unit, lse)
-    if CAREFUL:  # an lse of NaN
+    p = tile_ops.weight(s, score_parameters.unit, lse)
+    if NAN_SAFE:  # an lse of NaN
         p = tl.where(s == float("-inf"), 0.0, p)
     return p, s
 
 
 @triton.jit
-def of_statistics(formula, s, pairs, numbers, seams):
+def evaluate_on_scores(formula, s, pairs, score_parameters, formula_functions):
     """A formula of the final scores over a tile, 0 where the pair is hidden."""
     b, h, i, j, n, m = pairs
     final = s
-    if seams.score_at is None:
-        final = s * numbers.scale
-    return tl.where(s == float("-inf"), 0.0, formula(final, b, h, i, j, n, m, numbers.tables))
+    if formula_functions.score_at is None:
+        final = s * score_parameters.scale
+    return tl.where(s == float("-inf"), 0.0, formula(final, b, h, i, j, n, m, score_parameters.tables))
 
 
 @triton.jit
-def slopes_of(p, dp, s, products, pairs, delta, numbers, sums, seams, KINDS: tl.constexpr, CHECKED: tl.constexpr):
+def compute_d_scores(
+    p,
+    dp,
+    s,
+    products,
+    pairs,
+    delta,
+    score_parameters,
+    sums,
+    formula_functions,
+    KINDS: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
     """dS of a tile, the scale not in it, from P and dP; tables gain their shares."""
     b, h, i, j, n, m = pairs
-    if seams.weights_at is not None:
-        dp += of_statistics(seams.weights_at, s, pairs, numbers, seams)
+    if formula_functions.d_weights_at is not None:
+        dp += evaluate_on_scores(formula_functions.d_weights_at, s, pairs, score_parameters, formula_functions)
     ds = p * (dp - delta)
-    if CHECKED or seams.score_at is not None:
+    if CHECKED or formula_functions.score_at is not None:
         ds = tl.where(p == 0, 0.0, ds)
-    if seams.scores_at is not None:
-        ds += of_statistics(seams.scores_at, s, pairs, numbers, seams)
-    if seams.gains_at is not None:
-        table_gradient.add(ds, products * numbers.scale, pairs, numbers.tables, sums, seams.gains_at, KINDS)
-    if seams.slope_at is not None:
-        ds = tl.where(ds == 0, 0.0, ds * seams.slope_at(products * numbers.scale, b, h, i, j, n, m, numbers.tables))
+    if formula_functions.d_scores_at is not None:
+        ds += evaluate_on_scores(formula_functions.d_scores_at, s, pairs, score_parameters, formula_functions)
+    if formula_functions.table_gradients_at is not None:
+        table_gradient.add(
+            ds,
+            products * score_parameters.scale,
+            pairs,
+            score_parameters.tables,
+            sums,
+            formula_functions.table_gradients_at,
+            KINDS,
+        )
+    if formula_functions.score_derivative_at is not None:
+        ds = tl.where(
+            ds == 0,
+            0.0,
+            ds
+            * formula_functions.score_derivative_at(
+                products * score_parameters.scale, b, h, i, j, n, m, score_parameters.tables
+            ),
+        )
     return ds
 
 
 @triton.jit
-def not_finite(x):
+def has_nonfinite(x):
     """1 where a block has NaN or ∞, else 0."""
     return tl.max(tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), 1), 0)
 
 
 @triton.jit
-def write(block, target, position, first, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+def store_rows(
+    block, target, position, first, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED_WIDTH: tl.constexpr
+):
     """A block of rows from `first` on to a contiguous (heads, count, WIDTH)."""
-    rows, column = first + tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
-    place = target + (tl.cast(position, tl.int64) * count + rows)[:, None] * WIDTH + column
-    tl.store(place, block.to(target.dtype.element_ty), mask=(rows < count)[:, None] & (column < WIDTH))
+    rows, column = first + tl.arange(0, ROWS), tl.arange(0, PADDED_WIDTH)[None, :]
+    location = target + (tl.cast(position, tl.int64) * count + rows)[:, None] * WIDTH + column
+    tl.store(location, block.to(target.dtype.element_ty), mask=(rows < count)[:, None] & (column < WIDTH))
 
 
 # -- what rows need ----------------------------------------------------------------------------------------------------
-class Weighed(NamedTuple):
+class WeightedBlock(NamedTuple):
     """A block of queries and the keys it looks at."""
 
     query: Any
     key: Any
     lse: Any
-    place: Any
-    numbers: Any
+    location: Any
+    score_parameters: Any
 
 
 @triton.jit
-def weighed_over_run(state, first, last, block, seams, HOW: tl.constexpr, form, PARTIAL: tl.constexpr):
+def sum_d_weights_range(
+    state, first, last, block, formula_functions, OPTIONS: tl.constexpr, constexprs, PARTIAL: tl.constexpr
+):
     """Σⱼ P ∘ what statistics add to dP."""
-    b, h, i, n, m = block.place
+    b, h, i, n, m = block.location
     for tile in range(first, last):
-        j0 = tile * form.keys
-        k = tile_ops.keys_of(block.key, j0, form.keys, m, form.d_k, form.lanes_k, PARTIAL, form)
-        j = j0 + tl.arange(0, form.keys)[None, :]
-        products = tl.dot(block.query, k, input_precision=form.precision)
+        j0 = tile * constexprs.keys
+        k = tile_ops.load_rows_transposed(
+            block.key, j0, constexprs.keys, m, constexprs.d_k, constexprs.padded_d_k, PARTIAL, constexprs
+        )
+        j = j0 + tl.arange(0, constexprs.keys)[None, :]
+        products = tl.dot(block.query, k, input_precision=constexprs.precision)
         pairs = Pairs(b, h, i, tl.minimum(j, m - 1), n, m)
-        p, s = weights_of(products, pairs, j < m, block.lse, block.numbers, seams, PARTIAL, True)
-        state += tl.sum(p * of_statistics(seams.weights_at, s, pairs, block.numbers, seams), 1)
+        p, s = compute_weights(
+            products, pairs, j < m, block.lse, block.score_parameters, formula_functions, PARTIAL, True
+        )
+        state += tl.sum(
+            p * evaluate_on_scores(formula_functions.d_weights_at, s, pairs, block.score_parameters, formula_functions),
+            1,
+        )
     return state
 
 
 @triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks"])
-def prepare(
+def backward_preprocess(
     query,
     key,
     value,
@@ -179,8 +230,8 @@ def prepare(
     unit: tl.float64,
     schedule,
     tables,
-    seams,
-    form: tl.constexpr,
+    formula_functions,
+    constexprs: tl.constexpr,
 ):
     """Of a block of queries of a head: lse in the unit of its scores, as a sum of two numbers, and δ.
 
@@ -191,27 +242,49 @@ def prepare(
     rows : (high, low, δ), each (B, H, n), contiguous; a row that sees nothing has 0 for its lse
     """
     item = tl.program_id(0)
-    position, first = item // blocks, item % blocks * form.rows
+    position, first = item // blocks, item % blocks * constexprs.rows
     b, h = position // H, position % H
-    i = first + tl.arange(0, form.rows)
+    i = first + tl.arange(0, constexprs.rows)
     inside, at = i < n, tl.cast(position, tl.int64) * n + i
-    o = tile_ops.rows_of(tile_ops.head_of(output, b, h), first, form.rows, n, form.d_v, form.lanes_v, True, form)
-    do = tile_ops.rows_of(tile_ops.head_of(d_output, b, h), first, form.rows, n, form.d_v, form.lanes_v, True, form)
-    delta = tl.sum(o.to(form.total) * do.to(form.total), 1)
+    o = tile_ops.load_rows(
+        tile_ops.locate_head(output, b, h),
+        first,
+        constexprs.rows,
+        n,
+        constexprs.d_v,
+        constexprs.padded_d_v,
+        True,
+        constexprs,
+    )
+    do = tile_ops.load_rows(
+        tile_ops.locate_head(d_output, b, h),
+        first,
+        constexprs.rows,
+        n,
+        constexprs.d_v,
+        constexprs.padded_d_v,
+        True,
+        constexprs,
+    )
+    delta = tl.sum(o.to(constexprs.accumulator) * do.to(constexprs.accumulator), 1)
     if d_lse is not None:
-        delta -= tl.load(d_lse + at, mask=inside, other=0.0).to(form.total)
-    high, low = tile_ops.normaliser(lse, position, first, n, unit, form)
-    if seams.weights_at is not None:
-        block = Weighed(
-            tile_ops.queries_of(query, b, h, first, n, sign, form),
-            tile_ops.head_of(key, b, h // group),
+        delta -= tl.load(d_lse + at, mask=inside, other=0.0).to(constexprs.accumulator)
+    high, low = tile_ops.normaliser(lse, position, first, n, unit, constexprs)
+    if formula_functions.d_weights_at is not None:
+        block = WeightedBlock(
+            tile_ops.load_queries(query, b, h, first, n, sign, constexprs),
+            tile_ops.locate_head(key, b, h // group),
             (high[:, None], low[:, None]),
-            tile_ops.Place(b, h, tile_ops.column_of(first, n, form), n, m),
-            Numbers(tile_ops.number(scale, form.total), tile_ops.number(unit, form.total), tables),
+            tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, constexprs), n, m),
+            ScoreParameters(
+                tile_ops.scalar(scale, constexprs.accumulator), tile_ops.scalar(unit, constexprs.accumulator), tables
+            ),
         )
-        row = Row(schedule, b, h, item % blocks, m, None, False)
-        none = tl.zeros((form.rows,), form.total)
-        delta += walk(none, weighed_over_run, row, form.keys, form.even, block, seams, None, form)
+        row = ScheduleRow(schedule, b, h, item % blocks, m, None, False)
+        none = tl.zeros((constexprs.rows,), constexprs.accumulator)
+        delta += loop_over_tiles(
+            none, sum_d_weights_range, row, constexprs.keys, constexprs.even, block, formula_functions, None, constexprs
+        )
     tl.store(rows[0] + at, high, mask=inside)
     tl.store(rows[1] + at, low, mask=inside)
     tl.store(rows[2] + at, delta, mask=inside)

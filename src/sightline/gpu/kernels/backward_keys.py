@@ -7,11 +7,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..launch.launcher import twin
+from ..launch.launcher import name_variants
 from . import tile_ops
-from .backward import Given, Numbers, Pairs, not_finite, slopes_of, weights_of, write
-from .forward import met, of_marks
-from .tile_loop import Row, walk
+from .backward import (
+    KernelArguments,
+    Pairs,
+    ScoreParameters,
+    compute_d_scores,
+    compute_weights,
+    has_nonfinite,
+    store_rows,
+)
+from .forward import classify_nonfinite, decode_nonfinite
+from .tile_loop import ScheduleRow, loop_over_tiles
 
 __all__ = ["backward_keys"]
 
@@ -26,25 +34,36 @@ class Block(NamedTuple):
     h: Any
     query: Any
     d_output: Any
-    numbers: Any
-    kept: Any
-    given: Any
+    score_parameters: Any
+    dropout_scale: Any
+    arguments: Any
 
 
 @triton.jit
-def keys_over_run(state, first, last, block, seams, CAREFUL: tl.constexpr, form, PARTIAL: tl.constexpr):
+def process_query_range(
+    state, first, last, block, formula_functions, NAN_SAFE: tl.constexpr, constexprs, PARTIAL: tl.constexpr
+):
     """(dK, the scale not in it, dV, marks) after the tiles of queries `first` to before `last` of a head."""
-    dk, dv, marks = state
-    b, h, j0, numbers = block.b, block.h, block.first, block.numbers
-    n, m, rows, random = block.given.n, block.given.m, block.given.rows, block.given.random
-    row = tl.arange(0, form.rows)
-    j = (j0 + tl.arange(0, form.keys))[:, None]
+    dk, dv, nonfinite_marks = state
+    b, h, j0, score_parameters = block.b, block.h, block.first, block.score_parameters
+    n, m, rows, dropout_state = (
+        block.arguments.n,
+        block.arguments.m,
+        block.arguments.rows,
+        block.arguments.dropout_state,
+    )
+    row = tl.arange(0, constexprs.rows)
+    j = (j0 + tl.arange(0, constexprs.keys))[:, None]
     for tile in range(first, last):
-        i0 = tile * form.rows
+        i0 = tile * constexprs.rows
         i = i0 + row
-        q = tile_ops.keys_of(block.query, i0, form.rows, n, form.d_k, form.lanes_k, PARTIAL, form)
-        do = tile_ops.rows_of(block.d_output, i0, form.rows, n, form.d_v, form.lanes_v, PARTIAL, form)
-        at = (tl.cast(b, tl.int64) * block.given.H + h) * n + i
+        q = tile_ops.load_rows_transposed(
+            block.query, i0, constexprs.rows, n, constexprs.d_k, constexprs.padded_d_k, PARTIAL, constexprs
+        )
+        do = tile_ops.load_rows(
+            block.d_output, i0, constexprs.rows, n, constexprs.d_v, constexprs.padded_d_v, PARTIAL, constexprs
+        )
+        at = (tl.cast(b, tl.int64) * block.arguments.H + h) * n + i
         if PARTIAL:
             high = tl.load(rows[0] + at, mask=i < n, other=0.0)
             low = tl.load(rows[1] + at, mask=i < n, other=0.0)
@@ -53,51 +72,103 @@ def keys_over_run(state, first, last, block, seams, CAREFUL: tl.constexpr, form,
             high, low, delta = tl.load(rows[0] + at), tl.load(rows[1] + at), tl.load(rows[2] + at)
         pairs = Pairs(b, h, tl.minimum(i, n - 1)[None, :], tl.minimum(j, m - 1), n, m)
         lse = (high[None, :], low[None, :])
-        products = tl.dot(block.key, q, input_precision=form.precision)
-        p, s = weights_of(products, pairs, (j < m) & (i < n)[None, :], lse, numbers, seams, PARTIAL, CAREFUL)
-        dp = tl.dot(block.value, tl.trans(do), input_precision=form.precision)
-        dropped = p
-        if random is not None:
-            keep = tl.trans(tile_ops.keep(random, tile_ops.Place(b, h, i[:, None], n, m), j0, form.rows, form.keys))
-            dropped, dp = tl.where(keep, p, 0.0), tl.where(keep, dp * block.kept, 0.0)
-        if CAREFUL:
-            marks = met(dropped, do, marks, form)
-            do, q = tile_ops.finite(do), tile_ops.finite(q)
-        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=form.precision)
-        ds = slopes_of(
-            *(p, dp, s, products, pairs, delta[None, :], numbers, None, seams, (), PARTIAL or CAREFUL),
+        products = tl.dot(block.key, q, input_precision=constexprs.precision)
+        p, s = compute_weights(
+            products, pairs, (j < m) & (i < n)[None, :], lse, score_parameters, formula_functions, PARTIAL, NAN_SAFE
         )
-        dk = tl.dot(ds.to(q.dtype), tl.trans(q), dk, input_precision=form.precision)
-    return dk, dv, marks
+        dp = tl.dot(block.value, tl.trans(do), input_precision=constexprs.precision)
+        dropped = p
+        if dropout_state is not None:
+            keep = tl.trans(
+                tile_ops.dropout_mask(
+                    dropout_state, tile_ops.BlockLocation(b, h, i[:, None], n, m), j0, constexprs.rows, constexprs.keys
+                )
+            )
+            dropped, dp = tl.where(keep, p, 0.0), tl.where(keep, dp * block.dropout_scale, 0.0)
+        if NAN_SAFE:
+            nonfinite_marks = classify_nonfinite(dropped, do, nonfinite_marks, constexprs)
+            do, q = tile_ops.zero_nonfinite(do), tile_ops.zero_nonfinite(q)
+        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=constexprs.precision)
+        ds = compute_d_scores(
+            *(
+                p,
+                dp,
+                s,
+                products,
+                pairs,
+                delta[None, :],
+                score_parameters,
+                None,
+                formula_functions,
+                (),
+                PARTIAL or NAN_SAFE,
+            ),
+        )
+        dk = tl.dot(ds.to(q.dtype), tl.trans(q), dk, input_precision=constexprs.precision)
+    return dk, dv, nonfinite_marks
 
 
 @triton.jit
-def block_of_keys(given, b, g, first, row, seams, CAREFUL: tl.constexpr, form):
+def compute_block(arguments, b, g, first, row, formula_functions, NAN_SAFE: tl.constexpr, constexprs):
     """(dK, dV) of a key head's keys from `first` on, over the query heads of its group in order."""
-    n, m = given.n, given.m
-    k = tile_ops.rows_of(tile_ops.head_of(given.key, b, g), first, form.keys, m, form.d_k, form.lanes_k, True, form)
-    k = tile_ops.signed(k, given.sign, form)
-    v = tile_ops.rows_of(tile_ops.head_of(given.value, b, g), first, form.keys, m, form.d_v, form.lanes_v, True, form)
-    scale, kept = tile_ops.number(given.scale, form.total), tile_ops.number(given.kept, form.total)
-    numbers = Numbers(scale, tile_ops.number(given.unit, form.total), given.tables)
-    state = (
-        tl.zeros((form.keys, form.lanes_k), form.total),
-        tl.zeros((form.keys, form.lanes_v), form.total),
-        tl.zeros((form.keys, form.lanes_v if CAREFUL else 1), tl.int32),
+    n, m = arguments.n, arguments.m
+    k = tile_ops.load_rows(
+        tile_ops.locate_head(arguments.key, b, g),
+        first,
+        constexprs.keys,
+        m,
+        constexprs.d_k,
+        constexprs.padded_d_k,
+        True,
+        constexprs,
     )
-    for h in range(g * given.group, (g + 1) * given.group):
-        query, d_output = tile_ops.head_of(given.query, b, h), tile_ops.head_of(given.d_output, b, h)
-        block = Block(k, v, first, b, h, query, d_output, numbers, kept, given)
-        along = Row(given.schedule, b, h, row, n, None, first + form.keys > m)
-        state = walk(state, keys_over_run, along, form.rows, False, block, seams, CAREFUL, form)
-    dk, dv, marks = state
-    dv *= kept
-    if CAREFUL:
-        dv += of_marks(marks)
-    return dk * (scale * tile_ops.number(given.sign, form.total)), dv
+    k = tile_ops.apply_sign(k, arguments.sign, constexprs)
+    v = tile_ops.load_rows(
+        tile_ops.locate_head(arguments.value, b, g),
+        first,
+        constexprs.keys,
+        m,
+        constexprs.d_v,
+        constexprs.padded_d_v,
+        True,
+        constexprs,
+    )
+    scale, dropout_scale = (
+        tile_ops.scalar(arguments.scale, constexprs.accumulator),
+        tile_ops.scalar(arguments.dropout_scale, constexprs.accumulator),
+    )
+    score_parameters = ScoreParameters(scale, tile_ops.scalar(arguments.unit, constexprs.accumulator), arguments.tables)
+    state = (
+        tl.zeros((constexprs.keys, constexprs.padded_d_k), constexprs.accumulator),
+        tl.zeros((constexprs.keys, constexprs.padded_d_v), constexprs.accumulator),
+        tl.zeros((constexprs.keys, constexprs.padded_d_v if NAN_SAFE else 1), tl.int32),
+    )
+    for h in range(g * arguments.group, (g + 1) * arguments.group):
+        query, d_output = tile_ops.locate_head(arguments.query, b, h), tile_ops.locate_head(arguments.d_output, b, h)
+        block = Block(k, v, first, b, h, query, d_output, score_parameters, dropout_scale, arguments)
+        schedule_row = ScheduleRow(arguments.schedule, b, h, row, n, None, first + constexprs.keys > m)
+        state = loop_over_tiles(
+            state,
+            process_query_range,
+            schedule_row,
+            constexprs.rows,
+            False,
+            block,
+            formula_functions,
+            NAN_SAFE,
+            constexprs,
+        )
+    dk, dv, nonfinite_marks = state
+    dv *= dropout_scale
+    if NAN_SAFE:
+        dv += decode_nonfinite(nonfinite_marks)
+    return dk * (scale * tile_ops.scalar(arguments.sign, constexprs.accumulator)), dv
 
 
-@triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks", "items"], repr=twin("backward_keys", "careful_keys"))
+@triton.jit(
+    do_not_specialize=["n", "m", "H", "group", "blocks", "items"],
+    repr=name_variants("backward_keys", "backward_keys_nan_safe"),
+)
 def backward_keys(
     query,
     key,
@@ -106,7 +177,7 @@ def backward_keys(
     rows,
     d_key,
     d_value,
-    tainted,
+    nonfinite_flags,
     n: tl.int32,
     m: tl.int32,
     H: tl.int32,
@@ -117,12 +188,12 @@ def backward_keys(
     scale: tl.float64,
     unit: tl.float64,
     schedule,
-    random,
-    kept: tl.float64,
+    dropout_state,
+    dropout_scale: tl.float64,
     tables,
-    seams,
-    form: tl.constexpr,
-    PARTS: tl.constexpr,
+    formula_functions,
+    constexprs: tl.constexpr,
+    SUBBLOCKS: tl.constexpr,
 ):
     """dK and dV of a block of keys of a key head; `schedule` has its runs of blocks of queries, for each query head.
 
@@ -130,23 +201,52 @@ def backward_keys(
     blocks come first, since a causal mask makes those the longest.
     """
     heads = H // group
-    given = Given(
-        *(query, key, value, d_output, rows, n, m, H, group, sign, scale, unit, schedule, random, kept, tables, None)
+    arguments = KernelArguments(
+        *(
+            query,
+            key,
+            value,
+            d_output,
+            rows,
+            n,
+            m,
+            H,
+            group,
+            sign,
+            scale,
+            unit,
+            schedule,
+            dropout_state,
+            dropout_scale,
+            tables,
+            None,
+        )
     )
-    if PARTS == 0:
+    if SUBBLOCKS == 0:
         item = tl.program_id(0)
-        place, block = item // blocks, item % blocks
-        first = block * form.keys
-        dk, dv = block_of_keys(given, place // heads, place % heads, first, block, seams, False, form)
-        tl.store(tainted + item, not_finite(dk) | not_finite(dv))
-        write(dk, d_key, place, first, m, form.d_k, form.keys, form.lanes_k)
-        write(dv, d_value, place, first, m, form.d_v, form.keys, form.lanes_v)
+        position, block = item // blocks, item % blocks
+        first = block * constexprs.keys
+        dk, dv = compute_block(
+            arguments, position // heads, position % heads, first, block, formula_functions, False, constexprs
+        )
+        tl.store(nonfinite_flags + item, has_nonfinite(dk) | has_nonfinite(dv))
+        store_rows(dk, d_key, position, first, m, constexprs.d_k, constexprs.keys, constexprs.padded_d_k)
+        store_rows(dv, d_value, position, first, m, constexprs.d_v, constexprs.keys, constexprs.padded_d_v)
     else:
         for item in range(tl.program_id(0), items, tl.num_programs(0)):
-            if tl.load(tainted + item) != 0:
-                place, block = item // blocks, item % blocks
-                for part in range(PARTS):
-                    first = (block * PARTS + part) * form.keys
-                    dk, dv = block_of_keys(given, place // heads, place % heads, first, block, seams, True, form)
-                    write(dk, d_key, place, first, m, form.d_k, form.keys, form.lanes_k)
-                    write(dv, d_value, place, first, m, form.d_v, form.keys, form.lanes_v)
+            if tl.load(nonfinite_flags + item) != 0:
+                position, block = item // blocks, item % blocks
+                for subblock in range(SUBBLOCKS):
+                    first = (block * SUBBLOCKS + subblock) * constexprs.keys
+                    dk, dv = compute_block(
+                        arguments,
+                        position // heads,
+                        position % heads,
+                        first,
+                        block,
+                        formula_functions,
+                        True,
+                        constexprs,
+                    )
+                    store_rows(dk, d_key, position, first, m, constexprs.d_k, constexprs.keys, constexprs.padded_d_k)
+                    store_rows(dv, d_value, position, first, m, constexprs.d_v, constexprs.keys, constexprs.padded_d_v)

@@ -7,10 +7,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..launch.launcher import twin
+from ..launch.launcher import name_variants
 from . import tile_ops
-from .backward import Given, Numbers, Pairs, not_finite, slopes_of, weights_of, write
-from .tile_loop import Row, walk
+from .backward import (
+    KernelArguments,
+    Pairs,
+    ScoreParameters,
+    compute_d_scores,
+    compute_weights,
+    has_nonfinite,
+    store_rows,
+)
+from .tile_loop import ScheduleRow, loop_over_tiles
 
 __all__ = ["backward_queries"]
 
@@ -23,77 +31,120 @@ class Block(NamedTuple):
     inside: Any  # which rows are queries, (rows, 1)
     lse: Any  # (high, low), (rows, 1) each, and so δ
     delta: Any
-    place: Any
+    location: Any
     key: Any
     value: Any
-    numbers: Any
-    kept: Any
-    random: Any
+    score_parameters: Any
+    dropout_scale: Any
+    dropout_state: Any
     sums: Any
 
 
 @triton.jit
-def queries_over_run(state, first, last, block, seams, HOW: tl.constexpr, form, PARTIAL: tl.constexpr):
+def process_key_range(
+    state, first, last, block, formula_functions, OPTIONS: tl.constexpr, constexprs, PARTIAL: tl.constexpr
+):
     """dQ, the scale not in it, after the tiles of keys `first` to before `last`; HOW is (KINDS, CAREFUL)."""
-    KINDS: tl.constexpr = HOW[0]
-    CAREFUL: tl.constexpr = HOW[1]
-    b, h, i, n, m = block.place
-    bound: tl.constexpr = PARTIAL and not form.even
+    KINDS: tl.constexpr = OPTIONS[0]
+    NAN_SAFE: tl.constexpr = OPTIONS[1]
+    b, h, i, n, m = block.location
+    bound: tl.constexpr = PARTIAL and not constexprs.even
     for tile in range(first, last):
-        j0 = tile * form.keys
-        k = tile_ops.keys_of(block.key, j0, form.keys, m, form.d_k, form.lanes_k, bound, form)
-        v = tile_ops.keys_of(block.value, j0, form.keys, m, form.d_v, form.lanes_v, bound, form)
-        j = j0 + tl.arange(0, form.keys)[None, :]
+        j0 = tile * constexprs.keys
+        k = tile_ops.load_rows_transposed(
+            block.key, j0, constexprs.keys, m, constexprs.d_k, constexprs.padded_d_k, bound, constexprs
+        )
+        v = tile_ops.load_rows_transposed(
+            block.value, j0, constexprs.keys, m, constexprs.d_v, constexprs.padded_d_v, bound, constexprs
+        )
+        j = j0 + tl.arange(0, constexprs.keys)[None, :]
         at = j
         if bound:
             at = tl.minimum(j, m - 1)
         pairs = Pairs(b, h, i, at, n, m)
-        products = tl.dot(block.query, k, input_precision=form.precision)
-        p, s = weights_of(products, pairs, (j < m) & block.inside, block.lse, block.numbers, seams, PARTIAL, CAREFUL)
-        dp = tl.dot(block.d_output, v, input_precision=form.precision)
-        if block.random is not None:
-            dp = tl.where(tile_ops.keep(block.random, block.place, j0, form.rows, form.keys), dp * block.kept, 0.0)
-        ds = slopes_of(
-            *(p, dp, s, products, pairs, block.delta, block.numbers, block.sums, seams, KINDS, PARTIAL or CAREFUL),
+        products = tl.dot(block.query, k, input_precision=constexprs.precision)
+        p, s = compute_weights(
+            products,
+            pairs,
+            (j < m) & block.inside,
+            block.lse,
+            block.score_parameters,
+            formula_functions,
+            PARTIAL,
+            NAN_SAFE,
         )
-        if CAREFUL:
-            k = tile_ops.finite(k)
-        state = tl.dot(ds.to(k.dtype), tl.trans(k), state, input_precision=form.precision)
+        dp = tl.dot(block.d_output, v, input_precision=constexprs.precision)
+        if block.dropout_state is not None:
+            dp = tl.where(
+                tile_ops.dropout_mask(block.dropout_state, block.location, j0, constexprs.rows, constexprs.keys),
+                dp * block.dropout_scale,
+                0.0,
+            )
+        ds = compute_d_scores(
+            *(
+                p,
+                dp,
+                s,
+                products,
+                pairs,
+                block.delta,
+                block.score_parameters,
+                block.sums,
+                formula_functions,
+                KINDS,
+                PARTIAL or NAN_SAFE,
+            ),
+        )
+        if NAN_SAFE:
+            k = tile_ops.zero_nonfinite(k)
+        state = tl.dot(ds.to(k.dtype), tl.trans(k), state, input_precision=constexprs.precision)
     return state
 
 
 @triton.jit
-def block_of_queries(given, b, h, first, row, seams, KINDS: tl.constexpr, CAREFUL: tl.constexpr, form):
+def compute_block(
+    arguments, b, h, first, row, formula_functions, KINDS: tl.constexpr, NAN_SAFE: tl.constexpr, constexprs
+):
     """dQ of a head's queries from `first` on; `row` is their block's of the head's schedule."""
-    n, m, rows = given.n, given.m, given.rows
-    i = first + tl.arange(0, form.rows)
-    inside, at = i < n, (tl.cast(b, tl.int64) * given.H + h) * n + i
+    n, m, rows = arguments.n, arguments.m, arguments.rows
+    i = first + tl.arange(0, constexprs.rows)
+    inside, at = i < n, (tl.cast(b, tl.int64) * arguments.H + h) * n + i
     high = tl.load(rows[0] + at, mask=inside, other=float("inf"))[:, None]  # past the end, so that P = 0
     low = tl.load(rows[1] + at, mask=inside, other=0.0)[:, None]
-    scale, d_output = tile_ops.number(given.scale, form.total), tile_ops.head_of(given.d_output, b, h)
+    scale, d_output = (
+        tile_ops.scalar(arguments.scale, constexprs.accumulator),
+        tile_ops.locate_head(arguments.d_output, b, h),
+    )
     block = Block(
-        tile_ops.queries_of(given.query, b, h, first, n, given.sign, form),
-        tile_ops.rows_of(d_output, first, form.rows, n, form.d_v, form.lanes_v, True, form),
+        tile_ops.load_queries(arguments.query, b, h, first, n, arguments.sign, constexprs),
+        tile_ops.load_rows(
+            d_output, first, constexprs.rows, n, constexprs.d_v, constexprs.padded_d_v, True, constexprs
+        ),
         inside[:, None],
         (high, low),
         tl.load(rows[2] + at, mask=inside, other=0.0)[:, None],
-        tile_ops.Place(b, h, tile_ops.column_of(first, n, form), n, m),
-        tile_ops.head_of(given.key, b, h // given.group),
-        tile_ops.head_of(given.value, b, h // given.group),
-        Numbers(scale, tile_ops.number(given.unit, form.total), given.tables),
-        tile_ops.number(given.kept, form.total),
-        given.random,
-        given.sums,
+        tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, constexprs), n, m),
+        tile_ops.locate_head(arguments.key, b, h // arguments.group),
+        tile_ops.locate_head(arguments.value, b, h // arguments.group),
+        ScoreParameters(scale, tile_ops.scalar(arguments.unit, constexprs.accumulator), arguments.tables),
+        tile_ops.scalar(arguments.dropout_scale, constexprs.accumulator),
+        arguments.dropout_state,
+        arguments.sums,
     )
-    HOW: tl.constexpr = (KINDS, CAREFUL)
-    row, none = Row(given.schedule, b, h, row, m, None, False), tl.zeros((form.rows, form.lanes_k), form.total)
-    dq = walk(none, queries_over_run, row, form.keys, form.even, block, seams, HOW, form)
-    return dq * (scale * tile_ops.number(given.sign, form.total))
+    OPTIONS: tl.constexpr = (KINDS, NAN_SAFE)
+    row, none = (
+        ScheduleRow(arguments.schedule, b, h, row, m, None, False),
+        tl.zeros((constexprs.rows, constexprs.padded_d_k), constexprs.accumulator),
+    )
+    dq = loop_over_tiles(
+        none, process_key_range, row, constexprs.keys, constexprs.even, block, formula_functions, OPTIONS, constexprs
+    )
+    return dq * (scale * tile_ops.scalar(arguments.sign, constexprs.accumulator))
 
 
 @triton.jit(
     do_not_specialize=["n", "m", "H", "group", "blocks", "items", "B", "batches", "heads"],
-    repr=twin("backward_queries", "careful_queries"),
+    repr=name_variants("backward_queries", "backward_queries_nan_safe"),
 )
 def backward_queries(
     query,
@@ -102,7 +153,7 @@ def backward_queries(
     d_output,
     rows,
     d_query,
-    tainted,
+    nonfinite_flags,
     n: tl.int32,
     m: tl.int32,
     H: tl.int32,
@@ -116,22 +167,22 @@ def backward_queries(
     scale: tl.float64,
     unit: tl.float64,
     schedule,
-    random,
-    kept: tl.float64,
+    dropout_state,
+    dropout_scale: tl.float64,
     tables,
     sums,
-    seams,
-    form: tl.constexpr,
+    formula_functions,
+    constexprs: tl.constexpr,
     KINDS: tl.constexpr,
-    TURNS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SEQUENTIAL: tl.constexpr,
+    SUBBLOCKS: tl.constexpr,
 ):
     """dQ of a block of queries of a head, and what tables gain; with PARTS the blocks marked, each in so many parts.
 
     Parameters
     ----------
     query, key, value, d_output : arrays, see `tiles`
-    rows : of `prepare`
+    rows : of `backward_preprocess`
     d_query : (B, H, n, d_k), contiguous
     tainted : int32, one for each block: whether its dQ is not finite
     batches, heads : how many of each are worked on apart; with TURNS, one program takes the others in turn, since an
@@ -139,27 +190,70 @@ def backward_queries(
     schedule, random, kept : as in `forward`
     sums, KINDS : see `gains`
     """
-    given = Given(
-        *(query, key, value, d_output, rows, n, m, H, group, sign, scale, unit, schedule, random, kept, tables, sums)
+    arguments = KernelArguments(
+        *(
+            query,
+            key,
+            value,
+            d_output,
+            rows,
+            n,
+            m,
+            H,
+            group,
+            sign,
+            scale,
+            unit,
+            schedule,
+            dropout_state,
+            dropout_scale,
+            tables,
+            sums,
+        )
     )
-    if PARTS != 0:
+    if SUBBLOCKS != 0:
         for item in range(tl.program_id(0), items, tl.num_programs(0)):
-            if tl.load(tainted + item) != 0:
-                place, block = item // blocks, item % blocks
-                for part in range(PARTS):
-                    first = (block * PARTS + part) * form.rows
-                    dq = block_of_queries(given, place // H, place % H, first, block, seams, KINDS, True, form)
-                    write(dq, d_query, place, first, n, form.d_k, form.rows, form.lanes_k)
-    elif TURNS:
-        place, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
-        for b in range(place // heads, B, batches):
-            for h in range(place % heads, H, heads):
-                dq = block_of_queries(given, b, h, block * form.rows, block, seams, KINDS, False, form)
-                tl.store(tainted + (b * H + h) * blocks + block, not_finite(dq))
-                write(dq, d_query, b * H + h, block * form.rows, n, form.d_k, form.rows, form.lanes_k)
+            if tl.load(nonfinite_flags + item) != 0:
+                location, block = item // blocks, item % blocks
+                for subblock in range(SUBBLOCKS):
+                    first = (block * SUBBLOCKS + subblock) * constexprs.rows
+                    dq = compute_block(
+                        arguments, location // H, location % H, first, block, formula_functions, KINDS, True, constexprs
+                    )
+                    store_rows(dq, d_query, location, first, n, constexprs.d_k, constexprs.rows, constexprs.padded_d_k)
+    elif SEQUENTIAL:
+        location, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
+        for b in range(location // heads, B, batches):
+            for h in range(location % heads, H, heads):
+                dq = compute_block(
+                    arguments, b, h, block * constexprs.rows, block, formula_functions, KINDS, False, constexprs
+                )
+                tl.store(nonfinite_flags + (b * H + h) * blocks + block, has_nonfinite(dq))
+                store_rows(
+                    dq,
+                    d_query,
+                    b * H + h,
+                    block * constexprs.rows,
+                    n,
+                    constexprs.d_k,
+                    constexprs.rows,
+                    constexprs.padded_d_k,
+                )
                 tl.debug_barrier()  # the next one's threads read the sums that these have written
     else:
-        place, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
-        dq = block_of_queries(given, place // H, place % H, block * form.rows, block, seams, KINDS, False, form)
-        tl.store(tainted + place * blocks + block, not_finite(dq))
-        write(dq, d_query, place, block * form.rows, n, form.d_k, form.rows, form.lanes_k)
+        location, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
+        dq = compute_block(
+            arguments,
+            location // H,
+            location % H,
+            block * constexprs.rows,
+            block,
+            formula_functions,
+            KINDS,
+            False,
+            constexprs,
+        )
+        tl.store(nonfinite_flags + location * blocks + block, has_nonfinite(dq))
+        store_rows(
+            dq, d_query, location, block * constexprs.rows, n, constexprs.d_k, constexprs.rows, constexprs.padded_d_k
+        )

@@ -8,34 +8,36 @@ from typing import Any
 
 import triton.language as tl
 
-__all__ = ["Form", "constants", "lanes"]
+__all__ = ["Constexprs", "padded_width", "wrap_constexprs"]
 
 
-def lanes(width: int) -> int:
+def padded_width(width: int) -> int:
     """The width padded for a matrix product: the next power of two, 16 at least."""
     return max(16, 1 << max(width - 1, 0).bit_length())
 
 
 @dataclass(frozen=True)
-class Form:
-    """One structure of a kernel. Read in kernels as `form.rows`."""
+class Constexprs:
+    """One structure of a kernel. Read in kernels as `constexprs.rows`."""
 
     rows: int  # queries of a tile, a power of two
     keys: int  # keys of a tile, likewise, at most 128
     d_k: int
     d_v: int
-    lanes_k: int  # d_k and d_v up to the next power of two, 16 at least
-    lanes_v: int
+    padded_d_k: int  # d_k and d_v up to the next power of two, 16 at least
+    padded_d_v: int
     even: bool  # whether the keys fill their last tile
-    index: Any  # type of offsets within a tile
+    index_type: Any  # type of offsets within a tile
     total: Any  # type of scores and sums
     precision: str  # of products of float32: "ieee" or "tf32"
-    widened: bool  # whether factors are widened first, as Triton's interpreter needs for bfloat16
-    largest: bool = False  # whether the largest score and its key ride along
+    widens_operands: bool  # whether factors are widened first, as Triton's interpreter needs for bfloat16
+    max_score: bool = False  # whether the largest score and its key ride along
     entropy: bool = False  # whether the entropy does
 
 
 @lru_cache(1024)
-def constants(form: Form) -> Form:
+def wrap_constexprs(constexprs: Constexprs) -> Constexprs:
     """The form with every entry as a constant of the compiler's: before Triton 3.9 it took those of tuples for none."""
-    return replace(form, **{entry.name: tl.constexpr(getattr(form, entry.name)) for entry in fields(form)})
+    return replace(
+        constexprs, **{entry.name: tl.constexpr(getattr(constexprs, entry.name)) for entry in fields(constexprs)}
+    )

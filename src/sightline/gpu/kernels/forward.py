@@ -19,14 +19,25 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..launch.launcher import twin
+from ..launch.launcher import name_variants
 from . import fused_statistics, tile_ops
-from .tile_loop import Row, walk
+from .tile_loop import ScheduleRow, loop_over_tiles
 
-__all__ = ["Block", "Given", "State", "begin", "block_of_head", "forward", "hand_over", "has_nan", "met", "of_marks"]
+__all__ = [
+    "Block",
+    "KernelArguments",
+    "State",
+    "classify_nonfinite",
+    "compute_block",
+    "decode_nonfinite",
+    "forward",
+    "has_nan",
+    "init",
+    "store",
+]
 
 
-class Given(NamedTuple):
+class KernelArguments(NamedTuple):
     """The arguments of a kernel that say what a head's queries attend to; see `forward`."""
 
     query: Any
@@ -41,7 +52,7 @@ class Given(NamedTuple):
     unit: Any
     schedule: Any
     sinks: Any
-    random: Any
+    dropout_state: Any
     tables: Any
 
 
@@ -51,10 +62,10 @@ class Block(NamedTuple):
     query: Any
     key: Any
     value: Any
-    place: Any
+    location: Any
     scale: Any
     unit: Any
-    random: Any
+    dropout_state: Any
     tables: Any
 
 
@@ -63,15 +74,15 @@ class State(NamedTuple):
 
     output: Any  # Σ P V, not yet divided
     total: Any  # l = Σ P
-    lost: Any  # what rounding lost of it
+    compensation: Any  # what rounding lost of it
     largest: Any  # m, the shift of P
-    marks: Any  # see `met`
-    riders: Any  # see `riding`
+    nonfinite_marks: Any  # see `classify_nonfinite`
+    fused_state: Any  # see `riding`
 
 
 @triton.jit
-def met(weights, value, marks, form):
-    """`marks` and which of NaN (1), ∞ (2) and −∞ (4) in V the weights of a tile that are not 0 meet, (rows, lanes_v).
+def classify_nonfinite(weights, value, nonfinite_marks, constexprs):
+    """`nonfinite_marks` and which of NaN (1), ∞ (2) and −∞ (4) in V the weights of a tile that are not 0 meet, (rows, lanes_v).
 
     One product counts all three: 128 keys at most of each, in digits of base 256, every sum exact. Weights come as they
     are before they are rounded to V's dtype: of float16's, those under 2⁻²⁵ would be 0.
@@ -79,67 +90,79 @@ def met(weights, value, marks, form):
     signs = tl.where(value == float("inf"), 1.0, tl.where(value == float("-inf"), 256.0, 0.0))
     code = tl.where(value != value, 0.00390625, signs).to(value.dtype)
     seen = tl.where(weights == 0, 0.0, 1.0).to(value.dtype)
-    counts = (tl.dot(seen, code, input_precision=form.precision) * 256).to(tl.int32)
+    counts = (tl.dot(seen, code, input_precision=constexprs.precision) * 256).to(tl.int32)
     found = tl.where(counts % 256 != 0, 1, 0) + tl.where(counts // 256 % 256 != 0, 2, 0)
-    return marks | (found + tl.where(counts // 65536 != 0, 4, 0))
+    return nonfinite_marks | (found + tl.where(counts // 65536 != 0, 4, 0))
 
 
 @triton.jit
-def of_marks(marks):
-    """What `met` of them stands for: NaN, ∞, −∞ or 0."""
-    signs = tl.where((marks & 2) != 0, float("inf"), tl.where((marks & 4) != 0, float("-inf"), 0.0))
-    return tl.where(((marks & 1) != 0) | ((marks & 6) == 6), float("nan"), signs)
+def decode_nonfinite(nonfinite_marks):
+    """What `classify_nonfinite` of them stands for: NaN, ∞, −∞ or 0."""
+    signs = tl.where((nonfinite_marks & 2) != 0, float("inf"), tl.where((nonfinite_marks & 4) != 0, float("-inf"), 0.0))
+    return tl.where(((nonfinite_marks & 1) != 0) | ((nonfinite_marks & 6) == 6), float("nan"), signs)
 
 
 @triton.jit
-def over_run(state, first, last, block, seams, CAREFUL: tl.constexpr, form, PARTIAL: tl.constexpr):
+def process_range(
+    state, first, last, block, formula_functions, NAN_SAFE: tl.constexpr, constexprs, PARTIAL: tl.constexpr
+):
     """The softmax's state after the tiles `first` to before `last`."""
-    output, total, lost, largest, marks, riders = state
-    m, unit = block.place.m, block.unit
-    bound: tl.constexpr = PARTIAL and not form.even
+    output, total, compensation, largest, nonfinite_marks, fused_state = state
+    m, unit = block.location.m, block.unit
+    bound: tl.constexpr = PARTIAL and not constexprs.even
     for tile in range(first, last):
-        j0 = tile * form.keys
-        k = tile_ops.keys_of(block.key, j0, form.keys, m, form.d_k, form.lanes_k, bound, form)
-        products = tl.dot(block.query, k, input_precision=form.precision)
-        s = tile_ops.scores(products, block.place, j0, block.scale, block.tables, seams, PARTIAL, form)
+        j0 = tile * constexprs.keys
+        k = tile_ops.load_rows_transposed(
+            block.key, j0, constexprs.keys, m, constexprs.d_k, constexprs.padded_d_k, bound, constexprs
+        )
+        products = tl.dot(block.query, k, input_precision=constexprs.precision)
+        s = tile_ops.compute_scores(
+            products, block.location, j0, block.scale, block.tables, formula_functions, PARTIAL, constexprs
+        )
         highest = tl.max(s, 1)
         new = tl.maximum(largest, highest)
         shift = tl.where(new == float("-inf"), 0.0, new)
-        moved = (largest - shift) * unit
-        alpha = tl.exp2(moved)
-        x = tile_ops.exponents(s, unit, shift)
+        log2_alpha = (largest - shift) * unit
+        alpha = tl.exp2(log2_alpha)
+        x = tile_ops.shifted_exponents(s, unit, shift)
         p = tl.exp2(x)
         sums = tl.sum(p, 1)
         old = total * alpha  # Knuth's sum: later passes over the weights take on the error of lse
         total = old + sums
         share = total - old
-        lost = lost * alpha + ((old - (total - share)) + (sums - share))
-        riders = fused_statistics.ride(riders, s, x, p, sums, highest, alpha, moved, j0, block, seams, form)
-        if block.random is not None:
-            p = tl.where(tile_ops.keep(block.random, block.place, j0, form.rows, form.keys), p, 0.0)
-        v = tile_ops.rows_of(block.value, j0, form.keys, m, form.d_v, form.lanes_v, bound, form)
-        if CAREFUL:
-            marks = met(p, v, marks, form)
-            v = tile_ops.finite(v)
-        output = tl.dot(p.to(v.dtype), v, output * alpha[:, None], input_precision=form.precision)
+        compensation = compensation * alpha + ((old - (total - share)) + (sums - share))
+        fused_state = fused_statistics.update(
+            fused_state, s, x, p, sums, highest, alpha, log2_alpha, j0, block, formula_functions, constexprs
+        )
+        if block.dropout_state is not None:
+            p = tl.where(
+                tile_ops.dropout_mask(block.dropout_state, block.location, j0, constexprs.rows, constexprs.keys), p, 0.0
+            )
+        v = tile_ops.load_rows(
+            block.value, j0, constexprs.keys, m, constexprs.d_v, constexprs.padded_d_v, bound, constexprs
+        )
+        if NAN_SAFE:
+            nonfinite_marks = classify_nonfinite(p, v, nonfinite_marks, constexprs)
+            v = tile_ops.zero_nonfinite(v)
+        output = tl.dot(p.to(v.dtype), v, output * alpha[:, None], input_precision=constexprs.precision)
         largest = new
-    return State(output, total, lost, largest, marks, riders)
+    return State(output, total, compensation, largest, nonfinite_marks, fused_state)
 
 
 @triton.jit
-def begin(sink, SUMS: tl.constexpr, CAREFUL: tl.constexpr, form):
+def init(sink, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, constexprs):
     """The softmax's state before any key: its largest score is the sink's, or −∞.
 
     SUMS is how many further sums ride along, see `riding`.
     """
-    output = tl.zeros((form.rows, form.lanes_v), form.total)
-    marks = tl.zeros((form.rows, form.lanes_v if CAREFUL else 1), tl.int32)
-    lost = tl.zeros((form.rows,), form.total)
-    total, largest = lost, tl.full((form.rows,), float("-inf"), form.total)
+    output = tl.zeros((constexprs.rows, constexprs.padded_d_v), constexprs.accumulator)
+    nonfinite_marks = tl.zeros((constexprs.rows, constexprs.padded_d_v if NAN_SAFE else 1), tl.int32)
+    compensation = tl.zeros((constexprs.rows,), constexprs.accumulator)
+    total, largest = compensation, tl.full((constexprs.rows,), float("-inf"), constexprs.accumulator)
     if sink is not None:
-        total = lost + 1.0
-        largest = lost + sink
-    return State(output, total, lost, largest, marks, fused_statistics.begin(SUMS, form))
+        total = compensation + 1.0
+        largest = compensation + sink
+    return State(output, total, compensation, largest, nonfinite_marks, fused_statistics.init(SUMS, constexprs))
 
 
 @triton.jit
@@ -149,18 +172,18 @@ def has_nan(block):
 
 
 @triton.jit
-def hand_over(state, output, lse, sinks, position, first, n, H, unit, kept, form):
+def store(state, output, lse, sinks, position, first, n, H, unit, dropout_scale, constexprs):
     """Write O / l and lse = m · unit · ln 2 + ln l of a head's queries from `first` on; 0 and −∞ where none is seen."""
-    rows = first + tl.arange(0, form.rows)
+    rows = first + tl.arange(0, constexprs.rows)
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
     nothing = state.total == 0
     safe = tl.where(nothing, 1.0, state.total)
-    column = tl.arange(0, form.lanes_v)[None, :]
-    rows = (state.output * (kept / safe)[:, None]).to(output.dtype.element_ty)
-    place = output + at[:, None] * form.d_v + column
-    tl.store(place, rows, mask=inside[:, None] & (column < form.d_v))
-    base = tl.where(nothing, float("-inf"), state.largest).to(tl.float64) * tile_ops.number(unit, tl.float64)
-    found = base * tile_ops.LN_2 + tl.log(safe.to(tl.float64) + state.lost.to(tl.float64))
+    column = tl.arange(0, constexprs.padded_d_v)[None, :]
+    rows = (state.output * (dropout_scale / safe)[:, None]).to(output.dtype.element_ty)
+    location = output + at[:, None] * constexprs.d_v + column
+    tl.store(location, rows, mask=inside[:, None] & (column < constexprs.d_v))
+    base = tl.where(nothing, float("-inf"), state.largest).to(tl.float64) * tile_ops.scalar(unit, tl.float64)
+    found = base * tile_ops.LN_2 + tl.log(safe.to(tl.float64) + state.compensation.to(tl.float64))
     if sinks is not None:  # one beyond the largest score was taken for the largest
         sink = tl.load(sinks + position % H)
         found = tl.where(found < sink, sink, found)
@@ -168,40 +191,48 @@ def hand_over(state, output, lse, sinks, position, first, n, H, unit, kept, form
 
 
 @triton.jit
-def block_of_head(given, position, first, row, seams, SUMS: tl.constexpr, CAREFUL: tl.constexpr, form):
+def compute_block(
+    arguments, position, first, row, formula_functions, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, constexprs
+):
     """The softmax's final state of a head's queries from `first` on; `row` is their block's of the head's schedule."""
-    b, h, n, m = position // given.H, position % given.H, given.n, given.m
+    b, h, n, m = position // arguments.H, position % arguments.H, arguments.n, arguments.m
     block = Block(
-        tile_ops.queries_of(given.query, b, h, first, n, given.sign, form),
-        tile_ops.head_of(given.key, b, h // given.group),
-        tile_ops.head_of(given.value, b, h // given.group),
-        tile_ops.Place(b, h, tile_ops.column_of(first, n, form), n, m),
-        tile_ops.number(given.scale, form.total),
-        tile_ops.number(given.unit, form.total),
-        given.random,
-        given.tables,
+        tile_ops.load_queries(arguments.query, b, h, first, n, arguments.sign, constexprs),
+        tile_ops.locate_head(arguments.key, b, h // arguments.group),
+        tile_ops.locate_head(arguments.value, b, h // arguments.group),
+        tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, constexprs), n, m),
+        tile_ops.scalar(arguments.scale, constexprs.accumulator),
+        tile_ops.scalar(arguments.unit, constexprs.accumulator),
+        arguments.dropout_state,
+        arguments.tables,
     )
     sink = None
-    if given.sinks is not None:
-        logit = tl.load(given.sinks + h) * tile_ops.LOG2_E / tile_ops.number(given.unit, tl.float64)
-        sink = tl.where(logit > 0, tile_ops.bounded(logit, form), logit.to(form.total))
-    state = begin(sink, SUMS, CAREFUL, form)
-    row = Row(given.schedule, b, h, row, m, None, False)
-    state = walk(state, over_run, row, form.keys, form.even, block, seams, CAREFUL, form)
-    if CAREFUL:
-        output, total, lost, largest, marks, riders = state
-        state = State(output + of_marks(marks), total, lost, largest, marks, riders)
+    if arguments.sinks is not None:
+        logit = tl.load(arguments.sinks + h) * tile_ops.LOG2_E / tile_ops.scalar(arguments.unit, tl.float64)
+        sink = tl.where(logit > 0, tile_ops.clamp_finite(logit, constexprs), logit.to(constexprs.accumulator))
+    state = init(sink, SUMS, NAN_SAFE, constexprs)
+    row = ScheduleRow(arguments.schedule, b, h, row, m, None, False)
+    state = loop_over_tiles(
+        state, process_range, row, constexprs.keys, constexprs.even, block, formula_functions, NAN_SAFE, constexprs
+    )
+    if NAN_SAFE:
+        output, total, compensation, largest, nonfinite_marks, fused_state = state
+        state = State(
+            output + decode_nonfinite(nonfinite_marks), total, compensation, largest, nonfinite_marks, fused_state
+        )
     return state
 
 
-@triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks", "items"], repr=twin("forward", "careful"))
+@triton.jit(
+    do_not_specialize=["n", "m", "H", "group", "blocks", "items"], repr=name_variants("forward", "forward_nan_safe")
+)
 def forward(
     query,
     key,
     value,
     output,
     lse,
-    tainted,
+    nonfinite_flags,
     n: tl.int32,
     m: tl.int32,
     H: tl.int32,
@@ -213,13 +244,13 @@ def forward(
     unit: tl.float64,
     schedule,
     sinks,
-    random,
-    kept: tl.float64,
+    dropout_state,
+    dropout_scale: tl.float64,
     tables,
     seen,
-    seams,
-    form: tl.constexpr,
-    PARTS: tl.constexpr,
+    formula_functions,
+    constexprs: tl.constexpr,
+    SUBBLOCKS: tl.constexpr,
 ):
     """One block of queries of a head; with PARTS the blocks marked as tainted, each in so many parts, carefully.
 
@@ -233,24 +264,35 @@ def forward(
     sign, scale, unit : s = Q Kᵀ · sign · scale, and scores come to base 2 by · unit
     schedule : a `runs.Schedule`, or None for all keys
     sinks : (H,) float64, or None
-    random : of `Operands.random`; `kept` is the factor on what dropout keeps
+    random : of `Operands.dropout_state`; `dropout_scale` is the factor on what dropout keeps
     seen : where riders go, see `riding`
     """
-    given = Given(query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, random, tables)
-    factor = tile_ops.number(kept, form.total)
-    if PARTS == 0:
+    arguments = KernelArguments(
+        query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, dropout_state, tables
+    )
+    factor = tile_ops.scalar(dropout_scale, constexprs.accumulator)
+    if SUBBLOCKS == 0:
         item = tl.program_id(0)
         position, block = item // blocks, blocks - 1 - item % blocks
-        first = block * form.rows
-        state = block_of_head(given, position, first, block, seams, len(seen[3]), False, form)
-        tl.store(tainted + item, has_nan(state.output))
-        hand_over(state, output, lse, sinks, position, first, n, H, unit, factor, form)
-        fused_statistics.hand_over(state, seen, position, first, n, tile_ops.number(scale, form.total), seams, form)
+        first = block * constexprs.rows
+        state = compute_block(arguments, position, first, block, formula_functions, len(seen[3]), False, constexprs)
+        tl.store(nonfinite_flags + item, has_nan(state.output))
+        store(state, output, lse, sinks, position, first, n, H, unit, factor, constexprs)
+        fused_statistics.store(
+            state,
+            seen,
+            position,
+            first,
+            n,
+            tile_ops.scalar(scale, constexprs.accumulator),
+            formula_functions,
+            constexprs,
+        )
     else:
         for item in range(tl.program_id(0), items, tl.num_programs(0)):
-            if tl.load(tainted + item) != 0:
+            if tl.load(nonfinite_flags + item) != 0:
                 position, block = item // blocks, blocks - 1 - item % blocks
-                for part in range(PARTS):
-                    first = (block * PARTS + part) * form.rows
-                    state = block_of_head(given, position, first, block, seams, 0, True, form)
-                    hand_over(state, output, lse, sinks, position, first, n, H, unit, factor, form)
+                for subblock in range(SUBBLOCKS):
+                    first = (block * SUBBLOCKS + subblock) * constexprs.rows
+                    state = compute_block(arguments, position, first, block, formula_functions, 0, True, constexprs)
+                    store(state, output, lse, sinks, position, first, n, H, unit, factor, constexprs)

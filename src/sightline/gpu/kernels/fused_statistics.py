@@ -16,64 +16,81 @@ import triton.language as tl
 
 from . import tile_ops
 
-__all__ = ["begin", "hand_over", "ride"]
+__all__ = ["init", "store", "update"]
 
-LEAST = tl.constexpr(-2048.0)  # powers below it are weights of 0 in every type
+MIN_POWER = tl.constexpr(-2048.0)  # powers below it are weights of 0 in every type
 
 
 @triton.jit
-def begin(SUMS: tl.constexpr, form):
+def init(SUMS: tl.constexpr, constexprs):
     """Nothing seen yet: (largest s, its key, T, Σp, sums), SUMS of the last."""
-    none = tl.zeros((form.rows,), form.total)
-    top, where, powers, seen = (), (), (), ()
-    if form.largest:
-        top = tl.full((form.rows,), float("-inf"), form.total)
-        where = tl.full((form.rows,), -1, tl.int32)
-    if form.entropy:
-        powers, seen = none, none
+    none = tl.zeros((constexprs.rows,), constexprs.accumulator)
+    max_score, max_key, power_sum, mass = (), (), (), ()
+    if constexprs.max_score:
+        max_score = tl.full((constexprs.rows,), float("-inf"), constexprs.accumulator)
+        max_key = tl.full((constexprs.rows,), -1, tl.int32)
+    if constexprs.entropy:
+        power_sum, mass = none, none
     sums = ()
     for _ in tl.static_range(SUMS):
         sums = sums + (none,)  # noqa: RUF005  no stars in Triton
-    return top, where, powers, seen, sums
+    return max_score, max_key, power_sum, mass, sums
 
 
 @triton.jit
-def ride(riders, s, x, p, added, highest, alpha, moved, first, block, seams, form):
+def update(
+    fused_state,
+    s,
+    x,
+    p,
+    tile_weight_sum,
+    tile_max_score,
+    alpha,
+    log2_alpha,
+    first,
+    block,
+    formula_functions,
+    constexprs,
+):
     """The riders after a tile of keys from `first` on.
 
     Parameters
     ----------
-    s, x, p : (rows, keys) scores as `tiles.scores` has them, their powers, weights before dropout
+    s, x, p : (rows, keys) scores as `tiles.compute_scores` has them, their powers, weights before dropout
     added, highest : (rows,) Σ p and the largest s of the tile
     alpha, moved : (rows,) m − m' and 2 to it
     """
-    top, where, powers, seen, sums = riders
-    b, h, i, n, m = block.place
-    j = first + tl.arange(0, form.keys)[None, :]
-    if form.largest:
-        odd = tl.min(tl.where(s != s, j, tile_ops.NO_KEY), 1)  # the first NaN, which is above all
-        reached = tl.where(odd < tile_ops.NO_KEY, float("nan"), highest)
-        found = tl.where(odd < tile_ops.NO_KEY, odd, tl.min(tl.where(s < highest[:, None], tile_ops.NO_KEY, j), 1))
-        above = (reached > top) | ((reached != reached) & (top == top))
-        level = (reached == top) | ((reached != reached) & (top != top))
-        newer = above | (level & (found < where))  # full tiles come before partial ones to their left
-        top, where = tl.where(newer, reached, top), tl.where(newer, found, where)
-    if form.entropy:
-        powers = (powers + tl.maximum(moved, LEAST) * seen) * alpha + tl.sum(p * tl.maximum(x, LEAST), 1)
-        seen = seen * alpha + added
-    if seams.sums_at is not None:
-        if seams.score_at is None:
+    max_score, max_key, power_sum, mass, sums = fused_state
+    b, h, i, n, m = block.location
+    j = first + tl.arange(0, constexprs.keys)[None, :]
+    if constexprs.max_score:
+        first_nan = tl.min(tl.where(s != s, j, tile_ops.NO_KEY), 1)  # the first NaN, which is above all
+        tile_max = tl.where(first_nan < tile_ops.NO_KEY, float("nan"), tile_max_score)
+        found = tl.where(
+            first_nan < tile_ops.NO_KEY, first_nan, tl.min(tl.where(s < tile_max_score[:, None], tile_ops.NO_KEY, j), 1)
+        )
+        above = (tile_max > max_score) | ((tile_max != tile_max) & (max_score == max_score))
+        ties = (tile_max == max_score) | ((tile_max != tile_max) & (max_score != max_score))
+        replaces = above | (ties & (found < max_key))  # full tiles come before partial ones to their left
+        max_score, max_key = tl.where(replaces, tile_max, max_score), tl.where(replaces, found, max_key)
+    if constexprs.entropy:
+        power_sum = (power_sum + tl.maximum(log2_alpha, MIN_POWER) * mass) * alpha + tl.sum(
+            p * tl.maximum(x, MIN_POWER), 1
+        )
+        mass = mass * alpha + tile_weight_sum
+    if formula_functions.summands_at is not None:
+        if formula_functions.score_at is None:
             s = s * block.scale
-        values = seams.sums_at(s, b, h, i, tl.minimum(j, m - 1), n, m, block.tables)
+        values = formula_functions.summands_at(s, b, h, i, tl.minimum(j, m - 1), n, m, block.tables)
         new = ()
         for k in tl.static_range(len(sums)):
-            new = new + (sums[k] * alpha + tl.sum(share(p, values[k]), 1),)  # noqa: RUF005
+            new = new + (sums[k] * alpha + tl.sum(weighted_value(p, values[k]), 1),)  # noqa: RUF005
         sums = new
-    return top, where, powers, seen, sums
+    return max_score, max_key, power_sum, mass, sums
 
 
 @triton.jit
-def share(p, value):
+def weighted_value(p, value):
     """p · value, which may be a condition; a weight of 0 takes nothing."""
     if value.dtype == tl.int1:
         return tl.where(value, p, 0.0)
@@ -81,24 +98,24 @@ def share(p, value):
 
 
 @triton.jit
-def hand_over(state, to, position, first, n, scale, seams, form):
+def store(state, to, position, first, n, scale, formula_functions, constexprs):
     """Write a block's statistics to (largest, where, entropy, sums) of `to`, (B, H, n) each.
 
     0 for queries that saw nothing, but −∞ and −1 for their largest score.
     """
-    top, where, powers, seen, sums = state.riders
+    max_score, max_key, power_sum, mass, sums = state.fused_state
     total = state.total
-    rows = first + tl.arange(0, form.rows)
+    rows = first + tl.arange(0, constexprs.rows)
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
     safe = tl.where(total == 0, 1.0, total)
-    if form.largest:
-        if seams.score_at is None:
-            top = top * scale
-        tl.store(to[0] + at, top, mask=inside)
-        tl.store(to[1] + at, where.to(tl.int64), mask=inside)
-    if form.entropy:
+    if constexprs.max_score:
+        if formula_functions.score_at is None:
+            max_score = max_score * scale
+        tl.store(to[0] + at, max_score, mask=inside)
+        tl.store(to[1] + at, max_key.to(tl.int64), mask=inside)
+    if constexprs.entropy:
         wide = safe.to(tl.float64)
-        entropy = (tl.log(wide) * seen.to(tl.float64) - tile_ops.LN_2 * powers.to(tl.float64)) / wide
-        tl.store(to[2] + at, entropy.to(form.total), mask=inside)
+        entropy = (tl.log(wide) * mass.to(tl.float64) - tile_ops.LN_2 * power_sum.to(tl.float64)) / wide
+        tl.store(to[2] + at, entropy.to(constexprs.accumulator), mask=inside)
     for k in tl.static_range(len(sums)):
         tl.store(to[3][k] + at, sums[k] / safe, mask=inside)

@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["Row", "Schedule", "walk"]
+__all__ = ["Schedule", "ScheduleRow", "loop_over_tiles"]
 
 
 class Schedule(NamedTuple):
     """Which tiles every block looks at, int32 on the device; see `schedule.words`."""
 
     rows: Any  # (start, first of the partial ones, stop) of a block's runs
-    runs: Any  # (first tile, past the last) of a run
-    batch: Any  # rows to the next batch, 0 where all have the same
-    head: Any  # likewise
+    ranges: Any  # (first tile, past the last) of a run
+    batch_stride: Any  # rows to the next batch, 0 where all have the same
+    head_stride: Any  # likewise
 
 
-class Row(NamedTuple):
+class ScheduleRow(NamedTuple):
     """The tiles a block looks at: those of its row of the schedule, or all."""
 
     schedule: Any  # a Schedule, or None for all tiles
@@ -28,11 +28,11 @@ class Row(NamedTuple):
     block: Any  # which of its head's
     length: Any  # of what is cut into tiles: keys, or queries
     window: Any  # of tiles, (first, past the last), outside of which none is looked at; None for all
-    ragged: Any  # whether the block itself is not full, so that none of its tiles is
+    is_ragged: Any  # whether the block itself is not full, so that none of its tiles is
 
 
 @triton.jit
-def within(first, last, window):
+def clip_to_window(first, last, window):
     """The part of a run that lies in a window."""
     if window is not None:
         first, last = tl.maximum(first, window[0]), tl.minimum(last, window[1])
@@ -40,7 +40,17 @@ def within(first, last, window):
 
 
 @triton.jit
-def walk(state, body, row, TILE: tl.constexpr, EVEN: tl.constexpr, block, seams, HOW: tl.constexpr, form):
+def loop_over_tiles(
+    state,
+    body,
+    row,
+    TILE: tl.constexpr,
+    EVEN: tl.constexpr,
+    block,
+    formula_functions,
+    OPTIONS: tl.constexpr,
+    constexprs,
+):
     """The state after `body` has seen every tile of a block's row.
 
     Parameters
@@ -50,21 +60,25 @@ def walk(state, body, row, TILE: tl.constexpr, EVEN: tl.constexpr, block, seams,
     block, seams, HOW, form : what the body takes; HOW is a constant of its own
     """
     if row.schedule is None:
-        middle = tl.where(row.ragged, 0, row.length // TILE)
-        first, last = within(0, middle, row.window)
-        state = body(state, first, last, block, seams, HOW, form, False)
+        middle = tl.where(row.is_ragged, 0, row.length // TILE)
+        first, last = clip_to_window(0, middle, row.window)
+        state = body(state, first, last, block, formula_functions, OPTIONS, constexprs, False)
         if not EVEN:
-            first, last = within(middle, tl.cdiv(row.length, TILE), row.window)
-            state = body(state, first, last, block, seams, HOW, form, True)
+            first, last = clip_to_window(middle, tl.cdiv(row.length, TILE), row.window)
+            state = body(state, first, last, block, formula_functions, OPTIONS, constexprs, True)
     else:
-        runs = row.schedule.runs
-        at = row.schedule.rows + 3 * (row.b * row.schedule.batch + row.h * row.schedule.head + row.block)
+        ranges = row.schedule.ranges
+        at = row.schedule.rows + 3 * (row.b * row.schedule.batch_stride + row.h * row.schedule.head_stride + row.block)
         start, middle, stop = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-        middle = tl.where(row.ragged, start, middle)
-        for run in range(start, middle):
-            first, last = within(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1), row.window)
-            state = body(state, first, last, block, seams, HOW, form, False)
-        for run in range(middle, stop):
-            first, last = within(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1), row.window)
-            state = body(state, first, last, block, seams, HOW, form, True)
+        middle = tl.where(row.is_ragged, start, middle)
+        for range_index in range(start, middle):
+            first, last = clip_to_window(
+                tl.load(ranges + 2 * range_index), tl.load(ranges + 2 * range_index + 1), row.window
+            )
+            state = body(state, first, last, block, formula_functions, OPTIONS, constexprs, False)
+        for range_index in range(middle, stop):
+            first, last = clip_to_window(
+                tl.load(ranges + 2 * range_index), tl.load(ranges + 2 * range_index + 1), row.window
+            )
+            state = body(state, first, last, block, formula_functions, OPTIONS, constexprs, True)
     return state

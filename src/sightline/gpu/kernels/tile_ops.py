@@ -1,6 +1,6 @@
 """Device functions that the kernels share: rows of a matrix, a tile's scores and weights, what dropout keeps.
 
-`seams` is a `seams.Seams`, `form` a `form.Form`.
+`formula_functions` is a `formula_functions.FormulaFunctions`, `constexprs` a `constexprs.Constexprs`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,31 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    *("FLOAT32_MAX", "LN_2", "LOG2_E", "NO_KEY", "Array", "Head", "Place", "bounded", "column_of", "exponents"),
-    *("finite", "gathered", "head_of", "keep", "keys_of", "normaliser", "number", "queries_of", "rows_of", "scores"),
-    *("signed", "weight"),
+    *(
+        "FLOAT32_MAX",
+        "LN_2",
+        "LOG2_E",
+        "NO_KEY",
+        "Array",
+        "Head",
+        "BlockLocation",
+        "clamp_finite",
+        "query_indices",
+        "shifted_exponents",
+    ),
+    *(
+        "zero_nonfinite",
+        "gather_rows",
+        "locate_head",
+        "dropout_mask",
+        "load_rows_transposed",
+        "normaliser",
+        "scalar",
+        "load_queries",
+        "load_rows",
+        "compute_scores",
+    ),
+    *("apply_sign", "weight"),
 ]
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -27,7 +49,7 @@ class Array(NamedTuple):
 
     start: Any
     lengths: Any  # of the leading axes
-    steps: Any  # of the leading axes
+    strides: Any  # of the leading axes
     head: Any  # steps of the others
     row: Any
     column: Any
@@ -41,7 +63,7 @@ class Head(NamedTuple):
     column: Any
 
 
-class Place(NamedTuple):
+class BlockLocation(NamedTuple):
     """Where a block of queries is: i a column (rows, 1), none past the last; h may be a column too."""
 
     b: Any
@@ -52,161 +74,183 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def number(x, dtype: tl.constexpr):
+def scalar(x, dtype: tl.constexpr):
     """A number of the call in that type, without a detour through a narrower one."""
     return tl.full((), x, dtype)
 
 
 @triton.jit
-def bounded(x, form):
+def clamp_finite(x, constexprs):
     """A float64 in the type of scores; where finite, at most their largest number in size."""
-    if form.total == tl.float32:
+    if constexprs.accumulator == tl.float32:
         x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -FLOAT32_MAX), FLOAT32_MAX), x)
-    return x.to(form.total)
+    return x.to(constexprs.accumulator)
 
 
 @triton.jit
-def signed(x, sign, form):
+def apply_sign(x, sign, constexprs):
     """Queries or keys times the sign of the scale: nothing is rounded."""
-    return (x * number(sign, form.total)).to(x.dtype)
+    return (x * scalar(sign, constexprs.accumulator)).to(x.dtype)
 
 
 @triton.jit
-def finite(x):
+def zero_nonfinite(x):
     """The block with 0 for NaN and ∞."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
-def head_of(array, b, head):
+def locate_head(array, b, head):
     """A head of an array; `head` may be a block of heads."""
     offset = tl.cast(head, tl.int64) * array.head
     for k in tl.static_range(len(array.lengths)):
         length = array.lengths[len(array.lengths) - 1 - k]
-        offset += tl.cast(b % length, tl.int64) * array.steps[len(array.lengths) - 1 - k]
+        offset += tl.cast(b % length, tl.int64) * array.strides[len(array.lengths) - 1 - k]
         b = b // length
     return Head(array.start + offset, array.row, array.column)
 
 
 @triton.jit
-def rows_of(
-    head, first, ROWS: tl.constexpr, count, WIDTH: tl.constexpr, LANES: tl.constexpr, BOUND: tl.constexpr, form
+def load_rows(
+    head,
+    first,
+    ROWS: tl.constexpr,
+    count,
+    WIDTH: tl.constexpr,
+    PADDED_WIDTH: tl.constexpr,
+    BOUND: tl.constexpr,
+    constexprs,
 ):
     """Rows first ... first + ROWS − 1 of a head, (ROWS, LANES): 0 past the width and, where BOUND, from row `count`."""
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
-    return _read(head, first, row, column, count, WIDTH, LANES, BOUND, form)
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED_WIDTH)[None, :]
+    return _load(head, first, row, column, count, WIDTH, PADDED_WIDTH, BOUND, constexprs)
 
 
 @triton.jit
-def keys_of(
-    head, first, ROWS: tl.constexpr, count, WIDTH: tl.constexpr, LANES: tl.constexpr, BOUND: tl.constexpr, form
+def load_rows_transposed(
+    head,
+    first,
+    ROWS: tl.constexpr,
+    count,
+    WIDTH: tl.constexpr,
+    PADDED_WIDTH: tl.constexpr,
+    BOUND: tl.constexpr,
+    constexprs,
 ):
     """The same rows as columns, (LANES, ROWS)."""
-    row, column = tl.arange(0, ROWS)[None, :], tl.arange(0, LANES)[:, None]
-    return _read(head, first, row, column, count, WIDTH, LANES, BOUND, form)
+    row, column = tl.arange(0, ROWS)[None, :], tl.arange(0, PADDED_WIDTH)[:, None]
+    return _load(head, first, row, column, count, WIDTH, PADDED_WIDTH, BOUND, constexprs)
 
 
 @triton.jit
-def queries_of(query, b, h, first, n, sign, form):
+def load_queries(query, b, h, first, n, sign, constexprs):
     """A head's queries from `first` on, times the sign of the scale."""
-    return signed(rows_of(head_of(query, b, h), first, form.rows, n, form.d_k, form.lanes_k, True, form), sign, form)
+    return apply_sign(
+        load_rows(
+            locate_head(query, b, h), first, constexprs.rows, n, constexprs.d_k, constexprs.padded_d_k, True, constexprs
+        ),
+        sign,
+        constexprs,
+    )
 
 
 @triton.jit
-def gathered(heads, row, inside, WIDTH: tl.constexpr, LANES: tl.constexpr, form):
+def gather_rows(heads, row, inside, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, constexprs):
     """Rows of several heads, (rows, LANES): where heads start and which of their rows are columns."""
-    column = tl.arange(0, LANES)[None, :]
-    pointers = heads.start + tl.cast(row, tl.int64) * heads.row + column.to(form.index) * heads.column
-    found = tl.load(pointers, mask=inside & (column < WIDTH), other=0.0)
-    if form.widened:
-        found = found.to(form.total)
-    return found
+    column = tl.arange(0, PADDED_WIDTH)[None, :]
+    pointers = heads.start + tl.cast(row, tl.int64) * heads.row + column.to(constexprs.index_type) * heads.column
+    block = tl.load(pointers, mask=inside & (column < WIDTH), other=0.0)
+    if constexprs.widens_operands:
+        block = block.to(constexprs.accumulator)
+    return block
 
 
 @triton.jit
-def _read(head, first, row, column, count, WIDTH: tl.constexpr, LANES: tl.constexpr, BOUND: tl.constexpr, form):
-    offsets = row.to(form.index) * head.row + column.to(form.index) * head.column
+def _load(
+    head, first, row, column, count, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BOUND: tl.constexpr, constexprs
+):
+    offsets = row.to(constexprs.index_type) * head.row + column.to(constexprs.index_type) * head.column
     pointers = head.start + tl.cast(first, tl.int64) * head.row + offsets
-    if BOUND and LANES != WIDTH:
-        found = tl.load(pointers, mask=(row < count - first) & (column < WIDTH), other=0.0)
+    if BOUND and PADDED_WIDTH != WIDTH:
+        block = tl.load(pointers, mask=(row < count - first) & (column < WIDTH), other=0.0)
     elif BOUND:
-        found = tl.load(pointers, mask=row < count - first, other=0.0)
-    elif LANES != WIDTH:
-        found = tl.load(pointers, mask=column < WIDTH, other=0.0)
+        block = tl.load(pointers, mask=row < count - first, other=0.0)
+    elif PADDED_WIDTH != WIDTH:
+        block = tl.load(pointers, mask=column < WIDTH, other=0.0)
     else:
-        found = tl.load(pointers)
-    if form.widened:
-        found = found.to(form.total)
-    return found
+        block = tl.load(pointers)
+    if constexprs.widens_operands:
+        block = block.to(constexprs.accumulator)
+    return block
 
 
 @triton.jit
-def column_of(first, n, form):
+def query_indices(first, n, constexprs):
     """The queries of a block, (rows, 1), none past the last."""
-    return tl.minimum(first + tl.arange(0, form.rows), n - 1)[:, None]
+    return tl.minimum(first + tl.arange(0, constexprs.rows), n - 1)[:, None]
 
 
 @triton.jit
-def scores(products, place, first, scale, tables, seams, PARTIAL: tl.constexpr, form):
+def compute_scores(products, location, first, scale, tables, formula_functions, PARTIAL: tl.constexpr, constexprs):
     """Final scores of a tile of keys from its Q · K: −∞ where a partial tile hides the pair or the keys end.
 
     With a score formula in nats; without one not yet scaled, so that scale and shift are one rounding.
     """
-    b, h, i, n, m = place
+    b, h, i, n, m = location
     s = products
-    j = first + tl.arange(0, form.keys)[None, :]
+    j = first + tl.arange(0, constexprs.keys)[None, :]
     at = j
-    if PARTIAL and not form.even:
+    if PARTIAL and not constexprs.even:
         at = tl.minimum(j, m - 1)
-    if seams.score_at is not None:
-        s = tl.broadcast_to(seams.score_at(s * scale, b, h, i, at, n, m, tables), s.shape)
+    if formula_functions.score_at is not None:
+        s = tl.broadcast_to(formula_functions.score_at(s * scale, b, h, i, at, n, m, tables), s.shape)
     if PARTIAL:
-        if seams.mask_at is not None:
-            s = tl.where(seams.mask_at(b, h, i, at, n, m, tables), s, float("-inf"))
-        if not form.even:
+        if formula_functions.mask_at is not None:
+            s = tl.where(formula_functions.mask_at(b, h, i, at, n, m, tables), s, float("-inf"))
+        if not constexprs.even:
             s = tl.where(j < m, s, float("-inf"))
     return s
 
 
 @triton.jit
-def normaliser(lse, position, first, n, unit, form):
+def normaliser(lse, position, first, n, unit, constexprs):
     """lse of a head's queries from `first` on in the scores' unit, high + low, (rows,); 0 where nothing is seen."""
-    rows = first + tl.arange(0, form.rows)
+    rows = first + tl.arange(0, constexprs.rows)
     x = tl.load(lse + tl.cast(position, tl.int64) * n + rows, mask=rows < n, other=0.0) * (LOG2_E / unit)
     x = tl.where(x == float("-inf"), 0.0, x)
-    high = bounded(x, form)
-    return high, bounded(tl.where(tl.abs(x) < float("inf"), x - high.to(tl.float64), 0.0), form)
+    high = clamp_finite(x, constexprs)
+    return high, clamp_finite(tl.where(tl.abs(x) < float("inf"), x - high.to(tl.float64), 0.0), constexprs)
 
 
 @triton.jit
 def weight(s, unit, normaliser):
-    """P = 2^((s − lse) · unit) of scores as `scores` has them: near the maximum exact, however large they are."""
+    """P = 2^((s − lse) · unit) of scores as `compute_scores` has them: near the maximum exact, however large they are."""
     high, low = normaliser
     x = tl.minimum((s - high) - low, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.exp2(x * unit)
 
 
 @triton.jit
-def exponents(s, unit, shift):
+def shifted_exponents(s, unit, shift):
     """(s − shift) · unit. Near the maximum, as shift, the difference is exact, however large the scores are."""
     return (s - shift[:, None]) * unit
 
 
 @triton.jit
-def _word(number):
-    """The 32 bits in a number of `Operands.random`."""
-    return (tl.cast(number, tl.int64) >> 1) & 0xFFFFFFFF
+def _unpack_word(scalar):
+    """The 32 bits in a number of `Operands.dropout_state`."""
+    return (tl.cast(scalar, tl.int64) >> 1) & 0xFFFFFFFF
 
 
 @triton.jit
-def keep(random, place, first, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def dropout_mask(dropout_state, location, first, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Which weights dropout keeps, (ROWS, KEYS): `sightline.dropout`. `first` is a multiple of 4.
 
-    `random` is of `Operands.random`.
+    `dropout_state` is of `Operands.dropout_state`.
     """
     quad = tl.broadcast_to((first // 4 + tl.arange(0, KEYS // 4))[None, :], (ROWS, KEYS // 4))
     none = tl.zeros_like(quad)
-    low, high, dropped = _word(random[0]), _word(random[1]), _word(random[2])
-    w0, w1, w2, w3 = tl.philox((high << 32) | low, place.b + none, place.h + none, place.i + none, quad)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # word 2 a + c at [.., a, c]
-    return tl.reshape(words, (ROWS, KEYS)) > dropped.to(tl.uint32)
+    low, high, dropped = _unpack_word(dropout_state[0]), _unpack_word(dropout_state[1]), _unpack_word(dropout_state[2])
+    w0, w1, w2, w3 = tl.philox((high << 32) | low, location.b + none, location.h + none, location.i + none, quad)
+    uniform_words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # word 2 a + c at [.., a, c]
+    return tl.reshape(uniform_words, (ROWS, KEYS)) > dropped.to(tl.uint32)

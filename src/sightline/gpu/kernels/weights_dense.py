@@ -6,37 +6,39 @@ import triton
 import triton.language as tl
 
 from . import tile_ops
-from .tile_loop import Row, walk
-from .weights_pass import block_of, scores
+from .tile_loop import ScheduleRow, loop_over_tiles
+from .weights_pass import compute_scores, load_block
 
-__all__ = ["written"]
+__all__ = ["dense_weights"]
 
 
 @triton.jit
-def put_over_run(_, first, last, block, seams, WHAT: tl.constexpr, form, PARTIAL: tl.constexpr):
+def store_range(_, first, last, block, formula_functions, OUTPUT_KIND: tl.constexpr, constexprs, PARTIAL: tl.constexpr):
     """The tiles `first` to before `last` to their places; sums added to what this program has written there."""
-    corner, rows = block.own
-    m = block.place.m
-    down, across = tl.arange(0, form.rows)[:, None], tl.arange(0, form.keys)[None, :]
+    corner, rows = block.extra
+    m = block.location.m
+    down, across = tl.arange(0, constexprs.rows)[:, None], tl.arange(0, constexprs.keys)[None, :]
     for tile in range(first, last):
-        j0 = tile * form.keys
-        s = scores(block, j0, seams, PARTIAL, form)
-        places = corner + j0 + (tl.cast(down, tl.int64) * m + across)
+        j0 = tile * constexprs.keys
+        s = compute_scores(block, j0, formula_functions, PARTIAL, constexprs)
+        pointers = corner + j0 + (tl.cast(down, tl.int64) * m + across)
         inside = (down < rows) & (across < m - j0)
-        if WHAT == "scores":
-            if seams.score_at is None:
+        if OUTPUT_KIND == "scores":
+            if formula_functions.score_at is None:
                 s = s * block.scale
-            tl.store(places, s, mask=inside)
-        elif WHAT == "weights":
-            tl.store(places, tile_ops.weight(s, block.unit, block.normaliser).to(corner.dtype.element_ty), mask=inside)
+            tl.store(pointers, s, mask=inside)
+        elif OUTPUT_KIND == "weights":
+            tl.store(
+                pointers, tile_ops.weight(s, block.unit, block.normaliser).to(corner.dtype.element_ty), mask=inside
+            )
         else:
-            held = tl.load(places, mask=inside, other=0.0)
-            tl.store(places, held + tile_ops.weight(s, block.unit, block.normaliser), mask=inside)
+            held = tl.load(pointers, mask=inside, other=0.0)
+            tl.store(pointers, held + tile_ops.weight(s, block.unit, block.normaliser), mask=inside)
     return ()
 
 
 @triton.jit(do_not_specialize=["n", "m", "H", "group", "blocks", "batches", "heads"])
-def written(
+def dense_weights(
     query,
     key,
     lse,
@@ -53,9 +55,9 @@ def written(
     unit: tl.float64,
     schedule,
     tables,
-    seams,
-    form: tl.constexpr,
-    WHAT: tl.constexpr,
+    formula_functions,
+    constexprs: tl.constexpr,
+    OUTPUT_KIND: tl.constexpr,
 ):
     """P or S of a block of queries put to (..., n, m), or P of so many batches and heads added up there.
 
@@ -68,12 +70,22 @@ def written(
     item = tl.program_id(0)
     line, row = item // blocks, blocks - 1 - item % blocks
     across = H // heads  # lines of a batch
-    first = row * form.rows
+    first = row * constexprs.rows
     corner = output + (tl.cast(line, tl.int64) * n + first) * m
     for turn in range(batches * heads):
         b, h = line // across * batches + turn // heads, line % across * heads + turn % heads
-        own = (corner, n - first)
-        block = block_of(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, own, form)
-        along = Row(schedule, b, h, row, m, None, False)
-        walk((), put_over_run, along, form.keys, form.even, block, seams, WHAT, form)
+        extra = (corner, n - first)
+        block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, constexprs)
+        schedule_row = ScheduleRow(schedule, b, h, row, m, None, False)
+        loop_over_tiles(
+            (),
+            store_range,
+            schedule_row,
+            constexprs.keys,
+            constexprs.even,
+            block,
+            formula_functions,
+            OUTPUT_KIND,
+            constexprs,
+        )
         tl.debug_barrier()  # the next turn reads what other threads wrote in this one

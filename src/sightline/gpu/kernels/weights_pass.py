@@ -6,7 +6,7 @@ The normaliser is brought to the unit of S, a sum of two numbers of the accumula
 do not take on its rounding, and the difference is exact where S is near it. Every number of a result is written by one
 program alone, in the order of its runs, so that reruns give the same bits. Sums over many tiles are float64.
 
-What the kernels of statistics share: `top_k`, `written` and `pooled` walk the runs of a block of queries, `received`
+What the kernels of statistics share: `top_k`, `dense_weights` and `pooled` walk the runs of a block of queries, `received`
 those of a block of keys.
 """
 
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from . import tile_ops
 
-__all__ = ["Block", "block_of", "folded", "join", "scores"]
+__all__ = ["Block", "combine", "compute_scores", "load_block", "reduce"]
 
 
 class Block(NamedTuple):
@@ -27,50 +27,54 @@ class Block(NamedTuple):
 
     query: Any
     key: Any
-    place: Any
+    location: Any
     normaliser: Any
     scale: Any
     unit: Any
     tables: Any
-    own: Any
+    extra: Any
 
 
 @triton.jit
-def block_of(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, own, form):
+def load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, constexprs):
     """A block of queries of a head, from `first` on."""
-    high, low = tile_ops.normaliser(lse, b * H + h, first, n, unit, form)
+    high, low = tile_ops.normaliser(lse, b * H + h, first, n, unit, constexprs)
     return Block(
-        tile_ops.queries_of(query, b, h, first, n, sign, form),
-        tile_ops.head_of(key, b, h // group),
-        tile_ops.Place(b, h, tile_ops.column_of(first, n, form), n, m),
+        tile_ops.load_queries(query, b, h, first, n, sign, constexprs),
+        tile_ops.locate_head(key, b, h // group),
+        tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, constexprs), n, m),
         (high[:, None], low[:, None]),
-        tile_ops.number(scale, form.total),
-        tile_ops.number(unit, form.total),
+        tile_ops.scalar(scale, constexprs.accumulator),
+        tile_ops.scalar(unit, constexprs.accumulator),
         tables,
-        own,
+        extra,
     )
 
 
 @triton.jit
-def scores(block, first, seams, PARTIAL: tl.constexpr, form):
-    """Final scores of a tile of keys, see `tiles.scores`."""
-    bound: tl.constexpr = PARTIAL and not form.even
-    k = tile_ops.keys_of(block.key, first, form.keys, block.place.m, form.d_k, form.lanes_k, bound, form)
-    products = tl.dot(block.query, k, input_precision=form.precision)
-    return tile_ops.scores(products, block.place, first, block.scale, block.tables, seams, PARTIAL, form)
+def compute_scores(block, first, formula_functions, PARTIAL: tl.constexpr, constexprs):
+    """Final scores of a tile of keys, see `tiles.compute_scores`."""
+    bound: tl.constexpr = PARTIAL and not constexprs.even
+    k = tile_ops.load_rows_transposed(
+        block.key, first, constexprs.keys, block.location.m, constexprs.d_k, constexprs.padded_d_k, bound, constexprs
+    )
+    products = tl.dot(block.query, k, input_precision=constexprs.precision)
+    return tile_ops.compute_scores(
+        products, block.location, first, block.scale, block.tables, formula_functions, PARTIAL, constexprs
+    )
 
 
 @triton.jit
-def join(x, y, MAXIMA: tl.constexpr):
+def combine(x, y, USE_MAX: tl.constexpr):
     """The sum of weights, or the larger."""
-    if MAXIMA:
+    if USE_MAX:
         return tl.maximum(x, y)
     return x + y
 
 
 @triton.jit
-def folded(block, axis: tl.constexpr, MAXIMA: tl.constexpr):
+def reduce(block, axis: tl.constexpr, USE_MAX: tl.constexpr):
     """Weights joined along an axis."""
-    if MAXIMA:
+    if USE_MAX:
         return tl.max(block, axis)
     return tl.sum(block, axis)

@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 from . import tile_ops
-from .tile_loop import Row, walk
-from .weights_pass import block_of, folded, join, scores
+from .tile_loop import ScheduleRow, loop_over_tiles
+from .weights_pass import combine, compute_scores, load_block, reduce
 
 __all__ = ["pooled"]
 
 
-class Span(NamedTuple):
+class CellSpan(NamedTuple):
     """A program's positions `first` to before `last`, `cell` their first cell, of start ... stop in so many cells."""
 
     first: Any
@@ -26,43 +26,49 @@ class Span(NamedTuple):
 
 
 @triton.jit
-def edge(cell, start, stop, cells):
+def cell_start(cell, start, stop, cells):
     """The first position of a cell of a span."""
     return (start + tl.cast(cell, tl.int64) * (stop - start) // cells).to(tl.int32)
 
 
 @triton.jit
-def cell_of(position, start, stop, cells):
+def cell_index(position, start, stop, cells):
     """The cell of positions in a span."""
     return ((tl.cast(position - start + 1, tl.int64) * cells - 1) // (stop - start)).to(tl.int32)
 
 
 @triton.jit
-def lines_of(position, span):
+def cell_indices(position, span):
     """Which of its program's cells each position lies in; −1 outside of them."""
     inside = (position >= span.first) & (position < span.last)
-    return tl.where(inside, cell_of(position, span.start, span.stop, span.cells) - span.cell, -1)
+    return tl.where(inside, cell_index(position, span.start, span.stop, span.cells) - span.cell, -1)
 
 
 @triton.jit
-def cells_over_run(state, first, last, block, seams, MAXIMA: tl.constexpr, form, PARTIAL: tl.constexpr):
+def pool_range(state, first, last, block, formula_functions, USE_MAX: tl.constexpr, constexprs, PARTIAL: tl.constexpr):
     """The cells (DOWN, ACROSS) after the tiles `first` to before `last`, one column of them after another."""
     DOWN: tl.constexpr = state.shape[0]
     ACROSS: tl.constexpr = state.shape[1]
-    down, keys = block.own
+    down, keys = block.extra
     for tile in range(first, last):
-        j0 = tile * form.keys
-        p = tile_ops.weight(scores(block, j0, seams, PARTIAL, form), block.unit, block.normaliser)
-        if MAXIMA:
+        j0 = tile * constexprs.keys
+        p = tile_ops.weight(
+            compute_scores(block, j0, formula_functions, PARTIAL, constexprs), block.unit, block.normaliser
+        )
+        if USE_MAX:
             p = tl.where(p == p, p, float("inf"))  # maxima pass NaN over; no weight is above 1
-        across = lines_of(j0 + tl.arange(0, form.keys), keys)
-        start = cell_of(tl.maximum(j0, keys.first), keys.start, keys.stop, keys.cells) - keys.cell
-        end = cell_of(tl.minimum(j0 + form.keys, keys.last) - 1, keys.start, keys.stop, keys.cells) - keys.cell + 1
+        across = cell_indices(j0 + tl.arange(0, constexprs.keys), keys)
+        start = cell_index(tl.maximum(j0, keys.first), keys.start, keys.stop, keys.cells) - keys.cell
+        end = (
+            cell_index(tl.minimum(j0 + constexprs.keys, keys.last) - 1, keys.start, keys.stop, keys.cells)
+            - keys.cell
+            + 1
+        )
         for cell in range(start, end):
-            line = folded(tl.where(across[None, :] == cell, p, 0.0), 1, MAXIMA)
-            own = folded(tl.where(down[:, None] == tl.arange(0, DOWN)[None, :], line[:, None], 0.0), 0, MAXIMA)
+            line = reduce(tl.where(across[None, :] == cell, p, 0.0), 1, USE_MAX)
+            extra = reduce(tl.where(down[:, None] == tl.arange(0, DOWN)[None, :], line[:, None], 0.0), 0, USE_MAX)
             there = tl.arange(0, ACROSS)[None, :] == cell
-            state = join(state, tl.where(there, own.to(tl.float64)[:, None], 0.0), MAXIMA)
+            state = combine(state, tl.where(there, extra.to(tl.float64)[:, None], 0.0), USE_MAX)
     return state
 
 
@@ -93,9 +99,9 @@ def pooled(
     unit: tl.float64,
     schedule,
     tables,
-    seams,
-    form: tl.constexpr,
-    MAXIMA: tl.constexpr,
+    formula_functions,
+    constexprs: tl.constexpr,
+    USE_MAX: tl.constexpr,
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
@@ -115,21 +121,31 @@ def pooled(
     c_first, rest = item % right * across, item // right
     r_first, position = (below - 1 - rest % below) * down, rest // below
     r_last, c_last = tl.minimum(r_first + down, rows), tl.minimum(c_first + across, columns)
-    i_first, i_last = edge(r_first, i_start, i_stop, rows), edge(r_last, i_start, i_stop, rows)
-    j_first, j_last = edge(c_first, j_start, j_stop, columns), edge(c_last, j_start, j_stop, columns)
-    window = (j_first // form.keys, tl.cdiv(j_last, form.keys))
+    i_first, i_last = cell_start(r_first, i_start, i_stop, rows), cell_start(r_last, i_start, i_stop, rows)
+    j_first, j_last = cell_start(c_first, j_start, j_stop, columns), cell_start(c_last, j_start, j_stop, columns)
+    window = (j_first // constexprs.keys, tl.cdiv(j_last, constexprs.keys))
     b, h = position // H, position % H
-    queries = Span(i_first, i_last, r_first, i_start, i_stop, rows)
-    keys = Span(j_first, j_last, c_first, j_start, j_stop, columns)
+    queries = CellSpan(i_first, i_last, r_first, i_start, i_stop, rows)
+    keys = CellSpan(j_first, j_last, c_first, j_start, j_stop, columns)
     cells = tl.zeros((DOWN, ACROSS), tl.float64)
-    for row in range(i_first // form.rows, tl.cdiv(i_last, form.rows)):
-        first = row * form.rows
-        own = (lines_of(first + tl.arange(0, form.rows), queries), keys)
-        block = block_of(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, own, form)
-        along = Row(schedule, b, h, row, m, window, False)
-        cells = walk(cells, cells_over_run, along, form.keys, form.even, block, seams, MAXIMA, form)
-    if MAXIMA:
+    for row in range(i_first // constexprs.rows, tl.cdiv(i_last, constexprs.rows)):
+        first = row * constexprs.rows
+        extra = (cell_indices(first + tl.arange(0, constexprs.rows), queries), keys)
+        block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, constexprs)
+        schedule_row = ScheduleRow(schedule, b, h, row, m, window, False)
+        cells = loop_over_tiles(
+            cells,
+            pool_range,
+            schedule_row,
+            constexprs.keys,
+            constexprs.even,
+            block,
+            formula_functions,
+            USE_MAX,
+            constexprs,
+        )
+    if USE_MAX:
         cells = tl.where(cells == float("inf"), float("nan"), cells)
     r, c = r_first + tl.arange(0, DOWN)[:, None], c_first + tl.arange(0, ACROSS)[None, :]
-    places = output + (tl.cast(position, tl.int64) * rows + r) * columns + c
-    tl.store(places, cells, mask=(r < r_last) & (c < c_last))
+    pointers = output + (tl.cast(position, tl.int64) * rows + r) * columns + c
+    tl.store(pointers, cells, mask=(r < r_last) & (c < c_last))

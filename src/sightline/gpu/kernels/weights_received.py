@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from . import tile_ops
-from .tile_loop import Row, walk
-from .weights_pass import folded, join
+from .tile_loop import ScheduleRow, loop_over_tiles
+from .weights_pass import combine, reduce
 
 __all__ = ["received"]
 
@@ -33,23 +33,30 @@ class Block(NamedTuple):
 
 
 @triton.jit
-def over_run(state, first, last, block, seams, MAXIMA: tl.constexpr, form, PARTIAL: tl.constexpr):
+def process_range(
+    state, first, last, block, formula_functions, USE_MAX: tl.constexpr, constexprs, PARTIAL: tl.constexpr
+):
     """What the keys have, (keys,) float64, after the blocks of queries `first` to before `last`."""
     b, h, n = block.b, block.h, block.n
-    scale, unit = tile_ops.number(block.scale, form.total), tile_ops.number(block.unit, form.total)
+    scale, unit = (
+        tile_ops.scalar(block.scale, constexprs.accumulator),
+        tile_ops.scalar(block.unit, constexprs.accumulator),
+    )
     for tile in range(first, last):
-        i0 = tile * form.rows
-        place = tile_ops.Place(b, h, tile_ops.column_of(i0, n, form), n, block.m)
-        q = tile_ops.queries_of(block.query, b, h, i0, n, block.sign, form)
-        products = tl.dot(q, block.key, input_precision=form.precision)
-        s = tile_ops.scores(products, place, block.first, scale, block.tables, seams, PARTIAL, form)
-        high, low = tile_ops.normaliser(block.lse, b * block.H + h, i0, n, block.unit, form)
+        i0 = tile * constexprs.rows
+        location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(i0, n, constexprs), n, block.m)
+        q = tile_ops.load_queries(block.query, b, h, i0, n, block.sign, constexprs)
+        products = tl.dot(q, block.key, input_precision=constexprs.precision)
+        s = tile_ops.compute_scores(
+            products, location, block.first, scale, block.tables, formula_functions, PARTIAL, constexprs
+        )
+        high, low = tile_ops.normaliser(block.lse, b * block.H + h, i0, n, block.unit, constexprs)
         p = tile_ops.weight(s, unit, (high[:, None], low[:, None]))
-        if MAXIMA:
+        if USE_MAX:
             p = tl.where(p == p, p, float("inf"))  # maxima pass NaN over; no weight is above 1
         if PARTIAL:
-            p = tl.where((i0 + tl.arange(0, form.rows))[:, None] < n, p, 0.0)
-        state = join(state, folded(p, 0, MAXIMA).to(tl.float64), MAXIMA)
+            p = tl.where((i0 + tl.arange(0, constexprs.rows))[:, None] < n, p, 0.0)
+        state = combine(state, reduce(p, 0, USE_MAX).to(tl.float64), USE_MAX)
     return state
 
 
@@ -69,9 +76,9 @@ def received(
     unit: tl.float64,
     schedule,
     tables,
-    seams,
-    form: tl.constexpr,
-    MAXIMA: tl.constexpr,
+    formula_functions,
+    constexprs: tl.constexpr,
+    USE_MAX: tl.constexpr,
 ):
     """Σ_i P_ij of a block of keys of a head, or the largest.
 
@@ -84,15 +91,19 @@ def received(
     item = tl.program_id(0)
     position, row = item // blocks, item % blocks
     b, h = position // H, position % H
-    j0 = row * form.keys
-    head = tile_ops.head_of(key, b, h // group)
-    k = tile_ops.keys_of(head, j0, form.keys, m, form.d_k, form.lanes_k, not form.even, form)
+    j0 = row * constexprs.keys
+    head = tile_ops.locate_head(key, b, h // group)
+    k = tile_ops.load_rows_transposed(
+        head, j0, constexprs.keys, m, constexprs.d_k, constexprs.padded_d_k, not constexprs.even, constexprs
+    )
     block = Block(k, j0, b, h, query, lse, n, m, H, sign, scale, unit, tables)
-    row = Row(schedule, b, h, row, n, None, j0 + form.keys > m)
-    state = tl.zeros((form.keys,), tl.float64)
-    state = walk(state, over_run, row, form.rows, False, block, seams, MAXIMA, form)
-    if MAXIMA:
+    row = ScheduleRow(schedule, b, h, row, n, None, j0 + constexprs.keys > m)
+    state = tl.zeros((constexprs.keys,), tl.float64)
+    state = loop_over_tiles(
+        state, process_range, row, constexprs.rows, False, block, formula_functions, USE_MAX, constexprs
+    )
+    if USE_MAX:
         state = tl.where(state == float("inf"), float("nan"), state)
-    j = j0 + tl.arange(0, form.keys)
-    place = output + tl.cast(position, tl.int64) * m + j
-    tl.store(place, state.to(output.dtype.element_ty), mask=j < m)
+    j = j0 + tl.arange(0, constexprs.keys)
+    location = output + tl.cast(position, tl.int64) * m + j
+    tl.store(location, state.to(output.dtype.element_ty), mask=j < m)

@@ -6,20 +6,20 @@ import triton
 import triton.language as tl
 
 from . import tile_ops
-from .tile_loop import Row, walk
-from .weights_pass import block_of, scores
+from .tile_loop import ScheduleRow, loop_over_tiles
+from .weights_pass import compute_scores, load_block
 
 __all__ = ["top_k"]
 
 
 @triton.jit
-def keep_largest(state, s, first, lse, form):
+def keep_largest(state, s, first, lse, constexprs):
     """The lists after a tile; state is (scores, keys) (rows, K) in no order, and the least of each row, (rows, 1).
 
     Of what of the tile beats the least of its list, the best of each row enters in its place, until nothing does.
     """
     values, keys, least, least_key = state
-    j = tl.broadcast_to(first + tl.arange(0, form.keys)[None, :], s.shape)
+    j = tl.broadcast_to(first + tl.arange(0, constexprs.keys)[None, :], s.shape)
     s = tl.where((lse != lse) & (s != float("-inf")), 0.0, s)  # where lse is NaN all weights are: first come
     better = (s > least) | ((s == least) & (j < least_key) & (s > float("-inf")))
     while tl.max(tl.max(better.to(tl.int32), 1), 0) > 0:
@@ -35,11 +35,13 @@ def keep_largest(state, s, first, lse, form):
 
 
 @triton.jit
-def lists_over_run(state, first, last, block, seams, HOW: tl.constexpr, form, PARTIAL: tl.constexpr):
+def update_top_k_range(
+    state, first, last, block, formula_functions, OPTIONS: tl.constexpr, constexprs, PARTIAL: tl.constexpr
+):
     """The lists after the tiles `first` to before `last`."""
     for tile in range(first, last):
-        s = scores(block, tile * form.keys, seams, PARTIAL, form)
-        state = keep_largest(state, s, tile * form.keys, block.normaliser[0], form)
+        s = compute_scores(block, tile * constexprs.keys, formula_functions, PARTIAL, constexprs)
+        state = keep_largest(state, s, tile * constexprs.keys, block.normaliser[0], constexprs)
     return state
 
 
@@ -61,8 +63,8 @@ def top_k(
     unit: tl.float64,
     schedule,
     tables,
-    seams,
-    form: tl.constexpr,
+    formula_functions,
+    constexprs: tl.constexpr,
     K: tl.constexpr,
 ):
     """The k largest weights of a block of queries and their keys, descending; of equal scores the smaller key first.
@@ -74,25 +76,27 @@ def top_k(
     """
     item = tl.program_id(0)
     position, row = item // blocks, blocks - 1 - item % blocks
-    first = row * form.rows
+    first = row * constexprs.rows
     b, h = position // H, position % H
-    block = block_of(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, (), form)
-    values = tl.full((form.rows, K), float("-inf"), form.total)
-    keys = tl.full((form.rows, K), tile_ops.NO_KEY, tl.int32) - 1 - tl.arange(0, K)[None, :]  # each once
-    least = tl.full((form.rows, 1), float("-inf"), form.total)
-    last = tl.full((form.rows, 1), tile_ops.NO_KEY - 1, tl.int32)
+    block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, (), constexprs)
+    values = tl.full((constexprs.rows, K), float("-inf"), constexprs.accumulator)
+    keys = tl.full((constexprs.rows, K), tile_ops.NO_KEY, tl.int32) - 1 - tl.arange(0, K)[None, :]  # each once
+    least = tl.full((constexprs.rows, 1), float("-inf"), constexprs.accumulator)
+    last = tl.full((constexprs.rows, 1), tile_ops.NO_KEY - 1, tl.int32)
     state = (values, keys, least, last)
-    row = Row(schedule, b, h, row, m, None, False)
-    state = walk(state, lists_over_run, row, form.keys, form.even, block, seams, None, form)
+    row = ScheduleRow(schedule, b, h, row, m, None, False)
+    state = loop_over_tiles(
+        state, update_top_k_range, row, constexprs.keys, constexprs.even, block, formula_functions, None, constexprs
+    )
     values, keys, least, last = state
-    rows = first + tl.arange(0, form.rows)[:, None]
+    rows = first + tl.arange(0, constexprs.rows)[:, None]
     at, inside = (tl.cast(position, tl.int64) * n + rows) * k, rows < n
     for rank in range(tl.minimum(k, K)):
         best = tl.max(values, 1, keep_dims=True)
-        place = tl.min(tl.where(values == best, keys, tile_ops.NO_KEY), 1, keep_dims=True)
+        best_key = tl.min(tl.where(values == best, keys, tile_ops.NO_KEY), 1, keep_dims=True)
         some = best > float("-inf")
         tl.store(
             output + at + rank, tl.where(some, tile_ops.weight(best, block.unit, block.normaliser), 0.0), mask=inside
         )
-        tl.store(where + at + rank, tl.where(some, place, -1).to(tl.int64), mask=inside)
-        values = tl.where(keys == place, float("-inf"), values)
+        tl.store(where + at + rank, tl.where(some, best_key, -1).to(tl.int64), mask=inside)
+        values = tl.where(keys == best_key, float("-inf"), values)

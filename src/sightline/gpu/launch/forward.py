@@ -10,130 +10,140 @@ import torch
 
 from ...kernel import Result
 from ...problem import Problem
-from ..kernels.decode import decode, merge
+from ..kernels.decode import decode, merge_splits
 from ..kernels.forward import forward
 from ..tuning.configurations import Configuration
-from ..tuning.selection import architecture_of, chosen
+from ..tuning.selection import architecture_of, select
 from .arguments import Operands
-from .launcher import Call
-from .schedule import schedule
-from .statistics import Riders, see
+from .launcher import KernelLaunch
+from .schedule import make_schedule
+from .statistics import FusedStatistics, compute_statistics
 
-__all__ = ["calls_of", "careful_call", "decode_calls", "decodes", "forward_calls", "run"]
+__all__ = ["attention_launches", "decode_launches", "forward_launches", "nan_safe_launch", "run", "uses_decode"]
 
-CAREFUL_ROWS = 32  # queries, or keys, at a time in the pass that only marked blocks take
-CAREFUL_PROGRAMS = 1024  # that look for such blocks
-FEW = 16  # queries that decoding takes at a time, of each head
-LEAST = 256  # keys worth a part of their own
-PROGRAMS = 512  # wanted of decoding; the problem alone decides, so that every device gives the same bits
+NAN_SAFE_ROWS = 32  # queries, or keys, at a time in the pass that only marked blocks take
+NAN_SAFE_PROGRAMS = 1024  # that look for such blocks
+MAX_DECODE_QUERIES = 16  # queries that decoding takes at a time, of each head
+MIN_KEYS_PER_SPLIT = 256  # keys worth a part of their own
+TARGET_PROGRAMS = 512  # wanted of decoding; the problem alone decides, so that every device gives the same bits
 
 
 def run(problem: Problem, architecture: str | None) -> Result:
     """Forward, statistics beside it or after it."""
-    rows = (*problem.lead, problem.H, problem.n)
+    rows = (*problem.batch_shape, problem.H, problem.n)
     output = problem.query.new_empty((*rows, problem.d_v))
     lse = problem.query.new_empty(rows, dtype=torch.float64)
-    riders = Riders(problem)
+    fused_statistics = FusedStatistics(problem)
     architecture = architecture or architecture_of(problem.query.device)
     if lse.numel():
         if problem.m == 0 or problem.d_v == 0:
             return _without_kernel(problem)
         with torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
-            for call in calls_of(problem, output, lse, architecture, riders):
+            for call in attention_launches(problem, output, lse, architecture, fused_statistics):
                 call.launch()
-    return Result(output, lse, see(problem, lse, riders, architecture) if problem.see else ())
+    return Result(output, lse, compute_statistics(problem, lse, fused_statistics, architecture) if problem.see else ())
 
 
-def calls_of(
-    problem: Problem, output: Any, lse: Any, architecture: str, riders: Riders | None = None
-) -> Iterator[Call]:
+def attention_launches(
+    problem: Problem, output: Any, lse: Any, architecture: str, fused_statistics: FusedStatistics | None = None
+) -> Iterator[KernelLaunch]:
     """The calls that fill output, lse and the riders' arrays, in order."""
-    if not riders and decodes(problem):
-        return decode_calls(problem, output, lse, architecture)
-    return forward_calls(problem, output, lse, architecture, riders)
+    if not fused_statistics and uses_decode(problem):
+        return decode_launches(problem, output, lse, architecture)
+    return forward_launches(problem, output, lse, architecture, fused_statistics)
 
 
-def forward_calls(
+def forward_launches(
     problem: Problem,
     output: Any,
     lse: Any,
     architecture: str,
-    riders: Riders | None = None,
+    fused_statistics: FusedStatistics | None = None,
     sizes: Configuration | None = None,
-) -> Iterator[Call]:
+) -> Iterator[KernelLaunch]:
     """Blocks of queries, and those once more whose output has NaN that a weight of 0 may keep out.
 
     In tiles of these sizes, or of those that are chosen for the problem.
     """
-    sizes = sizes or chosen("forward", problem, architecture)
+    sizes = sizes or select("forward", problem, architecture)
     on_hopper, sizes = sizes.specialised, replace(sizes, specialised=False)
-    riders = Riders(problem.asking()) if riders is None else riders
-    given = Operands(problem, sizes, riders.formulas)
+    fused_statistics = FusedStatistics(problem.with_statistics()) if fused_statistics is None else fused_statistics
+    operands = Operands(problem, sizes, fused_statistics.formulas)
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
-    arguments = given.common() | {
+    arguments = operands.common_arguments() | {
         "output": output,
         "lse": lse,
-        "tainted": given.marks(items),
+        "nonfinite_flags": operands.allocate_flags(items),
         "blocks": blocks,
         "items": items,
-        "schedule": schedule(problem, sizes.rows, sizes.keys),
-        "sinks": given.sinks(),
-        "random": given.random(),
-        "kept": given.kept(),
+        "schedule": make_schedule(problem, sizes.rows, sizes.keys),
+        "sinks": operands.sinks(),
+        "dropout_state": operands.dropout_state(),
+        "dropout_scale": operands.dropout_scale(),
         "seen": None,
-        "PARTS": 0,
+        "SUBBLOCKS": 0,
     }
-    call = Call(forward, items, riders.arguments(given, arguments), sizes, given.sources)
+    call = KernelLaunch(forward, items, fused_statistics.arguments(operands, arguments), sizes, operands.sources)
     if on_hopper:
-        from ..hopper.launch import specialised
+        from ..hopper.launch import specialise
 
-        call = specialised(call)
+        call = specialise(call)
     yield call
-    yield careful_call(forward, arguments, given, sizes, replace(sizes, rows=min(sizes.rows, CAREFUL_ROWS)))
+    yield nan_safe_launch(forward, arguments, operands, sizes, replace(sizes, rows=min(sizes.rows, NAN_SAFE_ROWS)))
 
 
-def careful_call(
-    kernel: Any, arguments: dict[str, Any], given: Operands, sizes: Configuration, few: Configuration
-) -> Call:
-    """The call of a kernel for blocks of `sizes` that it marked, in parts of `few` rows or keys: see `forward`."""
-    few = replace(few, warps=min(sizes.warps, 4), stages=1)
-    parts = sizes.rows // few.rows * (sizes.keys // few.keys)
-    more = {"form": given.form(few), "PARTS": parts}
-    return Call(kernel, min(arguments["items"], CAREFUL_PROGRAMS), arguments | more, few, given.sources)
+def nan_safe_launch(
+    kernel: Any, arguments: dict[str, Any], operands: Operands, sizes: Configuration, small_sizes: Configuration
+) -> KernelLaunch:
+    """The call of a kernel for blocks of `sizes` that it marked, in parts of `small_sizes` rows or keys: see `forward`."""
+    small_sizes = replace(small_sizes, warps=min(sizes.warps, 4), stages=1)
+    num_splits = sizes.rows // small_sizes.rows * (sizes.keys // small_sizes.keys)
+    more = {"constexprs": operands.constexprs(small_sizes), "SUBBLOCKS": num_splits}
+    return KernelLaunch(
+        kernel, min(arguments["items"], NAN_SAFE_PROGRAMS), arguments | more, small_sizes, operands.sources
+    )
 
 
-def decodes(problem: Problem) -> bool:
+def uses_decode(problem: Problem) -> bool:
     """Whether few queries look at many keys, and at the same ones for all heads."""
-    shared = problem.mask is None or "h" not in problem.mask.reads
-    return problem.n <= FEW and problem.m >= 2 * LEAST and shared
+    shared = problem.mask is None or "h" not in problem.mask.free_symbols
+    return problem.n <= MAX_DECODE_QUERIES and problem.m >= 2 * MIN_KEYS_PER_SPLIT and shared
 
 
-def decode_calls(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[Call]:
+def decode_launches(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[KernelLaunch]:
     """Parts of the keys, and what joins them."""
-    sizes = chosen("decode", problem, architecture)
-    given = Operands(problem, sizes)
-    together = problem.group * problem.n
-    apart = problem.B * problem.G * -(-together // sizes.rows)
+    sizes = select("decode", problem, architecture)
+    operands = Operands(problem, sizes)
+    rows_per_group = problem.group * problem.n
+    num_blocks = problem.B * problem.G * -(-rows_per_group // sizes.rows)
     tiles = -(-problem.m // sizes.keys)
-    wanted = min(-(-PROGRAMS // apart), -(-problem.m // LEAST))
-    chunk = -(-tiles // wanted)
-    parts = -(-tiles // chunk)
-    shape = (parts, problem.B, problem.H, problem.n)
+    max_splits = min(-(-TARGET_PROGRAMS // num_blocks), -(-problem.m // MIN_KEYS_PER_SPLIT))
+    split_size = -(-tiles // max_splits)
+    num_splits = -(-tiles // split_size)
+    shape = (num_splits, problem.B, problem.H, problem.n)
     accumulator = getattr(torch, problem.accumulator)
-    arguments = given.common() | {
-        "part_output": problem.query.new_empty((*shape, problem.d_v), dtype=accumulator),
-        "part_lse": problem.query.new_empty(shape, dtype=torch.float64),
-        "parts": parts,
-        "schedule": schedule(problem, FEW, sizes.keys),
-        "random": given.random(),
+    arguments = operands.common_arguments() | {
+        "split_output": problem.query.new_empty((*shape, problem.d_v), dtype=accumulator),
+        "split_lse": problem.query.new_empty(shape, dtype=torch.float64),
+        "num_splits": num_splits,
+        "schedule": make_schedule(problem, MAX_DECODE_QUERIES, sizes.keys),
+        "dropout_state": operands.dropout_state(),
     }
-    yield Call(decode, apart * parts, arguments | {"chunk": chunk}, sizes, given.sources)
-    few = replace(sizes, rows=FEW, stages=1)
-    rows = replace(few, rows=1 << (problem.n - 1).bit_length())
-    joined = {"output": output, "lse": lse, "sinks": given.sinks(), "kept": given.kept()}
-    joined |= {"form": given.form(rows), "careful": given.form(few)}
-    yield Call(merge, problem.B * problem.H, arguments | joined, few, given.sources)
+    yield KernelLaunch(decode, num_blocks * num_splits, arguments | {"split_size": split_size}, sizes, operands.sources)
+    small_sizes = replace(sizes, rows=MAX_DECODE_QUERIES, stages=1)
+    rows = replace(small_sizes, rows=1 << (problem.n - 1).bit_length())
+    merge_arguments = {
+        "output": output,
+        "lse": lse,
+        "sinks": operands.sinks(),
+        "dropout_scale": operands.dropout_scale(),
+    }
+    merge_arguments |= {
+        "constexprs": operands.constexprs(rows),
+        "nan_safe_constexprs": operands.constexprs(small_sizes),
+    }
+    yield KernelLaunch(merge_splits, problem.B * problem.H, arguments | merge_arguments, small_sizes, operands.sources)
 
 
 def _without_kernel(problem: Problem) -> Result:

@@ -9,22 +9,22 @@ from typing import Any
 from triton.runtime import JITFunction
 from triton.runtime.errors import OutOfResources
 
-from ..kernels.constexprs import Form, constants
+from ..kernels.constexprs import Constexprs, wrap_constexprs
 from ..tuning.configurations import Configuration
 
-__all__ = ["FEWER", "Call", "twin"]
+__all__ = ["REDUCED_STAGES", "KernelLaunch", "name_variants"]
 
 
-def twin(plain: str, careful: str) -> Callable[[Any], str]:
+def name_variants(plain: str, nan_safe: str) -> Callable[[Any], str]:
     """What profilers call a kernel that is compiled twice: with PARTS for blocks that must be done again."""
-    return lambda compiled: careful if compiled.constants["PARTS"] else plain
+    return lambda specialization: nan_safe if specialization.constants["SUBBLOCKS"] else plain
 
 
-FEWER: dict[Hashable, int] = {}  # stages that memory had room for, where that was not as many as wanted
+REDUCED_STAGES: dict[Hashable, int] = {}  # stages that memory had room for, where that was not as many as wanted
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class KernelLaunch:
     """One launch of a kernel."""
 
     kernel: Any  # a function of triton.jit
@@ -41,9 +41,9 @@ class Call:
         """Run it on the current stream, with fewer stages where a formula's tables leave no memory for as many."""
         arguments, stages = self.arguments, self.configuration.stages
         if isinstance(self.kernel, JITFunction):  # the interpreter takes them as they are
-            arguments = {name: constants(x) if isinstance(x, Form) else x for name, x in arguments.items()}
-        if FEWER:
-            stages = FEWER.get(self._alike(), stages)
+            arguments = {name: wrap_constexprs(x) if isinstance(x, Constexprs) else x for name, x in arguments.items()}
+        if REDUCED_STAGES:
+            stages = REDUCED_STAGES.get(self._memory_key(), stages)
         while True:
             try:
                 self.kernel[(self.programs,)](**arguments, **self.options(stages))
@@ -51,12 +51,12 @@ class Call:
                 if stages == 1:
                     raise
                 stages -= 1
-                FEWER[self._alike()] = stages
+                REDUCED_STAGES[self._memory_key()] = stages
             else:
                 return
 
-    def _alike(self) -> Hashable:
+    def _memory_key(self) -> Hashable:
         """What calls have in common that take the same memory."""
         query = self.arguments["query"].start
-        seen = (self.arguments.get(name) for name in ("form", "seams", "PARTS"))
-        return self.kernel, self.configuration, query.dtype, query.device, *seen
+        constants = (self.arguments.get(name) for name in ("constexprs", "formula_functions", "SUBBLOCKS"))
+        return self.kernel, self.configuration, query.dtype, query.device, *constants

@@ -21,55 +21,77 @@ from typing import Any
 
 from ...errors import ParameterError
 from ...problem import Problem
-from ...statistics import Entropy, Lse, Mass, MaxScore, Statistic, inner
+from ...statistics import Entropy, Lse, Mass, MaxScore, Statistic, unwrap_mean
 
-__all__ = ["DRIVERS", "find", "findings", "folder", "forget", "keep", "machine", "ready", "structure"]
+__all__ = [
+    "DRIVER_VERSION_FILES",
+    "clear",
+    "environment",
+    "folder",
+    "list_entries",
+    "load",
+    "prepare_folder",
+    "problem_key",
+    "store",
+]
 
-VARIABLE = "SIGHTLINE_CACHE"
-DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
-REMEMBERED = 4096  # findings, and that there is none
+CACHE_VARIABLE = "SIGHTLINE_CACHE"
+DRIVER_VERSION_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
+MAX_CACHED_LOOKUPS = 4096  # findings, and that there is none
 
 
 def folder() -> Path | None:
     """Where findings lie; None where nothing is to be kept."""
-    word = os.environ.get(VARIABLE, "").strip()
-    if word.lower() == "off":
+    setting = os.environ.get(CACHE_VARIABLE, "").strip()
+    if setting.lower() == "off":
         return None
-    if word:
-        path = Path(os.path.expanduser(word))
+    if setting:
+        path = Path(os.path.expanduser(setting))
         return path / "tuned" if path.is_absolute() else None
     from platformdirs import user_cache_path
 
     return user_cache_path("sightline", appauthor=False) / "tuned"
 
 
-def structure(kernel: str, problem: Problem) -> str:
+def problem_key(kernel: str, problem: Problem) -> str:
     """What of a problem is compiled into one of its kernels; lengths are not."""
     formulas = [None if formula is None else formula.text for formula in (problem.mask, problem.score)]
-    riders = {"forward": True, "observe": False}.get(kernel)
-    seen = [repr(each) for each in problem.see if not isinstance(each, Lse) and _rides(each) == riders]
-    parts = [problem.dtype, problem.d_k, problem.d_v, *formulas, problem.sinks is not None, problem.dropout > 0, *seen]
+    wants_fused = {"forward": True, "observe": False}.get(kernel)
+    statistics = [repr(each) for each in problem.see if not isinstance(each, Lse) and _is_fused(each) == wants_fused]
+    parts = [
+        problem.dtype,
+        problem.d_k,
+        problem.d_v,
+        *formulas,
+        problem.sinks is not None,
+        problem.dropout > 0,
+        *statistics,
+    ]
     return json.dumps(parts, separators=(",", ":"))
 
 
-def find(kernel: str, problem: Problem, device: str) -> Mapping[str, Any] | None:
+def load(kernel: str, problem: Problem, device: str) -> Mapping[str, Any] | None:
     """The finding for a kernel of such problems on that device; None where there is none."""
-    place = _place()
-    return None if place is None else _found(place, kernel, structure(kernel, problem), device)
+    place = _existing_folder()
+    return None if place is None else _load(place, kernel, problem_key(kernel, problem), device)
 
 
-def findings() -> list[dict[str, Any]]:
+def list_entries() -> list[dict[str, Any]]:
     """All that lie in the folder and hold for this machine's driver, versions and sources, whatever the device."""
     place, found = folder(), []
     for path in sorted(place.glob("*.json")) if place is not None else ():
         with contextlib.suppress(OSError, ValueError, RecursionError):
             one = json.loads(path.read_text())
-            if isinstance(one, dict) and isinstance(one.get("for"), dict) and machine().items() <= one["for"].items():
+            if (
+                isinstance(one, dict)
+                and isinstance(one.get("for"), dict)
+                and environment().items() <= one["for"].items()
+            ):
                 found.append(one)
     return found
 
 
-def ready() -> Path | None:
+def prepare_folder() -> Path | None:
     """The folder, made if it is not there; None where nothing is to be kept.
 
     Raises
@@ -77,11 +99,11 @@ def ready() -> Path | None:
     ParameterError
         The folder cannot be written to.
     """
-    word = os.environ.get(VARIABLE, "").strip()
+    setting = os.environ.get(CACHE_VARIABLE, "").strip()
     place = folder()
     try:
         if place is None:
-            if word.lower() != "off":
+            if setting.lower() != "off":
                 raise NotADirectoryError("neither off nor an absolute path")
             return None
         place.mkdir(parents=True, exist_ok=True)
@@ -89,13 +111,13 @@ def ready() -> Path | None:
             return place
     except OSError as error:
         raise ParameterError(
-            f"{VARIABLE}={word or 'unset'}: what is found would be kept in {place}, and {error}",
+            f"{CACHE_VARIABLE}={setting or 'unset'}: what is found would be kept in {place}, and {error}",
             "a folder that can be written to, or off",
-            f"{VARIABLE}=off to keep nothing",
+            f"{CACHE_VARIABLE}=off to keep nothing",
         ) from error
 
 
-def keep(kernel: str, problem: Problem, device: str, finding: Mapping[str, Any]) -> Path | None:
+def store(kernel: str, problem: Problem, device: str, entry: Mapping[str, Any]) -> Path | None:
     """Write a finding, and say where; None where nothing is kept.
 
     Raises
@@ -103,65 +125,65 @@ def keep(kernel: str, problem: Problem, device: str, finding: Mapping[str, Any])
     ParameterError
         The folder cannot be written to.
     """
-    place = ready()
+    place = prepare_folder()
     if place is None:
         return None
-    held_for = _identity(kernel, structure(kernel, problem), device)
-    path = place / _name(held_for)
+    key = _make_key(kernel, problem_key(kernel, problem), device)
+    path = place / _file_name(key)
     part = path.with_suffix(f".{os.urandom(8).hex()}.part")
     try:
-        part.write_text(json.dumps({"for": held_for, **finding}, indent=1) + "\n")
+        part.write_text(json.dumps({"for": key, **entry}, indent=1) + "\n")
         os.replace(part, path)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
-    forget()
+    clear()
     return path
 
 
-def forget() -> None:
+def clear() -> None:
     """Look at the files again."""
-    _found.cache_clear()
-    _place.cache_clear()
+    _load.cache_clear()
+    _existing_folder.cache_clear()
 
 
 @lru_cache(maxsize=1)
-def _place() -> Path | None:
+def _existing_folder() -> Path | None:
     """The folder where it is there: in most processes nothing was ever tuned, and one look says so."""
     place = folder()
     return place if place is not None and os.path.isdir(place) else None
 
 
-@lru_cache(maxsize=REMEMBERED)
-def _found(place: Path, kernel: str, structure: str, device: str) -> Mapping[str, Any] | None:
-    held_for = _identity(kernel, structure, device)
+@lru_cache(maxsize=MAX_CACHED_LOOKUPS)
+def _load(place: Path, kernel: str, problem_key: str, device: str) -> Mapping[str, Any] | None:
+    key = _make_key(kernel, problem_key, device)
     try:
-        found = json.loads((place / _name(held_for)).read_text())
+        found = json.loads((place / _file_name(key)).read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and found.get("for") == held_for else None
+    return found if isinstance(found, dict) and found.get("for") == key else None
 
 
-def _rides(statistic: Statistic) -> bool:
+def _is_fused(statistic: Statistic) -> bool:
     """Whether the forward kernel makes a statistic beside its output."""
-    return isinstance(inner(statistic), Entropy | Mass | MaxScore)
+    return isinstance(unwrap_mean(statistic), Entropy | Mass | MaxScore)
 
 
-def _identity(kernel: str, structure: str, device: str) -> dict[str, str]:
+def _make_key(kernel: str, problem_key: str, device: str) -> dict[str, str]:
     """All that a finding holds for."""
-    return {"kernel": kernel, "problem": structure, "device": device, **machine()}
+    return {"kernel": kernel, "problem": problem_key, "device": device, **environment()}
 
 
-def _name(held_for: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(held_for, sort_keys=True).encode()).hexdigest() + ".json"
+def _file_name(key: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest() + ".json"
 
 
 @lru_cache(maxsize=1)
-def machine() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The driver, the versions of what compiles, and the sources of what is compiled."""
-    found = {"driver": "", "sources": _sources()}
-    for path in DRIVERS:
+    found = {"driver": "", "sources": _hash_sources()}
+    for path in DRIVER_VERSION_FILES:
         with contextlib.suppress(OSError):
             found["driver"] = path.read_text().splitlines()[0]
     for name in ("torch", "triton"):
@@ -172,7 +194,7 @@ def machine() -> dict[str, str]:
     return found
 
 
-def _sources() -> str:
+def _hash_sources() -> str:
     package = Path(__file__).parents[2]
     files = sorted([*(package / "gpu").rglob("*.py"), *(package / "formula").rglob("*.py")])
     digest = hashlib.sha256()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Configuration", "configuration_of", "shared_by"]
+__all__ = ["Configuration", "default_configuration", "shared_memory_of"]
 
-SHARED = {  # KiB of shared memory a block of threads may have, by the beginning of the architecture's name
+SHARED_MEMORY_KIB = {  # KiB of shared memory a block of threads may have, by the beginning of the architecture's name
     "sm_80": 163,
     "sm_8": 99,
     "sm_90": 227,
@@ -24,16 +24,16 @@ class Configuration:
     keys: int  # keys of a tile
     warps: int
     stages: int  # tiles of K and V on their way from memory
-    widened: bool = False  # factors widened before products: Triton's interpreter cannot multiply bfloat16
+    widens_operands: bool = False  # factors widened before products: Triton's interpreter cannot multiply bfloat16
     specialised: bool = False  # by the kernel of `hopper`, its warps specialised
 
 
-def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:
+def default_configuration(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:
     """The sizes for that architecture ("sm_90", "gfx942", "interpreter"), kernel, dtype and wider of d_k, d_v."""
     if architecture == "interpreter":  # small, so that small problems have several tiles
-        return Configuration(16, 32, 1, 1, widened=dtype == "bfloat16")
+        return Configuration(16, 32, 1, 1, widens_operands=dtype == "bfloat16")
     if kernel in ("backward_queries", "backward_keys"):
-        return _backward(architecture, kernel, dtype, width)
+        return _backward_configuration(architecture, kernel, dtype, width)
     if kernel == "decode":
         return Configuration(16, 64 if dtype in ("float16", "bfloat16") else 32, 4, 3 if width <= 128 else 2)
     if kernel == "observe":  # no output beside the scores; the lists and cells of statistics instead
@@ -57,12 +57,18 @@ def configuration_of(architecture: str, kernel: str, dtype: str, width: int) -> 
     )
 
 
-def shared_by(architecture: str) -> int:
+def shared_memory_of(architecture: str) -> int:
     """Bytes of shared memory that the threads of a block may have."""
-    return next((kib for name, kib in SHARED.items() if architecture.startswith(name)), max(SHARED.values())) << 10
+    return (
+        next(
+            (kib for name, kib in SHARED_MEMORY_KIB.items() if architecture.startswith(name)),
+            max(SHARED_MEMORY_KIB.values()),
+        )
+        << 10
+    )
 
 
-def _backward(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:
+def _backward_configuration(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:
     """Those of narrow floats are FlexAttention's in PyTorch 2.13, `torch/_inductor/template_heuristics/triton.py`, but
     for fewer queries at a time where these do not fit AMD's registers.
     """

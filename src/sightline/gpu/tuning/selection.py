@@ -11,17 +11,17 @@ from typing import Any
 
 from ...problem import Problem
 from . import cache
-from .configurations import Configuration, configuration_of, shared_by
+from .configurations import Configuration, default_configuration, shared_memory_of
 
-__all__ = ["Trial", "architecture_of", "candidates", "chosen", "device_of", "sizes_of", "trying"]
+__all__ = ["Trial", "architecture_of", "candidates", "device_of", "parse_configuration", "select", "try_sizes"]
 
-MOST = 1024  # no size is larger
-LEAST, MOST_KEYS = 16, 128  # rows or keys of a tile: what a product takes, and a sum of a tile's marks holds
+MAX_SIZE = 1024  # no size is larger
+MIN_TILE, MAX_TILE_KEYS = 16, 128  # rows or keys of a tile: what a product takes, and a sum of a tile's marks holds
 HOPPER = "sm_90"
-WIDE = 128  # of d_k and d_v
-OF_WARP = 16  # rows of a tile that a warp multiplies at once
-REGISTERS = 255  # of a thread
-BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+WIDE_HEAD = 128  # of d_k and d_v
+ROWS_PER_WARP = 16  # rows of a tile that a warp multiplies at once
+MAX_REGISTERS = 255  # of a thread
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass
@@ -29,33 +29,33 @@ class Trial:
     """Sizes to be taken in place of all others, and which kernels asked for sizes meanwhile."""
 
     sizes: Mapping[str, Configuration]
-    asked: dict[str, Configuration] = field(default_factory=dict)
+    requested: dict[str, Configuration] = field(default_factory=dict)
     architectures: set[str] = field(default_factory=set)  # they asked for
 
 
 _trial: ContextVar[Trial | None] = ContextVar("trial", default=None)
 
 
-def chosen(kernel: str, problem: Problem, architecture: str) -> Configuration:
+def select(kernel: str, problem: Problem, architecture: str) -> Configuration:
     """The sizes for a kernel ("forward", "backward", ...) of a problem, on tensors of that architecture."""
     trial = _trial.get()
     found = None if trial is None else trial.sizes.get(kernel)
     if found is None and trial is None:
-        finding = cache.find(kernel, problem, device_of(problem, architecture))
-        found = None if finding is None else sizes_of(finding.get("configuration"))
-    if found is None or (found.specialised and not _specialises(problem)):
-        found = configuration_of(architecture, kernel, problem.dtype, max(problem.d_k, problem.d_v))
+        finding = cache.load(kernel, problem, device_of(problem, architecture))
+        found = None if finding is None else parse_configuration(finding.get("configuration"))
+    if found is None or (found.specialised and not _can_specialise(problem)):
+        found = default_configuration(architecture, kernel, problem.dtype, max(problem.d_k, problem.d_v))
     if trial is not None:
-        trial.asked.setdefault(kernel, found)
+        trial.requested.setdefault(kernel, found)
         trial.architectures.add(architecture)
     return found
 
 
 @contextmanager
-def trying(sizes: Mapping[str, Configuration] | None = None) -> Iterator[Trial]:
+def try_sizes(sizes: Mapping[str, Configuration] | None = None) -> Iterator[Trial]:
     """Within, these sizes are taken by their kernels, or those of a trial around, and the table's by others."""
-    around = _trial.get()
-    trial = Trial(sizes if sizes is not None else around.sizes if around is not None else {})
+    outer_trial = _trial.get()
+    trial = Trial(sizes if sizes is not None else outer_trial.sizes if outer_trial is not None else {})
     token = _trial.set(trial)
     try:
         yield trial
@@ -63,18 +63,18 @@ def trying(sizes: Mapping[str, Configuration] | None = None) -> Iterator[Trial]:
         _trial.reset(token)
 
 
-def sizes_of(values: Any) -> Configuration | None:
+def parse_configuration(values: Any) -> Configuration | None:
     """A configuration from what a file says; None where that is none."""
     named = {entry.name: entry for entry in fields(Configuration)}
     if not isinstance(values, dict) or set(values) != set(named):
         return None
     for name, value in values.items():
         boolean = named[name].type in (bool, "bool")
-        if boolean != isinstance(value, bool) or not isinstance(value, int) or not (boolean or 1 <= value <= MOST):
+        if boolean != isinstance(value, bool) or not isinstance(value, int) or not (boolean or 1 <= value <= MAX_SIZE):
             return None
     if any(values[name] & (values[name] - 1) for name in ("rows", "keys", "warps")):
         return None  # no powers of two
-    if min(values["rows"], values["keys"]) < LEAST or values["keys"] > MOST_KEYS:
+    if min(values["rows"], values["keys"]) < MIN_TILE or values["keys"] > MAX_TILE_KEYS:
         return None
     return Configuration(**values)
 
@@ -108,44 +108,44 @@ def candidates(kernel: str, problem: Problem, architecture: str, specialised: bo
     On Hopper the forward kernel whose warps are `specialised` is among them if asked, where it serves the problem.
     """
     if architecture == "interpreter":
-        widened = configuration_of(architecture, "forward", problem.dtype, problem.d_k).widened
-        return [Configuration(rows, keys, 1, 1, widened) for rows in (16, 32) for keys in (16, 32)]
-    few = kernel == "decode"  # bound by reading, whoever multiplies
+        widens_operands = default_configuration(architecture, "forward", problem.dtype, problem.d_k).widens_operands
+        return [Configuration(rows, keys, 1, 1, widens_operands) for rows in (16, 32) for keys in (16, 32)]
+    is_decode = kernel == "decode"  # bound by reading, whoever multiplies
     # more warps than rows need, for their registers; wide floats have no matrix units to be fed
-    crowded = max(problem.d_k, problem.d_v) > WIDE or BYTES[problem.dtype] > 2
+    crowded = max(problem.d_k, problem.d_v) > WIDE_HEAD or ITEMSIZE[problem.dtype] > 2
     found = [
         Configuration(*((inner, outer) if kernel == "backward_keys" else (outer, inner)), warps, stages)
-        for outer in ((16,) if few else (32, 64, 128) if crowded else (64, 128))
+        for outer in ((16,) if is_decode else (32, 64, 128) if crowded else (64, 128))
         for inner in (32, 64, 128)
-        for warps in ((2, 4) if few else (4, 8))
+        for warps in ((2, 4) if is_decode else (4, 8))
         for stages in ((1, 2) if architecture.startswith("gfx") else (2, 3, 4))
-        if few or crowded or outer >= OF_WARP * warps
+        if is_decode or crowded or outer >= ROWS_PER_WARP * warps
     ]
-    able = [sizes for sizes in found if _fits(kernel, sizes, problem, architecture)]
-    if specialised and kernel == "forward" and architecture == HOPPER and _specialises(problem):
+    fitting = [sizes for sizes in found if _fits(kernel, sizes, problem, architecture)]
+    if specialised and kernel == "forward" and architecture == HOPPER and _can_specialise(problem):
         from .. import hopper
 
-        able += [replace(sizes, specialised=True) for sizes in hopper.configurations_of(problem)]
-    return able
+        fitting += [replace(sizes, specialised=True) for sizes in hopper.candidate_configurations(problem)]
+    return fitting
 
 
-def _specialises(problem: Problem) -> bool:
+def _can_specialise(problem: Problem) -> bool:
     """Whether the kernel whose warps are specialised serves a problem."""
     from .. import hopper
 
-    return next(hopper.serves(problem), None) is None
+    return next(hopper.refuses(problem), None) is None
 
 
 def _fits(kernel: str, sizes: Configuration, problem: Problem, architecture: str) -> bool:
     """Whether what a block holds and what is on its way fit shared memory, and its sums and scores the registers."""
     outer, inner = (sizes.keys, sizes.rows) if kernel == "backward_keys" else (sizes.rows, sizes.keys)
     d_k, d_v = problem.d_k, problem.d_v
-    held, tiles, summed = {  # widths of what stays in shared memory, matrices of scores, widths of sums
+    resident, tiles, sum_width = {  # widths of what stays in shared memory, matrices of scores, widths of sums
         "backward_queries": (d_k + d_v, 2, d_k),
         "backward_keys": (d_k + d_v, 2, d_k + d_v),
         "observe": (d_k, 1, 0),
     }.get(kernel, (d_k, 1, d_v))
     read = d_k if kernel == "observe" else d_k + d_v
-    shared = (outer * held + sizes.stages * inner * read) * BYTES[problem.dtype]
-    lanes = sizes.warps * (64 if architecture.startswith("gfx") else 32)
-    return shared <= shared_by(architecture) and outer * (tiles * inner + summed) // lanes <= REGISTERS
+    shared = (outer * resident + sizes.stages * inner * read) * ITEMSIZE[problem.dtype]
+    threads = sizes.warps * (64 if architecture.startswith("gfx") else 32)
+    return shared <= shared_memory_of(architecture) and outer * (tiles * inner + sum_width) // threads <= MAX_REGISTERS

@@ -24,26 +24,26 @@ from ...accuracy import budget_used
 from ...arrays import to_numpy
 from ...errors import KernelRefusedError, ParameterError
 from ...kernel import Gradients, Result
-from ...problem import Problem, pose
-from ...statistics import Statistic, apart, arrays_of
+from ...problem import Problem, make_problem
+from ...statistics import Statistic, arrays_of, solve_selections_separately
 from ...streaming import Streaming, backward
 from .. import Triton
 from . import cache
 from .configurations import Configuration
-from .selection import architecture_of, candidates, device_of, trying
+from .selection import architecture_of, candidates, device_of, try_sizes
 
-__all__ = ["Tuned", "Tuning", "tune"]
+__all__ = ["TunedKernel", "Tuning", "tune"]
 
-LOOKED_AT = 256  # rows of an array that are compared
+MAX_COMPARED_ROWS = 256  # rows of an array that are compared
 FINALISTS, ROUNDS = 3, 5  # run in turn at the end, so many times
-GAIN = 1.02  # times as fast as the default, at least: less than that is noise between two runs
+MIN_SPEEDUP = 1.02  # times as fast as the default, at least: less than that is noise between two runs
 
 Timer = Callable[[Callable[[], Any]], float]  # seconds of a call
-Step = Callable[[str, int, int], None]  # told what is being done, how much is done, and of how much
+ProgressCallback = Callable[[str, int, int], None]  # told what is being done, how much is done, and of how much
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedKernel:
     """What was found for one kernel. Times in seconds.
 
     Parameters
@@ -73,7 +73,7 @@ class Tuning:
     """What `tune` found, kernel by kernel; `print` shows it as a small table."""
 
     device: str
-    found: tuple[Tuned, ...]
+    found: tuple[TunedKernel, ...]
 
     def __repr__(self) -> str:
         return f"Tuning({self.device}: {', '.join(one.kernel for one in self.found)})"
@@ -88,8 +88,8 @@ class Tuning:
                     f"{sizes.rows} × {sizes.keys}",
                     str(sizes.warps),
                     str(sizes.stages),
-                    _time(one.after),
-                    _time(one.before),
+                    _format_time(one.after),
+                    _format_time(one.before),
                     "none" if one.best == one.default else f"{one.before / one.after:.2f}×",
                     f"{one.tried}, {one.wrong} wrong, {one.failed} failed",
                 )
@@ -100,15 +100,15 @@ class Tuning:
             f"{one.kernel}: the first that failed: {one.reason.splitlines()[0]}" for one in self.found if one.reason
         ]
         places = sorted({f"kept in {one.path.parent}" for one in self.found if one.path})
-        return "\n".join([self.device, *lines, *failed, *(places or [self._why_nothing()])])
+        return "\n".join([self.device, *lines, *failed, *(places or [self._explain_nothing_kept()])])
 
-    def _why_nothing(self) -> str:
+    def _explain_nothing_kept(self) -> str:
         """Why nothing was kept."""
         if not self.found:
             return "nothing kept: such a problem has nothing to multiply, so no kernel runs"
         if any(one.best != one.default for one in self.found):
-            return f"nothing kept: {cache.VARIABLE}=off"
-        return f"nothing kept: no sizes were {GAIN:g} times as fast as the default's"
+            return f"nothing kept: {cache.CACHE_VARIABLE}=off"
+        return f"nothing kept: no sizes were {MIN_SPEEDUP:g} times as fast as the default's"
 
 
 def tune(
@@ -166,7 +166,7 @@ def tune(
     ParameterError
         What is found could not be kept, `kernel` or `timer` is none, or a choice is neither True nor False.
     SightlineError
-        As `sightline.problem.pose` says.
+        As `sightline.problem.make_problem` says.
 
     See Also
     --------
@@ -185,7 +185,7 @@ def tune(
     if timer is not None and not callable(timer):
         raise ParameterError(f"timer={timer!r}", "a function of a call, or None", "leave timer=None")
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks}
-    problem = pose(query, key, value, dropout=dropout, seed=seed, see=see, **options)
+    problem = make_problem(query, key, value, dropout=dropout, seed=seed, see=see, **options)
     kernel = Triton() if kernel is None else kernel
     if not isinstance(kernel, Triton):
         raise ParameterError(f"kernel={kernel!r}", "sightline.gpu.Triton(), or None", "leave kernel=None")
@@ -196,18 +196,18 @@ def tune(
             "problems that the GPU kernels serve, on the device they are to be tuned for",
             "; ".join(each.cure for each in reasons),
         )
-    work = Work(problem, kernel, _by_events if timer is None else timer, specialised)
-    cache.ready()  # before minutes are spent
-    passes = [work.forward, *([work.backward] if gradients else [])]
-    with _bar(show) as step, _on_its_device(problem):
-        found = [one for each in passes for one in work.tuned(each, step)]
-    told = Tuning(work.device, tuple(found))
+    tuning_run = TuningRun(problem, kernel, _time_with_events if timer is None else timer, specialised)
+    cache.prepare_folder()  # before minutes are spent
+    passes = [tuning_run.forward, *([tuning_run.backward] if gradients else [])]
+    with _progress_bar(show) as step, _device_scope(problem):
+        found = [one for each in passes for one in tuning_run.tune_pass(each, step)]
+    tuning = Tuning(tuning_run.device, tuple(found))
     if show:
-        print(told)
-    return told
+        print(tuning)
+    return tuning
 
 
-class Work:
+class TuningRun:
     """A problem with what every trial of it needs."""
 
     def __init__(self, problem: Problem, kernel: Triton, timer: Timer, specialised: bool = False) -> None:
@@ -219,58 +219,58 @@ class Work:
         self.architecture = kernel.architecture or architecture_of(problem.query.device)
         self.device = device_of(problem, self.architecture)
         drawn = torch.Generator(device="cpu").manual_seed(0)
-        shape = (*problem.lead, problem.H, problem.n, problem.d_v)
+        shape = (*problem.batch_shape, problem.H, problem.n, problem.d_v)
         self.d_output = torch.randn(shape, generator=drawn).to(problem.query)
         self.saved: Any = None
 
     def forward(self) -> tuple[Any, ...]:
         """Output, lse and what is seen, but for places of keys, which equal weights leave open."""
-        result = apart(self.problem, self.kernel.run)
+        result = solve_selections_separately(self.problem, self.kernel.run)
         self.saved = result.output, result.lse
-        return result.output, *self._of_rows(result)
+        return result.output, *self._row_arrays(result)
 
     def backward(self) -> tuple[Any, ...]:
         """Gradients of query, key and value; none where the kernel has none."""
-        found = self.kernel.gradients(self.problem, self.d_output, None, self.saved, ())
+        found = self.kernel.backward(self.problem, self.d_output, None, self.saved, ())
         return () if found is None else (found.query, found.key, found.value)
 
-    def truth(self, call: Callable[[], Any]) -> list[Any]:
+    def expected(self, call: Callable[[], Any]) -> list[Any]:
         """What the call should answer, in float64, by plain array operations on the same device."""
         wide = {name: getattr(self.problem, name).double() for name in ("query", "key", "value")}
         problem = replace(self.problem, **wide)
         if call == self.forward:
-            result = apart(problem, Streaming().run)
-            return [_looked_at(array) for array in (result.output, *self._of_rows(result))]
+            result = solve_selections_separately(problem, Streaming().run)
+            return [_sample_rows(array) for array in (result.output, *self._row_arrays(result))]
         found: Gradients = backward(problem, self.d_output.double())
-        return [_looked_at(array) for array in (found.query, found.key, found.value)]
+        return [_sample_rows(array) for array in (found.query, found.key, found.value)]
 
-    def tuned(self, call: Callable[[], Any], step: Step) -> Iterator[Tuned]:
+    def tune_pass(self, call: Callable[[], Any], step: ProgressCallback) -> Iterator[TunedKernel]:
         """What is found for each kernel that a pass runs."""
-        with trying({}) as trial:
-            default = [_looked_at(array) for array in call()]
+        with try_sizes({}) as trial:
+            default = [_sample_rows(array) for array in call()]
         if not default:
             return
-        truth = self.truth(call)
+        expected = self.expected(call)
         best: dict[str, Configuration] = {}
-        for name, table in trial.asked.items():
-            one = self._of(name, table, best, call, (truth, default), step)
+        for name, table in trial.requested.items():
+            one = self._tune_kernel(name, table, best, call, (expected, default), step)
             best[name] = one.best
             if one.best != one.default:
                 finding = {"configuration": asdict(one.best), "seconds": one.after, "default's": one.before}
                 finding |= {"extent": self.problem.extent}
-                path = cache.keep(name, self.problem, self.device, finding)
+                path = cache.store(name, self.problem, self.device, finding)
                 one = replace(one, path=path)
             yield one
 
-    def _of(
+    def _tune_kernel(
         self,
         name: str,
         table: Configuration,
         others: dict[str, Configuration],
         call: Callable[[], Any],
         answers: tuple[list[Any], list[Any]],
-        step: Step,
-    ) -> Tuned:
+        step: ProgressCallback,
+    ) -> TunedKernel:
         """One kernel's sizes, those of the others as they are."""
         able = candidates(name, self.problem, self.architecture, self.specialised)
         sizes = [table, *(each for each in able if each != table)]
@@ -279,12 +279,12 @@ class Work:
         reason = ""
         for done, each in enumerate(sizes):
             step(f"{name}: {each.rows} × {each.keys}, {each.warps} warps, {each.stages} stages", done, len(sizes))
-            with trying({**others, name: each}):
+            with try_sizes({**others, name: each}):
                 try:
                     found = call()
-                    right = _share(found, *answers) <= 1
+                    right = _budget_share(found, *answers) <= 1
                     if right:
-                        times[each] = self._seconds(call)
+                        times[each] = self._measure(call)
                 except Exception as error:  # the compiler's or the driver's: too much shared memory, registers, ...
                     if each == table:
                         raise
@@ -293,22 +293,22 @@ class Work:
                 else:
                     wrong += not right
         finalists = sorted(times, key=lambda each: times[each])[:FINALISTS]
-        medians = self._in_turn(name, [table, *(each for each in finalists if each != table)], others, call)
+        medians = self._time_interleaved(name, [table, *(each for each in finalists if each != table)], others, call)
         best = min(medians, key=lambda each: medians[each])
-        best = best if medians[best] * GAIN <= medians[table] else table
-        return Tuned(name, table, best, medians[table], medians[best], len(sizes), wrong, failed, reason)
+        best = best if medians[best] * MIN_SPEEDUP <= medians[table] else table
+        return TunedKernel(name, table, best, medians[table], medians[best], len(sizes), wrong, failed, reason)
 
-    def _in_turn(
+    def _time_interleaved(
         self, name: str, sizes: Sequence[Configuration], others: dict[str, Configuration], call: Callable[[], Any]
     ) -> dict[Configuration, float]:
         times: dict[Configuration, list[float]] = {each: [] for each in sizes}
         for _ in range(ROUNDS):
             for each in sizes:
-                with trying({**others, name: each}):
-                    times[each].append(self._seconds(call))
+                with try_sizes({**others, name: each}):
+                    times[each].append(self._measure(call))
         return {each: statistics.median(taken) for each, taken in times.items()}
 
-    def _seconds(self, call: Callable[[], Any]) -> float:
+    def _measure(self, call: Callable[[], Any]) -> float:
         """What the timer says, which may be the caller's."""
         taken = self.timer(call)
         if not isinstance(taken, float | int) or not 0 <= taken < math.inf:
@@ -317,7 +317,7 @@ class Work:
             )
         return float(taken)
 
-    def _of_rows(self, result: Result) -> list[Any]:
+    def _row_arrays(self, result: Result) -> list[Any]:
         """lse and the statistics, a number a row, in the dtype they are judged by."""
         import torch
 
@@ -325,32 +325,32 @@ class Work:
         return [array.to(getattr(torch, self.problem.accumulator))[..., None] for array in (result.lse, *seen)]
 
 
-def _looked_at(array: Any) -> Any:
+def _sample_rows(array: Any) -> Any:
     """Some rows of (..., rows, width), those at the ends among them."""
     import torch
 
     count = array.shape[-2]
-    rows = np.unique(np.linspace(0, count - 1, min(count, LOOKED_AT)).astype(np.int64))
+    rows = np.unique(np.linspace(0, count - 1, min(count, MAX_COMPARED_ROWS)).astype(np.int64))
     return array.index_select(-2, torch.from_numpy(rows).to(array.device)).cpu()
 
 
-def _share(found: Sequence[Any], truth: Sequence[Any], default: Sequence[Any]) -> float:
+def _budget_share(found: Sequence[Any], expected: Sequence[Any], default: Sequence[Any]) -> float:
     """The largest share of its budget that any of the arrays uses."""
     used = [
-        budget_used(_looked_at(one), to_numpy(right), to_numpy(plain).astype(np.float64))
-        for one, right, plain in zip(found, truth, default, strict=True)
+        budget_used(_sample_rows(one), to_numpy(right), to_numpy(plain).astype(np.float64))
+        for one, right, plain in zip(found, expected, default, strict=True)
     ]
     return max(used)
 
 
-def _by_events(call: Callable[[], Any]) -> float:
+def _time_with_events(call: Callable[[], Any]) -> float:
     """The median of many calls between the device's events."""
     from triton.testing import do_bench
 
     return float(do_bench(call, return_mode="median")) / 1e3
 
 
-def _on_its_device(problem: Problem) -> Any:
+def _device_scope(problem: Problem) -> Any:
     """Events are those of the device that is current."""
     import torch
 
@@ -358,7 +358,7 @@ def _on_its_device(problem: Problem) -> Any:
 
 
 @contextmanager
-def _bar(show: bool) -> Iterator[Step]:
+def _progress_bar(show: bool) -> Iterator[ProgressCallback]:
     """Tells what is being done: by a bar of rich's, where one is wanted and somebody is there to see it."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -370,5 +370,5 @@ def _bar(show: bool) -> Iterator[Step]:
         yield lambda words, done, total: bar.update(task, description=words, completed=done, total=total)
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"

@@ -10,18 +10,29 @@ import numpy as np
 
 from ...arrays import to_numpy
 from ...errors import DtypeError, ParameterError, ShapeError
-from ...recording import entries
+from ...recording import labels_by_entry
 from ..heatmaps import pooled
 
-__all__ = ["LIMIT", "TOP", "Dense", "Exploration", "Layer", "Links", "Text", "explored", "from_weights", "text_name"]
+__all__ = [
+    "PAGE_BYTES",
+    "TOP_ENTRIES",
+    "DenseLayer",
+    "Exploration",
+    "Layer",
+    "Links",
+    "Text",
+    "from_weights",
+    "make_exploration",
+    "text_name",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tokens = Sequence[str] | Sequence[Sequence[str]]
 
-LIMIT = 32 << 20  # bytes of a page: opened at once from a disk, sent by mail
-TOP = 8  # heaviest entries of each row and column, where the weights are too many to be kept
-SIDES = (32, 1024)  # cells of a pooled map each way: fewer show nothing, more are slow to draw
-TEXT_SIZE = 4 / 3  # characters of base64 for a byte
+PAGE_BYTES = 32 << 20  # bytes of a page: opened at once from a disk, sent by mail
+TOP_ENTRIES = 8  # heaviest entries of each row and column, where the weights are too many to be kept
+MAP_SIDES = (32, 1024)  # cells of a pooled map each way: fewer show nothing, more are slow to draw
+BASE64_RATIO = 4 / 3  # characters of base64 for a byte
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseLayer:
     """One layer's weights on one text, (H, n, m), on their way into a page."""
 
     name: str
@@ -112,8 +123,8 @@ def from_weights(
     keys: Tokens | None = None,
     names: Sequence[str] | None = None,
     title: str = "Attention",
-    limit: int = LIMIT,
-    top: int = TOP,
+    limit: int = PAGE_BYTES,
+    top: int = TOP_ENTRIES,
 ) -> Exploration:
     """What a page shows of dense weights.
 
@@ -144,33 +155,37 @@ def from_weights(
     ParameterError
         Weights below 0, a limit or top below 1, names that are not one for each layer, tokens that are no strings.
     """
-    arrays = _layers(weights)
+    arrays = _as_layers(weights)
     if names is not None and len(names) != len(arrays):
         raise ParameterError(f"{len(names)} names for {len(arrays)} layers", "one for each", "names=None")
     labels = list(map(str, names)) if names is not None else [f"Layer {number}" for number in range(len(arrays))]
-    queries = _texts(tokens)
-    columns = queries if keys is None else _texts(keys)
+    queries = _as_texts(tokens)
+    columns = queries if keys is None else _as_texts(keys)
     _check(queries, columns, arrays)
     texts = [
         [
-            Dense(name, rows, over, array[place, :, : len(rows), : len(over)])
+            DenseLayer(name, rows, over, array[place, :, : len(rows), : len(over)])
             for name, array in zip(labels, arrays, strict=True)
         ]
         for place, (rows, over) in enumerate(zip(queries, columns, strict=True))
     ]
-    return explored(str(title), texts, limit, top)
+    return make_exploration(str(title), texts, limit, top)
 
 
-def explored(title: str, texts: Sequence[Sequence[Dense]], limit: int = LIMIT, top: int = TOP) -> Exploration:
+def make_exploration(
+    title: str, texts: Sequence[Sequence[DenseLayer]], limit: int = PAGE_BYTES, top: int = TOP_ENTRIES
+) -> Exploration:
     """Whole weights where a page of `limit` bytes holds them, else pooled maps and the `top` heaviest entries."""
     if not all(isinstance(number, int | float) and number >= 1 for number in (limit, top)):
-        raise ParameterError(f"limit={limit!r}, top={top!r}", "numbers ≥ 1", f"limit={LIMIT}, top={TOP}")
-    every = [layer.weights for text in texts for layer in text]
-    itemsize = 2 if all(array.dtype == np.float16 for array in every) else 4
-    whole = sum(array.size for array in every) * itemsize * TEXT_SIZE <= limit
-    kept, side = (0, 0) if whole else _share_out(limit, every, top)
-    made = tuple(Text(text_name(text[0].queries), tuple(_layer(one, kept, side) for one in text)) for text in texts)
-    return Exploration(title, made, () if whole else (_told(limit, kept, side),))
+        raise ParameterError(f"limit={limit!r}, top={top!r}", "numbers ≥ 1", f"limit={PAGE_BYTES}, top={TOP_ENTRIES}")
+    all_weights = [layer.weights for text in texts for layer in text]
+    itemsize = 2 if all(array.dtype == np.float16 for array in all_weights) else 4
+    whole = sum(array.size for array in all_weights) * itemsize * BASE64_RATIO <= limit
+    count, side = (0, 0) if whole else _split_budget(limit, all_weights, top)
+    made = tuple(
+        Text(text_name(text[0].queries), tuple(_make_layer(one, count, side) for one in text)) for text in texts
+    )
+    return Exploration(title, made, () if whole else (_pooling_note(limit, count, side),))
 
 
 def text_name(tokens: Sequence[str]) -> str:
@@ -180,7 +195,7 @@ def text_name(tokens: Sequence[str]) -> str:
     return text.replace("Ġ", " ").replace("▁", " ").strip()[:80]
 
 
-def _layers(weights: Any) -> list[Array]:
+def _as_layers(weights: Any) -> list[Array]:
     """(B, H, n, m) of every layer; float16 stays, all else becomes float32 when it is kept."""
     given = weights if isinstance(weights, Sequence) else [weights]
     arrays: list[Array] = [np.asarray(to_numpy(array)) for array in given]
@@ -201,9 +216,9 @@ def _layers(weights: Any) -> list[Array]:
     return [array[None] if array.ndim == 3 else array for array in arrays]
 
 
-def _texts(tokens: Tokens) -> list[tuple[str, ...]]:
+def _as_texts(tokens: Tokens) -> list[tuple[str, ...]]:
     """Lists of tokens, one for each text."""
-    return [tuple(one) for one in entries(tokens)]
+    return [tuple(one) for one in labels_by_entry(tokens)]
 
 
 def _check(queries: Sequence[Any], keys: Sequence[Any], arrays: Sequence[Array]) -> None:
@@ -221,24 +236,24 @@ def _check(queries: Sequence[Any], keys: Sequence[Any], arrays: Sequence[Array])
             )
 
 
-def _share_out(limit: int, every: Sequence[Array], top: int) -> tuple[int, int]:
+def _split_budget(limit: int, all_weights: Sequence[Array], top: int) -> tuple[int, int]:
     """Entries kept of each row and column, and the side of the pooled maps: half of the limit each, where they fit."""
-    ends, heads = sum(len(p) * sum(p.shape[1:]) for p in every), sum(map(len, every))
-    kept = int(min(max(limit / 2 / TEXT_SIZE / (8 * ends), 1), top))  # a float32 and an int32 each
-    left = max(limit / TEXT_SIZE - 8 * kept * ends, 0) / 2  # float16
-    return kept, int(np.clip(np.sqrt(left / heads), *SIDES))
+    ends, heads = sum(len(p) * sum(p.shape[1:]) for p in all_weights), sum(map(len, all_weights))
+    count = int(min(max(limit / 2 / BASE64_RATIO / (8 * ends), 1), top))  # a float32 and an int32 each
+    left = max(limit / BASE64_RATIO - 8 * count * ends, 0) / 2  # float16
+    return count, int(np.clip(np.sqrt(left / heads), *MAP_SIDES))
 
 
-def _layer(one: Dense, kept: int, side: int) -> Layer:
+def _make_layer(one: DenseLayer, count: int, side: int) -> Layer:
     """A layer of the page, head by head, so that no float64 copy of all of it is made."""
     p, names = one.weights, (one.name, one.queries, one.keys)
     dtype = np.float16 if p.dtype == np.float16 else np.float32
     entropy = np.stack([_entropy(head) for head in p]).astype(np.float32)
     received = np.stack([head.sum(0, dtype=np.float64) for head in p]).astype(np.float32)
-    if not kept:
+    if not count:
         return Layer(*names, p.astype(dtype), "whole", entropy, received, heads=one.heads)
     cells = np.stack([pooled(head.astype(np.float32), side) for head in p]).astype(np.float16)
-    looks, seen_by = (stacked([links_of(head, kept) for head in side_of]) for side_of in (p, p.swapaxes(1, 2)))
+    looks, seen_by = (stack_heads([top_links(head, count) for head in side_of]) for side_of in (p, p.swapaxes(1, 2)))
     return Layer(*names, cells, "mean", entropy, received, looks, seen_by, one.heads)
 
 
@@ -251,7 +266,7 @@ def _entropy(p: Array) -> Array:
     return np.concatenate(found)
 
 
-def links_of(p: Array, k: int) -> tuple[Array, Array]:
+def top_links(p: Array, k: int) -> tuple[Array, Array]:
     """The k heaviest entries above 0 of every row of a matrix (n, m): weights and columns, (n, k); ties: first column.
 
     Entries past those there are weigh 0 and are at −1.
@@ -269,15 +284,15 @@ def links_of(p: Array, k: int) -> tuple[Array, Array]:
     return weights, where
 
 
-def stacked(pairs: Iterable[tuple[Array, Array]]) -> Links:
+def stack_heads(pairs: Iterable[tuple[Array, Array]]) -> Links:
     """(weights, where) of every head as one."""
     weights, where = zip(*pairs, strict=True)
     return Links(np.stack(weights), np.stack(where))
 
 
-def _told(limit: int, kept: int, side: int) -> str:
+def _pooling_note(limit: int, count: int, side: int) -> str:
     return (
         f"All weights would take more than this page's {limit / 2**20:.0f} MiB. The map shows means over cells, {side} "
-        f"each way at most; the {kept} keys each query weighs most, and the {kept} queries that weigh each key most, "
+        f"each way at most; the {count} keys each query weighs most, and the {count} queries that weigh each key most, "
         "are exact."
     )

@@ -9,17 +9,28 @@ import numpy as np
 
 from ...arrays import to_numpy
 from ...errors import ParameterError
-from .data import LIMIT, TOP, Dense, Exploration, Layer, Links, Text, explored, stacked, text_name
+from .data import (
+    PAGE_BYTES,
+    TOP_ENTRIES,
+    DenseLayer,
+    Exploration,
+    Layer,
+    Links,
+    Text,
+    make_exploration,
+    stack_heads,
+    text_name,
+)
 
-__all__ = ["from_seen", "turned"]
+__all__ = ["from_seen", "links_by_key"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-NEEDED = ("pooled", "top_k", "entropy", "received")
+REQUIRED_STATISTICS = ("pooled", "top_k", "entropy", "received")
 CURE = "see=[sightline.weights()], or see=[pooled(64, 64), top_k(8), entropy(), received()]"
 
 
-def from_seen(seen: Any, *, title: str = "Attention", limit: int = LIMIT, top: int = TOP) -> Exploration:
+def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, top: int = TOP_ENTRIES) -> Exploration:
     """What a page shows of what a model's attentions did.
 
     Parameters
@@ -42,11 +53,11 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = LIMIT, top: i
     runs = [_last_run([call for call in seen.calls if call.layer == layer]) for layer in seen.layers]
     if not runs:
         raise ParameterError("nothing seen", "calls of at least one layer", "with watch(...) as seen: model(**inputs)")
-    asked = [[statistic.name for statistic in run[-1].statistics] for run in runs]
+    statistic_names = [[statistic.name for statistic in run[-1].statistics] for run in runs]
     batch = range(len(to_numpy(_first(runs[0][-1].results[0]))))
-    if all("weights" in names for names in asked):
-        return explored(title, [[_dense(seen, run, entry) for run in runs] for entry in batch], limit, top)
-    for run, names in zip(runs, asked, strict=True):
+    if all("weights" in names for names in statistic_names):
+        return make_exploration(title, [[_dense(seen, run, entry) for run in runs] for entry in batch], limit, top)
+    for run, names in zip(runs, statistic_names, strict=True):
         _check(run[-1], names)
     texts = [[_pooled(seen, run[-1], entry, top) for run in runs] for entry in batch]
     note = "The map shows cells of the weights; entropy, received and the heaviest keys of each query are exact."
@@ -59,17 +70,17 @@ def _first(result: Any) -> Any:
 
 def _last_run(calls: Sequence[Any]) -> list[Any]:
     """The calls since one began at the first position: a pass, and the steps of generation after it."""
-    begins = [place for place, call in enumerate(calls) if not call.query_start and call.kind == "self"]
-    return list(calls[begins[-1] if begins else 0 :])
+    run_starts = [place for place, call in enumerate(calls) if not call.query_start and call.kind == "self"]
+    return list(calls[run_starts[-1] if run_starts else 0 :])
 
 
 def _check(call: Any, names: Sequence[str]) -> None:
     """Pooled statistics a page can show: of all pairs, and sums."""
-    missing = [name for name in NEEDED if name not in names]
+    missing = [name for name in REQUIRED_STATISTICS if name not in names]
     if missing:
         raise ParameterError(
             f"{call.layer} with {', '.join(names)}; missing {', '.join(missing)}",
-            f"weights, or all of {', '.join(NEEDED)}",
+            f"weights, or all of {', '.join(REQUIRED_STATISTICS)}",
             CURE,
         )
     pooled, received = (call.statistics[names.index(name)] for name in ("pooled", "received"))
@@ -77,7 +88,7 @@ def _check(call: Any, names: Sequence[str]) -> None:
         raise ParameterError(f"{pooled!r} and {received!r}", "a map of all pairs, and received(), the sum", CURE)
 
 
-def _dense(seen: Any, run: Sequence[Any], entry: int) -> Dense:
+def _dense(seen: Any, run: Sequence[Any], entry: int) -> DenseLayer:
     """A layer's weights on one text, the steps of a generation put together."""
     parts = [to_numpy(call["weights"])[entry] for call in run]
     start = min(call.key_start for call in run)
@@ -94,8 +105,10 @@ def _dense(seen: Any, run: Sequence[Any], entry: int) -> Dense:
             whole[:, len(queries) : len(queries) + call.n, first : first + call.m] = part
         queries += own
         keys[first : first + call.m] = over
-    rows, columns = _real(queries), _real(keys)
-    return Dense(run[0].layer, tuple(queries[:rows]), tuple(keys[:columns]), whole[:, :rows, :columns], run[0].heads)
+    rows, columns = _unpadded_length(queries), _unpadded_length(keys)
+    return DenseLayer(
+        run[0].layer, tuple(queries[:rows]), tuple(keys[:columns]), whole[:, :rows, :columns], run[0].heads
+    )
 
 
 def _pooled(seen: Any, call: Any, entry: int, top: int) -> Layer:
@@ -114,7 +127,7 @@ def _pooled(seen: Any, call: Any, entry: int, top: int) -> Layer:
         entropy.astype(np.float32),
         received.astype(np.float32),
         looks,
-        turned(looks, call.m, max(top, weights.shape[-1])),
+        links_by_key(looks, call.m, max(top, weights.shape[-1])),
         call.heads,
     )
 
@@ -128,7 +141,7 @@ def _labels(seen: Any, call: Any, entry: int) -> tuple[list[str], list[str]]:
     return queries, keys
 
 
-def _real(tokens: Sequence[str]) -> int:
+def _unpadded_length(tokens: Sequence[str]) -> int:
     """How many tokens there are before those without a label at the end: padding. At least one."""
     count = len(tokens)
     while count > 1 and not tokens[count - 1]:
@@ -136,14 +149,14 @@ def _real(tokens: Sequence[str]) -> int:
     return count
 
 
-def turned(looks: Links, m: int, k: int) -> Links:
+def links_by_key(looks: Links, m: int, k: int) -> Links:
     """Of each key the heaviest among the entries the rows keep: who looks at it, as far as `looks` tells."""
     pairs = zip(looks.weights, looks.where, strict=True)
-    found = stacked(_turned(weights, where, m, k) for weights, where in pairs)
+    found = stack_heads(_links_by_key(weights, where, m, k) for weights, where in pairs)
     return Links(found.weights, found.where, complete=False)
 
 
-def _turned(weights: Array, where: Array, m: int, k: int) -> tuple[Array, Array]:
+def _links_by_key(weights: Array, where: Array, m: int, k: int) -> tuple[Array, Array]:
     query, entry = np.nonzero(where >= 0)
     key, weight = where[query, entry], weights[query, entry]
     order = np.lexsort((query, -weight, key))

@@ -17,11 +17,11 @@ from ..terminal import CIVIDIS
 from .data import Exploration, Layer, Links, Text
 from .from_recording import from_seen
 
-__all__ = ["contents", "html", "program", "save_html", "short_name", "style"]
+__all__ = ["html", "program", "save_html", "serialise", "short_name", "style"]
 
 # what a page runs, in the order of the reading
-PARTS = ("numbers", "layers", "grid", "map", "strip", "panel", "vector", "explorer")
-STORED = {"float16": "f2", "float32": "f4", "int32": "i4"}
+SCRIPTS = ("numbers", "layers", "grid", "map", "strip", "panel", "vector", "explorer")
+TYPE_CODES = {"float16": "f2", "float32": "f4", "int32": "i4"}
 
 
 def html(data: Exploration | Any) -> str:
@@ -37,13 +37,13 @@ def html(data: Exploration | Any) -> str:
         A Seen without the statistics the page needs; see `from_seen`.
     """
     data = data if isinstance(data, Exploration) else from_seen(data)
-    manifest, arrays = contents(data)
+    manifest, arrays = serialise(data)
     script, css = program() + "\nexplorerPage();\n", style()
     blobs = "\n".join(f'<script type="text/plain" id="sl-array-{k}">{text}</script>' for k, text in enumerate(arrays))
     return Template(_read("page.html")).substitute(
-        title=_escaped(data.title),
-        script_hash=_hash(script),
-        style_hash=_hash(css),
+        title=_escape(data.title),
+        script_hash=_csp_hash(script),
+        style_hash=_csp_hash(css),
         style=css,
         manifest=json.dumps(manifest, separators=(",", ":")).replace("<", "\\u003c"),
         arrays=blobs,
@@ -72,7 +72,7 @@ def save_html(data: Exploration | Any, path: str | Path) -> Path:
 
 def program() -> str:
     """The page's program, which makes `explorer(root, manifest, read)`."""
-    return "'use strict';\n" + "\n".join(_read(f"{part}.js") for part in PARTS)
+    return "'use strict';\n" + "\n".join(_read(f"{part}.js") for part in SCRIPTS)
 
 
 def style() -> str:
@@ -80,21 +80,21 @@ def style() -> str:
     return _read("style.css")
 
 
-def contents(data: Exploration) -> tuple[dict[str, Any], list[str]]:
+def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
     """All the page shows, as JSON takes it, and the arrays it names by number, little-endian in base64."""
     arrays: list[str] = []
     tokens: dict[tuple[str, ...], int] = {}
 
-    def stored(array: Any) -> dict[str, Any]:
+    def store(array: Any) -> dict[str, Any]:
         array = np.ascontiguousarray(array)
-        letter = STORED[array.dtype.name]
+        letter = TYPE_CODES[array.dtype.name]
         arrays.append(base64.b64encode(array.astype(f"<{letter}").tobytes()).decode("ascii"))
         return {"at": len(arrays) - 1, "type": letter, "shape": array.shape}
 
     def links(found: Links | None) -> dict[str, Any] | None:
         if found is None:
             return None
-        return {"weights": stored(found.weights), "where": stored(found.where), "complete": found.complete}
+        return {"weights": store(found.weights), "where": store(found.where), "complete": found.complete}
 
     def layer(place: int, one: Layer) -> dict[str, Any]:
         return {
@@ -104,7 +104,7 @@ def contents(data: Exploration) -> tuple[dict[str, Any], list[str]]:
             "how": one.how,
             "heads": one.heads,
             "short": short_name(one.name, place),
-            **{name: stored(getattr(one, name)) for name in ("cells", "entropy", "received")},
+            **{name: store(getattr(one, name)) for name in ("cells", "entropy", "received")},
             **{name: links(getattr(one, name)) for name in ("looks", "seen_by")},
         }
 
@@ -124,18 +124,18 @@ def short_name(name: str, place: int) -> str:
     """A layer's number as its path tells it, with the decoder's d, or × across sequences; else its place."""
     words = name.lower().replace(" ", ".").split(".")
     numbers = [word for word in words if word.isdigit()]
-    crossing = any(mark in name.lower() for mark in ("cross", "encdec", "encoder_attn"))
-    return ("×" if crossing else "d" if "decoder" in words else "") + (numbers[0] if numbers else str(place))
+    is_cross = any(mark in name.lower() for mark in ("cross", "encdec", "encoder_attn"))
+    return ("×" if is_cross else "d" if "decoder" in words else "") + (numbers[0] if numbers else str(place))
 
 
 def _read(name: str) -> str:
     return (files(__package__) / "page" / name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
+def _csp_hash(text: str) -> str:
     """What a Content-Security-Policy calls the text between two tags."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;")

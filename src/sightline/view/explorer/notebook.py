@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import MissingExtraError
 from .data import Exploration
 from .from_recording import from_seen
-from .html_page import contents, program, save_html, style
+from .html_page import program, save_html, serialise, style
 
 __all__ = ["explore"]
 
@@ -76,7 +76,7 @@ def widget(data: Exploration) -> Any:
         arrays = traitlets.List(traitlets.Unicode()).tag(sync=True)
         height = traitlets.Int(HEIGHT).tag(sync=True)
 
-    manifest, arrays = contents(data)
+    manifest, arrays = serialise(data)
     return Widget(manifest=json.dumps(manifest), arrays=arrays)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..view import plotting
-from .report import Entry, Finding, Point, Report, amount, duration
+from .report import Entry, Finding, Point, Report, format_amount, format_duration
 
 __all__ = ["cost", "draw", "ratios", "roofline"]
 
-COLOURS = {  # Okabe and Ito's, told apart by every eye; a marker each for those who see none
+PEER_STYLES = {  # Okabe and Ito's, told apart by every eye; a marker each for those who see none
     "sightline": (plotting.BLUE, "o"),
     "torch": (plotting.ORANGE, "s"),
     "flex": ("#cc79a7", "D"),
@@ -25,31 +25,31 @@ COLOURS = {  # Okabe and Ito's, told apart by every eye; a marker each for those
     "cudnn": ("#009e73", "^"),
     "efficient": ("#e69f00", "v"),
 }
-GREY, FAINT = "#555555", "#e6e6e6"
-LEAST = 30.0  # of the largest over the smallest number on a logarithmic axis
+GREY, LIGHT_GREY = "#555555", "#e6e6e6"
+MIN_AXIS_RATIO = 30.0  # of the largest over the smallest number on a logarithmic axis
 CEILINGS = {"bfloat16": "bfloat16 dot", "float32": "float32 FMA", "matmul": "bfloat16 matmul"}
-MOVED = {"read": "read", "copy": "copied"}  # the bandwidths, by what is measured
-JOINED = ("torch", "cudnn")  # the peers that stand beneath our dots in the roofline
+BANDWIDTHS = {"read": "read", "copy": "copied"}  # the bandwidths, by what is measured
+ROOFLINE_PEERS = ("torch", "cudnn")  # the peers that stand beneath our dots in the roofline
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
     """Write what there are findings for, and say where."""
-    drawn: dict[str, Any] = {}
-    if any(finding.best for finding in _raced(report)):
-        drawn["roofline"] = roofline(report)
-    if _raced(report):
-        drawn["ratios"] = ratios(report)
+    figures: dict[str, Any] = {}
+    if any(finding.best for finding in _compared_findings(report)):
+        figures["roofline"] = roofline(report)
+    if _compared_findings(report):
+        figures["ratios"] = ratios(report)
     for finding in report.findings:
         if len(finding.points) > 1:
-            drawn[finding.name.replace(" ", "-")] = cost(finding)
+            figures[finding.name.replace(" ", "-")] = cost(finding)
     folder.mkdir(parents=True, exist_ok=True)
-    return [plotting.save(figure, folder / f"{name}.png") for name, figure in drawn.items()]
+    return [plotting.save(figure, folder / f"{name}.png") for name, figure in figures.items()]
 
 
-def _raced(report: Report) -> list[Finding]:
+def _compared_findings(report: Report) -> list[Finding]:
     """Races that peers take part in."""
     found = [f for f in report.findings if f.entry("sightline")]
-    return [f for f in found if any(entry.name in COLOURS and entry.seconds for entry in f.entries[1:])]
+    return [f for f in found if any(entry.name in PEER_STYLES and entry.seconds for entry in f.entries[1:])]
 
 
 # -- the roofline --------------------------------------------------------------------------------------------------
@@ -60,38 +60,38 @@ def roofline(report: Report) -> Any:
 
     (Williams, Waterman and Patterson, "Roofline", 2009.) Left, by FLOPs; right, the share of the peak each reaches.
     """
-    findings = [finding for finding in _raced(report) if finding.best]
+    findings = [finding for finding in _compared_findings(report) if finding.best]
     figure = plotting.new_figure(11.5, max(4.6, 1.6 + 0.27 * len(findings)))
     left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
-    _roofs(left, report, findings)
+    _draw_ceilings(left, report, findings)
     dots = []
     for finding in findings:
         x = finding.flops / finding.bytes_moved
         rates = {entry.name: finding.flops / entry.median for entry in finding.entries if entry.seconds}
         dots.append((x, rates["sightline"]))
-        for name in rates.keys() & JOINED:
-            colour, marker = COLOURS[name]
-            left.plot([x, x], [rates[name], rates["sightline"]], color=FAINT, linewidth=1, zorder=1)
+        for name in rates.keys() & ROOFLINE_PEERS:
+            colour, marker = PEER_STYLES[name]
+            left.plot([x, x], [rates[name], rates["sightline"]], color=LIGHT_GREY, linewidth=1, zorder=1)
             left.plot(x, rates[name], marker, color=colour, markersize=4, zorder=2, alpha=0.8)
         left.plot(x, rates["sightline"], "o", color=plotting.BLUE, markersize=6.5, zorder=3, alpha=0.9)
     left.set_title("FLOP/s against FLOPs per byte of inputs and outputs", loc="left", fontsize=9)
-    _shares(right, findings)
+    _draw_shares(right, findings)
     figure.suptitle(f"Exact attention beneath the machine's own peaks, {report.device}", fontsize=11)
     figure.draw_without_rendering()  # numbers are placed where the layout has put the dots
-    _number(left, dots)
+    _number_dots(left, dots)
     return figure
 
 
-def _number(axis: Any, dots: Sequence[tuple[float, float]]) -> None:
+def _number_dots(axis: Any, dots: Sequence[tuple[float, float]]) -> None:
     """A number beside every dot, on no other dot or number: the nearest free place around it, in points."""
     scale = 72 / axis.figure.dpi
     places = [np.array(axis.transData.transform(dot)) * scale for dot in dots]
     taken = list(places)
     for number, (dot, place) in enumerate(zip(dots, places, strict=True), 1):
-        turns = [(r, a) for r in (10, 16, 23, 31, 40, 50) for a in np.linspace(0, 2 * np.pi, 16, endpoint=False)]
-        tries = [np.array([r * np.cos(a), r * np.sin(a)]) for r, a in turns]
-        free = (x for x in tries if min(np.hypot(*(place + x - other)) for other in taken) >= 9)
-        shift = next(free, tries[0])
+        offsets = [(r, a) for r in (10, 16, 23, 31, 40, 50) for a in np.linspace(0, 2 * np.pi, 16, endpoint=False)]
+        shifts = [np.array([r * np.cos(a), r * np.sin(a)]) for r, a in offsets]
+        free = (x for x in shifts if min(np.hypot(*(place + x - other)) for other in taken) >= 9)
+        shift = next(free, shifts[0])
         taken.append(place + shift)
         line = {"arrowstyle": "-", "color": plotting.BLUE, "linewidth": 0.4, "shrinkA": 4, "shrinkB": 3}
         text = {"xytext": tuple(shift), "textcoords": "offset points", "ha": "center", "va": "center"}
@@ -99,50 +99,50 @@ def _number(axis: Any, dots: Sequence[tuple[float, float]]) -> None:
         axis.annotate(str(number), dot, color=plotting.BLUE, fontsize=7, arrowprops=arrow, zorder=5, **text)
 
 
-def _roofs(axis: Any, report: Report, findings: Sequence[Finding]) -> None:
+def _draw_ceilings(axis: Any, report: Report, findings: Sequence[Finding]) -> None:
     peaks = report.peaks
-    moved = next((name for name in MOVED if name in peaks), None)
-    read = peaks[moved] if moved else None
+    bandwidth = next((name for name in BANDWIDTHS if name in peaks), None)
+    read = peaks[bandwidth] if bandwidth else None
     at = [finding.flops / finding.bytes_moved for finding in findings]
     low, high = min(at) / 3, max(at) * 3
-    for name, words in CEILINGS.items():
+    for name, label in CEILINGS.items():
         if name in peaks:
-            knee = peaks[name] / read if read else low
-            xs = [x for x in (low, knee, high) if x >= low]
+            ridge = peaks[name] / read if read else low
+            xs = [x for x in (low, ridge, high) if x >= low]
             axis.plot(xs, [min(peaks[name], x * (read or np.inf)) for x in xs], color=GREY, linewidth=1.1, zorder=0)
-            words = f"{words} {amount(peaks[name], 'FLOP/s')}"
+            label = f"{label} {format_amount(peaks[name], 'FLOP/s')}"
             axis.annotate(
-                words, (max(knee, low) * 1.2, peaks[name]), xytext=(0, 4), textcoords="offset points", **SMALL
+                label, (max(ridge, low) * 1.2, peaks[name]), xytext=(0, 4), textcoords="offset points", **LABEL_STYLE
             )
-    if moved and read:
-        words = f"{MOVED[moved]} {amount(read, 'B/s')}"
-        axis.annotate(words, (low * 1.6, low * read), **SMALL)
+    if bandwidth and read:
+        label = f"{BANDWIDTHS[bandwidth]} {format_amount(read, 'B/s')}"
+        axis.annotate(label, (low * 1.6, low * read), **LABEL_STYLE)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlim(low, high)
     axis.set_xlabel("FLOPs per byte", fontsize=9)
-    axis.yaxis.set_major_formatter(lambda value, _: amount(value, "FLOP/s"))
+    axis.yaxis.set_major_formatter(lambda value, _: format_amount(value, "FLOP/s"))
     axis.tick_params(labelsize=8)
-    axis.grid(color=FAINT, linewidth=0.6)
-    _open(axis)
+    axis.grid(color=LIGHT_GREY, linewidth=0.6)
+    _hide_spines(axis)
 
 
-SMALL: dict[str, Any] = {"fontsize": 8, "color": GREY}
+LABEL_STYLE: dict[str, Any] = {"fontsize": 8, "color": GREY}
 
 
-def _shares(axis: Any, findings: Sequence[Finding]) -> None:
+def _draw_shares(axis: Any, findings: Sequence[Finding]) -> None:
     for place, finding in enumerate(findings):
         for entry in finding.entries:
             share = finding.share(entry)
-            if entry.name in COLOURS and share:
-                _dot(axis, share, place, entry, "sightline")
-        wanted = [v.target.limit for v in finding.verdicts if v.target.measure == "share"]
-        if wanted:
-            axis.plot([wanted[0]] * 2, [place - 0.36, place + 0.36], color="black", linewidth=1.4, zorder=4)
+            if entry.name in PEER_STYLES and share:
+                _draw_dot(axis, share, place, entry, "sightline")
+        limits = [v.target.limit for v in finding.verdicts if v.target.measure == "share"]
+        if limits:
+            axis.plot([limits[0]] * 2, [place - 0.36, place + 0.36], color="black", linewidth=1.4, zorder=4)
     axis.set_xlim(0, 1.05)
     axis.set_title("share of the peak; a bar where a target stands", loc="left", fontsize=9)
-    _rows(axis, [f"{finding.name}  {number}" for number, finding in enumerate(findings, 1)])
-    _key(axis.figure, {entry.name: entry for finding in findings for entry in finding.entries if entry.seconds})
+    _label_rows(axis, [f"{finding.name}  {number}" for number, finding in enumerate(findings, 1)])
+    _add_legend(axis.figure, {entry.name: entry for finding in findings for entry in finding.entries if entry.seconds})
 
 
 # -- ratios --------------------------------------------------------------------------------------------------------
@@ -150,29 +150,29 @@ def _shares(axis: Any, findings: Sequence[Finding]) -> None:
 
 def ratios(report: Report) -> Any:
     """Every peer's time over ours, a row a problem; targets as bars in the peer's colour."""
-    findings = _raced(report)
+    findings = _compared_findings(report)
     figure = plotting.new_figure(8.6, 1.5 + 0.3 * max(len(findings), 3))
     axis = figure.subplots()
     axis.axvline(1, color=plotting.BLUE, linewidth=1.2, zorder=1)
-    reach = [1.0]
+    values = [1.0]
     for place, finding in enumerate(findings):
         ours = finding.entry("sightline")
         assert ours is not None
         for entry in finding.entries[1:]:
-            if entry.name in COLOURS and entry.seconds:
-                reach.append(ours.over(entry))
-                _dot(axis, reach[-1], place, entry)
+            if entry.name in PEER_STYLES and entry.seconds:
+                values.append(ours.speedup_over(entry))
+                _draw_dot(axis, values[-1], place, entry)
         for verdict in finding.verdicts:
-            if verdict.target.measure == "faster" and verdict.target.who in COLOURS:
-                colour = COLOURS[verdict.target.who][0]
-                reach.append(verdict.target.limit)
-                axis.plot([reach[-1]] * 2, [place - 0.36, place + 0.36], color=colour, linewidth=2, zorder=2)
+            if verdict.target.measure == "faster" and verdict.target.implementation in PEER_STYLES:
+                colour = PEER_STYLES[verdict.target.implementation][0]
+                values.append(verdict.target.limit)
+                axis.plot([values[-1]] * 2, [place - 0.36, place + 0.36], color=colour, linewidth=2, zorder=2)
     axis.set_xscale("log")
-    axis.set_xlim(min(reach) / 1.3, max(reach) * 1.3)
-    _ticks(axis.xaxis, lambda value: f"{value:g}×")
+    axis.set_xlim(min(values) / 1.3, max(values) * 1.3)
+    _set_decade_ticks(axis.xaxis, lambda value: f"{value:g}×")
     axis.set_xlabel("time over Sightline's", fontsize=9)
-    _rows(axis, [finding.name for finding in findings])
-    _key(figure, {entry.name: entry for finding in findings for entry in finding.entries[1:] if entry.seconds})
+    _label_rows(axis, [finding.name for finding in findings])
+    _add_legend(figure, {entry.name: entry for finding in findings for entry in finding.entries[1:] if entry.seconds})
     figure.suptitle("How many times as long the others take; bars are targets", fontsize=11)
     return figure
 
@@ -187,11 +187,11 @@ def cost(finding: Finding) -> Any:
     names = {entry.name: entry for point in finding.points for entry in point.entries if entry.seconds}
     of_token = finding.axis == "n"
     for name, entry in names.items():
-        _line(time, finding, name, entry, lambda e, p: e.median / (p.n if of_token else 1) if e.seconds else None)
-        _line(memory, finding, name, entry, _bytes_beyond)
-    _axes(time, finding, "time of a token" if of_token else "time of a call", duration, 10)
-    _axes(memory, finding, "memory beyond inputs and outputs", lambda value: amount(value, "B"), 2)
-    figure.suptitle(f"Cost by {'length' if of_token else 'what the mask allows'}: {finding.about}", fontsize=10)
+        _draw_line(time, finding, name, entry, lambda e, p: e.median / (p.n if of_token else 1) if e.seconds else None)
+        _draw_line(memory, finding, name, entry, _bytes_beyond)
+    _format_axes(time, finding, "time of a token" if of_token else "time of a call", format_duration, 10)
+    _format_axes(memory, finding, "memory beyond inputs and outputs", lambda value: format_amount(value, "B"), 2)
+    figure.suptitle(f"Cost by {'length' if of_token else 'what the mask allows'}: {finding.description}", fontsize=10)
     return figure
 
 
@@ -200,82 +200,92 @@ def _bytes_beyond(entry: Entry, point: Point) -> float | None:
     return None if entry.memory is None else max(entry.memory - point.outputs, 4096)
 
 
-def _line(axis: Any, finding: Finding, name: str, entry: Entry, of: Callable[[Entry, Point], float | None]) -> None:
-    found = [(p.at, of(e, p)) for p in finding.points for e in p.entries if e.name == name]
-    kept = [(x, y) for x, y in found if y is not None]
-    if not kept:
+def _draw_line(
+    axis: Any, finding: Finding, name: str, entry: Entry, of: Callable[[Entry, Point], float | None]
+) -> None:
+    found = [(p.coordinate, of(e, p)) for p in finding.points for e in p.entries if e.name == name]
+    shown = [(x, y) for x, y in found if y is not None]
+    if not shown:
         return
-    colour, marker = COLOURS.get(name, (GREY, "o"))
-    axis.plot(*zip(*kept, strict=True), marker + "-", color=colour, markersize=5, linewidth=1.4)
-    x, y = kept[-1]
+    colour, marker = PEER_STYLES.get(name, (GREY, "o"))
+    axis.plot(*zip(*shown, strict=True), marker + "-", color=colour, markersize=5, linewidth=1.4)
+    x, y = shown[-1]
     axis.annotate(entry.label, (x, y), xytext=(7, 0), textcoords="offset points", va="center", color=colour, fontsize=9)
 
 
-def _axes(axis: Any, finding: Finding, title: str, words: Callable[[float], str], base: int) -> None:
+def _format_axes(axis: Any, finding: Finding, title: str, label: Callable[[float], str], base: int) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=base)
     low, high = axis.get_ylim()
-    if high / low < LEAST:  # what is flat is to look flat
+    if high / low < MIN_AXIS_RATIO:  # what is flat is to look flat
         middle = (low * high) ** 0.5
-        axis.set_ylim(middle / LEAST**0.5, middle * LEAST**0.5)
-    points = [point.at for point in finding.points]
+        axis.set_ylim(middle / MIN_AXIS_RATIO**0.5, middle * MIN_AXIS_RATIO**0.5)
+    points = [point.coordinate for point in finding.points]
     axis.set_xlim(points[0] / 1.2, points[-1] * max(points[-1] / points[0], 4) ** 0.38)  # room for names
     named = [f"{at:,.0f}" if finding.axis == "n" else f"{at:.0%}" if at > 0.095 else f"{at:.1%}" for at in points]
     axis.set_xticks(points, named, rotation=30, ha="right")
     axis.minorticks_off()
     if base == 10:
-        _ticks(axis.yaxis, words)
+        _set_decade_ticks(axis.yaxis, label)
     else:
-        axis.yaxis.set_major_formatter(lambda value, _: words(value))
+        axis.yaxis.set_major_formatter(lambda value, _: label(value))
     axis.set_xlabel("tokens" if finding.axis == "n" else "pairs the mask allows", fontsize=9)
     axis.set_title(title, loc="left", fontsize=9)
     axis.tick_params(labelsize=8)
-    axis.grid(axis="y", color=FAINT, linewidth=0.7)
-    _open(axis)
+    axis.grid(axis="y", color=LIGHT_GREY, linewidth=0.7)
+    _hide_spines(axis)
 
 
 # -- what they share -----------------------------------------------------------------------------------------------
 
 
-def _ticks(axis: Any, words: Callable[[float], str]) -> None:
+def _set_decade_ticks(axis: Any, label: Callable[[float], str]) -> None:
     """1, 2 and 5 of every decade, named."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(lambda value, _: words(value))
+    axis.set_major_formatter(lambda value, _: label(value))
 
 
-def _dot(axis: Any, x: float, place: float, entry: Entry, first: str = "") -> None:
-    colour, marker = COLOURS[entry.name]
+def _draw_dot(axis: Any, x: float, place: float, entry: Entry, first: str = "") -> None:
+    colour, marker = PEER_STYLES[entry.name]
     size, order = (7, 3) if entry.name == first else (5, 2)
     face = "white" if entry.wrong else colour  # hollow: outside the budget of errors
     axis.plot(x, place, marker, color=colour, markerfacecolor=face, markersize=size, zorder=order, alpha=0.9)
 
 
-def _rows(axis: Any, names: Iterable[str]) -> None:
+def _label_rows(axis: Any, names: Iterable[str]) -> None:
     names = list(names)
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.tick_params(axis="y", length=0)
     axis.tick_params(labelsize=8)
-    axis.grid(axis="y", color=FAINT, linewidth=0.6)
-    _open(axis)
+    axis.grid(axis="y", color=LIGHT_GREY, linewidth=0.6)
+    _hide_spines(axis)
     axis.spines["left"].set_visible(False)
 
 
-def _key(figure: Any, entries: dict[str, Entry]) -> None:
+def _add_legend(figure: Any, entries: dict[str, Entry]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], linestyle="", color=COLOURS[name][0], marker=COLOURS[name][1], markersize=5, label=entry.label)
+        Line2D(
+            [],
+            [],
+            linestyle="",
+            color=PEER_STYLES[name][0],
+            marker=PEER_STYLES[name][1],
+            markersize=5,
+            label=entry.label,
+        )
         for name, entry in entries.items()
-        if name in COLOURS
+        if name in PEER_STYLES
     ]
     figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=8, frameon=False)
 
 
-def _open(axis: Any) -> None:
+def _hide_spines(axis: Any) -> None:
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     axis.set_axisbelow(True)

