@@ -15,12 +15,7 @@ Pairing = Literal["half", "interleaved"]
 
 
 def rotary(
-    x: Any,
-    *,
-    base: float = 10000.0,
-    pairing: Pairing = "half",
-    dimensions: int | None = None,
-    positions: Any = None,
+    x: Any, *, base: float = 10000.0, pairing: Pairing = "half", dimensions: int | None = None, positions: Any = None
 ) -> Any:
     """Turn pairs of components by angles that grow with the position, so that scores depend on j − i alone.
 

@@ -98,10 +98,7 @@ def check_arrays(named: dict[str, Any]) -> None:
         raise DeviceError(
             _format_items(kinds), "query, key and value all from NumPy or all from torch", "convert them first"
         )
-    for what, error, describe in (
-        ("dtype", DtypeError, arrays.dtype_name),
-        ("device", DeviceError, arrays.device),
-    ):
+    for what, error, describe in (("dtype", DtypeError, arrays.dtype_name), ("device", DeviceError, arrays.device)):
         found = {name: describe(array) for name, array in named.items()}
         if len(set(found.values())) > 1:
             raise error(

@@ -108,7 +108,7 @@ HOPPER = """
 import torch
 from sightline import causal, softcap, window
 from sightline.gpu import Triton
-from sightline.gpu.chosen import candidates, try_sizes
+from sightline.gpu.tuning.selection import candidates, try_sizes
 from sightline.problem import pose
 from sightline.testing import assert_conforms
 

@@ -153,8 +153,8 @@ FAULTS = {
     "scores not waited for": (kernel.process_ranges, "wait(1, deps=[products])", "wait(2, deps=[products])"),
     "values of another tile": (
         kernel.process_ranges,
-        "v = wait_tile(v_ring, step - 1, constexprs.padded_d_v, constexprs, STAGES)\n                output",
-        "v = wait_tile(v_ring, step, constexprs.padded_d_v, constexprs, STAGES)\n                output",
+        "v = wait_tile(v_ring, step - 1, meta.padded_d_v, meta, STAGES)\n                output",
+        "v = wait_tile(v_ring, step, meta.padded_d_v, meta, STAGES)\n                output",
     ),
     "queries not waited for": (kernel.compute_worker, "mbarrier.wait(queries[1].index(WARPGROUP), 0)", "pass"),
     "output not fenced": (kernel.compute_worker, "fence_async_shared()", "pass"),

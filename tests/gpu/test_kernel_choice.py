@@ -152,9 +152,9 @@ def test_every_kernel_is_told_its_own_sizes():
     arrays = dict.fromkeys(names) | {name: to_operand(x) for name in ("output", "d_output")}
     seen = set()
     for call in backward_launches(make_problem(x, x, x, mask=i >= j), arrays, [], StatisticGradients(), "sm_90"):
-        constexprs, sizes = call.arguments["constexprs"], call.configuration
-        assert (constexprs.rows, constexprs.keys, constexprs.even) == (sizes.rows, sizes.keys, 192 % sizes.keys == 0)
-        seen.add(constexprs.even)
+        meta, sizes = call.arguments["meta"], call.configuration
+        assert (meta.rows, meta.keys, meta.even) == (sizes.rows, sizes.keys, 192 % sizes.keys == 0)
+        seen.add(meta.even)
     assert seen == {True, False}
 
 
@@ -165,8 +165,8 @@ def test_far_columns_of_any_array_are_counted_wide():
 
     sizes = default_configuration("sm_90", "backward_queries", "float32", 8)
     far = to_operand(torch.empty_strided((1, 2, 16, 8), (2**33, 2**32, 1, 2**28), device="meta"))
-    assert Operands(posed(), sizes).constexprs().index_type == tl.int32
-    assert Operands(posed(), sizes, extra_arrays=[far]).constexprs().index_type == tl.int64
+    assert Operands(posed(), sizes).meta().index_type == tl.int32
+    assert Operands(posed(), sizes, extra_arrays=[far]).meta().index_type == tl.int64
 
 
 @pytest.mark.parametrize(("name", "precision"), [("gfx942:sramecc+", "tf32"), ("gfx90a", "ieee")])

@@ -149,12 +149,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     # two sequences: the keys and values of one in bfloat16 would fit the last cache of this size of machine
     _decode(dtype="bfloat16", B=2),
     _forward(
-        "overhead",
-        faster("torch", 1.0),
-        Target("seconds", 1e-5, "numpy"),
-        n=16,
-        peak="",
-        baselines=("torch", "numpy"),
+        "overhead", faster("torch", 1.0), Target("seconds", 1e-5, "numpy"), n=16, peak="", baselines=("torch", "numpy")
     ),
     FirstCall(name="first call", targets=(Target("seconds", 0.3, "compiled"), Target("seconds", 0.03, "from disk"))),
     Workload(name="threads forward", targets=(Target("efficiency", 0.95, "one thread"),), baselines=ONE_THREAD),

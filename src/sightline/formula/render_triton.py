@@ -85,12 +85,7 @@ def render(
 
 class _TritonRenderer:
     def __init__(
-        self,
-        formula: Expression,
-        floats: str,
-        integers: str,
-        slots: Sequence[int],
-        clamped: Sequence[tuple[int, int]],
+        self, formula: Expression, floats: str, integers: str, slots: Sequence[int], clamped: Sequence[tuple[int, int]]
     ) -> None:
         self.formula, self.clamped = formula, set(clamped)
         self.types: dict[Kind, str] = {"bool": "tl.int1", "int": f"tl.{integers}", "float": f"tl.{floats}"}

@@ -220,9 +220,7 @@ def make_selection(of: Statistic, rows: Any = None, heads: Any = None) -> Select
                 f"{of}.{name}({_format_indices(new)})", f"{name} said once", f"say the {name} you mean at once"
             )
     return Selection(
-        of.of,
-        of.queries if queries is None else queries,
-        of.query_heads if query_heads is None else query_heads,
+        of.of, of.queries if queries is None else queries, of.query_heads if query_heads is None else query_heads
     )
 
 

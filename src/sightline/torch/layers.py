@@ -59,11 +59,7 @@ class ScaledDotProductAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        dropout: float = 0.0,
-        *,
-        scale: float | None = None,
-        mask_means: Literal["attend", "ignore"] = "attend",
+        self, dropout: float = 0.0, *, scale: float | None = None, mask_means: Literal["attend", "ignore"] = "attend"
     ) -> None:
         super().__init__()
         if not 0 <= dropout <= 1:

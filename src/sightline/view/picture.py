@@ -261,21 +261,12 @@ def _finite_mean(values: Array) -> Array:
 
 
 def _apply_bounds(
-    mask: Expression,
-    extent: tuple[int, int, int, int],
-    batch: int,
-    head: int,
-    edges: tuple[Array, Array],
-    share: Array,
+    mask: Expression, extent: tuple[int, int, int, int], batch: int, head: int, edges: tuple[Array, Array], share: Array
 ) -> Array:
     """Shares with what bounds know: 0 empty, 1 full. Cells they leave open and samples do not exhaust are between."""
     i, j = edges
     box = make_box(
-        extent,
-        b=(batch, batch),
-        h=(head, head),
-        i=(i[:-1, None], i[1:, None] - 1),
-        j=(j[None, :-1], j[None, 1:] - 1),
+        extent, b=(batch, batch), h=(head, head), i=(i[:-1, None], i[1:, None] - 1), j=(j[None, :-1], j[None, 1:] - 1)
     )
     low, high = (np.broadcast_to(end, share.shape) for end in compute_intervals(mask, box)[id(mask)])
     seen_whole = max(np.diff(i).max(initial=0), np.diff(j).max(initial=0)) <= SAMPLES_PER_SIDE

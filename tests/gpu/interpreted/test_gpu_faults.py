@@ -45,7 +45,7 @@ FAULTS = {  # the problem that shows it; the room, a line as it stands, and with
     "off-by-one mask": ("masked", ("kernels.tile_ops", "mask_at(b, h, i, at, n", "mask_at(b, h, i, at + 1, n")),
     "keys past the end": ("scored", ("kernels.tile_ops", "tl.where(j < m, s, float", "tl.where(j <= m + 64, s, float")),
     "wrong batch": ("dropped", ("kernels.tile_ops", "* array.strides[len(array.lengths) - 1 - k]", "* 0")),
-    "sign of the scale": ("scored", ("kernels.tile_ops", "x * scalar(sign, constexprs.total)", "x")),
+    "sign of the scale": ("scored", ("kernels.tile_ops", "x * scalar(sign, meta.accumulator)", "x")),
     "unscaled scores": ("scored", ("kernels.tile_ops", "score_at(s * scale,", "score_at(s,")),
     "quotients towards 0": ("divided", ("kernels.math", "tl.where(wrong, quotient - 1, quotient)", "quotient")),
     "wrong word of four": (
@@ -59,7 +59,7 @@ FAULTS = {  # the problem that shows it; the room, a line as it stands, and with
             "kernels.forward",
             "sums = tl.sum(p, 1)",
             "sums = tl.sum(tl.where(tile_ops.dropout_mask(block.dropout_state, block.location, "
-            "j0, constexprs.rows, constexprs.keys), p, 0.0), 1)",
+            "j0, meta.rows, meta.keys), p, 0.0), 1)",
         ),
     ),
     "weights not made larger": ("dropped", ("kernels.forward", "(dropout_scale / safe)", "(1 / safe)")),
@@ -84,13 +84,13 @@ FAULTS = {  # the problem that shows it; the room, a line as it stands, and with
         "decoded",
         (
             "kernels.decode",
-            "(power - shift).to(constexprs.total)",
-            "tl.where(power > -1e30, 0.0, float('-inf')).to(constexprs.total)",
+            "(power - shift).to(meta.accumulator)",
+            "tl.where(power > -1e30, 0.0, float('-inf')).to(meta.accumulator)",
         ),
     ),
     "sink in every part": (
         "decoded",
-        ("kernels.decode", "init(None, 0, False, constexprs)", "init(0.0, 0, False, constexprs)"),
+        ("kernels.decode", "init(None, 0, False, meta)", "init(0.0, 0, False, meta)"),
     ),
     "one head for all of a group": ("decoded", ("kernels.decode", "g * group + rows // n", "g * group")),
     "window past its end": ("decoded", ("kernels.decode", "(split + 1) * split_size)", "(split + 2) * split_size)")),

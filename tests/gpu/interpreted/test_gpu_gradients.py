@@ -283,8 +283,8 @@ FAULTS = {  # the room, a line as it stands, and with the fault in it
     "forgotten dlse": ("kernels.backward", "if d_lse is not None:", "if d_lse is None:"),
     "forgotten slope of the score": (
         "kernels.backward",
-        "* formula_functions.score_derivative_at(",
-        "+ 0 * formula_functions.score_derivative_at(",
+        "* formulas.score_derivative_at(",
+        "+ 0 * formulas.score_derivative_at(",
     ),
     "a run of a mask missed": (
         "kernels.tile_loop",

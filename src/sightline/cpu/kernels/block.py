@@ -227,12 +227,7 @@ class Block:
                 self.lane_address(target, width // tiles.pair_size, lane).store(number)
 
     def transpose_rows(
-        self,
-        row: Callable[[Value], Value],
-        read: Callable[[Value, int], Value],
-        size: int,
-        count: Any,
-        target: Value,
+        self, row: Callable[[Value], Value], read: Callable[[Value, int], Value], size: int, count: Any, target: Value
     ) -> None:
         """target[c][lane] = read(row(lane) + c · size) for c < count; `read` takes an address and a number of lanes."""
         builder, tiles = self.builder, self.tiles

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...kernel import Refusal
 from ...problem import Problem
-from ..kernels.constexprs import padded_width
+from ..kernels.meta_parameters import padded_width
 from ..tuning.configurations import Configuration
 from ..version import triton_version
 

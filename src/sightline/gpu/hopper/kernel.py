@@ -47,27 +47,24 @@ FLOAT32_MAX = gl.constexpr(3.4028234663852886e38)  # of float32
 
 
 @gluon.jit
-def load_worker(query, key, value, queries, k_ring, v_ring, block_info, constexprs: gl.constexpr, STAGES: gl.constexpr):
+def load_worker(query, key, value, queries, k_ring, v_ring, block_info, meta: gl.constexpr, STAGES: gl.constexpr):
     """Both groups' queries, then keys and values in the order of the runs."""
     b, h, block = block_info[0], block_info[1], block_info[2]
     for warpgroup in gl.static_range(GROUPS):
         memory, ready = queries[0].index(warpgroup), queries[1].index(warpgroup)
         mbarrier.expect(ready, query.nbytes_per_cta)
         tma.async_load(
-            query,
-            tile_offset(query, b, h, block * constexprs.rows + warpgroup * (constexprs.rows // GROUPS)),
-            ready,
-            memory,
+            query, tile_offset(query, b, h, block * meta.rows + warpgroup * (meta.rows // GROUPS)), ready, memory
         )
     group = h // block_info[7]
     step = 0
     for PARTIAL in gl.static_range(2):
-        first_range, last_range = block_ranges(block_info, PARTIAL, constexprs)
+        first_range, last_range = block_ranges(block_info, PARTIAL, meta)
         for range_index in range(first_range, last_range):
-            first, last = range_tiles(block_info, range_index, PARTIAL, constexprs)
+            first, last = range_tiles(block_info, range_index, PARTIAL, meta)
             for tile in range(first, last):
-                load_tile(key, b, group, tile * constexprs.keys, k_ring, step, STAGES)
-                load_tile(value, b, group, tile * constexprs.keys, v_ring, step, STAGES)
+                load_tile(key, b, group, tile * meta.keys, k_ring, step, STAGES)
+                load_tile(value, b, group, tile * meta.keys, v_ring, step, STAGES)
                 step += 1
 
 
@@ -81,21 +78,21 @@ def compute_scores(
     mask_at: gl.constexpr,
     score_at: gl.constexpr,
     PARTIAL: gl.constexpr,
-    constexprs: gl.constexpr,
+    meta: gl.constexpr,
 ):
     """Final scores of a tile: in nats with a score formula, else not yet scaled; −∞ where hidden or past the keys."""
     b, h, n, m = block_info[0], block_info[1], block_info[3], block_info[4]
     scale, _, tables = formulas
-    j = (tile * constexprs.keys + gl.arange(0, constexprs.keys, gl.SliceLayout(0, products.type.layout)))[None, :]
+    j = (tile * meta.keys + gl.arange(0, meta.keys, gl.SliceLayout(0, products.type.layout)))[None, :]
     i = gl.minimum(rows, n - 1)[:, None]
-    at = gl.minimum(j, m - 1) if PARTIAL and not constexprs.even else j
+    at = gl.minimum(j, m - 1) if PARTIAL and not meta.even else j
     s = products
     if score_at is not None:
         _, s = gl.broadcast(products, score_at(products * scale, b, h, i, at, n, m, tables))
     if PARTIAL:
         if mask_at is not None:
             s = gl.where(mask_at(b, h, i, at, n, m, tables), s, float("-inf"))
-        if not constexprs.even:
+        if not meta.even:
             s = gl.where(j < m, s, float("-inf"))
     return s
 
@@ -133,12 +130,12 @@ def rescale(output, factor):
 
 
 @gluon.jit
-def start_qk(q, k_ring, turn, step, WARPGROUP: gl.constexpr, constexprs: gl.constexpr, STAGES: gl.constexpr):
+def start_qk(q, k_ring, turn, step, WARPGROUP: gl.constexpr, meta: gl.constexpr, STAGES: gl.constexpr):
     """S = Q Kᵀ of this step on its way, once the keys are there and it is this group's turn."""
-    k = wait_tile(k_ring, step, constexprs.padded_d_k, constexprs, STAGES)
+    k = wait_tile(k_ring, step, meta.padded_d_k, meta, STAGES)
     wait_turn(turn, step, WARPGROUP)
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, constexprs.keys, 16])
-    zeros = gl.zeros([constexprs.rows // GROUPS, constexprs.keys], gl.float32, mma)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, meta.keys, 16])
+    zeros = gl.zeros([meta.rows // GROUPS, meta.keys], gl.float32, mma)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -158,40 +155,40 @@ def process_ranges(
     score_at: gl.constexpr,
     PARTIAL: gl.constexpr,
     WARPGROUP: gl.constexpr,
-    constexprs: gl.constexpr,
+    meta: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """O, the softmax's state and the step after the full tiles of a block, or after those to be masked."""
     unit = formulas[1]
-    first_range, last_range = block_ranges(block_info, PARTIAL, constexprs)
+    first_range, last_range = block_ranges(block_info, PARTIAL, meta)
     if last_range > first_range:
-        tile, _ = range_tiles(block_info, first_range, PARTIAL, constexprs)
-        products = start_qk(q, k_ring, turn, step, WARPGROUP, constexprs, STAGES)
+        tile, _ = range_tiles(block_info, first_range, PARTIAL, meta)
+        products = start_qk(q, k_ring, turn, step, WARPGROUP, meta, STAGES)
         pass_turn(turn, WARPGROUP)
         products = warpgroup_mma_wait(0, deps=[products])
         release_tile(k_ring, step, STAGES)
-        s = compute_scores(products, tile, rows, block_info, formulas, mask_at, score_at, PARTIAL, constexprs)
+        s = compute_scores(products, tile, rows, block_info, formulas, mask_at, score_at, PARTIAL, meta)
         weights, alpha, state = softmax(s, state, unit)
         output = rescale(output, alpha)
         p = to_dot_operand(weights, q, output)
         step += 1
         for range_index in range(first_range, last_range):
-            first, last = range_tiles(block_info, range_index, PARTIAL, constexprs)
+            first, last = range_tiles(block_info, range_index, PARTIAL, meta)
             for tile in range(first + gl.where(range_index == first_range, 1, 0), last):
-                products = start_qk(q, k_ring, turn, step, WARPGROUP, constexprs, STAGES)
-                v = wait_tile(v_ring, step - 1, constexprs.padded_d_v, constexprs, STAGES)
+                products = start_qk(q, k_ring, turn, step, WARPGROUP, meta, STAGES)
+                v = wait_tile(v_ring, step - 1, meta.padded_d_v, meta, STAGES)
                 output = warpgroup_mma(p, v, output, is_async=True)  # of the tile before, beside this one's softmax
                 pass_turn(turn, WARPGROUP)
                 products = warpgroup_mma_wait(1, deps=[products])
                 release_tile(k_ring, step, STAGES)
-                s = compute_scores(products, tile, rows, block_info, formulas, mask_at, score_at, PARTIAL, constexprs)
+                s = compute_scores(products, tile, rows, block_info, formulas, mask_at, score_at, PARTIAL, meta)
                 weights, alpha, state = softmax(s, state, unit)
                 output, p = warpgroup_mma_wait(0, deps=[output, p])  # the product reads p out of its registers
                 release_tile(v_ring, step - 1, STAGES)
                 output = rescale(output, alpha)
                 p = to_dot_operand(weights, q, output)
                 step += 1
-        v = wait_tile(v_ring, step - 1, constexprs.padded_d_v, constexprs, STAGES)
+        v = wait_tile(v_ring, step - 1, meta.padded_d_v, meta, STAGES)
         output = warpgroup_mma(p, v, output, is_async=True)
         output, p = warpgroup_mma_wait(0, deps=[output, p])
         release_tile(v_ring, step - 1, STAGES)
@@ -210,16 +207,16 @@ def compute_worker(
     mask_at: gl.constexpr,
     score_at: gl.constexpr,
     WARPGROUP: gl.constexpr,
-    constexprs: gl.constexpr,
+    meta: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """The rows of one group: O / l copied out of the memory its queries lay in, lse beside."""
     output, lse, nonfinite_flags, sinks, H, unit = results
     b, h, block, n = block_info[0], block_info[1], block_info[2], block_info[3]
-    ROWS: gl.constexpr = constexprs.rows // GROUPS
-    by_products: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, constexprs.keys, 16]))
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, constexprs.padded_d_v, 16])
-    first = block * constexprs.rows + WARPGROUP * ROWS
+    ROWS: gl.constexpr = meta.rows // GROUPS
+    by_products: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, meta.keys, 16]))
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, meta.padded_d_v, 16])
+    first = block * meta.rows + WARPGROUP * ROWS
     rows = first + gl.arange(0, ROWS, by_products)
     compensation = gl.zeros([ROWS], gl.float32, by_products)
     total, largest = compensation, gl.full([ROWS], float("-inf"), gl.float32, by_products)
@@ -228,9 +225,9 @@ def compute_worker(
         logit = gl.where(logit < float("inf"), gl.minimum(logit, FLOAT32_MAX), logit)
         total, largest = compensation + 1.0, compensation + logit.to(gl.float32)
     state = (largest, total, compensation)
-    acc = gl.zeros([ROWS, constexprs.padded_d_v], gl.float32, mma)
+    acc = gl.zeros([ROWS, meta.padded_d_v], gl.float32, mma)
     mbarrier.wait(queries[1].index(WARPGROUP), 0)
-    q = queries[0].index(WARPGROUP).reshape([ROWS, constexprs.padded_d_k])
+    q = queries[0].index(WARPGROUP).reshape([ROWS, meta.padded_d_k])
     step = 0
     for PARTIAL in gl.static_range(2):
         acc, state, step = process_ranges(
@@ -248,7 +245,7 @@ def compute_worker(
             score_at,
             PARTIAL,
             WARPGROUP,
-            constexprs,
+            meta,
             STAGES,
         )
     largest, total, compensation = state
@@ -291,7 +288,7 @@ def forward(
     tables,
     mask_at: gl.constexpr,
     score_at: gl.constexpr,
-    constexprs: gl.constexpr,
+    meta: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """One block of queries of a head.
@@ -326,39 +323,13 @@ def forward(
         [
             (
                 compute_worker,
-                (
-                    results,
-                    queries,
-                    k_ring,
-                    v_ring,
-                    turn,
-                    block_info,
-                    formulas,
-                    mask_at,
-                    score_at,
-                    0,
-                    constexprs,
-                    STAGES,
-                ),
+                (results, queries, k_ring, v_ring, turn, block_info, formulas, mask_at, score_at, 0, meta, STAGES),
             ),
             (
                 compute_worker,
-                (
-                    results,
-                    queries,
-                    k_ring,
-                    v_ring,
-                    turn,
-                    block_info,
-                    formulas,
-                    mask_at,
-                    score_at,
-                    1,
-                    constexprs,
-                    STAGES,
-                ),
+                (results, queries, k_ring, v_ring, turn, block_info, formulas, mask_at, score_at, 1, meta, STAGES),
             ),
-            (load_worker, (query, key, value, queries, k_ring, v_ring, block_info, constexprs, STAGES)),
+            (load_worker, (query, key, value, queries, k_ring, v_ring, block_info, meta, STAGES)),
         ],
         WORKERS,
         REGISTERS,

@@ -17,31 +17,18 @@ from .rings import GROUPS
 
 __all__ = ["specialise"]
 
-SHARED_ARGUMENTS = (
-    "lse",
-    "n",
-    "m",
-    "H",
-    "group",
-    "blocks",
-    "schedule",
-    "sinks",
-    "tables",
-    "scale",
-    "unit",
-    "constexprs",
-)
+SHARED_ARGUMENTS = ("lse", "n", "m", "H", "group", "blocks", "schedule", "sinks", "tables", "scale", "unit", "meta")
 
 
 def specialise(call: KernelLaunch) -> KernelLaunch:
     """The call of this kernel for one of `forward.forward`, whose answer is the same."""
-    original, constexprs = call.arguments, call.arguments["constexprs"]
-    rows = constexprs.rows // GROUPS.value
+    original, meta = call.arguments, call.arguments["meta"]
+    rows = meta.rows // GROUPS.value
     matrices = {
-        "query": _make_descriptor(original["query"], rows, constexprs.padded_d_k),
-        "key": _make_descriptor(original["key"], constexprs.keys, constexprs.padded_d_k),
-        "value": _make_descriptor(original["value"], constexprs.keys, constexprs.padded_d_v),
-        "output": _make_descriptor(to_operand(original["output"]), rows, constexprs.padded_d_v),
+        "query": _make_descriptor(original["query"], rows, meta.padded_d_k),
+        "key": _make_descriptor(original["key"], meta.keys, meta.padded_d_k),
+        "value": _make_descriptor(original["value"], meta.keys, meta.padded_d_v),
+        "output": _make_descriptor(to_operand(original["output"]), rows, meta.padded_d_v),
     }
     formula_functions = {
         name: compile_function(call.sources[name], name, "sightline.gpu.codegen.gluon_language")

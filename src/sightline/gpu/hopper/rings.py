@@ -29,12 +29,12 @@ GROUPS = gl.constexpr(2)  # that compute; four warps each
 
 
 @gluon.jit
-def block_ranges(block_info, PARTIAL: gl.constexpr, constexprs: gl.constexpr):
+def block_ranges(block_info, PARTIAL: gl.constexpr, meta: gl.constexpr):
     """The first run of a block and the one past the last: of its full tiles, or of those to be masked."""
     m, row, schedule = block_info[4], block_info[5], block_info[6]
     if schedule is None:
         first = 0
-        last = gl.where(m % constexprs.keys != 0, 1, 0) if PARTIAL else gl.where(m >= constexprs.keys, 1, 0)
+        last = gl.where(m % meta.keys != 0, 1, 0) if PARTIAL else gl.where(m >= meta.keys, 1, 0)
     else:
         first = gl.load(schedule[0] + 3 * row + PARTIAL)
         last = gl.load(schedule[0] + 3 * row + PARTIAL + 1)
@@ -42,12 +42,12 @@ def block_ranges(block_info, PARTIAL: gl.constexpr, constexprs: gl.constexpr):
 
 
 @gluon.jit
-def range_tiles(block_info, range_index, PARTIAL: gl.constexpr, constexprs: gl.constexpr):
+def range_tiles(block_info, range_index, PARTIAL: gl.constexpr, meta: gl.constexpr):
     """The first tile of a run and the one past the last."""
     m, schedule = block_info[4], block_info[6]
     if schedule is None:
-        first = m // constexprs.keys if PARTIAL else 0
-        last = m // constexprs.keys + PARTIAL
+        first = m // meta.keys if PARTIAL else 0
+        last = m // meta.keys + PARTIAL
     else:
         first = gl.load(schedule[1] + 2 * range_index)
         last = gl.load(schedule[1] + 2 * range_index + 1)
@@ -92,12 +92,12 @@ def load_tile(matrix, b, head, row, ring, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def wait_tile(ring, step, PADDED_WIDTH: gl.constexpr, constexprs: gl.constexpr, STAGES: gl.constexpr):
+def wait_tile(ring, step, PADDED_WIDTH: gl.constexpr, meta: gl.constexpr, STAGES: gl.constexpr):
     """The tile of this step, waited for."""
     memory, ready, _ = ring
     slot = step % STAGES
     mbarrier.wait(ready.index(slot), step // STAGES & 1)
-    return memory.index(slot).reshape([constexprs.keys, PADDED_WIDTH])
+    return memory.index(slot).reshape([meta.keys, PADDED_WIDTH])
 
 
 @gluon.jit

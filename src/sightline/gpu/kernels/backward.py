@@ -80,7 +80,7 @@ class Pairs(NamedTuple):
 # -- a tile ------------------------------------------------------------------------------------------------------------
 @triton.jit
 def compute_weights(
-    products, pairs, inside, lse, score_parameters, formula_functions, PARTIAL: tl.constexpr, NAN_SAFE: tl.constexpr
+    products, pairs, inside, lse, score_parameters, formulas, PARTIAL: tl.constexpr, NAN_SAFE: tl.constexpr
 ):
     """(P, final scores) of a tile from its Q · K; P is 0 and the score −∞ where the pair is hidden or not `inside`.
 
@@ -90,13 +90,13 @@ def compute_weights(
     """
     b, h, i, j, n, m = pairs
     s = products
-    if formula_functions.score_at is not None:
+    if formulas.score_at is not None:
         s = tl.broadcast_to(
-            formula_functions.score_at(s * score_parameters.scale, b, h, i, j, n, m, score_parameters.tables), s.shape
+            formulas.score_at(s * score_parameters.scale, b, h, i, j, n, m, score_parameters.tables), s.shape
         )
-    if PARTIAL and formula_functions.mask_at is not None:
-        inside = inside & formula_functions.mask_at(b, h, i, j, n, m, score_parameters.tables)
-    if PARTIAL or formula_functions.table_gradients_at is not None:
+    if PARTIAL and formulas.mask_at is not None:
+        inside = inside & formulas.mask_at(b, h, i, j, n, m, score_parameters.tables)
+    if PARTIAL or formulas.table_gradients_at is not None:
         s = tl.where(inside, s, float("-inf"))
     p = tile_ops.weight(s, score_parameters.unit, lse)
     if NAN_SAFE:  # an lse of NaN
@@ -105,54 +105,44 @@ def compute_weights(
 
 
 @triton.jit
-def evaluate_on_scores(formula, s, pairs, score_parameters, formula_functions):
+def evaluate_on_scores(formula, s, pairs, score_parameters, formulas):
     """A formula of the final scores over a tile, 0 where the pair is hidden."""
     b, h, i, j, n, m = pairs
     final = s
-    if formula_functions.score_at is None:
+    if formulas.score_at is None:
         final = s * score_parameters.scale
     return tl.where(s == float("-inf"), 0.0, formula(final, b, h, i, j, n, m, score_parameters.tables))
 
 
 @triton.jit
 def compute_d_scores(
-    p,
-    dp,
-    s,
-    products,
-    pairs,
-    delta,
-    score_parameters,
-    sums,
-    formula_functions,
-    KINDS: tl.constexpr,
-    CHECKED: tl.constexpr,
+    p, dp, s, products, pairs, delta, score_parameters, sums, formulas, KINDS: tl.constexpr, CHECKED: tl.constexpr
 ):
     """dS of a tile, the scale not in it, from P and dP; tables gain their shares."""
     b, h, i, j, n, m = pairs
-    if formula_functions.d_weights_at is not None:
-        dp += evaluate_on_scores(formula_functions.d_weights_at, s, pairs, score_parameters, formula_functions)
+    if formulas.d_weights_at is not None:
+        dp += evaluate_on_scores(formulas.d_weights_at, s, pairs, score_parameters, formulas)
     ds = p * (dp - delta)
-    if CHECKED or formula_functions.score_at is not None:
+    if CHECKED or formulas.score_at is not None:
         ds = tl.where(p == 0, 0.0, ds)
-    if formula_functions.d_scores_at is not None:
-        ds += evaluate_on_scores(formula_functions.d_scores_at, s, pairs, score_parameters, formula_functions)
-    if formula_functions.table_gradients_at is not None:
+    if formulas.d_scores_at is not None:
+        ds += evaluate_on_scores(formulas.d_scores_at, s, pairs, score_parameters, formulas)
+    if formulas.table_gradients_at is not None:
         table_gradient.add(
             ds,
             products * score_parameters.scale,
             pairs,
             score_parameters.tables,
             sums,
-            formula_functions.table_gradients_at,
+            formulas.table_gradients_at,
             KINDS,
         )
-    if formula_functions.score_derivative_at is not None:
+    if formulas.score_derivative_at is not None:
         ds = tl.where(
             ds == 0,
             0.0,
             ds
-            * formula_functions.score_derivative_at(
+            * formulas.score_derivative_at(
                 products * score_parameters.scale, b, h, i, j, n, m, score_parameters.tables
             ),
         )
@@ -187,26 +177,17 @@ class WeightedBlock(NamedTuple):
 
 
 @triton.jit
-def sum_d_weights_range(
-    state, first, last, block, formula_functions, OPTIONS: tl.constexpr, constexprs, PARTIAL: tl.constexpr
-):
+def sum_d_weights_range(state, first, last, block, formulas, OPTIONS: tl.constexpr, meta, PARTIAL: tl.constexpr):
     """Σⱼ P ∘ what statistics add to dP."""
     b, h, i, n, m = block.location
     for tile in range(first, last):
-        j0 = tile * constexprs.keys
-        k = tile_ops.load_rows_transposed(
-            block.key, j0, constexprs.keys, m, constexprs.d_k, constexprs.padded_d_k, PARTIAL, constexprs
-        )
-        j = j0 + tl.arange(0, constexprs.keys)[None, :]
-        products = tl.dot(block.query, k, input_precision=constexprs.precision)
+        j0 = tile * meta.keys
+        k = tile_ops.load_rows_transposed(block.key, j0, meta.keys, m, meta.d_k, meta.padded_d_k, PARTIAL, meta)
+        j = j0 + tl.arange(0, meta.keys)[None, :]
+        products = tl.dot(block.query, k, input_precision=meta.precision)
         pairs = Pairs(b, h, i, tl.minimum(j, m - 1), n, m)
-        p, s = compute_weights(
-            products, pairs, j < m, block.lse, block.score_parameters, formula_functions, PARTIAL, True
-        )
-        state += tl.sum(
-            p * evaluate_on_scores(formula_functions.d_weights_at, s, pairs, block.score_parameters, formula_functions),
-            1,
-        )
+        p, s = compute_weights(products, pairs, j < m, block.lse, block.score_parameters, formulas, PARTIAL, True)
+        state += tl.sum(p * evaluate_on_scores(formulas.d_weights_at, s, pairs, block.score_parameters, formulas), 1)
     return state
 
 
@@ -230,8 +211,8 @@ def backward_preprocess(
     unit: tl.float64,
     schedule,
     tables,
-    formula_functions,
-    constexprs: tl.constexpr,
+    formulas,
+    meta: tl.constexpr,
 ):
     """Of a block of queries of a head: lse in the unit of its scores, as a sum of two numbers, and δ.
 
@@ -242,49 +223,31 @@ def backward_preprocess(
     rows : (high, low, δ), each (B, H, n), contiguous; a row that sees nothing has 0 for its lse
     """
     item = tl.program_id(0)
-    position, first = item // blocks, item % blocks * constexprs.rows
+    position, first = item // blocks, item % blocks * meta.rows
     b, h = position // H, position % H
-    i = first + tl.arange(0, constexprs.rows)
+    i = first + tl.arange(0, meta.rows)
     inside, at = i < n, tl.cast(position, tl.int64) * n + i
     o = tile_ops.load_rows(
-        tile_ops.locate_head(output, b, h),
-        first,
-        constexprs.rows,
-        n,
-        constexprs.d_v,
-        constexprs.padded_d_v,
-        True,
-        constexprs,
+        tile_ops.locate_head(output, b, h), first, meta.rows, n, meta.d_v, meta.padded_d_v, True, meta
     )
     do = tile_ops.load_rows(
-        tile_ops.locate_head(d_output, b, h),
-        first,
-        constexprs.rows,
-        n,
-        constexprs.d_v,
-        constexprs.padded_d_v,
-        True,
-        constexprs,
+        tile_ops.locate_head(d_output, b, h), first, meta.rows, n, meta.d_v, meta.padded_d_v, True, meta
     )
-    delta = tl.sum(o.to(constexprs.accumulator) * do.to(constexprs.accumulator), 1)
+    delta = tl.sum(o.to(meta.accumulator) * do.to(meta.accumulator), 1)
     if d_lse is not None:
-        delta -= tl.load(d_lse + at, mask=inside, other=0.0).to(constexprs.accumulator)
-    high, low = tile_ops.normaliser(lse, position, first, n, unit, constexprs)
-    if formula_functions.d_weights_at is not None:
+        delta -= tl.load(d_lse + at, mask=inside, other=0.0).to(meta.accumulator)
+    high, low = tile_ops.normaliser(lse, position, first, n, unit, meta)
+    if formulas.d_weights_at is not None:
         block = WeightedBlock(
-            tile_ops.load_queries(query, b, h, first, n, sign, constexprs),
+            tile_ops.load_queries(query, b, h, first, n, sign, meta),
             tile_ops.locate_head(key, b, h // group),
             (high[:, None], low[:, None]),
-            tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, constexprs), n, m),
-            ScoreParameters(
-                tile_ops.scalar(scale, constexprs.accumulator), tile_ops.scalar(unit, constexprs.accumulator), tables
-            ),
+            tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m),
+            ScoreParameters(tile_ops.scalar(scale, meta.accumulator), tile_ops.scalar(unit, meta.accumulator), tables),
         )
         row = ScheduleRow(schedule, b, h, item % blocks, m, None, False)
-        none = tl.zeros((constexprs.rows,), constexprs.accumulator)
-        delta += loop_over_tiles(
-            none, sum_d_weights_range, row, constexprs.keys, constexprs.even, block, formula_functions, None, constexprs
-        )
+        none = tl.zeros((meta.rows,), meta.accumulator)
+        delta += loop_over_tiles(none, sum_d_weights_range, row, meta.keys, meta.even, block, formulas, None, meta)
     tl.store(rows[0] + at, high, mask=inside)
     tl.store(rows[1] + at, low, mask=inside)
     tl.store(rows[2] + at, delta, mask=inside)

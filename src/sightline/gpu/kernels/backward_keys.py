@@ -40,9 +40,7 @@ class Block(NamedTuple):
 
 
 @triton.jit
-def process_query_range(
-    state, first, last, block, formula_functions, NAN_SAFE: tl.constexpr, constexprs, PARTIAL: tl.constexpr
-):
+def process_query_range(state, first, last, block, formulas, NAN_SAFE: tl.constexpr, meta, PARTIAL: tl.constexpr):
     """(dK, the scale not in it, dV, marks) after the tiles of queries `first` to before `last` of a head."""
     dk, dv, nonfinite_marks = state
     b, h, j0, score_parameters = block.b, block.h, block.first, block.score_parameters
@@ -52,17 +50,13 @@ def process_query_range(
         block.arguments.rows,
         block.arguments.dropout_state,
     )
-    row = tl.arange(0, constexprs.rows)
-    j = (j0 + tl.arange(0, constexprs.keys))[:, None]
+    row = tl.arange(0, meta.rows)
+    j = (j0 + tl.arange(0, meta.keys))[:, None]
     for tile in range(first, last):
-        i0 = tile * constexprs.rows
+        i0 = tile * meta.rows
         i = i0 + row
-        q = tile_ops.load_rows_transposed(
-            block.query, i0, constexprs.rows, n, constexprs.d_k, constexprs.padded_d_k, PARTIAL, constexprs
-        )
-        do = tile_ops.load_rows(
-            block.d_output, i0, constexprs.rows, n, constexprs.d_v, constexprs.padded_d_v, PARTIAL, constexprs
-        )
+        q = tile_ops.load_rows_transposed(block.query, i0, meta.rows, n, meta.d_k, meta.padded_d_k, PARTIAL, meta)
+        do = tile_ops.load_rows(block.d_output, i0, meta.rows, n, meta.d_v, meta.padded_d_v, PARTIAL, meta)
         at = (tl.cast(b, tl.int64) * block.arguments.H + h) * n + i
         if PARTIAL:
             high = tl.load(rows[0] + at, mask=i < n, other=0.0)
@@ -72,97 +66,63 @@ def process_query_range(
             high, low, delta = tl.load(rows[0] + at), tl.load(rows[1] + at), tl.load(rows[2] + at)
         pairs = Pairs(b, h, tl.minimum(i, n - 1)[None, :], tl.minimum(j, m - 1), n, m)
         lse = (high[None, :], low[None, :])
-        products = tl.dot(block.key, q, input_precision=constexprs.precision)
+        products = tl.dot(block.key, q, input_precision=meta.precision)
         p, s = compute_weights(
-            products, pairs, (j < m) & (i < n)[None, :], lse, score_parameters, formula_functions, PARTIAL, NAN_SAFE
+            products, pairs, (j < m) & (i < n)[None, :], lse, score_parameters, formulas, PARTIAL, NAN_SAFE
         )
-        dp = tl.dot(block.value, tl.trans(do), input_precision=constexprs.precision)
+        dp = tl.dot(block.value, tl.trans(do), input_precision=meta.precision)
         dropped = p
         if dropout_state is not None:
             keep = tl.trans(
                 tile_ops.dropout_mask(
-                    dropout_state, tile_ops.BlockLocation(b, h, i[:, None], n, m), j0, constexprs.rows, constexprs.keys
+                    dropout_state, tile_ops.BlockLocation(b, h, i[:, None], n, m), j0, meta.rows, meta.keys
                 )
             )
             dropped, dp = tl.where(keep, p, 0.0), tl.where(keep, dp * block.dropout_scale, 0.0)
         if NAN_SAFE:
-            nonfinite_marks = classify_nonfinite(dropped, do, nonfinite_marks, constexprs)
+            nonfinite_marks = classify_nonfinite(dropped, do, nonfinite_marks, meta)
             do, q = tile_ops.zero_nonfinite(do), tile_ops.zero_nonfinite(q)
-        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=constexprs.precision)
+        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=meta.precision)
         ds = compute_d_scores(
-            *(
-                p,
-                dp,
-                s,
-                products,
-                pairs,
-                delta[None, :],
-                score_parameters,
-                None,
-                formula_functions,
-                (),
-                PARTIAL or NAN_SAFE,
-            ),
+            *(p, dp, s, products, pairs, delta[None, :], score_parameters, None, formulas, (), PARTIAL or NAN_SAFE)
         )
-        dk = tl.dot(ds.to(q.dtype), tl.trans(q), dk, input_precision=constexprs.precision)
+        dk = tl.dot(ds.to(q.dtype), tl.trans(q), dk, input_precision=meta.precision)
     return dk, dv, nonfinite_marks
 
 
 @triton.jit
-def compute_block(arguments, b, g, first, row, formula_functions, NAN_SAFE: tl.constexpr, constexprs):
+def compute_block(arguments, b, g, first, row, formulas, NAN_SAFE: tl.constexpr, meta):
     """(dK, dV) of a key head's keys from `first` on, over the query heads of its group in order."""
     n, m = arguments.n, arguments.m
     k = tile_ops.load_rows(
-        tile_ops.locate_head(arguments.key, b, g),
-        first,
-        constexprs.keys,
-        m,
-        constexprs.d_k,
-        constexprs.padded_d_k,
-        True,
-        constexprs,
+        tile_ops.locate_head(arguments.key, b, g), first, meta.keys, m, meta.d_k, meta.padded_d_k, True, meta
     )
-    k = tile_ops.apply_sign(k, arguments.sign, constexprs)
+    k = tile_ops.apply_sign(k, arguments.sign, meta)
     v = tile_ops.load_rows(
-        tile_ops.locate_head(arguments.value, b, g),
-        first,
-        constexprs.keys,
-        m,
-        constexprs.d_v,
-        constexprs.padded_d_v,
-        True,
-        constexprs,
+        tile_ops.locate_head(arguments.value, b, g), first, meta.keys, m, meta.d_v, meta.padded_d_v, True, meta
     )
     scale, dropout_scale = (
-        tile_ops.scalar(arguments.scale, constexprs.accumulator),
-        tile_ops.scalar(arguments.dropout_scale, constexprs.accumulator),
+        tile_ops.scalar(arguments.scale, meta.accumulator),
+        tile_ops.scalar(arguments.dropout_scale, meta.accumulator),
     )
-    score_parameters = ScoreParameters(scale, tile_ops.scalar(arguments.unit, constexprs.accumulator), arguments.tables)
+    score_parameters = ScoreParameters(scale, tile_ops.scalar(arguments.unit, meta.accumulator), arguments.tables)
     state = (
-        tl.zeros((constexprs.keys, constexprs.padded_d_k), constexprs.accumulator),
-        tl.zeros((constexprs.keys, constexprs.padded_d_v), constexprs.accumulator),
-        tl.zeros((constexprs.keys, constexprs.padded_d_v if NAN_SAFE else 1), tl.int32),
+        tl.zeros((meta.keys, meta.padded_d_k), meta.accumulator),
+        tl.zeros((meta.keys, meta.padded_d_v), meta.accumulator),
+        tl.zeros((meta.keys, meta.padded_d_v if NAN_SAFE else 1), tl.int32),
     )
     for h in range(g * arguments.group, (g + 1) * arguments.group):
         query, d_output = tile_ops.locate_head(arguments.query, b, h), tile_ops.locate_head(arguments.d_output, b, h)
         block = Block(k, v, first, b, h, query, d_output, score_parameters, dropout_scale, arguments)
-        schedule_row = ScheduleRow(arguments.schedule, b, h, row, n, None, first + constexprs.keys > m)
+        schedule_row = ScheduleRow(arguments.schedule, b, h, row, n, None, first + meta.keys > m)
         state = loop_over_tiles(
-            state,
-            process_query_range,
-            schedule_row,
-            constexprs.rows,
-            False,
-            block,
-            formula_functions,
-            NAN_SAFE,
-            constexprs,
+            state, process_query_range, schedule_row, meta.rows, False, block, formulas, NAN_SAFE, meta
         )
     dk, dv, nonfinite_marks = state
     dv *= dropout_scale
     if NAN_SAFE:
         dv += decode_nonfinite(nonfinite_marks)
-    return dk * (scale * tile_ops.scalar(arguments.sign, constexprs.accumulator)), dv
+    return dk * (scale * tile_ops.scalar(arguments.sign, meta.accumulator)), dv
 
 
 @triton.jit(
@@ -191,8 +151,8 @@ def backward_keys(
     dropout_state,
     dropout_scale: tl.float64,
     tables,
-    formula_functions,
-    constexprs: tl.constexpr,
+    formulas,
+    meta: tl.constexpr,
     SUBBLOCKS: tl.constexpr,
 ):
     """dK and dV of a block of keys of a key head; `schedule` has its runs of blocks of queries, for each query head.
@@ -225,28 +185,19 @@ def backward_keys(
     if SUBBLOCKS == 0:
         item = tl.program_id(0)
         position, block = item // blocks, item % blocks
-        first = block * constexprs.keys
-        dk, dv = compute_block(
-            arguments, position // heads, position % heads, first, block, formula_functions, False, constexprs
-        )
+        first = block * meta.keys
+        dk, dv = compute_block(arguments, position // heads, position % heads, first, block, formulas, False, meta)
         tl.store(nonfinite_flags + item, has_nonfinite(dk) | has_nonfinite(dv))
-        store_rows(dk, d_key, position, first, m, constexprs.d_k, constexprs.keys, constexprs.padded_d_k)
-        store_rows(dv, d_value, position, first, m, constexprs.d_v, constexprs.keys, constexprs.padded_d_v)
+        store_rows(dk, d_key, position, first, m, meta.d_k, meta.keys, meta.padded_d_k)
+        store_rows(dv, d_value, position, first, m, meta.d_v, meta.keys, meta.padded_d_v)
     else:
         for item in range(tl.program_id(0), items, tl.num_programs(0)):
             if tl.load(nonfinite_flags + item) != 0:
                 position, block = item // blocks, item % blocks
                 for subblock in range(SUBBLOCKS):
-                    first = (block * SUBBLOCKS + subblock) * constexprs.keys
+                    first = (block * SUBBLOCKS + subblock) * meta.keys
                     dk, dv = compute_block(
-                        arguments,
-                        position // heads,
-                        position % heads,
-                        first,
-                        block,
-                        formula_functions,
-                        True,
-                        constexprs,
+                        arguments, position // heads, position % heads, first, block, formulas, True, meta
                     )
-                    store_rows(dk, d_key, position, first, m, constexprs.d_k, constexprs.keys, constexprs.padded_d_k)
-                    store_rows(dv, d_value, position, first, m, constexprs.d_v, constexprs.keys, constexprs.padded_d_v)
+                    store_rows(dk, d_key, position, first, m, meta.d_k, meta.keys, meta.padded_d_k)
+                    store_rows(dv, d_value, position, first, m, meta.d_v, meta.keys, meta.padded_d_v)

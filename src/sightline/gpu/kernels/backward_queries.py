@@ -41,42 +41,29 @@ class Block(NamedTuple):
 
 
 @triton.jit
-def process_key_range(
-    state, first, last, block, formula_functions, OPTIONS: tl.constexpr, constexprs, PARTIAL: tl.constexpr
-):
+def process_key_range(state, first, last, block, formulas, OPTIONS: tl.constexpr, meta, PARTIAL: tl.constexpr):
     """dQ, the scale not in it, after the tiles of keys `first` to before `last`; HOW is (KINDS, CAREFUL)."""
     KINDS: tl.constexpr = OPTIONS[0]
     NAN_SAFE: tl.constexpr = OPTIONS[1]
     b, h, i, n, m = block.location
-    bound: tl.constexpr = PARTIAL and not constexprs.even
+    bound: tl.constexpr = PARTIAL and not meta.even
     for tile in range(first, last):
-        j0 = tile * constexprs.keys
-        k = tile_ops.load_rows_transposed(
-            block.key, j0, constexprs.keys, m, constexprs.d_k, constexprs.padded_d_k, bound, constexprs
-        )
-        v = tile_ops.load_rows_transposed(
-            block.value, j0, constexprs.keys, m, constexprs.d_v, constexprs.padded_d_v, bound, constexprs
-        )
-        j = j0 + tl.arange(0, constexprs.keys)[None, :]
+        j0 = tile * meta.keys
+        k = tile_ops.load_rows_transposed(block.key, j0, meta.keys, m, meta.d_k, meta.padded_d_k, bound, meta)
+        v = tile_ops.load_rows_transposed(block.value, j0, meta.keys, m, meta.d_v, meta.padded_d_v, bound, meta)
+        j = j0 + tl.arange(0, meta.keys)[None, :]
         at = j
         if bound:
             at = tl.minimum(j, m - 1)
         pairs = Pairs(b, h, i, at, n, m)
-        products = tl.dot(block.query, k, input_precision=constexprs.precision)
+        products = tl.dot(block.query, k, input_precision=meta.precision)
         p, s = compute_weights(
-            products,
-            pairs,
-            (j < m) & block.inside,
-            block.lse,
-            block.score_parameters,
-            formula_functions,
-            PARTIAL,
-            NAN_SAFE,
+            products, pairs, (j < m) & block.inside, block.lse, block.score_parameters, formulas, PARTIAL, NAN_SAFE
         )
-        dp = tl.dot(block.d_output, v, input_precision=constexprs.precision)
+        dp = tl.dot(block.d_output, v, input_precision=meta.precision)
         if block.dropout_state is not None:
             dp = tl.where(
-                tile_ops.dropout_mask(block.dropout_state, block.location, j0, constexprs.rows, constexprs.keys),
+                tile_ops.dropout_mask(block.dropout_state, block.location, j0, meta.rows, meta.keys),
                 dp * block.dropout_scale,
                 0.0,
             )
@@ -90,56 +77,50 @@ def process_key_range(
                 block.delta,
                 block.score_parameters,
                 block.sums,
-                formula_functions,
+                formulas,
                 KINDS,
                 PARTIAL or NAN_SAFE,
-            ),
+            )
         )
         if NAN_SAFE:
             k = tile_ops.zero_nonfinite(k)
-        state = tl.dot(ds.to(k.dtype), tl.trans(k), state, input_precision=constexprs.precision)
+        state = tl.dot(ds.to(k.dtype), tl.trans(k), state, input_precision=meta.precision)
     return state
 
 
 @triton.jit
-def compute_block(
-    arguments, b, h, first, row, formula_functions, KINDS: tl.constexpr, NAN_SAFE: tl.constexpr, constexprs
-):
+def compute_block(arguments, b, h, first, row, formulas, KINDS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
     """dQ of a head's queries from `first` on; `row` is their block's of the head's schedule."""
     n, m, rows = arguments.n, arguments.m, arguments.rows
-    i = first + tl.arange(0, constexprs.rows)
+    i = first + tl.arange(0, meta.rows)
     inside, at = i < n, (tl.cast(b, tl.int64) * arguments.H + h) * n + i
     high = tl.load(rows[0] + at, mask=inside, other=float("inf"))[:, None]  # past the end, so that P = 0
     low = tl.load(rows[1] + at, mask=inside, other=0.0)[:, None]
     scale, d_output = (
-        tile_ops.scalar(arguments.scale, constexprs.accumulator),
+        tile_ops.scalar(arguments.scale, meta.accumulator),
         tile_ops.locate_head(arguments.d_output, b, h),
     )
     block = Block(
-        tile_ops.load_queries(arguments.query, b, h, first, n, arguments.sign, constexprs),
-        tile_ops.load_rows(
-            d_output, first, constexprs.rows, n, constexprs.d_v, constexprs.padded_d_v, True, constexprs
-        ),
+        tile_ops.load_queries(arguments.query, b, h, first, n, arguments.sign, meta),
+        tile_ops.load_rows(d_output, first, meta.rows, n, meta.d_v, meta.padded_d_v, True, meta),
         inside[:, None],
         (high, low),
         tl.load(rows[2] + at, mask=inside, other=0.0)[:, None],
-        tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, constexprs), n, m),
+        tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m),
         tile_ops.locate_head(arguments.key, b, h // arguments.group),
         tile_ops.locate_head(arguments.value, b, h // arguments.group),
-        ScoreParameters(scale, tile_ops.scalar(arguments.unit, constexprs.accumulator), arguments.tables),
-        tile_ops.scalar(arguments.dropout_scale, constexprs.accumulator),
+        ScoreParameters(scale, tile_ops.scalar(arguments.unit, meta.accumulator), arguments.tables),
+        tile_ops.scalar(arguments.dropout_scale, meta.accumulator),
         arguments.dropout_state,
         arguments.sums,
     )
     OPTIONS: tl.constexpr = (KINDS, NAN_SAFE)
     row, none = (
         ScheduleRow(arguments.schedule, b, h, row, m, None, False),
-        tl.zeros((constexprs.rows, constexprs.padded_d_k), constexprs.accumulator),
+        tl.zeros((meta.rows, meta.padded_d_k), meta.accumulator),
     )
-    dq = loop_over_tiles(
-        none, process_key_range, row, constexprs.keys, constexprs.even, block, formula_functions, OPTIONS, constexprs
-    )
-    return dq * (scale * tile_ops.scalar(arguments.sign, constexprs.accumulator))
+    dq = loop_over_tiles(none, process_key_range, row, meta.keys, meta.even, block, formulas, OPTIONS, meta)
+    return dq * (scale * tile_ops.scalar(arguments.sign, meta.accumulator))
 
 
 @triton.jit(
@@ -171,8 +152,8 @@ def backward_queries(
     dropout_scale: tl.float64,
     tables,
     sums,
-    formula_functions,
-    constexprs: tl.constexpr,
+    formulas,
+    meta: tl.constexpr,
     KINDS: tl.constexpr,
     SEQUENTIAL: tl.constexpr,
     SUBBLOCKS: tl.constexpr,
@@ -216,44 +197,23 @@ def backward_queries(
             if tl.load(nonfinite_flags + item) != 0:
                 location, block = item // blocks, item % blocks
                 for subblock in range(SUBBLOCKS):
-                    first = (block * SUBBLOCKS + subblock) * constexprs.rows
+                    first = (block * SUBBLOCKS + subblock) * meta.rows
                     dq = compute_block(
-                        arguments, location // H, location % H, first, block, formula_functions, KINDS, True, constexprs
+                        arguments, location // H, location % H, first, block, formulas, KINDS, True, meta
                     )
-                    store_rows(dq, d_query, location, first, n, constexprs.d_k, constexprs.rows, constexprs.padded_d_k)
+                    store_rows(dq, d_query, location, first, n, meta.d_k, meta.rows, meta.padded_d_k)
     elif SEQUENTIAL:
         location, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
         for b in range(location // heads, B, batches):
             for h in range(location % heads, H, heads):
-                dq = compute_block(
-                    arguments, b, h, block * constexprs.rows, block, formula_functions, KINDS, False, constexprs
-                )
+                dq = compute_block(arguments, b, h, block * meta.rows, block, formulas, KINDS, False, meta)
                 tl.store(nonfinite_flags + (b * H + h) * blocks + block, has_nonfinite(dq))
-                store_rows(
-                    dq,
-                    d_query,
-                    b * H + h,
-                    block * constexprs.rows,
-                    n,
-                    constexprs.d_k,
-                    constexprs.rows,
-                    constexprs.padded_d_k,
-                )
+                store_rows(dq, d_query, b * H + h, block * meta.rows, n, meta.d_k, meta.rows, meta.padded_d_k)
                 tl.debug_barrier()  # the next one's threads read the sums that these have written
     else:
         location, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
         dq = compute_block(
-            arguments,
-            location // H,
-            location % H,
-            block * constexprs.rows,
-            block,
-            formula_functions,
-            KINDS,
-            False,
-            constexprs,
+            arguments, location // H, location % H, block * meta.rows, block, formulas, KINDS, False, meta
         )
         tl.store(nonfinite_flags + location * blocks + block, has_nonfinite(dq))
-        store_rows(
-            dq, d_query, location, block * constexprs.rows, n, constexprs.d_k, constexprs.rows, constexprs.padded_d_k
-        )
+        store_rows(dq, d_query, location, block * meta.rows, n, meta.d_k, meta.rows, meta.padded_d_k)

@@ -41,8 +41,8 @@ def decode(
     schedule,
     dropout_state,
     tables,
-    formula_functions,
-    constexprs: tl.constexpr,
+    formulas,
+    meta: tl.constexpr,
 ):
     """A part of the keys for the queries of a group of heads.
 
@@ -55,46 +55,32 @@ def decode(
     item = tl.program_id(0)
     split, position = item % num_splits, item // num_splits
     G = H // group
-    blocks = tl.cdiv(group * n, constexprs.rows)
+    blocks = tl.cdiv(group * n, meta.rows)
     block, b, g = position % blocks, position // blocks // G, position // blocks % G
-    rows = (block * constexprs.rows + tl.arange(0, constexprs.rows))[:, None]
+    rows = (block * meta.rows + tl.arange(0, meta.rows))[:, None]
     inside = rows < group * n
     rows = tl.minimum(rows, group * n - 1)
     h, i = g * group + rows // n, rows % n
-    q = tile_ops.gather_rows(
-        tile_ops.locate_head(query, b, h), i, inside, constexprs.d_k, constexprs.padded_d_k, constexprs
-    )
+    q = tile_ops.gather_rows(tile_ops.locate_head(query, b, h), i, inside, meta.d_k, meta.padded_d_k, meta)
     given = Block(
-        tile_ops.apply_sign(q, sign, constexprs),
+        tile_ops.apply_sign(q, sign, meta),
         tile_ops.locate_head(key, b, g),
         tile_ops.locate_head(value, b, g),
         tile_ops.BlockLocation(b, h, i, n, m),
-        tile_ops.scalar(scale, constexprs.accumulator),
-        tile_ops.scalar(unit, constexprs.accumulator),
+        tile_ops.scalar(scale, meta.accumulator),
+        tile_ops.scalar(unit, meta.accumulator),
         dropout_state,
         tables,
     )
     row = ScheduleRow(schedule, b, 0, 0, m, (split * split_size, (split + 1) * split_size), False)
     state = loop_over_tiles(
-        init(None, 0, False, constexprs),
-        process_range,
-        row,
-        constexprs.keys,
-        constexprs.even,
-        given,
-        formula_functions,
-        False,
-        constexprs,
+        init(None, 0, False, meta), process_range, row, meta.keys, meta.even, given, formulas, False, meta
     )
     nothing = state.total == 0
     safe = tl.where(nothing, 1.0, state.total)
     at = ((tl.cast(split, tl.int64) * tl.num_programs(0) // (num_splits * blocks * G) + b) * H + h) * n + i
-    column = tl.arange(0, constexprs.padded_d_v)[None, :]
-    tl.store(
-        split_output + at * constexprs.d_v + column,
-        state.output / safe[:, None],
-        mask=inside & (column < constexprs.d_v),
-    )
+    column = tl.arange(0, meta.padded_d_v)[None, :]
+    tl.store(split_output + at * meta.d_v + column, state.output / safe[:, None], mask=inside & (column < meta.d_v))
     base = state.largest.to(tl.float64) * tile_ops.scalar(unit, tl.float64)
     sums = base + tl.log2(safe.to(tl.float64) + state.compensation.to(tl.float64))
     tl.store(split_lse + at, tl.where(nothing, float("-inf"), sums)[:, None], mask=inside)
@@ -122,44 +108,44 @@ def merge_splits(
     dropout_state,
     dropout_scale: tl.float64,
     tables,
-    formula_functions,
-    constexprs: tl.constexpr,
-    nan_safe_constexprs: tl.constexpr,
+    formulas,
+    meta: tl.constexpr,
+    nan_safe_meta: tl.constexpr,
 ):
     """A head's queries joined from their parts; where the output has NaN, attended to carefully.
 
-    `constexprs` has as many rows as there are queries, so that much is on its way at once; `nan_safe_constexprs` those of a product.
+    `meta` has as many rows as there are queries, so that much is on its way at once; `nan_safe_meta` those of a product.
     """
     position = tl.program_id(0)
-    rows, column = tl.arange(0, constexprs.rows), tl.arange(0, constexprs.padded_d_v)[None, :]
+    rows, column = tl.arange(0, meta.rows), tl.arange(0, meta.padded_d_v)[None, :]
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
     step = tl.cast(tl.num_programs(0), tl.int64) * n  # rows of a part
-    largest = tl.full((constexprs.rows,), float("-inf"), tl.float64)
+    largest = tl.full((meta.rows,), float("-inf"), tl.float64)
     if sinks is not None:
-        largest = tl.zeros((constexprs.rows,), tl.float64) + tl.load(sinks + position % H) * tile_ops.LOG2_E
+        largest = tl.zeros((meta.rows,), tl.float64) + tl.load(sinks + position % H) * tile_ops.LOG2_E
     sink = largest
     for split in tl.range(num_splits, loop_unroll_factor=UNROLL_FACTOR):
         largest = tl.maximum(largest, tl.load(split_lse + split * step + at, mask=inside, other=float("-inf")))
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.exp2(sink - shift)
-    found = tl.zeros((constexprs.rows, constexprs.padded_d_v), constexprs.accumulator)
+    found = tl.zeros((meta.rows, meta.padded_d_v), meta.accumulator)
     for split in tl.range(num_splits, loop_unroll_factor=UNROLL_FACTOR):
         power = tl.load(split_lse + split * step + at, mask=inside, other=float("-inf"))
         weight = tl.exp2(
-            (power - shift).to(constexprs.accumulator)
+            (power - shift).to(meta.accumulator)
         )  # the difference is exact enough; float64's power branches
         total += weight.to(tl.float64)
-        location = split_output + (split * step + at)[:, None] * constexprs.d_v + column
-        share = tl.load(location, mask=inside[:, None] & (column < constexprs.d_v), other=0.0)
+        location = split_output + (split * step + at)[:, None] * meta.d_v + column
+        share = tl.load(location, mask=inside[:, None] & (column < meta.d_v), other=0.0)
         found += weight[:, None] * share
-    factor = tile_ops.scalar(dropout_scale, constexprs.accumulator)
+    factor = tile_ops.scalar(dropout_scale, meta.accumulator)
     if has_nan(found) != 0:
         given = KernelArguments(
             query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, dropout_state, tables
         )
-        state = compute_block(given, position, 0, 0, formula_functions, 0, True, nan_safe_constexprs)
-        store(state, output, lse, sinks, position, 0, n, H, unit, factor, nan_safe_constexprs)
+        state = compute_block(given, position, 0, 0, formulas, 0, True, nan_safe_meta)
+        store(state, output, lse, sinks, position, 0, n, H, unit, factor, nan_safe_meta)
     else:
-        high = total.to(constexprs.accumulator)
-        merged = State(found, high, (total - high.to(tl.float64)).to(constexprs.accumulator), largest, (), ())
-        store(merged, output, lse, sinks, position, 0, n, H, 1.0, factor, constexprs)
+        high = total.to(meta.accumulator)
+        merged = State(found, high, (total - high.to(tl.float64)).to(meta.accumulator), largest, (), ())
+        store(merged, output, lse, sinks, position, 0, n, H, 1.0, factor, meta)

@@ -81,7 +81,7 @@ class State(NamedTuple):
 
 
 @triton.jit
-def classify_nonfinite(weights, value, nonfinite_marks, constexprs):
+def classify_nonfinite(weights, value, nonfinite_marks, meta):
     """`nonfinite_marks` and which of NaN (1), ∞ (2) and −∞ (4) in V the weights of a tile that are not 0 meet, (rows, lanes_v).
 
     One product counts all three: 128 keys at most of each, in digits of base 256, every sum exact. Weights come as they
@@ -90,7 +90,7 @@ def classify_nonfinite(weights, value, nonfinite_marks, constexprs):
     signs = tl.where(value == float("inf"), 1.0, tl.where(value == float("-inf"), 256.0, 0.0))
     code = tl.where(value != value, 0.00390625, signs).to(value.dtype)
     seen = tl.where(weights == 0, 0.0, 1.0).to(value.dtype)
-    counts = (tl.dot(seen, code, input_precision=constexprs.precision) * 256).to(tl.int32)
+    counts = (tl.dot(seen, code, input_precision=meta.precision) * 256).to(tl.int32)
     found = tl.where(counts % 256 != 0, 1, 0) + tl.where(counts // 256 % 256 != 0, 2, 0)
     return nonfinite_marks | (found + tl.where(counts // 65536 != 0, 4, 0))
 
@@ -103,22 +103,16 @@ def decode_nonfinite(nonfinite_marks):
 
 
 @triton.jit
-def process_range(
-    state, first, last, block, formula_functions, NAN_SAFE: tl.constexpr, constexprs, PARTIAL: tl.constexpr
-):
+def process_range(state, first, last, block, formulas, NAN_SAFE: tl.constexpr, meta, PARTIAL: tl.constexpr):
     """The softmax's state after the tiles `first` to before `last`."""
     output, total, compensation, largest, nonfinite_marks, fused_state = state
     m, unit = block.location.m, block.unit
-    bound: tl.constexpr = PARTIAL and not constexprs.even
+    bound: tl.constexpr = PARTIAL and not meta.even
     for tile in range(first, last):
-        j0 = tile * constexprs.keys
-        k = tile_ops.load_rows_transposed(
-            block.key, j0, constexprs.keys, m, constexprs.d_k, constexprs.padded_d_k, bound, constexprs
-        )
-        products = tl.dot(block.query, k, input_precision=constexprs.precision)
-        s = tile_ops.compute_scores(
-            products, block.location, j0, block.scale, block.tables, formula_functions, PARTIAL, constexprs
-        )
+        j0 = tile * meta.keys
+        k = tile_ops.load_rows_transposed(block.key, j0, meta.keys, m, meta.d_k, meta.padded_d_k, bound, meta)
+        products = tl.dot(block.query, k, input_precision=meta.precision)
+        s = tile_ops.compute_scores(products, block.location, j0, block.scale, block.tables, formulas, PARTIAL, meta)
         highest = tl.max(s, 1)
         new = tl.maximum(largest, highest)
         shift = tl.where(new == float("-inf"), 0.0, new)
@@ -132,37 +126,33 @@ def process_range(
         share = total - old
         compensation = compensation * alpha + ((old - (total - share)) + (sums - share))
         fused_state = fused_statistics.update(
-            fused_state, s, x, p, sums, highest, alpha, log2_alpha, j0, block, formula_functions, constexprs
+            fused_state, s, x, p, sums, highest, alpha, log2_alpha, j0, block, formulas, meta
         )
         if block.dropout_state is not None:
-            p = tl.where(
-                tile_ops.dropout_mask(block.dropout_state, block.location, j0, constexprs.rows, constexprs.keys), p, 0.0
-            )
-        v = tile_ops.load_rows(
-            block.value, j0, constexprs.keys, m, constexprs.d_v, constexprs.padded_d_v, bound, constexprs
-        )
+            p = tl.where(tile_ops.dropout_mask(block.dropout_state, block.location, j0, meta.rows, meta.keys), p, 0.0)
+        v = tile_ops.load_rows(block.value, j0, meta.keys, m, meta.d_v, meta.padded_d_v, bound, meta)
         if NAN_SAFE:
-            nonfinite_marks = classify_nonfinite(p, v, nonfinite_marks, constexprs)
+            nonfinite_marks = classify_nonfinite(p, v, nonfinite_marks, meta)
             v = tile_ops.zero_nonfinite(v)
-        output = tl.dot(p.to(v.dtype), v, output * alpha[:, None], input_precision=constexprs.precision)
+        output = tl.dot(p.to(v.dtype), v, output * alpha[:, None], input_precision=meta.precision)
         largest = new
     return State(output, total, compensation, largest, nonfinite_marks, fused_state)
 
 
 @triton.jit
-def init(sink, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, constexprs):
+def init(sink, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
     """The softmax's state before any key: its largest score is the sink's, or −∞.
 
     SUMS is how many further sums ride along, see `riding`.
     """
-    output = tl.zeros((constexprs.rows, constexprs.padded_d_v), constexprs.accumulator)
-    nonfinite_marks = tl.zeros((constexprs.rows, constexprs.padded_d_v if NAN_SAFE else 1), tl.int32)
-    compensation = tl.zeros((constexprs.rows,), constexprs.accumulator)
-    total, largest = compensation, tl.full((constexprs.rows,), float("-inf"), constexprs.accumulator)
+    output = tl.zeros((meta.rows, meta.padded_d_v), meta.accumulator)
+    nonfinite_marks = tl.zeros((meta.rows, meta.padded_d_v if NAN_SAFE else 1), tl.int32)
+    compensation = tl.zeros((meta.rows,), meta.accumulator)
+    total, largest = compensation, tl.full((meta.rows,), float("-inf"), meta.accumulator)
     if sink is not None:
         total = compensation + 1.0
         largest = compensation + sink
-    return State(output, total, compensation, largest, nonfinite_marks, fused_statistics.init(SUMS, constexprs))
+    return State(output, total, compensation, largest, nonfinite_marks, fused_statistics.init(SUMS, meta))
 
 
 @triton.jit
@@ -172,16 +162,16 @@ def has_nan(block):
 
 
 @triton.jit
-def store(state, output, lse, sinks, position, first, n, H, unit, dropout_scale, constexprs):
+def store(state, output, lse, sinks, position, first, n, H, unit, dropout_scale, meta):
     """Write O / l and lse = m · unit · ln 2 + ln l of a head's queries from `first` on; 0 and −∞ where none is seen."""
-    rows = first + tl.arange(0, constexprs.rows)
+    rows = first + tl.arange(0, meta.rows)
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
     nothing = state.total == 0
     safe = tl.where(nothing, 1.0, state.total)
-    column = tl.arange(0, constexprs.padded_d_v)[None, :]
+    column = tl.arange(0, meta.padded_d_v)[None, :]
     rows = (state.output * (dropout_scale / safe)[:, None]).to(output.dtype.element_ty)
-    location = output + at[:, None] * constexprs.d_v + column
-    tl.store(location, rows, mask=inside[:, None] & (column < constexprs.d_v))
+    location = output + at[:, None] * meta.d_v + column
+    tl.store(location, rows, mask=inside[:, None] & (column < meta.d_v))
     base = tl.where(nothing, float("-inf"), state.largest).to(tl.float64) * tile_ops.scalar(unit, tl.float64)
     found = base * tile_ops.LN_2 + tl.log(safe.to(tl.float64) + state.compensation.to(tl.float64))
     if sinks is not None:  # one beyond the largest score was taken for the largest
@@ -191,30 +181,26 @@ def store(state, output, lse, sinks, position, first, n, H, unit, dropout_scale,
 
 
 @triton.jit
-def compute_block(
-    arguments, position, first, row, formula_functions, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, constexprs
-):
+def compute_block(arguments, position, first, row, formulas, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
     """The softmax's final state of a head's queries from `first` on; `row` is their block's of the head's schedule."""
     b, h, n, m = position // arguments.H, position % arguments.H, arguments.n, arguments.m
     block = Block(
-        tile_ops.load_queries(arguments.query, b, h, first, n, arguments.sign, constexprs),
+        tile_ops.load_queries(arguments.query, b, h, first, n, arguments.sign, meta),
         tile_ops.locate_head(arguments.key, b, h // arguments.group),
         tile_ops.locate_head(arguments.value, b, h // arguments.group),
-        tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, constexprs), n, m),
-        tile_ops.scalar(arguments.scale, constexprs.accumulator),
-        tile_ops.scalar(arguments.unit, constexprs.accumulator),
+        tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m),
+        tile_ops.scalar(arguments.scale, meta.accumulator),
+        tile_ops.scalar(arguments.unit, meta.accumulator),
         arguments.dropout_state,
         arguments.tables,
     )
     sink = None
     if arguments.sinks is not None:
         logit = tl.load(arguments.sinks + h) * tile_ops.LOG2_E / tile_ops.scalar(arguments.unit, tl.float64)
-        sink = tl.where(logit > 0, tile_ops.clamp_finite(logit, constexprs), logit.to(constexprs.accumulator))
-    state = init(sink, SUMS, NAN_SAFE, constexprs)
+        sink = tl.where(logit > 0, tile_ops.clamp_finite(logit, meta), logit.to(meta.accumulator))
+    state = init(sink, SUMS, NAN_SAFE, meta)
     row = ScheduleRow(arguments.schedule, b, h, row, m, None, False)
-    state = loop_over_tiles(
-        state, process_range, row, constexprs.keys, constexprs.even, block, formula_functions, NAN_SAFE, constexprs
-    )
+    state = loop_over_tiles(state, process_range, row, meta.keys, meta.even, block, formulas, NAN_SAFE, meta)
     if NAN_SAFE:
         output, total, compensation, largest, nonfinite_marks, fused_state = state
         state = State(
@@ -248,8 +234,8 @@ def forward(
     dropout_scale: tl.float64,
     tables,
     seen,
-    formula_functions,
-    constexprs: tl.constexpr,
+    formulas,
+    meta: tl.constexpr,
     SUBBLOCKS: tl.constexpr,
 ):
     """One block of queries of a head; with PARTS the blocks marked as tainted, each in so many parts, carefully.
@@ -270,29 +256,22 @@ def forward(
     arguments = KernelArguments(
         query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, dropout_state, tables
     )
-    factor = tile_ops.scalar(dropout_scale, constexprs.accumulator)
+    factor = tile_ops.scalar(dropout_scale, meta.accumulator)
     if SUBBLOCKS == 0:
         item = tl.program_id(0)
         position, block = item // blocks, blocks - 1 - item % blocks
-        first = block * constexprs.rows
-        state = compute_block(arguments, position, first, block, formula_functions, len(seen[3]), False, constexprs)
+        first = block * meta.rows
+        state = compute_block(arguments, position, first, block, formulas, len(seen[3]), False, meta)
         tl.store(nonfinite_flags + item, has_nan(state.output))
-        store(state, output, lse, sinks, position, first, n, H, unit, factor, constexprs)
+        store(state, output, lse, sinks, position, first, n, H, unit, factor, meta)
         fused_statistics.store(
-            state,
-            seen,
-            position,
-            first,
-            n,
-            tile_ops.scalar(scale, constexprs.accumulator),
-            formula_functions,
-            constexprs,
+            state, seen, position, first, n, tile_ops.scalar(scale, meta.accumulator), formulas, meta
         )
     else:
         for item in range(tl.program_id(0), items, tl.num_programs(0)):
             if tl.load(nonfinite_flags + item) != 0:
                 position, block = item // blocks, blocks - 1 - item % blocks
                 for subblock in range(SUBBLOCKS):
-                    first = (block * SUBBLOCKS + subblock) * constexprs.rows
-                    state = compute_block(arguments, position, first, block, formula_functions, 0, True, constexprs)
-                    store(state, output, lse, sinks, position, first, n, H, unit, factor, constexprs)
+                    first = (block * SUBBLOCKS + subblock) * meta.rows
+                    state = compute_block(arguments, position, first, block, formulas, 0, True, meta)
+                    store(state, output, lse, sinks, position, first, n, H, unit, factor, meta)

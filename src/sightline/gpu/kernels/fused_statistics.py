@@ -22,14 +22,14 @@ MIN_POWER = tl.constexpr(-2048.0)  # powers below it are weights of 0 in every t
 
 
 @triton.jit
-def init(SUMS: tl.constexpr, constexprs):
+def init(SUMS: tl.constexpr, meta):
     """Nothing seen yet: (largest s, its key, T, Σp, sums), SUMS of the last."""
-    none = tl.zeros((constexprs.rows,), constexprs.accumulator)
+    none = tl.zeros((meta.rows,), meta.accumulator)
     max_score, max_key, power_sum, mass = (), (), (), ()
-    if constexprs.max_score:
-        max_score = tl.full((constexprs.rows,), float("-inf"), constexprs.accumulator)
-        max_key = tl.full((constexprs.rows,), -1, tl.int32)
-    if constexprs.entropy:
+    if meta.max_score:
+        max_score = tl.full((meta.rows,), float("-inf"), meta.accumulator)
+        max_key = tl.full((meta.rows,), -1, tl.int32)
+    if meta.entropy:
         power_sum, mass = none, none
     sums = ()
     for _ in tl.static_range(SUMS):
@@ -38,20 +38,7 @@ def init(SUMS: tl.constexpr, constexprs):
 
 
 @triton.jit
-def update(
-    fused_state,
-    s,
-    x,
-    p,
-    tile_weight_sum,
-    tile_max_score,
-    alpha,
-    log2_alpha,
-    first,
-    block,
-    formula_functions,
-    constexprs,
-):
+def update(fused_state, s, x, p, tile_weight_sum, tile_max_score, alpha, log2_alpha, first, block, formulas, meta):
     """The riders after a tile of keys from `first` on.
 
     Parameters
@@ -62,8 +49,8 @@ def update(
     """
     max_score, max_key, power_sum, mass, sums = fused_state
     b, h, i, n, m = block.location
-    j = first + tl.arange(0, constexprs.keys)[None, :]
-    if constexprs.max_score:
+    j = first + tl.arange(0, meta.keys)[None, :]
+    if meta.max_score:
         first_nan = tl.min(tl.where(s != s, j, tile_ops.NO_KEY), 1)  # the first NaN, which is above all
         tile_max = tl.where(first_nan < tile_ops.NO_KEY, float("nan"), tile_max_score)
         found = tl.where(
@@ -73,15 +60,15 @@ def update(
         ties = (tile_max == max_score) | ((tile_max != tile_max) & (max_score != max_score))
         replaces = above | (ties & (found < max_key))  # full tiles come before partial ones to their left
         max_score, max_key = tl.where(replaces, tile_max, max_score), tl.where(replaces, found, max_key)
-    if constexprs.entropy:
+    if meta.entropy:
         power_sum = (power_sum + tl.maximum(log2_alpha, MIN_POWER) * mass) * alpha + tl.sum(
             p * tl.maximum(x, MIN_POWER), 1
         )
         mass = mass * alpha + tile_weight_sum
-    if formula_functions.summands_at is not None:
-        if formula_functions.score_at is None:
+    if formulas.summands_at is not None:
+        if formulas.score_at is None:
             s = s * block.scale
-        values = formula_functions.summands_at(s, b, h, i, tl.minimum(j, m - 1), n, m, block.tables)
+        values = formulas.summands_at(s, b, h, i, tl.minimum(j, m - 1), n, m, block.tables)
         new = ()
         for k in tl.static_range(len(sums)):
             new = new + (sums[k] * alpha + tl.sum(weighted_value(p, values[k]), 1),)  # noqa: RUF005
@@ -98,24 +85,24 @@ def weighted_value(p, value):
 
 
 @triton.jit
-def store(state, to, position, first, n, scale, formula_functions, constexprs):
+def store(state, to, position, first, n, scale, formulas, meta):
     """Write a block's statistics to (largest, where, entropy, sums) of `to`, (B, H, n) each.
 
     0 for queries that saw nothing, but −∞ and −1 for their largest score.
     """
     max_score, max_key, power_sum, mass, sums = state.fused_state
     total = state.total
-    rows = first + tl.arange(0, constexprs.rows)
+    rows = first + tl.arange(0, meta.rows)
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
     safe = tl.where(total == 0, 1.0, total)
-    if constexprs.max_score:
-        if formula_functions.score_at is None:
+    if meta.max_score:
+        if formulas.score_at is None:
             max_score = max_score * scale
         tl.store(to[0] + at, max_score, mask=inside)
         tl.store(to[1] + at, max_key.to(tl.int64), mask=inside)
-    if constexprs.entropy:
+    if meta.entropy:
         wide = safe.to(tl.float64)
         entropy = (tl.log(wide) * mass.to(tl.float64) - tile_ops.LN_2 * power_sum.to(tl.float64)) / wide
-        tl.store(to[2] + at, entropy.to(constexprs.accumulator), mask=inside)
+        tl.store(to[2] + at, entropy.to(meta.accumulator), mask=inside)
     for k in tl.static_range(len(sums)):
         tl.store(to[3][k] + at, sums[k] / safe, mask=inside)

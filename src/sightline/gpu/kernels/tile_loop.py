@@ -41,15 +41,7 @@ def clip_to_window(first, last, window):
 
 @triton.jit
 def loop_over_tiles(
-    state,
-    body,
-    row,
-    TILE: tl.constexpr,
-    EVEN: tl.constexpr,
-    block,
-    formula_functions,
-    OPTIONS: tl.constexpr,
-    constexprs,
+    state, body, row, TILE: tl.constexpr, EVEN: tl.constexpr, block, formulas, OPTIONS: tl.constexpr, meta
 ):
     """The state after `body` has seen every tile of a block's row.
 
@@ -62,10 +54,10 @@ def loop_over_tiles(
     if row.schedule is None:
         middle = tl.where(row.is_ragged, 0, row.length // TILE)
         first, last = clip_to_window(0, middle, row.window)
-        state = body(state, first, last, block, formula_functions, OPTIONS, constexprs, False)
+        state = body(state, first, last, block, formulas, OPTIONS, meta, False)
         if not EVEN:
             first, last = clip_to_window(middle, tl.cdiv(row.length, TILE), row.window)
-            state = body(state, first, last, block, formula_functions, OPTIONS, constexprs, True)
+            state = body(state, first, last, block, formulas, OPTIONS, meta, True)
     else:
         ranges = row.schedule.ranges
         at = row.schedule.rows + 3 * (row.b * row.schedule.batch_stride + row.h * row.schedule.head_stride + row.block)
@@ -75,10 +67,10 @@ def loop_over_tiles(
             first, last = clip_to_window(
                 tl.load(ranges + 2 * range_index), tl.load(ranges + 2 * range_index + 1), row.window
             )
-            state = body(state, first, last, block, formula_functions, OPTIONS, constexprs, False)
+            state = body(state, first, last, block, formulas, OPTIONS, meta, False)
         for range_index in range(middle, stop):
             first, last = clip_to_window(
                 tl.load(ranges + 2 * range_index), tl.load(ranges + 2 * range_index + 1), row.window
             )
-            state = body(state, first, last, block, formula_functions, OPTIONS, constexprs, True)
+            state = body(state, first, last, block, formulas, OPTIONS, meta, True)
     return state

@@ -1,6 +1,6 @@
 """Device functions that the kernels share: rows of a matrix, a tile's scores and weights, what dropout keeps.
 
-`formula_functions` is a `formula_functions.FormulaFunctions`, `constexprs` a `constexprs.Constexprs`.
+`formulas` is a `formulas.FormulaFunctions`, `meta` a `meta.MetaParameters`.
 """
 
 from __future__ import annotations
@@ -80,17 +80,17 @@ def scalar(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def clamp_finite(x, constexprs):
+def clamp_finite(x, meta):
     """A float64 in the type of scores; where finite, at most their largest number in size."""
-    if constexprs.accumulator == tl.float32:
+    if meta.accumulator == tl.float32:
         x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -FLOAT32_MAX), FLOAT32_MAX), x)
-    return x.to(constexprs.accumulator)
+    return x.to(meta.accumulator)
 
 
 @triton.jit
-def apply_sign(x, sign, constexprs):
+def apply_sign(x, sign, meta):
     """Queries or keys times the sign of the scale: nothing is rounded."""
-    return (x * scalar(sign, constexprs.accumulator)).to(x.dtype)
+    return (x * scalar(sign, meta.accumulator)).to(x.dtype)
 
 
 @triton.jit
@@ -112,64 +112,44 @@ def locate_head(array, b, head):
 
 @triton.jit
 def load_rows(
-    head,
-    first,
-    ROWS: tl.constexpr,
-    count,
-    WIDTH: tl.constexpr,
-    PADDED_WIDTH: tl.constexpr,
-    BOUND: tl.constexpr,
-    constexprs,
+    head, first, ROWS: tl.constexpr, count, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BOUND: tl.constexpr, meta
 ):
     """Rows first ... first + ROWS − 1 of a head, (ROWS, LANES): 0 past the width and, where BOUND, from row `count`."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED_WIDTH)[None, :]
-    return _load(head, first, row, column, count, WIDTH, PADDED_WIDTH, BOUND, constexprs)
+    return _load(head, first, row, column, count, WIDTH, PADDED_WIDTH, BOUND, meta)
 
 
 @triton.jit
 def load_rows_transposed(
-    head,
-    first,
-    ROWS: tl.constexpr,
-    count,
-    WIDTH: tl.constexpr,
-    PADDED_WIDTH: tl.constexpr,
-    BOUND: tl.constexpr,
-    constexprs,
+    head, first, ROWS: tl.constexpr, count, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BOUND: tl.constexpr, meta
 ):
     """The same rows as columns, (LANES, ROWS)."""
     row, column = tl.arange(0, ROWS)[None, :], tl.arange(0, PADDED_WIDTH)[:, None]
-    return _load(head, first, row, column, count, WIDTH, PADDED_WIDTH, BOUND, constexprs)
+    return _load(head, first, row, column, count, WIDTH, PADDED_WIDTH, BOUND, meta)
 
 
 @triton.jit
-def load_queries(query, b, h, first, n, sign, constexprs):
+def load_queries(query, b, h, first, n, sign, meta):
     """A head's queries from `first` on, times the sign of the scale."""
     return apply_sign(
-        load_rows(
-            locate_head(query, b, h), first, constexprs.rows, n, constexprs.d_k, constexprs.padded_d_k, True, constexprs
-        ),
-        sign,
-        constexprs,
+        load_rows(locate_head(query, b, h), first, meta.rows, n, meta.d_k, meta.padded_d_k, True, meta), sign, meta
     )
 
 
 @triton.jit
-def gather_rows(heads, row, inside, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, constexprs):
+def gather_rows(heads, row, inside, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, meta):
     """Rows of several heads, (rows, LANES): where heads start and which of their rows are columns."""
     column = tl.arange(0, PADDED_WIDTH)[None, :]
-    pointers = heads.start + tl.cast(row, tl.int64) * heads.row + column.to(constexprs.index_type) * heads.column
+    pointers = heads.start + tl.cast(row, tl.int64) * heads.row + column.to(meta.index_type) * heads.column
     block = tl.load(pointers, mask=inside & (column < WIDTH), other=0.0)
-    if constexprs.widens_operands:
-        block = block.to(constexprs.accumulator)
+    if meta.widens_operands:
+        block = block.to(meta.accumulator)
     return block
 
 
 @triton.jit
-def _load(
-    head, first, row, column, count, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BOUND: tl.constexpr, constexprs
-):
-    offsets = row.to(constexprs.index_type) * head.row + column.to(constexprs.index_type) * head.column
+def _load(head, first, row, column, count, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BOUND: tl.constexpr, meta):
+    offsets = row.to(meta.index_type) * head.row + column.to(meta.index_type) * head.column
     pointers = head.start + tl.cast(first, tl.int64) * head.row + offsets
     if BOUND and PADDED_WIDTH != WIDTH:
         block = tl.load(pointers, mask=(row < count - first) & (column < WIDTH), other=0.0)
@@ -179,47 +159,47 @@ def _load(
         block = tl.load(pointers, mask=column < WIDTH, other=0.0)
     else:
         block = tl.load(pointers)
-    if constexprs.widens_operands:
-        block = block.to(constexprs.accumulator)
+    if meta.widens_operands:
+        block = block.to(meta.accumulator)
     return block
 
 
 @triton.jit
-def query_indices(first, n, constexprs):
+def query_indices(first, n, meta):
     """The queries of a block, (rows, 1), none past the last."""
-    return tl.minimum(first + tl.arange(0, constexprs.rows), n - 1)[:, None]
+    return tl.minimum(first + tl.arange(0, meta.rows), n - 1)[:, None]
 
 
 @triton.jit
-def compute_scores(products, location, first, scale, tables, formula_functions, PARTIAL: tl.constexpr, constexprs):
+def compute_scores(products, location, first, scale, tables, formulas, PARTIAL: tl.constexpr, meta):
     """Final scores of a tile of keys from its Q · K: −∞ where a partial tile hides the pair or the keys end.
 
     With a score formula in nats; without one not yet scaled, so that scale and shift are one rounding.
     """
     b, h, i, n, m = location
     s = products
-    j = first + tl.arange(0, constexprs.keys)[None, :]
+    j = first + tl.arange(0, meta.keys)[None, :]
     at = j
-    if PARTIAL and not constexprs.even:
+    if PARTIAL and not meta.even:
         at = tl.minimum(j, m - 1)
-    if formula_functions.score_at is not None:
-        s = tl.broadcast_to(formula_functions.score_at(s * scale, b, h, i, at, n, m, tables), s.shape)
+    if formulas.score_at is not None:
+        s = tl.broadcast_to(formulas.score_at(s * scale, b, h, i, at, n, m, tables), s.shape)
     if PARTIAL:
-        if formula_functions.mask_at is not None:
-            s = tl.where(formula_functions.mask_at(b, h, i, at, n, m, tables), s, float("-inf"))
-        if not constexprs.even:
+        if formulas.mask_at is not None:
+            s = tl.where(formulas.mask_at(b, h, i, at, n, m, tables), s, float("-inf"))
+        if not meta.even:
             s = tl.where(j < m, s, float("-inf"))
     return s
 
 
 @triton.jit
-def normaliser(lse, position, first, n, unit, constexprs):
+def normaliser(lse, position, first, n, unit, meta):
     """lse of a head's queries from `first` on in the scores' unit, high + low, (rows,); 0 where nothing is seen."""
-    rows = first + tl.arange(0, constexprs.rows)
+    rows = first + tl.arange(0, meta.rows)
     x = tl.load(lse + tl.cast(position, tl.int64) * n + rows, mask=rows < n, other=0.0) * (LOG2_E / unit)
     x = tl.where(x == float("-inf"), 0.0, x)
-    high = clamp_finite(x, constexprs)
-    return high, clamp_finite(tl.where(tl.abs(x) < float("inf"), x - high.to(tl.float64), 0.0), constexprs)
+    high = clamp_finite(x, meta)
+    return high, clamp_finite(tl.where(tl.abs(x) < float("inf"), x - high.to(tl.float64), 0.0), meta)
 
 
 @triton.jit

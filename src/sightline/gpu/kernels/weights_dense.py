@@ -13,18 +13,18 @@ __all__ = ["dense_weights"]
 
 
 @triton.jit
-def store_range(_, first, last, block, formula_functions, OUTPUT_KIND: tl.constexpr, constexprs, PARTIAL: tl.constexpr):
+def store_range(_, first, last, block, formulas, OUTPUT_KIND: tl.constexpr, meta, PARTIAL: tl.constexpr):
     """The tiles `first` to before `last` to their places; sums added to what this program has written there."""
     corner, rows = block.extra
     m = block.location.m
-    down, across = tl.arange(0, constexprs.rows)[:, None], tl.arange(0, constexprs.keys)[None, :]
+    down, across = tl.arange(0, meta.rows)[:, None], tl.arange(0, meta.keys)[None, :]
     for tile in range(first, last):
-        j0 = tile * constexprs.keys
-        s = compute_scores(block, j0, formula_functions, PARTIAL, constexprs)
+        j0 = tile * meta.keys
+        s = compute_scores(block, j0, formulas, PARTIAL, meta)
         pointers = corner + j0 + (tl.cast(down, tl.int64) * m + across)
         inside = (down < rows) & (across < m - j0)
         if OUTPUT_KIND == "scores":
-            if formula_functions.score_at is None:
+            if formulas.score_at is None:
                 s = s * block.scale
             tl.store(pointers, s, mask=inside)
         elif OUTPUT_KIND == "weights":
@@ -55,8 +55,8 @@ def dense_weights(
     unit: tl.float64,
     schedule,
     tables,
-    formula_functions,
-    constexprs: tl.constexpr,
+    formulas,
+    meta: tl.constexpr,
     OUTPUT_KIND: tl.constexpr,
 ):
     """P or S of a block of queries put to (..., n, m), or P of so many batches and heads added up there.
@@ -70,22 +70,12 @@ def dense_weights(
     item = tl.program_id(0)
     line, row = item // blocks, blocks - 1 - item % blocks
     across = H // heads  # lines of a batch
-    first = row * constexprs.rows
+    first = row * meta.rows
     corner = output + (tl.cast(line, tl.int64) * n + first) * m
     for turn in range(batches * heads):
         b, h = line // across * batches + turn // heads, line % across * heads + turn % heads
         extra = (corner, n - first)
-        block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, constexprs)
+        block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, meta)
         schedule_row = ScheduleRow(schedule, b, h, row, m, None, False)
-        loop_over_tiles(
-            (),
-            store_range,
-            schedule_row,
-            constexprs.keys,
-            constexprs.even,
-            block,
-            formula_functions,
-            OUTPUT_KIND,
-            constexprs,
-        )
+        loop_over_tiles((), store_range, schedule_row, meta.keys, meta.even, block, formulas, OUTPUT_KIND, meta)
         tl.debug_barrier()  # the next turn reads what other threads wrote in this one

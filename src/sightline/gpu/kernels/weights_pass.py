@@ -36,32 +36,30 @@ class Block(NamedTuple):
 
 
 @triton.jit
-def load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, constexprs):
+def load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, meta):
     """A block of queries of a head, from `first` on."""
-    high, low = tile_ops.normaliser(lse, b * H + h, first, n, unit, constexprs)
+    high, low = tile_ops.normaliser(lse, b * H + h, first, n, unit, meta)
     return Block(
-        tile_ops.load_queries(query, b, h, first, n, sign, constexprs),
+        tile_ops.load_queries(query, b, h, first, n, sign, meta),
         tile_ops.locate_head(key, b, h // group),
-        tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, constexprs), n, m),
+        tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m),
         (high[:, None], low[:, None]),
-        tile_ops.scalar(scale, constexprs.accumulator),
-        tile_ops.scalar(unit, constexprs.accumulator),
+        tile_ops.scalar(scale, meta.accumulator),
+        tile_ops.scalar(unit, meta.accumulator),
         tables,
         extra,
     )
 
 
 @triton.jit
-def compute_scores(block, first, formula_functions, PARTIAL: tl.constexpr, constexprs):
+def compute_scores(block, first, formulas, PARTIAL: tl.constexpr, meta):
     """Final scores of a tile of keys, see `tiles.compute_scores`."""
-    bound: tl.constexpr = PARTIAL and not constexprs.even
+    bound: tl.constexpr = PARTIAL and not meta.even
     k = tile_ops.load_rows_transposed(
-        block.key, first, constexprs.keys, block.location.m, constexprs.d_k, constexprs.padded_d_k, bound, constexprs
+        block.key, first, meta.keys, block.location.m, meta.d_k, meta.padded_d_k, bound, meta
     )
-    products = tl.dot(block.query, k, input_precision=constexprs.precision)
-    return tile_ops.compute_scores(
-        products, block.location, first, block.scale, block.tables, formula_functions, PARTIAL, constexprs
-    )
+    products = tl.dot(block.query, k, input_precision=meta.precision)
+    return tile_ops.compute_scores(products, block.location, first, block.scale, block.tables, formulas, PARTIAL, meta)
 
 
 @triton.jit

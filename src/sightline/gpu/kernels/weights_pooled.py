@@ -45,25 +45,19 @@ def cell_indices(position, span):
 
 
 @triton.jit
-def pool_range(state, first, last, block, formula_functions, USE_MAX: tl.constexpr, constexprs, PARTIAL: tl.constexpr):
+def pool_range(state, first, last, block, formulas, USE_MAX: tl.constexpr, meta, PARTIAL: tl.constexpr):
     """The cells (DOWN, ACROSS) after the tiles `first` to before `last`, one column of them after another."""
     DOWN: tl.constexpr = state.shape[0]
     ACROSS: tl.constexpr = state.shape[1]
     down, keys = block.extra
     for tile in range(first, last):
-        j0 = tile * constexprs.keys
-        p = tile_ops.weight(
-            compute_scores(block, j0, formula_functions, PARTIAL, constexprs), block.unit, block.normaliser
-        )
+        j0 = tile * meta.keys
+        p = tile_ops.weight(compute_scores(block, j0, formulas, PARTIAL, meta), block.unit, block.normaliser)
         if USE_MAX:
             p = tl.where(p == p, p, float("inf"))  # maxima pass NaN over; no weight is above 1
-        across = cell_indices(j0 + tl.arange(0, constexprs.keys), keys)
+        across = cell_indices(j0 + tl.arange(0, meta.keys), keys)
         start = cell_index(tl.maximum(j0, keys.first), keys.start, keys.stop, keys.cells) - keys.cell
-        end = (
-            cell_index(tl.minimum(j0 + constexprs.keys, keys.last) - 1, keys.start, keys.stop, keys.cells)
-            - keys.cell
-            + 1
-        )
+        end = cell_index(tl.minimum(j0 + meta.keys, keys.last) - 1, keys.start, keys.stop, keys.cells) - keys.cell + 1
         for cell in range(start, end):
             line = reduce(tl.where(across[None, :] == cell, p, 0.0), 1, USE_MAX)
             extra = reduce(tl.where(down[:, None] == tl.arange(0, DOWN)[None, :], line[:, None], 0.0), 0, USE_MAX)
@@ -99,8 +93,8 @@ def pooled(
     unit: tl.float64,
     schedule,
     tables,
-    formula_functions,
-    constexprs: tl.constexpr,
+    formulas,
+    meta: tl.constexpr,
     USE_MAX: tl.constexpr,
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
@@ -123,27 +117,17 @@ def pooled(
     r_last, c_last = tl.minimum(r_first + down, rows), tl.minimum(c_first + across, columns)
     i_first, i_last = cell_start(r_first, i_start, i_stop, rows), cell_start(r_last, i_start, i_stop, rows)
     j_first, j_last = cell_start(c_first, j_start, j_stop, columns), cell_start(c_last, j_start, j_stop, columns)
-    window = (j_first // constexprs.keys, tl.cdiv(j_last, constexprs.keys))
+    window = (j_first // meta.keys, tl.cdiv(j_last, meta.keys))
     b, h = position // H, position % H
     queries = CellSpan(i_first, i_last, r_first, i_start, i_stop, rows)
     keys = CellSpan(j_first, j_last, c_first, j_start, j_stop, columns)
     cells = tl.zeros((DOWN, ACROSS), tl.float64)
-    for row in range(i_first // constexprs.rows, tl.cdiv(i_last, constexprs.rows)):
-        first = row * constexprs.rows
-        extra = (cell_indices(first + tl.arange(0, constexprs.rows), queries), keys)
-        block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, constexprs)
+    for row in range(i_first // meta.rows, tl.cdiv(i_last, meta.rows)):
+        first = row * meta.rows
+        extra = (cell_indices(first + tl.arange(0, meta.rows), queries), keys)
+        block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, meta)
         schedule_row = ScheduleRow(schedule, b, h, row, m, window, False)
-        cells = loop_over_tiles(
-            cells,
-            pool_range,
-            schedule_row,
-            constexprs.keys,
-            constexprs.even,
-            block,
-            formula_functions,
-            USE_MAX,
-            constexprs,
-        )
+        cells = loop_over_tiles(cells, pool_range, schedule_row, meta.keys, meta.even, block, formulas, USE_MAX, meta)
     if USE_MAX:
         cells = tl.where(cells == float("inf"), float("nan"), cells)
     r, c = r_first + tl.arange(0, DOWN)[:, None], c_first + tl.arange(0, ACROSS)[None, :]

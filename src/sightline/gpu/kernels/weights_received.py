@@ -33,29 +33,22 @@ class Block(NamedTuple):
 
 
 @triton.jit
-def process_range(
-    state, first, last, block, formula_functions, USE_MAX: tl.constexpr, constexprs, PARTIAL: tl.constexpr
-):
+def process_range(state, first, last, block, formulas, USE_MAX: tl.constexpr, meta, PARTIAL: tl.constexpr):
     """What the keys have, (keys,) float64, after the blocks of queries `first` to before `last`."""
     b, h, n = block.b, block.h, block.n
-    scale, unit = (
-        tile_ops.scalar(block.scale, constexprs.accumulator),
-        tile_ops.scalar(block.unit, constexprs.accumulator),
-    )
+    scale, unit = (tile_ops.scalar(block.scale, meta.accumulator), tile_ops.scalar(block.unit, meta.accumulator))
     for tile in range(first, last):
-        i0 = tile * constexprs.rows
-        location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(i0, n, constexprs), n, block.m)
-        q = tile_ops.load_queries(block.query, b, h, i0, n, block.sign, constexprs)
-        products = tl.dot(q, block.key, input_precision=constexprs.precision)
-        s = tile_ops.compute_scores(
-            products, location, block.first, scale, block.tables, formula_functions, PARTIAL, constexprs
-        )
-        high, low = tile_ops.normaliser(block.lse, b * block.H + h, i0, n, block.unit, constexprs)
+        i0 = tile * meta.rows
+        location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(i0, n, meta), n, block.m)
+        q = tile_ops.load_queries(block.query, b, h, i0, n, block.sign, meta)
+        products = tl.dot(q, block.key, input_precision=meta.precision)
+        s = tile_ops.compute_scores(products, location, block.first, scale, block.tables, formulas, PARTIAL, meta)
+        high, low = tile_ops.normaliser(block.lse, b * block.H + h, i0, n, block.unit, meta)
         p = tile_ops.weight(s, unit, (high[:, None], low[:, None]))
         if USE_MAX:
             p = tl.where(p == p, p, float("inf"))  # maxima pass NaN over; no weight is above 1
         if PARTIAL:
-            p = tl.where((i0 + tl.arange(0, constexprs.rows))[:, None] < n, p, 0.0)
+            p = tl.where((i0 + tl.arange(0, meta.rows))[:, None] < n, p, 0.0)
         state = combine(state, reduce(p, 0, USE_MAX).to(tl.float64), USE_MAX)
     return state
 
@@ -76,8 +69,8 @@ def received(
     unit: tl.float64,
     schedule,
     tables,
-    formula_functions,
-    constexprs: tl.constexpr,
+    formulas,
+    meta: tl.constexpr,
     USE_MAX: tl.constexpr,
 ):
     """Σ_i P_ij of a block of keys of a head, or the largest.
@@ -91,19 +84,15 @@ def received(
     item = tl.program_id(0)
     position, row = item // blocks, item % blocks
     b, h = position // H, position % H
-    j0 = row * constexprs.keys
+    j0 = row * meta.keys
     head = tile_ops.locate_head(key, b, h // group)
-    k = tile_ops.load_rows_transposed(
-        head, j0, constexprs.keys, m, constexprs.d_k, constexprs.padded_d_k, not constexprs.even, constexprs
-    )
+    k = tile_ops.load_rows_transposed(head, j0, meta.keys, m, meta.d_k, meta.padded_d_k, not meta.even, meta)
     block = Block(k, j0, b, h, query, lse, n, m, H, sign, scale, unit, tables)
-    row = ScheduleRow(schedule, b, h, row, n, None, j0 + constexprs.keys > m)
-    state = tl.zeros((constexprs.keys,), tl.float64)
-    state = loop_over_tiles(
-        state, process_range, row, constexprs.rows, False, block, formula_functions, USE_MAX, constexprs
-    )
+    row = ScheduleRow(schedule, b, h, row, n, None, j0 + meta.keys > m)
+    state = tl.zeros((meta.keys,), tl.float64)
+    state = loop_over_tiles(state, process_range, row, meta.rows, False, block, formulas, USE_MAX, meta)
     if USE_MAX:
         state = tl.where(state == float("inf"), float("nan"), state)
-    j = j0 + tl.arange(0, constexprs.keys)
+    j = j0 + tl.arange(0, meta.keys)
     location = output + tl.cast(position, tl.int64) * m + j
     tl.store(location, state.to(output.dtype.element_ty), mask=j < m)

@@ -13,13 +13,13 @@ __all__ = ["top_k"]
 
 
 @triton.jit
-def keep_largest(state, s, first, lse, constexprs):
+def keep_largest(state, s, first, lse, meta):
     """The lists after a tile; state is (scores, keys) (rows, K) in no order, and the least of each row, (rows, 1).
 
     Of what of the tile beats the least of its list, the best of each row enters in its place, until nothing does.
     """
     values, keys, least, least_key = state
-    j = tl.broadcast_to(first + tl.arange(0, constexprs.keys)[None, :], s.shape)
+    j = tl.broadcast_to(first + tl.arange(0, meta.keys)[None, :], s.shape)
     s = tl.where((lse != lse) & (s != float("-inf")), 0.0, s)  # where lse is NaN all weights are: first come
     better = (s > least) | ((s == least) & (j < least_key) & (s > float("-inf")))
     while tl.max(tl.max(better.to(tl.int32), 1), 0) > 0:
@@ -35,13 +35,11 @@ def keep_largest(state, s, first, lse, constexprs):
 
 
 @triton.jit
-def update_top_k_range(
-    state, first, last, block, formula_functions, OPTIONS: tl.constexpr, constexprs, PARTIAL: tl.constexpr
-):
+def update_top_k_range(state, first, last, block, formulas, OPTIONS: tl.constexpr, meta, PARTIAL: tl.constexpr):
     """The lists after the tiles `first` to before `last`."""
     for tile in range(first, last):
-        s = compute_scores(block, tile * constexprs.keys, formula_functions, PARTIAL, constexprs)
-        state = keep_largest(state, s, tile * constexprs.keys, block.normaliser[0], constexprs)
+        s = compute_scores(block, tile * meta.keys, formulas, PARTIAL, meta)
+        state = keep_largest(state, s, tile * meta.keys, block.normaliser[0], meta)
     return state
 
 
@@ -63,8 +61,8 @@ def top_k(
     unit: tl.float64,
     schedule,
     tables,
-    formula_functions,
-    constexprs: tl.constexpr,
+    formulas,
+    meta: tl.constexpr,
     K: tl.constexpr,
 ):
     """The k largest weights of a block of queries and their keys, descending; of equal scores the smaller key first.
@@ -76,20 +74,18 @@ def top_k(
     """
     item = tl.program_id(0)
     position, row = item // blocks, blocks - 1 - item % blocks
-    first = row * constexprs.rows
+    first = row * meta.rows
     b, h = position // H, position % H
-    block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, (), constexprs)
-    values = tl.full((constexprs.rows, K), float("-inf"), constexprs.accumulator)
-    keys = tl.full((constexprs.rows, K), tile_ops.NO_KEY, tl.int32) - 1 - tl.arange(0, K)[None, :]  # each once
-    least = tl.full((constexprs.rows, 1), float("-inf"), constexprs.accumulator)
-    last = tl.full((constexprs.rows, 1), tile_ops.NO_KEY - 1, tl.int32)
+    block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, (), meta)
+    values = tl.full((meta.rows, K), float("-inf"), meta.accumulator)
+    keys = tl.full((meta.rows, K), tile_ops.NO_KEY, tl.int32) - 1 - tl.arange(0, K)[None, :]  # each once
+    least = tl.full((meta.rows, 1), float("-inf"), meta.accumulator)
+    last = tl.full((meta.rows, 1), tile_ops.NO_KEY - 1, tl.int32)
     state = (values, keys, least, last)
     row = ScheduleRow(schedule, b, h, row, m, None, False)
-    state = loop_over_tiles(
-        state, update_top_k_range, row, constexprs.keys, constexprs.even, block, formula_functions, None, constexprs
-    )
+    state = loop_over_tiles(state, update_top_k_range, row, meta.keys, meta.even, block, formulas, None, meta)
     values, keys, least, last = state
-    rows = first + tl.arange(0, constexprs.rows)[:, None]
+    rows = first + tl.arange(0, meta.rows)[:, None]
     at, inside = (tl.cast(position, tl.int64) * n + rows) * k, rows < n
     for rank in range(tl.minimum(k, K)):
         best = tl.max(values, 1, keep_dims=True)

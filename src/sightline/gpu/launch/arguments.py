@@ -17,7 +17,7 @@ from ...formula.tensor_cache import to_device
 from ...problem import Problem
 from ..codegen.formula_functions import FormulaFunctions, combine_functions, compile_function
 from ..codegen.formula_source import INT32_MAX, NamedFormula, collect_tables, render_sources
-from ..kernels.constexprs import Constexprs, padded_width
+from ..kernels.meta_parameters import MetaParameters, padded_width
 from ..kernels.tile_ops import Array
 from ..tuning.configurations import Configuration
 
@@ -75,17 +75,17 @@ class Operands:
             "group": problem.group,
             **self.scale_arguments(),
             "tables": self.tables,
-            "formula_functions": self.formula_functions(),
-            "constexprs": self.constexprs(),
+            "formulas": self.formula_functions(),
+            "meta": self.meta(),
         }
 
-    def constexprs(self, sizes: Configuration | None = None) -> Constexprs:
+    def meta(self, sizes: Configuration | None = None) -> MetaParameters:
         """What is compiled into a kernel of these sizes, the configuration's if none are given."""
         problem, sizes = self.problem, sizes or self.configuration
         arrays = (*self.arrays.values(), *self.extra_arrays)
         steps = [abs(step) for array in arrays for step in (array.row, array.column)]
         needs_int64 = max(steps) * (sizes.rows + sizes.keys + problem.d_k + problem.d_v) > INT32_MAX
-        return Constexprs(
+        return MetaParameters(
             rows=sizes.rows,
             keys=sizes.keys,
             d_k=problem.d_k,
@@ -94,7 +94,7 @@ class Operands:
             padded_d_v=padded_width(problem.d_v),
             even=problem.m % sizes.keys == 0,
             index_type=tl.int64 if needs_int64 else tl.int32,
-            total=tl.float64 if problem.accumulator == "float64" else tl.float32,
+            accumulator=tl.float64 if problem.accumulator == "float64" else tl.float32,
             precision=_dot_precision(problem.query.device) if problem.dtype == "float32" else "ieee",
             widens_operands=sizes.widens_operands,
         )

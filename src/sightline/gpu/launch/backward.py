@@ -130,7 +130,7 @@ def backward_launches(
     common = operands.common_arguments() | {"d_output": arrays["d_output"], "rows": arrays["rows"]}
     yield from _query_launches(problem, operands, sizes, common, arrays, table_gradients)
     sizes = select("backward_keys", problem, architecture)
-    yield from _key_launches(problem, operands, sizes, common | {"constexprs": operands.constexprs(sizes)}, arrays)
+    yield from _key_launches(problem, operands, sizes, common | {"meta": operands.meta(sizes)}, arrays)
 
 
 def _query_launches(
@@ -159,7 +159,7 @@ def _query_launches(
     common |= {"items": items, "nonfinite_flags": operands.allocate_flags(items), "sums": None, "KINDS": ()}
     common |= {"B": problem.B, "batches": batches, "heads": heads, "SEQUENTIAL": bool(pair_lookups)}
     with_table_gradients = {
-        "formula_functions": common["formula_functions"]._replace(
+        "formulas": common["formulas"]._replace(
             table_gradients_at=_combine_table_gradients(operands, len(table_gradients))
         ),
         "sums": arrays["sums"],

@@ -99,7 +99,7 @@ def nan_safe_launch(
     """The call of a kernel for blocks of `sizes` that it marked, in parts of `small_sizes` rows or keys: see `forward`."""
     small_sizes = replace(small_sizes, warps=min(sizes.warps, 4), stages=1)
     num_splits = sizes.rows // small_sizes.rows * (sizes.keys // small_sizes.keys)
-    more = {"constexprs": operands.constexprs(small_sizes), "SUBBLOCKS": num_splits}
+    more = {"meta": operands.meta(small_sizes), "SUBBLOCKS": num_splits}
     return KernelLaunch(
         kernel, min(arguments["items"], NAN_SAFE_PROGRAMS), arguments | more, small_sizes, operands.sources
     )
@@ -139,10 +139,7 @@ def decode_launches(problem: Problem, output: Any, lse: Any, architecture: str) 
         "sinks": operands.sinks(),
         "dropout_scale": operands.dropout_scale(),
     }
-    merge_arguments |= {
-        "constexprs": operands.constexprs(rows),
-        "nan_safe_constexprs": operands.constexprs(small_sizes),
-    }
+    merge_arguments |= {"meta": operands.meta(rows), "nan_safe_meta": operands.meta(small_sizes)}
     yield KernelLaunch(merge_splits, problem.B * problem.H, arguments | merge_arguments, small_sizes, operands.sources)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from triton.runtime import JITFunction
 from triton.runtime.errors import OutOfResources
 
-from ..kernels.constexprs import Constexprs, wrap_constexprs
+from ..kernels.meta_parameters import MetaParameters, wrap_meta_parameters
 from ..tuning.configurations import Configuration
 
 __all__ = ["REDUCED_STAGES", "KernelLaunch", "name_variants"]
@@ -41,7 +41,9 @@ class KernelLaunch:
         """Run it on the current stream, with fewer stages where a formula's tables leave no memory for as many."""
         arguments, stages = self.arguments, self.configuration.stages
         if isinstance(self.kernel, JITFunction):  # the interpreter takes them as they are
-            arguments = {name: wrap_constexprs(x) if isinstance(x, Constexprs) else x for name, x in arguments.items()}
+            arguments = {
+                name: wrap_meta_parameters(x) if isinstance(x, MetaParameters) else x for name, x in arguments.items()
+            }
         if REDUCED_STAGES:
             stages = REDUCED_STAGES.get(self._memory_key(), stages)
         while True:
@@ -58,5 +60,5 @@ class KernelLaunch:
     def _memory_key(self) -> Hashable:
         """What calls have in common that take the same memory."""
         query = self.arguments["query"].start
-        constants = (self.arguments.get(name) for name in ("constexprs", "formula_functions", "SUBBLOCKS"))
+        constants = (self.arguments.get(name) for name in ("meta", "formulas", "SUBBLOCKS"))
         return self.kernel, self.configuration, query.dtype, query.device, *constants

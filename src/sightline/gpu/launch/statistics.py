@@ -44,11 +44,11 @@ class FusedStatistics:
         calls = [f"{name}(s, b, h, i, j, n, m, tables)" for name in self.names]
         return base_arguments | {
             "seen": (*self.max_score, self.entropy, tuple(self.sums.values())),
-            "formula_functions": base_arguments["formula_functions"]._replace(
+            "formulas": base_arguments["formulas"]._replace(
                 summands_at=operands.combine_functions(self.names, calls, "summands_at")
             ),
-            "constexprs": replace(
-                base_arguments["constexprs"], max_score=self.max_score[0] is not None, entropy=self.entropy is not None
+            "meta": replace(
+                base_arguments["meta"], max_score=self.max_score[0] is not None, entropy=self.entropy is not None
             ),
         }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import triton.language as tl
 
-__all__ = ["Constexprs", "padded_width", "wrap_constexprs"]
+__all__ = ["MetaParameters", "padded_width", "wrap_meta_parameters"]
 
 
 def padded_width(width: int) -> int:
@@ -17,8 +17,8 @@ def padded_width(width: int) -> int:
 
 
 @dataclass(frozen=True)
-class Constexprs:
-    """One structure of a kernel. Read in kernels as `constexprs.rows`."""
+class MetaParameters:
+    """One structure of a kernel. Read in kernels as `meta.rows`."""
 
     rows: int  # queries of a tile, a power of two
     keys: int  # keys of a tile, likewise, at most 128
@@ -28,7 +28,7 @@ class Constexprs:
     padded_d_v: int
     even: bool  # whether the keys fill their last tile
     index_type: Any  # type of offsets within a tile
-    total: Any  # type of scores and sums
+    accumulator: Any  # type of scores and sums
     precision: str  # of products of float32: "ieee" or "tf32"
     widens_operands: bool  # whether factors are widened first, as Triton's interpreter needs for bfloat16
     max_score: bool = False  # whether the largest score and its key ride along
@@ -36,8 +36,6 @@ class Constexprs:
 
 
 @lru_cache(1024)
-def wrap_constexprs(constexprs: Constexprs) -> Constexprs:
+def wrap_meta_parameters(meta: MetaParameters) -> MetaParameters:
     """The form with every entry as a constant of the compiler's: before Triton 3.9 it took those of tuples for none."""
-    return replace(
-        constexprs, **{entry.name: tl.constexpr(getattr(constexprs, entry.name)) for entry in fields(constexprs)}
-    )
+    return replace(meta, **{entry.name: tl.constexpr(getattr(meta, entry.name)) for entry in fields(meta)})
