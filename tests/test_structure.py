@@ -99,3 +99,7 @@ def test_no_module_is_called_as_a_public_name():
     """`sightline.attention` was both a function and a module."""
     found = [name for name in import_graph.modules(SOURCE) if name.rpartition(".")[2] in sightline.__all__]
     assert not found, ", ".join(found)
+
+
+def test_dir_shows_the_public_names_and_nothing_else():
+    assert dir(sightline) == sorted(sightline.__all__)

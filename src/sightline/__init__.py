@@ -87,3 +87,7 @@ def __getattr__(name: str) -> ModuleType:
     if name in SUBMODULES:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,4 +1,4 @@
-"""The kernels there are, and a checked problem answered and differentiated by the one chosen among them."""
+"""The list of kernels, and the forward and backward pass of a validated problem by the chosen kernel."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from . import streaming
 from .cpu import Cpu
 from .gpu import Triton
-from .kernel import Gradients, Kernel, Result, choose
+from .kernel import Gradients, Kernel, Plan, Result, choose
 from .problem import Problem
 from .reference import Reference
 from .statistics import Statistic, arrays_of, solve_selections_separately, statistic_gradients
-from .streaming import Streaming, backward
+from .streaming import Streaming
 
 __all__ = ["KERNELS", "differentiate", "solve", "to_caller_layout"]
 
@@ -20,43 +20,50 @@ KERNELS: tuple[Kernel, ...] = (Cpu(), Triton(), Streaming(), Reference())
 
 
 def solve(problem: Problem, kernel: str | None = None, threads: int | None = None) -> Result:
-    """The problem's result by the chosen kernel, every array with its leading and head axes."""
+    """Choose a kernel and run it. Every array of the result has all its batch axes and a head axis."""
     return solve_selections_separately(problem, lambda one: choose(KERNELS, one, kernel).kernel.run(one, threads))
 
 
 def differentiate(
     problem: Problem,
+    plan: Plan,
     d_output: Any,
     d_lse: Any,
     d_seen: tuple[Any, ...],
     saved: tuple[Any, Any],
-    *,
     wanted_tables: Collection[int],
-    kernel: str | None = None,
     threads: int | None = None,
 ) -> Gradients:
-    """Gradients of what `solve` answered: by the kernel that did where it has them, else by `streaming.backward`.
+    """Return the gradients of a result, by the backward pass of the plan's kernel or else by streaming's.
+
+    Streaming computes them if the kernel refuses the backward pass (`Plan.backward_refusals`) or if values decide it:
+    a gradient is NaN or ∞, or |lse| is above `streaming.MAX_LSE`. It uses the saved output and lse, except where the
+    lse is above that limit: there it repeats the forward pass.
 
     Parameters
     ----------
+    plan : the plan of the forward pass
     d_output, d_lse, d_seen : gradients of output, lse and each statistic's first array; None for 0
-    saved : (output, lse)
-    wanted : places in `Problem.tables` of those whose gradients are asked for
+    saved : (output, lse) of the forward pass
+    wanted_tables : indices in `Problem.tables` of the tables whose gradients are requested
     """
-    chosen = choose(KERNELS, problem, kernel).kernel
-    seen = statistic_gradients(
+    added = statistic_gradients(
         problem,
         saved[1],
         lambda: streaming.tiles(streaming.TileOps(problem), saved[1]),
         d_seen,
-        lambda statistic: chosen.run(problem.with_statistics(statistic), threads).seen[0],
+        lambda statistic: plan.kernel.run(problem.with_statistics(statistic), threads).seen[0],
     )
-    gradients = chosen.backward(problem, d_output, d_lse, saved, wanted_tables, threads, seen)
-    return backward(problem, d_output, d_lse, d_seen) if gradients is None else gradients
+    gradients = plan.kernel.backward(problem, d_output, d_lse, saved, wanted_tables, threads, added)
+    if gradients is not None:
+        return gradients
+    if streaming.is_lse_precise(saved[1], problem.accumulator):
+        return streaming.backward(problem, d_output, d_lse, (), saved, added)
+    return streaming.backward(problem, d_output, d_lse, d_seen)
 
 
 def to_caller_layout(problem: Problem, result: Result) -> tuple[Any, tuple[Any, ...]]:
-    """(output, seen) in the layout of the caller's arrays."""
+    """Return (output, seen) in the layout of the caller's arrays: without the head axis if the caller gave none."""
 
     def squeeze_statistic(statistic: Statistic, answer: Any) -> Any:
         axis = statistic.head_axis(len(problem.batch_shape))

@@ -1,4 +1,4 @@
-"""What `explain` says: the plan of a problem in numbers, and as a page to read or to paste into a report."""
+"""The explanation of a call that `sightline.explain` returns: numbers, and a page to read or to paste into a report."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from .statistics import itemsize
 
 __all__ = ["Explanation"]
 
-TILE = (64, 64)  # the tiles counted; a kernel's own may be larger
+TILE = (64, 64)  # queries and keys of the tiles that are counted; the tiles of a kernel may be larger
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The plan of a problem. Sizes in bytes; FLOPs count a multiplication and an addition as two."""
+    """The kernel of a call, the reasons for the choice, and the cost. Sizes are in bytes.
+
+    FLOPs count a multiplication and an addition as two operations.
+    """
 
     shape: str
     formulas: tuple[str, ...]
     kernel: str
     description: str
-    refusals: dict[str, tuple[str, ...]]
-    reasons: dict[str, str]  # of those that do not refuse: why they are cheap or dear
-    forced: bool
-    tiles: dict[str, int]
+    refusals: dict[str, tuple[str, ...]]  # for every kernel, the reasons why it cannot serve the problem
+    reasons: dict[str, str]  # for kernels that can serve the problem, the reason for their cost
+    backward_refusals: tuple[str, ...]  # why streaming computes the gradients, and not `kernel`; torch only
+    forced: bool  # the caller named the kernel
+    tiles: dict[str, int]  # how many tiles are empty, full and partial
     flops: int
     dense_flops: int
     bytes_read_and_written: int
@@ -36,7 +40,7 @@ class Explanation:
 
     @classmethod
     def of(cls, problem: Problem, plan: Plan, source: bool = False) -> Explanation:
-        """The explanation of a plan, if asked for with the text of what is generated."""
+        """Return the explanation of a plan, with the generated code if `source` is true."""
         B, H, n, m = problem.extent
         tiles = find_tile_ranges(problem.mask, problem.extent, *TILE).tiles
         total = sum(tiles.values())
@@ -57,6 +61,7 @@ class Explanation:
                 for kernel in plan.kernels
                 if not plan.refusals[kernel.name] and (reason := kernel.cost_reason(problem))
             },
+            backward_refusals=tuple(map(str, plan.backward_refusals)),
             forced=plan.forced,
             tiles=tiles,
             flops=round(dense * share),
@@ -81,6 +86,7 @@ class Explanation:
             *([] if self.forced else [("", f"the cheapest that can: {', '.join(candidates)}")]),
             *([] if self.forced else [("", f"{name}: {reason}") for name, reason in self.reasons.items()]),
             *((f"not {name}", "; ".join(reasons)) for name, reasons in self.refusals.items() if reasons),
+            *([("gradients", f"by streaming: {'; '.join(self.backward_refusals)}")] if self.backward_refusals else []),
             ("tiles", f"{share}, each {TILE[0]} × {TILE[1]}"),
             ("FLOPs", f"{_format(self.flops, 1000, '')} of the dense form's {_format(self.dense_flops, 1000, '')}"),
             ("bytes", f"{_format(self.bytes_read_and_written, 1024, 'B')} read and written at least"),

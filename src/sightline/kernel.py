@@ -1,8 +1,8 @@
-"""The choice of a kernel, with its reasons.
+"""Kernels, and the choice of a kernel with its reasons.
 
-A kernel says why it cannot serve a problem (`refuses`), each reason with its cure; the cheapest of the others is taken.
-`refuses` is the one source of truth on what a kernel can do: the planner, `explain`, `sightline info` and the tests
-read it.
+A kernel yields every reason why it cannot serve a problem (`refuses`, `refuses_backward`), each with its cure. `choose`
+takes the cheapest kernel that yields no reason. No other place says what a kernel can do: `choose`, `explain`,
+`sightline info` and the tests read these two methods.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Gradients", "Kernel", "Plan", "Refusal", "Result", "choose"]
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a kernel cannot serve a problem, and what would let it."""
+    """A reason why a kernel cannot serve a problem, and the cure."""
 
     reason: str
     cure: str
@@ -32,10 +32,12 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Result:
-    """What a kernel answers: output (..., H, n, d_v), lse (..., H, n) float64, and one entry for each asked statistic.
+    """The result of a forward pass.
 
-    Weights made from lse take on its error, so it is kept wide. `bound_call` is the kernel's call made ready for other
-    arrays of the same layout, where it has such: a `cpu.bound_call.BoundCall`.
+    output : (*batch_shape, H, n, d_v), the problem's dtype
+    lse : (*batch_shape, H, n) float64: weights computed from the lse inherit its error
+    seen : one entry for each statistic of `problem.see`
+    bound_call : a `cpu.launch.bound_call.BoundCall` that repeats the call for other arrays of the same layout, or None
     """
 
     output: Any
@@ -46,7 +48,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of query, key, value, sinks, and of the tables in `Problem.tables`' order (None for whole numbers)."""
+    """Gradients of query, key, value and sinks, and one entry for each of `Problem.tables`: None without a gradient."""
 
     query: Any
     key: Any
@@ -56,30 +58,38 @@ class Gradients:
 
 
 class Kernel(ABC):
-    """One way to compute attention: a file of its own and a line in `attention.KERNELS`."""
+    """One way to compute attention. A new kernel is a subclass in its own file and an entry in `dispatch.KERNELS`."""
 
     name: str
     description: str
 
     @abstractmethod
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        """Every reason this kernel cannot serve the problem; none means that it can."""
+        """Yield every reason why this kernel cannot serve the problem. No reason means that it can."""
 
     @abstractmethod
     def cost(self, problem: Problem) -> float:
-        """Relative cost among the kernels that can serve the problem; the smallest is taken."""
+        """Return a cost relative to the other kernels. The cheapest kernel that can serve the problem is taken."""
 
     def cost_reason(self, problem: Problem) -> str:
-        """What the cost rests on, where that is worth saying."""
+        """Return the reason for the cost, or "" if there is nothing to explain."""
         return ""
 
     @abstractmethod
     def run(self, problem: Problem, threads: int | None = None) -> Result:
-        """The answer."""
+        """Compute the output, the lse and the statistics."""
 
     def sources(self, problem: Problem) -> dict[str, str]:
-        """The text of what is generated for the problem, by name; empty where nothing is."""
+        """Return the generated code for the problem, by name; {} for a kernel that generates none."""
         return {}
+
+    def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
+        """Yield every reason why this kernel has no backward pass for the problem. Streaming then differentiates.
+
+        `wanted_tables` are the indices in `Problem.tables` of the tables whose gradients are requested; None for every
+        table of floats.
+        """
+        yield Refusal(f"{self.name} has no backward pass", "leave kernel=None")
 
     def backward(
         self,
@@ -91,44 +101,45 @@ class Kernel(ABC):
         threads: int | None = None,
         statistic_gradients: StatisticGradients | None = None,
     ) -> Gradients | None:
-        """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse with respect to what `Gradients` names.
+        """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse, or None if the kernel cannot compute them.
+
+        None means that `refuses_backward` yields a reason, or that values decide it: a gradient is NaN or ∞.
 
         Parameters
         ----------
-        d_output, d_lse : the shapes of output and lse; d_lse None for 0
+        d_output, d_lse : gradients of the shapes of output and lse; d_lse is None for 0
         saved : (output, lse) of `run`
-        wanted : places in `Problem.tables` of those whose gradients are asked for
-        statistic_gradients : what statistics add to the gradients of weights and scores
-
-        Returns None where the kernel has none for this problem; `streaming.backward` has them for every problem.
+        wanted_tables : the indices in `Problem.tables` of the tables whose gradients are requested
+        statistic_gradients : what the statistics' gradients add to the gradients of weights, scores and lse
         """
         return None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernel taken and why each other was not."""
+    """The kernel of a call, and the reasons why every other kernel was not taken."""
 
     kernel: Kernel
-    refusals: dict[str, tuple[Refusal, ...]]
-    forced: bool
-    kernels: Sequence[Kernel] = ()  # among which it was chosen
+    refusals: dict[str, tuple[Refusal, ...]]  # of every kernel, by its name
+    forced: bool  # the caller named the kernel
+    kernels: Sequence[Kernel] = ()  # the kernels that were compared
+    backward_refusals: tuple[Refusal, ...] = ()  # why streaming computes the gradients, and not this kernel
 
 
 def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = None) -> Plan:
-    """The cheapest kernel that does not refuse, or the one asked for by name.
+    """Return the plan: the cheapest kernel that does not refuse, or the kernel named `forced`.
 
     Raises
     ------
     ParameterError
-        `forced` is no kernel's name.
+        `forced` is not the name of a kernel.
     KernelRefusedError
-        The kernel asked for refuses; the message holds every reason with its cure.
+        The kernel named `forced` refuses. The message holds every reason with its cure.
     """
     refusals = {kernel.name: tuple(kernel.refuses(problem)) for kernel in kernels}
     if forced is None:
         candidates = [kernel for kernel in kernels if not refusals[kernel.name]]
-        return Plan(min(candidates, key=lambda kernel: kernel.cost(problem)), refusals, False, kernels)
+        return _plan(min(candidates, key=lambda kernel: kernel.cost(problem)), problem, refusals, False, kernels)
     for kernel in kernels:
         if kernel.name == forced:
             if refusals[forced]:
@@ -137,6 +148,13 @@ def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = Non
                     "problems it serves; sightline.explain(...) names kernels that serve this one",
                     "; ".join(r.cure for r in refusals[forced]) + "; or leave kernel=None",
                 )
-            return Plan(kernel, refusals, True, kernels)
+            return _plan(kernel, problem, refusals, True, kernels)
     names = ", ".join(repr(kernel.name) for kernel in kernels)
     raise ParameterError(f"kernel={forced!r}", f"one of {names}, or None", "leave kernel=None to have one chosen")
+
+
+def _plan(
+    kernel: Kernel, problem: Problem, refusals: dict[str, tuple[Refusal, ...]], forced: bool, kernels: Sequence[Kernel]
+) -> Plan:
+    has_gradients = problem.framework != "numpy"
+    return Plan(kernel, refusals, forced, kernels, tuple(kernel.refuses_backward(problem)) if has_gradients else ())

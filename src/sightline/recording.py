@@ -12,9 +12,10 @@ from importlib import import_module
 from typing import Any, Literal
 
 from .errors import ParameterError
+from .labels import labels_by_entry
 from .statistics import Statistic
 
-__all__ = ["Call", "Kind", "Seen", "Tokens", "labels_by_entry", "select_names"]
+__all__ = ["Call", "Kind", "Seen", "Tokens", "select_names"]
 
 Kind = Literal["self", "cross"]
 Labels = Sequence[Sequence[str]]  # for each batch entry the labels of its positions
@@ -191,7 +192,7 @@ class Seen:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([f"Seen: {len(self)} calls of {len(self.layers)} layers", *(lines if self.calls else [])])
 
-    # -- pictures, which another room draws -------------------------------------------------------------------------
+    # -- pictures, drawn by sightline.view ---------------------------------------------------------------------------
     def explore(self) -> Any:
         """The explorer: one page to walk through layers, heads and tokens, shown in a notebook or a browser."""
         return import_module("sightline.view.explorer").explore(self)
@@ -243,25 +244,6 @@ def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
     if axis is None:
         raise ParameterError(f"heads of {statistic!r}", "statistics of each head", "leave heads=... out")
     return map_arrays(lambda array: array[(slice(None),) * axis + (places,)], result)
-
-
-def labels_by_entry(labels: Any) -> list[list[str]]:
-    """Labels for each batch entry; one plain list is that of the only entry.
-
-    Raises
-    ------
-    ParameterError
-        Neither.
-    """
-    try:
-        listed = [labels] if len(labels) and isinstance(labels[0], str) else labels
-        return [list(map(str, entry)) for entry in listed]
-    except TypeError as error:  # numbers, or what has no length
-        raise ParameterError(
-            f"tokens of a {type(labels).__name__}: {error}",
-            "a list of strings, or such a list for each text",
-            "tokens=tokenizer.convert_ids_to_tokens(numbers)",
-        ) from error
 
 
 def _piece(labels: Sequence[str] | None, first: int, count: int) -> list[str] | None:

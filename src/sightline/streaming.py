@@ -7,13 +7,13 @@ on fresh arrays, so torch can differentiate either to any order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from .arrays import framework, namespace, resolve_dtype
+from .arrays import framework, namespace, resolve_dtype, to_numpy
 from .dropout import keep_factor
 from .formula.derivative import derivative
 from .formula.expression import Lookup, walk
@@ -21,12 +21,16 @@ from .formula.render_array import evaluate
 from .formula.tile_ranges import TileRanges, find_tile_ranges
 from .kernel import Gradients, Kernel, Refusal, Result
 from .problem import Problem
-from .statistics import Tile, accumulate_statistics, statistic_gradients
+from .statistics import StatisticGradients, Tile, accumulate_statistics, statistic_gradients
 
-__all__ = ["Streaming", "TileOps", "backward", "compute_statistics", "forward", "tiles"]
+__all__ = ["MAX_LSE", "Streaming", "TileOps", "backward", "compute_statistics", "forward", "is_lse_precise", "tiles"]
 
 TILE_ELEMENTS = 1 << 20  # scores held at once, over all batches and heads
 KEY_BLOCK = 512
+MAX_LSE = {
+    "float32": 2.0**23,
+    "float64": 2.0**52,
+}  # above it, neighbouring scores of this accumulator differ by 1 or more
 
 
 class TileOps:
@@ -223,44 +227,48 @@ def backward(
     d_lse: Any = None,
     d_seen: tuple[Any, ...] = (),
     saved: tuple[Any, Any] | None = None,
+    added: StatisticGradients | None = None,
 ) -> Gradients:
     """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse + Σ d_seen ∘ seen.
 
         P = exp(S − lse)    dV = (P ∘ keep)ᵀ dO    dP = (dO Vᵀ) ∘ keep + d_weights
         dS = P ∘ (dP − rowsum(P ∘ dP) + d_lse) + d_scores    dQ = dS K · scale    dK = dSᵀ Q · scale
 
-    where d_weights, d_scores and a part of d_lse are what the statistics' gradients add (`statistics.StatisticGradients`).
+    where d_weights, d_scores and a part of d_lse are what the gradients of the statistics add.
 
     Parameters
     ----------
-    d_output, d_lse : the shapes of output and lse; d_lse None for 0
+    d_output, d_lse : gradients of the shapes of output and lse; d_lse is None for 0
     d_seen : for each statistic of `problem.see` the gradient of its first array, or None
-    saved : (output, lse) of the forward pass; computed again where None, which makes the result differentiable
+    saved : (output, lse) of the forward pass. If None, the forward pass is repeated, and the gradients returned can be
+        differentiated again.
+    added : what the gradients of the statistics add; computed from `d_seen` if None
     """
     ops = TileOps(problem, d_output)
     xp = ops.xp
     output, lse = forward(ops) if saved is None else (xp.astype(saved[0], ops.dtype), saved[1])
     d_output = xp.astype(d_output, ops.dtype)
     row = xp.sum(d_output * output, axis=-1)
-    seen = statistic_gradients(problem, lse, lambda: tiles(ops, lse), d_seen)
-    for part in (d_lse, seen.lse):
+    if added is None:
+        added = statistic_gradients(problem, lse, lambda: tiles(ops, lse), d_seen)
+    for part in (d_lse, added.lse):
         row = row if part is None else row - xp.astype(part, ops.dtype)
     d_query, d_key, d_value = (ops.full(0.0, *x.shape) for x in (problem.query, problem.key, problem.value))
     score_gradients = ScoreGradients(ops)
     for rows in ops.query_blocks():
         d_o, d_row = d_output[..., rows, :], row[..., rows]
-        for columns, _, masked, p in row_tiles(ops, rows, lse) if seen.weights is not None else ():
-            d_row = d_row + xp.sum(p * ops.evaluate_on_scores(seen.weights, rows, columns, masked), axis=-1)
+        for columns, _, masked, p in row_tiles(ops, rows, lse) if added.weights is not None else ():
+            d_row = d_row + xp.sum(p * ops.evaluate_on_scores(added.weights, rows, columns, masked), axis=-1)
         for columns, scaled, masked, p in row_tiles(ops, rows, lse):
             keep = keep_factor(problem, xp, rows, columns)
             d_p = ops.dot_products(d_o, ops.widen(problem.value, columns))
             if problem.dropout:
                 d_p = ops.multiply_nan_safe(keep, d_p)
-            if seen.weights is not None:
-                d_p = d_p + ops.evaluate_on_scores(seen.weights, rows, columns, masked)
+            if added.weights is not None:
+                d_p = d_p + ops.evaluate_on_scores(added.weights, rows, columns, masked)
             d_masked = xp.where(p == 0, ops.full(0.0), xp.astype(p * (d_p - d_row[..., None]), ops.dtype))
-            if seen.scores is not None:
-                d_masked = d_masked + ops.evaluate_on_scores(seen.scores, rows, columns, masked)
+            if added.scores is not None:
+                d_masked = d_masked + ops.evaluate_on_scores(added.scores, rows, columns, masked)
             score_gradients.add(d_masked, scaled, rows, columns)
             d_s = ops.multiply_nan_safe(d_masked, score_gradients.slope(scaled, rows, columns)) * problem.scale
             d_query[..., rows, :] += ops.sum_over_keys(d_s, ops.zero_nonfinite(ops.widen(problem.key, columns)))
@@ -349,8 +357,33 @@ class Streaming(Kernel):
     def cost(self, problem: Problem) -> float:
         return 10.0
 
+    def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
+        """Yield nothing: streaming has a backward pass for every problem."""
+        yield from ()
+
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         ops = TileOps(problem)
         with np.errstate(all="ignore"):  # what the mask hides may overflow
             output, lse = forward(ops)
         return Result(ops.xp.astype(output, problem.query.dtype), lse, seen=compute_statistics(ops, lse))
+
+    def backward(
+        self,
+        problem: Problem,
+        d_output: Any,
+        d_lse: Any,
+        saved: tuple[Any, Any],
+        wanted_tables: Collection[int],
+        threads: int | None = None,
+        statistic_gradients: StatisticGradients | None = None,
+    ) -> Gradients:
+        return backward(problem, d_output, d_lse, saved=saved, added=statistic_gradients or StatisticGradients())
+
+
+def is_lse_precise(lse: Any, accumulator: str) -> bool:
+    """True if every finite |lse| is at most `MAX_LSE`: the weights exp(score − lse) of a query then sum to 1.
+
+    Above `MAX_LSE` the scores of the backward pass are rounded differently from those that made the lse.
+    """
+    magnitudes = np.abs(to_numpy(lse))
+    return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) <= MAX_LSE[accumulator])

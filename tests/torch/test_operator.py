@@ -1,6 +1,7 @@
 """`sightline.attention` on torch tensors: the operator, its gradients, compilation, torch's own signature."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -503,3 +504,38 @@ def test_a_formula_has_a_function_of_its_own():
 def test_dropout_without_training_mode_as_torch_has_it():
     x = torch.ones(1, 1, 4, 2)
     assert not scaled_dot_product_attention(x, x, x, dropout_p=1.0).any()
+
+
+def test_eager_calls_pass_the_problem_and_no_text(monkeypatch):
+    """Forward and backward, with a learned table, sinks, dropout and statistics."""
+    x = [torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3)]
+    bias, sinks = torch.randn(2, 19, requires_grad=True), torch.randn(2, requires_grad=True)
+    score = s + table(bias)[h, i - j + 9]
+    options = {"mask": i >= j, "score": score, "sinks": sinks, "see": [sightline.lse(), sightline.entropy()]}
+
+    def gradients():
+        output, seen = sightline.attention(*x, **options, dropout=0.5, seed=3)
+        return torch.autograd.grad(sum(y.sin().sum() for y in (output, *seen)), [*x, bias, sinks])
+
+    expected = gradients()
+    monkeypatch.setattr(OperatorArguments, "from_problem", None)
+    assert all(torch.equal(found, sound) for found, sound in zip(gradients(), expected, strict=True))
+
+
+def test_streaming_gradients_use_the_saved_output_and_lse(monkeypatch):
+    x = [torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3)]
+    output = sightline.attention(*x, kernel="reference")
+    monkeypatch.setattr(sys.modules["sightline.streaming"], "forward", None)
+    found = torch.autograd.grad(output.sin().sum(), x)
+    expected = torch.autograd.grad(torch.softmax(x[0] @ x[1].mT / 2, -1).matmul(x[2]).sin().sum(), x)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_explain_says_why_streaming_computes_the_gradients():
+    x = torch.zeros(1, 1, 2, 4)
+    assert "gradients     by streaming: reference has no backward pass" in str(
+        sightline.explain(x, x, x, kernel="reference")
+    )
+    assert sightline.explain(x, x, x, kernel="cpu").backward_refusals == ()
+    assert "(B, H, n, m) = (1, 1, 0, 2)" in sightline.explain(x[:, :, :0], x, x).backward_refusals[0]

@@ -55,6 +55,11 @@ class Cpu(Kernel):
 
         return {"forward": source(problem, self.processor)}
 
+    def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
+        yield from self.refuses(problem)
+        if 0 in problem.extent:
+            yield Refusal(f"no pairs: (B, H, n, m) = {problem.extent}", "give at least one batch, head, query and key")
+
     def backward(
         self,
         problem: Problem,
@@ -65,7 +70,7 @@ class Cpu(Kernel):
         threads: int | None = None,
         statistic_gradients: StatisticGradients | None = None,
     ) -> Gradients | None:
-        if 0 in problem.extent or next(self.refuses(problem), None) is not None:
+        if next(self.refuses_backward(problem, wanted_tables), None) is not None:
             return None
         if (
             statistic_gradients is not None and statistic_gradients.includes_zero_weights

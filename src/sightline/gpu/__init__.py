@@ -75,6 +75,12 @@ class Triton(Kernel):
 
         return run(problem, self.architecture)
 
+    def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
+        yield from self.refuses(problem) if self.architecture is None else _size_refusals(problem)
+        if 0 in problem.extent or problem.d_v == 0:
+            shape = f"(B, H, n, m) = {problem.extent}, d_v {problem.d_v}"
+            yield Refusal(f"no pairs or no columns: {shape}", "give at least one of each")
+
     def backward(
         self,
         problem: Problem,
@@ -85,8 +91,7 @@ class Triton(Kernel):
         threads: int | None = None,
         statistic_gradients: StatisticGradients | None = None,
     ) -> Gradients | None:
-        reasons = self.refuses(problem) if self.architecture is None else _size_refusals(problem)  # as `run`: anywhere
-        if 0 in problem.extent or problem.d_v == 0 or next(reasons, None) is not None:
+        if next(self.refuses_backward(problem, wanted), None) is not None:
             return None
         self._check_interpreter()
         from .launch.backward import backward

@@ -1,73 +1,196 @@
-"""Calls that torch takes gradients of, recorded by a plain function of its graph: the operator's road takes far longer.
+"""Attention in torch's graph in eager mode: one `torch.autograd.Function`, without the registered operator.
 
-The operator is for what looks at operators (torch.compile, transforms, modes), and for gradients of gradients.
+The registered operator of `operator` serves whatever must see an operator (torch.compile, transforms, modes), and
+gradients of gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
+from ..dispatch import differentiate
 from ..errors import KernelRefusedError
+from ..kernel import Plan, Result
+from ..problem import Problem
+from ..statistics import Lse, Statistic, arrays_of
 from . import operator
-from .operator_schema import OperatorArguments
+from .operator_schema import OperatorArguments, make_seed
 
-__all__ = ["is_intercepted", "make_graph_attacher", "needs_gradients", "refuse_tangents"]
+__all__ = [
+    "attach_to_graph",
+    "is_intercepted",
+    "make_graph_attacher",
+    "needs_gradients",
+    "refuse_tangents",
+    "trainable_inputs",
+]
 
 
-def make_graph_attacher(arguments: OperatorArguments) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Function of (query, key, value, output, lse): the output as torch's graph has it, for questions like this one."""
-    other_arguments = arguments[3:]
+@dataclass(frozen=True)
+class _Call:
+    """What the backward pass of a call needs besides the tensors that torch saves."""
 
-    def attach_to_graph(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> Tensor:
-        attached: Tensor = _Attention.apply(query, key, value, (output, lse), other_arguments)  # type: ignore[no-untyped-call]
-        return attached
+    problem: Problem  # its formulas hold the tables; its query, key, value and sinks are replaced by saved tensors
+    plan: Plan
+    kernel: str | None  # the name that the caller gave
+    threads: int | None
+    wanted_tables: tuple[int, ...]  # indices in `problem.tables` of the tables in the graph
+    arrays: tuple[int, ...] = ()  # how many arrays each statistic has besides output and lse: 0 for `lse()`
 
-    return attach_to_graph
+    def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
+        """Return the problem with these tensors in place of query, key, value, the wanted tables and the sinks."""
+        query, key, value, *rest = inputs
+        tables = [table.array for table in self.problem.tables]
+        saved = dict(zip(self.wanted_tables, rest, strict=False))
+        problem = self.problem
+        if any(tables[index] is not tensor for index, tensor in saved.items()):
+            problem = problem.with_tables([saved.get(index, array) for index, array in enumerate(tables)])
+        sinks = None if problem.sinks is None else rest[-1]
+        return replace(problem, query=query, key=key, value=value, sinks=sinks)
 
 
 class _Attention(torch.autograd.Function):
-    """An answer that is there already, joined to what it was made of."""
+    """Joins results that are computed already to the inputs they were computed from."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        result: tuple[Tensor, Tensor],
-        other_arguments: tuple[Any, ...],
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, value, *result)
-        ctx.other_arguments = other_arguments
-        return result[0]
+    def forward(ctx: Any, call: _Call, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.save_for_backward(*inputs, results[0], results[1])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*_constant_arrays(call, results))
+        return results
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
-        arguments = OperatorArguments(query, key, value, *ctx.other_arguments)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        *inputs, output, lse = ctx.saved_tensors
+        call, given = ctx.call, [gradient for gradient in gradients if gradient is not None]
+        if not given:
+            return (None,) * (2 + len(inputs))
         needs_operator = (
             torch.is_grad_enabled()
             or torch.compiler.is_compiling()
             or is_intercepted()
-            or type(gradients[0]) is not Tensor
+            or any(type(gradient) is not Tensor for gradient in given)
         )
-        compute = operator.attention_backward if needs_operator else operator.compute_gradients
-        input_gradients = compute(list(gradients), [0], [], output, lse, *arguments)
-        return (*input_gradients, None, None)
+        compute = _differentiate_by_operator if needs_operator else _differentiate
+        return (None, None, *compute(call, call.with_inputs(inputs), gradients, (output, lse)))
+
+
+def _by_statistic(call: _Call, values: Sequence[Any]) -> Iterator[tuple[Statistic, Sequence[Any]]]:
+    """Yield each statistic with its share of `values`, which are in the order of the results."""
+    offset = 2
+    for statistic, count in zip(call.problem.see, call.arrays, strict=True):
+        yield statistic, values[offset : offset + count]
+        offset += count
+
+
+def _constant_arrays(call: _Call, results: Sequence[Tensor]) -> list[Tensor]:
+    """Return the arrays of statistics that have no gradient."""
+    return [
+        array
+        for statistic, arrays in _by_statistic(call, results)
+        for array in arrays
+        if not (statistic.is_differentiable and array.is_floating_point())
+    ]
+
+
+def _differentiate(
+    call: _Call, problem: Problem, gradients: Sequence[Tensor | None], saved: tuple[Tensor, Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of the inputs by the kernel's backward pass, or by streaming's."""
+    d_seen = tuple(arrays[0] if arrays else None for _, arrays in _by_statistic(call, gradients))
+    d_output = torch.zeros_like(saved[0]) if gradients[0] is None else gradients[0]
+    with operator.autocast_disabled(d_output):
+        found = differentiate(
+            problem, call.plan, d_output, gradients[1], d_seen, saved, call.wanted_tables, call.threads
+        )
+    tables = [found.tables[index] for index in call.wanted_tables]
+    return [found.query, found.key, found.value, *tables, *([] if problem.sinks is None else [found.sinks])]
+
+
+def _differentiate_by_operator(
+    call: _Call, problem: Problem, gradients: Sequence[Tensor | None], saved: tuple[Tensor, Tensor]
+) -> list[Tensor]:
+    """Return the gradients of the inputs by the registered operator, which can be differentiated again."""
+    arguments = OperatorArguments.from_problem(problem, make_seed(problem.seed), call.kernel, call.threads)
+    mask_tables = 0 if problem.mask is None else len(problem.mask.tables)
+    score_tables = () if problem.score is None else problem.score.tables
+    place = {id(table): mask_tables + index for index, table in enumerate(score_tables)}
+    wanted = [place[id(problem.tables[index])] for index in call.wanted_tables]
+    indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    given = [gradient for gradient in gradients if gradient is not None]
+    found: list[Tensor] = operator.attention_backward(given, indices, wanted, *saved, *arguments)
+    return found
+
+
+def trainable_inputs(problem: Problem) -> tuple[list[Tensor], tuple[int, ...]]:
+    """Return the tensors that may need gradients, and the indices in `problem.tables` of the tables among them."""
+    read_by_score = {id(table) for table in (() if problem.score is None else problem.score.tables)}
+    wanted = tuple(
+        index
+        for index, table in enumerate(problem.tables)
+        if id(table) in read_by_score and getattr(table.array, "requires_grad", False)
+    )
+    tables = [problem.tables[index].array for index in wanted]
+    sinks = [] if problem.sinks is None else [problem.sinks]
+    return [problem.query, problem.key, problem.value, *tables, *sinks], wanted
+
+
+def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: int | None, result: Result) -> Result:
+    """Return the result with its arrays in torch's graph, if any input needs a gradient."""
+    inputs, wanted = trainable_inputs(problem)
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        return result
+    own = [
+        () if isinstance(statistic, Lse) else arrays_of(entry)
+        for statistic, entry in zip(problem.see, result.seen, strict=True)
+    ]
+    call = _Call(_without_tensors(problem), plan, kernel, threads, wanted, tuple(map(len, own)))
+    results = (result.output, result.lse, *(array for arrays in own for array in arrays))
+    attached: tuple[Tensor, ...] = _Attention.apply(call, results, *inputs)  # type: ignore[no-untyped-call]
+    output, lse = attached[:2]
+    returned_lse = lse if output.dtype == torch.float64 else lse.float()
+    seen = [
+        statistic.build_result(arrays) if arrays else returned_lse
+        for statistic, arrays in _by_statistic(call, attached)
+    ]
+    return replace(result, output=output, lse=lse, seen=tuple(seen))
+
+
+def make_graph_attacher(
+    problem: Problem, plan: Plan, kernel: str | None, threads: int | None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return a function of (query, key, value, output, lse) that returns the output in torch's graph.
+
+    It serves every later call with the structure of this problem, which has no tables, sinks or statistics.
+    """
+    call = _Call(_without_tensors(problem), plan, kernel, threads, ())
+
+    def attach(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> Tensor:
+        attached: Tensor = _Attention.apply(call, (output, lse), query, key, value)[0]  # type: ignore[no-untyped-call]
+        return attached
+
+    return attach
+
+
+def _without_tensors(problem: Problem) -> Problem:
+    """Return the problem without query, key, value and sinks, so that it keeps none of these tensors alive."""
+    return replace(problem, query=None, key=None, value=None, sinks=None if problem.sinks is None else ())
 
 
 def needs_gradients(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch is to take gradients with respect to any of these."""
+    """True if torch records a graph and any of these tensors requires a gradient."""
     return (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
 
 
 def refuse_tangents(arguments: OperatorArguments) -> None:
-    """Raise KernelRefusedError for forward derivatives: torch's operators of one's own drop them without a word."""
+    """Raise KernelRefusedError for forward derivatives: torch drops them silently for custom operators."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     tensors = [*arguments[:3], *arguments.tables, *([] if arguments.sinks is None else [arguments.sinks])]
@@ -80,7 +203,7 @@ def refuse_tangents(arguments: OperatorArguments) -> None:
 
 
 def is_intercepted() -> bool:
-    """Whether a mode, a transform, a tracer or a forward derivative is at work in this thread."""
+    """True if a mode, a transform, a tracer or a forward derivative is active in this thread."""
     return bool(
         _C._len_torch_function_stack()
         or _C._len_torch_dispatch_stack()

@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .. import call_cache
-from ..dispatch import KERNELS, solve, to_caller_layout
+from ..dispatch import KERNELS, to_caller_layout
 from ..formula.expression import SYMBOLS, Expression
-from ..kernel import Kernel, Result, choose
+from ..kernel import Kernel, Plan, Result, choose
 from ..problem import Problem, parse, validate
 from ..statistics import Lse, Statistic, solve_selections_separately
 from . import operator
-from .autograd import is_intercepted, make_graph_attacher, needs_gradients, refuse_tangents
+from .autograd import attach_to_graph, is_intercepted, make_graph_attacher, needs_gradients, refuse_tangents
 from .fused import Fused
-from .operator_schema import OperatorArguments
+from .operator_schema import OperatorArguments, make_seed
 
 __all__ = ["kernels", "run"]
 
@@ -54,11 +55,20 @@ def run(
     problem = parse(query, key, value, **(options | formulas | {"seed": 0 if seed is None else seed, "see": see}))
     if kernel == FUSED.name or (kernel is None and _prefers_fused(problem)):
         return to_caller_layout(problem, choose((FUSED,), problem, FUSED.name).kernel.run(problem))
-    if cache_key is not None and not (problem.see and needs_gradients(*caller_inputs)):
-        return _run_without_operator(validate(problem), caller_inputs, kernel, threads, cache_key)
+    if _is_eager(problem):
+        return _run_eager(validate(problem), caller_inputs, seed, kernel, threads, cache_key)
     return to_caller_layout(
         problem, solve_selections_separately(problem, lambda one: _run_operator(one, seed, kernel, threads))
     )
+
+
+def _is_eager(problem: Problem) -> bool:
+    """True if nothing but autograd follows the call, and every tensor is a plain tensor that holds data."""
+    if torch.compiler.is_compiling() or is_intercepted() or problem.device == "meta":
+        return False
+    tables = [table.array for table in problem.tables if isinstance(table.array, Tensor)]
+    tensors = [problem.query, problem.key, problem.value, *tables]
+    return all(type(x) in (Tensor, Parameter) for x in tensors)
 
 
 def _prefers_fused(problem: Problem) -> bool:
@@ -75,7 +85,7 @@ def _prefers_fused(problem: Problem) -> bool:
 
 def _run_operator(problem: Problem, seed: int | None, kernel: str | None, threads: int | None) -> Result:
     """The operator's answer."""
-    seed_tensor = _make_seed(problem, seed) if problem.dropout else None
+    seed_tensor = make_seed(None if seed is None else problem.seed) if problem.dropout else None
     arguments = OperatorArguments.from_problem(problem, seed_tensor, kernel, threads)
     refuse_tangents(arguments)
     output, lse, *others = operator.attention(*arguments)
@@ -103,26 +113,37 @@ def _build_conditions(statistic: Any) -> Any:
     )
 
 
-def _run_without_operator(
+def _run_eager(
     problem: Problem,
     caller_inputs: tuple[Any, Any, Any],
+    seed: int | None,
     kernel: str | None,
     threads: int | None,
-    cache_key: tuple[Any, ...],
+    cache_key: tuple[Any, ...] | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(output, seen) past the operator, kept for the next such call."""
-    inputs = problem.query, problem.key, problem.value
-    with torch.no_grad():
-        result = solve(problem, kernel, threads)
-    if not needs_gradients(*caller_inputs):
-        output, seen = to_caller_layout(problem, result)
-        call_cache.insert(cache_key, caller_inputs, output, result, _finish_with_lse if seen else None)
-        return output, seen
-    attach_to_graph = make_graph_attacher(OperatorArguments.from_problem(problem, None, kernel, threads))
-    result = replace(result, output=attach_to_graph(*inputs, result.output, result.lse))
+    """Return (output, seen) without the operator. The call cache stores the call if `cache_key` is given."""
+    plans: list[tuple[Problem, Plan]] = []
+
+    def run_kernel(one: Problem) -> Result:
+        if one.dropout and seed is None:
+            one = replace(one, seed=int(make_seed(None)))
+        plan = choose(KERNELS, one, kernel)
+        plans.append((one, plan))
+        with torch.no_grad(), operator.autocast_disabled(one.query):
+            result = plan.kernel.run(one, threads)
+        return attach_to_graph(one, plan, kernel, threads, result)
+
+    result = solve_selections_separately(problem, run_kernel)
     output, seen = to_caller_layout(problem, result)
-    if all(x is y for x, y in zip(inputs, caller_inputs, strict=True)):
-        call_cache.insert(cache_key, caller_inputs, output, result, attach_to_graph)
+    if cache_key is None:
+        return output, seen
+    if not needs_gradients(*caller_inputs):
+        call_cache.insert(cache_key, caller_inputs, output, result, _finish_with_lse if seen else None)
+    elif not seen and all(
+        x is y for x, y in zip((problem.query, problem.key, problem.value), caller_inputs, strict=True)
+    ):
+        attach = make_graph_attacher(*plans[0], kernel, threads)
+        call_cache.insert(cache_key, caller_inputs, output, result, attach)
     return output, seen
 
 
@@ -141,13 +162,6 @@ def _build_formula(formula: Any, symbols: str) -> Any:
     if not torch.compiler.is_compiling() or isinstance(formula, Expression | Tensor) or not callable(formula):
         return formula
     return formula(*[SYMBOLS[name] for name in symbols])
-
-
-def _make_seed(problem: Problem, seed: int | None) -> Tensor:
-    """The caller's seed, or one from torch's generator, so that torch.manual_seed repeats a run."""
-    if seed is None:
-        return torch.randint(2**63 - 1, (), dtype=torch.int64)
-    return torch.tensor(problem.seed - (2**64 if problem.seed >= 2**63 else 0), dtype=torch.int64)
 
 
 # -- calls asked again ---------------------------------------------------------------------------------------------

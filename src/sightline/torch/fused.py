@@ -6,7 +6,7 @@ published figures it rests on, and `sightline bench --device cuda` times both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +104,10 @@ class Fused(Kernel):
             yield Refusal("rows that do not lie together, for which torch would hold all weights", "call .contiguous()")
         if problem.query.numel() == 0 or problem.key.numel() == 0:
             yield Refusal("no queries or no keys", "give at least one of each")
+
+    def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
+        """Yield nothing: torch differentiates its own kernels."""
+        yield from ()
 
     def cost(self, problem: Problem) -> float:
         return PREFERRED_COST if self.is_preferred(problem) else FALLBACK_COST

@@ -7,6 +7,7 @@ too. Its own gradient is torch's, of the same tiles in plain operations, so ever
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -14,22 +15,28 @@ import torch
 from torch import Tensor
 
 from .. import streaming
-from ..dispatch import differentiate, solve
+from ..dispatch import KERNELS, differentiate, solve
+from ..kernel import choose
 from ..statistics import Lse, arrays_of
 from .operator_schema import SCHEMA, OperatorArguments
 
-__all__ = ["attention", "attention_backward", "compute_gradients"]
+__all__ = ["attention", "attention_backward", "autocast_disabled"]
+
+
+def autocast_disabled(tensor: Tensor) -> Any:
+    """Return a context in which torch.autocast is off for the tensor's device: sums keep their accumulator's dtype."""
+    device_type = tensor.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _without_autocast(computation: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """The computation with torch.autocast off: the door has cast what it would, and sums are kept wide."""
+    """Wrap the computation so that it runs with torch.autocast off; `dispatch` has cast its inputs already."""
 
     @wraps(computation)
     def run(*args: Any) -> list[Tensor]:
-        device_type = next(x for x in args if isinstance(x, Tensor)).device.type
-        if not torch.is_autocast_enabled(device_type):
-            return computation(*args)
-        with torch.autocast(device_type, enabled=False):
+        with autocast_disabled(next(x for x in args if isinstance(x, Tensor))):
             return computation(*args)
 
     return run
@@ -115,15 +122,9 @@ def _apply_chain_rule(
         input_gradients = streaming.backward(problem, d_output, gradient_by_index.get(1), tuple(d_seen))
     else:
         table_indices = [k for k, table in enumerate(problem.tables) if any(table.array is tensor for tensor in tables)]
+        plan, d_lse = choose(KERNELS, problem, arguments.kernel), gradient_by_index.get(1)
         input_gradients = differentiate(
-            problem,
-            d_output,
-            gradient_by_index.get(1),
-            tuple(d_seen),
-            saved,
-            wanted_tables=table_indices,
-            kernel=arguments.kernel,
-            threads=arguments.threads,
+            problem, plan, d_output, d_lse, tuple(d_seen), saved, table_indices, arguments.threads
         )
     by_tensor: dict[int, Tensor] = {}  # one tensor may stand in two tables: the first of its places has their sum
     for table, gradient in zip(problem.tables, input_gradients.tables, strict=True):

@@ -20,7 +20,7 @@ from ..problem import Problem, check_condition, normalize
 from ..statistics import Statistic, deserialize
 from ..validation import check_device
 
-__all__ = ["SCHEMA", "OperatorArguments", "to_text"]
+__all__ = ["SCHEMA", "OperatorArguments", "make_seed", "to_text"]
 
 SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor[] tables, Tensor? sinks, Tensor? seed, "
@@ -234,3 +234,10 @@ def _validate_conditions_cached(see: str, extent: Extent) -> None:
 
 def _parse_axes(axes_text: str) -> tuple[str | None, ...]:
     return tuple(None if axis == "." else axis for axis in axes_text)
+
+
+def make_seed(seed: int | None) -> Tensor:
+    """Return the seed as an int64 tensor. None draws a seed from torch's generator, which torch.manual_seed sets."""
+    if seed is None:
+        return torch.randint(2**63 - 1, (), dtype=torch.int64)
+    return torch.tensor(seed - (2**64 if seed >= 2**63 else 0), dtype=torch.int64)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...arrays import to_numpy
 from ...errors import DtypeError, ParameterError, ShapeError
-from ...recording import labels_by_entry
+from ...labels import labels_by_entry
 from ..heatmaps import pooled
 
 __all__ = [
