@@ -137,8 +137,8 @@ def test_a_cache_is_read_in_place(taken):
 FAULTS = {
     "parts not weighed": ("share = exp(builder, address.load(DOUBLE) - shift)", "share = builder.value(1.0, DOUBLE)"),
     "a part dropped": (
-        "with builder.loop(0, args.chunks) as split:\n                    share",
-        "with builder.loop(1, args.chunks) as split:\n                    share",
+        "with builder.loop(0, args.num_splits) as split:\n                    share",
+        "with builder.loop(1, args.num_splits) as split:\n                    share",
     ),
     "sinks forgotten": (
         "sink = args.sinks.at(h * 8).load(DOUBLE) if self.spec.has_sinks",

@@ -34,33 +34,33 @@ def usable():
 
 def test_the_nearest_word_holds(monkeypatch, bare):
     monkeypatch.setattr(thread_team, "_cgroup_quota", lambda: 10**6)
-    assert thread_team.count() == usable()
+    assert thread_team.thread_count() == usable()
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 11)
-    assert thread_team.count() == 11
+    assert thread_team.thread_count() == 11
     monkeypatch.setenv(thread_team.THREADS_VARIABLE, "12")
-    assert thread_team.count() == 12
+    assert thread_team.thread_count() == 12
     with sightline.threads(13):
-        assert thread_team.count() == 13
+        assert thread_team.thread_count() == 13
         with sightline.threads(14):
-            assert thread_team.count() == 14
-            assert thread_team.count(15) == 15
-        assert thread_team.count() == 13
-    assert thread_team.count() == 12
+            assert thread_team.thread_count() == 14
+            assert thread_team.thread_count(15) == 15
+        assert thread_team.thread_count() == 13
+    assert thread_team.thread_count() == 12
 
 
 def test_an_error_ends_the_block():
-    before = thread_team.count()
+    before = thread_team.thread_count()
     with pytest.raises(KeyError), sightline.threads(before + 1):
         raise KeyError
-    assert thread_team.count() == before
+    assert thread_team.thread_count() == before
 
 
 def test_a_block_is_its_threads_own():
-    before = thread_team.count()
+    before = thread_team.thread_count()
     with sightline.threads(before + 1), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(thread_team.count).result() == before
-        assert pool.submit(contextvars.copy_context().run, thread_team.count).result() == before + 1
+        assert pool.submit(thread_team.thread_count).result() == before
+        assert pool.submit(contextvars.copy_context().run, thread_team.thread_count).result() == before + 1
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.0, True, "2", None, 2**31])
@@ -80,7 +80,7 @@ def test_what_is_no_number_in_the_variable(word, monkeypatch):
 
 def test_an_empty_variable_says_nothing(monkeypatch, bare):
     monkeypatch.setenv(thread_team.THREADS_VARIABLE, "")
-    assert thread_team.count() == min(usable(), thread_team._cgroup_quota())
+    assert thread_team.thread_count() == min(usable(), thread_team._cgroup_quota())
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_containers_share(line, number, tmp_path, monkeypatch, bare):
     quota = thread_team._cgroup_quota(str(file))
     assert quota == number
     monkeypatch.setattr(thread_team, "_cgroup_quota", lambda: quota)
-    assert thread_team.count() == min(number, usable())
+    assert thread_team.thread_count() == min(number, usable())
 
 
 # -- whose ---------------------------------------------------------------------------------------------------------

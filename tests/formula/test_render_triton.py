@@ -63,9 +63,9 @@ def test_rendering_loads_neither_triton_nor_torch():
     code = """
 import sys, numpy as np, sightline
 from sightline.gpu import Triton
-from sightline.problem import pose
+from sightline.problem import make_problem
 x = np.zeros((1, 1, 4, 4))
-assert "tl.load" in Triton().sources(pose(x, x, x, score=sightline.alibi(1)))["score_at"]
+assert "tl.load" in Triton().sources(make_problem(x, x, x, score=sightline.alibi(1)))["score_at"]
 assert not {"triton", "torch"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

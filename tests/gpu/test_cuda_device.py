@@ -109,14 +109,14 @@ import torch
 from sightline import causal, softcap, window
 from sightline.gpu import Triton
 from sightline.gpu.tuning.selection import candidates, try_sizes
-from sightline.problem import pose
+from sightline.problem import make_problem
 from sightline.testing import assert_conforms
 
 torch.manual_seed(5)
 for width in (64, 128):
     given = [torch.randn(1, 2, n, width, dtype=torch.bfloat16).to(DEVICE) for n in (300, 500, 500)]
     for options in ({}, {"mask": causal()}, {"mask": window(77), "score": softcap(20.0)}):
-        problem = pose(*given, **options)
+        problem = make_problem(*given, **options)
         tried = [each for each in candidates("forward", problem, "sm_90", True) if each.specialised]
         assert tried
         for sizes in tried:

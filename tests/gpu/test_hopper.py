@@ -164,7 +164,7 @@ FAULTS = {
     "off-by-one mask": (kernel.compute_scores, "mask_at(b, h, i, at,", "mask_at(b, h, i, at + 1,"),
     "missed tail of keys": (kernel.compute_scores, "j < m", "j < m + 1"),
     "first tile twice": (kernel.process_ranges, "gl.where(range_index == first_range, 1, 0)", "0"),
-    "wrong head of a group": (kernel.load_worker, "h // block_info[7]", "h % work[7]"),
+    "wrong head of a group": (kernel.load_worker, "h // block_info[7]", "h % block_info[7]"),
     "other half of the queries": (kernel.compute_worker, "+ WARPGROUP * ROWS", "+ (1 - WARPGROUP) * ROWS"),
     "sinks forgotten": (kernel.compute_worker, "if sinks is not None:\n        logit", "if False:\n        logit"),
 }
