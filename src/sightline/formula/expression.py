@@ -9,6 +9,8 @@ immutable graph. Every other module of this room is one pass over that graph, ar
 from __future__ import annotations
 
 import json
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +32,7 @@ __all__ = [
     "Symbol",
     "apply",
     "as_expression",
+    "intern",
     "parse_text",
     "walk",
     "where",
@@ -304,6 +307,10 @@ class Expression:
     def rebuild(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
         return self
 
+    def own_values(self) -> tuple[Any, ...]:
+        """Return what tells the node from others of its class with the same arguments."""
+        return ()
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Symbol(Expression):
@@ -331,6 +338,9 @@ class Constant(Expression):
     def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
         return ["constant", self.kind, repr(self.value)]
 
+    def own_values(self) -> tuple[Any, ...]:
+        return self.kind, repr(self.value)  # tells −0.0 from 0.0 and 1 from True
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Apply(Expression):
@@ -340,11 +350,14 @@ class Apply(Expression):
     arguments: tuple[Expression, ...]
     kind: Kind
 
+    def own_values(self) -> tuple[Any, ...]:
+        return (self.operator,)
+
     def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
         return [self.operator, *(number[id(a)] for a in self.arguments)]
 
     def rebuild(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
-        return Apply(self.operator, arguments, self.kind)
+        return intern(Apply(self.operator, arguments, self.kind))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -354,6 +367,9 @@ class Lookup(Expression):
     table: Table
     arguments: tuple[Expression, ...]
 
+    def own_values(self) -> tuple[Any, ...]:
+        return (id(self.table),)
+
     @property
     def kind(self) -> Kind:  # type: ignore[override]
         return self.table.kind
@@ -362,7 +378,32 @@ class Lookup(Expression):
         return ["lookup", slot[id(self.table)], *(number[id(a)] for a in self.arguments)]
 
     def rebuild(self, arguments: tuple[Expression, ...], replacement: dict[int, Table]) -> Expression:
-        return Lookup(replacement.get(id(self.table), self.table), arguments)
+        return intern(Lookup(replacement.get(id(self.table), self.table), arguments))
+
+
+_INTERNED: dict[tuple[Any, ...], weakref.ref[Expression]] = {}
+
+
+def intern(node: Expression) -> Expression:
+    """Return the one node that equals this node: same class and values, and the same arguments and table by identity.
+
+    Equal formulas are therefore one object, and caches use a formula as their key. Nodes are held by weak references.
+    The table of nodes needs no lock: `dict.setdefault` is atomic. torch.compile traces formulas; it gets the node as is.
+    """
+    if _is_compiling():
+        return node
+    key = (type(node), *node.own_values(), *map(id, node.arguments))
+    reference = weakref.ref(node, lambda dead: _INTERNED.pop(key, None) if _INTERNED.get(key) is dead else None)
+    existing = _INTERNED.setdefault(key, reference)()
+    if existing is None:  # the other node ended just now
+        _INTERNED[key] = reference
+        return node
+    return existing
+
+
+def _is_compiling() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())
 
 
 def _symbol(name: str) -> Symbol:
@@ -390,13 +431,13 @@ def as_expression(value: Any) -> Expression:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, bool):
-        return Constant(value, "bool")
+        return intern(Constant(value, "bool"))
     if isinstance(value, int):
         if abs(value) > MAX_EXACT_INTEGER:
             raise FormulaError(f"the whole number {value} in a formula", "at most 2⁵³ in size", "write it as a float")
-        return Constant(value, "int")
+        return intern(Constant(value, "int"))
     if isinstance(value, float):
-        return Constant(value, "float")
+        return intern(Constant(value, "float"))
     if hasattr(value, "to_expression"):
         refused: NoReturn = value.to_expression()
         return refused
@@ -422,7 +463,7 @@ def apply(operator: str, *values: Any) -> Expression:
             "put every comparison in parentheses, (i >= j) & (i - j < 256), since Python's & | ~ bind tighter than >=; "
             f"to use a number as a condition write ({argument} != 0)",
         )
-    return Apply(operator, arguments, rule.kind(kinds))
+    return intern(Apply(operator, arguments, rule.kind(kinds)))
 
 
 def walk(*roots: Expression) -> list[Expression]:
@@ -447,9 +488,9 @@ def parse_text(text: str, tables: Sequence[Table]) -> Expression:
     nodes: list[Expression] = []
     for head, *rest in json.loads(text):
         if head == "constant":
-            nodes.append(Constant(_CONSTANTS[rest[0]](rest[1]), rest[0]))
+            nodes.append(intern(Constant(_CONSTANTS[rest[0]](rest[1]), rest[0])))
         elif head == "lookup":
-            nodes.append(Lookup(tables[rest[0]], tuple(nodes[k] for k in rest[1:])))
+            nodes.append(intern(Lookup(tables[rest[0]], tuple(nodes[k] for k in rest[1:]))))
         elif head in SYMBOLS:
             nodes.append(SYMBOLS[head])
         else:

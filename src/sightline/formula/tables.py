@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import dtype_name, is_strided, to_host
 from ..errors import DtypeError, FormulaError, ShapeError
-from .expression import Expression, Lookup, as_expression
+from .expression import Expression, Lookup, as_expression, intern
 from .operators import Kind
 from .table_bounds import TableBounds
 from .tensor_cache import TensorCache
@@ -73,7 +73,7 @@ class Table:
                     "whole numbers",
                     "use // for division, and sightline.where(condition, 1, 0) for a condition",
                 )
-        return Lookup(self, arguments)
+        return intern(Lookup(self, arguments))
 
     def __eq__(self, other: object) -> NoReturn:
         raise FormulaError(f"{self} compared as a whole", "table(array)[...]", "index it, as in table(array)[i] == 3")
