@@ -1,4 +1,4 @@
-"""Sightline: exact scaled dot-product attention, written as a formula and open to inspection."""
+"""Sightline: exact scaled dot-product attention with masks and scores written as formulas, and weights to look at."""
 
 from importlib import import_module
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""attention and explain: pose the problem, choose a kernel, run it."""
+"""The public functions `attention`, `explain` and `tiles`."""
 
 from __future__ import annotations
 
@@ -34,46 +34,49 @@ def attention(
     kernel: str | None = None,
     threads: int | None = None,
 ) -> Any:
-    """Exact scaled dot-product attention, softmax(score(Q Kᵀ · scale) + M) V.
+    """Compute exact scaled dot-product attention, softmax(score(Q Kᵀ · scale) + M) V.
 
     Parameters
     ----------
     query : (..., H, n, d_k) float16, bfloat16, float32 or float64, NumPy or torch
-    key : (..., G, m, d_k), same dtype; H is a multiple of G and head h reads key head h // (H / G)
-    value : (..., G, m, d_v)
-        Leading axes broadcast. (n, d) and (B, n, d) without heads work too. Any strides. A `KVCache` may stand in place
-        of key and value: attention(query, cache).
+    key : (..., G, m, d_k), the same dtype
+        H is a multiple of G. Query head h attends to key head h // (H / G).
+    value : (..., G, m, d_v), the same dtype
+        The leading axes of query, key and value broadcast. Arrays without a head axis, (n, d) or (B, n, d), work too.
+        Any strides are allowed. A `KVCache` can replace key and value: attention(query, cache).
     mask : formula, function (b, h, i, j) or boolean array, optional
-        True attends. What it hides never reaches the output, NaN and ∞ included.
+        True attends. A hidden key never changes the output, even if its value is NaN or ∞.
     score : formula or function (s, b, h, i, j), optional
-        What becomes of the scaled scores s, in logits. −∞ hides the pair.
+        The new score, in logits, computed from the scaled score s. A score of −∞ hides the pair.
     scale : float, default 1/√d_k
-        A torch tensor of one number that requires a gradient is learned.
+        A torch tensor of one number that requires a gradient is a learned scale: it receives its gradient.
     sinks : (H,) floats, optional
-        A logit per head that takes weight and gives nothing (Xiao et al., "Efficient streaming language models with
-        attention sinks", 2024; OpenAI, gpt-oss model card, 2025).
+        One extra logit for each head. It joins the sum of the softmax and has no value (Xiao et al., "Efficient
+        streaming language models with attention sinks", 2024; OpenAI, gpt-oss model card, 2025).
     dropout : float, default 0
-        Probability with which a weight is dropped; the kept ones are divided by 1 − dropout.
+        The probability that a weight is dropped. The other weights are divided by 1 − dropout.
     seed : int, required with dropout for NumPy arrays
-        The same seed drops the same weights with every kernel. torch draws it from its own generator.
+        The same seed drops the same weights with every kernel. For torch tensors the default is a seed from torch's
+        generator.
     see : list of statistics, optional
-        What to know of the weights, as `[lse(), top_k(5), received().mean("heads")]`: `sightline.statistics`.
+        Statistics of the weights to return, for example `[lse(), top_k(5), received().mean("heads")]`.
     kernel : str, optional
-        Take this kernel and no other: "cpu", "streaming" or "reference", on a GPU "triton" or "fused" (torch's own).
+        The only kernel to use: "cpu", "streaming" or "reference"; on a GPU also "triton" or "fused" (torch's own).
     threads : int, optional
-        Threads of the generated kernels; else as `sightline.threads` or SIGHTLINE_THREADS says, else torch's own
-        setting where torch is loaded, else every processor this process may run on.
+        The number of threads of a generated kernel. The default is the value of `sightline.threads`, then that of the
+        environment variable SIGHTLINE_THREADS, then torch's setting if torch is loaded, then every usable processor.
 
     Returns
     -------
-    output : (..., H, n, d_v), the inputs' dtype; 0 for a query that sees nothing
-    seen : tuple, only where `see` was given
-        One entry per statistic, an array or a named tuple of arrays.
+    output : (..., H, n, d_v), the dtype of the inputs
+        The output of a query without a visible key is 0.
+    seen : tuple, only if `see` is given
+        One entry for each statistic: an array, or a named tuple of arrays.
 
     Raises
     ------
     SightlineError
-        As `sightline.problem.make_problem` and `sightline.kernel.choose` say.
+        Every error of `sightline.problem.make_problem` and of `sightline.kernel.choose`.
 
     References
     ----------
@@ -102,7 +105,7 @@ def attention(
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     options |= {"see": () if see is None else see}
     if arrays.framework(query) == "torch":
-        from .torch.dispatch import run  # a plain import, which torch.compile can follow
+        from .torch.dispatch import run  # a plain import: torch.compile can trace it
 
         answer = run(query, key, value, options, kernel, threads, cache_key)
     else:
@@ -133,7 +136,7 @@ def explain(
     threads: int | None = None,
     source: bool = False,
 ) -> Explanation:
-    """What `attention` would do with the same arguments, without doing it.
+    """Explain what `attention` would do with the same arguments, without running a kernel.
 
     Parameters
     ----------
@@ -183,23 +186,25 @@ def explain(
 
 
 def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[Tile]:
-    """Every tile of the weights in turn, normalised, where n × m of them would not fit.
+    """Yield the normalised weights tile by tile, for problems whose n × m weights do not fit into memory.
 
     Parameters
     ----------
-    query, key, value, **options : as in `attention`: mask, score, scale and sinks
+    query, key, value : as in `attention`
+    **options : mask, score, scale and sinks, as in `attention`
 
     Yields
     ------
     Tile
-        `rows` and `columns` (slices), `weights` and final `scores` (..., H, rows, columns) in the accumulator's dtype,
-        without the head axis if none came, and `lse` (..., H, rows) float64. Rows in order, and columns in order among
-        the same rows; pairs in no tile have no weight. Memory is that of a tile and of lse. They have no gradient.
+        `rows` and `columns` are slices. `weights` and the final `scores` have the shape (..., H, rows, columns) and the
+        accumulator's dtype; `lse` has the shape (..., H, rows) and is float64. There is no head axis if the query has
+        none. Rows come in ascending order, and for the same rows the columns come in ascending order. A pair that is in
+        no tile has weight 0. The memory is that of one tile and of the lse. Tiles have no gradient.
 
     Raises
     ------
     SightlineError
-        As `attention` does, before the first tile.
+        Every error of `attention`, before the first tile.
 
     Examples
     --------
@@ -211,7 +216,7 @@ def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[T
     problem = make_problem(query, key, value, **options)
     plain_arrays = {name: arrays.detach(getattr(problem, name)) for name in ("query", "key", "value")}
     problem = replace(problem, **plain_arrays)
-    lse = Streaming().run(problem).lse  # made from the same scores as the tiles
+    lse = Streaming().run(problem).lse  # computed from the same scores as the tiles
     ops = streaming.TileOps(problem)
 
     def each() -> Iterator[Tile]:

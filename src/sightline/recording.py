@@ -1,6 +1,6 @@
-"""What was seen of a model: one `Call` for every time one of its attentions ran, kept together as `Seen`.
+"""The recording of a watched model: a `Seen` holds one `Call` for each run of one of its attention layers.
 
-No framework is needed to read it; the results are the framework's own arrays.
+This module needs no framework. The results are arrays of the model's framework.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from .statistics import Statistic
 __all__ = ["Call", "Kind", "Seen", "Tokens", "select_names"]
 
 Kind = Literal["self", "cross"]
-Labels = Sequence[Sequence[str]]  # for each batch entry the labels of its positions
-Tokens = Labels | Mapping[str, Labels]  # of an encoder and decoder apart: {"encoder": ..., "decoder": ...}
+Labels = Sequence[Sequence[str]]  # for each batch entry, the labels of its positions
+Tokens = Labels | Mapping[str, Labels]  # or the labels of each side: {"encoder": ..., "decoder": ...}
 
 
 @dataclass(frozen=True, repr=False)
 class Call:
-    """One run of one attention.
+    """One run of one attention layer.
 
     Attributes
     ----------
     layer : str
-        The module's path in the model, "model.layers.0.self_attn".
+        The module's path in the model, such as "model.layers.0.self_attn".
     kind : {"self", "cross"}
-        Whether the keys are the queries' own sequence or another one.
+        "self" if the keys are the sequence of the queries, "cross" if they are another sequence.
     step : int
-        How many times this layer had run before, while watched: the token's number in generation.
+        How many runs of this layer were recorded before. In generation this is the number of the token.
     query_start : int or None
-        The position of the first query among the keys: 0, or the number of keys a cache held. None across sequences.
+        The position of the first query among the keys: 0, or the number of keys in the cache. None for "cross".
     key_start : int
-        The position of the first key in its sequence; above 0 once a sliding cache has let go of keys.
+        The position of the first key in its sequence. It is above 0 after a sliding cache has discarded keys.
     n, m : int
-        Queries and keys.
+        The numbers of queries and keys.
     heads : tuple of int
-        The query heads that were watched, axis 1 of the results.
+        The query heads that were recorded: axis 1 of the results.
     statistics : tuple of Statistic
     results : tuple
-        One for each statistic: (B, heads, …), as the statistic says.
+        One result for each statistic, of shape (B, heads, …); the statistic defines the other axes.
     """
 
     layer: str
@@ -59,7 +59,7 @@ class Call:
     results: tuple[Any, ...]
 
     def __getitem__(self, name: str) -> Any:
-        """The result of the statistic of that name, or written so where several have one name: "top_k(8)"."""
+        """Return the result of the statistic with this name ("top_k"), or with this text ("top_k(8)")."""
         matches = [k for k, statistic in enumerate(self.statistics) if repr(statistic) == name]
         matches = matches or [k for k, statistic in enumerate(self.statistics) if statistic.name == name]
         if len(matches) != 1:
@@ -70,7 +70,7 @@ class Call:
         return self.results[matches[0]]
 
     def of_heads(self, heads: Sequence[int]) -> Call:
-        """The same call with the results of these query heads alone, numbered as in the model."""
+        """Return the call with the results of only these query heads, which are numbered as in the model."""
         missing = [head for head in heads if head not in self.heads]
         if missing:
             raise ParameterError(f"heads {missing} of {self.layer}", f"heads {list(self.heads)}", "heads=[0], say")
@@ -84,16 +84,17 @@ class Call:
 
 
 class Seen:
-    """The calls of a watched model, in the order they ran.
+    """The calls of a watched model, in the order in which they ran.
 
-    `seen["lse"]` gives one statistic of every call, `seen.of(layer=..., step=...)` fewer calls, iteration the calls.
+    `seen["lse"]` is a list of one statistic's result in every call. `seen.of(layer=..., step=...)` selects calls. A loop
+    over `seen` yields the calls.
 
     Parameters
     ----------
     calls : sequence of Call
     tokens : labels of positions, optional
-        For each batch entry a list of strings, or {"encoder": ..., "decoder": ...} with such lists for each side. May
-        be set later too, as `seen.tokens`, when generation has written them.
+        For each batch entry a list of strings, or {"encoder": ..., "decoder": ...} with such lists for each side. They
+        can be set later as `seen.tokens`, for example after generation.
     """
 
     def __init__(self, calls: Sequence[Call] = (), tokens: Tokens | Sequence[str] | None = None) -> None:
@@ -102,7 +103,7 @@ class Seen:
 
     @property
     def tokens(self) -> Tokens | None:
-        """Labels of positions: for each batch entry a list, or these for "encoder" and "decoder"."""
+        """The labels of the positions: a list for each batch entry, or such lists for "encoder" and "decoder"."""
         return self._tokens
 
     @tokens.setter
@@ -121,7 +122,7 @@ class Seen:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers seen, in the order they first ran."""
+        """The recorded layers, in the order of their first run."""
         return tuple(dict.fromkeys(call.layer for call in self.calls))
 
     def of(
@@ -132,21 +133,21 @@ class Seen:
         step: int | None = None,
         heads: Sequence[int] | None = None,
     ) -> Seen:
-        """The calls of these layers, of this kind, at this step; with `heads` the results of those alone.
+        """Select the calls of these layers, of this kind, at this step, with the results of these heads.
 
         Parameters
         ----------
         layer : str, int or several
-            A path, a pattern ("*.3.*"), or a number among `layers`, from the end where negative.
+            A path, a pattern ("*.3.*"), or an index of `layers`. A negative index counts from the end.
         kind : {"self", "cross"}, optional
         step : int, optional
-            From the end where negative: -1 is each layer's last.
+            A negative step counts from the end: -1 is the last step of each layer.
         heads : list of int, optional
 
         Raises
         ------
         ParameterError
-            No such layer, kind or head.
+            The layer, kind or head does not exist.
         """
         if kind not in (None, "self", "cross"):
             raise ParameterError(f"kind={kind!r}", '"self", "cross" or None', 'seen.of(kind="self")')
@@ -162,12 +163,12 @@ class Seen:
         return Seen(calls if heads is None else [call.of_heads(heads) for call in calls], self.tokens)
 
     def labels(self, call: Call, entry: int = 0) -> tuple[list[str] | None, list[str] | None]:
-        """The labels of a call's queries and keys in a batch entry; None where no tokens were given."""
+        """Return the labels of a call's queries and keys in one batch entry; None if the tokens are not known."""
         decoding = "encoder" not in call.layer.split(".")
         queries = self._labels_of_side("decoder" if decoding else "encoder", entry)
         keys = queries if call.kind == "self" else self._labels_of_side("encoder", entry)
         if call.kind == "cross" and not isinstance(self.tokens, Mapping):
-            keys = None  # one list of tokens is the queries' sequence
+            keys = None  # a single list of tokens labels the sequence of the queries
         first = call.key_start + (call.query_start or 0)
         return _piece(queries, first, call.n), _piece(keys, call.key_start, call.m)
 
@@ -176,7 +177,7 @@ class Seen:
         return None if labels is None or not -len(labels) <= entry < len(labels) else labels[entry]
 
     def __getitem__(self, name: str | int | slice) -> Any:
-        """By a statistic's name its result in every call, in order; by a number the call, by a slice calls."""
+        """Return a statistic's result in every call (by name), one call (by index) or a list of calls (by slice)."""
         return [call[name] for call in self.calls] if isinstance(name, str) else self.calls[name]
 
     def __iter__(self) -> Iterator[Call]:
@@ -194,25 +195,25 @@ class Seen:
 
     # -- pictures, drawn by sightline.view ---------------------------------------------------------------------------
     def explore(self) -> Any:
-        """The explorer: one page to walk through layers, heads and tokens, shown in a notebook or a browser."""
+        """Show the explorer, a page with every layer, head and token, in a notebook or in a browser."""
         return import_module("sightline.view.explorer").explore(self)
 
     def save_html(self, path: Any) -> None:
-        """Write the explorer's page, which needs nothing but a browser."""
+        """Write the explorer's page to an HTML file. A browser is enough to read it."""
         import_module("sightline.view.explorer").save_html(self, path)
 
     def show(self) -> Any:
-        """As `explore`."""
+        """Show the explorer; the same as `explore`."""
         return self.explore()
 
 
 def select_names(names: Sequence[str], asked: str | int | Sequence[str | int]) -> tuple[str, ...]:
-    """The names asked for by path, pattern or number, in the order of `names`.
+    """Return the names that match a path, a pattern or an index, in the order of `names`.
 
     Raises
     ------
     ParameterError
-        One that fits no name.
+        A path, pattern or index matches no name.
     """
     matches: set[str] = set()
     for one in asked if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]:
@@ -232,14 +233,14 @@ def select_names(names: Sequence[str], asked: str | int | Sequence[str | int]) -
 
 
 def map_arrays(function: Callable[[Any], Any], result: Any) -> Any:
-    """The function of an array, or of each array of a statistic that has several."""
+    """Apply the function to the array of a result, or to each array of a result that has several."""
     if isinstance(result, tuple):
         return type(result)(*map(function, result))
     return function(result)
 
 
 def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
-    """The result at these places of its head axis."""
+    """Return the result at these indices of its head axis."""
     axis = statistic.head_axis(1)
     if axis is None:
         raise ParameterError(f"heads of {statistic!r}", "statistics of each head", "leave heads=... out")
@@ -247,7 +248,7 @@ def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
 
 
 def _piece(labels: Sequence[str] | None, first: int, count: int) -> list[str] | None:
-    """`count` labels from `first`, empty past the last."""
+    """Return `count` labels from index `first`; "" after the last label."""
     if labels is None:
         return None
     piece = list(labels[first : first + count])

@@ -1,8 +1,9 @@
-"""Attention by tiles in plain array operations: any device torch knows, NumPy, every dtype, every formula, O(n) memory.
+"""The streaming kernel: attention by tiles in plain array operations, in O(n) memory.
 
-Forward keeps a running maximum and sum per query (Milakov and Gimelshein, 2018; Dao et al., "FlashAttention", 2022,
-algorithm 1); backward recomputes the weights from the saved normaliser (ibid., algorithm 4). Both are plain operations
-on fresh arrays, so torch can differentiate either to any order.
+It serves NumPy, every device of torch, every dtype and every formula. The forward pass keeps a running maximum and a
+running sum for each query (Milakov and Gimelshein, 2018; Dao et al., "FlashAttention", 2022, algorithm 1). The backward
+pass computes the weights again from the saved lse (the same paper, algorithm 4). Both passes are plain operations on
+new arrays, so torch can differentiate them to any order.
 """
 
 from __future__ import annotations
@@ -25,16 +26,13 @@ from .statistics import StatisticGradients, Tile, accumulate_statistics, statist
 
 __all__ = ["MAX_LSE", "Streaming", "TileOps", "backward", "compute_statistics", "forward", "is_lse_precise", "tiles"]
 
-TILE_ELEMENTS = 1 << 20  # scores held at once, over all batches and heads
+TILE_ELEMENTS = 1 << 20  # scores of one tile, over all batches and heads
 KEY_BLOCK = 512
-MAX_LSE = {
-    "float32": 2.0**23,
-    "float64": 2.0**52,
-}  # above it, neighbouring scores of this accumulator differ by 1 or more
+MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above it, adjacent floats of the accumulator differ by 1 or more
 
 
 class TileOps:
-    """A problem with what every tile of it needs."""
+    """The array operations that the tiles of a problem share."""
 
     def __init__(self, problem: Problem, *others: Any) -> None:
         self.problem = problem
@@ -51,13 +49,16 @@ class TileOps:
         return find_tile_ranges(problem.mask, problem.extent, min(1 << (rows.bit_length() - 1), 1024), columns)
 
     def query_blocks(self) -> Iterator[slice]:
-        """Blocks of queries."""
+        """Yield the blocks of queries as slices."""
         size = self.runs.query_block
         for start in range(0, self.problem.n, size):
             yield slice(start, min(start + size, self.problem.n))
 
     def key_blocks(self, rows: slice) -> Iterator[tuple[slice, bool]]:
-        """Key blocks that some batch or head of these queries sees, and whether all of them see all of it."""
+        """Yield each block of keys that is visible to these queries in some batch or head, and whether it is full.
+
+        It is full if every batch and head allows all of its pairs.
+        """
         runs = self.runs
         full: dict[int, int] = {}
         block = rows.start // runs.query_block
@@ -72,7 +73,7 @@ class TileOps:
             yield slice(start, stop), full[column] == runs.batches * runs.heads
 
     def widen(self, array: Any, part: slice) -> Any:
-        """Rows of query, key or value in the accumulator's dtype."""
+        """Return rows of query, key or value in the accumulator's dtype."""
         return self.xp.astype(array[..., part, :], self.dtype)
 
     def symbols(self, rows: slice, columns: slice, s: Any = None) -> dict[str, Any]:
@@ -85,24 +86,24 @@ class TileOps:
         return evaluate(formula, symbols, xp=self.xp, float_dtype=dtype, like=self.problem.query)
 
     def multiply_nan_safe(self, x: Any, slope: Any) -> Any:
-        """x · slope. Where x is 0 so is the product, whatever the slope; its derivative by x is the slope there too."""
+        """Return x · slope, and 0 where x is 0 even if the slope is NaN or ∞. The derivative by x is the slope."""
         xp = self.xp
         if isinstance(slope, float):
             return x * slope
         return x * xp.where((x == 0) & ~xp.isfinite(slope), self.full(0.0), slope)
 
     def evaluate_on_scores(self, formula: Any, rows: slice, columns: slice, masked: Any) -> Any:
-        """The values over a tile of a formula that reads the final scores as s; 0 where they hide the pair."""
+        """Return the values of a formula whose s is the final score, over a tile; 0 where the final score is −∞."""
         xp, hidden = self.xp, masked == -self.xp.inf
         values = self.evaluate_formula(formula, self.symbols(rows, columns, xp.where(hidden, self.full(0.0), masked)))
         return xp.where(hidden, self.full(0.0), xp.astype(values, self.dtype))
 
     def scaled(self, query: Any, columns: slice) -> Any:
-        """Q Kᵀ · scale of a tile, (*lead, H, rows, columns); `query` is already wide."""
+        """Return Q Kᵀ · scale of a tile, (*batch_shape, H, rows, columns). `query` has the accumulator's dtype."""
         return self.dot_products(query, self.widen(self.problem.key, columns)) * self.problem.scale
 
     def masked(self, s: Any, rows: slice, columns: slice, full: bool) -> Any:
-        """Scores after the score formula and the mask."""
+        """Return the final scores: the score formula is applied, and hidden pairs have −∞."""
         problem, xp = self.problem, self.xp
         if problem.score is not None:
             s = xp.broadcast_to(self.evaluate_formula(problem.score, self.symbols(rows, columns, s)), s.shape)
@@ -113,36 +114,39 @@ class TileOps:
         return s
 
     def sum_over_keys(self, weights: Any, array: Any) -> Any:
-        """Σⱼ weights[i, j] · array[j], the rows of a key head shared by its group: (*lead, H, rows, width)."""
+        """Return Σⱼ weights[i, j] · array[j], (*batch_shape, H, rows, width), for an array of the key heads."""
         rows = weights.shape[-2]
         product = self.nan_safe_matmul(self.group_heads(weights), array)
         return self.xp.reshape(product, (*self.problem.batch_shape, self.problem.H, rows, array.shape[-1]))
 
     def sum_over_queries(self, weights: Any, array: Any) -> Any:
-        """Σ weights[i, j] · array[i] over i and the heads of a group: (*lead, G, columns, width)."""
+        """Return Σ weights[i, j] · array[i] over the queries i and query heads of a key head, (..., G, columns, width)."""
         return self.nan_safe_matmul(self.xp.matrix_transpose(self.group_heads(weights)), self.group_heads(array))
 
     def dot_products(self, array: Any, other: Any) -> Any:
-        """array[i] · other[j]: (*lead, H, rows, columns)."""
+        """Return the dot products array[i] · other[j]: (*batch_shape, H, rows, columns)."""
         product = self.group_heads(array) @ self.xp.matrix_transpose(other)
         return self.xp.reshape(product, (*array.shape[:-1], other.shape[-2]))
 
     def group_heads(self, array: Any) -> Any:
-        """(*lead, H, rows, width) with the heads of a group one below the other: (*lead, G, H / G · rows, width)."""
+        """Reshape (*batch_shape, H, rows, width) to (*batch_shape, G, H / G · rows, width): one matrix per key head."""
         problem = self.problem
         return self.xp.reshape(
             array, (*problem.batch_shape, problem.G, problem.group * array.shape[-2], array.shape[-1])
         )
 
     def split_lse(self, lse: Any) -> tuple[Any, Any]:
-        """lse as a sum of two numbers of the accumulator's dtype, (..., rows, 1); 0 for rows that see nothing."""
+        """Split the lse into a sum of two numbers of the accumulator's dtype, (..., rows, 1); 0 where the lse is −∞."""
         xp = self.xp
         lse = xp.where(lse == -xp.inf, xp.zeros_like(lse), lse)[..., None]
         high = xp.astype(lse, self.dtype)
         return high, xp.astype(lse - xp.astype(high, lse.dtype), self.dtype)
 
     def nan_safe_matmul(self, weights: Any, array: Any) -> Any:
-        """weights @ array, where a weight of 0 gives nothing even of NaN or ∞; weights on these are never negative."""
+        """Return weights @ array, where a weight of 0 adds 0 even if the array's entry is NaN or ∞.
+
+        Weights on entries that are NaN or ∞ are never negative.
+        """
         if self.is_finite:
             return weights @ array
         xp = self.xp
@@ -157,14 +161,14 @@ class TileOps:
         return result
 
     def zero_nonfinite(self, array: Any) -> Any:
-        """The array with 0 for NaN and ∞: in gradients a visible one already shows in the weights."""
+        """Return the array with 0 for NaN and ∞. A visible NaN or ∞ has made the weights NaN already."""
         return array if self.is_finite else self.xp.where(self.xp.isfinite(array), array, self.full(0.0))
 
     def full(self, value: float, *shape: int) -> Any:
         return self.xp.full(shape, value, dtype=self.dtype, **self.device_options)
 
     def sink(self, rows: int) -> Any:
-        """The sinks as (*lead, H, rows) logits; −∞ where there are none."""
+        """Return the sinks as logits of shape (*batch_shape, H, rows); −∞ if there are no sinks."""
         problem, xp = self.problem, self.xp
         if problem.sinks is None:
             return self.full(-xp.inf, *problem.batch_shape, problem.H, rows)
@@ -172,7 +176,7 @@ class TileOps:
 
 
 def forward(ops: TileOps) -> tuple[Any, Any]:
-    """(output in the accumulator's dtype, lse in float64: weights made from it take on its error)."""
+    """Return the output in the accumulator's dtype and the lse in float64, whose error the weights inherit."""
     xp, problem = ops.xp, ops.problem
     output = ops.full(0.0, *problem.batch_shape, problem.H, problem.n, problem.d_v)
     lse = xp.astype(ops.full(-xp.inf, *problem.batch_shape, problem.H, problem.n), xp.float64)
@@ -180,7 +184,7 @@ def forward(ops: TileOps) -> tuple[Any, Any]:
         query = ops.widen(problem.query, rows)
         largest = ops.sink(query.shape[-2])
         total = xp.astype(largest != -xp.inf, xp.float64)
-        acc = xp.zeros_like(output[..., rows, :])  # its own memory: torch keeps it for second derivatives
+        acc = xp.zeros_like(output[..., rows, :])  # its own memory: torch saves it for second derivatives
         for columns, full in ops.key_blocks(rows):
             s = ops.masked(ops.scaled(query, columns), rows, columns, full)
             new = xp.maximum(largest, xp.max(s, axis=-1))
@@ -192,7 +196,7 @@ def forward(ops: TileOps) -> tuple[Any, Any]:
             values = ops.sum_over_keys(p, ops.widen(problem.value, columns))
             acc = acc * xp.astype(alpha, ops.dtype)[..., None] + values
             largest = new
-        has_visible_keys = total != 0  # NaN counts as seeing
+        has_visible_keys = total != 0  # a NaN counts as a visible key
         safe = xp.where(has_visible_keys, total, xp.ones_like(total))
         output[..., rows, :] = acc / xp.astype(safe, ops.dtype)[..., None]
         lse[..., rows] = xp.astype(xp.where(has_visible_keys, largest, ops.full(-xp.inf)), xp.float64) + xp.log(safe)
@@ -200,19 +204,22 @@ def forward(ops: TileOps) -> tuple[Any, Any]:
 
 
 def tiles(ops: TileOps, lse: Any) -> Iterator[Tile]:
-    """Normalised weights of every tile that is not empty, before dropout."""
+    """Yield the normalised weights of every tile that is not empty, before dropout."""
     for rows in ops.query_blocks():
         for columns, _, masked, weights in row_tiles(ops, rows, lse):
             yield Tile(rows, columns, weights, masked, lse[..., rows])
 
 
 def compute_statistics(ops: TileOps, lse: Any) -> tuple[Any, ...]:
-    """The problem's statistics, from the normaliser and a second pass over the tiles."""
+    """Compute the statistics of the problem from the lse, in a second pass over the tiles."""
     return accumulate_statistics(ops.problem, lse, lambda: tiles(ops, lse))
 
 
 def row_tiles(ops: TileOps, rows: slice, lse: Any) -> Iterator[tuple[slice, Any, Any, Any]]:
-    """(columns, scaled scores, final scores S, weights) of some queries' tiles: P = exp(S − lse), 0 where S is −∞."""
+    """Yield (columns, scaled scores, final scores S, weights P) of each tile of these queries.
+
+    P = exp(S − lse), and 0 where S is −∞.
+    """
     query = ops.widen(ops.problem.query, rows)
     high, low = ops.split_lse(lse[..., rows])
     for columns, full in ops.key_blocks(rows):
@@ -229,7 +236,7 @@ def backward(
     saved: tuple[Any, Any] | None = None,
     added: StatisticGradients | None = None,
 ) -> Gradients:
-    """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse + Σ d_seen ∘ seen.
+    """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse + Σ d_seen ∘ seen.
 
         P = exp(S − lse)    dV = (P ∘ keep)ᵀ dO    dP = (dO Vᵀ) ∘ keep + d_weights
         dS = P ∘ (dP − rowsum(P ∘ dP) + d_lse) + d_scores    dQ = dS K · scale    dK = dSᵀ Q · scale
@@ -284,7 +291,7 @@ def backward(
 
 
 class ScoreGradients:
-    """d score / d s, and the gradients of the score's tables and of the sinks, summed tile by tile."""
+    """The derivative d score / d s, and the gradients of the score's tables and of the sinks, summed tile by tile."""
 
     def __init__(self, ops: TileOps) -> None:
         self.ops, problem = ops, ops.problem
@@ -299,11 +306,11 @@ class ScoreGradients:
         self.sinks = None if problem.sinks is None else ops.full(0.0, problem.H)
 
     def slope(self, scaled: Any, rows: slice, columns: slice) -> Any:
-        """d score / d s over a tile, or 1.0."""
+        """Return d score / d s over a tile; 1.0 without a score formula."""
         return 1.0 if self.d_s is None else self.ops.evaluate_formula(self.d_s, self.ops.symbols(rows, columns, scaled))
 
     def add(self, d_masked: Any, scaled: Any, rows: slice, columns: slice) -> None:
-        """Each table's entry gains Σ dS · d score / d entry over the pairs that read it."""
+        """Add Σ dS · d score / d entry to the gradient of each table entry, over the pairs that read the entry."""
         ops, xp = self.ops, self.ops.xp
         symbols = ops.symbols(rows, columns, scaled)
         for node, slope in self.lookups:
@@ -315,7 +322,7 @@ class ScoreGradients:
             _scatter_add(self.tables[id(node.table)], index, share)
 
     def add_sinks(self, d_row: Any, lse: Any) -> None:
-        """dsink_h = −Σ exp(sink_h − lse) (rowsum(P ∘ dP) − d_lse)."""
+        """Add these queries to the sinks' gradient: d_sink_h = −Σ exp(sink_h − lse) (rowsum(P ∘ dP) − d_lse)."""
         if self.sinks is not None:
             high, low = self.ops.split_lse(lse)
             p = self.ops.xp.exp(self.ops.sink(lse.shape[-1]) - high[..., 0] - low[..., 0])
@@ -323,7 +330,7 @@ class ScoreGradients:
             self.sinks += self.ops.xp.sum(self.ops.xp.reshape(sums, (-1, self.sinks.shape[0])), axis=0)
 
     def gradients(self) -> tuple[tuple[Any, ...], Any]:
-        """(per table of the problem or None, sinks or None)."""
+        """Return a gradient or None for each table of the problem, and the sinks' gradient or None."""
         xp, problem = self.ops.xp, self.ops.problem
         tables = tuple(
             xp.astype(self.tables[id(t)], t.array.dtype) if id(t) in self.tables else None for t in problem.tables
@@ -334,7 +341,7 @@ class ScoreGradients:
 
 
 def _scatter_add(target: Any, index: tuple[Any, ...], values: Any) -> None:
-    """target[index] += values where indices repeat, in a fixed order, so that reruns give the same bits."""
+    """Compute target[index] += values with repeated indices, in a fixed order: every run gives the same bits."""
     flat_index: Any = 0
     for part, length in zip(index, target.shape, strict=True):
         flat_index = flat_index * length + part
@@ -345,13 +352,13 @@ def _scatter_add(target: Any, index: tuple[Any, ...], values: Any) -> None:
 
 
 class Streaming(Kernel):
-    """Tiles in plain array operations."""
+    """Attention by tiles in plain array operations; it serves every problem."""
 
     name = "streaming"
     description = "tiles in plain array operations (NumPy, torch on any device), O(n) memory"
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        """Nothing: every problem streams."""
+        """Yield nothing: streaming serves every problem."""
         yield from ()
 
     def cost(self, problem: Problem) -> float:
@@ -363,7 +370,7 @@ class Streaming(Kernel):
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         ops = TileOps(problem)
-        with np.errstate(all="ignore"):  # what the mask hides may overflow
+        with np.errstate(all="ignore"):  # hidden scores may overflow
             output, lse = forward(ops)
         return Result(ops.xp.astype(output, problem.query.dtype), lse, seen=compute_statistics(ops, lse))
 

@@ -1,9 +1,9 @@
-"""The language masks and scores are written in: symbols and operators.
+"""The expression graph of masks and scores: symbols, constants, operators and table lookups.
 
-Five symbols (batch `b`, query head `h`, query position `i`, key position `j`, scaled score `s`) and two lengths
-(`n` queries, `m` keys) combine by arithmetic, comparisons, `& | ~`, `where` and NumPy's or torch's functions into an
-immutable graph. Every other module of this room is one pass over that graph, arguments before what uses them
-(`walk`), so shared parts cost once and depth never meets the recursion limit.
+A formula combines five symbols (batch `b`, query head `h`, query position `i`, key position `j`, scaled score `s`) and
+two lengths (`n` queries, `m` keys) by arithmetic, comparisons, `& | ~`, `where` and functions of NumPy or torch. The
+graph is immutable. Every other module of this package is one pass over the graph. A pass visits the arguments of a node
+before the node (`walk`), so a shared part costs once, and a deep formula does not reach the recursion limit.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = [
 
 
 class Passes:
-    """What methods of `Expression` call: the passes over the graph, none of which the graph imports.
+    """The passes over the graph that methods of `Expression` call. This module imports none of them.
 
-    `formula/__init__.py` sets all but `picture`, which `sightline/__init__.py` sets.
+    `formula/__init__.py` sets every attribute except `picture`, which `sightline/__init__.py` sets.
     """
 
     translate_call: Callable[[str, Sequence[Any], dict[str, Any], str], Expression]
@@ -55,13 +55,13 @@ class Passes:
 
 
 PASSES = Passes()
-MAX_EXACT_INTEGER = 2**53  # intervals are float64: beyond this an integer would not be exact
+MAX_EXACT_INTEGER = 2**53  # intervals are float64, which is not exact for larger integers
 
 
 class Expression:
-    """A formula over `b h i j s n m`; build one from `sightline.i >= sightline.j` and the like.
+    """A formula of `b h i j s n m`, such as `sightline.i >= sightline.j`.
 
-    Printing gives the mathematics, `array` the dense values, `show` a picture.
+    `print` shows the mathematics, `array` returns the dense values, and `show` draws a picture.
     """
 
     kind: Kind
@@ -207,7 +207,7 @@ class Expression:
         return PASSES.format_formula(self)
 
     def array(self, n: int, m: int | None = None, *, batch: int = 1, heads: int = 1, s: Any = None) -> Any:
-        """The formula's values at every position, dense.
+        """Return the dense values of the formula at every position.
 
         Parameters
         ----------
@@ -226,11 +226,11 @@ class Expression:
         Raises
         ------
         ParameterError
-            A length that is no whole number of at least 0.
+            A length is not a whole number of at least 0.
         FormulaError
-            A formula that reads s, and no scores.
+            The formula reads s, and `s` is not given.
         TableError
-            A table read outside.
+            The formula reads outside a table.
 
         Examples
         --------
@@ -247,7 +247,7 @@ class Expression:
         return values[0, 0] if batch == heads == 1 else values
 
     def show(self, n: int, m: int | None = None, *, batch: int = 0, head: int = 0) -> Picture:
-        """A picture of a mask or of what a score adds, at any length.
+        """Return a picture of a mask, or of what a score formula adds to the score, at any length.
 
         Parameters
         ----------
@@ -259,39 +259,39 @@ class Expression:
         Returns
         -------
         Picture
-            Prints itself in a terminal, shows itself in a notebook, `.save(path)` writes PNG, SVG or PDF.
+            `print` draws it in a terminal, a notebook displays it, and `.save(path)` writes PNG, SVG or PDF.
         """
         return PASSES.picture(self, n, n if m is None else m, batch=batch, head=head)
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
-        """The tables the formula reads, in order of first appearance."""
+        """The tables that the formula reads, in the order of their first lookup."""
         found = {id(node.table): node.table for node in walk(self) if isinstance(node, Lookup)}
         return tuple(found.values())
 
     @cached_property
     def free_symbols(self) -> frozenset[str]:
-        """Names of the symbols the formula depends on."""
+        """The names of the symbols that the formula contains."""
         return frozenset(node.name for node in walk(self) if isinstance(node, Symbol))
 
     @cached_property
     def text(self) -> str:
-        """The graph without its tables' data, as one line of JSON; `parse_text` reads it back."""
+        """The graph as one line of JSON, without the data of its tables. `parse_text` reads it."""
         nodes = walk(self)
         number = {id(node): k for k, node in enumerate(nodes)}
         slot = {id(t): k for k, t in enumerate(self.tables)}
         return json.dumps([node.node_record(number, slot) for node in nodes], separators=(",", ":"))
 
     def with_tables(self, tables: Sequence[Table]) -> Expression:
-        """The same formula reading other tables, given in the order of `self.tables`."""
+        """Return the formula with other tables, given in the order of `self.tables`."""
         return self.substitute({}, {id(old): new for old, new in zip(self.tables, tables, strict=True)})
 
     def with_scores(self, scores: Expression) -> Expression:
-        """The same formula of other scores: `scores` in the place of s."""
+        """Return the formula with `scores` in place of s."""
         return self.substitute({"s": scores}, {})
 
     def substitute(self, symbols: dict[str, Expression], tables: dict[int, Table]) -> Expression:
-        """The same formula with others in place of these symbols, by name, and of these tables, by identity."""
+        """Return the formula with other expressions for symbols (by name) and other tables (by id)."""
         built: dict[int, Expression] = {}
         for node in walk(self):
             if isinstance(node, Symbol) and node.name in symbols:
@@ -308,7 +308,7 @@ class Expression:
         return self
 
     def own_values(self) -> tuple[Any, ...]:
-        """Return what tells the node from others of its class with the same arguments."""
+        """Return the values that distinguish the node from other nodes of its class with the same arguments."""
         return ()
 
 
@@ -344,7 +344,7 @@ class Constant(Expression):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Apply(Expression):
-    """An operator of `operators.OPERATORS` applied to arguments."""
+    """An operator of `operators.OPERATORS` and its arguments."""
 
     operator: str
     arguments: tuple[Expression, ...]
@@ -362,7 +362,7 @@ class Apply(Expression):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lookup(Expression):
-    """One number read from a table at integer expressions."""
+    """A table entry, read at indices that are integer expressions."""
 
     table: Table
     arguments: tuple[Expression, ...]
@@ -385,17 +385,17 @@ _INTERNED: dict[tuple[Any, ...], weakref.ref[Expression]] = {}
 
 
 def intern(node: Expression) -> Expression:
-    """Return the one node that equals this node: same class and values, and the same arguments and table by identity.
+    """Return the single node with the class, values, table and arguments of this node.
 
-    Equal formulas are therefore one object, and caches use a formula as their key. Nodes are held by weak references.
-    The table of nodes needs no lock: `dict.setdefault` is atomic. torch.compile traces formulas; it gets the node as is.
+    Equal formulas are one object, so a cache can use a formula as its key. `_INTERNED` holds weak references. It needs
+    no lock, because `dict.setdefault` is atomic. While torch.compile traces, the node is returned unchanged.
     """
     if _is_compiling():
         return node
     key = (type(node), *node.own_values(), *map(id, node.arguments))
     reference = weakref.ref(node, lambda dead: _INTERNED.pop(key, None) if _INTERNED.get(key) is dead else None)
     existing = _INTERNED.setdefault(key, reference)()
-    if existing is None:  # the other node ended just now
+    if existing is None:  # the other node was deleted just now
         _INTERNED[key] = reference
         return node
     return existing
@@ -411,7 +411,7 @@ def _symbol(name: str) -> Symbol:
 
 
 def where(condition: Any, yes: Any, no: Any) -> Expression:
-    """`yes` where the condition holds, `no` elsewhere, as a formula.
+    """Return the formula with the value `yes` where the condition is true and `no` elsewhere.
 
     Examples
     --------
@@ -423,7 +423,7 @@ def where(condition: Any, yes: Any, no: Any) -> Expression:
 
 
 def as_expression(value: Any) -> Expression:
-    """A formula as it is, a number as a constant; anything else is an error that names `table`."""
+    """Return a formula unchanged and a number as a constant. Anything else raises FormulaError, which names `table`."""
     if isinstance(value, Expression):
         return value
     if getattr(value, "requires_grad", False) and tuple(value.shape) == ():
@@ -450,7 +450,7 @@ def as_expression(value: Any) -> Expression:
 
 
 def apply(operator: str, *values: Any) -> Expression:
-    """The operator on the values, checked for kinds."""
+    """Return the operator applied to the values. Raise FormulaError if an argument has the wrong kind."""
     arguments = tuple(as_expression(value) for value in values)
     rule = OPERATORS[operator]
     kinds = tuple(argument.kind for argument in arguments)
@@ -467,7 +467,7 @@ def apply(operator: str, *values: Any) -> Expression:
 
 
 def walk(*roots: Expression) -> list[Expression]:
-    """Every node of the graphs once, arguments before what uses them."""
+    """Return every node of the graphs once; the arguments of a node come before the node."""
     done: dict[int, Expression] = {}
     stack: list[tuple[Expression, Iterator[Expression]]] = []
     for root in roots:
@@ -484,7 +484,7 @@ def walk(*roots: Expression) -> list[Expression]:
 
 
 def parse_text(text: str, tables: Sequence[Table]) -> Expression:
-    """The formula that `Expression.text` wrote, reading the given tables."""
+    """Parse a formula that `Expression.text` wrote, with these tables."""
     nodes: list[Expression] = []
     for head, *rest in json.loads(text):
         if head == "constant":

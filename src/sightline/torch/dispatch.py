@@ -1,4 +1,4 @@
-"""Where `sightline.attention` takes in torch tensors."""
+"""`sightline.attention` for torch tensors: the fused kernels of torch, an eager call, or the registered operator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FUSED = Fused()
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """Every kernel a problem of torch tensors may be given to."""
+    """Return every kernel that can serve torch tensors."""
     return (FUSED, *KERNELS)
 
 
@@ -39,9 +39,9 @@ def run(
     threads: int | None,
     cache_key: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(output, seen) of `sightline.attention`, whose other arguments `options` holds.
+    """Return (output, seen) of `sightline.attention`; `options` are its other arguments.
 
-    `cache_key` is the call's key where torch need not see it: such a call goes NumPy's road, past the operator.
+    `cache_key` is the key of the call in the call cache, or None if the call cannot be cached.
     """
     caller_inputs = query, key, value
     query, key, value = (_apply_autocast(array) for array in (query, key, value))
@@ -72,9 +72,9 @@ def _is_eager(problem: Problem) -> bool:
 
 
 def _prefers_fused(problem: Problem) -> bool:
-    """Whether torch's own kernels can serve the problem, and no other is cheaper.
+    """True if torch's own kernels can serve the problem and no other kernel is cheaper.
 
-    torch.compile cannot follow every kernel's reasons; where it is at work the rule decides alone.
+    torch.compile cannot trace the refusals of every kernel. While it traces, the rule of `Fused` alone decides.
     """
     if next(FUSED.refuses(problem), None) is not None:
         return False
@@ -84,7 +84,7 @@ def _prefers_fused(problem: Problem) -> bool:
 
 
 def _run_operator(problem: Problem, seed: int | None, kernel: str | None, threads: int | None) -> Result:
-    """The operator's answer."""
+    """Return the result of the registered operator."""
     seed_tensor = make_seed(None if seed is None else problem.seed) if problem.dropout else None
     arguments = OperatorArguments.from_problem(problem, seed_tensor, kernel, threads)
     refuse_tangents(arguments)
@@ -105,7 +105,7 @@ def _run_operator(problem: Problem, seed: int | None, kernel: str | None, thread
 
 
 def _build_conditions(statistic: Any) -> Any:
-    """While torch.compile follows, a statistic whose condition is a formula."""
+    """While torch.compile traces, replace the statistic's condition by a formula."""
     return (
         statistic.map_formulas(lambda mask: _build_formula(mask, "bhij"))
         if isinstance(statistic, Statistic)
@@ -148,29 +148,30 @@ def _run_eager(
 
 
 def _apply_autocast(array: Any) -> Any:
-    """Under torch.autocast attention runs in its dtype, as torch's own does; float64 stays."""
+    """Under torch.autocast, cast the array to autocast's dtype, as torch's attention does; float64 stays."""
     if not isinstance(array, Tensor) or array.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return array
     device_type = array.device.type
-    if device_type == "meta":  # for which torch has no autocast to ask about
+    if device_type == "meta":  # torch has no autocast for it
         return array
     return array.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else array
 
 
 def _build_formula(formula: Any, symbols: str) -> Any:
-    """While torch.compile follows, a function's formula: it cannot follow `formula.trace`, which rebuilds functions."""
+    """While torch.compile traces, call a mask or score function: it cannot trace `formula.from_function`."""
     if not torch.compiler.is_compiling() or isinstance(formula, Expression | Tensor) or not callable(formula):
         return formula
     return formula(*[SYMBOLS[name] for name in symbols])
 
 
-# -- calls asked again ---------------------------------------------------------------------------------------------
+# -- the call cache -----------------------------------------------------------------------------------------------
 
 
 def _layouts(query: Any, key: Any, value: Any) -> tuple[Any, ...] | None:
-    """What of plain tensors on the CPU decides the road; None where torch must see the call or does more than call.
+    """Return the part of the cache key that describes the tensors; None if the call cannot be cached.
 
-    That is while it compiles, traces, transforms, counts gradients forward, or has a mode at work.
+    A call can be cached if its tensors are plain tensors on the CPU and torch does not follow it: torch does not
+    compile, trace or transform, computes no forward derivative, and no mode is active.
     """
     if (
         torch.compiler.is_compiling()
@@ -205,7 +206,7 @@ def _empty_lse(output: Tensor) -> Any:
 
 
 def _finish_with_lse(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> Any:
-    """The answer of a call that asks for lse and no more."""
+    """Return the result of a call with see=[lse()]."""
     return output, (lse if output.dtype == torch.float64 else lse.float(),)
 
 

@@ -1,7 +1,8 @@
-"""Attention as a registered torch operator, `torch.ops.sightline.attention`, with gradients to any order.
+"""The registered operators `torch.ops.sightline.attention` and `attention_backward`, with gradients to any order.
 
-Each operator has its computation and its shapes (for tracing); torch.library adds the rest. The gradient is an operator
-too. Its own gradient is torch's, of the same tiles in plain operations, so every further order works.
+Each operator has a computation and, for tracing, a function of shapes. The gradient of `attention` is the operator
+`attention_backward`. torch differentiates `attention_backward` through `streaming`, whose plain operations have
+gradients of every order.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _without_autocast(computation: Callable[..., list[Tensor]]) -> Callable[...,
 
 @_without_autocast
 def _forward(*args: Any) -> list[Tensor]:
-    """[output, lse, *the arrays of every statistic asked for but lse]."""
+    """Return [output, lse, *arrays]: the arrays of every requested statistic except `lse()`."""
     arguments = OperatorArguments(*args)
     problem = arguments.problem()
     result = solve(problem, arguments.kernel, arguments.threads)
@@ -77,9 +78,9 @@ def compute_gradients(
     lse: Tensor,
     *args: Any,
 ) -> list[Tensor]:
-    """Gradients of `OperatorArguments.inputs`.
+    """Return the gradients of `OperatorArguments.inputs`.
 
-    `gradients` are those of the entries of the answer that `gradient_indices` numbers.
+    `gradients` are the gradients of the results at the indices `gradient_indices`; the others are 0.
     """
     return _apply_chain_rule(gradients, gradient_indices, wanted_tables, OperatorArguments(*args), (output, lse))
 
@@ -107,7 +108,7 @@ def _apply_chain_rule(
     arguments: OperatorArguments,
     saved: tuple[Tensor, Tensor] | None,
 ) -> list[Tensor]:
-    """The chain rule through attention, tile by tile; differentiable where `saved` is None."""
+    """Apply the chain rule through attention, tile by tile. The result is differentiable if `saved` is None."""
     problem = arguments.problem()
     gradient_by_index = dict(zip(gradient_indices, gradients, strict=True))
     d_output = gradient_by_index.get(0)
@@ -126,7 +127,7 @@ def _apply_chain_rule(
         input_gradients = differentiate(
             problem, plan, d_output, d_lse, tuple(d_seen), saved, table_indices, arguments.threads
         )
-    by_tensor: dict[int, Tensor] = {}  # one tensor may stand in two tables: the first of its places has their sum
+    by_tensor: dict[int, Tensor] = {}  # one tensor may be the array of two tables: its gradient is the sum
     for table, gradient in zip(problem.tables, input_gradients.tables, strict=True):
         if gradient is not None:
             previous = by_tensor.get(id(table.array))
@@ -144,11 +145,11 @@ def _apply_chain_rule(
     ]
 
 
-# -- what torch calls ----------------------------------------------------------------------------------------------
+# -- autograd of the operators -------------------------------------------------------------------------------------
 
 
 def _save_arguments(ctx: Any, arguments: OperatorArguments, *others: Tensor) -> None:
-    """Tensors go where torch guards them, the rest into the context."""
+    """Save the tensors with `save_for_backward`, and every other argument as an attribute of the context."""
     ctx.save_for_backward(
         arguments.query, arguments.key, arguments.value, arguments.sinks, arguments.seed, *arguments.tables, *others
     )
@@ -183,12 +184,12 @@ def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> 
 
 
 def _double_backward(ctx: Any, directions: list[Tensor | None]) -> tuple[Any, ...]:
-    """Output and lse only spare the gradient a forward pass: here it is done again, so they take no gradient."""
+    """Differentiate the gradient. The forward pass is repeated, so the saved output and lse receive no gradient."""
     arguments, gradients = _load_arguments(ctx)
     create_graph = torch.is_grad_enabled()
 
     def make_variable(tensor: Tensor) -> Tensor:
-        """The tensor as a variable of its own, joined to the caller's graph where further orders may come."""
+        """Return the tensor as a new variable. It stays in the caller's graph if higher orders may be requested."""
         if not tensor.requires_grad:
             return tensor
         return tensor.view_as(tensor) if create_graph else tensor.detach().requires_grad_()
@@ -207,7 +208,7 @@ def _double_backward(ctx: Any, directions: list[Tensor | None]) -> tuple[Any, ..
         )
     rest = iter(results)
     all_gradients = [next(rest) if variable.requires_grad else None for variable in variables]
-    nothing: Any = None if ctx.wanted_tables else []  # torch takes an empty list for one of tensors
+    nothing: Any = None if ctx.wanted_tables else []  # torch would take an empty list for a list of tensors
     return (
         all_gradients[:count],
         None,

@@ -1,7 +1,7 @@
-"""A problem as an operator can take it: tensors and plain values. Formulas travel as text, what they read as tensors.
+"""The arguments of the registered operator: tensors and plain values.
 
-`OperatorArguments.from_problem` is plain Python that torch.compile follows, so formulas may be built inside a compiled
-function.
+A formula becomes text, and the tables that it reads become tensors. torch.compile can trace
+`OperatorArguments.from_problem`, so a compiled function may build formulas.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ FormulaPair = tuple[Expression | None, Expression | None]
 class OperatorArguments(NamedTuple):
     """The arguments of the operator, in the order of `SCHEMA`."""
 
-    query: Tensor  # with all leading axes and a head axis, as Problem has it
+    query: Tensor  # (*batch_shape, H, n, d_k), as in Problem
     key: Tensor
     value: Tensor
-    tables: list[Tensor]  # the mask's, then the score's, then the statistics'
+    tables: list[Tensor]  # the tables of the mask, then of the score, then of the statistics
     sinks: Tensor | None
-    seed: Tensor | None  # int64: torch's generator draws it inside a compiled function too
-    mask: str  # Expression.text, "" for none
+    seed: Tensor | None  # int64; a tensor, so that torch's generator can draw it inside a compiled function
+    mask: str  # Expression.text; "" without a mask
     score: str
-    table_axes: str  # the axes each table promises to span, "hij,.j,|-,|" : one comma a table, | between the three
+    table_axes: (
+        str  # the axes that each table spans: "hij,.j,|-,|" has a comma after each table and | after mask and score
+    )
     scale: float
     dropout: float
-    see: str  # Statistic.words, | between them, a line each
+    see: str  # Statistic.serialize: a line for each statistic, | between its parts
     kernel: str | None
     threads: int | None
 
@@ -52,7 +54,7 @@ class OperatorArguments(NamedTuple):
     def from_problem(
         cls, problem: Problem, seed: Tensor | None, kernel: str | None, threads: int | None
     ) -> OperatorArguments:
-        """The question a problem asks. What `problem.parse` checks is checked; tables are not read."""
+        """Return the arguments for a problem that `problem.parse` has checked. No table is read."""
         mask, mask_tables = to_text(problem.mask)
         score, score_tables = to_text(problem.score)
         statistic_tables: list[Table] = []
@@ -75,7 +77,7 @@ class OperatorArguments(NamedTuple):
         )
 
     def problem(self) -> Problem:
-        """The problem. Formulas without tables are settled once for the same lengths, the others every time."""
+        """Return the validated problem. Formulas without tables are normalized once for the same lengths."""
         extent = self.build_problem().extent
         texts = self.mask, self.score, self.table_axes
         mask, score = (
@@ -89,7 +91,7 @@ class OperatorArguments(NamedTuple):
         return problem
 
     def build_problem(self, mask: Expression | None = None, score: Expression | None = None, seed: int = 0) -> Problem:
-        """The problem with these for what must be read from tensors: without them enough for shapes."""
+        """Return a problem with this mask, score and seed. The defaults read no tensor and are enough for shapes."""
         return Problem(
             self.query,
             self.key,
@@ -108,28 +110,28 @@ class OperatorArguments(NamedTuple):
 
     @property
     def statistic_tables(self) -> list[Table]:
-        """The tables of the statistics' conditions."""
+        """The tables that the conditions of the statistics read."""
         return _make_tables(self.table_axes, self.tables, 2)
 
     @property
     def differentiable_tables(self) -> list[int]:
-        """The tables that may have gradients: floats read by the score."""
+        """The indices of the tables that may have gradients: tables of floats that the score reads."""
         masks, scores = (section.count(",") for section in self.table_axes.split("|")[:2])
         return [k for k in range(masks, masks + scores) if self.tables[k].is_floating_point()]
 
     def inputs(self, wanted_tables: Sequence[int]) -> list[Tensor]:
-        """The tensors that may have gradients: query, key, value, the tables `wanted_tables` names, sinks."""
+        """Return the tensors that may have gradients: query, key, value, the tables at `wanted_tables`, the sinks."""
         tables = [self.tables[k] for k in wanted_tables]
         return [self.query, self.key, self.value, *tables, *([] if self.sinks is None else [self.sinks])]
 
     def with_inputs(self, inputs: Sequence[Tensor], wanted_tables: Sequence[int]) -> OperatorArguments:
-        """The question with others in the places of `inputs`."""
+        """Return the arguments with other tensors in place of `inputs`."""
         query, key, value, new, sinks, *_ = self.to_argument_order(inputs, wanted_tables)
         tables = [old if table is None else table for old, table in zip(self.tables, new, strict=True)]
         return self._replace(query=query, key=key, value=value, tables=tables, sinks=sinks)
 
     def to_argument_order(self, gradients: Sequence[Tensor | None], wanted_tables: Sequence[int]) -> tuple[Any, ...]:
-        """Gradients of `inputs` as torch wants them: one entry an argument, None where there is none."""
+        """Return the gradients in the order of the arguments: one entry for each argument, None without a gradient."""
         query, key, value, *rest = gradients
         tables: list[Tensor | None] = [None] * len(self.tables)
         for k in wanted_tables:
@@ -138,7 +140,7 @@ class OperatorArguments(NamedTuple):
 
 
 def to_text(formula: Expression | None) -> tuple[str, list[Table]]:
-    """`formula.text` and `formula.tables`; under torch.compile without json and cached properties, closed to it."""
+    """Return `formula.text` and `formula.tables`. This function writes the text again for torch.compile to trace."""
     if formula is None:
         return "", []
     if not torch.compiler.is_compiling():
@@ -155,7 +157,7 @@ def to_text(formula: Expression | None) -> tuple[str, list[Table]]:
 
 
 def _text_writer(tables: list[Table]) -> Callable[[Expression], str]:
-    """How a statistic's condition is written, its tables put after those there are; `_parse_statistics` reads it."""
+    """Return a function that writes a condition for `_parse_statistics` and appends its tables to `tables`."""
 
     def write_text(condition: Expression) -> str:
         text, own = to_text(condition)
@@ -190,7 +192,7 @@ def _normalize_formulas(texts: tuple[str, str, str], tensors: list[Tensor], exte
 
 
 def _make_tables(table_axes: str, tensors: list[Tensor], section: int) -> list[Table]:
-    """The tables of the mask (section 0), the score (1) or the statistics (2)."""
+    """Return the tables of the mask (section 0), of the score (1) or of the statistics (2)."""
     sections = table_axes.split("|")
     first = sum([before.count(",") for before in sections[:section]])
     axes_by_table = [
@@ -206,10 +208,10 @@ def _normalize_cached(texts: tuple[str, str, str], extent: Extent) -> FormulaPai
 
 
 def _parse_statistics(see: str, tables: list[Table]) -> tuple[Statistic, ...]:
-    """The statistics that these lines spell."""
+    """Parse one statistic from each line of `see`."""
 
     def condition(text: str) -> Expression:
-        """Where its tables start among theirs, how many they are, and the formula's text."""
+        """Parse "start count text": the condition reads `count` of the tables, from index `start`."""
         start, count, formula = text.split(" ")
         return parse_text(formula, tables[int(start) :][: int(count)])
 
@@ -222,7 +224,7 @@ def _parse_statistics_cached(see: str) -> tuple[Statistic, ...]:
 
 
 def _validate_conditions(see: Sequence[Statistic], extent: Extent) -> None:
-    """Raise where a condition cannot be read at some pair."""
+    """Raise TableError if a condition reads outside its table at some pair."""
     for statistic in see:
         statistic.map_formulas(lambda condition: check_condition(condition, extent))
 
