@@ -14,14 +14,19 @@ from .reference import Reference
 from .statistics import Statistic, arrays_of, solve_selections_separately, statistic_gradients
 from .streaming import Streaming
 
-__all__ = ["KERNELS", "differentiate", "solve", "to_caller_layout"]
+__all__ = ["KERNELS", "differentiate", "make_plan", "solve", "to_caller_layout"]
 
 KERNELS: tuple[Kernel, ...] = (Cpu(), Triton(), Streaming(), Reference())
 
 
+def make_plan(problem: Problem, kernel: str | None = None) -> Plan:
+    """Choose among `KERNELS` for a problem. `kernel` is the name that the caller gave, or None."""
+    return choose(KERNELS, problem, kernel)
+
+
 def solve(problem: Problem, kernel: str | None = None, threads: int | None = None) -> Result:
     """Choose a kernel and run it. Every array of the result has all its batch axes and a head axis."""
-    return solve_selections_separately(problem, lambda one: choose(KERNELS, one, kernel).kernel.run(one, threads))
+    return solve_selections_separately(problem, lambda one: make_plan(one, kernel).kernel.run(one, threads))
 
 
 def differentiate(

@@ -86,7 +86,7 @@ class Call:
 class Seen:
     """The calls of a watched model, in the order in which they ran.
 
-    `seen["lse"]` is a list of one statistic's result in every call. `seen.of(layer=..., step=...)` selects calls. A loop
+    `seen["lse"]` lists one statistic's result in every call. `seen.of(layer=..., step=...)` selects calls. A loop
     over `seen` yields the calls.
 
     Parameters

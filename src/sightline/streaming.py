@@ -120,7 +120,7 @@ class TileOps:
         return self.xp.reshape(product, (*self.problem.batch_shape, self.problem.H, rows, array.shape[-1]))
 
     def sum_over_queries(self, weights: Any, array: Any) -> Any:
-        """Return Σ weights[i, j] · array[i] over the queries i and query heads of a key head, (..., G, columns, width)."""
+        """Return Σ weights[i, j] · array[i] over i and the query heads of a key head, (..., G, columns, width)."""
         return self.nan_safe_matmul(self.xp.matrix_transpose(self.group_heads(weights)), self.group_heads(array))
 
     def dot_products(self, array: Any, other: Any) -> Any:

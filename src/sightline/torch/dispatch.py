@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import call_cache
-from ..dispatch import KERNELS, to_caller_layout
+from ..dispatch import KERNELS, make_plan, to_caller_layout
 from ..formula.expression import SYMBOLS, Expression
 from ..kernel import Kernel, Plan, Result, choose
 from ..problem import Problem, parse, validate
@@ -127,7 +127,7 @@ def _run_eager(
     def run_kernel(one: Problem) -> Result:
         if one.dropout and seed is None:
             one = replace(one, seed=int(make_seed(None)))
-        plan = choose(KERNELS, one, kernel)
+        plan = make_plan(one, kernel)
         plans.append((one, plan))
         with torch.no_grad(), operator.autocast_disabled(one.query):
             result = plan.kernel.run(one, threads)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import streaming
-from ..dispatch import KERNELS, differentiate, solve
-from ..kernel import choose
+from ..dispatch import differentiate, make_plan, solve
 from ..statistics import Lse, arrays_of
 from .operator_schema import SCHEMA, OperatorArguments
 
@@ -123,7 +122,7 @@ def _apply_chain_rule(
         input_gradients = streaming.backward(problem, d_output, gradient_by_index.get(1), tuple(d_seen))
     else:
         table_indices = [k for k, table in enumerate(problem.tables) if any(table.array is tensor for tensor in tables)]
-        plan, d_lse = choose(KERNELS, problem, arguments.kernel), gradient_by_index.get(1)
+        plan, d_lse = make_plan(problem, arguments.kernel), gradient_by_index.get(1)
         input_gradients = differentiate(
             problem, plan, d_output, d_lse, tuple(d_seen), saved, table_indices, arguments.threads
         )
