@@ -52,7 +52,7 @@ def query_figures() -> dict[str, Any]:
         "max_score": by_query(largest.score[0], "nats"),
         "entropy": by_query(entropy[0], "nats"),
         "mass": by_query(near[0], "within 2 tokens"),
-        "applied": by_query(mean[0, :, :, 0], "mean position"),
+        "weighted_sum": by_query(mean[0, :, :, 0], "mean position"),
     }
 
 
