@@ -1,5 +1,5 @@
-# Two commands do everything: `make demo` and `make test`. Each makes its own .venv if there is none.
-# `make demo EXTRAS=plot` does without torch, transformers and the encoder's weights.
+# The main commands are `make demo` and `make test`. Both create .venv if it does not exist.
+# `make demo EXTRAS=plot` does not install torch, transformers and the encoder's weights.
 PYTHON ?= python3
 EXTRAS ?= demo
 BIN := .venv/bin
@@ -7,7 +7,7 @@ BIN := .venv/bin
 .PHONY: demo test soak
 
 .venv/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sightline needs Python 3.11 or newer; say make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sightline needs Python 3.11 or newer; run make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
@@ -15,7 +15,7 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@
 
-# pip compiles on one core what it installs; compileall on all of them. Some packages carry files no Python can compile.
+# pip compiles bytecode on one core, compileall on all cores. Some packages contain files that do not compile.
 .venv/dev: .venv/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
 	@$(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
