@@ -235,7 +235,9 @@ def test_what_does_not_fit_is_named(call, error, says):
 
 def test_documents_that_run_into_each_other_are_seen(rng):
     """A document number that comes one position late."""
-    copy = broken(library, "np.repeat(np.arange(lengths_array.size), lengths_array)", "np.roll(np.repeat(np.arange(lengths_array.size), lengths_array), 1)")
+    copy = broken(
+        library, "np.repeat(np.arange(array.size), array)", "np.roll(np.repeat(np.arange(array.size), array), 1)"
+    )
     q, k, v = drawn(rng, (1, 2, N, 8), (1, 2, N, 8), (1, 2, N, 8))
     own = spans(LENGTHS)
     apart(attention(q, k, v, mask=documents(lengths=LENGTHS)), q, k, v, own, own)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import sightline
 from sightline import b, h, i, j, m, n, s, table, where
 from sightline.dispatch import KERNELS
-from sightline.formula.expression import walk
 from sightline.problem import Problem, make_problem
 from sightline.testing import LAYOUTS
 
@@ -211,15 +210,6 @@ def masks(extent: tuple[int, ...]) -> st.SearchStrategy[Any]:
     return st.recursive(leaves, joined, max_leaves=4)
 
 
-def composed(score: Any, inner: Any) -> Any:
-    """score(inner(s)) of two score formulas."""
-    tables = {id(entry): entry for entry in score.tables}
-    built: dict[int, Any] = {}
-    for node in walk(score):
-        built[id(node)] = inner if node is s else node.rebuild(tuple(built[id(a)] for a in node.arguments), tables)
-    return built[id(score)]
-
-
 def biases(rng: np.random.Generator, draw: Any, extent: tuple[int, ...], hides: bool) -> Any:
     """A float array that spans some of b, h, i, j, a few entries −∞."""
     array = rng.normal(size=[length if draw(st.booleans()) else 1 for length in extent][draw(st.integers(0, 3)) :])
@@ -242,10 +232,10 @@ def scores(draw: Any, extent: tuple[int, ...], hides: bool = True) -> Any:
     )()
     outer = [
         lambda x: x,
-        lambda x: composed(sightline.softcap(draw(st.sampled_from([1.0, 5.0, 30.0]))), x),
-        lambda x: composed(sightline.alibi(rng.random(max(H, 1))), x),
-        lambda x: composed(sightline.relative_bias(rng.normal(size=(max(H, 1), 2 * draw(st.integers(0, 8)) + 1))), x),
-        lambda x: composed(sightline.bias(biases(rng, draw, extent, hides)), x),
+        lambda x: sightline.softcap(draw(st.sampled_from([1.0, 5.0, 30.0]))).with_scores(x),
+        lambda x: sightline.alibi(rng.random(max(H, 1))).with_scores(x),
+        lambda x: sightline.relative_bias(rng.normal(size=(max(H, 1), 2 * draw(st.integers(0, 8)) + 1))).with_scores(x),
+        lambda x: sightline.bias(biases(rng, draw, extent, hides)).with_scores(x),
         lambda x: where(draw(masks(extent)), x, -np.inf if hides else -1.0),
         lambda x: np.tanh(x) * 3.0,
         lambda x: np.exp(np.minimum(x, 1.5)),

@@ -1,8 +1,9 @@
-"""Interval arithmetic: what a formula can be over many rectangles of (i, j) at once.
+"""Interval arithmetic: bounds of a formula's values over many rectangles of (i, j) at once.
 
-Every value is a pair (low, high) of float64 arrays that broadcast over the rectangles; for conditions 1 is True, so
-low = 1 means surely True and high = 0 surely False. Endpoints of + − · / √ round as the formula itself does, which is
-monotone, so the interval holds exactly; transcendental functions are widened by a few units in the last place.
+Every value is a pair (low, high) of float64 arrays that broadcast over the rectangles. For a condition 1 is True, so
+low = 1 means that the condition is certainly True and high = 0 that it is certainly False. The endpoints of + − · / √
+round as the formula itself does. Rounding is monotone, so these intervals are exact. The intervals of transcendental
+functions are widened by a few units in the last place.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ Interval = tuple[Array, Array]
 
 
 def compute_intervals(formula: Expression, box: Mapping[str, Interval]) -> dict[int, Interval]:
-    """(low, high) of every node by its id, over rectangles given as intervals of the symbols, ends included."""
+    """Return the interval (low, high) of every node, by the id of the node.
+
+    `box` has an interval of every symbol for each rectangle. Both ends of an interval are included.
+    """
     bounds: dict[int, Interval] = {}
     with np.errstate(all="ignore"):
         for node in walk(formula):
@@ -39,34 +43,34 @@ def compute_intervals(formula: Expression, box: Mapping[str, Interval]) -> dict[
 
 def _apply(node: Apply, inputs: list[Interval]) -> Interval:
     low, high = _unbound_nan(BOUND_RULES[node.operator](*inputs))
-    if node.kind == "int" and node.operator in (
-        "floor_divide",
-        "remainder",
-    ):  # 0 for a divisor of 0; else no larger than
-        first, last = inputs[node.operator == "remainder"]  # what is divided, or what it is divided by
-        max_magnitude = np.maximum(np.abs(first), np.abs(last))
-        low, high = np.maximum(np.ceil(low), -max_magnitude), np.minimum(np.floor(high), max_magnitude)
+    if node.kind == "int" and node.operator in ("floor_divide", "remainder"):
+        # Whole numbers: |x // y| ≤ |x| and |x mod y| ≤ |y|; division by 0 gives 0.
+        first, last = inputs[node.operator == "remainder"]
+        limit = np.maximum(np.abs(first), np.abs(last))
+        low, high = np.maximum(np.ceil(low), -limit), np.minimum(np.floor(high), limit)
     if node.operator != "where":
         for argument, (a, z) in zip(node.arguments, inputs, strict=True):
-            if argument.kind == "float":  # where nothing is known it may be NaN, and so may all that is made of it
+            if argument.kind == "float":  # an unbounded argument may be NaN, and NaN propagates
                 unknown = (a == -np.inf) & (z == np.inf)
                 if unknown.any():
                     widest = (0.0, 1.0) if node.kind == "bool" else (-np.inf, np.inf)
-                    low, high = np.where(unknown, widest[0], low), np.where(unknown, widest[1], high)
+                    low, high = _replace_where(unknown, (low, high), widest)
     return low, high
+
+
+def _replace_where(condition: Any, interval: Interval, other: Any = (-np.inf, np.inf)) -> Interval:
+    return np.where(condition, other[0], interval[0]), np.where(condition, other[1], interval[1])
 
 
 def _unbound_nan(interval: Interval) -> Interval:
-    """NaN ends (∞ − ∞, 0 · ∞, ln of a negative) mean nothing is known."""
-    low, high = interval
-    unknown = np.isnan(low) | np.isnan(high)
-    if unknown.any():
-        low, high = np.where(unknown, -np.inf, low), np.where(unknown, np.inf, high)
-    return low, high
+    """Return the interval, and (−∞, ∞) where an end is NaN (∞ − ∞, 0 · ∞, ln of a negative number)."""
+    unknown = np.isnan(interval[0]) | np.isnan(interval[1])
+    return _replace_where(unknown, interval) if unknown.any() else interval
 
 
 def _hull(*candidates: Array) -> Interval:
-    return np.minimum.reduce(np.broadcast_arrays(*candidates)), np.maximum.reduce(np.broadcast_arrays(*candidates))
+    arrays = np.broadcast_arrays(*candidates)
+    return np.minimum.reduce(arrays), np.maximum.reduce(arrays)
 
 
 def _multiply(x: Interval, y: Interval) -> Interval:
@@ -74,9 +78,7 @@ def _multiply(x: Interval, y: Interval) -> Interval:
 
 
 def _divide(x: Interval, y: Interval) -> Interval:
-    low, high = _hull(*(a / b for a in x for b in y))
-    contains_zero = (y[0] <= 0) & (y[1] >= 0)
-    return np.where(contains_zero, -np.inf, low), np.where(contains_zero, np.inf, high)
+    return _replace_where((y[0] <= 0) & (y[1] >= 0), _hull(*(a / b for a in x for b in y)))
 
 
 def _floor_divide(x: Interval, y: Interval) -> Interval:
@@ -85,16 +87,18 @@ def _floor_divide(x: Interval, y: Interval) -> Interval:
 
 
 def _remainder(x: Interval, y: Interval) -> Interval:
-    """x − ⌊x / y⌋ y lies in [0, y] for positive y, give or take its rounding, and is x − c y for one quotient c."""
+    """Return the interval of x − ⌊x / y⌋ y.
+
+    For positive y the value lies in [0, y], up to rounding. If the quotient is one constant c, the value is x − c y.
+    """
     low, high = _floor_divide(x, y)
     is_constant = (low == high) & (y[0] == y[1]) & np.isfinite(low)
     shift = np.where(is_constant, low, 0) * np.where(is_constant, y[0], 0)
     size = np.maximum(np.abs(x[0]), np.abs(x[1]))
     rounding = size * np.finfo(np.float64).eps
     unknown = ((y[0] <= 0) & (y[1] >= 0)) | np.isinf(size) | np.isinf(y[0]) | np.isinf(y[1])
-    wide_low, wide_high = np.minimum(y[0], 0) - rounding, np.maximum(y[1], 0) + rounding
-    low, high = np.where(is_constant, x[0] - shift, wide_low), np.where(is_constant, x[1] - shift, wide_high)
-    return np.where(unknown, -np.inf, low), np.where(unknown, np.inf, high)
+    wide = np.minimum(y[0], 0) - rounding, np.maximum(y[1], 0) + rounding
+    return _replace_where(unknown, _replace_where(is_constant, wide, (x[0] - shift, x[1] - shift)))
 
 
 def _absolute(x: Interval) -> Interval:
@@ -135,11 +139,14 @@ def _where(c: Interval, x: Interval, y: Interval) -> Interval:
     return low, high
 
 
-def _monotone(function: Callable[[Any], Any], ulps: int = 0) -> Callable[[Interval], Interval]:
-    """A rule for a function that never falls; `ulps` widens what the library's own rounding may get wrong."""
+def _monotone(function: Callable[..., Any], ulps: int = 0) -> Callable[..., Interval]:
+    """Return the rule of a function that does not decrease in any argument.
 
-    def rule(x: Interval) -> Interval:
-        low, high = function(x[0]), function(x[1])
+    `ulps` widens the interval at both ends, to cover the rounding error of the math library.
+    """
+
+    def rule(*inputs: Interval) -> Interval:
+        low, high = function(*(low for low, _ in inputs)), function(*(high for _, high in inputs))
         for _ in range(ulps):
             low, high = np.nextafter(low, -np.inf), np.nextafter(high, np.inf)
         return low, high
@@ -148,18 +155,18 @@ def _monotone(function: Callable[[Any], Any], ulps: int = 0) -> Callable[[Interv
 
 
 def _sinusoid(x: Interval) -> Interval:
-    reach = np.where(np.isinf(x[0]) | np.isinf(x[1]), np.inf, 1.0)  # NaN at ∞
+    reach = np.where(np.isinf(x[0]) | np.isinf(x[1]), np.inf, 1.0)  # sin(±∞) is NaN
     return -reach, reach
 
 
 def _power(x: Interval, y: Interval) -> Interval:
-    """Known for positive bases, where x^y = exp(y ln x) is monotone in each argument."""
+    """Return the interval of x^y: finite only for x > 0, where x^y = exp(y ln x) is monotone in each argument."""
     low, high = _hull(*(np.power(a, b) for a in x for b in y))
     return np.where(x[0] > 0, low * (1 - 1e-15), -np.inf), np.where(x[0] > 0, high * (1 + 1e-15), np.inf)
 
 
 BOUND_RULES: dict[str, Callable[..., Interval]] = {
-    "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
+    "add": _monotone(np.add),
     "subtract": lambda x, y: (x[0] - y[1], x[1] - y[0]),
     "multiply": _multiply,
     "divide": _divide,
@@ -168,8 +175,8 @@ BOUND_RULES: dict[str, Callable[..., Interval]] = {
     "negative": lambda x: (-x[1], -x[0]),
     "power": _power,
     "absolute": _absolute,
-    "minimum": lambda x, y: (np.minimum(x[0], y[0]), np.minimum(x[1], y[1])),
-    "maximum": lambda x, y: (np.maximum(x[0], y[0]), np.maximum(x[1], y[1])),
+    "minimum": _monotone(np.minimum),
+    "maximum": _monotone(np.maximum),
     "less": _less,
     "less_equal": _less_equal,
     "greater": lambda x, y: _less(y, x),
@@ -177,9 +184,9 @@ BOUND_RULES: dict[str, Callable[..., Interval]] = {
     "equal": _equal,
     "not_equal": lambda x, y: _logical_not(_equal(x, y)),
     "logical_not": _logical_not,
-    "logical_and": lambda x, y: (np.minimum(x[0], y[0]), np.minimum(x[1], y[1])),
+    "logical_and": _monotone(np.minimum),
     "logical_xor": _xor,
-    "logical_or": lambda x, y: (np.maximum(x[0], y[0]), np.maximum(x[1], y[1])),
+    "logical_or": _monotone(np.maximum),
     "where": _where,
     "exp": _monotone(np.exp, 4),
     "exp2": _monotone(np.exp2, 4),

@@ -1,4 +1,4 @@
-"""Derivatives of a score: d score / d s, and d score / d of a table's entry, as formulas again."""
+"""Derivatives of a score, with respect to s or to a table entry, as formulas."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ZERO, ONE = Constant(0.0, "float"), Constant(1.0, "float")
 
 
 def derivative(formula: Expression, variable: Expression = SYMBOLS["s"]) -> Expression:
-    """d formula / d by, where `variable` is s or one of the formula's own lookups (the same object).
+    """Return d formula / d variable, where `variable` is s or a Lookup node of the formula (the same object).
 
-    Conditions and whole numbers are constant. At kinks (abs, min, max, floor) it is the slope of the side taken; abs at
-    0 gives 0.
+    Conditions and whole numbers are constants. At a kink (abs, min, max, floor) the derivative is the slope of the
+    branch that the value takes; the derivative of abs at 0 is 0.
     """
     derivatives: dict[int, Expression] = {}
     for node in walk(formula):
@@ -37,12 +37,12 @@ def _minus(x: Expression, y: Expression) -> Expression:
 
 
 def _times(x: Expression, y: Expression) -> Expression:
-    """Product of a slope x and a factor y."""
+    """Return the product of a slope x and a factor y."""
     return ZERO if x is ZERO else y if x is ONE else x * y
 
 
 def _chain(factor: Callable[[Expression, Expression], Expression]) -> Callable[[Apply, Expression], Expression]:
-    """The rule of a function of one argument: factor(f(x), x) · dx."""
+    """Return the rule of a function f of one argument: factor(f(x), x) · dx."""
     return lambda node, dx: _times(dx, factor(node, node.arguments[0]))
 
 

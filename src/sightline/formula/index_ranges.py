@@ -1,4 +1,4 @@
-"""What bounds prove of a formula: the size of its whole numbers, and the indices that may leave their tables."""
+"""Facts that bounds prove about a formula: its largest whole number, and the indices that may leave a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .expression import Expression, Lookup, parse_text, walk
 from .tensor_cache import TensorCache
 from .tile_ranges import make_box
 
-__all__ = ["IndexRanges", "find_index_ranges"]
+__all__ = ["find_index_ranges"]
 
 Extent = tuple[int, int, int, int]
 IndexRanges = tuple[float, tuple[tuple[int, int], ...]]
@@ -20,9 +20,10 @@ _RANGES = TensorCache(4096)
 
 
 def find_index_ranges(formula: Expression | None, extent: Extent) -> IndexRanges:
-    """The largest whole number the formula meets, and the table indices that may leave their table at hidden pairs.
+    """Return the formula's largest whole number, and the table indices that may leave their table at hidden pairs.
 
-    An index is (place of the lookup in `walk`, axis). Done once for formulas without tables.
+    An index is (position of the lookup in `walk`, axis). The result is cached: for formulas without tables by their
+    text, for other formulas as long as their arrays live.
     """
     if formula is None:
         return 0.0, ()

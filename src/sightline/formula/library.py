@@ -1,4 +1,4 @@
-"""Ready names for the masks and scores people use. Each is one function that writes a formula."""
+"""Predefined masks and scores. Each is one function that returns a formula."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..arrays import namespace, to_numpy
-from ..errors import ParameterError, ShapeError
+from ..errors import MaskError, ParameterError, ShapeError
 from .expression import SYMBOLS, Constant, Expression, Lookup, apply
 from .tables import Table
 
@@ -31,18 +31,18 @@ n, m = SYMBOLS["n"], SYMBOLS["m"]
 
 
 def causal(align: Literal["upper left", "lower right"] = "upper left") -> Expression:
-    """i ≥ j: no query sees a later key.
+    """i ≥ j: a query attends to no later key.
 
     Parameters
     ----------
     align : {"upper left", "lower right"}
-        Which corner the diagonal starts from when n ≠ m: "upper left" is i ≥ j (torch's is_causal), "lower right" is
-        i + (m − n) ≥ j (the last query sees every key, as in decoding with a cache; FlashAttention's).
+        The corner at which the diagonal starts if n ≠ m. "upper left" is i ≥ j, as torch's is_causal. "lower right" is
+        i + (m − n) ≥ j, as in FlashAttention and in decoding with a cache: the last query attends to every key.
 
     Raises
     ------
     ParameterError
-        Any other word.
+        align is neither of the two.
     """
     if align == "upper left":
         return i >= j
@@ -52,25 +52,27 @@ def causal(align: Literal["upper left", "lower right"] = "upper left") -> Expres
 
 
 def window(left: int, right: int = 0) -> Expression:
-    """−right ≤ i − j < left: the `left` keys up to and including the query's own, and `right` after it.
+    """−right ≤ i − j < left: the `left` keys that end at the query's own position, and `right` keys after it.
 
     `window(256)` is a causal window of 256 keys, the same as (i ≥ j) ∧ (i − j < 256).
 
     Parameters
     ----------
     left : int
-        Keys, the query's own counted.
+        Number of keys up to the query's position, that position included; at least 1.
     right : int, default 0
-        Keys after the query's own.
+        Number of keys after the query's position; at least 0.
 
     Raises
     ------
     ParameterError
-        left below 1, or right below 0.
+        left is below 1 or right is below 0, or one of them is not a whole number.
     """
     if not (_is_integer(left) and _is_integer(right) and left >= 1 and right >= 0):
         raise ParameterError(
-            f"window({left!r}, {right!r})", "whole numbers, left ≥ 1 and right ≥ 0", "window(1) sees the own key alone"
+            f"window({left!r}, {right!r})",
+            "whole numbers, left ≥ 1 and right ≥ 0",
+            "window(1) allows only the key at i",
         )
     return (i - j < left) & (j - i <= right)
 
@@ -81,12 +83,13 @@ def padding(lengths: Any) -> Expression:
     Parameters
     ----------
     lengths : (B,) integers
-        Real keys of each sequence, `b` counting all leading axes in C order. Give `[length]` for a single one.
+        Number of real keys of each sequence; b counts all leading axes in C order. `[length]` serves every sequence.
 
     Raises
     ------
     ShapeError
-        Lengths of other axes than one, or no integers. When attention is asked: neither one length nor B of them.
+        lengths does not have exactly one axis, or its entries are not integers. When attention is computed: the number
+        of lengths is neither 1 nor B.
     """
     table = None if np.ndim(lengths) == 0 else Table(lengths, axes=("b",))
     if table is None or table.ndim != 1 or table.kind != "int":
@@ -95,27 +98,29 @@ def padding(lengths: Any) -> Expression:
 
 
 def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) -> Expression:
-    """Sequences packed on one axis see only themselves: id[i] = id[j].
+    """id[i] = id[j]: sequences packed on one axis attend only to themselves.
 
-    Tiles between different documents are skipped: the cost is that of the documents one by one, Σ length². Numbers in
-    order along the axis keep it so; a document scattered over the axis makes tiles partial that hold none of it.
+    Tiles between different documents are skipped, so the cost is that of the documents one by one, Σ length², if the
+    document numbers ascend along the axis. A document whose positions are scattered makes more tiles partial.
 
     Parameters
     ----------
     ids : (n,) or (B, n) integers
-        A document number for every position.
+        The document number of every position.
     lengths : (documents,) integers
-        Instead: how long each document is, in order along the axis; their sum is n. One of 0 is an empty document.
+        In place of ids: the length of each document, in order along the axis. The lengths sum to n. A length of 0 is an
+        empty document.
     key_lengths : (documents,) integers, optional
-        With `lengths`: how long each document is among the keys, where it is not as long as among the queries, as in
-        cross-attention; their sum is m. Queries of a document without keys see nothing.
+        With `lengths`: the length of each document among the keys, if it differs from the length among the queries, as
+        in cross-attention. These lengths sum to m. Queries of a document without keys attend to nothing.
 
     Raises
     ------
     ParameterError
-        ids and lengths both or neither, key_lengths without lengths.
+        Both or neither of ids and lengths are given, or key_lengths is given without lengths.
     ShapeError
-        Arrays that are not as above. When attention is asked: key_lengths given, and sums other than n and m.
+        The arrays have other shapes or dtypes than those above. When attention is computed: with key_lengths, the sums
+        differ from n and m.
 
     Examples
     --------
@@ -131,19 +136,21 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
     """
     if (ids is None) == (lengths is None):
         raise ParameterError(
-            "documents with ids and lengths both or neither", "one of them", "documents(lengths=[3, 5])"
+            "documents with both or neither of ids and lengths", "one of the two", "documents([0, 0, 1])"
         )
     if key_lengths is not None and lengths is None:
         raise ParameterError(
-            "documents with key_lengths and no lengths", "both", "documents(lengths=[3, 5], key_lengths=[7, 2])"
+            "documents with key_lengths and no lengths",
+            "both or lengths alone",
+            "documents(lengths=[3, 5], key_lengths=[7, 2])",
         )
     if key_lengths is not None:
         query_ids, key_ids = _document_ids("lengths", lengths), _document_ids("key_lengths", key_lengths)
         if len(lengths) != len(key_lengths):
             raise ShapeError(
                 f"{len(lengths)} lengths and {len(key_lengths)} key_lengths",
-                "one of each to a document",
-                "a length of 0 where a document has no queries or no keys",
+                "one length and one key length per document",
+                "a length of 0 for a document without queries or without keys",
             )
         return apply("equal", Table(query_ids, axes=("i",))[i], Table(key_ids, axes=("j",))[j])
     if lengths is not None:
@@ -156,29 +163,25 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
 
 
 def _document_ids(name: str, lengths: Any) -> Any:
-    """The number of its document for every position."""
-    lengths_array = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
-    if (
-        lengths_array.ndim != 1
-        or lengths_array.dtype.kind not in "iu"
-        or (lengths_array.size and lengths_array.min() < 0)
-    ):
+    """Return the document number of every position."""
+    array = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (array < 0).any():
         raise ShapeError(f"{name} {lengths!r}", "one axis of whole numbers ≥ 0", "documents(lengths=[3, 5])")
-    return np.repeat(np.arange(lengths_array.size), lengths_array)
+    return np.repeat(np.arange(array.size), array)
 
 
 def prefix(length: int) -> Expression:
-    """j < length: keys every query sees; `causal() | prefix(64)` is a prefix language model.
+    """j < length: every query attends to these keys. `causal() | prefix(64)` is a prefix language model.
 
     Parameters
     ----------
     length : int
-        Keys, from the first.
+        Number of keys, counted from the first; at least 0.
 
     Raises
     ------
     ParameterError
-        length no whole number of at least 0.
+        length is not a whole number of at least 0.
     """
     if not (_is_integer(length) and length >= 0):
         raise ParameterError(f"prefix({length!r})", "a whole number ≥ 0", "prefix(0) is empty")
@@ -186,47 +189,46 @@ def prefix(length: int) -> Expression:
 
 
 def dense(array: Any) -> Expression:
-    """A mask given in full: array[b, h, i, j], True attends.
+    """array[b, h, i, j]: a mask given in full, where True lets query i attend to key j.
 
     Parameters
     ----------
     array : (..., n, m) bool
-        Right-aligned to (B, H, n, m); axes of length 1 broadcast; more than four axes count their leading ones as B.
+        Right-aligned to (B, H, n, m). Axes of length 1 broadcast. If there are more than four axes, the leading ones
+        together are B.
 
     Raises
     ------
     MaskError
-        An array that is not boolean.
+        The array is not boolean.
     ShapeError
-        When attention is asked: an axis of another length than 1 or its own.
+        When attention is computed: the length of an axis is neither 1 nor the length that (B, H, n, m) requires.
     """
     table = _broadcast_table(array)
     if table.kind != "bool":
-        from ..errors import MaskError
-
         raise MaskError(
             f"dense({table})",
-            "a boolean array, True attends",
+            "a boolean array, True where the query attends",
             "dense(array != 0) for integers; score=sightline.bias(array) for numbers to be added to the scores",
         )
     return _lookup(table)
 
 
 def bias(array: Any) -> Expression:
-    """s + array[b, h, i, j]; −∞ hides the pair.
+    """s + array[b, h, i, j]; a bias of −∞ hides the pair.
 
     Parameters
     ----------
     array : (..., n, m) real numbers, in logits
-        Right-aligned to (B, H, n, m); axes of length 1 broadcast; more than four axes count their leading ones as B.
-        Its gradient reaches it.
+        Right-aligned to (B, H, n, m). Axes of length 1 broadcast. If there are more than four axes, the leading ones
+        together are B. The array receives its gradient.
 
     Raises
     ------
     ParameterError
-        A boolean array, which is a mask.
+        The array is boolean; a boolean array is a mask.
     ShapeError
-        When attention is asked: an axis of another length than 1 or its own.
+        When attention is computed: the length of an axis is neither 1 nor the length that (B, H, n, m) requires.
     """
     table = _broadcast_table(array)
     if table.kind == "bool":
@@ -235,24 +237,26 @@ def bias(array: Any) -> Expression:
 
 
 def alibi_slopes(heads: int) -> Any:
-    """The slopes of ALiBi for a number of heads: 2^(−8k/heads), k = 1, ..., heads.
+    """Return the slopes of ALiBi for a number of heads: 2^(−8k/heads), k = 1, ..., heads.
 
-    For heads that are no power of two, the slopes of the power below, then every other one of twice that power (Press,
-    Smith and Lewis, "Train short, test long", 2022, section 3 and the authors' code).
+    If the number of heads is not a power of two, the slopes are those of the next lower power of two, followed by every
+    other slope of twice that power (Press, Smith and Lewis, "Train short, test long", 2022, section 3 and the authors'
+    code).
 
     Parameters
     ----------
     heads : int
+        At least 1.
 
     Returns
     -------
     numpy.ndarray
-        (heads,) float64, in logits for each position of distance
+        (heads,) float64, in logits per position of distance.
 
     Raises
     ------
     ParameterError
-        heads no whole number of at least 1.
+        heads is not a whole number of at least 1.
     """
     if not (_is_integer(heads) and heads >= 1):
         raise ParameterError(f"alibi_slopes({heads!r})", "a whole number of heads, at least one", "alibi_slopes(8)")
@@ -270,15 +274,16 @@ def alibi(slopes: Any) -> Expression:
     Parameters
     ----------
     slopes : int or (H,) floats
-        A number of heads, for `alibi_slopes`, or the slopes themselves. Use it with `causal()`: later keys would gain.
-        In a model that looks both ways write s - table(slopes)[h] * abs(i - j).
+        The number of heads, from which `alibi_slopes` computes the slopes, or the slopes, in logits per position.
+        Combine the score with `causal()`: it would favour later keys. For a bidirectional model write s -
+        table(slopes)[h] * abs(i - j).
 
     Raises
     ------
     ParameterError
-        A number of heads below 1.
+        The number of heads is below 1.
     ShapeError
-        Slopes of other axes than one. When attention is asked: neither one slope nor H of them.
+        The slopes do not have exactly one axis. When attention is computed: the number of slopes is neither 1 nor H.
     """
     table = Table(alibi_slopes(slopes) if np.ndim(slopes) == 0 else slopes, axes=("h",))
     if table.ndim != 1:
@@ -287,17 +292,17 @@ def alibi(slopes: Any) -> Expression:
 
 
 def softcap(t: float) -> Expression:
-    """t tanh(s / t): scores held within ±t (Gemma 2 report, 2024, section 2).
+    """t tanh(s / t): scores between −t and t (Gemma 2 report, 2024, section 2).
 
     Parameters
     ----------
     t : float
-        In logits.
+        The cap, in logits.
 
     Raises
     ------
     ParameterError
-        t not positive and finite.
+        t is not positive and finite.
     """
     if not (isinstance(t, int | float | np.integer | np.floating) and math.isfinite(t) and t > 0):
         raise ParameterError(f"softcap({t!r})", "a finite cap above 0", "softcap(30.0)")
@@ -305,26 +310,28 @@ def softcap(t: float) -> Expression:
 
 
 def relative_bias(table: Any) -> Expression:
-    """s + table[h, clip(j − i + w, 0, 2w)]: a learned number per head and distance, as far as w either way.
+    """s + table[h, clip(j − i + w, 0, 2w)]: a learned bias per head and distance, for distances up to w either way.
 
     Parameters
     ----------
     table : (H, 2w + 1) or (2w + 1,) floats, in logits
-        Entry w is distance 0; distances beyond w share the last entry (Shaw, Uszkoreit and Vaswani, 2018, equation 5's
-        clipping; Raffel et al., 2020, section 2.1, for scalars added to the scores). Its gradient reaches it.
+        Entry w is the bias at distance 0. Distances beyond w use the first or the last entry (Shaw, Uszkoreit and
+        Vaswani, 2018, equation 5, for the clipping; Raffel et al., 2020, section 2.1, for scalars added to the scores).
+        The table receives its gradient.
 
     Raises
     ------
     ShapeError
-        An even number of distances, or more than two axes. When attention is asked: neither one row nor H of them.
+        The number of distances is even, or the table has more than two axes. When attention is computed: the table has
+        neither one row nor H rows.
     """
     wrapped = Table(table, axes=(None,) if np.ndim(table) == 1 else ("h", None))
     if wrapped.ndim > 2 or wrapped.shape[-1] % 2 == 0:
         raise ShapeError(
-            f"relative_bias({wrapped})", "(H, 2w + 1) or (2w + 1,)", "an odd number of distances, 0 in the middle"
+            f"relative_bias({wrapped})",
+            "(H, 2w + 1) or (2w + 1,)",
+            "an odd number of distances, distance 0 in the middle",
         )
-    if wrapped.ndim == 2:
-        wrapped.axes = ("h", None)
     max_distance = wrapped.shape[-1] // 2
     distance = apply("minimum", apply("maximum", j - i + max_distance, 0), 2 * max_distance)
     return s + wrapped[distance if wrapped.ndim == 1 else (h, distance)]
@@ -335,7 +342,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _broadcast_table(array: Any) -> Table:
-    """A table whose axes stand for the last of b, h, i, j; leading axes beyond four become one."""
+    """Return a table whose axes stand for the last of b, h, i, j; leading axes beyond four are merged into b."""
     if not hasattr(array, "shape"):
         array = np.asarray(array)
     if array.ndim > 4:
@@ -344,12 +351,7 @@ def _broadcast_table(array: Any) -> Table:
 
 
 def _lookup(table: Table) -> Expression:
-    """The table at its axes' own symbols; an axis of length 1 is read at 0."""
+    """Return the table read at the symbols of its axes; an axis of length 1 is read at 0."""
     names = "bhij"[4 - table.ndim :]
-    return Lookup(
-        table,
-        tuple(
-            Constant(0, "int") if length == 1 else SYMBOLS[name]
-            for name, length in zip(names, table.shape, strict=True)
-        ),
-    )
+    axes = zip(names, table.shape, strict=True)
+    return Lookup(table, tuple(Constant(0, "int") if length == 1 else SYMBOLS[name] for name, length in axes))

@@ -1,4 +1,4 @@
-"""What functions of NumPy and torch mean on formulas, by their names."""
+"""Translation of NumPy and torch function calls on formulas into operators, by function name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..errors import FormulaError
 from .expression import Expression, apply, as_expression
 from .operators import OPERATOR_ALIASES, OPERATORS
 
-__all__ = ["power", "translate_call", "unsupported"]
+__all__ = ["power", "translate_call"]
 
 
 def power(base: Any, exponent: Any) -> Expression:
-    """base ** exponent; small whole exponents become products, which keeps whole numbers whole."""
+    """Return base ** exponent. Whole exponents from 1 to 8 become products, so that whole numbers stay whole."""
     if isinstance(exponent, int) and not isinstance(exponent, bool) and 1 <= exponent <= 8:
         result = first = as_expression(base)
         for _ in range(exponent - 1):
@@ -23,7 +23,7 @@ def power(base: Any, exponent: Any) -> Expression:
 
 
 def translate_call(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library: str) -> Expression:
-    """What `numpy.name(...)` or `torch.name(...)` means on formulas."""
+    """Return the formula that `numpy.name(...)` or `torch.name(...)` means."""
     name = OPERATOR_ALIASES.get(name, name)
     if name == "sigmoid" and len(inputs) == 1:
         return 1 / (1 + apply("exp", apply("negative", inputs[0])))
@@ -35,7 +35,7 @@ def translate_call(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], lib
         return power(inputs[0], 2)
     if name not in OPERATORS or kwargs or len(inputs) != OPERATORS[name].arity:
         known = f" with {len(inputs)} arguments" if name in OPERATORS else ""
-        raise unsupported(f"{library}.{name}{known}" + (f" and {', '.join(sorted(kwargs))}=" if kwargs else ""))
+        raise _unsupported(f"{library}.{name}{known}" + (f" and {', '.join(sorted(kwargs))}=" if kwargs else ""))
     return apply(name, *inputs)
 
 
@@ -43,18 +43,18 @@ def _clip(value: Any, low: Any = None, high: Any = None, **names: Any) -> Expres
     low = names.pop("min", names.pop("a_min", low))
     high = names.pop("max", names.pop("a_max", high))
     if names:
-        raise unsupported(f"clip with {sorted(names)}")
+        raise _unsupported(f"clip with {sorted(names)}")
     result = as_expression(value)
     if low is not None:
         result = apply("maximum", result, low)
     return result if high is None else apply("minimum", result, high)
 
 
-def unsupported(what: str) -> FormulaError:
-    """The error for a function the language does not have."""
+def _unsupported(call: str) -> FormulaError:
+    """Return the error for a function that the formula language does not have."""
     names = sorted({*OPERATORS, "clip", "sigmoid", "square"})
     return FormulaError(
-        f"{what} of a formula",
+        f"{call} of a formula",
         f"+ - * / // % ** abs, comparisons, & | ^ ~, and {', '.join(names)}",
-        "write it with these, or put the values into a table",
+        "write the function with these operators, or put its values into a table",
     )

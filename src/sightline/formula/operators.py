@@ -1,7 +1,8 @@
-"""The operators of the language: one line each, with what every other pass needs to know of them.
+"""The operators of the formula language: one line each, with all that the passes over a formula need to know.
 
-Each pass keeps its own table under the same names: `bounds`, `derivative`, `render_array`, `render_triton`,
-`cpu.render`. Tests check that all of them cover this one.
+Each pass has its own table of rules under the same names: `bounds`, `derivative`, `render_array`, `render_triton` and
+`cpu.codegen.render`. Tests check that each table has a rule for every operator; `derivative` has the rules of the
+operators that return floats.
 """
 
 from __future__ import annotations
@@ -10,25 +11,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["OPERATORS", "OPERATOR_ALIASES", "Kind", "Operator", "common_kind", "promote"]
+__all__ = ["OPERATORS", "OPERATOR_ALIASES", "Kind", "common_kind"]
 
 Kind = Literal["bool", "int", "float"]
 _RANK: dict[Kind, int] = {"bool": 0, "int": 1, "float": 2}
 
 
+def _widest_kind(kinds: tuple[Kind, ...]) -> Kind:
+    return max(kinds, key=_RANK.__getitem__)
+
+
 def promote(kinds: tuple[Kind, ...]) -> Kind:
-    """The widest kind, at least int: what arithmetic gives."""
-    return max((*kinds, "int"), key=_RANK.__getitem__)
+    """Return the widest of the kinds, at least int: the kind of an arithmetic result."""
+    return _widest_kind((*kinds, "int"))
 
 
 def common_kind(node: Any) -> Kind:
-    """The kind an application's arguments are brought to first; the condition of a `where` stays apart."""
+    """Return the kind to which an operator's arguments are converted first; the condition of a `where` is excluded."""
     kinds = [a.kind for a in node.arguments[1 if node.operator == "where" else 0 :]]
-    return max((*kinds, *([] if node.kind == "bool" else [node.kind])), key=_RANK.__getitem__)
-
-
-def _widest_kind(kinds: tuple[Kind, ...]) -> Kind:
-    return max(kinds, key=_RANK.__getitem__)
+    return _widest_kind((*kinds, *([] if node.kind == "bool" else [node.kind])))
 
 
 def _float_kind(_: tuple[Kind, ...]) -> Kind:
@@ -45,10 +46,10 @@ def _branch_kind(kinds: tuple[Kind, ...]) -> Kind:
 
 @dataclass(frozen=True)
 class Operator:
-    """How an operator is written and what it gives.
+    """The notation, the arity and the result kind of an operator.
 
-    `symbol` is its mathematics; `precedence` binds tighter when larger (0: written as a function);
-    `conditions` are the positions of arguments that must be conditions.
+    `symbol` is the mathematical sign. A larger `precedence` binds tighter; 0 means function notation. `conditions` has
+    the positions of the arguments that must be conditions.
     """
 
     symbol: str
@@ -93,7 +94,7 @@ OPERATORS: dict[str, Operator] = {
     "ceil": Operator("ceil", 1, 0, promote),
 }
 
-# How NumPy and torch (and torch's methods behind Python's operators) spell them.
+# Other names of the operators in NumPy and torch, and the torch methods that Python's operators call.
 OPERATOR_ALIASES: dict[str, str] = {
     "abs": "absolute",
     "fabs": "absolute",

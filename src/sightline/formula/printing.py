@@ -1,4 +1,4 @@
-"""A formula as the mathematics it is: `(i ≥ j) ∧ (i − j < 256)` prints i ≥ j ∧ i − j < 256."""
+"""Formulas as mathematical notation: `(i >= j) & (i - j < 256)` prints as i ≥ j ∧ i − j < 256."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .tables import Table
 
 __all__ = ["format_formula"]
 
-MAX_PART_LENGTH = 400  # characters of one part: shared parts could otherwise repeat without end
-ATOM_PRECEDENCE = 10  # binds tighter than every operator
+MAX_PART_LENGTH = 400  # characters of one subexpression; the text of shared nodes could otherwise grow exponentially
+ATOM_PRECEDENCE = 10  # above the precedence of every operator
 NOT_ASSOCIATIVE = {"subtract", "divide", "floor_divide", "remainder", "power"}
 
 
 def format_formula(formula: Expression) -> str:
-    """The formula in one line; tables are t, or t₁, t₂ ... where it reads several."""
+    """Return the formula as one line of text. A single table is named t; several are named t₁, t₂, and so on."""
     names = _table_names(formula.tables)
-    formatted: dict[int, tuple[str, int]] = {}  # text and how tightly its outermost operator binds
+    formatted: dict[int, tuple[str, int]] = {}  # text and precedence of its outermost operator
     for node in walk(formula):
         text, precedence = _format_node(node, [formatted[id(a)] for a in node.arguments], names)
         formatted[id(node)] = (
@@ -52,7 +52,7 @@ def _format_node(node: Expression, parts: list[tuple[str, int]], names: dict[int
     left = _parenthesize(parts[0], rule.precedence)
     right = _parenthesize(parts[1], rule.precedence + (node.operator in NOT_ASSOCIATIVE or rule.precedence == 4))
     is_unspaced = node.operator in ("multiply", "power")
-    own_precedence = rule.precedence - (node.operator in ("floor_divide", "remainder"))  # (i mod 3)·2, not i mod 3·2
+    own_precedence = rule.precedence - (node.operator in ("floor_divide", "remainder"))  # prints (i mod 3)·2
     return f"{left}{rule.symbol}{right}" if is_unspaced else f"{left} {rule.symbol} {right}", own_precedence
 
 

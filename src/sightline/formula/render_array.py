@@ -1,7 +1,7 @@
-"""Formulas as plain array operations, in any array-API namespace.
+"""Evaluation of formulas with plain array operations, in any array-API namespace.
 
-Floats inside a mask are float64 everywhere, so that every kernel decides alike; in a score they have the dtype asked
-for.
+Float nodes of a mask are always float64, so that every kernel makes the same decisions. Float nodes of a score have the
+dtype that the caller passes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["ARRAY_RULES", "evaluate", "evaluate_dense"]
 
 
 def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_dtype: Any, like: Any) -> Any:
-    """The formula's values over broadcastable arrays of its symbols.
+    """Return the formula's values over broadcastable arrays of its symbols.
 
     Parameters
     ----------
     symbols : the arrays of b, h, i, j (int64) and s; n and m as Python ints
-    xp : namespace the values are computed in
-    float_dtype : dtype of float parts
-    like : an array of that namespace, for its device
+    xp : the array-API namespace of the computation
+    float_dtype : dtype of float nodes
+    like : an array of that namespace, whose device is used
     """
     device_option = {} if isinstance(like, np.ndarray | np.generic) else {"device": like.device}
     dtypes = {"bool": xp.bool, "int": xp.int64, "float": float_dtype}
@@ -44,7 +44,7 @@ def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_
             values[id(node)] = xp.asarray(node.value, dtype=dtypes[node.kind], **device_option)
         elif isinstance(node, Lookup):
             source = convert(node.table.array, like)
-            if 0 in source.shape:  # read at hidden pairs alone, where any number will do
+            if 0 in source.shape:  # an empty table is read only at hidden pairs, where any value is correct
                 source = xp.zeros([max(length, 1) for length in source.shape], dtype=source.dtype, **device_option)
             index = tuple(
                 xp.clip(values[id(a)], 0, length - 1) for a, length in zip(node.arguments, source.shape, strict=True)
@@ -61,10 +61,10 @@ def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_
 
 
 def evaluate_dense(formula: Expression, extent: tuple[int, int, int, int], s: Any = None) -> Any:
-    """(B, H, n, m) NumPy values of a formula: bool, int64 or float64."""
+    """Return the formula's values as a (B, H, n, m) NumPy array of bool, int64 or float64."""
     B, H, n, m = extent
     if s is None and "s" in formula.free_symbols:
-        raise FormulaError(f"{formula}.array(...) without scores", "scores for a formula that reads s", "pass s=scores")
+        raise FormulaError(f"{formula}.array(...) without scores", "scores if the formula reads s", "pass s=scores")
     symbols: dict[str, Any] = {
         "b": np.arange(B).reshape(-1, 1, 1, 1),
         "h": np.arange(H).reshape(-1, 1, 1),
@@ -82,7 +82,10 @@ def evaluate_dense(formula: Expression, extent: tuple[int, int, int, int], s: An
 
 
 def _integer_division(name: str) -> Callable[[Any, Any, Any], Any]:
-    """Floor division and remainder; by 0 gives 0 for whole numbers, as NumPy has it, without a trap on any backend."""
+    """Return the array rule of floor division or remainder.
+
+    Whole numbers divided by 0 give 0, as in NumPy, without a trap on any backend.
+    """
 
     def rule(xp: Any, x: Any, y: Any) -> Any:
         if xp.isdtype(x.dtype, "real floating"):

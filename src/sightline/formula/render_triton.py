@@ -1,12 +1,12 @@
-"""A formula as the text of a Triton function of a block of pairs. Plain text: triton is not loaded.
+"""Rendering of a formula as the source text of a Triton function over a block of pairs. Triton is not imported.
 
-What reads only the query is computed for a column (rows, 1), what reads only the key for a row (1, columns), and the
-rest for the block, since each part has the shape its symbols give it.
+Each node has the shape that its symbols give it: nodes that depend only on the query are columns (rows, 1), nodes that
+depend only on the key are rows (1, columns), and the other nodes cover the whole block.
 
     def score_at(s, b, h, i, j, n, m, tables)      for formulas of the scores s
     def mask_at(b, h, i, j, n, m, tables)          for others
 
-A table is (pointer, stride of each axis in entries, length of each axis).
+A table is the tuple (pointer, stride of each axis in entries, length of each axis).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _INFIX = {
 }
 _SAME_NAME = ("exp2", "log", "log2", "sin", "cos")
 
-# {0}, {1}, {2} are the arguments; a pair is (of whole numbers and conditions, of floats).
+# {0}, {1}, {2} are the arguments. A pair is (template for whole numbers and conditions, template for floats).
 TRITON_RULES: dict[str, str | tuple[str, str]] = {
-    **{name: f"{{0}} {sign} {{1}}" for name, sign in _INFIX.items()},
+    **{name: f"{{0}} {symbol} {{1}}" for name, symbol in _INFIX.items()},
     **{name: f"tl.{name}({{0}})" for name in _SAME_NAME},
     "floor_divide": ("whole_quotient({0}, {1})", "tl.floor(real_quotient({0}, {1}))"),
     "remainder": ("whole_remainder({0}, {1})", "real_remainder({0}, {1})"),
@@ -50,13 +50,14 @@ TRITON_RULES: dict[str, str | tuple[str, str]] = {
     "where": "tl.where({0}, {1}, {2})",
     "power": "libdevice.pow({0}, {1})",
     "sqrt": "square_root({0})",
-    "exp": "libdevice.exp({0})",  # Triton's own goes by 2^(x log₂ e), whose error grows with x
+    "exp": "libdevice.exp({0})",  # tl.exp computes 2^(x log₂ e), whose error grows with |x|
     "tanh": "libdevice.tanh({0})",
     "floor": ("{0}", "tl.floor({0})"),
     "ceil": ("{0}", "tl.ceil({0})"),
 }
 _BOOL_TEMPLATES = {"minimum": "{0} & {1}", "maximum": "{0} | {1}"}
-MAX_NESTING_DEPTH = 32  # operators in operators on a line: Python reads 200 parentheses, Triton's compiler calls itself
+# Nested operators on one line: Python's parser accepts 200 parentheses, and Triton's compiler is recursive.
+MAX_NESTING_DEPTH = 32
 _HELPERS = ("real_quotient", "real_remainder", "square_root", "whole_quotient", "whole_remainder")
 
 
@@ -70,15 +71,17 @@ def render(
     clamped: Sequence[tuple[int, int]] = (),
     scores: bool = False,
 ) -> str:
-    """The source of a module with one Triton function.
+    """Return the source of a module with one Triton function.
 
     Parameters
     ----------
-    name : of the function
-    floats, integers : names of the types numbers are computed in; conditions give bool, all else floats
-    slots : which of the kernel's tables each of `formula.tables` is
-    clamped : (place of a lookup in `walk`, axis) whose index may leave its table at hidden pairs
-    scores : whether the function takes s, read or not, and answers floats even where the formula gives whole numbers
+    name : name of the function
+    floats, integers : names of the dtypes of float and integer nodes; conditions are bool and other results are floats
+    slots : for each of `formula.tables`, its position among the kernel's tables
+    clamped : (position of a lookup in `walk`, axis) of each index that may leave its table at hidden pairs
+    scores : True if the function takes s (whether the formula reads s or not) and returns floats even if the formula is
+        a
+        whole number
     """
     return _TritonRenderer(formula, floats, integers, slots, clamped).render_module(name, scores)
 
@@ -98,7 +101,7 @@ class _TritonRenderer:
                 self.use_counts[id(argument)] = self.use_counts.get(id(argument), 0) + 1
         self.lines: list[str] = []
         self.rendered: dict[int, str] = {}
-        self.depth: dict[int, int] = {}  # of operators in what is written for a node
+        self.depth: dict[int, int] = {}  # nesting depth of the operators in a node's text
 
     def render_module(self, name: str, scores: bool) -> str:
         for node in self.nodes:
@@ -106,7 +109,7 @@ class _TritonRenderer:
         result = self.rendered[id(self.formula)]
         is_integer_score = self.formula.kind == "int" and scores
         if isinstance(self.formula, Constant):
-            result = self.typed(Constant(self.formula.value, "float") if is_integer_score else self.formula)
+            result = self.typed_literal(Constant(self.formula.value, "float") if is_integer_score else self.formula)
         elif is_integer_score:
             result = f"tl.cast({result}, {self.types['float']})"
         arguments = ["s"] * scores + list("bhijnm") + ["tables"]
@@ -120,7 +123,7 @@ class _TritonRenderer:
         return f'{head}\n    """{self.formula}"""\n{source}\n'
 
     def symbol_casts(self) -> list[str]:
-        """The symbols in the types numbers are computed in, where those are wider than what kernels count in."""
+        """Return the lines that cast symbols to dtypes wider than those in which kernels count."""
         casts = []
         for symbol in sorted(self.formula.free_symbols):
             kind = self.types["float" if symbol == "s" else "int"]
@@ -129,7 +132,10 @@ class _TritonRenderer:
         return casts
 
     def inline_or_assign(self, node: Expression, text: str) -> str:
-        """The text itself, or the name of a line for what is read more than once or from memory, or is deep."""
+        """Return the text itself, or the name of a variable to which the text is assigned.
+
+        A node gets a variable if several nodes read it, if it is a lookup, or if its text is nested too deeply.
+        """
         self.depth[id(node)] = depth = 1 + max([self.depth[id(a)] for a in node.arguments], default=0)
         is_inline = self.use_counts.get(id(node), 0) < 2 and not isinstance(node, Lookup) and depth < MAX_NESTING_DEPTH
         if isinstance(node, Symbol | Constant) or is_inline:
@@ -159,14 +165,15 @@ class _TritonRenderer:
         elif kind == "bool" and not node.operator.startswith("logical") and node.operator != "where":
             kind = "int"  # conditions compare as 0 and 1
         infix = " {1}" in template and "(" not in template
-        narrow = not infix and kind == "float" and self.types["float"] == "tl.float64"  # functions take 0.1 for float32
-        typed = narrow or all(isinstance(argument, Constant) for argument in node.arguments)
+        # Triton's functions read a bare literal such as 0.1 as float32.
+        narrow = not infix and kind == "float" and self.types["float"] == "tl.float64"
+        is_typed = narrow or all(isinstance(argument, Constant) for argument in node.arguments)
         inputs = [
-            self.typed(a)
+            self.typed_literal(a)
             if position in conditions and isinstance(a, Constant)
             else self.rendered[id(a)]
             if position in conditions
-            else self.convert_argument(a, kind, typed)
+            else self.convert_argument(a, kind, is_typed)
             for position, a in enumerate(node.arguments)
         ]
         if "(" in template:
@@ -174,15 +181,15 @@ class _TritonRenderer:
         text = template.format(*inputs)
         return text if text.endswith(")") and not infix and template[0] not in "-{" else f"({text})"
 
-    def convert_argument(self, node: Expression, kind: Kind, typed: bool) -> str:
-        """An argument in the type its operator computes in."""
+    def convert_argument(self, node: Expression, kind: Kind, is_typed: bool) -> str:
+        """Return an argument's text, converted to the kind in which its operator computes."""
         if isinstance(node, Constant):
             value = {"bool": bool, "int": int, "float": float}[kind](node.value)
-            return self.typed(Constant(value, kind)) if typed else _literal(value)
+            return self.typed_literal(Constant(value, kind)) if is_typed else _literal(value)
         text = self.rendered[id(node)]
         return text if node.kind == kind else f"tl.cast({_strip_parentheses(text)}, {self.types[kind]})"
 
-    def typed(self, node: Constant) -> str:
+    def typed_literal(self, node: Constant) -> str:
         return f"tl.full((), {_literal(node.value)}, {self.types[node.kind]})"
 
     def render_lookup(self, node: Lookup) -> str:
@@ -204,12 +211,12 @@ def _literal(value: bool | int | float) -> str:
 
 
 def _strip_parentheses(text: str) -> str:
-    """Without the parentheses around the whole."""
+    """Return the text without the parentheses that enclose all of it."""
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0
-    for position, sign in enumerate(text):
-        depth += (sign == "(") - (sign == ")")
+    for position, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
         if depth == 0 and position < len(text) - 1:
             return text
     return text[1:-1]

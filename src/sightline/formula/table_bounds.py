@@ -1,8 +1,8 @@
-"""Least and greatest entries of a table over ranges of its indices, many ranges at once.
+"""The least and the greatest entry of a table over many ranges of its indices at once.
 
-A pyramid of aligned blocks, each level twice as wide as the last: a range is covered by at most two blocks per axis of
-the narrowest level at least as wide. The answer covers at least the range asked, and exactly that range when it is one
-aligned block or one index.
+The bounds form a pyramid of aligned blocks; each level has blocks twice as wide as the level below. At most two blocks
+per axis cover a range, from the narrowest level that is at least as wide as the range. The blocks cover at least the
+requested range, and exactly that range if it is one aligned block or one index.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ __all__ = ["TableBounds"]
 Array = np.ndarray[Any, np.dtype[Any]]
 Level = tuple[int, ...]  # per axis, log2 of the block's width
 
-BASE_LEVEL = 4  # blocks up to 2⁴ wide come from the table itself, wider ones from those: one pass over large tables
+BASE_LEVEL = 4  # blocks up to 2⁴ wide reduce the table, wider blocks reduce these: one pass over a large table
 
 
 class TableBounds:
-    """The pyramid over one array, NumPy's or a framework's; levels are made when first asked for."""
+    """The pyramid over one array of NumPy or of a framework. A level is computed when it is first needed."""
 
     def __init__(self, array: Any) -> None:
         self.array, self.values = array, to_numpy(array)
         self.levels: dict[Level, tuple[Array, Array]] = {}
 
     def over(self, ranges: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-        """(least, greatest) as float64 for index ranges (low, high), ends included, one pair per axis.
+        """Return (least, greatest) as float64 for index ranges (low, high), one pair per axis, both ends included.
 
-        Ranges that leave the table are cut to it.
+        Ranges that leave the table are clipped to the table.
         """
         if 0 in self.values.shape:
-            return np.float64(0), np.float64(0)  # never read where it matters
+            return np.float64(0), np.float64(0)  # an empty table is read only at hidden pairs
         ends = np.broadcast_arrays(*(end for pair in ranges for end in pair))
         shape = ends[0].shape
         last_indices = [length - 1 for length in self.values.shape]
@@ -63,7 +63,7 @@ class TableBounds:
 
     @cached_property
     def over_all(self) -> tuple[float, float]:
-        """(least, greatest) of all entries."""
+        """The (least, greatest) of all entries."""
         return min_max(self.array)
 
     def _level(self, level: Level) -> tuple[Array, Array]:
@@ -71,19 +71,15 @@ class TableBounds:
             return self.values, self.values
         if level not in self.levels:
             base = tuple(min(w, BASE_LEVEL) for w in level)
-            source, below = (
-                ((self.values, self.values), (0,) * len(level)) if level == base else (self._level(base), base)
-            )
+            below = (0,) * len(level) if level == base else base
+            low, high = self._level(below)
             steps = [w - v for w, v in zip(level, below, strict=True)]
-            self.levels[level] = (
-                _reduce_blocks(source[0], steps, np.minimum),
-                _reduce_blocks(source[1], steps, np.maximum),
-            )
+            self.levels[level] = _reduce_blocks(low, steps, np.minimum), _reduce_blocks(high, steps, np.maximum)
         return self.levels[level]
 
 
 def _reduce_blocks(values: Array, steps: Sequence[int], reduce: Any) -> Array:
-    """Each axis reduced in blocks of 2^step; the last block may be shorter."""
+    """Reduce each axis in blocks of 2^step entries; the last block may be shorter."""
     for axis, step in enumerate(steps):
         if step:
             values = reduce.reduceat(values, np.arange(0, values.shape[axis], 1 << step), axis=axis)

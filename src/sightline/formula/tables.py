@@ -1,4 +1,4 @@
-"""Arrays that formulas read."""
+"""Tables: arrays that formulas read."""
 
 from __future__ import annotations
 
@@ -20,14 +20,23 @@ _TABLE_BOUNDS = TensorCache(256)
 
 
 class Table:
-    """An array that formulas read: document numbers, lengths, slopes, biases, a dense mask.
+    """An array that formulas read: document numbers, lengths, slopes, biases or a dense mask.
 
     Parameters
     ----------
     array : array
-        Booleans, integers or real floats of at least one axis; NumPy, torch or anything NumPy can read.
+        Booleans, integers or real floats with at least one axis, from NumPy, torch or anything that NumPy can read.
     axes : tuple of str or None, optional
-        For each axis the symbol whose whole range it must span (or have length 1), as `dense` and `bias` promise.
+        For each axis, the symbol whose whole range the axis must span; the axis may also have length 1. None for an
+        axis without this requirement.
+
+    Raises
+    ------
+    ShapeError
+        The array has no axes, or is a list of lists of unequal lengths.
+    DtypeError
+        The array is masked or sparse, or its dtype is not bool, a signed integer of up to 64 bits, an unsigned integer
+        of up to 32 bits, float16, bfloat16, float32 or float64.
     """
 
     def __init__(self, array: Any, axes: tuple[str | None, ...] | None = None) -> None:
@@ -41,11 +50,11 @@ class Table:
                     "a table of lists of unequal lengths", "a rectangular array", "pad the lists"
                 ) from error
         if isinstance(array, np.ma.MaskedArray):
-            raise DtypeError("a masked array as table", "plain arrays", "fill it: array.filled(0)")
+            raise DtypeError("a masked array as a table", "plain arrays", "fill it: array.filled(0)")
         if isinstance(array, np.ndarray):
             array = np.asarray(array)
         elif not is_strided(array):
-            raise DtypeError("a sparse tensor as table", "dense arrays", "table(array.to_dense())")
+            raise DtypeError("a sparse tensor as a table", "dense arrays", "table(array.to_dense())")
         self.array: Any = array
         self.axes = axes
         self.shape: tuple[int, ...] = tuple(int(length) for length in array.shape)
@@ -54,7 +63,7 @@ class Table:
         self.kind: Kind = _table_kind(array)
         if self.ndim == 0:
             raise ShapeError(
-                "a table of no axes, one number", "one axis or more", "use the Python number itself in the formula"
+                "a table without axes, of one number", "one axis or more", "use the Python number in the formula"
             )
 
     def __getitem__(self, indices: Any) -> Expression:
@@ -86,14 +95,17 @@ class Table:
         )
 
     def to_expression(self) -> NoReturn:
-        """Raise FormulaError: a table is read at indices."""
+        """Raise FormulaError: formulas read a table only at indices."""
         raise FormulaError(
             f"{self} used without indices", "table(array)[...]", "index it, as in table(array)[h, i - j]"
         )
 
     @cached_property
     def bounds(self) -> TableBounds:
-        """Least and greatest entries over ranges; made once, so for tables whose array no longer changes."""
+        """The least and greatest entries over index ranges.
+
+        They are computed once, so the array must not change after the first use.
+        """
         return _TABLE_BOUNDS.get("bounds", [self.array], lambda: TableBounds(to_host(self.array)))
 
     def __repr__(self) -> str:
@@ -106,13 +118,20 @@ def table(array: Any) -> Table:
     Parameters
     ----------
     array : array
-        (length, ...) of bool, integer or real float. Float tables given as torch tensors may need gradients.
+        (length, ...) of bool, integer or real float. A float table may be a torch tensor that requires gradients.
 
     Returns
     -------
     Table
-        Index it with one whole-number expression per axis. Reading outside it is an error unless the mask hides the
-        pair or an enclosing `where` takes the other branch.
+        Index it with one whole-number expression per axis. A read outside the table is an error, unless the mask hides
+        the pair or an enclosing `where` selects the other branch.
+
+    Raises
+    ------
+    ShapeError
+        The array has no axes, or is a list of lists of unequal lengths.
+    DtypeError
+        The array is masked or sparse, or has a dtype that formulas cannot read.
 
     Examples
     --------
@@ -125,7 +144,7 @@ def table(array: Any) -> Table:
 
 
 def learned_number(number: Any) -> Expression:
-    """A tensor of one number as a table of one entry, which keeps its gradient."""
+    """Return a tensor of one number as a read of a one-entry table, so that the number receives its gradient."""
     return Table(number.reshape(1))[0]
 
 
@@ -139,6 +158,6 @@ def _table_kind(array: Any) -> Kind:
         return "float"
     raise DtypeError(
         f"a table of dtype {name}",
-        "bool, integers up to 64 bits signed, float16, bfloat16, float32, float64",
+        "bool, signed integers up to 64 bits, unsigned up to 32, float16, bfloat16, float32, float64",
         "cast it",
     )

@@ -1,9 +1,9 @@
-"""What was found out about formulas, kept while the arrays they read live and are not written to.
+"""A cache of facts about formulas, valid while the arrays that the formulas read live and are not written to.
 
-Arrays on a device are worth it: to look at their entries waits for all the device has to do. torch counts what it
-writes to a tensor, so one seen before with the same count has the same entries; whoever writes past torch, as a kernel
-of their own does, calls `torch.autograd.graph.increment_version`. Nothing counts what is written to arrays in the
-host's memory: these are looked at each time.
+The cache pays off for arrays on a device: reading their entries waits for all work queued on the device. torch counts
+the writes to a tensor, so a tensor with the same count has the same entries. A kernel that writes to a tensor without
+torch must call `torch.autograd.graph.increment_version`. Writes to arrays in host memory are not counted, so facts
+about these arrays are computed on every call.
 """
 
 from __future__ import annotations
@@ -22,24 +22,28 @@ from ..arrays import convert, framework
 
 __all__ = ["TensorCache", "identity", "retain", "to_device"]
 
-UNVERSIONED_DEVICES = ("cpu", "meta")  # places whose arrays may be written to without torch, or hold nothing
-MAX_HASHED_BYTES = 1 << 18  # bytes up to which arrays of the host are told by what they hold
+UNVERSIONED_DEVICES = ("cpu", "meta")  # host arrays can be written to without torch; meta arrays have no entries
+MAX_HASHED_BYTES = 1 << 18  # bytes up to which a host array is identified by a hash of its entries
 
 Value = TypeVar("Value")
 
 
 class TensorCache:
-    """At most that many findings, those used last."""
+    """A least-recently-used cache of at most `max_entries` values."""
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries
         self.entries: OrderedDict[Hashable, tuple[list[weakref.ref[Any]], Any]] = OrderedDict()
-        self.lock = threading.RLock()  # an array may end, and so call `evict`, while it is held
+        self.lock = threading.RLock()  # an array may be freed, which calls `evict`, while the lock is held
 
     def get(self, tag: Hashable, arrays: Sequence[Any], compute: Callable[[], Value]) -> Value:
-        """find(), or what it gave when the same was asked of the same arrays; it must not hold on to them."""
+        """Return the cached value for the tag and the arrays, or else `compute()`.
+
+        The value must not hold references to the arrays. An entry is dropped when one of its arrays is freed. Nothing
+        is cached if an array has no identity.
+        """
         identities = [identity(array) for array in arrays]
-        if any(one is None for one in identities):
+        if None in identities:
             return compute()
         key = (tag, tuple(identities))
         with self.lock:
@@ -61,7 +65,7 @@ class TensorCache:
 
 
 def to_device(array: Any, like: Any) -> Any:
-    """`arrays.convert`; small arrays of the host, as slopes and lengths are, stay on the device once they are there."""
+    """Convert as `arrays.convert` does. Small host arrays, such as slopes, are cached on the device."""
     is_on_device = framework(like) == "torch" and like.device.type not in UNVERSIONED_DEVICES
     if not is_on_device or not isinstance(array, np.ndarray) or array.nbytes > MAX_HASHED_BYTES:
         return convert(array, like)
@@ -71,9 +75,10 @@ def to_device(array: Any, like: Any) -> Any:
 
 
 def retain(value: Value, like: Any) -> Value:
-    """What a memory keeps on `like`'s device; for good where a CUDA graph is being captured, whose replays read it.
+    """Return a cached value that a kernel on `like`'s device is about to read, with its memory protected.
 
-    Where the memory lets go of it, nobody gets its place before the stream that reads it now is done.
+    The value's tensors are recorded on the current stream, so that their memory is not reused before the stream has
+    read them. While a CUDA graph is captured the value is kept forever, because every replay of the graph reads it.
     """
     if like.is_cuda:
         stream = _framework_of(like).cuda.current_stream(like.device)
@@ -90,25 +95,25 @@ def _is_capturing(like: Any) -> bool:
 
 
 def identity(array: Any) -> Hashable:
-    """What tells the array and its entries from all others that live; None where nothing does."""
+    """Return a key that no other live array shares and that a write changes; None for an array without such a key."""
     if framework(array) != "torch" or array.device.type in UNVERSIONED_DEVICES or array.is_inference():
         return None
     return id(_base_tensor(array)), array.data_ptr(), array.shape, array.stride(), array.dtype, array._version
 
 
 def _convert_outside_inference(array: Any, like: Any) -> Any:
-    """`arrays.convert` to a tensor that calls outside torch.inference_mode may take too."""
+    """Convert as `arrays.convert` does, to a tensor that calls outside torch.inference_mode may use as well."""
     with _framework_of(like).inference_mode(False):
         return convert(array, like)
 
 
 def _framework_of(array: Any) -> Any:
-    """The package that made the array, which is loaded; formulas load none."""
+    """Return the package that made the array. The package is already loaded; formulas import no framework."""
     return sys.modules[framework(array)]
 
 
 def _base_tensor(array: Any) -> Any:
-    """The tensor whose life is that of the entries: a view is made anew for every call."""
+    """Return the tensor that owns the entries: a view is a new object in every call."""
     return array if array._base is None else array._base
 
 

@@ -1,6 +1,6 @@
-"""Runs: which blocks of keys each block of queries has to look at, found from bounds alone.
+"""Classification of tiles: the ranges of key blocks that each block of queries must process, found from bounds alone.
 
-The key axis is bisected only where bounds answer "partial", so the work follows the allowed area, not n².
+The key axis is bisected only where the bounds leave a tile undecided, so the work grows with the allowed area, not n².
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["TileRanges", "find_tile_ranges", "find_witness"]
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
-MAX_SCORE = 1e30  # scores are finite: −∞ in a formula's bounds comes from the formula
+MAX_SCORE = 1e30  # bounds of s are finite, so an infinite bound of a node is due to the formula
 SEARCH_BLOCK = (64, 64)
-MAX_ROWS_AT_ONCE = 1 << 16  # rows bisected together: bounds the memory of the search
+MAX_ROWS_AT_ONCE = 1 << 16  # rows bisected together; the number limits the memory of the search
 
 
 @dataclass(frozen=True, eq=False)
 class TileRanges:
-    """For each block of queries, runs of key blocks: [first, last) in units of `key_block`, full or partial.
+    """Ranges of key blocks for each block of queries: [first, last) in units of `key_block`, full or partial.
 
-    Rows are (batch, head, query block) in C order; `batches` and `heads` are 1 where the formula does not depend on
-    them. Row r owns entries `start[r]:start[r + 1]`. What no run covers is empty.
+    Rows are (batch, head, query block) in C order. `batches` or `heads` is 1 if the formula does not depend on b or h.
+    Row r owns the entries `start[r]:start[r + 1]`. A tile that no range covers is empty.
     """
 
     extent: tuple[int, int, int, int]
@@ -52,13 +52,13 @@ class TileRanges:
         return -(-self.extent[3] // self.key_block)
 
     def row(self, b: int, h: int, block: int) -> range:
-        """The entries of one block of queries."""
+        """Return the range of entries of one block of queries."""
         row = ((b if self.batches > 1 else 0) * self.heads + (h if self.heads > 1 else 0)) * self.query_blocks + block
         return range(int(self.start[row]), int(self.start[row + 1]))
 
     @cached_property
     def tiles(self) -> dict[str, int]:
-        """Numbers of empty, full and partial tiles over all batches and heads."""
+        """The numbers of empty, full and partial tiles over all batches and heads."""
         B, H, _, _ = self.extent
         repeats = (B // self.batches) * (H // self.heads) if B and H else 0
         lengths = self.last - self.first
@@ -70,9 +70,10 @@ class TileRanges:
 def find_tile_ranges(
     mask: Expression | None, extent: tuple[int, int, int, int], query_block: int, key_block: int
 ) -> TileRanges:
-    """The runs of a mask. Empty: surely hidden. Full: surely allowed. Partial: everything between.
+    """Return the tile ranges of a mask; None is the mask that allows every pair.
 
-    Those of masks without tables are kept: such a mask is its text.
+    A tile is empty if the bounds prove that every pair is hidden, full if they prove that every pair is allowed, and
+    partial otherwise. The ranges of masks without tables are cached by the mask's text.
     """
     mask = Constant(True, "bool") if mask is None else mask
     if mask.tables:
@@ -89,24 +90,24 @@ def _search(mask: Expression, extent: tuple[int, int, int, int], query_block: in
     B, H, n, _ = extent
     batches, heads = (length if name in mask.free_symbols else min(length, 1) for name, length in (("b", B), ("h", H)))
     rows = batches * heads * -(-n // query_block)
-    pieces_found = [
-        _bisect(mask, extent, (query_block, key_block), heads, np.arange(at, min(at + MAX_ROWS_AT_ONCE, rows)))
-        for at in range(0, rows, MAX_ROWS_AT_ONCE)
-    ]
-    row, first, last, full = _merge_adjacent(np.concatenate([np.empty((4, 0), np.int64), *pieces_found], axis=1))
+    pieces = [np.empty((4, 0), np.int64)]
+    for at in range(0, rows, MAX_ROWS_AT_ONCE):
+        selected = np.arange(at, min(at + MAX_ROWS_AT_ONCE, rows))
+        pieces += _bisect(mask, extent, (query_block, key_block), heads, selected)
+    row, first, last, full = _merge_adjacent(np.concatenate(pieces, axis=1))
     start = np.searchsorted(row, np.arange(rows + 1))
     return TileRanges(extent, query_block, key_block, batches, heads, start, first, last, full.astype(bool))
 
 
 def _bisect(
     mask: Expression, extent: tuple[int, int, int, int], block: tuple[int, int], heads: int, rows: Array
-) -> Array:
-    """(row, first, last, full) of every decided piece of these rows, in no order."""
+) -> list[Array]:
+    """Return pieces of (row, first, last, full) that cover every tile of these rows that is not empty, in no order."""
     _, _, n, m = extent
     key_blocks, query_blocks = -(-m // block[1]), -(-n // block[0])
     width = 1 << max(key_blocks - 1, 0).bit_length()
     first = np.zeros_like(rows)
-    pieces_found: list[Array] = []
+    pieces: list[Array] = []
     while rows.size and key_blocks:
         last = np.minimum(first + width, key_blocks)
         i0 = rows % query_blocks * block[0]
@@ -120,32 +121,30 @@ def _bisect(
         low, high = (np.broadcast_to(end, rows.shape) for end in compute_intervals(mask, box)[id(mask)])
         full = low == 1
         is_decided = full | ((width == 1) & (high != 0))
-        pieces_found.append(
-            np.stack([rows[is_decided], first[is_decided], last[is_decided], full[is_decided].astype(np.int64)])
-        )
+        pieces.append(np.stack([rows, first, last, full])[:, is_decided])
         width //= 2
         halve = (high != 0) & ~is_decided
         rows, first = np.repeat(rows[halve], 2), np.repeat(first[halve], 2)
         first[1::2] += width
         inside = first < key_blocks
         rows, first = rows[inside], first[inside]
-    return np.concatenate([np.empty((4, 0), np.int64), *pieces_found], axis=1)
+    return pieces
 
 
 def _merge_adjacent(pieces: Array) -> Array:
-    """Pieces in order, neighbours of one kind joined."""
+    """Sort the pieces and merge adjacent pieces of the same kind."""
     pieces = pieces[:, np.lexsort((pieces[1], pieces[0]))]
     row, first, last, full = pieces
     if row.size == 0:
         return pieces
     continues = (row[1:] == row[:-1]) & (first[1:] == last[:-1]) & (full[1:] == full[:-1])
-    heads = np.flatnonzero(np.concatenate([[True], ~continues]))
-    ends = np.append(heads[1:], row.size) - 1
-    return np.stack([row[heads], first[heads], last[ends], full[heads]])
+    starts = np.flatnonzero(np.concatenate([[True], ~continues]))
+    ends = np.append(starts[1:], row.size) - 1
+    return np.stack([row[starts], first[starts], last[ends], full[starts]])
 
 
 def make_box(extent: tuple[int, int, int, int], **symbols: tuple[Any, Any]) -> dict[str, Interval]:
-    """Intervals for every symbol: the whole range where none is given."""
+    """Return the interval of every symbol: its whole range, unless `symbols` has a narrower one."""
     B, H, n, m = extent
     whole = {"b": (0, B - 1), "h": (0, H - 1), "i": (0, n - 1), "j": (0, m - 1), "n": (n, n), "m": (m, m)}
     box = {name: (np.asarray(a, np.float64), np.asarray(z, np.float64)) for name, (a, z) in (whole | symbols).items()}
@@ -154,16 +153,16 @@ def make_box(extent: tuple[int, int, int, int], **symbols: tuple[Any, Any]) -> d
 
 
 def find_witness(condition: Expression, extent: tuple[int, int, int, int]) -> tuple[int, int, int, int] | None:
-    """One (b, h, i, j) at which the condition holds, or None where it holds nowhere.
+    """Return one (b, h, i, j) at which the condition holds, or None if there is none.
 
-    Bounds first, then the values of the tiles they leave open.
+    The values are computed only in the tiles that the bounds do not prove empty.
     """
-    runs = find_tile_ranges(condition, extent, *SEARCH_BLOCK)
+    ranges = find_tile_ranges(condition, extent, *SEARCH_BLOCK)
     _, _, n, m = extent
-    row_of_entry = np.repeat(np.arange(runs.start.size - 1), np.diff(runs.start))
-    for row, first, last in zip(row_of_entry, runs.first, runs.last, strict=True):
-        group, block = divmod(int(row), runs.query_blocks)
-        b, h = divmod(group, runs.heads)
+    row_of_entry = np.repeat(np.arange(ranges.start.size - 1), np.diff(ranges.start))
+    for row, first, last in zip(row_of_entry, ranges.first, ranges.last, strict=True):
+        group, block = divmod(int(row), ranges.query_blocks)
+        b, h = divmod(group, ranges.heads)
         i = np.arange(block * SEARCH_BLOCK[0], min((block + 1) * SEARCH_BLOCK[0], n))[:, None]
         j = np.arange(first * SEARCH_BLOCK[1], min(last * SEARCH_BLOCK[1], m))
         symbols = {"b": np.asarray(b), "h": np.asarray(h), "i": i, "j": j, "n": n, "m": m}

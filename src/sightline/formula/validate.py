@@ -1,4 +1,4 @@
-"""What only shows once the lengths are known: reads outside a table, tables that do not span their axes."""
+"""Checks that need the lengths: reads outside a table, whole numbers from 2⁵³ on, tables that do not fit their axes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Extent = tuple[int, int, int, int]
 
 
 def check_formulas(mask: Expression | None, score: Expression | None, extent: Extent) -> None:
-    """Raise where a formula reads outside a table, or whole numbers outgrow what can be counted exactly.
+    """Raise an error if a formula reads outside a table, or if a whole number reaches 2⁵³, where float64 is not exact.
 
-    A read outside is allowed where the mask hides the pair and in the branch of a `where` not taken.
+    A read outside a table is allowed where the mask hides the pair, and in the branch that a `where` does not take.
     """
     if 0 in extent:
         return
@@ -33,9 +33,7 @@ def check_formulas(mask: Expression | None, score: Expression | None, extent: Ex
         for node in walk(formula):
             low, high = bounds[id(node)]
             if node.kind == "int" and max(np.max(np.abs(low)), np.max(np.abs(high))) >= MAX_EXACT_INTEGER:
-                raise FormulaError(
-                    f"{node} grows to 2⁵³ or beyond here", "whole numbers below 2⁵³", "use floats: 1.0 * i"
-                )
+                raise FormulaError(f"{node} grows to 2⁵³ or beyond", "whole numbers below 2⁵³", "use floats: 1.0 * i")
             if isinstance(node, Lookup):
                 for axis, index in enumerate(node.arguments):
                     _check_index(formula, node, axis, bounds[id(index)], allowed, extent)
@@ -45,13 +43,13 @@ def _check_span(table: Any, extent: Extent) -> None:
     for axis, name in enumerate(table.axes or ()):
         if name is None:
             continue
-        length, whole = table.shape[axis], extent["bhij".index(name)]
-        if length not in (1, whole):
+        length, span = table.shape[axis], extent["bhij".index(name)]
+        if length not in (1, span):
             raise ShapeError(
                 f"an array of shape {table.shape}, whose axis {axis} of length {length} stands for {name}",
-                f"length {whole}{' or 1' * (whole != 1)}, where (B, H, n, m) = {extent}",
-                "give the array these lengths, or index it yourself: table(array)[...]"
-                + (f"; of a KVCache the last queries: cache.causal({whole})" if name == "i" else ""),
+                f"length {span}{' or 1' * (span != 1)}, where (B, H, n, m) = {extent}",
+                "give the array these lengths, or index a table of it yourself: table(array)[...]"
+                + (f"; for the last queries of a KVCache use cache.causal({span})" if name == "i" else ""),
             )
 
 
@@ -78,18 +76,16 @@ def _check_index(
 
 
 def _branch_condition(formula: Expression, target: Lookup) -> Expression | None:
-    """The condition under which enclosing `where`s take a branch that reads `target`; None for always."""
+    """Return the condition under which the enclosing `where`s select a branch that reads `target`.
+
+    None means that the lookup is always read.
+    """
     conditions: dict[int, Expression | None] = {id(formula): None}
-    for node in reversed(walk(formula)):  # users before what they use
+    for node in reversed(walk(formula)):  # nodes before their arguments
         for position, argument in enumerate(node.arguments):
-            condition = conditions[id(node)]
-            if (
-                isinstance(node, Apply)
-                and node.operator == "where"
-                and position > 0
-                and "s" not in node.arguments[0].free_symbols
-            ):
-                branch = node.arguments[0] if position == 1 else ~node.arguments[0]
+            condition, first = conditions[id(node)], node.arguments[0]
+            if isinstance(node, Apply) and node.operator == "where" and position and "s" not in first.free_symbols:
+                branch = first if position == 1 else ~first
                 condition = branch if condition is None else condition & branch
             if id(argument) in conditions:
                 other = conditions[id(argument)]
