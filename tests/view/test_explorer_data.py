@@ -100,7 +100,7 @@ def test_what_is_no_exploration(given):
 @pytest.mark.parametrize("place", ["missing/page.html", "", "a\0b", "x" * 300, None])
 def test_a_place_that_takes_no_page(place, tmp_path):
     data = explorer.from_weights(["a"], np.ones((1, 1, 1)))
-    with pytest.raises(ParameterError, match="a folder that is there"):
+    with pytest.raises(ParameterError, match="a folder that exists"):
         explorer.save_html(data, None if place is None else tmp_path / place)
 
 

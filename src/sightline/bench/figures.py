@@ -124,7 +124,7 @@ def _draw_ceilings(axis: Any, report: Report, findings: Sequence[Finding]) -> No
     axis.yaxis.set_major_formatter(lambda value, _: format_amount(value, "FLOP/s"))
     axis.tick_params(labelsize=8)
     axis.grid(color=LIGHT_GREY, linewidth=0.6)
-    _hide_spines(axis)
+    plotting.hide_upper_spines(axis)
 
 
 LABEL_STYLE: dict[str, Any] = {"fontsize": 8, "color": GREY}
@@ -233,7 +233,7 @@ def _format_axes(axis: Any, finding: Finding, title: str, label: Callable[[float
     axis.set_title(title, loc="left", fontsize=9)
     axis.tick_params(labelsize=8)
     axis.grid(axis="y", color=LIGHT_GREY, linewidth=0.7)
-    _hide_spines(axis)
+    plotting.hide_upper_spines(axis)
 
 
 # -- what they share -----------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def _label_rows(axis: Any, names: Iterable[str]) -> None:
     axis.tick_params(axis="y", length=0)
     axis.tick_params(labelsize=8)
     axis.grid(axis="y", color=LIGHT_GREY, linewidth=0.6)
-    _hide_spines(axis)
+    plotting.hide_upper_spines(axis)
     axis.spines["left"].set_visible(False)
 
 
@@ -283,9 +283,3 @@ def _add_legend(figure: Any, entries: dict[str, Entry]) -> None:
         if name in PEER_STYLES
     ]
     figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=8, frameon=False)
-
-
-def _hide_spines(axis: Any) -> None:
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    axis.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""Pictures of masks, scores and weights: in the terminal, in a notebook, as files (with matplotlib).
+"""Pictures of masks, scores and weights, in a terminal, in a notebook or as files (with matplotlib).
 
 >>> import sightline
 >>> print(sightline.causal().show(4).text(colour=False))

@@ -1,4 +1,4 @@
-"""Arcs between tokens: where each query looks, read along the text."""
+"""Arc diagrams: the keys to which each query attends, drawn as arcs along the text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import to_numpy
 from ..errors import ShapeError
 from . import plotting
 
@@ -15,10 +14,10 @@ __all__ = ["arcs"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MAX_LABELS = 64  # tokens up to which each is written
-MAX_POSITIONS = 256  # along the line; neighbours of a longer text share one
-MAX_ARCS = 1500  # arcs drawn, the heaviest
-ARC_SEGMENTS = 48  # straight pieces of an arc
+MAX_LABELS = 64  # tokens up to which every token is labelled
+MAX_POSITIONS = 256  # places along the line; several tokens of a longer text share a place
+MAX_ARCS = 1500  # number of arcs drawn
+ARC_SEGMENTS = 48  # points of the polyline of an arc
 
 
 def arcs(
@@ -30,31 +29,31 @@ def arcs(
     least: float = 0.02,
     title: str | None = None,
 ) -> Any:
-    """Draw an arc from each query to the keys it weighs most: above the line to earlier keys, below to later ones.
+    """Draw an arc from each query to its heaviest keys: above the line to earlier keys, below the line to later keys.
 
     Parameters
     ----------
     weights, where : (n, k) arrays; leading axes of length 1 are dropped
-        As `top_k(k)` gives them: `arcs(*top)`. Where `where` is −1 there is nothing.
-    labels : tokens, optional
-        Shown up to 64.
+        Weights and key positions, as `top_k(k)` returns them: `arcs(*top)`. An entry with position −1 is empty.
+    labels : sequence of str, optional
+        The tokens. Up to 64 tokens are labelled.
     axis : matplotlib axis, optional
-        A new figure by default, reached as `axis.figure`.
-    least : float
-        Weights below it are left out.
+        The axis to draw on; by default that of a new figure, which is `axis.figure`.
+    least : float, default 0.02
+        Weights below this value are not drawn.
     title : str, optional
 
     Returns
     -------
     matplotlib axis
-        An arc is as dark and wide as its weight. More than 256 tokens share places: neighbours' weights are summed, and
-        an arc is drawn as a share of the most between two places. A query's weight on itself, or on the place it
-        shares, is a dot. The 1500 heaviest are drawn.
+        The opacity and the width of an arc grow with its weight. The weight of a query on itself is a dot. At most the
+        1500 heaviest arcs are drawn. More than 256 tokens are binned to 256 places: the weights between two places are
+        summed, an arc shows its share of the largest sum, and the weight within a place is a dot.
 
     Raises
     ------
     ShapeError
-        Arrays that are no (n, k) or of two shapes, fewer labels than tokens.
+        The arrays are not (n, k), their shapes differ, or there are fewer labels than tokens.
     MissingExtraError
         matplotlib is not installed.
     """
@@ -70,25 +69,23 @@ def arcs(
     _draw(axis, starts, ends, sums / max(sums.max(initial=0), 1e-9) if n > MAX_POSITIONS else sums)
     axis.axhline(0, color="#b9b7b0", linewidth=0.8, zorder=1)
     _label_tokens(axis, labels, n)
-    back, ahead = (float(reach.max(initial=0)) / 2 for reach in (starts - ends, ends - starts))
-    room = 0.04 * max(back, ahead, 1)
-    axis.set(xlim=(-0.8, n - 0.2), ylim=(-ahead - room, back + room))
+    back, ahead = (float(length.max(initial=0)) / 2 for length in (starts - ends, ends - starts))
+    margin = 0.04 * max(back, ahead, 1)
+    axis.set(xlim=(-0.8, n - 0.2), ylim=(-ahead - margin, back + margin))
     plotting.set_title(axis, title)
     plotting.hide_frame(axis)
     return axis
 
 
 def _as_matrix(given: Any) -> Array:
-    array = np.asarray(to_numpy(given))
-    while array.ndim > 2 and array.shape[0] == 1:
-        array = array[0]
+    array: Array = plotting.drop_leading_axes(given, 2)
     if array.ndim != 2:
         raise ShapeError(f"top entries of shape {array.shape}", "(n, k), one head", "arcs(top.weights[0, head], ...)")
     return array
 
 
 def _merge_arcs(weights: Array, where: Array, n: int, least: float) -> tuple[Array, Array, Array]:
-    """From, to and weight of every arc, ascending by weight; neighbours of a long text joined in one place."""
+    """Return the start, end and weight of every arc, by ascending weight; arcs of a long text are merged by place."""
     i, entry = np.nonzero((where >= 0) & (weights >= least))
     j, weight = where[i, entry], np.asarray(weights[i, entry], np.float64)
     starts, ends = i.astype(np.float64), j.astype(np.float64)
@@ -105,19 +102,15 @@ def _draw(axis: Any, starts: Array, ends: Array, shares: Array) -> None:
     from matplotlib.colors import to_rgba
 
     angle = np.linspace(0, np.pi, ARC_SEGMENTS)
-    middle, half = (starts + ends) / 2, (starts - ends) / 2  # half < 0 looks ahead and bends below
+    middle, half = (starts + ends) / 2, (starts - ends) / 2  # half < 0: the key is later, the arc is below
     lines = np.stack([middle[:, None] + half[:, None] * np.cos(angle), half[:, None] * np.sin(angle)], -1)
-    is_link = half != 0
+    dots = half == 0
     colours = np.array([to_rgba(plotting.BLUE if h > 0 else plotting.ORANGE) for h in half]).reshape(-1, 4)
     colours[:, 3] = np.clip(0.08 + 0.92 * shares, 0, 1)
-    drawn = LineCollection(
-        list(lines[is_link]), colors=colours[is_link], linewidths=0.4 + 2.2 * shares[is_link], zorder=2
-    )
+    drawn = LineCollection(list(lines[~dots]), colors=colours[~dots], linewidths=0.4 + 2.2 * shares[~dots], zorder=2)
     drawn.set_capstyle("round")
     axis.add_collection(drawn)
-    axis.scatter(
-        starts[~is_link], half[~is_link], s=4 + 40 * shares[~is_link], color=plotting.BLUE, linewidths=0, zorder=3
-    )
+    axis.scatter(starts[dots], half[dots], s=4 + 40 * shares[dots], color=plotting.BLUE, linewidths=0, zorder=3)
 
 
 def _label_tokens(axis: Any, labels: Sequence[str] | None, n: int) -> None:

@@ -1,4 +1,4 @@
-"""Attention weights as a heat map, for matplotlib."""
+"""Attention weights as a heat map, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import to_numpy
 from ..errors import ShapeError
 from . import plotting
 
@@ -16,9 +15,9 @@ __all__ = ["heatmap", "pooled"]
 Array = np.ndarray[Any, np.dtype[Any]]
 Labels = Sequence[str]
 
-MAX_ANNOTATED = 14  # tokens each way up to which every cell shows its number
-MAX_LABELS = 64  # and every row its token
-MAX_CELLS = 512  # cells each way; longer axes are pooled
+MAX_ANNOTATED = 14  # tokens per side up to which every cell shows its weight
+MAX_LABELS = 64  # tokens per side up to which every token is labelled
+MAX_CELLS = 512  # cells per side; longer axes are pooled
 
 
 def heatmap(
@@ -30,23 +29,23 @@ def heatmap(
     annotate: bool | None = None,
     shape: tuple[int, int] | None = None,
 ) -> Any:
-    """Draw one head's weights: a row for each query, a column for each key.
+    """Draw the weights of one head: a row for each query, a column for each key.
 
     Parameters
     ----------
-    weights : (n, m) array, or with leading axes of length 1
-        Weights of exactly 0, hidden pairs, are grey; colours follow the square root, so that small weights show. More
-        than 512 rows or columns are pooled: a cell is the mean.
-    labels : tokens, or (tokens of the queries, tokens of the keys), optional
-        Shown up to 64 a side.
+    weights : (n, m) array; leading axes of length 1 are dropped
+        Weights of exactly 0, which are hidden pairs, are grey. Colours follow the square root of the weight, so that
+        small weights are visible. More than 512 rows or columns are pooled: a cell is the mean of its weights.
+    labels : sequence of str, or (labels of the queries, labels of the keys), optional
+        The tokens. Up to 64 tokens per side are labelled.
     axis : matplotlib axis, optional
-        Where to draw; a new figure by default, reached as `axis.figure`.
+        The axis to draw on; by default that of a new figure, which is `axis.figure`.
     title : str, optional
-        Written above.
     annotate : bool, optional
-        Write each weight in its cell; by default up to 14 tokens each way.
+        True writes each weight into its cell. By default weights are written for up to 14 tokens per side.
     shape : (queries, keys), optional
-        How many these cells stand for, where they are `pooled(...)` from `seen`, or a few rows of many.
+        The numbers of queries and keys that the cells stand for, if `weights` are cells of `pooled(...)` or only some
+        rows.
 
     Returns
     -------
@@ -55,28 +54,21 @@ def heatmap(
     Raises
     ------
     ShapeError
-        Weights that are no matrix, labels of other lengths.
+        The weights are not a matrix, or the numbers of labels differ from the numbers of queries and keys.
     MissingExtraError
         matplotlib is not installed.
     """
     values = _as_matrix(weights)
     rows, columns = values.shape
     sides = _split_labels(labels, values)
-    if axis is None:
-        size = min(max(0.42 * max(rows, columns), 3.2), 9.0)
-        axis = plotting.new_figure(size + 1.4, size + 0.5).add_subplot()
-    cells = pooled(values, MAX_CELLS)
+    size = min(max(0.42 * max(rows, columns), 3.2), 9.0)
+    axis = plotting.new_axis(axis, size + 1.4, size + 0.5)
     whole = (rows, columns) if shape is None else shape
     annotated = max(rows, columns) <= MAX_ANNOTATED if annotate is None else annotate
-    from matplotlib import colormaps
-    from matplotlib.colors import PowerNorm
-
-    colours = colormaps[plotting.COLOUR_MAP].with_extremes(bad=plotting.HIDDEN_COLOUR)
     frame = (-0.5, whole[1] - 0.5, whole[0] - 0.5, -0.5)
-    shown = np.ma.masked_where(cells == 0, cells)
-    aspect = "equal" if max(whole) <= 4 * min(whole) else "auto"
-    scale = PowerNorm(0.5, vmin=0, vmax=float(shown.max()) if shown.count() else 1.0)
-    image = axis.imshow(shown, cmap=colours, norm=scale, extent=frame, interpolation="nearest", aspect=aspect)
+    image = plotting.draw_weights(
+        axis, pooled(values, MAX_CELLS), frame, "equal" if max(whole) <= 4 * min(whole) else "auto"
+    )
     plotting.add_colour_bar(axis, image, "weight, coloured by its square root")
     _label_sides(axis, sides, (rows, columns))
     if annotated and whole == (rows, columns):
@@ -84,13 +76,13 @@ def heatmap(
     if max(whole) <= MAX_LABELS:
         _draw_grid_lines(axis, rows, columns)
     plotting.set_title(axis, title)
-    plotting.set_position_ticks(axis, [ruler for ruler, known in zip("xy", sides[::-1], strict=True) if known is None])
+    plotting.set_position_ticks(axis, [name for name, side in zip("xy", sides[::-1], strict=True) if side is None])
     plotting.hide_frame(axis)
     return axis
 
 
 def pooled(values: Any, max_cells: int) -> Any:
-    """The matrix with at most `max_cells` rows and columns: means over blocks of neighbours, nearly equal in size."""
+    """Return the matrix pooled to at most `max_cells` rows and columns: means over blocks of nearly equal size."""
     for axis in (0, 1):
         length = values.shape[axis]
         if length > max_cells:
@@ -101,12 +93,9 @@ def pooled(values: Any, max_cells: int) -> Any:
 
 
 def _as_matrix(weights: Any) -> Array:
-    values = np.asarray(to_numpy(weights), np.float64)
-    shape = values.shape
-    while values.ndim > 2 and values.shape[0] == 1:
-        values = values[0]
+    values: Array = np.asarray(plotting.drop_leading_axes(weights, 2), np.float64)
     if values.ndim != 2 or 0 in values.shape:
-        raise ShapeError(f"weights of shape {shape}", "(n, m), one head", "choose one: heatmap(weights[0, head])")
+        raise ShapeError(f"weights of shape {np.shape(weights)}", "(n, m), one head", "heatmap(weights[0, head])")
     return values
 
 
@@ -120,7 +109,7 @@ def _split_labels(labels: Any, values: Array) -> tuple[Labels | None, Labels | N
         raise ShapeError(
             f"{len(sides[0])} and {len(sides[1])} labels for weights of shape {values.shape}",
             "one label per query and per key",
-            "labels=(queries, keys) where they differ",
+            "labels=(queries, keys) if the two sides differ",
         )
     return tuple(list(map(plotting.token_label, side)) for side in sides)  # type: ignore[return-value]
 
@@ -137,22 +126,15 @@ def _label_sides(axis: Any, sides: tuple[Labels | None, Labels | None], shape: t
 
 
 def _annotate(axis: Any, image: Any, values: Array) -> None:
-    """Each weight in two digits, in black or white, whichever reads better."""
+    """Write each weight with two digits into its cell, in black or white."""
     for (i, j), value in np.ndenumerate(values):
         text = "0" if value == 0 else f"{value:.2f}".lstrip("0") if value < 0.995 else f"{value:.1f}"
-        axis.text(
-            j,
-            i,
-            text,
-            ha="center",
-            va="center",
-            fontsize=7.5,
-            color=plotting.text_colour(image, value) if value else "#9a9a94",
-        )
+        colour = plotting.text_colour(image, value) if value else "#9a9a94"
+        axis.text(j, i, text, ha="center", va="center", fontsize=7.5, color=colour)
 
 
 def _draw_grid_lines(axis: Any, rows: int, columns: int) -> None:
-    """Thin white lines between cells."""
+    """Draw thin white lines between the cells."""
     axis.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
     axis.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
     axis.grid(which="minor", color="white", linewidth=0.8)

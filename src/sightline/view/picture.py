@@ -1,7 +1,8 @@
-"""Pictures of formulas at any length: a mask's allowed pairs, or what a score adds.
+"""Pictures of formulas at any length: the allowed pairs of a mask, or the number that a score adds.
 
-A picture has as many cells as it has room for, each standing for a rectangle of (i, j). Bounds tell which cells are
-empty and which are full, at any length; the others are sampled. Memory is that of the picture.
+The number of cells is limited by the size of the picture; each cell stands for a rectangle of (i, j). Interval bounds
+show which cells are empty and which are full, at any length. The other cells are sampled. Memory is proportional to the
+number of cells.
 """
 
 from __future__ import annotations
@@ -27,24 +28,25 @@ __all__ = ["Picture", "formula_picture", "validate_extent"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-SAMPLES_PER_SIDE = 8  # points looked at in a cell, each way
-FILE_CELLS = 256  # cells each way in files; terminals have TERMINAL_CELLS, or twice that with colours
+SAMPLES_PER_SIDE = 8  # sampled points per side of a cell
+FILE_CELLS = 256  # cells per side in files; a terminal has TERMINAL_CELLS, or twice as many with colours
 TERMINAL_CELLS = 32
-MAX_COUNTED_PAIRS = 1 << 20  # pairs up to which those a mask allows are counted
+MAX_COUNTED_PAIRS = 1 << 20  # pairs up to which the allowed pairs of a mask are counted
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Picture:
-    """A picture of n queries on m keys that prints itself, shows itself in notebooks, and saves itself.
+    """A picture of n queries and m keys. It prints itself, shows itself in notebooks, and can be saved.
 
     Parameters
     ----------
     title : str
     n, m : int
+        Numbers of queries and keys.
     kind : {"mask", "numbers"}
-        Shares of allowed pairs, or values; hidden cells are NaN.
+        Meaning of the cells: shares of allowed pairs from 0 to 1, or values with NaN for hidden cells.
     cells : function
-        (rows, columns) → values of at most so many cells, float64. Cells are a power of two positions wide and high.
+        (rows, columns) → a float64 matrix of at most that many cells. A cell covers a power of two positions per side.
     """
 
     title: str
@@ -54,12 +56,16 @@ class Picture:
     cells: Callable[[int, int], Array]
 
     def text(self, colour: bool | None = None) -> str:
-        """The drawing as lines of at most 80 characters.
+        """Return the drawing as lines of at most 80 characters.
 
         Parameters
         ----------
         colour : bool, optional
-            24-bit colours, or shades of blocks; by default whichever standard output can show.
+            True uses 24-bit colours, False block shades; by default colours if standard output shows them.
+
+        Returns
+        -------
+        str
         """
         colour = terminal.has_true_colour() if colour is None else colour
         if 0 in (self.n, self.m):
@@ -75,19 +81,33 @@ class Picture:
         return "\n".join([head] if len(head) <= 80 else [self.title, note]) + "\n" + "\n".join(lines)
 
     def save(self, path: str | Path) -> Path:
-        """Write PNG, SVG or PDF, by the path's ending.
+        """Write PNG, SVG or PDF, chosen by the ending of the path, and return the path.
+
+        Parameters
+        ----------
+        path : str or Path
+
+        Returns
+        -------
+        Path
 
         Raises
         ------
         MissingExtraError
             matplotlib is not installed.
         ParameterError
-            Another ending.
+            The path has another ending.
         """
         return plotting.save(self.figure(), path)
 
     def figure(self) -> Any:
-        """The picture as a matplotlib figure."""
+        """Return the picture as a matplotlib figure.
+
+        Raises
+        ------
+        MissingExtraError
+            matplotlib is not installed.
+        """
         figure = plotting.new_figure(4.6, 4.6)
         axis = figure.add_subplot()
         if 0 not in (self.n, self.m):
@@ -98,33 +118,31 @@ class Picture:
         return figure
 
     def _draw(self, axis: Any, values: Array) -> None:
-        from matplotlib import colormaps
         from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
         values = _displayed_shares(values) if self.kind == "mask" else values
-        colours = colormaps[plotting.COLOUR_MAP].with_extremes(bad=plotting.HIDDEN_COLOUR)
         limits = {"vmin": 0, "vmax": 1} if self.kind == "mask" else {}
-        high, wide = (_cell_edges(length, FILE_CELLS)[1] for length in (self.n, self.m))
-        frame = (-0.5, values.shape[1] * wide - 0.5, values.shape[0] * high - 0.5, -0.5)
+        height, width = (_cell_edges(length, FILE_CELLS)[1] for length in (self.n, self.m))
+        frame = (-0.5, values.shape[1] * width - 0.5, values.shape[0] * height - 0.5, -0.5)
         image = axis.imshow(
             np.ma.masked_invalid(values),
-            cmap=colours,
+            cmap=plotting.colour_map(),
             extent=frame,
             aspect=self.m / self.n,
             interpolation="nearest",
             **limits,
         )
         axis.set(xlim=(-0.5, self.m - 0.5), ylim=(self.n - 0.5, -0.5))
-        for ruler in (axis.xaxis, axis.yaxis):
-            ruler.set_major_locator(MaxNLocator(5, integer=True))
-            ruler.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        for side in (axis.xaxis, axis.yaxis):
+            side.set_major_locator(MaxNLocator(5, integer=True))
+            side.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         if self.kind == "numbers" and np.isfinite(values).any():
             bar = axis.figure.colorbar(image, ax=axis, shrink=0.8)
             bar.outline.set_visible(False)
             bar.ax.tick_params(labelsize=8, length=0)
 
     def _normalise(self, values: Array) -> tuple[Array, float, float]:
-        """Values from 0 to 1, and the ends they had."""
+        """Return the values scaled to 0 to 1, and the minimum and the maximum of the original values."""
         if self.kind == "mask":
             return _displayed_shares(values), 0.0, 1.0
         if not np.isfinite(values).any():
@@ -136,7 +154,7 @@ class Picture:
         pairs = self.n * self.m
         if pairs > MAX_COUNTED_PAIRS:
             empty, full = int((values == 0).sum()), int((values == 1).sum())
-            return f"{empty:,} cells empty, {full:,} full, {values.size - empty - full:,} between"
+            return f"{empty:,} cells empty, {full:,} full, {values.size - empty - full:,} partial"
         allowed = round(float(self.cells(self.n, self.m).sum()))
         return f"{allowed:,} of {pairs:,} pairs allowed ({allowed / pairs:.1%})"
 
@@ -153,7 +171,7 @@ class Picture:
         return buffer.getvalue()
 
     def _repr_html_(self) -> str | None:
-        """Shades in a notebook without matplotlib; where it is there, the PNG is shown."""
+        """Return block shades for notebooks without matplotlib; with matplotlib the notebook shows the PNG."""
         if plotting.has_matplotlib():
             return None
         text = self.text(colour=False).replace("&", "&amp;").replace("<", "&lt;")
@@ -161,23 +179,27 @@ class Picture:
 
 
 def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head: int = 0) -> Picture:
-    """The picture of a mask, or of the number a formula gives where s = 0: what a score adds.
+    """Return the picture of a mask, or of the number that a formula gives for s = 0, which is what a score adds.
 
     Parameters
     ----------
     formula : Expression
-        A condition, or a number.
+        A condition or a number.
     n, m : int
         Numbers of queries and keys.
-    batch, head : int
-        The b and h shown.
+    batch, head : int, default 0
+        The values of b and h.
+
+    Returns
+    -------
+    Picture
 
     Raises
     ------
     ParameterError
-        A negative number.
+        n, m, batch or head is not a whole number of at least 0.
     TableError, ShapeError
-        The formula reads outside its tables at these lengths.
+        The formula reads outside its tables at these lengths, or a table does not fit its axes.
     """
     if not all(hasattr(number, "__index__") and number >= 0 for number in (n, m, batch, head)):
         raise ParameterError(f"n={n}, m={m}, batch={batch}, head={head}", "whole numbers ≥ 0", "formula.show(64)")
@@ -198,20 +220,23 @@ def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head
 
 
 def validate_extent(formula: Expression, n: int, m: int, batch: int, head: int) -> tuple[int, int, int, int]:
-    """(B, H, n, m) that holds the b and h shown, once it is sure that the formula's tables fit it."""
+    """Return an extent (B, H, n, m) that contains b and h, after checking that the formula's tables fit it."""
     extent = (_axis_length(formula, "b", batch), _axis_length(formula, "h", head), n, m)
     check_formulas(formula, None, extent)
     return extent
 
 
 def _axis_length(formula: Expression, name: str, shown: int) -> int:
-    """A range of b or h that holds the one shown and fits the tables that promise to span it."""
+    """Return a length of the axis b or h that contains the given index and fits the tables that must span the axis."""
     spans = (pair for table in formula.tables for pair in zip(table.axes or (), table.shape, strict=False))
     return max(shown + 1, *(length for axis, length in spans if axis == name), 0)
 
 
 def _cell_edges(length: int, max_cells: int) -> Array:
-    """The first position of every cell, and the end; cells a power of two wide, for which tables' bounds are exact."""
+    """Return the first position of every cell, and the end of the last one.
+
+    The width of a cell is a power of two, for which the bounds of tables are exact.
+    """
     width = 1 << max(-(-length // max(max_cells, 1)) - 1, 0).bit_length()
     return np.append(np.arange(0, length, width), length)
 
@@ -219,14 +244,14 @@ def _cell_edges(length: int, max_cells: int) -> Array:
 def _sample_cells(
     formula: Expression, extent: tuple[int, int, int, int], batch: int, head: int, edges: tuple[Array, Array]
 ) -> Array:
-    """Values at up to SAMPLES² points of every cell, (rows, points, columns, points) float64."""
+    """Return values at up to SAMPLES_PER_SIDE² points of every cell, (rows, points, columns, points) float64."""
 
     def points(edge: Array) -> Array:
         sizes = edge[1:] - edge[:-1]
         count = min(int(sizes.max(initial=1)), SAMPLES_PER_SIDE)
         share = np.arange(count) / max(count - 1, 1)
-        places: Array = edge[:-1, None] + np.rint(share * (sizes[:, None] - 1)).astype(np.int64)
-        return places
+        positions: Array = edge[:-1, None] + np.rint(share * (sizes[:, None] - 1)).astype(np.int64)
+        return positions
 
     i, j = points(edges[0]), points(edges[1])
     symbols: dict[str, Any] = {
@@ -246,13 +271,13 @@ def _sample_cells(
 
 
 def _displayed_shares(share: Array) -> Array:
-    """Shares as they are drawn: hidden NaN, full 1, and what is between lifted, so that a few pairs in a cell show."""
-    seen: Array = np.where(share == 0, np.nan, np.where(share == 1, 1.0, 0.2 + 0.5 * share))
-    return seen
+    """Return the shares as drawn: 0 as NaN, 1 as 1, others as 0.2 to 0.7, so that a few pairs are visible."""
+    displayed: Array = np.where(share == 0, np.nan, np.where(share == 1, 1.0, 0.2 + 0.5 * share))
+    return displayed
 
 
 def _finite_mean(values: Array) -> Array:
-    """The mean over a cell's points of what is finite; NaN where nothing is."""
+    """Return the mean of the finite values at a cell's points; NaN if there is none."""
     finite = np.isfinite(values)
     count = finite.sum(axis=(1, 3))
     total = np.where(finite, values, 0).sum(axis=(1, 3))
@@ -263,14 +288,17 @@ def _finite_mean(values: Array) -> Array:
 def _apply_bounds(
     mask: Expression, extent: tuple[int, int, int, int], batch: int, head: int, edges: tuple[Array, Array], share: Array
 ) -> Array:
-    """Shares with what bounds know: 0 empty, 1 full. Cells they leave open and samples do not exhaust are between."""
+    """Return the shares, corrected by the bounds: 0 if a cell is empty, 1 if it is full.
+
+    If neither is proved and not every pair was sampled, the share is at least one sample away from 0 and from 1.
+    """
     i, j = edges
     box = make_box(
         extent, b=(batch, batch), h=(head, head), i=(i[:-1, None], i[1:, None] - 1), j=(j[None, :-1], j[None, 1:] - 1)
     )
     low, high = (np.broadcast_to(end, share.shape) for end in compute_intervals(mask, box)[id(mask)])
-    seen_whole = max(np.diff(i).max(initial=0), np.diff(j).max(initial=0)) <= SAMPLES_PER_SIDE
-    between = share if seen_whole else np.clip(share, 1 / SAMPLES_PER_SIDE**2, 1 - 1 / SAMPLES_PER_SIDE**2)
+    is_exact = max(np.diff(i).max(initial=0), np.diff(j).max(initial=0)) <= SAMPLES_PER_SIDE
+    between = share if is_exact else np.clip(share, 1 / SAMPLES_PER_SIDE**2, 1 - 1 / SAMPLES_PER_SIDE**2)
     bounded: Array = np.where(low == 1, 1.0, np.where(high == 0, 0.0, between))
     return bounded
 
@@ -278,10 +306,8 @@ def _apply_bounds(
 def _legend(low: float, high: float, colour: bool) -> str:
     if np.isnan(low):
         return "all hidden"
+    shades = terminal.SHADES
     if colour:
-        shades = (
-            "".join(f"\x1b[48;2;{';'.join(map(str, terminal.colour_of(k / 7)))}m " for k in range(8)) + terminal.RESET
-        )
-    else:
-        shades = terminal.SHADES
+        codes = (";".join(map(str, terminal.colour_of(k / 7))) for k in range(8))
+        shades = "".join(f"\x1b[48;2;{code}m " for code in codes) + terminal.RESET
     return f"{low:.4g} {shades} {high:.4g}".replace("-", "−")

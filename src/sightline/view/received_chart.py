@@ -1,4 +1,4 @@
-"""How much weight each key receives: which tokens a head, or a layer, looks at."""
+"""Charts of the weight that each key receives, of one head or of several."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import to_numpy
 from ..errors import ShapeError
 from . import plotting
 
@@ -15,47 +14,44 @@ __all__ = ["received_by_key"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MAX_BARS = 64  # keys up to which each has a bar with its token
-MAX_POINTS = 1000  # of a longer text; each is the mean of its keys, and their largest
+MAX_BARS = 64  # keys up to which every key has a bar and a label
+MAX_POINTS = 1000  # points of the line of a longer text
 
 
 def received_by_key(
     received: Any, labels: Sequence[str] | None = None, axis: Any = None, *, title: str | None = None
 ) -> Any:
-    """Draw what each key receives.
+    """Draw the weight that each key receives, summed over the queries.
 
     Parameters
     ----------
     received : (m,) or (H, m) array; leading axes of length 1 are dropped
-        As `received()` gives it. Of several heads the mean is drawn, and the range from the least to the most.
-    labels : m tokens, optional
-        Shown up to 64.
+        As `received()` returns it. For several heads the chart shows their mean, and the range from the smallest to the
+        largest.
+    labels : sequence of str, optional
+        The m tokens. Up to 64 tokens are labelled.
     axis : matplotlib axis, optional
-        A new figure by default, reached as `axis.figure`.
+        The axis to draw on; by default that of a new figure, which is `axis.figure`.
     title : str, optional
 
     Returns
     -------
     matplotlib axis
-        Bars up to 64 keys; beyond, a line. More than 1000 keys are pooled: the line is the mean of neighbours, and what
-        is shaded reaches to the largest of them.
+        Bars for up to 64 keys, otherwise a line. More than 1000 keys are pooled to 1000 points: the line is the mean of
+        the keys of a point, and the shaded area reaches to the largest value among these keys and the heads.
 
     Raises
     ------
     ShapeError
-        No (m,) or (H, m), or other numbers of labels.
+        The array is not (m,) or (H, m), or the number of labels is not m.
     MissingExtraError
         matplotlib is not installed.
     """
-    values = np.asarray(to_numpy(received), np.float64)
-    shape = values.shape
-    while values.ndim > 2 and values.shape[0] == 1:
-        values = values[0]
-    values = np.atleast_2d(values)
+    values = np.atleast_2d(np.asarray(plotting.drop_leading_axes(received, 2), np.float64))
     if values.ndim != 2 or 0 in values.shape or (labels is not None and len(labels) != values.shape[1]):
         label_text = "" if labels is None else f" with {len(labels)} labels"
         raise ShapeError(
-            f"received of shape {shape}{label_text}", "(m,) or (H, m), a label for each key", "received[0]"
+            f"received of shape {np.shape(received)}{label_text}", "(m,) or (H, m), one label per key", "received[0]"
         )
     m = values.shape[1]
     axis = plotting.new_axis(axis, float(np.clip(0.32 * m + 1.2, 4.5, 11)), 2.9)
@@ -85,7 +81,8 @@ def _draw_bars(axis: Any, values: Array) -> None:
 
 def _draw_line(axis: Any, values: Array) -> None:
     m = values.shape[1]
-    edges = np.arange(min(m, MAX_POINTS) + 1) * m // min(m, MAX_POINTS)
+    count = min(m, MAX_POINTS)
+    edges = np.arange(count + 1) * m // count
     places = (edges[:-1] + edges[1:] - 1) / 2
     mean = np.add.reduceat(values.mean(0), edges[:-1]) / np.diff(edges)
     maxima = np.maximum.reduceat(values.max(0), edges[:-1])

@@ -1,7 +1,8 @@
-"""Why scores are divided by √d_k: what softmax makes of them with and without it.
+"""Why scores are divided by √d_k: the effect of the division on softmax.
 
-For q and k of independent components of mean 0 and variance 1 the dot product has variance d_k (Vaswani et al., 2017,
-footnote 4). Undivided, the largest score takes all the weight and softmax's gradient vanishes.
+If the components of q and k are independent with mean 0 and variance 1, the dot product has variance d_k (Vaswani et
+al., 2017, footnote 4). Without the division the largest score receives nearly all the weight and softmax's gradient
+vanishes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from . import plotting
 
-__all__ = ["WIDTHS", "ScalingEffect", "effect_of_scaling", "scaling_figure"]
+__all__ = ["ScalingEffect", "effect_of_scaling", "scaling_figure"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -25,16 +26,26 @@ PLAIN, SCALED = "q · k", "q · k / √d_k"
 
 @dataclass(frozen=True)
 class SoftmaxEffect:
-    """Means over queries, of the weights softmax gives to `KEYS` keys."""
+    """Means over queries of the weights that softmax gives to `KEYS` keys."""
 
-    ranked: Array  # (KEYS,): the weight of the most attended key, of the second, ...
-    keys: float  # exp(entropy): over how many keys the weight is spread, 1 to KEYS
+    ranked: Array  # (KEYS,): weights in descending order
+    keys: float  # exp(entropy), the number of keys over which the weight is spread, 1 to KEYS
     gradient: float  # Frobenius norm of d weights / d scores = diag(p) − p pᵀ, in 1/logit
 
 
 @dataclass(frozen=True)
 class ScalingEffect:
-    """The effect at one width d_k: scores as they are, and divided by √d_k."""
+    """The effect at one width d_k.
+
+    Parameters
+    ----------
+    d_k : int
+        Number of components of a query and a key.
+    plain : SoftmaxEffect
+        Of the scores q · k.
+    scaled : SoftmaxEffect
+        Of the scores q · k / √d_k.
+    """
 
     d_k: int
     plain: SoftmaxEffect
@@ -42,14 +53,19 @@ class ScalingEffect:
 
 
 def effect_of_scaling(widths: Sequence[int] = WIDTHS, seed: int = 0) -> list[ScalingEffect]:
-    """Softmax over 16 keys of random q · k, 512 queries, with and without division by √d_k.
+    """Measure softmax over 16 keys on random scores q · k, 512 queries, with and without division by √d_k.
 
     Parameters
     ----------
-    widths : sequence of int
-        The d_k to try.
-    seed : int
-        Draws q and k, standard normal.
+    widths : sequence of int, default (1, 16, 64, 256, 512)
+        The values of d_k.
+    seed : int, default 0
+        Seed of the generator that draws q and k from the standard normal distribution.
+
+    Returns
+    -------
+    list of ScalingEffect
+        One for each width.
     """
     rng = np.random.default_rng(seed)
     effects = []
@@ -70,7 +86,16 @@ def _effect(scores: Array) -> SoftmaxEffect:
 
 
 def scaling_figure(effects: Sequence[ScalingEffect] | None = None) -> Any:
-    """The effect as a matplotlib figure: the weights at each width above, their spread and gradient below.
+    """Draw the effect of scaling: above, the weights at each width; below, the spread of the weights and the gradient.
+
+    Parameters
+    ----------
+    effects : sequence of ScalingEffect, optional
+        As `effect_of_scaling` returns them; by default those of its default widths and seed.
+
+    Returns
+    -------
+    matplotlib figure
 
     Raises
     ------
@@ -114,16 +139,16 @@ def _weights_panel(axis: Any, effect: ScalingEffect, is_labelled: bool) -> None:
     if is_labelled:
         axis.text(3.2, effect.plain.ranked[0] * 0.8, PLAIN, color=plotting.ORANGE, fontsize=9)
         axis.text(3.2, effect.scaled.ranked[0] * 0.9, SCALED, color=plotting.BLUE, fontsize=9)
-    _hide_spines(axis)
+    plotting.hide_upper_spines(axis)
 
 
-def _line_panel(axis: Any, effects: Sequence[ScalingEffect], what: str, title: str) -> None:
+def _line_panel(axis: Any, effects: Sequence[ScalingEffect], field: str, title: str) -> None:
     widths = [effect.d_k for effect in effects]
     for name, colour, side, at in (
         (PLAIN, plotting.ORANGE, "plain", len(widths) // 2),
         (SCALED, plotting.BLUE, "scaled", -1),
     ):
-        values = [getattr(getattr(effect, side), what) for effect in effects]
+        values = [getattr(getattr(effect, side), field) for effect in effects]
         axis.plot(widths, values, "o-", color=colour, markersize=4.5)
         place = {"xytext": (-6, -15), "textcoords": "offset points", "ha": "right"}
         axis.annotate(name, (widths[at], values[at]), color=colour, fontsize=9, **place)
@@ -134,10 +159,4 @@ def _line_panel(axis: Any, effects: Sequence[ScalingEffect], what: str, title: s
     axis.set_title(title, loc="left", fontsize=9)
     axis.tick_params(labelsize=8)
     axis.grid(axis="y", color="#e6e6e6", linewidth=0.7)
-    _hide_spines(axis)
-
-
-def _hide_spines(axis: Any) -> None:
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    axis.set_axisbelow(True)
+    plotting.hide_upper_spines(axis)

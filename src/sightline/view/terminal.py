@@ -1,4 +1,4 @@
-"""Matrices drawn with characters: shades of blocks anywhere, colours where the terminal has them."""
+"""Matrices drawn with characters: block shades in any terminal, 24-bit colours where the terminal has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 RGB = tuple[int, int, int]
 
 SHADES = "░▒▓█"
-HIDDEN_CELL = " ·"  # a hidden cell: seen to be there
+HIDDEN_CELL = " ·"  # visible, unlike a blank
 CIVIDIS: tuple[RGB, ...] = (
     (0, 34, 78),
     (0, 49, 112),
@@ -35,31 +35,31 @@ RESET = "\x1b[0m"
 
 
 def has_true_colour() -> bool:
-    """Whether standard output is a terminal that shows 24-bit colours and wants them (https://no-color.org)."""
+    """True if standard output is a terminal with 24-bit colours and NO_COLOR is not set (https://no-color.org)."""
     is_true_colour = os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit")
     return is_true_colour and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def colour_of(value: float) -> RGB:
-    """The map's colour of a value from 0 to 1; grey for NaN, a hidden cell."""
+    """Return the colour of a value from 0 to 1 in the cividis map; grey for NaN, which is a hidden cell."""
     if np.isnan(value):
         return GREY
     at = min(max(value, 0.0), 1.0) * (len(CIVIDIS) - 1)
-    low = CIVIDIS[int(at)]
-    high = CIVIDIS[min(int(at) + 1, len(CIVIDIS) - 1)]
+    low, high = CIVIDIS[int(at)], CIVIDIS[min(int(at) + 1, len(CIVIDIS) - 1)]
     red, green, blue = (round(a + (z - a) * (at % 1)) for a, z in zip(low, high, strict=True))
     return red, green, blue
 
 
 def text_colour_on(colour: RGB) -> RGB:
-    """Black or white, whichever reads better on the colour."""
+    """Return black or white, the colour that is easier to read on the given colour."""
     return (0, 0, 0) if 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 125 else (255, 255, 255)
 
 
 def draw_blocks(values: Array, colour: bool) -> list[str]:
-    """Lines of a matrix of values from 0 to 1, NaN for hidden cells.
+    """Return the lines of a matrix of values from 0 to 1, with NaN for hidden cells.
 
-    Shades take two characters a cell; coloured cells take two where they fit 32 × 32, else half a character's height.
+    A shaded cell is two characters wide. A coloured cell is two characters wide if the matrix has at most 32 rows and
+    columns, and otherwise one character wide and half a character high.
     """
     if not colour:
         return ["".join(_shade(value) for value in row) for row in values]
@@ -78,13 +78,13 @@ def draw_blocks(values: Array, colour: bool) -> list[str]:
 
 
 def frame_lines(lines: list[str], width: int, rows: tuple[int, int], columns: tuple[int, int]) -> list[str]:
-    """Drawn lines in a frame, the first and last row and column numbered; `width` is that of a line in characters."""
+    """Return the lines in a frame, with the numbers of the first and last row and column.
+
+    `width` is the number of characters in a line.
+    """
     first, last = f"{rows[0]:,}", f"{rows[1]:,}"
     margin = max(len(first), len(last), 2)
-    left = [""] * len(lines)
-    left[0] = first
-    if len(lines) > 1:
-        left[-1] = last
+    left = [first, *[""] * (len(lines) - 2), last][: len(lines)]
     body = [f"{label:>{margin}} │{line}│" for label, line in zip(left, lines, strict=True)]
     start, end = f"{columns[0]:,}", f"{columns[1]:,}"
     foot = start + (end.rjust(width - len(start)) if len(start) + len(end) < width else f" … {end}")

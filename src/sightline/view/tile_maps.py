@@ -1,4 +1,4 @@
-"""A mask as kernels see it: tiles that are empty, full and partial."""
+"""Pictures of a mask's tiles, as kernels process them: empty, full or partial."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ __all__ = ["tile_kinds", "tile_map"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MAX_TILES = 512  # tiles each way; longer axes get larger ones
-MAX_LINED_TILES = 64  # tiles up to which lines part them
+MAX_TILES = 512  # tiles per side; longer axes get larger tiles
+MAX_LINED_TILES = 64  # tiles per side up to which lines separate them
 EMPTY, PARTIAL, FULL = 0, 1, 2
 KINDS = {EMPTY: ("empty", plotting.HIDDEN_COLOUR), PARTIAL: ("partial", "#7fb8d8"), FULL: ("full", plotting.BLUE)}
 
 
 def tile_kinds(mask: Expression, n: int, m: int, block: int, *, batch: int = 0, head: int = 0) -> Array:
-    """The kind of every tile of `block` queries on `block` keys, 0 empty, 1 partial, 2 full: (rows, columns) uint8."""
+    """Return the kind of every tile of `block` queries and `block` keys as a (rows, columns) uint8 array.
+
+    0 is empty, 1 is partial, 2 is full.
+    """
     tile_ranges = find_tile_ranges(mask, (batch + 1, head + 1, n, m), block, block)
     kinds = np.zeros((tile_ranges.query_blocks, tile_ranges.key_blocks), np.uint8)
     for row in range(tile_ranges.query_blocks):
@@ -44,35 +47,36 @@ def tile_map(
     head: int = 0,
     title: str | None = None,
 ) -> Any:
-    """Draw which tiles of a mask are computed: empty ones are skipped, only partial ones look at the mask.
+    """Draw the tiles of a mask. Kernels skip empty tiles, and evaluate the mask only in partial tiles.
 
     Parameters
     ----------
     mask : formula, function (b, h, i, j) or boolean array
-        As `sightline.attention` takes it.
+        As `sightline.attention` accepts it.
     n, m : int
         Numbers of queries and keys; m is n by default.
     axis : matplotlib axis, optional
-        A new figure by default, reached as `axis.figure`.
-    block : int
-        Queries and keys of a tile; doubled until at most 512 tiles lie each way.
-    batch, head : int
-        The b and h shown.
+        The axis to draw on; by default that of a new figure, which is `axis.figure`.
+    block : int, default 64
+        Number of queries and of keys in a tile; doubled until there are at most 512 tiles per side.
+    batch, head : int, default 0
+        The values of b and h.
     title : str, optional
-        The mask's formula by default.
+        By default the formula of the mask.
 
     Returns
     -------
     matplotlib axis
+        Its legend has the share of tiles of each kind.
 
     Raises
     ------
     MaskError
-        No mask, or a formula that is no condition.
+        The mask is None, or a formula that is not a condition.
     ParameterError
-        Numbers below 1, or a negative batch or head.
+        n, m or block is below 1, or batch or head is negative.
     TableError, ShapeError
-        The mask reads outside its tables at these lengths.
+        The mask reads outside its tables at these lengths, or a table does not fit its axes.
     MissingExtraError
         matplotlib is not installed.
     """
@@ -81,7 +85,9 @@ def tile_map(
         raise MaskError("tiles of no mask", "a condition", "tile_map(sightline.causal(), 1000)")
     if min(n, m, block) < 1 or min(batch, head) < 0:
         raise ParameterError(
-            f"n={n}, m={m}, block={block}, batch={batch}, head={head}", "n, m, block ≥ 1", "tile_map(mask, 1000)"
+            f"n={n}, m={m}, block={block}, batch={batch}, head={head}",
+            "n, m, block ≥ 1 and batch, head ≥ 0",
+            "tile_map(mask, 1000)",
         )
     validate_extent(formula, n, m, batch, head)
     while -(-max(n, m) // block) > MAX_TILES:

@@ -1,4 +1,4 @@
-"""The explorer: one page that shows who looks at whom, every head of every layer, opened from a disk or in a notebook.
+"""The explorer: one HTML page that shows the attention weights of every head of every layer.
 
 >>> import sightline.data
 >>> from sightline.view import explorer
@@ -7,8 +7,8 @@
 >>> data = explorer.from_weights(tokens, [layer.weights for layer in cat.layers.values()], names=["Layer 0", "Layer 3"])
 >>> page = explorer.html(data)
 
-`explorer.save_html(data, "page.html")` writes it, `explorer.explore(data)` shows it; both take what
-`sightline.transformers.watch` saw as well.
+`explorer.save_html(data, "page.html")` writes the page. `explorer.explore(data)` shows the page in a notebook or a
+browser. Both functions also accept the `Seen` of `sightline.transformers.watch`.
 """
 
 from .data import Exploration, Layer, Links, Text, from_weights

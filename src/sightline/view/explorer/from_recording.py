@@ -1,4 +1,4 @@
-"""What the page holds of a watched model: of `Seen`'s weights, or of its pooled maps and heaviest entries."""
+"""Conversion of a watched model's `Seen` to the data of the explorer page, from weights or from pooled statistics."""
 
 from __future__ import annotations
 
@@ -31,20 +31,28 @@ CURE = "see=[sightline.weights()], or see=[pooled(64, 64), top_k(8), entropy(), 
 
 
 def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, top: int = TOP_ENTRIES) -> Exploration:
-    """What a page shows of what a model's attentions did.
+    """Return the data of a page that shows the attention of a watched model.
 
     Parameters
     ----------
     seen : Seen
-        Its calls hold `weights()`, or `pooled(...)`, `top_k(...)`, `entropy()` and `received()`. With weights the steps
-        of a generation are put together, each layer's last run; without, each layer's last call counts.
-    title, limit, top
-        As of `from_weights`.
+        Every call has the statistic `weights()`, or all of `pooled(...)`, `top_k(...)`, `entropy()` and `received()`.
+        With weights, the steps of a generation are concatenated, and the last run of each layer counts. Otherwise the
+        last call of each layer counts.
+    title : str, default "Attention"
+    limit : int, default 32 MiB
+        Largest size of a page in bytes; see `from_weights`.
+    top : int, default 8
+        Largest number of exact entries per query and per key; see `from_weights`.
+
+    Returns
+    -------
+    Exploration
 
     Raises
     ------
     ParameterError
-        No `Seen`, no calls, or calls without these statistics.
+        The argument is not a `Seen`, there are no calls, or the calls lack these statistics.
     """
     if not hasattr(seen, "calls"):
         raise ParameterError(
@@ -60,7 +68,7 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
     for run, names in zip(runs, statistic_names, strict=True):
         _check(run[-1], names)
     texts = [[_pooled(seen, run[-1], entry, top) for run in runs] for entry in batch]
-    note = "The map shows cells of the weights; entropy, received and the heaviest keys of each query are exact."
+    note = "The map shows pooled weights. Entropy, received and the heaviest keys of each query are exact."
     return Exploration(title, tuple(Text(text_name(text[0].queries), tuple(text)) for text in texts), (note,))
 
 
@@ -69,13 +77,13 @@ def _first(result: Any) -> Any:
 
 
 def _last_run(calls: Sequence[Any]) -> list[Any]:
-    """The calls since one began at the first position: a pass, and the steps of generation after it."""
+    """Return the last calls that start at the first position: a forward pass and the generation steps after it."""
     run_starts = [place for place, call in enumerate(calls) if not call.query_start and call.kind == "self"]
     return list(calls[run_starts[-1] if run_starts else 0 :])
 
 
 def _check(call: Any, names: Sequence[str]) -> None:
-    """Pooled statistics a page can show: of all pairs, and sums."""
+    """Raise ParameterError unless the call has the pooled statistics, over all pairs and as sums."""
     missing = [name for name in REQUIRED_STATISTICS if name not in names]
     if missing:
         raise ParameterError(
@@ -85,34 +93,32 @@ def _check(call: Any, names: Sequence[str]) -> None:
         )
     pooled, received = (call.statistics[names.index(name)] for name in ("pooled", "received"))
     if getattr(pooled, "within", None) is not None or getattr(received, "how", "sum") != "sum":
-        raise ParameterError(f"{pooled!r} and {received!r}", "a map of all pairs, and received(), the sum", CURE)
+        raise ParameterError(
+            f"{pooled!r} and {received!r}", "pooled weights of all pairs, and received() as a sum", CURE
+        )
 
 
 def _dense(seen: Any, run: Sequence[Any], entry: int) -> DenseLayer:
-    """A layer's weights on one text, the steps of a generation put together."""
+    """Return a layer's weights on one text; the steps of a generation are concatenated."""
     parts = [to_numpy(call["weights"])[entry] for call in run]
     start = min(call.key_start for call in run)
     m, n = max(call.key_start + call.m for call in run) - start, sum(call.n for call in run)
-    whole = parts[0]
-    if len(run) > 1:
-        whole = np.zeros((len(parts[0]), n, m), parts[0].dtype)
+    weights = parts[0] if len(run) == 1 else np.zeros((len(parts[0]), n, m), parts[0].dtype)
     queries: list[str] = []
     keys = [str(start + j) for j in range(m)]
     for call, part in zip(run, parts, strict=True):
-        own, over = _labels(seen, call, entry)
+        query_labels, key_labels = _labels(seen, call, entry)
         first = call.key_start - start
         if len(run) > 1:
-            whole[:, len(queries) : len(queries) + call.n, first : first + call.m] = part
-        queries += own
-        keys[first : first + call.m] = over
-    rows, columns = _unpadded_length(queries), _unpadded_length(keys)
-    return DenseLayer(
-        run[0].layer, tuple(queries[:rows]), tuple(keys[:columns]), whole[:, :rows, :columns], run[0].heads
-    )
+            weights[:, len(queries) : len(queries) + call.n, first : first + call.m] = part
+        queries += query_labels
+        keys[first : first + call.m] = key_labels
+    n, m = _unpadded_length(queries), _unpadded_length(keys)
+    return DenseLayer(run[0].layer, tuple(queries[:n]), tuple(keys[:m]), weights[:, :n, :m], run[0].heads)
 
 
 def _pooled(seen: Any, call: Any, entry: int, top: int) -> Layer:
-    """A layer of what one call kept; padding stays, for it is in the cells."""
+    """Return a layer from the statistics of one call. Padding stays, because the pooled cells include it."""
     queries, keys = _labels(seen, call, entry)
     how = call.statistics[[statistic.name for statistic in call.statistics].index("pooled")].how
     cells, entropy, received = (to_numpy(call[name])[entry] for name in ("pooled", "entropy", "received"))
@@ -133,7 +139,7 @@ def _pooled(seen: Any, call: Any, entry: int, top: int) -> Layer:
 
 
 def _labels(seen: Any, call: Any, entry: int) -> tuple[list[str], list[str]]:
-    """Tokens of queries and keys; positions where none are known."""
+    """Return the tokens of queries and keys, or their positions if the tokens are unknown."""
     queries, keys = seen.labels(call, entry)
     first = call.key_start + (call.query_start or 0)
     queries = [str(first + i) for i in range(call.n)] if queries is None else list(queries)
@@ -142,7 +148,7 @@ def _labels(seen: Any, call: Any, entry: int) -> tuple[list[str], list[str]]:
 
 
 def _unpadded_length(tokens: Sequence[str]) -> int:
-    """How many tokens there are before those without a label at the end: padding. At least one."""
+    """Return the number of tokens without the empty labels at the end, which are padding; at least 1."""
     count = len(tokens)
     while count > 1 and not tokens[count - 1]:
         count -= 1
@@ -150,7 +156,10 @@ def _unpadded_length(tokens: Sequence[str]) -> int:
 
 
 def links_by_key(looks: Links, m: int, k: int) -> Links:
-    """Of each key the heaviest among the entries the rows keep: who looks at it, as far as `looks` tells."""
+    """Return the k heaviest queries of each of m keys, among the entries of `looks`.
+
+    A query that is not listed among the heaviest entries of its own row is missing, so the result is not complete.
+    """
     pairs = zip(looks.weights, looks.where, strict=True)
     found = stack_heads(_links_by_key(weights, where, m, k) for weights, where in pairs)
     return Links(found.weights, found.where, complete=False)

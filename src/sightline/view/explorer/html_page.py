@@ -1,4 +1,4 @@
-"""The page: one HTML file with its style, its program and its data inside; nothing is ever asked of a network."""
+"""The HTML page of the explorer: one file with its style, program and data; the page makes no network requests."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ import numpy as np
 
 from ...errors import ParameterError
 from ..terminal import CIVIDIS
-from .data import Exploration, Layer, Links, Text
+from .data import Exploration, Layer, Links
 from .from_recording import from_seen
 
 __all__ = ["html", "program", "save_html", "serialise", "short_name", "style"]
 
-# what a page runs, in the order of the reading
+# the page's scripts, in the order in which they are concatenated
 SCRIPTS = ("numbers", "layers", "grid", "map", "strip", "panel", "vector", "explorer")
 TYPE_CODES = {"float16": "f2", "float32": "f4", "int32": "i4"}
 
 
 def html(data: Exploration | Any) -> str:
-    """The page as text: complete in itself, opened from a disk as well as from a server.
+    """Return the page as text. The page is self-contained and opens from a disk as well as from a server.
 
     Parameters
     ----------
     data : Exploration or Seen
 
+    Returns
+    -------
+    str
+
     Raises
     ------
     ParameterError
-        A Seen without the statistics the page needs; see `from_seen`.
+        data is neither an Exploration nor a Seen, or the Seen lacks statistics that the page needs; see `from_seen`.
     """
     data = data if isinstance(data, Exploration) else from_seen(data)
     manifest, arrays = serialise(data)
@@ -52,36 +56,48 @@ def html(data: Exploration | Any) -> str:
 
 
 def save_html(data: Exploration | Any, path: str | Path) -> Path:
-    """Write the page there and return the path; as `html`.
+    """Write the page of `html` to a file and return the path.
+
+    Parameters
+    ----------
+    data : Exploration or Seen
+    path : str or Path
+
+    Returns
+    -------
+    Path
 
     Raises
     ------
     ParameterError
-        As `html` does; no file can be written there.
+        As for `html`; or the file cannot be written.
     """
-    page = html(data).encode("utf-8", "replace")  # before the file is opened; names of folders may be no text
+    page = html(data).encode("utf-8", "replace")  # before the file is opened; folder names may hold lone surrogates
     try:
         path = Path(path)
         path.write_bytes(page)
     except (OSError, TypeError, ValueError) as error:
         raise ParameterError(
-            f"a page at {str(path)!r}: {error}", "a file in a folder that is there", 'save_html(data, "page.html")'
+            f"a page at {str(path)!r}: {error}", "a file in a folder that exists", 'save_html(data, "page.html")'
         ) from error
     return path
 
 
 def program() -> str:
-    """The page's program, which makes `explorer(root, manifest, read)`."""
+    """Return the page's JavaScript program, which defines `explorer(root, manifest, read)`."""
     return "'use strict';\n" + "\n".join(_read(f"{part}.js") for part in SCRIPTS)
 
 
 def style() -> str:
-    """The page's style sheet."""
+    """Return the page's style sheet."""
     return _read("style.css")
 
 
 def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
-    """All the page shows, as JSON takes it, and the arrays it names by number, little-endian in base64."""
+    """Return the manifest, which is JSON-compatible, and the arrays, little-endian in base64.
+
+    The manifest refers to an array by its index.
+    """
     arrays: list[str] = []
     tokens: dict[tuple[str, ...], int] = {}
 
@@ -96,36 +112,35 @@ def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
             return None
         return {"weights": store(found.weights), "where": store(found.where), "complete": found.complete}
 
-    def layer(place: int, one: Layer) -> dict[str, Any]:
+    def layer_record(place: int, layer: Layer) -> dict[str, Any]:
         return {
-            "name": one.name,
-            "queries": tokens.setdefault(one.queries, len(tokens)),
-            "keys": tokens.setdefault(one.keys, len(tokens)),
-            "how": one.how,
-            "heads": one.heads,
-            "short": short_name(one.name, place),
-            **{name: store(getattr(one, name)) for name in ("cells", "entropy", "received")},
-            **{name: links(getattr(one, name)) for name in ("looks", "seen_by")},
+            "name": layer.name,
+            "queries": tokens.setdefault(layer.queries, len(tokens)),
+            "keys": tokens.setdefault(layer.keys, len(tokens)),
+            "how": layer.how,
+            "heads": layer.heads,
+            "short": short_name(layer.name, place),
+            **{name: store(getattr(layer, name)) for name in ("cells", "entropy", "received")},
+            **{name: links(getattr(layer, name)) for name in ("looks", "seen_by")},
         }
 
-    def text(one: Text) -> dict[str, Any]:
-        return {"name": one.name, "layers": [layer(place, each) for place, each in enumerate(one.layers)]}
-
-    manifest = {
-        "title": data.title,
-        "notes": data.notes,
-        "texts": [text(one) for one in data.texts],
-        "colours": CIVIDIS,
-    }
+    texts = [
+        {"name": text.name, "layers": [layer_record(place, layer) for place, layer in enumerate(text.layers)]}
+        for text in data.texts
+    ]
+    manifest = {"title": data.title, "notes": data.notes, "texts": texts, "colours": CIVIDIS}
     return manifest | {"tokens": list(map(list, tokens))}, arrays
 
 
 def short_name(name: str, place: int) -> str:
-    """A layer's number as its path tells it, with the decoder's d, or × across sequences; else its place."""
-    words = name.lower().replace(" ", ".").split(".")
-    numbers = [word for word in words if word.isdigit()]
-    is_cross = any(mark in name.lower() for mark in ("cross", "encdec", "encoder_attn"))
-    return ("×" if is_cross else "d" if "decoder" in words else "") + (numbers[0] if numbers else str(place))
+    """Return a short name of a layer: the first number in its name, or else `place`.
+
+    A cross-attention layer has the prefix ×, a decoder layer the prefix d.
+    """
+    parts = name.lower().replace(" ", ".").split(".")
+    is_cross = any(marker in name.lower() for marker in ("cross", "encdec", "encoder_attn"))
+    number = next((part for part in parts if part.isdigit()), str(place))
+    return ("×" if is_cross else "d" if "decoder" in parts else "") + number
 
 
 def _read(name: str) -> str:
@@ -133,7 +148,7 @@ def _read(name: str) -> str:
 
 
 def _csp_hash(text: str) -> str:
-    """What a Content-Security-Policy calls the text between two tags."""
+    """Return the hash by which a Content-Security-Policy allows an inline script or style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
 
 

@@ -1,7 +1,8 @@
-"""The explorer where the reader is: in a notebook's cell through anywidget, else in a browser."""
+"""The explorer in a notebook cell, through anywidget, or else in a browser."""
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import webbrowser
@@ -15,7 +16,7 @@ from .html_page import program, save_html, serialise, style
 
 __all__ = ["explore"]
 
-HEIGHT = 760  # pixels of a notebook's cell
+HEIGHT = 760  # of the widget in a notebook cell, in pixels
 
 MODULE = """
 export default {
@@ -31,7 +32,7 @@ export default {
 
 
 def explore(data: Exploration | Any) -> Any:
-    """Show the page: a widget in a notebook, else a file in the browser.
+    """Show the page: as a widget in a notebook, else as a file in the browser.
 
     Parameters
     ----------
@@ -40,12 +41,14 @@ def explore(data: Exploration | Any) -> Any:
     Returns
     -------
     anywidget.AnyWidget or Path
-        The widget, or the file that was opened.
+        The widget, or the path of the file that was opened.
 
     Raises
     ------
     MissingExtraError
-        A notebook without anywidget.
+        In a notebook, anywidget is not installed.
+    ParameterError
+        data is neither an Exploration nor a Seen, or the Seen lacks statistics that the page needs; see `from_seen`.
     """
     data = data if isinstance(data, Exploration) else from_seen(data)
     if _in_notebook():
@@ -56,16 +59,14 @@ def explore(data: Exploration | Any) -> Any:
 
 
 def widget(data: Exploration) -> Any:
-    """The page as a widget: the same program, drawn into a cell."""
-    import json
-
+    """Return the page as a widget that runs the page's program in a notebook cell."""
     try:
         import anywidget
         import traitlets
     except ImportError as error:
         raise MissingExtraError(
-            "the explorer in a notebook, and no anywidget",
-            "anywidget, or a page of its own",
+            "the explorer in a notebook, without anywidget",
+            "anywidget, or a page in a file",
             'pip install "sightline-attention[notebook]", or save_html(data, "page.html")',
         ) from error
 
@@ -81,6 +82,6 @@ def widget(data: Exploration) -> Any:
 
 
 def _in_notebook() -> bool:
-    """Whether IPython runs with a kernel, which displays what a cell returns."""
+    """True if IPython runs with a kernel, which displays the value of a cell."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and hasattr(shell, "kernel")
