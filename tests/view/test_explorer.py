@@ -302,7 +302,7 @@ def test_the_exported_drawing(page, written, tmp_path):
     assert "A <b>title</b> & $more: Layer 0, head 0" in texts
     assert set(tokens[:3]) < set(texts)
     colours = [node.get("fill") for node in root.iter("{http://www.w3.org/2000/svg}rect")]
-    palette = page.js("[...sightline.colours].map(css)")
+    palette = page.js("[...sightline.colours].map(cssColour)")
     most = float(weights[0][0].max())
     for share in weights[0][0][:3, :3].ravel() / most:
         assert palette[max(int(np.floor(1024 * float(share) + 0.5)), 1)] in colours
@@ -361,7 +361,7 @@ def test_ten_thousand_tokens(tab, ten_thousand):
     where, numbers = listed(tab, "seen")
     assert where == list(range(7777, 7785))
     assert numbers == three_digits(0.5 ** np.arange(1, 9))
-    assert "Among the keys each query weighs most." in tab.js("sightline.panel.lists.textContent")
+    assert "Among the heaviest keys of each query." in tab.js("sightline.panel.lists.textContent")
     tab.js("sightline.map.zoom(100, null, false)")
     tab.frame()
     assert tab.js("sightline.map.scale.over") is True

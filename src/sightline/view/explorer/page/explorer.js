@@ -1,15 +1,15 @@
-// The page: what is chosen, who is told, keys and controls.
+// The page: its state, its parts, keyboard and controls.
 
 const HELP = [
-  ['← → ↑ ↓', 'other head, other layer; with the map or the text in focus, other token'],
-  ['Shift + arrows', 'other head, other layer, wherever the focus is'],
-  ['/', 'search the tokens; Enter goes on, Shift + Enter back'],
-  ['+  −  0', 'zoom in, out, all of it; wheel and pinch too, dragging pans'],
-  ['Click', 'keeps a token; hovering others then tells the weight between the two'],
-  ['Esc', 'lets it go'],
+  ['← → ↑ ↓', 'previous or next head or layer; with the focus on the map or the text, other token'],
+  ['Shift + arrows', 'previous or next head or layer, wherever the focus is'],
+  ['/', 'search the tokens; Enter goes to the next match, Shift + Enter to the previous one'],
+  ['+  −  0', 'zoom in, zoom out, show the whole map; the wheel and pinching zoom, dragging pans'],
+  ['Click', 'select a token; hovering over another token then shows the weight between the two'],
+  ['Esc', 'clear the selection'],
   ['e  s', 'save the map as PNG, as SVG'],
-  ['t', 'light or dark'],
-  ['?', 'this help'],
+  ['t', 'switch between light and dark'],
+  ['?', 'show this help'],
 ];
 
 class Explorer {
@@ -20,7 +20,7 @@ class Explorer {
     this.texts = manifest.texts.map((text) => text.layers.map((layer) => new Layer(manifest, layer, read)));
     root.classList.add('sl');
     root.replaceChildren();
-    this.inks = this.themed();
+    this.themeColours = this.readThemeColours();
     this.measure();
     this.build();
     this.setTheme(null);
@@ -34,7 +34,7 @@ class Explorer {
   get layer() { return this.layers[this.state.layer]; }
   narrow() { return this.root.classList.contains('sl-narrow'); }
 
-  /** The room there is, which in a notebook is not the window's. */
+  /** Adapt to the size of the root element, which in a notebook is not the window's. */
   measure() {
     this.root.classList.toggle('sl-narrow', this.root.clientWidth < 860);
     this.root.classList.toggle('sl-tight', this.root.clientWidth < 1180);
@@ -73,17 +73,17 @@ class Explorer {
     texts.classList.add('sl-texts');
     const tools = make('div', 'sl-tools', {}, ...(manifest.texts.length > 1 ? [texts] : []),
       make('label', 'sl-searchbox', {}, this.search, this.found),
-      select('What colours follow', Object.entries(SCALES).map(([name, [text]]) => [name, text]), (scale) => this.recolour({ scale })),
+      select('Colour scale', Object.entries(SCALES).map(([name, [text]]) => [name, text]), (scale) => this.recolour({ scale })),
       select('Colours', [['ink', 'ink'], ['cividis', 'cividis']], (colour) => this.recolour({ colour })),
       button('PNG', 'Save the map as PNG (e)', () => this.export('png')),
       button('SVG', 'Save the map as SVG (s)', () => this.export('svg')),
-      button('◐', 'Light or dark (t)', () => this.turn(), 'sl-icon'),
+      button('◐', 'Switch between light and dark (t)', () => this.toggleTheme(), 'sl-icon'),
       button('?', 'Help (?)', () => this.help.showModal(), 'sl-icon'));
     const zooms = make('div', 'sl-zooms', {}, button('−', 'Zoom out (−)', () => this.map.zoom(0.5), 'sl-icon'),
-      button('+', 'Zoom in (+)', () => this.map.zoom(2), 'sl-icon'), button('Fit', 'All of it (0)', () => this.map.fit()));
+      button('+', 'Zoom in (+)', () => this.map.zoom(2), 'sl-icon'), button('Fit', 'Show the whole map (0)', () => this.map.fit()));
     this.help = make('dialog', 'sl-help', {}, make('h2', '', {}, 'Keys'),
       make('dl', '', {}, ...HELP.flatMap(([key, text]) => [make('dt', '', {}, key), make('dd', '', {}, text)])),
-      make('p', '', {}, 'A row of the map is a query: the keys it looks at, blue. A column is a key: the queries that look at it, orange. Pairs of weight 0 have the ground’s colour.'),
+      make('p', '', {}, 'A row of the map is a query; blue marks the keys it looks at. A column is a key; orange marks the queries that look at it. Pairs of weight 0 have the background colour.'),
       button('Close', 'Close', () => this.help.close()));
     this.root.append(
       make('header', 'sl-head', {}, make('h1', '', {}, manifest.title), this.subtitle, tools),
@@ -96,7 +96,7 @@ class Explorer {
     this.root.addEventListener('keydown', (event) => this.key(event));
   }
 
-  /** Another text, layer or head. */
+  /** Change the text, the layer or the head. */
   choose(change) {
     const before = this.inited ? this.layer : null, { state } = this;
     Object.assign(state, change);
@@ -119,7 +119,7 @@ class Explorer {
     const plural = (number, word) => `${count(number)} ${word}${number === 1 ? '' : 's'}`;
     this.subtitle.textContent = [plural(layers.length, 'layer'), plural(heads, 'head'),
       layer.self ? plural(layer.n, 'token') : `${plural(layer.n, 'query').replace('querys', 'queries')} on ${plural(layer.m, 'key')}`].join(' · ');
-    this.where.textContent = `${layer.name} · head ${layer.called(state.head)}`;
+    this.where.textContent = `${layer.name} · head ${layer.headName(state.head)}`;
     if (!before || change.text !== undefined) this.grid.reset();
     else this.grid.draw();
     this.map.reset(same);
@@ -127,7 +127,7 @@ class Explorer {
     this.link();
   }
 
-  /** The token in question: the one kept, else the one hovered last. */
+  /** The active token: the selected token, or else the last token hovered over. */
   active() { return this.state.pick ?? this.last; }
 
   hover(spot) {
@@ -138,16 +138,16 @@ class Explorer {
       const next = spot.i !== null ? { side: 'query', at: spot.i } : { side: 'key', at: spot.j };
       if (!this.last || this.last.at !== next.at || this.last.side !== next.side) {
         this.last = next;
-        return this.soon('link');
+        return this.schedule('link');
       }
     }
-    return layer && this.soon('marks');
+    return layer && this.schedule('marks');
   }
 
-  /** A pair pointed at in the lists. */
-  point(spot) {
+  /** Mark a pair that the pointer is on in the lists. */
+  hoverPair(pair) {
     this.state.hover = spot;
-    this.soon('marks');
+    this.schedule('marks');
   }
 
   pick(spot, reveal = true) {
@@ -159,22 +159,22 @@ class Explorer {
     this.link();
   }
 
-  /** Once a frame, however many events ask. */
-  soon(what) {
-    if (this.asked) return this.asked.add(what);
-    this.asked = new Set([what]);
+  /** Run a task with the next frame; further calls before that frame add their tasks to it. */
+  schedule(task) {
+    if (this.scheduled) return this.scheduled.add(task);
+    this.scheduled = new Set([task]);
     return requestAnimationFrame(() => {
-      const { asked } = this;
-      this.asked = null;
-      if (asked.has('link')) this.link();
-      else if (asked.has('marks')) this.marked();
+      const { scheduled } = this;
+      this.scheduled = null;
+      if (scheduled.has('link')) this.link();
+      else if (scheduled.has('marks')) this.drawMarks();
       else this.map.draw();
     });
   }
 
-  redraw() { if (this.map?.view) this.soon('map'); }
+  redraw() { if (this.map?.view) this.schedule('map'); }
 
-  /** Who is linked with the active token, for the strips' colours; then everything that shows it. */
+  /** Find the keys and queries linked with the active token, and redraw everything that shows them. */
   link() {
     const active = this.active(), { layer, state } = this, side = active?.side;
     const looks = active && (layer.self || side === 'query') ? layer.row(state.head, active.at, Infinity) : [];
@@ -182,29 +182,29 @@ class Explorer {
     const linked = (entries) => new Map(entries.map(({ at, weight }) => [at, weight]));
     this.linked = { looks: linked(looks), seen: linked(seen), most: { looks: looks[0]?.weight || 1, seen: seen[0]?.weight || 1 } };
     this.panel.draw();
-    this.marked();
+    this.drawMarks();
   }
 
-  marked() {
+  drawMarks() {
     this.map.draw();
-    this.tell();
+    this.drawReadout();
     for (const strip of Object.values(this.strips)) if (!strip.node.hidden) strip.shade();
   }
 
-  /** The weight of the pair under the pointer. */
-  tell() {
+  /** Show the weight of the pair under the pointer. */
+  drawReadout() {
     const { layer, state } = this, over = state.hover, pairs = [];
-    const say = (i, j) => {
+    const pairNode = (i, j) => {
       const { value, below } = layer.weight(state.head, i, j);
       const number = make('b', 'sl-number', { 'data-pair': `${i} ${j}`, title: String(value ?? below) }, value === undefined ? `≤ ${digits(below)}` : digits(value));
       return make('span', '', {}, make('span', 'sl-quoted', {}, visible(layer.queries[i])), ` ${count(i)} → `, make('span', 'sl-quoted', {}, visible(layer.keys[j])), ` ${count(j)}  `, number);
     };
     const active = this.active();
-    if (over && over.i !== null && over.j !== null && !over.strip) pairs.push(say(over.i, over.j));
+    if (over && over.i !== null && over.j !== null && !over.strip) pairs.push(pairNode(over.i, over.j));
     else if (over?.strip && state.pick) {
       const at = over.i ?? over.j;
-      if (layer.self || (active.side === 'query' && over.j !== null)) pairs.push(say(active.at, at));
-      if ((layer.self && at !== active.at) || (!layer.self && active.side === 'key' && over.i !== null)) pairs.push(say(at, active.at));
+      if (layer.self || (active.side === 'query' && over.j !== null)) pairs.push(pairNode(active.at, at));
+      if ((layer.self && at !== active.at) || (!layer.self && active.side === 'key' && over.i !== null)) pairs.push(pairNode(at, active.at));
     }
     this.readout.replaceChildren(...pairs);
   }
@@ -212,25 +212,25 @@ class Explorer {
   drawLegend() {
     const { scale } = this.map, { layer } = this;
     if (!scale) return;
-    if (this.barOf !== this.colours) {
+    if (this.barColours !== this.colours) {
       this.bar = make('canvas', 'sl-bar-canvas', { width: '160', height: '8', 'aria-hidden': 'true' });
       this.legendText = make('span');
       this.legendMost = make('span', 'sl-number');
       this.legend.replaceChildren(make('span', 'sl-number', {}, '0'), this.bar, this.legendMost, this.legendText);
-      this.barOf = this.colours;
+      this.barColours = this.colours;
       const context = this.bar.getContext('2d');
       for (let x = 0; x < 160; x++) {
-        context.fillStyle = css(this.colours[1 + Math.round((1023 * x) / 159)]);
+        context.fillStyle = cssColour(this.colours[1 + Math.round((1023 * x) / 159)]);
         context.fillRect(x, 0, 1, 8);
       }
     }
     const size = (x) => (x === Math.round(x) ? String(x) : x.toFixed(1));
     this.legendMost.textContent = digits(scale.most);
     this.legendText.textContent = (scale.exact ? 'weights, each exact' : `${layer.how === 'max' ? 'largest' : 'mean'} of ${size(scale.rows)} × ${size(scale.columns)} pairs`)
-      + (scale.over ? '; the heaviest pairs over them exact, from 0 to 1' : '');
+      + (scale.over ? '; heaviest pairs drawn exactly, from 0 to 1' : '');
   }
 
-  /** Tokens that hold the text searched for, a phrase too; step to the next with 1, back with −1. */
+  /** Mark the tokens that contain the searched text, which may be a phrase; a step of 1 or −1 selects the next or previous one. */
   find(step) {
     const needle = this.search.value.toLowerCase(), { layer } = this;
     const query = new Set(needle ? occurrences(layer.queries, needle) : []), key = new Set(needle && !layer.self ? occurrences(layer.keys, needle) : []);
@@ -239,7 +239,7 @@ class Explorer {
     if (needle !== this.needle) [this.needle, this.match] = [needle, -1];
     if (step && all.length) {
       this.match = (this.match + step + all.length + (this.match < 0 && step < 0 ? 1 : 0)) % all.length;
-      this.pick({ ...all[this.match], other: null });
+      this.pick({ ...all[this.match] });
     } else if (this.inited) {
       if (all.length) this.strips[layer.self ? 'both' : all[0].side].reveal(all[0].at);
       for (const strip of Object.values(this.strips)) if (!strip.node.hidden) strip.shade();
@@ -251,23 +251,23 @@ class Explorer {
     if (event.altKey || event.ctrlKey || event.metaKey || event.target.closest?.('select, dialog')) return;
     const { state, layers } = this, on = event.target, tokens = !event.shiftKey && (on === this.map.canvas || on.closest?.('.sl-strip'));
     const arrows = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
-    const acts = {
+    const actions = {
       '/': () => { this.search.focus(); this.search.select(); },
       '+': () => this.map.zoom(2), '=': () => this.map.zoom(2), '-': () => this.map.zoom(0.5), 0: () => this.map.fit(),
       Escape: () => { this.last = null; this.pick(null); },
-      e: () => this.export('png'), s: () => this.export('svg'), t: () => this.turn(), '?': () => this.help.showModal(),
+      e: () => this.export('png'), s: () => this.export('svg'), t: () => this.toggleTheme(), '?': () => this.help.showModal(),
     };
     if (arrows && tokens) this.step(...arrows);
     else if (arrows) {
       const layer = Math.max(0, Math.min(layers.length - 1, state.layer + arrows[1]));
       const head = Math.max(0, Math.min(layers[layer].heads - 1, state.head + arrows[0]));
       this.choose({ layer, head });
-    } else if (acts[event.key]) acts[event.key]();
+    } else if (actions[event.key]) actions[event.key]();
     else return;
     event.preventDefault();
   }
 
-  /** To the token beside the active one, or in the line above or below it. */
+  /** Select the token beside the active one (x), or the token in the line above or below it (y). */
   step(x, y) {
     const active = this.active() ?? { side: 'query', at: 0 }, { layer } = this;
     const strip = this.strips[layer.self ? 'both' : active.side], length = active.side === 'key' ? layer.m : layer.n;
@@ -278,23 +278,23 @@ class Explorer {
       const from = line.find((token) => token.at === active.at);
       at = next.reduce((best, token) => (Math.abs(token.x - from.x) < Math.abs(best.x - from.x) ? token : best)).at;
     }
-    if (at >= 0 && at < length) this.pick({ side: active.side, at, other: null });
+    if (at >= 0 && at < length) this.pick({ side: active.side, at });
   }
 
-  turn() { this.setTheme(this.dark ? 'light' : 'dark'); }
+  toggleTheme() { this.setTheme(this.dark ? 'light' : 'dark'); }
 
   setTheme(theme) {
     this.theme = theme;
     this.dark = theme ? theme === 'dark' : matchMedia('(prefers-color-scheme: dark)').matches;
     this.root.dataset.theme = this.dark ? 'dark' : 'light';
-    this.inks = this.themed();
+    this.themeColours = this.readThemeColours();
     this.recolour({});
   }
 
-  themed() {
-    const style = getComputedStyle(this.root), inks = { font: style.fontFamily };
-    for (const name of ['ink', 'muted', 'line', 'ground', 'accent', 'cross', 'looks', 'seen']) inks[name] = style.getPropertyValue(`--${name}`).trim();
-    return inks;
+  readThemeColours() {
+    const style = getComputedStyle(this.root), themeColours = { font: style.fontFamily };
+    for (const name of ['ink', 'muted', 'line', 'ground', 'accent', 'cross', 'looks', 'seen']) themeColours[name] = style.getPropertyValue(`--${name}`).trim();
+    return themeColours;
   }
 
   recolour(change) {
@@ -312,30 +312,30 @@ class Explorer {
     this.map.reset(false);
     this.grid.reset();
     for (const strip of Object.values(this.strips)) if (!strip.node.hidden) strip.layout();
-    this.marked();
+    this.drawMarks();
   }
 
-  /** The map as it is seen, with its title and its scale, on a context of so many pixels for one; its size. */
+  /** Draw the visible map with its title and its scale on a context with `ratio` pixels per CSS pixel; returns its size. */
   compose(context, ratio) {
-    const { map, inks, layer, state, manifest } = this, head = 44, size = [map.width, map.height + head + 28];
-    context.fillStyle = inks.ground;
+    const { map, themeColours, layer, state, manifest } = this, head = 44, size = [map.width, map.height + head + 28];
+    context.fillStyle = themeColours.ground;
     context.fillRect(0, 0, ...size);
-    Object.assign(context, { fillStyle: inks.ink, font: `600 14px ${inks.font}` });
-    context.fillText(`${manifest.title}: ${layer.name}, head ${layer.called(state.head)}`, 16, 28);
+    Object.assign(context, { fillStyle: themeColours.ink, font: `600 14px ${themeColours.font}` });
+    context.fillText(`${manifest.title}: ${layer.name}, head ${layer.headName(state.head)}`, 16, 28);
     context.save();
     context.translate(0, head);
     map.paint(context, ratio);
     context.restore();
-    this.drawLegend(); // of the level that was painted, which may be finer than the screen's
+    this.drawLegend(); // the painted level may be finer than the level on the screen
     const y = map.height + head + 4;
     context.drawImage(this.bar, 30, y, 160, 8);
-    Object.assign(context, { fillStyle: inks.muted, font: `11px ${inks.font}`, textAlign: 'left', textBaseline: 'top' });
+    Object.assign(context, { fillStyle: themeColours.muted, font: `11px ${themeColours.font}`, textAlign: 'left', textBaseline: 'top' });
     context.fillText('0', 16, y - 2);
     context.fillText(`${this.legendMost.textContent}   ${this.legendText.textContent}`, 198, y - 2);
     return size;
   }
 
-  /** At three pixels for one. */
+  /** The map as a canvas with three pixels per CSS pixel. */
   picture() {
     const canvas = make('canvas'), context = canvas.getContext('2d'), ratio = 3;
     Object.assign(canvas, { width: this.map.width * ratio, height: (this.map.height + 72) * ratio });
@@ -345,7 +345,7 @@ class Explorer {
     return canvas;
   }
 
-  /** The same as lines, areas and text. */
+  /** The map as SVG text. */
   vector() {
     const context = new VectorContext(), size = this.compose(context, 3);
     this.map.draw();
@@ -354,8 +354,8 @@ class Explorer {
 
   export(kind) {
     const save = (blob) => {
-      const words = `${this.manifest.title} ${this.layer.name} head ${this.layer.called(this.state.head)}`;
-      const name = `${words.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, '-')}.${kind}`;
+      const title = `${this.manifest.title} ${this.layer.name} head ${this.layer.headName(this.state.head)}`;
+      const name = `${title.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, '-')}.${kind}`;
       const link = make('a', '', { href: URL.createObjectURL(blob), download: name });
       link.click();
       setTimeout(() => URL.revokeObjectURL(link.href), 1000);
@@ -365,13 +365,13 @@ class Explorer {
   }
 }
 
-/** Positions of the tokens that a text lies on, as the tokens read one after the other. */
+/** Positions of the tokens that an occurrence of `needle` covers, in the text that the tokens form. */
 function* occurrences(tokens, needle) {
-  const pieces = inPieces(tokens), ends = [];
+  const pieces = isWordPiece(tokens), ends = [];
   let text = '';
   tokens.forEach((token, at) => {
     const shown = visible(token).toLowerCase();
-    text += (at && spaced(token, pieces) ? ' ' : '') + (pieces && shown.startsWith('##') ? shown.slice(2) : shown);
+    text += (at && hasSpaceBefore(token, pieces) ? ' ' : '') + (pieces && shown.startsWith('##') ? shown.slice(2) : shown);
     ends.push(text.length);
   });
   let token = 0;
@@ -381,10 +381,10 @@ function* occurrences(tokens, needle) {
   }
 }
 
-/** Draw into an element: the page's own, or a notebook's. */
+/** Draw the explorer into an element of a page or of a notebook cell. */
 function explorer(root, manifest, read) { return new Explorer(root, manifest, read); }
 
-/** The page of a file: its data lie beside it, and every key is its own. */
+/** Start the page of a file: the data are in script elements, and the explorer handles every key of the document. */
 function explorerPage() {
   const manifest = JSON.parse(document.getElementById('sl-manifest').textContent);
   const shown = explorer(document.getElementById('sightline'), manifest, (at) => document.getElementById(`sl-array-${at}`).textContent);

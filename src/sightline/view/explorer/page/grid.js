@@ -1,4 +1,4 @@
-// Layers × heads as a grid of small maps.
+// The grid of small maps: rows of heads for each layer.
 
 class Grid {
   constructor(page) {
@@ -14,10 +14,10 @@ class Grid {
       const at = this.at(event);
       if (at) page.choose(at);
     });
-    this.over = null;
+    this.hovered = null;
   }
 
-  /** The largest cells with which every head of every layer fits; rows of heads wrap where that helps. */
+  /** Choose the largest cells with which all heads of all layers fit; the heads of a layer may wrap into several rows. */
   layout() {
     const layers = this.page.layers, heads = Math.max(...layers.map((layer) => layer.heads));
     const width = this.scroller.clientWidth, height = Math.max(this.scroller.clientHeight, 200);
@@ -25,7 +25,7 @@ class Grid {
     const rowsOf = (columns) => layers.reduce((sum, layer) => sum + Math.ceil(layer.heads / columns), 0);
     let best = null;
     for (let most = heads; most >= 1; most--) {
-      const columns = Math.ceil(heads / Math.ceil(heads / most)); // rows of heads alike
+      const columns = Math.ceil(heads / Math.ceil(heads / most)); // rows of equal length
       const step = Math.min((width - this.left) / columns, 104);
       const fits = rowsOf(columns) * step + layers.length * 4 <= height;
       if (!best || (fits && step > best.step)) best = { columns, step };
@@ -44,7 +44,7 @@ class Grid {
     this.size = [this.left + this.columns * this.step, y];
   }
 
-  /** Everything anew: other data, another theme or another size. Maps are painted a few at a time. */
+  /** Redraw everything, for other data, another theme or another size. Maps are painted for 8 ms at a time. */
   reset() {
     this.layout();
     const ratio = window.devicePixelRatio || 1, [width, height] = this.size;
@@ -52,11 +52,11 @@ class Grid {
     Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
     this.images = new Map();
     const names = this.page.layers.map((layer) => layer.name).join(', ');
-    this.canvas.setAttribute('aria-label', `Small maps of every head: ${names}. Left and right choose a head, up and down a layer.`);
+    this.canvas.setAttribute('aria-label', `Small maps of every head: ${names}. The left and right keys choose a head, the up and down keys a layer.`);
     this.draw();
-    const pass = (this.pass = {});
+    const paintPass = (this.paintPass = {});
     const paint = (from) => {
-      if (pass !== this.pass || !this.node.isConnected) return;
+      if (paintPass !== this.paintPass || !this.node.isConnected) return;
       const until = performance.now() + 8;
       let k = from;
       while (k < this.places.length && performance.now() < until) this.image(this.places[k++]);
@@ -70,14 +70,14 @@ class Grid {
     const name = `${layer}.${head}`;
     if (!this.images.has(name)) {
       const level = this.page.layers[layer].coarse(head, (this.step - this.gap) * (window.devicePixelRatio || 1));
-      this.images.set(name, painted(level, this.page.colours));
+      this.images.set(name, paintLevel(level, this.page.colours));
     }
     return this.images.get(name);
   }
 
   draw() {
     const context = this.canvas.getContext('2d'), ratio = window.devicePixelRatio || 1, side = this.step - this.gap;
-    const { layer, head } = this.page.state, theme = this.page.inks;
+    const { layer, head } = this.page.state, theme = this.page.themeColours;
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.clearRect(0, 0, ...this.size);
     context.font = `11px ${theme.font}`;
@@ -98,7 +98,7 @@ class Grid {
         context.drawImage(image, x, y, side, side);
       }
       const chosen = place.layer === layer && place.head === head;
-      if (chosen || (this.over && place === this.over)) {
+      if (chosen || (this.hovered && place === this.hovered)) {
         context.strokeStyle = chosen ? theme.accent : theme.muted;
         context.lineWidth = chosen ? 2 : 1;
         context.strokeRect(x - 1, y - 1, side + 2, side + 2);
@@ -112,9 +112,9 @@ class Grid {
   }
 
   hover(event) {
-    this.over = event ? this.at(event) : null;
-    this.canvas.style.cursor = this.over ? 'pointer' : 'default';
-    this.tip.textContent = this.over ? `${this.page.layers[this.over.layer].name} · head ${this.page.layers[this.over.layer].called(this.over.head)}` : '';
+    this.hovered = event ? this.at(event) : null;
+    this.canvas.style.cursor = this.hovered ? 'pointer' : 'default';
+    this.tip.textContent = this.hovered ? `${this.page.layers[this.hovered.layer].name} · head ${this.page.layers[this.hovered.layer].headName(this.hovered.head)}` : '';
     this.draw();
   }
 }

@@ -1,8 +1,8 @@
-// What the page knows of a layer: values of pairs, rows and columns, and levels of its map from fine to coarse.
+// One layer: the weights of pairs, rows and columns, and the levels of its map from fine to coarse.
 
 class Layer {
   constructor(manifest, stored, read) {
-    Object.assign(this, { name: stored.name, short: stored.short, how: stored.how, stored, read, kept: {}, heads: stored.cells.shape[0] });
+    Object.assign(this, { name: stored.name, short: stored.short, how: stored.how, stored, read, cache: {}, heads: stored.cells.shape[0] });
     this.queries = manifest.tokens[stored.queries];
     this.keys = manifest.tokens[stored.keys];
     this.self = stored.queries === stored.keys;
@@ -11,14 +11,14 @@ class Layer {
     this.whole = this.how === 'whole';
   }
 
-  /** A stored array, decoded once. */
+  /** A stored array, decoded once and cached. */
   array(name, part = null) {
     const at = part ? `${name}.${part}` : name;
-    return (this.kept[at] ??= decode(part ? this.stored[name][part] : this.stored[name], this.read));
+    return (this.cache[at] ??= decode(part ? this.stored[name][part] : this.stored[name], this.read));
   }
 
-  /** What a head is called: its number in the model, where only some were watched. */
-  called(head) { return this.stored.heads?.[head] ?? head; }
+  /** A head's number in the model, which differs from its index if only some heads were watched. */
+  headName(head) { return this.stored.heads?.[head] ?? head; }
 
   part(name, head, length) {
     return this.array(name).subarray(head * length, (head + 1) * length);
@@ -27,24 +27,20 @@ class Layer {
   entropy(head) { return this.part('entropy', head, this.n); }
   received(head) { return this.part('received', head, this.m); }
 
-  /** Levels of one head's map: {rows, columns, data, i, j, most}; i and j are the cells' edges, each level half as fine. */
+  /** Levels of one head's map, each half as fine as the previous one: {rows, columns, data, i, j, most}; i and j are the cells' edges. */
   levels(head) {
     const at = `levels ${head}`;
-    if (this.kept[at]) return this.kept[at];
+    if (this.cache[at]) return this.cache[at];
     const [, rows, columns] = this.stored.cells.shape;
     const data = this.part('cells', head, rows * columns);
     const edges = (cells, length) => Uint32Array.from({ length: cells + 1 }, (_, k) => Math.floor((k * length) / cells));
     const found = [{ rows, columns, data, i: edges(rows, this.n), j: edges(columns, this.m) }];
-    while (Math.max(found.at(-1).rows, found.at(-1).columns) > 24) found.push(halved(found.at(-1), this.how === 'max'));
-    for (const level of found) {
-      let most = 0;
-      for (const value of level.data) if (value > most) most = value;
-      level.most = most || 1;
-    }
-    return (this.kept[at] = found);
+    while (Math.max(found.at(-1).rows, found.at(-1).columns) > 24) found.push(halveLevel(found.at(-1), this.how === 'max'));
+    for (const level of found) level.most = largest(level.data) || 1;
+    return (this.cache[at] = found);
   }
 
-  /** The coarsest level with at least so many cells on its longer side. */
+  /** The coarsest level with at least `cells` cells on its longer side. */
   coarse(head, cells) {
     const levels = this.levels(head);
     let at = levels.length - 1;
@@ -52,21 +48,21 @@ class Layer {
     return levels[at];
   }
 
-  /** The weight of a pair: {value}, or {below} where only the row's kept entries are known. */
+  /** The weight of a pair: {value}, or an upper bound {below} if the page stores only the row's heaviest entries. */
   weight(head, i, j) {
     if (this.whole) return { value: this.levels(head)[0].data[i * this.m + j] };
     const row = this.row(head, i, Infinity), found = row.find((entry) => entry.at === j);
     return found ? { value: found.weight } : { below: row.at(-1)?.weight ?? 0 };
   }
 
-  /** The keys query i weighs most: [{at, weight}], descending. */
+  /** The `most` heaviest keys of query i: [{at, weight}], in descending order. */
   row(head, i, most) {
     if (!this.whole) return this.linked('looks', head, i, most);
     const data = this.levels(head)[0].data;
     return heaviest(this.m, (j) => data[i * this.m + j], most);
   }
 
-  /** The queries that weigh key j most. */
+  /** The `most` heaviest queries of key j: [{at, weight}], in descending order. */
   column(head, j, most) {
     if (!this.whole) return this.linked('seen_by', head, j, most);
     const data = this.levels(head)[0].data;
@@ -82,7 +78,14 @@ class Layer {
   }
 }
 
-/** Entries above 0 in descending order, the first of equals first. */
+/** The largest of numbers, at least 0. */
+function largest(values) {
+  let most = 0;
+  for (const value of values) if (value > most) most = value;
+  return most;
+}
+
+/** The `most` heaviest entries above 0 in descending order; of equal entries the first position comes first. */
 function heaviest(length, value, most) {
   const found = [];
   for (let at = 0; at < length; at++) if (value(at) > 0) found.push({ at, weight: value(at) });
@@ -90,15 +93,15 @@ function heaviest(length, value, most) {
   return most < found.length ? found.slice(0, most) : found;
 }
 
-/** A level of half as many rows and columns: means by area, or maxima. */
-function halved({ rows, columns, data, i, j }, maxima) {
-  const every = (edges, cells) => Uint32Array.from({ length: cells + 1 }, (_, k) => edges[Math.min(2 * k, edges.length - 1)]);
-  const less = { rows: (rows + 1) >> 1, columns: (columns + 1) >> 1 };
-  less.i = every(i, less.rows);
-  less.j = every(j, less.columns);
-  less.data = new Float32Array(less.rows * less.columns);
-  for (let r = 0; r < less.rows; r++) {
-    for (let c = 0; c < less.columns; c++) {
+/** A level with half as many rows and columns, by means weighted by area or by maxima. */
+function halveLevel({ rows, columns, data, i, j }, maxima) {
+  const everySecond = (edges, cells) => Uint32Array.from({ length: cells + 1 }, (_, k) => edges[Math.min(2 * k, edges.length - 1)]);
+  const half = { rows: (rows + 1) >> 1, columns: (columns + 1) >> 1 };
+  half.i = everySecond(i, half.rows);
+  half.j = everySecond(j, half.columns);
+  half.data = new Float32Array(half.rows * half.columns);
+  for (let r = 0; r < half.rows; r++) {
+    for (let c = 0; c < half.columns; c++) {
       let sum = 0, area = 0, most = 0;
       for (let y = 2 * r; y < Math.min(2 * r + 2, rows); y++) {
         for (let x = 2 * c; x < Math.min(2 * c + 2, columns); x++) {
@@ -108,16 +111,16 @@ function halved({ rows, columns, data, i, j }, maxima) {
           if (value > most) most = value;
         }
       }
-      less.data[r * less.columns + c] = maxima ? most : area ? sum / area : 0;
+      half.data[r * half.columns + c] = maxima ? most : area ? sum / area : 0;
     }
   }
-  return less;
+  return half;
 }
 
-/** A level painted, a pixel for each cell. */
-function painted(level, colours, most = level.most) {
+/** A canvas with one pixel for each cell of a level. */
+function paintLevel(level, colours) {
   const image = new ImageData(level.columns, level.rows), pixels = new Uint32Array(image.data.buffer);
-  for (let k = 0; k < pixels.length; k++) pixels[k] = colours[shade(level.data[k], most)];
+  for (let k = 0; k < pixels.length; k++) pixels[k] = colours[paletteIndex(level.data[k], level.most)];
   const canvas = make('canvas');
   canvas.width = level.columns;
   canvas.height = level.rows;

@@ -1,8 +1,9 @@
-// One head, large: its map with tokens along both sides, entropy of each query at the right, received by each key below.
+// The large map of one head: tokens at the left and above, each query's entropy at the right, the weight each key receives below.
 
-const STRIP = 46, NARROWEST = 9, LARGEST = 64, FIT = 56;
-const EXACT_CELLS = 12000; // cells drawn one by one, each on its own pixels; beyond, the painted level is stretched
-const EXACT_ROWS = 1200; // queries whose kept entries are drawn over pooled cells
+// In pixels: height of the bars, least cell size with token labels, largest cell size, largest cell size of the whole map.
+const BARS = 46, MIN_LABELLED = 9, MAX_CELL = 64, FIT = 56;
+const EXACT_CELLS = 12000; // up to this number, cells are drawn one by one on whole pixels; more cells are drawn as one scaled image
+const EXACT_ROWS = 1200; // up to this number of visible queries, stored exact entries are drawn over pooled cells
 
 class HeadMap {
   constructor(page) {
@@ -20,37 +21,37 @@ class HeadMap {
     listen('wheel', this.wheel, { passive: false });
   }
 
-  /** Room and margins for this layer's tokens; the whole map in view. */
+  /** Compute the size and the margins for this layer's tokens, and show the whole map or the present view. */
   reset(keepView = false) {
-    const { layer, inks } = this.page, ratio = window.devicePixelRatio || 1;
+    const { layer, themeColours } = this.page, ratio = window.devicePixelRatio || 1;
     this.width = this.node.clientWidth;
     this.height = this.node.clientHeight;
     Object.assign(this.canvas, { width: this.width * ratio, height: this.height * ratio });
     const context = this.canvas.getContext('2d');
-    context.font = `11px ${inks.font}`;
+    context.font = `11px ${themeColours.font}`;
     const widest = (tokens) => tokens.slice(0, 400).reduce((w, t) => Math.max(w, context.measureText(visible(t)).width), 10);
     const most = Math.min(this.width * 0.2, 92);
     this.widest = widest(layer.keys);
     this.full = { left: Math.min(widest(layer.queries), most) + 14, top: Math.min(this.widest, 56) + 14 };
-    this.least = null;
+    this.minScale = null;
     this.painted = new Map();
     if (!keepView || !this.view) this.fit(false);
-    else this.settle(this.clamp(this.view));
-    this.canvas.setAttribute('aria-label', `Weights of ${layer.n} queries on ${layer.m} keys, ${layer.name}, head ${layer.called(this.page.state.head)}.`);
+    else this.setView(this.clamp(this.view));
+    this.canvas.setAttribute('aria-label', `Weights of ${layer.n} queries on ${layer.m} keys, ${layer.name}, head ${layer.headName(this.page.state.head)}.`);
   }
 
-  /** Where the map lies for a view: margins grow as tokens come to fit, and what is left over is on both sides. */
+  /** The position of the map for a scale: margins grow until token labels fit, and free space is split between the sides. */
   frame({ sx, sy }) {
-    const { n, m } = this.page.layer, share = (s) => Math.max(0, Math.min((s - 6) / (NARROWEST - 6), 1));
+    const { n, m } = this.page.layer, share = (s) => Math.max(0, Math.min((s - 6) / (MIN_LABELLED - 6), 1));
     const left = 40 + (this.full.left - 40) * share(sy), top = 24 + (this.full.top - 24) * share(sx);
-    const room = { w: Math.max(this.width - left - STRIP - 14, 40), h: Math.max(this.height - top - STRIP - 16, 40) };
+    const room = { w: Math.max(this.width - left - BARS - 14, 40), h: Math.max(this.height - top - BARS - 16, 40) };
     const spare = (all, used) => Math.max(0, all - used) / 2;
     return { left: left + spare(room.w, m * sx), top: top + spare(room.h, n * sy) * 0.4, room };
   }
 
-  /** The scales at which all of it is in view. */
-  smallest() {
-    if (this.least) return this.least;
+  /** The scales at which the whole map is visible. */
+  fitScale() {
+    if (this.minScale) return this.minScale;
     const { n, m } = this.page.layer;
     const fitting = ({ room }) => {
       const x = room.w / m, y = room.h / n, s = Math.min(x, y);
@@ -58,53 +59,53 @@ class HeadMap {
       return { sx: Math.min(square ? s : x, FIT), sy: Math.min(square ? s : y, FIT) };
     };
     const bare = fitting(this.frame({ sx: 0, sy: 0 })), labelled = Math.max(bare.sx, bare.sy) > 6;
-    return (this.least = labelled ? fitting(this.frame({ sx: FIT, sy: FIT })) : bare);
+    return (this.minScale = labelled ? fitting(this.frame({ sx: FIT, sy: FIT })) : bare);
   }
 
-  settle(view) {
+  setView(view) {
     this.view = view;
     Object.assign(this, this.frame(view));
-    this.canvas.style.touchAction = view.sx > this.smallest().sx ? 'none' : 'pan-y'; // a finger scrolls the page past a map seen whole
+    this.canvas.style.touchAction = view.sx > this.fitScale().sx ? 'none' : 'pan-y'; // if the whole map is visible, touch scrolls the page
   }
 
-  fit(smooth = true) { this.go({ x: 0, y: 0, ...this.smallest() }, smooth); }
+  fit(smooth = true) { this.go({ x: 0, y: 0, ...this.fitScale() }, smooth); }
 
   clamp(view) {
-    const { n, m } = this.page.layer, least = this.smallest();
-    const factor = Math.max(1, Math.min(view.sx / least.sx, Math.max(LARGEST / least.sx, LARGEST / least.sy, 1)));
-    view.sx = least.sx * factor;
-    view.sy = least.sy * factor;
+    const { n, m } = this.page.layer, min = this.fitScale();
+    const factor = Math.max(1, Math.min(view.sx / min.sx, Math.max(MAX_CELL / min.sx, MAX_CELL / min.sy, 1)));
+    view.sx = min.sx * factor;
+    view.sy = min.sy * factor;
     const { room } = this.frame(view);
     view.x = Math.max(0, Math.min(view.x, m - room.w / view.sx));
     view.y = Math.max(0, Math.min(view.y, n - room.h / view.sy));
     return view;
   }
 
-  /** Move to a view, in a few frames unless motion is unwelcome. */
+  /** Move to a view, in 180 ms unless the reader prefers reduced motion. */
   go(target, smooth = true) {
     this.clamp(target);
     if (!smooth || !this.view || matchMedia('(prefers-reduced-motion: reduce)').matches) {
       this.moving = null;
-      this.settle(target);
+      this.setView(target);
       return this.page.redraw();
     }
     const from = { ...this.view }, start = performance.now(), moving = (this.moving = {});
     const step = (now) => {
       if (this.moving !== moving) return;
       const t = Math.min(Math.max((now - start) / 180, 0), 1), eased = 1 - (1 - t) ** 3;
-      const s = from.sx * (target.sx / from.sx) ** eased; // even in the logarithm: zooming feels steady
+      const s = from.sx * (target.sx / from.sx) ** eased; // linear in the logarithm, so that the zoom has constant speed
       const share = Math.abs(target.sx - from.sx) < 1e-9 ? eased : (1 / from.sx - 1 / s) / (1 / from.sx - 1 / target.sx);
-      this.settle({ sx: s, sy: s * (target.sy / target.sx), x: from.x + (target.x - from.x) * share, y: from.y + (target.y - from.y) * share });
+      this.setView({ sx: s, sy: s * (target.sy / target.sx), x: from.x + (target.x - from.x) * share, y: from.y + (target.y - from.y) * share });
       this.draw();
       if (t < 1) requestAnimationFrame(step);
-      else this.settle(target);
+      else this.setView(target);
     };
     requestAnimationFrame(step);
   }
 
-  /** Zoom about the pointer, or about what is chosen, or the middle. */
+  /** Zoom about the pointer, or else the selected token, or else the middle. */
   zoom(factor, event = null, smooth = true) {
-    const v = this.view, least = this.smallest(), { state, layer } = this.page;
+    const v = this.view, min = this.fitScale(), { state, layer } = this.page;
     let px = Math.min(this.room.w, layer.m * v.sx) / 2, py = Math.min(this.room.h, layer.n * v.sy) / 2;
     if (event) [px, py] = this.inside(event);
     else if (state.pick) {
@@ -112,13 +113,13 @@ class HeadMap {
       if (state.pick.side !== 'key' && at >= v.y && at * v.sy <= (v.y * v.sy) + this.room.h) py = (at + 0.5 - v.y) * v.sy;
       if ((layer.self || state.pick.side === 'key') && at >= v.x && (at - v.x) * v.sx <= this.room.w) px = (at + 0.5 - v.x) * v.sx;
     }
-    const most = Math.max(LARGEST / least.sx, LARGEST / least.sy, 1) * least.sx;
-    const sx = Math.max(least.sx, Math.min(v.sx * factor, most)), sy = sx * (v.sy / v.sx), next = this.frame({ sx, sy });
-    const [x, y] = [px + this.left - next.left, py + this.top - next.top]; // the same point of the screen, seen from there
+    const most = Math.max(MAX_CELL / min.sx, MAX_CELL / min.sy, 1) * min.sx;
+    const sx = Math.max(min.sx, Math.min(v.sx * factor, most)), sy = sx * (v.sy / v.sx), next = this.frame({ sx, sy });
+    const [x, y] = [px + this.left - next.left, py + this.top - next.top]; // the same point of the screen in the next frame
     this.go({ sx, sy, x: v.x + px / v.sx - x / sx, y: v.y + py / v.sy - y / sy }, smooth);
   }
 
-  /** Bring a query or a key into view. */
+  /** Scroll a query or a key into view. */
   reveal(side, at) {
     const v = { ...this.view }, rows = this.room.h / v.sy, columns = this.room.w / v.sx;
     if (side !== 'key' && (at < v.y || at + 1 > v.y + rows)) v.y = at + 0.5 - rows / 2;
@@ -131,7 +132,7 @@ class HeadMap {
     return [event.clientX - box.left - this.left, event.clientY - box.top - this.top];
   }
 
-  /** What is under the pointer: {i, j}, one of them null beside the map. */
+  /** The pair under the pointer: {i, j}, one of which is null beside the map; null outside both. */
   at(event) {
     const [x, y] = this.inside(event), { layer } = this.page, v = this.view;
     const j = Math.floor(v.x + x / v.sx), i = Math.floor(v.y + y / v.sy);
@@ -165,16 +166,16 @@ class HeadMap {
   }
 
   up(event) {
-    const held = this.pointers.delete(event.pointerId);
-    if (!held || this.dragged || event.type === 'pointercancel') return;
+    const wasPressed = this.pointers.delete(event.pointerId);
+    if (!wasPressed || this.dragged || event.type === 'pointercancel') return;
     const at = this.at(event);
     if (!at) this.page.pick(null);
-    else if (at.i !== null) this.page.pick({ side: 'query', at: at.i, other: at.j }, false);
-    else this.page.pick({ side: 'key', at: at.j, other: null }, false);
+    else if (at.i !== null) this.page.pick({ side: 'query', at: at.i }, false);
+    else this.page.pick({ side: 'key', at: at.j }, false);
   }
 
   wheel(event) {
-    if (this.page.narrow() && !event.ctrlKey) return; // there the page itself scrolls
+    if (this.page.narrow() && !event.ctrlKey) return; // in the narrow layout the page scrolls
     event.preventDefault();
     if (event.shiftKey) return this.go({ ...this.view, x: this.view.x + (event.deltaY || event.deltaX) / this.view.sx }, false);
     return this.zoom(2 ** (-event.deltaY * (event.deltaMode ? 0.05 : 0.0022) * (event.ctrlKey ? 3 : 1)), event, false);
@@ -188,9 +189,9 @@ class HeadMap {
     this.page.drawLegend();
   }
 
-  /** All of it on a context; the export draws on one of its own. */
+  /** Draw the whole map on a context, that of the screen or of an export. */
   paint(context, ratio) {
-    const { layer, state, inks } = this.page, v = this.view, head = state.head;
+    const { layer, state, themeColours } = this.page, v = this.view, head = state.head;
     const wide = Math.min(this.room.w, (layer.m - v.x) * v.sx), high = Math.min(this.room.h, (layer.n - v.y) * v.sy);
     const seen = { i0: Math.floor(v.y), i1: Math.min(Math.ceil(v.y + high / v.sy), layer.n), j0: Math.floor(v.x), j1: Math.min(Math.ceil(v.x + wide / v.sx), layer.m) };
     context.save();
@@ -199,19 +200,19 @@ class HeadMap {
     context.beginPath();
     context.rect(0, 0, wide, high);
     context.clip();
-    this.scale = this.cells(context, ratio, layer, head, seen, wide, high);
-    this.marks(context, layer, wide, high);
+    this.scale = this.drawCells(context, ratio, layer, head, seen, wide, high);
+    this.drawMarks(context, layer, wide, high);
     context.restore();
-    this.strips(context, layer, head, seen, wide, high);
-    this.labels(context, layer, seen, wide, high);
-    context.strokeStyle = inks.line;
+    this.drawBars(context, layer, head, seen, wide, high);
+    this.drawLabels(context, layer, seen, wide, high);
+    context.strokeStyle = themeColours.line;
     context.lineWidth = 1;
     context.strokeRect(-0.5, -0.5, wide + 1, high + 1);
     context.restore();
   }
 
-  /** The cells in view; returns what the colours stand for. */
-  cells(context, ratio, layer, head, seen, wide, high) {
+  /** Draw the visible cells; returns the meaning of the colours. */
+  drawCells(context, ratio, layer, head, seen, wide, high) {
     const v = this.view, levels = layer.levels(head), { colours } = this.page;
     let at = levels.length - 1;
     while (at > 0 && (layer.n / levels[at].rows) * v.sy * ratio > 1.5) at--;
@@ -226,7 +227,7 @@ class HeadMap {
         const y = snap((level.i[r] - v.y) * v.sy), h = snap((level.i[r + 1] - v.y) * v.sy) - y;
         for (let c = c0; c < c1; c++) {
           const x = snap((level.j[c] - v.x) * v.sx), w = snap((level.j[c + 1] - v.x) * v.sx) - x;
-          context.fillStyle = css(colours[shade(level.data[r * level.columns + c], level.most)]);
+          context.fillStyle = cssColour(colours[paletteIndex(level.data[r * level.columns + c], level.most)]);
           context.fillRect(x, y, w - gap, h - gap);
         }
       }
@@ -234,32 +235,32 @@ class HeadMap {
       const name = `${layer.name} ${head} ${at}`;
       if (!this.painted.has(name)) {
         if (this.painted.size > 12) this.painted.clear();
-        this.painted.set(name, painted(level, colours));
+        this.painted.set(name, paintLevel(level, colours));
       }
       const image = this.painted.get(name), y = (layer.n / levels[0].rows) * 2 ** at * v.sy, x = (layer.m / levels[0].columns) * 2 ** at * v.sx;
       context.imageSmoothingEnabled = x * ratio < 1;
       context.drawImage(image, snap(-v.x * v.sx), snap(-v.y * v.sy), image.width * x, image.height * y);
     }
     context.globalAlpha = 1;
-    if (over) this.exact(context, layer, head, seen);
+    if (over) this.drawExactPairs(context, layer, head, seen);
     return { most: level.most, exact: layer.whole && at === 0, over, rows: layer.n / level.rows, columns: layer.m / level.columns };
   }
 
-  /** Over pooled cells: the entries that are known exactly. */
-  exact(context, layer, head, seen) {
+  /** Draw the exact entries over pooled cells. */
+  drawExactPairs(context, layer, head, seen) {
     const v = this.view, { colours } = this.page, w = Math.max(v.sx, 1), h = Math.max(v.sy, 1);
     for (let i = seen.i0; i < seen.i1; i++) {
       for (const { at, weight } of layer.row(head, i, Infinity)) {
         if (at < seen.j0 || at >= seen.j1) continue;
-        context.fillStyle = css(colours[shade(weight, 1)]);
+        context.fillStyle = cssColour(colours[paletteIndex(weight, 1)]);
         context.fillRect((at - v.x) * v.sx, (i - v.y) * v.sy, w, h);
       }
     }
   }
 
-  /** The chosen query's row, the chosen key's column, and what the pointer is on. */
-  marks(context, layer, wide, high) {
-    const v = this.view, { state, inks } = this.page, pick = state.pick, over = state.hover;
+  /** Mark the row and the column of the selected token and of the pointer. */
+  drawMarks(context, layer, wide, high) {
+    const v = this.view, { state, themeColours } = this.page, pick = state.pick, over = state.hover;
     const row = (i, colour, width) => {
       if (i === null || i === undefined) return;
       context.strokeStyle = colour;
@@ -273,41 +274,41 @@ class HeadMap {
       context.strokeRect(Math.round((j - v.x) * v.sx) + 0.5 - width / 2, -2, Math.max(v.sx, 2) + width - 1, high + 4);
     };
     if (over) {
-      row(over.i, inks.cross, 1);
-      column(over.j, inks.cross, 1);
+      row(over.i, themeColours.cross, 1);
+      column(over.j, themeColours.cross, 1);
     }
     if (pick) {
-      if (pick.side === 'query' || layer.self) row(pick.at, inks.looks, 1.5);
-      if (pick.side === 'key' || layer.self) column(pick.at, inks.seen, 1.5);
+      if (pick.side === 'query' || layer.self) row(pick.at, themeColours.looks, 1.5);
+      if (pick.side === 'key' || layer.self) column(pick.at, themeColours.seen, 1.5);
     }
   }
 
-  /** Entropy of the queries at the right, received by the keys below: bars, or their means where a pixel holds many. */
-  strips(context, layer, head, seen, wide, high) {
-    const v = this.view, { inks } = this.page, room = STRIP - 12;
+  /** Draw bars of the entropy at the right and of the received weight below; a pixel with several positions shows their mean. */
+  drawBars(context, layer, head, seen, wide, high) {
+    const v = this.view, { themeColours } = this.page, room = BARS - 12;
     const bars = (values, scale, from, length, draw) => {
-      const step = Math.max(scale, 1), most = peak(values) || 1;
+      const step = Math.max(scale, 1), most = largest(values) || 1;
       for (let p = scale >= 1 ? -((from - Math.floor(from)) * scale) : 0; p < length; p += step) {
         const first = Math.max(Math.floor(from + p / scale + 1e-6), 0), end = Math.min(Math.max(Math.floor(from + (p + step) / scale + 1e-6), first + 1), values.length);
         let sum = 0;
         for (let k = first; k < end; k++) sum += values[k];
-        const at = Math.round(p), size = Math.max(Math.round(p + step) - at - (step > 4 ? 1 : 0), 1); // whole pixels: no seams
+        const at = Math.round(p), size = Math.max(Math.round(p + step) - at - (step > 4 ? 1 : 0), 1); // whole pixels, without gaps
         if (end > first) draw(at, size, sum / (end - first) / most);
       }
     };
     context.save();
     context.beginPath();
-    context.rect(wide + 6, 0, STRIP, high);
-    context.rect(0, high + 6, wide, STRIP);
+    context.rect(wide + 6, 0, BARS, high);
+    context.rect(0, high + 6, wide, BARS);
     context.clip();
-    context.fillStyle = inks.looks;
+    context.fillStyle = themeColours.looks;
     context.globalAlpha = 0.75;
     bars(layer.entropy(head), v.sy, v.y, high, (p, size, share) => context.fillRect(wide + 7, p, share * room, size));
-    context.fillStyle = inks.seen;
+    context.fillStyle = themeColours.seen;
     bars(layer.received(head), v.sx, v.x, wide, (p, size, share) => context.fillRect(p, high + 7, size, Math.sqrt(share) * room));
     context.restore();
-    context.fillStyle = inks.muted;
-    context.font = `10px ${inks.font}`;
+    context.fillStyle = themeColours.muted;
+    context.font = `10px ${themeColours.font}`;
     context.textAlign = 'left';
     context.textBaseline = 'bottom';
     context.fillText('entropy', wide + 7, -5);
@@ -315,18 +316,18 @@ class HeadMap {
     context.fillText('received', wide + 7, high + 8);
   }
 
-  /** Tokens where they fit, every so many positions where they do not. */
-  labels(context, layer, seen, wide, high) {
-    const v = this.view, { inks, state } = this.page, pick = state.pick, over = state.hover;
+  /** Draw the token labels if they fit, else the numbers of evenly spaced positions. */
+  drawLabels(context, layer, seen, wide, high) {
+    const v = this.view, { themeColours, state } = this.page, pick = state.pick, over = state.hover;
     const text = (tokens, at, room) => cut(context, visible(tokens[at]), room);
     const shown = (scale, from, to) => {
-      if (scale >= NARROWEST) return Array.from({ length: to - from }, (_, k) => from + k);
+      if (scale >= MIN_LABELLED) return Array.from({ length: to - from }, (_, k) => from + k);
       const step = [1, 2, 5].flatMap((d) => [d, d * 10, d * 100, d * 1000, d * 10000, d * 100000]).sort((a, z) => a - z).find((s) => s * scale >= 46) ?? 1e6;
       return Array.from({ length: Math.floor((to - 1) / step) - Math.ceil(from / step) + 1 }, (_, k) => (Math.ceil(from / step) + k) * step);
     };
     const chosen = (side, at) => (pick && (pick.side === side || layer.self) && pick.at === at) || (over && (side === 'query' ? over.i : over.j) === at);
-    const ink = (side, at) => (chosen(side, at) ? inks.ink : inks.muted);
-    const font = (scale) => `${Math.max(Math.min(scale - 1, 11), 8.5)}px ${inks.font}`;
+    const ink = (side, at) => (chosen(side, at) ? themeColours.ink : themeColours.muted);
+    const font = (scale) => `${Math.max(Math.min(scale - 1, 11), 8.5)}px ${themeColours.font}`;
     context.textBaseline = 'middle';
     context.textAlign = 'right';
     context.font = font(v.sy);
@@ -334,7 +335,7 @@ class HeadMap {
       const y = (i + 0.5 - v.y) * v.sy;
       if (y < 0 || y > high) continue;
       context.fillStyle = ink('query', i);
-      context.fillText(v.sy >= NARROWEST ? text(layer.queries, i, this.left - 12) : count(i), -7, y);
+      context.fillText(v.sy >= MIN_LABELLED ? text(layer.queries, i, this.left - 12) : count(i), -7, y);
     }
     context.font = font(v.sx);
     for (const j of shown(v.sx, seen.j0, seen.j1)) {
@@ -343,20 +344,20 @@ class HeadMap {
       context.fillStyle = ink('key', j);
       context.save();
       context.translate(x, -7);
-      if (v.sx >= NARROWEST && v.sx < this.widest + 6) {
+      if (v.sx >= MIN_LABELLED && v.sx < this.widest + 6) {
         context.rotate(-Math.PI / 2);
         context.textAlign = 'left';
         context.fillText(text(layer.keys, j, this.top - 12), 0, 0);
       } else {
         context.textAlign = 'center';
-        context.fillText(v.sx >= NARROWEST ? text(layer.keys, j, v.sx) : count(j), 0, -2);
+        context.fillText(v.sx >= MIN_LABELLED ? text(layer.keys, j, v.sx) : count(j), 0, -2);
       }
       context.restore();
     }
   }
 }
 
-/** The last of ascending edges that is ≤ value. */
+/** The index of the last of ascending edges that is ≤ value. */
 function lastUpTo(edges, value) {
   let low = 0, high = edges.length - 1;
   while (low < high) {
@@ -367,13 +368,7 @@ function lastUpTo(edges, value) {
   return low;
 }
 
-function peak(values) {
-  let most = 0;
-  for (const value of values) if (value > most) most = value;
-  return most;
-}
-
-/** As much of a text as there is room for. */
+/** The text, cut with … to a width of `room` pixels. */
 function cut(context, text, room) {
   if (context.measureText(text).width <= room) return text;
   let length = Math.max(Math.floor(text.length * room / context.measureText(text).width), 1);

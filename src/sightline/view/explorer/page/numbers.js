@@ -1,4 +1,4 @@
-// Arrays out of base64, numbers into text, colours.
+// Decoding of base64 arrays, formatting of numbers and tokens, and colours.
 
 /** The bytes of base64 text. */
 function bytesOf(text) {
@@ -8,30 +8,30 @@ function bytesOf(text) {
   return bytes;
 }
 
-/** Little-endian numbers of a stored array; float16 is widened. Every machine a browser runs on is little-endian. */
+/** The numbers of a stored array, with float16 widened. The bytes are little-endian, as on every machine with a browser. */
 function decode(stored, read) {
   const buffer = bytesOf(read(stored.at)).buffer;
   if (stored.type === 'f4') return new Float32Array(buffer);
   if (stored.type === 'i4') return new Int32Array(buffer);
-  const halves = new Uint16Array(buffer), wide = new Float32Array(halves.length);
-  for (let k = 0; k < halves.length; k++) wide[k] = HALVES()[halves[k]];
+  const halfBits = new Uint16Array(buffer), wide = new Float32Array(halfBits.length);
+  for (let k = 0; k < halfBits.length; k++) wide[k] = float16Table()[halfBits[k]];
   return wide;
 }
 
-/** Every float16 as a number, made when first asked for. */
-let halvesKept = null;
-function HALVES() {
-  if (halvesKept) return halvesKept;
-  halvesKept = new Float32Array(65536);
+/** The value of every float16 by its bits, computed once. */
+let float16Cache = null;
+function float16Table() {
+  if (float16Cache) return float16Cache;
+  float16Cache = new Float32Array(65536);
   for (let bits = 0; bits < 65536; bits++) {
     const exponent = (bits >> 10) & 31, fraction = bits & 1023, sign = bits >> 15 ? -1 : 1;
-    halvesKept[bits] = sign * (exponent === 0 ? fraction * 2 ** -24
+    float16Cache[bits] = sign * (exponent === 0 ? fraction * 2 ** -24
       : exponent === 31 ? (fraction ? NaN : Infinity) : (1 + fraction / 1024) * 2 ** (exponent - 15));
   }
-  return halvesKept;
+  return float16Cache;
 }
 
-/** Three significant digits, as the page writes every weight. */
+/** A number with three significant digits, as the page writes every weight. */
 function digits(value) {
   if (value === 0) return '0';
   if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString('en');
@@ -41,21 +41,21 @@ function digits(value) {
 
 const count = (number) => number.toLocaleString('en');
 
-/** A token as it is read: what cannot be seen gets a sign. */
+/** A token as it is displayed, with visible signs in place of spaces, newlines and tabs. */
 function visible(token) {
   const bare = token.replace(/^[Ġ▁ ]+(?=.)/u, '');
   return bare.replace(/\n|Ċ/gu, '⏎').replace(/\t/gu, '⇥').replace(/[ Ġ▁\u00a0]/gu, '␣') || '∅';
 }
 
-/** Whether tokens are WordPiece's, which marks what continues a word, where others mark what begins one. */
-const inPieces = (tokens) => !tokens.some((token) => /^[Ġ▁ ]/u.test(token));
+/** True if the tokens are WordPiece's, which mark the continuation of a word; other tokenizers mark its beginning. */
+const isWordPiece = (tokens) => !tokens.some((token) => /^[Ġ▁ ]/u.test(token));
 
-/** Whether a space goes before a token. */
-function spaced(token, pieces) {
+/** True if a space precedes a token. */
+function hasSpaceBefore(token, pieces) {
   return /^[Ġ▁ ]/u.test(token) || (pieces && !token.startsWith('##'));
 }
 
-/** 256 colours between anchors, as [red, green, blue]. */
+/** 256 colours interpolated between anchors, as [red, green, blue]. */
 function ramp(anchors) {
   return Array.from({ length: 256 }, (_, k) => {
     const at = (k / 255) * (anchors.length - 1), low = Math.min(Math.floor(at), anchors.length - 2);
@@ -63,7 +63,7 @@ function ramp(anchors) {
   });
 }
 
-// One hue from the page's ground to ink, darker or lighter all the way: read by every eye, and in print.
+// One hue from the background to the ink, monotone in lightness, so that colour-blind readers and prints can tell the order.
 const INKS = {
   light: [[238, 241, 243], [196, 217, 231], [142, 187, 216], [84, 148, 194], [36, 105, 162], [13, 65, 118], [8, 29, 65]],
   dark: [[33, 37, 43], [30, 58, 84], [31, 89, 128], [52, 126, 163], [104, 167, 184], [172, 208, 203], [247, 244, 222]],
@@ -74,7 +74,7 @@ const SCALES = {
   log: ['logarithm', (x) => (x <= 1e-4 ? 0 : 1 + Math.log10(x) / 4)],
 };
 
-/** 32-bit colours (as ImageData takes them) for shares 0..1 in 1024 steps, entry 0 for what is exactly 0. */
+/** 1025 colours as ImageData stores them, 32 bits each: entry 0 for exactly 0, the others for shares up to 1 in 1024 steps. */
 function palette(name, theme, scale, manifest) {
   const colours = ramp(name === 'ink' ? INKS[theme] : manifest.colours);
   const none = theme === 'dark' ? [24, 26, 29] : name === 'ink' ? [250, 250, 248] : [233, 233, 228];
@@ -86,14 +86,14 @@ function palette(name, theme, scale, manifest) {
   return packed;
 }
 
-const css = (packed) => `rgb(${packed & 255},${(packed >> 8) & 255},${(packed >> 16) & 255})`;
+const cssColour = (packed) => `rgb(${packed & 255},${(packed >> 8) & 255},${(packed >> 16) & 255})`;
 
-/** The entry of a palette for a value, the largest being `most`. */
-function shade(value, most) {
+/** The index into a palette for a value, where `most` is the largest value. */
+function paletteIndex(value, most) {
   return value > 0 ? Math.max(1, Math.min(1024, Math.round((1024 * value) / most))) : 0;
 }
 
-/** An element with a class, attributes and children; text is only ever text. */
+/** An element with a class, attributes and children; strings become text nodes, never HTML. */
 function make(tag, cls = '', attributes = {}, ...children) {
   const node = document.createElement(tag);
   if (cls) node.className = cls;

@@ -1,4 +1,4 @@
-// Beside the map: the token chosen or hovered, where it looks and who looks at it, with the library's numbers.
+// The panel beside the map: the active token, its statistics, and the heaviest keys and queries with their weights.
 
 const LISTED = 12;
 
@@ -14,12 +14,12 @@ class Panel {
     const entry = (event) => event.target.closest?.('[data-i]');
     this.lists.addEventListener('pointerover', (event) => {
       const row = entry(event);
-      if (row) page.point({ i: Number(row.dataset.i), j: Number(row.dataset.j) });
+      if (row) page.hoverPair({ i: Number(row.dataset.i), j: Number(row.dataset.j) });
     });
-    this.lists.addEventListener('pointerleave', () => page.point(null));
+    this.lists.addEventListener('pointerleave', () => page.hoverPair(null));
     this.lists.addEventListener('click', (event) => {
       const row = entry(event);
-      if (row) page.pick({ side: row.dataset.side, at: Number(row.dataset.at), other: null });
+      if (row) page.pick({ side: row.dataset.side, at: Number(row.dataset.at) });
     });
   }
 
@@ -45,20 +45,20 @@ class Panel {
 
   empty() {
     this.token.textContent = '';
-    this.place.textContent = 'Hover a token or a cell. Click keeps it.';
+    this.place.textContent = 'Hover over a token or a cell. Click to select it.';
     this.facts.replaceChildren();
     this.lists.replaceChildren();
   }
 
   entropy(nats) {
     const spread = Math.exp(nats);
-    return this.fact('entropy', nats, 'nats', `like ${spread < 1.005 ? '1 key' : `${digits(spread)} keys`} weighed alike`);
+    return this.fact('entropy', nats, 'nats', `as if spread evenly over ${spread < 1.005 ? '1 key' : `${digits(spread)} keys`}`);
   }
 
   received(all, at) {
     let sum = 0;
     for (const value of all) sum += value;
-    return this.fact('received', all[at], '', `from all queries; the mean key gets ${digits(sum / all.length)}`);
+    return this.fact('received', all[at], '', `from all queries; the mean over the keys is ${digits(sum / all.length)}`);
   }
 
   fact(name, value, unit, note) {
@@ -77,8 +77,8 @@ class Panel {
         bar, make('span', 'sl-entry-token', {}, visible(tokens[at])), make('span', 'sl-entry-at', {}, count(at)), make('span', 'sl-number', {}, digits(weight)));
     });
     const links = kind === 'seen' ? layer.stored.seen_by : layer.stored.looks;
-    const notes = links && !links.complete ? [make('p', 'sl-note', {}, 'Among the keys each query weighs most.')] : [];
-    const none = entries.length ? [] : [make('p', 'sl-note', {}, links ? 'None is kept.' : 'Nothing.')];
+    const notes = links && !links.complete ? [make('p', 'sl-note', {}, 'Among the heaviest keys of each query.')] : [];
+    const none = entries.length ? [] : [make('p', 'sl-note', {}, links ? 'No entry is stored.' : 'None.')];
     return make('section', 'sl-list', { 'data-list': kind }, make('h2', '', {}, title), ...rows, ...none, ...notes);
   }
 }

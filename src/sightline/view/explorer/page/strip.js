@@ -1,27 +1,27 @@
-// The text as it reads: every token can be hovered and clicked, shaded by how much the chosen one looks at it, underlined
-// by how much it looks at the chosen one. Lines are laid out once; only those in view are elements.
+// The text: every token can be hovered over and clicked. A token's shade is its weight as a key of the active token, and
+// its underline its weight as a query. Lines are laid out once; only the visible lines are elements of the page.
 
 const LINE = 30;
 
 class Strip {
   constructor(page, side) {
     this.page = page;
-    this.side = side; // 'query', 'key', or 'both' where the two are one text
+    this.side = side; // 'query', 'key', or 'both' in self-attention
     this.body = make('div', 'sl-strip-body');
     this.scroller = make('div', 'sl-strip-scroll', { tabindex: '0', role: 'listbox' }, this.body);
     this.heading = make('h2');
     this.legend = make('div', 'sl-legend');
     this.node = make('section', 'sl-strip', {}, make('div', 'sl-label', {}, this.heading, this.legend), this.scroller);
-    this.scroller.addEventListener('scroll', () => this.window(), { passive: true });
-    const over = (event) => event.target.closest?.('[data-at]');
+    this.scroller.addEventListener('scroll', () => this.renderVisibleLines(), { passive: true });
+    const tokenNode = (event) => event.target.closest?.('[data-at]');
     this.body.addEventListener('pointerover', (event) => {
-      const token = over(event);
+      const token = tokenNode(event);
       page.hover(token ? this.spot(Number(token.dataset.at)) : null);
     });
     this.body.addEventListener('pointerleave', () => page.hover(null));
     this.body.addEventListener('click', (event) => {
-      const token = over(event);
-      page.pick(token ? { side: this.side === 'key' ? 'key' : 'query', at: Number(token.dataset.at), other: null } : null);
+      const token = tokenNode(event);
+      page.pick(token ? { side: this.side === 'key' ? 'key' : 'query', at: Number(token.dataset.at) } : null);
     });
   }
 
@@ -40,18 +40,18 @@ class Strip {
     this.layout();
   }
 
-  /** Tokens into lines by their widths. */
+  /** Break the tokens into lines by their widths. */
   layout() {
     const context = (this.measure ??= make('canvas').getContext('2d')), room = this.scroller.clientWidth - 24;
-    context.font = `15px ${this.page.inks.font}`;
-    const widths = new Map(), pieces = inPieces(this.tokens);
+    context.font = `15px ${this.page.themeColours.font}`;
+    const widths = new Map(), pieces = isWordPiece(this.tokens);
     this.lines = [];
     this.lineOf = new Uint32Array(this.tokens.length);
     let line = [], x = 0;
     this.tokens.forEach((token, at) => {
       const shown = this.shown(token);
       if (!widths.has(shown)) widths.set(shown, context.measureText(shown).width + 3);
-      const gap = line.length && spaced(token, pieces) ? 5 : 0, width = Math.min(widths.get(shown), room);
+      const gap = line.length && hasSpaceBefore(token, pieces) ? 5 : 0, width = Math.min(widths.get(shown), room);
       if (line.length && x + gap + width > room) {
         this.lines.push(line);
         [line, x] = [[], 0];
@@ -68,7 +68,7 @@ class Strip {
     this.body.style.height = `${this.lines.length * LINE + 8}px`;
     this.rows = new Map();
     this.body.replaceChildren();
-    this.window();
+    this.renderVisibleLines();
   }
 
   shown(token) {
@@ -76,8 +76,8 @@ class Strip {
     return text.startsWith('##') && text.length > 2 ? text.slice(2) : text;
   }
 
-  /** The lines in view, and a few beyond, as elements. */
-  window() {
+  /** Create the elements of the visible lines and of two lines above and below them; remove the others. */
+  renderVisibleLines() {
     if (!this.lines) return;
     const from = Math.max(Math.floor(this.scroller.scrollTop / LINE) - 2, 0);
     const to = Math.min(Math.ceil((this.scroller.scrollTop + this.scroller.clientHeight) / LINE) + 2, this.lines.length);
@@ -107,26 +107,26 @@ class Strip {
     if (y < scrollTop || y + LINE > scrollTop + clientHeight) this.scroller.scrollTop = y - clientHeight / 2 + LINE / 2;
   }
 
-  /** Colours of the tokens in view, from page.linked: Maps of weights by position. */
+  /** Colour the visible tokens by page.linked, which maps positions to weights. */
   shade() {
     const { linked, state } = this.page, active = this.page.active(), found = this.page.matches?.[this.side];
     for (const row of this.rows.values()) {
       for (const token of row.children) {
         const at = Number(token.dataset.at), looks = this.side === 'query' ? 0 : linked.looks.get(at) ?? 0;
         const seen = this.side === 'key' ? 0 : linked.seen.get(at) ?? 0;
-        const mine = (spot) => spot && (this.side === 'both' || spot.side === this.side) && spot.at === at;
+        const isHere = (spot) => spot && (this.side === 'both' || spot.side === this.side) && spot.at === at;
         token.style.setProperty('--looks', strength(looks / linked.most.looks));
         token.style.setProperty('--seen', strength(seen / linked.most.seen));
-        token.classList.toggle('is-picked', Boolean(mine(state.pick)));
-        token.ariaSelected = String(Boolean(mine(state.pick)));
-        token.classList.toggle('is-active', Boolean(mine(active)));
+        token.classList.toggle('is-picked', Boolean(isHere(state.pick)));
+        token.ariaSelected = String(Boolean(isHere(state.pick)));
+        token.classList.toggle('is-active', Boolean(isHere(active)));
         token.classList.toggle('is-found', Boolean(found?.has(at)));
       }
     }
   }
 }
 
-/** How strongly a share of the heaviest shows: what is under a fiftieth would only be a haze. */
+/** The opacity for a share of the heaviest weight; shares under 0.02 get 0. */
 function strength(share) {
   return share < 0.02 ? '0' : (share ** 0.6).toFixed(3);
 }

@@ -1,10 +1,10 @@
-// As much of a canvas's context as the map draws with, kept as SVG: the same drawing, sharp at any size.
+// The part of a canvas context that the map uses, written as SVG: the same drawing, sharp at any size.
 
 const ESCAPES = { '&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;' };
 const escaped = (text) => String(text).replace(/[&<>"]/gu, (sign) => ESCAPES[sign]).replace(/[\u0000-\u0008\u000b-\u001f]/gu, '\ufffd');
 const BASELINES = { top: '0.8em', middle: '0.35em', bottom: '-0.2em' };
 const ANCHORS = { center: 'middle', right: 'end' };
-const KEPT = ['fillStyle', 'strokeStyle', 'lineWidth', 'globalAlpha', 'font', 'textAlign', 'textBaseline', 'imageSmoothingEnabled'];
+const STATE_FIELDS = ['fillStyle', 'strokeStyle', 'lineWidth', 'globalAlpha', 'font', 'textAlign', 'textBaseline', 'imageSmoothingEnabled'];
 
 class VectorContext {
   constructor() {
@@ -13,7 +13,7 @@ class VectorContext {
   }
 
   save() {
-    this.states.push(Object.fromEntries(KEPT.map((name) => [name, this[name]])));
+    this.states.push(Object.fromEntries(STATE_FIELDS.map((name) => [name, this[name]])));
     this.open.push(0);
   }
 
