@@ -98,7 +98,7 @@ def add_colour_bar(axis: Any, image: Any, label: str) -> None:
 
 
 def text_colour(image: Any, value: float) -> str:
-    """Return "black" or "white", the colour that is easier to read on an image's colour of a value."""
+    """Return "black" or "white", whichever contrasts better with the image's colour for the value."""
     red, green, blue, _ = image.cmap(image.norm(value))
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 
@@ -128,7 +128,7 @@ def drop_leading_axes(array: Any, ndim: int) -> Any:
 
 
 def hide_upper_spines(axis: Any) -> None:
-    """Hide the spines at the top and at the right, and draw the grid below the data."""
+    """Hide the spines at the top and at the right, and draw the grid behind the data."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_axisbelow(True)
 

@@ -51,7 +51,7 @@ def colour_of(value: float) -> RGB:
 
 
 def text_colour_on(colour: RGB) -> RGB:
-    """Return black or white, the colour that is easier to read on the given colour."""
+    """Return black or white, whichever contrasts better with the given colour."""
     return (0, 0, 0) if 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 125 else (255, 255, 255)
 
 

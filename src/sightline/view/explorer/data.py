@@ -256,7 +256,7 @@ def _check(queries: Sequence[Any], keys: Sequence[Any], arrays: Sequence[Array])
 def _split_budget(limit: int, all_weights: Sequence[Array], top: int) -> tuple[int, int]:
     """Return the number of exact entries per row and column, and the side of the pooled maps.
 
-    Each of the two parts gets half of the limit, if that is enough.
+    The exact entries get at most half of the limit, and at least one entry per row and column; the maps get the rest.
     """
     lists, heads = sum(len(p) * sum(p.shape[1:]) for p in all_weights), sum(map(len, all_weights))
     count = int(min(max(limit / 2 / BASE64_RATIO / (8 * lists), 1), top))  # 8 bytes: a float32 and an int32
@@ -302,7 +302,7 @@ def top_links(p: Array, k: int) -> tuple[Array, Array]:
 
 
 def stack_heads(pairs: Iterable[tuple[Array, Array]]) -> Links:
-    """Return the links of all heads, from (weights, where) of each head."""
+    """Stack the (weights, where) of every head into one Links."""
     weights, where = zip(*pairs, strict=True)
     return Links(np.stack(weights), np.stack(where))
 

@@ -70,7 +70,8 @@ def save_html(data: Exploration | Any, path: str | Path) -> Path:
     Raises
     ------
     ParameterError
-        As for `html`; or the file cannot be written.
+        data is neither an Exploration nor a Seen, the Seen lacks statistics that the page needs, or the file cannot be
+        written.
     """
     page = html(data).encode("utf-8", "replace")  # before the file is opened; folder names may hold lone surrogates
     try:

@@ -44,17 +44,17 @@ class HeadMap {
   frame({ sx, sy }) {
     const { n, m } = this.page.layer, share = (s) => Math.max(0, Math.min((s - 6) / (MIN_LABELLED - 6), 1));
     const left = 40 + (this.full.left - 40) * share(sy), top = 24 + (this.full.top - 24) * share(sx);
-    const room = { w: Math.max(this.width - left - BARS - 14, 40), h: Math.max(this.height - top - BARS - 16, 40) };
+    const space = { w: Math.max(this.width - left - BARS - 14, 40), h: Math.max(this.height - top - BARS - 16, 40) };
     const spare = (all, used) => Math.max(0, all - used) / 2;
-    return { left: left + spare(room.w, m * sx), top: top + spare(room.h, n * sy) * 0.4, room };
+    return { left: left + spare(space.w, m * sx), top: top + spare(space.h, n * sy) * 0.4, space };
   }
 
   /** The scales at which the whole map is visible. */
   fitScale() {
     if (this.minScale) return this.minScale;
     const { n, m } = this.page.layer;
-    const fitting = ({ room }) => {
-      const x = room.w / m, y = room.h / n, s = Math.min(x, y);
+    const fitting = ({ space }) => {
+      const x = space.w / m, y = space.h / n, s = Math.min(x, y);
       const square = Math.max(n, m) <= 4 * Math.min(n, m) || s >= 12;
       return { sx: Math.min(square ? s : x, FIT), sy: Math.min(square ? s : y, FIT) };
     };
@@ -75,9 +75,9 @@ class HeadMap {
     const factor = Math.max(1, Math.min(view.sx / min.sx, Math.max(MAX_CELL / min.sx, MAX_CELL / min.sy, 1)));
     view.sx = min.sx * factor;
     view.sy = min.sy * factor;
-    const { room } = this.frame(view);
-    view.x = Math.max(0, Math.min(view.x, m - room.w / view.sx));
-    view.y = Math.max(0, Math.min(view.y, n - room.h / view.sy));
+    const { space } = this.frame(view);
+    view.x = Math.max(0, Math.min(view.x, m - space.w / view.sx));
+    view.y = Math.max(0, Math.min(view.y, n - space.h / view.sy));
     return view;
   }
 
@@ -106,12 +106,12 @@ class HeadMap {
   /** Zoom about the pointer, or else the selected token, or else the middle. */
   zoom(factor, event = null, smooth = true) {
     const v = this.view, min = this.fitScale(), { state, layer } = this.page;
-    let px = Math.min(this.room.w, layer.m * v.sx) / 2, py = Math.min(this.room.h, layer.n * v.sy) / 2;
+    let px = Math.min(this.space.w, layer.m * v.sx) / 2, py = Math.min(this.space.h, layer.n * v.sy) / 2;
     if (event) [px, py] = this.inside(event);
     else if (state.pick) {
       const at = state.pick.at;
-      if (state.pick.side !== 'key' && at >= v.y && at * v.sy <= (v.y * v.sy) + this.room.h) py = (at + 0.5 - v.y) * v.sy;
-      if ((layer.self || state.pick.side === 'key') && at >= v.x && (at - v.x) * v.sx <= this.room.w) px = (at + 0.5 - v.x) * v.sx;
+      if (state.pick.side !== 'key' && at >= v.y && at * v.sy <= (v.y * v.sy) + this.space.h) py = (at + 0.5 - v.y) * v.sy;
+      if ((layer.self || state.pick.side === 'key') && at >= v.x && (at - v.x) * v.sx <= this.space.w) px = (at + 0.5 - v.x) * v.sx;
     }
     const most = Math.max(MAX_CELL / min.sx, MAX_CELL / min.sy, 1) * min.sx;
     const sx = Math.max(min.sx, Math.min(v.sx * factor, most)), sy = sx * (v.sy / v.sx), next = this.frame({ sx, sy });
@@ -121,7 +121,7 @@ class HeadMap {
 
   /** Scroll a query or a key into view. */
   reveal(side, at) {
-    const v = { ...this.view }, rows = this.room.h / v.sy, columns = this.room.w / v.sx;
+    const v = { ...this.view }, rows = this.space.h / v.sy, columns = this.space.w / v.sx;
     if (side !== 'key' && (at < v.y || at + 1 > v.y + rows)) v.y = at + 0.5 - rows / 2;
     if ((side !== 'query') && (at < v.x || at + 1 > v.x + columns)) v.x = at + 0.5 - columns / 2;
     if (v.x !== this.view.x || v.y !== this.view.y) this.go(v);
@@ -136,8 +136,8 @@ class HeadMap {
   at(event) {
     const [x, y] = this.inside(event), { layer } = this.page, v = this.view;
     const j = Math.floor(v.x + x / v.sx), i = Math.floor(v.y + y / v.sy);
-    const inX = x >= 0 && x < Math.min(this.room.w, (layer.m - v.x) * v.sx) && j < layer.m;
-    const inY = y >= 0 && y < Math.min(this.room.h, (layer.n - v.y) * v.sy) && i < layer.n;
+    const inX = x >= 0 && x < Math.min(this.space.w, (layer.m - v.x) * v.sx) && j < layer.m;
+    const inY = y >= 0 && y < Math.min(this.space.h, (layer.n - v.y) * v.sy) && i < layer.n;
     return inX || inY ? { i: inY ? i : null, j: inX ? j : null } : null;
   }
 
@@ -192,7 +192,7 @@ class HeadMap {
   /** Draw the whole map on a context, that of the screen or of an export. */
   paint(context, ratio) {
     const { layer, state, themeColours } = this.page, v = this.view, head = state.head;
-    const wide = Math.min(this.room.w, (layer.m - v.x) * v.sx), high = Math.min(this.room.h, (layer.n - v.y) * v.sy);
+    const wide = Math.min(this.space.w, (layer.m - v.x) * v.sx), high = Math.min(this.space.h, (layer.n - v.y) * v.sy);
     const seen = { i0: Math.floor(v.y), i1: Math.min(Math.ceil(v.y + high / v.sy), layer.n), j0: Math.floor(v.x), j1: Math.min(Math.ceil(v.x + wide / v.sx), layer.m) };
     context.save();
     context.translate(this.left, this.top);
@@ -285,7 +285,7 @@ class HeadMap {
 
   /** Draw bars of the entropy at the right and of the received weight below; a pixel with several positions shows their mean. */
   drawBars(context, layer, head, seen, wide, high) {
-    const v = this.view, { themeColours } = this.page, room = BARS - 12;
+    const v = this.view, { themeColours } = this.page, space = BARS - 12;
     const bars = (values, scale, from, length, draw) => {
       const step = Math.max(scale, 1), most = largest(values) || 1;
       for (let p = scale >= 1 ? -((from - Math.floor(from)) * scale) : 0; p < length; p += step) {
@@ -303,9 +303,9 @@ class HeadMap {
     context.clip();
     context.fillStyle = themeColours.looks;
     context.globalAlpha = 0.75;
-    bars(layer.entropy(head), v.sy, v.y, high, (p, size, share) => context.fillRect(wide + 7, p, share * room, size));
+    bars(layer.entropy(head), v.sy, v.y, high, (p, size, share) => context.fillRect(wide + 7, p, share * space, size));
     context.fillStyle = themeColours.seen;
-    bars(layer.received(head), v.sx, v.x, wide, (p, size, share) => context.fillRect(p, high + 7, size, Math.sqrt(share) * room));
+    bars(layer.received(head), v.sx, v.x, wide, (p, size, share) => context.fillRect(p, high + 7, size, Math.sqrt(share) * space));
     context.restore();
     context.fillStyle = themeColours.muted;
     context.font = `10px ${themeColours.font}`;
@@ -319,7 +319,7 @@ class HeadMap {
   /** Draw the token labels if they fit, else the numbers of evenly spaced positions. */
   drawLabels(context, layer, seen, wide, high) {
     const v = this.view, { themeColours, state } = this.page, pick = state.pick, over = state.hover;
-    const text = (tokens, at, room) => cut(context, visible(tokens[at]), room);
+    const text = (tokens, at, space) => cut(context, visible(tokens[at]), space);
     const shown = (scale, from, to) => {
       if (scale >= MIN_LABELLED) return Array.from({ length: to - from }, (_, k) => from + k);
       const step = [1, 2, 5].flatMap((d) => [d, d * 10, d * 100, d * 1000, d * 10000, d * 100000]).sort((a, z) => a - z).find((s) => s * scale >= 46) ?? 1e6;
@@ -368,10 +368,10 @@ function lastUpTo(edges, value) {
   return low;
 }
 
-/** The text, cut with … to a width of `room` pixels. */
-function cut(context, text, room) {
-  if (context.measureText(text).width <= room) return text;
-  let length = Math.max(Math.floor(text.length * room / context.measureText(text).width), 1);
-  while (length > 1 && context.measureText(`${text.slice(0, length)}…`).width > room) length--;
+/** The text, cut with … to a width of `space` pixels. */
+function cut(context, text, space) {
+  if (context.measureText(text).width <= space) return text;
+  let length = Math.max(Math.floor(text.length * space / context.measureText(text).width), 1);
+  while (length > 1 && context.measureText(`${text.slice(0, length)}…`).width > space) length--;
   return `${text.slice(0, length)}…`;
 }

@@ -42,7 +42,7 @@ class Strip {
 
   /** Break the tokens into lines by their widths. */
   layout() {
-    const context = (this.measure ??= make('canvas').getContext('2d')), room = this.scroller.clientWidth - 24;
+    const context = (this.measure ??= make('canvas').getContext('2d')), space = this.scroller.clientWidth - 24;
     context.font = `15px ${this.page.themeColours.font}`;
     const widths = new Map(), pieces = isWordPiece(this.tokens);
     this.lines = [];
@@ -51,8 +51,8 @@ class Strip {
     this.tokens.forEach((token, at) => {
       const shown = this.shown(token);
       if (!widths.has(shown)) widths.set(shown, context.measureText(shown).width + 3);
-      const gap = line.length && hasSpaceBefore(token, pieces) ? 5 : 0, width = Math.min(widths.get(shown), room);
-      if (line.length && x + gap + width > room) {
+      const gap = line.length && hasSpaceBefore(token, pieces) ? 5 : 0, width = Math.min(widths.get(shown), space);
+      if (line.length && x + gap + width > space) {
         this.lines.push(line);
         [line, x] = [[], 0];
       }
