@@ -31,7 +31,7 @@ Tokens = Sequence[str] | Sequence[Sequence[str]]
 
 PAGE_BYTES = 32 << 20  # such a page opens quickly and fits into a mail
 TOP_ENTRIES = 8  # entries stored per row and column if a page cannot hold all weights
-MAP_SIDES = (32, 1024)  # least and most cells per side of a pooled map; more are slow to draw
+MAP_SIDES = (32, 1024)  # least and most cells per side of a pooled map: fewer show nothing, more are slow to draw
 BASE64_RATIO = 4 / 3  # base64 characters per byte
 
 
