@@ -21,6 +21,7 @@ from gluon_interpreter import Machine, broken
 from sightline.gpu import hopper
 from sightline.gpu.aot import compile_kernels
 from sightline.gpu.hopper import kernel, rings
+from sightline.gpu.kernels import tile_ops
 from sightline.gpu.launch.forward import attention_launches, forward_launches
 from sightline.gpu.tuning.configurations import Configuration
 
@@ -131,40 +132,44 @@ def test_many_drawn_problems():
 
 
 FAULTS = {
-    "keys not waited for": (rings.wait_tile, "mbarrier.wait(ready.index(slot), step // STAGES & 1)", "pass"),
-    "copied over what is read": (rings.load_tile, "mbarrier.wait(free.index(slot), (step // STAGES & 1) ^ 1)", "pass"),
+    "keys not waited for": (rings.wait_tile, "mbarrier.wait(ring.ready.index(slot), step // STAGES & 1)", "pass"),
+    "copied over what is read": (
+        rings.load_tile,
+        "mbarrier.wait(ring.free.index(slot), (step // STAGES & 1) ^ 1)",
+        "pass",
+    ),
     "phase of the round before": (rings.wait_tile, "step // STAGES & 1", "(step // STAGES & 1) ^ 1"),
     "rounds not counted": (rings.load_tile, "(step // STAGES & 1) ^ 1", "1"),
-    "fewer bytes than come": (rings.load_tile, "matrix.nbytes_per_cta", "matrix.nbytes_per_cta // 2"),
-    "one group gives back for both": (rings.make_ring, "count=GROUPS", "count=1"),
-    "turn kept": (kernel.process_ranges, "pass_turn(turn, WARPGROUP)\n                products", "products"),
-    "nobody begins": (rings.wait_turn, "(step & 1) ^ (1 - WARPGROUP)", "step & 1"),
-    "keys given back unread": (
+    "fewer bytes expected": (rings.load_tile, "matrix.nbytes_per_cta", "matrix.nbytes_per_cta // 2"),
+    "one warpgroup releases for both": (rings.make_ring, "count=WARPGROUPS", "count=1"),
+    "turn not passed": (kernel.process_ranges, "pass_turn(turn, WARPGROUP)\n                products", "products"),
+    "no warpgroup begins": (rings.wait_turn, "(step & 1) ^ (1 - WARPGROUP)", "step & 1"),
+    "keys released unread": (
         kernel.process_ranges,
-        "products = warpgroup_mma_wait(0, deps=[products])\n        release_tile(k_ring, step, STAGES)",
-        "release_tile(k_ring, step, STAGES)\n        products = warpgroup_mma_wait(0, deps=[products])",
+        "products = warpgroup_mma_wait(0, deps=[products])\n        release_tile(k_ring, step)",
+        "release_tile(k_ring, step)\n        products = warpgroup_mma_wait(0, deps=[products])",
     ),
-    "values given back unread": (
+    "values released unread": (
         kernel.process_ranges,
-        "output, p = warpgroup_mma_wait(0, deps=[output, p])  # the product reads p out of its registers\n"
-        "                release_tile(v_ring, step - 1, STAGES)",
-        "release_tile(v_ring, step - 1, STAGES)\n                output, p = warpgroup_mma_wait(0, deps=[output, p])",
+        "output, p = warpgroup_mma_wait(0, deps=[output, p])  # the product reads p from its registers\n"
+        "                release_tile(v_ring, step - 1)",
+        "release_tile(v_ring, step - 1)\n                output, p = warpgroup_mma_wait(0, deps=[output, p])",
     ),
     "scores not waited for": (kernel.process_ranges, "wait(1, deps=[products])", "wait(2, deps=[products])"),
     "values of another tile": (
         kernel.process_ranges,
-        "v = wait_tile(v_ring, step - 1, meta.padded_d_v, meta, STAGES)\n                output",
-        "v = wait_tile(v_ring, step, meta.padded_d_v, meta, STAGES)\n                output",
+        "v = wait_tile(v_ring, step - 1, meta.padded_d_v, meta)\n                output",
+        "v = wait_tile(v_ring, step, meta.padded_d_v, meta)\n                output",
     ),
     "queries not waited for": (kernel.compute_worker, "mbarrier.wait(queries[1].index(WARPGROUP), 0)", "pass"),
     "output not fenced": (kernel.compute_worker, "fence_async_shared()", "pass"),
     "output not waited for": (kernel.compute_worker, "tma.store_wait(0)", "pass"),
     "dropped rescale": (kernel.rescale, "return output *", "return output + 0 *"),
-    "stale maximum": (kernel.softmax, "(new, total, compensation)", "(largest, total, compensation)"),
-    "off-by-one mask": (kernel.compute_scores, "mask_at(b, h, i, at,", "mask_at(b, h, i, at + 1,"),
-    "missed tail of keys": (kernel.compute_scores, "j < m", "j < m + 1"),
+    "stale maximum": (tile_ops.update_softmax, "alpha, new, total", "alpha, maximum, total"),
+    "off-by-one mask": (tile_ops.compute_scores, "mask_at(b, h, i, at,", "mask_at(b, h, i, at + 1,"),
+    "missed tail of keys": (tile_ops.compute_scores, "j < m,", "j < m + 1,"),
     "first tile twice": (kernel.process_ranges, "gl.where(range_index == first_range, 1, 0)", "0"),
-    "wrong head of a group": (kernel.load_worker, "h // block_info[7]", "h % block_info[7]"),
+    "wrong head of a group": (kernel.load_worker, "block.h // block.group", "block.h % block.group"),
     "other half of the queries": (kernel.compute_worker, "+ WARPGROUP * ROWS", "+ (1 - WARPGROUP) * ROWS"),
     "sinks forgotten": (kernel.compute_worker, "if sinks is not None:\n        logit", "if False:\n        logit"),
 }

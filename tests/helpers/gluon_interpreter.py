@@ -246,7 +246,8 @@ class Machine:
         if isinstance(value, JITCallable):
             return self.emulated(value)
         if isinstance(value, tuple):
-            return tuple(self._argument(part) for part in value)
+            parts = [self._argument(part) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
         if isinstance(value, TensorDescriptor):
             return Matrices(value)
         if isinstance(value, torch.Tensor):

@@ -1,8 +1,7 @@
-"""Kernels in Triton: on a GPU where torch sees one, else triton's interpreter runs them on tensors of the CPU.
+"""Triton kernels: on a GPU if torch sees one, else by Triton's interpreter on CPU tensors.
 
-Interpreted files run in processes of their own, which `test_interpreted.py` starts: TRITON_INTERPRET must be set
-before triton loads. One alone: TRITON_INTERPRET=1 pytest tests/gpu/interpreted/test_gpu_forward.py. On a GPU: pytest
-tests/gpu/interpreted.
+TRITON_INTERPRET must be set before triton loads, so `test_interpreted.py` starts a separate process for each file. To run
+one file: TRITON_INTERPRET=1 pytest tests/gpu/interpreted/test_gpu_forward.py. On a GPU: pytest tests/gpu/interpreted.
 """
 
 import importlib.util
@@ -22,14 +21,14 @@ from triton_interpreter import INTERPRETED, patch_interpreter
 
 
 def pytest_configure(config):
-    """Kernels must have a place to run."""
+    """Raise if kernels can run neither on a GPU nor in the interpreter."""
     if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
         cures = "set TRITON_INTERPRET=1, so that triton interprets these kernels, or install a torch built for your GPU"
         raise pytest.UsageError(f"torch {torch.__version__} sees no GPU: {cures}")
 
 
 def pytest_collection_modifyitems(items):
-    """Arrays of NumPy stand for blocks of pairs there, and what a mask hides may overflow."""
+    """The interpreter computes with NumPy, which warns where scores of hidden pairs overflow."""
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
 
@@ -37,17 +36,17 @@ def pytest_collection_modifyitems(items):
 if INTERPRETED:
     patch_interpreter()
 
-FEW_KEYS = 32  # worth a part of their own in decoding: small problems have several
+FEW_KEYS = 32  # keys per split in decoding, so that small problems have several splits
 
 
 @pytest.fixture
 def triton_kernel(monkeypatch):
-    """The kernels as the interpreter runs them, or the GPU, which decode where there are fewer keys."""
+    """Return the kernels in the interpreter or on the GPU; decoding has splits of FEW_KEYS keys."""
     monkeypatch.setattr(launch_forward, "MIN_KEYS_PER_SPLIT", FEW_KEYS)
     return Triton("interpreter") if INTERPRETED else OnDevice(Triton())
 
 
-MODULES = (  # of kernels and launches, each before those that import it
+MODULES = (  # of kernels and launches; each module precedes the modules that import it
     "kernels.math",
     "kernels.tile_ops",
     "kernels.tile_loop",
@@ -73,7 +72,7 @@ MODULES = (  # of kernels and launches, each before those that import it
 
 @pytest.fixture
 def plant(monkeypatch, tmp_path):
-    """Put a fault into a module's source: a line as it is, and the line with the fault. The test's end removes it."""
+    """Return a function that replaces text in the source of a module until the end of the test."""
 
     def put(place, before, after):
         for name in MODULES[MODULES.index(place) :]:
@@ -82,7 +81,7 @@ def plant(monkeypatch, tmp_path):
             if name == place:
                 assert text.count(before) >= 1, f"{name} no longer has {before!r}"
                 text = text.replace(before, after)
-            path = tmp_path / f"{name}.py"  # triton reads the lines of what it runs
+            path = tmp_path / f"{name}.py"  # triton reads the source lines of kernels
             path.write_text(text)
             spec = importlib.util.spec_from_file_location(f"sightline.gpu.{name}", path)
             module = importlib.util.module_from_spec(spec)
@@ -90,7 +89,7 @@ def plant(monkeypatch, tmp_path):
             monkeypatch.setattr(sys.modules[f"sightline.gpu.{package}"], stem, module, raising=False)
             spec.loader.exec_module(module)
         monkeypatch.setattr(sys.modules["sightline.gpu.launch.forward"], "MIN_KEYS_PER_SPLIT", FEW_KEYS)
-        formula_functions.compile_function.cache_clear()  # generated functions import others
+        formula_functions.compile_function.cache_clear()  # generated functions import these modules
 
     yield put
     formula_functions.compile_function.cache_clear()

@@ -1,4 +1,4 @@
-"""Broken on purpose: each fault, written into a kernel's source, must turn the check of its part red."""
+"""Each fault planted in the source of a kernel must make the check of a problem fail."""
 
 import numpy as np
 import pytest
@@ -25,20 +25,20 @@ PROBLEMS = {
     "decoded": ({"shape": (2, 4, 3, 12), "groups": 2, "m": 130}, {"mask": padding([130, 70]), "sinks": SINKS}),
 }
 
-FAULTS = {  # the problem that shows it; the room, a line as it stands, and with the fault in it
-    "stale maximum": ("masked", ("kernels.forward", "        largest = new\n", "        largest = largest\n")),
+FAULTS = {  # the problem that must fail; the module, a line of its source, and the line with the fault
+    "stale maximum": ("masked", ("kernels.tile_ops", "alpha, new, total", "alpha, maximum, total")),
     "dropped rescale": ("masked", ("kernels.forward", "v, output * alpha[:, None]", "v, output")),
-    "total not rescaled": ("masked", ("kernels.forward", "old = total * alpha", "old = total")),
+    "total not rescaled": ("masked", ("kernels.tile_ops", "old = total * alpha", "old = total")),
     "wrong head of a group": (
         "masked",
-        ("kernels.forward", "h // arguments.group", "h % (arguments.H // arguments.group)"),
+        ("kernels.forward", "h // args.group", "h % (args.H // args.group)"),
     ),
     "sinks without weight": ("masked", ("kernels.forward", "total = compensation + 1.0", "total = compensation")),
-    "partial runs left out": (
+    "partial ranges left out": (
         "masked",
         ("kernels.tile_loop", "for range_index in range(middle, stop):", "for range_index in range(0):"),
     ),
-    "full runs left out": (
+    "full ranges left out": (
         "masked",
         ("kernels.tile_loop", "for range_index in range(start, middle):", "for range_index in range(0):"),
     ),
@@ -53,13 +53,12 @@ FAULTS = {  # the problem that shows it; the room, a line as it stands, and with
         ("kernels.tile_ops", "tl.join(tl.join(w0, w2), tl.join(w1, w3))", "tl.join(tl.join(w0, w1), tl.join(w2, w3))"),
     ),
     "wrong four keys": ("dropped", ("kernels.tile_ops", "(first // 4 + tl.arange", "(first // 4 + 1 + tl.arange")),
-    "sum of what is kept": (
+    "sum of the undropped weights": (
         "dropped",
         (
             "kernels.forward",
-            "sums = tl.sum(p, 1)",
-            "sums = tl.sum(tl.where(tile_ops.dropout_mask(block.dropout_state, block.location, "
-            "j0, meta.rows, meta.keys), p, 0.0), 1)",
+            "        v = tile_ops.load_rows(",
+            "        total += tl.sum(p, 1) - sums\n        v = tile_ops.load_rows(",
         ),
     ),
     "weights not made larger": ("dropped", ("kernels.forward", "(dropout_scale / safe)", "(1 / safe)")),
@@ -67,12 +66,12 @@ FAULTS = {  # the problem that shows it; the room, a line as it stands, and with
         "poisoned",
         ("kernels.forward", "if tl.load(nonfinite_flags + item) != 0:", "if item < 0:"),
     ),
-    "NaN that is seen left out": ("poisoned", ("kernels.forward", 'float("nan"), signs)', "0.0, signs)")),
-    "infinities changed over": (
+    "visible NaN left out": ("poisoned", ("kernels.forward", 'float("nan"), signs)', "0.0, signs)")),
+    "infinities swapped": (
         "poisoned",
-        ("kernels.forward", "(nonfinite_marks & 2) != 0", "(nonfinite_marks & 4) != 0"),
+        ("kernels.forward", "(nonfinite & 2) != 0", "(nonfinite & 4) != 0"),
     ),
-    "a part left out": (
+    "a split left out": (
         "decoded",
         (
             "kernels.decode",
@@ -80,7 +79,7 @@ FAULTS = {  # the problem that shows it; the room, a line as it stands, and with
             "range(num_splits - 1):\n        power",
         ),
     ),
-    "parts weighed alike": (
+    "splits weighted alike": (
         "decoded",
         (
             "kernels.decode",
@@ -88,17 +87,14 @@ FAULTS = {  # the problem that shows it; the room, a line as it stands, and with
             "tl.where(power > -1e30, 0.0, float('-inf')).to(meta.accumulator)",
         ),
     ),
-    "sink in every part": (
-        "decoded",
-        ("kernels.decode", "init(None, 0, False, meta)", "init(0.0, 0, False, meta)"),
-    ),
+    "sink in every split": ("decoded", ("kernels.decode", "init(None, 0, False, meta)", "init(0.0, 0, False, meta)")),
     "one head for all of a group": ("decoded", ("kernels.decode", "g * group + rows // n", "g * group")),
     "window past its end": ("decoded", ("kernels.decode", "(split + 1) * split_size)", "(split + 2) * split_size)")),
 }
 
 SEEN_DAILY = {
-    "stale maximum", "wrong head of a group", "partial runs left out", "off-by-one mask", "keys past the end",
-    "wrong four keys", "NaN that is seen left out", "parts weighed alike",
+    "stale maximum", "wrong head of a group", "partial ranges left out", "off-by-one mask", "keys past the end",
+    "wrong four keys", "visible NaN left out", "splits weighted alike",
 }  # fmt: skip
 
 
@@ -128,11 +124,11 @@ def test_every_fault_is_seen(triton_kernel, plant, fault):
 
 
 def test_a_fault_in_the_schedule_is_seen(triton_kernel, monkeypatch):
-    """A ragged last tile taken for a full one."""
+    """A ragged last tile is taken for a full tile."""
     sound = schedule.encode_ranges
 
-    def encode_ranges(runs):
-        rows, pairs = sound(runs)
+    def encode_ranges(ranges):
+        rows, pairs = sound(ranges)
         rows[:, 1] = rows[:, 2]
         return rows, pairs
 

@@ -1,4 +1,4 @@
-"""The forward and decoding kernels in Triton answer as the float64 definition does."""
+"""The forward and decoding kernels in Triton conform to the float64 definition."""
 
 import sys
 
@@ -17,7 +17,7 @@ from strategies import DTYPES, Case, cases
 
 
 def nested(depth):
-    """s, its sign changed so often."""
+    """Return s, negated `depth` times."""
     score = s
     for _ in range(depth):
         score = -score
@@ -57,7 +57,7 @@ PROBLEMS = {
         {"shape": (2, 2, 40, 16), "d_v": 20},
         {"score": alibi(2), "mask": documents(lengths=[1, 20, 19]), "dropout": 0.3, "seed": 2**40 + 1},
     ),
-    "a sink beyond base 2, and the least of sinks": (
+    "a sink beyond base 2, and the least sink": (
         {"shape": (1, 2, 20, 8), "m": 37},
         {"sinks": np.array([3e38, np.finfo(np.float32).min], np.float32), "mask": i != 3},
     ),
@@ -65,7 +65,7 @@ PROBLEMS = {
         {"shape": (1, 2, 20, 8), "m": 37},
         {"scale": 1e-40, "sinks": np.array([0.3, -1.0], np.float32)},
     ),
-    "formulas in formulas without end": ({"shape": (1, 1, 4, 8)}, {"score": nested(300)}),
+    "a deeply nested formula": ({"shape": (1, 1, 4, 8)}, {"score": nested(300)}),
     "all dropped": ({"shape": (1, 1, 20, 16)}, {"dropout": 1.0, "seed": 1}),
     "scores beyond the last place of 1": ({"shape": (1, 1, 20, 16), "m": 70}, {"scale": 1e12}),
     "a negative scale": ({"shape": (1, 1, 20, 16), "m": 70}, {"scale": -0.5, "mask": causal()}),
@@ -90,7 +90,7 @@ def test_named_problems(triton_kernel, name):
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("backwards", "unaligned")])
 def test_layouts(triton_kernel, layout):
-    """Arrays are read where they lie; `to_torch` copies those torch has no strides for."""
+    """Kernels read arrays of any layout without a copy; `to_torch` copies layouts that torch has no strides for."""
     x = [LAYOUTS[layout](array) for array in arrays((2, 4, 20, 8), "float32", d_v=20, groups=2, m=35)]
     case = Case(*x, {"mask": causal()}).as_torch()
     assert_conforms(triton_kernel.run, case.make_problem())
@@ -106,7 +106,7 @@ def test_leading_axes_that_do_not_lie_one_in_the_other(triton_kernel):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("shape", [(1, 2, 40, 16), (1, 2, 2, 16)], ids=["forward", "decoding"])
 def test_what_a_mask_hides_reaches_nothing(triton_kernel, shape, bad):
-    """Each key is seen by some queries of a tile and hidden from others."""
+    """Every key is visible to some queries of a tile and hidden from others."""
     m = 75 if shape[2] < 16 else 40
     query, key, value = arrays(shape, "float32", m=m)
     key[..., 5, 0] = value[..., 3, :2] = value[..., 30, 1] = value[..., -1, 3:5] = bad
@@ -120,9 +120,7 @@ def test_what_a_mask_hides_reaches_nothing(triton_kernel, shape, bad):
 
 @pytest.mark.parametrize("shape", [(1, 2, 40, 16), (1, 2, 2, 16)], ids=["forward", "decoding"])
 @pytest.mark.parametrize(
-    "options",
-    [{"score": where(abs(s) > 1e-6, s, -np.inf)}, {"dropout": 0.5, "seed": 3}],
-    ids=["by scores", "dropped"],
+    "options", [{"score": where(abs(s) > 1e-6, s, -np.inf)}, {"dropout": 0.5, "seed": 3}], ids=["by scores", "dropped"]
 )
 def test_weights_of_0_take_nothing_without_a_mask(triton_kernel, shape, options):
     query, key, value = arrays(shape, "float32", m=75 if shape[2] < 16 else 40)
@@ -134,7 +132,7 @@ def test_weights_of_0_take_nothing_without_a_mask(triton_kernel, shape, options)
 
 @pytest.mark.parametrize("shape", [(1, 2, 40, 16), (1, 2, 2, 16)], ids=["forward", "decoding"])
 def test_weights_of_0_by_an_infinite_key_take_nothing(triton_kernel, shape):
-    """Without a formula too: where Q Kᵀ is −∞ the weight is 0."""
+    """The weight is 0 where Q Kᵀ is −∞, also without a formula."""
     query, key, value = arrays(shape, "float16", m=75 if shape[2] < 16 else 40)
     query[..., 0] = abs(query[..., 0]) + 1
     key[..., [9, 12], 0] = -np.inf
@@ -147,7 +145,7 @@ def test_weights_of_0_by_an_infinite_key_take_nothing(triton_kernel, shape):
 @pytest.mark.parametrize("shape", [(1, 1, 20, 4), (1, 1, 1, 4)], ids=["forward", "decoding"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_weights_too_small_for_float16_are_no_0(triton_kernel, shape, bad):
-    """e^−18 of the largest, which float16 rounds to 0."""
+    """A weight of e^−18 times the largest, which float16 rounds to 0."""
     query, key, value = np.ones(shape), np.zeros((1, 1, 600, 4)), np.zeros((1, 1, 600, 4))
     key[..., 5, :], value[..., 9, 0] = 9.0, bad
     problem = Case(*(x.astype(np.float16) for x in (query, key, value))).as_torch().make_problem()
@@ -161,24 +159,24 @@ def test_the_same_bits_every_time(triton_kernel):
     assert torch.equal(first.lse, second.lse)
 
 
-def test_the_whole_road(triton_kernel, monkeypatch):
-    """Through torch's operator and its gradients, with statistics and a learned table."""
-    room = sys.modules["sightline.dispatch"]
+def test_dispatch_through_torch(triton_kernel, monkeypatch):
+    """`attention` runs the kernels through torch's operator and autograd, with statistics and a learned table."""
+    dispatch = sys.modules["sightline.dispatch"]
     x = [torch.from_numpy(a).requires_grad_() for a in arrays((2, 4, 21, 12), "float32", groups=2, m=35)]
     slopes = torch.tensor([0.1, 0.2, 0.3, 0.4], requires_grad=True)
     options = {"mask": causal("lower right"), "score": s - table(slopes)[h] * (i - j), "see": [lse(), top_k(2)]}
 
-    def answered():
+    def compute():
         output, (normaliser, top) = sightline.attention(*x, **options)
         return [output, normaliser, top.weights, *torch.autograd.grad(output.sum() + normaliser.sum(), [*x, slopes])]
 
-    expected = answered()
-    kind, taken = type(triton_kernel), []
+    expected = compute()
+    kind, called = type(triton_kernel), []
     run, backward = kind.run, kind.backward
-    monkeypatch.setattr(kind, "run", lambda *given, **more: taken.append("forward") or run(*given, **more))
-    monkeypatch.setattr(kind, "backward", lambda *given, **more: taken.append("backward") or backward(*given, **more))
-    others = [kernel for kernel in room.KERNELS if kernel.name != triton_kernel.name]  # two of a name are one to a plan
-    monkeypatch.setattr(room, "KERNELS", (triton_kernel, *others))
-    for found, sound in zip(answered(), expected, strict=True):
+    monkeypatch.setattr(kind, "run", lambda *given, **more: called.append("forward") or run(*given, **more))
+    monkeypatch.setattr(kind, "backward", lambda *given, **more: called.append("backward") or backward(*given, **more))
+    others = [kernel for kernel in dispatch.KERNELS if kernel.name != triton_kernel.name]  # names are unique
+    monkeypatch.setattr(dispatch, "KERNELS", (triton_kernel, *others))
+    for found, sound in zip(compute(), expected, strict=True):
         torch.testing.assert_close(found, sound)
-    assert taken == ["forward", "backward"]
+    assert called == ["forward", "backward"]

@@ -1,4 +1,4 @@
-"""The backward kernels in Triton against derivatives found another way: torch's through the dense computation."""
+"""The backward kernels in Triton against torch's autograd through the dense computation."""
 
 import math
 import sys
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from triton.runtime.errors import OutOfResources
 
 import sightline
-import sightline.gpu.launch.backward  # whose modules the faults are planted in
+import sightline.gpu.launch.backward  # loads the modules that faults are planted in
 from gradient_checks import NAMES, check
 from sample_problems import arrays
 from sightline import alibi, b, causal, documents, entropy, h, i, j, padding, s, scores, softcap, table, weights, window
@@ -50,13 +50,13 @@ PROBLEMS = {
 
 
 def by(kernel):
-    """Gradients of the kernel's own answer."""
+    """Return a function that computes gradients by the kernel, from its own forward pass."""
 
     def differentiate(problem, d_output, d_lse, _):
         answer = kernel.run(problem)
         saved = answer.output, answer.lse
         found = kernel.backward(problem, d_output, d_lse, saved, range(len(problem.tables)))
-        assert found is not None or 0 in problem.extent or problem.d_v == 0  # streaming's
+        assert found is not None or 0 in problem.extent or problem.d_v == 0  # `Streaming` serves
         return found
 
     return differentiate
@@ -70,10 +70,10 @@ def test_named_problems(triton_kernel, name):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [name for name in PROBLEMS if name != "huge scores"])  # whose gradients overflow
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if name != "huge scores"])  # gradients overflow
 def test_named_problems_in_every_dtype(triton_kernel, name, dtype):
     if dtype == "bfloat16" and "beyond" in name:
-        pytest.skip("its gradients are subnormal, which the interpreter brings to bfloat16 wrongly")
+        pytest.skip("the interpreter converts subnormal gradients to bfloat16 wrongly")
     _, shapes, options = PROBLEMS[name]
     check(Case(*arrays(dtype=dtype, **shapes), options), "torch", by(triton_kernel))
 
@@ -98,7 +98,7 @@ def test_drawn_problems_for_long(triton_kernel, dtype):
     drawn(triton_kernel, dtype, 500)
 
 
-TABLES = {  # scores of s that read tables, by the kind of each lookup in `table_gradient`
+TABLES = {  # scores that read tables, by the kind of their lookups in `table_gradient`
     "pair": lambda x: s + table(x)[h, i, j],
     "pair, shared by heads": lambda x: s * table(x[0])[i, j],
     "pair, keys first": lambda x: s + table(x.swapaxes(1, 2).copy())[h, j, i],
@@ -126,7 +126,7 @@ def _add(slots, shares, COUNT: tl.constexpr):
 
 
 def slotted(shares):
-    """What two entries gain of these shares in turn."""
+    """Return the sums of two entries: the summands go to one entry and the other alternately."""
     slots = torch.zeros((2, table_gradient.SLOTS.value), dtype=torch.int64)
     _add[(1,)](slots, shares, COUNT=len(shares))
     return sightline.gpu.launch.backward._sum_slots(slots)
@@ -135,7 +135,7 @@ def slotted(shares):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sums_of_shares_are_exact_in_any_order(dtype, rng):
     shares = torch.tensor(rng.normal(size=512) * 10.0 ** rng.integers(-30, 30, 512), dtype=dtype)
-    shares[:2] = 1e-40  # without a leading 1
+    shares[:2] = 1e-40  # subnormal
     order = 2 * torch.tensor(rng.permutation(256))
     exact = torch.tensor([math.fsum(shares[k::2].tolist()) for k in (0, 1)], dtype=torch.float64)
     found, other = slotted(shares), slotted(torch.stack([shares[order], shares[order + 1]], -1).reshape(-1))
@@ -146,7 +146,7 @@ def test_sums_of_shares_are_exact_in_any_order(dtype, rng):
 
 
 def test_gradients_of_statistics(triton_kernel, rng):
-    """What they add to dP, dS and dlse, against streaming in float64."""
+    """The terms that statistics add to dP, dS and dlse, against `Streaming` in float64."""
     shapes, options = (2, 4, 20, 12), {"mask": window(9, 20), "score": softcap(3.0)}
     see = [weights(), scores(), entropy()]
     x = [rng.normal(size=size) for size in (shapes, (2, 2, 37, 12), (2, 2, 37, 8))]
@@ -167,11 +167,11 @@ def test_gradients_of_statistics(triton_kernel, rng):
 
 @pytest.mark.parametrize("name", ["pair", "any", "query", "key", "head"])
 @pytest.mark.parametrize("odd", [False, True])
-def test_what_tables_gain_beside_statistics(triton_kernel, name, odd, rng):
-    """Queries past the last gain nothing: 20 queries in blocks of 16; nor where a key is infinite, and 0 · ∞ is NaN."""
+def test_gradients_of_tables_with_statistics(triton_kernel, name, odd, rng):
+    """Rows past the last query (20 queries in blocks of 16) add nothing, nor does an infinite key, where 0 · ∞ is NaN."""
     given = [rng.normal(size=(2, 2, length, 12)).astype("f4") for length in (20, 37, 37)]
     given[1][0, 0, 5, 3] = np.inf if odd else 0.5
-    given[0][..., 3] = -np.abs(given[0][..., 3])  # whose weight is 0 then
+    given[0][..., 3] = -np.abs(given[0][..., 3])  # the infinite key has weight 0
     options, see = {"score": TABLES[name](rng.normal(size=(2, 20, 37)).astype(np.float32))}, [] if odd else [scores()]
     posed = {
         dtype: Case(*(a.astype(dtype) for a in given), options).as_torch().make_problem(see=see)
@@ -190,13 +190,13 @@ def test_what_tables_gain_beside_statistics(triton_kernel, name, odd, rng):
 
 
 def test_fewer_stages_where_memory_is_short():
-    """A table for each pair is brought along with K and V, and takes its share of a program's memory."""
-    asked = []
+    """If the GPU has too little shared memory for the stages of a kernel, the launch retries with fewer."""
+    tried = []
 
     class Short:
         def __getitem__(self, grid):
             def launch(num_stages, **_):
-                asked.append(num_stages)
+                tried.append(num_stages)
                 if num_stages > 1:
                     raise OutOfResources(num_stages, 1, "stages")
 
@@ -204,17 +204,17 @@ def test_fewer_stages_where_memory_is_short():
 
     call = KernelLaunch(Short(), 1, {"query": to_operand(torch.zeros(1, 1, 1, 1))}, Configuration(16, 16, 4, 3))
     call.launch()
-    assert asked == [3, 2, 1]
+    assert tried == [3, 2, 1]
     call.launch()
-    assert asked == [3, 2, 1, 1]  # and it is known the next time
+    assert tried == [3, 2, 1, 1]  # the next launch begins with 1
 
 
-# -- what the mask hides -----------------------------------------------------------------------------------------------
+# -- hidden pairs -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_hidden_reaches_no_gradient(triton_kernel, bad, rng):
-    """Padding full of NaN gives, bit for bit, what padding full of zeros gives, and rows that see nothing give 0."""
+    """NaN in the padding gives the same bits as zeros; gradients of queries without a visible key are 0."""
     x = [rng.normal(size=(2, 2, 40, 8)).astype(np.float32) for _ in range(4)]
     options = {"mask": padding(np.array([37, 0])), "score": softcap(5.0), "sinks": np.zeros(2, np.float32)}
     found = []
@@ -231,7 +231,7 @@ def test_what_is_hidden_reaches_no_gradient(triton_kernel, bad, rng):
 
 
 def test_what_is_visible_reaches_its_gradients(triton_kernel, rng):
-    """NaN in one query, key and value, and NaN and ∞ in dO, in heads of their own."""
+    """NaN in a query, in a key, in a value, and NaN and ∞ in dO, each in a separate head."""
     q, k, v, d_o = (rng.normal(size=(1, 4, 40, 8)).astype(np.float32) for _ in range(4))
     q[0, 0, 17, 3] = k[0, 1, 17, 3] = v[0, 2, 17, 3] = d_o[0, 3, 17, 3] = np.nan
     d_o[0, 3, 19, 4] = np.inf
@@ -252,7 +252,7 @@ def test_what_is_visible_reaches_its_gradients(triton_kernel, rng):
 
 
 def test_a_key_of_weight_0_reaches_no_gradient_without_a_mask(triton_kernel, rng):
-    """An infinite key, whose scores are −∞, and the NaN of its value: as if a mask hid them."""
+    """An infinite key with scores −∞, and the NaN of its value, act as if a mask hid them."""
     q, k, v, d_o = (rng.normal(size=(1, 2, 40, 8)).astype(np.float32) for _ in range(4))
     q[..., 0] = abs(q[..., 0]) + 1
     k[..., 9, 0], v[..., 9, 3] = -np.inf, np.nan
@@ -278,15 +278,15 @@ def test_weights_too_small_for_float16_are_no_0(triton_kernel):
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
-FAULTS = {  # the room, a line as it stands, and with the fault in it
+FAULTS = {  # the module, a line of its source, and the line with the fault
     "forgotten δ": ("kernels.backward", "ds = p * (dp - delta)", "ds = p * dp"),
     "forgotten dlse": ("kernels.backward", "if d_lse is not None:", "if d_lse is None:"),
-    "forgotten slope of the score": (
+    "forgotten derivative of the score": (
         "kernels.backward",
         "* formulas.score_derivative_at(",
         "+ 0 * formulas.score_derivative_at(",
     ),
-    "a run of a mask missed": (
+    "a range of a mask missed": (
         "kernels.tile_loop",
         "for range_index in range(middle, stop):",
         "for range_index in range(middle, stop - 1):",
@@ -298,13 +298,13 @@ FAULTS = {  # the room, a line as it stands, and with the fault in it
     ),
     "wrong key head of a group": (
         "kernels.backward_queries",
-        "h // arguments.group)",
-        "h % (arguments.H // arguments.group))",
+        "h // args.group)",
+        "h % (args.H // args.group))",
     ),
     "dropped weights in dP": (
         "kernels.backward_queries",
-        "dp * block.dropout_scale,\n                0.0,",
-        "dp * block.dropout_scale,\n                dp,",
+        "dp * block.dropout_scale, 0.0)",
+        "dp * block.dropout_scale, dp)",
     ),
     "a tile of queries missed": (
         "kernels.backward_keys",
@@ -313,20 +313,20 @@ FAULTS = {  # the room, a line as it stands, and with the fault in it
     ),
     "wrong query heads of a group": (
         "kernels.backward_keys",
-        "range(g * arguments.group, (g + 1) * arguments.group)",
-        "range(g, arguments.H, arguments.H // arguments.group)",
+        "range(g * args.group, (g + 1) * args.group)",
+        "range(g, args.H, args.H // args.group)",
     ),
     "dropped weights in dV": ("kernels.backward_keys", "tl.where(keep, p, 0.0)", "p"),
-    "the mask half turned": ("launch.schedule", '("n", "m"), ("m", "n")', '("n", "n"), ("m", "m")'),
+    "the mask half transposed": ("launch.schedule", '("n", "m"), ("m", "n")', '("n", "n"), ("m", "m")'),
     "a slot too far": ("kernels.table_gradient", "slot = exponent >> 3", "slot = (exponent + 1) >> 3"),
-    "a sign lost": ("kernels.table_gradient", "tl.where(bits < 0, -number, number)", "number"),
+    "a sign dropped": ("kernels.table_gradient", "tl.where(bits < 0, -number, number)", "number"),
 }
 
-SEEN_DAILY = ("forgotten δ", "wrong query heads of a group", "the mask half turned", "a slot too far")
+SEEN_DAILY = ("forgotten δ", "wrong query heads of a group", "the mask half transposed", "a slot too far")
 
 
 def check_everything(kernel):
-    """A small problem whose gradients every part of the kernels takes part in."""
+    """Check the gradients of a small problem that uses every part of the kernels."""
     rng = np.random.default_rng(3)
     x = [rng.normal(size=size).astype(np.float32) for size in ((1, 4, 20, 8), (1, 2, 40, 8), (1, 2, 40, 8))]
     score = 4 * np.tanh(s / 4) + table(rng.normal(size=24).astype(np.float32))[np.clip(i - j + 12, 0, 23)]

@@ -1,4 +1,4 @@
-"""Every statistic of the kernels in Triton is the definition's within the budget of rounding errors."""
+"""Every statistic of the Triton kernels equals its definition within the budget of rounding errors."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ OF_DTYPES += [(dtype, "shared heads, a window, sinks") for dtype in ("bfloat16",
 
 
 def every(n, m):
-    """Every statistic, of as many queries and keys, and the means that kernels make."""
+    """Return every statistic, for n queries and m keys, and the means that kernels compute."""
     own = [
         sightline.lse(),
         sightline.max_score(),
@@ -51,10 +51,10 @@ def every(n, m):
 
 
 def several():
-    """One of each kernel, where the order of sums shows."""
-    riding = sightline.max_score(), sightline.entropy(), sightline.mass(i >= j)
+    """Return one statistic of each kernel, whose bits depend on the order of sums."""
+    fused = sightline.max_score(), sightline.entropy(), sightline.mass(i >= j)
     return [
-        *riding,
+        *fused,
         sightline.received(),
         sightline.top_k(3),
         sightline.pooled(3, 2),
@@ -72,7 +72,7 @@ def test_named_problems(triton_kernel, dtype, name):
 
 
 def test_parts(triton_kernel):
-    """Rows and heads are problems of their own, of tables read at their positions; so are products."""
+    """Statistics of some rows or heads are computed as separate problems, whose tables are read at their positions."""
     case = Case(*arrays((2, 4, 20, 8), "float32", groups=2, m=40), {"mask": i + 15 >= j, "score": s - abs(i - j) / 8})
     of = sightline.entropy().rows([-1, 3, 3]).heads([2, 0])
     x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
@@ -86,7 +86,7 @@ def test_parts(triton_kernel):
 
 
 def test_many_small_cells(triton_kernel):
-    """One for each pair, and columns of more cells than a program has."""
+    """Grids with a cell for each pair, and with more columns of cells than a program has."""
     case = Case(*arrays((1, 1, 20, 8), "float32", m=70), {"mask": (i * 4 >= j) & (i != 5)}).as_torch()
     see = [sightline.pooled(20, 70), sightline.pooled(1, 69, "max"), sightline.pooled(20, 1)]
     check(triton_kernel.run, case.make_problem(see=see))
@@ -118,14 +118,14 @@ def test_many_drawn_problems(triton_kernel, dtype):
 
 
 def answers(kernel, case, *see):
-    """What the kernel says, as arrays of NumPy, an entry for each of its arrays."""
+    """Return the arrays of the kernel's statistics as NumPy arrays."""
     seen = kernel.run(case.as_torch().make_problem(see=list(see))).seen
     return [to_numpy(array) for entry in seen for array in arrays_of(entry)]
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0])
 def test_of_equal_scores_the_smaller_key_comes_first(triton_kernel, scale):
-    """Whole numbers tie exactly; tiles with hidden keys lie before, between and after whole ones, which come first."""
+    """Integers tie exactly. Partial tiles lie before, between and after full tiles, which are visited first."""
     rng = np.random.default_rng(4)
     q, k = (rng.integers(-1, 2, (1, 1, rows, 3)).astype(np.float32) for rows in (16, 150))
     mask = (j >= 3) & (j < 140) & (j != 70) & (i != 5) & (j != 100 + i)
@@ -152,9 +152,9 @@ def test_the_first_of_equal_keys_is_found(triton_kernel):
 
 
 def test_weights_do_not_take_on_the_rounding_of_lse(triton_kernel):
-    """4096 more on every score, which are whole numbers, moves lse by that and no weight by more than its last places.
+    """4096 added to every score, an integer, adds 4096 to lse and changes each weight by at most a few ulp.
 
-    S − lse is then rounded once in its high part, which is exact, once in its low part, and once in base 2.
+    S − lse is rounded in its low part and in the conversion to base 2; its high part is exact.
     """
     rng = np.random.default_rng(5)
     q, k = (rng.integers(-2, 3, (1, 1, rows, 3)).astype(np.float32) for rows in (16, 70))
@@ -181,7 +181,7 @@ def test_the_same_bits_every_time(triton_kernel):
 
 
 def test_what_is_hidden_reaches_nothing(triton_kernel):
-    """Bit for bit what zeros in its place give."""
+    """NaN at hidden keys gives the same bits as zeros."""
     found = []
     for filler in (0.0, np.nan):
         q, k, v = arrays((1, 1, 20, 4), "float32", m=70)
@@ -192,7 +192,7 @@ def test_what_is_hidden_reaches_nothing(triton_kernel):
 
 
 def test_a_visible_nan_shows(triton_kernel):
-    """In all of its row, and in the maxima and sums over it; what it says of keys is what the plain tiles say."""
+    """NaN fills its row, and the maxima and sums over the row; keys are those that `Streaming` finds."""
     q, k, v = arrays((1, 1, 40, 4), "float32", m=70)
     q[0, 0, 7] = np.nan
     k[0, 0, 60] = np.nan  # and larger scores before it in its tile
@@ -218,7 +218,7 @@ def test_no_pairs(triton_kernel, extent):
 
 @pytest.mark.parametrize("heads", [False, True])
 def test_the_schedule_of_keys_is_that_of_queries_turned(heads):
-    """Every tile that a block of queries visits, once and of the same kind but where queries end, and no other."""
+    """The schedule of keys has exactly the tiles of the schedule of queries."""
     x = torch.zeros(1, 3, 70, 4), torch.zeros(1, 3, 150, 4)
     mask = (j <= 2 * i) & (j >= i // 2 - (h * 9 if heads else 5)) & (i != 40)
     problem = sightline.problem.make_problem(x[0], x[1], x[1], mask=mask)
@@ -251,20 +251,20 @@ LAUNCH = "launch.weights_pass"
 
 FAULTS = {
     "the last tile's maximum": (FUSED, "replaces = above |", "replaces = (max_score == max_score) |", "max_score()"),
-    "a key of its tile": (FUSED, "j = first + tl.arange", "j = tl.arange", "max_score()"),
-    "powers that do not move": (FUSED, "tl.maximum(log2_alpha, MIN_POWER) * mass", "0 * mass", "entropy()"),
+    "a key of its tile": (FUSED, "NO_KEY, j), 1)\n        found", "NO_KEY, j % meta.keys), 1)\n        found", "max_score()"),
+    "powers that are not shifted": (FUSED, "tl.maximum(log2_alpha, MIN_POWER) * mass", "0 * mass", "entropy()"),
     "powers that are not rescaled": (FUSED, "MIN_POWER) * mass) * alpha", "MIN_POWER) * mass)", "entropy()"),
     "the sink's own term": (FUSED, "* mass.to(tl.float64) -", "* wide -", "entropy()"),
     "a sum that is not rescaled": (FUSED, "sums[k] * alpha", "sums[k]", "mass(i >= j)"),
     "a condition one key on": (FUSED, "tl.minimum(j, m - 1)", "tl.minimum(j + 1, m - 1)", "mass(i == j)"),
     "a sum that is not divided": (FUSED, "sums[k] / safe", "sums[k]", "mass(i >= j)"),
-    "a normaliser of another head": (PASS, "normaliser(lse, b * H + h,", "normaliser(lse, b * H,", "weights()"),
+    "the lse of another head": (PASS, "load_lse(lse, b * H + h,", "load_lse(lse, b * H,", "weights()"),
     "a wrong head of keys": (PASS, "h // group)", "h % (H // group))", "weights()"),
-    "a normaliser in another base": ("kernels.tile_ops", "* (LOG2_E / unit)", "* (1.0 / unit)", "weights()"),
+    "lse in another base": ("kernels.tile_ops", "* (LOG2_E / unit)", "* (1.0 / unit)", "weights()"),
     "a tile missed": (DENSE, "for tile in range(first, last):", "for tile in range(first, last - 1):", "weights()"),
     "scores without scale": (DENSE, "s = s * block.scale", "s = s * 1.0", "bare scores()"),
     "a mean of one head": (DENSE, "range(batches * heads)", "range(1)", "weights().mean('heads')"),
-    "the last weights": (DENSE, "held + tile_ops.weight(", "0 * held + tile_ops.weight(", "weights().mean('heads')"),
+    "the last weights": (DENSE, "total + tile_ops.weight(", "0 * total + tile_ops.weight(", "weights().mean('heads')"),
     "a list never full": (TOP_K, "enters = (keys == least_key)", "enters = (keys >= least_key)", "top_k(3)"),
     "a key found twice": (TOP_K, "s = tl.where(j == key, float", "s = tl.where(j == key + 1, float", "top_k(3)"),
     "lists in no order": (TOP_K, "best = tl.max(values, 1", "best = tl.min(values, 1", "top_k(3)"),
@@ -273,36 +273,36 @@ FAULTS = {
     "a cell missed": (POOLED, "- keys.cell + 1", "- keys.cell", "pooled(6, 11)"),
     "queries past the end": (RECEIVED, "[:, None] < n, p, 0.0)", "[:, None] < n, p, p)", "received()"),
     "a block of queries missed": (RECEIVED, "in range(first, last):", "in range(first + 1, last):", "received()"),
-    "partial runs whole": (RECEIVED, "PARTIAL, meta)\n        high", "False, meta)\n        high", "received()"),
+    "partial tiles as full": (RECEIVED, "PARTIAL, meta)\n        high", "False, meta)\n        high", "received()"),
     "a maximum that is a sum": (LAUNCH, '= "max"}\n        return', '= ""}\n        return', "received('max')"),
     "a sum for a mean": (LAUNCH, "math.prod(summed_axes(problem, statistic))", "1", "weights().mean('heads')"),
-    "runs of queries for keys": (LAUNCH, "sizes.keys, of_keys)", "sizes.keys)", "received()"),
+    "ranges of queries for keys": (LAUNCH, "sizes.keys, of_keys)", "sizes.keys)", "received()"),
 }  # fmt: skip
 
 
-def asked(question):
-    """The problem a fault must show in; without a score formula where the question is bare."""
-    see = [eval("sightline." + question.removeprefix("bare "), {"sightline": sightline, "i": i, "j": j})]
-    options = OPTIONS | ({"score": None} if question.startswith("bare") else {})
+def requested(statistic):
+    """Return a problem that requests a statistic; a "bare" statistic has no score formula."""
+    see = [eval("sightline." + statistic.removeprefix("bare "), {"sightline": sightline, "i": i, "j": j})]
+    options = OPTIONS | ({"score": None} if statistic.startswith("bare") else {})
     return Case(*TALL, options).as_torch().make_problem(see=see)
 
 
-SEEN_DAILY = {  # one in each of the kernels' ways
+SEEN_DAILY = {  # one fault per kernel
     "a key of its tile", "powers that are not rescaled", "a sum that is not rescaled", "a wrong head of keys",
-    "a list never full", "an off-by-one cell", "a block of queries missed", "runs of queries for keys",
+    "a list never full", "an off-by-one cell", "a block of queries missed", "ranges of queries for keys",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("question", sorted({question for *_, question in FAULTS.values()}))
-def test_what_faults_are_planted_in_passes(question, triton_kernel):
-    check(triton_kernel.run, asked(question))
+@pytest.mark.parametrize("statistic", sorted({statistic for *_, statistic in FAULTS.values()}))
+def test_what_faults_are_planted_in_passes(statistic, triton_kernel):
+    check(triton_kernel.run, requested(statistic))
 
 
 @pytest.mark.parametrize(
     "fault", [pytest.param(name, marks=() if name in SEEN_DAILY else pytest.mark.soak) for name in FAULTS]
 )
 def test_every_fault_is_seen(fault, triton_kernel, plant):
-    *planted, question = FAULTS[fault]
+    *planted, statistic = FAULTS[fault]
     plant(*planted)
     with pytest.raises(AssertionError, match=RED):
-        check(triton_kernel.run, asked(question))
+        check(triton_kernel.run, requested(statistic))

@@ -1,4 +1,4 @@
-"""Tuning the kernels themselves, and the bench's GPU problems answered by them."""
+"""Tuning of the kernels, and the bench's GPU workloads computed by them."""
 
 import dataclasses
 from importlib import import_module
@@ -36,20 +36,20 @@ def arrays(n=40, m=40):
 @pytest.mark.parametrize(("name", "n", "m"), [("forward", 40, 40), ("decode", 1, 512)])
 def test_what_is_found_is_taken_and_right(name, n, m):
     given = arrays(n, m)
-    told = sightline.tune(*given, mask=j % 3 != 1, kernel=KERNEL, timer=cost, show=False, gradients=False)
-    (found,) = told.found
+    tuned = sightline.tune(*given, mask=j % 3 != 1, kernel=KERNEL, timer=cost, show=False, gradients=False)
+    (found,) = tuned.found
     assert found.kernel == name
     assert not found.wrong
     assert not (found.failed and INTERPRETED)
     assert found.after == min(found.before, found.after)
     problem = make_problem(*given, mask=j % 3 != 1)
-    architecture = KERNEL.architecture or told.device.rpartition("(")[2].rstrip(")")
+    architecture = KERNEL.architecture or tuned.device.rpartition("(")[2].rstrip(")")
     assert select(name, problem, architecture) == found.best
     assert_conforms(KERNEL.run, problem)
 
 
 def cost(call):
-    """Larger tiles are cheaper, whatever they cost."""
+    """Return a made-up time that is smaller for larger tiles."""
     (sizes,) = _trial.get().sizes.values()
     return 1.0 / (sizes.rows * sizes.keys)
 
@@ -62,10 +62,10 @@ def test_every_size_is_right(sizes):
         assert_conforms(KERNEL.run, make_problem(*arrays(), mask=(i >= j) & (i - j < 23)))
 
 
-def test_what_is_moved_to_a_device_means_the_same():
-    """Tables, statistics, gradients of both and their slopes, by the way tests of the interpreter take on a GPU."""
+def test_results_through_on_device_are_the_same():
+    """Tables, statistics and gradients through `OnDevice`, which tests on a GPU use."""
     if not INTERPRETED:
-        pytest.skip("there every other test goes that way")
+        pytest.skip("on a GPU every other test uses OnDevice")
     query, key, value = arrays()
     order = sightline.table(torch.arange(40))
     options = {"mask": order[i] >= j, "score": sightline.s * sightline.table(torch.ones(1))[sightline.h]}
@@ -79,9 +79,9 @@ def test_what_is_moved_to_a_device_means_the_same():
 
 
 def test_the_bench_times_the_kernel_itself(monkeypatch):
-    """`sightline bench --device cuda` as it runs on a GPU, but for its clock, its sizes, and who computes."""
+    """`sightline bench --device cuda` as on a GPU, except for the clock, the sizes and the kernels."""
     if not INTERPRETED:
-        pytest.skip("there the bench itself runs")
+        pytest.skip("on a GPU the bench itself runs")
     from fake_cuda import WORKLOADS, Runtime
     from sightline.bench import cuda
     from sightline.bench.measure import Settings, run

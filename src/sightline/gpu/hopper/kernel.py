@@ -1,12 +1,12 @@
-"""The forward kernel with its warps specialised: one loads, two groups of four compute in turn.
+"""The forward kernel with specialised warps: one warp loads, two warpgroups of four warps compute in turn.
 
-    loads      Q, then K and V tile by tile into rings of shared memory, by the tensor memory accelerator
-    group 0    S = Q Kᵀ | softmax    | S = Q Kᵀ | softmax             the first half of the block's queries
-    group 1             | S = Q Kᵀ   | softmax  | S = Q Kᵀ ...        the other half
+    loads          Q, then K and V tile by tile into rings in shared memory, by the tensor memory accelerator (TMA)
+    warpgroup 0    S = Q Kᵀ | softmax    | S = Q Kᵀ | softmax             the first half of the block's queries
+    warpgroup 1             | S = Q Kᵀ   | softmax  | S = Q Kᵀ ...        the second half
 
-(Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2.) While one group has the tensor cores the other has the
-units for exponentials, and within a group P V of a tile runs beside the softmax of the next. The sums are `forward`'s
-in the same order, by the same formulas, over the same runs.
+(Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2.) While one warpgroup uses the tensor cores, the other uses
+the exponential units. Within a warpgroup, P V of a tile overlaps the softmax of the next tile. The sums are those of
+`kernels.forward`: the same formulas, over the same tiles, in the same order.
 """
 
 from __future__ import annotations
@@ -21,8 +21,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..kernels.tile_ops import (
+    FLOAT32_MAX,
+    LOG2_E,
+    BlockLocation,
+    compute_lse,
+    compute_scores,
+    has_nan,
+    update_softmax,
+)
 from .rings import (
-    GROUPS,
+    WARPGROUPS,
+    Block,
     allocate_tiles,
     block_ranges,
     load_tile,
@@ -37,234 +47,144 @@ from .rings import (
 
 __all__ = ["forward"]
 
-# The first group is the four warps that a block begins with. A thread begins with 168 of 65536 registers; the warp that
-# loads, and the three no work is found for, give most of theirs to the groups, 240 each.
-WORKERS = gl.constexpr([4, 1])  # warps of the second group, and of what loads
+# Warpgroup 0 is the four warps that a program begins with. Every thread begins with 168 of the 65536 registers. The
+# load warp and three idle warps release most of theirs to the warpgroups, whose threads have 240 each.
+WORKERS = gl.constexpr([4, 1])  # warps of warpgroup 1, and of the load worker
 REGISTERS = gl.constexpr([240, 24])
-LN_2 = gl.constexpr(0.6931471805599453)
-LOG2_E = gl.constexpr(1.4426950408889634)
-FLOAT32_MAX = gl.constexpr(3.4028234663852886e38)  # of float32
 
 
 @gluon.jit
-def load_worker(query, key, value, queries, k_ring, v_ring, block_info, meta: gl.constexpr, STAGES: gl.constexpr):
-    """Both groups' queries, then keys and values in the order of the runs."""
-    b, h, block = block_info[0], block_info[1], block_info[2]
-    for warpgroup in gl.static_range(GROUPS):
+def load_worker(query, key, value, queries, k_ring, v_ring, block, meta: gl.constexpr):
+    """Load the queries of both warpgroups, then the tiles of keys and values in the order of their ranges."""
+    for warpgroup in gl.static_range(WARPGROUPS):
         memory, ready = queries[0].index(warpgroup), queries[1].index(warpgroup)
         mbarrier.expect(ready, query.nbytes_per_cta)
-        tma.async_load(
-            query, tile_offset(query, b, h, block * meta.rows + warpgroup * (meta.rows // GROUPS)), ready, memory
-        )
-    group = h // block_info[7]
+        first = block.block * meta.rows + warpgroup * (meta.rows // WARPGROUPS)
+        tma.async_load(query, tile_offset(query, block.b, block.h, first), ready, memory)
+    head = block.h // block.group
     step = 0
     for PARTIAL in gl.static_range(2):
-        first_range, last_range = block_ranges(block_info, PARTIAL, meta)
+        first_range, last_range = block_ranges(block, PARTIAL, meta)
         for range_index in range(first_range, last_range):
-            first, last = range_tiles(block_info, range_index, PARTIAL, meta)
+            first, last = range_tiles(block, range_index, PARTIAL, meta)
             for tile in range(first, last):
-                load_tile(key, b, group, tile * meta.keys, k_ring, step, STAGES)
-                load_tile(value, b, group, tile * meta.keys, v_ring, step, STAGES)
+                load_tile(key, block.b, head, tile * meta.keys, k_ring, step)
+                load_tile(value, block.b, head, tile * meta.keys, v_ring, step)
                 step += 1
 
 
 @gluon.jit
-def compute_scores(
-    products,
-    tile,
-    rows,
-    block_info,
-    formulas,
-    mask_at: gl.constexpr,
-    score_at: gl.constexpr,
-    PARTIAL: gl.constexpr,
-    meta: gl.constexpr,
-):
-    """Final scores of a tile: in nats with a score formula, else not yet scaled; −∞ where hidden or past the keys."""
-    b, h, n, m = block_info[0], block_info[1], block_info[3], block_info[4]
-    scale, _, tables = formulas
+def process_scores(products, tile, rows, state, block, params, formulas, PARTIAL: gl.constexpr, meta: gl.constexpr):
+    """Return (P, α, state) after a tile; the state is (maximum, total, compensation)."""
+    scale, unit, tables = params
     j = (tile * meta.keys + gl.arange(0, meta.keys, gl.SliceLayout(0, products.type.layout)))[None, :]
-    i = gl.minimum(rows, n - 1)[:, None]
-    at = gl.minimum(j, m - 1) if PARTIAL and not meta.even else j
-    s = products
-    if score_at is not None:
-        _, s = gl.broadcast(products, score_at(products * scale, b, h, i, at, n, m, tables))
-    if PARTIAL:
-        if mask_at is not None:
-            s = gl.where(mask_at(b, h, i, at, n, m, tables), s, float("-inf"))
-        if not meta.even:
-            s = gl.where(j < m, s, float("-inf"))
-    return s
-
-
-@gluon.jit
-def softmax(s, state, unit):
-    """P = 2^((s − m) · unit), the factor on what was summed before, and the state after the tile.
-
-    The state is (m, l, what rounding lost of l).
-    """
-    largest, total, compensation = state
-    new = gl.maximum(largest, gl.max(s, 1))
-    shift = gl.where(new == float("-inf"), 0.0, new)
-    alpha = gl.exp2((largest - shift) * unit)
-    p = gl.exp2((s - shift[:, None]) * unit)
-    sums = gl.sum(p, 1)
-    old = total * alpha  # Knuth's sum: later passes over the weights take on the error of lse
-    total = old + sums
-    share = total - old
-    compensation = compensation * alpha + ((old - (total - share)) + (sums - share))
-    return p, alpha, (new, total, compensation)
+    i = gl.minimum(rows, block.n - 1)[:, None]
+    location = BlockLocation(block.b, block.h, i, block.n, block.m)
+    s = compute_scores(products, location, j, scale, tables, formulas, PARTIAL, meta)
+    maximum, total, compensation = state
+    _, p, _, _, alpha, maximum, total, compensation = update_softmax(
+        s, gl.max(s, 1), maximum, total, compensation, unit
+    )
+    return p, alpha, (maximum, total, compensation)
 
 
 @gluon.jit
 def to_dot_operand(p, q, output):
-    """Weights as the left side of a product, in registers."""
+    """Convert weights to the left operand of a product, in registers."""
     return gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, output.type.layout, 2))
 
 
 @gluon.jit
 def rescale(output, factor):
-    """Every row of the output times its factor."""
+    """Multiply every row of the output by its factor."""
     by_output: gl.constexpr = gl.SliceLayout(1, output.type.layout)
     return output * gl.convert_layout(factor, by_output, assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def start_qk(q, k_ring, turn, step, WARPGROUP: gl.constexpr, meta: gl.constexpr, STAGES: gl.constexpr):
-    """S = Q Kᵀ of this step on its way, once the keys are there and it is this group's turn."""
-    k = wait_tile(k_ring, step, meta.padded_d_k, meta, STAGES)
+def start_qk(q, k_ring, turn, step, WARPGROUP: gl.constexpr, meta: gl.constexpr):
+    """Start S = Q Kᵀ of a step, once its keys are loaded and it is the turn of this warpgroup."""
+    k = wait_tile(k_ring, step, meta.padded_d_k, meta)
     wait_turn(turn, step, WARPGROUP)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, meta.keys, 16])
-    zeros = gl.zeros([meta.rows // GROUPS, meta.keys], gl.float32, mma)
+    zeros = gl.zeros([meta.rows // WARPGROUPS, meta.keys], gl.float32, mma)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def process_ranges(
-    output,
-    state,
-    step,
-    q,
-    k_ring,
-    v_ring,
-    turn,
-    rows,
-    block_info,
-    formulas,
-    mask_at: gl.constexpr,
-    score_at: gl.constexpr,
-    PARTIAL: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    meta: gl.constexpr,
-    STAGES: gl.constexpr,
+    output, state, step, q, k_ring, v_ring, turn, rows, block, params, formulas, PARTIAL, WARPGROUP, meta
 ):
-    """O, the softmax's state and the step after the full tiles of a block, or after those to be masked."""
-    unit = formulas[1]
-    first_range, last_range = block_ranges(block_info, PARTIAL, meta)
+    """Return (O, the softmax's state, the next step) after the full tiles of a block, or after its partial tiles."""
+    first_range, last_range = block_ranges(block, PARTIAL, meta)
     if last_range > first_range:
-        tile, _ = range_tiles(block_info, first_range, PARTIAL, meta)
-        products = start_qk(q, k_ring, turn, step, WARPGROUP, meta, STAGES)
+        tile, _ = range_tiles(block, first_range, PARTIAL, meta)
+        products = start_qk(q, k_ring, turn, step, WARPGROUP, meta)
         pass_turn(turn, WARPGROUP)
         products = warpgroup_mma_wait(0, deps=[products])
-        release_tile(k_ring, step, STAGES)
-        s = compute_scores(products, tile, rows, block_info, formulas, mask_at, score_at, PARTIAL, meta)
-        weights, alpha, state = softmax(s, state, unit)
+        release_tile(k_ring, step)
+        weights, alpha, state = process_scores(products, tile, rows, state, block, params, formulas, PARTIAL, meta)
         output = rescale(output, alpha)
         p = to_dot_operand(weights, q, output)
         step += 1
         for range_index in range(first_range, last_range):
-            first, last = range_tiles(block_info, range_index, PARTIAL, meta)
+            first, last = range_tiles(block, range_index, PARTIAL, meta)
             for tile in range(first + gl.where(range_index == first_range, 1, 0), last):
-                products = start_qk(q, k_ring, turn, step, WARPGROUP, meta, STAGES)
-                v = wait_tile(v_ring, step - 1, meta.padded_d_v, meta, STAGES)
-                output = warpgroup_mma(p, v, output, is_async=True)  # of the tile before, beside this one's softmax
+                products = start_qk(q, k_ring, turn, step, WARPGROUP, meta)
+                v = wait_tile(v_ring, step - 1, meta.padded_d_v, meta)
+                output = warpgroup_mma(p, v, output, is_async=True)  # of the previous tile, overlaps this softmax
                 pass_turn(turn, WARPGROUP)
                 products = warpgroup_mma_wait(1, deps=[products])
-                release_tile(k_ring, step, STAGES)
-                s = compute_scores(products, tile, rows, block_info, formulas, mask_at, score_at, PARTIAL, meta)
-                weights, alpha, state = softmax(s, state, unit)
-                output, p = warpgroup_mma_wait(0, deps=[output, p])  # the product reads p out of its registers
-                release_tile(v_ring, step - 1, STAGES)
+                release_tile(k_ring, step)
+                weights, alpha, state = process_scores(
+                    products, tile, rows, state, block, params, formulas, PARTIAL, meta
+                )
+                output, p = warpgroup_mma_wait(0, deps=[output, p])  # the product reads p from its registers
+                release_tile(v_ring, step - 1)
                 output = rescale(output, alpha)
                 p = to_dot_operand(weights, q, output)
                 step += 1
-        v = wait_tile(v_ring, step - 1, meta.padded_d_v, meta, STAGES)
+        v = wait_tile(v_ring, step - 1, meta.padded_d_v, meta)
         output = warpgroup_mma(p, v, output, is_async=True)
         output, p = warpgroup_mma_wait(0, deps=[output, p])
-        release_tile(v_ring, step - 1, STAGES)
+        release_tile(v_ring, step - 1)
     return output, state, step
 
 
 @gluon.jit
-def compute_worker(
-    results,
-    queries,
-    k_ring,
-    v_ring,
-    turn,
-    block_info,
-    formulas,
-    mask_at: gl.constexpr,
-    score_at: gl.constexpr,
-    WARPGROUP: gl.constexpr,
-    meta: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """The rows of one group: O / l copied out of the memory its queries lay in, lse beside."""
+def compute_worker(results, queries, k_ring, v_ring, turn, block, params, formulas, WARPGROUP: gl.constexpr, meta):
+    """Compute the queries of one warpgroup: O / l, copied out through the memory of its queries, and lse."""
     output, lse, nonfinite_flags, sinks, H, unit = results
-    b, h, block, n = block_info[0], block_info[1], block_info[2], block_info[3]
-    ROWS: gl.constexpr = meta.rows // GROUPS
+    ROWS: gl.constexpr = meta.rows // WARPGROUPS
     by_products: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, meta.keys, 16]))
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, meta.padded_d_v, 16])
-    first = block * meta.rows + WARPGROUP * ROWS
+    first = block.block * meta.rows + WARPGROUP * ROWS
     rows = first + gl.arange(0, ROWS, by_products)
     compensation = gl.zeros([ROWS], gl.float32, by_products)
-    total, largest = compensation, gl.full([ROWS], float("-inf"), gl.float32, by_products)
+    total, maximum = compensation, gl.full([ROWS], float("-inf"), gl.float32, by_products)
     if sinks is not None:
-        logit = gl.load(sinks + h) * LOG2_E / unit
+        logit = gl.load(sinks + block.h) * LOG2_E / unit
         logit = gl.where(logit < float("inf"), gl.minimum(logit, FLOAT32_MAX), logit)
-        total, largest = compensation + 1.0, compensation + logit.to(gl.float32)
-    state = (largest, total, compensation)
+        total, maximum = compensation + 1.0, compensation + logit.to(gl.float32)
+    state = (maximum, total, compensation)
     acc = gl.zeros([ROWS, meta.padded_d_v], gl.float32, mma)
     mbarrier.wait(queries[1].index(WARPGROUP), 0)
     q = queries[0].index(WARPGROUP).reshape([ROWS, meta.padded_d_k])
     step = 0
     for PARTIAL in gl.static_range(2):
         acc, state, step = process_ranges(
-            acc,
-            state,
-            step,
-            q,
-            k_ring,
-            v_ring,
-            turn,
-            rows,
-            block_info,
-            formulas,
-            mask_at,
-            score_at,
-            PARTIAL,
-            WARPGROUP,
-            meta,
-            STAGES,
+            *(acc, state, step, q, k_ring, v_ring, turn, rows, block, params, formulas, PARTIAL, WARPGROUP, meta)
         )
-    largest, total, compensation = state
-    nothing = total == 0
-    safe = gl.where(nothing, 1.0, total)
-    acc = rescale(acc, 1 / safe)
+    maximum, total, compensation = state
+    acc = rescale(acc, 1 / gl.where(total == 0, 1.0, total))
     stored = queries[0].index(WARPGROUP).reshape(output.block_shape)
     q.store(acc.to(q.dtype))
     fence_async_shared()
-    tma.async_store(output, tile_offset(output, b, h, first), stored)
-    base = gl.where(nothing, float("-inf"), largest).to(gl.float64) * unit
-    at = (b * H + h).to(gl.int64) * n + rows
-    normaliser = base * LN_2 + gl.log(safe.to(gl.float64) + compensation.to(gl.float64))
-    if sinks is not None:  # one beyond the largest score was taken for the largest
-        sink = gl.load(sinks + h)
-        normaliser = gl.where(normaliser < sink, sink, normaliser)
-    gl.store(lse + at, normaliser, mask=rows < n)
-    has_nan = gl.max(gl.max(gl.where(acc == acc, 0, 1), 1), 0)
-    gl.store(nonfinite_flags + gl.program_id(0), 1, mask=has_nan != 0)
+    tma.async_store(output, tile_offset(output, block.b, block.h, first), stored)
+    at = (block.b * H + block.h).to(gl.int64) * block.n + rows
+    found = compute_lse(maximum, total, compensation, sinks, block.h, unit)
+    gl.store(lse + at, found, mask=rows < block.n)
+    gl.store(nonfinite_flags + gl.program_id(0), 1, mask=has_nan(acc) != 0)
     tma.store_wait(0)
 
 
@@ -286,50 +206,44 @@ def forward(
     schedule,
     sinks,
     tables,
-    mask_at: gl.constexpr,
-    score_at: gl.constexpr,
+    formulas,
     meta: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One block of queries of a head.
+    """Attention of one block of queries of a head.
 
     Parameters
     ----------
-    query, key, value, output : descriptors of (B, heads, rows, width), in tiles of a group's queries and of the keys
+    query, key, value, output : descriptors of four axes; a tile has the queries of one warpgroup, or `meta.keys` keys
     lse : float64 (B, H, n), contiguous
-    tainted : int32 zeros, one for each program: 1 where its output has NaN
-    blocks : of queries in a head; later ones first, since a causal mask makes those the longest
-    scale, unit : s = Q Kᵀ · scale, and scores come to base 2 by · unit
-    schedule, sinks : as `forward.forward` has them
+    nonfinite_flags : int32 zeros, one per program: set to 1 if the output of the program has NaN
+    blocks : number of blocks of queries in a head; later blocks run first, since a causal mask makes them the longest
+    scale, unit : s = Q Kᵀ · scale, and s · unit is the score in base 2
+    schedule, sinks : as in `kernels.forward.forward`
+    STAGES : tiles in each ring
     """
     item = gl.program_id(0)
     position, block = item // blocks, blocks - 1 - item % blocks
     b, h = position // H, position % H
     row = 0
     if schedule is not None:
-        row = b * schedule[2] + h * schedule[3] + block
-    q_memory = allocate_tiles(query, GROUPS)
-    q_ready, turn = mbarrier.allocate_mbarrier(batch=GROUPS), mbarrier.allocate_mbarrier(batch=GROUPS)
-    for warpgroup in gl.static_range(GROUPS):
+        row = b * schedule.batch_stride + h * schedule.head_stride + block
+    q_memory = allocate_tiles(query, WARPGROUPS)
+    q_ready, turn = mbarrier.allocate_mbarrier(batch=WARPGROUPS), mbarrier.allocate_mbarrier(batch=WARPGROUPS)
+    for warpgroup in gl.static_range(WARPGROUPS):
         mbarrier.init(q_ready.index(warpgroup), count=1)
         mbarrier.init(turn.index(warpgroup), count=1)
     k_ring, v_ring = make_ring(key, STAGES), make_ring(value, STAGES)
-    fence_async_shared()  # copies find the barriers made
+    fence_async_shared()  # copies see the initialised barriers
     queries = (q_memory, q_ready)
-    block_info = (b, h, block, n, m, row, schedule, group)
-    formulas = (scale, unit.to(gl.float32), tables)
+    block_info = Block(b, h, block, n, m, row, schedule, group)
+    params = (scale, unit.to(gl.float32), tables)
     results = (output, lse, nonfinite_flags, sinks, H, unit)
     gl.warp_specialize(
         [
-            (
-                compute_worker,
-                (results, queries, k_ring, v_ring, turn, block_info, formulas, mask_at, score_at, 0, meta, STAGES),
-            ),
-            (
-                compute_worker,
-                (results, queries, k_ring, v_ring, turn, block_info, formulas, mask_at, score_at, 1, meta, STAGES),
-            ),
-            (load_worker, (query, key, value, queries, k_ring, v_ring, block_info, meta, STAGES)),
+            (compute_worker, (results, queries, k_ring, v_ring, turn, block_info, params, formulas, 0, meta)),
+            (compute_worker, (results, queries, k_ring, v_ring, turn, block_info, params, formulas, 1, meta)),
+            (load_worker, (query, key, value, queries, k_ring, v_ring, block_info, meta)),
         ],
         WORKERS,
         REGISTERS,

@@ -1,4 +1,4 @@
-"""The kernel's arguments, out of those of the Triton kernel for the same problem and sizes."""
+"""The launch of the Hopper kernel, made from the launch of the Triton kernel for the same problem and sizes."""
 
 from __future__ import annotations
 
@@ -8,52 +8,50 @@ from typing import Any
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..codegen.formula_functions import compile_function
+from ..codegen.formula_functions import FormulaFunctions, compile_function
 from ..launch.arguments import to_operand
 from ..launch.launcher import KernelLaunch
 from . import TMA_ALIGNMENT
 from .kernel import forward
-from .rings import GROUPS
+from .rings import WARPGROUPS
 
 __all__ = ["specialise"]
 
 SHARED_ARGUMENTS = ("lse", "n", "m", "H", "group", "blocks", "schedule", "sinks", "tables", "scale", "unit", "meta")
+GLUON_LANGUAGE = "sightline.gpu.codegen.gluon_language"
 
 
 def specialise(call: KernelLaunch) -> KernelLaunch:
-    """The call of this kernel for one of `forward.forward`, whose answer is the same."""
+    """Return the launch of this kernel that gives the same results as a launch of `kernels.forward.forward`."""
     original, meta = call.arguments, call.arguments["meta"]
-    rows = meta.rows // GROUPS.value
-    matrices = {
+    rows = meta.rows // WARPGROUPS.value
+    arguments = {name: original[name] for name in SHARED_ARGUMENTS} | {
         "query": _make_descriptor(original["query"], rows, meta.padded_d_k),
         "key": _make_descriptor(original["key"], meta.keys, meta.padded_d_k),
         "value": _make_descriptor(original["value"], meta.keys, meta.padded_d_v),
         "output": _make_descriptor(to_operand(original["output"]), rows, meta.padded_d_v),
+        "formulas": FormulaFunctions(
+            **{name: compile_function(source, name, GLUON_LANGUAGE) for name, source in call.sources.items()}
+        ),
+        "nonfinite_flags": original["nonfinite_flags"].zero_(),
+        "STAGES": call.configuration.stages,
     }
-    formula_functions = {
-        name: compile_function(call.sources[name], name, "sightline.gpu.codegen.gluon_language")
-        if name in call.sources
-        else None
-        for name in ("mask_at", "score_at")
-    }
-    more = {"nonfinite_flags": original["nonfinite_flags"].zero_(), "STAGES": call.configuration.stages}
-    arguments = {name: original[name] for name in SHARED_ARGUMENTS} | matrices | formula_functions | more
     return replace(call, kernel=forward, arguments=arguments)
 
 
 def _make_descriptor(array: tuple[Any, ...], rows: int, padded_width: int) -> TensorDescriptor:
-    """An array (*lead, heads, rows, width) as one of four axes, copied in tiles of rows × lanes.
+    """Return the descriptor of an array (*batch, heads, rows, width), copied in tiles of rows × padded_width.
 
-    Axes stand in the order of their steps, as the driver's manual has them: rows before heads where they lie so. Nobody
-    takes the step of an axis of one; it is what it would be if the axis lay outside those after it.
+    The descriptor has four axes in the order of their strides, as the CUDA driver's manual requires: rows before heads
+    if the stride of rows is larger. The stride of an axis of length 1, which is not used, is that of a contiguous axis.
     """
     tensor, lengths, strides, *inner = array
     heads, count, width = tensor.shape[-3:]
     aligned = TMA_ALIGNMENT // tensor.element_size()
-    step = inner[1] if count > 1 else -(-width // aligned) * aligned
-    across = inner[0] if heads > 1 else step * count
-    middle, block = [(heads, across), (count, step)], [1, 1, rows, padded_width]
-    if step > across:
+    row_stride = inner[1] if count > 1 else -(-width // aligned) * aligned
+    head_stride = inner[0] if heads > 1 else row_stride * count
+    middle, block = [(heads, head_stride), (count, row_stride)], [1, 1, rows, padded_width]
+    if row_stride > head_stride:
         middle, block = middle[::-1], [1, rows, 1, padded_width]
     outer = (lengths[0], strides[0]) if lengths else (1, middle[0][0] * middle[0][1])
     shape, steps = zip(outer, *middle, (width, 1), strict=True)

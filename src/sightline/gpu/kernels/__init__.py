@@ -1,1 +1,1 @@
-"""The kernels, written in Triton."""
+"""Triton kernels and their device functions."""

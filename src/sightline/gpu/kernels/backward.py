@@ -1,17 +1,18 @@
-"""The backward kernels: the weights again from the saved normaliser, tile by tile.
+"""The backward kernels: they recompute the weights of each tile from the saved lse.
 
     S  = Q Kᵀ, score, mask       P  = e^(S − lse)        dP = dO Vᵀ        δ = rowsum(dO ∘ O) − dlse
     dS = P ∘ (dP − δ) ∘ d score / d s        dQ = dS K · scale        dK = dSᵀ Q · scale        dV = Pᵀ dO
 
-(Dao, "FlashAttention-2", 2023, algorithm 2, in two passes, so that no two programs add to one number.) `backward_preprocess` makes
-δ, and lse in the unit of the scores. A program of `backward_queries` is a block of queries and adds up dQ over its runs
-of keys; one of `backward_keys` is a block of keys, and adds up dK and dV over its runs of queries, for the heads of its
-group in turn. Tiles of the second are transposed: S there is (keys, rows), so that Pᵀ and dSᵀ are factors as they come.
+(Dao, "FlashAttention-2", 2023, algorithm 2, in two passes, so that one program alone sums each entry.)
+`backward_preprocess` computes δ, and lse in the unit of the scores. A program of `backward_queries` sums dQ of a block
+of queries over the tiles of keys. A program of `backward_keys` sums dK and dV of a block of keys over the tiles of
+queries, for the query heads of its group one after another. Its tiles are transposed: S has the shape (keys, rows), so
+that Pᵀ and dSᵀ need no transposition.
 
-What a weight of 0 meets reaches nothing, NaN and ∞ included: dS is 0 where P is, and programs whose sums are not finite
-mark their block. Launched again, as `careful_queries` and `careful_keys`, they compute those once more: K and Q made
-finite, since dS shows where they are visible, and beside dV which NaN and ∞ of dO meet weights other than 0. The host
-waits for nothing; whole inputs pay one look at their sums, and a launch that finds no mark.
+NaN and ∞ at a weight of 0 reach no gradient: dS is 0 where P is 0. A program flags its block if a sum is not finite.
+The NaN-safe variants, launched next, recompute the flagged blocks. They replace NaN and ∞ in K and Q by 0, since dS is
+NaN already wherever such an entry is visible, and record which NaN and ∞ of dO meet a weight other than 0. The host
+waits for no kernel. Finite inputs cost one check of the sums, and one kernel launch that finds no flag.
 """
 
 from __future__ import annotations
@@ -25,19 +26,13 @@ from . import table_gradient, tile_ops
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 __all__ = [
-    "KernelArguments",
-    "Pairs",
-    "ScoreParameters",
-    "backward_preprocess",
-    "compute_d_scores",
-    "compute_weights",
-    "has_nonfinite",
-    "store_rows",
+    *("KernelArguments", "Pairs", "ScoreParams", "backward_preprocess", "compute_d_scores", "compute_weights"),
+    *("has_nonfinite", "store_rows"),
 ]
 
 
 class KernelArguments(NamedTuple):
-    """The arguments of `backward_queries` and `backward_keys` that both have."""
+    """The arguments that `backward_queries` and `backward_keys` share."""
 
     query: Any
     key: Any
@@ -58,8 +53,8 @@ class KernelArguments(NamedTuple):
     sums: Any
 
 
-class ScoreParameters(NamedTuple):
-    """What scores are computed with beside their products."""
+class ScoreParams(NamedTuple):
+    """The arguments of scores other than Q · K."""
 
     scale: Any
     unit: Any
@@ -67,7 +62,7 @@ class ScoreParameters(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """The pairs of a tile: i and j are a column and a row, or a row and a column where tiles are transposed."""
+    """The pairs of a tile. i is a column and j a row; in a transposed tile i is a row and j a column."""
 
     b: Any
     h: Any
@@ -79,115 +74,93 @@ class Pairs(NamedTuple):
 
 # -- a tile ------------------------------------------------------------------------------------------------------------
 @triton.jit
-def compute_weights(
-    products, pairs, inside, lse, score_parameters, formulas, PARTIAL: tl.constexpr, NAN_SAFE: tl.constexpr
-):
-    """(P, final scores) of a tile from its Q · K; P is 0 and the score −∞ where the pair is hidden or not `inside`.
+def compute_weights(products, pairs, inside, lse, params, formulas, PARTIAL: tl.constexpr, NAN_SAFE: tl.constexpr):
+    """Return (P, final scores) of a tile from its Q · K; 0 and −∞ where the pair is hidden or not `inside`.
 
-    Full tiles have none outside but queries past the last, whose P is 0 by their lse: there only tables' gains need
-    to be told. Scores are in nats where a formula makes them, else not yet scaled. `lse` is (high, low) in the scores'
-    unit.
+    With a score formula, scores are in nats, else not yet scaled. `lse` is (high, low) in the unit of the scores. In a
+    full tile only the queries past the last are not `inside`. Their lse makes P 0, so the scores are set to −∞ only if
+    a table has a gradient.
     """
-    b, h, i, j, n, m = pairs
     s = products
     if formulas.score_at is not None:
-        s = tl.broadcast_to(
-            formulas.score_at(s * score_parameters.scale, b, h, i, j, n, m, score_parameters.tables), s.shape
-        )
+        s = tl.broadcast_to(formulas.score_at(s * params.scale, *pairs, params.tables), s.shape)
     if PARTIAL and formulas.mask_at is not None:
-        inside = inside & formulas.mask_at(b, h, i, j, n, m, score_parameters.tables)
+        inside = inside & formulas.mask_at(*pairs, params.tables)
     if PARTIAL or formulas.table_gradients_at is not None:
         s = tl.where(inside, s, float("-inf"))
-    p = tile_ops.weight(s, score_parameters.unit, lse)
-    if NAN_SAFE:  # an lse of NaN
+    p = tile_ops.weight(s, params.unit, lse)
+    if NAN_SAFE:  # lse may be NaN
         p = tl.where(s == float("-inf"), 0.0, p)
     return p, s
 
 
 @triton.jit
-def evaluate_on_scores(formula, s, pairs, score_parameters, formulas):
-    """A formula of the final scores over a tile, 0 where the pair is hidden."""
-    b, h, i, j, n, m = pairs
+def evaluate_on_scores(formula, s, pairs, params, formulas):
+    """Return a formula of the final scores over a tile, 0 where the pair is hidden."""
     final = s
     if formulas.score_at is None:
-        final = s * score_parameters.scale
-    return tl.where(s == float("-inf"), 0.0, formula(final, b, h, i, j, n, m, score_parameters.tables))
+        final = s * params.scale
+    return tl.where(s == float("-inf"), 0.0, formula(final, *pairs, params.tables))
 
 
 @triton.jit
-def compute_d_scores(
-    p, dp, s, products, pairs, delta, score_parameters, sums, formulas, KINDS: tl.constexpr, CHECKED: tl.constexpr
-):
-    """dS of a tile, the scale not in it, from P and dP; tables gain their shares."""
-    b, h, i, j, n, m = pairs
+def compute_d_scores(p, dp, s, products, pairs, delta, params, sums, formulas, KINDS: tl.constexpr, CHECKED):
+    """Return dS of a tile from P and dP, without the factor `scale`, and add to the gradients of the tables.
+
+    CHECKED: dS is set to 0 where P is 0, since dP may be NaN or ∞ there.
+    """
     if formulas.d_weights_at is not None:
-        dp += evaluate_on_scores(formulas.d_weights_at, s, pairs, score_parameters, formulas)
+        dp += evaluate_on_scores(formulas.d_weights_at, s, pairs, params, formulas)
     ds = p * (dp - delta)
     if CHECKED or formulas.score_at is not None:
         ds = tl.where(p == 0, 0.0, ds)
     if formulas.d_scores_at is not None:
-        ds += evaluate_on_scores(formulas.d_scores_at, s, pairs, score_parameters, formulas)
+        ds += evaluate_on_scores(formulas.d_scores_at, s, pairs, params, formulas)
+    raw = products * params.scale
     if formulas.table_gradients_at is not None:
-        table_gradient.add(
-            ds,
-            products * score_parameters.scale,
-            pairs,
-            score_parameters.tables,
-            sums,
-            formulas.table_gradients_at,
-            KINDS,
-        )
+        table_gradient.add(ds, raw, pairs, params.tables, sums, formulas.table_gradients_at, KINDS)
     if formulas.score_derivative_at is not None:
-        ds = tl.where(
-            ds == 0,
-            0.0,
-            ds
-            * formulas.score_derivative_at(
-                products * score_parameters.scale, b, h, i, j, n, m, score_parameters.tables
-            ),
-        )
+        ds = tl.where(ds == 0, 0.0, ds * formulas.score_derivative_at(raw, *pairs, params.tables))
     return ds
 
 
 @triton.jit
 def has_nonfinite(x):
-    """1 where a block has NaN or ∞, else 0."""
+    """Return 1 if a block has NaN or ∞, else 0."""
     return tl.max(tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), 1), 0)
 
 
 @triton.jit
-def store_rows(
-    block, target, position, first, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED_WIDTH: tl.constexpr
-):
-    """A block of rows from `first` on to a contiguous (heads, count, WIDTH)."""
-    rows, column = first + tl.arange(0, ROWS), tl.arange(0, PADDED_WIDTH)[None, :]
+def store_rows(block, target, position, first, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
+    """Write a block of rows from `first` on to the head `position` of a contiguous (heads, count, WIDTH)."""
+    rows, column = first + tl.arange(0, ROWS), tl.arange(0, PADDED)[None, :]
     location = target + (tl.cast(position, tl.int64) * count + rows)[:, None] * WIDTH + column
     tl.store(location, block.to(target.dtype.element_ty), mask=(rows < count)[:, None] & (column < WIDTH))
 
 
-# -- what rows need ----------------------------------------------------------------------------------------------------
+# -- per query ---------------------------------------------------------------------------------------------------------
 class WeightedBlock(NamedTuple):
-    """A block of queries and the keys it looks at."""
+    """A block of queries, and the head of keys that they attend to."""
 
     query: Any
     key: Any
     lse: Any
     location: Any
-    score_parameters: Any
+    params: Any
 
 
 @triton.jit
 def sum_d_weights_range(state, first, last, block, formulas, OPTIONS: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """Σⱼ P ∘ what statistics add to dP."""
+    """Add Σⱼ P ∘ d_weights_at over the tiles `first` to before `last`: the part of δ that statistics add."""
     b, h, i, n, m = block.location
     for tile in range(first, last):
         j0 = tile * meta.keys
-        k = tile_ops.load_rows_transposed(block.key, j0, meta.keys, m, meta.d_k, meta.padded_d_k, PARTIAL, meta)
+        k = tile_ops.load_transposed(block.key, j0, meta.keys, m, meta.d_k, meta.padded_d_k, PARTIAL, meta)
         j = j0 + tl.arange(0, meta.keys)[None, :]
         products = tl.dot(block.query, k, input_precision=meta.precision)
         pairs = Pairs(b, h, i, tl.minimum(j, m - 1), n, m)
-        p, s = compute_weights(products, pairs, j < m, block.lse, block.score_parameters, formulas, PARTIAL, True)
-        state += tl.sum(p * evaluate_on_scores(formulas.d_weights_at, s, pairs, block.score_parameters, formulas), 1)
+        p, s = compute_weights(products, pairs, j < m, block.lse, block.params, formulas, PARTIAL, True)
+        state += tl.sum(p * evaluate_on_scores(formulas.d_weights_at, s, pairs, block.params, formulas), 1)
     return state
 
 
@@ -214,36 +187,34 @@ def backward_preprocess(
     formulas,
     meta: tl.constexpr,
 ):
-    """Of a block of queries of a head: lse in the unit of its scores, as a sum of two numbers, and δ.
+    """Compute δ, and lse in the unit of the scores as a sum of two numbers, for a block of queries of a head.
 
     Parameters
     ----------
-    output, d_output : arrays, see `tiles`
-    d_lse, lse : float64 (B, H, n), contiguous; d_lse None for 0
-    rows : (high, low, δ), each (B, H, n), contiguous; a row that sees nothing has 0 for its lse
+    output, d_output : `tile_ops.Array`
+    d_lse, lse : float64 (B, H, n), contiguous; d_lse may be None, which means 0
+    rows : (high, low, δ), each (B, H, n), contiguous: high + low is lse, and 0 for a query without a visible key
     """
     item = tl.program_id(0)
     position, first = item // blocks, item % blocks * meta.rows
     b, h = position // H, position % H
     i = first + tl.arange(0, meta.rows)
     inside, at = i < n, tl.cast(position, tl.int64) * n + i
-    o = tile_ops.load_rows(
-        tile_ops.locate_head(output, b, h), first, meta.rows, n, meta.d_v, meta.padded_d_v, True, meta
-    )
-    do = tile_ops.load_rows(
-        tile_ops.locate_head(d_output, b, h), first, meta.rows, n, meta.d_v, meta.padded_d_v, True, meta
-    )
+    output = tile_ops.locate_head(output, b, h)
+    o = tile_ops.load_rows(output, first, meta.rows, n, meta.d_v, meta.padded_d_v, True, meta)
+    d_output = tile_ops.locate_head(d_output, b, h)
+    do = tile_ops.load_rows(d_output, first, meta.rows, n, meta.d_v, meta.padded_d_v, True, meta)
     delta = tl.sum(o.to(meta.accumulator) * do.to(meta.accumulator), 1)
     if d_lse is not None:
         delta -= tl.load(d_lse + at, mask=inside, other=0.0).to(meta.accumulator)
-    high, low = tile_ops.normaliser(lse, position, first, n, unit, meta)
+    high, low = tile_ops.load_lse(lse, position, first, n, unit, meta)
     if formulas.d_weights_at is not None:
         block = WeightedBlock(
             tile_ops.load_queries(query, b, h, first, n, sign, meta),
             tile_ops.locate_head(key, b, h // group),
             (high[:, None], low[:, None]),
             tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m),
-            ScoreParameters(tile_ops.scalar(scale, meta.accumulator), tile_ops.scalar(unit, meta.accumulator), tables),
+            ScoreParams(tile_ops.scalar(scale, meta.accumulator), tile_ops.scalar(unit, meta.accumulator), tables),
         )
         row = ScheduleRow(schedule, b, h, item % blocks, m, None, False)
         none = tl.zeros((meta.rows,), meta.accumulator)

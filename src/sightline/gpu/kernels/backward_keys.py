@@ -1,4 +1,4 @@
-"""dK and dV: a program is a block of keys; see `backward`."""
+"""dK and dV: one program per block of keys; see `backward`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..launch.launcher import name_variants
 from . import tile_ops
-from .backward import (
-    KernelArguments,
-    Pairs,
-    ScoreParameters,
-    compute_d_scores,
-    compute_weights,
-    has_nonfinite,
-    store_rows,
-)
+from .backward import KernelArguments, Pairs, ScoreParams, compute_d_scores, compute_weights, has_nonfinite, store_rows
 from .forward import classify_nonfinite, decode_nonfinite
+from .meta_parameters import name_variants
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 __all__ = ["backward_keys"]
 
 
 class Block(NamedTuple):
-    """A block of keys and values, from `first` on, and a head of queries that looks at them."""
+    """A block of keys and values from `first` on, and a head of queries that attend to them."""
 
     key: Any
     value: Any
@@ -34,30 +26,26 @@ class Block(NamedTuple):
     h: Any
     query: Any
     d_output: Any
-    score_parameters: Any
+    params: Any
     dropout_scale: Any
-    arguments: Any
+    args: Any
 
 
 @triton.jit
 def process_query_range(state, first, last, block, formulas, NAN_SAFE: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """(dK, the scale not in it, dV, marks) after the tiles of queries `first` to before `last` of a head."""
-    dk, dv, nonfinite_marks = state
-    b, h, j0, score_parameters = block.b, block.h, block.first, block.score_parameters
-    n, m, rows, dropout_state = (
-        block.arguments.n,
-        block.arguments.m,
-        block.arguments.rows,
-        block.arguments.dropout_state,
-    )
+    """Add to (dK without the factor `scale`, dV, nonfinite bits) over the tiles of queries `first` to before `last`."""
+    dk, dv, nonfinite = state
+    b, h, j0, params = block.b, block.h, block.first, block.params
+    n, m, rows, dropout_state = block.args.n, block.args.m, block.args.rows, block.args.dropout_state
+    CHECKED: tl.constexpr = PARTIAL or NAN_SAFE
     row = tl.arange(0, meta.rows)
     j = (j0 + tl.arange(0, meta.keys))[:, None]
     for tile in range(first, last):
         i0 = tile * meta.rows
         i = i0 + row
-        q = tile_ops.load_rows_transposed(block.query, i0, meta.rows, n, meta.d_k, meta.padded_d_k, PARTIAL, meta)
+        q = tile_ops.load_transposed(block.query, i0, meta.rows, n, meta.d_k, meta.padded_d_k, PARTIAL, meta)
         do = tile_ops.load_rows(block.d_output, i0, meta.rows, n, meta.d_v, meta.padded_d_v, PARTIAL, meta)
-        at = (tl.cast(b, tl.int64) * block.arguments.H + h) * n + i
+        at = (tl.cast(b, tl.int64) * block.args.H + h) * n + i
         if PARTIAL:
             high = tl.load(rows[0] + at, mask=i < n, other=0.0)
             low = tl.load(rows[1] + at, mask=i < n, other=0.0)
@@ -67,62 +55,50 @@ def process_query_range(state, first, last, block, formulas, NAN_SAFE: tl.conste
         pairs = Pairs(b, h, tl.minimum(i, n - 1)[None, :], tl.minimum(j, m - 1), n, m)
         lse = (high[None, :], low[None, :])
         products = tl.dot(block.key, q, input_precision=meta.precision)
-        p, s = compute_weights(
-            products, pairs, (j < m) & (i < n)[None, :], lse, score_parameters, formulas, PARTIAL, NAN_SAFE
-        )
+        inside = (j < m) & (i < n)[None, :]
+        p, s = compute_weights(products, pairs, inside, lse, params, formulas, PARTIAL, NAN_SAFE)
         dp = tl.dot(block.value, tl.trans(do), input_precision=meta.precision)
         dropped = p
         if dropout_state is not None:
-            keep = tl.trans(
-                tile_ops.dropout_mask(
-                    dropout_state, tile_ops.BlockLocation(b, h, i[:, None], n, m), j0, meta.rows, meta.keys
-                )
-            )
+            location = tile_ops.BlockLocation(b, h, i[:, None], n, m)
+            keep = tl.trans(tile_ops.dropout_mask(dropout_state, location, j0, meta.rows, meta.keys))
             dropped, dp = tl.where(keep, p, 0.0), tl.where(keep, dp * block.dropout_scale, 0.0)
         if NAN_SAFE:
-            nonfinite_marks = classify_nonfinite(dropped, do, nonfinite_marks, meta)
+            nonfinite = classify_nonfinite(dropped, do, nonfinite, meta)
             do, q = tile_ops.zero_nonfinite(do), tile_ops.zero_nonfinite(q)
         dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=meta.precision)
-        ds = compute_d_scores(
-            *(p, dp, s, products, pairs, delta[None, :], score_parameters, None, formulas, (), PARTIAL or NAN_SAFE)
-        )
+        ds = compute_d_scores(p, dp, s, products, pairs, delta[None, :], params, None, formulas, (), CHECKED)
         dk = tl.dot(ds.to(q.dtype), tl.trans(q), dk, input_precision=meta.precision)
-    return dk, dv, nonfinite_marks
+    return dk, dv, nonfinite
 
 
 @triton.jit
-def compute_block(arguments, b, g, first, row, formulas, NAN_SAFE: tl.constexpr, meta):
-    """(dK, dV) of a key head's keys from `first` on, over the query heads of its group in order."""
-    n, m = arguments.n, arguments.m
-    k = tile_ops.load_rows(
-        tile_ops.locate_head(arguments.key, b, g), first, meta.keys, m, meta.d_k, meta.padded_d_k, True, meta
-    )
-    k = tile_ops.apply_sign(k, arguments.sign, meta)
-    v = tile_ops.load_rows(
-        tile_ops.locate_head(arguments.value, b, g), first, meta.keys, m, meta.d_v, meta.padded_d_v, True, meta
-    )
-    scale, dropout_scale = (
-        tile_ops.scalar(arguments.scale, meta.accumulator),
-        tile_ops.scalar(arguments.dropout_scale, meta.accumulator),
-    )
-    score_parameters = ScoreParameters(scale, tile_ops.scalar(arguments.unit, meta.accumulator), arguments.tables)
+def compute_block(args, b, g, first, row, formulas, NAN_SAFE: tl.constexpr, meta):
+    """Return (dK, dV) of the keys of a key head from `first` on, summed over the query heads of its group in order."""
+    n, m = args.n, args.m
+    k = tile_ops.locate_head(args.key, b, g)
+    k = tile_ops.load_rows(k, first, meta.keys, m, meta.d_k, meta.padded_d_k, True, meta)
+    k = tile_ops.apply_sign(k, args.sign, meta)
+    v = tile_ops.locate_head(args.value, b, g)
+    v = tile_ops.load_rows(v, first, meta.keys, m, meta.d_v, meta.padded_d_v, True, meta)
+    scale = tile_ops.scalar(args.scale, meta.accumulator)
+    dropout_scale = tile_ops.scalar(args.dropout_scale, meta.accumulator)
+    params = ScoreParams(scale, tile_ops.scalar(args.unit, meta.accumulator), args.tables)
     state = (
         tl.zeros((meta.keys, meta.padded_d_k), meta.accumulator),
         tl.zeros((meta.keys, meta.padded_d_v), meta.accumulator),
         tl.zeros((meta.keys, meta.padded_d_v if NAN_SAFE else 1), tl.int32),
     )
-    for h in range(g * arguments.group, (g + 1) * arguments.group):
-        query, d_output = tile_ops.locate_head(arguments.query, b, h), tile_ops.locate_head(arguments.d_output, b, h)
-        block = Block(k, v, first, b, h, query, d_output, score_parameters, dropout_scale, arguments)
-        schedule_row = ScheduleRow(arguments.schedule, b, h, row, n, None, first + meta.keys > m)
-        state = loop_over_tiles(
-            state, process_query_range, schedule_row, meta.rows, False, block, formulas, NAN_SAFE, meta
-        )
-    dk, dv, nonfinite_marks = state
+    for h in range(g * args.group, (g + 1) * args.group):
+        query, d_output = tile_ops.locate_head(args.query, b, h), tile_ops.locate_head(args.d_output, b, h)
+        block = Block(k, v, first, b, h, query, d_output, params, dropout_scale, args)
+        tiles = ScheduleRow(args.schedule, b, h, row, n, None, first + meta.keys > m)
+        state = loop_over_tiles(state, process_query_range, tiles, meta.rows, False, block, formulas, NAN_SAFE, meta)
+    dk, dv, nonfinite = state
     dv *= dropout_scale
     if NAN_SAFE:
-        dv += decode_nonfinite(nonfinite_marks)
-    return dk * (scale * tile_ops.scalar(arguments.sign, meta.accumulator)), dv
+        dv += decode_nonfinite(nonfinite)
+    return dk * (scale * tile_ops.scalar(args.sign, meta.accumulator)), dv
 
 
 @triton.jit(
@@ -155,38 +131,22 @@ def backward_keys(
     meta: tl.constexpr,
     SUBBLOCKS: tl.constexpr,
 ):
-    """dK and dV of a block of keys of a key head; `schedule` has its runs of blocks of queries, for each query head.
+    """dK and dV of a block of keys of a key head.
 
-    d_key and d_value are (B, G, m, d_k) and (B, G, m, d_v), contiguous; the rest is as in `backward_queries`. Earlier
-    blocks come first, since a causal mask makes those the longest.
+    d_key and d_value are (B, G, m, d_k) and (B, G, m, d_v), contiguous. `schedule` has rows of blocks of keys, one for
+    each query head, and ranges of blocks of queries. The other arguments are those of `backward_queries`. Earlier
+    blocks run first, since a causal mask makes them the longest.
     """
     heads = H // group
-    arguments = KernelArguments(
-        *(
-            query,
-            key,
-            value,
-            d_output,
-            rows,
-            n,
-            m,
-            H,
-            group,
-            sign,
-            scale,
-            unit,
-            schedule,
-            dropout_state,
-            dropout_scale,
-            tables,
-            None,
-        )
+    args = KernelArguments(
+        *(query, key, value, d_output, rows, n, m, H, group, sign, scale, unit),
+        *(schedule, dropout_state, dropout_scale, tables, None),
     )
     if SUBBLOCKS == 0:
         item = tl.program_id(0)
         position, block = item // blocks, item % blocks
-        first = block * meta.keys
-        dk, dv = compute_block(arguments, position // heads, position % heads, first, block, formulas, False, meta)
+        b, g, first = position // heads, position % heads, block * meta.keys
+        dk, dv = compute_block(args, b, g, first, block, formulas, False, meta)
         tl.store(nonfinite_flags + item, has_nonfinite(dk) | has_nonfinite(dv))
         store_rows(dk, d_key, position, first, m, meta.d_k, meta.keys, meta.padded_d_k)
         store_rows(dv, d_value, position, first, m, meta.d_v, meta.keys, meta.padded_d_v)
@@ -194,10 +154,9 @@ def backward_keys(
         for item in range(tl.program_id(0), items, tl.num_programs(0)):
             if tl.load(nonfinite_flags + item) != 0:
                 position, block = item // blocks, item % blocks
+                b, g = position // heads, position % heads
                 for subblock in range(SUBBLOCKS):
                     first = (block * SUBBLOCKS + subblock) * meta.keys
-                    dk, dv = compute_block(
-                        arguments, position // heads, position % heads, first, block, formulas, True, meta
-                    )
+                    dk, dv = compute_block(args, b, g, first, block, formulas, True, meta)
                     store_rows(dk, d_key, position, first, m, meta.d_k, meta.keys, meta.padded_d_k)
                     store_rows(dv, d_value, position, first, m, meta.d_v, meta.keys, meta.padded_d_v)

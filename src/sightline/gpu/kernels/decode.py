@@ -1,7 +1,8 @@
-"""The decoding kernel: few queries against many keys, bound by reading K and V once.
+"""The decoding kernels: few queries against many keys, bound by one read of K and V.
 
-The query heads that share a key head are rows of one block, so that one read of K and V serves them all. Keys are cut
-into parts, a program each; `merge_splits` joins the parts of a query in their own order (Dao et al., "Flash-Decoding", 2023):
+The query heads that share a key head are rows of one block, so that one read of K and V serves all of them. The keys
+are divided into splits, with one program each. `merge_splits` merges the splits of a query in the order of their keys
+(Dao et al., "Flash-Decoding", 2023):
 
     lse = ln Σ_p e^lse_p        O = Σ_p e^(lse_p − lse) O_p
 """
@@ -12,14 +13,12 @@ import triton
 import triton.language as tl
 
 from . import tile_ops
-from .forward import Block, KernelArguments, State, compute_block, has_nan, init, process_range, store
+from .forward import Block, KernelArguments, State, compute_block, init, process_range, store
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 __all__ = ["decode", "merge_splits"]
 
-UNROLL_FACTOR = tl.constexpr(
-    8
-)  # parts that `merge_splits` has on their way at once: one by one it would wait for memory each time
+UNROLL_FACTOR = tl.constexpr(8)  # splits whose loads `merge_splits` overlaps: without, it waits for each load
 
 
 @triton.jit(do_not_specialize=["n", "m", "H", "group", "num_splits", "split_size"])
@@ -44,13 +43,13 @@ def decode(
     formulas,
     meta: tl.constexpr,
 ):
-    """A part of the keys for the queries of a group of heads.
+    """Attention of the queries of a group of heads over one split of the keys.
 
     Parameters
     ----------
-    part_output : (parts, B, H, n, d_v) in the accumulator's type: each part's own softmax times V
-    part_lse : (parts, B, H, n) float64: the log of each part's sum of 2^S, base 2; −∞ where it sees nothing
-    parts, chunk : of the keys, and tiles in a part
+    split_output : (num_splits, B, H, n, d_v) in the accumulator's dtype: the softmax over each split times V
+    split_lse : (num_splits, B, H, n) float64: log2 Σ 2^S over each split, S in base 2; −∞ where no key is visible
+    num_splits, split_size : number of splits, and tiles in a split
     """
     item = tl.program_id(0)
     split, position = item % num_splits, item // num_splits
@@ -62,7 +61,7 @@ def decode(
     rows = tl.minimum(rows, group * n - 1)
     h, i = g * group + rows // n, rows % n
     q = tile_ops.gather_rows(tile_ops.locate_head(query, b, h), i, inside, meta.d_k, meta.padded_d_k, meta)
-    given = Block(
+    block_of_queries = Block(
         tile_ops.apply_sign(q, sign, meta),
         tile_ops.locate_head(key, b, g),
         tile_ops.locate_head(value, b, g),
@@ -73,15 +72,14 @@ def decode(
         tables,
     )
     row = ScheduleRow(schedule, b, 0, 0, m, (split * split_size, (split + 1) * split_size), False)
-    state = loop_over_tiles(
-        init(None, 0, False, meta), process_range, row, meta.keys, meta.even, given, formulas, False, meta
-    )
+    state = init(None, 0, False, meta)
+    state = loop_over_tiles(state, process_range, row, meta.keys, meta.even, block_of_queries, formulas, False, meta)
     nothing = state.total == 0
     safe = tl.where(nothing, 1.0, state.total)
     at = ((tl.cast(split, tl.int64) * tl.num_programs(0) // (num_splits * blocks * G) + b) * H + h) * n + i
     column = tl.arange(0, meta.padded_d_v)[None, :]
     tl.store(split_output + at * meta.d_v + column, state.output / safe[:, None], mask=inside & (column < meta.d_v))
-    base = state.largest.to(tl.float64) * tile_ops.scalar(unit, tl.float64)
+    base = state.maximum.to(tl.float64) * tile_ops.scalar(unit, tl.float64)
     sums = base + tl.log2(safe.to(tl.float64) + state.compensation.to(tl.float64))
     tl.store(split_lse + at, tl.where(nothing, float("-inf"), sums)[:, None], mask=inside)
 
@@ -112,40 +110,36 @@ def merge_splits(
     meta: tl.constexpr,
     nan_safe_meta: tl.constexpr,
 ):
-    """A head's queries joined from their parts; where the output has NaN, attended to carefully.
+    """Merge the splits of the queries of one head. A head whose output has NaN is recomputed by the NaN-safe variant.
 
-    `meta` has as many rows as there are queries, so that much is on its way at once; `nan_safe_meta` those of a product.
+    `meta.rows` is n rounded up to a power of two, so that many loads overlap; `nan_safe_meta` has tiles for products.
     """
     position = tl.program_id(0)
     rows, column = tl.arange(0, meta.rows), tl.arange(0, meta.padded_d_v)[None, :]
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
-    step = tl.cast(tl.num_programs(0), tl.int64) * n  # rows of a part
-    largest = tl.full((meta.rows,), float("-inf"), tl.float64)
+    step = tl.cast(tl.num_programs(0), tl.int64) * n  # rows of a split
+    maximum = tl.full((meta.rows,), float("-inf"), tl.float64)
     if sinks is not None:
-        largest = tl.zeros((meta.rows,), tl.float64) + tl.load(sinks + position % H) * tile_ops.LOG2_E
-    sink = largest
+        maximum = tl.zeros((meta.rows,), tl.float64) + tl.load(sinks + position % H) * tile_ops.LOG2_E
+    sink = maximum
     for split in tl.range(num_splits, loop_unroll_factor=UNROLL_FACTOR):
-        largest = tl.maximum(largest, tl.load(split_lse + split * step + at, mask=inside, other=float("-inf")))
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
+        maximum = tl.maximum(maximum, tl.load(split_lse + split * step + at, mask=inside, other=float("-inf")))
+    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.exp2(sink - shift)
     found = tl.zeros((meta.rows, meta.padded_d_v), meta.accumulator)
     for split in tl.range(num_splits, loop_unroll_factor=UNROLL_FACTOR):
         power = tl.load(split_lse + split * step + at, mask=inside, other=float("-inf"))
-        weight = tl.exp2(
-            (power - shift).to(meta.accumulator)
-        )  # the difference is exact enough; float64's power branches
+        weight = tl.exp2((power - shift).to(meta.accumulator))  # exact enough, and the float64 exp2 has branches
         total += weight.to(tl.float64)
         location = split_output + (split * step + at)[:, None] * meta.d_v + column
         share = tl.load(location, mask=inside[:, None] & (column < meta.d_v), other=0.0)
         found += weight[:, None] * share
     factor = tile_ops.scalar(dropout_scale, meta.accumulator)
-    if has_nan(found) != 0:
-        given = KernelArguments(
-            query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, dropout_state, tables
-        )
-        state = compute_block(given, position, 0, 0, formulas, 0, True, nan_safe_meta)
+    args = KernelArguments(query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, dropout_state, tables)
+    if tile_ops.has_nan(found) != 0:
+        state = compute_block(args, position, 0, 0, formulas, 0, True, nan_safe_meta)
         store(state, output, lse, sinks, position, 0, n, H, unit, factor, nan_safe_meta)
     else:
         high = total.to(meta.accumulator)
-        merged = State(found, high, (total - high.to(tl.float64)).to(meta.accumulator), largest, (), ())
+        merged = State(found, high, (total - high.to(tl.float64)).to(meta.accumulator), maximum, (), ())
         store(merged, output, lse, sinks, position, 0, n, H, 1.0, factor, meta)

@@ -1,12 +1,13 @@
-"""Statistics of each query made beside the forward kernel's running softmax, at the cost of a few instructions a score.
+"""Statistics of each query that the forward kernel computes with its running softmax, a few instructions per score.
 
-With x = s − m the power of a weight p = 2^x that is not yet divided by l, and m moving to m':
+With x = s − m, p = 2^x the weight before its division by l, and m moving to m':
 
-    max_score   the largest s, and the first key that has it
+    max_score   the largest s, and the first key that has this score
     entropy     −Σ P ln P = (ln l · Σp − ln 2 · T) / l,    T = Σ p x,    T' = α (T + (m − m') Σp) + ...
     a sum       Σ P f = M / l,    M = Σ p f,    M' = α M + ...    for a formula f of the pair and its final score
 
-A row whose scores have a NaN has NaN here too, as it has in lse. What is not asked for is None and takes nothing.
+If a score of a query is NaN, so are its statistics, like its lse. Statistics that were not requested are None and
+compile to nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from . import tile_ops
 
 __all__ = ["init", "store", "update"]
 
-MIN_POWER = tl.constexpr(-2048.0)  # powers below it are weights of 0 in every type
+MIN_POWER = tl.constexpr(-2048.0)  # 2 to any smaller power is 0 in every dtype
 
 
 @triton.jit
 def init(SUMS: tl.constexpr, meta):
-    """Nothing seen yet: (largest s, its key, T, Σp, sums), SUMS of the last."""
+    """Return the state before any key: (largest s, its key, T, Σp, SUMS weighted sums)."""
     none = tl.zeros((meta.rows,), meta.accumulator)
     max_score, max_key, power_sum, mass = (), (), (), ()
     if meta.max_score:
@@ -33,38 +34,35 @@ def init(SUMS: tl.constexpr, meta):
         power_sum, mass = none, none
     sums = ()
     for _ in tl.static_range(SUMS):
-        sums = sums + (none,)  # noqa: RUF005  no stars in Triton
+        sums = sums + (none,)  # noqa: RUF005  Triton has no stars in tuples
     return max_score, max_key, power_sum, mass, sums
 
 
 @triton.jit
-def update(fused_state, s, x, p, tile_weight_sum, tile_max_score, alpha, log2_alpha, first, block, formulas, meta):
-    """The riders after a tile of keys from `first` on.
+def update(fused_state, s, x, p, tile_sum, tile_max, alpha, log2_alpha, j, block, formulas, meta):
+    """Return the state after a tile of keys j.
 
     Parameters
     ----------
-    s, x, p : (rows, keys) scores as `tiles.compute_scores` has them, their powers, weights before dropout
-    added, highest : (rows,) Σ p and the largest s of the tile
-    alpha, moved : (rows,) m − m' and 2 to it
+    s, x, p : (rows, keys) the scores of `tile_ops.compute_scores`, the powers x, and the weights p before dropout
+    tile_sum, tile_max : (rows,) Σ p and the largest s of the tile
+    alpha, log2_alpha : (rows,) 2^(m − m') and m − m'
     """
     max_score, max_key, power_sum, mass, sums = fused_state
     b, h, i, n, m = block.location
-    j = first + tl.arange(0, meta.keys)[None, :]
     if meta.max_score:
-        first_nan = tl.min(tl.where(s != s, j, tile_ops.NO_KEY), 1)  # the first NaN, which is above all
-        tile_max = tl.where(first_nan < tile_ops.NO_KEY, float("nan"), tile_max_score)
-        found = tl.where(
-            first_nan < tile_ops.NO_KEY, first_nan, tl.min(tl.where(s < tile_max_score[:, None], tile_ops.NO_KEY, j), 1)
-        )
-        above = (tile_max > max_score) | ((tile_max != tile_max) & (max_score == max_score))
-        ties = (tile_max == max_score) | ((tile_max != tile_max) & (max_score != max_score))
-        replaces = above | (ties & (found < max_key))  # full tiles come before partial ones to their left
-        max_score, max_key = tl.where(replaces, tile_max, max_score), tl.where(replaces, found, max_key)
+        first_nan = tl.min(tl.where(s != s, j, tile_ops.NO_KEY), 1)  # NaN counts as the largest score
+        largest = tl.where(first_nan < tile_ops.NO_KEY, float("nan"), tile_max)
+        first_max = tl.min(tl.where(s < tile_max[:, None], tile_ops.NO_KEY, j), 1)
+        found = tl.where(first_nan < tile_ops.NO_KEY, first_nan, first_max)
+        above = (largest > max_score) | ((largest != largest) & (max_score == max_score))
+        ties = (largest == max_score) | ((largest != largest) & (max_score != max_score))
+        replaces = above | (ties & (found < max_key))  # full tiles precede partial tiles of smaller keys
+        max_score, max_key = tl.where(replaces, largest, max_score), tl.where(replaces, found, max_key)
     if meta.entropy:
-        power_sum = (power_sum + tl.maximum(log2_alpha, MIN_POWER) * mass) * alpha + tl.sum(
-            p * tl.maximum(x, MIN_POWER), 1
-        )
-        mass = mass * alpha + tile_weight_sum
+        power_sum = (power_sum + tl.maximum(log2_alpha, MIN_POWER) * mass) * alpha
+        power_sum += tl.sum(p * tl.maximum(x, MIN_POWER), 1)
+        mass = mass * alpha + tile_sum
     if formulas.summands_at is not None:
         if formulas.score_at is None:
             s = s * block.scale
@@ -78,7 +76,7 @@ def update(fused_state, s, x, p, tile_weight_sum, tile_max_score, alpha, log2_al
 
 @triton.jit
 def weighted_value(p, value):
-    """p · value, which may be a condition; a weight of 0 takes nothing."""
+    """Return p · value, 0 where p is 0; `value` may be a condition."""
     if value.dtype == tl.int1:
         return tl.where(value, p, 0.0)
     return tl.where(p == 0, 0.0, p * value.to(p.dtype))
@@ -86,15 +84,14 @@ def weighted_value(p, value):
 
 @triton.jit
 def store(state, to, position, first, n, scale, formulas, meta):
-    """Write a block's statistics to (largest, where, entropy, sums) of `to`, (B, H, n) each.
+    """Write the statistics of a block to the arrays `to` = (largest score, its key, entropy, sums), (B, H, n) each.
 
-    0 for queries that saw nothing, but −∞ and −1 for their largest score.
+    A query without a visible key has the largest score −∞, the key −1, and 0 for the others.
     """
     max_score, max_key, power_sum, mass, sums = state.fused_state
-    total = state.total
     rows = first + tl.arange(0, meta.rows)
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
-    safe = tl.where(total == 0, 1.0, total)
+    safe = tl.where(state.total == 0, 1.0, state.total)
     if meta.max_score:
         if formulas.score_at is None:
             max_score = max_score * scale

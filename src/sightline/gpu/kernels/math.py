@@ -1,4 +1,4 @@
-"""What formulas call that Triton lacks or has otherwise: whole numbers divided as in Python, roots rounded once."""
+"""Operations of formulas that Triton lacks or defines otherwise: Python's integer division, correctly rounded roots."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["real_quotient", "real_remainder", "square_root", "whole_quotient", "
 
 @triton.jit
 def whole_quotient(x, y):
-    """⌊x / y⌋; 0 where y is 0."""
+    """Return ⌊x / y⌋ of integers; 0 where y is 0."""
     zero = y == 0
     safe = tl.where(zero, 1, y)
-    quotient = x // safe  # towards 0
+    quotient = x // safe  # rounded toward 0
     rest = x - quotient * safe
     wrong = (rest != 0) & ((rest < 0) ^ (safe < 0))
     return tl.where(zero, 0, tl.where(wrong, quotient - 1, quotient))
@@ -21,13 +21,13 @@ def whole_quotient(x, y):
 
 @triton.jit
 def whole_remainder(x, y):
-    """x − y ⌊x / y⌋; 0 where y is 0."""
+    """Return x − y ⌊x / y⌋ of integers; 0 where y is 0."""
     return tl.where(y == 0, 0, x - y * whole_quotient(x, y))
 
 
 @triton.jit
 def real_quotient(x, y):
-    """x / y, rounded once. Float32's own division is off by two units at most, by which 6 / 3 may fall below 2."""
+    """Return x / y, correctly rounded. Triton's float32 division is off by up to 2 ulp: 6 / 3 may be less than 2."""
     quotient = x / y
     if quotient.dtype == tl.float32:
         return tl.div_rn(x, y)
@@ -36,13 +36,13 @@ def real_quotient(x, y):
 
 @triton.jit
 def real_remainder(x, y):
-    """x − ⌊x / y⌋ y."""
+    """Return x − ⌊x / y⌋ y."""
     return x - tl.floor(real_quotient(x, y)) * y
 
 
 @triton.jit
 def square_root(x):
-    """√x, rounded once."""
+    """Return √x, correctly rounded."""
     if x.dtype == tl.float32:
         return tl.sqrt_rn(x)
     return tl.sqrt(x)

@@ -1,41 +1,49 @@
-"""What of a problem's shape is compiled into its kernels. Formulas are beside it; lengths and strides are arguments."""
+"""Compile-time constants of a kernel: sizes of tiles, widths, types. Lengths and strides are run-time arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
 import triton.language as tl
 
-__all__ = ["MetaParameters", "padded_width", "wrap_meta_parameters"]
+__all__ = ["MetaParameters", "name_variants", "padded_width", "wrap_meta_parameters"]
 
 
 def padded_width(width: int) -> int:
-    """The width padded for a matrix product: the next power of two, 16 at least."""
+    """Return the width that a row is padded to for a matrix product: the next power of two, at least 16."""
     return max(16, 1 << max(width - 1, 0).bit_length())
 
 
 @dataclass(frozen=True)
 class MetaParameters:
-    """One structure of a kernel. Read in kernels as `meta.rows`."""
+    """Compile-time constants of one kernel. Kernels read a constant as `meta.rows`."""
 
     rows: int  # queries of a tile, a power of two
-    keys: int  # keys of a tile, likewise, at most 128
+    keys: int  # keys of a tile, a power of two, at most 128
     d_k: int
     d_v: int
-    padded_d_k: int  # d_k and d_v up to the next power of two, 16 at least
+    padded_d_k: int  # `padded_width(d_k)`
     padded_d_v: int
-    even: bool  # whether the keys fill their last tile
-    index_type: Any  # type of offsets within a tile
-    accumulator: Any  # type of scores and sums
-    precision: str  # of products of float32: "ieee" or "tf32"
-    widens_operands: bool  # whether factors are widened first, as Triton's interpreter needs for bfloat16
-    max_score: bool = False  # whether the largest score and its key ride along
-    entropy: bool = False  # whether the entropy does
+    even: bool  # True if the number of keys is a multiple of `keys`
+    index_type: Any  # integer type of the offsets within a tile
+    accumulator: Any  # float type of scores and sums
+    precision: str  # of float32 products: "ieee" or "tf32"
+    widens_operands: (
+        bool  # True if loaded tiles are widened to `accumulator`: Triton's interpreter needs it for bfloat16
+    )
+    max_score: bool = False  # True if the forward kernel also computes the largest score of each query and its key
+    entropy: bool = False  # True if the forward kernel also computes the entropy of each query
 
 
 @lru_cache(1024)
 def wrap_meta_parameters(meta: MetaParameters) -> MetaParameters:
-    """The form with every entry as a constant of the compiler's: before Triton 3.9 it took those of tuples for none."""
+    """Return `meta` with every field as a `tl.constexpr`: before 3.9, Triton takes numbers in tuples for variables."""
     return replace(meta, **{entry.name: tl.constexpr(getattr(meta, entry.name)) for entry in fields(meta)})
+
+
+def name_variants(plain: str, nan_safe: str) -> Callable[[Any], str]:
+    """Return the `repr` of a kernel with two variants. Profilers show `nan_safe` if SUBBLOCKS is set, else `plain`."""
+    return lambda specialization: nan_safe if specialization.constants["SUBBLOCKS"] else plain

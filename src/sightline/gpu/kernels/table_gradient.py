@@ -1,16 +1,17 @@
-"""What tables of the score gain: each entry Σ dS · d score / d entry over the pairs that read it, bit for bit again.
+"""Gradients of the tables that a score reads: Σ dS · d score / d entry over the pairs that read the entry.
 
-The generated `table_gradients_at` gives for every lookup d score / d entry and which entry a pair reads. A lookup has a kind:
+Equal inputs give equal bits. The generated function `table_gradients_at` returns, for every lookup of a table,
+d score / d entry and the index of the entry that a pair reads. A lookup is of one of these kinds:
 
-    "pair"     its entries are a pair's own, as in t[h, i, j]: the program of the pair adds to them where they lie
-    "query", "key", "head"     the entry is the same along a row, a column or a whole tile: summed there first
-    "any"      anything else, as in t[h, i − j]
+    "pair"     each pair reads its own entry, as in t[h, i, j]: the program of the pair adds to the entry directly
+    "query", "key", "head"     all pairs of a row, of a column or of a tile read one entry: they are summed first
+    "any"      any other lookup, as in t[h, i − j]
 
-All but the first may be read by pairs of several programs, whose order nobody knows, so they are added as whole
-numbers, whose sums do not depend on it: an entry has a slot for every 8 of a float32's exponents, and what is added to
-it is the significand, shifted to the slot's unit. Within float32's range nothing is rounded, and 2³¹ additions fit
-(Demmel and Nguyen, "Fast reproducible floating-point summation", 2013, have slots for another end). One slot more
-counts what is not finite; shares of float64 beyond float32's range count as that.
+Except for "pair", several programs may add to an entry, in an unknown order. They add integers, whose sum does not
+depend on the order: an entry has one 64-bit slot for every 8 exponents of float32. A summand adds its significand,
+shifted to the unit of the slot. No summand within the range of float32 is rounded, and a slot has room for 2³¹
+summands (Demmel and Nguyen, "Fast reproducible floating-point summation", 2013, use slots for another purpose). One
+further slot counts the summands that are not finite; float64 summands beyond the range of float32 count as such.
 """
 
 from __future__ import annotations
@@ -20,17 +21,23 @@ import triton.language as tl
 
 __all__ = ["FIRST_SLOT_EXPONENT", "MAX_ADDITIONS", "SLOTS", "SLOT_BITS", "add"]
 
-MAX_ADDITIONS = 2**31  # of one entry that its slots hold
+MAX_ADDITIONS = 2**31  # summands of one entry that its slots have room for
 SLOT_BITS = 8
 SLOTS = tl.constexpr(33)
-FIRST_SLOT_EXPONENT = -150  # of the first slot, a power of 2; the k-th's is 2^(8 k − 150)
+FIRST_SLOT_EXPONENT = -150  # the unit of slot k is 2^(8 k − 150)
 
 
 @triton.jit
 def add(ds, s, pairs, tables, sums, table_gradients_at, KINDS: tl.constexpr):
-    """Add a tile's shares: `ds` is the gradient of the final scores, 0 at hidden pairs, `s` what the score reads."""
-    b, h, i, j, n, m = pairs
-    found = table_gradients_at(s, b, h, i, j, n, m, tables)
+    """Add the contributions of a tile to `sums`.
+
+    Parameters
+    ----------
+    ds : gradient of the final scores, 0 at hidden pairs
+    s : the scores that the score formula reads
+    sums, KINDS : the array and the kind of each lookup
+    """
+    found = table_gradients_at(s, *pairs, tables)
     for k in tl.static_range(len(KINDS)):
         contribution = tl.where(ds == 0, 0.0, ds * found[k][0])
         if KINDS[k] == "pair":
@@ -49,7 +56,7 @@ def add(ds, s, pairs, tables, sums, table_gradients_at, KINDS: tl.constexpr):
 
 @triton.jit
 def add_exactly(slots, location, contribution):
-    """Add shares to the slots of their entries; float64 in three parts, those beyond float32's range as ∞."""
+    """Add numbers to the slots of their entries: a float64 as three float32, as ∞ beyond the range of float32."""
     for _ in tl.static_range(3 if contribution.dtype == tl.float64 else 1):
         part = contribution.to(tl.float32)
         contribution -= part.to(contribution.dtype)
@@ -60,6 +67,6 @@ def add_exactly(slots, location, contribution):
         number = significand << (exponent & 7).to(tl.int64)
         number = tl.where(bits < 0, -number, number)
         slot = exponent >> 3
-        is_nonfinite = exponent == 255  # NaN or ∞
+        is_nonfinite = exponent == 255
         slot_pointer = slots + tl.cast(location, tl.int64) * SLOTS + tl.where(is_nonfinite, SLOTS - 1, slot)
         tl.atomic_add(slot_pointer, tl.where(is_nonfinite, 1, number), mask=part != 0, sem="relaxed")

@@ -1,6 +1,7 @@
-"""Device functions that the kernels share: rows of a matrix, a tile's scores and weights, what dropout keeps.
+"""Device functions that the kernels share: loads of rows, scores, the running softmax, dropout.
 
-`formulas` is a `formulas.FormulaFunctions`, `meta` a `meta.MetaParameters`.
+In every kernel `formulas` is a `codegen.formula_functions.FormulaFunctions`, and `meta` a
+`meta_parameters.MetaParameters`.
 """
 
 from __future__ import annotations
@@ -10,53 +11,28 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = [
-    *(
-        "FLOAT32_MAX",
-        "LN_2",
-        "LOG2_E",
-        "NO_KEY",
-        "Array",
-        "Head",
-        "BlockLocation",
-        "clamp_finite",
-        "query_indices",
-        "shifted_exponents",
-    ),
-    *(
-        "zero_nonfinite",
-        "gather_rows",
-        "locate_head",
-        "dropout_mask",
-        "load_rows_transposed",
-        "normaliser",
-        "scalar",
-        "load_queries",
-        "load_rows",
-        "compute_scores",
-    ),
-    *("apply_sign", "weight"),
-]
-
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
-NO_KEY = tl.constexpr(2147483647)  # above every key
+NO_KEY = tl.constexpr(2147483647)  # larger than every key index
 
 
 class Array(NamedTuple):
-    """(*lead, heads, rows, columns) as a kernel's argument, see `operands.operand`; steps in entries."""
+    """An array (*batch, heads, rows, columns) as an argument of a kernel, see `launch.arguments.to_operand`.
+
+    Strides count entries.
+    """
 
     start: Any
-    lengths: Any  # of the leading axes
-    strides: Any  # of the leading axes
-    head: Any  # steps of the others
+    lengths: Any  # of the batch axes
+    strides: Any  # of the batch axes
+    head: Any  # stride between heads
     row: Any
     column: Any
 
 
 class Head(NamedTuple):
-    """The rows of one head of an array, or of a block of heads, whose `start` is a block of pointers."""
+    """The rows of one head of an array. If `start` is a block of pointers, of a block of heads."""
 
     start: Any
     row: Any
@@ -64,24 +40,24 @@ class Head(NamedTuple):
 
 
 class BlockLocation(NamedTuple):
-    """Where a block of queries is: i a column (rows, 1), none past the last; h may be a column too."""
+    """The location of a block of queries in the problem."""
 
     b: Any
-    h: Any
-    i: Any
+    h: Any  # a number, or a column (rows, 1)
+    i: Any  # (rows, 1), clamped to the last query
     n: Any
     m: Any
 
 
 @triton.jit
 def scalar(x, dtype: tl.constexpr):
-    """A number of the call in that type, without a detour through a narrower one."""
+    """Return an argument of the kernel in the given type, without rounding it to a narrower type first."""
     return tl.full((), x, dtype)
 
 
 @triton.jit
 def clamp_finite(x, meta):
-    """A float64 in the type of scores; where finite, at most their largest number in size."""
+    """Convert float64 numbers to the type of scores; finite numbers beyond its range become its extremes."""
     if meta.accumulator == tl.float32:
         x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -FLOAT32_MAX), FLOAT32_MAX), x)
     return x.to(meta.accumulator)
@@ -89,19 +65,25 @@ def clamp_finite(x, meta):
 
 @triton.jit
 def apply_sign(x, sign, meta):
-    """Queries or keys times the sign of the scale: nothing is rounded."""
+    """Multiply queries or keys by the sign of the scale, which rounds nothing."""
     return (x * scalar(sign, meta.accumulator)).to(x.dtype)
 
 
 @triton.jit
 def zero_nonfinite(x):
-    """The block with 0 for NaN and ∞."""
+    """Replace NaN and ∞ by 0."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
+def has_nan(block):
+    """Return 1 if a block has a NaN, else 0."""
+    return tl.max(tl.max(tl.where(block == block, 0, 1), 1), 0)
+
+
+@triton.jit
 def locate_head(array, b, head):
-    """A head of an array; `head` may be a block of heads."""
+    """Return the `Head` of an array; `head` may be a block of heads."""
     offset = tl.cast(head, tl.int64) * array.head
     for k in tl.static_range(len(array.lengths)):
         length = array.lengths[len(array.lengths) - 1 - k]
@@ -111,35 +93,30 @@ def locate_head(array, b, head):
 
 
 @triton.jit
-def load_rows(
-    head, first, ROWS: tl.constexpr, count, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BOUND: tl.constexpr, meta
-):
-    """Rows first ... first + ROWS − 1 of a head, (ROWS, LANES): 0 past the width and, where BOUND, from row `count`."""
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED_WIDTH)[None, :]
-    return _load(head, first, row, column, count, WIDTH, PADDED_WIDTH, BOUND, meta)
+def load_rows(head, first, ROWS: tl.constexpr, count, WIDTH: tl.constexpr, PADDED: tl.constexpr, BOUND, meta):
+    """Return rows `first` ... `first` + ROWS − 1 of a head, (ROWS, PADDED): 0 past WIDTH, and past `count` if BOUND."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
+    return _load(head, first, row, column, count, WIDTH, PADDED, BOUND, meta)
 
 
 @triton.jit
-def load_rows_transposed(
-    head, first, ROWS: tl.constexpr, count, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BOUND: tl.constexpr, meta
-):
-    """The same rows as columns, (LANES, ROWS)."""
-    row, column = tl.arange(0, ROWS)[None, :], tl.arange(0, PADDED_WIDTH)[:, None]
-    return _load(head, first, row, column, count, WIDTH, PADDED_WIDTH, BOUND, meta)
+def load_transposed(head, first, ROWS: tl.constexpr, count, WIDTH: tl.constexpr, PADDED: tl.constexpr, BOUND, meta):
+    """Return the rows of `load_rows` as columns, (PADDED, ROWS)."""
+    row, column = tl.arange(0, ROWS)[None, :], tl.arange(0, PADDED)[:, None]
+    return _load(head, first, row, column, count, WIDTH, PADDED, BOUND, meta)
 
 
 @triton.jit
 def load_queries(query, b, h, first, n, sign, meta):
-    """A head's queries from `first` on, times the sign of the scale."""
-    return apply_sign(
-        load_rows(locate_head(query, b, h), first, meta.rows, n, meta.d_k, meta.padded_d_k, True, meta), sign, meta
-    )
+    """Return the block of queries of a head from `first` on, times the sign of the scale."""
+    q = load_rows(locate_head(query, b, h), first, meta.rows, n, meta.d_k, meta.padded_d_k, True, meta)
+    return apply_sign(q, sign, meta)
 
 
 @triton.jit
-def gather_rows(heads, row, inside, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, meta):
-    """Rows of several heads, (rows, LANES): where heads start and which of their rows are columns."""
-    column = tl.arange(0, PADDED_WIDTH)[None, :]
+def gather_rows(heads, row, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, meta):
+    """Return one row of each of several heads, (rows, PADDED); `heads.start`, `row` and `inside` are (rows, 1)."""
+    column = tl.arange(0, PADDED)[None, :]
     pointers = heads.start + tl.cast(row, tl.int64) * heads.row + column.to(meta.index_type) * heads.column
     block = tl.load(pointers, mask=inside & (column < WIDTH), other=0.0)
     if meta.widens_operands:
@@ -148,14 +125,14 @@ def gather_rows(heads, row, inside, WIDTH: tl.constexpr, PADDED_WIDTH: tl.conste
 
 
 @triton.jit
-def _load(head, first, row, column, count, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BOUND: tl.constexpr, meta):
+def _load(head, first, row, column, count, WIDTH: tl.constexpr, PADDED: tl.constexpr, BOUND: tl.constexpr, meta):
     offsets = row.to(meta.index_type) * head.row + column.to(meta.index_type) * head.column
     pointers = head.start + tl.cast(first, tl.int64) * head.row + offsets
-    if BOUND and PADDED_WIDTH != WIDTH:
+    if BOUND and PADDED != WIDTH:
         block = tl.load(pointers, mask=(row < count - first) & (column < WIDTH), other=0.0)
     elif BOUND:
         block = tl.load(pointers, mask=row < count - first, other=0.0)
-    elif PADDED_WIDTH != WIDTH:
+    elif PADDED != WIDTH:
         block = tl.load(pointers, mask=column < WIDTH, other=0.0)
     else:
         block = tl.load(pointers)
@@ -166,24 +143,24 @@ def _load(head, first, row, column, count, WIDTH: tl.constexpr, PADDED_WIDTH: tl
 
 @triton.jit
 def query_indices(first, n, meta):
-    """The queries of a block, (rows, 1), none past the last."""
+    """Return the queries of a block, (rows, 1), clamped to the last query."""
     return tl.minimum(first + tl.arange(0, meta.rows), n - 1)[:, None]
 
 
 @triton.jit
-def compute_scores(products, location, first, scale, tables, formulas, PARTIAL: tl.constexpr, meta):
-    """Final scores of a tile of keys from its Q · K: −∞ where a partial tile hides the pair or the keys end.
+def compute_scores(products, location, j, scale, tables, formulas, PARTIAL: tl.constexpr, meta):
+    """Return the final scores of a tile from its Q · K; −∞ where a partial tile hides the pair or `j` has no key.
 
-    With a score formula in nats; without one not yet scaled, so that scale and shift are one rounding.
+    With a score formula, scores are in nats. Without one they are not yet scaled, so that scaling and shifting them
+    round once. `j` is (1, keys).
     """
     b, h, i, n, m = location
     s = products
-    j = first + tl.arange(0, meta.keys)[None, :]
     at = j
     if PARTIAL and not meta.even:
         at = tl.minimum(j, m - 1)
     if formulas.score_at is not None:
-        s = tl.broadcast_to(formulas.score_at(s * scale, b, h, i, at, n, m, tables), s.shape)
+        _, s = tl.broadcast(products, formulas.score_at(s * scale, b, h, i, at, n, m, tables))
     if PARTIAL:
         if formulas.mask_at is not None:
             s = tl.where(formulas.mask_at(b, h, i, at, n, m, tables), s, float("-inf"))
@@ -193,8 +170,42 @@ def compute_scores(products, location, first, scale, tables, formulas, PARTIAL: 
 
 
 @triton.jit
-def normaliser(lse, position, first, n, unit, meta):
-    """lse of a head's queries from `first` on in the scores' unit, high + low, (rows,); 0 where nothing is seen."""
+def update_softmax(s, tile_max, maximum, total, compensation, unit):
+    """Advance the running softmax by a tile of scores s: its maximum m becomes m' = max(m, max s).
+
+    Returns (x, p, Σ p, log2 α, α, m', l, compensation) with x = (s − m') · unit, p = 2^x, α = 2^((m − m') · unit).
+    The differences are exact near the maximum, however large the scores are.
+    """
+    new = tl.maximum(maximum, tile_max)
+    shift = tl.where(new == float("-inf"), 0.0, new)
+    log2_alpha = (maximum - shift) * unit
+    alpha = tl.exp2(log2_alpha)
+    x = (s - shift[:, None]) * unit
+    p = tl.exp2(x)
+    sums = tl.sum(p, 1)
+    old = total * alpha  # Knuth's TwoSum: an error of l would be an error of lse, which later passes read
+    total = old + sums
+    share = total - old
+    compensation = compensation * alpha + ((old - (total - share)) + (sums - share))
+    return x, p, sums, log2_alpha, alpha, new, total, compensation
+
+
+@triton.jit
+def compute_lse(maximum, total, compensation, sinks, h, unit):
+    """Return lse = m · unit · ln 2 + ln l in nats, float64; −∞ where no key is visible. `unit` is float64."""
+    nothing = total == 0
+    safe = tl.where(nothing, 1.0, total)
+    base = tl.where(nothing, float("-inf"), maximum).to(tl.float64) * unit
+    lse = base * LN_2 + tl.log(safe.to(tl.float64) + compensation.to(tl.float64))
+    if sinks is not None:  # a sink beyond the range of scores entered the softmax as the largest score
+        sink = tl.load(sinks + h)
+        lse = tl.where(lse < sink, sink, lse)
+    return lse
+
+
+@triton.jit
+def load_lse(lse, position, first, n, unit, meta):
+    """Return (high, low), (rows,) each: high + low is lse in the unit of the scores; 0 where no key is visible."""
     rows = first + tl.arange(0, meta.rows)
     x = tl.load(lse + tl.cast(position, tl.int64) * n + rows, mask=rows < n, other=0.0) * (LOG2_E / unit)
     x = tl.where(x == float("-inf"), 0.0, x)
@@ -203,30 +214,27 @@ def normaliser(lse, position, first, n, unit, meta):
 
 
 @triton.jit
-def weight(s, unit, normaliser):
-    """P = 2^((s − lse) · unit) of scores as `compute_scores` has them: near the maximum exact, however large they are."""
-    high, low = normaliser
+def weight(s, unit, lse):
+    """Return P = 2^((s − lse) · unit) of the scores of `compute_scores`; `lse` is (high, low) in the same unit.
+
+    The difference is exact near the maximum, however large the scores are.
+    """
+    high, low = lse
     x = tl.minimum((s - high) - low, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.exp2(x * unit)
 
 
 @triton.jit
-def shifted_exponents(s, unit, shift):
-    """(s − shift) · unit. Near the maximum, as shift, the difference is exact, however large the scores are."""
-    return (s - shift[:, None]) * unit
-
-
-@triton.jit
-def _unpack_word(scalar):
-    """The 32 bits in a number of `Operands.dropout_state`."""
-    return (tl.cast(scalar, tl.int64) >> 1) & 0xFFFFFFFF
+def _unpack_word(number):
+    """Return the 32 bits that `Operands.dropout_state` packed into a number."""
+    return (tl.cast(number, tl.int64) >> 1) & 0xFFFFFFFF
 
 
 @triton.jit
 def dropout_mask(dropout_state, location, first, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Which weights dropout keeps, (ROWS, KEYS): `sightline.dropout`. `first` is a multiple of 4.
+    """Return True where dropout keeps the weight, (ROWS, KEYS); see `sightline.dropout`.
 
-    `dropout_state` is of `Operands.dropout_state`.
+    `dropout_state` is that of `Operands.dropout_state`, and `first`, the first key, a multiple of 4.
     """
     quad = tl.broadcast_to((first // 4 + tl.arange(0, KEYS // 4))[None, :], (ROWS, KEYS // 4))
     none = tl.zeros_like(quad)

@@ -1,4 +1,4 @@
-"""The matrix of weights or scores itself, second pass."""
+"""The matrix of weights or scores, by the second pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["dense_weights"]
 
 @triton.jit
 def store_range(_, first, last, block, formulas, OUTPUT_KIND: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """The tiles `first` to before `last` to their places; sums added to what this program has written there."""
+    """Write the tiles `first` to before `last`. Sums are added to the values that this program has written before."""
     corner, rows = block.extra
     m = block.location.m
     down, across = tl.arange(0, meta.rows)[:, None], tl.arange(0, meta.keys)[None, :]
@@ -28,12 +28,11 @@ def store_range(_, first, last, block, formulas, OUTPUT_KIND: tl.constexpr, meta
                 s = s * block.scale
             tl.store(pointers, s, mask=inside)
         elif OUTPUT_KIND == "weights":
-            tl.store(
-                pointers, tile_ops.weight(s, block.unit, block.normaliser).to(corner.dtype.element_ty), mask=inside
-            )
+            p = tile_ops.weight(s, block.unit, block.lse)
+            tl.store(pointers, p.to(corner.dtype.element_ty), mask=inside)
         else:
-            held = tl.load(pointers, mask=inside, other=0.0)
-            tl.store(pointers, held + tile_ops.weight(s, block.unit, block.normaliser), mask=inside)
+            total = tl.load(pointers, mask=inside, other=0.0)
+            tl.store(pointers, total + tile_ops.weight(s, block.unit, block.lse), mask=inside)
     return ()
 
 
@@ -59,23 +58,23 @@ def dense_weights(
     meta: tl.constexpr,
     OUTPUT_KIND: tl.constexpr,
 ):
-    """P or S of a block of queries put to (..., n, m), or P of so many batches and heads added up there.
+    """Write P or S of a block of queries, or P summed over batches and heads.
 
     Parameters
     ----------
-    output : (lines, n, m), holding what tiles that are not visited have; a line is a head, or what is added up
-    batches, heads : of a line, one after another in one program
-    WHAT : "weights", "scores" in nats, or "sums" of weights
+    output : (matrices, n, m), already holding the values of tiles that are not visited
+    batches, heads : numbers of batches and heads that are summed to one matrix; one program loops over them
+    OUTPUT_KIND : "weights", "scores" in nats, or "sums" of weights
     """
     item = tl.program_id(0)
-    line, row = item // blocks, blocks - 1 - item % blocks
-    across = H // heads  # lines of a batch
+    matrix, row = item // blocks, blocks - 1 - item % blocks
+    across = H // heads  # matrices of a batch
     first = row * meta.rows
-    corner = output + (tl.cast(line, tl.int64) * n + first) * m
-    for turn in range(batches * heads):
-        b, h = line // across * batches + turn // heads, line % across * heads + turn % heads
+    corner = output + (tl.cast(matrix, tl.int64) * n + first) * m
+    for k in range(batches * heads):
+        b, h = matrix // across * batches + k // heads, matrix % across * heads + k % heads
         extra = (corner, n - first)
         block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, meta)
         schedule_row = ScheduleRow(schedule, b, h, row, m, None, False)
         loop_over_tiles((), store_range, schedule_row, meta.keys, meta.even, block, formulas, OUTPUT_KIND, meta)
-        tl.debug_barrier()  # the next turn reads what other threads wrote in this one
+        tl.debug_barrier()  # the next iteration reads what other threads wrote in this one

@@ -1,13 +1,13 @@
-"""The second pass over the tiles: normalised weights from the saved normaliser, for statistics that need it first.
+"""The second pass over the tiles: statistics of the normalised weights, which need the lse of the forward pass.
 
-    P = 2^((S − lse) · unit), 0 where hidden and in rows that see nothing
+    P = 2^((S − lse) · unit), 0 where hidden and for queries without a visible key
 
-The normaliser is brought to the unit of S, a sum of two numbers of the accumulator's type (`tiles.normaliser`): weights
-do not take on its rounding, and the difference is exact where S is near it. Every number of a result is written by one
-program alone, in the order of its runs, so that reruns give the same bits. Sums over many tiles are float64.
+lse is converted to the unit of S as a sum of two numbers of the accumulator's type (`tile_ops.load_lse`): weights do
+not take on its rounding, and the difference is exact where S is near lse. One program alone computes each number of a
+result, in the order of its tiles, so that equal calls give equal bits. Sums over many tiles are float64.
 
-What the kernels of statistics share: `top_k`, `dense_weights` and `pooled` walk the runs of a block of queries, `received`
-those of a block of keys.
+This module has what the kernels share. `top_k`, `dense_weights` and `pooled` loop over the tiles of a block of queries,
+`received` over the tiles of a block of keys.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ __all__ = ["Block", "combine", "compute_scores", "load_block", "reduce"]
 
 
 class Block(NamedTuple):
-    """A block of queries, the keys it looks at, and what its kernel needs beside."""
+    """A block of queries, and the head of keys that they attend to."""
 
     query: Any
     key: Any
     location: Any
-    normaliser: Any
+    lse: Any  # (high, low), (rows, 1) each
     scale: Any
     unit: Any
     tables: Any
-    extra: Any
+    extra: Any  # further arguments of one kernel
 
 
 @triton.jit
 def load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, meta):
-    """A block of queries of a head, from `first` on."""
-    high, low = tile_ops.normaliser(lse, b * H + h, first, n, unit, meta)
+    """Return the `Block` of the queries of a head from `first` on."""
+    high, low = tile_ops.load_lse(lse, b * H + h, first, n, unit, meta)
     return Block(
         tile_ops.load_queries(query, b, h, first, n, sign, meta),
         tile_ops.locate_head(key, b, h // group),
@@ -53,18 +53,18 @@ def load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, 
 
 @triton.jit
 def compute_scores(block, first, formulas, PARTIAL: tl.constexpr, meta):
-    """Final scores of a tile of keys, see `tiles.compute_scores`."""
+    """Return the final scores of the tile of keys from `first` on, see `tile_ops.compute_scores`."""
     bound: tl.constexpr = PARTIAL and not meta.even
-    k = tile_ops.load_rows_transposed(
-        block.key, first, meta.keys, block.location.m, meta.d_k, meta.padded_d_k, bound, meta
-    )
+    m = block.location.m
+    k = tile_ops.load_transposed(block.key, first, meta.keys, m, meta.d_k, meta.padded_d_k, bound, meta)
     products = tl.dot(block.query, k, input_precision=meta.precision)
-    return tile_ops.compute_scores(products, block.location, first, block.scale, block.tables, formulas, PARTIAL, meta)
+    j = first + tl.arange(0, meta.keys)[None, :]
+    return tile_ops.compute_scores(products, block.location, j, block.scale, block.tables, formulas, PARTIAL, meta)
 
 
 @triton.jit
 def combine(x, y, USE_MAX: tl.constexpr):
-    """The sum of weights, or the larger."""
+    """Return x + y, or the larger of x and y if USE_MAX."""
     if USE_MAX:
         return tl.maximum(x, y)
     return x + y
@@ -72,7 +72,7 @@ def combine(x, y, USE_MAX: tl.constexpr):
 
 @triton.jit
 def reduce(block, axis: tl.constexpr, USE_MAX: tl.constexpr):
-    """Weights joined along an axis."""
+    """Return the sum of weights along an axis, or the largest weight if USE_MAX."""
     if USE_MAX:
         return tl.max(block, axis)
     return tl.sum(block, axis)

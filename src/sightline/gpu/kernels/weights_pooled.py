@@ -1,4 +1,4 @@
-"""Weights summed, or their maxima, over the cells of a grid laid on the matrix, second pass."""
+"""Sums or maxima of the weights over the cells of a grid on their matrix, by the second pass."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ __all__ = ["pooled"]
 
 
 class CellSpan(NamedTuple):
-    """A program's positions `first` to before `last`, `cell` their first cell, of start ... stop in so many cells."""
+    """The queries or the keys of one program, as a part of the axis that the grid divides."""
 
-    first: Any
-    last: Any
-    cell: Any
-    start: Any
-    stop: Any
-    cells: Any
+    first: Any  # of the program
+    last: Any  # past the last of the program
+    cell: Any  # index of the program's first cell
+    start: Any  # of the axis
+    stop: Any  # past the end of the axis
+    cells: Any  # number of cells on the axis
 
 
 @triton.jit
 def cell_start(cell, start, stop, cells):
-    """The first position of a cell of a span."""
+    """Return the first position of a cell on the axis start ... stop."""
     return (start + tl.cast(cell, tl.int64) * (stop - start) // cells).to(tl.int32)
 
 
 @triton.jit
 def cell_index(position, start, stop, cells):
-    """The cell of positions in a span."""
+    """Return the cell of each position on the axis start ... stop."""
     return ((tl.cast(position - start + 1, tl.int64) * cells - 1) // (stop - start)).to(tl.int32)
 
 
 @triton.jit
 def cell_indices(position, span):
-    """Which of its program's cells each position lies in; −1 outside of them."""
+    """Return the index of each position's cell among the program's cells; −1 outside of them."""
     inside = (position >= span.first) & (position < span.last)
     return tl.where(inside, cell_index(position, span.start, span.stop, span.cells) - span.cell, -1)
 
 
 @triton.jit
 def pool_range(state, first, last, block, formulas, USE_MAX: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """The cells (DOWN, ACROSS) after the tiles `first` to before `last`, one column of them after another."""
+    """Add the tiles `first` to before `last` to the cells (DOWN, ACROSS), one column of cells after another."""
     DOWN: tl.constexpr = state.shape[0]
     ACROSS: tl.constexpr = state.shape[1]
     down, keys = block.extra
     for tile in range(first, last):
         j0 = tile * meta.keys
-        p = tile_ops.weight(compute_scores(block, j0, formulas, PARTIAL, meta), block.unit, block.normaliser)
+        p = tile_ops.weight(compute_scores(block, j0, formulas, PARTIAL, meta), block.unit, block.lse)
         if USE_MAX:
-            p = tl.where(p == p, p, float("inf"))  # maxima pass NaN over; no weight is above 1
+            p = tl.where(p == p, p, float("inf"))  # a maximum skips NaN; no weight is above 1
         across = cell_indices(j0 + tl.arange(0, meta.keys), keys)
         start = cell_index(tl.maximum(j0, keys.first), keys.start, keys.stop, keys.cells) - keys.cell
         end = cell_index(tl.minimum(j0 + meta.keys, keys.last) - 1, keys.start, keys.stop, keys.cells) - keys.cell + 1
         for cell in range(start, end):
-            line = reduce(tl.where(across[None, :] == cell, p, 0.0), 1, USE_MAX)
-            extra = reduce(tl.where(down[:, None] == tl.arange(0, DOWN)[None, :], line[:, None], 0.0), 0, USE_MAX)
-            there = tl.arange(0, ACROSS)[None, :] == cell
-            state = combine(state, tl.where(there, extra.to(tl.float64)[:, None], 0.0), USE_MAX)
+            column = reduce(tl.where(across[None, :] == cell, p, 0.0), 1, USE_MAX)
+            column = reduce(tl.where(down[:, None] == tl.arange(0, DOWN)[None, :], column[:, None], 0.0), 0, USE_MAX)
+            inside = tl.arange(0, ACROSS)[None, :] == cell
+            state = combine(state, tl.where(inside, column.to(tl.float64)[:, None], 0.0), USE_MAX)
     return state
 
 
@@ -99,16 +99,16 @@ def pooled(
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """Sums or maxima of P over some cells of a grid laid on queries i_start ... × keys j_start ...
+    """Sums or maxima of P over some cells of a grid on queries i_start ... i_stop × keys j_start ... j_stop.
 
-    Cell r of R takes [r N / R, (r + 1) N / R) of N queries, rounded down; likewise of the keys. A block of queries that
-    lies in two programs' cells is done in both.
+    Row r of R rows of cells has the queries ⌊r N / R⌋ to before ⌊(r + 1) N / R⌋ of N; likewise the columns. If a block
+    of queries lies in the cells of two programs, both compute its weights.
 
     Parameters
     ----------
     output : (B, H, rows, columns) float64
-    rows, columns : cells of the grid
-    down, across : cells of a program, DOWN and ACROSS at most
+    rows, columns : numbers of cells of the grid
+    down, across : numbers of cells of a program, at most DOWN and ACROSS
     """
     item = tl.program_id(0)
     right, below = tl.cdiv(columns, across), tl.cdiv(rows, down)

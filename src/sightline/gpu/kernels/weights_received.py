@@ -1,4 +1,4 @@
-"""What each key receives, second pass: a block of keys against the blocks of queries that see it."""
+"""The weight that each key receives, by the second pass: one program per block of keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["received"]
 
 
 class Block(NamedTuple):
-    """A block of keys of a head, from `first` on, and the arguments of the kernel that its queries take."""
+    """A block of keys of a head from `first` on, and the arguments that loading its queries needs."""
 
     key: Any
     first: Any
@@ -34,19 +34,20 @@ class Block(NamedTuple):
 
 @triton.jit
 def process_range(state, first, last, block, formulas, USE_MAX: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """What the keys have, (keys,) float64, after the blocks of queries `first` to before `last`."""
+    """Add the tiles of queries `first` to before `last` to the sums or maxima of the keys, (keys,) float64."""
     b, h, n = block.b, block.h, block.n
-    scale, unit = (tile_ops.scalar(block.scale, meta.accumulator), tile_ops.scalar(block.unit, meta.accumulator))
+    scale, unit = tile_ops.scalar(block.scale, meta.accumulator), tile_ops.scalar(block.unit, meta.accumulator)
     for tile in range(first, last):
         i0 = tile * meta.rows
         location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(i0, n, meta), n, block.m)
         q = tile_ops.load_queries(block.query, b, h, i0, n, block.sign, meta)
         products = tl.dot(q, block.key, input_precision=meta.precision)
-        s = tile_ops.compute_scores(products, location, block.first, scale, block.tables, formulas, PARTIAL, meta)
-        high, low = tile_ops.normaliser(block.lse, b * block.H + h, i0, n, block.unit, meta)
+        j = block.first + tl.arange(0, meta.keys)[None, :]
+        s = tile_ops.compute_scores(products, location, j, scale, block.tables, formulas, PARTIAL, meta)
+        high, low = tile_ops.load_lse(block.lse, b * block.H + h, i0, n, block.unit, meta)
         p = tile_ops.weight(s, unit, (high[:, None], low[:, None]))
         if USE_MAX:
-            p = tl.where(p == p, p, float("inf"))  # maxima pass NaN over; no weight is above 1
+            p = tl.where(p == p, p, float("inf"))  # a maximum skips NaN; no weight is above 1
         if PARTIAL:
             p = tl.where((i0 + tl.arange(0, meta.rows))[:, None] < n, p, 0.0)
         state = combine(state, reduce(p, 0, USE_MAX).to(tl.float64), USE_MAX)
@@ -73,20 +74,20 @@ def received(
     meta: tl.constexpr,
     USE_MAX: tl.constexpr,
 ):
-    """Σ_i P_ij of a block of keys of a head, or the largest.
+    """Σ_i P_ij, or max_i P_ij if USE_MAX, of a block of keys of a head.
 
     Parameters
     ----------
-    output : (B, H, m) in the accumulator's type
-    blocks : of keys
-    schedule : that of blocks of keys, or None where every query sees them
+    output : (B, H, m) in the accumulator's dtype
+    blocks : number of blocks of keys in a head
+    schedule : has rows of blocks of keys, and ranges of blocks of queries; None if all pairs are visible
     """
     item = tl.program_id(0)
     position, row = item // blocks, item % blocks
     b, h = position // H, position % H
     j0 = row * meta.keys
     head = tile_ops.locate_head(key, b, h // group)
-    k = tile_ops.load_rows_transposed(head, j0, meta.keys, m, meta.d_k, meta.padded_d_k, not meta.even, meta)
+    k = tile_ops.load_transposed(head, j0, meta.keys, m, meta.d_k, meta.padded_d_k, not meta.even, meta)
     block = Block(k, j0, b, h, query, lse, n, m, H, sign, scale, unit, tables)
     row = ScheduleRow(schedule, b, h, row, n, None, j0 + meta.keys > m)
     state = tl.zeros((meta.keys,), tl.float64)

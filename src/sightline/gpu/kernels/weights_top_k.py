@@ -1,4 +1,4 @@
-"""The largest weights of each query and their keys, second pass."""
+"""The largest weights of each query and their keys, by the second pass."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ __all__ = ["top_k"]
 
 @triton.jit
 def keep_largest(state, s, first, lse, meta):
-    """The lists after a tile; state is (scores, keys) (rows, K) in no order, and the least of each row, (rows, 1).
+    """Return the lists of the K largest scores after a tile.
 
-    Of what of the tile beats the least of its list, the best of each row enters in its place, until nothing does.
+    The state is (scores, keys), (rows, K) each in any order, and the least score of each row and its key, (rows, 1). In
+    every row the best score of the tile replaces the least of the list, until no score of the tile is better.
     """
     values, keys, least, least_key = state
     j = tl.broadcast_to(first + tl.arange(0, meta.keys)[None, :], s.shape)
-    s = tl.where((lse != lse) & (s != float("-inf")), 0.0, s)  # where lse is NaN all weights are: first come
+    s = tl.where((lse != lse) & (s != float("-inf")), 0.0, s)  # if lse is NaN, all weights are: the first keys win
     better = (s > least) | ((s == least) & (j < least_key) & (s > float("-inf")))
     while tl.max(tl.max(better.to(tl.int32), 1), 0) > 0:
         best = tl.max(tl.where(better, s, float("-inf")), 1, keep_dims=True)
@@ -36,10 +37,10 @@ def keep_largest(state, s, first, lse, meta):
 
 @triton.jit
 def update_top_k_range(state, first, last, block, formulas, OPTIONS: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """The lists after the tiles `first` to before `last`."""
+    """Return the lists after the tiles `first` to before `last`."""
     for tile in range(first, last):
         s = compute_scores(block, tile * meta.keys, formulas, PARTIAL, meta)
-        state = keep_largest(state, s, tile * meta.keys, block.normaliser[0], meta)
+        state = keep_largest(state, s, tile * meta.keys, block.lse[0], meta)
     return state
 
 
@@ -69,8 +70,9 @@ def top_k(
 
     Parameters
     ----------
-    output, where : (B, H, n, k), int64 the latter; 0 and −1 past the seen keys, from the Kth on as they are
-    K : a power of two, no less than k or m
+    output, where : (B, H, n, k), the weights and their keys (int64); 0 and −1 past the visible keys. Entries from K on
+        are not written
+    K : a power of two, at least min(k, m)
     """
     item = tl.program_id(0)
     position, row = item // blocks, blocks - 1 - item % blocks
@@ -78,7 +80,7 @@ def top_k(
     b, h = position // H, position % H
     block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, (), meta)
     values = tl.full((meta.rows, K), float("-inf"), meta.accumulator)
-    keys = tl.full((meta.rows, K), tile_ops.NO_KEY, tl.int32) - 1 - tl.arange(0, K)[None, :]  # each once
+    keys = tl.full((meta.rows, K), tile_ops.NO_KEY, tl.int32) - 1 - tl.arange(0, K)[None, :]  # distinct
     least = tl.full((meta.rows, 1), float("-inf"), meta.accumulator)
     last = tl.full((meta.rows, 1), tile_ops.NO_KEY - 1, tl.int32)
     state = (values, keys, least, last)
@@ -91,8 +93,7 @@ def top_k(
         best = tl.max(values, 1, keep_dims=True)
         best_key = tl.min(tl.where(values == best, keys, tile_ops.NO_KEY), 1, keep_dims=True)
         some = best > float("-inf")
-        tl.store(
-            output + at + rank, tl.where(some, tile_ops.weight(best, block.unit, block.normaliser), 0.0), mask=inside
-        )
+        p = tl.where(some, tile_ops.weight(best, block.unit, block.lse), 0.0)
+        tl.store(output + at + rank, p, mask=inside)
         tl.store(where + at + rank, tl.where(some, best_key, -1).to(tl.int64), mask=inside)
         values = tl.where(keys == best_key, float("-inf"), values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,7 @@ from triton.runtime.errors import OutOfResources
 from ..kernels.meta_parameters import MetaParameters, wrap_meta_parameters
 from ..tuning.configurations import Configuration
 
-__all__ = ["REDUCED_STAGES", "KernelLaunch", "name_variants"]
-
-
-def name_variants(plain: str, nan_safe: str) -> Callable[[Any], str]:
-    """What profilers call a kernel that is compiled twice: with PARTS for blocks that must be done again."""
-    return lambda specialization: nan_safe if specialization.constants["SUBBLOCKS"] else plain
-
+__all__ = ["REDUCED_STAGES", "KernelLaunch"]
 
 REDUCED_STAGES: dict[Hashable, int] = {}  # stages that memory had room for, where that was not as many as wanted
 
