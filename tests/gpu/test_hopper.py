@@ -1,4 +1,4 @@
-"""The warp-specialised kernel without a GPU: on a machine of NumPy, and compiled for Hopper."""
+"""The warp-specialised kernel without a GPU: in an interpreter in NumPy, and compiled for Hopper."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ PROBLEMS = {
 
 
 def empty(problem):
-    """Output and lse, NaN where nothing is written."""
+    """Return output and lse, full of NaN."""
     rows = (*problem.batch_shape, problem.H, problem.n)
     output = problem.query.new_full((*rows, problem.d_v), torch.nan)
     return output, problem.query.new_full(rows, torch.nan, dtype=torch.float64)
@@ -56,7 +56,7 @@ def calls(problem, sizes=SMALL):
 
 
 def on_machine(seed, sizes=SMALL, instead=None):
-    """The kernel as a function from problems to answers."""
+    """Return a function that runs the kernel on a problem in the interpreter."""
 
     def run(problem):
         output, lse, (call, *_) = calls(problem, sizes)
@@ -66,7 +66,7 @@ def on_machine(seed, sizes=SMALL, instead=None):
     return run
 
 
-def posed(dtype, options, **shapes):
+def build_problem(dtype, options, **shapes):
     return Case(*arrays(dtype=dtype, **(SHAPES | shapes)), options).as_torch().make_problem()
 
 
@@ -74,21 +74,21 @@ def posed(dtype, options, **shapes):
     ("name", "dtype"), [*((name, "bfloat16") for name in PROBLEMS), ("causal", "float16"), ("biased, sinks", "float16")]
 )
 def test_named_problems(name, dtype):
-    problem = posed(dtype, PROBLEMS[name])
+    problem = build_problem(dtype, PROBLEMS[name])
     assert not list(hopper.refuses(problem))
     assert_conforms(on_machine(seed=0), problem)
 
 
 def test_a_sink_beyond_base_2_takes_all_weight():
     sinks = np.array([3e38, 0.0, -3e38, 1.0], np.float32)
-    found = on_machine(seed=0)(posed("bfloat16", {"sinks": sinks, "mask": causal()}))
+    found = on_machine(seed=0)(build_problem("bfloat16", {"sinks": sinks, "mask": causal()}))
     assert found.output.isfinite().all()
     assert [bool(head.any()) for head in found.output[0]] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("stages", [1, 3])
-def test_whatever_comes_first_the_answer_is_the_same(stages):
-    problem = posed("bfloat16", PROBLEMS["causal"])
+def test_results_do_not_depend_on_the_order_of_events(stages):
+    problem = build_problem("bfloat16", PROBLEMS["causal"])
     first, *others = (on_machine(seed, replace(SMALL, stages=stages))(problem) for seed in range(4))
     assert_conforms(lambda _: first, problem)
     for other in others:
@@ -98,7 +98,7 @@ def test_whatever_comes_first_the_answer_is_the_same(stages):
 
 @st.composite
 def problems(draw):
-    """Problems of the kernel's shapes and layouts, with any mask and score."""
+    """Draw problems of the kernel's shapes and layouts, with any mask and score."""
     rng = draw(generators())
     B, G, group = (draw(st.integers(1, 2)) for _ in range(3))
     n, m, eighths = draw(st.integers(1, 90)), draw(st.integers(1, 90)), draw(st.integers(1, 5))
@@ -180,7 +180,7 @@ def test_broken_on_purpose(name):
     function, before, after = FAULTS[name]
     faulty = {function: broken(function, before, after)}
     sinks = np.array([1.0, 2.0], np.float32)
-    problem = posed("float16", {"mask": i + 9 >= j, "sinks": sinks}, shape=(1, 2, 75, 24), groups=1)
+    problem = build_problem("float16", {"mask": i + 9 >= j, "sinks": sinks}, shape=(1, 2, 75, 24), groups=1)
     right = on_machine(seed=0)(problem)
     with pytest.raises(AssertionError):  # noqa: PT012
         for seed in range(20):
@@ -189,9 +189,9 @@ def test_broken_on_purpose(name):
             assert torch.equal(found.lse, right.lse)
 
 
-def test_hidden_nan_taints_its_blocks_for_the_second_call():
+def test_hidden_nan_flags_its_blocks_for_the_second_launch():
     arrays_of = arrays((1, 2, 100, 16), "float16")
-    arrays_of[2][..., 50, 3] = np.nan  # queries from 50 on see it
+    arrays_of[2][..., 50, 3] = np.nan  # visible to queries from 50 on
     problem = make_problem(*map(to_torch, arrays_of), mask=i >= j)
     output, lse, (call, again) = calls(problem)
     Machine(0).launch(call.kernel, call.programs, **call.arguments)
@@ -204,12 +204,12 @@ def test_hidden_nan_taints_its_blocks_for_the_second_call():
     assert_conforms(lambda _: first, make_problem(*(to_torch(x[:, :, :32]) for x in arrays_of), mask=i >= j))
 
 
-def test_no_plan_takes_it_by_itself():
-    problem = posed("bfloat16", PROBLEMS["causal"])
+def test_no_plan_selects_the_kernel_by_default():
+    problem = build_problem("bfloat16", PROBLEMS["causal"])
     assert not list(hopper.refuses(problem))
-    taken = [call.kernel for call in attention_launches(problem, *empty(problem), "sm_90")]
-    assert taken
-    assert kernel.forward not in taken
+    launched = [call.kernel for call in attention_launches(problem, *empty(problem), "sm_90")]
+    assert launched
+    assert kernel.forward not in launched
 
 
 REFUSED = {
@@ -226,12 +226,12 @@ REFUSED = {
 @pytest.mark.parametrize("word", REFUSED)
 def test_what_is_refused(word):
     dtype, options, shapes = REFUSED[word]
-    assert any(word in str(refusal) for refusal in hopper.refuses(posed(dtype, options, **shapes)))
+    assert any(word in str(refusal) for refusal in hopper.refuses(build_problem(dtype, options, **shapes)))
 
 
 def test_older_triton_is_refused(monkeypatch):
     monkeypatch.setattr("triton.__version__", "3.6.0")
-    assert any("triton 3.9 or later" in str(refusal) for refusal in hopper.refuses(posed("float16", {})))
+    assert any("triton 3.9 or later" in str(refusal) for refusal in hopper.refuses(build_problem("float16", {})))
 
 
 LAYOUTS = {
@@ -252,7 +252,7 @@ def test_layouts_no_tile_can_be_copied_from(word):
 
 
 def for_hopper(width, options, dtype=torch.bfloat16):
-    """What the kernel becomes on sm_90, in each of its sizes."""
+    """Yield the kernel compiled for sm_90 in each of its sizes."""
     problem = make_problem(*(torch.zeros(2, 4, 1000, width, dtype=dtype) for _ in range(3)), **options)
     for sizes in hopper.candidate_configurations(problem):
         _, _, (call, *_) = calls(problem, sizes)
@@ -260,10 +260,10 @@ def for_hopper(width, options, dtype=torch.bfloat16):
 
 
 def assert_specialised(found):
-    """It multiplies and copies as Hopper does, hands registers to those who compute, and nothing waits in between."""
+    """Check that the kernel uses wgmma and TMA, moves registers to the compute warps, and serialises no products."""
     for word in ("wgmma.mma_async", "cp.async.bulk.tensor", "mbarrier.try_wait", "setmaxnreg.inc.sync.aligned.u32"):
         assert word in found.text
-    assert "serialized" not in found.remarks  # ptxas, where it makes products wait for each other
+    assert "serialized" not in found.remarks  # the remark of ptxas if products wait for each other
     assert found.warps == 12
     assert found.shared <= 227 << 10
 
@@ -276,7 +276,7 @@ def test_compiled_for_hopper():
 
 @pytest.mark.parametrize("rows_first", [False, True])
 @pytest.mark.parametrize("shape", [(2, 4, 75, 24), (1, 4, 75, 24), (2, 1, 75, 24), (2, 4, 1, 24), (1, 1, 1, 8)])
-def test_axes_of_matrices_stand_in_the_order_of_their_steps(shape, rows_first):
+def test_axes_of_descriptors_are_in_the_order_of_their_strides(shape, rows_first):
     x = torch.arange(float(np.prod(shape))).reshape(shape).half()
     problem = make_problem(*(x.transpose(1, 2).contiguous().transpose(1, 2) if rows_first else x for _ in range(3)))
     assert not list(hopper.refuses(problem))

@@ -1,13 +1,13 @@
-"""A machine of NumPy that runs Gluon kernels: their own Python, with a stand-in for the language.
+"""An interpreter of Gluon kernels in NumPy, since Triton's interpreter does not support Gluon.
 
-Triton's interpreter knows nothing of Gluon. Here a kernel's functions run as they are written, with `gl`, `tl`, `tma`,
-`mbarrier` and `warpgroup_mma` replaced. What makes such a kernel hard is kept: groups of warps run as threads, one at a
-time, and a random number decides at every wait, arrival and asynchronous instruction who goes on and which copy or
-product is done next. Memory that a copy will write is NaN from when it is asked for; memory is read when a product is
-done, not when it is asked for; and a sum of products cannot be had before it is waited for. So a barrier too few, a
-phase mistaken or memory given back too early is a wrong result, and a barrier too many an error that says who waits.
+The functions of a kernel run as Python, with `gl`, `tl`, `tma`, `mbarrier` and `warpgroup_mma` replaced. Concurrency is
+modelled: warpgroups run as threads, one at a time. At every wait, arrival and asynchronous instruction a random number
+decides which thread continues, and which copy or product completes next. The target of a copy is NaN from
+the start of the copy to its end. A product reads its operands when it completes, not when it starts, and its result is
+not available before a wait. So a missing barrier, a wrong phase, or memory released too early gives a wrong result, and
+a barrier too many raises an error that names the waiting warps.
 
-Layouts, the order of sums in a product and the time anything takes are not modelled.
+Layouts, the order of sums in a product, and time are not modelled.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ LAYOUTS = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout")
 
 
 class Block(np.ndarray):
-    """A tensor of the language: an array that rounds as its type does; whole numbers divide toward zero."""
+    """A tensor: an array with the rounding of its dtype, whose integers divide toward zero."""
 
     type = SimpleNamespace(layout=None)
 
     def __array_wrap__(self, array: np.ndarray, context: Any = None, return_scalar: bool = False) -> Block:
-        return array.view(Block)  # numbers stay blocks
+        return array.view(Block)  # scalars stay blocks
 
     def to(self, dtype: Any) -> Block:
         rounded = self.astype(ROUNDED[dtype]) if dtype in ROUNDED else self
@@ -84,7 +84,7 @@ def block(value: Any) -> Block:
 
 
 class Pointer:
-    """An address in memory: what is added counts entries."""
+    """A pointer into an array; offsets count entries."""
 
     def __init__(self, array: np.ndarray, offset: Any) -> None:
         self.array, self.offset = array, offset
@@ -99,7 +99,7 @@ class Pointer:
 
 
 class Shared:
-    """Shared memory, or a view of it, NaN until it is written."""
+    """Shared memory, or a view of it; NaN until it is written."""
 
     def __init__(self, array: np.ndarray, dtype: Any, fenced: set[int]) -> None:
         self.array, self.dtype, self.shape, self.unfenced = array, dtype, list(array.shape), fenced
@@ -124,7 +124,7 @@ class Shared:
 
 
 class Barrier:
-    """An mbarrier: a phase ends when all who count have arrived and every byte that was expected has."""
+    """An mbarrier: a phase ends when `count` arrivals and all expected bytes have arrived."""
 
     def __init__(self) -> None:
         self.count = self.phase = self.waiting = self.missing = 0
@@ -153,7 +153,7 @@ class Barriers:
 
 
 class Matrices:
-    """A tensor copied in tiles: what lies outside is read as 0 and not written."""
+    """A tensor that is copied in tiles: entries outside the tensor are read as 0 and not written."""
 
     def __init__(self, descriptor: TensorDescriptor) -> None:
         base = descriptor.base
@@ -163,7 +163,7 @@ class Matrices:
         self.nbytes_per_cta = math.prod(self.block_shape) * base.element_size()
 
     def _inside(self, corner: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Of the tile and of the tensor: what of the tile is in the tensor."""
+        """Return the slices of the tile and of the tensor where both overlap."""
         assert all(first >= 0 for first in corner)
         there = tuple(
             slice(int(first), max(int(first), min(int(first) + length, size)))
@@ -183,18 +183,18 @@ class Matrices:
 
 
 class Product:
-    """A sum of products that is on its way."""
+    """An asynchronous matrix product; `value` is None until it completes."""
 
     def __init__(self) -> None:
         self.value: Block | None = None
 
 
 class Stop(BaseException):
-    """Ends the threads of a machine that has failed."""
+    """Ends the threads of a failed machine."""
 
 
 class Warps:
-    """A group of warps: a thread, what it waits for, and its products and stores in order."""
+    """A group of warps: a thread, the condition it waits for, and its pending products and stores in order."""
 
     def __init__(self, name: str) -> None:
         self.name, self.go = name, threading.Semaphore(0)
@@ -205,18 +205,18 @@ class Warps:
 
 
 def broken(function: JITCallable, before: str, after: str) -> FunctionType:
-    """A function with a fault in it: `before` of its source reads `after`."""
+    """Return a function whose source has the text `after` in place of `before`."""
     source = textwrap.dedent(inspect.getsource(function.fn))
-    assert source.count(before) == 1, f"{before!r} stands {source.count(before)} times in {function.__name__}"
-    room = dict(function.fn.__globals__)
-    exec(source[source.index("def ") :].replace(before, after), room)
-    return room[function.__name__]
+    assert source.count(before) == 1, f"{before!r} occurs {source.count(before)} times in {function.__name__}, not once"
+    namespace = dict(function.fn.__globals__)
+    exec(source[source.index("def ") :].replace(before, after), namespace)
+    return namespace[function.__name__]
 
 
 class Machine:
-    """One block of threads at a time; `seed` decides the order in which everything happens.
+    """Runs the programs of a kernel one at a time; `seed` determines the order of all events.
 
-    `instead` holds functions to run in the place of others.
+    `instead` maps functions to the functions that replace them.
     """
 
     def __init__(self, seed: int, instead: Mapping[JITCallable, FunctionType] | None = None) -> None:
@@ -229,18 +229,18 @@ class Machine:
         self.unfenced: set[int] = set()
         self.here = threading.local()
         self.back = threading.Semaphore(0)
-        self.known: dict[int, FunctionType] = {}
-        self.stands = self._language()
+        self.emulated_functions: dict[int, FunctionType] = {}
+        self.replacements = self._language()
 
     def launch(self, kernel: JITCallable, programs: int, **arguments: Any) -> None:
-        """The kernel for every program, in a random order."""
+        """Run every program of the kernel, in a random order."""
         function = self.emulated(kernel)
-        kinds = kernel.fn.__annotations__
-        given = {name: self._argument(value, str(kinds.get(name))) for name, value in arguments.items()}
+        annotations = kernel.fn.__annotations__
+        converted = {name: self._argument(value, str(annotations.get(name))) for name, value in arguments.items()}
         for program in self.random.sample(range(programs), programs):
             self.program = program
             with np.errstate(all="ignore"):
-                function(**given)
+                function(**converted)
 
     def _argument(self, value: Any, kind: str = "") -> Any:
         if isinstance(value, JITCallable):
@@ -258,30 +258,31 @@ class Machine:
             return block(np.int32(value) if abs(value) < 2**31 else np.int64(value))
         return value
 
-    # the language
+    # -- the language
 
     def emulated(self, jit: JITCallable) -> FunctionType:
-        """The function with this machine's words in the place of the language's."""
-        if id(jit) not in self.known:
+        """Return the function with the language replaced by this machine."""
+        if id(jit) not in self.emulated_functions:
             function = self.instead.get(id(jit), jit.fn)
-            room: dict[str, Any] = {"__builtins__": __builtins__}
-            self.known[id(jit)] = FunctionType(function.__code__, room, jit.__name__, function.__defaults__)
+            scope: dict[str, Any] = {"__builtins__": __builtins__}
+            emulated = FunctionType(function.__code__, scope, jit.__name__, function.__defaults__)
+            self.emulated_functions[id(jit)] = emulated
             for name, value in function.__globals__.items():
-                room.setdefault(name, self._word(value))
-        return self.known[id(jit)]
+                scope.setdefault(name, self._global(value))
+        return self.emulated_functions[id(jit)]
 
-    def _word(self, value: Any) -> Any:
+    def _global(self, value: Any) -> Any:
         if isinstance(value, JITCallable):
-            return lambda *given, **named: self.emulated(value)(*given, **named)
+            return lambda *args, **kwargs: self.emulated(value)(*args, **kwargs)
         if isinstance(value, tl.constexpr):
             return value.value
-        return self.stands.get(value, value) if isinstance(value, ModuleType) or callable(value) else value
+        return self.replacements.get(value, value) if isinstance(value, ModuleType) or callable(value) else value
 
     def _language(self) -> dict[Any, Any]:
-        def whole(how: Callable[..., Any]) -> Callable[..., Block]:
-            return lambda *values, **_: block(how(*values))
+        def lifted(function: Callable[..., Any]) -> Callable[..., Block]:
+            return lambda *values, **_: block(function(*values))
 
-        names: dict[str, Any] = {name: whole(getattr(np, name)) for name in ELEMENTWISE}
+        names: dict[str, Any] = {name: lifted(getattr(np, name)) for name in ELEMENTWISE}
         names |= {name: lambda *_, **__: None for name in LAYOUTS}
         names |= {name: getattr(gl, name) for name in DTYPES}
         names |= {
@@ -295,9 +296,9 @@ class Machine:
             "cast": lambda value, dtype: block(value).to(dtype),
             "convert_layout": lambda value, *_, **__: value,
             "broadcast": lambda *values: tuple(map(block, np.broadcast_arrays(*values))),
-            "max": whole(np.max),
-            "sum": whole(np.sum),
-            "fma": whole(lambda x, y, z: x * y + z),
+            "max": lifted(np.max),
+            "sum": lifted(np.sum),
+            "fma": lifted(lambda x, y, z: x * y + z),
             "load": self._load,
             "store": self._store,
             "allocate_shared_memory": self._allocate,
@@ -312,7 +313,7 @@ class Machine:
         )
         return {
             **dict.fromkeys([gl, tl, gluon_language], language),
-            libdevice: SimpleNamespace(exp=whole(np.exp), pow=whole(np.power), tanh=whole(np.tanh)),
+            libdevice: SimpleNamespace(exp=lifted(np.exp), pow=lifted(np.power), tanh=lifted(np.tanh)),
             hopper.mbarrier: barriers,
             hopper.tma: copies,
             hopper.warpgroup_mma: self._product,
@@ -336,7 +337,7 @@ class Machine:
         assert np.all((places >= 0) & (places < flat.size) | ~mask), "a write outside the array"
         flat[places[mask]] = value[mask]
 
-    # what goes on beside the threads
+    # -- asynchronous operations
 
     def _init(self, barrier: Barrier, count: int) -> None:
         barrier.count = barrier.waiting = count
@@ -367,7 +368,7 @@ class Machine:
         self.unfenced.discard(threading.get_ident())
 
     def _async_store(self, matrix: Matrices, corner: list[int], memory: Shared) -> None:
-        assert threading.get_ident() not in self.unfenced, "memory written, not fenced, and read by a copy"
+        assert threading.get_ident() not in self.unfenced, "a copy reads memory that was written without a fence"
         self.here.warps.stores.append(lambda: matrix.store(corner, memory))
         self._pause("", lambda: True)
 
@@ -376,7 +377,7 @@ class Machine:
         self._pause("its stores", lambda: len(stores) <= pending)
 
     def _product(self, a: Any, b: Shared, total: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
-        assert is_async, "products here are asynchronous"
+        assert is_async, "only asynchronous products are supported"
         product = Product()
 
         def done() -> None:
@@ -392,10 +393,10 @@ class Machine:
         products = self.here.warps.products
         self._pause("its products", lambda: len(products) <= outstanding)
         values = tuple(d.value if isinstance(d, Product) else d for d in deps)
-        assert all(v is not None for v in values), "a sum taken before it was waited for"
+        assert all(v is not None for v in values), "a product is read before a wait"
         return values[0] if len(values) == 1 else values
 
-    # who goes next
+    # -- scheduling
 
     def _specialize(self, parts: list[tuple[Callable[..., Any], tuple[Any, ...]]], *_: Any) -> None:
         self.warps = [Warps(f"group {place}, {function.__name__}") for place, (function, _) in enumerate(parts)]
@@ -409,18 +410,18 @@ class Machine:
             self._schedule()
         finally:
             for warps in self.warps:
-                warps.go.release()  # whoever still waits ends
+                warps.go.release()  # ends the threads that still wait
             for thread in threads:
                 thread.join()
-        assert not self.loads, "a copy nobody waited for"
-        assert not any(warps.products or warps.stores for warps in self.warps), "work nobody waited for"
+        assert not self.loads, "a copy without a wait"
+        assert not any(warps.products or warps.stores for warps in self.warps), "products or stores without a wait"
 
     def _schedule(self) -> None:
         while not all(warps.done for warps in self.warps):
             choices = list(self._choices())
             if not choices:
                 self.failure = AssertionError(
-                    "nobody can go on: " + "; ".join(f"{w.name} waits for {w.why}" for w in self.warps if not w.done)
+                    "deadlock: " + "; ".join(f"{w.name} waits for {w.why}" for w in self.warps if not w.done)
                 )
                 raise self.failure
             self.random.choice(choices)()
@@ -431,7 +432,7 @@ class Machine:
         for warps in self.warps:
             if not warps.done and warps.ready():
                 yield lambda warps=warps: self._continue(warps)
-            for queue in (warps.products, warps.stores):  # each in its own order
+            for queue in (warps.products, warps.stores):  # each queue in order
                 if queue:
                     yield lambda queue=queue: queue.pop(0)()
         for load in self.loads:
@@ -442,9 +443,9 @@ class Machine:
         self.back.acquire()
 
     def _pause(self, why: str, ready: Callable[[], bool]) -> None:
-        """Let somebody else go on, until `ready`."""
+        """Let other threads run until `ready()` is True; `why` names the condition in errors."""
         warps = getattr(self.here, "warps", None)
-        if warps is None:  # before there are groups
+        if warps is None:  # before `warp_specialize`
             return
         warps.why, warps.ready = why, ready
         self.back.release()

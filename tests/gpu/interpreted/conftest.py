@@ -1,7 +1,7 @@
 """Triton kernels: on a GPU if torch sees one, else by Triton's interpreter on CPU tensors.
 
-TRITON_INTERPRET must be set before triton loads, so `test_interpreted.py` starts a separate process for each file. To run
-one file: TRITON_INTERPRET=1 pytest tests/gpu/interpreted/test_gpu_forward.py. On a GPU: pytest tests/gpu/interpreted.
+TRITON_INTERPRET must be set before triton loads, so `test_interpreted.py` starts a process for each file. To run one
+file: TRITON_INTERPRET=1 pytest tests/gpu/interpreted/test_gpu_forward.py. On a GPU: pytest tests/gpu/interpreted.
 """
 
 import importlib.util

@@ -150,13 +150,13 @@ def test_gradients_of_statistics(triton_kernel, rng):
     shapes, options = (2, 4, 20, 12), {"mask": window(9, 20), "score": softcap(3.0)}
     see = [weights(), scores(), entropy()]
     x = [rng.normal(size=size) for size in (shapes, (2, 2, 37, 12), (2, 2, 37, 8))]
-    posed = {
+    problems = {
         dtype: Case(*(a.astype(dtype) for a in x), options).as_torch().make_problem(see=see) for dtype in ("f4", "f8")
     }
-    problem = posed["f4"]
+    problem = problems["f4"]
     d_output, d_lse = (to_torch(rng.normal(size=size).astype("f4")) for size in ((*shapes[:3], 8), shapes[:3]))
     d_seen = [to_torch(rng.normal(size=one.outputs(problem)[0][0]).astype("f4")) for one in see]
-    rough, truth = (streaming.backward(p, d_output, d_lse, tuple(d_seen)) for p in posed.values())
+    rough, truth = (streaming.backward(p, d_output, d_lse, tuple(d_seen)) for p in problems.values())
     answer = triton_kernel.run(problem)
     tiles = lambda: streaming.tiles(streaming.TileOps(problem), answer.lse)  # noqa: E731
     added = statistic_gradients(problem, answer.lse, tiles, d_seen)
@@ -168,23 +168,23 @@ def test_gradients_of_statistics(triton_kernel, rng):
 @pytest.mark.parametrize("name", ["pair", "any", "query", "key", "head"])
 @pytest.mark.parametrize("odd", [False, True])
 def test_gradients_of_tables_with_statistics(triton_kernel, name, odd, rng):
-    """Rows past the last query (20 queries in blocks of 16) add nothing, nor does an infinite key, where 0 · ∞ is NaN."""
+    """Rows past the last query (20 queries, blocks of 16) add nothing, nor does an infinite key, where 0 · ∞ is NaN."""
     given = [rng.normal(size=(2, 2, length, 12)).astype("f4") for length in (20, 37, 37)]
     given[1][0, 0, 5, 3] = np.inf if odd else 0.5
     given[0][..., 3] = -np.abs(given[0][..., 3])  # the infinite key has weight 0
     options, see = {"score": TABLES[name](rng.normal(size=(2, 20, 37)).astype(np.float32))}, [] if odd else [scores()]
-    posed = {
+    problems = {
         dtype: Case(*(a.astype(dtype) for a in given), options).as_torch().make_problem(see=see)
         for dtype in ("f4", "f8")
     }
-    problem, wanted_tables = posed["f4"], range(len(posed["f4"].tables))
+    problem, wanted_tables = problems["f4"], range(len(problems["f4"].tables))
     d_output, d_lse = (to_torch(rng.normal(size=size).astype("f4")) for size in ((2, 2, 20, 12), (2, 2, 20)))
     d_seen = [to_torch(rng.normal(size=one.outputs(problem)[0][0]).astype("f4")) for one in see]
     answer = triton_kernel.run(problem)
     tiles = lambda: streaming.tiles(streaming.TileOps(problem), answer.lse)  # noqa: E731
     added = statistic_gradients(problem, answer.lse, tiles, d_seen)
     found = triton_kernel.backward(problem, d_output, d_lse, (answer.output, answer.lse), wanted_tables, None, added)
-    rough, truth = (streaming.backward(p, d_output, d_lse, tuple(d_seen)) for p in posed.values())
+    rough, truth = (streaming.backward(p, d_output, d_lse, tuple(d_seen)) for p in problems.values())
     for each in zip(found.tables, truth.tables, rough.tables, strict=True):
         assert_within_budget(*map(to_numpy, each), name)
 
@@ -317,12 +317,12 @@ FAULTS = {  # the module, a line of its source, and the line with the fault
         "range(g, args.H, args.H // args.group)",
     ),
     "dropped weights in dV": ("kernels.backward_keys", "tl.where(keep, p, 0.0)", "p"),
-    "the mask half transposed": ("launch.schedule", '("n", "m"), ("m", "n")', '("n", "n"), ("m", "m")'),
+    "the mask half transproblems": ("launch.schedule", '("n", "m"), ("m", "n")', '("n", "n"), ("m", "m")'),
     "a slot too far": ("kernels.table_gradient", "slot = exponent >> 3", "slot = (exponent + 1) >> 3"),
     "a sign dropped": ("kernels.table_gradient", "tl.where(bits < 0, -number, number)", "number"),
 }
 
-SEEN_DAILY = ("forgotten δ", "wrong query heads of a group", "the mask half transposed", "a slot too far")
+SEEN_DAILY = ("forgotten δ", "wrong query heads of a group", "the mask half transproblems", "a slot too far")
 
 
 def check_everything(kernel):

@@ -251,7 +251,7 @@ LAUNCH = "launch.weights_pass"
 
 FAULTS = {
     "the last tile's maximum": (FUSED, "replaces = above |", "replaces = (max_score == max_score) |", "max_score()"),
-    "a key of its tile": (FUSED, "NO_KEY, j), 1)\n        found", "NO_KEY, j % meta.keys), 1)\n        found", "max_score()"),
+    "a key of its tile": (FUSED, "NO_KEY, j), 1)\n        f", "NO_KEY, j % meta.keys), 1)\n        f", "max_score()"),
     "powers that are not shifted": (FUSED, "tl.maximum(log2_alpha, MIN_POWER) * mass", "0 * mass", "entropy()"),
     "powers that are not rescaled": (FUSED, "MIN_POWER) * mass) * alpha", "MIN_POWER) * mass)", "entropy()"),
     "the sink's own term": (FUSED, "* mass.to(tl.float64) -", "* wide -", "entropy()"),

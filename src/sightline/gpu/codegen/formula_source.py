@@ -1,4 +1,4 @@
-"""A problem's formulas as the text of Triton functions, and the tables they read. Needs no triton."""
+"""The source of Triton functions for the formulas of a problem, and the tables they read. Does not import triton."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ INT32_MAX = 2**31 - 1
 
 _RENDERED = TensorCache(1024)
 
-NamedFormula = tuple[str, Expression, bool]  # the function's name, the formula, whether it takes scores
+NamedFormula = tuple[str, Expression, bool]  # (name of the function, formula, True if the function takes scores)
 
 
 def render_sources(problem: Problem, others: Sequence[NamedFormula] = ()) -> dict[str, str]:
-    """The module of each function by its name: `mask_at` and `score_at`, where there are such formulas, and others."""
+    """Return the source of a module per function: of `mask_at` and `score_at`, if they exist, and of `others`."""
     named = _named_formulas(problem, others)
-    slots = {id(table): slot for slot, table in enumerate(collect_tables(problem, others))}
+    tables = collect_tables(problem, others)
+    slots = {id(table): slot for slot, table in enumerate(tables)}
     ranges = {name: find_index_ranges(formula, problem.extent) for name, formula, _ in named}
-    byte_extents = [_byte_extent(table) for table in collect_tables(problem, others)]
-    needs_int64 = max([number for number, _ in ranges.values()] + byte_extents, default=0.0) > INT32_MAX
+    largest = max([number for number, _ in ranges.values()] + [_byte_extent(table) for table in tables], default=0.0)
 
     def source(name: str, formula: Expression, scores: bool) -> str:
         options: dict[str, Any] = {
             "floats": "float64" if formula.kind == "bool" else problem.accumulator,
-            "integers": "int64" if needs_int64 else "int32",
+            "integers": "int64" if largest > INT32_MAX else "int32",
             "slots": tuple([slots[id(table)] for table in formula.tables]),
             "clamped": ranges[name][1],
             "scores": scores,
@@ -45,10 +45,9 @@ def render_sources(problem: Problem, others: Sequence[NamedFormula] = ()) -> dic
 
 
 def collect_tables(problem: Problem, others: Sequence[NamedFormula] = ()) -> list[Table]:
-    """Every table of the formulas once, in the order in which kernels take them."""
-    return list(
-        {id(table): table for _, formula, _ in _named_formulas(problem, others) for table in formula.tables}.values()
-    )
+    """Return every table of the formulas once, in the order of the argument `tables` of the kernels."""
+    formulas = [formula for _, formula, _ in _named_formulas(problem, others)]
+    return list({id(table): table for formula in formulas for table in formula.tables}.values())
 
 
 def _named_formulas(problem: Problem, others: Sequence[NamedFormula]) -> list[NamedFormula]:
@@ -57,6 +56,6 @@ def _named_formulas(problem: Problem, others: Sequence[NamedFormula]) -> list[Na
 
 
 def _byte_extent(table: Table) -> float:
-    """Bytes between the farthest entries, which a view with gaps may spread far."""
+    """Return the bytes between the first and the last entry, which strides can make more than the table's size."""
     strides = layout(table.array)[1]
     return float(sum(max(length - 1, 0) * abs(stride) for length, stride in zip(table.shape, strides, strict=True)))

@@ -1,4 +1,4 @@
-"""Triton's language with the one word of formulas that Gluon has otherwise: what generated text calls `tl` in Gluon."""
+"""The module `tl` of formulas compiled for Gluon: Triton's language, with Gluon's definition of `full`."""
 
 from triton.experimental.gluon.language import full
 from triton.language import *  # noqa: F403

@@ -1,9 +1,9 @@
-"""The forward kernel for Hopper's GPUs (sm_90), its warps specialised.
+"""The forward kernel with specialised warps, for Hopper GPUs (sm_90).
 
-It has never run on one: it compiles for them, and its own code has run on a machine of NumPy
-(tests/helpers/gluon_interpreter.py), which knows its barriers and its arithmetic and nothing of its speed. So no plan
-takes it by itself; `sightline.tune(..., specialise=True)` tries it, on the machine at hand, and later calls take it
-where it was found right and faster.
+The kernel has never run on a GPU. It compiles for Hopper, and its code runs in an interpreter in NumPy
+(tests/helpers/gluon_interpreter.py), which models barriers and arithmetic, but not speed. So no plan selects the kernel
+by default. `sightline.tune(..., specialise=True)` tries it on the GPU of the process, and later calls use it for the
+problems for which it was correct and faster.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..version import triton_version
 
 __all__ = ["candidate_configurations", "refuses"]
 
-MIN_TRITON_VERSION = (3, 9)  # whose Gluon has the words the kernel is written in
-TMA_ALIGNMENT = 16  # bytes: what the tensor memory accelerator asks of addresses and steps between rows
+MIN_TRITON_VERSION = (3, 9)  # the first whose Gluon has the features of the kernel
+TMA_ALIGNMENT = 16  # bytes: the tensor memory accelerator requires it of addresses and of strides between rows
 
 
 def refuses(problem: Problem) -> Iterator[Refusal]:
-    """Every reason the kernel cannot serve a problem that the Triton kernel serves; none means that it can."""
+    """Yield every reason why the kernel cannot serve a problem that the Triton kernel serves."""
     if triton_version() < MIN_TRITON_VERSION:
-        found, least = (".".join(map(str, version)) for version in (triton_version(), MIN_TRITON_VERSION))
-        yield Refusal(f"triton {found}", f"take triton {least} or later")
+        found, minimum = (".".join(map(str, version)) for version in (triton_version(), MIN_TRITON_VERSION))
+        yield Refusal(f"triton {found}", f"install triton {minimum} or later")
     if problem.dtype not in ("bfloat16", "float16"):
         yield Refusal(f"{problem.dtype}", "bfloat16 or float16")
     if padded_width(problem.d_k) != padded_width(problem.d_v) or problem.d_k > 256:
@@ -35,39 +35,40 @@ def refuses(problem: Problem) -> Iterator[Refusal]:
     if problem.d_v % (TMA_ALIGNMENT // 2):
         yield Refusal(f"d_v {problem.d_v}", f"rows of a multiple of {TMA_ALIGNMENT} bytes")
     if not problem.n or not problem.m:
-        yield Refusal(f"{problem.n} queries, {problem.m} keys", "one of each at least")
+        yield Refusal(f"{problem.n} queries, {problem.m} keys", "at least one of each")
     if problem.scale <= 0:
         yield Refusal(f"scale {problem.scale}", "a scale above 0")
     if problem.dropout:
         yield Refusal("dropout", "dropout=0")
     if problem.see:
-        yield Refusal("statistics, which may ride along", "see=()")
+        yield Refusal("statistics, some of which the forward kernel computes", "see=()")
     for name in ("query", "key", "value"):
         yield from _tma_refusals(name, getattr(problem, name))
 
 
 def _tma_refusals(name: str, array: Any) -> Iterator[Refusal]:
-    """Why the tensor memory accelerator cannot copy tiles of an array."""
+    """Yield every reason why the tensor memory accelerator cannot copy tiles of an array."""
     from ..launch.arguments import to_operand
 
     _, lengths, strides, *inner = to_operand(array)
     if len(lengths) > 1:
-        yield Refusal(f"{name} with leading axes that do not lie one in the other", "one batch axis")
+        yield Refusal(f"{name} with batch axes that do not merge to one stride", "one batch axis")
     if inner[-1] != 1 and array.shape[-1] != 1:
-        yield Refusal(f"{name} with a step of {inner[-1]} between columns", "columns one beside the other")
+        yield Refusal(f"{name} with the stride {inner[-1]} between columns", "contiguous columns")
     size = array.element_size()
-    steps = [*strides, *(step for step, length in zip(inner[:-1], array.shape[-3:-1], strict=True) if length > 1)]
-    if array.data_ptr() % TMA_ALIGNMENT or any(step * size % TMA_ALIGNMENT or step <= 0 for step in steps):
+    strides = [*strides, *(step for step, length in zip(inner[:-1], array.shape[-3:-1], strict=True) if length > 1)]
+    offset = array.data_ptr() % TMA_ALIGNMENT
+    if offset or any(stride * size % TMA_ALIGNMENT or stride <= 0 for stride in strides):
         yield Refusal(
-            f"{name} of steps {steps} at an address that is {array.data_ptr() % TMA_ALIGNMENT} over a multiple of {TMA_ALIGNMENT}",
-            f"an address and steps of multiples of {TMA_ALIGNMENT} bytes, above 0",
+            f"{name} with strides {list(strides)} of {size} bytes, and an address of {offset} modulo {TMA_ALIGNMENT}",
+            f"an address and strides of multiples of {TMA_ALIGNMENT} bytes, above 0",
         )
 
 
 def candidate_configurations(problem: Problem) -> tuple[Configuration, ...]:
-    """Sizes to choose from, none measured; the first spills least.
+    """Return the sizes that tuning tries. None is measured; the first spills the fewest registers.
 
-    A group's 64 rows of S and O and its weights lie in registers, beside what a score formula needs.
+    The 64 rows of S, O and P of a warpgroup are in registers, as are the intermediate values of a score formula.
     """
     width, has_score = padded_width(problem.d_k), problem.score is not None
     if width == 256:

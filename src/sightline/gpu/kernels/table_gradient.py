@@ -9,7 +9,7 @@ d score / d entry and the index of the entry that a pair reads. A lookup is of o
 
 Except for "pair", several programs may add to an entry, in an unknown order. They add integers, whose sum does not
 depend on the order: an entry has one 64-bit slot for every 8 exponents of float32. A summand adds its significand,
-shifted to the unit of the slot. No summand within the range of float32 is rounded, and a slot has room for 2³¹
+shifted to the unit of the slot. No summand within the range of float32 is rounded, and a slot holds 2³¹
 summands (Demmel and Nguyen, "Fast reproducible floating-point summation", 2013, use slots for another purpose). One
 further slot counts the summands that are not finite; float64 summands beyond the range of float32 count as such.
 """
@@ -21,7 +21,7 @@ import triton.language as tl
 
 __all__ = ["FIRST_SLOT_EXPONENT", "MAX_ADDITIONS", "SLOTS", "SLOT_BITS", "add"]
 
-MAX_ADDITIONS = 2**31  # summands of one entry that its slots have room for
+MAX_ADDITIONS = 2**31  # of one entry: the slots cannot overflow
 SLOT_BITS = 8
 SLOTS = tl.constexpr(33)
 FIRST_SLOT_EXPONENT = -150  # the unit of slot k is 2^(8 k − 150)
