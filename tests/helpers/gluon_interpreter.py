@@ -2,10 +2,10 @@
 
 The functions of a kernel run as Python, with `gl`, `tl`, `tma`, `mbarrier` and `warpgroup_mma` replaced. Concurrency is
 modelled: warpgroups run as threads, one at a time. At every wait, arrival and asynchronous instruction a random number
-decides which thread continues, and which copy or product completes next. The target of a copy is NaN from
-the start of the copy to its end. A product reads its operands when it completes, not when it starts, and its result is
-not available before a wait. So a missing barrier, a wrong phase, or memory released too early gives a wrong result, and
-a barrier too many raises an error that names the waiting warps.
+decides which thread continues, and which copy or product completes next. The target of a copy is NaN from the start of
+the copy to its end. A product reads its operands when it completes, not when it starts, and its result is not available
+before a wait. So a missing barrier, a wrong phase, or memory released too early gives a wrong result, and a barrier too
+many raises an error that names the waiting warps.
 
 Layouts, the order of sums in a product, and time are not modelled.
 """
