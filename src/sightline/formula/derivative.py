@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from .expression import SYMBOLS, Apply, Constant, Expression, apply, walk, where
+from .expression import SYMBOLS, Apply, Expression, apply, as_expression, walk, where
 
 __all__ = ["DERIVATIVE_RULES", "derivative"]
 
-ZERO, ONE = Constant(0.0, "float"), Constant(1.0, "float")
+ZERO, ONE = as_expression(0.0), as_expression(1.0)
 
 
 def derivative(formula: Expression, variable: Expression = SYMBOLS["s"]) -> Expression:

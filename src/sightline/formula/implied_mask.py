@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from .bounds import compute_intervals
-from .expression import Apply, Constant, Expression, Lookup, walk, where
+from .expression import Apply, Constant, Expression, Lookup, as_expression, walk, where
 from .tile_ranges import make_box
 
 __all__ = ["hidden_condition"]
@@ -24,7 +24,7 @@ def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Ex
         operator = node.operator if isinstance(node, Apply) else None
         condition: Expression | None = None
         if isinstance(node, Constant):
-            condition = Constant(True, "bool") if node.value == -math.inf else None
+            condition = as_expression(True) if node.value == -math.inf else None
         elif isinstance(node, Lookup) and node.kind == "float":
             condition = node == -math.inf if (bounds[id(node)][0] == -math.inf).any() else None
         elif operator in ("add", "minimum"):
@@ -34,7 +34,7 @@ def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Ex
         elif operator == "maximum" and hidden[0] is not None and hidden[1] is not None:
             condition = hidden[0] & hidden[1]
         elif operator == "where" and any(part is not None for part in hidden[1:]):
-            yes, no = (Constant(False, "bool") if part is None else part for part in hidden[1:])
+            yes, no = (as_expression(False) if part is None else part for part in hidden[1:])
             condition = where(node.arguments[0], yes, no) if "s" not in node.arguments[0].free_symbols else None
         conditions[id(node)] = condition
     return conditions[id(score)]

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from .bounds import compute_intervals
-from .expression import Expression, Lookup, parse_text, walk
+from .expression import Expression, Lookup, walk
 from .tensor_cache import TensorCache
 from .tile_ranges import make_box
 
@@ -22,20 +22,15 @@ _RANGES = TensorCache(4096)
 def find_index_ranges(formula: Expression | None, extent: Extent) -> IndexRanges:
     """Return the formula's largest whole number, and the table indices that may leave their table at hidden pairs.
 
-    An index is (position of the lookup in `walk`, axis). The result is cached: for formulas without tables by their
-    text, for other formulas as long as their arrays live.
+    An index is (position of the lookup in `walk`, axis). The result is cached: for formulas without tables by the
+    formula, for other formulas by their text as long as their arrays live.
     """
     if formula is None:
         return 0.0, ()
     if not formula.tables:
-        return _find_cached(formula.text, extent)
+        return _find_cached(formula, extent)
     arrays = [table.array for table in formula.tables]
     return _RANGES.get((formula.text, extent), arrays, lambda: _find(formula, extent))
-
-
-@lru_cache(4096)
-def _find_cached(text: str, extent: Extent) -> IndexRanges:
-    return _find(parse_text(text, ()), extent)
 
 
 def _find(formula: Expression, extent: Extent) -> IndexRanges:
@@ -50,3 +45,6 @@ def _find(formula: Expression, extent: Extent) -> IndexRanges:
                 if np.min(low) < 0 or np.max(high) >= node.table.shape[axis]:
                     out_of_range.add((position, axis))
     return largest, tuple(sorted(out_of_range))
+
+
+_find_cached = lru_cache(4096)(_find)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import namespace, to_numpy
 from ..errors import MaskError, ParameterError, ShapeError
-from .expression import SYMBOLS, Constant, Expression, Lookup, apply
+from .expression import SYMBOLS, Expression, Lookup, apply, as_expression, intern
 from .tables import Table
 
 __all__ = [
@@ -354,4 +354,4 @@ def _lookup(table: Table) -> Expression:
     """Return the table read at the symbols of its axes; an axis of length 1 is read at 0."""
     names = "bhij"[4 - table.ndim :]
     axes = zip(names, table.shape, strict=True)
-    return Lookup(table, tuple(Constant(0, "int") if length == 1 else SYMBOLS[name] for name, length in axes))
+    return intern(Lookup(table, tuple(as_expression(0) if length == 1 else SYMBOLS[name] for name, length in axes)))

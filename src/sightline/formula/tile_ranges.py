@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import namespace
 from .bounds import Interval, compute_intervals
-from .expression import Constant, Expression, parse_text
+from .expression import Expression, as_expression
 from .render_array import evaluate
 
 __all__ = ["TileRanges", "find_tile_ranges", "find_witness"]
@@ -73,17 +73,12 @@ def find_tile_ranges(
     """Return the tile ranges of a mask; None is the mask that allows every pair.
 
     A tile is empty if the bounds prove that every pair is hidden, full if they prove that every pair is allowed, and
-    partial otherwise. The ranges of masks without tables are cached by the mask's text.
+    partial otherwise. The ranges of masks without tables are cached: equal masks are one object.
     """
-    mask = Constant(True, "bool") if mask is None else mask
+    mask = as_expression(True) if mask is None else mask
     if mask.tables:
         return _search(mask, extent, query_block, key_block)
-    return _search_cached(mask.text, extent, query_block, key_block)
-
-
-@lru_cache(64)
-def _search_cached(text: str, extent: tuple[int, int, int, int], query_block: int, key_block: int) -> TileRanges:
-    return _search(parse_text(text, ()), extent, query_block, key_block)
+    return _search_cached(mask, extent, query_block, key_block)
 
 
 def _search(mask: Expression, extent: tuple[int, int, int, int], query_block: int, key_block: int) -> TileRanges:
@@ -97,6 +92,9 @@ def _search(mask: Expression, extent: tuple[int, int, int, int], query_block: in
     row, first, last, full = _merge_adjacent(np.concatenate(pieces, axis=1))
     start = np.searchsorted(row, np.arange(rows + 1))
     return TileRanges(extent, query_block, key_block, batches, heads, start, first, last, full.astype(bool))
+
+
+_search_cached = lru_cache(64)(_search)
 
 
 def _bisect(

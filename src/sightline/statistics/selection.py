@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arrays import namespace
 from ..errors import ParameterError
-from ..formula.expression import SYMBOLS, Constant, Expression, Lookup, walk
+from ..formula.expression import SYMBOLS, Expression, Lookup, as_expression, walk
 from ..formula.tables import Table
 from .base import BackwardContext, ForwardContext, Outer, StatisticBase, StatisticGradients, Tile
 
@@ -274,7 +274,7 @@ def restrict(problem: Problem, queries: Indices | None, query_heads: Indices | N
         places, span = _index_array(queries, problem.n, query), contiguous_span(queries, problem.n)
         query = query[..., places, :] if span is None else query[..., span[0] : span[1], :]
         symbols["i"] = Table(places)[SYMBOLS["i"]]
-        symbols["n"] = Constant(problem.n, "int")
+        symbols["n"] = as_expression(problem.n)
     tables: dict[int, Table] = {}
 
     def substitute_in(formula: Expression | None) -> Expression | None:
