@@ -6,13 +6,22 @@ import torch
 from hypothesis import given, settings
 
 import sightline
-from gradient_checks import NAMES, by_cpu, by_definition, check, differentiated, seeds_of, undefined
+from gradient_checks import (
+    NAMES,
+    by_cpu,
+    by_definition,
+    check,
+    differentiated,
+    reference_gradients,
+    seeds_of,
+    undefined,
+)
 from sightline import attention, h, i, j, padding, s, softcap, table
 from sightline.accuracy import summation_orders
 from sightline.arrays import to_numpy
 from sightline.cpu.launch import backward as launch_backward
 from sightline.problem import make_problem
-from sightline.reference import backward, compute_gradients, compute_stages, forward
+from sightline.reference import backward, compute_stages, forward
 from sightline.streaming import backward as streaming_backward
 from sightline.testing import assert_within_budget
 from strategies import DTYPES, Case, cases, to_torch
@@ -154,7 +163,7 @@ def test_a_dropped_value_reaches_no_gradient_of_its_query(rng):
     whole = np.isfinite(compute_stages(problem).output).all(-1)
     assert 0 < whole.sum() < 20
     with np.errstate(all="ignore"):
-        for found in (compute_gradients(problem, d_output), streaming_backward(problem, d_output)):
+        for found in (reference_gradients(problem, d_output), streaming_backward(problem, d_output)):
             assert np.array_equal(np.isfinite(found.query).all(-1), whole)
 
 

@@ -1,6 +1,6 @@
-"""What the library needs to know of an array, whatever library made it: namespace, dtype, device, host copy.
+"""Properties of an array of any library: namespace, dtype, device, memory layout, copy on the host.
 
-NumPy and torch arrays are told apart by the module of their type, so no framework is imported to ask.
+The type's module tells NumPy arrays from torch tensors, so this module imports no framework to decide.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ __all__ = [
     "FLOATS",
     "accumulator",
     "broadcast_to",
+    "check_float_dtype",
     "convert",
     "detach",
     "device",
@@ -31,13 +32,13 @@ __all__ = [
     "to_numpy",
 ]
 
-Array = Any  # NumPy's or a framework's; checked at the door, so annotations below say only that it is one
+Array = Any  # of NumPy or a framework: `validation` has checked the type
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def framework(array: Array) -> str:
-    """The package the array's type comes from: "numpy", "torch", ..."""
+    """Return the package that the array's type comes from: "numpy", "torch", ..."""
     for base in type(array).__mro__:
         package = base.__module__.partition(".")[0]
         if package in ("numpy", "torch", "jax", "jaxlib"):
@@ -46,8 +47,8 @@ def framework(array: Array) -> str:
 
 
 def namespace(array: Array) -> Any:
-    """The array-API namespace of the array."""
-    if framework(array) == "torch":  # by name: torch.compile warns of the caches in array_namespace
+    """Return the array-API namespace of the array."""
+    if framework(array) == "torch":  # torch.compile warns about the caches in array_namespace
         from array_api_compat import torch
 
         return torch
@@ -57,12 +58,12 @@ def namespace(array: Array) -> Any:
 
 
 def device(array: Array) -> str:
-    """Where the array lives, as text: "cpu", "cuda:0"."""
+    """Return the device of the array as text: "cpu", "cuda:0"."""
     return str(getattr(array, "device", "cpu"))
 
 
 def dtype_name(array: Array) -> str:
-    """The dtype's plain name, "float32" for NumPy's, torch's and ml_dtypes' alike."""
+    """Return the plain name of the dtype; "float32" for float32 of NumPy, torch and ml_dtypes alike."""
     if type(array) is np.ndarray:
         return _numpy_name(array.dtype)
     return str(array.dtype).removeprefix("torch.")
@@ -70,17 +71,29 @@ def dtype_name(array: Array) -> str:
 
 @lru_cache(64)
 def _numpy_name(dtype: Any) -> str:
-    """NumPy puts it together anew each time, in microseconds."""
+    """Return the dtype's name from a cache: NumPy builds the text anew at each call, which takes microseconds."""
     return str(dtype)
 
 
+def check_float_dtype(name: str, array: Array) -> None:
+    """Raise DtypeError unless the dtype of the array is in `FLOATS`; `name` is the array's name in the message."""
+    if dtype_name(array) not in FLOATS:
+        raise DtypeError(f"{name} has dtype {dtype_name(array)}", ", ".join(FLOATS), f"cast {name} to one of these")
+
+
 def accumulator(name: str) -> str:
-    """The dtype sums are kept in: float64 for float64, float32 for all narrower floats."""
+    """Return the dtype that sums are computed in: "float64" for "float64", "float32" for every narrower float."""
     return "float64" if name == "float64" else "float32"
 
 
 def resolve_dtype(xp: Any, name: str) -> Any:
-    """The namespace's dtype object of that name; "bfloat16" in NumPy comes from ml_dtypes."""
+    """Return the namespace's dtype object of that name; "bfloat16" in NumPy comes from ml_dtypes.
+
+    Raises
+    ------
+    DtypeError
+        The namespace does not have the dtype, and ml_dtypes is not installed.
+    """
     if hasattr(xp, name):
         return getattr(xp, name)
     try:
@@ -91,7 +104,7 @@ def resolve_dtype(xp: Any, name: str) -> Any:
 
 
 def to_numpy(array: Array) -> Any:
-    """The values as a NumPy array: no copy where NumPy can share the memory; bfloat16 widens to float32."""
+    """Return the values as a NumPy array, without a copy if memory can be shared; torch's bfloat16 becomes float32."""
     if framework(array) != "torch":
         return np.asarray(array)
     array = array.detach()
@@ -101,49 +114,52 @@ def to_numpy(array: Array) -> Any:
 
 
 def to_host(array: Array) -> Array:
-    """The array itself where it lies in the host's memory, else a copy there."""
+    """Return the array itself if it lies in host memory, else a NumPy copy of the array."""
     return array if device(array) == "cpu" else to_numpy(array)
 
 
 def min_max(array: Array) -> tuple[float, float]:
-    """(least, greatest) entry, NaN where there is one; torch's arrays are read once, by all its threads, in place."""
-    if framework(array) != "torch" or dtype_name(array) in ("uint16", "uint32"):  # torch has no extrema of these
+    """Return (smallest, largest) entry, NaN if any entry is NaN. torch reads its tensors in place, with all threads."""
+    if framework(array) != "torch" or dtype_name(array) in ("uint16", "uint32"):  # torch has no aminmax of these
         array = to_numpy(array)
-        least, greatest = array.min(), array.max()
+        smallest, largest = array.min(), array.max()
     else:
-        least, greatest = array.detach().aminmax()
-    return float(least), float(greatest)
+        smallest, largest = array.detach().aminmax()
+    return float(smallest), float(largest)
 
 
 def convert(array: Array, like: Array) -> Array:
-    """The values as an array of `like`'s library and device, shared where both are on the CPU."""
+    """Return the values as an array of `like`'s library and device, without a copy if both arrays are on the CPU.
+
+    The array itself is returned if both arrays come from the same library, even if their devices differ.
+    """
     if framework(array) == framework(like):
         return array
     host = to_numpy(array)
     if framework(like) != "torch":
         return host
     if not host.flags.writeable or any(stride < 0 for stride in host.strides):
-        host = host.copy()  # torch cannot share these
+        host = host.copy()  # torch cannot share read-only memory or negative strides
     return namespace(like).asarray(host, device=like.device)
 
 
 def broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
-    """The array seen with that shape, without a copy; lengths may be symbols of torch.compile."""
+    """Return a view of the array with that shape; lengths may be symbols of torch.compile."""
     return array.expand(shape) if hasattr(array, "expand") else np.broadcast_to(array, shape)
 
 
 def is_strided(array: Array) -> bool:
-    """Whether its entries lie in memory by strides and all count: neither sparse nor masked."""
+    """True if the array is dense with strides: neither sparse nor masked."""
     return not hasattr(array, "mask") and "strided" in str(getattr(array, "layout", "strided"))
 
 
 def detach(array: Array) -> Array:
-    """The array as its memory holds it, without history: torch's conjugate and negative views are written out."""
+    """Return the array without autograd history; torch's conjugate and negative views are written to new memory."""
     return array.detach().resolve_conj().resolve_neg() if framework(array) == "torch" else np.asarray(array)
 
 
 def layout(array: Array) -> tuple[int, tuple[int, ...]]:
-    """(address of the first entry, bytes from entry to entry along each axis) of a `detach` array on the CPU."""
+    """Return (address of the first entry, bytes between entries along each axis) of a CPU array from `detach`."""
     if framework(array) == "torch":
         size = array.element_size()
         return array.data_ptr(), tuple(size * stride for stride in array.stride())
@@ -151,7 +167,7 @@ def layout(array: Array) -> tuple[int, tuple[int, ...]]:
 
 
 def empty(shape: tuple[int, ...], name: str, like: Array) -> Array:
-    """A new array of that dtype, in `like`'s library and place."""
+    """Return a new array of that shape and dtype with undefined entries, in `like`'s library and on its device."""
     if framework(like) == "torch":
         return like.new_empty(shape, dtype=resolve_dtype(namespace(like), name))
     return np.empty(shape, resolve_dtype(np, name))

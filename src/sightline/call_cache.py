@@ -1,10 +1,15 @@
-"""Calls asked again: what decides a call's road, as a key, and the prepared call kept under it.
+"""A cache of calls: a key made from everything that selects the kernel of a call, and the bound call stored under it.
 
-    attention(q, k, v, mask=i >= j)  →  key  →  prepared call  →  kernel
+    attention(q, k, v, mask=i >= j)  →  key  →  bound call  →  kernel
 
-A key holds all that the road depends on but the arrays' contents. Calls whose contents matter (tables, sinks, masks
-given as arrays), whose formula is a function, or that draw dropout or ask for more than lse have none and go the whole
-road. So do arrays of other types than exactly NumPy's, and torch's where torch itself must see the call.
+A key holds everything that the dispatch of a call depends on, except the arrays' contents. Some calls have no key and
+always go through the full dispatch:
+
+- calls that depend on contents: tables, sinks, masks given as arrays;
+- calls whose formula is a function;
+- calls with dropout;
+- calls that request a statistic other than lse;
+- calls with arrays of a type other than exactly NumPy's or torch's, and torch calls that torch itself must see.
 """
 
 from __future__ import annotations
@@ -29,9 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ADAPTERS", "ArrayAdapter", "formula_tokens", "insert", "lookup"]
 
-MAX_CACHED_CALLS = 256  # prepared calls in memory
-MAX_FORMULA_TOKENS = 48  # words of a formula spelled at every call
-KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX = 3, 6  # places in what `ArrayAdapter.layouts` gives
+MAX_CACHED_CALLS = 256  # the least recently used bound call is dropped beyond this number
+MAX_FORMULA_TOKENS = 48  # longer formulas are identified by their cached text
+KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX = 3, 6  # indices in the result of `ArrayAdapter.layouts`
 
 _lock = threading.Lock()
 Finisher = Callable[[Any, Any, Any, Any, Any], Any]
@@ -39,14 +44,14 @@ Finisher = Callable[[Any, Any, Any, Any, Any], Any]
 
 @dataclass(frozen=True)
 class ArrayAdapter:
-    """How one type of array is taken in.
+    """How the cache reads and allocates one type of array.
 
     Parameters
     ----------
-    layouts : (query, key, value) → shape, strides and dtype of each; None for the whole road
-    address : array → address of its first entry
-    empty : array like the output → function (query) that allocates another
-    rows : array like the output → function () that allocates a float64 number for each of its rows
+    layouts : (query, key, value) → shape, strides and dtype of each array; None if the call needs the full dispatch
+    address : array → address of the array's first entry
+    empty : (query, output) → function (query) that allocates an array like the output
+    empty_lse : output → function () that allocates one float64 number for each row of the output
     """
 
     layouts: Callable[[Any, Any, Any], tuple[Any, ...] | None]
@@ -65,7 +70,7 @@ class _Entry:
     bound_call: BoundCall
 
     def run(self, query: Any, key: Any, value: Any, threads: int | None) -> Any:
-        """The output; None where the kernel leaves it to the whole road."""
+        """Return the output; None if the kernel leaves this call to the full dispatch."""
         address, output = self.adapter.address, self.empty(query)
         addresses = address(query), address(key), address(value), address(output)
         return output if self.bound_call.run(threads, *addresses, (query, key, value, output)) else None
@@ -73,7 +78,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _EntryWithLse(_Entry):
-    """A call of whose answer more is made, with its lse."""
+    """A call that also computes lse; `finish` makes the result from the arrays."""
 
     empty_lse: Callable[[], Any]
     finish: Finisher
@@ -99,7 +104,10 @@ def make_key(
     kernel: Any,
     threads: Any,
 ) -> tuple[Any, ...] | None:
-    """What decides the road of this call of `attention`; None where it may be asked again and mean something else."""
+    """Return everything that selects the kernel of this call of `attention`, as a key.
+
+    Return None if an equal key may mean a different call later.
+    """
     adapter = ADAPTERS.get(type(query))
     if adapter is None or sinks is not None or seed is not None:
         return None
@@ -108,7 +116,7 @@ def make_key(
     layouts = adapter.layouts(query, key, value)
     if layouts is None:
         return None
-    # numbers that are equal and no more: True is 1 and −0.0 is 0.0 in a key
+    # exact types and no zeros, because True equals 1 and −0.0 equals 0.0 in a key
     if type(dropout) is not float or dropout != 0:
         return None
     if scale is not None and (type(scale) is not float or scale == 0):
@@ -122,10 +130,10 @@ def make_key(
 
 
 def formula_tokens(formula: Any) -> tuple[str, ...] | str | None:
-    """A formula without tables as words in Polish notation, or its text where that is long but known; () for none.
+    """Return a formula without tables as tokens in Polish notation; its cached text if it is long; () for None.
 
-    Equal words, equal formula: operators are followed by as many arguments as they take. None where it must be read
-    anew at every call.
+    Formulas with equal tokens are equal, because the number of arguments of every operator is fixed. Return None if the
+    formula must be read anew at every call.
     """
     if formula is None:
         return ()
@@ -151,13 +159,13 @@ def formula_tokens(formula: Any) -> tuple[str, ...] | str | None:
 
 
 def _cached_text(formula: Expression) -> str | None:
-    """The text of a formula without tables, where the whole road has asked for both before."""
+    """Return the formula's text if it has no tables and an earlier dispatch computed `text` and `tables`, else None."""
     found: str | None = formula.__dict__.get("text") if formula.__dict__.get("tables") == () else None
     return found
 
 
 def lookup(cache_key: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
-    """The prepared call with this key, a function of (query, key, value, threads); None where there is none."""
+    """Return the bound call stored under the key, a function of (query, key, value, threads); None if there is none."""
     return _lookup_exact(cache_key) or _lookup_exact(without_key_length(cache_key))
 
 
@@ -166,18 +174,18 @@ def _lookup_exact(cache_key: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | 
     try:
         entry: _Entry = entries[cache_key]
         entries.move_to_end(cache_key)
-    except KeyError:  # never prepared, or dropped by another thread just now
+    except KeyError:  # never inserted, or dropped by another thread a moment ago
         return None
     return entry.run
 
 
 def without_key_length(cache_key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The key without the number of keys."""
+    """Return the cache key without the number of keys m."""
     layouts, *others = cache_key
-    shorter = list(layouts)
+    shortened = list(layouts)
     for index in (KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX):
-        shorter[index] = (*layouts[index][:-2], layouts[index][-1])
-    return (tuple(shorter), *others)
+        shortened[index] = (*layouts[index][:-2], layouts[index][-1])
+    return (tuple(shortened), *others)
 
 
 def insert(
@@ -187,9 +195,9 @@ def insert(
     result: Result,
     finish: Finisher | None = None,
 ) -> None:
-    """Keep a call that went the whole road, where its kernel prepared it and read the caller's arrays themselves.
+    """Store a call that went through the full dispatch if its kernel bound it and reads the caller's own arrays.
 
-    `finish` makes the answer of query, key, value, output and lse, where it is not the output alone.
+    `finish` makes the result from query, key, value, output and lse. Without `finish`, the result is the output alone.
     """
     bound_call, adapter = result.bound_call, ADAPTERS[type(output)]
     if bound_call is None or not bound_call.matches_addresses(*map(adapter.address, arrays)):
@@ -206,11 +214,11 @@ def insert(
             entries.popitem(last=False)
 
 
-# -- NumPy's door --------------------------------------------------------------------------------------------------
+# -- the adapter of NumPy arrays -----------------------------------------------------------------------------------
 
 
 def finish_with_lse(query: Any, key: Any, value: Any, output: Any, lse: Any) -> tuple[Any, tuple[Any]]:
-    """The answer of a call that asks for lse and no more, of NumPy's arrays."""
+    """Return the result of a call that requests lse alone: (output, (lse,)), lse in the accumulator's dtype."""
     return output, (lse.astype(np.float64 if output.dtype == np.float64 else np.float32),)
 
 
@@ -229,7 +237,10 @@ _HEAD = object.__basicsize__
 
 
 def _header_address(array: Any) -> int:
-    """`data` of PyArrayObject, right behind the object's head in NumPy's C API: a quarter of what asking takes."""
+    """Return `data` of PyArrayObject, which follows the object's head in NumPy's C API.
+
+    This read takes a quarter of the time that `__array_interface__` takes.
+    """
     return _pointer_at(id(array) + _HEAD).value or 0
 
 

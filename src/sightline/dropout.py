@@ -1,8 +1,8 @@
-"""Dropout by counter: the same seed drops the same weights on every backend, for any tiling, forward and backward.
+"""Dropout by counter: one seed drops the same weights on every backend, for any tiling, in forward and backward passes.
 
-Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with key = the 64-bit seed and
-counter = (b, h, i, ⌊j / 4⌋), whose four words serve four neighbouring keys: the weight of key j is dropped when word
-j mod 4, over 2³², is below p.
+The random numbers come from Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). Its
+key is the 64-bit seed, and its counter is (b, h, i, ⌊j / 4⌋). The four 32-bit words of one counter serve four
+neighbouring keys: the weight of key j is dropped if word j mod 4, divided by 2³², is less than p.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOW_32_BITS = 0xFFFFFFFF
 
 
 def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
-    """The four 32-bit words of Philox 4x32-10, elementwise over int64 arrays (NumPy or torch) of words below 2³²."""
+    """Return the four words of Philox 4x32-10, elementwise over int64 arrays (NumPy or torch) of words below 2³²."""
     key = [seed & _LOW_32_BITS, seed >> 32 & _LOW_32_BITS]
     x0, x1, x2, x3 = counter
     for _ in range(ROUNDS):
@@ -35,21 +35,21 @@ def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any
 
 
 def threshold(problem: Problem) -> int:
-    """p · 2³²: words below it drop their weights."""
+    """Return p · 2³²: a word below this number drops its weight."""
     return round(problem.dropout * 2**32)
 
 
 def _multiply_wide(constant: int, x: Any) -> tuple[Any, Any]:
-    """High and low words of constant · x. Split in half words so that int64 never overflows."""
+    """Return the high and low 32-bit words of constant · x, from 16-bit halves so that int64 never overflows."""
     low_part = (constant & 0xFFFF) * x
     high_part = (constant >> 16) * x + (low_part >> 16)
     return high_part >> 16, (high_part << 16 | low_part & 0xFFFF) & _LOW_32_BITS
 
 
 def keep_factor(problem: Problem, xp: Any, rows: slice, columns: slice, dtype: Any = None) -> Any:
-    """Factors on the weights of a tile, (*lead, H, rows, columns): 0 if dropped, 1/(1 − p) if kept; 1.0 for p = 0.
+    """Return the dropout factors of a tile's weights, (*batch_shape, H, rows, columns): 0 if dropped, else 1/(1 − p).
 
-    `dtype` is the accumulator's unless given.
+    The result is the number 1.0 if p = 0, and 0.0 if p = 1. `dtype` is the accumulator's dtype if it is None.
     """
     p = problem.dropout
     if p == 0:

@@ -1,7 +1,7 @@
-"""Every error Sightline raises: one class per kind, one shape of message.
+"""Every error that Sightline raises: one class for each kind of error.
 
-A message says what was given, what is allowed, and the cure. Each class also derives from the built-in exception a
-caller would expect, so `except ValueError` keeps working.
+A message has three parts: what was given, what is allowed, and the cure. Each class also derives from the built-in
+exception that fits, so that `except ValueError` and the like catch these errors too.
 """
 
 __all__ = [
@@ -19,16 +19,21 @@ __all__ = [
 
 
 class SightlineError(Exception):
-    """Base of all errors of this library.
+    """Base class of all errors of this library.
 
     Parameters
     ----------
     given : str
         What the caller passed, with its numbers.
     allowed : str
-        What would have been accepted.
+        What the library accepts.
     cure : str
         One thing to write instead.
+
+    Attributes
+    ----------
+    given, allowed, cure : str
+        The parameters. `str(error)` shows all three, one on each line.
     """
 
     def __init__(self, given: str, allowed: str, cure: str) -> None:
@@ -40,36 +45,39 @@ class SightlineError(Exception):
 
 
 class ShapeError(SightlineError, ValueError):
-    """Shapes of query, key, value, sinks or a table that do not fit together."""
+    """Shapes of query, key, value, sinks or tables do not fit together. Also a ValueError."""
 
 
 class DtypeError(SightlineError, TypeError):
-    """Arrays of a kind attention is not defined on, or of several kinds at once."""
+    """Arrays have a dtype that attention is not defined on, or have different dtypes. Also a TypeError."""
 
 
 class DeviceError(SightlineError, ValueError):
-    """Arrays that live on different devices or belong to different frameworks."""
+    """Arrays lie on different devices or belong to different frameworks. Also a ValueError."""
 
 
 class ParameterError(SightlineError, ValueError):
-    """A number or word out of range: scale, dropout, seed, a statistic, a kernel's name."""
+    """A parameter is out of range: scale, dropout, seed, a statistic, the name of a kernel. Also a ValueError."""
 
 
 class MaskError(SightlineError, TypeError):
-    """A mask that is not a condition (True attends)."""
+    """A mask is not a condition (True attends). Also a TypeError."""
 
 
 class FormulaError(SightlineError, TypeError):
-    """An expression the formula language cannot mean, such as `i >= j and j > 3`."""
+    """An expression has no meaning in the formula language, such as `i >= j and j > 3`. Also a TypeError."""
 
 
 class TableError(SightlineError, IndexError):
-    """A formula that reads outside its table."""
+    """A formula reads outside its table. Also an IndexError."""
 
 
 class KernelRefusedError(SightlineError, NotImplementedError):
-    """The kernel asked for by name cannot serve the problem; the message holds every reason."""
+    """The kernel that the caller named cannot serve the problem; the message lists every reason.
+
+    Also a NotImplementedError.
+    """
 
 
 class MissingExtraError(SightlineError, ImportError):
-    """An optional dependency is needed and not installed."""
+    """An optional dependency is needed but not installed. Also an ImportError."""

@@ -1,9 +1,10 @@
-"""The definition: scaled dot-product attention and its gradients in float64, every stage named.
+"""The definition: scaled dot-product attention and its gradients in float64, with every stage named.
 
     S = Q Kᵀ · scale        P = softmax(score(S) + M)        O = P V
 
-(Vaswani et al., "Attention Is All You Need", 2017, equation 1; gradients: Dao et al., "FlashAttention", 2022, appendix
-B.2.) Everything else in this library is checked against this page. It holds n×m arrays and is in no hurry.
+The source is Vaswani et al., "Attention Is All You Need", 2017, equation 1; the source of the gradients is Dao et al.,
+"FlashAttention", 2022, appendix B.2. Every other kernel of this library is checked against this module. The module
+favours clarity over speed and stores n×m arrays.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import numpy as np
 
 from .arrays import convert, namespace, resolve_dtype, to_numpy
 from .dropout import keep_factor
-from .formula.derivative import derivative
 from .formula.render_array import evaluate_dense
 from .kernel import Kernel, Refusal, Result
 from .problem import Problem
@@ -29,19 +29,19 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Stages:
-    """What attention computes on its way, float64; (..., H, n, m) unless said."""
+    """The intermediate results of attention, float64; (..., H, n, m) unless a comment says otherwise."""
 
     scores: Array  # Q Kᵀ
     scaled: Array  # scores · scale
     masked: Array  # score(scaled), −∞ where hidden
-    weights: Array  # softmax over keys; a row that sees nothing is 0
+    weights: Array  # softmax over keys; 0 for a query that sees no key
     output: Array  # (..., H, n, d_v): (weights ∘ dropout) V
-    lse: Array  # (..., H, n): ln Σ exp(masked), sinks counted; −∞ for a row that sees nothing
+    lse: Array  # (..., H, n): ln Σ exp(masked), sinks included; −∞ for a query that sees no key and has no sink
 
 
 @dataclass(frozen=True)
 class StageGradients:
-    """Gradients in the order the chain rule meets them; names as in the papers."""
+    """Gradients in the order in which the chain rule computes them; the names are those of the papers."""
 
     value: Array  # dV = Pᵀ dO
     weights: Array  # dP = dO Vᵀ
@@ -62,7 +62,7 @@ def forward(
     sinks: Array | None = None,
     keep: Array | float = 1.0,
 ) -> Stages:
-    """Attention, stage by stage.
+    """Compute attention stage by stage.
 
     Parameters
     ----------
@@ -70,19 +70,15 @@ def forward(
     scale : factor on the dot products, usually 1/√d_k
     score : function of the scaled scores
     allowed : (..., H, n, m) bool, True attends
-    sinks : (H,) logits that take weight and give nothing
+    sinks : (H,) logits that take weight but have no value
     keep : dropout factors on the weights, 0 or 1/(1 − p)
     """
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-    with np.errstate(all="ignore"):  # what the mask hides may overflow
+    with np.errstate(all="ignore"):  # hidden scores may overflow
         scores = query @ key.swapaxes(-1, -2)
         scaled = scores * scale
         masked = np.where(allowed, score(scaled), -np.inf)
-        sink = (
-            np.full(masked.shape[:-1], -np.inf)
-            if sinks is None
-            else np.broadcast_to(np.asarray(sinks, np.float64)[:, None], masked.shape[:-1])
-        )
+        sink = np.broadcast_to(-np.inf if sinks is None else np.asarray(sinks, np.float64)[:, None], masked.shape[:-1])
         largest = np.maximum(masked.max(-1, initial=-np.inf), sink)
         shift = np.where(largest == -np.inf, 0, largest)
         exponentials = np.exp(masked - shift[..., None])
@@ -106,9 +102,9 @@ def backward(
     d_lse: Array | float = 0.0,
     d_weights: Array | float = 0.0,
 ) -> StageGradients:
-    """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse + Σ d_weights ∘ weights.
+    """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse + Σ d_weights ∘ weights.
 
-    `slope` is d score(s) / d s at the scaled scores; the rest as in `forward`.
+    `slope` is d score(s) / d s at the scaled scores. The other arguments are those of `forward`.
     """
     query, key, value, d_output = (np.asarray(x, np.float64) for x in (query, key, value, d_output))
     p = stages.weights
@@ -125,7 +121,7 @@ def backward(
 
 
 def nan_safe_matmul(weights: Array, rows: Array) -> Array:
-    """Σⱼ weights[i, j] · rows[j], where a weight of 0 gives nothing, even of NaN or ∞."""
+    """Return Σⱼ weights[i, j] · rows[j], in which a weight of 0 adds nothing, even if the row is NaN or ∞."""
     if np.isfinite(rows).all():
         return weights @ rows
     with np.errstate(all="ignore"):
@@ -135,7 +131,7 @@ def nan_safe_matmul(weights: Array, rows: Array) -> Array:
 
 
 def compute_stages(problem: Problem) -> Stages:
-    """The definition applied to a problem: its formulas made dense, its key heads repeated."""
+    """Apply the definition to a problem, with dense formulas and with key heads repeated for every query head."""
     query, key, value = (to_numpy(x) for x in (problem.query, problem.key, problem.value))
     key, value = (np.repeat(x, problem.group, axis=-3) for x in (key, value))
     shape = (*problem.batch_shape, problem.H, problem.n, problem.m)
@@ -157,19 +153,6 @@ def compute_stages(problem: Problem) -> Stages:
     )
 
 
-def compute_gradients(problem: Problem, d_output: Array, **extra: Any) -> StageGradients:
-    """Gradients of a problem with respect to its query, and to its key and value per *query* head."""
-    stages = compute_stages(problem)
-    query, key, value = (to_numpy(x) for x in (problem.query, problem.key, problem.value))
-    key, value = (np.repeat(x, problem.group, axis=-3) for x in (key, value))
-    slope: Any = 1.0
-    if problem.score is not None:
-        slope = evaluate_dense(derivative(problem.score), problem.extent, stages.scaled.reshape(problem.extent))
-        slope = slope.reshape(stages.scaled.shape)
-    keep = keep_factor(problem, np, slice(0, problem.n), slice(0, problem.m), np.float64)
-    return backward(stages, query, key, value, d_output, scale=problem.scale, slope=slope, keep=keep, **extra)
-
-
 class Reference(Kernel):
     """The definition as a kernel: float64, n² memory."""
 
@@ -177,7 +160,7 @@ class Reference(Kernel):
     description = "the definition, dense float64 in NumPy, n² memory"
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        """Nothing: the definition covers every problem."""
+        """Yield nothing: the definition covers every problem."""
         yield from ()
 
     def cost(self, problem: Problem) -> float:

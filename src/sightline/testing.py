@@ -1,4 +1,4 @@
-"""Assertions and hard-to-read arrays for the tests of a kernel."""
+"""Assertions and difficult array layouts for the tests of a kernel."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ __all__ = ["LAYOUTS", "assert_conforms", "assert_within_budget", "with_guards"]
 
 
 def assert_within_budget(actual: Any, oracle: Any, baseline: Any, what: str = "result", terms: Any = None) -> None:
-    """Raise AssertionError where `budget_used` is over 1."""
+    """Raise AssertionError if `budget_used` is above 1."""
     used = budget_used(actual, oracle, baseline, terms)
     if not used <= 1:
         raise AssertionError(f"{what} uses {used:.3g} times its budget of rounding errors")
 
 
 def assert_conforms(run: Callable[[Problem], Result], problem: Problem) -> None:
-    """Raise AssertionError unless a kernel's `run` answers as the definition does: output, lse, weights if asked."""
-    result, truth, rough = run(problem), compute_stages(problem), compute_baseline(problem)
-    expected = {
-        "output": (result.output, truth.output, rough.output, problem.dtype),
-        "lse": (
-            to_numpy(result.lse).astype(problem.accumulator).reshape(-1),
-            truth.lse.reshape(-1),
-            rough.lse,
-            problem.accumulator,
-        ),
-    }
-    for statistic, found in zip(problem.see, result.seen, strict=True):
+    """Raise AssertionError unless a kernel's `run` agrees with the definition within the budget of rounding errors.
+
+    Output and lse are compared, and so are the statistics `weights` and `lse` if the problem requests them.
+    """
+    result, oracle, baseline = run(problem), compute_stages(problem), compute_baseline(problem)
+    lse = to_numpy(result.lse).astype(problem.accumulator)
+    compared = {"output": (result.output, oracle.output, baseline.output), "lse": (lse, oracle.lse, baseline.lse)}
+    for statistic, array in zip(problem.see, result.seen, strict=True):
         if isinstance(statistic, Weights):
-            expected["weights"] = (found, truth.weights, rough.weights, problem.dtype)
+            compared["weights"] = (array, oracle.weights, baseline.weights)
         if isinstance(statistic, Lse):
-            expected["lse seen"] = (found.reshape(-1), truth.lse.reshape(-1), rough.lse, problem.accumulator)
-    sizes = {"output": term_sizes(problem, truth.weights), "lse": 1.0, "lse seen": 1.0}
-    for what, (found, oracle, worst, dtype) in expected.items():
-        if dtype_name(found) != dtype:
-            raise AssertionError(f"{what} has dtype {dtype_name(found)}, not {dtype}")
-        assert_within_budget(found, oracle, worst, what, sizes.get(what))
+            compared["statistic lse"] = (array, oracle.lse, baseline.lse)
+    sizes = {"output": term_sizes(problem, oracle.weights), "lse": 1.0, "statistic lse": 1.0}
+    for what, (actual, expected, orders) in compared.items():
+        dtype = problem.accumulator if "lse" in what else problem.dtype
+        if dtype_name(actual) != dtype:
+            raise AssertionError(f"{what} has dtype {dtype_name(actual)}, not {dtype}")
+        if "lse" in what:
+            actual, expected = actual.reshape(-1), expected.reshape(-1)  # lse is one row of the budget
+        assert_within_budget(actual, expected, orders, what, sizes.get(what))
 
 
-GUARD_BYTES = 4096  # bytes on either side: more than any kernel's widest read past an end
+GUARD_BYTES = 4096  # on either side: more than the widest vector that a kernel reads past an end
 
 
 def with_guards(array: Any) -> tuple[Any, Callable[[], None]]:
-    """A NumPy array between guards of NaN bytes, and a check that raises AssertionError where a guard was written on.
+    """Return a copy of a NumPy array between guards of NaN bytes, and a function that checks the guards.
 
-    Reading a guard shows too: its bytes are NaN in every float format.
+    The check raises AssertionError if a guard was written to. A read of a guard shows in the results, because its bytes
+    are NaN in every float format.
     """
     buffer = np.full(array.nbytes + 2 * GUARD_BYTES, 0xFF, np.uint8)
     inside = buffer[GUARD_BYTES : GUARD_BYTES + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -69,12 +69,12 @@ def with_guards(array: Any) -> tuple[Any, Callable[[], None]]:
 
 
 def _permute_storage(array: Any, source: int, target: int) -> Any:
-    """The same array, its axes stored in another order."""
+    """Return the same array with its axes stored in another order."""
     return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, source, target)), target, source)
 
 
 def _with_gaps(array: Any) -> Any:
-    """Every second entry of an array twice as wide both ways; NaN between."""
+    """Return the array as every second entry, along both last axes, of a larger array that is NaN elsewhere."""
     *batch_shape, rows, width = array.shape
     whole = np.full((*batch_shape, 2 * rows, 2 * width), np.nan, array.dtype)
     whole[..., ::2, ::2] = array
@@ -82,7 +82,7 @@ def _with_gaps(array: Any) -> Any:
 
 
 def _to_odd_address(array: Any) -> Any:
-    """An array that starts at an odd address."""
+    """Return a copy of the array that starts one byte past an aligned address."""
     buffer = np.empty(array.nbytes + 1, np.uint8)
     inside = (
         buffer[1:].view(array.dtype) if array.dtype.itemsize == 1 else np.ndarray(array.shape, array.dtype, buffer, 1)
@@ -99,6 +99,6 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "backwards": lambda x: np.ascontiguousarray(x[..., ::-1, ::-1])[..., ::-1, ::-1],
     "gaps": _with_gaps,
     "unaligned": _to_odd_address,
-    "one row for all": lambda x: np.broadcast_to(x[..., :1, :], x.shape),  # stride 0; other values
+    "one row for all": lambda x: np.broadcast_to(x[..., :1, :], x.shape),  # stride 0; the values change
     "one head for all": lambda x: np.broadcast_to(x[..., :1, :, :], x.shape) if x.ndim > 2 else x,
 }

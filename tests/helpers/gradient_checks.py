@@ -10,8 +10,12 @@ from sightline import weights
 from sightline.accuracy import dense_attention, gradient_term_sizes, summation_orders
 from sightline.arrays import dtype_name, to_numpy
 from sightline.cpu import Cpu
+from sightline.dropout import keep_factor
+from sightline.formula.derivative import derivative
 from sightline.formula.expression import Lookup, walk
-from sightline.reference import compute_gradients
+from sightline.formula.render_array import evaluate_dense
+from sightline.reference import backward as reference_backward
+from sightline.reference import compute_stages
 from sightline.streaming import backward as streaming_backward
 from sightline.testing import assert_within_budget
 from strategies import DTYPES, to_torch
@@ -75,9 +79,21 @@ def undefined(problem):
     return np.isnan(dense_attention(replace(problem, mask=None), "float64")[0]).any()
 
 
+def reference_gradients(problem, d_output, **extra):
+    """Return the `StageGradients` of a problem by the definition; those of key and value are per query head."""
+    stages, slope = compute_stages(problem), 1.0
+    arrays = [to_numpy(getattr(problem, name)) for name in NAMES]
+    arrays[1:] = [np.repeat(x, problem.group, axis=-3) for x in arrays[1:]]
+    if problem.score is not None:
+        slope = evaluate_dense(derivative(problem.score), problem.extent, stages.scaled.reshape(problem.extent))
+        slope = slope.reshape(stages.scaled.shape)
+    keep = keep_factor(problem, np, slice(0, problem.n), slice(0, problem.m), np.float64)
+    return reference_backward(stages, *arrays, d_output, scale=problem.scale, slope=slope, keep=keep, **extra)
+
+
 def by_definition(problem, d_output, d_lse, d_weights):
     """Of query, key and value."""
-    found = compute_gradients(problem, d_output, d_lse=d_lse, d_weights=d_weights)
+    found = reference_gradients(problem, d_output, d_lse=d_lse, d_weights=d_weights)
     return found.query, over_groups(found.key, problem), over_groups(found.value, problem)
 
 
