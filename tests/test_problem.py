@@ -195,7 +195,7 @@ REFUSED = {
     "half a seed": (lambda: ask(dropout=0.1, seed=0.5), ParameterError, "seed=0.5", "whole number"),
     "sinks for 3 heads": (lambda: ask(sinks=np.ones(3)), ShapeError, "(3,)", "(H,) = (2,)"),
     "one sink": (lambda: ask(sinks=1.0), ShapeError, "shape ()", "one logit per query head"),
-    "sinks of integers": (lambda: ask(sinks=np.ones(2, int)), DtypeError, "sinks of dtype int64", "cast"),
+    "sinks of integers": (lambda: ask(sinks=np.ones(2, int)), DtypeError, "sinks has dtype int64", "cast"),
     "sinks elsewhere": (lambda: tensors(sinks=META[0, :, 0, 0]), DeviceError, "sinks on meta, query on cpu"),
     "a word to see": (lambda: ask(see="lse"), ParameterError, "see='lse'", "sightline.lse()"),
     "a function to see": (lambda: ask(see=[lse]), ParameterError, "see=[<function", "list of statistics"),

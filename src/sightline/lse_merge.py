@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, joined into attention over all of them."""
+"""Merge attention over disjoint sets of keys into attention over their union."""
 
 from __future__ import annotations
 
@@ -8,49 +8,53 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import FLOATS, accumulator, device, dtype_name, framework, namespace, resolve_dtype
+from .arrays import accumulator, check_float_dtype, device, dtype_name, framework, namespace, resolve_dtype
 from .errors import DeviceError, DtypeError, ParameterError, ShapeError
 
 __all__ = ["merge"]
 
-CURE = "merge([(out, lse), (out, lse)]), as attention(..., see=[lse()]) answers"
+CURE = "merge([(out, lse), (out, lse)]), as attention(..., see=[lse()]) returns them"
 
 
 def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Attention over disjoint sets of keys, joined into attention over their union; exact.
+    """Merge attention over disjoint sets of keys into attention over their union; the formula is exact.
 
-        lse = log Σ_p exp(lse_p)        out = Σ_p exp(lse_p − lse) out_p
+        lse = ln Σ_p exp(lse_p)        out = Σ_p exp(lse_p − lse) out_p
 
-    The weights are normalised by their own sum, not by the rounded lse, so they add up to 1 however large lse is.
+    A part p is the result of attention over one set of keys. The factors exp(lse_p − lse) are normalised by their own
+    sum, not by the rounded lse, so they add up to 1 however large lse is.
 
-    Each key belongs to one part. Formulas count the keys of a part from 0: where a part begins at key 1000, i ≥ j
-    becomes i ≥ j + 1000. A sink takes weight once, so give it to one part alone. Dropout is drawn by (b, h, i, j), and
-    j begins anew in each part: give the parts different seeds.
+    Each key belongs to exactly one part. Formulas count the keys of every part from 0: if a part begins at key 1000,
+    write i ≥ j + 1000 for i ≥ j. A sink takes weight only once, so pass sinks to one part alone. Dropout depends on (b,
+    h, i, j), and j starts at 0 in each part, so give every part its own seed.
 
     Parameters
     ----------
-    parts : iterable of (out, lse), at least one
-        out (..., n, d_v) float16, bfloat16, float32 or float64, NumPy or torch; lse (..., n) in the accumulator's dtype
-        (float64 for float64, else float32) or in float64, in nats; alike in all parts, nothing broadcasts. Where lse is
-        −∞ the part saw nothing and its out is not read. In place of lse, the (lse,) that `attention(..., see=[lse()])`
-        answers.
+    parts : iterable of (out, lse), at least one pair
+        out is (..., n, d_v), float16, bfloat16, float32 or float64, of NumPy or torch. lse is (..., n), in nats, in the
+        accumulator's dtype (float64 for float64, else float32) or in float64. Shapes and dtypes are equal in all parts;
+        nothing is broadcast. An lse of −∞ means that the query sees no key of the part, and its row of out is not read.
+        The (lse,) that `attention(..., see=[lse()])` returns is accepted in place of lse.
 
     Returns
     -------
-    out : (..., n, d_v), the parts' dtype; 0 for a query that saw nothing in any part
-    lse : (..., n), the parts' dtype; −∞ there
-        In torch both have gradients to any order, 0 where a part saw nothing.
+    out : (..., n, d_v)
+        In the dtype of the parts' out. 0 for a query that sees no key in any part.
+    lse : (..., n)
+        In the dtype of the parts' lse. −∞ for a query that sees no key in any part.
+
+    In torch, both results have gradients of any order. The gradients are 0 where a query sees no key of a part.
 
     Raises
     ------
     ShapeError
-        Shapes differ between parts, or lse is not out without its last axis.
+        Shapes differ between parts, or the shape of lse is not the shape of out without its last axis.
     DtypeError
-        No floats, or other dtypes in one part than in another.
+        out or lse is no array of floats, or dtypes differ between parts.
     DeviceError
-        Parts of different libraries or on different devices.
+        Parts come from different libraries or lie on different devices.
     ParameterError
-        No part at all, or parts that are no pairs.
+        There is no part, or a part is not a pair.
 
     References
     ----------
@@ -71,15 +75,16 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     outs, lses = _validate(parts)
     if framework(outs[0]) == "torch":
         return _combine(outs, lses)
-    with np.errstate(all="ignore"):  # ∞ and NaN of the parts go where they must without words
+    with np.errstate(all="ignore"):  # ∞ and NaN in the parts propagate without warnings
         return _combine(outs, lses)
 
 
 def _combine(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
-    """Plain array operations, which torch differentiates and compiles."""
+    """Merge parts by plain array operations, which torch can differentiate and compile."""
     xp, out_dtype, lse_dtype = namespace(outs[0]), outs[0].dtype, lses[0].dtype
     acc_dtype = resolve_dtype(xp, accumulator(dtype_name(outs[0])))
-    largest = xp.max(xp.stack([_detach(lse) for lse in lses]), axis=0)  # a shift that cancels: it needs no gradient
+    detached = [lse.detach() if hasattr(lse, "detach") else lse for lse in lses]  # the shift cancels: no gradient
+    largest = xp.max(xp.stack(detached), axis=0)
     is_empty = largest == -math.inf
     shift = xp.where(is_empty, xp.zeros_like(largest), largest)
     shares = [xp.exp(lse - shift) for lse in lses]
@@ -93,17 +98,13 @@ def _combine(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
     return xp.astype(out, out_dtype), xp.astype(lse, lse_dtype)
 
 
-def _detach(lse: Any) -> Any:
-    return lse.detach() if hasattr(lse, "detach") else lse
-
-
 def _zero_where_empty(xp: Any, out: Any, lse: Any) -> Any:
-    """The output, 0 where the part saw nothing, whatever another library wrote there."""
+    """Return the output with 0 where the query sees no key of the part, whatever another library wrote there."""
     return xp.where((lse == -math.inf)[..., None], xp.zeros_like(out), out)
 
 
 def _validate(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-    """Outputs and normalisers of parts that fit together."""
+    """Return the outputs and the lses of the parts after checking them."""
     outs, lses = [], []
     for index, part in enumerate(parts):
         if not isinstance(part, tuple | list) or len(part) != 2:
@@ -130,37 +131,36 @@ def _validate(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
 def _check_array(what: str, array: Any) -> None:
     if framework(array) not in ("numpy", "torch") or not hasattr(array, "dtype"):
         raise DtypeError(f"{what} is a {type(array).__name__}", "arrays of NumPy or torch", CURE)
-    if dtype_name(array) not in FLOATS:
-        raise DtypeError(f"{what} has dtype {dtype_name(array)}", ", ".join(FLOATS), "cast it to one of these")
+    check_float_dtype(what, array)
 
 
 def _check_alike(outs: list[Any], lses: list[Any]) -> None:
-    """Raise where parts differ from the first in library, device, shape or dtype."""
+    """Raise if a part differs from the first part in library, device, shape or dtype."""
     for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         for name, array, first in (("out", out, outs[0]), ("lse", lse, lses[0])):
             what = f"{name} of part {index}"
             if (framework(array), device(array)) != (framework(outs[0]), device(outs[0])):
                 raise DeviceError(
                     f"{what} is {framework(array)} on {device(array)}",
-                    f"all from {framework(outs[0])} on {device(outs[0])}, as out of part 0",
-                    "convert or move it first",
+                    f"{framework(outs[0])} on {device(outs[0])}, as out of part 0 is",
+                    "convert or move the array first",
                 )
             if dtype_name(array) != dtype_name(first):
                 raise DtypeError(
-                    f"{what} has dtype {dtype_name(array)}, that of part 0 {dtype_name(first)}",
-                    "one dtype for all",
+                    f"{what} has dtype {dtype_name(array)}, {name} of part 0 has {dtype_name(first)}",
+                    "one dtype for all parts",
                     f"cast {name} of every part to one dtype",
                 )
             if tuple(array.shape) != tuple(first.shape):
                 raise ShapeError(
-                    f"{what} has shape {tuple(array.shape)}, that of part 0 {tuple(first.shape)}",
-                    "one shape for all: parts differ in their keys alone",
-                    "attend with the same queries and heads in every part",
+                    f"{what} has shape {tuple(array.shape)}, {name} of part 0 has {tuple(first.shape)}",
+                    "one shape for all parts",
+                    "use the same queries and heads in every part",
                 )
     lse_dtype_name = accumulator(dtype_name(outs[0]))
     if dtype_name(lses[0]) not in (lse_dtype_name, "float64"):
         raise DtypeError(
-            f"lse of dtype {dtype_name(lses[0])} beside out of {dtype_name(outs[0])}",
+            f"lse has dtype {dtype_name(lses[0])}, out has dtype {dtype_name(outs[0])}",
             lse_dtype_name if lse_dtype_name == "float64" else f"{lse_dtype_name} or float64",
-            "take lse from attention(..., see=[sightline.lse()]) as it is",
+            "pass lse as attention(..., see=[sightline.lse()]) returns it",
         )

@@ -1,4 +1,4 @@
-"""Positions: rotary (RoPE), which turns queries and keys, and sinusoidal, which is added to embeddings."""
+"""Position encodings: rotary embeddings (RoPE) for queries and keys, and sinusoidal encodings for embeddings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .arrays import FLOATS, accumulator, convert, dtype_name, namespace, resolve_dtype
+from .arrays import accumulator, check_float_dtype, convert, dtype_name, namespace, resolve_dtype
 from .errors import DtypeError, ParameterError, ShapeError
 
 __all__ = ["rotary", "sinusoidal"]
@@ -17,38 +17,40 @@ Pairing = Literal["half", "interleaved"]
 def rotary(
     x: Any, *, base: float = 10000.0, pairing: Pairing = "half", dimensions: int | None = None, positions: Any = None
 ) -> Any:
-    """Turn pairs of components by angles that grow with the position, so that scores depend on j − i alone.
+    """Rotate pairs of components by angles that grow with the position, so that scores depend only on j − i.
 
-        (x_a, x_b) → (x_a cos pθ − x_b sin pθ, x_b cos pθ + x_a sin pθ),   θ_t = base^(−2t / dimensions)
+        (x_a, x_b) → (x_a cos pθ_t − x_b sin pθ_t, x_b cos pθ_t + x_a sin pθ_t),   θ_t = base^(−2t / dimensions)
 
-    for the pairs t = 0, 1, ... and position p. Apply it to query and key alike, not to value.
+    Here p is the position, t = 0, 1, ... counts the pairs, and a and b are the two components of pair t. Angles are in
+    radians. Apply `rotary` to query and key, not to value.
 
     Parameters
     ----------
     x : (..., n, d) float16, bfloat16, float32 or float64, NumPy or torch
-        Angles are computed in float64, the rotation in the accumulator's dtype (float32 for narrower ones).
+        Angles are computed in float64, and the rotation in the accumulator's dtype (float64 for float64, else float32).
     base : float, default 10000
         Above 0. The slowest pair turns once in about 2π · base positions.
     pairing : {"half", "interleaved"}
-        Which components make a pair: t and t + dimensions/2 (GPT-NeoX, Llama in Hugging Face's transformers), or 2t and
-        2t + 1 (RoFormer, GPT-J, Meta's Llama). One is the other with components reordered; weights fit one only.
+        The components of pair t: t and t + dimensions/2 (GPT-NeoX, Llama in Hugging Face's transformers), or 2t and
+        2t + 1 (RoFormer, GPT-J, Meta's Llama). The two differ only in the order of components, but trained weights fit
+        only one of them.
     dimensions : int, default d
-        The first `dimensions` components turn, the others pass through. Even.
+        The number of leading components that rotate; even. The others stay as they are.
     positions : (n,) or (..., n) ints or floats, optional
-        Broadcastable to x.shape[:-1]; 0, 1, ..., n − 1 by default.
+        Broadcastable to x.shape[:-1]. Default: 0, 1, ..., n − 1.
 
     Returns
     -------
-    (..., n, d) array of x's library and dtype; in torch with gradients.
+    (..., n, d) array of x's library and dtype. In torch, gradients flow to x.
 
     Raises
     ------
     ShapeError
-        x has fewer than two axes, an odd number of components to turn, or positions that do not broadcast.
+        x has fewer than two axes, the number of rotating components is odd, or positions do not broadcast.
     DtypeError
-        x is no array of floats; positions are not real numbers.
+        x is no array of floats, or positions are not real numbers.
     ParameterError
-        base not positive and finite, an unknown pairing, dimensions outside 2 ... d.
+        base is not positive and finite, pairing is unknown, or dimensions is outside 2 ... d.
 
     References
     ----------
@@ -79,26 +81,26 @@ def rotary(
 
 
 def sinusoidal(n: int, d: int, base: float = 10000.0) -> Any:
-    """PE[p, 2t] = sin(p / base^(2t/d)) and PE[p, 2t + 1] = cos(p / base^(2t/d)).
+    """Return the sinusoidal position encoding: PE[p, 2t] = sin(p / base^(2t/d)), PE[p, 2t + 1] = cos(p / base^(2t/d)).
 
     Parameters
     ----------
     n, d : int
-        Positions, and components of an embedding. d is even.
+        The number of positions, and the width of an embedding. d is even.
     base : float, default 10000
         Above 0.
 
     Returns
     -------
-    numpy.ndarray
-        (n, d) float64, to be added to embeddings.
+    (n, d) numpy.ndarray of float64
+        Add it to embeddings.
 
     Raises
     ------
     ShapeError
-        d odd, or n or d negative.
+        d is odd, or n or d is negative.
     ParameterError
-        base not positive and finite.
+        base is not positive and finite.
 
     References
     ----------
@@ -114,14 +116,14 @@ def sinusoidal(n: int, d: int, base: float = 10000.0) -> Any:
     _check_base(base)
     if n < 0 or d < 0 or d % 2:
         raise ShapeError(
-            f"sinusoidal({n}, {d})", "n ≥ 0 and an even d ≥ 0", f"d={max(d + d % 2, 0)}: a sine for every cosine"
+            f"sinusoidal({n}, {d})", "n ≥ 0 and an even d ≥ 0", f"d={max(d + d % 2, 0)}, a sine for every cosine"
         )
     angles = np.arange(n, dtype=np.float64)[:, None] * float(base) ** (-np.arange(0, d, 2) / max(d, 1))
     return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(n, d)
 
 
 def _angles(xp: Any, x: Any, base: float, width: int, positions: Any) -> Any:
-    """P · base^(−2t/width) in float64, (..., n, width/2)."""
+    """Return the angles p · base^(−2t/width), float64, (..., n, width/2)."""
     options = {"device": x.device, "dtype": xp.float64}
     if positions is None:
         positions = xp.arange(x.shape[-2], **options)
@@ -132,7 +134,7 @@ def _angles(xp: Any, x: Any, base: float, width: int, positions: Any) -> Any:
 
 
 def _read_positions(x: Any, positions: Any) -> Any:
-    """The positions as an array of x's library."""
+    """Return the positions as an array of x's library and device."""
     if not hasattr(positions, "dtype"):
         positions = np.asarray(positions)
     if not dtype_name(positions).startswith(("int", "uint", "float", "bfloat")):
@@ -142,17 +144,16 @@ def _read_positions(x: Any, positions: Any) -> Any:
         raise ShapeError(
             f"positions of shape {given} for x of shape {tuple(x.shape)}",
             f"a shape that broadcasts to x.shape[:-1] = {rows}",
-            "positions of shape (n,); one row per sequence next to a head axis is positions[:, None, :]",
+            "positions of shape (n,), or positions[:, None, :] for positions (B, n) and x (B, H, n, d)",
         )
     return convert(positions, x)
 
 
 def _validate(x: Any, base: float, pairing: str, dimensions: int | None) -> int:
-    """How many components turn."""
+    """Return the number of components that rotate, after checking the arguments."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise DtypeError(f"x is a {type(x).__name__}", "an array of floats", "x=numpy.asarray(x)")
-    if dtype_name(x) not in FLOATS:
-        raise DtypeError(f"x has dtype {dtype_name(x)}", ", ".join(FLOATS), "cast x to one of these")
+    check_float_dtype("x", x)
     if x.ndim < 2:
         raise ShapeError(f"x of shape {tuple(x.shape)}", "(..., n, d)", "x[None, :] for a single position")
     _check_base(base)
@@ -164,9 +165,9 @@ def _validate(x: Any, base: float, pairing: str, dimensions: int | None) -> int:
         raise ParameterError(f"dimensions={dimensions!r} of {d}", f"an even number from 2 to {d}", "dimensions=None")
     if width % 2:
         raise ShapeError(
-            f"{width} components to turn in pairs (x is {d} wide)",
+            f"{width} components to rotate in pairs (x is {d} wide)",
             "an even number",
-            f"dimensions={width - 1} leaves the last one as it is" if width > 1 else "x of an even width",
+            f"dimensions={width - 1} leaves the last component as it is" if width > 1 else "x of an even width",
         )
     return width
 

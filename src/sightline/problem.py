@@ -1,21 +1,22 @@
-"""The question: everything attention was asked, checked.
+"""The problem: the checked arguments of one attention call.
 
 The shape legend, used everywhere:
 
-    B    batch: any number of leading axes, broadcast; `b` counts them together, in C order
+    B    batch: the product of any number of leading axes; `b` counts them together, in C order
     H    query heads            G    key/value heads; H is a multiple of G and head h reads group h // (H / G)
     n    queries                m    keys
     d_k  width of query and key d_v  width of value
 
     query (..., H, n, d_k)    key (..., G, m, d_k)    value (..., G, m, d_v)    output (..., H, n, d_v)
 
-Without a head axis (n, d_k), and (B, n, d_k) as textbooks have it, work too. Every input error is raised here.
+Leading axes are broadcast. Arrays without a head axis, (n, d_k) or (B, n, d_k), are accepted too. Every input error is
+raised by this module and by `sightline.validation`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, cast
@@ -52,9 +53,9 @@ _NORMALIZED = TensorCache(4096)
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One attention problem; make it with `make_problem`, which checks it.
+    """One attention problem. `make_problem` makes and checks it.
 
-    `query`, `key` and `value` all carry the broadcast leading axes `batch_shape` and a head axis.
+    `query`, `key` and `value` all have the broadcast leading axes `batch_shape` and a head axis.
     """
 
     query: Any
@@ -67,7 +68,7 @@ class Problem:
     dropout: float
     seed: int
     see: tuple[Statistic, ...]
-    heads_squeezed: bool  # the caller's arrays have no head axis
+    heads_squeezed: bool  # True if the caller's arrays have no head axis
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -79,7 +80,7 @@ class Problem:
 
     @property
     def H(self) -> int:
-        return cast(int, self.query.shape[-3])  # lengths stay as they are: symbols while torch compiles
+        return cast(int, self.query.shape[-3])  # no conversion: lengths are symbols while torch compiles
 
     @property
     def G(self) -> int:
@@ -87,7 +88,7 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """Query heads to a key head."""
+        """The number of query heads that share a key head."""
         return self.H // self.G if self.G else 1
 
     @property
@@ -129,16 +130,16 @@ class Problem:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """The tables of mask and score, each once."""
+        """The tables that mask and score read, each once."""
         found = {id(t): t for f in (self.mask, self.score) if f is not None for t in f.tables}
         return tuple(found.values())
 
     def with_statistics(self, *see: Statistic, value: Any = None) -> Problem:
-        """The same problem asked for these statistics alone, perhaps of other values; nothing is dropped."""
+        """Return the problem with these statistics alone, without dropout, and with another `value` if one is given."""
         return replace(self, see=see, value=self.value if value is None else value, dropout=0.0, seed=0)
 
     def positions(self, xp: Any, rows: slice, columns: slice) -> tuple[Any, Any, Any, Any]:
-        """b, h, i, j of a tile as int64 arrays that broadcast to (*lead, H, rows, columns)."""
+        """Return b, h, i, j of a tile as int64 arrays that broadcast to (*batch_shape, H, rows, columns)."""
         options = {"dtype": xp.int64}
         if "torch" in xp.__name__:
             options["device"] = self.query.device
@@ -148,36 +149,43 @@ class Problem:
         return b, h, i, xp.arange(columns.start, columns.stop, **options)
 
     def squeeze_heads(self, array: Any, trailing: int) -> Any:
-        """An array (*lead, H, `trailing` more axes) in the caller's layout: without the head axis if none came."""
+        """Return an array (*batch_shape, H, `trailing` axes) without the head axis if the caller's arrays have none."""
         if not self.heads_squeezed:
             return array
         return array.reshape((*array.shape[: -trailing - 1], *array.shape[array.ndim - trailing :]))
 
     def with_tables(self, tables: Sequence[Any]) -> Problem:
-        """The same problem reading other arrays, in the order of `tables`."""
+        """Return the problem with other arrays in its tables, in the order of `tables`."""
         new = {id(old): Table(array, old.axes) for old, array in zip(self.tables, tables, strict=True)}
+        return self.map_formulas(lambda formula: formula.substitute({}, new))
 
-        def swap(formula: Expression | None) -> Expression | None:
-            return None if formula is None else formula.with_tables([new[id(t)] for t in formula.tables])
-
-        return replace(self, mask=swap(self.mask), score=swap(self.score))
+    def map_formulas(self, change: Callable[[Expression], Expression]) -> Problem:
+        """Return the problem with `change` applied to mask, score and the conditions of the statistics."""
+        mask = None if self.mask is None else change(self.mask)
+        score = None if self.score is None else change(self.score)
+        return replace(self, mask=mask, score=score, see=tuple([each.map_formulas(change) for each in self.see]))
 
 
 def make_problem(query: Any, key: Any, value: Any = None, **options: Any) -> Problem:
-    """The problem these arguments of `sightline.attention` pose; every input error is raised by this one call.
+    """Return the problem that these arguments of `sightline.attention` describe. This call raises every input error.
 
     Raises
     ------
     DtypeError
-        Arrays that are not float16, bfloat16, float32 or float64, or not all of one dtype.
+        An array is not float16, bfloat16, float32 or float64, or the arrays differ in dtype.
     DeviceError
-        Arrays of different frameworks or on different devices.
+        The arrays come from different frameworks or lie on different devices.
     ShapeError
-        Shapes that do not fit the legend above.
-    MaskError, FormulaError, TableError
-        A mask that is no condition; a formula that cannot be meant; a formula that reads outside its table.
+        Shapes do not fit the legend above.
+    MaskError
+        The mask is not a condition, or the score is one.
+    FormulaError
+        A formula has no meaning in the formula language.
+    TableError
+        A formula reads outside its table.
     ParameterError
-        scale beyond the floats scores are computed in, dropout outside [0, 1], a seed missing, an unknown statistic.
+        scale is outside the range of the accumulator's dtype, dropout is outside [0, 1], dropout has no seed, or `see`
+        holds something else than statistics or a statistic that does not fit the problem.
     """
     return validate(parse(query, key, value, **options))
 
@@ -195,9 +203,9 @@ def parse(
     seed: int | None = None,
     see: Sequence[Statistic] = (),
 ) -> Problem:
-    """The first half of `make_problem`: what shapes, dtypes and parameters decide, no array's values.
+    """Return the problem after every check that needs only shapes, dtypes and parameters, not the values of arrays.
 
-    torch.compile follows it line by line, so it keeps to plain Python.
+    `parse` is the first half of `make_problem`. torch.compile traces it, so it uses only plain Python.
     """
     key, value, length_mask = unpack_cache(query, key, value, mask)
     named = {"query": query, "key": key, "value": value}
@@ -205,7 +213,7 @@ def parse(
     heads_squeezed = query.ndim < 4
     query, key, value = broadcast_inputs(named)
     formula = read_score(score)
-    if getattr(scale, "requires_grad", False):  # a learned scale: a table of one entry, whose gradient is its own
+    if getattr(scale, "requires_grad", False):  # a learned scale becomes a table of one entry, which has a gradient
         scaled = SYMBOLS["s"] * scalar_formula("scale", scale)
         formula, scale = scaled if formula is None else formula.with_scores(scaled), 1.0
     problem = Problem(
@@ -227,27 +235,31 @@ def parse(
 
 
 def validate(problem: Problem) -> Problem:
-    """The second half of `make_problem`: tables next to the arrays, what the score hides in the mask, reads checked."""
-    if problem.tables:
-        if problem.device == "meta":
-            raise DeviceError("a formula with tables, a query on meta", "arrays that hold numbers", "leave meta first")
-        for entry in problem.tables:
-            check_device("table", entry.array, problem.query)
-        problem = problem.with_tables([to_device(t.array, problem.query) for t in problem.tables])
-    mask, score = normalize(problem.mask, problem.score, problem.extent)
+    """Return the problem with tables on the query's device and formulas normalized, after checking every read.
 
-    def place_tables(condition: Expression) -> Expression:
-        """A statistic's condition with its tables next to the arrays, its reads checked."""
-        tables = [Table(to_device(t.array, problem.query), t.axes) for t in condition.tables]
-        return check_condition(condition.with_tables(tables), problem.extent)
+    `validate` is the second half of `make_problem`.
+    """
+    if problem.tables and problem.device == "meta":
+        raise DeviceError("tables in a formula, query on meta", "arrays that hold numbers", "move the query off meta")
+    for table in problem.tables:
+        check_device("table", table.array, problem.query)
+    moved: dict[int, Table] = {}
 
-    return replace(
-        problem, mask=mask, score=score, see=tuple(statistic.map_formulas(place_tables) for statistic in problem.see)
-    )
+    def move_tables(formula: Expression) -> Expression:
+        """Return the formula with its tables on the query's device; formulas go on sharing their tables."""
+        for table in formula.tables:
+            if id(table) not in moved:
+                moved[id(table)] = Table(to_device(table.array, problem.query), table.axes)
+        return formula.substitute({}, moved)
+
+    checked = problem.map_formulas(move_tables)
+    mask, score = normalize(checked.mask, checked.score, problem.extent)
+    see = tuple(each.map_formulas(lambda condition: check_condition(condition, problem.extent)) for each in checked.see)
+    return replace(checked, mask=mask, score=score, see=see)
 
 
 def check_condition(condition: Expression, extent: tuple[int, int, int, int]) -> Expression:
-    """A statistic's condition, every read of it checked."""
+    """Return a statistic's condition after checking every table read in it."""
     check_formulas(condition, None, extent)
     return condition
 
@@ -255,10 +267,10 @@ def check_condition(condition: Expression, extent: tuple[int, int, int, int]) ->
 def normalize(
     mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
 ) -> tuple[Expression | None, Expression | None]:
-    """Mask and score of a problem of these lengths: every read is checked, and what the score hides joins the mask.
+    """Check every table read of mask and score, and add the pairs that the score hides (−∞) to the mask.
 
-    Done once for formulas without tables: such a formula is its text; and for tables on a device, once for what they
-    hold: see `formula.memory`.
+    Return (mask, score). The result is cached: by text and extent for formulas without tables, and also by the contents
+    of tables that lie on a device; see `formula.tensor_cache`.
     """
     if any(formula is not None and formula.tables for formula in (mask, score)):
         return _normalize_with_tables(mask, score, extent)
@@ -277,30 +289,27 @@ def _normalize_texts(
 def _normalize_with_tables(
     mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
 ) -> tuple[Expression | None, Expression | None]:
-    every = [table for formula in (mask, score) if formula is not None for table in formula.tables]
-    slot = {id(table): k for k, table in enumerate(every)}
+    tables = [table for formula in (mask, score) if formula is not None for table in formula.tables]
+    index = {id(table): k for k, table in enumerate(tables)}
 
     def join_masks() -> tuple[str, list[int]] | None:
-        """The mask that joins what the score hides, as its text and which of the tables it reads."""
+        """Return the joined mask as its text and the indices of the tables that it reads."""
         joined = _normalize_formulas(mask, score, extent)[0]
-        return None if joined is None else (joined.text, [slot[id(table)] for table in joined.tables])
+        return None if joined is None else (joined.text, [index[id(table)] for table in joined.tables])
 
     texts = tuple(None if formula is None else formula.text for formula in (mask, score))
-    same = tuple([slot[id(table)] for table in every])
-    cache_key = (texts, same, tuple([table.axes for table in every]), extent)
-    found = _NORMALIZED.get(cache_key, [table.array for table in every], join_masks)
-    return None if found is None else parse_text(found[0], [every[k] for k in found[1]]), score
+    indices = tuple([index[id(table)] for table in tables])  # equal indices: mask and score share the table
+    cache_key = (texts, indices, tuple([table.axes for table in tables]), extent)
+    found = _NORMALIZED.get(cache_key, [table.array for table in tables], join_masks)
+    return None if found is None else parse_text(found[0], [tables[k] for k in found[1]]), score
 
 
 def _normalize_formulas(
     mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
 ) -> tuple[Expression | None, Expression | None]:
     check_formulas(mask, score, extent)
-    if score is not None:
-        hidden = implied_mask.hidden_condition(score, extent)
-        if hidden is not None:
-            mask = ~hidden if mask is None else mask & ~hidden
-    return mask, score
+    hidden = None if score is None else implied_mask.hidden_condition(score, extent)
+    return (mask if hidden is None else _conjoin(mask, ~hidden)), score
 
 
 def _conjoin(mask: Expression | None, other: Expression | None) -> Expression | None:

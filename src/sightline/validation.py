@@ -1,4 +1,7 @@
-"""The arguments of attention, one by one: what each may be, and how it is read. `sightline.problem` has the legend."""
+"""Checks and conversions of the arguments of attention, one function for each argument.
+
+The shape legend is in `sightline.problem`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from . import arrays
 from .errors import DeviceError, DtypeError, MaskError, ParameterError, ShapeError
 from .formula import from_function, library
 from .formula.expression import SYMBOLS, Expression, walk
-from .formula.tables import Table
+from .formula.tables import learned_number
 from .statistics import Statistic, StatisticBase
 
 __all__ = [
@@ -34,11 +37,11 @@ __all__ = [
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
 
-MAX_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # by what scores are computed in
+MAX_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # by the accumulator's dtype
 
 
 def read_mask(mask: Formula) -> Expression | None:
-    """A mask as a formula: a formula, a FlexAttention mask_mod, or a boolean array (which means `dense`)."""
+    """Return a mask as an expression, from a formula, a FlexAttention mask_mod or a boolean array (read by `dense`)."""
     if mask is None:
         return None
     if not isinstance(mask, Expression | bool) and hasattr(mask, "dtype") and tuple(getattr(mask, "shape", ())):
@@ -60,7 +63,7 @@ def read_mask(mask: Formula) -> Expression | None:
         raise MaskError(
             f"mask is {expression}, which is a number",
             "a condition, True attends",
-            f"compare it, as in ({expression}) != 0; what is to be added to the scores goes into score=s + ...",
+            f"compare the number, as in ({expression}) != 0; to add a number to the scores, write score=s + ...",
         )
     if any(node is SYMBOLS["s"] for node in walk(expression)):
         raise MaskError(
@@ -70,7 +73,7 @@ def read_mask(mask: Formula) -> Expression | None:
 
 
 def read_score(score: Formula) -> Expression | None:
-    """A score as a formula: a formula or a FlexAttention score_mod."""
+    """Return a score as an expression: from a formula or a FlexAttention score_mod."""
     if score is None:
         return None
     expression = from_function.to_formula(score, "score", "s b h i j")
@@ -80,23 +83,21 @@ def read_score(score: Formula) -> Expression | None:
 
 
 def check_arrays(named: dict[str, Any]) -> None:
+    """Raise unless query, key and value are plain float arrays of one framework, one dtype and one device."""
     for name, array in named.items():
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
             raise DtypeError(f"{name} is a {type(array).__name__}", "arrays", f"{name}=numpy.asarray({name})")
-        if arrays.dtype_name(array) not in arrays.FLOATS:
-            raise DtypeError(
-                f"{name} has dtype {arrays.dtype_name(array)}", ", ".join(arrays.FLOATS), f"cast {name} to one of these"
-            )
+        arrays.check_float_dtype(name, array)
         if not arrays.is_strided(array):
             raise DtypeError(
                 f"{name} is masked or sparse",
                 "plain arrays",
-                f"hide entries by mask=, and pass {name}.data or to_dense()",
+                f"hide entries with mask=, and pass {name}.data or {name}.to_dense()",
             )
     kinds = {name: arrays.framework(array) for name, array in named.items()}
     if set(kinds.values()) - {"numpy", "torch"} or len(set(kinds.values())) > 1:
         raise DeviceError(
-            _format_items(kinds), "query, key and value all from NumPy or all from torch", "convert them first"
+            _format_items(kinds), "query, key and value all from NumPy or all from torch", "convert the arrays first"
         )
     for what, error, describe in (("dtype", DtypeError, arrays.dtype_name), ("device", DeviceError, arrays.device)):
         found = {name: describe(array) for name, array in named.items()}
@@ -107,7 +108,7 @@ def check_arrays(named: dict[str, Any]) -> None:
 
 
 def broadcast_inputs(named: dict[str, Any]) -> list[Any]:
-    """query, key and value with a head axis and one set of leading axes."""
+    """Return query, key and value with a head axis and with equal leading axes."""
     shapes = {name: tuple(array.shape) for name, array in named.items()}
 
     def refuse(what: str, cure: str) -> ShapeError:
@@ -132,7 +133,7 @@ def broadcast_inputs(named: dict[str, Any]) -> list[Any]:
     if k[-3] != v[-3]:
         raise refuse(f"{k[-3]} key heads and {v[-3]} value heads", "give key and value the same heads")
     if (k[-3] == 0 and q[-3] != 0) or (k[-3] and q[-3] % k[-3]):
-        raise refuse(f"{q[-3]} query heads do not share {k[-3]} key heads evenly", "make H a multiple of G")
+        raise refuse(f"{q[-3]} query heads cannot share {k[-3]} key heads evenly", "make H a multiple of G")
     if q[:-3] == k[:-3] == v[:-3]:
         return list(named.values())
     try:
@@ -143,7 +144,7 @@ def broadcast_inputs(named: dict[str, Any]) -> list[Any]:
 
 
 def _broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """NumPy's broadcasting of shapes, for lengths that may be torch's symbols. ValueError where they do not fit."""
+    """Return the broadcast shape by NumPy's rules, or raise ValueError; lengths may be symbols of torch.compile."""
     joined: list[int] = []
     for axis in range(-max(map(len, shapes)), 0):
         lengths = [shape[axis] for shape in shapes if len(shape) >= -axis]
@@ -163,40 +164,42 @@ def read_sinks(sinks: Any, query: Any) -> Any:
         raise ShapeError(
             f"sinks of shape {tuple(sinks.shape)}", f"(H,) = ({query.shape[-3]},)", "one logit per query head"
         )
-    if arrays.dtype_name(sinks) not in arrays.FLOATS:
-        raise DtypeError(f"sinks of dtype {arrays.dtype_name(sinks)}", ", ".join(arrays.FLOATS), "cast sinks")
+    arrays.check_float_dtype("sinks", sinks)
     check_device("sinks", sinks, query)
     return arrays.convert(sinks, query)
 
 
 def scalar_formula(what: str, array: Any) -> Expression:
-    """A learned number as a formula, which keeps its gradient."""
+    """Return a learned number as an expression that passes gradients to the number."""
     if math.prod(array.shape) != 1:
         raise ParameterError(
-            f"{what} of shape {tuple(array.shape)}", "one number", f"score=s * table({what})[h] for one of each head"
+            f"{what} of shape {tuple(array.shape)}", "one number", f"score=s * table({what})[h] for one number per head"
         )
-    return Table(array.reshape(1))[0]
+    return learned_number(array)
+
+
+def _to_float(number: Any) -> float:
+    """Return the number as a float; NaN if it is no number or exceeds the range of floats."""
+    try:
+        return float(number)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def read_scale(scale: Any, query: Any) -> float:
     if scale is None:
         return 1 / math.sqrt(query.shape[-1])
-    try:
-        value = float(scale)
-    except (TypeError, ValueError, OverflowError):
-        value = math.nan
+    value = _to_float(scale)
     largest = MAX_SCALE[arrays.accumulator(arrays.dtype_name(query))]
     if not abs(value) <= largest:
-        allowed = f"a finite number, at most ±{largest:.2g}"
-        raise ParameterError(f"scale={scale!r}", allowed, "leave scale=None for 1/√d_k")
+        raise ParameterError(
+            f"scale={scale!r}", f"a finite number, at most ±{largest:.2g}", "leave scale=None for 1/√d_k"
+        )
     return value
 
 
 def read_dropout(dropout: Any) -> float:
-    try:
-        value = float(dropout)
-    except (TypeError, ValueError, OverflowError):
-        value = math.nan
+    value = _to_float(dropout)
     if not 0 <= value <= 1:
         raise ParameterError(f"dropout={dropout!r}", "a probability from 0 to 1", "dropout=0.1 drops a tenth")
     return value
@@ -207,7 +210,7 @@ def read_seed(seed: Any, dropout: float) -> int:
         return 0
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= seed.__index__() < 2**64:
         raise ParameterError(
-            f"seed={seed!r} with dropout={dropout}", "a whole number from 0 to 2⁶⁴ − 1", "pass seed=0, say"
+            f"seed={seed!r} with dropout={dropout}", "a whole number from 0 to 2⁶⁴ − 1", "for example seed=0"
         )
     return int(seed)
 
@@ -221,7 +224,7 @@ def read_statistics(see: Any) -> tuple[Statistic, ...]:
 
 
 def check_choice(kernel: Any, threads: Any) -> None:
-    """Raise ParameterError for a kernel that is no word, and for threads that are no whole number of at least 1."""
+    """Raise ParameterError unless `kernel` is text or None, and `threads` is None or a whole number of at least 1."""
     if kernel is not None and not isinstance(kernel, str):
         raise ParameterError(f"kernel={kernel!r}", "a kernel's name, or None", 'kernel="cpu"')
     if threads is not None:
@@ -229,13 +232,16 @@ def check_choice(kernel: Any, threads: Any) -> None:
 
 
 def check_threads(name: str, number: Any) -> None:
-    """Raise ParameterError for a number of threads that is no whole number of at least 1."""
+    """Raise ParameterError unless the number of threads is a whole number of at least 1 and below 2³¹."""
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
         raise ParameterError(f"{name}={number!r}", "a whole number of at least 1", f"{name}=1")
 
 
 def check_device(what: str, array: Any, query: Any) -> None:
-    """Raise DeviceError where the array is the query's framework's and lies elsewhere; other frameworks' are moved."""
+    """Raise DeviceError if the array has the query's framework and another device.
+
+    Arrays of another framework are converted to the query's device later.
+    """
     if arrays.framework(array) == arrays.framework(query) and arrays.device(array) != arrays.device(query):
         raise DeviceError(
             f"{what} on {arrays.device(array)}, query on {arrays.device(query)}", "one device", f"move the {what}"

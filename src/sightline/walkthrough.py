@@ -1,18 +1,18 @@
-"""Every stage of attention on a short text, with numbers to look at: the source of `sightline explain`.
+"""Every stage of attention on a short text, with numbers: the source of `sightline explain`.
 
 Text → tokens → embeddings → query, key, value → rotation → scores → scaling → mask → softmax → weighted values. The
-last five are the stages of the definition itself, `sightline.reference.forward`. Embeddings and projections are drawn,
-not trained: the numbers show how attention works, not what a model knows.
+last five stages are those of the definition, `sightline.reference.forward`. Embeddings and projections are random, not
+trained: the numbers show how attention works, not what a model knows.
 
-How the text becomes tokens. Byte-pair encoding (Gage, 1994; Sennrich et al., 2016) over spaces, six letters and three
-merges: a + t, t + h, th + e. The last makes a whole word, and as in SentencePiece (Kudo and Richardson, 2018) a word
-carries the space before it, and one space is put before the text. So "the cat ate the rat" is
+The tokens come from byte-pair encoding (Gage, 1994; Sennrich et al., 2016) over the space, six letters and three
+merges: a + t, t + h, and space + th + e. The third merge makes a whole word. As in SentencePiece (Kudo and Richardson,
+2018), a word contains the space before it, and a space is put before the text. Thus "the cat ate the rat" becomes
 
     the ␣ c at ␣ at e the ␣ r at        [9, 0, 2, 7, 0, 7, 3, 9, 0, 6, 7]
 
-eleven tokens; the space before the second "the" lies within it. Were spaces never joined to words, it would be a token
-of its own, a 0 before the second 9, and there would be twelve. "the" inside a word stays th, e, so that `detokenize`
-gives back every text exactly.
+These are eleven tokens, because the second "the" contains the space before it. If no merge included the space, that
+space would be a token of its own, a 0 before the second 9, and there would be twelve tokens. "the" inside a word
+becomes th, e, so that `detokenize` restores every text exactly.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 TEXT = "the cat ate the rat"
 VOCABULARY = {" ": 0, "a": 1, "c": 2, "e": 3, "h": 4, "t": 5, "r": 6, "at": 7, "th": 8, "the": 9}
-WHOLE_WORDS = ("the",)  # written without the space they carry
+WHOLE_WORDS = ("the",)  # `VOCABULARY` lists these words without the space that they contain
 MERGES = (("a", "t"), ("t", "h"), (" ", "th", "e"))
 MASKS = "none, causal or window:N"
 
 
 def tokenize(text: str) -> list[int]:
-    """The text as token numbers of `VOCABULARY`.
+    """Return the text as token numbers of `VOCABULARY`.
 
     Raises
     ------
@@ -55,14 +55,12 @@ def tokenize(text: str) -> list[int]:
     [9, 0, 2, 7, 0, 7, 3, 9, 0, 6, 7]
     """
     characters = sorted(piece for piece in VOCABULARY if len(piece) == 1)
-    unknown_characters = sorted(set(text) - set(characters))
-    if unknown_characters or not text:
+    unknown = ", ".join(map(repr, sorted(set(text) - set(characters))))
+    if unknown or not text:
         raise ParameterError(
-            f"a text with {', '.join(map(repr, unknown_characters))}, outside the vocabulary"
-            if unknown_characters
-            else "an empty text",
+            f"a text with {unknown}, outside the vocabulary" if unknown else "an empty text",
             "the characters " + " ".join(map(repr, characters)),
-            f"write it with these, as in {TEXT!r}",
+            f"use only these characters, as in {TEXT!r}",
         )
     pieces = [" ", *text]
     for merge in MERGES:
@@ -71,29 +69,31 @@ def tokenize(text: str) -> list[int]:
 
 
 def detokenize(tokens: list[int]) -> str:
-    """The text that `tokenize` turned into these tokens."""
+    """Return the text that `tokenize` turned into these tokens."""
     pieces = {number: piece for piece, number in VOCABULARY.items()}
     return "".join(" " + pieces[t] if pieces[t] in WHOLE_WORDS else pieces[t] for t in tokens)[1:]
 
 
 def _merge_pieces(pieces: list[str], merge: tuple[str, ...]) -> list[str]:
-    """The pieces with every run of `merge`, left to right, joined."""
+    """Return the pieces after joining every occurrence of the sequence `merge`, from left to right."""
     result: list[str] = []
-    at = 0
-    while at < len(pieces):
-        length = len(merge) if tuple(pieces[at : at + len(merge)]) == merge else 1
-        result.append("".join(pieces[at : at + length]))
-        at += length
+    start = 0
+    while start < len(pieces):
+        length = len(merge) if tuple(pieces[start : start + len(merge)]) == merge else 1
+        result.append("".join(pieces[start : start + length]))
+        start += length
     return result
 
 
 def named_mask(name: str) -> Expression | None:
-    """The mask of a name: "none", "causal", or "window:N" for the own key and the N − 1 before it.
+    """Return the mask with this name: "none", "causal" or "window:N".
+
+    "window:N" allows the query's own key and the N − 1 keys before it.
 
     Raises
     ------
     ParameterError
-        Any other name.
+        The name is another one.
     """
     kind, _, length = name.partition(":")
     if name == "none":
@@ -107,7 +107,7 @@ def named_mask(name: str) -> Expression | None:
 
 @dataclass(frozen=True)
 class Step:
-    """What one stage says of one pair (query, key)."""
+    """The value of one stage for one pair (query, key)."""
 
     name: str
     formula: str
@@ -116,7 +116,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Walkthrough:
-    """Every stage, float64. n tokens, d_model wide; one head of width d_k = d_v."""
+    """Every stage of attention on a text, float64: n tokens, embeddings of width d_model, one head with d_k = d_v."""
 
     text: str
     tokens: tuple[int, ...]
@@ -129,11 +129,11 @@ class Walkthrough:
     rotated_query: Array  # (n, d_k)
     rotated_key: Array  # (n, d_k)
     stages: Stages  # scores, scaled, masked, weights, output, lse
-    pair: tuple[int, int]  # the query and key followed
+    pair: tuple[int, int]  # the query and the key that `follow` reports
 
     @property
     def labels(self) -> list[str]:
-        """The tokens as text, ␣ for a space."""
+        """The tokens as text, with ␣ for a space."""
         pieces = {number: piece for piece, number in VOCABULARY.items()}
         return [pieces[token].replace(" ", "␣") for token in self.tokens]
 
@@ -143,11 +143,11 @@ class Walkthrough:
 
     @property
     def allowed(self) -> bool:
-        """Whether the followed query may see the followed key."""
+        """True if the mask lets the query of `pair` see its key."""
         return bool(self.stages.masked[self.pair] > -np.inf)
 
     def follow(self) -> list[Step]:
-        """The followed pair, stage by stage."""
+        """Return the values of `pair`, stage by stage."""
         query, key = self.pair
         stages = self.stages
         weight = float(stages.weights[query, key])
@@ -156,7 +156,7 @@ class Walkthrough:
             Step("score", "R q · R k", float(stages.scores[query, key])),
             Step("scaled", f"score / √{self.d_k}", float(stages.scaled[query, key])),
             Step("masked", "scaled where allowed, else −∞", float(stages.masked[query, key])),
-            Step("normaliser", "lse = ln Σ exp(masked) over the keys", float(stages.lse[query])),
+            Step("lse", "ln Σ exp(masked) over the keys", float(stages.lse[query])),
             Step("weight", "exp(masked − lse)", weight),
             Step("share of the output", "‖weight · v‖", weight * float(np.linalg.norm(self.value[key]))),
         ]
@@ -171,22 +171,23 @@ def walk_through(
     mask: str = "none",
     pair: tuple[int, int] | None = None,
 ) -> Walkthrough:
-    """Attention over a text, stage by stage, in float64.
+    """Compute attention over a text, stage by stage, in float64.
 
     Parameters
     ----------
     text : str
         Written with the characters of `VOCABULARY`.
     d_model, d_k : int
-        Widths of embeddings and of query, key and value. d_k is even, for the rotation.
+        The width of embeddings, and the width of query, key and value. d_k is even, because rotation needs pairs.
     seed : int
-        Draws the embeddings, standard normal, and W_Q, W_K, W_V, normal with variance 2 / (d_model + d_k) (Glorot and
-        Bengio, "Understanding the difficulty of training deep feedforward neural networks", 2010).
+        The seed of the random embeddings (standard normal) and of W_Q, W_K and W_V, which are normal with variance
+        2 / (d_model + d_k) (Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural
+        networks", 2010).
     mask : {"none", "causal", "window:N"}
-        Which pairs are allowed; see `named_mask`.
+        The pairs that are allowed; see `named_mask`.
     pair : (query, key), optional
-        The pair to follow, counted from 0; by default the first c and the first r after it where the text has both,
-        else the first and the last token.
+        The pair that `Walkthrough.follow` reports, counted from 0. Default: the first c and the first r after it if the
+        text has both, else the first and the last token.
 
     Returns
     -------
@@ -195,14 +196,15 @@ def walk_through(
     Raises
     ------
     ParameterError
-        A text outside the vocabulary, a width, seed or mask out of range, a pair outside the text.
+        The text leaves the vocabulary, a width, the seed or the mask is out of range, or the pair lies outside the
+        text.
     """
     tokens = tokenize(text)
     formula = named_mask(mask)
     _validate(d_model, d_k, seed)
     n = len(tokens)
     pair = _default_pair(tokens) if pair is None else pair
-    if not all(0 <= at < n for at in pair):
+    if not all(0 <= position < n for position in pair):
         raise ParameterError(f"pair {pair}", f"positions from 0 to {n - 1}", f"pair {_default_pair(tokens)}")
     rng = np.random.default_rng(seed)
     embedded = rng.standard_normal((len(VOCABULARY), d_model))[tokens]
@@ -239,6 +241,6 @@ def _validate(d_model: int, d_k: int, seed: int) -> None:
     if d_model < 1:
         raise ParameterError(f"d_model {d_model}", "a width of at least 1", "512")
     if d_k < 2 or d_k % 2:
-        raise ParameterError(f"d_k {d_k}", "an even width of at least 2: rotation turns pairs", "64")
+        raise ParameterError(f"d_k {d_k}", "an even width of at least 2, because rotation needs pairs", "64")
     if seed < 0:
         raise ParameterError(f"seed {seed}", "a whole number ≥ 0", "0")

@@ -1,4 +1,4 @@
-"""Real activations of a trained encoder, shipped with the library; README.md beside this file tells their origin."""
+"""Real activations of a trained encoder, shipped with the library. README.md in this folder describes their origin."""
 
 from __future__ import annotations
 
@@ -19,32 +19,36 @@ NAMES = ("minilm_cat", "minilm_moby")
 
 @dataclass(frozen=True)
 class Layer:
-    """What one attention layer took in and gave out, float32."""
+    """The inputs and outputs of one attention layer, float32."""
 
     query: Array  # (B, H, n, d_k)
     key: Array  # (B, H, n, d_k)
     value: Array  # (B, H, n, d_v)
     output: Array  # (B, H, n, d_v), as the model computed it
-    weights: Array | None  # (B, H, n, n), as the model computed them, where they were kept
+    weights: Array | None  # (B, H, n, n), as the model computed them; None if the file does not store them
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Texts and what attention layers of all-MiniLM-L6-v2 made of them; scale 1/√d_k, keys past `lengths` hidden."""
+    """Texts, and the activations of attention layers of all-MiniLM-L6-v2 on these texts.
+
+    The scale is 1/√d_k, and keys at or beyond `lengths` are hidden.
+    """
 
     texts: tuple[str, ...]
     tokens: tuple[tuple[str, ...], ...]  # B rows of n
-    lengths: Array  # (B,) int64: real tokens of each row, the others are padding
+    lengths: Array  # (B,) int64: the number of real tokens of each row; the tokens after them are padding
     layers: dict[int, Layer]
 
 
 def load(name: str) -> Activations:
-    """Activations by name.
+    """Return the activations of this name.
 
     Parameters
     ----------
     name : {"minilm_cat", "minilm_moby"}
-        Two sentences padded to 20 tokens, layers 0 and 3 with their weights; one paragraph of 135 tokens, layer 3.
+        "minilm_cat": two sentences padded to 20 tokens, layers 0 and 3 with their weights. "minilm_moby": one paragraph
+        of 135 tokens, layer 3 without weights.
 
     Returns
     -------
@@ -53,7 +57,7 @@ def load(name: str) -> Activations:
     Raises
     ------
     ParameterError
-        Any other name.
+        The name is another one.
 
     Examples
     --------

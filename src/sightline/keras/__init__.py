@@ -1,4 +1,12 @@
-"""Sightline for Keras 3, on its torch backend: attention as a layer."""
+"""Sightline for Keras 3 on its torch backend: attention as a layer.
+
+Raises
+------
+MissingExtraError
+    Keras is not installed.
+ParameterError
+    Keras fails to load, or its backend is not torch.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +19,14 @@ CURE = "pip install torch, and set the environment variable KERAS_BACKEND=torch 
 try:
     import keras
 except ImportError as error:
-    if find_spec("keras") is not None:  # there, but its backend is not
-        raise ParameterError(f"Keras that does not load ({error})", "Keras on its torch backend", CURE) from error
+    if find_spec("keras") is not None:  # Keras is installed, but its backend is not
+        raise ParameterError(f"Keras does not load ({error})", "Keras on its torch backend", CURE) from error
     raise MissingExtraError(
-        "sightline.keras, and no Keras", "Keras 3.9 or later", 'pip install "sightline-attention[keras]" torch'
+        "sightline.keras without Keras", "Keras 3.9 or later", 'pip install "sightline-attention[keras]" torch'
     ) from error
 if keras.backend.backend() != "torch":
     raise ParameterError(f"Keras on its {keras.backend.backend()} backend", "the torch backend", CURE)
 
-from .layer import ScaledDotProductAttention  # noqa: E402  once the backend is known
+from .layer import ScaledDotProductAttention  # noqa: E402  after the check of the backend
 
 __all__ = ["ScaledDotProductAttention"]

@@ -1,4 +1,4 @@
-"""Self-attention with its projections, as a Keras layer."""
+"""A Keras layer: self-attention of one head with its projections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Shape = tuple[int | None, ...]
 
 @keras.saving.register_keras_serializable(package="sightline")
 class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
-    """softmax(Q Kᵀ / √dk) V of one head, with Q = X W_Q + b_Q, K = X W_K + b_K, V = X W_V + b_V.
+    """Self-attention of one head: softmax(Q Kᵀ / √dk) V with Q = X W_Q + b_Q, K = X W_K + b_K, V = X W_V + b_V.
 
     Parameters
     ----------
@@ -27,31 +27,36 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
     dv : int
         Width of value and output.
     return_attn : bool, default False
-        Return (weights, output), in this order, instead of output alone. The weights take n² memory.
+        Return (weights, output), in this order, instead of the output alone. The weights take n² memory.
     use_bias : bool, default True
-        As `keras.layers.Dense` has it.
+        Add the biases b_Q, b_K and b_V, as `use_bias` of `keras.layers.Dense` does.
     **options
-        `name`, `dtype` and the others of `keras.layers.Layer`.
+        `name`, `dtype` and the other options of `keras.layers.Layer`.
 
     Call
     ----
     inputs : (batch, n, d_model) floats
     mask : (batch, n) bool, optional
-        True for real tokens, as Keras passes it on from Embedding and Masking: keys of padding are hidden. Where a
-        sequence has no real token, weights and output are 0.
+        True for real tokens; keys of padding are hidden. Keras passes the mask of Embedding and Masking layers. Weights
+        and output are 0 for a sequence without real tokens.
 
-    Returns output (batch, n, dv), or (weights (batch, n, n), output).
+    Returns the output (batch, n, dv), or (weights (batch, n, n), output), in the layer's compute dtype.
 
     Raises
     ------
     ParameterError
-        dk or dv below 1.
+        dk or dv is not a whole number of at least 1.
     ShapeError
-        Inputs of other than three axes.
+        The inputs do not have three axes.
 
     Notes
     -----
-    The kernels start Glorot normal, the biases at 0 (Glorot and Bengio, 2010; Vaswani et al., 2017, section 3.2.1).
+    Initial values: Glorot normal for the kernels, 0 for the biases.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, section 3.2.1; Glorot and Bengio, "Understanding the difficulty
+    of training deep feedforward neural networks", 2010.
 
     Examples
     --------
@@ -63,7 +68,7 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
         super().__init__(**options)
         for name, width in (("dk", dk), ("dv", dv)):
             if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-                raise ParameterError(f"{name}={width!r}", "a width of at least 1", f"{name}=64")
+                raise ParameterError(f"{name}={width!r}", "a whole number of at least 1", f"{name}=64")
         self.dk, self.dv, self.return_attn, self.use_bias = dk, dv, return_attn, use_bias
         self.supports_masking = True
         self.query, self.key, self.value = (
@@ -74,7 +79,7 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
         )
 
     def build(self, input_shape: Shape) -> None:
-        """Make the weights for inputs of this shape."""
+        """Create the weights of the projections for inputs of this shape."""
         if len(input_shape) != 3:
             raise ShapeError(
                 f"inputs of shape {tuple(input_shape)}", "(batch, n, d_model)", "inputs[None] for one text"
@@ -83,7 +88,7 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
             projection.build(input_shape)
 
     def call(self, inputs: Any, mask: Any = None) -> Any:
-        """Output, or (weights, output)."""
+        """Return the output, or (weights, output)."""
         query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
         mask_formula = None if mask is None else dense(keras.ops.cast(mask, "bool")[:, None, None, :])
         if not self.return_attn:
@@ -92,16 +97,16 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
         return attention_weights, output
 
     def compute_output_shape(self, input_shape: Shape) -> Any:
-        """Shape of the output, or of (weights, output)."""
+        """Return the shape of the output, or the shapes of (weights, output)."""
         batch, n, _ = input_shape
         output = (batch, n, self.dv)
         return ((batch, n, n), output) if self.return_attn else output
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
-        """The output has the inputs' mask, the weights have none."""
+        """Return the mask of the inputs for the output, and None for the weights."""
         return (None, previous_mask) if self.return_attn else previous_mask
 
     def get_config(self) -> dict[str, Any]:
-        """What `from_config` needs to make the layer again."""
+        """Return the settings from which `from_config` makes an equal layer."""
         settings = {"dk": self.dk, "dv": self.dv, "return_attn": self.return_attn, "use_bias": self.use_bias}
         return {**super().get_config(), **settings}
