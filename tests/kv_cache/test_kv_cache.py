@@ -409,7 +409,7 @@ def test_copies_are_their_own(rng):
 @pytest.mark.parametrize(
     ("lengths", "says"),
     [
-        ([5, 5, 5], "3 sequences of 5 positions each, room for 6"),
+        ([5, 5, 5], "3 sequences of 5 positions each, capacity 6"),
         ([5, 0, 5], "3 sequences of 0 to 5 positions"),
         ([5, 2], "2 sequences of 5 and 2 positions"),
         ([2], "1 sequence of 2 positions"),
@@ -418,7 +418,7 @@ def test_copies_are_their_own(rng):
 def test_it_tells_what_it_is(rng, lengths, says):
     _, key, value = arrays(rng, batch=len(lengths), length=5)
     cache = KVCache(capacity=6, dtype="bfloat16")
-    assert repr(cache) == "KVCache: empty, room for 6, the first append decides the rest"
+    assert repr(cache) == "KVCache: empty, capacity 6, the first append decides the rest"
     assert (cache.nbytes, cache.dtype, cache.capacity) == (0, "bfloat16", 6)
     cache.append(key, value, lengths=lengths)
     assert says in repr(cache)
@@ -526,8 +526,8 @@ def full():
         (lambda: full().append(X[:1], X[:1]), ShapeError, r"\(2, 2, t, 8\), as before"),
         (lambda: full().append(X, X[..., :4]), ShapeError, r"value \(2, 2, 5, 4\)"),
         (lambda: full().append(X[0], X[0]), ShapeError, r"\(2, 2, t, 8\)"),
-        (lambda: full().append(X.astype(np.float64), X.astype(np.float64)), DtypeError, "which casts what comes"),
-        (lambda: full().append(torch.zeros(X.shape), torch.zeros(X.shape)), DeviceError, "numpy on cpu, as all before"),
+        (lambda: full().append(X.astype(np.float64), X.astype(np.float64)), DtypeError, "which casts every append"),
+        (lambda: full().append(torch.zeros(X.shape), torch.zeros(X.shape)), DeviceError, "numpy on cpu, as before"),
         (lambda: full().truncate(-1), ShapeError, r"truncate\(-1\)"),
         (lambda: full().truncate([1, 2, 3]), ShapeError, "each of 2 sequences"),
         (lambda: full().truncate(1.5), ShapeError, "whole number"),
@@ -691,10 +691,10 @@ FAULTS = {
     # room, the line as it stands, the line with the fault
     "written one too far": (
         "kv_storage",
-        "storage[:, :, places[0, 0] : places[0, -1] + 1] = array",
-        "storage[:, :, places[0, 0] + 1 : places[0, -1] + 2] = array",
+        "storage[:, :, positions[0, 0] : positions[0, -1] + 1] = array",
+        "storage[:, :, positions[0, 0] + 1 : positions[0, -1] + 2] = array",
     ),
-    "ragged rows shifted": ("kv_storage", "array[sequence, :, row]", "array[sequence, :, row - 1]"),
+    "ragged rows shifted": ("kv_storage", "array[b, :, row]", "array[b, :, row - 1]"),
     "growth forgets": ("kv_storage", "new[:, :, :used] = storage[:, :, :used]", "pass"),
     "left padding taken for right": ("kv_cache", '(0 if padding == "right" else (t - counts)[:, None])', "0"),
     "lengths not hidden": ("kv_cache", "None if self._has_equal_lengths else library.padding(self._lengths)", "None"),

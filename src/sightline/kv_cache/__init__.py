@@ -1,4 +1,4 @@
-"""Keys and values of a decoding loop, kept where attention reads them."""
+"""A cache of the keys and values of a decoding loop, which attention reads in place."""
 
 from .cache import KVCache, as_arrays, unpack_cache
 

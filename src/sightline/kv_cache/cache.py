@@ -1,4 +1,4 @@
-"""Keys and values of a decoding loop, kept where attention can read them."""
+"""The class `KVCache`, and the functions by which attention reads it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays import FLOATS, device, dtype_name, framework, to_numpy
+from ..arrays import FLOATS, check_float_dtype, device, dtype_name, framework, to_numpy
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression
@@ -16,39 +16,48 @@ from .storage import allocate, grow, reorder_batch, write
 
 __all__ = ["KVCache", "as_arrays", "unpack_cache"]
 
-GROWTH_FACTOR = 2  # a full cache moves to storage so many times as long: each position is copied about once in all
+GROWTH_FACTOR = 2  # of the capacity of a full cache: each position is copied about once in total
 ACCEPTED_SHAPES = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or (t, d) without heads"
 
 b, i, j = (SYMBOLS[name] for name in "bij")
 
 
 class KVCache:
-    """Keys and values of one layer, appended to as tokens come: `attention(query, cache)` reads them in place.
+    """Keys and values of one attention layer in a decoding loop; `attention(query, cache)` reads them in place.
 
-    Sequences of a batch may have different lengths. What an append leaves as it is costs nothing: storage is (B, G,
-    capacity, d) and grows by doubling, so that a position costs O(1) on average and rows of a head stay side by side.
+    Sequences of a batch may have different lengths. Storage has the shape (B, G, capacity, d) and doubles when it is
+    full, so appending one position costs O(1) on average, and the rows of a head stay adjacent in memory. An append
+    does not copy earlier positions unless the storage grows.
 
     Parameters
     ----------
     capacity : int, default 0
-        Positions to make room for at once; the cache grows beyond them as it must.
+        The number of positions to allocate at the first append. The cache grows beyond it as needed.
     dtype : {"float16", "bfloat16", "float32", "float64"}, optional
-        What keys and values are kept as; appended arrays are cast to it. By default the first ones' dtype, and all
-        others must have it. Queries must have it too: attention does not convert a cache at every token.
+        The dtype of the stored keys and values, to which appended arrays are cast. Default: the dtype of the first
+        append, which every later append must have. Queries must have the same dtype, because attention does not convert
+        a cache at every token.
+
+    Raises
+    ------
+    ParameterError
+        capacity is not a whole number ≥ 0.
+    DtypeError
+        dtype is not one of those above.
 
     Notes
     -----
-    All else (batch, heads, widths, library, device) is that of the first append. In torch it holds no gradients.
+    The first append decides batch, heads, widths, library and device. In torch, the cache stores no gradients.
 
-    Positions of a sequence count from 0 as they were appended, without padding; they are the `j` of formulas. Queries
-    count from 0 in every call, as everywhere: `causal` says at which positions they stand, by default those of the
-    newest append. In a batch of different lengths every call hides what lies beyond a sequence's end.
+    Positions of a sequence count from 0 in the order of the appends, without padding; they are the `j` of formulas.
+    Queries count from 0 in every call: `i` is the row of the query. `causal` maps rows to positions, by default the
+    rows of the newest append. In a batch of different lengths, every call hides the positions beyond a sequence's end.
 
-    torch.compile breaks its graph at a cache and traces anew at every length until it gives up: put
-    `torch.compiler.disable` on the function that appends and attends.
+    torch.compile breaks its graph at a cache, and traces anew for every length until it reaches its recompile limit.
+    Put `torch.compiler.disable` on the function that appends and attends.
 
-    Views given out (`key`, `value`) share the cache's storage. Growing leaves them as they are; `truncate`, `reorder`
-    and `reset` followed by an append write into them.
+    The arrays `key` and `value` are views of the cache's storage. Growth does not change them. `reorder` may overwrite
+    them, and so may an append after `truncate` or `reset`.
 
     Examples
     --------
@@ -66,61 +75,61 @@ class KVCache:
     >>> sightline.attention(query, cache, mask=cache.causal()).shape
     (2, 8, 1, 64)
     >>> cache
-    KVCache: 2 sequences of 6 and 4 positions, room for 10
+    KVCache: 2 sequences of 6 and 4 positions, capacity 10
       2 heads, d_k 64, d_v 64, float32, numpy on cpu, 20 KiB
     """
 
     def __init__(self, *, capacity: int = 0, dtype: str | None = None) -> None:
         self._min_capacity = _check_count("capacity", capacity)
         if dtype is not None and dtype not in FLOATS:
-            raise DtypeError(f"KVCache(dtype={dtype!r})", ", ".join(map(repr, FLOATS)), 'dtype="bfloat16", say')
+            raise DtypeError(f"KVCache(dtype={dtype!r})", ", ".join(map(repr, FLOATS)), 'for example dtype="bfloat16"')
         self._dtype, self._casts_inputs = dtype, dtype is not None
         self._key: Any = None  # (B, G, capacity, d_k)
         self._value: Any = None
-        self._issued_mask: Expression | None  # the last mask given out: no query of it sees beyond its sequence's end
-        self._all_visible_mask: Expression | None  # the same, where it is for one query that sees every position
-        self._ndim = 4  # of what was appended: fewer have no head axis
+        self._issued_mask: Expression | None  # the last result of `causal`, which hides all beyond a sequence's end
+        self._all_visible_mask: Expression | None  # the same mask if its single query sees every position
+        self._ndim = 4  # axes of the appended arrays; 2 and 3 mean that there is no head axis
         self._set_lengths(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
 
-    # -- what is there ----------------------------------------------------------------------------------------------
+    # -- contents ---------------------------------------------------------------------------------------------------
     @property
     def lengths(self) -> Any:
-        """(B,) int64: positions of each sequence."""
+        """(B,) int64: the number of positions of each sequence."""
         return self._lengths.copy()
 
     @property
     def key(self) -> Any:
-        """(B, G, max(lengths), d_k), a view of what attention reads; axes as they were appended.
+        """(B, G, max(lengths), d_k), a view of the storage that attention reads, with the axes of the appended arrays.
 
-        Positions at or beyond a sequence's own length hold nothing to rely on.
+        Entries at or beyond a sequence's own length are undefined.
         """
         return self._view(self._max_length)[0]
 
     @property
     def value(self) -> Any:
-        """(B, G, max(lengths), d_v), as `key`."""
+        """(B, G, max(lengths), d_v), a view like `key`."""
         return self._view(self._max_length)[1]
 
     @property
     def capacity(self) -> int:
-        """Positions there is room for without growing."""
+        """The number of positions that fit without growth."""
         return self._min_capacity if self._key is None else int(self._key.shape[2])
 
     @property
     def dtype(self) -> str | None:
-        """What keys and values are kept as; None where the first append will say."""
+        """The dtype of the stored keys and values; None if the first append will decide."""
         return self._dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage, room to grow included."""
+        """The bytes of the storage, unused capacity included."""
         if self._key is None:
             return 0
         return sum(math.prod(array.shape) * int(array.dtype.itemsize) for array in (self._key, self._value))
 
     def __repr__(self) -> str:
         if self._key is None:
-            return f"KVCache: empty, room for {self.capacity}, the first append decides the rest"
+            return f"KVCache: empty, capacity {self.capacity}, the first append decides the rest"
         B, G, _, d_k = self._key.shape
         if B == 1:
             sequences = f"1 sequence of {self._max_length:,} positions"
@@ -133,39 +142,41 @@ class KVCache:
         heads = "no head axis" if self._ndim < 4 else f"{G} head{'s' * (G != 1)}"
         where = f"{framework(self._key)} on {device(self._key)}"
         return (
-            f"KVCache: {sequences}, room for {self.capacity:,}\n"
+            f"KVCache: {sequences}, capacity {self.capacity:,}\n"
             f"  {heads}, d_k {d_k}, d_v {self._value.shape[3]}, {self._dtype}, {where}, {_format_bytes(self.nbytes)}"
         )
 
-    # -- what changes it --------------------------------------------------------------------------------------------
+    # -- changes ----------------------------------------------------------------------------------------------------
     def append(self, key: Any, value: Any, lengths: Any = None, *, padding: Literal["right", "left"] = "right") -> None:
-        """Add t positions to the end of every sequence, or fewer to some.
+        """Add t positions to the end of every sequence, or fewer to some sequences.
 
         Parameters
         ----------
         key : (B, G, t, d_k), or (B, t, d_k) or (t, d_k) without heads
-        value : (B, G, t, d_v), likewise
+        value : (B, G, t, d_v), or (B, t, d_v) or (t, d_v) without heads
         lengths : (B,) integers from 0 to t, optional
-            How many of the t positions are real in each sequence; the others are padding and not kept. A sequence that
-            has ended takes 0.
+            The number of real positions in each sequence, 0 for a sequence that has ended. The other positions are
+            padding and are not stored. Default: t for every sequence.
         padding : {"right", "left"}
-            Where the padding stands: after the real positions, or before them.
+            The side of the padding: after the real positions, or before them.
 
         Raises
         ------
         ShapeError
-            Shapes other than those of the first append but for t; lengths not (B,) or outside 0 ... t.
+            Shapes differ from those of the first append in more than t, or lengths is not (B,) or is outside 0 ... t.
         DtypeError
-            No floats; another dtype than the first where the cache was given none; key and value of different dtypes.
+            key or value is no array of floats, key and value differ in dtype, or their dtype is not the cache's and the
+            cache was made without a dtype.
         DeviceError
-            Another library or device than the first.
+            The library or the device differs from that of the first append.
         ParameterError
-            A tensor that requires a gradient: keep what needs one in plain arrays, or append `key.detach()`.
+            padding is another word, or a tensor requires a gradient: append `key.detach()`, or pass plain arrays to
+            attention.
         """
         self._check(key, value)
         if padding not in ("right", "left"):
             raise ParameterError(
-                f"padding={padding!r}", '"right" or "left"', 'padding="left" for prompts that end alike'
+                f"padding={padding!r}", '"right" or "left"', 'padding="left" if padding precedes the tokens'
             )
         axes = key.ndim
         key, value = _unsqueeze_to_4d(key), _unsqueeze_to_4d(value)
@@ -174,22 +185,27 @@ class KVCache:
         if self._key is None:
             self._allocate(key, value, axes)
         self._grow(int((self._lengths + counts).max(initial=0)))
-        rows = np.arange(t) - (0 if padding == "right" else (t - counts)[:, None])  # (B, t), 0 for the first real one
+        rows = np.arange(t) - (0 if padding == "right" else (t - counts)[:, None])  # (B, t), 0 for the first real row
         real = (rows >= 0) & (rows < counts[:, None])
-        places = np.where(real, self._lengths[:, None] + rows, -1)
-        write(self._key, key, places)
-        write(self._value, value, places)
-        self._set_lengths(self._lengths + counts, places)
+        positions = np.where(real, self._lengths[:, None] + rows, -1)
+        write(self._key, key, positions)
+        write(self._value, value, positions)
+        self._set_lengths(self._lengths + counts, positions)
 
     def truncate(self, lengths: Any) -> None:
-        """Keep at most so many positions of every sequence, as after rejected drafts of speculative decoding.
+        """Shorten every sequence to at most so many positions, as after rejected drafts of speculative decoding.
 
         Parameters
         ----------
         lengths : int or (B,) integers ≥ 0
-            Sequences that are shorter stay as they are.
+            The largest length of every sequence. Shorter sequences stay as they are.
+
+        Raises
+        ------
+        ShapeError
+            lengths is not an int or (B,) integers, or is negative.
         """
-        new_lengths = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
+        new_lengths = to_numpy(lengths)
         if (
             new_lengths.dtype.kind not in "iu"
             or new_lengths.shape not in ((), self._lengths.shape)
@@ -201,25 +217,30 @@ class KVCache:
                 "cache.truncate(cache.lengths - rejected)",
             )
         new_lengths = np.minimum(self._lengths, new_lengths)
-        self._set_lengths(
-            new_lengths, np.where(self._newest_positions < new_lengths[:, None], self._newest_positions, -1)
-        )
+        newest = self._newest_positions
+        self._set_lengths(new_lengths, np.where(newest < new_lengths[:, None], newest, -1))
 
     def reorder(self, indices: Any) -> None:
-        """Make sequence b what sequence indices[b] was, as beams do; sequences that stay are not copied.
+        """Replace sequence b by sequence indices[b], as beam search does. Sequences that stay in place are not copied.
 
         Parameters
         ----------
         indices : (B',) integers from 0 to B − 1
-            B' may differ from B: one prompt becomes several beams, sequences that have ended are dropped.
+            B' may differ from B: a prompt may become several beams, and sequences that have ended may be dropped.
+
+        Raises
+        ------
+        ShapeError
+            indices is not one axis of integers from 0 to B − 1, or arrays without a batch axis would become several
+            sequences.
         """
         count = self._lengths.size
-        order = to_numpy(indices) if hasattr(indices, "dtype") else np.asarray(indices)
-        if order.size == 0:
-            order = order.astype(np.int64)
+        order = _to_integers(indices)
         if order.ndim != 1 or order.dtype.kind not in "iu" or (order < 0).any() or (order >= count).any():
             raise ShapeError(
-                f"reorder({indices!r})", f"one axis of whole numbers from 0 to {count - 1}", "reorder([1, 0]) swaps two"
+                f"reorder({indices!r})",
+                f"one axis of whole numbers from 0 to {count - 1}",
+                "reorder([1, 0]) swaps two sequences",
             )
         if self._key is None:
             return
@@ -229,17 +250,23 @@ class KVCache:
         self._set_lengths(self._lengths[order], self._newest_positions[order])
 
     def reset(self) -> None:
-        """Forget every position and keep the storage."""
+        """Remove every position, but not the storage."""
         self.truncate(0)
 
     # -- formulas ---------------------------------------------------------------------------------------------------
     def positions(self, n: int | None = None) -> Any:
-        """(B, n) int64: where the queries of a call stand in their sequences; −1 for padding.
+        """Return the positions of a call's queries in their sequences, (B, n) int64; −1 for padding.
 
         Parameters
         ----------
         n : int, optional
-            The last n positions of every sequence. By default those of the newest append, row by row as it came.
+            The queries are the last n positions of every sequence. Default: the queries are the rows of the newest
+            append.
+
+        Raises
+        ------
+        ParameterError
+            n is not a whole number ≥ 0.
         """
         if n is None:
             return self._newest_positions.copy()
@@ -247,13 +274,18 @@ class KVCache:
         return np.maximum(last, -1)
 
     def causal(self, n: int | None = None) -> Expression:
-        """j ≤ positions[b, i]: a query sees its own and earlier positions; padding sees nothing.
+        """Return the mask j ≤ positions[b, i]: a query sees its own and earlier positions; padding sees no position.
 
         Parameters
         ----------
         n : int, optional
-            The queries are the last n positions of every sequence: j ≤ i + lengths[b] − n. By default they are the rows
-            of the newest append, and another number of queries is an error.
+            The queries are the last n positions of every sequence: j ≤ i + lengths[b] − n. Default: the queries are the
+            rows of the newest append, and attention raises an error for another number of queries.
+
+        Raises
+        ------
+        ParameterError
+            n is not a whole number ≥ 0.
 
         Examples
         --------
@@ -274,30 +306,30 @@ class KVCache:
             self._all_visible_mask = mask
         return mask
 
-    # -- for this module --------------------------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------------------------------
     @property
     def length_mask(self) -> Expression | None:
-        """The condition that hides what lies beyond each sequence's end; None where all end together."""
+        """The condition that hides positions beyond each sequence's end; None if all sequences have the same length."""
         return None if self._has_equal_lengths else library.padding(self._lengths)
 
     def _set_lengths(self, lengths: Any, newest: Any) -> None:
-        """The lengths and the newest positions from now on; plain numbers beside, which torch.compile can read."""
+        """Set the lengths and the newest positions, and two plain Python values of them that torch.compile can read."""
         self._lengths, self._newest_positions = lengths, newest
         self._issued_mask = self._all_visible_mask = None
         self._max_length = int(lengths.max(initial=0))
         self._has_equal_lengths = bool((lengths == self._max_length).all())
 
     def _view(self, length: int) -> tuple[Any, Any]:
-        """Key and value of the first positions: as many of both, whatever another thread appends meanwhile."""
+        """Return key and value of the first `length` positions, even if another thread appends meanwhile."""
         if self._key is None:
             raise ParameterError(
-                "a KVCache to which nothing was appended", "a cache that knows its shapes", "cache.append(key, value)"
+                "a KVCache to which nothing was appended", "a cache with positions", "cache.append(key, value)"
             )
         index = {4: (), 3: (slice(None), 0), 2: (0, 0)}[self._ndim]
         return self._key[index][..., :length, :], self._value[index][..., :length, :]
 
     def _check(self, key: Any, value: Any) -> None:
-        """Raise where key and value do not fit each other, or what was appended before."""
+        """Raise if key and value do not fit each other or the earlier appends."""
         for name, array in (("key", key), ("value", value)):
             _check_array(name, array)
         if key.ndim not in (2, 3, 4) or tuple(key.shape[:-1]) != tuple(value.shape[:-1]):
@@ -305,22 +337,24 @@ class KVCache:
                 f"key {tuple(key.shape)} and value {tuple(value.shape)}", ACCEPTED_SHAPES, "give one value to a key"
             )
         if dtype_name(key) != dtype_name(value):
-            raise DtypeError(f"key of {dtype_name(key)}, value of {dtype_name(value)}", "one dtype", "cast one of them")
+            raise DtypeError(
+                f"key of {dtype_name(key)}, value of {dtype_name(value)}", "one dtype", "cast the key or the value"
+            )
         like = key if self._key is None else self._key
         for name, array in (("key", key), ("value", value)):
             if (framework(array), device(array)) != (framework(like), device(like)):
                 raise DeviceError(
                     f"{name} is {framework(array)} on {device(array)}",
-                    f"{framework(like)} on {device(like)}, as all before",
-                    "convert or move it first, or begin another KVCache",
+                    f"{framework(like)} on {device(like)}, as before",
+                    f"convert or move the {name} first, or make another KVCache",
                 )
         if self._key is None:
             return
         if not self._casts_inputs and dtype_name(key) != self._dtype:
             raise DtypeError(
-                f"key and value of {dtype_name(key)}, the cache keeps {self._dtype}",
+                f"key and value of {dtype_name(key)}, the cache stores {self._dtype}",
                 "the dtype of the first append",
-                f"cast them, or make the cache by KVCache(dtype={self._dtype!r}), which casts what comes",
+                f"cast key and value, or make the cache by KVCache(dtype={self._dtype!r}), which casts every append",
             )
         for name, array, stored in (("key", key, self._key), ("value", value, self._value)):
             found, wanted = _unsqueeze_to_4d(array).shape, stored.shape
@@ -329,11 +363,11 @@ class KVCache:
                 shape[2] = "t"
                 del shape[1 : 1 + (self._ndim < 4)], shape[: self._ndim == 2]
                 raise ShapeError(
-                    f"{name} {tuple(array.shape)}", f"({', '.join(shape)}), as before", "or begin another KVCache"
+                    f"{name} {tuple(array.shape)}", f"({', '.join(shape)}), as before", "or make another KVCache"
                 )
 
     def _allocate(self, key: Any, value: Any, axes: int) -> None:
-        """Storage for arrays like these."""
+        """Allocate storage for arrays like these, for the first append."""
         self._ndim, self._dtype = axes, self._dtype or dtype_name(key)
         self._key, self._value = (allocate(x, x.shape[0], self._min_capacity, self._dtype) for x in (key, value))
         self._set_lengths(np.zeros(key.shape[0], np.int64), np.zeros((key.shape[0], 0), np.int64))
@@ -346,9 +380,10 @@ class KVCache:
 
 
 def as_arrays(query: Any, cache: KVCache, mask: Any) -> tuple[Any, Any, Any]:
-    """(key, value, mask) of attention on a cache as on plain arrays where it is no more than that, else as given.
+    """Return (key, value, mask) of attention on a cache, with plain arrays in place of the cache if they suffice.
 
-    That is where all sequences end together. The newest query of each sees every key: its causal mask is none.
+    Plain arrays suffice if all sequences have the same length and the query has the cache's array type and dtype. The
+    causal mask is dropped if the query is the newest position of every sequence, because such a query sees every key.
     """
     if not cache._has_equal_lengths or type(query) is not type(cache._key) or query.dtype != cache._key.dtype:
         return cache, None, mask
@@ -358,10 +393,10 @@ def as_arrays(query: Any, cache: KVCache, mask: Any) -> tuple[Any, Any, Any]:
 
 
 def unpack_cache(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Expression | None]:
-    """Key and value of attention's arguments, and the condition a cache adds to the mask, where it needs one."""
+    """Return key and value of attention's arguments, and the condition that a cache adds to the mask, or None."""
     if isinstance(value, KVCache) or (isinstance(key, KVCache) and value is not None):
         raise ParameterError(
-            "a KVCache beside a key or value", "a cache in place of both", "append first, then attention(query, cache)"
+            "a KVCache and a key or a value", "a cache in place of both", "append first, then attention(query, cache)"
         )
     if not isinstance(key, KVCache):
         if value is None:
@@ -375,44 +410,49 @@ def unpack_cache(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any,
     if framework(query) == framework(keys) and dtype_name(query) in FLOATS and dtype_name(query) != key.dtype:
         cast = "to" if framework(query) == "torch" else "astype"
         raise DtypeError(
-            f"query has dtype {dtype_name(query)}, the cache keeps {key.dtype}",
-            "one dtype for all; a cache is not converted at every token",
-            f"query.{cast}(cache.key.dtype), or keep the cache as KVCache(dtype={dtype_name(query)!r})",
+            f"query has dtype {dtype_name(query)}, the cache stores {key.dtype}",
+            "one dtype; attention does not convert a cache at every token",
+            f"query.{cast}(cache.key.dtype), or make the cache by KVCache(dtype={dtype_name(query)!r})",
         )
     return keys, values, None if mask is not None and mask is key._issued_mask else key.length_mask
 
 
 def _check_array(name: str, array: Any) -> None:
     if framework(array) not in ("numpy", "torch") or not hasattr(array, "dtype") or hasattr(array, "mask"):
-        raise DtypeError(f"{name} is a {type(array).__name__}", "plain arrays of NumPy or torch", "convert it first")
-    if dtype_name(array) not in FLOATS:
-        raise DtypeError(f"{name} has dtype {dtype_name(array)}", ", ".join(FLOATS), f"cast {name} to one of these")
+        raise DtypeError(f"{name} is a {type(array).__name__}", "plain arrays of NumPy or torch", f"convert {name}")
+    check_float_dtype(name, array)
     if getattr(array, "requires_grad", False):
         raise ParameterError(
-            f"{name} requires a gradient, which a cache does not keep",
-            "tensors without",
+            f"{name} requires a gradient, which a cache does not store",
+            "tensors that require no gradient",
             f"append under torch.no_grad(), or {name}.detach(); to train, pass key and value themselves to attention",
         )
 
 
 def _unsqueeze_to_4d(array: Any) -> Any:
-    """(B, G, t, d) of an array that may lack heads and batch."""
+    """Return the array as (B, G, t, d), with axes of length 1 for missing heads and batch."""
     return array if array.ndim == 4 else array[..., None, :, :][(None,) * (array.ndim == 2)]
 
 
 def _check_count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
-        raise ParameterError(f"{name}={value!r}", "a whole number ≥ 0", f"{name}=1, say")
+        raise ParameterError(f"{name}={value!r}", "a whole number ≥ 0", f"for example {name}=1")
     return int(value)
 
 
+def _to_integers(values: Any) -> Any:
+    """Return the values as a NumPy array; an empty list becomes int64, although NumPy reads it as floats."""
+    array = to_numpy(values)
+    return array if array.size else array.astype(np.int64)
+
+
 def _check_lengths(lengths: Any, B: int, t: int) -> Any:
-    counts = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
-    if counts.size == 0:
-        counts = counts.astype(np.int64)  # an empty list is one of floats to NumPy
+    counts = _to_integers(lengths)
     if counts.shape != (B,) or counts.dtype.kind not in "iu" or (counts < 0).any() or (counts > t).any():
         raise ShapeError(
-            f"lengths {lengths!r}", f"({B},) whole numbers from 0 to {t}", "the real positions of each sequence"
+            f"lengths {lengths!r}",
+            f"({B},) whole numbers from 0 to {t}",
+            "give the number of real positions of each sequence",
         )
     return counts.astype(np.int64)
 

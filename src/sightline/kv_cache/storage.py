@@ -1,4 +1,4 @@
-"""Storage of a cache: arrays (B, G, capacity, d), NumPy's or torch's, of which the first positions are in use."""
+"""Storage of a KV cache: arrays (B, G, capacity, d) of NumPy or torch, of which the first positions are in use."""
 
 from __future__ import annotations
 
@@ -14,31 +14,37 @@ Array = Any
 
 
 def allocate(like: Array, batch: int, capacity: int, dtype: str) -> Array:
-    """Zeros, not memory as it comes: NaN in what a mask hides would cost a second look."""
+    """Return zeros of shape (batch, G, capacity, d), with the library, the device, G and d of `like`.
+
+    Uninitialised memory may hold NaN, and NaN in hidden positions would make a kernel check them a second time.
+    """
     xp = namespace(like)
     shape = (batch, like.shape[1], capacity, like.shape[3])
     return xp.zeros(shape, dtype=resolve_dtype(xp, dtype), device=like.device)
 
 
 def grow(storage: Array, capacity: int, used: int) -> Array:
-    """Other storage of that capacity that begins with the positions in use; views of the old one stay as they are."""
+    """Return new storage of that capacity with the positions in use copied; the old storage does not change."""
     new = allocate(storage, storage.shape[0], capacity, dtype_name(storage))
     new[:, :, :used] = storage[:, :, :used]
     return new
 
 
-def write(storage: Array, array: Array, places: Any) -> None:
-    """storage[b, :, places[b, r]] = array[b, :, r] where the place is not −1."""
-    if places.size and places.min() >= 0 and (places == places[0]).all():
-        storage[:, :, places[0, 0] : places[0, -1] + 1] = array
+def write(storage: Array, array: Array, positions: Any) -> None:
+    """Set storage[b, :, positions[b, r]] = array[b, :, r] for every position that is not −1."""
+    if positions.size and positions.min() >= 0 and (positions == positions[0]).all():
+        storage[:, :, positions[0, 0] : positions[0, -1] + 1] = array
         return
-    sequence, row = np.nonzero(places >= 0)
-    if sequence.size:
-        storage[sequence, :, places[sequence, row]] = namespace(array).astype(array[sequence, :, row], storage.dtype)
+    b, row = np.nonzero(positions >= 0)
+    if b.size:
+        storage[b, :, positions[b, row]] = namespace(array).astype(array[b, :, row], storage.dtype)
 
 
 def reorder_batch(storage: Array, order: Any, used: int) -> Array:
-    """Storage whose sequence b is what order[b] was: the same one where as many sequences stay."""
+    """Return storage whose sequence b is the old sequence order[b].
+
+    The storage is changed in place if the number of sequences stays the same.
+    """
     if order.size != storage.shape[0]:
         new = allocate(storage, order.size, storage.shape[2], dtype_name(storage))
         new[:, :, :used] = storage[order, :, :used]
