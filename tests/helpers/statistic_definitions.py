@@ -149,7 +149,7 @@ DEFINITIONS = {
     "weights": lambda _, of: (of.weights,),
     "scores": lambda _, of: (of.scores,),
     "weighted_sum": _weighted_sum,
-    "part": _part,
+    "selection": _part,
     "mean": _mean,
 }
 
@@ -241,7 +241,7 @@ def check_places(statistic: Any, found: Any, expected: Any, rough: Any, truth: D
     """Keys are where the definition has what was found, within the budget; no key twice, −1 past the seen ones."""
     where = to_numpy(found[1])
     assert np.array_equal(where < 0, expected[1] < 0), f"{statistic} finds keys where none is seen: out of its budget"
-    if statistic.name == "part":
+    if statistic.name == "selection":
         return
     index, matrix = np.maximum(where, 0), truth.scores if statistic.name == "max_score" else truth.weights
     if matrix.shape[-1]:

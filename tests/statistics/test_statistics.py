@@ -333,7 +333,7 @@ def test_the_first_of_equal_keys_is_found(kernel):
 def test_arrays_without_heads_get_answers_without_heads(tall):
     query, key, value, _ = tall
     see = [
-        *(one for one in every(700) if one.name != "part"),
+        *(one for one in every(700) if one.name != "selection"),
         sightline.weights().rows([1]),
         sightline.entropy().mean("batch"),
     ]
@@ -387,13 +387,17 @@ ERRORS = {
     "no key to find": (lambda: sightline.top_k(0), ParameterError, "top_k(k=0)", "at least 1"),
     "half a key": (lambda: sightline.top_k(1.5), ParameterError, "top_k(k=1.5)", "whole number"),
     "keys beyond memory": (lambda: ask(sightline.top_k(10**12)), ParameterError, "of 4 keys, 96,000,", "top_k(4)"),
-    "no condition": (lambda: sightline.mass(None), MaskError, "mass(None)", "True is counted"),
+    "no condition": (lambda: sightline.mass(None), MaskError, "mass(None)", "True pairs are summed"),
     "a slice of words": (
         lambda: sightline.weights().rows(slice("a", None)),
         ParameterError,
         "rows(slice('a', None, None))",
     ),
-    "a slice without steps": (lambda: sightline.weights().heads(slice(None, None, 0)), ParameterError, "steps not 0"),
+    "a slice without steps": (
+        lambda: sightline.weights().heads(slice(None, None, 0)),
+        ParameterError,
+        "step other than 0",
+    ),
     "masked rows": (lambda: sightline.weighted_sum(np.ma.ones((4, 1))), DtypeError, "masked or sparse", "filled(0)"),
     "another way": (lambda: sightline.received("median"), ParameterError, "'median'", '"sum"'),
     "the last 0": (lambda: sightline.received(last=0), ParameterError, "last=0", "None for all"),
@@ -413,10 +417,10 @@ ERRORS = {
         "insist=True",
     ),
     "a limit that is none": (lambda: sightline.scores(limit=-1), ParameterError, "scores(limit=-1)", "bytes"),
-    "a row beyond": (lambda: ask(sightline.weights().rows([4])), ParameterError, "rows([4]) of 4", "from -4 to 3"),
-    "a head beyond": (lambda: ask(sightline.weights().heads([-3])), ParameterError, "heads([-3]) of 2", "leave out -3"),
+    "a row beyond": (lambda: ask(sightline.weights().rows([4])), ParameterError, "rows([4]) of 4", "indices -4 to 3"),
+    "a head beyond": (lambda: ask(sightline.weights().heads([-3])), ParameterError, "heads([-3]) of 2", "omit -3"),
     "one number for rows": (lambda: sightline.weights().rows(3), ParameterError, "rows(3)", "rows([0, -1])"),
-    "rows twice": (lambda: sightline.weights().rows([0]).rows([0]), ParameterError, "rows said once"),
+    "rows twice": (lambda: sightline.weights().rows([0]).rows([0]), ParameterError, "rows selected once"),
     "heads where there are none": (
         lambda: ask(sightline.weights().heads([0]), arrays=(X[0, 0],) * 3),
         ParameterError,
@@ -465,13 +469,18 @@ STREAMING = {
 }
 STATISTICS = {
     "entropy without its sign": (per_query, "-p * logarithms", "p * logarithms", lambda m: m.entropy()),
-    "a maximum of the last tile": (per_query, "(top > current) |", "(top == top) |", lambda m: m.max_score()),
+    "a maximum of the last tile": (
+        per_query,
+        "(largest > current) |",
+        "(largest == largest) |",
+        lambda m: m.max_score(),
+    ),
     "keys counted from the tile": (per_query, "axis=-1) + tile.columns.start", "axis=-1)", lambda m: m.max_score()),
     "the smallest weights": (per_query, "descending=True", "descending=False", lambda m: m.top_k(3)),
     "hidden keys found": (
         per_query,
-        'seen = tile.scores != -float("inf")',
-        "seen = tile.scores != 0",
+        "visible = tile.scores != -math.inf",
+        "visible = tile.scores != 0",
         lambda m: m.top_k(20),
     ),
     "a mask one key on": (per_query, '"j": columns,', '"j": columns + 1,', lambda m: m.mass(i * 20 == j)),
@@ -485,27 +494,28 @@ STATISTICS = {
     "an off-by-one cell": (matrix, "((position + 1) * cells - 1)", "(position * cells)", lambda m: m.pooled(6, 11)),
     "cells of equal size": (
         matrix,
-        "np.outer(lengths(*down, self.down), lengths(*across, self.across)).astype(np.float64)",
-        "np.full((self.down, self.across), lengths(*down, self.down).mean() * lengths(*across, self.across).mean())",
+        "np.outer(cell_lengths(*down, self.down), cell_lengths(*across, self.across)).astype(np.float64)",
+        "np.full((self.down, self.across), "
+        "cell_lengths(*down, self.down).mean() * cell_lengths(*across, self.across).mean())",
         lambda m: m.pooled(6, 11),
     ),
     "the wrong key head": (
         selection,
         "[head // problem.group for",
         "[head % problem.G for",
-        lambda m: m.make_selection(sightline.weights(), heads=[2, 1]),
+        lambda m: m.Selection(sightline.weights(), query_heads=(2, 1)),
     ),
     "positions of the part": (
         selection,
         '        symbols["i"] = ',
         '        symbols["b"] = ',
-        lambda m: m.make_selection(sightline.weights(), rows=[-1]),
+        lambda m: m.Selection(sightline.weights(), queries=(-1,)),
     ),
     "a mean of the wrong count": (
         selection,
         "math.prod([array.shape[axis] for axis in axes])",
         "array.shape[-1]",
-        lambda m: m.mean(sightline.weights(), "heads"),
+        lambda m: m.Mean(True, False, sightline.weights()),
     ),
 }
 GRADIENTS = {

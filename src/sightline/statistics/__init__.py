@@ -1,7 +1,7 @@
-"""Statistics of the weights: what `see=[...]` asks for.
+"""Statistics of the weights, which `see=[...]` requests.
 
-P are the normalised weights before dropout, S the final masked scores. A statistic is one small class: a kernel hands
-it weights tile by tile, and what it keeps is its own affair. A new one is a class and a line in `STATISTICS`.
+P are the normalised weights before dropout, S the final masked scores. A statistic is a small class that receives the
+weights tile by tile and updates its own arrays. A new statistic needs a class and a line in `STATISTICS`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 
 from ..formula.expression import Expression
 from .base import (
-    BackwardContext,
-    ForwardContext,
     StatisticBase,
     StatisticGradients,
     Tile,
@@ -21,19 +19,15 @@ from .base import (
     itemsize,
     statistic_gradients,
 )
-from .matrix import MAX_RESULT_BYTES, Pooled, Scores, Weights, pooled, scores, weights
+from .matrix import Pooled, Scores, Weights, pooled, scores, weights
 from .per_key import Received, received
-from .per_query import Entropy, Largest, Lse, Mass, MaxScore, Top, TopK, entropy, lse, mass, max_score, top_k
-from .selection import Mean, Selection, Statistic, restrict, solve_selections_separately, unwrap_mean
-from .weighted_sums import WeightedSum, weighted_sum
+from .per_query import Entropy, Lse, Mass, MaxScore, TopK, entropy, lse, mass, max_score, top_k
+from .selection import Mean, Statistic, solve_selections_separately, unwrap_mean
+from .weighted_sums import weighted_sum
 
 __all__ = [
-    "MAX_RESULT_BYTES",
     "STATISTICS",
-    "BackwardContext",
     "Entropy",
-    "ForwardContext",
-    "Largest",
     "Lse",
     "Mass",
     "MaxScore",
@@ -41,14 +35,11 @@ __all__ = [
     "Pooled",
     "Received",
     "Scores",
-    "Selection",
     "Statistic",
     "StatisticBase",
     "StatisticGradients",
     "Tile",
-    "Top",
     "TopK",
-    "WeightedSum",
     "Weights",
     "accumulate_statistics",
     "arrays_of",
@@ -60,7 +51,6 @@ __all__ = [
     "max_score",
     "pooled",
     "received",
-    "restrict",
     "scores",
     "solve_selections_separately",
     "statistic_gradients",
@@ -73,11 +63,11 @@ __all__ = [
 STATISTICS: dict[str, type[Statistic]] = {
     kind.name: kind for kind in (Lse, MaxScore, Entropy, TopK, Mass, Received, Pooled, Weights, Scores)
 }
-"""Those a kernel is asked for, by name; `Mean` may stand around one, parts and products are problems of their own."""
+"""The statistics that kernels compute, alone or within a `Mean`. Others become problems of their own."""
 
 
 def deserialize(tokens: Sequence[str], formula: Callable[[str], Expression]) -> Statistic:
-    """The statistic whose `tokens` these are; `formula` reads a formula's text."""
+    """Return the statistic that `serialize` turned into these tokens; `formula` parses the text of a formula."""
     name, *rest = tokens
     if name == Mean.name:
         return Mean(rest[0] == "True", rest[1] == "True", deserialize(rest[2:], formula))

@@ -1,6 +1,6 @@
-"""What a statistic is: sizes of its arrays, what a tile of weights adds to them, and its gradient as a formula.
+"""The base class of statistics: shapes of the arrays, the update by a tile of weights, and the gradient as a formula.
 
-P are the normalised weights before dropout, S the final masked scores in nats, −∞ where hidden.
+P are the normalised weights before dropout. S are the final masked scores in nats, −∞ where hidden.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ __all__ = [
     "statistic_gradients",
 ]
 
-MAX_RESULT_BYTES = 2 << 30  # bytes of an answer held without insisting
-Outer = tuple[int, ...]  # the axes before the queries: (*lead, H), or what averaging leaves of them
+MAX_RESULT_BYTES = 2 << 30  # the default limit of one statistic's result
+Outer = tuple[int, ...]  # lengths of the axes before the queries: (*batch_shape, H), or those left after averaging
 
 
 @dataclass(frozen=True)
 class Tile:
     """Weights of some queries on some keys, (..., H, rows, columns), before dropout.
 
-    Tiles of the same queries come one after another, in the order of their keys; pairs in no tile have no weight.
+    Tiles of the same queries follow one another in the order of their keys. Pairs that are in no tile have weight 0.
     """
 
     rows: slice
     columns: slice
     weights: Any
     scores: Any = None  # the final masked scores, in nats
-    lse: Any = None  # (..., H, rows): the normaliser of these queries
+    lse: Any = None  # (..., H, rows): the lse of these queries
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What statistics are made from besides the tiles."""
+    """The inputs of a statistic besides the tiles."""
 
     problem: Problem
-    lse: Any  # (*lead, H, n) float64
+    lse: Any  # (*batch_shape, H, n) float64
     outer: Outer
 
     @property
@@ -70,109 +70,113 @@ class ForwardContext:
 
 @dataclass(frozen=True)
 class BackwardContext:
-    """What a statistic's gradient is made from. Formulas made here read b, h, i, j, and s as the final score S."""
+    """The inputs of a statistic's gradient. The formulas made here read b, h, i, j, and s as the final score S."""
 
     problem: Problem
     lse: Any
     tiles: Callable[[], Iterator[Tile]]
-    compute: Callable[[Statistic], Any]  # to another statistic of the problem
-    gradient: Any  # of the statistic's first array: the others are whole numbers
-    remaining_axes: str = "bh"  # the axes averaging has left of the gradient's
+    compute: Callable[[Statistic], Any]  # returns the result of another statistic of the problem
+    gradient: Any  # of the statistic's first array; further arrays are integers
+    remaining_axes: str = "bh"  # the axes of the gradient before the queries, less those averaged over
 
     def lookup(self, array: Any, *index: Expression, remaining_axes: str = "bh") -> Expression:
-        """The entry of an array (*lead, H, ...) at b, h and the index."""
+        """Return the formula that reads an array (*batch_shape, H, ...) at b, h and the index.
+
+        `remaining_axes` names the axes before the index that the array has: "bh", "b", "h" or "".
+        """
         problem, xp = self.problem, namespace(self.problem.query)
         lengths = [problem.B] * ("b" in remaining_axes) + [problem.H] * ("h" in remaining_axes)
         own = array.shape[array.ndim - len(index) :]
         return Table(xp.reshape(array, (*lengths, *own)))[(*(SYMBOLS[name] for name in remaining_axes), *index)]
 
     def gradient_at(self, *index: Expression) -> Expression:
-        """The gradient at b, h and the index."""
+        """Return the formula that reads the gradient at b, h and the index."""
         return self.lookup(self.gradient, *index, remaining_axes=self.remaining_axes)
 
 
 @dataclass(frozen=True)
 class StatisticGradients:
-    """What gradients of statistics add to those of the weights: `weights` to dP, `scores` to dS itself, `lse` to dlse.
+    """The terms that the statistics' gradients add: `weights` to dP, `scores` to dS, `lse` to d_lse.
 
-    The first two are formulas of b, h, i, j and s, the final score; they mean something at visible pairs alone.
+    `weights` and `scores` are formulas of b, h, i, j and s, the final score. They are defined at visible pairs alone.
     """
 
     weights: Expression | None = None
     scores: Expression | None = None
     lse: Any = None
-    includes_zero_weights: bool = False  # `scores` counts at pairs whose weight has become 0 by rounding too
+    includes_zero_weights: bool = False  # True if `scores` also counts at pairs whose weight underflowed to 0
 
 
 class StatisticBase:
-    """Something to be known of the weights: one class of its own, a frozen dataclass of its parameters.
+    """The base class of every statistic. A statistic is a frozen dataclass of its parameters.
 
-    A subclass says `name`, the `shapes` of its arrays and what a tile adds to them (`add`); the rest where it differs.
+    A subclass defines `name`, the `shapes` of its arrays and their update by a tile (`add`). It overrides the other
+    methods if it differs from their defaults.
     """
 
     name: ClassVar[str]
-    tile_inputs: ClassVar[tuple[str, ...]] = ("weights",)  # of a tile; () needs none
-    fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # what the arrays hold where no tile says otherwise
-    has_own_problem: bool = False  # answered by a problem of its own, `make_own_problem`
-    supports_mean: bool = True  # whether a mean of it over heads or batch means anything
+    tile_inputs: ClassVar[tuple[str, ...]] = ("weights",)  # the fields of a tile that `add` reads; () for no tiles
+    fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # initial values of the arrays
+    has_own_problem: bool = False  # True if the result comes from a separate problem, `make_own_problem`
+    supports_mean: bool = True  # False if a mean over heads or batch has no meaning
     is_differentiable: bool = True
 
     @property
     def is_linear(self) -> bool:
-        """Whether the mean of it is it of the mean of the tiles."""
+        """True if the statistic commutes with averaging over tiles."""
         return False
 
     # -- sizes --------------------------------------------------------------------------------------------------------
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of its arrays for n queries behind the axes `outer`."""
-        raise NotImplementedError(type(self).__name__)
+        """Return the shapes of the arrays for n queries after the axes `outer`: by default one number per query."""
+        return ((*outer, n),) * len(self.fill_values)
 
     def dtypes(self, problem: Problem) -> tuple[str, ...]:
-        """Dtypes of its arrays: the accumulator's unless it says otherwise."""
-        return (accumulator(dtype_name(problem.query)),)
+        """Return the dtypes of the arrays: by default the accumulator's dtype, and int64 for a second array."""
+        return (accumulator(dtype_name(problem.query)), "int64")[: len(self.fill_values)]
 
     def outputs(self, problem: Problem) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """(shape, dtype) of each of its arrays."""
+        """Return (shape, dtype) of each array."""
         shapes = self.shapes(problem, (*problem.batch_shape, problem.H), problem.n)
         return tuple(zip(shapes, self.dtypes(problem), strict=True))
 
-    def head_axis(self, lead: int) -> int | None:
-        """Which axis of its arrays is the heads', where there are that many leading ones."""
-        return lead
+    def head_axis(self, batch_ndim: int) -> int | None:
+        """Return the head axis of the arrays for that number of batch axes; None if the arrays have no head axis."""
+        return batch_ndim
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
-        """Raise where its parameters do not fit the problem; shapes and dtypes are known, no array's values."""
+        """Raise if the parameters do not fit the problem. The check reads shapes and dtypes, not values of arrays."""
 
-    # -- the answer ---------------------------------------------------------------------------------------------------
+    # -- computation --------------------------------------------------------------------------------------------------
     def start(self, context: ForwardContext) -> list[Any]:
-        """Its arrays before the first tile."""
+        """Return the arrays before the first tile."""
         problem = context.problem
         shapes = self.shapes(problem, context.outer, problem.n)
-        return [context.full(*one) for one in zip(self.fill_values, shapes, self.dtypes(problem), strict=True)]
+        return [context.full(*array) for array in zip(self.fill_values, shapes, self.dtypes(problem), strict=True)]
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
-        """Put a tile into its arrays."""
+        """Add a tile to the arrays, in place."""
         raise NotImplementedError(type(self).__name__)
 
     def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
-        """Its arrays after the last tile."""
+        """Return the arrays after the last tile."""
         return arrays
 
     def build_result(self, arrays: Sequence[Any]) -> Any:
-        """What the user gets: the one array, or a named tuple of several."""
+        """Return the user's result: the only array, or a named tuple of several arrays."""
         return arrays[0]
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
-        """Its gradient's share in those of the weights and the scores."""
+        """Return the terms that the statistic's gradient adds to the gradients of weights, scores and lse."""
         return StatisticGradients()
 
     # -- parameters ---------------------------------------------------------------------------------------------------
     def map_formulas(self, change: Callable[[Any], Any]) -> Self:
-        """The same statistic with its formula changed, where it has one."""
+        """Return the statistic with `change` applied to its formula if it has one."""
         return self
 
     def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
-        """Its name and parameters as words without line breaks or bars; `deserialize` reads them back."""
+        """Return the name and the parameters as tokens without line breaks or bars; `deserialize` reads them."""
         own = [getattr(self, field) for field in self.__match_args__]  # type: ignore[attr-defined]
         return [self.name, *[_literal_text(value) for value in own]]
 
@@ -184,7 +188,10 @@ class StatisticBase:
 
 
 def accumulate_statistics(problem: Problem, lse: Any, tiles: Callable[[], Iterator[Tile]]) -> tuple[Any, ...]:
-    """Every statistic of `problem.see`, from the normaliser and at most one pass of the tiles that hold any weight."""
+    """Return every statistic of `problem.see`, from lse and at most one pass over the tiles.
+
+    The tiles must include every pair that has a weight.
+    """
     context = ForwardContext(problem, lse, (*problem.batch_shape, problem.H))
     with np.errstate(all="ignore"):
         accumulated = [(statistic, statistic.start(context)) for statistic in problem.see]
@@ -202,9 +209,10 @@ def statistic_gradients(
     d_seen: Sequence[Any],
     compute: Callable[[Statistic], Any] | None = None,
 ) -> StatisticGradients:
-    """The sum of what the statistics' gradients add; `d_seen` has the gradient of each one's first array, or None.
+    """Return the sum of the terms that the statistics' gradients add.
 
-    `compute` answers another statistic of the problem; from the tiles where it is not given.
+    `d_seen` holds the gradient of the first array of each statistic, or None. `compute` returns another statistic of
+    the problem; if it is None, that statistic is accumulated from the tiles.
     """
 
     def compute_from_tiles(statistic: Statistic) -> Any:
@@ -216,30 +224,27 @@ def statistic_gradients(
         if gradient is not None
     ]
 
-    def sum_present(parts: list[Any]) -> Any:
-        present = [one for one in parts if one is not None]
+    def sum_present(field: str) -> Any:
+        terms = [getattr(each, field) for each in gradients]
+        present = [term for term in terms if term is not None]
         return reduce(lambda x, y: x + y, present) if present else None
 
-    return StatisticGradients(
-        sum_present([one.weights for one in gradients]),
-        sum_present([one.scores for one in gradients]),
-        sum_present([one.lse for one in gradients]),
-        any(one.includes_zero_weights for one in gradients),
-    )
+    includes_zero_weights = any(each.includes_zero_weights for each in gradients)
+    return StatisticGradients(sum_present("weights"), sum_present("scores"), sum_present("lse"), includes_zero_weights)
 
 
 def arrays_of(result: Any) -> tuple[Any, ...]:
-    """The arrays of what `build_result` made."""
+    """Return the arrays of a result of `build_result`."""
     return tuple(result) if isinstance(result, tuple) else (result,)
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one number."""
+    """Return the bytes of one number of the dtype."""
     return {"float16": 2, "bfloat16": 2, "float32": 4}.get(dtype, 8)
 
 
 def _literal_text(value: Any) -> str:
-    """A parameter as Python writes it. `repr` of a tuple is closed to torch.compile."""
+    """Return a parameter as a Python literal; torch.compile cannot trace `repr` of a tuple."""
     if isinstance(value, tuple):
         return "(" + "".join([_literal_text(entry) + "," for entry in value]) + ")"
     return repr(value)

@@ -1,4 +1,4 @@
-"""Statistics of the whole matrix: as it is, or pooled into cells."""
+"""Statistics of the whole matrix: all entries, or pooled into the cells of a grid."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .selection import Statistic
 if TYPE_CHECKING:
     from ..problem import Problem
 
-__all__ = ["MAX_RESULT_BYTES", "Pooled", "Scores", "Weights", "pooled", "scores", "weights"]
+__all__ = ["Matrix", "Pooled", "Scores", "Weights", "cell_lengths", "pooled", "scores", "weights"]
 
 Rectangle = tuple[tuple[int, int], tuple[int, int]]
 
@@ -26,7 +26,7 @@ i, j = SYMBOLS["i"], SYMBOLS["j"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Matrix(Statistic):
-    """A number for every pair."""
+    """The base class of statistics with one number for every pair."""
 
     limit: int = MAX_RESULT_BYTES
     insist: bool = False
@@ -45,22 +45,23 @@ class Matrix(Statistic):
             raise ParameterError(
                 f"{self.name}() of {shape}, {size:,} bytes",
                 f"{self.limit:,} bytes",
-                f'{self.name}().rows([...]), .heads([...]) or .mean("heads") for a part, pooled(64, 64) for a picture, '
-                f"sightline.tiles(...) to go through it, or {self.name}(insist=True)",
+                f'{self.name}().rows([...]), .heads([...]) or .mean("heads") for less, pooled(64, 64) for a picture, '
+                f"sightline.tiles(...) for one tile at a time, or {self.name}(insist=True)",
             )
+
+    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
+        entries = getattr(tile, self.tile_inputs[0])
+        arrays[0][..., tile.rows, tile.columns] = context.xp.astype(entries, arrays[0].dtype)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Weights(Matrix):
-    """The weights themselves; see `weights`."""
+    """The matrix of weights; see `weights`."""
 
     name = "weights"
 
     def dtypes(self, problem: Problem) -> tuple[str, ...]:
         return (dtype_name(problem.query),)
-
-    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
-        arrays[0][..., tile.rows, tile.columns] = context.xp.astype(tile.weights, arrays[0].dtype)
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
         return StatisticGradients(weights=context.gradient_at(i, j))
@@ -68,14 +69,11 @@ class Weights(Matrix):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Scores(Matrix):
-    """The final scores; see `scores`."""
+    """The matrix of final scores; see `scores`."""
 
     name = "scores"
     tile_inputs = ("scores",)
     fill_values = (-math.inf,)
-
-    def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
-        arrays[0][..., tile.rows, tile.columns] = context.xp.astype(tile.scores, arrays[0].dtype)
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
         return StatisticGradients(scores=context.gradient_at(i, j), includes_zero_weights=True)
@@ -83,7 +81,7 @@ class Scores(Matrix):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Pooled(Statistic):
-    """The weights by cells of a grid; see `pooled`."""
+    """The weights pooled into the cells of a grid; see `pooled`."""
 
     down: int
     across: int
@@ -92,7 +90,7 @@ class Pooled(Statistic):
 
     name = "pooled"
 
-    def __repr__(self) -> str:  # by the words of `pooled`; `rows` is a method here
+    def __repr__(self) -> str:  # with the parameter names of `pooled`, because `rows` is a method here
         return super().__repr__().replace("down=", "rows=").replace("across=", "columns=")
 
     @property
@@ -107,7 +105,7 @@ class Pooled(Statistic):
         return ((*outer, self.down, self.across),)
 
     def rectangle(self, n: int, m: int) -> Rectangle:
-        """((first, past last) query, (first, past last) key)."""
+        """Return ((first query, past the last), (first key, past the last))."""
         return ((0, n), (0, m)) if self.within is None else self.within
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
@@ -115,37 +113,30 @@ class Pooled(Statistic):
         for what, (start, stop), length in zip(("queries", "keys"), spans, (n, problem.m), strict=True):
             if not 0 <= start <= stop <= length:
                 raise ShapeError(
-                    f"pooled(within=...) of {what} {start} to {stop}",
-                    f"0 ≤ first ≤ past last ≤ {length}",
-                    "within=None",
+                    f"pooled(within=...), {what} {start} to {stop}", f"0 ≤ first ≤ past last ≤ {length}", "within=None"
                 )
         for what, cells, (start, stop) in zip(("rows", "columns"), (self.down, self.across), spans, strict=True):
-            if cells > stop - start:
-                raise ShapeError(
-                    f"pooled into {cells} {what}",
-                    f"at most {stop - start}, as the rectangle has",
-                    f"{what}={stop - start}",
-                )
+            most = stop - start
+            if cells > most:
+                raise ShapeError(f"pooled into {cells} {what}", f"at most {most}, the rectangle's", f"{what}={most}")
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         spans = self.rectangle(context.problem.n, context.problem.m)
         pooled, target = tile.weights, []
-        for axis, part, span, cells in zip(
-            (-2, -1), (tile.rows, tile.columns), spans, (self.down, self.across), strict=True
-        ):
-            start, stop = max(part.start, span[0]), min(part.stop, span[1])
+        axes = zip((-2, -1), (tile.rows, tile.columns), spans, (self.down, self.across), strict=True)
+        for axis, positions, span, count in axes:
+            start, stop = max(positions.start, span[0]), min(positions.stop, span[1])
             if start >= stop:
                 return
-            inside = slice(start - part.start, stop - part.start)
+            inside = slice(start - positions.start, stop - positions.start)
             pooled = pooled[..., inside, :] if axis == -2 else pooled[..., inside]
-            segment_ids = cell_of(np.arange(start, stop) - span[0], span[1] - span[0], cells)
+            segment_ids = cell_of(np.arange(start, stop) - span[0], span[1] - span[0], count)
             pooled = reduce_segments(pooled, segment_ids - segment_ids[0], axis, self.how)
             target.append(slice(int(segment_ids[0]), int(segment_ids[-1]) + 1))
-        current = arrays[0][..., target[0], target[1]]
-        pooled = context.xp.astype(pooled, current.dtype)
-        arrays[0][..., target[0], target[1]] = (
-            context.xp.maximum(current, pooled) if self.how == "max" else current + pooled
-        )
+        xp, cells = context.xp, (..., *target)
+        current = arrays[0][cells]
+        pooled = xp.astype(pooled, current.dtype)
+        arrays[0][cells] = xp.maximum(current, pooled) if self.how == "max" else current + pooled
 
     def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
         if self.how == "max":
@@ -153,9 +144,9 @@ class Pooled(Statistic):
         return [arrays[0] / context.xp.astype(self._cell_sizes(context.problem, arrays[0]), arrays[0].dtype)]
 
     def _cell_sizes(self, problem: Problem, like: Any) -> Any:
-        """(rows, columns): pairs in each cell, in like's library."""
+        """Return the number of pairs in each cell, (rows, columns), as an array like `like`."""
         down, across = self.rectangle(problem.n, problem.m)
-        sizes = np.outer(lengths(*down, self.down), lengths(*across, self.across)).astype(np.float64)
+        sizes = np.outer(cell_lengths(*down, self.down), cell_lengths(*across, self.across)).astype(np.float64)
         return like.new_tensor(sizes) if framework(like) == "torch" else sizes
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
@@ -165,50 +156,53 @@ class Pooled(Statistic):
         r, c = cell_of(i - i0, i1 - i0, self.down), cell_of(j - j0, j1 - j0, self.across)
         shares = context.gradient / self._cell_sizes(context.problem, context.gradient)
         inside = (i >= i0) & (i < i1) & (j >= j0) & (j < j1)
-        return StatisticGradients(
-            weights=where(inside, context.lookup(shares, r, c, remaining_axes=context.remaining_axes), 0.0)
-        )
+        share = context.lookup(shares, r, c, remaining_axes=context.remaining_axes)
+        return StatisticGradients(weights=where(inside, share, 0.0))
 
 
 def cell_of(position: Any, length: int, cells: int) -> Any:
-    """The r with ⌊r · length / cells⌋ ≤ position < ⌊(r + 1) · length / cells⌋, of a number or a formula."""
+    """Return the r with ⌊r · length / cells⌋ ≤ position < ⌊(r + 1) · length / cells⌋, for a number or a formula."""
     return ((position + 1) * cells - 1) // length
 
 
-def lengths(first: int, last: int, cells: int) -> Any:
-    """How many of the positions from `first` to before `last` each cell takes."""
-    return np.diff(np.arange(cells + 1) * (last - first) // cells)
+def cell_lengths(first: int, stop: int, cells: int) -> Any:
+    """Return the number of positions in each cell, of the positions from `first` to before `stop`."""
+    return np.diff(np.arange(cells + 1) * (stop - first) // cells)
 
 
 def reduce_segments(array: Any, segment_ids: Any, axis: int, how: str) -> Any:
-    """Sums, or maxima of numbers not below 0, of the entries along an axis that share a place 0, 1, ..., ascending."""
+    """Return the sums or the maxima of the entries along an axis that share a segment.
+
+    `segment_ids` ascend from 0 without gaps.
+    """
     if framework(array) != "torch":
         starts = np.flatnonzero(np.diff(segment_ids, prepend=-1))
         return (np.maximum if how == "max" else np.add).reduceat(array, starts, axis=axis)
     if how == "max":
         lengths = np.unique(segment_ids, return_counts=True)[1].tolist()
-        return namespace(array).stack([part.amax(axis) for part in array.split(lengths, axis)], axis=axis)
+        return namespace(array).stack([segment.amax(axis) for segment in array.split(lengths, axis)], axis=axis)
     shape = list(array.shape)
     shape[axis] = int(segment_ids[-1]) + 1
     return array.new_zeros(shape).index_add(axis, array.new_tensor(segment_ids).long(), array)
 
 
 def weights(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
-    """P_ij = exp(S_ij − lse_i), 0 where hidden: the whole matrix, before dropout.
+    """Request P_ij = exp(S_ij − lse_i), 0 where hidden: the whole matrix of weights, before dropout.
+
+    The result is (..., H, n, m) in the query's dtype. It has a gradient. `.rows(...)`, `.heads(...)` and `.mean(...)`
+    make smaller results.
 
     Parameters
     ----------
     limit : int, default 2 GiB
-        Bytes the matrix may take.
+        The largest size of the matrix in bytes.
     insist : bool, default False
-        Take it whatever its size.
-
-    Returns, in `seen`, (..., H, n, m) in the input's dtype: n × m memory. `.rows`, `.heads` and `.mean` hold less.
+        Ignore the limit.
 
     Raises
     ------
     ParameterError
-        The matrix takes more than the limit, when the question is asked.
+        limit is not a whole number ≥ 0. Also raised by attention if the matrix takes more bytes than the limit.
 
     Examples
     --------
@@ -222,37 +216,39 @@ def weights(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
 
 
 def scores(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
-    """S_ij, the scores that softmax is taken of: after scale, score formula and mask. Parameters as in `weights`.
+    """Request S_ij, the scores that softmax reads: after scale, score formula and mask.
 
-    Returns, in `seen`, (..., H, n, m) in the accumulator's dtype, in nats; −∞ where hidden. Its mean over heads is −∞
-    where any of them hides the pair.
+    The result is (..., H, n, m) in the accumulator's dtype (float64 for float64, else float32), in nats; −∞ where
+    hidden. It has a gradient. The mean over heads is −∞ where any head hides the pair. Parameters and errors are those
+    of `weights`.
     """
     return Scores(*_check_limit("scores", limit, insist))
 
 
 def pooled(rows: int, columns: int, how: Literal["mean", "max"] = "mean", within: Rectangle | None = None) -> Statistic:
-    """The exact mean or maximum of P over every cell of a grid: the matrix as a picture of any size.
+    """Request the exact mean or maximum of P over every cell of a grid: the matrix as a picture of any size.
 
-    Cell (r, c) holds queries ⌊r·N / rows⌋ to ⌊(r + 1)·N / rows⌋ of the rectangle's N, the last left out, and keys
-    likewise.
+    Cell (r, c) covers the queries from ⌊r·N / rows⌋ to before ⌊(r + 1)·N / rows⌋ of the N queries in the rectangle, and
+    keys in the same way.
+
+    The result is (..., H, rows, columns) in the accumulator's dtype (float64 for float64, else float32). The mean has a
+    gradient, the maximum has none.
 
     Parameters
     ----------
     rows, columns : int
-        Cells down and across; at most the rectangle's queries and keys.
+        The number of cells along queries and along keys; at most the rectangle's queries and keys.
     how : {"mean", "max"}, default "mean"
         Hidden pairs count as 0.
-    within : ((first query, past last), (first key, past last)), optional
-        The rectangle; all by default.
-
-    Returns, in `seen`, (..., H, rows, columns) in the accumulator's dtype. The maximum has no gradient.
+    within : ((first query, past the last), (first key, past the last)), optional
+        The rectangle. Default: the whole matrix.
 
     Raises
     ------
     ParameterError
-        Cells that are no whole numbers of at least 1, another word, a rectangle that is none.
+        rows or columns is not a whole number of at least 1, how is another word, or within is not a rectangle.
     ShapeError
-        More cells than queries or keys, or a rectangle outside the matrix, when the question is asked.
+        Raised by attention if there are more cells than queries or keys, or if the rectangle leaves the matrix.
     """
     for what, cells in (("rows", rows), ("columns", columns)):
         if isinstance(cells, bool) or not isinstance(cells, int) or cells < 1:
@@ -270,14 +266,12 @@ def _parse_rectangle(within: Any) -> Rectangle:
         whole = False
     if not whole:
         raise ParameterError(
-            f"pooled(within={within!r})",
-            "((first query, past last), (first key, past last))",
-            "within=((0, 8), (0, 8))",
+            f"pooled(within={within!r})", "((first query, past last), (first key, past last))", "((0, 8), (0, 8))"
         )
     return (i0, i1), (j0, j1)
 
 
 def _check_limit(name: str, limit: Any, insist: Any) -> tuple[int, bool]:
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-        raise ParameterError(f"{name}(limit={limit!r})", "bytes, a whole number", f"{name}(insist=True) for any size")
+        raise ParameterError(f"{name}(limit={limit!r})", "a whole number of bytes", f"{name}(insist=True) for any size")
     return limit, bool(insist)

@@ -20,7 +20,7 @@ i, j = SYMBOLS["i"], SYMBOLS["j"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Received(Statistic):
-    """What every key is given; see `received`."""
+    """The weight that every key receives; see `received`."""
 
     how: Literal["sum", "mean", "max"] = "sum"
 
@@ -46,50 +46,49 @@ class Received(Statistic):
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
         if self.how == "max":
-            return StatisticGradients(
-                weights=where(i == context.lookup(_first_maximal_query(context), j), context.gradient_at(j), 0.0)
-            )
+            is_first = i == context.lookup(_first_maximal_query(context), j)
+            return StatisticGradients(weights=where(is_first, context.gradient_at(j), 0.0))
         share = 1 / max(context.problem.n, 1) if self.how == "mean" else 1.0
         return StatisticGradients(weights=context.gradient_at(j) * share)
 
 
 def _first_maximal_query(context: BackwardContext) -> Any:
-    """(*lead, H, m): the first query that gives each key most, −1 where none gives any."""
+    """Return (*batch_shape, H, m): the first query with the largest weight on each key, −1 if no query has any."""
     problem = context.problem
     forward = ForwardContext(problem, context.lse, (*problem.batch_shape, problem.H))
     xp, shape = forward.xp, (*forward.outer, problem.m)
     largest, first = forward.full(0.0, shape, problem.accumulator), forward.full(-1, shape, "int64")
     for tile in context.tiles():
-        current, places = largest[..., tile.columns], first[..., tile.columns]
+        current, queries = largest[..., tile.columns], first[..., tile.columns]
         top = xp.max(tile.weights, axis=-2)
-        new = top > current
-        largest[..., tile.columns] = xp.where(new, top, current)
-        first[..., tile.columns] = xp.where(new, xp.argmax(tile.weights, axis=-2) + tile.rows.start, places)
+        is_new = top > current
+        largest[..., tile.columns] = xp.where(is_new, top, current)
+        first[..., tile.columns] = xp.where(is_new, xp.argmax(tile.weights, axis=-2) + tile.rows.start, queries)
     return first
 
 
 def received(how: Literal["sum", "mean", "max"] = "sum", last: int | None = None) -> Statistic:
-    """What every key j is given by the queries: Σᵢ P_ij, its mean, or max_i P_ij.
+    """Request the weight that every key j receives from the queries: Σᵢ P_ij, the mean over i, or max_i P_ij.
+
+    The result is (..., H, m) in the accumulator's dtype (float64 for float64, else float32); 0 for a key that no query
+    sees. It has a gradient. The gradient of a maximum goes to the first query that has it.
 
     Parameters
     ----------
     how : {"sum", "mean", "max"}, default "sum"
-        The mean divides by the number of queries counted, whether or not they may see the key.
+        The mean divides by the number of queries, whether or not they see the key.
     last : int, optional
-        Count only the last this many queries, or all where there are fewer, at the cost of these.
-
-    Returns, in `seen`, (..., H, m) in the accumulator's dtype; 0 for a key that nothing sees. The gradient of a maximum
-    goes to the first query that has it.
+        Count only this many last queries, or all if there are fewer. The cost is that of these queries alone.
 
     Raises
     ------
     ParameterError
-        `how` is another word; `last` is no whole number of at least 1.
+        how is another word, or last is not a whole number of at least 1.
 
     References
     ----------
-    The sum: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", 2023.
-    Of the last queries: Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", 2024.
+    For the sum: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
+    2023. For the last queries: Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", 2024.
     """
     if how not in ("sum", "mean", "max"):
         raise ParameterError(f"received(how={how!r})", '"sum", "mean" or "max"', 'received("sum")')

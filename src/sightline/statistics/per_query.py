@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Entropy",
-    "Largest",
     "Lse",
     "Mass",
     "MaxScore",
-    "Top",
+    "MaxScoreResult",
     "TopK",
+    "TopKResult",
     "entropy",
     "lse",
     "mass",
@@ -39,13 +39,10 @@ i, j, s = (SYMBOLS[name] for name in "ijs")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lse(Statistic):
-    """The normaliser of every query; see `lse`."""
+    """The lse of every query; see `lse`."""
 
     name = "lse"
     tile_inputs = ()
-
-    def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
-        return ((*outer, n),)
 
     def start(self, context: ForwardContext) -> list[Any]:
         return [context.xp.astype(context.lse, resolve_dtype(context.xp, context.problem.accumulator))]
@@ -57,8 +54,8 @@ class Lse(Statistic):
         return StatisticGradients(lse=xp.broadcast_to(gradient, (*problem.batch_shape, problem.H, problem.n)))
 
 
-class Largest(NamedTuple):
-    """What `max_score` finds."""
+class MaxScoreResult(NamedTuple):
+    """The result of `max_score`: the largest scores, and their keys in `where`."""
 
     score: Any
     where: Any
@@ -66,29 +63,23 @@ class Largest(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MaxScore(Statistic):
-    """The largest score of every query and its key; see `max_score`."""
+    """The largest score of every query, and its key; see `max_score`."""
 
     name = "max_score"
     tile_inputs = ("scores",)
-    fill_values = (-float("inf"), -1)
+    fill_values = (-math.inf, -1)
     supports_mean = False
-
-    def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
-        return (*outer, n), (*outer, n)
-
-    def dtypes(self, problem: Problem) -> tuple[str, ...]:
-        return (*super().dtypes(problem), "int64")
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         xp = context.xp
-        current, places = (array[..., tile.rows] for array in arrays)
-        top = xp.astype(xp.max(tile.scores, axis=-1), current.dtype)
-        new = (top > current) | (xp.isnan(top) & ~xp.isnan(current))
-        arrays[0][..., tile.rows] = xp.where(new, top, current)
-        arrays[1][..., tile.rows] = xp.where(new, xp.argmax(tile.scores, axis=-1) + tile.columns.start, places)
+        current, keys = (array[..., tile.rows] for array in arrays)
+        largest = xp.astype(xp.max(tile.scores, axis=-1), current.dtype)
+        is_new = (largest > current) | (xp.isnan(largest) & ~xp.isnan(current))
+        arrays[0][..., tile.rows] = xp.where(is_new, largest, current)
+        arrays[1][..., tile.rows] = xp.where(is_new, xp.argmax(tile.scores, axis=-1) + tile.columns.start, keys)
 
-    def build_result(self, arrays: Sequence[Any]) -> Largest:
-        return Largest(*arrays)
+    def build_result(self, arrays: Sequence[Any]) -> MaxScoreResult:
+        return MaxScoreResult(*arrays)
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
         result = context.compute(self)
@@ -99,35 +90,35 @@ class MaxScore(Statistic):
 
 
 def _has_underflowed_maximum(context: BackwardContext, largest: Any) -> bool:
-    """Whether a sink leaves some query's largest score a weight that may be 0 by rounding; else it is 1/m at least."""
+    """True if some query's largest score may have a weight that underflowed to 0.
+
+    Only a sink allows this, because the largest weight is at least 1/m without sinks.
+    """
     if context.problem.sinks is None:
         return False
-    xp, least = namespace(context.lse), math.log(np.finfo(context.problem.accumulator).tiny)
-    return bool(xp.any((largest != -math.inf) & (largest - context.lse < least)))
+    xp, smallest = namespace(context.lse), math.log(np.finfo(context.problem.accumulator).tiny)
+    return bool(xp.any((largest != -math.inf) & (largest - context.lse < smallest)))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Entropy(Statistic):
-    """How spread out every query's weights are; see `entropy`."""
+    """The entropy of every query's weights; see `entropy`."""
 
     name = "entropy"
 
-    def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
-        return ((*outer, n),)
-
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         xp, p = context.xp, tile.weights
-        logarithms = xp.log(xp.where(p > 0, p, xp.ones_like(p)))  # P ln P is 0 where P is
+        logarithms = xp.log(xp.where(p > 0, p, xp.ones_like(p)))  # P ln P is 0 for P = 0
         arrays[0][..., tile.rows] += xp.astype(xp.sum(-p * logarithms, axis=-1), arrays[0].dtype)
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
-        xp, normaliser = namespace(context.lse), context.lse
-        finite_lse = xp.where(normaliser == -float("inf"), xp.zeros_like(normaliser), normaliser)
+        xp, lse = namespace(context.lse), context.lse
+        finite_lse = xp.where(lse == -math.inf, xp.zeros_like(lse), lse)
         return StatisticGradients(weights=-(s - context.lookup(finite_lse, i) + 1.0) * context.gradient_at(i))
 
 
-class Top(NamedTuple):
-    """What `top_k` finds."""
+class TopKResult(NamedTuple):
+    """The result of `top_k`: the largest weights, and their keys in `where`."""
 
     weights: Any
     where: Any
@@ -135,20 +126,17 @@ class Top(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TopK(Statistic):
-    """The k largest weights of every query and their keys; see `top_k`."""
+    """The k largest weights of every query, and their keys; see `top_k`."""
 
     k: int
 
     name = "top_k"
     tile_inputs = ("weights", "scores")
-    fill_values = (-1.0, -1)  # weights are below 0 past the seen keys until the end
+    fill_values = (-1.0, -1)  # a weight below 0 marks an empty entry until `finish` sets the weight to 0
     supports_mean = is_differentiable = False
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
         return (*outer, n, self.k), (*outer, n, self.k)
-
-    def dtypes(self, problem: Problem) -> tuple[str, ...]:
-        return (*super().dtypes(problem), "int64")
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
         size = math.prod((*outer, n, self.k)) * sum(map(itemsize, self.dtypes(problem)))
@@ -159,34 +147,31 @@ class TopK(Statistic):
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         xp = context.xp
-        current, places = (array[..., tile.rows, :] for array in arrays)
-        seen = tile.scores != -float("inf")
-        weights = xp.astype(xp.where(seen, tile.weights, -xp.ones_like(tile.weights)), current.dtype)
-        keys = xp.arange(tile.columns.start, tile.columns.stop, dtype=places.dtype, device=weights.device)
-        keys = xp.where(seen, keys, -xp.ones_like(keys))
-        weights, keys = xp.concat([current, weights], axis=-1), xp.concat([places, keys], axis=-1)
+        current, current_keys = (array[..., tile.rows, :] for array in arrays)
+        visible = tile.scores != -math.inf
+        weights = xp.astype(xp.where(visible, tile.weights, -xp.ones_like(tile.weights)), current.dtype)
+        keys = xp.arange(tile.columns.start, tile.columns.stop, dtype=current_keys.dtype, device=weights.device)
+        keys = xp.where(visible, keys, -xp.ones_like(keys))
+        weights, keys = xp.concat([current, weights], axis=-1), xp.concat([current_keys, keys], axis=-1)
         order = xp.argsort(weights, axis=-1, descending=True, stable=True)[..., : self.k]
         for array, values in zip(arrays, (weights, keys), strict=True):
             array[..., tile.rows, :] = xp.take_along_axis(values, order, axis=-1)
 
     def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
-        weights, places = arrays
-        return [context.xp.where(places < 0, context.xp.zeros_like(weights), weights), places]
+        weights, keys = arrays
+        return [context.xp.where(keys < 0, context.xp.zeros_like(weights), weights), keys]
 
-    def build_result(self, arrays: Sequence[Any]) -> Top:
-        return Top(*arrays)
+    def build_result(self, arrays: Sequence[Any]) -> TopKResult:
+        return TopKResult(*arrays)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mass(Statistic):
-    """The weight of every query on what a condition holds for; see `mass`."""
+    """The weight of every query on the pairs that satisfy a condition; see `mass`."""
 
-    mask: Any  # a formula once it is asked
+    mask: Any  # as the user gave it; an Expression in a problem
 
     name = "mass"
-
-    def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
-        return ((*outer, n),)
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         xp, problem = context.xp, context.problem
@@ -207,51 +192,54 @@ class Mass(Statistic):
 
 
 def lse() -> Statistic:
-    """lse_i = ln Σⱼ exp(S_ij) over the keys i may see, the sink counted.
+    """Request lse_i = ln Σⱼ exp(S_ij) over the keys that query i sees, its sink included.
 
-    Returns, in `seen`, (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in nats; −∞ for a
-    query that sees nothing. Two parts of the keys merge by it. Source: Milakov and Gimelshein, "Online normalizer
-    calculation for softmax", 2018.
+    The result is (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in nats; −∞ for a query
+    that sees no key and has no sink. `sightline.merge` uses it to merge attention over disjoint sets of keys. It has a
+    gradient. Source:
+    Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     return Lse()
 
 
 def max_score() -> Statistic:
-    """max_j S_ij and the first j that has it, the sink not counted.
+    """Request max_j S_ij, the sink excluded, and the first j that has it.
 
-    Returns, in `seen`, a named tuple: `score` (..., H, n) in the accumulator's dtype, in nats, and `where` (..., H, n)
-    int64; −∞ and −1 for a query that sees nothing. Its gradient goes to the score that is largest. QK-clip bounds it
-    to keep training steady. Source: Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, section 2.1.
+    The result is a named tuple: `score` (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in
+    nats, and `where` (..., H, n) int64. They are −∞ and −1 for a query that sees no key. The gradient goes to the score
+    of the pair in `where`. QK-clip bounds the largest score to keep training stable. Source:
+    Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, section 2.1.
     """
     return MaxScore()
 
 
 def entropy() -> Statistic:
-    """H_i = −Σⱼ P_ij ln P_ij over the keys: how spread out the weights are. A sink's own term is not counted.
+    """Request H_i = −Σⱼ P_ij ln P_ij over the keys, the entropy of the weights. The term of a sink is not included.
 
-    Returns, in `seen`, (..., H, n) in the accumulator's dtype, in nats, from 0 to ln m; 0 for a query that sees
-    nothing. Where it falls towards 0, training becomes unstable. Source: Zhai et al., "Stabilizing Transformer Training
-    by Preventing Attention Entropy Collapse", 2023, section 3.
+    The result is (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in nats, from 0 to ln m; 0
+    for a query that sees no key. It has a gradient. Training becomes unstable when the entropy falls towards 0. Source:
+    Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse", 2023, section 3.
     """
     return Entropy()
 
 
 def top_k(k: int) -> Statistic:
-    """The k largest weights of every query, and the keys that have them; the smaller j first among equals.
+    """Request the k largest weights of every query and their keys; among equal weights, the smaller j comes first.
+
+    The result is a named tuple: `weights` (..., H, n, k) in the accumulator's dtype (float64 for float64, else
+    float32), in descending order, and `where` (..., H, n, k) int64. They are 0 and −1 in the entries beyond the number
+    of visible keys. The statistic has no gradient.
 
     Parameters
     ----------
     k : int
         At least 1.
 
-    Returns, in `seen`, a named tuple: `weights` (..., H, n, k) in the accumulator's dtype, descending, and `where`
-    (..., H, n, k) int64; 0 and −1 past the seen keys. It has no gradient.
-
     Raises
     ------
     ParameterError
-        k is no whole number of at least 1; or, when the question is asked, more than there are keys where that takes
-        more than 2 GiB.
+        k is not a whole number of at least 1. Also raised by attention if k exceeds m and the result takes more than 2
+        GiB.
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ParameterError(f"top_k(k={k!r})", "a whole number of at least 1", "top_k(8)")
@@ -259,20 +247,23 @@ def top_k(k: int) -> Statistic:
 
 
 def mass(mask: Any) -> Statistic:
-    """Σⱼ P_ij over the keys for which a condition of b, h, i and j holds: the weight on a document, a prefix, oneself.
+    """Request Σⱼ P_ij over the keys that satisfy a condition, such as the weight on a document or on a prefix.
+
+    The result is (..., H, n) in the accumulator's dtype (float64 for float64, else float32), from 0 to 1; 0 for a query
+    that sees no key. It has a gradient.
 
     Parameters
     ----------
     mask : formula, function (b, h, i, j) or boolean array
-        True is counted. Read and checked as a mask is; it hides nothing.
-
-    Returns, in `seen`, (..., H, n) in the accumulator's dtype, from 0 to 1; 0 for a query that sees nothing.
+        The condition: True pairs are summed. It is read and checked like a mask, but hides no pair.
 
     Raises
     ------
-    MaskError, FormulaError, TableError
-        As a mask does, when the question is asked; None is no condition.
+    MaskError
+        mask is None. Also raised by attention if mask is not a condition.
+    FormulaError, TableError
+        Raised by attention if the formula has no meaning or reads outside its table.
     """
     if mask is None:
-        raise MaskError("mass(None)", "a condition of b, h, i and j, True is counted", "mass(i == j)")
+        raise MaskError("mass(None)", "a condition of b, h, i and j, True pairs are summed", "mass(i == j)")
     return Mass(mask)

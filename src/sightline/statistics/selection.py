@@ -1,7 +1,8 @@
-"""Parts and means of other statistics: of some queries, of some heads, averaged over heads or batch."""
+"""Selections and means of other statistics: of some queries or heads, and averaged over heads or batch."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,55 +18,77 @@ if TYPE_CHECKING:
     from ..kernel import Result
     from ..problem import Problem
 
-__all__ = ["Mean", "Selection", "Statistic", "make_selection", "mean", "restrict", "solve_selections_separately"]
+__all__ = ["Mean", "Selection", "Statistic", "restrict", "solve_selections_separately", "unwrap_mean"]
 
 Indices = tuple[int, ...] | slice
 
 
 class Statistic(StatisticBase):
-    """A statistic; it can be restricted to some queries and heads, and averaged over heads or batch."""
+    """A statistic with methods that restrict it to some queries and heads, and average it over heads or batch."""
 
     def rows(self, indices: Any) -> Selection:
-        """The same statistic of these queries alone, at the cost of these.
+        """Return the statistic of these queries alone. The cost is that of these queries alone.
 
         Parameters
         ----------
-        indices : whole numbers or a slice; negative ones count from the last query
-            In this order; what a formula reads as i stays the query's own position.
+        indices : whole numbers or a slice
+            The queries, in the order of the result; negative ones count from the last query. Formulas read i as the
+            query's own position.
+
+        Raises
+        ------
+        ParameterError
+            indices are neither whole numbers nor a slice, or rows are already selected. Also raised by attention if an
+            index is out of range.
         """
-        return make_selection(self, rows=indices)
+        return _select(self, rows=indices)
 
     def heads(self, indices: Any) -> Selection:
-        """The same statistic of these query heads alone, at the cost of these; indices as in `rows`."""
-        return make_selection(self, heads=indices)
+        """Return the statistic of these query heads alone. Indices, cost and errors are those of `rows`."""
+        return _select(self, heads=indices)
 
     def mean(self, axis: str) -> Statistic:
-        """The statistic averaged over the heads or the batch, in the pass: only the mean is held.
+        """Return the statistic averaged over the heads or the batch.
+
+        Only the mean takes memory if the statistic is linear: weights, scores, received or pooled by sum or mean.
 
         Parameters
         ----------
         axis : {"heads", "batch"}
-            The axis that goes: (..., H, n) becomes (..., n) or (H, n). "batch" are all leading axes together.
+            The axis that is removed: (..., H, n) becomes (..., n) or (H, n). "batch" means all leading axes together.
+
+        Raises
+        ------
+        ParameterError
+            axis is another word, or the statistic names keys and so has no mean.
         """
-        return mean(self, axis)
+        if axis not in ("heads", "batch"):
+            raise ParameterError(f"mean({axis!r})", '"heads" or "batch"', 'weights().mean("heads")')
+        if not self.supports_mean:
+            raise ParameterError(
+                f"{self}.mean({axis!r}), which finds keys", "statistics that are numbers", "average the result yourself"
+            )
+        over_heads, over_batch = (self.over_heads, self.over_batch) if isinstance(self, Mean) else (False, False)
+        return Mean(over_heads or axis == "heads", over_batch or axis == "batch", unwrap_mean(self))
 
     def make_own_problem(self, problem: Problem) -> Problem:
-        """A problem whose result holds this statistic alone; `extract_result` finds it."""
+        """Return a problem with this statistic alone; `extract_result` reads the result of that problem."""
         return problem.with_statistics(self)
 
     def extract_result(self, result: Result, problem: Problem) -> Any:
+        """Return this statistic from the result of its own problem."""
         return result.seen[0]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Selection(Statistic):
-    """A statistic of some queries and heads: that of a problem which has no others."""
+    """A statistic of some queries and heads, which is a statistic of the problem that has only these."""
 
     of: Statistic
     queries: Indices | None = None
     query_heads: Indices | None = None
 
-    name = "part"
+    name = "selection"
     has_own_problem = True
 
     @property
@@ -82,9 +105,11 @@ class Selection(Statistic):
 
     def _restricted_sizes(self, problem: Problem, outer: Outer, n: int) -> tuple[Outer, int]:
         if self.query_heads is not None:
-            count = len(resolve_indices("heads", self.query_heads, problem.H))
-            outer = (*outer[:-1], count)
-        return outer, n if self.queries is None else count_indices("rows", self.queries, n)
+            outer = (*outer[:-1], len(resolve_indices("heads", self.query_heads, problem.H)))
+        if self.queries is not None:
+            span = contiguous_span(self.queries, n)
+            n = len(resolve_indices("rows", self.queries, n)) if span is None else span[1] - span[0]
+        return outer, n
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
         return self.of.shapes(problem, *self._restricted_sizes(problem, outer, n))
@@ -92,12 +117,12 @@ class Selection(Statistic):
     def dtypes(self, problem: Problem) -> tuple[str, ...]:
         return self.of.dtypes(problem)
 
-    def head_axis(self, lead: int) -> int | None:
-        return self.of.head_axis(lead)
+    def head_axis(self, batch_ndim: int) -> int | None:
+        return self.of.head_axis(batch_ndim)
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
         if problem.heads_squeezed and self.query_heads is not None:
-            raise ParameterError(f"{self!r} of arrays without heads", "arrays (..., H, n, d)", "leave heads(...) out")
+            raise ParameterError(f"{self!r} of arrays without heads", "arrays (..., H, n, d)", "omit .heads(...)")
         self.of.check(problem, *self._restricted_sizes(problem, outer, n))
 
     def build_result(self, arrays: Sequence[Any]) -> Any:
@@ -118,7 +143,7 @@ class Selection(Statistic):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mean(Statistic):
-    """A statistic averaged over the heads, the batch or both. A linear one is fed tiles that are averaged already."""
+    """A statistic averaged over the heads, the batch or both. A linear statistic receives averaged tiles."""
 
     over_heads: bool
     over_batch: bool
@@ -142,7 +167,7 @@ class Mean(Statistic):
         return repr(self.of) + '.mean("heads")' * self.over_heads + '.mean("batch")' * self.over_batch
 
     def remaining_outer(self, outer: Outer) -> Outer:
-        """What averaging leaves of (*lead, H)."""
+        """Return the lengths of the axes (*batch_shape, H) that averaging leaves."""
         return (() if self.over_batch else outer[:-1]) + (() if self.over_heads else outer[-1:])
 
     def shapes(self, problem: Problem, outer: Outer, n: int) -> tuple[tuple[int, ...], ...]:
@@ -151,8 +176,8 @@ class Mean(Statistic):
     def dtypes(self, problem: Problem) -> tuple[str, ...]:
         return self.of.dtypes(problem)
 
-    def head_axis(self, lead: int) -> int | None:
-        return None if self.over_heads else 0 if self.over_batch else lead
+    def head_axis(self, batch_ndim: int) -> int | None:
+        return None if self.over_heads else 0 if self.over_batch else batch_ndim
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
         self.of.check(problem, outer if self.has_own_problem else self.remaining_outer(outer), n)
@@ -163,25 +188,23 @@ class Mean(Statistic):
         reduced = replace(context, outer=self.remaining_outer(context.outer))
         if 0 not in context.outer:
             return self.of.start(reduced)
-        shapes = self.of.shapes(
-            context.problem, reduced.outer, context.problem.n
-        )  # of none the mean is 0, as of none its sum
-        return [reduced.full(0.0, *one) for one in zip(shapes, self.dtypes(context.problem), strict=True)]
+        shapes = self.of.shapes(context.problem, reduced.outer, context.problem.n)  # the mean over no heads is 0
+        return [reduced.full(0.0, *array) for array in zip(shapes, self.dtypes(context.problem), strict=True)]
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         if self.of.is_linear:
-            parts = {name: self.average(getattr(tile, name), context.problem) for name in self.of.tile_inputs}
-            tile = replace(tile, **({"weights": None, "scores": None} | parts))
+            averaged = {name: self.average(getattr(tile, name), context.problem) for name in self.of.tile_inputs}
+            tile = replace(tile, **({"weights": None, "scores": None} | averaged))
         self.of.add(arrays, tile, context)
 
     def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
-        found = self.of.finish(arrays, context)
-        return found if self.of.is_linear else [self.average(array, context.problem) for array in found]
+        finished = self.of.finish(arrays, context)
+        return finished if self.of.is_linear else [self.average(array, context.problem) for array in finished]
 
     def average(self, array: Any, problem: Problem) -> Any:
-        """The mean of an array (*lead, H, ...) over these axes."""
-        lead = len(problem.batch_shape)
-        axes = (*range(lead),) * self.over_batch + (lead,) * self.over_heads
+        """Return the mean of an array (*batch_shape, H, ...) over these axes."""
+        batch_ndim = len(problem.batch_shape)
+        axes = (*range(batch_ndim),) * self.over_batch + (batch_ndim,) * self.over_heads
         count = math.prod([array.shape[axis] for axis in axes])
         return namespace(array).sum(array, axis=axes, dtype=array.dtype) / max(count, 1) if axes else array
 
@@ -208,8 +231,8 @@ class Mean(Statistic):
         return [self.name, repr(self.over_heads), repr(self.over_batch), *self.of.serialize(to_text)]
 
 
-def make_selection(of: Statistic, rows: Any = None, heads: Any = None) -> Selection:
-    """The statistic of these queries or heads, besides those it is restricted to already."""
+def _select(of: Statistic, rows: Any = None, heads: Any = None) -> Selection:
+    """Return the statistic restricted to these queries or heads, in addition to its earlier restriction."""
     queries = None if rows is None else _parse_indices("rows", rows)
     query_heads = None if heads is None else _parse_indices("heads", heads)
     if not isinstance(of, Selection):
@@ -217,36 +240,23 @@ def make_selection(of: Statistic, rows: Any = None, heads: Any = None) -> Select
     for name, old, new in (("rows", of.queries, queries), ("heads", of.query_heads, query_heads)):
         if old is not None and new is not None:
             raise ParameterError(
-                f"{of}.{name}({_format_indices(new)})", f"{name} said once", f"say the {name} you mean at once"
+                f"{of}.{name}({_format_indices(new)})", f"{name} selected once", f"select all {name} in one call"
             )
-    return Selection(
-        of.of, of.queries if queries is None else queries, of.query_heads if query_heads is None else query_heads
-    )
-
-
-def mean(of: Statistic, axis: str) -> Mean:
-    """The statistic averaged over one more axis."""
-    if axis not in ("heads", "batch"):
-        raise ParameterError(f"mean({axis!r})", '"heads" or "batch"', 'weights().mean("heads")')
-    if not of.supports_mean:
-        raise ParameterError(
-            f"{of}.mean({axis!r}), which finds keys", "statistics that are numbers", "average what it finds yourself"
-        )
-    over_heads, over_batch = (of.over_heads, of.over_batch) if isinstance(of, Mean) else (False, False)
-    return Mean(over_heads or axis == "heads", over_batch or axis == "batch", unwrap_mean(of))
+    queries = of.queries if queries is None else queries
+    return Selection(of.of, queries, of.query_heads if query_heads is None else query_heads)
 
 
 def unwrap_mean(statistic: Statistic) -> Statistic:
-    """What a mean is of; the statistic itself otherwise."""
+    """Return the statistic that a `Mean` averages; any other statistic unchanged."""
     return statistic.of if isinstance(statistic, Mean) else statistic
 
 
 def solve_selections_separately(problem: Problem, run: Callable[[Problem], Result]) -> Result:
-    """The problem's result by `run`, its statistics apart by `run` of their own problems."""
-    in_pass = [statistic for statistic in problem.see if not statistic.has_own_problem]
-    if len(in_pass) == len(problem.see):
+    """Return the problem's result by `run`; statistics with their own problems come from further calls of `run`."""
+    together = [statistic for statistic in problem.see if not statistic.has_own_problem]
+    if len(together) == len(problem.see):
         return run(problem)
-    result = run(replace(problem, see=tuple(in_pass)))
+    result = run(replace(problem, see=tuple(together)))
     rest = iter(result.seen)
     seen = []
     for statistic in problem.see:
@@ -261,7 +271,10 @@ def solve_selections_separately(problem: Problem, run: Callable[[Problem], Resul
 
 
 def restrict(problem: Problem, queries: Indices | None, query_heads: Indices | None) -> Problem:
-    """The problem of these queries and heads alone. Formulas read where they were: i and h become lookups."""
+    """Return the problem of these queries and heads alone.
+
+    Formulas keep their meaning: i and h become lookups in tables of the original indices.
+    """
     query, key, value, sinks = problem.query, problem.key, problem.value, problem.sinks
     symbols: dict[str, Expression] = {}
     if query_heads is not None:
@@ -271,29 +284,21 @@ def restrict(problem: Problem, queries: Indices | None, query_heads: Indices | N
         sinks = None if sinks is None else sinks[selected]
         symbols["h"] = Table(_index_array(tuple(selected), problem.H, query))[SYMBOLS["h"]]
     if queries is not None:
-        places, span = _index_array(queries, problem.n, query), contiguous_span(queries, problem.n)
-        query = query[..., places, :] if span is None else query[..., span[0] : span[1], :]
-        symbols["i"] = Table(places)[SYMBOLS["i"]]
+        positions, span = _index_array(queries, problem.n, query), contiguous_span(queries, problem.n)
+        query = query[..., positions, :] if span is None else query[..., span[0] : span[1], :]
+        symbols["i"] = Table(positions)[SYMBOLS["i"]]
         symbols["n"] = as_expression(problem.n)
     tables: dict[int, Table] = {}
-
-    def substitute_in(formula: Expression | None) -> Expression | None:
-        return None if formula is None else _substitute(formula, symbols, tables)
-
-    return replace(
-        problem,
-        query=query,
-        key=key,
-        value=value,
-        sinks=sinks,
-        mask=substitute_in(problem.mask),
-        score=substitute_in(problem.score),
-        see=tuple([statistic.map_formulas(substitute_in) for statistic in problem.see]),
-    )
+    restricted = replace(problem, query=query, key=key, value=value, sinks=sinks)
+    return restricted.map_formulas(lambda formula: _substitute(formula, symbols, tables))
 
 
 def _substitute(formula: Expression, symbols: dict[str, Expression], tables: dict[int, Table]) -> Expression:
-    """The formula with others for some symbols; its tables, put into `tables`, no longer promise to span these."""
+    """Return the formula with other expressions for some symbols.
+
+    A table's promise to span an axis is dropped if that axis is substituted. `tables` maps the id of each such table to
+    the new table.
+    """
     for node in walk(formula):
         if isinstance(node, Lookup) and id(node.table) not in tables:
             axes = node.table.axes
@@ -304,56 +309,48 @@ def _substitute(formula: Expression, symbols: dict[str, Expression], tables: dic
 
 
 def _key_heads(of_queries: list[int]) -> list[int]:
-    """The key heads for query heads that read these: each once for a whole group where all groups stay equal."""
-    runs: list[list[int]] = []
-    for head in of_queries:
-        if runs and runs[-1][0] == head:
-            runs[-1].append(head)
-        else:
-            runs.append([head])
-    equal = all(len(run) == len(runs[0]) for run in runs)
-    return [run[0] for run in runs] if equal else of_queries
+    """Return the key heads to read for query heads that read these key heads.
+
+    Each key head appears once for its group if all groups have equal size; else the result is `of_queries` itself.
+    """
+    groups = [list(group) for _, group in itertools.groupby(of_queries)]
+    return [group[0] for group in groups] if len({len(group) for group in groups}) == 1 else of_queries
 
 
 def resolve_indices(what: str, indices: Indices, count: int) -> list[int]:
-    """Indices from 0; ParameterError where there is no such one."""
+    """Return the indices counted from 0. Raise ParameterError if an index is out of range."""
     if isinstance(indices, slice):
         return list(range(*indices.indices(count)))
     for index in indices:
         if not -count <= index < count:
             raise ParameterError(
-                f"{what}({_format_indices(indices)}) of {count}",
-                f"indices from {-count} to {count - 1}",
-                f"leave out {index}",
+                f"{what}({_format_indices(indices)}) of {count}", f"indices {-count} to {count - 1}", f"omit {index}"
             )
     return [index + count if index < 0 else index for index in indices]
 
 
 def contiguous_span(indices: Indices, count: int) -> tuple[int, int] | None:
-    """(first, past last) of a slice without steps. `slice.indices` would make numbers of torch.compile's symbols."""
+    """Return (first, past the last) of a slice with step 1, else None.
+
+    `slice.indices` is not used, because it turns torch.compile's symbols into numbers.
+    """
     if not isinstance(indices, slice) or indices.step not in (None, 1):
         return None
     first, last = (
-        usual if end is None else max(end + count, 0) if end < 0 else min(end, count)
-        for end, usual in ((indices.start, 0), (indices.stop, count))
+        default if end is None else max(end + count, 0) if end < 0 else min(end, count)
+        for end, default in ((indices.start, 0), (indices.stop, count))
     )
     return first, max(first, last)
 
 
-def count_indices(what: str, indices: Indices, count: int) -> int:
-    """How many indices there are."""
-    span = contiguous_span(indices, count)
-    return len(resolve_indices(what, indices, count)) if span is None else span[1] - span[0]
-
-
 def _index_array(indices: Indices, count: int, like: Any) -> Any:
-    """The indices from 0 as an array in like's place."""
+    """Return the indices counted from 0 as an int64 array in the library and on the device of `like`."""
     xp = namespace(like)
-    place = {"dtype": xp.int64, "device": like.device}
+    options = {"dtype": xp.int64, "device": like.device}
     span = contiguous_span(indices, count)
     if span is not None:
-        return xp.arange(*span, **place)
-    listed = xp.asarray(resolve_indices("", indices, count) if isinstance(indices, slice) else list(indices), **place)
+        return xp.arange(*span, **options)
+    listed = xp.asarray(resolve_indices("", indices, count) if isinstance(indices, slice) else list(indices), **options)
     return xp.where(listed < 0, listed + count, listed)
 
 
@@ -362,7 +359,9 @@ def _parse_indices(what: str, indices: Any) -> Indices:
         ends = indices.start, indices.stop, indices.step
         if indices.step != 0 and all(end is None or hasattr(end, "__index__") for end in ends):
             return indices
-        raise ParameterError(f"{what}({indices})", "a slice of whole numbers, steps not 0", f"{what}(slice(-8, None))")
+        raise ParameterError(
+            f"{what}({indices})", "a slice of whole numbers with a step other than 0", f"{what}(slice(-8, None))"
+        )
     if hasattr(indices, "tolist"):
         indices = indices.tolist()
     listed = tuple(indices) if isinstance(indices, list | tuple | range) else None

@@ -1,11 +1,11 @@
-"""What the weights make of other rows than the values."""
+"""The product of the weights with other rows than the values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..arrays import FLOATS, broadcast_to, convert, device, dtype_name, framework, is_strided, namespace
+from ..arrays import broadcast_to, check_float_dtype, convert, device, dtype_name, framework, is_strided, namespace
 from ..errors import DeviceError, DtypeError, ShapeError
 from .base import Outer
 from .selection import Statistic
@@ -19,7 +19,7 @@ __all__ = ["WeightedSum", "weighted_sum"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class WeightedSum(Statistic):
-    """P x; see `weighted_sum`. It is attention with x for value, so the same kernels answer it."""
+    """P x; see `weighted_sum`. It is attention with x in place of value, so the same kernels compute it."""
 
     x: Any
 
@@ -36,7 +36,7 @@ class WeightedSum(Statistic):
         return (dtype_name(problem.query),)
 
     def _rows(self, problem: Problem) -> Any:
-        """x with the axes of the problem's value, where it lies before a head axis is."""
+        """Return x in the query's library; a head axis is added if the caller's arrays have none but x has a batch."""
         x = convert(self.x, problem.query)
         return x[..., None, :, :] if problem.heads_squeezed and x.ndim > 2 else x
 
@@ -66,24 +66,25 @@ class WeightedSum(Statistic):
 
 
 def weighted_sum(x: Any) -> Statistic:
-    """(P x)_i = Σⱼ P_ij x_j: the weights, before dropout, on other rows than the values.
+    """Request (P x)_i = Σⱼ P_ij x_j: the product of the weights, before dropout, with other rows than the values.
 
-    Positions give the mean position a query looks at, one-hot rows the weight on each group, a matrix of earlier
-    layers its rollout.
+    With positions as x, the result is the mean position that a query attends to. With one-hot rows, it is the weight on
+    each group. With the matrix of earlier layers, it is their attention rollout.
+
+    The result is (..., H, n, r) in the query's dtype; 0 for a query that sees no key. Gradients flow to the weights and
+    to x.
 
     Parameters
     ----------
     x : (m, r), (G, m, r) or (..., G, m, r) floats
-        Read in the query's dtype. Its gradient reaches it.
-
-    Returns, in `seen`, (..., H, n, r) in the query's dtype; 0 for a query that sees nothing.
+        One row for every key. Attention converts x to the query's dtype.
 
     Raises
     ------
     DtypeError
-        x is no plain array of floats.
+        x is not a plain array of floats.
     ShapeError, DeviceError
-        x does not fit the keys or lies elsewhere, when the question is asked.
+        Raised by attention if x does not fit the keys, or lies on another device than the query.
 
     References
     ----------
@@ -91,8 +92,7 @@ def weighted_sum(x: Any) -> Statistic:
     """
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise DtypeError(f"weighted_sum(x) of a {type(x).__name__}", "an array of floats", "x=numpy.asarray(x)")
-    if dtype_name(x) not in FLOATS:
-        raise DtypeError(f"weighted_sum(x) of dtype {dtype_name(x)}", ", ".join(FLOATS), "cast x to one of these")
+    check_float_dtype("x of weighted_sum(x)", x)
     if not is_strided(x):
         raise DtypeError(
             "weighted_sum(x) of a masked or sparse array", "plain arrays", "pass x.filled(0) or x.to_dense()"

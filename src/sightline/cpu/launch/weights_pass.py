@@ -13,7 +13,7 @@ import numpy as np
 
 from ...arrays import convert, empty, layout, namespace, resolve_dtype, to_numpy
 from ...problem import Problem
-from ...statistics.matrix import lengths
+from ...statistics.matrix import cell_lengths
 from ..codegen.abi import pack
 from ..kernels.block import KEY_BLOCK
 from ..kernels.weights_by_key import MAX_COLUMNS_PER_ITEM, MAX_SPLIT_SIZE, Pooled, Received
@@ -147,7 +147,7 @@ def pooled(
         return _zeros((*problem.batch_shape, problem.H, rows, columns), problem)
     cells = _reduce_cells(problem, lse, (rows, columns), how, queries, keys, threads, processor)
     if how == "mean":
-        cells /= convert(lengths(*queries, rows)[:, None] * lengths(*keys, columns), problem.query)
+        cells /= convert(cell_lengths(*queries, rows)[:, None] * cell_lengths(*keys, columns), problem.query)
     return xp.astype(cells, resolve_dtype(xp, problem.accumulator), copy=False)
 
 
