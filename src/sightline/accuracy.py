@@ -79,11 +79,6 @@ def budget_used(actual: Any, oracle: Any, baseline: Any, terms: Any = None) -> f
     terms : (..., width), optional
         Σ |term| of the sum behind each entry. No order of summation avoids the rounding of these terms. Default:
         `oracle`.
-
-    Raises
-    ------
-    AssertionError
-        The shapes of `actual` and `oracle` differ.
     """
     dtype, computed = dtype_name(actual), np.atleast_1d(to_numpy(actual).astype(np.float64))
     oracle = np.atleast_1d(np.asarray(oracle, np.float64))

@@ -87,13 +87,7 @@ def accumulator(name: str) -> str:
 
 
 def resolve_dtype(xp: Any, name: str) -> Any:
-    """Return the namespace's dtype object of that name; "bfloat16" in NumPy comes from ml_dtypes.
-
-    Raises
-    ------
-    DtypeError
-        The namespace does not have the dtype, and ml_dtypes is not installed.
-    """
+    """Return the namespace's dtype object of that name; bfloat16 of NumPy needs ml_dtypes, else DtypeError."""
     if hasattr(xp, name):
         return getattr(xp, name)
     try:

@@ -2,14 +2,10 @@
 
     attention(q, k, v, mask=i >= j)  →  key  →  bound call  →  kernel
 
-A key holds everything that the dispatch of a call depends on, except the arrays' contents. Some calls have no key and
-always go through the full dispatch:
-
-- calls that depend on contents: tables, sinks, masks given as arrays;
-- calls whose formula is a function;
-- calls with dropout;
-- calls that request a statistic other than lse;
-- calls with arrays of a type other than exactly NumPy's or torch's, and torch calls that torch itself must see.
+A key holds everything that the dispatch of a call depends on, except the arrays' contents. A call has no key, and goes
+through the full dispatch, if it depends on contents (tables, sinks, masks given as arrays), if its formula is a
+function, if it has dropout, if it requests a statistic other than lse, if its arrays are not exactly of NumPy's or
+torch's type, or if torch itself must see the call.
 """
 
 from __future__ import annotations
@@ -104,10 +100,7 @@ def make_key(
     kernel: Any,
     threads: Any,
 ) -> tuple[Any, ...] | None:
-    """Return everything that selects the kernel of this call of `attention`, as a key.
-
-    Return None if an equal key may mean a different call later.
-    """
+    """Return everything that selects the kernel of this call as a key; None if an equal key could mean another call."""
     adapter = ADAPTERS.get(type(query))
     if adapter is None or sinks is not None or seed is not None:
         return None
@@ -154,14 +147,9 @@ def formula_tokens(formula: Any) -> tuple[str, ...] | str | None:
         else:
             return None
         if len(tokens) > MAX_FORMULA_TOKENS:
-            return _cached_text(formula)
+            cached = formula.__dict__  # an earlier dispatch has computed both `tables` and `text`
+            return cached.get("text") if cached.get("tables") == () else None
     return tuple(tokens)
-
-
-def _cached_text(formula: Expression) -> str | None:
-    """Return the formula's text if it has no tables and an earlier dispatch computed `text` and `tables`, else None."""
-    found: str | None = formula.__dict__.get("text") if formula.__dict__.get("tables") == () else None
-    return found
 
 
 def lookup(cache_key: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
@@ -222,14 +210,10 @@ def finish_with_lse(query: Any, key: Any, value: Any, output: Any, lse: Any) -> 
     return output, (lse.astype(np.float64 if output.dtype == np.float64 else np.float32),)
 
 
-def _layouts(query: Any, key: Any, value: Any) -> tuple[Any, ...] | None:
-    if type(key) is not np.ndarray or type(value) is not np.ndarray:
+def _layouts(q: Any, k: Any, v: Any) -> tuple[Any, ...] | None:
+    if type(k) is not np.ndarray or type(v) is not np.ndarray:
         return None
-    return (
-        *(query.shape, query.strides, query.dtype),
-        *(key.shape, key.strides, key.dtype),
-        *(value.shape, value.strides, value.dtype),
-    )
+    return q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype
 
 
 _pointer_at = ctypes.c_void_p.from_address

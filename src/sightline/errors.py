@@ -30,10 +30,7 @@ class SightlineError(Exception):
     cure : str
         One thing to write instead.
 
-    Attributes
-    ----------
-    given, allowed, cure : str
-        The parameters. `str(error)` shows all three, one on each line.
+    All three are also attributes, and `str(error)` shows each on its own line.
     """
 
     def __init__(self, given: str, allowed: str, cure: str) -> None:
@@ -73,10 +70,7 @@ class TableError(SightlineError, IndexError):
 
 
 class KernelRefusedError(SightlineError, NotImplementedError):
-    """The kernel that the caller named cannot serve the problem; the message lists every reason.
-
-    Also a NotImplementedError.
-    """
+    """The kernel named by the caller cannot serve the problem, for the reasons listed. Also a NotImplementedError."""
 
 
 class MissingExtraError(SightlineError, ImportError):

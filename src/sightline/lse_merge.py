@@ -90,17 +90,14 @@ def _combine(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
     shares = [xp.exp(lse - shift) for lse in lses]
     total = sum(shares[1:], start=shares[0])
     total = xp.where(is_empty, xp.ones_like(total), total)
+    # where lse is −∞, out may hold anything, NaN included, and counts as 0
     out = sum(
-        xp.astype(share / total, acc_dtype)[..., None] * xp.astype(_zero_where_empty(xp, out, lse), acc_dtype)
+        xp.astype(share / total, acc_dtype)[..., None]
+        * xp.astype(xp.where((lse == -math.inf)[..., None], xp.zeros_like(out), out), acc_dtype)
         for share, out, lse in zip(shares, outs, lses, strict=True)
     )
     lse = xp.where(is_empty, xp.full_like(total, -math.inf), shift + xp.log(total))
     return xp.astype(out, out_dtype), xp.astype(lse, lse_dtype)
-
-
-def _zero_where_empty(xp: Any, out: Any, lse: Any) -> Any:
-    """Return the output with 0 where the query sees no key of the part, whatever another library wrote there."""
-    return xp.where((lse == -math.inf)[..., None], xp.zeros_like(out), out)
 
 
 def _validate(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:

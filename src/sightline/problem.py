@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, cast
 
-from . import arrays
+from . import arrays, validation
 from .errors import DeviceError
 from .formula import implied_mask
 from .formula.expression import SYMBOLS, Expression, parse_text
@@ -30,23 +30,13 @@ from .formula.tensor_cache import TensorCache, to_device
 from .formula.validate import check_formulas
 from .kv_cache import unpack_cache
 from .statistics import Statistic
-from .validation import (
-    Formula,
-    broadcast_inputs,
-    check_arrays,
-    check_device,
-    read_dropout,
-    read_mask,
-    read_scale,
-    read_score,
-    read_seed,
-    read_sinks,
-    read_statistics,
-    scalar_formula,
-)
+from .validation import Formula, check_device, read_mask, read_score
 
 __all__ = ["Problem", "check_condition", "make_problem", "normalize", "parse", "read_mask", "read_score", "validate"]
 
+
+Extent = tuple[int, int, int, int]
+Formulas = tuple[Expression | None, Expression | None]  # mask and score
 
 _NORMALIZED = TensorCache(4096)
 
@@ -108,7 +98,7 @@ class Problem:
         return cast(int, self.value.shape[-1])
 
     @property
-    def extent(self) -> tuple[int, int, int, int]:
+    def extent(self) -> Extent:
         """(B, H, n, m): the ranges of b, h, i and j."""
         return self.B, self.H, self.n, self.m
 
@@ -177,12 +167,8 @@ def make_problem(query: Any, key: Any, value: Any = None, **options: Any) -> Pro
         The arrays come from different frameworks or lie on different devices.
     ShapeError
         Shapes do not fit the legend above.
-    MaskError
-        The mask is not a condition, or the score is one.
-    FormulaError
-        A formula has no meaning in the formula language.
-    TableError
-        A formula reads outside its table.
+    MaskError, FormulaError, TableError
+        The mask is not a condition or the score is one; a formula has no meaning; a formula reads outside its table.
     ParameterError
         scale is outside the range of the accumulator's dtype, dropout is outside [0, 1], dropout has no seed, or `see`
         holds something else than statistics or a statistic that does not fit the problem.
@@ -209,12 +195,12 @@ def parse(
     """
     key, value, length_mask = unpack_cache(query, key, value, mask)
     named = {"query": query, "key": key, "value": value}
-    check_arrays(named)
+    validation.check_arrays(named)
     heads_squeezed = query.ndim < 4
-    query, key, value = broadcast_inputs(named)
+    query, key, value = validation.broadcast_inputs(named)
     formula = read_score(score)
     if getattr(scale, "requires_grad", False):  # a learned scale becomes a table of one entry, which has a gradient
-        scaled = SYMBOLS["s"] * scalar_formula("scale", scale)
+        scaled = SYMBOLS["s"] * validation.scalar_formula("scale", scale)
         formula, scale = scaled if formula is None else formula.with_scores(scaled), 1.0
     problem = Problem(
         query,
@@ -222,11 +208,11 @@ def parse(
         value,
         mask=_conjoin(read_mask(mask), length_mask),
         score=formula,
-        sinks=read_sinks(sinks, query),
-        scale=read_scale(scale, query),
-        dropout=read_dropout(dropout),
-        seed=read_seed(seed, dropout),
-        see=read_statistics(see),
+        sinks=validation.read_sinks(sinks, query),
+        scale=validation.read_scale(scale, query),
+        dropout=validation.read_dropout(dropout),
+        seed=validation.read_seed(seed, dropout),
+        see=validation.read_statistics(see),
         heads_squeezed=heads_squeezed,
     )
     for statistic in problem.see:
@@ -250,7 +236,7 @@ def validate(problem: Problem) -> Problem:
         for table in formula.tables:
             if id(table) not in moved:
                 moved[id(table)] = Table(to_device(table.array, problem.query), table.axes)
-        return formula.substitute({}, moved)
+        return formula.substitute({}, moved) if formula.tables else formula
 
     checked = problem.map_formulas(move_tables)
     mask, score = normalize(checked.mask, checked.score, problem.extent)
@@ -258,15 +244,13 @@ def validate(problem: Problem) -> Problem:
     return replace(checked, mask=mask, score=score, see=see)
 
 
-def check_condition(condition: Expression, extent: tuple[int, int, int, int]) -> Expression:
+def check_condition(condition: Expression, extent: Extent) -> Expression:
     """Return a statistic's condition after checking every table read in it."""
     check_formulas(condition, None, extent)
     return condition
 
 
-def normalize(
-    mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
-) -> tuple[Expression | None, Expression | None]:
+def normalize(mask: Expression | None, score: Expression | None, extent: Extent) -> Formulas:
     """Check every table read of mask and score, and add the pairs that the score hides (−∞) to the mask.
 
     Return (mask, score). The result is cached: by text and extent for formulas without tables, and also by the contents
@@ -279,16 +263,12 @@ def normalize(
 
 
 @lru_cache(4096)
-def _normalize_texts(
-    mask: str | None, score: str | None, extent: tuple[int, int, int, int]
-) -> tuple[Expression | None, Expression | None]:
+def _normalize_texts(mask: str | None, score: str | None, extent: Extent) -> Formulas:
     built = [None if text is None else parse_text(text, ()) for text in (mask, score)]
     return _normalize_formulas(built[0], built[1], extent)
 
 
-def _normalize_with_tables(
-    mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
-) -> tuple[Expression | None, Expression | None]:
+def _normalize_with_tables(mask: Expression | None, score: Expression | None, extent: Extent) -> Formulas:
     tables = [table for formula in (mask, score) if formula is not None for table in formula.tables]
     index = {id(table): k for k, table in enumerate(tables)}
 
@@ -304,9 +284,7 @@ def _normalize_with_tables(
     return None if found is None else parse_text(found[0], [tables[k] for k in found[1]]), score
 
 
-def _normalize_formulas(
-    mask: Expression | None, score: Expression | None, extent: tuple[int, int, int, int]
-) -> tuple[Expression | None, Expression | None]:
+def _normalize_formulas(mask: Expression | None, score: Expression | None, extent: Extent) -> Formulas:
     check_formulas(mask, score, extent)
     hidden = None if score is None else implied_mask.hidden_condition(score, extent)
     return (mask if hidden is None else _conjoin(mask, ~hidden)), score

@@ -35,6 +35,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 TEXT = "the cat ate the rat"
 VOCABULARY = {" ": 0, "a": 1, "c": 2, "e": 3, "h": 4, "t": 5, "r": 6, "at": 7, "th": 8, "the": 9}
+PIECES = list(VOCABULARY)  # the text of each token
 WHOLE_WORDS = ("the",)  # `VOCABULARY` lists these words without the space that they contain
 MERGES = (("a", "t"), ("t", "h"), (" ", "th", "e"))
 MASKS = "none, causal or window:N"
@@ -70,8 +71,8 @@ def tokenize(text: str) -> list[int]:
 
 def detokenize(tokens: list[int]) -> str:
     """Return the text that `tokenize` turned into these tokens."""
-    pieces = {number: piece for piece, number in VOCABULARY.items()}
-    return "".join(" " + pieces[t] if pieces[t] in WHOLE_WORDS else pieces[t] for t in tokens)[1:]
+    pieces = [PIECES[token] for token in tokens]
+    return "".join(" " + piece if piece in WHOLE_WORDS else piece for piece in pieces)[1:]
 
 
 def _merge_pieces(pieces: list[str], merge: tuple[str, ...]) -> list[str]:
@@ -134,8 +135,7 @@ class Walkthrough:
     @property
     def labels(self) -> list[str]:
         """The tokens as text, with ␣ for a space."""
-        pieces = {number: piece for piece, number in VOCABULARY.items()}
-        return [pieces[token].replace(" ", "␣") for token in self.tokens]
+        return [PIECES[token].replace(" ", "␣") for token in self.tokens]
 
     @property
     def d_k(self) -> int:
@@ -210,23 +210,12 @@ def walk_through(
     embedded = rng.standard_normal((len(VOCABULARY), d_model))[tokens]
     standard_deviation = math.sqrt(2 / (d_model + d_k))
     w_q, w_k, w_v = (standard_deviation * rng.standard_normal((d_model, d_k)) for _ in range(3))
-    query, key, value = embedded @ w_q, embedded @ w_k, embedded @ w_v
-    rotated_query, rotated_key = rotary(query), rotary(key)
+    q, k, v = embedded @ w_q, embedded @ w_k, embedded @ w_v
+    rotated_q, rotated_k = rotary(q), rotary(k)
     allowed = True if formula is None else formula.array(n)
-    stages = forward(rotated_query, rotated_key, value, scale=1 / math.sqrt(d_k), allowed=allowed)
+    stages = forward(rotated_q, rotated_k, v, scale=1 / math.sqrt(d_k), allowed=allowed)
     return Walkthrough(
-        text,
-        tuple(tokens),
-        formula,
-        embedded,
-        (w_q, w_k, w_v),
-        query,
-        key,
-        value,
-        rotated_query,
-        rotated_key,
-        stages,
-        pair,
+        text, tuple(tokens), formula, embedded, (w_q, w_k, w_v), q, k, v, rotated_q, rotated_k, stages, pair
     )
 
 

@@ -1,11 +1,6 @@
 """Sightline for Keras 3 on its torch backend: attention as a layer.
 
-Raises
-------
-MissingExtraError
-    Keras is not installed.
-ParameterError
-    Keras fails to load, or its backend is not torch.
+The import raises MissingExtraError if Keras is not installed, and ParameterError if its backend is not torch.
 """
 
 from __future__ import annotations

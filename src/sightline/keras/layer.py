@@ -20,6 +20,8 @@ Shape = tuple[int | None, ...]
 class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
     """Self-attention of one head: softmax(Q Kᵀ / √dk) V with Q = X W_Q + b_Q, K = X W_K + b_K, V = X W_V + b_V.
 
+    The initial kernels W are Glorot normal, the initial biases b are 0.
+
     Parameters
     ----------
     dk : int
@@ -48,10 +50,6 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
         dk or dv is not a whole number of at least 1.
     ShapeError
         The inputs do not have three axes.
-
-    Notes
-    -----
-    Initial values: Glorot normal for the kernels, 0 for the biases.
 
     References
     ----------

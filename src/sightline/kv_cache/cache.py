@@ -260,13 +260,8 @@ class KVCache:
         Parameters
         ----------
         n : int, optional
-            The queries are the last n positions of every sequence. Default: the queries are the rows of the newest
-            append.
-
-        Raises
-        ------
-        ParameterError
-            n is not a whole number ≥ 0.
+            The queries are the last n positions of every sequence, n ≥ 0 (else ParameterError). Default: the queries
+            are the rows of the newest append.
         """
         if n is None:
             return self._newest_positions.copy()
@@ -279,13 +274,8 @@ class KVCache:
         Parameters
         ----------
         n : int, optional
-            The queries are the last n positions of every sequence: j ≤ i + lengths[b] − n. Default: the queries are the
-            rows of the newest append, and attention raises an error for another number of queries.
-
-        Raises
-        ------
-        ParameterError
-            n is not a whole number ≥ 0.
+            The queries are the last n positions of every sequence, n ≥ 0 (else ParameterError): j ≤ i + lengths[b] − n.
+            Default: the queries are the rows of the newest append; attention raises ShapeError for another number.
 
         Examples
         --------
