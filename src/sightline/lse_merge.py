@@ -90,11 +90,12 @@ def _combine(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
     shares = [xp.exp(lse - shift) for lse in lses]
     total = sum(shares[1:], start=shares[0])
     total = xp.where(is_empty, xp.ones_like(total), total)
-    # where lse is −∞, out may hold anything, NaN included, and counts as 0
+    # out counts as 0 if lse is −∞, whatever another library wrote there
+    pairs = zip(outs, lses, strict=True)
+    outs = [xp.where((lse == -math.inf)[..., None], xp.zeros_like(out), out) for out, lse in pairs]
     out = sum(
-        xp.astype(share / total, acc_dtype)[..., None]
-        * xp.astype(xp.where((lse == -math.inf)[..., None], xp.zeros_like(out), out), acc_dtype)
-        for share, out, lse in zip(shares, outs, lses, strict=True)
+        xp.astype(share / total, acc_dtype)[..., None] * xp.astype(out, acc_dtype)
+        for share, out in zip(shares, outs, strict=True)
     )
     lse = xp.where(is_empty, xp.full_like(total, -math.inf), shift + xp.log(total))
     return xp.astype(out, out_dtype), xp.astype(lse, lse_dtype)
