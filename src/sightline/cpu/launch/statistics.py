@@ -1,4 +1,4 @@
-"""Which kernel answers a statistic: riding along with the forward pass, a second pass, or the plain tiles."""
+"""The computation of statistics: fused with the forward pass, by a second pass over the weights, or by streaming."""
 
 from __future__ import annotations
 
@@ -8,19 +8,8 @@ import numpy as np
 
 from ...arrays import convert
 from ...problem import Problem
-from ...statistics import (
-    Entropy,
-    Mass,
-    MaxScore,
-    Mean,
-    Pooled,
-    Received,
-    Statistic,
-    TopK,
-    Weights,
-    accumulate_statistics,
-    unwrap_mean,
-)
+from ...statistics import Entropy, Mass, MaxScore, Pooled, Received, Statistic, TopK, Weights, unwrap_mean
+from ...statistics.dispatch import dispatch_statistics
 from ...streaming import Streaming
 from ..runtime.processor import Processor
 from . import weights_pass
@@ -65,47 +54,22 @@ class FusedStatistics:
 def compute_statistics(
     problem: Problem, lse: Any, fused_statistics: FusedStatistics, threads: int | None, processor: Processor
 ) -> tuple[Any, ...]:
-    """Every statistic of `problem.see`; by `streaming` those that no kernel answers.
+    """Return the result of every statistic of `problem.see`.
 
-    NaN and ∞ among the scores show in lse, and are sorted out by `streaming` too.
+    Streaming computes the statistics that no kernel computes. If a score is NaN or ∞, which lse shows, streaming
+    computes every statistic that needs weights.
     """
     is_nonfinite = weights_pass.has_nonfinite(problem, lse)
-    results: dict[int, Any] = {}
-    for index, statistic in enumerate(problem.see):
-        if not statistic.tile_inputs:  # made of the normaliser alone
-            (results[index],) = accumulate_statistics(problem.with_statistics(statistic), lse, lambda: iter(()))
-        elif not is_nonfinite:
-            arrays = _compute_arrays(problem, lse, statistic, fused_statistics, threads, processor)
-            if arrays is not None:
-                results[index] = statistic.build_result(arrays)
-    remaining = [index for index in range(len(problem.see)) if index not in results]
-    if remaining:
-        answers = Streaming().run(problem.with_statistics(*(problem.see[index] for index in remaining))).seen
-        results |= dict(zip(remaining, answers, strict=True))
-    return tuple(results[index] for index in range(len(problem.see)))
 
+    def compute_arrays(statistic: Statistic) -> list[Any] | None:
+        if is_nonfinite:
+            return None
+        fused_arrays = fused_statistics.arrays_of(statistic)
+        if fused_arrays is not None:
+            return [convert(array, problem.query) for array in fused_arrays]
+        return _run_weights_pass(problem, lse, statistic, threads, processor)
 
-def _compute_arrays(
-    problem: Problem,
-    lse: Any,
-    statistic: Statistic,
-    fused_statistics: FusedStatistics,
-    threads: int | None,
-    processor: Processor,
-) -> list[Any] | None:
-    """A statistic's arrays by the generated kernels, averaged where it is a mean; None where none has it."""
-    inner_statistic = unwrap_mean(statistic)
-    fused_arrays = fused_statistics.arrays_of(inner_statistic)
-    if fused_arrays is not None:
-        arrays: list[Any] | None = [convert(array, problem.query) for array in fused_arrays]
-    elif isinstance(inner_statistic, Weights) and inner_statistic is not statistic:
-        return None  # all heads' weights would be held for their mean
-    else:
-        arrays = _run_weights_pass(problem, lse, inner_statistic, threads, processor)
-    if arrays is None or inner_statistic is statistic:
-        return arrays
-    assert isinstance(statistic, Mean)
-    return [statistic.average(array, problem) for array in arrays]
+    return dispatch_statistics(problem, lse, compute_arrays, lambda rest: Streaming().run(rest).seen)
 
 
 def _run_weights_pass(
