@@ -1,8 +1,8 @@
-"""Kernels compiled for GPUs that are not there: what they take of them, recorded and bounded.
+"""Tests of ahead-of-time compilation, and upper bounds on the resource use of compiled kernels.
 
-`recorded_kernels.json` holds what each kernel took with triton 3.9: registers of a thread, bytes of a thread that found
-none, and bytes of shared memory. More of any is slower, or does not run at all. `python tests/gpu/test_aot.py`
-records what the file lacks.
+`recorded_kernels.json` holds the resource use of each kernel with triton 3.9: registers per thread, spilled bytes per
+thread, and bytes of shared memory. A kernel that needs more of a resource is slower, or does not run at all.
+`python tests/gpu/test_aot.py` adds missing cases to the file.
 """
 
 import json
@@ -39,7 +39,7 @@ STATISTICS = {"entropy": [entropy()], "top_k": [top_k(8)], "received": [received
 
 @dataclass(frozen=True)
 class Case:
-    """Kernels of one kind of problem for one GPU."""
+    """The kernels of one kind of problem for one GPU."""
 
     target: str
     work: str
@@ -85,7 +85,7 @@ CASES = [
 
 
 def check(case, found):
-    """Kernels take no more than recorded, and nothing that their GPU has not."""
+    """Assert that kernels need no more resources than recorded, and no more shared memory than the GPU has."""
     recorded = json.loads(FILE.read_text())[str(case)]
     for kernel in found:
         registers, spilled, shared = recorded[kernel.name]
@@ -95,7 +95,7 @@ def check(case, found):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_the_forward_kernel_takes(target):
+def test_resources_of_the_forward_kernel(target):
     case = Case(target, "forward", "bfloat16", 64, "causal")
     problem = case.problem()
     lse = torch.zeros(problem.query.shape[:-1], dtype=torch.float64)
@@ -107,17 +107,17 @@ def test_what_the_forward_kernel_takes(target):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_all_kernels_take(case):
+def test_resources_of_all_kernels(case):
     found = case.kernels()
     assert [kernel.name for kernel in found] == list(json.loads(FILE.read_text())[str(case)])
     check(case, found)
 
 
-def test_all_that_is_recorded_is_checked():
+def test_every_recorded_case_is_tested():
     assert list(json.loads(FILE.read_text())) == [str(case) for case in CASES]
 
 
-def test_nothing_runs_and_the_driver_is_put_back():
+def test_no_kernel_runs_and_the_driver_is_restored():
     problem = make_problem(*(torch.ones(1, 1, 20, 16, dtype=torch.float16) for _ in range(3)))
     output = torch.full((1, 1, 20, 16), 7.0, dtype=torch.float16)
     lse = torch.full((1, 1, 20), 7.0, dtype=torch.float64)
@@ -127,41 +127,51 @@ def test_nothing_runs_and_the_driver_is_put_back():
             call.launch()
         raise ZeroDivisionError
 
-    before = active()
+    before = active_driver()
     with pytest.raises(ZeroDivisionError):
         compile_kernels(launch, "sm_80")
-    assert active() is before
+    assert active_driver() is before
     assert (output == 7).all()
     assert (lse == 7).all()
 
 
-def active():
-    """Triton's driver; None without a GPU."""
+def active_driver():
+    """Return Triton's driver; None without a GPU."""
     try:
         return driver.active
     except RuntimeError:
         return None
 
 
-def test_what_the_gpu_has_no_memory_for_is_said(monkeypatch):
+def forward_launch(stages):
+    """Return a small forward launch for sm_80."""
+    x = torch.ones(1, 1, 20, 128, dtype=torch.float16)
+    lse, sizes = torch.zeros(x.shape[:-1], dtype=torch.float64), Configuration(16, 16, warps=1, stages=stages)
+    return next(forward_launches(make_problem(x, x, x), x, lse, "sm_80", sizes=sizes))
+
+
+def test_a_kernel_that_exceeds_shared_memory_raises(monkeypatch):
     monkeypatch.setitem(SHARED_MEMORY_BYTES, "sm_80", 1000)
-    x = torch.ones(1, 1, 20, 16, dtype=torch.float16)
-    lse = torch.zeros(x.shape[:-1], dtype=torch.float64)
-    call, _ = forward_launches(
-        make_problem(x, x, x), x, lse, "sm_80", sizes=Configuration(rows=16, keys=16, warps=1, stages=1)
-    )
     with pytest.raises(OutOfResources, match=r"shared memory, Required: \d+, Hardware limit: 1000"):
-        compile_kernels(call.launch, "sm_80")
+        compile_kernels(forward_launch(stages=1).launch, "sm_80")
 
 
-def test_a_kernel_s_own_gradients_are_compiled_for_tensors_of_the_host():
+def test_stages_are_reduced_to_fit_shared_memory_and_only_the_last_kernel_is_returned(monkeypatch):
+    (large,), (small,) = (compile_kernels(forward_launch(stages).launch, "sm_80") for stages in (4, 2))
+    assert large.shared > small.shared
+    monkeypatch.setitem(SHARED_MEMORY_BYTES, "sm_80", small.shared)
+    (reduced,) = compile_kernels(forward_launch(stages=4).launch, "sm_80")
+    assert (reduced.text, reduced.shared) == (small.text, small.shared)
+
+
+def test_the_backward_kernels_are_compiled_for_tensors_in_host_memory():
     x = torch.ones(1, 1, 20, 16, dtype=torch.float16)
     saved = x, torch.zeros(1, 1, 20, dtype=torch.float64)
     found = compile_kernels(lambda: Triton("sm_90").backward(make_problem(x, x, x), x, None, saved, ()), "sm_90")
     assert {"backward_queries", "backward_keys"} <= {kernel.name for kernel in found}
 
 
-def test_a_call_that_launches_nothing_or_for_another_gpu_is_told():
+def test_a_call_without_launches_or_for_another_gpu_is_an_error():
     x = torch.ones(1, 1, 20, 16, dtype=torch.float16)
     with pytest.raises(ParameterError, match="launched no kernel") as caught:
         compile_kernels(lambda: attention(x, x, x), "sm_90")
@@ -170,7 +180,7 @@ def test_a_call_that_launches_nothing_or_for_another_gpu_is_told():
         compile_kernels(lambda: Triton("sm_80").run(make_problem(x, x, x)), "sm_90")
 
 
-def test_unknown_targets_are_named():
+def test_an_unknown_target_is_an_error():
     with pytest.raises(ParameterError, match="one of 'sm_80'"):
         compile_kernels(lambda: None, "sm_42")
 

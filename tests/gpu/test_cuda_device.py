@@ -1,6 +1,6 @@
-"""What only a GPU can show: the same bits on every run, no waiting for the host, CUDA graphs, streams, compilation.
+"""Tests that need a GPU: equal bits on every run, no host synchronisation, CUDA graphs, streams and compilation.
 
-Hopper's kernel runs only if asked, `pytest -m soak tests/gpu/test_cuda_device.py`: it may wait for ever.
+Only `pytest -m soak tests/gpu/test_cuda_device.py` runs the Hopper kernel, because that kernel could deadlock.
 """
 
 import subprocess
@@ -27,8 +27,8 @@ def arrays(grad=False, n=700):
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for _ in range(3)]
 
 
-def both(options):
-    """Output, lse, and gradients of a fixed sum of both."""
+def output_and_gradients(options):
+    """Return the output, lse, and the gradients of a fixed weighted sum of output and lse."""
     given = arrays(grad=True)
     output, (norm,) = sightline.attention(*given, see=[lse()], kernel="triton", **options)
     torch.manual_seed(4)
@@ -38,13 +38,13 @@ def both(options):
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_run_gives_the_same_bits(name):
-    first = both(CASES[name])
+    first = output_and_gradients(CASES[name])
     for _ in range(5):
-        assert all(torch.equal(x, y) for x, y in zip(first, both(CASES[name]), strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(first, output_and_gradients(CASES[name]), strict=True))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "dropped"])
-def test_nobody_waits_in_a_call_whose_mask_was_seen(name):
+def test_a_cached_schedule_needs_no_host_synchronisation(name):
     given, options = arrays(), CASES[name]
     once = sightline.attention(*given, kernel="triton", **options)
     torch.cuda.synchronize()
@@ -56,20 +56,20 @@ def test_nobody_waits_in_a_call_whose_mask_was_seen(name):
     assert torch.equal(once, again)
 
 
-def test_a_call_is_captured_in_a_graph_and_reads_what_is_there_when_replayed():
+def test_a_replayed_cuda_graph_reads_the_current_inputs():
     query, key, value = arrays()
     options = {"mask": i >= j, "kernel": "triton"}
     for _ in range(2):
         sightline.attention(query, key, value, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        held = sightline.attention(query, key, value, **options)
+        captured = sightline.attention(query, key, value, **options)
     query.normal_()
     graph.replay()
-    assert torch.equal(held, sightline.attention(query, key, value, **options))
+    assert torch.equal(captured, sightline.attention(query, key, value, **options))
 
 
-def test_streams_and_devices():
+def test_streams_and_devices_give_the_same_bits():
     given = arrays()
     first = sightline.attention(*given, mask=i >= j, kernel="triton")
     stream = torch.cuda.Stream()
@@ -79,8 +79,8 @@ def test_streams_and_devices():
     torch.cuda.current_stream().wait_stream(stream)
     assert torch.equal(first, second)
     if torch.cuda.device_count() > 1:
-        there = sightline.attention(*(x.to("cuda:1") for x in given), mask=i >= j, kernel="triton")
-        assert torch.equal(first, there.to(first.device))
+        other = sightline.attention(*(x.to("cuda:1") for x in given), mask=i >= j, kernel="triton")
+        assert torch.equal(first, other.to(first.device))
 
 
 def test_compiled_and_under_autocast():
@@ -95,7 +95,7 @@ def test_compiled_and_under_autocast():
         assert torch.equal(step(*wide), once)
 
 
-def test_who_answers():
+def test_the_chosen_kernels():
     given = arrays()
     assert sightline.explain(*given, mask=i >= j).kernel == "triton"
     assert sightline.explain(*given, see=[entropy()]).kernel == "triton"
@@ -124,14 +124,14 @@ for width in (64, 128):
                 CHECK(Triton("sm_90").run, problem)
             assert trial.requested == {"forward": sizes}
 """
-AT_MOST = 600  # seconds of it, most of them the compiler's
+TIME_LIMIT = 600  # seconds, mostly for the compiler
 
 
 @pytest.mark.soak
-def test_the_kernel_for_hopper_is_right():
-    """In a process of its own, which is ended where a barrier is waited for in vain."""
+def test_the_hopper_kernel_conforms():
+    """Run the kernel in a new process, which is stopped after `TIME_LIMIT` in case of a deadlock."""
     if torch.version.hip or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no GPU of that kind")
+        pytest.skip("no GPU of compute capability 9.0")
     program = HOPPER.replace("DEVICE", "'cuda'").replace("CHECK", "assert_conforms")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=AT_MOST)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIME_LIMIT)
     assert done.returncode == 0, done.stderr[-10_000:]

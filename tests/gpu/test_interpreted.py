@@ -1,8 +1,7 @@
-"""Kernels in Triton: the files in `interpreted/`, in processes of their own where triton interprets.
+"""Runs the test files of `interpreted/` in new processes in which triton interprets the kernels.
 
-Two processes, for the two that tests run in side by side: each loads torch and triton anew.
-
-On a GPU that torch sees they are collected as they stand, and run there.
+The files are divided among two tests, so that two test workers can run them in parallel. On a machine whose torch finds
+a GPU, pytest collects these files directly and runs them on the GPU.
 """
 
 import os
@@ -18,7 +17,7 @@ FILES = sorted(Path(__file__).parent.glob("interpreted/test_*.py"))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="these files run on the GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pytest runs these files directly on the GPU")
 @pytest.mark.parametrize("files", [FILES[::2], FILES[1::2]], ids=lambda files: " ".join(file.stem for file in files))
 def test_interpreted(files):
     environment = os.environ | {"TRITON_INTERPRET": "1"}

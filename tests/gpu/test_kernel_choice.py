@@ -1,4 +1,4 @@
-"""When the kernels in Triton are taken, and what `explain` tells of generated text."""
+"""Tests of the choice of the Triton kernels, and of the generated source that `explain` shows."""
 
 from dataclasses import replace
 
@@ -16,17 +16,17 @@ from sightline.problem import make_problem
 
 
 def on_cuda(problem):
-    """The problem as it would be on a GPU, as far as choosing goes: arrays that say they are there."""
+    """Return the problem with a query that claims to be on a GPU, which suffices to choose a kernel."""
 
-    class Elsewhere(torch.Tensor):
+    class FakeCuda(torch.Tensor):
         device = torch.device("cuda:0")
 
-    return replace(problem, query=problem.query.as_subclass(Elsewhere))
+    return replace(problem, query=problem.query.as_subclass(FakeCuda))
 
 
 @pytest.fixture(autouse=True)
-def young(monkeypatch):
-    """No GPU is asked how old it is."""
+def recent_gpu(monkeypatch):
+    """Skip the query of the GPU's compute capability."""
     monkeypatch.setattr("sightline.gpu._is_too_old", lambda device: False)
 
 
@@ -34,7 +34,7 @@ def posed(d=8, dtype=torch.float32, **options):
     return make_problem(*[torch.zeros(1, 2, 16, d, dtype=dtype)] * 3, **options)
 
 
-def test_a_gpu_s_problems_are_theirs():
+def test_triton_kernels_are_chosen_for_problems_on_a_gpu():
     plan = choose(KERNELS, on_cuda(posed(mask=causal(), dropout=0.1, seed=1)))
     assert plan.kernel.name == "triton"
     assert choose(KERNELS, posed()).kernel.name == "cpu"
@@ -46,7 +46,7 @@ def test_a_gpu_s_problems_are_theirs():
         (posed(), "torch arrays on cpu"),
         (make_problem(*[np.zeros((1, 1, 4, 4))] * 3), "numpy arrays on cpu"),
         (on_cuda(posed(d=MAX_HEAD_WIDTH + 1)), f"d_k {MAX_HEAD_WIDTH + 1}"),
-        (on_cuda(posed(score=sum([s * k for k in range(MAX_FORMULA_NODES)], s))), "parts would compile for long"),
+        (on_cuda(posed(score=sum([s * k for k in range(MAX_FORMULA_NODES)], s))), "nodes would take long to compile"),
     ],
     ids=["host", "numpy", "wide", "long"],
 )
@@ -56,7 +56,7 @@ def test_every_refusal_has_its_cure(problem, reason):
     assert refusal.cure
 
 
-def test_a_gpu_too_old_or_no_triton(monkeypatch):
+def test_an_old_gpu_and_missing_triton_are_refused(monkeypatch):
     monkeypatch.setattr("sightline.gpu._is_too_old", lambda device: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert [r.reason for r in Triton().refuses(on_cuda(posed()))] == [
@@ -69,7 +69,7 @@ def test_a_gpu_too_old_or_no_triton(monkeypatch):
     ("version", "refused"),
     [("3.4.0", ["float32", "float64"]), ("3.7.1", ["float64"]), ("3.8.0+git1", [])],
 )
-def test_versions_that_compile_no_kernel_are_refused(monkeypatch, version, refused):
+def test_old_triton_versions_are_refused(monkeypatch, version, refused):
     monkeypatch.setattr("triton.__version__", version)
     found = {
         dtype: list(Triton("interpreter").refuses(posed(dtype=getattr(torch, dtype))))
@@ -77,25 +77,25 @@ def test_versions_that_compile_no_kernel_are_refused(monkeypatch, version, refus
     }
     assert [dtype for dtype in found if found[dtype]] == refused
     for (refusal,) in filter(None, found.values()):
-        assert "by triton 3." in refusal.reason
+        assert "triton 3." in refusal.reason
         assert "or later" in refusal.cure
 
 
-def test_the_interpreter_must_be_asked_for_in_time():
+def test_the_interpreter_must_be_enabled_before_triton_is_imported():
     with pytest.raises(ParameterError, match="TRITON_INTERPRET=1 before triton is imported"):
         Triton("interpreter").run(posed())
 
 
-def test_what_is_generated_is_told():
+def test_explain_shows_the_generated_source():
     x = np.zeros((1, 1, 8, 4), np.float32)
-    told = sightline.explain(x, x, x, mask=i >= j, source=True)
-    assert 'define void @"sightline_forward"' in str(told)
+    explanation = sightline.explain(x, x, x, mask=i >= j, source=True)
+    assert 'define void @"sightline_forward"' in str(explanation)
     assert sightline.explain(x, x, x, mask=i >= j).sources == {}
     assert sightline.explain(x, x, x, mask=i >= j, kernel="streaming", source=True).sources == {}
 
 
 def compiled_for(shape=(1, 2, 100, 64), m=200, **options):
-    """What Triton compiles anew for, of the calls of a problem."""
+    """Return (kernel, options, specialisation) of each launch of a problem: Triton compiles once for equal tuples."""
     triton = pytest.importorskip("triton")
     from triton.compiler.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -130,18 +130,18 @@ SMALL_STEP = {"dropout": 0.1, "seed": 1, "scale": 1.0}
     ],
     ids=str,
 )
-def test_other_numbers_compile_nothing_anew(other):
+def test_other_numbers_need_no_new_compilation(other):
     one = SMALL_STEP | {name: other[name] for name in ("mask",) if name in other}
     one |= {"shape": (2, 2, 100, 64)} if "shape" in other else {}
     assert compiled_for(**(one | other)) == compiled_for(**one)
 
 
-def test_other_formulas_compile_anew():
+def test_another_formula_needs_a_new_compilation():
     assert compiled_for(mask=i >= j) != compiled_for(mask=i > j)
 
 
-def test_every_kernel_is_told_its_own_sizes():
-    """192 keys fill tiles of 64, as those of dQ have, and not those of 128 of dK and dV."""
+def test_every_kernel_gets_its_own_sizes():
+    """192 keys fill the tiles of the dQ kernel (64 keys), but not the tiles of the dK and dV kernel (128 keys)."""
     pytest.importorskip("triton")
     from sightline.gpu.launch.arguments import to_operand
     from sightline.gpu.launch.backward import backward_launches
@@ -150,15 +150,15 @@ def test_every_kernel_is_told_its_own_sizes():
     x = torch.zeros(1, 2, 192, 128, dtype=torch.bfloat16)
     names = ("d_lse", "lse", "rows", "sums", "d_query", "d_key", "d_value")
     arrays = dict.fromkeys(names) | {name: to_operand(x) for name in ("output", "d_output")}
-    seen = set()
+    even = set()
     for call in backward_launches(make_problem(x, x, x, mask=i >= j), arrays, [], StatisticGradients(), "sm_90"):
         meta, sizes = call.arguments["meta"], call.configuration
         assert (meta.rows, meta.keys, meta.even) == (sizes.rows, sizes.keys, 192 % sizes.keys == 0)
-        seen.add(meta.even)
-    assert seen == {True, False}
+        even.add(meta.even)
+    assert even == {True, False}
 
 
-def test_far_columns_of_any_array_are_counted_wide():
+def test_large_strides_of_any_array_need_64_bit_offsets():
     tl = pytest.importorskip("triton.language")
     from sightline.gpu.launch.arguments import Operands, to_operand
     from sightline.gpu.tuning.configurations import default_configuration
@@ -170,7 +170,7 @@ def test_far_columns_of_any_array_are_counted_wide():
 
 
 @pytest.mark.parametrize(("name", "precision"), [("gfx942:sramecc+", "tf32"), ("gfx90a", "ieee")])
-def test_tf32_is_asked_for_where_the_gpu_has_it(monkeypatch, name, precision):
+def test_tf32_is_used_only_on_a_gpu_that_has_it(monkeypatch, name, precision):
     pytest.importorskip("triton")
     from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Kernels in Triton, for torch tensors on CUDA and ROCm devices. Triton loads when the first one is asked for."""
+"""Kernels in Triton for torch tensors on CUDA and ROCm devices. Triton is imported by the first call of a kernel."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from .version import triton_version
 
 __all__ = ["Triton"]
 
-MAX_HEAD_WIDTH = 256  # of d_k and d_v: what a tile of each takes of registers and shared memory
-MAX_FORMULA_NODES = 400  # parts of mask and score, each a line for the compiler
-MIN_TRITON_VERSION, MIN_TRITON_VERSION_BY_DTYPE = (
-    (3, 5),
-    {"float64": (3, 8)},
-)  # versions of triton that compile the kernels; 3.8 multiplies float64
+MAX_HEAD_WIDTH = 256  # largest d_k and d_v: registers and shared memory hold a tile of each
+MAX_FORMULA_NODES = 400  # nodes of mask and score together; the compiler gets about one line for each node
+MIN_TRITON_VERSION = (3, 5)  # the oldest triton that compiles the kernels
+MIN_TRITON_VERSION_BY_DTYPE = {"float64": (3, 8)}  # the oldest triton that multiplies float64 matrices
 
 
 class Triton(Kernel):
-    """Forward and backward in every dtype, the formula compiled in.
+    """Forward and backward pass in every dtype; mask and score are compiled into the kernels.
 
     Parameters
     ----------
-    architecture : "sm_90", "gfx942", ... of the tiles' sizes, the device's own if not given, and on the CPU for
-        `aot.compile_kernels` alone; "interpreter" serves tensors on the CPU, where TRITON_INTERPRET=1 was set before triton
-        was imported
+    architecture : str, optional
+        The architecture that tile sizes are chosen for: "sm_90", "gfx942", .... The default is the architecture of the
+        tensors' device. Only `aot.compile_kernels` may combine a GPU architecture with tensors on the CPU.
+        "interpreter" serves tensors on the CPU if TRITON_INTERPRET=1 was set before triton was imported.
     """
 
     name = "triton"
@@ -41,24 +40,30 @@ class Triton(Kernel):
         self.architecture = architecture
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        """Other devices and libraries, rows and formulas too large, and no triton or one too old."""
+        """Yield a refusal for other devices and frameworks, too large sizes, and a missing or too old triton or GPU."""
         device_type = problem.device.partition(":")[0]
-        wanted = "cpu" if self.architecture == "interpreter" else "cuda"
-        if problem.framework != "torch" or device_type != wanted:
-            cure = _move_cure(wanted) if problem.framework == "torch" else f"torch tensors on {wanted}"
+        required_device = "cpu" if self.architecture == "interpreter" else "cuda"
+        if problem.framework != "torch" or device_type != required_device:
+            cure = (
+                _move_cure(required_device) if problem.framework == "torch" else f"torch tensors on {required_device}"
+            )
             yield Refusal(f"{problem.framework} arrays on {problem.device}", cure)
         elif device_type == "cuda" and _is_too_old(problem.query.device):
-            yield Refusal("a GPU older than compute capability 8.0", "take one of 8.0 or later; streaming serves it")
-        yield from _size_refusals(problem)
-        if device_type == wanted and importlib.util.find_spec("triton") is None:
-            yield Refusal("triton is not installed", "pip install triton")
-        elif device_type == wanted and triton_version() < (
-            minimum := MIN_TRITON_VERSION_BY_DTYPE.get(problem.dtype, MIN_TRITON_VERSION)
-        ):
-            minimum_text = ".".join(map(str, minimum))
             yield Refusal(
-                f"{problem.dtype} by triton {'.'.join(map(str, triton_version()))}, which does not compile the kernels",
-                f"take triton {minimum_text} or later, as later versions of torch bring; streaming serves it meanwhile",
+                "a GPU older than compute capability 8.0",
+                "use a GPU of compute capability 8.0 or later; the streaming kernel serves this GPU",
+            )
+        yield from _size_refusals(problem)
+        if device_type != required_device:
+            return
+        minimum = MIN_TRITON_VERSION_BY_DTYPE.get(problem.dtype, MIN_TRITON_VERSION)
+        if importlib.util.find_spec("triton") is None:
+            yield Refusal("triton is not installed", "pip install triton")
+        elif triton_version() < minimum:
+            yield Refusal(
+                f"triton {'.'.join(map(str, triton_version()))} does not compile the kernels in {problem.dtype}",
+                f"install triton {'.'.join(map(str, minimum))} or later, which later versions of torch include; "
+                "until then the streaming kernel serves this problem",
             )
 
     def cost(self, problem: Problem) -> float:
@@ -87,7 +92,7 @@ class Triton(Kernel):
         d_output: Any,
         d_lse: Any,
         saved: tuple[Any, Any],
-        wanted: Collection[int],
+        wanted_tables: Collection[int],
         threads: int | None = None,
         statistic_gradients: StatisticGradients | None = None,
     ) -> Gradients | None:
@@ -96,18 +101,11 @@ class Triton(Kernel):
         self._check_interpreter()
         from .launch.backward import backward
 
-        return backward(
-            problem, d_output, d_lse, saved, wanted, statistic_gradients or StatisticGradients(), self.architecture
-        )
+        statistic_gradients = statistic_gradients or StatisticGradients()
+        return backward(problem, d_output, d_lse, saved, wanted_tables, statistic_gradients, self.architecture)
 
     def _check_interpreter(self) -> None:
-        """Raise where the interpreter is meant and triton was imported without it.
-
-        Raises
-        ------
-        ParameterError
-            Kernels are compiled in this process, since TRITON_INTERPRET was not set in time.
-        """
+        """Raise ParameterError if the architecture is "interpreter" but triton was imported in its compiling mode."""
         if self.architecture != "interpreter":
             return
         from triton.runtime.interpreter import InterpretedFunction
@@ -116,36 +114,35 @@ class Triton(Kernel):
 
         if not isinstance(forward, InterpretedFunction):
             raise ParameterError(
-                "Triton('interpreter') in a process whose triton compiles",
-                "a process that was told to interpret before it imported triton",
+                "Triton('interpreter') in a process whose triton compiles kernels",
+                "a process in which TRITON_INTERPRET=1 was set before triton was imported",
                 "set TRITON_INTERPRET=1 before triton is imported",
             )
 
 
 def _size_refusals(problem: Problem) -> Iterator[Refusal]:
-    """Rows too wide and formulas too long for any GPU."""
+    """Yield a refusal for head widths and formulas that are too large for every GPU."""
     if max(problem.d_k, problem.d_v) > MAX_HEAD_WIDTH:
-        yield Refusal(
-            f"d_k {problem.d_k}, d_v {problem.d_v}", f"widths up to {MAX_HEAD_WIDTH}; streaming serves wider ones"
-        )
+        cure = f"use widths up to {MAX_HEAD_WIDTH}; the streaming kernel serves larger widths"
+        yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}", cure)
     num_nodes = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
     if num_nodes > MAX_FORMULA_NODES:
-        yield Refusal(f"formulas of {num_nodes} parts would compile for long", "put what they compute into a table")
+        yield Refusal(f"formulas of {num_nodes} nodes would take long to compile", "put computed values into a table")
 
 
 @lru_cache
-def _move_cure(wanted: str) -> str:
-    """What brings torch's tensors to where the kernels run."""
+def _move_cure(required_device: str) -> str:
+    """Return the cure for torch tensors on another device than the kernels need."""
     import torch
 
-    built = wanted == "cpu" or torch.version.cuda or torch.version.hip
-    first = "" if built else f"install a torch built for CUDA or ROCm, which {torch.__version__} is not, and "
-    return f"{first}move query, key and value: .to({wanted!r})"
+    built = required_device == "cpu" or torch.version.cuda or torch.version.hip
+    install = "" if built else f"install a torch built for CUDA or ROCm, which {torch.__version__} is not, and "
+    return f"{install}move query, key and value: .to({required_device!r})"
 
 
 @lru_cache
 def _is_too_old(device: Any) -> bool:
-    """Whether it multiplies neither bfloat16 nor float64 in matrices."""
+    """True for NVIDIA GPUs before compute capability 8.0: their matrix units support neither bfloat16 nor float64."""
     import torch
 
     return torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)

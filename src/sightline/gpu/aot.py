@@ -1,12 +1,13 @@
-"""Kernels compiled for a GPU that is not there: what they take of it, and their text.
+"""Compilation of kernels for a GPU that this machine does not have: their resource use and their assembly.
 
     kernels = compile_kernels(lambda: Triton("sm_90").run(problem), "sm_90")
 
-Triton asks a driver which GPU it compiles for, and gives it what it compiled to be loaded and launched. `compile_kernels` puts
-a driver in its place that names the GPU asked for and launches nothing, so a call runs as ever, on arrays in the host's
-memory, and every kernel it would launch is compiled as it would be there: same choices, same specialisation, sizes of
-tiles as the table has them. What the call returns is whatever memory held. `attention` itself takes the kernels of the
-processor for such arrays, so the call is that of a `Triton` for the target: its `run` or its `gradients`.
+Triton's driver names the GPU to compile for, and loads and launches compiled kernels. `compile_kernels` replaces the
+driver by a driver that names the requested GPU, loads nothing and launches nothing. So the call runs as usual on arrays
+in host memory, and every kernel that the call launches is compiled exactly as on the GPU: with the same choices, the
+same specialisation, and the tile sizes of the default table. The returned arrays are uninitialised memory.
+`attention` chooses CPU kernels for arrays in host memory, so the call must be `run` or `backward` of a `Triton` for the
+target.
 """
 
 from __future__ import annotations
@@ -37,26 +38,21 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
     "gfx942": GPUTarget("hip", "gfx942", 64),  # MI300
 }
-SHARED_MEMORY_BYTES = {name: shared_memory_of(name) for name in TARGETS}  # bytes that a block can have
+SHARED_MEMORY_BYTES = {name: shared_memory_of(name) for name in TARGETS}  # available to one block of threads
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel as a GPU would load it.
-
-    `registers` are those of one thread (AMD's with the accumulators of matrix instructions), `spilled` bytes of a
-    thread in memory for what found no register, `shared` bytes of a block. `text` is PTX or AMD's assembly, `remarks`
-    what the assembler had to say: ptxas tells there where it had to make wgmma wait for each other.
-    """
+    """A compiled kernel, its resource use and its assembly."""
 
     name: str
-    target: str
-    warps: int
-    registers: int
-    spilled: int
-    shared: int
-    text: str
-    remarks: str
+    target: str  # a key of `TARGETS`
+    warps: int  # of a block of threads
+    registers: int  # of a thread; on AMD including the accumulators of matrix instructions
+    spilled: int  # bytes of memory per thread for values that found no register
+    shared: int  # bytes of shared memory of a block of threads
+    text: str  # PTX, or AMD's assembly
+    remarks: str  # the assembler's log; ptxas reports there each wgmma that it serialised
 
     def __str__(self) -> str:
         return (
@@ -66,19 +62,19 @@ class CompiledKernel:
 
 
 def compile_kernels(call: Callable[[], object], target: str) -> tuple[CompiledKernel, ...]:
-    """The kernels `call()` would launch on a GPU of `target`, in order, each once; none is run.
+    """Compile the kernels that `call()` launches on a GPU of `target`, and return each once, in the order of launches.
 
-    Triton's driver is the process's own, so no other thread may launch a kernel meanwhile.
+    No kernel runs. A process has one Triton driver, so no other thread may launch a kernel meanwhile.
 
     Raises
     ------
     ParameterError
-        `target` is none of `TARGETS`, `call` launched nothing, or kernels of another architecture.
+        `target` is not in `TARGETS`, `call` launched no kernel, or `call` chose tile sizes of another architecture.
     triton.OutOfResources
-        A kernel takes more shared memory than the GPU has.
+        A kernel with one stage needs more shared memory than the GPU has.
     """
     if target not in TARGETS:
-        raise ParameterError(f"target={target!r}", f"one of {', '.join(map(repr, TARGETS))}", "name one of these")
+        raise ParameterError(f"target={target!r}", f"one of {', '.join(map(repr, TARGETS))}", "target='sm_90'")
     kernels: list[CompiledKernel] = []
     log = StringIO()
 
@@ -93,24 +89,25 @@ def compile_kernels(call: Callable[[], object], target: str) -> tuple[CompiledKe
             scope.enter_context(settings.scope())
         knobs.compilation.listener = listen
         knobs.nvidia.dump_ptxas_log = True
-        knobs.cache.dir = scope.enter_context(TemporaryDirectory())  # what lies on disk has lost what ptxas said
+        knobs.cache.dir = scope.enter_context(TemporaryDirectory())  # a kernel from Triton's cache has no ptxas log
         scope.enter_context(_active_driver(_OfflineDriver(target)))
         scope.enter_context(redirect_stdout(log))
         trial = scope.enter_context(try_sizes())
-        REDUCED_STAGES.clear()  # what other GPUs had no memory for
+        REDUCED_STAGES.clear()  # stage counts that were reduced for another target
         call()
     if other_architectures := trial.architectures - {target}:
         raise ParameterError(
-            f"kernels with the sizes of {', '.join(sorted(other_architectures))}, compiled for {target}",
-            "one architecture",
+            f"kernels with the tile sizes of {', '.join(sorted(other_architectures))}, compiled for {target}",
+            f"kernels with the tile sizes of {target}",
             f"Triton({target!r}).run(problem)",
         )
     if not kernels:
         raise ParameterError(
-            "a call that launched no kernel of Triton's: `attention` takes the processor's for arrays there",
-            "a call of the kernels themselves, where TRITON_INTERPRET is not set",
+            "a call that launched no kernel of Triton: `attention` chooses CPU kernels for arrays in host memory",
+            "a call of a `Triton` kernel, in a process without TRITON_INTERPRET",
             f"compile_kernels(lambda: Triton({target!r}).run(problem), {target!r})",
         )
+    # A launch that exceeds shared memory is repeated with fewer stages: only the last of its kernels fits and launches.
     return tuple(kernel for kernel in kernels if kernel.shared <= SHARED_MEMORY_BYTES[target])
 
 
@@ -134,18 +131,18 @@ def _read_kernel(metadata: dict[str, Any], files: dict[str, Path], target: str, 
 
 
 def _find_number(pattern: str, report: str) -> int:
-    found = re.findall(pattern, report)
-    if len(found) != 1:
-        raise AssertionError(f"{pattern!r} stands {len(found)} times in what the compiler said:\n{report[-2000:]}")
-    return int(found[0])
+    matches = re.findall(pattern, report)
+    if len(matches) != 1:
+        raise AssertionError(f"{len(matches)} matches of {pattern!r} in the compiler's report:\n{report[-2000:]}")
+    return int(matches[0])
 
 
 @contextmanager
 def _active_driver(offline: _OfflineDriver) -> Iterator[None]:
-    """Triton with the driver of a GPU that is not there."""
+    """Make `offline` Triton's driver while the context lasts."""
     try:
         previous = driver.active
-    except RuntimeError:  # there is no GPU at all
+    except RuntimeError:  # Triton finds no GPU
         previous = None
     driver.set_active(offline)
     try:
@@ -156,8 +153,8 @@ def _active_driver(offline: _OfflineDriver) -> Iterator[None]:
             kernel.device_caches.pop(offline, None)
 
 
-class _OfflineDriver(DriverBase):  # type: ignore[misc]  # triton's types are its own affair
-    """The driver of a GPU that is not there: it names its target, loads nothing and launches nothing."""
+class _OfflineDriver(DriverBase):  # type: ignore[misc]  # triton has no type stubs
+    """A driver for a GPU that this machine does not have: it names its target, loads nothing and launches nothing."""
 
     def __init__(self, name: str) -> None:
         self.target, self.shared = TARGETS[name], SHARED_MEMORY_BYTES[name]
@@ -168,7 +165,7 @@ class _OfflineDriver(DriverBase):  # type: ignore[misc]  # triton's types are it
         return self.target
 
     def get_current_device(self) -> _OfflineDriver:
-        return self  # Triton keeps kernels by device: none of another's are taken for ours
+        return self  # Triton caches compiled kernels by device: this key shares none with a real device
 
     def get_current_stream(self, device: object) -> int:
         return 0
@@ -178,7 +175,7 @@ class _OfflineDriver(DriverBase):  # type: ignore[misc]  # triton's types are it
         return lambda *arguments: None
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: object) -> tuple[None, None, int, int, int]:
-        max_threads = 1024  # of a block, on every GPU there is
+        max_threads = 1024  # of a block, on every GPU
         return None, None, 0, 0, max_threads
 
     def unload_module(self, module: object) -> None:

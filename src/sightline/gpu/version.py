@@ -1,4 +1,4 @@
-"""The version of triton that is installed."""
+"""The version of the installed triton."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["triton_version"]
 
 
 def triton_version() -> tuple[int, ...]:
-    """(major, minor) of the triton that is installed."""
+    """Return (major, minor) of the installed triton."""
     import triton
 
     return tuple(int(part) for part in triton.__version__.split(".")[:2])

@@ -1,1 +1,1 @@
-"""The host side of a call: arguments of a kernel, grid, schedule, results."""
+"""The host side of a kernel launch: arguments, grid, schedule and results."""

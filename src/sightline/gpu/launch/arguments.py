@@ -1,4 +1,4 @@
-"""A problem's arrays, formulas and numbers as kernels take them."""
+"""The arrays, formulas and numbers of a problem as arguments of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ..tuning.configurations import Configuration
 
 __all__ = ["Operands", "to_operand"]
 
-MIN_SCALE = 2.0**-64  # below it scores are scaled before the softmax: lse over the scale would leave float32
+MIN_SCALE = 2.0**-64  # smaller scales are applied before the softmax, because lse / scale would overflow float32
 
 
 class Operands:
-    """A problem as kernels take it.
+    """The arguments that every kernel of a problem shares.
 
     Parameters
     ----------
-    others : formulas besides mask and score, (name, formula, whether it reads scores), whose tables follow the
-        problem's
-    beside : further operands whose rows are read in tiles
+    extra_formulas : (name, formula, True if the formula reads scores) for every formula besides mask and score
+        The tables of these formulas follow the tables of mask and score.
+    extra_arrays : arrays besides query, key and value whose rows a kernel reads in tiles
     """
 
     def __init__(
@@ -47,25 +47,23 @@ class Operands:
             problem = replace(problem, score=SYMBOLS["s"])
         self.problem, self.configuration, self.extra_arrays = problem, configuration, extra_arrays
         self.arrays = {name: to_operand(detach(getattr(problem, name))) for name in ("query", "key", "value")}
-        dropout_scale = [
-            _prepare_table(table.array, problem.query) for table in collect_tables(problem, extra_formulas)
-        ]
-        self.tables = tuple((t, *t.stride(), *t.shape) for t in dropout_scale)
+        arrays = [_prepare_table(table.array, problem.query) for table in collect_tables(problem, extra_formulas)]
+        self.tables = tuple((array, *array.stride(), *array.shape) for array in arrays)
         self.sources = render_sources(problem, extra_formulas)
 
     def formula_functions(self) -> FormulaFunctions:
-        """The generated functions of these names; None for formulas that are not there."""
-        sources = self.sources
-        return FormulaFunctions(
-            **{name: compile_function(sources[name], name) for name in FormulaFunctions._fields if name in sources}
-        )
+        """Return the generated functions of mask, score and extra formulas; a formula that is absent is None."""
+        sources = {name: self.sources[name] for name in FormulaFunctions._fields if name in self.sources}
+        return FormulaFunctions(**{name: compile_function(source, name) for name, source in sources.items()})
 
     def combine_functions(self, names: Sequence[str], expressions: Sequence[str], name: str) -> Any:
-        """One function that answers with these calls of the generated functions of these names; None for none."""
+        """Return a function `name` whose result is the tuple of `expressions`, which call the generated functions
+        `names`; None if `names` is empty.
+        """
         return combine_functions([self.sources[each] for each in names], expressions, name) if names else None
 
     def common_arguments(self) -> dict[str, Any]:
-        """The arguments that every kernel over tiles takes."""
+        """Return the arguments that are common to all kernels that loop over tiles."""
         problem = self.problem
         return {
             **self.arrays,
@@ -80,11 +78,11 @@ class Operands:
         }
 
     def meta(self, sizes: Configuration | None = None) -> MetaParameters:
-        """What is compiled into a kernel of these sizes, the configuration's if none are given."""
+        """Return the compile-time constants of a kernel with these tile sizes, by default the configuration's."""
         problem, sizes = self.problem, sizes or self.configuration
         arrays = (*self.arrays.values(), *self.extra_arrays)
-        steps = [abs(step) for array in arrays for step in (array.row, array.column)]
-        needs_int64 = max(steps) * (sizes.rows + sizes.keys + problem.d_k + problem.d_v) > INT32_MAX
+        max_stride = max(abs(stride) for array in arrays for stride in (array.row, array.column))
+        needs_int64 = max_stride * (sizes.rows + sizes.keys + problem.d_k + problem.d_v) > INT32_MAX
         return MetaParameters(
             rows=sizes.rows,
             keys=sizes.keys,
@@ -100,34 +98,39 @@ class Operands:
         )
 
     def scale_arguments(self) -> dict[str, float]:
-        """sign, scale and unit: s = Q Kᵀ · sign · scale, and scores come to base 2 by · unit."""
+        """Return sign, scale and unit: s = Q Kᵀ · sign · scale, and scores times unit are powers of 2."""
         size = abs(self.problem.scale) or 1.0
         sign = math.copysign(1.0, self.problem.scale) if self.problem.scale else 0.0
         return {"sign": sign, "scale": size, "unit": math.log2(math.e) * (size if self.problem.score is None else 1.0)}
 
     def dropout_state(self) -> tuple[int, int, int] | None:
-        """For `tiles.keep`: the seed's low and high word, the largest word that drops its weight. None for no dropout.
+        """Return the arguments of `tile_ops.dropout_mask`; None without dropout.
 
-        Triton compiles anew for numbers that are 1, multiples of 16, or of another width than the last. Here none is.
+        They are the low and the high 32-bit word of the seed, and the largest random word that drops its weight. Triton
+        compiles a kernel again for an integer that is 1, a multiple of 16, or of another width than before. So each
+        word is packed into an odd number of 42 bits.
         """
         dropped, seed = threshold(self.problem) - 1, self.problem.seed
-        return None if dropped < 0 else (_pack_word(seed % 2**32), _pack_word(seed >> 32), _pack_word(dropped))
+        if dropped < 0:
+            return None
+        low, high, largest = (2**41 + 2 * word + 1 for word in (seed % 2**32, seed >> 32, dropped))
+        return low, high, largest
 
     def dropout_scale(self) -> float:
-        """The factor on weights that dropout keeps."""
+        """Return the factor 1 / (1 − dropout) on weights that are not dropped; 0 if every weight is dropped."""
         return 0.0 if self.problem.dropout == 1 else 1 / (1 - self.problem.dropout)
 
     def allocate_flags(self, items: int) -> Any:
-        """int32 for so many blocks, to say whose result is not finite."""
+        """Return an uninitialised int32 flag for each of `items` blocks; it marks a block with a non-finite result."""
         return self.problem.query.new_empty(items, dtype=torch.int32)
 
     def sinks(self) -> Any:
-        """(H,) float64, or None."""
+        """Return the sinks as (H,) float64, contiguous; None without sinks."""
         return None if self.problem.sinks is None else detach(self.problem.sinks).to(torch.float64).contiguous()
 
 
 def to_operand(array: Any) -> Array:
-    """(*lead, heads, rows, columns) as kernels take it. Leading axes that lie one in the other are one."""
+    """Return a tensor (..., heads, rows, columns) with its strides; contiguous leading axes are merged into one."""
     lengths: list[int] = []
     strides: list[int] = []
     for length, stride in zip(array.shape[:-3], array.stride()[:-3], strict=True):
@@ -142,15 +145,14 @@ def to_operand(array: Any) -> Array:
     return Array(array, tuple(lengths), tuple(strides), *array.stride()[-3:])
 
 
-def _pack_word(word: int) -> int:
-    """A word of 32 bits as an odd number of 42."""
-    return 2**41 + 2 * word + 1
-
-
 def _dot_precision(device: Any) -> str:
-    """Of products of float32, as torch was told. Of AMD's GPUs gfx942 alone has tf32; Triton refuses it elsewhere."""
+    """Return "tf32" if torch's settings allow it for float32 products and the GPU supports it, else "ieee".
+
+    Among AMD's GPUs only gfx942 has tf32, and Triton raises an error for tf32 on the others.
+    """
     settings = torch.backends.cuda.matmul
-    precision = getattr(settings, "fp32_precision", None)  # from torch 2.9 on; who sets it may not read the old one
+    # torch 2.9 added fp32_precision. Reading allow_tf32 after fp32_precision was set raises an error.
+    precision = getattr(settings, "fp32_precision", None)
     uses_tf32 = settings.allow_tf32 if precision is None else precision == "tf32"
     if uses_tf32 and torch.version.hip is not None and device.type == "cuda":
         uses_tf32 = torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx942")
@@ -158,8 +160,8 @@ def _dot_precision(device: Any) -> str:
 
 
 def _prepare_table(array: Any, like: Any) -> Any:
-    """A table as kernels read it."""
+    """Return a table on the device of `like`, detached and not empty."""
     array = detach(to_device(array, like))
-    if array.numel() == 0:  # read at hidden pairs alone, where any number will do
+    if array.numel() == 0:  # kernels read an empty table at hidden pairs only, and ignore the entry
         array = array.new_zeros([max(length, 1) for length in array.shape])
     return array

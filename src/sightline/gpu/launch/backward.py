@@ -1,7 +1,8 @@
-"""The backward kernels' calls and their answer."""
+"""The launches of the backward kernels, and their result."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,27 +28,27 @@ from .schedule import make_schedule
 
 __all__ = ["backward", "backward_launches"]
 
-MAX_SLOTTED_ENTRIES = 2**22  # of a table whose sums are kept in slots, 264 bytes each
+MAX_SLOTTED_ENTRIES = 2**22  # most entries of a table whose gradient is summed in slots, 264 bytes for an entry
 
 
 @dataclass(frozen=True)
 class TableGradient:
-    """A lookup of the score whose table gains a gradient; `kind` as in `table_gradients`."""
+    """A lookup in the score whose table needs a gradient."""
 
     node: Lookup
-    slot: int  # of its table in Problem.tables
-    kind: str
+    slot: int  # the index of the table in Problem.tables
+    kind: str  # "pair", "query", "key", "head" or "any": see `kernels.table_gradient`
 
     @property
     def entry(self) -> Expression:
-        """Which entry of the table, laid out in C order, a pair reads."""
+        """The index, in C order, of the table entry that a pair reads."""
         found, *others = self.node.arguments
         for index, length in zip(others, self.node.table.shape[1:], strict=True):
             found = found * length + index
         return found
 
     def is_owned_by(self, name: str) -> bool:
-        """Whether the entry belongs to one b, h, i or j, being read at that symbol itself."""
+        """True if an index of the lookup is the symbol `name` itself, so one value of b, h, i or j reads an entry."""
         return any(argument is SYMBOLS[name] for argument in self.node.arguments)
 
 
@@ -60,29 +61,29 @@ def backward(
     statistic_gradients: StatisticGradients,
     architecture: str | None,
 ) -> Gradients | None:
-    """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse, as `plan.Kernel.backward` has them.
+    """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse, as `Kernel.backward` defines them.
 
-    None, so that streaming serves, for tables of more than MOST_ENTRIES entries that are read otherwise than once by
-    each pair, where one entry may be read by more pairs than its sum has room for, and on AMD for a dense table that
-    heads or batches share.
+    Return None, so that streaming computes the gradients, if a table that needs a gradient
+    - has more than `MAX_SLOTTED_ENTRIES` entries, and is not indexed by both i and j;
+    - has entries that more than `MAX_ADDITIONS` pairs may read, and is not indexed by both i and j;
+    - is indexed by both i and j, and heads or batches share its entries, on AMD.
     """
     architecture = architecture or architecture_of(problem.query.device)
     table_gradients = list(_table_gradients(problem, wanted_tables))
     if not all(_is_supported(problem, table_gradient, architecture) for table_gradient in table_gradients):
         return None
-    query, lead = problem.query, problem.batch_shape
-    parts = [part for part in (d_lse, statistic_gradients.lse) if part is not None]
-    d_lse = sum(detach(part).to(torch.float64) for part in parts) if parts else None
-    shapes = {
-        "d_query": (*lead, problem.H, problem.n, problem.d_k),
-        "d_key": (*lead, problem.G, problem.m, problem.d_k),
-        "d_value": (*lead, problem.G, problem.m, problem.d_v),
+    query, batch_shape = problem.query, problem.batch_shape
+    d_lse_terms = [term for term in (d_lse, statistic_gradients.lse) if term is not None]
+    d_lse = sum(detach(term).to(torch.float64) for term in d_lse_terms) if d_lse_terms else None
+    gradients = {
+        "d_query": query.new_empty((*batch_shape, problem.H, problem.n, problem.d_k)),
+        "d_key": query.new_empty((*batch_shape, problem.G, problem.m, problem.d_k)),
+        "d_value": query.new_empty((*batch_shape, problem.G, problem.m, problem.d_v)),
     }
-    found = {name: query.new_empty(shape) for name, shape in shapes.items()}
-    wide = getattr(torch, problem.accumulator)
-    rows = tuple(query.new_empty((*lead, problem.H, problem.n), dtype=wide) for _ in range(3))
+    accumulator = getattr(torch, problem.accumulator)
+    rows = tuple(query.new_empty((*batch_shape, problem.H, problem.n), dtype=accumulator) for _ in range(3))
     sums = tuple(_allocate_sums(problem, table_gradient) for table_gradient in table_gradients)
-    operands = {
+    arrays = gradients | {
         "output": to_operand(detach(saved[0])),
         "d_output": to_operand(detach(d_output).to(query.dtype)),
         "d_lse": None if d_lse is None else d_lse.expand(rows[0].shape).contiguous(),
@@ -91,12 +92,12 @@ def backward(
         "sums": sums,
     }
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        for call in backward_launches(problem, operands | found, table_gradients, statistic_gradients, architecture):
-            call.launch()
+        for launch in backward_launches(problem, arrays, table_gradients, statistic_gradients, architecture):
+            launch.launch()
     return Gradients(
-        query=found["d_query"],
-        key=found["d_key"],
-        value=found["d_value"],
+        query=gradients["d_query"],
+        key=gradients["d_key"],
+        value=gradients["d_value"],
         tables=_finish_table_gradients(problem, table_gradients, sums),
         sinks=None if problem.sinks is None else _sink_gradients(problem, detach(saved[1]), rows[2]),
     )
@@ -109,24 +110,25 @@ def backward_launches(
     statistic_gradients: StatisticGradients,
     architecture: str,
 ) -> Iterator[KernelLaunch]:
-    """δ and lse as the others take them, dQ, dK and dV, and those blocks once more whose sums are not finite.
+    """Yield the launches of the backward pass, in order: δ and the scaled lse, dQ, dK and dV.
 
-    `arrays` are the kernels' arguments of these names: output, d_output, d_lse, lse, rows, sums, d_query, ....
+    A NaN-safe launch follows dQ, and another follows dK and dV; it recomputes every block that is not finite. `arrays`
+    has the kernels' arguments output, d_output, d_lse, lse, rows, sums, d_query, d_key and d_value.
     """
     sizes = select("backward_queries", problem, architecture)
-    formulas = {  # by the names that seams have
+    formulas = {  # by the fields of `FormulaFunctions`
         "score_derivative_at": None if problem.score is None else derivative(problem.score),
         "d_weights_at": statistic_gradients.weights,
         "d_scores_at": statistic_gradients.scores,
     }
-    others = [(name, formula, True) for name, formula in formulas.items() if formula is not None]
+    extra_formulas = [(name, formula, True) for name, formula in formulas.items() if formula is not None]
     for k, table_gradient in enumerate(table_gradients):
         assert problem.score is not None
-        others += [
-            (f"slope_{k}", derivative(problem.score, table_gradient.node), True),
-            (f"place_{k}", table_gradient.entry, False),
+        extra_formulas += [
+            (f"derivative_{k}", derivative(problem.score, table_gradient.node), True),
+            (f"entry_{k}", table_gradient.entry, False),
         ]
-    operands = Operands(problem, sizes, others, extra_arrays=(arrays["output"], arrays["d_output"]))
+    operands = Operands(problem, sizes, extra_formulas, (arrays["output"], arrays["d_output"]))
     common = operands.common_arguments() | {"d_output": arrays["d_output"], "rows": arrays["rows"]}
     yield from _query_launches(problem, operands, sizes, common, arrays, table_gradients)
     sizes = select("backward_keys", problem, architecture)
@@ -144,30 +146,33 @@ def _query_launches(
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
     common = common | {"blocks": blocks, "schedule": make_schedule(problem, sizes.rows, sizes.keys)}
-    before = {name: arrays[name] for name in ("output", "d_lse", "lse")}
-    yield KernelLaunch(backward_preprocess, items, common | before, sizes, operands.sources)
+    preprocess_arguments = common | {name: arrays[name] for name in ("output", "d_lse", "lse")}
+    yield KernelLaunch(backward_preprocess, items, preprocess_arguments, sizes, operands.sources)
 
     pair_lookups = [table_gradient for table_gradient in table_gradients if table_gradient.kind == "pair"]
     batches = problem.B if all(table_gradient.is_owned_by("b") for table_gradient in pair_lookups) else 1
     heads = problem.H if all(table_gradient.is_owned_by("h") for table_gradient in pair_lookups) else 1
     common |= {
+        "items": items,
+        "nonfinite_flags": operands.allocate_flags(items),
         "dropout_state": operands.dropout_state(),
         "dropout_scale": operands.dropout_scale(),
         "d_query": arrays["d_query"],
+        "B": problem.B,
+        "batches": batches,
+        "heads": heads,
+        "sums": None,
+        "KINDS": (),
+        "SEQUENTIAL": bool(pair_lookups),
         "SUBBLOCKS": 0,
     }
-    common |= {"items": items, "nonfinite_flags": operands.allocate_flags(items), "sums": None, "KINDS": ()}
-    common |= {"B": problem.B, "batches": batches, "heads": heads, "SEQUENTIAL": bool(pair_lookups)}
-    with_table_gradients = {
-        "formulas": common["formulas"]._replace(
-            table_gradients_at=_combine_table_gradients(operands, len(table_gradients))
-        ),
+    table_gradients_at = _combine_table_gradients(operands, len(table_gradients))
+    arguments = common | {
+        "formulas": common["formulas"]._replace(table_gradients_at=table_gradients_at),
         "sums": arrays["sums"],
         "KINDS": tuple(table_gradient.kind for table_gradient in table_gradients),
     }
-    yield KernelLaunch(
-        backward_queries, batches * heads * blocks, common | with_table_gradients, sizes, operands.sources
-    )
+    yield KernelLaunch(backward_queries, batches * heads * blocks, arguments, sizes, operands.sources)
     small_sizes = replace(sizes, rows=min(sizes.rows, NAN_SAFE_ROWS))
     yield nan_safe_launch(backward_queries, common, operands, sizes, small_sizes)
 
@@ -177,21 +182,25 @@ def _key_launches(
 ) -> Iterator[KernelLaunch]:
     blocks = -(-problem.m // sizes.keys)
     items = problem.B * problem.G * blocks
-    common = common | {"blocks": blocks, "schedule": make_schedule(problem, sizes.rows, sizes.keys, of_keys=True)}
-    common |= {"dropout_state": operands.dropout_state(), "dropout_scale": operands.dropout_scale(), "SUBBLOCKS": 0}
-    common |= {
+    arguments = common | {
+        "blocks": blocks,
         "items": items,
+        "schedule": make_schedule(problem, sizes.rows, sizes.keys, of_keys=True),
         "nonfinite_flags": operands.allocate_flags(items),
+        "dropout_state": operands.dropout_state(),
+        "dropout_scale": operands.dropout_scale(),
         "d_key": arrays["d_key"],
         "d_value": arrays["d_value"],
+        "SUBBLOCKS": 0,
     }
-    yield KernelLaunch(backward_keys, items, common, sizes, operands.sources)
+    yield KernelLaunch(backward_keys, items, arguments, sizes, operands.sources)
     small_sizes = replace(sizes, keys=min(sizes.keys, NAN_SAFE_ROWS))
-    yield nan_safe_launch(backward_keys, common, operands, sizes, small_sizes)
+    yield nan_safe_launch(backward_keys, arguments, operands, sizes, small_sizes)
 
 
 # -- tables and sinks --------------------------------------------------------------------------------------------------
 def _table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterator[TableGradient]:
+    """Yield every float lookup in the score whose table is one of `wanted_tables`, with its kind."""
     slots = {id(table): slot for slot, table in enumerate(problem.tables)}
     for node in [] if problem.score is None else walk(problem.score):
         if isinstance(node, Lookup) and node.kind == "float" and slots[id(node.table)] in wanted_tables:
@@ -205,36 +214,32 @@ def _table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterat
 
 
 def _is_supported(problem: Problem, table_gradient: TableGradient, architecture: str) -> bool:
-    """Whether the sums of a table's entries have room, and heads that share them may take turns.
+    """True if the kernels can sum a table's gradient; `backward` lists the limits.
 
-    On AMD a program's barrier does not wait for what its threads wrote to memory, which the next turn reads.
+    A program processes heads that share an entry one after another, and each head reads the sums of the previous head.
+    On AMD Triton's barrier does not make a program's writes to memory visible to its other threads.
     """
     if table_gradient.kind == "pair":
-        alone = (problem.B == 1 or table_gradient.is_owned_by("b")) and (
-            problem.H == 1 or table_gradient.is_owned_by("h")
-        )
-        return alone or not architecture.startswith("gfx")
-    own = [length for name, length in zip("bhij", problem.extent, strict=True) if table_gradient.is_owned_by(name)]
-    pairs = problem.B * problem.H * problem.n * problem.m
-    for length in own:
-        pairs //= max(length, 1)
-    entries = 1
-    for length in table_gradient.node.table.shape:
-        entries *= length
-    return entries <= MAX_SLOTTED_ENTRIES and pairs <= MAX_ADDITIONS
+        lengths = {"b": problem.B, "h": problem.H}
+        is_shared = any(length > 1 and not table_gradient.is_owned_by(name) for name, length in lengths.items())
+        return not (is_shared and architecture.startswith("gfx"))
+    pairs = math.prod(problem.extent)  # at most so many read one entry
+    for name, length in zip("bhij", problem.extent, strict=True):
+        if table_gradient.is_owned_by(name):
+            pairs //= max(length, 1)
+    return math.prod(table_gradient.node.table.shape) <= MAX_SLOTTED_ENTRIES and pairs <= MAX_ADDITIONS
 
 
 def _combine_table_gradients(operands: Operands, count: int) -> Any:
-    """The function of all gains: for each (d score / d entry, which entry); None where there are none."""
+    """Return the function that gives (d score / d entry, entry index) of each lookup; None if `count` is 0."""
     at = "b, h, i, j, n, m, tables"
-    names = [f"{name}_{k}" for k in range(count) for name in ("slope", "place")]
-    return operands.combine_functions(
-        names, [f"(slope_{k}(s, {at}), place_{k}({at}))" for k in range(count)], "table_gradients_at"
-    )
+    names = [f"{name}_{k}" for k in range(count) for name in ("derivative", "entry")]
+    calls = [f"(derivative_{k}(s, {at}), entry_{k}({at}))" for k in range(count)]
+    return operands.combine_functions(names, calls, "table_gradients_at")
 
 
 def _allocate_sums(problem: Problem, table_gradient: TableGradient) -> Any:
-    """Where a lookup's shares are added: the entries themselves, or their slots."""
+    """Return zeros to which the kernel adds a lookup's gradient: one sum, or `SLOTS` slots, for every table entry."""
     shape = table_gradient.node.table.shape
     if table_gradient.kind == "pair":
         return problem.query.new_zeros(shape, dtype=getattr(torch, problem.accumulator))
@@ -244,29 +249,28 @@ def _allocate_sums(problem: Problem, table_gradient: TableGradient) -> Any:
 def _finish_table_gradients(
     problem: Problem, table_gradients: Sequence[TableGradient], sums: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """For each table of the problem its gradient, or None."""
-    found: list[Any] = [None] * len(problem.tables)
+    """Return the gradient of every table of the problem in the table's dtype; None for a table without lookups here."""
+    found: dict[int, Any] = {}
     for table_gradient, array in zip(table_gradients, sums, strict=True):
-        whole = array if table_gradient.kind == "pair" else _sum_slots(array)
-        found[table_gradient.slot] = whole if found[table_gradient.slot] is None else found[table_gradient.slot] + whole
+        slot, gradient = table_gradient.slot, array if table_gradient.kind == "pair" else _sum_slots(array)
+        found[slot] = found[slot] + gradient if slot in found else gradient
+    arrays = [table.array for table in problem.tables]
     return tuple(
-        None
-        if array is None
-        else namespace(table.array).astype(convert(array, table.array), table.array.dtype, copy=False)
-        for array, table in zip(found, problem.tables, strict=True)
+        namespace(array).astype(convert(found[slot], array), array.dtype, copy=False) if slot in found else None
+        for slot, array in enumerate(arrays)
     )
 
 
 def _sum_slots(slots: Any) -> Any:
-    """The sums that slots hold, float64; NaN where something was not finite."""
+    """Return the sums that the slots (..., SLOTS) represent, float64; NaN if a summand was not finite."""
     units = torch.arange(SLOTS.value - 1, dtype=torch.float64, device=slots.device) * SLOT_BITS + FIRST_SLOT_EXPONENT
     total = (slots[..., :-1].to(torch.float64) * torch.exp2(units)).sum(-1)
     return torch.where(slots[..., -1] == 0, total, torch.nan)
 
 
 def _sink_gradients(problem: Problem, lse: Any, delta: Any) -> Any:
-    """dsink_h = −Σ exp(sink_h − lse) δ."""
+    """Return dsink_h = −Σ exp(sink_h − lse) δ, summed over batches and queries, (H,) in the dtype of the sinks."""
     sinks = detach(problem.sinks)
     safe = torch.where(lse == -torch.inf, 0.0, lse)
-    shares = -torch.exp(sinks.to(torch.float64)[:, None] - safe) * delta.to(torch.float64)
-    return shares.sum(-1).reshape(-1, problem.H).sum(0).to(sinks.dtype)
+    terms = -torch.exp(sinks.to(torch.float64)[:, None] - safe) * delta.to(torch.float64)
+    return terms.sum(-1).reshape(-1, problem.H).sum(0).to(sinks.dtype)

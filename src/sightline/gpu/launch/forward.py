@@ -1,4 +1,4 @@
-"""The forward and decoding kernels' calls and their answer."""
+"""The launches of the forward and decoding kernels, and their result."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from ...kernel import Result
 from ...problem import Problem
+from ...streaming import Streaming
 from ..kernels.decode import decode, merge_splits
 from ..kernels.forward import forward
 from ..tuning.configurations import Configuration
@@ -21,33 +22,33 @@ from .statistics import FusedStatistics, compute_statistics
 
 __all__ = ["attention_launches", "decode_launches", "forward_launches", "nan_safe_launch", "run", "uses_decode"]
 
-NAN_SAFE_ROWS = 32  # queries, or keys, at a time in the pass that only marked blocks take
-NAN_SAFE_PROGRAMS = 1024  # that look for such blocks
-MAX_DECODE_QUERIES = 16  # queries that decoding takes at a time, of each head
-MIN_KEYS_PER_SPLIT = 256  # keys worth a part of their own
-TARGET_PROGRAMS = 512  # wanted of decoding; the problem alone decides, so that every device gives the same bits
+NAN_SAFE_ROWS = 32  # most queries (or keys) of a tile in the NaN-safe launch, which recomputes flagged blocks only
+NAN_SAFE_PROGRAMS = 1024  # most programs of the NaN-safe launch; each program checks the flags of several blocks
+MAX_DECODE_QUERIES = 16  # most queries of a head that the decoding kernel serves
+MIN_KEYS_PER_SPLIT = 256  # fewest keys of a split, apart from rounding to tiles
+TARGET_PROGRAMS = 512  # programs of a decoding launch; independent of the device, so every device gives the same bits
 
 
 def run(problem: Problem, architecture: str | None) -> Result:
-    """Forward, statistics beside it or after it."""
+    """Return the output, lse and statistics of a problem."""
     rows = (*problem.batch_shape, problem.H, problem.n)
     output = problem.query.new_empty((*rows, problem.d_v))
     lse = problem.query.new_empty(rows, dtype=torch.float64)
     fused_statistics = FusedStatistics(problem)
     architecture = architecture or architecture_of(problem.query.device)
     if lse.numel():
-        if problem.m == 0 or problem.d_v == 0:
-            return _without_kernel(problem)
+        if problem.m == 0 or problem.d_v == 0:  # there is nothing to multiply
+            return Streaming().run(problem)
         with torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
-            for call in attention_launches(problem, output, lse, architecture, fused_statistics):
-                call.launch()
+            for launch in attention_launches(problem, output, lse, architecture, fused_statistics):
+                launch.launch()
     return Result(output, lse, compute_statistics(problem, lse, fused_statistics, architecture) if problem.see else ())
 
 
 def attention_launches(
     problem: Problem, output: Any, lse: Any, architecture: str, fused_statistics: FusedStatistics | None = None
 ) -> Iterator[KernelLaunch]:
-    """The calls that fill output, lse and the riders' arrays, in order."""
+    """Return the launches that fill output, lse and the arrays of fused statistics, in order."""
     if not fused_statistics and uses_decode(problem):
         return decode_launches(problem, output, lse, architecture)
     return forward_launches(problem, output, lse, architecture, fused_statistics)
@@ -61,14 +62,14 @@ def forward_launches(
     fused_statistics: FusedStatistics | None = None,
     sizes: Configuration | None = None,
 ) -> Iterator[KernelLaunch]:
-    """Blocks of queries, and those once more whose output has NaN that a weight of 0 may keep out.
+    """Yield the forward launch over all blocks of queries, and the NaN-safe launch.
 
-    In tiles of these sizes, or of those that are chosen for the problem.
+    The NaN-safe launch recomputes every block whose output has NaN, so that NaN in a value whose weight is 0 does not
+    reach the output. The tile sizes are `sizes`, or by default the selected sizes of the problem.
     """
     sizes = sizes or select("forward", problem, architecture)
     on_hopper, sizes = sizes.specialised, replace(sizes, specialised=False)
-    fused_statistics = FusedStatistics(problem.with_statistics()) if fused_statistics is None else fused_statistics
-    operands = Operands(problem, sizes, fused_statistics.formulas)
+    operands = Operands(problem, sizes, fused_statistics.formulas if fused_statistics else ())
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
     arguments = operands.common_arguments() | {
@@ -81,38 +82,41 @@ def forward_launches(
         "sinks": operands.sinks(),
         "dropout_state": operands.dropout_state(),
         "dropout_scale": operands.dropout_scale(),
-        "seen": None,
+        "seen": (None, None, None, ()),
         "SUBBLOCKS": 0,
     }
-    call = KernelLaunch(forward, items, fused_statistics.arguments(operands, arguments), sizes, operands.sources)
+    first_arguments = fused_statistics.arguments(operands, arguments) if fused_statistics else arguments
+    launch = KernelLaunch(forward, items, first_arguments, sizes, operands.sources)
     if on_hopper:
         from ..hopper.launch import specialise
 
-        call = specialise(call)
-    yield call
+        launch = specialise(launch)
+    yield launch
     yield nan_safe_launch(forward, arguments, operands, sizes, replace(sizes, rows=min(sizes.rows, NAN_SAFE_ROWS)))
 
 
 def nan_safe_launch(
     kernel: Any, arguments: dict[str, Any], operands: Operands, sizes: Configuration, small_sizes: Configuration
 ) -> KernelLaunch:
-    """The call of a kernel for blocks of `sizes` that it marked, in parts of `small_sizes` rows or keys: see `forward`."""
+    """Return the NaN-safe launch of a kernel, which recomputes each flagged block of `sizes` in smaller subblocks.
+
+    A subblock has the tile sizes `small_sizes`.
+    """
     small_sizes = replace(small_sizes, warps=min(sizes.warps, 4), stages=1)
-    num_splits = sizes.rows // small_sizes.rows * (sizes.keys // small_sizes.keys)
-    more = {"meta": operands.meta(small_sizes), "SUBBLOCKS": num_splits}
-    return KernelLaunch(
-        kernel, min(arguments["items"], NAN_SAFE_PROGRAMS), arguments | more, small_sizes, operands.sources
-    )
+    subblocks = sizes.rows // small_sizes.rows * (sizes.keys // small_sizes.keys)
+    arguments = arguments | {"meta": operands.meta(small_sizes), "SUBBLOCKS": subblocks}
+    programs = min(arguments["items"], NAN_SAFE_PROGRAMS)
+    return KernelLaunch(kernel, programs, arguments, small_sizes, operands.sources)
 
 
 def uses_decode(problem: Problem) -> bool:
-    """Whether few queries look at many keys, and at the same ones for all heads."""
-    shared = problem.mask is None or "h" not in problem.mask.free_symbols
-    return problem.n <= MAX_DECODE_QUERIES and problem.m >= 2 * MIN_KEYS_PER_SPLIT and shared
+    """True if the problem has few queries, many keys and a mask that is the same for all heads."""
+    is_shared = problem.mask is None or "h" not in problem.mask.free_symbols
+    return problem.n <= MAX_DECODE_QUERIES and problem.m >= 2 * MIN_KEYS_PER_SPLIT and is_shared
 
 
 def decode_launches(problem: Problem, output: Any, lse: Any, architecture: str) -> Iterator[KernelLaunch]:
-    """Parts of the keys, and what joins them."""
+    """Yield the launch that computes every split of the keys, and the launch that merges the splits."""
     sizes = select("decode", problem, architecture)
     operands = Operands(problem, sizes)
     rows_per_group = problem.group * problem.n
@@ -123,28 +127,23 @@ def decode_launches(problem: Problem, output: Any, lse: Any, architecture: str) 
     num_splits = -(-tiles // split_size)
     shape = (num_splits, problem.B, problem.H, problem.n)
     accumulator = getattr(torch, problem.accumulator)
-    arguments = operands.common_arguments() | {
+    common = operands.common_arguments() | {
         "split_output": problem.query.new_empty((*shape, problem.d_v), dtype=accumulator),
         "split_lse": problem.query.new_empty(shape, dtype=torch.float64),
         "num_splits": num_splits,
         "schedule": make_schedule(problem, MAX_DECODE_QUERIES, sizes.keys),
         "dropout_state": operands.dropout_state(),
     }
-    yield KernelLaunch(decode, num_blocks * num_splits, arguments | {"split_size": split_size}, sizes, operands.sources)
-    small_sizes = replace(sizes, rows=MAX_DECODE_QUERIES, stages=1)
-    rows = replace(small_sizes, rows=1 << (problem.n - 1).bit_length())
-    merge_arguments = {
+    arguments = common | {"split_size": split_size}
+    yield KernelLaunch(decode, num_blocks * num_splits, arguments, sizes, operands.sources)
+    sizes = replace(sizes, rows=MAX_DECODE_QUERIES, stages=1)
+    padded_rows = 1 << (problem.n - 1).bit_length()
+    arguments = common | {
         "output": output,
         "lse": lse,
         "sinks": operands.sinks(),
         "dropout_scale": operands.dropout_scale(),
+        "meta": operands.meta(replace(sizes, rows=padded_rows)),
+        "nan_safe_meta": operands.meta(sizes),
     }
-    merge_arguments |= {"meta": operands.meta(rows), "nan_safe_meta": operands.meta(small_sizes)}
-    yield KernelLaunch(merge_splits, problem.B * problem.H, arguments | merge_arguments, small_sizes, operands.sources)
-
-
-def _without_kernel(problem: Problem) -> Result:
-    """No keys, or values of no width: nothing to multiply."""
-    from ...streaming import Streaming
-
-    return Streaming().run(problem)
+    yield KernelLaunch(merge_splits, problem.B * problem.H, arguments, sizes, operands.sources)

@@ -1,4 +1,4 @@
-"""A kernel's call, made ready: what launches it on a device, and what compiles it for one that is not there."""
+"""One launch of a kernel: its arguments, its grid and its compiler options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..tuning.configurations import Configuration
 
 __all__ = ["REDUCED_STAGES", "KernelLaunch"]
 
-REDUCED_STAGES: dict[Hashable, int] = {}  # stages that memory had room for, where that was not as many as wanted
+REDUCED_STAGES: dict[Hashable, int] = {}  # stages that fit shared memory, if fewer than configured
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,18 +23,27 @@ class KernelLaunch:
 
     kernel: Any  # a function of triton.jit
     programs: int
-    arguments: dict[str, Any]  # by the kernel's names; None and tuples as they are
+    arguments: dict[str, Any]  # by the kernel's parameter names
     configuration: Configuration
-    sources: dict[str, str] = field(default_factory=dict)  # of the generated functions it is given, by name
+    sources: dict[str, str] = field(default_factory=dict)  # the source of each generated function, by its name
 
     def options(self, stages: int) -> dict[str, Any]:
-        """What the compiler is told. Masks decide as on every other backend: products are rounded before sums."""
+        """Return the compiler options.
+
+        Fused multiply-add is off: a formula rounds products before sums on every backend, so masks agree exactly.
+        """
         return {"num_warps": self.configuration.warps, "num_stages": stages, "enable_fp_fusion": False}
 
     def launch(self) -> None:
-        """Run it on the current stream, with fewer stages where a formula's tables leave no memory for as many."""
+        """Run the kernel on the current stream, with fewer stages if the configured number exceeds shared memory.
+
+        Raises
+        ------
+        triton.OutOfResources
+            The kernel does not fit even with one stage.
+        """
         arguments, stages = self.arguments, self.configuration.stages
-        if isinstance(self.kernel, JITFunction):  # the interpreter takes them as they are
+        if isinstance(self.kernel, JITFunction):  # the interpreter needs no wrapping
             arguments = {
                 name: wrap_meta_parameters(x) if isinstance(x, MetaParameters) else x for name, x in arguments.items()
             }
@@ -52,7 +61,7 @@ class KernelLaunch:
                 return
 
     def _memory_key(self) -> Hashable:
-        """What calls have in common that take the same memory."""
+        """Return the cache key of `REDUCED_STAGES`: launches with equal keys need the same shared memory."""
         query = self.arguments["query"].start
         constants = (self.arguments.get(name) for name in ("meta", "formulas", "SUBBLOCKS"))
         return self.kernel, self.configuration, query.dtype, query.device, *constants

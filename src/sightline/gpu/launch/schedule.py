@@ -1,4 +1,4 @@
-"""Which tiles of keys each block of queries looks at: `formula.ranges` as int32 arrays on the device."""
+"""The tiles of keys that each block of queries visits: `formula.tile_ranges` as int32 arrays on the device."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from ..kernels.tile_loop import Schedule
 __all__ = ["encode_ranges", "make_schedule", "swap_queries_and_keys"]
 
 _SCHEDULES = TensorCache(64)
-ROW_ALIGNMENT = 16  # numbers and addresses that are multiples of it are all one to the compiler
+ROW_ALIGNMENT = 16  # Triton compiles one kernel for all integers and addresses that are multiples of 16
 
 
 def encode_ranges(ranges: TileRanges) -> tuple[Any, Any]:
-    """(rows, runs) int32: per row (start, first of the partial ones, stop); per run (first tile, past the last).
+    """Return (rows, pairs), both int32: rows (R, 3) index pairs (ranges, 2).
 
-    Full runs first. A last tile that the keys do not fill is never full, so full tiles need no bounds.
+    rows[r] is (start, first partial range, stop) of row r; pairs[k] is (first tile, last tile + 1) of range k. The full
+    ranges of a row come first. A last tile that the keys do not fill counts as partial, so full tiles need no bounds
+    checks.
     """
-    owner = np.repeat(np.arange(ranges.start.size - 1), np.diff(ranges.start))
+    owner = np.repeat(np.arange(ranges.start.size - 1), np.diff(ranges.start))  # the row of each range
     first, last, full = ranges.first, ranges.last, ranges.full
     if ranges.extent[3] % ranges.key_block:
-        past = full & (last == ranges.key_blocks)
-        cut = np.stack([owner[past], last[past] - 1, last[past], np.zeros_like(last[past])])
-        whole = np.stack([owner, first, np.where(past, last - 1, last), full])
-        owner, first, last, full = np.concatenate([whole, cut], axis=1)
-        some = first < last
-        owner, first, last, full = owner[some], first[some], last[some], full[some]
+        ragged = full & (last == ranges.key_blocks)
+        tails = np.stack([owner[ragged], last[ragged] - 1, last[ragged], np.zeros_like(last[ragged])])
+        heads = np.stack([owner, first, np.where(ragged, last - 1, last), full])
+        owner, first, last, full = np.concatenate([heads, tails], axis=1)
+        nonempty = first < last
+        owner, first, last, full = owner[nonempty], first[nonempty], last[nonempty], full[nonempty]
     partial = np.logical_not(full)
     order = np.lexsort((first, partial, owner))
     owner, partial = owner[order], partial[order]
@@ -44,15 +46,14 @@ def encode_ranges(ranges: TileRanges) -> tuple[Any, Any]:
 
 
 def swap_queries_and_keys(mask: Expression) -> Expression:
-    """The mask with queries for keys and keys for queries: its rows are the mask's columns."""
-    pairs = [("i", "j"), ("j", "i"), ("n", "m"), ("m", "n")]
-    return mask.substitute({name: SYMBOLS[other] for name, other in pairs}, {})
+    """Return the transposed mask: i and j are swapped, and so are n and m."""
+    return mask.substitute({name: SYMBOLS[other] for name, other in zip("ijnm", "jimn", strict=True)}, {})
 
 
 def make_schedule(problem: Problem, query_block: int, key_block: int, of_keys: bool = False) -> Schedule | None:
-    """Which tiles of keys blocks of queries look at; None where every key is seen.
+    """Return the tiles of keys that each block of queries visits; None without a mask, when every tile is visited.
 
-    With `of_keys` rows are blocks of keys, and runs are of blocks of queries.
+    With `of_keys` rows are blocks of keys, and ranges are of blocks of queries.
     """
     if problem.mask is None:
         return None
@@ -70,10 +71,8 @@ def _build_schedule(mask: Expression, problem: Problem, query_block: int, key_bl
     else:
         ranges = find_tile_ranges(mask, problem.extent, query_block, key_block)
     rows, pairs = encode_ranges(ranges)
-    step = (
-        -(-ranges.query_blocks // ROW_ALIGNMENT) * ROW_ALIGNMENT
-    )  # rows of a head: Triton compiles anew for other steps
-    rows = np.pad(rows.reshape(-1, ranges.query_blocks, 3), ((0, 0), (0, step - ranges.query_blocks), (0, 0)))
+    stride = -(-ranges.query_blocks // ROW_ALIGNMENT) * ROW_ALIGNMENT  # rows of a head, padded
+    rows = np.pad(rows.reshape(-1, ranges.query_blocks, 3), ((0, 0), (0, stride - ranges.query_blocks), (0, 0)))
     flat = torch.from_numpy(np.concatenate([rows.reshape(-1), pairs.reshape(-1)])).to(problem.query.device)
-    batch = ranges.heads * step if ranges.batches > 1 else 0
-    return Schedule(flat[: rows.size], flat[rows.size :], batch, step if ranges.heads > 1 else 0)
+    batch_stride, head_stride = ranges.heads * stride * (ranges.batches > 1), stride * (ranges.heads > 1)
+    return Schedule(flat[: rows.size], flat[rows.size :], batch_stride, head_stride)

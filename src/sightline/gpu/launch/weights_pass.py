@@ -1,4 +1,7 @@
-"""The second pass's calls: what is asked of the weights, cut into programs as the problem alone decides."""
+"""The launches of the second pass, which computes statistics of the weights from the saved lse.
+
+The problem and the tile sizes alone decide the grid, so every device gives the same bits.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,21 @@ from .schedule import make_schedule
 
 __all__ = ["MAX_TOP_K", "allocate_outputs", "can_serve", "run_weights_pass", "statistic_launch"]
 
-MAX_TOP_K = 128  # of top_k's k: lists of a block of queries lie in registers
-MAX_TOP_K_ENTRIES = 2048  # numbers in these lists at most
-MAX_PROGRAM_CELLS = (16, 64)  # cells of a program at most, below each other and side by side
+MAX_TOP_K = 128  # largest k of top_k: the k largest weights of every query of a block are in registers
+MAX_TOP_K_ENTRIES = 2048  # largest number of entries in the top_k lists of a block of queries
+MAX_PROGRAM_CELLS = (16, 64)  # most cells of a grid that one program computes: (rows, columns)
 
 
 def run_weights_pass(problem: Problem, lse: Any, statistic: Statistic, architecture: str) -> list[Any] | None:
-    """A statistic's arrays by a second pass of a kernel; None where none has it.
+    """Return a statistic's arrays, computed by a second pass over the tiles; None if no kernel computes the statistic.
 
-    None has it: top_k of more than `MAX_TOP_K` keys, whose lists do not fit registers; the mean of scores, whose −∞ a sum
-    over heads would have to keep apart; on AMD the mean of weights, as a program's barrier does not wait there for what
-    its threads wrote to memory, to which the next head adds.
+    No kernel computes
+    - `top_k` of more than `MAX_TOP_K` keys, whose lists do not fit registers;
+    - the mean of scores, since a sum over heads would lose the −∞ of hidden pairs;
+    - on AMD the mean of weights: a program adds one head's weights to the sums of the previous heads in memory, and
+      Triton's barrier does not make a program's writes visible to its other threads there.
     """
-    is_mean = isinstance(statistic, Mean)  # of weights
+    is_mean = isinstance(statistic, Mean)  # of weights: no kernel computes another mean
     if not can_serve(problem, statistic) or (is_mean and architecture.startswith("gfx")):
         return None
     arrays = allocate_outputs(problem, statistic)
@@ -49,7 +54,7 @@ def run_weights_pass(problem: Problem, lse: Any, statistic: Statistic, architect
 
 
 def can_serve(problem: Problem, statistic: Statistic) -> bool:
-    """Whether a kernel here answers the statistic."""
+    """True if a kernel of the second pass computes the statistic."""
     if isinstance(statistic, TopK):
         return min(statistic.k, problem.m) <= MAX_TOP_K
     if isinstance(statistic, Mean):
@@ -58,21 +63,21 @@ def can_serve(problem: Problem, statistic: Statistic) -> bool:
 
 
 def allocate_outputs(problem: Problem, statistic: Statistic) -> list[Any]:
-    """The arrays a kernel writes, holding what it does not write."""
-    shapes, kinds = statistic.shapes(problem, (*problem.batch_shape, problem.H), problem.n), statistic.dtypes(problem)
+    """Return the output arrays of a kernel, filled with the values of entries that the kernel does not write."""
+    shapes, dtypes = statistic.shapes(problem, (*problem.batch_shape, problem.H), problem.n), statistic.dtypes(problem)
     fill_values = statistic.fill_values if isinstance(statistic, Scores) else (0.0, -1)
-    if isinstance(statistic, Mean):  # added up before it is rounded
-        kinds = (problem.accumulator,)
+    if isinstance(statistic, Mean):  # the sum over heads is rounded once, at the end
+        dtypes = (problem.accumulator,)
     if isinstance(statistic, Pooled):
-        kinds = ("float64",)
+        dtypes = ("float64",)
     return [
-        problem.query.new_full(shape, fill, dtype=getattr(torch, kind))
-        for shape, fill, kind in zip(shapes, fill_values, kinds, strict=False)
+        problem.query.new_full(shape, fill, dtype=getattr(torch, dtype))
+        for shape, fill, dtype in zip(shapes, fill_values, dtypes, strict=False)
     ]
 
 
 def summed_axes(problem: Problem, statistic: Statistic) -> tuple[int, int]:
-    """(batches, heads) whose weights are added up."""
+    """Return (batches, heads): how many batches and heads a mean sums; (1, 1) for other statistics."""
     if not isinstance(statistic, Mean):
         return 1, 1
     return (problem.B if statistic.over_batch else 1), (problem.H if statistic.over_heads else 1)
@@ -81,13 +86,12 @@ def summed_axes(problem: Problem, statistic: Statistic) -> tuple[int, int]:
 def statistic_launch(
     problem: Problem, lse: Any, statistic: Statistic, arrays: list[Any], architecture: str
 ) -> KernelLaunch:
-    """The call that fills a statistic's arrays."""
-    sizes = select("observe", problem, architecture)
+    """Return the launch that fills a statistic's arrays."""
+    sizes = select("weights_pass", problem, architecture)
     heads, blocks = problem.B * problem.H, -(-problem.n // sizes.rows)
-    more: dict[str, Any] = {"blocks": blocks}
     if isinstance(statistic, Received):
         blocks = -(-problem.m // sizes.keys)
-        more = {"blocks": blocks, "USE_MAX": statistic.how == "max"}
+        more: dict[str, Any] = {"blocks": blocks, "USE_MAX": statistic.how == "max"}
         return _weights_pass_launch(problem, lse, received, heads * blocks, arrays, sizes, more, of_keys=True)
     if isinstance(statistic, TopK):
         padded_k = 1 << max(min(statistic.k, problem.m) - 1, 1).bit_length()
@@ -99,21 +103,18 @@ def statistic_launch(
         more, programs = _grid_arguments(problem, statistic, sizes)
         return _weights_pass_launch(problem, lse, pooled, heads * programs, arrays, sizes, more)
     batches, summed_heads = summed_axes(problem, statistic)
-    what = {Weights: "weights", Scores: "scores", Mean: "sums"}[type(statistic)]
-    more |= {"batches": batches, "heads": summed_heads, "OUTPUT_KIND": what}
-    return _weights_pass_launch(
-        problem, lse, dense_weights, heads // (batches * summed_heads) * blocks, arrays, sizes, more
-    )
+    output_kind = {Weights: "weights", Scores: "scores", Mean: "sums"}[type(statistic)]
+    more = {"blocks": blocks, "batches": batches, "heads": summed_heads, "OUTPUT_KIND": output_kind}
+    programs = heads // (batches * summed_heads) * blocks
+    return _weights_pass_launch(problem, lse, dense_weights, programs, arrays, sizes, more)
 
 
 def _grid_arguments(problem: Problem, statistic: Pooled, sizes: Configuration) -> tuple[dict[str, Any], int]:
-    """What the kernel of cells is told of them, and programs to a head."""
+    """Return the arguments of `pooled` that describe the grid of cells, and the number of programs of a head."""
     (i0, i1), (j0, j1) = statistic.rectangle(problem.n, problem.m)
     rows, columns = statistic.down, statistic.across
-    down = min(
-        max(sizes.rows * rows // (i1 - i0), 1), MAX_PROGRAM_CELLS[0], rows
-    )  # those that one block of queries holds
-    across = min(columns, MAX_PROGRAM_CELLS[1])
+    rows_of_block = max(sizes.rows * rows // (i1 - i0), 1)  # cell rows in a block of queries, at least 1
+    down, across = min(rows_of_block, MAX_PROGRAM_CELLS[0], rows), min(columns, MAX_PROGRAM_CELLS[1])
     more = {"i_start": i0, "i_stop": i1, "j_start": j0, "j_stop": j1, "rows": rows, "columns": columns}
     more |= {"down": down, "across": across, "USE_MAX": statistic.how == "max"}
     more |= {"DOWN": 1 << (down - 1).bit_length(), "ACROSS": 1 << (across - 1).bit_length()}
@@ -131,9 +132,7 @@ def _weights_pass_launch(
     of_keys: bool = False,
 ) -> KernelLaunch:
     operands = Operands(problem, sizes)
-    arguments = {name: value for name, value in operands.common_arguments().items() if name != "value"} | {
-        "lse": lse,
-        "output": arrays[0],
-        "schedule": make_schedule(problem, sizes.rows, sizes.keys, of_keys),
-    }
-    return KernelLaunch(kernel, programs, arguments | more, sizes, operands.sources)
+    arguments = operands.common_arguments() | {"lse": lse, "output": arrays[0]} | more
+    arguments["schedule"] = make_schedule(problem, sizes.rows, sizes.keys, of_keys)
+    del arguments["value"]
+    return KernelLaunch(kernel, programs, arguments, sizes, operands.sources)

@@ -56,7 +56,7 @@ def folder() -> Path | None:
 def problem_key(kernel: str, problem: Problem) -> str:
     """What of a problem is compiled into one of its kernels; lengths are not."""
     formulas = [None if formula is None else formula.text for formula in (problem.mask, problem.score)]
-    wants_fused = {"forward": True, "observe": False}.get(kernel)
+    wants_fused = {"forward": True, "weights_pass": False}.get(kernel)
     statistics = [repr(each) for each in problem.see if not isinstance(each, Lse) and _is_fused(each) == wants_fused]
     parts = [
         problem.dtype,

@@ -36,7 +36,7 @@ def default_configuration(architecture: str, kernel: str, dtype: str, width: int
         return _backward_configuration(architecture, kernel, dtype, width)
     if kernel == "decode":
         return Configuration(16, 64 if dtype in ("float16", "bfloat16") else 32, 4, 3 if width <= 128 else 2)
-    if kernel == "observe":  # no output beside the scores; the lists and cells of statistics instead
+    if kernel == "weights_pass":  # registers hold scores, and top_k lists or pooled cells, but no output
         side = 32 if dtype in ("float32", "float64") else 64
         return Configuration(side, side, 4, 2)
     if dtype in ("float32", "float64"):  # without matrix units: larger tiles spill kilobytes

@@ -143,9 +143,9 @@ def _fits(kernel: str, sizes: Configuration, problem: Problem, architecture: str
     resident, tiles, sum_width = {  # widths of what stays in shared memory, matrices of scores, widths of sums
         "backward_queries": (d_k + d_v, 2, d_k),
         "backward_keys": (d_k + d_v, 2, d_k + d_v),
-        "observe": (d_k, 1, 0),
+        "weights_pass": (d_k, 1, 0),
     }.get(kernel, (d_k, 1, d_v))
-    read = d_k if kernel == "observe" else d_k + d_v
+    read = d_k if kernel == "weights_pass" else d_k + d_v
     shared = (outer * resident + sizes.stages * inner * read) * ITEMSIZE[problem.dtype]
     threads = sizes.warps * (64 if architecture.startswith("gfx") else 32)
     return shared <= shared_memory_of(architecture) and outer * (tiles * inner + sum_width) // threads <= MAX_REGISTERS
