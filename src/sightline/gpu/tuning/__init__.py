@@ -1,1 +1,1 @@
-"""Tile sizes, warps and stages: defaults, measurement, selection and the cache on disk."""
+"""Tile sizes, warps and stages: the default table, measurement, selection and the cache on disk."""

@@ -1,9 +1,10 @@
-"""What `sightline.tune` found, kept for the next process: one small JSON file a kernel of a problem.
+"""The cache on disk of configurations that `sightline.tune` found: one small JSON file for each kernel of a problem.
 
-It lies in the folder `tuned` of the user's cache, or of the one SIGHTLINE_CACHE names by an absolute path ("off" keeps
-nothing). A file's name is the hash of all that the finding holds for: the device and its driver, the versions of torch
-and Triton, the sources of the kernels, and the problem's structure. Files are written under another name and renamed,
-so that processes may meet; they are numbers, not code, and a file that does not read as expected is none.
+The files are in the folder `tuned` of the user's cache folder, or of the folder that the environment variable
+SIGHTLINE_CACHE names by an absolute path; SIGHTLINE_CACHE=off disables the cache. A file's name is the hash of its key:
+the device and its driver, the versions of torch and Triton, the sources of the kernels, and the problem's structure. A
+file is written under a temporary name and then renamed, so that several processes may write and read at once. Files
+hold numbers, no code. A file with unexpected content is ignored.
 """
 
 from __future__ import annotations
@@ -37,141 +38,133 @@ __all__ = [
 
 CACHE_VARIABLE = "SIGHTLINE_CACHE"
 DRIVER_VERSION_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
-MAX_CACHED_LOOKUPS = 4096  # findings, and that there is none
+MAX_CACHED_LOOKUPS = 4096  # look-ups held in memory, with and without an entry
 
 
 def folder() -> Path | None:
-    """Where findings lie; None where nothing is to be kept."""
+    """Return the folder of the cache; None if SIGHTLINE_CACHE is "off" or not an absolute path."""
     setting = os.environ.get(CACHE_VARIABLE, "").strip()
-    if setting.lower() == "off":
-        return None
     if setting:
         path = Path(os.path.expanduser(setting))
-        return path / "tuned" if path.is_absolute() else None
+        return path / "tuned" if path.is_absolute() and setting.lower() != "off" else None
     from platformdirs import user_cache_path
 
     return user_cache_path("sightline", appauthor=False) / "tuned"
 
 
 def problem_key(kernel: str, problem: Problem) -> str:
-    """What of a problem is compiled into one of its kernels; lengths are not."""
+    """Return the part of the key that describes the problem: everything compiled into the kernel, so no lengths."""
     formulas = [None if formula is None else formula.text for formula in (problem.mask, problem.score)]
     wants_fused = {"forward": True, "weights_pass": False}.get(kernel)
     statistics = [repr(each) for each in problem.see if not isinstance(each, Lse) and _is_fused(each) == wants_fused]
-    parts = [
-        problem.dtype,
-        problem.d_k,
-        problem.d_v,
-        *formulas,
-        problem.sinks is not None,
-        problem.dropout > 0,
-        *statistics,
-    ]
-    return json.dumps(parts, separators=(",", ":"))
+    flags = [problem.sinks is not None, problem.dropout > 0]
+    fields = [problem.dtype, problem.d_k, problem.d_v, *formulas, *flags, *statistics]
+    return json.dumps(fields, separators=(",", ":"))
 
 
 def load(kernel: str, problem: Problem, device: str) -> Mapping[str, Any] | None:
-    """The finding for a kernel of such problems on that device; None where there is none."""
-    place = _existing_folder()
-    return None if place is None else _load(place, kernel, problem_key(kernel, problem), device)
+    """Return the entry of a kernel for problems of this structure on that device; None if there is no entry."""
+    existing = _existing_folder()
+    return None if existing is None else _load(existing, kernel, problem_key(kernel, problem), device)
 
 
 def list_entries() -> list[dict[str, Any]]:
-    """All that lie in the folder and hold for this machine's driver, versions and sources, whatever the device."""
-    place, found = folder(), []
-    for path in sorted(place.glob("*.json")) if place is not None else ():
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            one = json.loads(path.read_text())
-            if (
-                isinstance(one, dict)
-                and isinstance(one.get("for"), dict)
-                and environment().items() <= one["for"].items()
-            ):
-                found.append(one)
-    return found
+    """Return every entry for this machine's driver, versions and sources, for any device."""
+    path, entries = folder(), []
+    for file in sorted(path.glob("*.json")) if path is not None else ():
+        entry = _read(file)
+        if entry and isinstance(key := entry.get("for"), dict) and environment().items() <= key.items():
+            entries.append(entry)
+    return entries
 
 
 def prepare_folder() -> Path | None:
-    """The folder, made if it is not there; None where nothing is to be kept.
+    """Create the folder of the cache if necessary, and return the folder; None if SIGHTLINE_CACHE is "off".
 
     Raises
     ------
     ParameterError
-        The folder cannot be written to.
+        The folder is not writable, or SIGHTLINE_CACHE is neither "off" nor an absolute path.
     """
     setting = os.environ.get(CACHE_VARIABLE, "").strip()
-    place = folder()
+    path = folder()
     try:
-        if place is None:
+        if path is None:
             if setting.lower() != "off":
-                raise NotADirectoryError("neither off nor an absolute path")
+                raise NotADirectoryError("the setting is neither off nor an absolute path")
             return None
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=place):
-            return place
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
     except OSError as error:
         raise ParameterError(
-            f"{CACHE_VARIABLE}={setting or 'unset'}: what is found would be kept in {place}, and {error}",
-            "a folder that can be written to, or off",
-            f"{CACHE_VARIABLE}=off to keep nothing",
+            f"{CACHE_VARIABLE}={setting or 'unset'}: results cannot be saved in {path}: {error}",
+            "the absolute path of a writable folder, or off",
+            f"{CACHE_VARIABLE}=off to save nothing",
         ) from error
 
 
 def store(kernel: str, problem: Problem, device: str, entry: Mapping[str, Any]) -> Path | None:
-    """Write a finding, and say where; None where nothing is kept.
+    """Save an entry, and return the path of its file; None if SIGHTLINE_CACHE is "off".
 
     Raises
     ------
     ParameterError
-        The folder cannot be written to.
+        The folder is not writable.
     """
-    place = prepare_folder()
-    if place is None:
+    writable = prepare_folder()
+    if writable is None:
         return None
     key = _make_key(kernel, problem_key(kernel, problem), device)
-    path = place / _file_name(key)
-    part = path.with_suffix(f".{os.urandom(8).hex()}.part")
+    path = writable / _file_name(key)
+    temporary = path.with_suffix(f".{os.urandom(8).hex()}.part")
     try:
-        part.write_text(json.dumps({"for": key, **entry}, indent=1) + "\n")
-        os.replace(part, path)
+        temporary.write_text(json.dumps({"for": key, **entry}, indent=1) + "\n")
+        os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            part.unlink()
+            temporary.unlink()
         raise
     clear()
     return path
 
 
 def clear() -> None:
-    """Look at the files again."""
+    """Clear the look-ups held in memory, so that the files are read again."""
     _load.cache_clear()
     _existing_folder.cache_clear()
 
 
 @lru_cache(maxsize=1)
 def _existing_folder() -> Path | None:
-    """The folder where it is there: in most processes nothing was ever tuned, and one look says so."""
-    place = folder()
-    return place if place is not None and os.path.isdir(place) else None
+    """Return the folder if it exists, else None: most machines were never tuned, and one check then suffices."""
+    path = folder()
+    return path if path is not None and os.path.isdir(path) else None
 
 
 @lru_cache(maxsize=MAX_CACHED_LOOKUPS)
-def _load(place: Path, kernel: str, problem_key: str, device: str) -> Mapping[str, Any] | None:
+def _load(folder: Path, kernel: str, problem_key: str, device: str) -> Mapping[str, Any] | None:
     key = _make_key(kernel, problem_key, device)
+    entry = _read(folder / _file_name(key))
+    return entry if entry is not None and entry.get("for") == key else None
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None if the file holds nothing else or cannot be read."""
     try:
-        found = json.loads((place / _file_name(key)).read_text())
+        entry = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and found.get("for") == key else None
+    return entry if isinstance(entry, dict) else None
 
 
 def _is_fused(statistic: Statistic) -> bool:
-    """Whether the forward kernel makes a statistic beside its output."""
+    """True if the forward kernel computes the statistic."""
     return isinstance(unwrap_mean(statistic), Entropy | Mass | MaxScore)
 
 
 def _make_key(kernel: str, problem_key: str, device: str) -> dict[str, str]:
-    """All that a finding holds for."""
+    """Return the complete key of an entry."""
     return {"kernel": kernel, "problem": problem_key, "device": device, **environment()}
 
 
@@ -181,20 +174,21 @@ def _file_name(key: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=1)
 def environment() -> dict[str, str]:
-    """The driver, the versions of what compiles, and the sources of what is compiled."""
+    """Return the part of the key that describes the machine: the driver, torch, triton, and the kernels' sources."""
     found = {"driver": "", "sources": _hash_sources()}
     for path in DRIVER_VERSION_FILES:
         with contextlib.suppress(OSError):
             found["driver"] = path.read_text().splitlines()[0]
     for name in ("torch", "triton"):
         try:
-            found[name] = import_module(name).__version__  # their packages go by several names
+            found[name] = import_module(name).__version__  # the names of their distributions vary
         except ImportError:
             found[name] = ""
     return found
 
 
 def _hash_sources() -> str:
+    """Return the hash of every source under gpu/ and formula/."""
     package = Path(__file__).parents[2]
     files = sorted([*(package / "gpu").rglob("*.py"), *(package / "formula").rglob("*.py")])
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""The sizes a kernel runs with: those just being tried, else what `sightline.tune` found here, else the table's."""
+"""The selection of a kernel's configuration: a current trial, else the tuning cache, else the default table."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ from .configurations import Configuration, default_configuration, shared_memory_
 
 __all__ = ["Trial", "architecture_of", "candidates", "device_of", "parse_configuration", "select", "try_sizes"]
 
-MAX_SIZE = 1024  # no size is larger
-MIN_TILE, MAX_TILE_KEYS = 16, 128  # rows or keys of a tile: what a product takes, and a sum of a tile's marks holds
+MAX_SIZE = 1024  # largest value of any field
+MIN_TILE = 16  # fewest rows and keys of a tile, the smallest matrix product
+MAX_TILE_KEYS = 128  # most keys of a tile: `classify_nonfinite` counts the keys of a tile in base 256
 HOPPER = "sm_90"
-WIDE_HEAD = 128  # of d_k and d_v
-ROWS_PER_WARP = 16  # rows of a tile that a warp multiplies at once
-MAX_REGISTERS = 255  # of a thread
+WIDE_HEAD = 128  # a head with larger d_k or d_v needs more warps
+ROWS_PER_WARP = 16  # rows of the matrix product of one warp
+MAX_REGISTERS = 255  # registers of a thread
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass
 class Trial:
-    """Sizes to be taken in place of all others, and which kernels asked for sizes meanwhile."""
+    """Configurations that take precedence over all others, and a record of the selections made meanwhile."""
 
-    sizes: Mapping[str, Configuration]
-    requested: dict[str, Configuration] = field(default_factory=dict)
-    architectures: set[str] = field(default_factory=set)  # they asked for
+    sizes: Mapping[str, Configuration]  # by kernel
+    requested: dict[str, Configuration] = field(default_factory=dict)  # the first selection of each kernel
+    architectures: set[str] = field(default_factory=set)  # the architectures of all selections
 
 
 _trial: ContextVar[Trial | None] = ContextVar("trial", default=None)
 
 
 def select(kernel: str, problem: Problem, architecture: str) -> Configuration:
-    """The sizes for a kernel ("forward", "backward", ...) of a problem, on tensors of that architecture."""
+    """Return the configuration of a kernel ("forward", "backward_keys", ...) for a problem on an architecture."""
     trial = _trial.get()
-    found = None if trial is None else trial.sizes.get(kernel)
-    if found is None and trial is None:
-        finding = cache.load(kernel, problem, device_of(problem, architecture))
-        found = None if finding is None else parse_configuration(finding.get("configuration"))
+    if trial is not None:
+        found = trial.sizes.get(kernel)
+    else:
+        entry = cache.load(kernel, problem, device_of(problem, architecture))
+        found = None if entry is None else parse_configuration(entry.get("configuration"))
     if found is None or (found.specialised and not _can_specialise(problem)):
         found = default_configuration(architecture, kernel, problem.dtype, max(problem.d_k, problem.d_v))
     if trial is not None:
@@ -53,7 +55,10 @@ def select(kernel: str, problem: Problem, architecture: str) -> Configuration:
 
 @contextmanager
 def try_sizes(sizes: Mapping[str, Configuration] | None = None) -> Iterator[Trial]:
-    """Within, these sizes are taken by their kernels, or those of a trial around, and the table's by others."""
+    """While the context lasts, `select` returns these sizes, and the default table's sizes for other kernels.
+
+    If `sizes` is None, the sizes of the surrounding trial apply.
+    """
     outer_trial = _trial.get()
     trial = Trial(sizes if sizes is not None else outer_trial.sizes if outer_trial is not None else {})
     token = _trial.set(trial)
@@ -64,7 +69,7 @@ def try_sizes(sizes: Mapping[str, Configuration] | None = None) -> Iterator[Tria
 
 
 def parse_configuration(values: Any) -> Configuration | None:
-    """A configuration from what a file says; None where that is none."""
+    """Return the configuration that a file's JSON value describes; None if the value describes no valid one."""
     named = {entry.name: entry for entry in fields(Configuration)}
     if not isinstance(values, dict) or set(values) != set(named):
         return None
@@ -72,8 +77,8 @@ def parse_configuration(values: Any) -> Configuration | None:
         boolean = named[name].type in (bool, "bool")
         if boolean != isinstance(value, bool) or not isinstance(value, int) or not (boolean or 1 <= value <= MAX_SIZE):
             return None
-    if any(values[name] & (values[name] - 1) for name in ("rows", "keys", "warps")):
-        return None  # no powers of two
+    if any(values[name] & (values[name] - 1) for name in ("rows", "keys", "warps")):  # not a power of two
+        return None
     if min(values["rows"], values["keys"]) < MIN_TILE or values["keys"] > MAX_TILE_KEYS:
         return None
     return Configuration(**values)
@@ -81,7 +86,7 @@ def parse_configuration(values: Any) -> Configuration | None:
 
 @lru_cache
 def architecture_of(device: Any) -> str:
-    """The device's architecture, "sm_90", "gfx942" and the like."""
+    """Return the architecture of a device, such as "sm_90" or "gfx942"."""
     import torch
 
     if torch.version.hip is not None:
@@ -91,7 +96,7 @@ def architecture_of(device: Any) -> str:
 
 
 def device_of(problem: Problem, architecture: str) -> str:
-    """The name of the device a problem's tensors lie on; the architecture's where that is no GPU."""
+    """Return the name of the GPU that holds a problem's tensors, with the architecture; on the CPU the architecture."""
     return f"{_name_of(problem.query.device)} ({architecture})" if problem.device.startswith("cuda") else architecture
 
 
@@ -103,15 +108,16 @@ def _name_of(device: Any) -> str:
 
 
 def candidates(kernel: str, problem: Problem, architecture: str, specialised: bool = False) -> list[Configuration]:
-    """Sizes worth a trial: those whose tiles fit registers and shared memory, as far as can be reckoned beforehand.
+    """Return the configurations worth a trial: by an estimate, their tiles fit registers and shared memory.
 
-    On Hopper the forward kernel whose warps are `specialised` is among them if asked, where it serves the problem.
+    With `specialised` the list includes configurations of the specialised forward kernel on Hopper, if that kernel can
+    serve the problem.
     """
     if architecture == "interpreter":
         widens_operands = default_configuration(architecture, "forward", problem.dtype, problem.d_k).widens_operands
         return [Configuration(rows, keys, 1, 1, widens_operands) for rows in (16, 32) for keys in (16, 32)]
-    is_decode = kernel == "decode"  # bound by reading, whoever multiplies
-    # more warps than rows need, for their registers; wide floats have no matrix units to be fed
+    is_decode = kernel == "decode"  # bound by memory bandwidth
+    # Wide heads and wide dtypes need the registers of more warps than the rows of a tile can occupy.
     crowded = max(problem.d_k, problem.d_v) > WIDE_HEAD or ITEMSIZE[problem.dtype] > 2
     found = [
         Configuration(*((inner, outer) if kernel == "backward_keys" else (outer, inner)), warps, stages)
@@ -130,17 +136,17 @@ def candidates(kernel: str, problem: Problem, architecture: str, specialised: bo
 
 
 def _can_specialise(problem: Problem) -> bool:
-    """Whether the kernel whose warps are specialised serves a problem."""
+    """True if the specialised Hopper kernel can serve a problem."""
     from .. import hopper
 
     return next(hopper.refuses(problem), None) is None
 
 
 def _fits(kernel: str, sizes: Configuration, problem: Problem, architecture: str) -> bool:
-    """Whether what a block holds and what is on its way fit shared memory, and its sums and scores the registers."""
+    """True if a block's resident and prefetched tiles fit shared memory, and its scores and sums fit the registers."""
     outer, inner = (sizes.keys, sizes.rows) if kernel == "backward_keys" else (sizes.rows, sizes.keys)
     d_k, d_v = problem.d_k, problem.d_v
-    resident, tiles, sum_width = {  # widths of what stays in shared memory, matrices of scores, widths of sums
+    resident, tiles, sum_width = {  # the width resident in shared memory, the score matrices, the width of the sums
         "backward_queries": (d_k + d_v, 2, d_k),
         "backward_keys": (d_k + d_v, 2, d_k + d_v),
         "weights_pass": (d_k, 1, 0),

@@ -1,11 +1,12 @@
-"""`tune`: sizes of tiles, warps and stages measured on this machine for a problem, and the best of them kept.
+"""`tune` measures tile sizes, warps and stages for a problem on this machine, and saves the fastest configuration.
 
-The table of `gpu.configurations` holds sizes for architectures; which are best depends on the formula, the widths, the
-card and the compiler's version too. A trial counts where it compiles, fits, and errs against float64 no more than the
-budget of `testing` allows, with the default's own answer as the plain computation: twice its error, plus 2 units in the
-last place. So a default that is wrong passes, and sizes as wrong as it: the tests are what tells. The fastest few then
-run in turn once more, and where one of them is faster than the default it is kept (`gpu.kept`), and taken by every
-later call of a problem of the same structure on the same device.
+The default table (`tuning.configurations`) depends on architecture, kernel, dtype and width only. The fastest
+configuration also depends on the formula, the GPU and the compiler's version. A trial is valid if the kernel compiles,
+fits, and has an error against float64 within the budget of `accuracy`, whose baseline is the output of the default
+configuration: at most twice the default's error plus 2 units in the last place. So a wrong default would pass, and
+configurations with an equal error would too; the tests are what detects a wrong default. The fastest few valid
+configurations are then timed again, alternating. If one of them is faster than the default, the configuration is saved
+(`tuning.cache`), and every later call of a problem of the same structure on the same device uses the configuration.
 """
 
 from __future__ import annotations
@@ -34,81 +35,57 @@ from .selection import architecture_of, candidates, device_of, try_sizes
 
 __all__ = ["TunedKernel", "Tuning", "tune"]
 
-MAX_COMPARED_ROWS = 256  # rows of an array that are compared
-FINALISTS, ROUNDS = 3, 5  # run in turn at the end, so many times
-MIN_SPEEDUP = 1.02  # times as fast as the default, at least: less than that is noise between two runs
+MAX_COMPARED_ROWS = 256  # most rows of an array that are compared
+FINALISTS, ROUNDS = 3, 5  # configurations that are timed again at the end, and how often each of them is timed
+MIN_SPEEDUP = 1.02  # smallest speedup over the default that is saved; a smaller one is noise between two runs
 
-Timer = Callable[[Callable[[], Any]], float]  # seconds of a call
-ProgressCallback = Callable[[str, int, int], None]  # told what is being done, how much is done, and of how much
+Timer = Callable[[Callable[[], Any]], float]  # returns the seconds of a call
+ProgressCallback = Callable[[str, int, int], None]  # (description, completed steps, all steps)
 
 
 @dataclass(frozen=True)
 class TunedKernel:
-    """What was found for one kernel. Times in seconds.
+    """The result of tuning one kernel."""
 
-    Parameters
-    ----------
-    kernel : "forward", "backward", ...
-    default, best : the sizes the table has, and the fastest found; the same where none is faster
-    before, after : how long calls with them took
-    tried, wrong, failed : how many sizes were tried, answered beyond the budget of errors, ended in an error
-    reason : the first such error; most say that the sizes do not fit
-    path : the file it is kept in, if any
-    """
-
-    kernel: str
-    default: Configuration
-    best: Configuration
-    before: float
-    after: float
-    tried: int
-    wrong: int
-    failed: int
-    reason: str = ""
-    path: Path | None = None
+    kernel: str  # "forward", "decode", "weights_pass", "backward_queries" or "backward_keys"
+    default: Configuration  # of the default table
+    best: Configuration  # the fastest configuration; the default if no other is faster
+    before: float  # seconds of a call with the default
+    after: float  # seconds of a call with the best configuration
+    tried: int  # configurations tried
+    wrong: int  # configurations whose error exceeded the budget
+    failed: int  # configurations that raised an error
+    reason: str = ""  # the first such error; most errors say that the tiles do not fit
+    path: Path | None = None  # the file that holds the best configuration; None if nothing was saved
 
 
 @dataclass(frozen=True, repr=False)
 class Tuning:
-    """What `tune` found, kernel by kernel; `print` shows it as a small table."""
+    """The result of `tune` for every kernel of a problem; `print` shows a small table."""
 
     device: str
     found: tuple[TunedKernel, ...]
 
     def __repr__(self) -> str:
-        return f"Tuning({self.device}: {', '.join(one.kernel for one in self.found)})"
+        return f"Tuning({self.device}: {', '.join(tuned.kernel for tuned in self.found)})"
 
     def __str__(self) -> str:
-        rows = [("kernel", "rows × keys", "warps", "stages", "time", "default's", "gain", "tried")]
-        for one in self.found:
-            sizes = one.best
-            rows.append(
-                (
-                    one.kernel + (", specialised" if sizes.specialised else ""),
-                    f"{sizes.rows} × {sizes.keys}",
-                    str(sizes.warps),
-                    str(sizes.stages),
-                    _format_time(one.after),
-                    _format_time(one.before),
-                    "none" if one.best == one.default else f"{one.before / one.after:.2f}×",
-                    f"{one.tried}, {one.wrong} wrong, {one.failed} failed",
-                )
-            )
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+        rows = [("kernel", "rows × keys", "warps", "stages", "time", "default time", "speedup", "tried")]
+        rows += [_format_row(tuned) for tuned in self.found]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        failed = [
-            f"{one.kernel}: the first that failed: {one.reason.splitlines()[0]}" for one in self.found if one.reason
+        errors = [
+            f"{tuned.kernel}: first error: {tuned.reason.splitlines()[0]}" for tuned in self.found if tuned.reason
         ]
-        places = sorted({f"kept in {one.path.parent}" for one in self.found if one.path})
-        return "\n".join([self.device, *lines, *failed, *(places or [self._explain_nothing_kept()])])
+        saved = sorted({f"saved in {tuned.path.parent}" for tuned in self.found if tuned.path})
+        return "\n".join([self.device, *lines, *errors, *(saved or [self._explain_nothing_saved()])])
 
-    def _explain_nothing_kept(self) -> str:
-        """Why nothing was kept."""
+    def _explain_nothing_saved(self) -> str:
         if not self.found:
-            return "nothing kept: such a problem has nothing to multiply, so no kernel runs"
-        if any(one.best != one.default for one in self.found):
-            return f"nothing kept: {cache.CACHE_VARIABLE}=off"
-        return f"nothing kept: no sizes were {MIN_SPEEDUP:g} times as fast as the default's"
+            return "nothing saved: no kernel runs for this problem, which has no products"
+        if any(tuned.best != tuned.default for tuned in self.found):
+            return f"nothing saved: {cache.CACHE_VARIABLE}=off"
+        return f"nothing saved: no configuration was {MIN_SPEEDUP:g} times as fast as the default"
 
 
 def tune(
@@ -129,48 +106,53 @@ def tune(
     seed: int | None = None,
     see: Sequence[Statistic] = (),
 ) -> Tuning:
-    """Measure the sizes our GPU kernels may run such a problem with, and keep the fastest for this machine.
+    """Measure tile sizes, warps and stages of the GPU kernels for a problem, and save the fastest for this machine.
 
-    It takes some minutes, most of them the compiler's. Problems of the same dtype, widths, formulas and statistics take
-    what was found, whatever their lengths, so measure at those you use.
+    Tuning takes some minutes, mostly for the compiler. Later calls on this device use the saved configurations for
+    every problem of the same dtype, widths, formulas and statistics, whatever its lengths. So tune at the lengths that
+    you use.
 
     Parameters
     ----------
-    query : (..., H, n, d_k) float16, bfloat16, float32 or float64, torch tensors on the GPU
-    key : (..., G, m, d_k), same dtype
-    value : (..., G, m, d_v)
+    query : (..., H, n, d_k) float16, bfloat16, float32 or float64, a torch tensor on the GPU
+    key : (..., G, m, d_k), the dtype and device of query
+    value : (..., G, m, d_v), the dtype and device of query
+        None if `key` is a `KVCache`.
     mask, score, scale, sinks, dropout, seed, see
         As in `attention`.
     gradients : bool, default True
         Tune the backward kernels too.
     specialised : bool, default False
-        On Hopper, try the forward kernel whose warps are specialised too. It has never run on a GPU: a barrier mistaken
-        there would wait for ever, and the process would have to be killed.
+        On Hopper, also try the forward kernel with specialised warps. That kernel has never run on a GPU: a wrong
+        barrier would deadlock, and the process would have to be killed.
     show : bool, default True
-        A progress bar meanwhile, and the table in the end, printed.
-    timer : function, optional
-        Seconds of a call, the median of many by default (`triton.testing.do_bench`).
-    kernel : optional
-        The kernel tuned, `gpu.Triton()` by default.
+        Show a progress bar while tuning, and print the table of results.
+    timer : callable, optional
+        Gets a function without arguments and returns the seconds of one call of that function. The default is
+        `triton.testing.do_bench`, the median of many calls.
+    kernel : sightline.gpu.Triton, optional
+        The kernel to tune, by default `gpu.Triton()`.
 
     Returns
     -------
     Tuning
-        For every kernel the sizes found, their time and that of the default, in seconds; `print` shows a table.
+        For every kernel the default and the fastest configuration, and the times of both in seconds; `print` shows a
+        table.
 
     Raises
     ------
     KernelRefusedError
-        The arrays are not on a GPU, Triton is not installed, or the kernels cannot serve the problem; the message holds
+        The arrays are not on a GPU, Triton is not installed, or the kernels cannot serve the problem. The message has
         every reason with its cure.
     ParameterError
-        What is found could not be kept, `kernel` or `timer` is none, or a choice is neither True nor False.
+        The folder of the cache is not writable; `kernel` is not a `Triton`; `timer` is not callable or returns no
+        number of seconds; `gradients`, `specialised` or `show` is not a bool.
     SightlineError
-        As `sightline.problem.make_problem` says.
+        The errors of `attention`.
 
     See Also
     --------
-    sightline.gpu.tuning.cache : what is kept where, and for whom it holds.
+    sightline.gpu.tuning.cache : the saved files, and the problems and machines that use them.
 
     Examples
     --------
@@ -183,7 +165,7 @@ def tune(
         if not isinstance(choice, bool):
             raise ParameterError(f"{name}={choice!r}", "True or False", f"{name}=True")
     if timer is not None and not callable(timer):
-        raise ParameterError(f"timer={timer!r}", "a function of a call, or None", "leave timer=None")
+        raise ParameterError(f"timer={timer!r}", "a callable that times a function, or None", "leave timer=None")
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks}
     problem = make_problem(query, key, value, dropout=dropout, seed=seed, see=see, **options)
     kernel = Triton() if kernel is None else kernel
@@ -192,50 +174,50 @@ def tune(
     reasons = list(kernel.refuses(problem))
     if reasons:
         raise KernelRefusedError(
-            "tune of " + "; ".join(each.reason for each in reasons),
-            "problems that the GPU kernels serve, on the device they are to be tuned for",
+            "the GPU kernels cannot be tuned for this problem: " + "; ".join(each.reason for each in reasons),
+            "problems that the GPU kernels serve, with tensors on the GPU",
             "; ".join(each.cure for each in reasons),
         )
     tuning_run = TuningRun(problem, kernel, _time_with_events if timer is None else timer, specialised)
-    cache.prepare_folder()  # before minutes are spent
+    cache.prepare_folder()  # an error is raised now, not after minutes of measurements
     passes = [tuning_run.forward, *([tuning_run.backward] if gradients else [])]
     with _progress_bar(show) as step, _device_scope(problem):
-        found = [one for each in passes for one in tuning_run.tune_pass(each, step)]
-    tuning = Tuning(tuning_run.device, tuple(found))
+        found = tuple(tuned for each in passes for tuned in tuning_run.tune_pass(each, step))
+    tuning = Tuning(tuning_run.device, found)
     if show:
         print(tuning)
     return tuning
 
 
 class TuningRun:
-    """A problem with what every trial of it needs."""
+    """The problem, the kernel and the arrays that all trials share."""
 
     def __init__(self, problem: Problem, kernel: Triton, timer: Timer, specialised: bool = False) -> None:
         import torch
 
-        plain = {name: getattr(problem, name).detach() for name in ("query", "key", "value")}
-        self.problem, self.kernel, self.timer = replace(problem, **plain), kernel, timer
+        detached = {name: getattr(problem, name).detach() for name in ("query", "key", "value")}
+        self.problem, self.kernel, self.timer = replace(problem, **detached), kernel, timer
         self.specialised = specialised
         self.architecture = kernel.architecture or architecture_of(problem.query.device)
         self.device = device_of(problem, self.architecture)
-        drawn = torch.Generator(device="cpu").manual_seed(0)
+        generator = torch.Generator(device="cpu").manual_seed(0)
         shape = (*problem.batch_shape, problem.H, problem.n, problem.d_v)
-        self.d_output = torch.randn(shape, generator=drawn).to(problem.query)
+        self.d_output = torch.randn(shape, generator=generator).to(problem.query)
         self.saved: Any = None
 
     def forward(self) -> tuple[Any, ...]:
-        """Output, lse and what is seen, but for places of keys, which equal weights leave open."""
+        """Run the forward pass; return output, lse and statistics, without key indices, which ties leave ambiguous."""
         result = solve_selections_separately(self.problem, self.kernel.run)
         self.saved = result.output, result.lse
         return result.output, *self._row_arrays(result)
 
     def backward(self) -> tuple[Any, ...]:
-        """Gradients of query, key and value; none where the kernel has none."""
+        """Run the backward pass; return the gradients of query, key and value, or () if the kernel has no gradients."""
         found = self.kernel.backward(self.problem, self.d_output, None, self.saved, ())
         return () if found is None else (found.query, found.key, found.value)
 
     def expected(self, call: Callable[[], Any]) -> list[Any]:
-        """What the call should answer, in float64, by plain array operations on the same device."""
+        """Return the expected result of `call`: computed in float64 by streaming on the same device, some rows only."""
         wide = {name: getattr(self.problem, name).double() for name in ("query", "key", "value")}
         problem = replace(self.problem, **wide)
         if call == self.forward:
@@ -245,35 +227,37 @@ class TuningRun:
         return [_sample_rows(array) for array in (found.query, found.key, found.value)]
 
     def tune_pass(self, call: Callable[[], Any], step: ProgressCallback) -> Iterator[TunedKernel]:
-        """What is found for each kernel that a pass runs."""
+        """Tune every kernel that the forward or backward pass `call` launches; save and yield the results."""
         with try_sizes({}) as trial:
             default = [_sample_rows(array) for array in call()]
         if not default:
             return
         expected = self.expected(call)
         best: dict[str, Configuration] = {}
-        for name, table in trial.requested.items():
-            one = self._tune_kernel(name, table, best, call, (expected, default), step)
-            best[name] = one.best
-            if one.best != one.default:
-                finding = {"configuration": asdict(one.best), "seconds": one.after, "default's": one.before}
-                finding |= {"extent": self.problem.extent}
-                path = cache.store(name, self.problem, self.device, finding)
-                one = replace(one, path=path)
-            yield one
+        for name, configuration in trial.requested.items():
+            tuned = self._tune_kernel(name, configuration, best, call, (expected, default), step)
+            best[name] = tuned.best
+            if tuned.best != tuned.default:
+                entry = {"configuration": asdict(tuned.best), "seconds": tuned.after, "default_seconds": tuned.before}
+                entry |= {"extent": self.problem.extent}
+                tuned = replace(tuned, path=cache.store(name, self.problem, self.device, entry))
+            yield tuned
 
     def _tune_kernel(
         self,
         name: str,
-        table: Configuration,
+        default: Configuration,
         others: dict[str, Configuration],
         call: Callable[[], Any],
-        answers: tuple[list[Any], list[Any]],
+        references: tuple[list[Any], list[Any]],
         step: ProgressCallback,
     ) -> TunedKernel:
-        """One kernel's sizes, those of the others as they are."""
+        """Tune one kernel, while other kernels use the configurations `others`.
+
+        `references` are the expected result of `call`, and its result with the default configurations.
+        """
         able = candidates(name, self.problem, self.architecture, self.specialised)
-        sizes = [table, *(each for each in able if each != table)]
+        sizes = [default, *(each for each in able if each != default)]
         times: dict[Configuration, float] = {}
         wrong = failed = 0
         reason = ""
@@ -282,43 +266,43 @@ class TuningRun:
             with try_sizes({**others, name: each}):
                 try:
                     found = call()
-                    right = _budget_share(found, *answers) <= 1
+                    right = _budget_share(found, *references) <= 1
                     if right:
                         times[each] = self._measure(call)
-                except Exception as error:  # the compiler's or the driver's: too much shared memory, registers, ...
-                    if each == table:
+                except Exception as error:  # of the compiler or the driver: too much shared memory, too many registers
+                    if each == default:
                         raise
                     failed += 1
                     reason = reason or f"{type(error).__name__}: {error}"
                 else:
                     wrong += not right
         finalists = sorted(times, key=lambda each: times[each])[:FINALISTS]
-        medians = self._time_interleaved(name, [table, *(each for each in finalists if each != table)], others, call)
+        finalists = [default, *(each for each in finalists if each != default)]
+        medians = self._time_interleaved(name, finalists, others, call)
         best = min(medians, key=lambda each: medians[each])
-        best = best if medians[best] * MIN_SPEEDUP <= medians[table] else table
-        return TunedKernel(name, table, best, medians[table], medians[best], len(sizes), wrong, failed, reason)
+        best = best if medians[best] * MIN_SPEEDUP <= medians[default] else default
+        return TunedKernel(name, default, best, medians[default], medians[best], len(sizes), wrong, failed, reason)
 
     def _time_interleaved(
         self, name: str, sizes: Sequence[Configuration], others: dict[str, Configuration], call: Callable[[], Any]
     ) -> dict[Configuration, float]:
+        """Return the median time of each configuration, in seconds; the configurations alternate."""
         times: dict[Configuration, list[float]] = {each: [] for each in sizes}
         for _ in range(ROUNDS):
             for each in sizes:
                 with try_sizes({**others, name: each}):
                     times[each].append(self._measure(call))
-        return {each: statistics.median(taken) for each, taken in times.items()}
+        return {each: statistics.median(seconds) for each, seconds in times.items()}
 
     def _measure(self, call: Callable[[], Any]) -> float:
-        """What the timer says, which may be the caller's."""
-        taken = self.timer(call)
-        if not isinstance(taken, float | int) or not 0 <= taken < math.inf:
-            raise ParameterError(
-                f"a timer that answers {taken!r}", "seconds, a number of at least 0", "leave timer=None"
-            )
-        return float(taken)
+        """Return the timer's seconds for `call`; raise ParameterError if the result is no time."""
+        seconds = self.timer(call)
+        if not isinstance(seconds, float | int) or not 0 <= seconds < math.inf:
+            raise ParameterError(f"a timer that returns {seconds!r}", "finite seconds, at least 0", "leave timer=None")
+        return float(seconds)
 
     def _row_arrays(self, result: Result) -> list[Any]:
-        """lse and the statistics, a number a row, in the dtype they are judged by."""
+        """Return lse and the float arrays of the statistics as (..., 1), in the accumulator's dtype."""
         import torch
 
         seen = [array for answer in result.seen for array in arrays_of(answer) if array.is_floating_point()]
@@ -326,7 +310,7 @@ class TuningRun:
 
 
 def _sample_rows(array: Any) -> Any:
-    """Some rows of (..., rows, width), those at the ends among them."""
+    """Return at most `MAX_COMPARED_ROWS` rows of (..., rows, width) on the CPU, with the first and the last row."""
     import torch
 
     count = array.shape[-2]
@@ -335,23 +319,22 @@ def _sample_rows(array: Any) -> Any:
 
 
 def _budget_share(found: Sequence[Any], expected: Sequence[Any], default: Sequence[Any]) -> float:
-    """The largest share of its budget that any of the arrays uses."""
-    used = [
-        budget_used(_sample_rows(one), to_numpy(right), to_numpy(plain).astype(np.float64))
-        for one, right, plain in zip(found, expected, default, strict=True)
-    ]
-    return max(used)
+    """Return the largest share of its error budget that any of the arrays uses; more than 1 exceeds the budget."""
+    return max(
+        budget_used(_sample_rows(array), to_numpy(right), to_numpy(baseline).astype(np.float64))
+        for array, right, baseline in zip(found, expected, default, strict=True)
+    )
 
 
 def _time_with_events(call: Callable[[], Any]) -> float:
-    """The median of many calls between the device's events."""
+    """Return the seconds of a call, the median of many calls timed by CUDA events."""
     from triton.testing import do_bench
 
     return float(do_bench(call, return_mode="median")) / 1e3
 
 
 def _device_scope(problem: Problem) -> Any:
-    """Events are those of the device that is current."""
+    """Make the problem's device the current one: CUDA events belong to the current device."""
     import torch
 
     return torch.cuda.device_of(problem.query)  # type: ignore[no-untyped-call]
@@ -359,7 +342,7 @@ def _device_scope(problem: Problem) -> Any:
 
 @contextmanager
 def _progress_bar(show: bool) -> Iterator[ProgressCallback]:
-    """Tells what is being done: by a bar of rich's, where one is wanted and somebody is there to see it."""
+    """Yield the callback of a progress bar, which is visible only with `show` in a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -367,7 +350,22 @@ def _progress_bar(show: bool) -> Iterator[ProgressCallback]:
     bar.disable = not (show and bar.console.is_terminal)
     with bar:
         task = bar.add_task("", total=None)
-        yield lambda words, done, total: bar.update(task, description=words, completed=done, total=total)
+        yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
+
+
+def _format_row(tuned: TunedKernel) -> tuple[str, ...]:
+    """Return the cells of a kernel in the table of `Tuning`."""
+    sizes = tuned.best
+    return (
+        tuned.kernel + (", specialised" if sizes.specialised else ""),
+        f"{sizes.rows} × {sizes.keys}",
+        str(sizes.warps),
+        str(sizes.stages),
+        _format_time(tuned.after),
+        _format_time(tuned.before),
+        "none" if sizes == tuned.default else f"{tuned.before / tuned.after:.2f}×",
+        f"{tuned.tried}, {tuned.wrong} wrong, {tuned.failed} failed",
+    )
 
 
 def _format_time(seconds: float) -> str:
