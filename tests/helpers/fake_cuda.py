@@ -1,4 +1,4 @@
-"""What the bench asks of torch.cuda, on the processor: events, a runtime, and the races to run with them."""
+"""A fake of torch.cuda on the CPU for tests of the GPU benchmarks: events, a runtime, and the benchmarks to run."""
 
 import time
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ WORKLOADS = {workload.name: workload for workload in cuda_benchmarks.BENCHMARKS 
 
 
 class Event:
-    """A CUDA event by the host's clock."""
+    """A CUDA event that uses the host's clock."""
 
     def __init__(self, enable_timing):
         assert enable_timing
@@ -23,7 +23,7 @@ class Event:
 
 
 class Runtime:
-    """What the bench asks of torch.cuda, on the processor; it can hold no graph."""
+    """The functions of torch.cuda that the benchmarks call. CUDA graphs raise an error."""
 
     Event = Event
     held, CUDAGraph = 1 << 20, object
@@ -44,11 +44,11 @@ class Runtime:
         return (1 << 16) + self.held
 
     def graph(self, _):
-        raise RuntimeError("nothing to capture")
+        raise RuntimeError("no graph can be captured")
 
 
 class Capturing(Runtime):
-    """One whose graphs count how often they are replayed."""
+    """A runtime whose CUDA graphs count their replays."""
 
     class CUDAGraph:
         replays = 0

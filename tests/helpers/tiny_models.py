@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, what they are given, and their attention as the papers write it."""
+"""Tiny random models of transformers, their inputs, and attention as the papers define it."""
 
 import copy
 from dataclasses import dataclass
@@ -47,11 +47,11 @@ PICTURE |= {"image_size": 16, "patch_size": 4}
 TYPES = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-LATENT |= {"num_key_value_heads": 4, "first_k_dense_replace": 2}  # and no experts
+LATENT |= {"num_key_value_heads": 4, "first_k_dense_replace": 2}  # no layer has experts
 PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
 Sizes = dict[str, Any]
-MADE: dict[str, tuple[str, Sizes]] = {  # model and configuration, "ForCausalLM" of "Llama": LlamaForCausalLM
+MODELS: dict[str, tuple[str, Sizes]] = {  # "Llama ForCausalLM" is LlamaForCausalLM with a LlamaConfig of these sizes
     "Llama": ("Llama ForCausalLM", GROUPED),
     "Mistral": ("Mistral ForCausalLM", {**GROUPED, "sliding_window": 5}),
     "Gemma 2": (
@@ -59,7 +59,7 @@ MADE: dict[str, tuple[str, Sizes]] = {  # model and configuration, "ForCausalLM"
         {**GROUPED, "sliding_window": 5, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 8},
     ),
     "GPT-OSS": ("GptOss ForCausalLM", {**GROUPED, **EXPERTS, **PLAIN_ROPE, "sliding_window": 5}),
-    "GPT-2": (  # its layers are not told of output_attentions
+    "GPT-2": (  # its layers get no output_attentions argument
         "GPT2 LMHeadModel",
         {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0, "eos_token_id": None},
     ),
@@ -67,7 +67,7 @@ MADE: dict[str, tuple[str, Sizes]] = {  # model and configuration, "ForCausalLM"
     "T5": ("T5 ForConditionalGeneration", TEXT),
     "Whisper": ("Whisper ForConditionalGeneration", SPEECH),
 }
-MORE: dict[str, tuple[str, Sizes]] = {
+MORE_MODELS: dict[str, tuple[str, Sizes]] = {
     "Gemma 3": ("Gemma3Text ForCausalLM", {**GROUPED, **TYPES, "query_pre_attn_scalar": 8}),
     "Qwen 2": ("Qwen2 ForCausalLM", GROUPED),
     "Qwen 3": ("Qwen3 ForCausalLM", GROUPED),
@@ -113,32 +113,32 @@ MORE: dict[str, tuple[str, Sizes]] = {
 }
 
 
-def made(name, **changes):
-    """The model in float32, with weights large enough for its attention to prefer some keys."""
-    words, sizes = (MADE | MORE)[name]
-    family, head = words.split()
+def make_model(name, **changes):
+    """Return the model in float32, with parameters large enough for its attention to prefer some keys."""
+    class_name, sizes = (MODELS | MORE_MODELS)[name]
+    family, head = class_name.split()
     config = getattr(transformers, f"{family}Config")(**{**sizes, **changes})
     torch.manual_seed(20170612)
-    built = getattr(transformers, family.removesuffix("Text" * (head != "Model")) + head)(config).eval()
+    model = getattr(transformers, family.removesuffix("Text" * (head != "Model")) + head)(config).eval()
     with torch.no_grad():
-        for weight in built.parameters():
+        for weight in model.parameters():
             if weight.ndim > 1:
                 weight.normal_(std=weight.shape[-1] ** -0.5)
             elif weight.shape == (4,):  # sinks
                 weight.normal_()
-    return built
+    return model
 
 
 @dataclass
-class Given:
-    """A model's arguments, and where its answers are real."""
+class Inputs:
+    """The arguments of a model, and an index of the outputs that are not padding."""
 
     inputs: dict[str, Any]
     real: Any
 
 
-def given(model, padding):
-    """Arguments for a model with padding on the "left", on the "right", on "either" side of some, or "no"."""
+def make_inputs(model, padding):
+    """Return inputs without padding ("no"), or with padding on the "left", the "right" or, by entry, "either" side."""
     rng = torch.Generator().manual_seed(1)
     config, ids = model.config, torch.randint(3, VOCABULARY - 1, (BATCH, LENGTH), generator=rng)
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
@@ -146,23 +146,23 @@ def given(model, padding):
         if padding != "no":
             mask[entry, : 3 * entry] = 0
     if padding in ("right", "either"):
-        turned = slice(None) if padding == "right" else slice(-1, None)
-        mask[turned] = mask[turned].flip(1)
+        flipped = slice(None) if padding == "right" else slice(-1, None)
+        mask[flipped] = mask[flipped].flip(1)
     inputs = {"input_ids": ids, "attention_mask": mask}
     if model.main_input_name == "pixel_values":
-        return Given({"pixel_values": torch.randn(BATCH, 3, config.image_size, config.image_size, generator=rng)}, ...)
+        return Inputs({"pixel_values": torch.randn(BATCH, 3, config.image_size, config.image_size, generator=rng)}, ...)
     if model.main_input_name == "input_values":
-        return Given({"input_values": torch.randn(BATCH, 60, generator=rng)}, ...)
+        return Inputs({"input_values": torch.randn(BATCH, 60, generator=rng)}, ...)
     if model.main_input_name == "input_features":
         frames = 2 * config.max_source_positions
         inputs = {"input_features": torch.randn(BATCH, config.num_mel_bins, frames, generator=rng)}
     if config.is_encoder_decoder:
         inputs |= {"decoder_input_ids": ids.flip(0), "decoder_attention_mask": mask, "use_cache": False}
-    return Given(inputs, mask.bool())
+    return Inputs(inputs, mask.bool())
 
 
 def definition(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options):
-    """Attention as the papers write it, one stage a line, in whatever dtype it is given."""
+    """Return attention as the papers define it, computed in the dtype of the inputs."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if options.get("softcap") is not None:
@@ -179,25 +179,25 @@ def definition(module, query, key, value, attention_mask, dropout=0.0, scaling=N
 
 
 def run(model, implementation, inputs):
-    """The model's answer, weights among it."""
+    """Return the model's output with an attention implementation, weights included."""
     model.set_attn_implementation(implementation)
     with torch.no_grad():
         return model(**inputs, output_attentions=True)
 
 
-def answered(answer):
-    """The model's last word."""
-    return answer["logits" if "logits" in answer else "last_hidden_state"]
+def final_output(output):
+    """Return the logits, or the last hidden state of a model without logits."""
+    return output["logits" if "logits" in output else "last_hidden_state"]
 
 
-def attentions(answer):
-    """Every array of weights a model returned, by its place."""
-    found = {name: answer[name] for name in answer if name.endswith("attentions")}
+def attentions(output):
+    """Return every array of weights in a model's output, by field and layer."""
+    found = {name: output[name] for name in output if name.endswith("attentions")}
     assert found
     return {f"{name} {k}": array for name, arrays in found.items() for k, array in enumerate(arrays)}
 
 
-def wide(model, inputs):
-    """The model and its arguments in float64."""
+def to_float64(model, inputs):
+    """Return the model and its arguments in float64."""
     floats = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in inputs.items()}
     return copy.deepcopy(model).double(), floats

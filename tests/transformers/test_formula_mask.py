@@ -1,4 +1,4 @@
-"""Masks of transformers as formulas: the same pairs, written as a person would, and tiles skipped."""
+"""Tests of transformers' masks as formulas: equal entries, simple formulas and skipped tiles."""
 
 import numpy as np
 import pytest
@@ -12,12 +12,12 @@ from transformers import masking_utils
 
 from sightline.torch import hooks
 from sightline.transformers.formula_mask import FormulaMask, sightline_mask
-from tiny_models import VOCABULARY, made
+from tiny_models import VOCABULARY, make_model
 
 KEYS = 20
 ENTRIES = torch.arange(KEYS) // 6
 BLOCKS = torch.where(torch.arange(KEYS) % 7 < 3, torch.arange(KEYS) // 7, -1)
-RESTARTS = torch.stack([torch.arange(KEYS) % 8, torch.arange(KEYS)])  # positions of packed sequences
+RESTARTS = torch.stack([torch.arange(KEYS) % 8, torch.arange(KEYS)])  # the positions in packed sequences
 FUNCTIONS = {
     "causal": masking_utils.causal_mask_function,
     "bidirectional": masking_utils.bidirectional_mask_function,
@@ -68,7 +68,7 @@ def dense_of(mask):
     ],
     ids=["all at once", "after a cache", "after a sliding cache", "in a static cache", "in a static cache, by tensor"],
 )
-def test_formulas_are_the_masks_transformers_writes(name, padding, n, m, q_offset, kv_offset):
+def test_formulas_equal_the_masks_of_transformers(name, padding, n, m, q_offset, kv_offset):
     mask = sightline_mask(2, n, m, q_offset, kv_offset, FUNCTIONS[name], padded(padding))
     if not isinstance(mask, FormulaMask):
         assert name == "bidirectional"
@@ -80,7 +80,7 @@ def test_formulas_are_the_masks_transformers_writes(name, padding, n, m, q_offse
 
 
 @pytest.mark.parametrize(
-    ("given", "formula"),
+    ("arguments", "formula"),
     [
         ((FUNCTIONS["causal"], None), "j ≤ i"),
         ((FUNCTIONS["window"], None), "j > i − 5 ∧ j ≤ i"),
@@ -90,16 +90,17 @@ def test_formulas_are_the_masks_transformers_writes(name, padding, n, m, q_offse
         ((FUNCTIONS["bidirectional"], padded("both")), "j ≥ t₁[b] ∧ j < t₂[b]"),
     ],
 )
-def test_masks_are_written_as_a_person_would(given, formula):
-    assert str(sightline_mask(2, KEYS, KEYS, 0, 0, *given).formula) == formula
+def test_masks_have_simple_formulas(arguments, formula):
+    assert str(sightline_mask(2, KEYS, KEYS, 0, 0, *arguments).formula) == formula
 
 
 def test_a_growing_cache_keeps_one_formula():
-    """Another formula would be another kernel, for every token."""
-    texts = {sightline_mask(1, 1, held + 1, held).formula.text for held in range(3, 9)}
-    assert len(texts) == 1
-    slid = {sightline_mask(1, 1, 5, held, held - 4, FUNCTIONS["window"]).formula.text for held in range(5, 9)}
-    assert len(slid) == 1
+    """A formula that changed with the length would need a new kernel for every token."""
+    growing = {sightline_mask(1, 1, cached + 1, cached).formula.text for cached in range(3, 9)}
+    assert len(growing) == 1
+    window = FUNCTIONS["window"]
+    sliding = {sightline_mask(1, 1, 5, cached, cached - 4, window).formula.text for cached in range(5, 9)}
+    assert len(sliding) == 1
 
 
 def test_scattered_padding_is_a_table():
@@ -108,7 +109,7 @@ def test_scattered_padding_is_a_table():
     np.testing.assert_array_equal(dense_of(mask), mask.dense().numpy())
 
 
-def test_what_formulas_have_no_word_for_is_a_dense_mask():
+def test_a_mask_function_with_unsupported_operations_gives_a_dense_mask():
     def odd(b, h, q, k):
         return (q - k).remainder(3).bool() & (k <= q)
 
@@ -117,29 +118,32 @@ def test_what_formulas_have_no_word_for_is_a_dense_mask():
     assert torch.equal(mask, masking_utils.sdpa_mask(2, KEYS, KEYS, mask_function=odd, allow_is_causal_skip=False))
 
 
-def test_what_a_model_does_to_a_mask_is_done_to_the_dense_one():
+def test_tensor_operations_on_a_mask_run_on_the_dense_mask():
     mask = sightline_mask(2, KEYS, KEYS, mask_function=FUNCTIONS["window"])
     assert isinstance(mask.contiguous(), FormulaMask)
-    whole = mask.dense()
-    assert torch.equal(~mask[:, :, 2:5], ~whole[:, :, 2:5])
-    assert torch.equal(torch.where(mask, 1.0, 2.0), torch.where(whole, 1.0, 2.0))
+    dense = mask.dense()
+    assert torch.equal(~mask[:, :, 2:5], ~dense[:, :, 2:5])
+    assert torch.equal(torch.where(mask, 1.0, 2.0), torch.where(dense, 1.0, 2.0))
 
 
 def test_a_sliding_window_skips_tiles(monkeypatch):
-    """What reaches attention leaves most tiles out; none of the rest is searched."""
-    model, asked = made("Mistral", sliding_window=64, max_position_embeddings=1024, num_hidden_layers=1), []
+    """The mask that reaches `attention` makes most tiles empty."""
+    model, explanations = (
+        make_model("Mistral", sliding_window=64, max_position_embeddings=1024, num_hidden_layers=1),
+        [],
+    )
     attention = hooks.attention
 
-    def noting(query, key, value, **options):
-        asked.append(sightline.explain(query, key, value, mask=options["mask"]))
+    def explain_and_run(query, key, value, **options):
+        explanations.append(sightline.explain(query, key, value, mask=options["mask"]))
         return attention(query, key, value, **options)
 
-    monkeypatch.setattr(hooks, "attention", noting)
+    monkeypatch.setattr(hooks, "attention", explain_and_run)
     run_length = 1024
     model.set_attn_implementation("sightline")
     with torch.no_grad():
         model(torch.randint(3, VOCABULARY, (1, run_length)))
-    (explanation,) = asked
+    (explanation,) = explanations
     blocks = run_length // 64
     heads = model.config.num_attention_heads
     assert explanation.tiles["full"] + explanation.tiles["partial"] == heads * (2 * blocks - 1)

@@ -1,4 +1,4 @@
-"""Models of transformers, tiny and random: the same logits, weights, generation and gradients as by their own code."""
+"""Tests that tiny random models of transformers compute the same with "sightline" as with their own attention."""
 
 import itertools
 
@@ -14,126 +14,140 @@ pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from sightline.transformers import interface
-from tiny_models import BATCH, LENGTH, MADE, MORE, answered, attentions, given, made, run, wide
+from tiny_models import (
+    BATCH,
+    LENGTH,
+    MODELS,
+    MORE_MODELS,
+    attentions,
+    final_output,
+    make_inputs,
+    make_model,
+    run,
+    to_float64,
+)
 
-WRITES = [name for name in MADE if name != "BERT"]  # models that generate
+GENERATIVE_MODELS = [name for name in MODELS if name != "BERT"]
 
 
-def assert_as_the_model(name, padding):
-    model = made(name)
-    asked = given(model, padding)
-    ours, theirs = (run(model, implementation, asked.inputs) for implementation in ("sightline", "eager"))
-    deep, inputs = wide(model, asked.inputs)
-    truth = run(deep, "definition", inputs)
-    assert_within_budget(*[answered(answer)[asked.real] for answer in (ours, truth, theirs)], "the answer")
-    found, oracle, plain = attentions(ours), attentions(truth), attentions(theirs)
+def assert_equals_the_model(name, padding):
+    """Assert that the output and weights with "sightline" are within the budget of the "eager" implementation."""
+    model = make_model(name)
+    batch = make_inputs(model, padding)
+    output, eager = (run(model, implementation, batch.inputs) for implementation in ("sightline", "eager"))
+    model64, inputs = to_float64(model, batch.inputs)
+    truth = run(model64, "definition", inputs)
+    assert_within_budget(*[final_output(each)[batch.real] for each in (output, truth, eager)], "output")
+    found, oracle, plain = attentions(output), attentions(truth), attentions(eager)
     assert found.keys() == oracle.keys() == plain.keys()
-    for place, weights in found.items():
+    for name_in_model, weights in found.items():
         assert weights.dtype == torch.float32
-        real = ... if weights.shape[-2] != LENGTH else asked.real[:, None].expand(weights.shape[:-1])
-        assert_within_budget(weights[real], oracle[place][real], plain[place][real], place)
+        real = ... if weights.shape[-2] != LENGTH else batch.real[:, None].expand(weights.shape[:-1])
+        assert_within_budget(weights[real], oracle[name_in_model][real], plain[name_in_model][real], name_in_model)
 
 
 @pytest.mark.usefixtures("by_definition")
 @pytest.mark.parametrize("padding", ["no", "either"])
-@pytest.mark.parametrize("name", MADE)
-def test_answers_and_weights_are_those_of_the_model(name, padding):
-    assert_as_the_model(name, padding)
+@pytest.mark.parametrize("name", MODELS)
+def test_output_and_weights_are_those_of_the_model(name, padding):
+    assert_equals_the_model(name, padding)
 
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("by_definition")
 @pytest.mark.parametrize("padding", ["no", "left", "right"])
-@pytest.mark.parametrize("name", [*MADE, *MORE])
-def test_answers_and_weights_are_those_of_more_models(name, padding):
-    assert_as_the_model(name, padding)
+@pytest.mark.parametrize("name", [*MODELS, *MORE_MODELS])
+def test_output_and_weights_are_those_of_more_models(name, padding):
+    assert_equals_the_model(name, padding)
 
 
-def test_a_model_can_be_made_with_it():
-    model = made("Llama")
-    asked = given(model, "left")
+def test_a_model_can_be_built_with_sightline():
+    model = make_model("Llama")
+    batch = make_inputs(model, "left")
     ours = AutoModelForCausalLM.from_config(model.config, attn_implementation="sightline").eval()
     ours.load_state_dict(model.state_dict())
     with torch.no_grad():
-        assert torch.equal(ours(**asked.inputs).logits, run(model, "sightline", asked.inputs).logits)
+        assert torch.equal(ours(**batch.inputs).logits, run(model, "sightline", batch.inputs).logits)
 
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("by_definition")
-@pytest.mark.filterwarnings("ignore")  # the compiler's, of what it meets in transformers
-def test_a_compiled_model_answers_the_same():
-    model = made("Llama")
-    asked = given(model, "left")
-    deep, inputs = wide(model, asked.inputs)
-    judged = [run(deep, "definition", inputs), run(model, "eager", asked.inputs)]
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns about code of transformers
+def test_a_compiled_model_computes_the_same():
+    model = make_model("Llama")
+    batch = make_inputs(model, "left")
+    model64, inputs = to_float64(model, batch.inputs)
+    references = [run(model64, "definition", inputs), run(model, "eager", batch.inputs)]
     model.set_attn_implementation("sightline")
     with torch.no_grad():
-        compiled = torch.compile(model, backend="eager")(**asked.inputs)
-    assert_within_budget(*[answer.logits[asked.real] for answer in (compiled, *judged)])
+        compiled = torch.compile(model, backend="eager")(**batch.inputs)
+    assert_within_budget(*[answer.logits[batch.real] for answer in (compiled, *references)])
 
 
 def generated(model, inputs, **options):
-    """What a model writes with this library and without."""
+    """Yield the tokens that a model generates with "sightline" and with "eager"."""
     for implementation in ("sightline", "eager"):
         model.set_attn_implementation(implementation)
         yield model.generate(**inputs, do_sample=False, **options)
 
 
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("name", GENERATIVE_MODELS)
 def test_greedy_generation_is_that_of_the_model(name):
-    model = made(name)
-    inputs = given(model, "left").inputs
+    model = make_model(name)
+    inputs = make_inputs(model, "left").inputs
     inputs = {key: inputs[key] for key in inputs if not key.startswith(("decoder", "use"))}
     assert torch.equal(*generated(model, inputs, max_new_tokens=8))
 
 
 def test_a_static_cache_generates_the_same():
-    model = made("Mistral")
-    assert torch.equal(*generated(model, given(model, "left").inputs, max_new_tokens=4, cache_implementation="static"))
+    model = make_model("Mistral")
+    assert torch.equal(
+        *generated(model, make_inputs(model, "left").inputs, max_new_tokens=4, cache_implementation="static")
+    )
 
 
 def test_beams_generate_the_same():
-    model = made("Llama")
-    assert torch.equal(*generated(model, given(model, "left").inputs, max_new_tokens=4, num_beams=3))
+    model = make_model("Llama")
+    assert torch.equal(*generated(model, make_inputs(model, "left").inputs, max_new_tokens=4, num_beams=3))
 
 
 @pytest.mark.usefixtures("by_definition")
 @pytest.mark.parametrize("padding", ["left", "right"])
-def test_a_mask_that_is_lost_shows(monkeypatch, padding):
-    """transformers makes no mask for an attention without a mask function, and says nothing."""
-    model = made("BERT")
-    asked = given(model, padding)
-    theirs = run(model, "eager", asked.inputs)
-    deep, inputs = wide(model, asked.inputs)
-    truth = run(deep, "definition", inputs)
-    judged = [x.logits[asked.real] for x in (truth, theirs)]
-    assert budget_used(run(model, "sightline", asked.inputs).logits[asked.real], *judged) <= 1
+def test_a_missing_mask_is_detected(monkeypatch, padding):
+    """Without a mask function for an attention implementation, transformers silently makes no mask."""
+    model = make_model("BERT")
+    batch = make_inputs(model, padding)
+    eager = run(model, "eager", batch.inputs)
+    model64, inputs = to_float64(model, batch.inputs)
+    truth = run(model64, "definition", inputs)
+    references = [x.logits[batch.real] for x in (truth, eager)]
+    assert budget_used(run(model, "sightline", batch.inputs).logits[batch.real], *references) <= 1
     monkeypatch.delitem(AttentionMaskInterface._global_mapping, "sightline")
-    assert budget_used(run(model, "sightline", asked.inputs).logits[asked.real], *judged) > 1
+    assert budget_used(run(model, "sightline", batch.inputs).logits[batch.real], *references) > 1
 
 
 @pytest.mark.usefixtures("by_definition")
 @pytest.mark.parametrize(
     ("name", "part"), [("Gemma 2", "softcap"), ("GPT-OSS", "s_aux"), ("T5", "position_bias"), ("Llama", "scaling")]
 )
-def test_an_argument_that_is_lost_shows(monkeypatch, name, part):
-    model = made(name)
-    asked = given(model, "no")
-    theirs = run(model, "eager", asked.inputs)
-    deep, inputs = wide(model, asked.inputs)
-    truth = run(deep, "definition", inputs)
-    whole = AttentionInterface._global_mapping["sightline"]
+def test_an_ignored_argument_is_detected(monkeypatch, name, part):
+    model = make_model(name)
+    batch = make_inputs(model, "no")
+    eager = run(model, "eager", batch.inputs)
+    model64, inputs = to_float64(model, batch.inputs)
+    truth = run(model64, "definition", inputs)
+    attention = AttentionInterface._global_mapping["sightline"]
 
-    def losing(*arguments, **options):
+    def ignore_argument(*arguments, **options):
         changed = {part: options[part] / 2} if part == "scaling" else {part: None}
-        return whole(*arguments, **{**options, **changed})
+        return attention(*arguments, **{**options, **changed})
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sightline", losing)
-    assert budget_used(run(model, "sightline", asked.inputs).logits, truth.logits, theirs.logits) > 1
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sightline", ignore_argument)
+    assert budget_used(run(model, "sightline", batch.inputs).logits, truth.logits, eager.logits) > 1
 
 
 @pytest.mark.parametrize("argument", interface.UNSUPPORTED_ARGUMENTS)
-def test_arguments_it_would_have_to_ignore_are_refused(argument):
+def test_unsupported_arguments_are_refused(argument):
     x = torch.randn(1, 2, 4, 8)
     with pytest.raises(ParameterError, match=argument):
         interface.sightline_attention(torch.nn.Identity(), x, x, x, None, **{argument: x})
@@ -145,42 +159,45 @@ def test_arguments_it_would_have_to_ignore_are_refused(argument):
 @pytest.mark.usefixtures("by_definition")
 @pytest.mark.parametrize("name", ["GPT-OSS", pytest.param("T5", marks=pytest.mark.soak)])
 def test_gradients_are_those_of_the_model(name):
-    """Sinks and embeddings learn the same. Their gradients are sums over the batch, so its order counts.
+    """The gradients of sinks and embeddings are sums over the batch, so every order of the batch is a baseline.
 
-    Those of relative biases are sums that cancel: tests of tables judge them, which know the size of the terms.
+    The gradients of relative biases are sums whose terms cancel. Only a nonzero gradient is required here; the tests of
+    tables check such gradients with a budget that includes the size of the terms.
     """
-    model = made(name)
-    asked = given(model, "right")
-    deep, inputs = wide(model, asked.inputs)
+    model = make_model(name)
+    batch = make_inputs(model, "right")
+    model64, inputs = to_float64(model, batch.inputs)
 
     def gradients(of, implementation, arguments, order=None):
         order = order or list(range(BATCH))
         of.set_attn_implementation(implementation)
         of.zero_grad()
         taken = {name: x[order] if torch.is_tensor(x) else x for name, x in arguments.items()}
-        of(**taken).logits[asked.real[order]].tanh().sum().backward()
+        of(**taken).logits[batch.real[order]].tanh().sum().backward()
         return {name: weight.grad.flatten() for name, weight in of.named_parameters() if weight.grad is not None}
 
-    ours, truth = gradients(model, "sightline", asked.inputs), gradients(deep, "definition", inputs)
+    computed, truth = gradients(model, "sightline", batch.inputs), gradients(model64, "definition", inputs)
     orders = [
-        gradients(model, "eager", asked.inputs, order) for order in map(list, itertools.permutations(range(BATCH)))
+        gradients(model, "eager", batch.inputs, order) for order in map(list, itertools.permutations(range(BATCH)))
     ]
-    assert ours.keys() == truth.keys() == orders[0].keys()
-    for place, found in ours.items():
-        if "relative_attention_bias" in place:
+    assert computed.keys() == truth.keys() == orders[0].keys()
+    for name_in_model, found in computed.items():
+        if "relative_attention_bias" in name_in_model:
             assert found.abs().max() > 0
             continue
-        assert_within_budget(found, truth[place], torch.stack([order[place] for order in orders]), place)
+        assert_within_budget(
+            found, truth[name_in_model], torch.stack([order[name_in_model] for order in orders]), name_in_model
+        )
 
 
-def test_dropout_is_for_training():
-    model = made("Llama", attention_dropout=0.5)
-    asked = given(model, "no")
+def test_dropout_in_training_only():
+    model = make_model("Llama", attention_dropout=0.5)
+    batch = make_inputs(model, "no")
     model.set_attn_implementation("sightline")
 
     def logits(training):
         torch.manual_seed(3)
-        return model.train(training)(**asked.inputs).logits
+        return model.train(training)(**batch.inputs).logits
 
     assert torch.equal(logits(True), logits(True))
     assert not torch.equal(logits(True), logits(False))

@@ -96,7 +96,7 @@ class Triton(Kernel):
         threads: int | None = None,
         statistic_gradients: StatisticGradients | None = None,
     ) -> Gradients | None:
-        if next(self.refuses_backward(problem, wanted), None) is not None:
+        if next(self.refuses_backward(problem, wanted_tables), None) is not None:
             return None
         self._check_interpreter()
         from .launch.backward import backward

@@ -1,6 +1,6 @@
-"""Sightline for torch: torch's own signature, attention as layers, a model watched.
+"""Sightline for torch: `scaled_dot_product_attention` with torch's signature, attention layers, and `watch` for models.
 
-`sightline.attention` takes tensors as it is.
+`sightline.attention` itself also accepts torch tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from ..errors import MissingExtraError
 try:
     import torch  # noqa: F401
 except ImportError as error:
-    raise MissingExtraError("sightline.torch, and no torch", "torch 2.6 or later", "pip install torch") from error
+    raise MissingExtraError("sightline.torch without torch", "torch 2.6 or later", "pip install torch") from error
 
 from .dispatch import kernels, run
 from .functional import scaled_dot_product_attention

@@ -1,4 +1,4 @@
-"""torch's own signature, so that this library can take the place of `F.scaled_dot_product_attention` anywhere."""
+"""A replacement for `torch.nn.functional.scaled_dot_product_attention` with the same signature."""
 
 from __future__ import annotations
 
@@ -25,36 +25,39 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(Q Kᵀ · scale + M) V, with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
+    """Return softmax(Q Kᵀ · scale + M) V, with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
 
     Parameters
     ----------
-    query : (N, ..., H, L, E) float16, bfloat16, float32 or float64; any number of leading axes, none too
-    key : (N, ..., G, S, E)
-    value : (N, ..., G, S, E_v)
-    attn_mask : broadcastable to (N, ..., H, L, S), optional
-        bool: True attends. Floats are added to the scaled scores, in logits; −∞ hides; they may need gradients.
+    query : (..., H, L, E) float16, bfloat16, float32 or float64, with any number of leading axes
+        (L, E), a query without heads, is allowed too.
+    key : (..., G, S, E), the dtype of query
+    value : (..., G, S, E_v), the dtype of query
+    attn_mask : tensor broadcastable to (..., H, L, S), optional
+        A bool entry is True where the query attends to the key. Float entries are logits that are added to the scaled
+        scores; −∞ hides the key. A float mask may require gradients.
     dropout_p : float, default 0
-        Probability with which a weight is dropped, whether or not any module trains, as torch has it. torch's generator
-        is asked for one seed a call.
+        The probability that a weight is dropped. As in torch, weights are dropped in training and evaluation alike.
+        Each call draws one seed from torch's generator.
     is_causal : bool, default False
-        i ≥ j, from the upper left corner. With `attn_mask` a pair must pass both (torch refuses the two together).
+        Hide key j from query i if i < j. With `attn_mask` a pair is visible if both masks allow the pair; torch refuses
+        this combination.
     scale : float, default 1/√E
     enable_gqa : bool, default False
-        H may be a multiple of G; without it H = G, or one of them is 1.
+        True allows H to be a multiple of G. With False H = G, or one of them is 1.
 
     Returns
     -------
-    output : (N, ..., H, L, E_v), the inputs' dtype; 0 for a query that sees nothing
+    output : (..., H, L, E_v), the dtype of query; 0 for a query without visible keys
 
     Raises
     ------
     ShapeError
-        Query and key heads differ without `enable_gqa`; shapes that do not fit together.
+        The shapes do not fit together, or the numbers of heads differ without `enable_gqa`.
     MaskError
-        `attn_mask` holds integers, or is no tensor.
+        `attn_mask` is not a tensor, or holds integers.
     SightlineError
-        As `sightline.attention` says.
+        The other errors of `sightline.attention`.
 
     References
     ----------
@@ -69,15 +72,15 @@ def scaled_dot_product_attention(
             [0.3302, 0.6698]])
     """
     without_batch = query.ndim == key.ndim == value.ndim == 3
-    if without_batch:  # the first axis counts as heads, which is what masks (N, L, S) and GQA take it for
+    if without_batch:  # as in torch, the first of three axes counts as heads, for masks and for GQA
         query, key, value = query[None], key[None], value[None]
     if not enable_gqa and min(query.ndim, key.ndim, value.ndim) > 3:
         query, key, value = _expand_heads(query, key, value)
     if not isinstance(attn_mask, Tensor | None):
         raise MaskError(
             "attn_mask is " + ("a formula" if isinstance(attn_mask, Expression) else f"a {type(attn_mask).__name__}"),
-            "a tensor, as torch's own function takes it",
-            "sightline.attention(query, key, value, mask=...) for formulas and arrays of NumPy",
+            "a torch tensor",
+            "sightline.attention(query, key, value, mask=...) for formulas and NumPy arrays",
         )
     mask: Any = causal() if is_causal else None
     score: Expression | None = None
@@ -92,7 +95,10 @@ def scaled_dot_product_attention(
 
 
 def align_mask(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """A mask for the scores' own shape, as one right-aligned to (B, H, n, m) where B counts all leading axes."""
+    """Return a mask that broadcasts to the scores (..., H, n, m) as a mask that broadcasts to (B, H, n, m).
+
+    B is the product of the leading axes. For arrays without heads, a mask (B, n, m) gets an axis of one head.
+    """
     if query.ndim == 3 and mask.ndim == 3:
         return mask[:, None]
     if query.ndim > 4 and mask.ndim > 3:
@@ -106,7 +112,7 @@ def _expand_heads(*arrays: Tensor) -> list[Tensor]:
     if any(x.shape[-3] not in (1, heads) for x in arrays):
         raise ShapeError(
             f"{', '.join([str(x.shape[-3]) for x in arrays])} heads of query, key and value",
-            "as many of each, or 1",
-            "enable_gqa=True where key and value heads are shared",
+            "equal numbers of heads, or 1",
+            "enable_gqa=True if several query heads share a key head",
         )
     return [x.expand(*x.shape[:-3], heads, *x.shape[-2:]) for x in arrays]

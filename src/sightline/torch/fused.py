@@ -1,7 +1,8 @@
-"""torch's own fused attention on CUDA, for problems it answers as this library would; and when it is taken.
+"""torch's fused attention kernels on CUDA, and the rules for choosing them over the Triton kernels.
 
-Whether it or our own kernel is faster is decided by `RULES`. No GPU was at hand when they were written: each names the
-published figures it rests on, and `sightline bench --device cuda` times both.
+The kernel `Fused` serves problems without formulas. `RULES` decides whether torch's kernels or the Triton kernels are
+preferred. No GPU was available when the rules were written: each rule names the published figures that support it, and
+`sightline bench --device cuda` times both.
 """
 
 from __future__ import annotations
@@ -12,23 +13,24 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from ..gpu.tuning.selection import architecture_of
 from ..kernel import Kernel, Refusal, Result
 from ..problem import Problem
 from .autograd import needs_gradients
 
 __all__ = ["RULES", "Fused", "Rule"]
 
-MAX_HEAD_WIDTH = 256  # head width of FlashAttention's kernels in torch
-MIN_COMPUTE_CAPABILITY = 8  # major compute capability they are built for
-PREFERRED_COST, FALLBACK_COST = 0.1, 3.0  # costs: less than our own kernel's 1, or more, yet less than streaming's 10
+MAX_HEAD_WIDTH = 256  # largest head width of torch's FlashAttention kernels
+MIN_COMPUTE_CAPABILITY = 8  # smallest major compute capability of torch's FlashAttention kernels
+PREFERRED_COST, FALLBACK_COST = 0.1, 3.0  # relative costs; the Triton kernels have 1, streaming has 10
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Who answers plain problems on devices whose name begins so."""
+    """The preference for problems without formulas on one family of GPUs."""
 
-    architecture: str
-    prefers_torch: bool  # torch's kernels do, where no gradient is wanted
+    architecture: str  # a prefix of the architecture's name
+    prefers_torch: bool  # torch's kernels are preferred if no gradient is needed
     reason: str
 
 
@@ -42,32 +44,40 @@ RULES = (
     Rule(
         "sm_9",
         True,
-        "torch takes cuDNN, published for 9.19 on an H200 at 691 TFLOP/s (d 128, n 8,192), where a large product runs "
-        "at about 790",
+        "torch uses cuDNN; cuDNN 9.19 has published 691 TFLOP/s on an H200 (d 128, n 8,192), where a large matrix "
+        "product reaches about 790 TFLOP/s",
     ),
-    Rule("sm_1", True, "torch takes cuDNN or FlashAttention, built for it; of our own kernels nothing is known there"),
-    Rule("gfx", False, "torch's kernels are Triton's there too (AOTriton)"),
+    Rule(
+        "sm_1",
+        True,
+        "torch uses cuDNN or FlashAttention kernels built for this GPU; the Triton kernels were never measured on one",
+    ),
+    Rule("gfx", False, "torch's kernels for AMD are written in Triton too (AOTriton)"),
 )
 GRADIENT_REASON = (
-    "gradients are wanted, and the fused ones are summed in an order that changes from run to run; ours are the same "
-    "bits always"
+    "gradients are needed, and torch's kernels sum gradients in an order that changes from run to run; the Triton "
+    "kernels always give the same bits"
 )
 
 
 class Fused(Kernel):
     """`torch.nn.functional.scaled_dot_product_attention` on CUDA: FlashAttention or cuDNN, as torch decides.
 
-    It is taken outside the operator, so gradients and compilation are torch's. It returns no lse.
+    The kernel runs outside the operator of this library, so torch computes gradients and compiles the call. The result
+    has no lse.
 
-    It has a causal mask, and yet is not given one: FlashAttention sets hidden scores to −∞ and then multiplies their
-    weight, 0, by the value, and 0 · NaN is NaN. What torch guarantees of hidden values is nothing, what this library
-    does is that they reach nothing, and whether a value is finite cannot be known without waiting for the device.
-    So answers may differ where a weight is 0 without a mask, its score being −∞, as a key of ∞ gives, or far below the
-    largest of its row: NaN, where the value is not finite.
+    torch's kernels support a causal mask, but `Fused` refuses every mask. FlashAttention sets hidden scores to −∞ and
+    multiplies their weight 0 by the value, and 0 · NaN is NaN. torch guarantees nothing about hidden values. This
+    library guarantees that a hidden value never reaches the output, and checking whether values are finite would wait
+    for the device.
+
+    Without a mask a weight can be 0 too: its score is −∞, for example if a key has an ∞, or far below the row's
+    maximum. If the value of such a weight is not finite, `Fused` returns NaN, and other kernels may not.
 
     Parameters
     ----------
-    architecture : "sm_90", "gfx942", ... to decide as if on such a device
+    architecture : str, optional
+        "sm_90", "gfx942", ...: apply the rule of this architecture instead of the device's.
     """
 
     name = "fused"
@@ -77,17 +87,18 @@ class Fused(Kernel):
         self.architecture = architecture
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        """Whatever torch's kernels do not do, or do in n² memory."""
+        """Yield a refusal for every feature that torch's kernels lack, or that needs memory of the order n · m."""
         device = problem.query.device
         if device.type != "cuda":
             yield Refusal(f"the arrays are on {device.type}", "move them to a CUDA device")
         elif torch.version.hip is None and torch.cuda.get_device_properties(device).major < MIN_COMPUTE_CAPABILITY:
             yield Refusal(
-                "a device older than torch's fused kernels", f"use one of compute capability {MIN_COMPUTE_CAPABILITY}.0"
+                f"a GPU older than compute capability {MIN_COMPUTE_CAPABILITY}.0, which torch's fused kernels need",
+                f"use a GPU of compute capability {MIN_COMPUTE_CAPABILITY}.0 or later",
             )
         if problem.mask is not None or problem.score is not None:
             yield Refusal(
-                "a mask or score: torch's kernels know no formulas, and let NaN that a mask hides through",
+                "a mask or score: torch's kernels support no formulas, and let hidden NaN reach the output",
                 "leave mask and score out",
             )
         if problem.sinks is not None:
@@ -95,15 +106,15 @@ class Fused(Kernel):
         if problem.see:
             yield Refusal("statistics of the weights", "leave see out")
         if problem.dropout:
-            yield Refusal("dropout by another generator", "set dropout=0")
+            yield Refusal("dropout, for which torch uses another generator", "set dropout=0")
         if problem.query.dtype not in (torch.float16, torch.bfloat16):
             yield Refusal(f"{problem.query.dtype}", "use float16 or bfloat16")
         if problem.d_k != problem.d_v or problem.d_k > MAX_HEAD_WIDTH:
             yield Refusal(f"d_k {problem.d_k} and d_v {problem.d_v}", f"make them equal, at most {MAX_HEAD_WIDTH}")
         if any(array.stride(-1) != 1 for array in (problem.query, problem.key, problem.value)):
-            yield Refusal("rows that do not lie together, for which torch would hold all weights", "call .contiguous()")
+            yield Refusal("rows with a stride other than 1, for which torch stores all weights", "call .contiguous()")
         if problem.query.numel() == 0 or problem.key.numel() == 0:
-            yield Refusal("no queries or no keys", "give at least one of each")
+            yield Refusal("no queries or no keys", "pass at least one query and one key")
 
     def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
         """Yield nothing: torch differentiates its own kernels."""
@@ -113,40 +124,32 @@ class Fused(Kernel):
         return PREFERRED_COST if self.is_preferred(problem) else FALLBACK_COST
 
     def is_preferred(self, problem: Problem) -> bool:
-        """Whether it is taken rather than our own kernel, by the rule for the device."""
+        """True if the device's rule prefers torch's kernels, and no gradient would be nondeterministic."""
         rule = self._rule(problem)
         return rule is not None and rule.prefers_torch and not _has_nondeterministic_gradients(problem)
 
     def cost_reason(self, problem: Problem) -> str:
-        """The rule by which it is taken or left."""
+        """Return the reason of the rule that decides `cost`."""
         rule = self._rule(problem)
         if rule is not None and rule.prefers_torch and _has_nondeterministic_gradients(problem):
             return GRADIENT_REASON
-        return "no rule knows this device" if rule is None else f"on {rule.architecture}…, {rule.reason}"
+        return "no rule covers this device" if rule is None else f"on {rule.architecture}…, {rule.reason}"
 
     def run(self, problem: Problem, threads: int | None = None) -> Result:
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (problem.query, problem.key, problem.value))
         grouped = problem.group > 1
-        if grouped and torch.version.hip is not None:  # where not all of its kernels know groups
+        if grouped and torch.version.hip is not None:  # some of torch's kernels for AMD support no groups
             key, value = (x.repeat_interleave(problem.group, dim=1) for x in (key, value))
             grouped = False
         output = functional.scaled_dot_product_attention(query, key, value, scale=problem.scale, enable_gqa=grouped)
         return Result(output.reshape(*problem.batch_shape, *output.shape[-3:]), lse=None)
 
     def _rule(self, problem: Problem) -> Rule | None:
-        name = self.architecture or _device_architecture(problem.query.device)
+        name = self.architecture or architecture_of(problem.query.device)
         return next((rule for rule in RULES if name.startswith(rule.architecture)), None)
 
 
 def _has_nondeterministic_gradients(problem: Problem) -> bool:
-    """Whether gradients are wanted, of inputs that torch may sum as it likes."""
+    """True if an input needs gradients, and torch's deterministic mode is off."""
     is_needed = needs_gradients(problem.query, problem.key, problem.value)
     return is_needed and not torch.are_deterministic_algorithms_enabled()
-
-
-def _device_architecture(device: torch.device) -> str:
-    """The device's, as `gpu.chosen.architecture_of` has it, by the one question that torch.compile follows."""
-    if device.type != "cuda":
-        return device.type
-    properties = torch.cuda.get_device_properties(device)
-    return str(properties.gcnArchName) if torch.version.hip is not None else f"sm_{properties.major}{properties.minor}"

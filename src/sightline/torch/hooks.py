@@ -1,4 +1,8 @@
-"""Watching modules: what is asked of their attention beside what they ask themselves, and where the answers go."""
+"""The hook between modules and `sightline.attention`, through which `watch` requests and records statistics.
+
+An attention module calls `attend`. If the module is watched, `attend` requests the statistics of the watchers together
+with the module's own, and records the watchers' results.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +26,15 @@ __all__ = ["Watcher", "attend", "check_module", "record_calls", "restore_on_exit
 
 
 class Watcher:
-    """Someone who watches modules: what they ask, and what they have seen.
+    """The statistics that one `watch` requests of its modules, and the recording of their results.
 
     Parameters
     ----------
-    see : the statistics asked of every call
-    heads : the query heads whose results are asked for; every one if None
-    seen : where calls are added
-    names : the path of each module watched
-    crossing : the paths of those known to look across sequences
+    see : statistics requested of every call
+    heads : query heads whose results are recorded; None for all
+    seen : the recording, to which calls are appended
+    names : the path of each watched module in the model
+    cross_layers : paths of modules that are known to be cross-attention
     """
 
     def __init__(
@@ -48,7 +52,7 @@ class Watcher:
     def record(
         self, module: nn.Module, results: Sequence[Any], heads: int, kind: Kind, query_start: int, **fields: int
     ) -> None:
-        """Add a call of the module; `fields` holds the other fields of `Call`."""
+        """Append a call of the module to the recording; `fields` has the remaining fields of `Call`."""
         name = self.names[module]
         is_cross = kind == "cross" or name in self.cross_layers
         call = Call(
@@ -66,7 +70,7 @@ class Watcher:
 
 
 _lock = threading.Lock()
-_ORIGINALS: dict[tuple[int, str], tuple[Any, int]] = {}  # what attributes were, and how many hold them changed
+_ORIGINALS: dict[tuple[int, str], tuple[Any, int]] = {}  # the original value of an attribute, and its open contexts
 _WATCHERS: WeakKeyDictionary[nn.Module, tuple[Watcher, ...]] = WeakKeyDictionary()
 
 
@@ -74,7 +78,7 @@ _WATCHERS: WeakKeyDictionary[nn.Module, tuple[Watcher, ...]] = WeakKeyDictionary
 def record_calls(
     modules: dict[str, nn.Module], see: Sequence[Statistic], heads: Any, tokens: Any, cross_layers: Collection[str] = ()
 ) -> Iterator[Seen]:
-    """While the context lasts, calls of these modules (by path) are recorded in the `Seen` it gives."""
+    """Record the calls of these modules (by path) in the yielded `Seen` while the context lasts."""
     seen = Seen(tokens=tokens)
     watcher = Watcher(see, heads, seen, {module: name for name, module in modules.items()}, cross_layers)
     with ExitStack() as exit_stack:
@@ -85,14 +89,14 @@ def record_calls(
 
 
 def _remove_watcher(module: nn.Module, watcher: Watcher) -> None:
-    rest = tuple(other for other in _WATCHERS.pop(module, ()) if other is not watcher)
-    if rest:
-        _WATCHERS[module] = rest
+    remaining = tuple(other for other in _WATCHERS.pop(module, ()) if other is not watcher)
+    if remaining:
+        _WATCHERS[module] = remaining
 
 
 @contextmanager
 def restore_on_exit(owner: Any, name: str) -> Iterator[None]:
-    """An attribute that watchers change: it is as it was once the last of them leaves, in whatever order they do."""
+    """Restore an attribute when the last of all contexts that are open for it exits, in any order."""
     key = id(owner), name
     with _lock:
         original, count = _ORIGINALS.get(key, (getattr(owner, name), 0))
@@ -109,27 +113,27 @@ def restore_on_exit(owner: Any, name: str) -> Iterator[None]:
 
 
 def check_module(model: Any) -> None:
-    """Raise ParameterError where a model is no module, as where its name was given."""
+    """Raise ParameterError if a model is not a module but, for example, the model's name."""
     if not isinstance(model, nn.Module):
         raise ParameterError(
             f"a model that is a {type(model).__name__}",
             "a torch.nn.Module",
-            "load it first, as by transformers.AutoModel.from_pretrained(path)",
+            "load the model first, for example by transformers.AutoModel.from_pretrained(path)",
         )
 
 
 def select_modules(modules: dict[str, nn.Module], see: Any, layers: Any, heads: Any) -> dict[str, nn.Module]:
-    """The modules asked for by `layers`, once it is sure that what is asked can be meant.
+    """Validate `see` and `heads`, and return the modules that `layers` selects; all modules if `layers` is None.
 
     Raises
     ------
     ParameterError
-        No attention among the modules, no such layer, statistics or heads that are none.
+        `see` is not a nonempty list of statistics, `heads` is not a list of integers, or `layers` selects no module.
     """
     if not isinstance(see, Sequence) or not see or not all(isinstance(entry, Statistic) for entry in see):
         raise ParameterError(f"see={see!r}", "a list of statistics", "see=[sightline.lse()]")
     if heads is not None and not (isinstance(heads, Sequence) and all(isinstance(head, int) for head in heads)):
-        raise ParameterError(f"heads={heads!r}", "a list of whole numbers", "heads=[0, 1]")
+        raise ParameterError(f"heads={heads!r}", "a list of integers", "heads=[0, 1]")
     return modules if layers is None else {name: modules[name] for name in select_names(list(modules), layers)}
 
 
@@ -145,25 +149,25 @@ def attend(
     see: Iterable[Statistic] = (),
     **options: Any,
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """`sightline.attention` as a module asks it, and as its watchers do: (output, the module's own statistics).
+    """Return (output, the results of `see`) of `sightline.attention` for a module, and record the watchers' results.
 
     Parameters
     ----------
-    module : the module whose attention it is
-    kind, query_start, key_start : as `Call` has them; without `query_start` the last query of self-attention is taken
-        to stand at the last key
-    see, options : as `sightline.attention` has them
+    module : the attention module
+    kind, query_start, key_start : fields of `Call`
+        If `query_start` is None, the last query of self-attention has the position of the last key.
+    see, options : as in `sightline.attention`
     """
     own = list(see)
     watchers = () if torch.compiler.is_compiling() else _WATCHERS.get(module, ())
     requested = [*own, *(statistic for watcher in watchers for statistic in watcher.requested)]
     output, seen = attention(query, key, value, see=requested, **options)
-    rest = iter(seen)
-    own_results = tuple(islice(rest, len(own)))
+    results = iter(seen)
+    own_results = tuple(islice(results, len(own)))
     for watcher in watchers:
         watcher.record(
             module,
-            [_flatten_batch(result, output) for result in islice(rest, len(watcher.see))],
+            [_flatten_batch(result, output) for result in islice(results, len(watcher.see))],
             output.shape[-3] if output.ndim > 3 else 1,
             kind=kind,
             query_start=key.shape[-2] - query.shape[-2] if query_start is None else query_start,
@@ -175,7 +179,7 @@ def attend(
 
 
 def _flatten_batch(result: Any, output: Tensor) -> Any:
-    """A statistic's arrays with one batch axis and a head axis, whatever leading axes the call had."""
+    """Return a statistic's arrays with exactly one batch axis and a head axis, for any leading axes of the call."""
     batch_shape = output.shape[: -3 if output.ndim > 3 else -2]
     heads = output.shape[-3] if output.ndim > 3 else 1
     axes = output.ndim - 2

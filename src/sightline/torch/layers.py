@@ -1,4 +1,4 @@
-"""Attention as layers, in the forms people publish."""
+"""Attention layers in the forms that are common in published code."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ j, s = SYMBOLS["j"], SYMBOLS["s"]
 
 
 class ScaledDotProductAttention(nn.Module):
-    """softmax(Q Kᵀ · scale + M) V, and the weights beside it.
+    """softmax(Q Kᵀ · scale + M) V, with the weights as a second result.
 
-    One layer for the published forms: masks where 0 hides (`masked_fill(mask == 0, -1e9)`), masks where True hides,
-    with and without heads, d_v other than d_k.
+    The layer covers the common forms: masks whose 0 hides (`masked_fill(mask == 0, -1e9)`), masks whose True hides,
+    arrays with and without heads, and d_v other than d_k. The weights need O(n · m) memory.
 
     Parameters
     ----------
     dropout : float, default 0
-        Probability with which a weight is dropped, in training only.
+        The probability that a weight is dropped, in training only.
     scale : float, default 1/√d_k
-        Give 1 / math.sqrt(d_model) to divide by the model's width.
+        The factor on the scores; for example 1 / math.sqrt(d_model) divides by the square root of the model's width.
     mask_means : {"attend", "ignore"}, default "attend"
-        What a mask's True or non-zero entries do.
+        The meaning of True or nonzero mask entries: the query attends to the key, or ignores the key.
 
     Raises
     ------
     ParameterError
-        `mask_means` is another word; dropout outside [0, 1].
+        `mask_means` is neither "attend" nor "ignore", or `dropout` is outside [0, 1].
 
     References
     ----------
@@ -64,29 +64,39 @@ class ScaledDotProductAttention(nn.Module):
         super().__init__()
         if not 0 <= dropout <= 1:
             raise ParameterError(
-                f"dropout={dropout!r}", "a probability from 0 to 1", "leave widths out: the arrays say them"
+                f"dropout={dropout!r}", "a probability from 0 to 1", "pass no widths: the arrays have them"
             )
         if mask_means not in ("attend", "ignore"):
-            raise ParameterError(f"mask_means={mask_means!r}", '"attend" or "ignore"', "say what True does to a pair")
+            raise ParameterError(
+                f"mask_means={mask_means!r}", '"attend" or "ignore"', 'mask_means="attend" if True entries are visible'
+            )
         self.dropout, self.scale, self.mask_means = dropout, scale, mask_means
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Expression | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The output and the weights.
+        """Return the output and the weights.
 
         Parameters
         ----------
-        query, key, value : (..., H, n, d_k), (..., G, m, d_k), (..., G, m, d_v), or (B, n, d) without heads
+        query : (..., H, n, d_k) float16, bfloat16, float32 or float64; (B, n, d_k) without heads
+        key : (..., G, m, d_k), or (B, m, d_k); H is a multiple of G
+        value : (..., G, m, d_v), or (B, m, d_v)
         mask : bool or numbers, broadcastable to the scores (..., H, n, m) or (B, n, m), or a formula, optional
-            Read by `mask_means`. A formula is True where the pair attends, whatever `mask_means` says.
+            `mask_means` defines the meaning of an array. A formula is True where the query attends to the key,
+            independent of `mask_means`.
 
         Returns
         -------
-        output : (..., H, n, d_v); 0 for a query that sees nothing
-        weights : (..., H, n, m), the inputs' dtype
-            Before dropout: they sum to 1 over the keys, or are 0 for a query that sees nothing. The output is made
-            with the dropped ones.
+        output : (..., H, n, d_v), the dtype of query; 0 for a query without visible keys
+        weights : (..., H, n, m), the dtype of query
+            The weights before dropout: they sum to 1 over the keys, or are 0 for a query without visible keys. The
+            output is computed with the weights after dropout.
+
+        Raises
+        ------
+        SightlineError
+            The errors of `sightline.attention`.
         """
         if mask is not None and not isinstance(mask, Expression):
             allowed = mask != 0 if self.mask_means == "attend" else mask == 0
@@ -103,36 +113,38 @@ class ScaledDotProductAttention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """softmax(R(x W_Q) R(x W_K)ᵀ / √d_k + M) x W_V: a sequence attending to itself.
+    """Self-attention: softmax(R(x W_Q) R(x W_K)ᵀ / √d_k + M) x W_V.
 
-    R turns pairs of components by the position (rotary positions), on queries and keys and not on values; M is the
-    causal mask. There is no output projection: one head gives its d_v components, several are put side by side, and a
-    `nn.Linear` after the layer mixes them where that is wanted.
+    R is the rotary position embedding, which rotates pairs of components of queries and keys, but not of values. M is
+    the causal mask. The layer has no output projection: the outputs of the heads are concatenated. Add an `nn.Linear`
+    after the layer to mix the heads.
 
     Parameters
     ----------
     d_model : int
-        Width of x.
+        The width of x.
     d_k, d_v : int
-        Width of queries and keys, and of values, in each head. d_k is even with `rope`.
+        The width of queries and keys, and the width of values, of each head. d_k must be even with `rope`.
     heads : int, default 1
     rope : bool, default True
+        Apply the rotary position embedding.
     causal : bool, default True
+        Hide keys after the query's own position.
 
     Attributes
     ----------
-    query, key, value : nn.Linear without bias, Glorot normal at the start
+    query, key, value : nn.Linear without bias, initialised by Glorot's normal distribution
 
     Raises
     ------
     ParameterError
-        d_k odd with `rope`.
+        d_k is odd, and `rope` is True.
 
     References
     ----------
     Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2; Su et al., "RoFormer", 2021, equation 16; Glorot
-    and Bengio, "Understanding the difficulty of training deep feedforward neural networks", 2010, equation 12 (its
-    variance, drawn from a normal).
+    and Bengio, "Understanding the difficulty of training deep feedforward neural networks", 2010, equation 12 (the
+    variance; the distribution here is normal).
 
     Examples
     --------
@@ -148,7 +160,9 @@ class SelfAttention(nn.Module):
         super().__init__()
         if rope and d_k % 2:
             raise ParameterError(
-                f"d_k={d_k} with rope=True", "an even d_k: positions turn pairs", "d_k + 1, or rope=False"
+                f"d_k={d_k} with rope=True",
+                "an even d_k, since rotary positions rotate pairs of components",
+                f"d_k={d_k + 1}, or rope=False",
             )
         self.heads, self.rope, self.causal = heads, rope, causal
         self.query = nn.Linear(d_model, heads * d_k, bias=False)
@@ -158,7 +172,7 @@ class SelfAttention(nn.Module):
             nn.init.xavier_normal_(projection.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., n, d_model) to (..., n, heads · d_v), the dtype of the projections."""
+        """Return (..., n, heads · d_v) for x (..., n, d_model), in the dtype of the projections."""
         query, key, value = (
             projection(x).reshape(*x.shape[:-1], self.heads, -1).transpose(-2, -3)
             for projection in (self.query, self.key, self.value)
@@ -173,17 +187,22 @@ class SelfAttention(nn.Module):
 
 
 class MultiHeadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` computed here: the same parameters, arguments and state dict.
+    """`torch.nn.MultiheadAttention` computed by this library, with the same parameters, arguments and state dict.
 
-    Masks keep that layer's polarity, **True hides**, the opposite of `sightline.attention`; floats are added to the
-    scaled scores, in logits. Three things differ: a query that sees nothing gets the output projection of 0 where torch
-    gives NaN; weights are returned before dropout; `is_causal` is the mask i ≥ j by itself, where torch wants
-    `attn_mask` too and takes it for a hint.
+    The layer computes softmax(Q Kᵀ / √d + M) V for each head, with d = embed_dim / num_heads, and projects inputs and
+    output.
+
+    Masks have the polarity of torch's layer: **True hides** a key, the opposite of `sightline.attention`. Float masks
+    are logits, added to the scaled scores. There are three differences to torch's layer:
+
+    - For a query without visible keys the output is the output projection of 0; torch gives NaN.
+    - The returned weights are the weights before dropout.
+    - `is_causal` alone applies the mask i ≥ j; in torch it is a hint that needs `attn_mask` too.
 
     Parameters
     ----------
     embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
-        As `torch.nn.MultiheadAttention` has them.
+        As in `torch.nn.MultiheadAttention`.
 
     References
     ----------
@@ -213,24 +232,33 @@ class MultiHeadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output and, with `need_weights`, the weights.
+        """Return the output and, with `need_weights`, the weights.
 
         Parameters
         ----------
-        query, key, value : (n, N, E), (m, N, kdim), (m, N, vdim), with `batch_first` (N, n, E) and so on, or without N
-        key_padding_mask : (N, m) or (m,), bool (True hides) or floats to be added, optional
+        query : (n, N, E); (N, n, E) with `batch_first`; (n, E) without a batch
+        key : (m, N, kdim); (N, m, kdim) with `batch_first`; (m, kdim) without a batch
+        value : (m, N, vdim); (N, m, vdim) with `batch_first`; (m, vdim) without a batch
+        key_padding_mask : (N, m) or (m,), optional
+            bool: True hides the key. Floats are logits, added to the scores.
         need_weights : bool, default True
-            Without them memory stays O(n).
-        attn_mask : (n, m) or (N · heads, n, m), bool (True hides) or floats to be added, optional
+            Return the weights, which need O(n · m) memory. Without the weights memory is O(n).
+        attn_mask : (n, m) or (N · heads, n, m), optional
+            bool: True hides the key. Floats are logits, added to the scores.
         average_attn_weights : bool, default True
-            Give the weights' mean over heads.
+            Average the returned weights over the heads.
         is_causal : bool, default False
             Hide keys after the query's own position.
 
         Returns
         -------
-        output : as query
-        weights : (N, n, m), (N, heads, n, m) without averaging, without N where query has none; None if not needed
+        output : the shape of query
+        weights : (N, n, m), or (N, heads, n, m) without averaging; no axis N without a batch; None if not needed
+
+        Raises
+        ------
+        SightlineError
+            The errors of `sightline.attention`.
         """
         kind: Kind = "self" if query is key else "cross"
         batched = query.ndim == 3
@@ -239,7 +267,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         queries, keys, values = self._project(query, key, value)
-        extra = keys.shape[-2] - key.shape[1]  # keys that no mask touches: bias_k, and zeros
+        extra = keys.shape[-2] - key.shape[1]  # keys of bias_k and add_zero_attn, which no mask hides
         formulas = self._make_formulas(attn_mask, key_padding_mask, is_causal, key.shape[1], extra)
         output, seen = attend(
             self,
@@ -261,7 +289,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return output if self.batch_first else output.transpose(0, 1), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Queries (N, heads, n, d), keys and values (N, heads, m + extra, d)."""
+        """Return queries (N, heads, n, d), and keys and values (N, heads, m + extra, d)."""
         if self.in_proj_weight is not None:
             matrices = self.in_proj_weight.chunk(3)
         else:
@@ -280,7 +308,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
     def _make_formulas(
         self, attn_mask: Tensor | None, padding: Tensor | None, is_causal: bool, m: int, extra: int
     ) -> dict[str, Any]:
-        """The two masks and the causal one as mask and score; each array may be conditions or numbers."""
+        """Return {"mask": ..., "score": ...} for the two masks, each bool or float, and the causal mask."""
         arrays: list[tuple[Tensor, str]] = []
         if attn_mask is not None and attn_mask.ndim == 3:
             arrays.append((attn_mask.reshape(-1, self.num_heads, *attn_mask.shape[1:]), "bhij"))
@@ -292,10 +320,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         score: Any = None
         for array, axes in arrays:
             is_additive = array.is_floating_point()
-            values = (
-                functional.pad(array, (0, extra)) if is_additive else functional.pad(~array, (0, extra), value=True)
-            )
-            lookup = Table(values, tuple(axes))[tuple([SYMBOLS[axis] for axis in axes])]
+            array = functional.pad(array if is_additive else ~array, (0, extra), value=0 if is_additive else 1)
+            lookup = Table(array, tuple(axes))[tuple([SYMBOLS[axis] for axis in axes])]
             if is_additive:
                 score = (s if score is None else score) + lookup
             else:

@@ -1,10 +1,9 @@
-"""Watching a torch model: statistics of its attentions, from the model as it stands."""
+"""`watch` for torch models: statistics of their attention layers, without a change to the model's code."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -28,30 +27,37 @@ def watch(
     heads: Sequence[int] | None = None,
     tokens: Tokens | Sequence[str] | None = None,
 ) -> Iterator[Seen]:
-    """Watch every `torch.nn.MultiheadAttention` and every layer of `sightline.torch` in a model.
+    """Record statistics of every `torch.nn.MultiheadAttention` and every layer of `sightline.torch` in a model.
 
-    While the context lasts torch's layers compute here, with the same parameters, as
-    `sightline.torch.MultiHeadAttention` describes; torch's fast path around them is off. Afterwards the model is as
-    it was, after an error too. Watches nest.
+    While the context lasts, this library computes torch's layers with their own parameters, with the differences that
+    `sightline.torch.MultiHeadAttention` lists, and torch's fast path of encoder layers is off. On exit the model is
+    restored, after an error too. Contexts may be nested.
 
     Parameters
     ----------
     model : torch.nn.Module
     see : list of statistics
-    layers : paths, patterns or numbers of attention layers, default all
-    heads : list of query heads, default all
+        At least one, such as `sightline.weights()`; the statistics are computed for every call.
+    layers : path, pattern or number of an attention layer, or a list of them, default all
+        A path or pattern ("encoder.*.self_attn") matches the layer's path in the model; a number counts the attention
+        layers in the model's order.
+    heads : list of int, optional
+        The query heads to record, default all. Negative numbers count from the last head.
     tokens : labels of positions, optional
         For each batch entry a list of strings; see `sightline.recording.Seen`.
 
     Yields
     ------
     Seen
-        One call for every time a layer ran. Where gradients are on, results carry them.
+        The recording: one `Call` for every run of a layer. The results of differentiable statistics have gradients if
+        gradients are enabled.
 
     Raises
     ------
     ParameterError
-        No module, no attention layer in the model, no such layer or head, no statistics.
+        `model` is not a module or has no attention layer, `layers` matches no layer, `see` is not a nonempty list of
+        statistics, or `heads` or `tokens` has the wrong type. The call of a layer raises the error for a head that the
+        layer does not have.
 
     Examples
     --------
@@ -73,23 +79,20 @@ def watch(
     if not attention_modules:
         raise ParameterError(
             f"a {type(model).__name__} without attention layers",
-            "torch.nn.MultiheadAttention or layers of sightline.torch in it",
+            "a model with torch.nn.MultiheadAttention or layers of sightline.torch",
             "sightline.transformers.watch(model, ...) for a Hugging Face model",
         )
     modules = select_modules(attention_modules, see, layers, heads)
     with ExitStack() as exit_stack:
-        for encoder in model.modules():  # it makes nested tensors for the fast path of its layers, whatever they say
+        for encoder in model.modules():  # an encoder makes nested tensors even if the fast path of its layers is off
             if hasattr(encoder, "use_nested_tensor"):
                 exit_stack.enter_context(restore_on_exit(encoder, "use_nested_tensor"))
-                encoder.use_nested_tensor = False  # type: ignore[assignment]  # stubs know no attributes but modules'
+                encoder.use_nested_tensor = False  # type: ignore[assignment]  # the stubs type it as a module
         for module in modules.values():
             if isinstance(module, nn.MultiheadAttention):
                 exit_stack.enter_context(restore_on_exit(module, "__class__"))
                 if type(module) is nn.MultiheadAttention:
                     module.__class__ = MultiHeadAttention  # the same parameters and state
-                exit_stack.callback(module.register_forward_pre_hook(_do_nothing).remove)  # the fast path heeds hooks
+                # A module with a hook has no fast path.
+                exit_stack.callback(module.register_forward_pre_hook(lambda *_: None).remove)
         yield exit_stack.enter_context(record_calls(modules, see, heads, tokens))
-
-
-def _do_nothing(*_: Any) -> None:
-    """A hook that does nothing."""

@@ -1,4 +1,7 @@
-"""Sightline for Hugging Face's transformers: `attn_implementation="sightline"`, and watching a model as it stands."""
+"""Sightline for Hugging Face transformers: `attn_implementation="sightline"`, and `watch` for models.
+
+The import of this package registers the name "sightline".
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ try:
     import transformers  # noqa: F401
 except ImportError as error:
     raise MissingExtraError(
-        "sightline.transformers, and no transformers",
+        "sightline.transformers without transformers",
         "transformers 5",
         'pip install "sightline-attention[transformers]" torch',
     ) from error

@@ -1,4 +1,4 @@
-"""Masks that models of transformers make, kept as formulas until attention reads them."""
+"""Masks of transformers models as formulas, without n × m arrays."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ b, i, j, n, m = (SYMBOLS[name] for name in "bijnm")
 
 
 class FormulaMask(Tensor):
-    """A boolean mask (B, 1, n, m), True attends, that holds its formula and no memory.
+    """A bool mask (B, 1, n, m) that stores its formula and no entries; an entry is True where the query attends.
 
-    Models hand it from where it is made to where it is read. Whatever else a model does to it is done to the dense
-    array, which transformers itself then writes.
+    A model passes the mask unchanged from the mask function to the attention layers. Any other tensor operation on the
+    mask runs on the dense array, which transformers' own code computes then.
 
     Attributes
     ----------
     formula : Expression
-    query_start, key_start : int
-        The position of the first query among the keys, and of the first key in the sequence.
+    query_start : int
+        The position of the first query, counted from the first key.
+    key_start : int
+        The position of the first key in the sequence.
     """
 
     formula: Expression
@@ -55,7 +57,7 @@ class FormulaMask(Tensor):
         return mask
 
     def dense(self) -> Tensor:
-        """The boolean array, as transformers writes it."""
+        """Return the bool array that transformers' own code computes."""
         return self._make_dense()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -84,7 +86,7 @@ def sightline_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """The mask of a model's layers, as `transformers.AttentionMaskInterface` asks for it.
+    """Return the mask of a model's layers; the function that `transformers.AttentionMaskInterface` calls.
 
     Parameters
     ----------
@@ -92,18 +94,19 @@ def sightline_mask(
     q_offset, kv_offset : int
         The positions of the first query and of the first key in the sequence.
     mask_function : callable (batch, head, query, key)
-        Of positions in the sequence; True attends.
+        Gets positions in the sequence; True where the query attends to the key.
     attention_mask : (B, length) bool, optional
         False at padding.
     allow_is_bidirectional_skip : bool, default False
-        Whether None may stand for a mask that hides nothing.
+        Return None instead of a mask that hides nothing.
     use_vmap : bool, default False
-        As transformers has it, for the dense array.
+        As in transformers, for the dense array.
 
     Returns
     -------
-    FormulaMask, None where nothing is hidden, or a boolean tensor
-        The last where torch compiles the model, or where the function does what formulas have no word for.
+    FormulaMask, bool tensor (B, 1, n, m) or None
+        A tensor while torch compiles the model, if formulas cannot express the mask function, or if the mask hides
+        nothing and None is not allowed.
     """
     make_dense: Callable[[], Tensor] = partial(
         sdpa_mask,
@@ -122,14 +125,14 @@ def sightline_mask(
     if torch.compiler.is_compiling():
         return make_dense()
     padding_mask = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    padding = None if padding_mask is None else padding_formula(padding_mask[:, kv_offset : kv_offset + kv_length])
+    padding = None if padding_mask is None else _padding_formula(padding_mask[:, kv_offset : kv_offset + kv_length])
     query_start = int(q_offset) - kv_offset
     if mask_function is bidirectional_mask_function:
         formula = padding
         if formula is None:
             return None if allow_is_bidirectional_skip else make_dense()
     else:
-        row, column = position_formulas(query_start, kv_offset, kv_length - q_length)
+        row, column = _position_formulas(query_start, kv_offset, kv_length - q_length)
         formula = trace_mask_function(mask_function, b, Constant(0, "int"), row, column)
         if formula is None:
             return make_dense()
@@ -138,11 +141,11 @@ def sightline_mask(
     return FormulaMask(formula, shape, device, make_dense, query_start, kv_offset)
 
 
-def position_formulas(query_start: int, key_start: int, cached: int) -> tuple[Expression, Expression]:
-    """Positions of queries and keys in the sequence.
+def _position_formulas(query_start: int, key_start: int, cached: int) -> tuple[Expression, Expression]:
+    """Return the positions of queries and keys in the sequence, as formulas of i and j.
 
-    Numbers that change from call to call stay out of the formula, whose kernel would be another for each: keys held by
-    a growing cache are m − n, other offsets a table of one entry.
+    A number in a formula is compiled into its kernel, so numbers that change from call to call are not constants here:
+    the number of keys in a growing cache is m − n, and other offsets are tables with one entry.
     """
     row: Expression = i
     column: Expression = j
@@ -156,10 +159,11 @@ def position_formulas(query_start: int, key_start: int, cached: int) -> tuple[Ex
     return row, column
 
 
-def padding_formula(padding_mask: Tensor) -> Expression | None:
-    """(B, m) bool, True at real keys, as a formula: lengths or starts where the real keys stand together, else a table.
+def _padding_formula(padding_mask: Tensor) -> Expression | None:
+    """Return the formula of a padding mask (B, m), True at real keys; None if every key is real.
 
-    None where every key is real.
+    The formula compares j with the first and last real key if the real keys of each entry are contiguous; otherwise it
+    reads the mask as a table.
     """
     real = to_numpy(padding_mask)
     if real.all():

@@ -1,4 +1,4 @@
-"""Attention as models of transformers ask for it: the name "sightline" of their two interfaces."""
+"""The functions that transformers calls for `attn_implementation="sightline"`, and their registration."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ from .formula_mask import FormulaMask, sightline_mask
 __all__ = ["NAME", "register", "sightline_attention"]
 
 NAME = "sightline"
-UNSUPPORTED_ARGUMENTS = {  # arguments that change the answer, of a few models
-    "cache": "a paged cache, of continuous batching",
-    "indices": "keys chosen by an indexer",
-    "block_indices": "blocks of keys chosen by an indexer",
-    "sinks": "sinks of each query",
+UNSUPPORTED_ARGUMENTS = {  # arguments of a few models that change the result, with their meaning
+    "cache": "a paged cache for continuous batching",
+    "indices": "keys that an indexer selects",
+    "block_indices": "blocks of keys that an indexer selects",
+    "sinks": "sinks for each query",
 }
 
 
 def register() -> None:
-    """Enter "sightline" in both interfaces. Without the one for masks, transformers would make none: no padding."""
+    """Register "sightline" in transformers' interfaces for attention and for masks.
+
+    For an attention implementation without a mask function, transformers makes no mask and so ignores padding.
+    """
     AttentionInterface.register(NAME, sightline_attention)
     AttentionMaskInterface.register(NAME, sightline_mask)
 
@@ -47,42 +50,47 @@ def sightline_attention(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `transformers.AttentionInterface` calls.
+    """Compute attention for a layer of transformers; the function that `transformers.AttentionInterface` calls.
 
     Parameters
     ----------
-    module : the attention layer that asks
+    module : the attention layer
     query : (B, H, n, d_k)
-    key, value : (B, G, m, d_k) and (B, G, m, d_v); shared heads are not repeated
-    attention_mask : a `FormulaMask`, or (…, n, m) bool, True attends, or floats to be added, in logits; optional
-        None hides nothing, as in the models' own code: masks that are causal always come.
+    key : (B, G, m, d_k); heads that query heads share are not repeated
+    value : (B, G, m, d_v)
+    attention_mask : `FormulaMask`, or tensor broadcastable to (B, H, n, m), optional
+        A bool entry is True where the query attends to the key. Float entries are logits, added to the scaled scores.
+        None hides nothing, as in the models' own code; models always pass a causal mask explicitly.
     dropout : float, default 0
-        Taken in training only.
+        The probability that a weight is dropped, in training only.
     scaling : float, default 1/√d_k
     softcap : float, optional
-        t tanh(s / t), of the scaled scores.
+        The cap t: a scaled score s becomes t tanh(s / t), before biases are added.
     s_aux : (H,) floats, optional
-        Sinks.
-    position_bias : (…, H, n, m) floats, optional
-        Added to the scaled scores.
+        The sinks, in logits.
+    position_bias : floats broadcastable to (B, H, n, m), optional
+        Logits, added to the scaled scores.
     options
-        `output_attentions`; others are ignored, but for `UNSUPPORTED_ARGUMENTS`.
+        With `output_attentions` the weights are returned. An argument of `UNSUPPORTED_ARGUMENTS` is an error. Other
+        options are ignored.
 
     Returns
     -------
     output : (B, n, H, d_v)
-    weights : (B, H, n, m) before dropout where the model was asked for attentions, else None
+    weights : (B, H, n, m), the weights before dropout; None unless the model returns attentions
 
     Raises
     ------
     ParameterError
-        An argument of `UNSUPPORTED_ARGUMENTS`.
+        An argument of `UNSUPPORTED_ARGUMENTS` is not None.
+    SightlineError
+        The errors of `sightline.attention`.
     """
     for name, meaning in UNSUPPORTED_ARGUMENTS.items():
         if options.get(name) is not None:
             raise ParameterError(
                 f"{name}= of {type(module).__name__}: {meaning}",
-                "masks, biases, soft caps and sinks of each head",
+                "masks, biases, soft caps and one sink for each head",
                 'attn_implementation="eager" for this model',
             )
     score = None if softcap is None else softcap_score(float(softcap))
@@ -113,13 +121,13 @@ def sightline_attention(
 
 
 def _add_to_score(array: Tensor, score: Expression | None) -> Expression:
-    """The score with these numbers added."""
+    """Return the score with the entries of `array` added."""
     added = bias(array)
     return added if score is None else added.with_scores(score)
 
 
 def _needs_weights(module: nn.Module, options: dict[str, Any]) -> bool:
-    """Whether weights were asked for: by argument, by configuration, or by the hooks that collect a model's outputs."""
+    """True if an argument, the model's configuration or transformers' output collector requests the weights."""
     if options.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         return True
     if torch.compiler.is_compiling():

@@ -1,8 +1,8 @@
-"""transformers' mask functions as formulas.
+"""The conversion of transformers' mask functions into formulas.
 
-They are written for tensors of indices, `f(batch, head, query, key)`, and ask of them what formulas have no word for:
-a constant made `new_ones` like another, a device, a table read by brackets. `TracedFormula` answers these for a
-formula.
+A mask function `f(batch, head, query, key)` is written for tensors of indices. It may use tensor operations that
+formulas do not have: `new_ones`, `.to(device)`, or the indexing of another tensor. `TracedFormula` implements these
+operations for a formula.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ __all__ = ["trace_mask_function"]
 
 
 class TracedFormula:
-    """A formula where a mask function expects a tensor of indices or conditions."""
+    """A formula that a mask function uses like a tensor of indices or conditions."""
 
-    device = "cpu"  # asked for only to move other masks to it
+    device = "cpu"  # mask functions move other tensors to this device
 
     def __init__(self, formula: Any) -> None:
         self.formula = as_expression(formula)
 
     def to(self, *_: Any, **__: Any) -> TracedFormula:
-        """Where it is and as it is: a formula has no device, and its kind is its own."""
+        """Return the formula unchanged: a formula has neither a device nor a dtype to convert."""
         return self
 
     def new_ones(self, shape: tuple[int, ...], **_: Any) -> TracedFormula:
-        """True everywhere."""
+        """Return the formula True; `shape` must be ()."""
         return _make_constant(shape, True)
 
     def new_zeros(self, shape: tuple[int, ...], **_: Any) -> TracedFormula:
-        """False everywhere."""
+        """Return the formula False; `shape` must be ()."""
         return _make_constant(shape, False)
 
     def __and__(self, other: Any) -> TracedFormula:
@@ -51,7 +51,7 @@ class TracedFormula:
     __rand__, __ror__ = __and__, __or__
 
     def __bool__(self) -> bool:
-        return bool(self.formula)  # raises, as formulas do
+        return bool(self.formula)  # raises FormulaError
 
     __hash__ = object.__hash__
 
@@ -62,12 +62,13 @@ class TracedFormula:
 
 
 def _operator(name: str) -> Callable[..., TracedFormula]:
-    """Python's operator of that name, on the formulas."""
+    """Return the method that applies an operator of Python's `operator` module to formulas."""
     function = getattr(operator, name)
     return lambda self, *others: TracedFormula(function(self.formula, *map(_unwrap, others)))
 
 
 def _reversed_operator(name: str) -> Callable[..., TracedFormula]:
+    """Return the method for the same operator with exchanged operands."""
     function = getattr(operator, name)
     return lambda self, other: TracedFormula(function(_unwrap(other), self.formula))
 
@@ -80,7 +81,7 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
 
 
 class _TableLookupMode(TorchFunctionMode):
-    """Brackets of a tensor around a formula read it as a table: one table, however often it is read."""
+    """Turns the indexing of a tensor by a formula into a table lookup; each tensor becomes one table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class _TableLookupMode(TorchFunctionMode):
 
 
 def trace_mask_function(function: Callable[..., Any], *indices: Expression) -> Expression | None:
-    """The formula of a mask function at these indices; None where it does something formulas have no word for."""
+    """Return the formula of a mask function for these indices; None if the function needs an unsupported operation."""
     try:
         with _TableLookupMode():
             result = function(*[TracedFormula(index) for index in indices])
@@ -107,7 +108,7 @@ def trace_mask_function(function: Callable[..., Any], *indices: Expression) -> E
 
 
 def _unwrap(value: Any) -> Any:
-    """What a formula can take: formulas, and numbers that came as tensors."""
+    """Return a traced formula's formula, a 0-dimensional tensor's number, and any other value unchanged."""
     if isinstance(value, TracedFormula):
         return value.formula
     return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
@@ -115,12 +116,12 @@ def _unwrap(value: Any) -> Any:
 
 def _make_constant(shape: tuple[int, ...], value: bool) -> TracedFormula:
     if tuple(shape):
-        raise TypeError("a constant of several numbers is no formula")
+        raise TypeError("a formula's constant has one number")
     return TracedFormula(value)
 
 
 def _combine(combine: Callable[..., Any], one: TracedFormula, other: Any, *, neutral: bool) -> TracedFormula:
-    """Both conditions, without one that is always `neutral`."""
+    """Return the combination of two conditions; an operand that is the constant `neutral` is omitted."""
     operands = [one.formula, as_expression(_unwrap(other))]
-    rest = [formula for formula in operands if not (isinstance(formula, Constant) and formula.value is neutral)]
-    return TracedFormula(combine(*rest) if len(rest) == 2 else (rest or operands)[0])
+    remaining = [formula for formula in operands if not (isinstance(formula, Constant) and formula.value is neutral)]
+    return TracedFormula(combine(*remaining) if len(remaining) == 2 else (remaining or operands)[0])

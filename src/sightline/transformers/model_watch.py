@@ -1,4 +1,4 @@
-"""Watching a Hugging Face model: statistics of its attentions, from the model as it stands."""
+"""`watch` for Hugging Face models: statistics of their attention layers, without a change to the model's code."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from .interface import NAME
 
 __all__ = ["watch"]
 
-CROSS_ATTENTION_NAME = re.compile(
-    r"cross|encoder_attn|encdec", re.IGNORECASE
-)  # how models name attention across sequences
+CROSS_ATTENTION_NAME = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)  # in names of cross-attention layers
 
 
 @contextmanager
@@ -33,31 +31,37 @@ def watch(
     heads: Sequence[int] | None = None,
     tokens: Tokens | Sequence[str] | None = None,
 ) -> Iterator[Seen]:
-    """Watch the attentions of a model of transformers, in a forward pass, in training or in generation.
+    """Record statistics of the attention layers of a transformers model, in forward passes, training and generation.
 
-    While the context lasts the model computes with `attn_implementation="sightline"`. Afterwards it is as it was, after
-    an error too. Watches nest.
+    While the context lasts, the model uses `attn_implementation="sightline"`. On exit the model is restored, after an
+    error too. Contexts may be nested.
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel, or a module that holds some
+    model : transformers.PreTrainedModel, or a module that contains such models
     see : list of statistics
-    layers : paths, patterns or numbers of attention layers, default all
-        Numbers count the attention layers in the order the model lists them.
-    heads : list of query heads, default all
+        At least one, such as `sightline.weights()`; the statistics are computed for every call.
+    layers : path, pattern or number of an attention layer, or a list of them, default all
+        A path or pattern ("model.layers.*.self_attn") matches the layer's path in the model; a number counts the
+        attention layers in the model's order.
+    heads : list of int, optional
+        The query heads to record, default all. Negative numbers count from the last head.
     tokens : labels of positions, optional
-        For each batch entry a list of strings, or {"encoder": ..., "decoder": ...}; see `sightline.recording.Seen`.
+        For each batch entry a list of strings, or {"encoder": ..., "decoder": ...} with such a list for each side; see
+        `sightline.recording.Seen`.
 
     Yields
     ------
     Seen
-        One call for every time a layer ran. Where gradients are on, results carry them.
+        The recording: one `Call` for every run of a layer. The results of differentiable statistics have gradients if
+        gradients are enabled.
 
     Raises
     ------
     ParameterError
-        No module, a model whose attention does not go through transformers' attention interface, no such layer or
-        head, no statistics.
+        `model` is not a module, its attention does not use transformers' attention interface, `layers` matches no
+        layer, `see` is not a nonempty list of statistics, or `heads` or `tokens` has the wrong type. The call of a
+        layer raises the error for a head that the layer does not have.
 
     Examples
     --------
@@ -81,8 +85,8 @@ def watch(
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not attention_modules or not any(submodel._can_set_attn_implementation() for submodel in models):
         raise ParameterError(
-            f"a {type(model).__name__} whose attention does not go through transformers' attention interface",
-            "models of transformers 5 that take attn_implementation",
+            f"a {type(model).__name__} whose attention does not use transformers' attention interface",
+            "models of transformers 5 that support attn_implementation",
             "sightline.torch.watch(model, ...) for torch's own attention layers",
         )
     modules = select_modules(attention_modules, see, layers, heads)
@@ -97,7 +101,7 @@ def watch(
 
 
 def _uses_attention_interface(kind: Any) -> bool:
-    """Whether the methods of a module look up the attention interface."""
+    """True if a method of the module class, or of a base class, reads transformers' attention interface."""
     if issubclass(kind, PreTrainedModel):
         return False
     methods = [inspect.unwrap(method) for method in vars(kind).values() if inspect.isfunction(method)]
@@ -106,15 +110,15 @@ def _uses_attention_interface(kind: Any) -> bool:
 
 
 def _is_cross_attention(name: str, module: nn.Module) -> bool:
-    """Whether a layer's keys are another sequence: by what it says of itself, else by its path's end and its class."""
+    """True for cross-attention: by the layer's `is_cross_attention`, else by the end of its path and its class name."""
     declared = getattr(module, "is_cross_attention", None)
     if isinstance(declared, bool):
         return declared
-    return any(CROSS_ATTENTION_NAME.search(word) for word in (*name.split(".")[-2:], type(module).__name__))
+    return any(CROSS_ATTENTION_NAME.search(part) for part in (*name.split(".")[-2:], type(module).__name__))
 
 
 def _collect_configurations(model: nn.Module) -> list[Any]:
-    """Every configuration in the model, each once."""
+    """Return every configuration of the model and its submodels once."""
     by_id: dict[int, Any] = {}
     pending = [getattr(module, "config", None) for module in model.modules()]
     while pending:

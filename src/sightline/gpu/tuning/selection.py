@@ -84,15 +84,20 @@ def parse_configuration(values: Any) -> Configuration | None:
     return Configuration(**values)
 
 
-@lru_cache
 def architecture_of(device: Any) -> str:
-    """Return the architecture of a device, such as "sm_90" or "gfx942"."""
+    """Return the architecture of a torch device: "sm_90", "gfx942" or the like for a GPU, "cpu" for the CPU.
+
+    torch.compile traces this function. In torch 2.6 it can trace `get_device_properties`, but not
+    `get_device_capability`.
+    """
     import torch
 
+    if device.type != "cuda":
+        return str(device.type)
+    properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
-        return str(torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0])
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+        return str(properties.gcnArchName.partition(":")[0])
+    return f"sm_{properties.major}{properties.minor}"
 
 
 def device_of(problem: Problem, architecture: str) -> str:
