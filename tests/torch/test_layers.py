@@ -1,4 +1,4 @@
-"""The layers against the forms they stand for, each written out here by hand."""
+"""Tests of the layers against definitions in plain torch operations."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ def drawn(*shape, seed=0):
 
 
 def agrees(layer, tensors, mask, hide, scale=None):
-    """Output and weights, in float32, are the textbook's within the budget."""
+    """Assert that output and weights in float32 are within the budget of the textbook definition."""
     truth = textbook(*(x.double() for x in tensors), hide, scale)
     allowed = ~hide.expand(truth[1].shape)
     rough = compute_baseline(
@@ -33,7 +33,7 @@ def agrees(layer, tensors, mask, hide, scale=None):
 
 
 def textbook(query, key, value, hide=None, scale=None):
-    """softmax(QKᵀ · scale + M) V; a row that sees nothing is 0."""
+    """Return softmax(Q Kᵀ · scale + M) V and the weights; both are 0 for a query without visible keys."""
     scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
     if hide is not None:
         scores = scores.masked_fill(hide, -math.inf)
@@ -48,12 +48,12 @@ HEADS = (6, 4, 9, 8)
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float32])
 @pytest.mark.parametrize("shape", [(9, 9), (6, 1, 9, 9), (6, 1, 1, 9), (6, 4, 9, 9)])
-def test_mask_whose_zero_hides(kind, shape):
+def test_a_mask_whose_zero_hides(kind, shape):
     mask = (drawn(*shape) > -0.5).to(kind)
     agrees(ScaledDotProductAttention(), [drawn(*HEADS, seed=k) for k in range(3)], mask, mask == 0)
 
 
-def test_mask_whose_true_hides_and_scale_of_the_models_width():
+def test_a_mask_whose_true_hides_and_a_scale():
     mask = drawn(6, 1, 9, 9) > 0
     mask[:, :, 3] = True
     layer = ScaledDotProductAttention(scale=1 / math.sqrt(32), mask_means="ignore")
@@ -64,12 +64,12 @@ def test_mask_whose_true_hides_and_scale_of_the_models_width():
     assert not weights[:, :, 3].any()
 
 
-def test_without_heads_the_mask_stands_for_the_batch():
+def test_without_heads_the_mask_has_a_batch_axis():
     mask = drawn(6, 9, 9) > 0
     agrees(ScaledDotProductAttention(), [drawn(6, 9, 8), drawn(6, 9, 8, seed=1), drawn(6, 9, 3)], mask, ~mask)
 
 
-def test_more_leading_axes_than_one():
+def test_several_leading_axes():
     mask = drawn(3, 1, 4, 9, 9) > 0
     agrees(ScaledDotProductAttention(), [drawn(3, 2, 4, 9, 8, seed=k) for k in range(3)], mask, ~mask)
 
@@ -81,19 +81,19 @@ def test_a_formula_as_mask_means_attend():
         assert torch.equal(output, sightline.attention(x, x, x, mask=i >= j))
 
 
-def test_drops_only_while_training_and_returns_weights_before_it():
+def test_dropout_only_in_training_and_weights_before_dropout():
     layer, x = ScaledDotProductAttention(dropout=0.5), drawn(*HEADS)
     outputs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         outputs.append(layer(x, x, x))
-    still = layer.eval()(x, x, x)
+    evaluated = layer.eval()(x, x, x)
     assert torch.equal(outputs[0][0], outputs[1][0])
     assert not torch.equal(outputs[0][0], outputs[2][0])
-    assert not torch.equal(outputs[0][0], still[0])
+    assert not torch.equal(outputs[0][0], evaluated[0])
     for _, weights in outputs:
-        torch.testing.assert_close(weights, still[1])
-    assert torch.equal(still[0], layer(x, x, x)[0])
+        torch.testing.assert_close(weights, evaluated[1])
+    assert torch.equal(evaluated[0], layer(x, x, x)[0])
 
 
 def test_weights_have_gradients():
@@ -102,12 +102,12 @@ def test_weights_have_gradients():
     assert torch.autograd.grad(weights.square().sum(), x)[0].any()
 
 
-def test_unknown_meaning_of_a_mask():
+def test_an_unknown_mask_meaning_is_refused():
     with pytest.raises(ParameterError, match="mask_means"):
         ScaledDotProductAttention(mask_means="maybe")
 
 
-def test_a_width_is_no_dropout():
+def test_a_width_instead_of_dropout_is_refused():
     with pytest.raises(ParameterError, match="dropout=64"):
         ScaledDotProductAttention(64)
 
@@ -115,7 +115,8 @@ def test_a_width_is_no_dropout():
 # -- SelfAttention -----------------------------------------------------------------------------------------------------
 
 
-def turned(x):
+def rotated(x):
+    """Return x with rotary positions."""
     n, d = x.shape[-2:]
     angles = torch.arange(n, dtype=torch.float64)[:, None] * 10000.0 ** (
         -torch.arange(0, d, 2, dtype=torch.float64) / d
@@ -136,7 +137,7 @@ def test_self_attention(heads, rope, causal):
 
         query, key, value = split(layer.query), split(layer.key), split(layer.value)
         if rope:
-            query, key = turned(query), turned(key)
+            query, key = rotated(query), rotated(key)
         hide = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if causal else None
         return textbook(query, key, value, hide)[0].transpose(1, 2).flatten(2).detach()
 
@@ -145,7 +146,7 @@ def test_self_attention(heads, rope, causal):
     assert layer(x).shape == (6, 9, heads * 4)
 
 
-def test_self_attention_trains_and_starts_glorot_normal():
+def test_self_attention_has_gradients_and_glorot_normal_parameters():
     torch.manual_seed(0)
     layer = SelfAttention(64, 64, 64)
     layer(drawn(2, 5, 64)).sum().backward()
@@ -158,7 +159,7 @@ def test_self_attention_trains_and_starts_glorot_normal():
 
 # -- MultiHeadAttention ------------------------------------------------------------------------------------------------
 
-WAYS = [
+CONFIGURATIONS = [
     {},
     {"batch_first": True, "bias": False},
     {"batch_first": True, "kdim": 5, "vdim": 7},
@@ -181,10 +182,10 @@ MASKS = {
 }
 
 
-def pair(**way):
-    """torch's layer and ours with the same parameters, which start away from 0."""
+def pair(**configuration):
+    """Return torch's layer and ours with the same parameters, none of which is 0."""
     torch.manual_seed(0)
-    theirs, ours = nn.MultiheadAttention(8, 2, **way), MultiHeadAttention(8, 2, **way)
+    theirs, ours = nn.MultiheadAttention(8, 2, **configuration), MultiHeadAttention(8, 2, **configuration)
     for parameter in theirs.parameters():
         nn.init.normal_(parameter)
     assert str(ours.load_state_dict(theirs.state_dict())) == "<All keys matched successfully>"
@@ -192,11 +193,11 @@ def pair(**way):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_agrees_with_torchs_layer(way, mask):
-    theirs, ours = (layer.double() for layer in pair(**way))
-    tensors = [drawn(3, 4, 8), drawn(3, 6, way.get("kdim", 8)), drawn(3, 6, way.get("vdim", 8))]
-    if not way.get("batch_first"):
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+def test_agrees_with_torchs_layer(configuration, mask):
+    theirs, ours = (layer.double() for layer in pair(**configuration))
+    tensors = [drawn(3, 4, 8), drawn(3, 6, configuration.get("kdim", 8)), drawn(3, 6, configuration.get("vdim", 8))]
+    if not configuration.get("batch_first"):
         tensors = [x.transpose(0, 1) for x in tensors]
     tensors = [x.double().requires_grad_() for x in tensors]
     options = {
@@ -216,7 +217,7 @@ def test_agrees_with_torchs_layer(way, mask):
         torch.testing.assert_close(found, expected)
 
 
-def test_without_a_batch_and_causal():
+def test_inputs_without_a_batch_and_a_causal_mask():
     theirs, ours = (layer.double() for layer in pair())
     x = drawn(5, 8).double()
     later = torch.ones(5, 5, dtype=torch.bool).triu(1)
@@ -227,7 +228,7 @@ def test_without_a_batch_and_causal():
         torch.testing.assert_close(found, expected)
 
 
-def test_a_query_that_sees_nothing_gets_the_projection_of_zero():
+def test_a_query_without_visible_keys_gets_the_projection_of_zero():
     _, ours = pair(batch_first=True)
     x = drawn(2, 3, 8)
     output, weights = ours(x, x, x, key_padding_mask=torch.ones(2, 3, dtype=torch.bool))
@@ -245,7 +246,7 @@ def test_dropout_in_training_only():
     assert not torch.equal(first, ours.eval()(x, x, x)[0])
 
 
-def test_in_torchs_encoder_layer():
+def test_the_layer_works_in_torchs_encoder_layer():
     encoder = nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0).double()
     x = drawn(2, 5, 8).double()
     expected = encoder(x)
@@ -255,7 +256,7 @@ def test_in_torchs_encoder_layer():
     torch.testing.assert_close(encoder(x), expected)
 
 
-def test_masks_that_do_not_fit():
+def test_unsuitable_masks_are_refused():
     _, ours = pair(batch_first=True)
     x = drawn(2, 3, 8)
     with pytest.raises(ShapeError):
@@ -272,7 +273,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_compile_whole(name):
+def test_layers_compile_to_one_graph(name):
     layer = LAYERS[name]()
     torch.compiler.reset()
     arguments = [drawn(2, 5, 8)] * (1 if isinstance(layer, SelfAttention) else 3)

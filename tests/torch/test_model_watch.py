@@ -1,4 +1,4 @@
-"""Watching torch's own layers and ours, and reading what was seen."""
+"""Tests of `sightline.torch.watch` for torch's layers and ours, and of the recording `Seen`."""
 
 import sys
 from types import SimpleNamespace
@@ -27,8 +27,8 @@ def transformer():
     return nn.Transformer(8, 2, 1, 1, 16, batch_first=True).eval()
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which torch makes of padding
-def test_torch_layers_answer_the_same_while_watched(transformer, x):
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch uses nested tensors for padding
+def test_torch_layers_compute_the_same_while_watched(transformer, x):
     causal = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.bool)
     hidden = torch.arange(6) >= torch.tensor([6, 5, 4])[:, None]
     masks = {"tgt_mask": causal, "src_key_padding_mask": hidden, "memory_key_padding_mask": hidden}
@@ -49,7 +49,7 @@ def test_torch_layers_answer_the_same_while_watched(transformer, x):
     assert not decoder.triu(1).any()
 
 
-def test_modules_are_left_as_they_were(transformer, x):
+def test_modules_are_restored(transformer, x):
     layer = transformer.encoder.layers[0]
 
     def state():
@@ -65,12 +65,12 @@ def test_modules_are_left_as_they_were(transformer, x):
     assert (len(outer), len(inner)) == (3, 1)
     assert [call.step for call in outer] == [0, 1, 2]
     assert state() == before
-    with pytest.raises(RuntimeError, match="out of it"), watch(transformer, [LSE]):
-        raise RuntimeError("out of it")
+    with pytest.raises(RuntimeError, match="inside watch"), watch(transformer, [LSE]):
+        raise RuntimeError("inside watch")
     assert state() == before
 
 
-def test_watches_end_in_any_order(transformer, x):
+def test_watch_contexts_exit_in_any_order(transformer, x):
     layer = transformer.encoder.layers[0]
     before = type(layer.self_attn), transformer.encoder.use_nested_tensor
     first, second = watch(transformer.encoder, [LSE]), watch(transformer.encoder, [LSE])
@@ -78,7 +78,7 @@ def test_watches_end_in_any_order(transformer, x):
     first.__exit__(None, None, None)
     with torch.no_grad():
         transformer.encoder(x)
-    assert [len(one) for one in seen] == [0, 1]
+    assert [len(recording) for recording in seen] == [0, 1]
     second.__exit__(None, None, None)
     assert (type(layer.self_attn), transformer.encoder.use_nested_tensor) == before
     assert not hooks._ORIGINALS
@@ -94,9 +94,9 @@ def test_watches_end_in_any_order(transformer, x):
 )
 def test_our_layers_are_watched(layer, arguments, shape, x):
     with watch(layer, [LSE, sightline.weights()]) as seen:
-        alone = layer(*[x] * arguments)
-    again = layer(*[x] * arguments)
-    first, second = (answer[0] if isinstance(answer, tuple) else answer for answer in (alone, again))
+        watched = layer(*[x] * arguments)
+    unwatched = layer(*[x] * arguments)
+    first, second = (result[0] if isinstance(result, tuple) else result for result in (watched, unwatched))
     assert torch.equal(first, second)
     (call,) = seen
     assert (call.layer, call.kind, call.query_start) == (type(layer).__name__, "self", 0)
@@ -114,12 +114,12 @@ def test_our_layers_are_watched(layer, arguments, shape, x):
         (nn.MultiheadAttention(8, 2), {"tokens": 5}),
     ],
 )
-def test_what_cannot_be_watched_is_named(model, options):
+def test_invalid_arguments_have_a_cure(model, options):
     with pytest.raises(ParameterError, match="cure"), watch(model, [LSE], **options):
         pass
 
 
-def test_what_cannot_be_watched_is_refused():
+def test_invalid_models_and_heads_are_refused():
     with pytest.raises(ParameterError, match="without attention layers"), watch(nn.Linear(2, 2), [LSE]):
         pass
     with pytest.raises(ParameterError, match="a model that is a str"), watch("bert-base-uncased", [LSE]):
@@ -128,7 +128,7 @@ def test_what_cannot_be_watched_is_refused():
         pass
 
 
-# -- what was seen -------------------------------------------------------------------------------------------------
+# -- the recording -------------------------------------------------------------------------------------------------
 
 
 def call(layer="decoder.0", step=0, kind="self", n=2, m=4, query_start=2, results=None):
@@ -141,7 +141,7 @@ def seen():
     return Seen([call(), call("decoder.1"), call(step=1), call("decoder.1", step=1, kind="cross")])
 
 
-def test_calls_are_chosen(seen):
+def test_calls_are_selected(seen):
     assert [c.step for c in seen.of("decoder.0")] == [0, 1]
     assert seen.of(-1).layers == ("decoder.1",)
     assert seen.of("*.1", step=-1).calls == [seen[3]]
@@ -186,7 +186,7 @@ def test_statistics_of_several_arrays_and_of_one_name():
         both["lse"]
 
 
-def test_the_explorer_is_loaded_when_asked_for(seen, monkeypatch, tmp_path):
+def test_the_explorer_is_imported_on_demand(seen, monkeypatch, tmp_path):
     written = []
     stub = SimpleNamespace(explore=lambda s: "shown", save_html=lambda s, path: written.append((s, path)))
     monkeypatch.setitem(sys.modules, "sightline.view.explorer", stub)
@@ -195,7 +195,7 @@ def test_the_explorer_is_loaded_when_asked_for(seen, monkeypatch, tmp_path):
     assert seen.explore() == seen.show() == "shown"
 
 
-def test_it_prints_as_a_table(seen):
+def test_the_recording_prints_as_a_table(seen):
     lines = repr(seen).splitlines()
     assert lines[0] == "Seen: 4 calls of 2 layers"
     assert lines[1].split() == ["layer", "kind", "step", "queries", "keys", "heads", "results"]

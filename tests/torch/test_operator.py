@@ -1,4 +1,4 @@
-"""`sightline.attention` on torch tensors: the operator, its gradients, compilation, torch's own signature."""
+"""Tests of `sightline.attention` on torch tensors: the operator, its gradients, compilation and torch's signature."""
 
 import math
 import sys
@@ -25,7 +25,7 @@ from sightline.torch.operator import attention as attention_operator
 from sightline.torch.operator import attention_backward
 from sightline.torch.operator_schema import OperatorArguments, to_text
 
-SHAPES = ((4, 4, 3), (2, 5, 3), (2, 5, 2))  # two query heads to a key head, d_v other than d_k
+SHAPES = ((4, 4, 3), (2, 5, 3), (2, 5, 2))  # two query heads share a key head, and d_v differs from d_k
 DOCUMENTS = torch.tensor([0, 0, 1, 1, 2])
 
 
@@ -38,7 +38,7 @@ def arrays(dtype=torch.float64, grad=True, batch=2):
     return [drawn(batch, *shape, dtype=dtype, grad=grad, seed=k) for k, shape in enumerate(SHAPES)]
 
 
-# A problem is a function of learned slopes (H,), a learned bias (n, m) and sinks (H,) that gives attention's arguments.
+# A problem is a function of learned slopes (H,), bias (n, m) and sinks (H,), and returns attention's arguments.
 PROBLEMS = {
     "plain": lambda slopes, bias, sinks: {},
     "causal": lambda slopes, bias, sinks: {"mask": i >= j},
@@ -67,7 +67,7 @@ def learned(dtype=torch.float64):
 
 
 def answers(name, see=()):
-    """output and statistics as a function of every tensor that may have gradients; −∞ of blind rows left out."""
+    """Return a function from every differentiable tensor to output and statistics, with 0 instead of −∞."""
 
     def call(query, key, value, *parameters):
         output, seen = sightline.attention(query, key, value, **PROBLEMS[name](*parameters), see=see)
@@ -80,11 +80,11 @@ def answers(name, see=()):
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_output_and_statistics_are_the_definitions(name):
+def test_output_and_statistics_equal_their_definitions(name):
     options = PROBLEMS[name](*learned(torch.float32)) | {"see": [sightline.weights(), sightline.lse()]}
-    question = arrays(torch.float32, batch=20)
-    output, (weights, lse) = sightline.attention(*question, **options)
-    problem = make_problem(*question, **options)
+    inputs = arrays(torch.float32, batch=20)
+    output, (weights, lse) = sightline.attention(*inputs, **options)
+    problem = make_problem(*inputs, **options)
     truth, rough = compute_stages(problem), compute_baseline(problem)
     for found, expected, worst in (
         (output, truth.output, rough.output),
@@ -95,13 +95,13 @@ def test_output_and_statistics_are_the_definitions(name):
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_gradients_are_those_of_finite_differences(name):
+def test_gradients_equal_finite_differences(name):
     see = [sightline.lse(), sightline.weights()] if name in ("curved", "all", "blind rows") else ()
     assert gradcheck(answers(name, see), [*arrays(batch=1), *learned()])
 
 
 @pytest.mark.parametrize("name", ["blind rows", "one table twice", "all"])
-def test_gradients_of_gradients_are_those_of_finite_differences(name):
+def test_gradients_of_gradients_equal_finite_differences(name):
     see = [sightline.lse(), sightline.weights()] if name == "all" else ()
     two_heads = [x[:, : x.shape[1] // 2, :3].detach().requires_grad_() for x in arrays(batch=1)]
     parameters = [
@@ -160,7 +160,7 @@ def test_hidden_nan_reaches_neither_output_nor_gradient():
     assert not gradients[1][..., 4, :].any()
 
 
-def test_gradients_reach_only_what_is_used():
+def test_gradients_reach_only_used_inputs():
     query, key, value = arrays()
     _, (lse,) = sightline.attention(query, key, value, see=[sightline.lse()])
     of_query, of_value = torch.autograd.grad(lse.sum(), (query, value))
@@ -191,9 +191,9 @@ def test_mask_functions_with_captured_tensors():
     def mask_mod(batch, head, q_idx, kv_idx):
         return DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]
 
-    question = arrays()
-    output = sightline.attention(*question, mask=mask_mod, score=score_mod)
-    expected = sightline.attention(*question, mask=sightline.documents(DOCUMENTS), score=sightline.alibi(slopes))
+    inputs = arrays()
+    output = sightline.attention(*inputs, mask=mask_mod, score=score_mod)
+    expected = sightline.attention(*inputs, mask=sightline.documents(DOCUMENTS), score=sightline.alibi(slopes))
     assert torch.equal(output, expected)
     assert torch.autograd.grad(output.sum(), slopes)[0].any()
 
@@ -202,12 +202,12 @@ def test_mask_functions_with_captured_tensors():
 
 
 def test_manual_seed_repeats_dropout():
-    question = arrays(torch.float32)
+    inputs = arrays(torch.float32)
 
     def call(seed):
         torch.manual_seed(seed)
-        first = sightline.attention(*question, dropout=0.5)
-        return first, sightline.attention(*question, dropout=0.5)
+        first = sightline.attention(*inputs, dropout=0.5)
+        return first, sightline.attention(*inputs, dropout=0.5)
 
     (one, two), (again, _), (other, _) = call(1), call(1), call(2)
     assert torch.equal(one, again)
@@ -217,7 +217,7 @@ def test_manual_seed_repeats_dropout():
 
 @pytest.mark.filterwarnings(r"ignore:.torch\.jit:DeprecationWarning")  # torch's own jvp uses it
 @pytest.mark.parametrize("options", [{}, {"mask": sightline.causal()}], ids=["plain", "causal"])
-def test_forward_derivatives_are_refused_not_dropped(options):
+def test_forward_mode_derivatives_are_refused(options):
     q, k, v = (torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(3))
 
     def call(query):
@@ -226,24 +226,24 @@ def test_forward_derivatives_are_refused_not_dropped(options):
     with pytest.raises(KernelRefusedError, match="forward derivatives"):
         torch.func.jvp(call, (q,), (k,))
     with torch.autograd.forward_ad.dual_level():
-        assert torch.equal(call(q), call(q.clone()))  # no tangent, no error
+        assert torch.equal(call(q), call(q.clone()))  # without a tangent there is no error
         with pytest.raises(KernelRefusedError, match="forward derivatives"):
             call(torch.autograd.forward_ad.make_dual(q, k))
 
     def naive_attention(query):
-        """As a person would write it, which torch differentiates forward."""
-        seen = options["mask"].array(5) if options else np.ones((5, 5), bool)
-        masked = (query @ k.mT / 2).masked_fill(~torch.tensor(seen), -torch.inf)
+        """Compute attention by torch operations, which have forward-mode derivatives."""
+        visible = options["mask"].array(5) if options else np.ones((5, 5), bool)
+        masked = (query @ k.mT / 2).masked_fill(~torch.tensor(visible), -torch.inf)
         return masked.softmax(-1) @ v
 
-    # by derivatives backward of derivatives backward, at a gradient of 0
+    # torch.autograd.functional.jvp differentiates the backward pass, at an output gradient of 0.
     torch.testing.assert_close(
         torch.autograd.functional.jvp(call, q, k)[1], torch.func.jvp(naive_attention, (q,), (k,))[1]
     )
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_tables_of_unsigned_words(dtype):
+def test_tables_of_unsigned_integers(dtype):
     q, k, v = (torch.randn(1, 2, 9, 4) for _ in range(3))
     entries = torch.tensor([3, 2**16 - 1, 5, 0, 2, 7, 1, 9, 4])
     of = [sightline.table(x)[sightline.j] for x in (entries.to(getattr(torch, dtype)), entries)]
@@ -257,21 +257,21 @@ def test_sparse_tables_are_refused():
         sightline.table(torch.eye(4).to_sparse())
 
 
-def test_a_call_without_dropout_leaves_torch_generator_alone():
+def test_a_call_without_dropout_does_not_use_torchs_generator():
     state = torch.get_rng_state()
     sightline.attention(*arrays(torch.float32), mask=i >= j)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_autocast_runs_in_its_dtype():
-    question = arrays(torch.float32)
+def test_autocast_computes_in_its_dtype():
+    inputs = arrays(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        output = sightline.attention(*question)
+        output = sightline.attention(*inputs)
         wide = sightline.attention(*arrays(torch.float64))
     assert output.dtype == torch.bfloat16
     assert wide.dtype == torch.float64
-    assert torch.equal(output, sightline.attention(*(x.bfloat16() for x in question)))
-    assert torch.autograd.grad(output.float().sum(), question[0])[0].dtype == torch.float32
+    assert torch.equal(output, sightline.attention(*(x.bfloat16() for x in inputs)))
+    assert torch.autograd.grad(output.float().sum(), inputs[0])[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -298,15 +298,15 @@ def test_errors_are_the_librarys_own(change, error):
         sightline.attention(**given)
 
 
-def test_fused_says_why_not():
+def test_the_refusals_of_fused():
     reasons = str(sightline.explain(*arrays(), mask=i >= j).refusals["fused"])
     assert "on cpu" in reasons
     assert "mask" in reasons
     assert kernels()[0].name == "fused"
 
 
-def test_fused_computes_what_it_would_be_asked():
-    """Its refusals aside, which on a CPU it always has: groups of heads, a scale, several leading axes."""
+def test_fused_computes_attention():
+    """Call `run` directly, since `Fused` refuses arrays on the CPU: grouped heads, a scale, several leading axes."""
     query, key, value = (
         drawn(3, 2, heads, length, 8, dtype=torch.float32) for heads, length in ((4, 6), (2, 9), (2, 9))
     )
@@ -355,14 +355,14 @@ def test_to_text_is_the_formulas_text(monkeypatch):
 
 # -- compilation -------------------------------------------------------------------------------------------------------
 
-OUTSIDE = (i >= j) & (i - j < 256)
-ALIBI = sightline.alibi(4)  # its slopes are a NumPy array
+OUTER_MASK = (i >= j) & (i - j < 256)
+ALIBI = sightline.alibi(4)  # the slopes are a NumPy array
 SLOPES = drawn(4, dtype=torch.float32)
 
 COMPILED = {
     "no formula": lambda q, k, v: sightline.attention(q, k, v),
-    "formula inside": lambda q, k, v: sightline.attention(q, k, v, mask=i >= j),
-    "formula outside": lambda q, k, v: sightline.attention(q, k, v, mask=OUTSIDE),
+    "inner formula": lambda q, k, v: sightline.attention(q, k, v, mask=i >= j),
+    "outer formula": lambda q, k, v: sightline.attention(q, k, v, mask=OUTER_MASK),
     "ready names": lambda q, k, v: sightline.attention(q, k, v, mask=sightline.causal() & sightline.window(256)),
     "lambda": lambda q, k, v: sightline.attention(q, k, v, mask=lambda b, h, i, j: i >= j),
     "score lambda": lambda q, k, v: sightline.attention(q, k, v, score=lambda s, b, h, i, j: torch.tanh(s / 30) * 30),
@@ -380,7 +380,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_whole(name):
+def test_calls_compile_to_one_graph(name):
     torch.compiler.reset()
     call, tensors = COMPILED[name], arrays(torch.float32)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -393,7 +393,7 @@ def test_compiled_whole(name):
         assert (eager is None and other is None) or torch.equal(eager, other)
 
 
-def test_compiled_once_for_all_lengths():
+def test_one_graph_serves_all_lengths():
     torch.compiler.reset()
     graphs = []
 
@@ -414,7 +414,7 @@ def test_compiled_once_for_all_lengths():
     assert len(graphs) == 1
 
 
-def test_shape_errors_name_themselves_when_compiled():
+def test_shape_errors_are_readable_when_compiled():
     torch.compiler.reset()
     compiled = torch.compile(lambda q, k: sightline.attention(q, k, k), fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="project both to the same d_k"):
@@ -426,7 +426,7 @@ def test_shape_errors_name_themselves_when_compiled():
 
 @st.composite
 def calls(draw):
-    """Arguments of F.scaled_dot_product_attention, and a mask's shape and kind."""
+    """Draw arguments of F.scaled_dot_product_attention, and a mask's shape and kind."""
     lengths, widths = st.integers(1, 9), st.sampled_from([3, 8])
     query_length, keys, width, value_width = draw(st.tuples(lengths, lengths, widths, widths))
     lead = draw(st.sampled_from([(), (2,), (2, 4), (3, 2, 4)]))
@@ -448,7 +448,7 @@ def mask_of(kind, shape):
 
 
 def run_call(call, function, dtype):
-    """Output, and in float64 gradients of the three arrays and a float mask, on inputs rounded to float32."""
+    """Return the output for inputs rounded to float32; in float64 also the gradients of all arrays and a float mask."""
     shapes, kind, mask_shape, scale, gqa = call
     tensors = [drawn(*shape, dtype=torch.float32, grad=False, seed=k) for k, shape in enumerate(shapes)]
     mask = mask_of(kind, mask_shape)
@@ -482,7 +482,7 @@ def test_mask_and_causal_together_are_their_intersection():
     assert torch.equal(together, scaled_dot_product_attention(query, key, value, joined, enable_gqa=True))
 
 
-def test_heads_that_differ_want_enable_gqa():
+def test_different_numbers_of_heads_need_enable_gqa():
     query, key, value = arrays(torch.float32)
     with pytest.raises(ShapeError, match="enable_gqa"):
         scaled_dot_product_attention(query, key, value)
@@ -495,13 +495,13 @@ def test_integer_mask_is_refused():
         scaled_dot_product_attention(*[torch.ones(2, 3, 4)] * 3, attn_mask=torch.ones(3, 3, dtype=torch.int64))
 
 
-def test_a_formula_has_a_function_of_its_own():
+def test_a_formula_as_attn_mask_is_refused():
     x = torch.ones(1, 2, 3, 4)
     with pytest.raises(MaskError, match=r"attn_mask is a formula\n(.|\n)*sightline.attention\("):
         scaled_dot_product_attention(x, x, x, attn_mask=i >= j)
 
 
-def test_dropout_without_training_mode_as_torch_has_it():
+def test_dropout_applies_outside_training_as_in_torch():
     x = torch.ones(1, 1, 4, 2)
     assert not scaled_dot_product_attention(x, x, x, dropout_p=1.0).any()
 

@@ -70,8 +70,8 @@ class Tuning:
         return f"Tuning({self.device}: {', '.join(tuned.kernel for tuned in self.found)})"
 
     def __str__(self) -> str:
-        rows = [("kernel", "rows × keys", "warps", "stages", "time", "default time", "speedup", "tried")]
-        rows += [_format_row(tuned) for tuned in self.found]
+        header = ("kernel", "rows × keys", "warps", "stages", "time", "default time", "speedup", "tried")
+        rows = [header, *map(_format_row, self.found)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         errors = [
