@@ -1,4 +1,4 @@
-"""The commands: what they say, that pipes get plain text of 80 columns, and that errors are messages."""
+"""The commands: their output, plain text of 80 columns in a pipe, and errors as messages without a traceback."""
 
 import importlib.util
 import io
@@ -28,7 +28,7 @@ from sightline.walkthrough import walk_through
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """A command's exit code, output and errors; everything printed is plain and fits 80 columns."""
+    """A function that runs a command and returns (exit code, output, errors); it checks for plain text of 80 columns."""
     monkeypatch.delenv("FORCE_COLOR", raising=False)
 
     def command(*arguments):
@@ -52,21 +52,11 @@ def test_explain_shows_every_stage(run):
     code, out, _ = run("explain", "the cat ate the rat")
     assert code == 0
     assert re.search(r"number +9 +0 +2 +7 +0 +7 +3 +9 +0 +6 +7$", out, re.M)
-    for stage in (
-        "Tokens",
-        "Embeddings",
-        "Projections",
-        "Query, key",
-        "Rotation",
-        "Scores",
-        "Scaled",
-        "Mask",
-        "Weights",
-    ):
+    for stage in "Tokens|Embeddings|Projections|Query, key|Rotation|Scores|Scaled|Mask|Weights".split("|"):
         assert re.search(rf"^\d+  {stage}.*\(", out, re.M), stage
     for shape in ("(11, 512)", "3 × (512, 64)", "3 × (11, 64)", "(11, 11)", "(11, 64)"):
         assert shape in out
-    assert "query 2 (c) and key 9 (r), 7 apart" in out
+    assert "query 2 (c) and key 9 (r), distance 7" in out
     assert "The mask allows the pair" in out
     value = walk_through().stages.weights[2, 9]
     assert f"[{value:.2f}]" in out
@@ -129,7 +119,7 @@ def test_colours_in_a_terminal(monkeypatch):
     assert "48;2;254;232;56" in captured.get()
 
 
-def test_info_says_what_kernels_say(run):
+def test_info_prints_what_the_kernels_report(run):
     code, out, _ = run("info")
     assert code == 0
     for kernel in KERNELS:
@@ -146,8 +136,8 @@ def test_info_says_what_kernels_say(run):
             assert reason in out
 
 
-def test_info_tells_of_a_gpu_where_torch_sees_one(run, monkeypatch, tmp_path):
-    """The processor in its place."""
+def test_info_prints_the_gpu_that_torch_finds(run, monkeypatch, tmp_path):
+    """The CPU stands in for the GPU."""
     from sightline.torch import kernels
 
     on_device = support(kernels(), "cpu")
@@ -162,10 +152,10 @@ def test_info_tells_of_a_gpu_where_torch_sees_one(run, monkeypatch, tmp_path):
     assert "fused: the arrays are on cpu (move them to a CUDA device)" in out
     monkeypatch.setattr("sightline.cli.info_command.has_gpu", lambda: False)
     _, out, _ = run("info")
-    assert "none that torch sees" in out
+    assert "none found by torch" in out
 
 
-def test_info_says_whose_threads_and_where_kernels_are_kept(run, monkeypatch, tmp_path):
+def test_info_prints_the_thread_count_and_the_kernel_cache(run, monkeypatch, tmp_path):
     monkeypatch.setenv("SIGHTLINE_THREADS", "3")
     monkeypatch.setenv("SIGHTLINE_CACHE", "off")
     _, out, _ = run("info")
@@ -181,26 +171,26 @@ def test_demo(run, tmp_path):
     code, out, _ = run("demo", "--output", str(tmp_path / "demo.png"), "--repeats", "1")
     assert code == 0
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    for said in ("the cat ate the rat", "kernel", "float64 definition", "Sightline", "NumPy", "torch SDPA", "15 ran"):
-        assert said in out
-    before = r"^← +the token before +layer 0, head 2 +1\.00 *$"  # the first query, which has none, is left out
+    for text in ("the cat ate the rat", "kernel", "float64 definition", "Sightline", "NumPy", "torch SDPA", "15 ran"):
+        assert text in out
+    before = r"^← +the token before +layer 0, head 2 +1\.00 *$"  # the mean omits the first query: no token before it
     assert re.search(before, out, re.M)
     assert (tmp_path / "demo-heads.png").read_bytes().startswith(b"\x89PNG")
     assert "whale" in (tmp_path / "demo-heads.html").read_text() or head_patterns.model_folder() is None
 
 
 @pytest.mark.parametrize("layer", [0, 3])
-def test_the_models_own_numbers_within_rounding(layer):
-    """The trained model's weights and outputs come out of its queries, keys and values again, within float32."""
+def test_the_models_results_are_reproduced_within_rounding(layer):
+    """The model's queries, keys and values give the model's weights and outputs, within float32 rounding."""
     cat = load("minilm_cat")
     given, mask = cat.layers[layer], padding(cat.lengths)
     out, (seen,) = attention(given.query, given.key, given.value, mask=mask, see=[weights()])
     assert max(budget_shares(given, mask, out, seen)) <= 1
     rough = compute_baseline(make_problem(given.query, given.key, given.value, mask=mask))
-    assert_within_budget(out, given.output.astype(float), rough.output)  # no farther from the model than plain NumPy is
+    assert_within_budget(out, given.output.astype(float), rough.output)  # as near to the model as plain NumPy
     assert_within_budget(seen, given.weights.astype(float), rough.weights)
-    ours, models, between = largest_differences(given, mask, out, seen).values()
-    assert all(b <= o + m for o, m, b in zip(ours, models, between, strict=True))
+    ours, models, mutual = largest_differences(given, mask, out, seen).values()
+    assert all(b <= o + m for o, m, b in zip(ours, models, mutual, strict=True))  # the triangle inequality
     assert not seen[0, :, :, cat.lengths[0] :].any()
 
 
@@ -215,8 +205,8 @@ def test_demo_without_torch_and_matplotlib(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     find = importlib.util.find_spec
     absent = ("torch", "matplotlib")
-    for place in ("sightline.cli.demo_command.find_spec", "importlib.util.find_spec"):
-        monkeypatch.setattr(place, lambda name, *rest: None if name in absent else find(name, *rest))
+    for target in ("sightline.cli.demo_command.find_spec", "importlib.util.find_spec"):
+        monkeypatch.setattr(target, lambda name, *rest: None if name in absent else find(name, *rest))
     code, out, _ = run("demo", "--repeats", "1", "--layer", "0", "--head", "5")
     assert code == 0
     assert "pip install torch" in out
@@ -227,7 +217,7 @@ def test_demo_without_torch_and_matplotlib(run, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("colours", ["truecolor", "256", "standard", None])
-def test_every_head_has_its_cell(colours):
+def test_every_head_has_a_cell(colours):
     found = head_patterns.analyse_activations()
     console = Console(force_terminal=colours is not None, color_system=colours, width=80, file=io.StringIO())
     with console.capture() as captured:
@@ -251,7 +241,7 @@ def test_shipped_activations():
 
 
 def test_commands_load_no_framework_they_do_not_need():
-    """`explain` and `info` in a fresh interpreter: neither torch, keras nor matplotlib."""
+    """In a fresh interpreter, `explain` and `info` import neither torch, keras nor matplotlib."""
     program = (
         "import sys, json, sightline; first = sorted(sys.modules)\n"
         "from sightline.cli import main; main(['explain']); main(['info'])\n"
@@ -260,7 +250,5 @@ def test_commands_load_no_framework_they_do_not_need():
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     first, later = json.loads(result.stdout.splitlines()[-1])
     assert not {"torch", "keras", "matplotlib", "rich", "llvmlite"} & set(first)
-    for_gpu = (
-        {"torch"} if any(path.exists() for path in DRIVER_VERSION_FILES) else set()
-    )  # `info` asks torch which GPU it sees
-    assert not ({"torch", "keras", "matplotlib"} - for_gpu) & set(later)
+    has_driver = any(path.exists() for path in DRIVER_VERSION_FILES)  # then `info` imports torch to find the GPU
+    assert not ({"keras", "matplotlib"} | (set() if has_driver else {"torch"})) & set(later)

@@ -1,4 +1,4 @@
-"""`sightline view`: the page a model's attentions end in, and the errors that help."""
+"""`sightline view`: the page that it writes for a model, and its error messages."""
 
 import importlib.util
 import sys
@@ -17,7 +17,7 @@ TEXTS = ["the cat ate", "a rat"]
 
 
 class Tokenizer:
-    """One token for each word; as much of transformers' tokenizers as is asked for."""
+    """One token per word; the part of a transformers tokenizer that the command uses."""
 
     padding_side, pad_token, eos_token = "left", None, "<end>"
 
@@ -41,12 +41,12 @@ class Model(SimpleNamespace):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """A watch that has seen two layers of three heads, and a loader; no transformers."""
-    rng, asked = np.random.default_rng(0), {}
+    """A stand-in for `watch` with two layers of three heads, and a loader; transformers is not needed."""
+    rng, requested = np.random.default_rng(0), {}
 
     @contextmanager
     def watch(model, see, tokens):
-        asked.update(see=see, tokens=tokens)
+        requested.update(see=see, tokens=tokens)
         given = {"statistics": tuple(see), "heads": (0, 1, 2), "key_start": 0, "query_start": 0, "kind": "self"}
 
         class Call(SimpleNamespace):
@@ -65,9 +65,10 @@ def fake(monkeypatch):
         yield SimpleNamespace(calls=calls, layers=("layers.0", "layers.1"), labels=labels)
 
     monkeypatch.setitem(sys.modules, "sightline.transformers", SimpleNamespace(watch=watch))
-    asked["model"] = Model(config=SimpleNamespace(is_encoder_decoder=False, num_hidden_layers=2, num_attention_heads=3))
-    asked["load"] = lambda path: (asked["model"], Tokenizer())
-    return asked
+    config = SimpleNamespace(is_encoder_decoder=False, num_hidden_layers=2, num_attention_heads=3)
+    requested["model"] = Model(config=config)
+    requested["load"] = lambda path: (requested["model"], Tokenizer())
+    return requested
 
 
 def test_two_texts_become_a_page(fake, tmp_path, capsys):
@@ -77,30 +78,30 @@ def test_two_texts_become_a_page(fake, tmp_path, capsys):
     assert "attention_mask" in fake["model"].given
     page = path.read_text(encoding="utf-8")
     assert '[["the","cat","ate"],["a","rat"]]' in page
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"Wrote {path}" in said
-    assert "2 texts, 2 layers of up to 3 heads, 3 tokens" in said
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"Wrote {path}" in out
+    assert "2 texts, 2 layers of up to 3 heads, 3 tokens" in out
 
 
-def test_long_texts_are_asked_for_in_linear_memory(monkeypatch):
+def test_long_texts_request_statistics_of_linear_memory(monkeypatch):
     for name in ("pooled", "top_k", "entropy", "received"):
         monkeypatch.setattr(sightline, name, lambda *given, name=name: (name, *given), raising=False)
     config = SimpleNamespace(num_hidden_layers=12, num_attention_heads=12)
     assert [statistic.name for statistic in _statistics(config, 1, 200)] == ["weights"]
-    asked = [("pooled", 256, 256), ("top_k", 8), ("entropy",), ("received",)]
-    assert _statistics(config, 1, 100_000) == asked
+    expected = [("pooled", 256, 256), ("top_k", 8), ("entropy",), ("received",)]
+    assert _statistics(config, 1, 100_000) == expected
 
 
-def test_opened_in_the_browser(fake, tmp_path, monkeypatch):
+def test_the_page_is_opened_in_the_browser(fake, tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     path = view(str(tmp_path), TEXTS[:1], output=str(tmp_path / "page.html"), open_browser=True, load=fake["load"])
     assert opened == [path.as_uri()]
 
 
-def test_errors_help(fake, tmp_path, capsys, monkeypatch):
+def test_errors_name_a_cure(fake, tmp_path, capsys, monkeypatch):
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xfa")
-    for arguments, said in (
+    for arguments, message in (
         (["--model", str(tmp_path / "nowhere"), "x"], "which is no directory"),
         (["--model", str(tmp_path)], "no text"),
         (["--model", str(tmp_path), "--text-file", str(tmp_path / "bytes.txt")], "a file of UTF-8 text"),
@@ -108,7 +109,7 @@ def test_errors_help(fake, tmp_path, capsys, monkeypatch):
     ):
         assert main(["view", *arguments]) == 2
         error = capsys.readouterr().err
-        assert said in error
+        assert message in error
         assert "cure:    sightline view --model" in error
     monkeypatch.setitem(sys.modules, "sightline.transformers", None)
     assert main(["view", "--model", str(tmp_path), "x"]) == 2
@@ -135,11 +136,11 @@ def test_a_real_model(tmp_path, capsys):
     assert '[["[CLS]","the","cat","ate","[SEP]"],["[CLS]","a","rat","[SEP]"]]' in page.read_text(encoding="utf-8")
     assert "2 texts, 2 layers of up to 2 heads, 5 tokens" in " ".join(capsys.readouterr().out.split())
     assert main(["view", "--model", str(tmp_path), "x"]) == 2
-    assert "what save_pretrained wrote" in capsys.readouterr().err
+    assert "a directory that save_pretrained wrote" in capsys.readouterr().err
     tokenizer.pad_token = None  # and there is no eos_token
     view(str(tmp_path), TEXTS, output=str(page), load=lambda path: (model, tokenizer))
     assert '["[CLS]","a","rat","[SEP]"]' in page.read_text(encoding="utf-8")
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:4])
     assert main(["view", "--model", str(tmp_path / "model"), "x"]) == 2
-    assert "what save_pretrained wrote" in capsys.readouterr().err
+    assert "a directory that save_pretrained wrote" in capsys.readouterr().err

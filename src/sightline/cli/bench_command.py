@@ -1,4 +1,4 @@
-"""`sightline bench`: named problems, ours and peers in turn, beside what the machine can do; table, JSON, pictures."""
+"""`sightline bench`: time named problems against peers and measured peaks; print tables, write JSON and figures."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from ..bench.workloads import Benchmark, Target, Workload
 from ..errors import ParameterError
 from .console import key_value_table, make_console, section, table
 
-__all__ = ["bench", "print_finding"]
+__all__ = ["bench"]
 
 DEVICES: dict[str, type[Cpu] | type[Cuda]] = {"cpu": Cpu, "cuda": Cuda}
-SERIES_MEASURES = ("spread", "growth")  # targets over all points, not of one contender
-MIN_PEAK_SHARE = 0.05  # of a peak, below which a problem is not about it
+SERIES_MEASURES = ("spread", "growth")  # computed over all points of a series, not from one contender
+MIN_PEAK_SHARE = 0.05  # a smaller share of the peak is not printed, unless a target is about the share
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Run it; 1 where an answer of ours is wrong, or there is none."""
+    """Run the benchmarks; return 1 if an output of Sightline is wrong or missing, else 0."""
     console = make_console()
     threads = usable_processors() if options.threads is None else options.threads
     device = DEVICES[options.device](threads)
     seconds = device.seconds if options.seconds is None else options.seconds
     if threads < 1 or not 0 < seconds < math.inf:
         raise ParameterError(
-            f"--threads {threads} --seconds {seconds}", "one or more threads, a time above 0", "--threads 2"
+            f"--threads {threads} --seconds {seconds}", "at least one thread, a time above 0 seconds", "--threads 2"
         )
     selected = select(device.benchmarks, options.only or (), options.dtype)
     if options.list:
@@ -51,9 +51,7 @@ def bench(options: argparse.Namespace) -> int:
     settings = Settings(device, seconds if not options.quick else min(seconds, 0.2), options.quick)
     report = Report(threads, settings.seconds, options.quick, settings.peaks.best, device=device.description)
     report.machine = device.properties()
-    console.print(
-        Text("softmax(Q Kᵀ / √d_k + M) V   beside its peers and beside the machine's own peaks", style="bold")
-    )
+    console.print(Text("softmax(Q Kᵀ / √d_k + M) V   against other libraries and measured peaks", style="bold"))
     _run_benchmarks(console, selected, settings, report, options.json)
     _print_summary(console, report, device)
     if options.json:
@@ -78,41 +76,41 @@ def _print_list(console: Console, benchmarks: Sequence[Benchmark], device: Devic
 def _run_benchmarks(
     console: Console, benchmarks: Sequence[Benchmark], settings: Settings, report: Report, path: str | None
 ) -> None:
-    """Problem by problem, kept in `path` after each: what comes later may take the process with it."""
+    """Measure the benchmarks in order; save the report to `path` after each, since a later one may end the process."""
     columns = (
         BarColumn(bar_width=24, complete_style="cyan"),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.description}", style="dim"),
     )
-    is_interactive = console.is_terminal  # and by hand: a thread that redraws would take time from what is timed
+    is_interactive = console.is_terminal  # redrawn by explicit calls: a redrawing thread would slow the timed calls
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not is_interactive) as bar:
         task = bar.add_task("peaks", total=len(benchmarks))
-        settings.on_progress = lambda words: bar.update(task, description=words, refresh=True)
+        settings.on_progress = lambda message: bar.update(task, description=message, refresh=True)
         for name in settings.peaks.names:
             settings.on_progress(f"peak: {name}")
             settings.peaks.measure(name)
         _print_header(console, settings)
         for benchmark in benchmarks:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # other libraries' words on their own futures
+                warnings.simplefilter("ignore")  # deprecation warnings of peer libraries
                 finding = run(benchmark, settings)
             finding.evaluate(() if settings.quick else benchmark.targets)
             report.findings.append(finding)
-            print_finding(console, finding)
+            _print_finding(console, finding)
             bar.advance(task)
             if path:
                 report.save(path)
             if finding.failed and (error := _device_error(settings.device)):
-                console.print(Text(f"The device answers no more, so this is the last problem: {error}", style="red"))
+                console.print(Text(f"The device no longer responds; the run stops here: {error}", style="red"))
                 break
-    for finding, benchmark in zip(report.findings, benchmarks, strict=False):  # fewer where the device broke
-        finding.best = settings.peaks.best.get(finding.peak)  # the best of the whole run
+    for finding, benchmark in zip(report.findings, benchmarks, strict=False):  # fewer findings if the device failed
+        finding.best = settings.peaks.best.get(finding.peak)  # the best peak of the whole run
         finding.evaluate(() if settings.quick else benchmark.targets)
 
 
 def _device_error(device: Device) -> Exception | None:
-    """What the device says where it can be used no more: after some errors every later call of the process fails."""
+    """Return the error of a synchronisation, or None. After some CUDA errors every later call of the process fails."""
     try:
         device.synchronize()
     except Exception as error:
@@ -121,10 +119,10 @@ def _device_error(device: Device) -> Exception | None:
 
 
 def _print_header(console: Console, settings: Settings) -> None:
-    _print_peaks(console, settings.peaks.best, f"{settings.device.description}, so far")
+    _print_peaks(console, settings.peaks.best, f"{settings.device.description}, before the run")
     absent = [(peer.label, reason) for peer in settings.device.peers.values() if (reason := peer.skip_reason())]
     if absent:
-        section(console, "Absent peers")
+        section(console, "Missing peers")
         console.print(key_value_table(absent))
 
 
@@ -133,27 +131,27 @@ def _print_peaks(console: Console, best: dict[str, float], note: str) -> None:
     console.print(key_value_table((name, format_amount(value, UNITS[name])) for name, value in best.items()))
 
 
-def print_finding(console: Console, finding: Finding) -> None:
-    """One problem: its times at the left, what they are held against at the right."""
+def _print_finding(console: Console, finding: Finding) -> None:
+    """Print one problem: a table of times, ratios and targets, or the reason why there are no times."""
     section(console, finding.name, finding.description)
     if finding.failed:
-        sign = "wrong, not reported: " if finding.wrong else "not measured: "
-        console.print(Text(sign + finding.failed, style="red" if finding.wrong else "yellow"))
+        label = "wrong, not reported: " if finding.wrong else "not measured: "
+        console.print(Text(label + finding.failed, style="red" if finding.wrong else "yellow"))
         return
     console.print(_series_table(finding) if finding.points else _workload_table(finding))
     rows = [_verdict_row(verdict) for verdict in finding.verdicts if verdict.target.measure in SERIES_MEASURES]
     if rows:
-        console.print(table("over all of them", "found", "target", "", rows=rows))
+        console.print(table("over all points", "measured", "target", "", rows=rows))
     for note in _notes(finding):
         console.print(Text(note, style="dim"))
 
 
 def _workload_table(finding: Finding) -> Table:
-    """A row a contender; columns nothing stands in are left out."""
+    """Return a table with one row per contender, without the columns that are empty in every row."""
     rows = [_workload_row(finding, entry) for entry in finding.entries if entry.seconds]
-    heads = ("", "time", "rate", "memory", "ratio", "target", "")
-    shown = [k for k in range(len(heads)) if k == 0 or any(str(row[k]) for row in rows)]
-    return table(*(heads[k] for k in shown), rows=[[row[k] for k in shown] for row in rows])
+    titles = ("", "time", "rate", "memory", "ratio", "target", "")
+    shown = [k for k in range(len(titles)) if k == 0 or any(str(row[k]) for row in rows)]
+    return table(*(titles[k] for k in shown), rows=[[row[k] for k in shown] for row in rows])
 
 
 def _workload_row(finding: Finding, entry: Entry) -> list[Any]:
@@ -174,37 +172,30 @@ def _workload_row(finding: Finding, entry: Entry) -> list[Any]:
 
 
 def _entry_verdict(finding: Finding, entry: Entry) -> Verdict | None:
-    """The target that stands in a contender's row."""
+    """Return the verdict whose target is printed in the contender's row, or None."""
     judged = [v for v in finding.verdicts if v.target.measure not in SERIES_MEASURES]
     return next((v for v in judged if finding.target_entry(v.target) is entry), None)
 
 
 def _series_table(finding: Finding) -> Table:
-    """A row a point; how many times as long the peers take at the right."""
+    """Return a table with one row per point; the last columns hold the peers' times over Sightline's."""
     peers = {entry.name: entry.label for point in finding.points for entry in point.entries[1:] if entry.seconds}
     rows = []
     for point in finding.points:
         ours, timed = point.entries[0], {entry.name: entry for entry in point.entries if entry.seconds}
-        at = f"{point.n:,}" if finding.axis == "n" else f"{point.coordinate:.1%}"
-        beyond = "–" if point.extra_bytes is None else format_amount(point.extra_bytes, "B")
-        others = [_format_ratio(ours.speedup_over(timed[name])) if name in timed else "–" for name in peers]
-        rows.append(
-            (
-                Text(at, style="bold"),
-                format_duration(ours.median),
-                format_duration(ours.median / point.n),
-                beyond,
-                *others,
-            )
-        )
+        at = Text(f"{point.n:,}" if finding.axis == "n" else f"{point.coordinate:.1%}", style="bold")
+        times = format_duration(ours.median), format_duration(ours.median / point.n)
+        memory = "–" if point.extra_bytes is None else format_amount(point.extra_bytes, "B")
+        ratios = [_format_ratio(ours.speedup_over(timed[name])) if name in timed else "–" for name in peers]
+        rows.append((at, *times, memory, *ratios))
     first = "tokens" if finding.axis == "n" else "pairs allowed"
-    return table(first, "time", "a token", "memory beyond", *peers.values(), rows=rows)
+    return table(first, "time", "per token", "extra memory", *peers.values(), rows=rows)
 
 
 def _verdict_row(verdict: Verdict) -> list[Any]:
-    what = {"spread": "time of a token, most over least", "growth": "memory beyond, at the last over the first"}
+    labels = {"spread": "time per token, largest over smallest", "growth": "extra memory, last point over first"}
     value = "–" if verdict.value is None else f"{verdict.value:.3f}"
-    return [what[verdict.target.measure], value, *_verdict_cells(verdict)]
+    return [labels[verdict.target.measure], value, *_verdict_cells(verdict)]
 
 
 def _verdict_cells(verdict: Verdict | None, threads: int = 1) -> list[Any]:
@@ -215,7 +206,7 @@ def _verdict_cells(verdict: Verdict | None, threads: int = 1) -> list[Any]:
 
 
 def _format_limit(target: Target, threads: int) -> str:
-    """The limit as it stands in the table."""
+    """Return the limit as the table shows it."""
     sign = "≥" if target.at_least else "≤"
     if target.measure == "seconds":
         return f"{sign} {format_duration(target.limit)}"
@@ -224,36 +215,33 @@ def _format_limit(target: Target, threads: int) -> str:
 
 
 def _describe_target(target: Target, device: Device) -> str:
-    """The target in words."""
+    """Return the target as a phrase."""
     limit, label = f"{target.limit:g}", device.label(target.implementation)
     return {
         "share": f"at least {limit} of the machine's peak",
         "faster": f"at least {limit} times as fast as {label}",
         "slower": f"at most {limit} times as long as {label}",
-        "efficiency": f"at least {limit} of as many times as fast as {label} as there are threads",
+        "efficiency": f"speedup over {label} at least {limit} times the number of threads",
         "seconds": f"{label}: at most {format_duration(target.limit)}",
-        "spread": f"time per token within a factor of {limit}",
-        "growth": f"memory beyond inputs and outputs within a factor of {limit}",
+        "spread": f"largest time per token at most {limit} times the smallest",
+        "growth": f"memory beyond inputs and outputs at most {limit} times the first point's",
     }[target.measure]
 
 
 def _format_ratio(ratio: float | None) -> str:
-    return (
-        "" if ratio is None else f"{ratio:.2f}×" if ratio < 10 else f"{ratio:.1f}×" if ratio < 100 else f"{ratio:.0f}×"
-    )
+    return "" if ratio is None else f"{ratio:.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}×"
 
 
 def _notes(finding: Finding) -> list[str]:
-    entries = finding.entries or [entry for point in finding.points for entry in point.entries]
-    notes: dict[str, None] = {}
-    for entry in entries:
-        if entry.skip_reason:
-            notes[f"{entry.label}: {entry.skip_reason.splitlines()[0]}"] = None  # all of it is in the JSON
-        elif entry.wrong:
-            notes[f"{entry.label}: wrong, {entry.budget:.3g} times the budget of rounding errors"] = None
-        elif entry.note:
-            notes[f"{entry.label}: {entry.note}"] = None
-    return [*notes, *([finding.published] if finding.published else [])]
+    """Return the lines below a table, each once: why contenders have no times, wrong outputs, remarks."""
+    notes = []
+    for entry in finding.entries or [entry for point in finding.points for entry in point.entries]:
+        note = entry.skip_reason.splitlines()[0] if entry.skip_reason else entry.note  # the JSON has every line
+        if entry.wrong and not entry.skip_reason:
+            note = f"wrong, {entry.budget:.3g} times the budget of rounding errors"
+        if note:
+            notes.append(f"{entry.label}: {note}")
+    return [*dict.fromkeys(notes), *([finding.published] if finding.published else [])]
 
 
 def _print_summary(console: Console, report: Report, device: Device) -> None:
@@ -262,7 +250,9 @@ def _print_summary(console: Console, report: Report, device: Device) -> None:
         return
     reached = [verdict.reached for verdict in verdicts]
     section(
-        console, "Targets", f"{reached.count(True)} reached, {reached.count(False)} missed, {reached.count(None)} open"
+        console,
+        "Targets",
+        f"{reached.count(True)} reached, {reached.count(False)} missed, {reached.count(None)} not measured",
     )
     rows = [
         (finding.name, _describe_target(verdict.target, device), _format_value(verdict), _verdict_cells(verdict)[1])
@@ -270,8 +260,9 @@ def _print_summary(console: Console, report: Report, device: Device) -> None:
         for verdict in finding.verdicts
         if verdict.reached is not True
     ]
-    console.print(table("missed or open", "target", "found", "", rows=rows, left=2) if rows else "All of them.")
-    _print_peaks(console, report.peaks, "best of the whole run, by which the targets are judged")
+    missed = table("missed or not measured", "target", "measured", "", rows=rows, left=2)
+    console.print(missed if rows else "All targets are reached.")
+    _print_peaks(console, report.peaks, "best of the whole run; the targets use these")
 
 
 def _format_value(verdict: Verdict) -> str:

@@ -1,4 +1,4 @@
-"""What the commands print with: one console, matrices, sections."""
+"""How the commands print: the console, section headings, tables, matrices and progress bars."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ELLIPSIS = "⋯"
 
 
 def make_console() -> Console:
-    """Standard output: styled in a terminal, plain text of 80 columns in a pipe."""
+    """Return the console on standard output: styled in a terminal, plain text of 80 columns in a pipe."""
     console = Console(highlight=False, emoji=False, markup=False)
     if not console.is_terminal:
         return Console(highlight=False, emoji=False, markup=False, width=80, no_color=True)
@@ -42,7 +42,7 @@ def make_console() -> Console:
 
 
 def section(console: Console, title: str, note: str = "") -> None:
-    """A heading, with a note of shapes or formulas at its right."""
+    """Print a heading, with a note such as a shape at the right."""
     console.print()
     line = Table.grid(expand=True)
     line.add_column(style="bold")
@@ -51,18 +51,18 @@ def section(console: Console, title: str, note: str = "") -> None:
     console.print(line)
 
 
-def table(*heads: str, rows: Sequence[Sequence[Any]], left: int = 1) -> Table:
-    """A table with no lines but one under its head; the first `left` columns are words, the others numbers."""
+def table(*titles: str, rows: Sequence[Sequence[Any]], left: int = 1) -> Table:
+    """Return a table without lines; the first `left` columns are aligned left, the others right."""
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for place, head in enumerate(heads):
-        result.add_column(head, justify="left" if place < left else "right", overflow="fold")
+    for column, title in enumerate(titles):
+        result.add_column(title, justify="left" if column < left else "right", overflow="fold")
     for row in rows:
         result.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in row))
     return result
 
 
 def key_value_table(named: Iterable[tuple[str, str]]) -> Table:
-    """Names at the left, what is said of them at the right."""
+    """Return a table of two columns: names and their values."""
     result = Table.grid(padding=(0, 2, 0, 0))
     result.add_column(style="cyan", no_wrap=True, min_width=12)
     result.add_column(overflow="fold")
@@ -80,16 +80,13 @@ def matrix(
     weights: bool = False,
     mark: tuple[int, int] | None = None,
 ) -> Table:
-    """A matrix with labels; beyond `max_shape` rows and columns its middle is left out.
+    """Return a matrix with labels; of a matrix larger than `max_shape` the middle is left out.
 
-    Weights are coloured, and `mark` is the entry to point at.
+    With `weights`, cells are coloured by their value. `mark` is the (row, column) that is put in brackets.
     """
     result = Table(box=None, pad_edge=False, padding=(0, 0), show_header=True)
     result.add_column("", style="cyan", no_wrap=True)
-    shown_rows, shown_columns = (
-        _visible_indices(values.shape[0], max_shape[0]),
-        _visible_indices(values.shape[1], max_shape[1]),
-    )
+    shown_rows, shown_columns = map(_visible_indices, values.shape, max_shape)
     for j in shown_columns:
         result.add_column(Text(ELLIPSIS if j is None else columns[j], style="cyan"), justify="right", no_wrap=True)
     for i in shown_rows:
@@ -103,39 +100,32 @@ def matrix(
     return result
 
 
-def _visible_indices(length: int, max_shape: int) -> list[int | None]:
-    """Indices shown, None where the middle is left out."""
-    if length <= max_shape:
+def _visible_indices(length: int, maximum: int) -> list[int | None]:
+    """Return the indices to show; one None stands for a middle that is left out."""
+    if length <= maximum:
         return list(range(length))
-    return [*range(max_shape // 2), None, *range(length - (max_shape - max_shape // 2 - 1), length)]
+    return [*range(maximum // 2), None, *range(length - (maximum - maximum // 2 - 1), length)]
 
 
 def _cell(value: float, weights: bool, marked: bool) -> Text:
-    style = (
-        _cell_style(value**0.5)
-        if weights and value > 0
-        else "dim"
-        if value == -np.inf or (weights and value == 0)
-        else ""
-    )
+    style = _cell_style(value**0.5) if weights and value > 0 else "dim" if weights or value == -np.inf else ""
     text = number(value, 2) if not weights else "0" if value == 0 else f"{value:.2f}"
     text = f"[{text}]" if marked else f"{text} "
-    return Text(f"{text:>7}" if not weights else f"{text:>6}", style=f"bold {style}" if marked else style)
+    return Text(f"{text:>{6 if weights else 7}}", style=f"bold {style}" if marked else style)
 
 
 def _cell_style(value: float) -> str:
     background = colour_of(value)
-    ink = text_colour_on(background)
-    return f"#{ink[0]:02x}{ink[1]:02x}{ink[2]:02x} on #{background[0]:02x}{background[1]:02x}{background[2]:02x}"
+    return "#{:02x}{:02x}{:02x} on #{:02x}{:02x}{:02x}".format(*text_colour_on(background), *background)
 
 
 def weight_style(console: Console, weight: float) -> str:
-    """The style of a weight's cell: its colour and an ink that reads on it; none where there are few colours."""
+    """Return the background and text colour of a weight's cell; "" if the console has fewer than 256 colours."""
     return _cell_style(weight**0.5) if console.color_system in ("truecolor", "256") else ""
 
 
 def weight_map(console: Console, weights: Array, tokens: Sequence[str]) -> Text:
-    """A heat map of weights, three characters a cell: hundredths on colours, or shades where there are none."""
+    """Return a heat map with three characters per cell: coloured hundredths, or block shades without colours."""
     result = Text()
     margin = max(map(len, tokens)) + 4
     result.append(" " * margin + "".join(f"{j:>3}" for j in range(len(tokens))) + "\n", style="dim")
@@ -155,18 +145,18 @@ def weight_map(console: Console, weights: Array, tokens: Sequence[str]) -> Text:
 
 
 def render_picture(console: Console, drawing: Picture) -> Text:
-    """A picture with colours where the console has them."""
+    """Return the picture as text, coloured if the console has true colour."""
     return Text.from_ansi(drawing.text(colour=console.color_system == "truecolor"))
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A number as mathematics writes it, with −."""
+    """Return the number with `digits` decimals and the minus sign − of mathematics."""
     if np.isinf(value):
         return "∞" if value > 0 else "−∞"
     return f"{value:.{digits}f}".replace("-", "−")
 
 
 def progress(console: Console) -> Progress:
-    """A bar for long work, gone when done; none in a pipe."""
+    """Return a progress bar that is removed when the work is done; in a pipe nothing is shown."""
     columns = (TextColumn("{task.description}", style="dim"), BarColumn(bar_width=30, complete_style="cyan"))
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

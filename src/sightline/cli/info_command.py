@@ -1,4 +1,4 @@
-"""`sightline info`: the machine, the frameworks, and what each kernel can do, as `Kernel.refuses` says."""
+"""`sightline info`: print the machine, the installed libraries, and which problems each kernel supports."""
 
 from __future__ import annotations
 
@@ -40,8 +40,6 @@ PACKAGES = {
     "ml_dtypes": "bfloat16 in NumPy; pip install ml_dtypes",
 }
 VECTOR_FEATURES = ("avx512f", "avx512bf16", "amx-bf16", "avx2", "fma", "sse4.2", "neon", "sve")
-
-
 SAMPLES: dict[str, dict[str, Any]] = {
     "float64": {"dtype": "float64"},
     "float32": {},
@@ -57,13 +55,14 @@ SAMPLES: dict[str, dict[str, Any]] = {
 
 
 def _make_sample(device: str | None = None, dtype: str = "float32", **options: Any) -> Problem:
-    """A small problem: 4 query heads on 2, 8 tokens, 8 wide; NumPy's arrays, or torch's on a device."""
+    """Return a problem of 4 query heads, 2 key heads, 8 tokens and width 8; torch tensors if a device is given."""
     ones: Callable[..., Any]
     if device is not None:
         import torch
 
         kind, ones = getattr(torch, dtype), partial(torch.ones, device=device)
-        options |= {"sinks": torch.as_tensor(options["sinks"], device=device)} if "sinks" in options else {}
+        if "sinks" in options:
+            options["sinks"] = torch.as_tensor(options["sinks"], device=device)
     else:
         kind, ones = resolve_dtype(np, dtype), np.ones
     query, key = (ones(shape, dtype=kind) for shape in ((1, 4, 8, 8), (1, 2, 8, 8)))
@@ -71,9 +70,9 @@ def _make_sample(device: str | None = None, dtype: str = "float32", **options: A
 
 
 def support(kernels: tuple[Kernel, ...] = KERNELS, device: str | None = None) -> dict[str, dict[str, tuple[str, ...]]]:
-    """For every kernel and sample problem, the reasons it refuses; none means that it serves.
+    """Return by kernel and by sample problem the reasons why the kernel refuses; an empty tuple if it supports it.
 
-    Samples are NumPy arrays, or torch tensors on `device`.
+    The samples are NumPy arrays, or torch tensors on `device`.
     """
     problems = {}
     for name, options in SAMPLES.items():
@@ -86,8 +85,8 @@ def support(kernels: tuple[Kernel, ...] = KERNELS, device: str | None = None) ->
 
 
 def info(console: Console | None = None) -> None:
-    """Print the page."""
-    console = make_console() if console is None else console
+    """Print all sections."""
+    console = console or make_console()
     console.print(Text(f"sightline {__version__}", style="bold"))
     section(console, "Machine")
     console.print(key_value_table(_machine().items()))
@@ -104,7 +103,8 @@ def info(console: Console | None = None) -> None:
         section(console, "Kernels on the GPU")
         _print_support(console, support(kernels(), "cuda"))
     console.print(
-        "\nOf the kernels that serve a problem the cheapest is taken; sightline.explain(...) says which and why."
+        "\nOf the kernels that support a problem, the one with the lowest estimated cost runs.\n"
+        "sightline.explain(...) shows which one that is, and why."
     )
 
 
@@ -115,7 +115,7 @@ def _print_support(console: Console, found: dict[str, dict[str, tuple[str, ...]]
     console.print(table("", *found, rows=rows))
     for kernel, answers in found.items():
         for reason in dict.fromkeys(reason for reasons in answers.values() for reason in reasons):
-            console.print(f"{kernel}: {reason}", style="dim")
+            console.print(f"not supported by {kernel}: {reason}", style="dim")
 
 
 def _machine() -> dict[str, str]:
@@ -134,13 +134,13 @@ def _machine() -> dict[str, str]:
         found["vectors"] = ", ".join(name for name in VECTOR_FEATURES if features.get(name)) or "none known"
         found["kernels for"] = f"{machine.cpu}: {machine.vector_registers} registers of {machine.vector_bytes} bytes"
         if machine != native_machine():
-            found["kernels for"] += f", as {CPU_VARIABLE}={os.environ[CPU_VARIABLE]} asks"
+            found["kernels for"] += f", set by {CPU_VARIABLE}={os.environ[CPU_VARIABLE]}"
     found["GPU"] = _gpu_name()
     return found
 
 
 def has_gpu() -> bool:
-    """Whether torch sees a device. It is loaded only where the system has a driver for one, since that takes long."""
+    """True if torch finds a GPU. torch takes long to import, so it is imported only if a GPU driver is installed."""
     if not any(path.exists() for path in cache.DRIVER_VERSION_FILES) or find_spec("torch") is None:
         return False
     import torch
@@ -149,9 +149,9 @@ def has_gpu() -> bool:
 
 
 def _gpu_name() -> str:
-    """Its name, and how many tuned sizes of kernels there are for it."""
+    """Return the GPU's name and the number of kernels tuned for it."""
     if not has_gpu():
-        return "none that torch sees"
+        return "none found by torch"
     import torch
 
     folder = cache.folder()
@@ -160,14 +160,14 @@ def _gpu_name() -> str:
 
 
 def _generated() -> dict[str, str]:
-    """Whose threads generated kernels run on, and where they are kept."""
-    number, who = thread_team.resolve_thread_count()
+    """Return the number of threads with its origin, and the folder, size and errors of the disk cache."""
+    number, origin = thread_team.resolve_thread_count()
     state = disk_cache.state()
-    if state.folder is None:
-        return {"threads": f"{number}: {who}", "cache": f"in memory only: {state.error}"}
-    size = f"{state.kernels} kernels, {state.size / 2**20:.1f} of {disk_cache.MAX_FOLDER_BYTES / 2**20:.0f} MiB"
-    trouble = f"; {state.error}" if state.error else ""
-    return {"threads": f"{number}: {who}", "cache": f"{state.folder}: {size}{trouble}"}
+    cached = f"in memory only: {state.error}"
+    if state.folder is not None:
+        size = f"{state.kernels} kernels, {state.size / 2**20:.1f} of {disk_cache.MAX_FOLDER_BYTES / 2**20:.0f} MiB"
+        cached = f"{state.folder}: {size}" + (f"; {state.error}" if state.error else "")
+    return {"threads": f"{number}: {origin}", "cache": cached}
 
 
 def _processor_name() -> str:

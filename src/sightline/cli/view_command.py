@@ -1,4 +1,4 @@
-"""`sightline view`: a local model reads a text, and the explorer's page shows who looked at whom."""
+"""`sightline view`: run a local model on texts and write the explorer, a page that shows its attention weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from .console import make_console, progress
 __all__ = ["collect_texts", "load_model", "view"]
 
 EXAMPLE = 'sightline view --model ./my-model "the cat ate the rat"'
-STEPS = ("reading the model", "the model reads", "writing the page")
-MAX_MAP_SIDE = 256  # cells of a pooled map each way, where the weights are too many for a page
+MODEL_FOLDER = "a directory that save_pretrained wrote"
+STEPS = ("loading the model", "running the model", "writing the page")
+MAX_MAP_SIDE = 256  # cells per side of the pooled map that replaces weights too large for a page
 
 
 def view(
@@ -33,31 +34,30 @@ def view(
     console: Console | None = None,
     load: Callable[[Path], tuple[Any, Any]] | None = None,
 ) -> Path:
-    """Run the model in the folder on the texts and write the page.
+    """Run the model in the folder on the texts, write the page and return the page's path.
 
     Parameters
     ----------
     folder : str
-        What `save_pretrained` wrote: configuration, weights and tokenizer. Nothing is downloaded.
+        A directory that `save_pretrained` wrote: configuration, weights and tokenizer. Nothing is downloaded.
     texts : list of str
-        Several are padded to one length and can be chosen on the page.
+        Several texts are padded to one length; the page lets the reader choose one.
     output : str, default "sightline-view.html"
     open_browser : bool
         Open the page in the browser.
     load : function of the folder, optional
-        Gives (model, tokenizer) in place of transformers' own loading.
+        Returns (model, tokenizer); the default is `load_model`.
 
     Raises
     ------
     ParameterError
-        No such folder, no model in it, a model whose attention cannot be watched.
+        The folder does not exist, has no model, or has a model whose attention cannot be recorded.
     MissingExtraError
-        transformers or torch are not installed.
+        transformers or torch is not installed.
     """
-    console = make_console() if console is None else console
-    path = Path(folder).expanduser()
+    console, path = console or make_console(), Path(folder).expanduser()
     if not path.is_dir():
-        raise ParameterError(f"a model in {folder!r}, which is no directory", "what save_pretrained wrote", EXAMPLE)
+        raise ParameterError(f"a model in {folder!r}, which is no directory", MODEL_FOLDER, EXAMPLE)
     watch = _import_transformers().watch
     with progress(console) as bar:
         task = bar.add_task(STEPS[0], total=len(STEPS))
@@ -75,12 +75,12 @@ def view(
 
 
 def collect_texts(given: Sequence[str], file: str | None) -> list[str]:
-    """The texts of the command line: words, a file, or both.
+    """Return the texts of the command line, followed by the text of the file if one is given.
 
     Raises
     ------
     ParameterError
-        None at all, or a file that cannot be read as UTF-8 text.
+        There is no text, a text is empty, or the file cannot be read as UTF-8 text.
     """
     texts = list(given)
     if file is not None:
@@ -89,49 +89,49 @@ def collect_texts(given: Sequence[str], file: str | None) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise ParameterError(f"the text in {file!r}: {error}", "a file of UTF-8 text", EXAMPLE) from error
     if not texts or not all(text.strip() for text in texts):
-        raise ParameterError("no text, or an empty one", "one text or more", EXAMPLE)
+        raise ParameterError("no text, or an empty text", "one or more texts that are not empty", EXAMPLE)
     return texts
 
 
 def _import_transformers() -> Any:
-    """`sightline.transformers`, which needs transformers and torch."""
+    """Import `sightline.transformers`, which needs transformers and torch."""
     try:
         return import_module("sightline.transformers")
     except MissingExtraError:
         raise
     except ImportError as error:
         raise MissingExtraError(
-            f"a model to be run, and no {error.name or 'transformers'}",
+            f"a model to run, but {error.name or 'transformers'} is not installed",
             "transformers 5 and torch",
             'pip install "sightline-attention[transformers]"',
         ) from error
 
 
 def load_model(path: Path) -> tuple[Any, Any]:
-    """Model and tokenizer of the folder; nothing is looked for elsewhere."""
+    """Return the folder's (model, tokenizer); nothing is downloaded."""
     transformers = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         model = transformers.AutoModel.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # readers of tokenizers, configurations and weights each have errors of their own
+    except Exception as error:  # tokenizers, configurations and weights raise many kinds of errors
         reason = str(error).strip().partition("\n")[0]
-        raise ParameterError(f"the model in {str(path)!r}: {reason}", "what save_pretrained wrote", EXAMPLE) from error
+        raise ParameterError(f"the model in {str(path)!r}: {reason}", MODEL_FOLDER, EXAMPLE) from error
     return model.eval(), tokenizer
 
 
 def _run_model(model: Any, tokenizer: Any, texts: Sequence[str], watch: Any) -> Any:
-    """What the model's attentions did on the texts, padded on the right to one length."""
+    """Return the recording of the model on the texts, which are padded on the right to one length."""
     torch = import_module("torch")
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)  # hidden, so any will do
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)  # masked, so any token serves
     inputs = tokenizer(list(texts), return_tensors="pt", padding=len(texts) > 1, truncation=True)
     lengths = inputs["attention_mask"].sum(-1).tolist()
     pairs = zip(inputs["input_ids"].tolist(), lengths, strict=True)
     labels: Any = [tokenizer.convert_ids_to_tokens(numbers[:length]) for numbers, length in pairs]
-    if model.config.is_encoder_decoder:  # the decoder reads the text too
+    if model.config.is_encoder_decoder:  # the decoder gets the same text
         inputs["decoder_input_ids"] = inputs["input_ids"]
         labels = {"encoder": labels, "decoder": labels}
     see = _statistics(model.config, *inputs["input_ids"].shape)
@@ -141,24 +141,20 @@ def _run_model(model: Any, tokenizer: Any, texts: Sequence[str], watch: Any) -> 
 
 
 def _statistics(config: Any, batch: int, n: int) -> list[Any]:
-    """The weights, where a page holds those of all heads; else what is made of them without n² memory."""
+    """Return [weights] if the weights of all heads fit on a page, else statistics that need no n² memory."""
     heads = getattr(config, "num_hidden_layers", 1) * getattr(config, "num_attention_heads", 1)
     if 4 * BASE64_RATIO * batch * heads * n * n <= PAGE_BYTES:
         return [sightline.weights()]
     side = min(MAX_MAP_SIDE, n)
-    return [
-        sightline.pooled(side, side),
-        sightline.top_k(min(TOP_ENTRIES, n)),
-        sightline.entropy(),
-        sightline.received(),
-    ]
+    top = sightline.top_k(min(TOP_ENTRIES, n))
+    return [sightline.pooled(side, side), top, sightline.entropy(), sightline.received()]
 
 
 def _summary(path: Path, data: Exploration) -> str:
     layers = data.texts[0].layers
     heads, tokens = max(len(layer.entropy) for layer in layers), max(len(layer.queries) for layer in layers)
-    many = f"{len(data.texts)} texts, " if len(data.texts) > 1 else ""
+    texts = f"{len(data.texts)} texts, " if len(data.texts) > 1 else ""
     return (
-        f"Wrote {path} ({path.stat().st_size / 2**20:.1f} MiB): {many}{len(layers)} layers of up to {heads} heads, "
-        f"{tokens:,} tokens. Any browser opens it, without a network."
+        f"Wrote {path} ({path.stat().st_size / 2**20:.1f} MiB): {texts}{len(layers)} layers of up to {heads} heads, "
+        f"{tokens:,} tokens. Any browser can open the page, without a network."
     )
