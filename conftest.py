@@ -1,4 +1,4 @@
-"""Before any test or documentation runs: Keras's backend, a cache of kernels of its own, what is missing left out."""
+"""Setup for tests and documentation: Keras's backend, a separate kernel cache, no files of libraries not installed."""
 
 import atexit
 import os
@@ -16,11 +16,11 @@ if find_spec("triton") is None:
 os.environ.setdefault("KERAS_BACKEND", "torch")
 os.environ.pop("SIGHTLINE_THREADS", None)
 
-if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the folder of the process that started them
+if "PYTEST_XDIST_WORKER" not in os.environ:  # xdist workers use the folder of the process that started them
     FOLDER, OWNER = tempfile.mkdtemp(prefix="sightline-tests-"), os.getpid()
     os.environ["SIGHTLINE_CACHE"] = FOLDER
 
     @atexit.register
     def remove() -> None:
-        if os.getpid() == OWNER:  # not a fork of it
+        if os.getpid() == OWNER:  # not in a forked process
             shutil.rmtree(FOLDER, ignore_errors=True)

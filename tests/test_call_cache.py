@@ -1,4 +1,4 @@
-"""Prepared calls: the same bits as the whole road, keys that tell calls apart, and torch heard where it must be."""
+"""Cached calls: equal bits as an uncached call, keys that distinguish calls, and every state of torch is respected."""
 
 import ctypes
 import threading
@@ -43,7 +43,7 @@ DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 
 
 @pytest.fixture(autouse=True)
-def nothing_prepared():
+def clear_cache():
     call_cache.bound_calls().clear()
 
 
@@ -52,20 +52,20 @@ def arrays(rng, shapes=((1, 2, 9, 8),) * 3, dtype=np.float32):
 
 
 def bits(array):
-    """The array's bytes in C order, whatever library made it."""
+    """The array's bytes in C order, for arrays of NumPy and torch."""
     if isinstance(array, torch.Tensor):
         array = array.detach().contiguous().view(torch.uint8).numpy()
     return np.ascontiguousarray(array).tobytes()
 
 
-def whole_road(arrays, **options):
-    """What a call gives that finds nothing prepared."""
+def uncached(arrays, **options):
+    """Return the result of a call with an empty call cache."""
     call_cache.bound_calls().clear()
     return sightline.attention(*arrays, **options)
 
 
-def hits(monkeypatch):
-    """A list that grows by one with every prepared call."""
+def record_hits(monkeypatch):
+    """Return a list that grows by one with every call from the cache."""
     found, run = [], BoundCall.run
     monkeypatch.setattr(BoundCall, "run", lambda *given: found.append(1) or run(*given))
     return found
@@ -76,7 +76,7 @@ def hits(monkeypatch):
 
 @st.composite
 def layouts(draw):
-    """Shapes that fit together, and how each array lies in memory."""
+    """Matching shapes, and the memory layout of each array."""
     B, G, group, n, m = (draw(st.integers(1, top)) for top in (2, 2, 2, 20, 20))
     d_k, d_v = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     axes = draw(st.integers(2, 4))
@@ -85,7 +85,7 @@ def layouts(draw):
     return shapes, [draw(st.sampled_from(["whole", "turned", "gaps", "same rows"])) for _ in shapes]
 
 
-def laid(rng, shape, dtype, how):
+def make_array(rng, shape, dtype, how):
     if how == "turned":
         return rng.normal(size=shape[::-1]).astype(dtype).T
     if how == "gaps":
@@ -97,17 +97,17 @@ def laid(rng, shape, dtype, how):
 
 @settings(max_examples=40)
 @given(layouts(), st.sampled_from(DTYPES), st.sampled_from(sorted(FORMULAS)), st.booleans(), st.integers(0, 99))
-def test_the_same_bits_as_the_whole_road(layout, dtype, formula, in_torch, seed):
+def test_equal_bits_as_an_uncached_call(layout, dtype, formula, in_torch, seed):
     rng = np.random.default_rng(seed)
-    first, other = ([laid(rng, shape, dtype, how) for shape, how in zip(*layout, strict=True)] for _ in range(2))
+    first, other = ([make_array(rng, shape, dtype, how) for shape, how in zip(*layout, strict=True)] for _ in range(2))
     if in_torch:
         first, other = ([to_torch(x) for x in given] for given in (first, other))
     options = FORMULAS[formula]
-    expected = whole_road(other, **options())
-    whole_road(first, **options())
+    expected = uncached(other, **options())
+    uncached(first, **options())
     assert len(call_cache.bound_calls()) == 1
     with pytest.MonkeyPatch.context() as patch:
-        found = hits(patch)
+        found = record_hits(patch)
         output = sightline.attention(*other, **options())
         assert found
     assert (type(output), output.shape, output.dtype) == (type(expected), expected.shape, expected.dtype)
@@ -118,28 +118,28 @@ def test_the_same_bits_as_the_whole_road(layout, dtype, formula, in_torch, seed)
 @pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
 def test_large_calls_and_threads(rng, threads, convert, monkeypatch):
     given = [convert(x) for x in arrays(rng, ((2, 4, 300, 16),) * 3)]
-    expected = whole_road(given, mask=i >= j, threads=1)
-    whole_road(given, mask=i >= j)
-    found = hits(monkeypatch)
+    expected = uncached(given, mask=i >= j, threads=1)
+    uncached(given, mask=i >= j)
+    found = record_hits(monkeypatch)
     with sightline.threads(threads):
         assert bits(sightline.attention(*given, mask=i >= j)) == bits(expected)
     assert found
 
 
-def test_what_arrays_hold_is_read_at_every_call(rng):
+def test_cached_calls_read_the_arrays_of_the_call(rng):
     q, k, v = arrays(rng)
     sightline.attention(q, k, v)
     kept = sightline.attention(q, k, v)
     copy = kept.copy()
     v[...] = 1
     np.testing.assert_allclose(sightline.attention(q, k, v), 1, rtol=np.finfo(np.float32).eps)
-    np.testing.assert_array_equal(kept, copy)  # an answer is nobody else's memory
+    np.testing.assert_array_equal(kept, copy)  # results do not share memory
 
 
 def test_many_threads_at_once(rng):
-    """Each call has words of its own: ten Python threads, two layouts, every answer its own."""
+    """Each call has its own argument block: ten Python threads with two layouts all get their own results."""
     questions = [arrays(rng, shape) for shape in (((1, 4, 33, 16),) * 3, ((3, 4, 33, 16),) * 3) for _ in range(5)]
-    expected = [bits(whole_road(given, mask=i >= j)) for given in questions]
+    expected = [bits(uncached(given, mask=i >= j)) for given in questions]
     start = threading.Barrier(len(questions))
 
     def ask(number):
@@ -150,7 +150,7 @@ def test_many_threads_at_once(rng):
         assert all(pool.map(ask, range(len(questions))))
 
 
-def test_no_more_than_so_many_are_kept(rng, monkeypatch):
+def test_the_cache_has_a_limited_size(rng, monkeypatch):
     monkeypatch.setattr(call_cache, "MAX_CACHED_CALLS", 3)
     q, k, v = arrays(rng)
     for width in range(1, 4):
@@ -161,7 +161,7 @@ def test_no_more_than_so_many_are_kept(rng, monkeypatch):
     assert {asked[1] for asked in call_cache.bound_calls()} == left
 
 
-def test_arrays_asked_with_are_let_go(rng):
+def test_cached_calls_do_not_keep_arrays_alive(rng):
     given = [torch.from_numpy(x) for x in arrays(rng)]
     watched = [weakref.ref(x) for x in given]
     sightline.attention(*given)
@@ -174,7 +174,7 @@ def test_arrays_asked_with_are_let_go(rng):
 
 
 X = np.random.default_rng(7).normal(size=(2, 2, 6, 6)).astype(np.float32)
-APART = {  # two calls whose answers differ and that differ in one part of the key
+APART = {  # two calls whose results differ and whose keys differ in one part
     "query's shape": ({"query": X}, {"query": X[:, :, :5]}),
     "query's strides": ({"query": X}, {"query": X.swapaxes(2, 3)}),
     "key's shape": ({"key": X[:, :, :5], "value": X[:, :, :5]}, {}),
@@ -204,7 +204,7 @@ APART = {  # two calls whose answers differ and that differ in one part of the k
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("case", APART)
-def test_calls_that_differ_are_told_apart(case, library):
+def test_keys_distinguish_calls(case, library):
     def given(changes):
         named_machine = {"query": X, "key": X[::-1].copy(), "value": np.roll(X, 1).copy()} | changes
         if library == "torch":
@@ -221,7 +221,7 @@ def test_calls_that_differ_are_told_apart(case, library):
     assert bits(sightline.attention(**first)) == bits(before)
 
 
-def test_the_kernel_asked_for_is_taken(rng):
+def test_a_requested_kernel_runs(rng):
     given = arrays(rng)
     sightline.attention(*given)
     again_cpu = sightline.attention(*given, kernel="cpu")
@@ -229,10 +229,10 @@ def test_the_kernel_asked_for_is_taken(rng):
     before = len(call_cache.bound_calls())
     sightline.attention(*given, kernel="reference")
     sightline.attention(*given, kernel="streaming")
-    assert len(call_cache.bound_calls()) == before  # they prepare nothing, and are not answered by what "cpu" prepared
+    assert len(call_cache.bound_calls()) == before  # other kernels neither are cached nor use a cached call
 
 
-def test_another_machine_is_another_call(rng, monkeypatch):
+def test_a_call_for_another_machine_is_a_miss(rng, monkeypatch):
     given = arrays(rng)
     sightline.attention(*given)
     asked = call_cache.make_key(*given, None, None, None, None, 0.0, None, None, None, None)
@@ -242,7 +242,7 @@ def test_another_machine_is_another_call(rng, monkeypatch):
     assert call_cache.lookup(other) is None
 
 
-def test_fresh_kernels_are_not_answered_by_old_calls(rng, fresh_kernels):
+def test_fresh_kernels_do_not_use_cached_calls(rng, fresh_kernels):
     assert not call_cache.bound_calls()
 
 
@@ -269,7 +269,7 @@ def test_fresh_kernels_are_not_answered_by_old_calls(rng, fresh_kernels):
     ],
     ids=str,
 )
-def test_bad_input_after_good_is_refused(rng, fault):
+def test_invalid_input_after_a_cached_call_is_an_error(rng, fault):
     named_machine = dict(zip(("query", "key", "value"), arrays(rng), strict=True))
     for options in ({}, {"threads": 1}, {"kernel": "cpu"}):
         sightline.attention(**named_machine, **options)
@@ -277,7 +277,7 @@ def test_bad_input_after_good_is_refused(rng, fault):
         sightline.attention(**(named_machine | fault))
 
 
-def test_tables_go_the_whole_road(rng):
+def test_calls_with_tables_are_not_cached(rng):
     given, values = arrays(rng), np.ones(9, bool)
     mask = sightline.table(values)[j]
     before = sightline.attention(*given, mask=mask)
@@ -286,23 +286,23 @@ def test_tables_go_the_whole_road(rng):
     assert not call_cache.bound_calls()
 
 
-def test_long_formulas_are_known_by_their_text(rng, monkeypatch):
+def test_long_formulas_are_keyed_by_their_text(rng, monkeypatch):
     mask = i >= j
     for shift in range(30):
         mask = mask | (i + shift == j)
     assert call_cache.formula_tokens(mask) is None
     given = arrays(rng)
-    for _ in range(2):  # the first makes the text
+    for _ in range(2):  # the first call makes the text
         sightline.attention(*given, mask=mask)
-    found = hits(monkeypatch)
+    found = record_hits(monkeypatch)
     sightline.attention(*given, mask=mask)
     assert found
 
 
-# -- faults, planted -----------------------------------------------------------------------------------------------
+# -- planted faults ------------------------------------------------------------------------------------------------
 
 
-PARTS = {  # where in the key each case's difference stands: in the layouts, else behind them
+PARTS = {  # the part of the key in which the calls of a case differ: in the layouts, or after them
     "query's shape": [0],
     "query's strides": [1],
     "key's shape": [3, 6],
@@ -321,8 +321,8 @@ PARTS = {  # where in the key each case's difference stands: in the layouts, els
 
 
 @pytest.mark.parametrize("case", APART)
-def test_a_key_without_a_part_would_mix_its_calls(case):
-    """Each case above rests on one part of the key: take it out, and both calls have the same."""
+def test_every_part_of_the_key_is_needed(case):
+    """Without its part of the key, the two calls of a case have equal keys."""
     base = {"query": X, "key": X[::-1].copy(), "value": np.roll(X, 1).copy(), "dropout": 0.0}
     nothing = dict.fromkeys(("mask", "score", "scale", "sinks", "seed", "see", "kernel", "threads"))
 
@@ -334,10 +334,10 @@ def test_a_key_without_a_part_would_mix_its_calls(case):
     assert [place for place, (x, y) in enumerate(zip(first, second, strict=True)) if x != y] == PARTS[case]
 
 
-def test_stale_words_are_seen(rng, monkeypatch):
-    """A prepared call that forgets to set the counter answers nothing: the comparison of bits must see it."""
+def test_a_stale_argument_block_is_found(rng, monkeypatch):
+    """A cached call that does not reset the counter computes nothing, which the comparison of bits must find."""
     given = arrays(rng)
-    expected = whole_road(given)
+    expected = uncached(given)
     prepared = next(iter(call_cache.bound_calls().values())).bound_call
     output = np.full_like(expected, np.nan)
     places = [x.ctypes.data for x in (*given, output)]
@@ -357,7 +357,7 @@ def tensors(rng, **options):
     return [torch.from_numpy(x).requires_grad_(**options) if options else torch.from_numpy(x) for x in arrays(rng)]
 
 
-def test_gradients_flow_where_they_are_wanted(rng):
+def test_gradients_are_computed_if_requested(rng):
     q, k, v = tensors(rng)
     sightline.attention(q, k, v, mask=i >= j)
     sightline.attention(q, k, v, mask=i >= j)
@@ -385,7 +385,7 @@ def test_compiled_functions(rng):
         assert bits(compiled(q, k, v)) == bits(expected)
 
 
-def test_autocast_is_heard(rng):
+def test_autocast_is_respected(rng):
     q, k, v = tensors(rng)
     sightline.attention(q, k, v)
     with torch.autocast("cpu", torch.bfloat16):
@@ -397,13 +397,13 @@ def test_negated_views(rng):
     minus = torch.view_as_complex(torch.stack([k, k], -1)).conj().imag
     assert minus.is_neg()
     whole = minus.resolve_neg().contiguous()
-    expected = whole_road((q, whole, v))
+    expected = uncached((q, whole, v))
     compute_baseline = torch.view_as_complex(torch.stack([k, k], -1)).imag
     sightline.attention(q, compute_baseline, v)
     assert bits(sightline.attention(q, minus, v)) == bits(expected)
 
 
-@pytest.mark.filterwarnings(r"ignore:.torch\.jit:DeprecationWarning")  # torch's own jvp uses it
+@pytest.mark.filterwarnings(r"ignore:.torch\.jit:DeprecationWarning")  # raised by torch's jvp
 def test_transforms_and_modes(rng):
     q, k, v = tensors(rng)
     expected = sightline.attention(q, k, v)
@@ -439,7 +439,7 @@ def test_transforms_and_modes(rng):
     assert any("sightline" in name for name in Counting.names)
 
 
-def test_subclasses_go_the_whole_road(rng):
+def test_tensor_subclasses_are_not_cached(rng):
     class Mine(torch.Tensor):
         pass
 
@@ -458,7 +458,7 @@ def test_other_devices(rng):
     assert sightline.attention(*(x.to("meta") for x in (q, k, v))).device.type == "meta"
 
 
-def test_a_kernel_of_another_processor_prepares_nothing(rng):
+def test_kernels_of_other_devices_are_not_cached(rng):
     from sightline.cpu.runtime.machine import named_machine
     from sightline.cpu.runtime.processor import Processor
 
@@ -474,11 +474,11 @@ def decoding_arrays(rng, m=700, dtype=np.float32, H=4, G=2):
 
 @pytest.mark.parametrize("convert", [np.asarray, to_torch])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_keys_that_grow_are_one_call(rng, dtype, convert, monkeypatch):
-    """Views of one storage, a key longer at every step: prepared once, across blocks and parts of the keys."""
+def test_growing_keys_hit_one_cached_call(rng, dtype, convert, monkeypatch):
+    """Views of one storage, one more key per step: a single entry serves them, across blocks and splits."""
     q, k, v = map(convert, decoding_arrays(rng, 2300, dtype))
     lengths = [600, *range(1023, 1027), 2050, 2300, 512, 600]
-    expected = [bits(whole_road((q, k[:, :, :m], v[:, :, :m]), threads=1)) for m in lengths]
+    expected = [bits(uncached((q, k[:, :, :m], v[:, :, :m]), threads=1)) for m in lengths]
     sightline.attention(q, k[:, :, :900], v[:, :, :900], threads=1)
     found = decoded(monkeypatch)
     for length, right in zip(lengths, expected, strict=True):
@@ -488,7 +488,7 @@ def test_keys_that_grow_are_one_call(rng, dtype, convert, monkeypatch):
 
 
 def decoded(monkeypatch):
-    """Whether each prepared call of the decoding kernel answered."""
+    """A list with the result of each cached call of the decoding kernel: True if it computed the output."""
     found, run = [], BoundDecodeCall.run
 
     def spy(*given):
@@ -499,10 +499,10 @@ def decoded(monkeypatch):
     return found
 
 
-def test_few_keys_are_not_the_decoding_kernels(rng, monkeypatch):
+def test_few_keys_do_not_use_the_decoding_kernel(rng, monkeypatch):
     q, k, v = decoding_arrays(rng, 700)
-    expected = bits(whole_road((q, k[:, :, :300], v[:, :, :300])))
-    whole_road((q, k, v))
+    expected = bits(uncached((q, k[:, :, :300], v[:, :, :300])))
+    uncached((q, k, v))
     found = decoded(monkeypatch)
     assert bits(sightline.attention(q, k[:, :, :300], v[:, :, :300])) == expected
     assert found == [False]
@@ -511,23 +511,23 @@ def test_few_keys_are_not_the_decoding_kernels(rng, monkeypatch):
 @pytest.mark.parametrize("mask", [None, j < 600, (i + m - n >= j) & (j >= 40)])
 def test_decoding_with_a_mask(rng, mask, monkeypatch):
     given, other = decoding_arrays(rng), decoding_arrays(rng)
-    expected = bits(whole_road(other, mask=mask))
-    whole_road(given, mask=mask)
+    expected = bits(uncached(other, mask=mask))
+    uncached(given, mask=mask)
     found = decoded(monkeypatch)
     for threads in (1, 2, 3):
         assert bits(sightline.attention(*other, mask=mask)) == expected
         with sightline.threads(threads):
             assert bits(sightline.attention(*other, mask=mask)) == expected
     assert found == [True] * 6
-    shorter = [other[0], *(x[:, :, :650] for x in other[1:])]  # a formula may ask for the length
-    assert bits(sightline.attention(*shorter, mask=mask)) == bits(whole_road(shorter, mask=mask))
+    shorter = [other[0], *(x[:, :, :650] for x in other[1:])]  # a formula may read the length
+    assert bits(sightline.attention(*shorter, mask=mask)) == bits(uncached(shorter, mask=mask))
 
 
-def test_a_hidden_nan_leaves_the_prepared_call(rng, monkeypatch):
-    """The next call is answered again, by the same words: what was set for the NaN is not left in them."""
+def test_a_hidden_nan_falls_back_and_the_next_call_hits(rng, monkeypatch):
+    """The next call uses the same argument block: the flag that the NaN set is cleared."""
     q, k, v = decoding_arrays(rng)
     mask = j < 600
-    expected = bits(whole_road((q, k, v), mask=mask))
+    expected = bits(uncached((q, k, v), mask=mask))
     spoilt = v.copy()
     spoilt[:, :, 620] = np.nan
     found = decoded(monkeypatch)
@@ -538,10 +538,10 @@ def test_a_hidden_nan_leaves_the_prepared_call(rng, monkeypatch):
 
 
 def test_decoding_from_many_threads_at_once(rng):
-    """Words, parts and marks of its own for every call: each Python thread's own length, each answer its own."""
+    """Each call has its own argument block, splits and flags: ten Python threads all get their own results."""
     q, k, v = decoding_arrays(rng, 1400)
     lengths = [600, 900, 1030, 1400] * 2
-    expected = [bits(whole_road((q, k[:, :, :m], v[:, :, :m]))) for m in lengths]
+    expected = [bits(uncached((q, k[:, :, :m], v[:, :, :m]))) for m in lengths]
     start = threading.Barrier(len(lengths))
 
     def ask(number):
@@ -557,13 +557,13 @@ def test_decoding_from_many_threads_at_once(rng):
 
 
 @pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
-def test_a_decoding_loop_is_one_call(rng, convert):
-    """A cache's newest token sees every key: until the storage moves, the call is the one prepared."""
+def test_a_decoding_loop_has_one_cached_call(rng, convert):
+    """The newest token of a cache attends to every key: the same entry serves until the storage moves."""
     tokens = 40
     q, k, v = (convert(x) for x in decoding_arrays(rng, 600 + tokens))
     cache = sightline.KVCache(capacity=610)
     cache.append(k[:, :, :600], v[:, :, :600])
-    expected = [bits(whole_road((q, k[:, :, : t + 1], v[:, :, : t + 1]))) for t in range(600, 600 + tokens)]
+    expected = [bits(uncached((q, k[:, :, : t + 1], v[:, :, : t + 1]))) for t in range(600, 600 + tokens)]
     call_cache.bound_calls().clear()
     found = []
     for t, right in enumerate(expected, 600):
@@ -571,11 +571,11 @@ def test_a_decoding_loop_is_one_call(rng, convert):
         output = sightline.attention(q, cache, mask=cache.causal())
         assert bits(output) == right
         found.append(len(call_cache.bound_calls()))
-    assert found == [1] * 10 + [2] * 30  # the storage has room for 610
+    assert found == [1] * 10 + [2] * 30  # the storage has space for 610
 
 
-def test_a_mask_of_an_older_cache_is_read(rng):
-    """What `causal` gave out before an append hides the keys appended since."""
+def test_an_older_mask_of_a_cache_is_respected(rng):
+    """A mask that `causal` returned before an append hides the keys appended since."""
     q, k, v = decoding_arrays(rng)
     cache = sightline.KVCache()
     cache.append(k[:, :, :699], v[:, :, :699])
@@ -594,8 +594,8 @@ def test_a_mask_of_an_older_cache_is_read(rng):
 # -- gradients and lse -------------------------------------------------------------------------------------------------
 
 
-def answers_and_gradients(given, direction, **options):
-    """Bits of the output and of the gradients of three fresh leaves."""
+def outputs_and_gradients(given, direction, **options):
+    """The bytes of the output and of the gradients of three fresh leaves."""
     leaves = [x.clone().requires_grad_() for x in given]
     output = sightline.attention(*leaves, **options)
     return [bits(output), *map(bits, torch.autograd.grad(output, leaves, direction))]
@@ -603,23 +603,23 @@ def answers_and_gradients(given, direction, **options):
 
 @pytest.mark.parametrize("formula", ["none", "causal, written anew", "both"])
 @pytest.mark.parametrize("shape", [(1, 2, 9, 8), (9, 8), (1, 2, 600, 16)], ids=str)
-def test_gradients_past_the_operator(rng, formula, shape, monkeypatch):
-    """The recorded call's first answer, its prepared ones and the operator's are the same bits."""
+def test_gradients_equal_those_of_the_operator(rng, formula, shape, monkeypatch):
+    """The first call with gradients, the cached calls and the operator have equal bits."""
     first, other = ([torch.from_numpy(x) for x in arrays(rng, (shape,) * 3)] for _ in range(2))
     direction, options = torch.ones(shape), FORMULAS[formula]
-    answers_and_gradients(first, direction, **options())
-    found = hits(monkeypatch)
-    prepared = answers_and_gradients(other, direction, **options())
-    assert found or len(shape) < 4  # what is reshaped first goes the whole road
+    outputs_and_gradients(first, direction, **options())
+    found = record_hits(monkeypatch)
+    prepared = outputs_and_gradients(other, direction, **options())
+    assert found or len(shape) < 4  # calls that are reshaped first are not cached
     call_cache.bound_calls().clear()
-    assert answers_and_gradients(other, direction, **options()) == prepared
+    assert outputs_and_gradients(other, direction, **options()) == prepared
     monkeypatch.setattr(call_cache, "make_key", lambda *given: None)
-    assert answers_and_gradients(other, direction, **options()) == prepared
+    assert outputs_and_gradients(other, direction, **options()) == prepared
 
 
 def test_recomputed_gradients(rng):
     given, direction = tensors(rng), torch.ones(1, 2, 9, 8)
-    expected = answers_and_gradients(given, direction)
+    expected = outputs_and_gradients(given, direction)
     for _ in range(2):
         leaves = [x.clone().requires_grad_() for x in given]
         output = torch.utils.checkpoint.checkpoint(sightline.attention, *leaves, use_reentrant=False)
@@ -635,21 +635,21 @@ def test_gradients_of_gradients_of_prepared_calls(rng):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(9, 8), (1, 2, 9, 8)], ids=str)
 @pytest.mark.parametrize("convert", [np.asarray, to_torch])
-def test_lse_is_prepared_too(rng, dtype, shape, convert, monkeypatch):
+def test_lse_is_cached_too(rng, dtype, shape, convert, monkeypatch):
     first, other = ([convert(x) for x in arrays(rng, (shape,) * 3, dtype)] for _ in range(2))
-    output, (expected,) = whole_road(other, see=[sightline.lse()])
-    whole_road(first, see=[sightline.lse()])
-    sightline.attention(*first)  # is another call: it has no lse to give
-    found = hits(monkeypatch)
+    output, (expected,) = uncached(other, see=[sightline.lse()])
+    uncached(first, see=[sightline.lse()])
+    sightline.attention(*first)  # a different call, without lse
+    found = record_hits(monkeypatch)
     again_output, (found_lse,) = sightline.attention(*other, see=[sightline.lse()])
     assert found
     assert bits(again_output) == bits(output)
     assert (found_lse.dtype, found_lse.shape, bits(found_lse)) == (expected.dtype, expected.shape, bits(expected))
     sightline.attention(*first, see=[sightline.lse()])
-    assert bits(found_lse) == bits(expected)  # nobody else's memory
+    assert bits(found_lse) == bits(expected)  # results do not share memory
 
 
-def test_gradients_of_lse_are_the_operators(rng):
+def test_gradients_of_lse_equal_those_of_the_operator(rng):
     given = tensors(rng)
     for _ in range(2):
         leaves = [x.clone().requires_grad_() for x in given]

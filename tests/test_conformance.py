@@ -1,4 +1,4 @@
-"""Every kernel answers drawn problems as the float64 definition does, within the budget of `sightline.testing`."""
+"""Every kernel conforms to the float64 definition on drawn problems, within the budget of `sightline.testing`."""
 
 from functools import cache
 
@@ -13,12 +13,12 @@ from sightline.testing import assert_conforms, with_guards
 from strategies import DTYPES, LAYOUTS, ON_HOST, Case, cases
 
 TILED = [kernel for kernel in ON_HOST if kernel.name != "reference"]
-EXAMPLES = {"cpu": 20, "streaming": 40, "reference": 16}  # of each dtype; the first compiles for each
-GUARDED = {"cpu": 16}  # likewise, of kernels whose addresses no library checks
+EXAMPLES = {"cpu": 20, "streaming": 40, "reference": 16}  # examples per dtype; every example of "cpu" compiles
+GUARDED = {"cpu": 16}  # the same, for kernels without bounds checks
 
 
 def each(*frameworks):
-    """Every kernel with every dtype it serves, in each framework."""
+    """Parametrize a test with every kernel, every dtype that it supports, and each framework."""
     return pytest.mark.parametrize(
         ("kernel", "dtype", "framework"),
         [
@@ -38,9 +38,10 @@ def check(kernel, case, framework="numpy"):
 
 @pytest.fixture
 def every_kernel(monkeypatch):
-    """Checks all kernels that go by tiles; what they are held to is worked out once, weights in float32 alone.
+    """A check of all kernels that work by tiles, with one computation of the expected values.
 
-    Each weighs in a kernel of its own, which `test_drawn_problems` compiles for every dtype.
+    The weights are checked only in float32: they need another kernel, which `test_drawn_problems` compiles for every
+    dtype.
     """
     for name in ("compute_stages", "compute_baseline"):
         monkeypatch.setattr(testing, name, cache(getattr(testing, name)))
@@ -54,7 +55,7 @@ def every_kernel(monkeypatch):
 
 
 def drawn(kernel, dtype, framework, examples, **options):
-    """Check that many drawn problems."""
+    """Check so many drawn problems."""
     options |= {"dropout": serves(kernel, dtype, dropout=0.5, seed=0), "dtypes": (dtype,)}
 
     @settings(max_examples=examples)
@@ -107,7 +108,7 @@ def test_odd_sizes(dtype, name, every_kernel):
 
 @pytest.fixture
 def guards(monkeypatch):
-    """Arrays NumPy hands out are NaN and lie between guards; every guard is checked in the end."""
+    """NumPy's new arrays are NaN and lie between guard bytes; the fixture checks every guard at the end."""
     checks = []
 
     def empty(shape, dtype=float, **_):
@@ -145,7 +146,7 @@ def test_layouts(dtype, layout, every_kernel):
 
 
 @each("numpy")
-def test_the_same_bits_every_time_for_any_number_of_threads(kernel, dtype, framework):
+def test_equal_bits_in_every_call_and_for_any_number_of_threads(kernel, dtype, framework):
     problem = make_problem(*arrays((2, 3, 333, 32), dtype, m=400), mask=causal("lower right"), see=[lse()])
     first = kernel.run(problem, 1)
     for threads in (1, 2, 3, None):

@@ -1,4 +1,4 @@
-"""Dropout by counter: Philox as published, the same weights for any tiling and backend, and the right share of them."""
+"""Dropout by counter: published values of Philox, equal weights for any tiling and backend, and the drop rate."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from sightline.dispatch import KERNELS
 from sightline.dropout import keep_factor, philox
 from sightline.problem import make_problem
 
-# philox4x32-10 in Random123's own known-answer file (kat_vectors): counter, key, words.
+# From Random123's known-answer file (kat_vectors), philox4x32-10: counter, key, output.
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -24,13 +24,13 @@ KNOWN = [
 
 @pytest.mark.parametrize("library", [np, torch], ids=["numpy", "torch"])
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
-def test_philox_is_the_published_one(counter, key, words, library):
+def test_philox_gives_the_published_values(counter, key, words, library):
     seed = key[0] | key[1] << 32
     found = philox(seed, tuple(library.asarray([x], dtype=library.int64) for x in counter))
     assert tuple(word.item() for word in found) == words
 
 
-def posed(shape=(2, 3, 70, 4), **options):
+def make(shape=(2, 3, 70, 4), **options):
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     return make_problem(x, x, x, **{"dropout": 0.3, "seed": 7} | options)
 
@@ -39,25 +39,25 @@ def whole(problem):
     return keep_factor(problem, np, slice(0, problem.n), slice(0, problem.m))
 
 
-def test_tiles_agree_with_the_whole():
-    problem = posed()
+def test_tiles_equal_the_whole():
+    problem = make()
     rows, columns = slice(13, 41), slice(5, 66)
     assert np.array_equal(keep_factor(problem, np, rows, columns), whole(problem)[..., rows, columns])
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_the_share_dropped_is_p(p):
+def test_the_drop_rate_is_p(p):
     """Within six standard deviations of the binomial distribution."""
-    factor = np.broadcast_to(whole(posed((4, 4, 100, 4), dropout=p)), (4, 4, 100, 100))
+    factor = np.broadcast_to(whole(make((4, 4, 100, 4), dropout=p)), (4, 4, 100, 100))
     dropped = factor == 0
     assert abs(dropped.mean() - p) <= 6 * np.sqrt(p * (1 - p) / dropped.size)
     assert np.array_equal(np.unique(factor[~dropped]), np.unique(np.float32([1 / (1 - p)] if p < 1 else [])))
 
 
-def test_seeds_batches_heads_and_positions_all_count():
-    base = whole(posed()) == 0
-    assert (base != (whole(posed(seed=8)) == 0)).any()
-    assert (base != (whole(posed(seed=7 + 2**40)) == 0)).any()
+def test_seed_batch_head_and_position_all_change_the_numbers():
+    base = whole(make()) == 0
+    assert (base != (whole(make(seed=8)) == 0)).any()
+    assert (base != (whole(make(seed=7 + 2**40)) == 0)).any()
     for axis in range(4):
         first, second = np.take(base, 0, axis), np.take(base, 1, axis)
         assert (first != second).any()
@@ -66,7 +66,7 @@ def test_seeds_batches_heads_and_positions_all_count():
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_kernel_drops_the_same_weights(kernel, framework):
-    """One-hot values show which weight reached which output."""
+    """One-hot values show which weights reached each output."""
     q = np.random.default_rng(1).normal(size=(2, 2, 60, 8)).astype(np.float32)
     value = np.broadcast_to(np.eye(60, dtype=np.float32), (2, 2, 60, 60)).copy()
     arrays = [torch.from_numpy(x) if framework == "torch" else x for x in (q, q, value)]
@@ -79,13 +79,13 @@ def test_every_kernel_drops_the_same_weights(kernel, framework):
     assert np.array_equal(output != 0, expected & (kept != 0))
 
 
-def test_weights_seen_are_those_before_dropout(rng):
+def test_the_weights_statistic_is_before_dropout(rng):
     x = rng.normal(size=(1, 1, 9, 4))
     _, (dropped,) = sightline.attention(x, x, x, dropout=0.5, seed=3, see=[weights()])
     _, (whole_,) = sightline.attention(x, x, x, see=[weights()])
     assert np.array_equal(dropped, whole_)
 
 
-def test_dropping_all_gives_zero(rng):
+def test_dropout_1_gives_zero(rng):
     x = rng.normal(size=(1, 1, 9, 4))
     assert not sightline.attention(x, x, x, dropout=1.0, seed=0).any()

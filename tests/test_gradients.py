@@ -1,4 +1,4 @@
-"""Backward passes against derivatives found another way: torch's through the dense computation, and differences."""
+"""Backward passes against torch.autograd through the dense definition, and against finite differences."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_drawn_problems(dtype):
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_problems_by_the_generated_kernel(dtype, framework):
-    @settings(max_examples=12 if framework == "numpy" else 6)  # each compiles two kernels
+    @settings(max_examples=12 if framework == "numpy" else 6)  # each example compiles two kernels
     @given(cases(dtypes=(dtype,), poison=False, largest=20000))
     def conforms(case):
         check(case, framework, by_cpu)
@@ -48,7 +48,7 @@ def test_drawn_problems_by_the_generated_kernel(dtype, framework):
     conforms()
 
 
-PAIRS = {  # tables with an entry for each pair, (H, n, m) = (2, 70, 137) or shared: from their numbers to a score
+PAIRS = {  # tables with an entry per pair, (H, n, m) = (2, 70, 137) or shared, as scores
     "in order": lambda x: s + table(x)[h, i, j],
     "shared by heads": lambda x: s * table(x[0])[i, j],
     "keys first": lambda x: s + table(np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2))[h, i, j],
@@ -60,15 +60,15 @@ PAIRS = {  # tables with an entry for each pair, (H, n, m) = (2, 70, 137) or sha
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in PAIRS), ("in order", "bfloat16")])
-def test_tables_read_a_tile_at_a_time(name, dtype, rng):
+def test_tables_with_an_entry_per_pair(name, dtype, rng):
     arrays = [rng.normal(size=(2, 2, length, 12)).astype(DTYPES[dtype]) for length in (70, 137, 137)]
     score = PAIRS[name](rng.normal(size=(2, 70, 137)).astype(np.float32))
     mask, dropout = sightline.dense(rng.random((70, 137)) < 0.8), 0.2 if dtype == "bfloat16" else 0.0
     check(Case(*arrays, {"mask": mask, "score": score, "dropout": dropout, "seed": 5}), differentiate=by_cpu)
 
 
-def test_an_entry_that_hidden_pairs_are_sent_to_belongs_to_no_thread(rng):
-    """Threads of other keys add their 0 to it, and would undo what its owner adds meanwhile."""
+def test_a_table_entry_shared_by_hidden_pairs_has_no_owner(rng):
+    """Threads of other keys add 0 to it without atomics, and would overwrite what the owner adds in the meantime."""
     query, key = rng.normal(size=(2, 20, 4)).astype(np.float32), rng.normal(size=(2, 201, 4)).astype(np.float32)
 
     def owners(heads, keys):
@@ -89,7 +89,7 @@ def test_an_entry_that_hidden_pairs_are_sent_to_belongs_to_no_thread(rng):
 
 @settings(max_examples=30)
 @given(cases(dtypes=("float64",), poison=False, layouts=("contiguous",), largest=2000))
-def test_the_references_gradients_are_torchs(case):
+def test_the_references_gradients_equal_torchs(case):
     problem = case.make_problem()
     if undefined(problem):
         return
@@ -101,8 +101,8 @@ def test_the_references_gradients_are_torchs(case):
         assert_within_budget(answer, oracle[k], rough, name)
 
 
-def test_the_references_gradients_are_its_slopes(rng):
-    """Central differences; what the third derivative may add is measured by halving the step."""
+def test_the_references_gradients_equal_finite_differences(rng):
+    """Central differences; halving the step bounds the error of the third derivative."""
     q, k, v, d_o = (rng.normal(size=(2, 5, 3)) for _ in range(4))
     d_lse, d_p = rng.normal(size=(2, 5)), rng.normal(size=(2, 5, 5))
     options = {"scale": 0.7, "allowed": np.tri(5, dtype=bool), "sinks": np.array([0.3, -1.0]), "keep": 1.25}
@@ -130,13 +130,13 @@ def test_the_references_gradients_are_its_slopes(rng):
         assert abs((4 * narrow - wide) / 3 - (gradient * direction).sum()) <= slack
 
 
-# -- what the mask hides -----------------------------------------------------------------------------------------------
+# -- hidden positions --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-def test_what_is_hidden_reaches_no_gradient(framework, bad, rng):
-    """Padding full of NaN gives, bit for bit, what padding full of zeros gives; so do rows that see nothing."""
+def test_hidden_values_do_not_affect_gradients(framework, bad, rng):
+    """Padding of NaN gives the same bits as padding of zeros; so do rows that attend to no key."""
     x = [rng.normal(size=(2, 2, 9, 4)).astype(np.float32) for _ in range(4)]
     mask = padding(np.array([6, 0]))
     found = []
@@ -155,8 +155,8 @@ def test_what_is_hidden_reaches_no_gradient(framework, bad, rng):
     assert np.isfinite(to_numpy(found[1].value)).all()
 
 
-def test_a_dropped_value_reaches_no_gradient_of_its_query(rng):
-    """A query that dropped the key whose value is NaN has a finite output, and finite gradients."""
+def test_a_dropped_nan_value_does_not_affect_its_query(rng):
+    """A query that dropped the key whose value is NaN has a finite output and finite gradients."""
     query, key, value, d_output = (rng.normal(size=(1, 1, 20, 8)) for _ in range(4))
     value[..., 7, 0] = np.nan
     problem = make_problem(query, key, value, dropout=0.5, seed=3)
@@ -167,8 +167,8 @@ def test_a_dropped_value_reaches_no_gradient_of_its_query(rng):
             assert np.array_equal(np.isfinite(found.query).all(-1), whole)
 
 
-def test_gradients_of_tables_repeat_bit_for_bit():
-    """Many pairs read one entry; its sum is taken in one order, whatever the threads do."""
+def test_gradients_of_tables_are_deterministic():
+    """Many pairs read one entry; the order of the sum does not depend on the threads."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 4, 300, 8, generator=generator) for _ in range(3))
     bias = torch.randn(4, 1023, generator=generator).requires_grad_()

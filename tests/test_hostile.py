@@ -1,4 +1,4 @@
-"""What an adversary found: each of these once gave wrong numbers, or took the process down."""
+"""Problems that once gave wrong numbers or crashed the process."""
 
 import subprocess
 import sys
@@ -16,12 +16,12 @@ from strategies import ON_HOST
 FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
-def question(**options):
+def make(**options):
     rng = np.random.default_rng(0)
     return make_problem(*(rng.normal(size=(1, 2, 70, 8)).astype(np.float32) for _ in range(3)), **options)
 
 
-def holey():
+def table_with_infinity():
     entries = np.arange(70.0)
     entries[3] = -np.inf
     return table(entries)
@@ -35,7 +35,7 @@ PROBLEMS = {
     "a mask of the least float": {"score": s + where(i < 5, -FLOAT_MAX, 0.0)},
     "a sink beyond base 2": {"sinks": np.array([3e38, 0], np.float32)},
     "a part hidden, then clipped": {"score": np.clip(where(i >= j, s, -np.inf), -80, 80)},
-    "a guarded read of a table that hides": {"score": s + holey()[i - j], "mask": i >= j},
+    "a guarded read of a table that hides": {"score": s + table_with_infinity()[i - j], "mask": i >= j},
     "a table without entries": {"mask": where(i < 0, table(np.zeros(0, bool))[i], i >= j)},
     "a score of whole numbers": {"score": -(i - j)},
 }
@@ -44,16 +44,16 @@ PROBLEMS = {
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_kernels_still_conform(name, kernel):
-    assert_conforms(kernel.run, question(**PROBLEMS[name]))
+    assert_conforms(kernel.run, make(**PROBLEMS[name]))
 
 
-def test_shared_tables_in_another_order_make_another_kernel():
+def test_equal_formulas_with_swapped_tables_are_different_kernels():
     first, second = table(np.arange(70) % 7 * 1.0), table(np.arange(70) % 5 * 0.3)
     for one, other in ((first, second), (second, first)):
-        assert_conforms(ON_HOST[0].run, question(mask=first[i] < 5, score=s + one[i] - other[j]))
+        assert_conforms(ON_HOST[0].run, make(mask=first[i] < 5, score=s + one[i] - other[j]))
 
 
-def test_learned_numbers_keep_their_gradient():
+def test_learned_tables_keep_their_gradient():
     torch = pytest.importorskip("torch")
     q, k, v = (torch.randn(2, 5, 4) for _ in range(3))
     factor = torch.tensor(2.0, requires_grad=True)
@@ -70,7 +70,7 @@ def interrupt(*_):
     raise KeyboardInterrupt
 signal.signal(signal.SIGALRM, interrupt)
 q = np.ones((1, 2, 6000, 32), np.float32)
-sightline.attention(q, q, q, mask=(i >= j) | (i < 1), threads=8)  # imports take no interrupts well
+sightline.attention(q, q, q, mask=(i >= j) | (i < 1), threads=8)  # import all first: interrupts break imports
 seen = 0
 for attempt in range(8):
     signal.setitimer(signal.ITIMER_REAL, 0.01)
@@ -83,7 +83,7 @@ print(seen)
 """
 
 
-def test_an_interrupt_leaves_running_threads_their_memory():
+def test_an_interrupt_does_not_free_memory_of_running_threads():
     result = subprocess.run([sys.executable, "-c", INTERRUPT], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) > 0
@@ -92,15 +92,15 @@ def test_an_interrupt_leaves_running_threads_their_memory():
 @pytest.mark.parametrize("size", [1e6, 1e10, 1e18])
 @pytest.mark.parametrize("mask", [None, i >= j], ids=["all", "causal"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16])
-def test_scores_beyond_the_exponents_of_base_2(dtype, mask, size):
-    """Where a score's last place is larger than the exponents' range, 2^(s − m) once met a rounded m and overflowed."""
+def test_scores_beyond_the_exponent_range_of_base_2(dtype, mask, size):
+    """If a score's last place exceeds the exponent range, 2^(s − m) with a rounded m once overflowed."""
     rng = np.random.default_rng(0)
     size = size**2 if dtype == np.float64 else size
     q, k, v = ((rng.normal(size=(1, 2, 70, 8)) * scale).astype(dtype) for scale in (size, 1, 1))
     assert_conforms(ON_HOST[0].run, make_problem(q, k, v, mask=mask))
 
 
-def test_gradients_of_such_scores_stay_finite():
+def test_gradients_of_huge_scores_are_finite():
     torch = pytest.importorskip("torch")
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 70, 8, generator=generator) for _ in range(3))
@@ -109,4 +109,4 @@ def test_gradients_of_such_scores_stay_finite():
         x.requires_grad_()
     found = torch.autograd.grad(sightline.attention(q, k, v).sum(), (q, k, v))
     assert all(torch.isfinite(x).all() for x in found)
-    assert round(found[2].sum().item()) == 2 * 70 * 8  # every query's weights add up to 1
+    assert round(found[2].sum().item()) == 2 * 70 * 8  # the weights of every query sum to 1

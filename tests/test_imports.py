@@ -1,4 +1,4 @@
-"""What `import sightline` brings along: NumPy and nothing heavier."""
+"""`import sightline` loads NumPy and nothing heavier."""
 
 import pkgutil
 import subprocess
@@ -14,13 +14,13 @@ HEAVY |= {"tensorflow", "triton"}
 
 
 def loaded(program):
-    """Top-level packages a fresh Python has loaded after the program."""
+    """The top-level packages that a fresh Python has loaded after the program."""
     report = "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
     result = subprocess.run([sys.executable, "-c", program + report], capture_output=True, text=True, check=True)
     return set(result.stdout.split())
 
 
-def test_import_brings_numpy_alone():
+def test_import_loads_only_numpy():
     found = loaded("import sightline")
     assert "numpy" in found
     assert not found & HEAVY
@@ -45,7 +45,7 @@ def test_llvmlite_loads_with_the_first_generated_kernel():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_bench_lists_its_problems_without_torch(device):
+def test_bench_list_does_not_load_torch(device):
     program = f"""
 import sys
 sys.modules["torch"] = None
@@ -57,7 +57,7 @@ assert main(["bench", "--list", "--device", {device!r}]) == 0"""
 @pytest.mark.parametrize(
     "name", [m.name for m in pkgutil.walk_packages(sightline.__path__, "sightline.") if "__main__" not in m.name]
 )
-def test_every_public_name_is_there(name):
+def test_every_public_name_exists(name):
     module = pytest.importorskip(name, exc_type=MissingExtraError)
     public = getattr(module, "__all__", [])
     assert len(public) == len(set(public))

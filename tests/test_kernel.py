@@ -1,4 +1,4 @@
-"""The choice of a kernel, its reasons, and the page that tells them."""
+"""The choice of a kernel, its reasons, and the text of `explain`."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from stub_kernel import Choosy
 X = np.ones((2, 4, 96, 8), np.float32)
 
 
-def test_the_cheapest_that_can_is_taken():
+def test_the_kernel_with_the_lowest_cost_is_chosen():
     kernels = [Choosy("dear", 3.0), Choosy("cheap", 1.0, "wine", "song"), Choosy("fair", 2.0)]
     plan = choose(kernels, make_problem(X, X, X))
     assert plan.kernel.name == "fair"
@@ -25,7 +25,7 @@ def test_the_cheapest_that_can_is_taken():
     assert plan.refusals["dear"] == ()
 
 
-def test_a_kernel_asked_for_is_taken_or_says_every_reason():
+def test_a_requested_kernel_runs_or_raises_all_its_refusals():
     kernels = [Choosy("dear", 3.0), Choosy("cheap", 1.0, "wine", "song")]
     assert choose(kernels, make_problem(X, X, X), "dear").forced
     with pytest.raises(KernelRefusedError, match=r"(?s)wine; song.*no wine; no song; or leave kernel=None"):
@@ -51,7 +51,7 @@ def test_every_refusal_has_a_cure(kernel):
         assert refusal.cure
 
 
-def test_explain_counts_what_will_be_computed():
+def test_explain_counts_the_tiles_to_compute():
     told = sightline.explain(X, X, X, mask=causal())
     assert told.tiles == {"empty": 2 * 4, "full": 2 * 4 * 1, "partial": 2 * 4 * 2}
     assert told.dense_flops == 2 * 2 * 4 * 96 * 96 * 16
@@ -59,7 +59,7 @@ def test_explain_counts_what_will_be_computed():
     assert told.memory < told.dense_memory
 
 
-def test_explain_is_a_page_with_every_part():
+def test_explain_prints_every_part():
     told = sightline.explain(X, X, X, mask=window(5), score=alibi(4), sinks=np.zeros(4), dropout=0.25, seed=3)
     page = str(told)
     for part in (
@@ -79,7 +79,7 @@ def test_explain_is_a_page_with_every_part():
         assert (f"not {kernel}" in page) == bool(reasons)
 
 
-def test_explain_names_the_kernel_asked_for():
+def test_explain_names_the_requested_kernel():
     told = sightline.explain(X, X, X, kernel="reference")
     assert told.forced
     assert told.kernel == "reference"
@@ -88,7 +88,7 @@ def test_explain_names_the_kernel_asked_for():
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 0, 8), (0, 1, 4, 8)])
-def test_explain_of_nothing(shape):
+def test_explain_of_empty_problems(shape):
     x = np.ones(shape, np.float32)
     told = sightline.explain(x, x, x, mask=causal())
     assert told.flops == 0

@@ -1,4 +1,4 @@
-"""`sightline.merge`: parts of the keys, attended apart and joined, against attention on all keys."""
+"""`sightline.merge`: attention on parts of the keys, merged, against attention on all keys."""
 
 import math
 import sys
@@ -33,7 +33,7 @@ SEE = [lse()]
 
 
 def parts_of(problem, cuts):
-    """(out, lse) for each run of keys between cuts; the sink goes to the first."""
+    """(out, lse) for each part of the keys between cuts; the first part has the sink."""
     mask = None if problem.mask is None else dense_mask(problem)
     for place, (start, stop) in enumerate(pairwise([0, *cuts, problem.m])):
         part = replace(
@@ -48,12 +48,12 @@ def parts_of(problem, cuts):
 
 
 def in_parts(*cuts, merge=merge):
-    """A kernel's `run` that cuts the keys at these places."""
+    """A kernel's `run` that splits the keys at these cuts and merges the parts."""
     return lambda problem: Result(*merge(parts_of(problem, cuts)))
 
 
-def sound(merge):
-    """Conformance where keys score higher from part to part, so that every part is scaled by the next."""
+def check_merge(merge):
+    """Check conformance with scores that grow from part to part, so that every part rescales the earlier parts."""
     rng = np.random.default_rng(3)
     q, k, v = (rng.normal(size=size).astype(np.float32) for size in ((2, 4, 70, 16), (2, 2, 300, 16), (2, 2, 300, 9)))
     k *= np.linspace(0.1, 3, 300, dtype=np.float32)[:, None]
@@ -65,16 +65,17 @@ def sound(merge):
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def test_parts_join():
-    sound(merge)
+def test_merged_parts_equal_the_whole():
+    check_merge(merge)
 
 
 @given(st.data(), cases(dropout=False, poison=False, largest=4000))
 @settings(max_examples=60)
-def test_parts_of_any_problem_join(data, case):
-    """Every dtype, mask and shape; a part may hold no key, and a query may see nothing in some or all parts.
+def test_parts_of_any_problem_merge(data, case):
+    """Every dtype, mask and shape; a part may have no key, and a query may attend to no key in some or all parts.
 
-    Scores keep their usual size: an lse carries half a unit in its own last place, so large ones share more roughly.
+    Scores have their usual size: the rounding error of an lse is half a unit in its last place, so the weights of parts
+    are less accurate for a large lse.
     """
     case.options.pop("score", None)
     case.options.pop("scale", None)
@@ -84,7 +85,7 @@ def test_parts_of_any_problem_join(data, case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torch_answers_as_numpy(rng, dtype):
+def test_torch_gives_the_result_of_numpy(rng, dtype):
     outs = [rng.normal(size=(2, 3, 5)).astype(DTYPES[dtype]) for _ in range(3)]
     lses = [rng.normal(size=(2, 3)).astype("float64" if dtype == "float64" else "float32") for _ in range(3)]
     expected = merge(zip(outs, lses, strict=True))
@@ -95,7 +96,7 @@ def test_torch_answers_as_numpy(rng, dtype):
 
 
 def test_scores_may_be_formulas(rng):
-    """Each part counts its keys from 0: the formula says where it begins."""
+    """Each part counts its keys from 0, so the formula adds the position of the first key."""
     q, k, v = (rng.normal(size=(1, 2, 40, 8)).astype(np.float32) for _ in range(3))
     mask, score = (i >= j) & (i - j < 9), sightline.softcap(2.0)
     whole = make_problem(q, k, v, mask=mask, score=score)
@@ -110,7 +111,7 @@ def test_scores_may_be_formulas(rng):
     assert_conforms(run, whole)
 
 
-def test_one_part_is_itself(rng):
+def test_one_part_is_unchanged(rng):
     out, own = rng.normal(size=(3, 4)).astype(np.float32), rng.normal(size=3).astype(np.float32)
     again, its = merge([(out, own)])
     assert np.array_equal(again, out)
@@ -119,15 +120,15 @@ def test_one_part_is_itself(rng):
 
 @pytest.mark.parametrize("count", [2, 100, 1000])
 def test_many_parts_in_any_order(rng, count):
-    """As many parts as keys: each key's value is its part's output, its score the part's lse."""
+    """As many parts as keys: the value of a key is the output of its part, and the score its lse."""
     problem = make_problem(*(rng.normal(size=(rows, 3)).astype(np.float32) for rows in (6, count, count)))
     for order in (np.arange(count), rng.permutation(count)):
         parts = list(parts_of(problem, range(1, count)))
         assert_conforms(lambda _, parts=parts, order=order: Result(*merge([parts[k] for k in order])), problem)
 
 
-def test_dropped_weights_join(rng):
-    """Dropout falls on the weights of each part, by its own seed; the normalisers know nothing of it."""
+def test_parts_with_dropout_merge(rng):
+    """Dropout applies to the weights of each part with the part's seed; the normalisers are those without dropout."""
     q, k, v = (rng.normal(size=(1, 1, 30, 8)) for _ in range(3))
     drops = [make_problem(q, k[..., a:z, :], v[..., a:z, :], dropout=0.5, seed=z) for a, z in ((0, 13), (13, 30))]
     keep = np.concatenate([keep_factor(part, np, slice(0, 30), slice(0, part.m)) for part in drops], axis=-1)
@@ -138,13 +139,13 @@ def test_dropped_weights_join(rng):
     assert_within_budget(out, expected, rough)
 
 
-# -- rows that see nothing, and normalisers of any size ----------------------------------------------------------------
+# -- rows without keys, and normalisers of any size --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("filler", [0.0, np.nan, np.inf])
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_a_part_that_saw_nothing_is_not_read(rng, filler, kind):
-    """Whatever stands in its output, as other libraries leave NaN there."""
+def test_the_output_of_a_part_without_keys_is_not_read(rng, filler, kind):
+    """The output may be anything; other libraries leave NaN there."""
     a, b = rng.normal(size=(2, 3, 4))
     own, other = np.array([0.5, -np.inf, -np.inf]), np.array([-np.inf, 2.0, -np.inf])
     a[1:], b[[0, 2]] = filler, filler
@@ -157,7 +158,7 @@ def test_a_part_that_saw_nothing_is_not_read(rng, filler, kind):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [-1e30, -1e4, 0.0, 1e4, 1e30, 1.5e38])
 def test_normalisers_of_any_size(rng, size, dtype):
-    """Two equal parts halve each other, though the rounded lse of large ones does not know of the second."""
+    """Two equal parts have half the weight each, though the rounded lse of large scores cannot show the second part."""
     a, b = rng.normal(size=(2, 3, 4)).astype(dtype)
     level = np.full(3, size, dtype)
     out, joined = merge([(a, level), (b, level)])
@@ -166,7 +167,7 @@ def test_normalisers_of_any_size(rng, size, dtype):
 
 
 @pytest.mark.parametrize("size", [1e4, 1e30, 3e38])
-def test_a_far_larger_normaliser_takes_all(rng, size):
+def test_a_much_larger_normaliser_takes_all_weight(rng, size):
     a, b = rng.normal(size=(2, 3, 4)).astype(np.float32)
     level = np.full(3, size, np.float32)
     for parts in ([(a, level), (b, -level)], [(b, -level), (a, level)]):
@@ -175,8 +176,8 @@ def test_a_far_larger_normaliser_takes_all(rng, size):
         assert np.array_equal(joined, level)
 
 
-def test_nan_and_infinity_stay_to_be_seen():
-    """A score that is NaN or ∞ is the caller's: the row is NaN, the rows beside it are not."""
+def test_nan_and_infinite_normalisers_give_nan():
+    """A NaN or ∞ score comes from the caller: its row is NaN, other rows are not."""
     out = np.ones((3, 2), np.float32)
     level = np.array([np.nan, np.inf, 0], np.float32)
     found, joined = merge([(out, level), (out, np.zeros(3, np.float32))])
@@ -190,7 +191,7 @@ BLIND = [[0.3, -math.inf, 1.0, -math.inf], [-1.0, 0.5, -math.inf, -math.inf], [2
 
 
 def finite_merge(*flat):
-    """Outputs and lses in one row, and −∞ of blind rows left out, as differences of it mean nothing."""
+    """Outputs and lses in one tuple, without rows of lse −∞, whose differences are undefined."""
     out, joined = merge(zip(flat[: len(flat) // 2], flat[len(flat) // 2 :], strict=True))
     return out, torch.where(joined == -math.inf, 0.0, joined)
 
@@ -207,8 +208,8 @@ def test_gradients_to_second_order():
     assert gradgradcheck(finite_merge, (*outs, *lses))
 
 
-def test_third_order_is_finite_and_that_of_the_definition():
-    """Where every part sees something, derivatives are those of the textbook's sum."""
+def test_third_derivatives_are_finite_and_right():
+    """If every part has keys, the derivatives are those of the textbook formula."""
     outs, lses = inputs()
 
     def third(function):
@@ -230,7 +231,7 @@ def test_third_order_is_finite_and_that_of_the_definition():
         assert_within_budget(found[:1], to_numpy(truth)[:1], to_numpy(truth.float())[:1])
 
 
-def test_no_gradient_where_nothing_was_seen():
+def test_rows_without_keys_have_no_gradient():
     outs, lses = inputs()
     out, joined = merge(zip(outs, lses, strict=True))
     found = torch.autograd.grad([out, joined], (*outs, *lses), [torch.ones_like(out), torch.ones_like(joined)])
@@ -242,7 +243,7 @@ def test_no_gradient_where_nothing_was_seen():
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_gradients_through_parts_are_those_of_the_whole(rng, dtype):
+def test_gradients_through_parts_equal_those_of_the_whole(rng, dtype):
     q, k, v = (rng.normal(size=(1, 2, 24, 8)).astype(DTYPES[dtype]) for _ in range(3))
     problem = make_problem(q, k, v, mask=(i >= j) & (i != 3), see=SEE)
     seeds = seeds_of(problem)
@@ -264,7 +265,7 @@ def test_gradients_through_parts_are_those_of_the_whole(rng, dtype):
         assert_within_budget(answer, truth, rough, what)
 
 
-def test_compiled_whole():
+def test_compiled_without_graph_breaks():
     torch.compiler.reset()
     compiled = torch.compile(finite_merge, fullgraph=True, backend="aot_eager")
     outs, lses = inputs()
@@ -302,12 +303,12 @@ OUT, LSE = np.zeros((2, 4, 3), np.float32), np.zeros((2, 4), np.float32)
         ([(torch.zeros(2, 4, 3), torch.zeros(2, 4, device="meta"))], DeviceError, "meta"),
     ],
 )
-def test_what_does_not_fit_is_named(parts, error, says):
+def test_errors_name_what_does_not_fit(parts, error, says):
     with pytest.raises(error, match=says):
         merge(parts)
 
 
-def test_narrow_outputs_keep_a_wide_lse():
+def test_narrow_outputs_have_a_wide_lse():
     out = np.ones((4, 3), ml_dtypes.bfloat16)
     for dtype in (np.float32, np.float64):
         found, joined = merge([(out, np.zeros(4, dtype))] * 2)
@@ -315,7 +316,7 @@ def test_narrow_outputs_keep_a_wide_lse():
         assert joined.dtype == dtype
 
 
-# -- broken on purpose -------------------------------------------------------------------------------------------------
+# -- planted faults ----------------------------------------------------------------------------------------------------
 
 FAULTS = {
     "dropped rescale": ("xp.astype(share / total, acc_dtype)[..., None] * ", ""),
@@ -328,7 +329,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_seen(fault):
+def test_every_fault_is_found(fault):
     copy = broken(sys.modules["sightline.lse_merge"], *FAULTS[fault])
     with pytest.raises(AssertionError, match="budget"):
-        sound(copy.merge)
+        check_merge(copy.merge)

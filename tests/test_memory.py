@@ -1,4 +1,4 @@
-"""Memory is O(n): at 65,536 positions, one head, at most 64 MB above inputs and output."""
+"""Memory is O(n): with 65,536 positions and one head, at most 64 MB beyond inputs and output."""
 
 import subprocess
 import sys
@@ -19,15 +19,15 @@ rng = np.random.default_rng(0)
 query, key, value = (rng.standard_normal((n, {d}), np.float32) for _ in range(3))
 sightline.attention(query[:99], key[:99], value[:99], mask=mask, kernel=kernel)  # libraries, and the kernel's code
 with open("/proc/self/clear_refs", "w") as reset:
-    reset.write("5")  # the peak starts anew
+    reset.write("5")  # reset the peak
 before = resident_peak()
 output = sightline.attention(query, key, value, mask=mask, kernel=kernel)
 print(resident_peak() - before - output.nbytes)
 """
 
 
-def above(**what):
-    """Bytes a call took at its peak beyond inputs and output."""
+def extra_bytes(**what):
+    """Return the peak bytes of a call beyond inputs and output."""
     result = subprocess.run([sys.executable, "-c", PROGRAM.format(**what)], capture_output=True, text=True, check=True)
     return int(result.stdout)
 
@@ -43,12 +43,12 @@ def above(**what):
     ],
 )
 def test_peak_memory(kernel, mask):
-    assert above(kernel=kernel, mask=mask, d=16) < LIMIT
+    assert extra_bytes(kernel=kernel, mask=mask, d=16) < LIMIT
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own accounting")
-def test_the_definition_would_not_pass():
-    """The measurement sees n² memory: the dense form, at a sixteenth of the length, is over the limit."""
+def test_the_definition_exceeds_the_limit():
+    """The measurement finds n² memory: the dense form exceeds the limit at a sixteenth of the length."""
     program = PROGRAM.replace("65_536", "4_096").format(kernel="reference", mask="None", d=16)
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(result.stdout) > LIMIT

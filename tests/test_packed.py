@@ -1,4 +1,4 @@
-"""Packed and padded batches: each document as if it were alone, at the cost of the documents alone."""
+"""Packed and padded batches: every document gets the results, and costs the tiles, of the document alone."""
 
 import numpy as np
 import pytest
@@ -20,9 +20,9 @@ from sightline.testing import assert_within_budget
 from strategies import to_torch
 
 TILE = 64
-LENGTHS = np.array([70, 1, 0, 129, 64, 3, 200, 45])  # with an empty one, and one that fills its tile
+LENGTHS = np.array([70, 1, 0, 129, 64, 3, 200, 45])  # with an empty document, and a document that fills its tile
 N = int(LENGTHS.sum())
-MANY = np.random.default_rng(1).multinomial(131_072, np.full(1000, 1e-3))  # a thousand documents
+MANY = np.random.default_rng(1).multinomial(131_072, np.full(1000, 1e-3))  # 1,000 documents
 
 
 def spans(lengths):
@@ -32,7 +32,7 @@ def spans(lengths):
 
 
 def tiles_of(rows, columns):
-    """Tiles that hold a pair of these positions."""
+    """The set of tiles that contain a pair of these positions."""
     if rows.start == rows.stop or columns.start == columns.stop:
         return set()
     return {
@@ -43,7 +43,7 @@ def tiles_of(rows, columns):
 
 
 def visited(mask, n, m=None, batch=1, heads=1):
-    """Numbers of tiles that are computed, full ones too."""
+    """The numbers of the tiles that are computed, full or partial."""
     tiles = find_tile_ranges(mask, (batch, heads, n, n if m is None else m), TILE, TILE).tiles
     return tiles["full"] + tiles["partial"]
 
@@ -52,8 +52,8 @@ def drawn(rng, *shapes):
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-def apart(output, query, key, value, rows, columns, **options):
-    """Raise AssertionError unless the packed output, at each document, is attention on that document alone."""
+def assert_separate(output, query, key, value, rows, columns, **options):
+    """Raise AssertionError unless the packed output of each document is attention on that document alone."""
     for own, others in zip(rows, columns, strict=True):
         alone = make_problem(query[..., own, :], key[..., others, :], value[..., others, :], **options)
         truth, rough = compute_stages(alone), compute_baseline(alone)
@@ -61,12 +61,12 @@ def apart(output, query, key, value, rows, columns, **options):
         assert_within_budget(output[..., own, :], truth.output, rough.output, terms=terms)
 
 
-# -- what it costs -----------------------------------------------------------------------------------------------------
+# -- cost --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, MANY, np.ones(500, int), np.array([4096])], ids=lambda x: f"{len(x)}")
 def test_a_packed_axis_costs_its_documents(lengths):
-    """Exactly the tiles some document reaches into, of all n²: at most Σ (⌈length / 64⌉ + 1)²."""
+    """Exactly the tiles of n² that contain a pair of a document: at most Σ (⌈length / 64⌉ + 1)²."""
     n = int(lengths.sum())
     count = visited(documents(lengths=lengths), n)
     assert count == len(set().union(*(tiles_of(own, own) for own in spans(lengths))))
@@ -74,14 +74,14 @@ def test_a_packed_axis_costs_its_documents(lengths):
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, MANY], ids=lambda x: f"{len(x)}")
-def test_causal_leaves_the_lower_half(lengths):
+def test_causal_skips_the_upper_half(lengths):
     n = int(lengths.sum())
     reached = set().union(*(tiles_of(own, own) for own in spans(lengths)))
     assert visited(documents(lengths=lengths) & causal(), n) == sum(y <= x for x, y in reached)
 
 
 def test_documents_of_each_sequence_of_a_batch():
-    """(B, n) numbers: every sequence is packed in its own way, and all heads share the runs."""
+    """(B, n) document numbers: every sequence has its own documents, and all heads share the tile ranges."""
     rng = np.random.default_rng(2)
     each = [rng.permutation(LENGTHS) for _ in range(3)]
     ids = np.stack([np.repeat(np.arange(len(LENGTHS)), lengths) for lengths in each])
@@ -94,20 +94,20 @@ def test_documents_of_other_lengths_among_the_keys():
     lengths, keys = LENGTHS[LENGTHS > 0], np.array([5, 64, 100, 300, 1, 2, 190])
     reached = set().union(*map(tiles_of, spans(lengths), spans(keys)))
     assert visited(documents(lengths=lengths, key_lengths=keys), N, int(keys.sum())) == len(reached)
-    keys[3] = 0  # now a tile may be entered for a document that has no keys: still at most the sum
+    keys[3] = 0  # a tile may now be computed for a document without keys; the bound still holds
     most = ((-(-lengths // TILE) + 1) * (-(-keys // TILE) + 1)).sum()
     assert visited(documents(lengths=lengths, key_lengths=keys), N, int(keys.sum())) <= most
 
 
 def test_padding_costs_the_real_keys():
-    """Σ n · length: tiles beyond a sequence's end are not computed, those before it need no mask."""
+    """Σ n · length: tiles beyond a sequence's end are not computed, and tiles before it need no mask."""
     lengths, n = np.array([1000, 64, 0, 65, 512]), 256
     told = find_tile_ranges(padding(lengths), (5, 4, n, 1000), TILE, TILE).tiles
     assert told["full"] + told["partial"] == 4 * n // TILE * (-(-lengths // TILE)).sum()
     assert told["partial"] == 4 * n // TILE * (lengths % TILE != 0)[1:].sum()
 
 
-def test_explain_tells_the_cost():
+def test_explain_prints_the_cost():
     query, key = np.zeros((1, 8, N, 16), np.float32), np.zeros((1, 2, N, 16), np.float32)
     told = explain(query, key, key, mask=documents(lengths=LENGTHS))
     reached = len(set().union(*(tiles_of(own, own) for own in spans(LENGTHS))))
@@ -116,8 +116,8 @@ def test_explain_tells_the_cost():
 
 
 @pytest.mark.parametrize("mask", [documents(lengths=MANY), documents(lengths=MANY) & causal()], ids=repr)
-def test_planning_follows_what_is_allowed(mask, monkeypatch):
-    """A thousand documents in 131,072 positions: bisection looks at a few rectangles for every tile, not at n²."""
+def test_planning_cost_follows_the_allowed_tiles(mask, monkeypatch):
+    """1,000 documents in 131,072 positions: bisection computes bounds of a few rectangles per tile, not of n²."""
     n, looked, answer = int(MANY.sum()), [], tile_ranges.compute_intervals
 
     def counted(formula, box):
@@ -129,7 +129,7 @@ def test_planning_follows_what_is_allowed(mask, monkeypatch):
     assert sum(looked) <= 2 * (depth * n // TILE + count)
 
 
-# -- what it answers ---------------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------------------
 
 OPTIONS = {
     "plain": {},
@@ -140,64 +140,64 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("kernel", "kind"), [("cpu", "numpy"), ("streaming", "torch")])
-def test_each_document_as_if_alone(rng, options, kernel, kind):
-    """With grouped heads, all pairs and causal."""
+def test_each_document_equals_the_document_alone(rng, options, kernel, kind):
+    """With grouped heads, for all pairs and for causal masks."""
     q, k, v = drawn(rng, (1, 4, N, 16), (1, 2, N, 16), (1, 2, N, 9))
     own = spans(LENGTHS)
     for inside in (None, causal()):
         mask = documents(lengths=LENGTHS) if inside is None else documents(lengths=LENGTHS) & inside
         given_ = [to_torch(x) for x in (q, k, v)] if kind == "torch" else (q, k, v)
         output = to_numpy(attention(*given_, mask=mask, kernel=kernel, **OPTIONS[options]))
-        apart(output, q, k, v, own, own, mask=inside, **OPTIONS[options])
+        assert_separate(output, q, k, v, own, own, mask=inside, **OPTIONS[options])
 
 
-def test_each_sequence_packed_in_its_own_way(rng):
+def test_sequences_with_different_documents(rng):
     q, k, v = drawn(rng, (3, 4, N, 16), (3, 2, N, 16), (3, 2, N, 9))
     each = [rng.permutation(LENGTHS) for _ in range(3)]
     ids = np.stack([np.repeat(np.arange(len(LENGTHS)), lengths) for lengths in each])
     output = attention(q, k, v, mask=documents(ids) & causal())
     for b, lengths in enumerate(each):
         one = [x[b : b + 1] for x in (output, q, k, v)]
-        apart(*one, spans(lengths), spans(lengths), mask=causal())
+        assert_separate(*one, spans(lengths), spans(lengths), mask=causal())
 
 
-def test_a_bad_neighbour_is_not_seen(rng):
-    """NaN and ∞ in one document leave all others what they are."""
+def test_nonfinite_documents_do_not_affect_others(rng):
+    """NaN and ∞ in one document do not change the results of the others."""
     q, k, v = drawn(rng, (1, 2, N, 16), (1, 2, N, 16), (1, 2, N, 16))
     own = spans(LENGTHS)
     bad = own.pop(3)
     k[..., bad, :], v[..., bad, :] = np.nan, np.inf
     output = attention(q, k, v, mask=documents(lengths=LENGTHS))
-    apart(output, q, k, v, own, own)
+    assert_separate(output, q, k, v, own, own)
     assert np.isnan(output[..., bad, :]).all()
 
 
 @given(st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=1, max_size=6), st.integers(0, 99))
 @settings(max_examples=30)
 def test_packed_cross_attention(pairs, seed):
-    """Documents as long as they like among queries and keys; those without keys answer 0."""
+    """Documents of any lengths among queries and keys; a document without keys has the output 0."""
     lengths, keys = np.array(pairs).T
     q, k, v = drawn(np.random.default_rng(seed), (1, 4, lengths.sum(), 8), (1, 2, keys.sum(), 8), (1, 2, keys.sum(), 5))
     mask = documents(lengths=lengths, key_lengths=keys)
-    apart(attention(q, k, v, mask=mask), q, k, v, spans(lengths), spans(keys))
+    assert_separate(attention(q, k, v, mask=mask), q, k, v, spans(lengths), spans(keys))
     ends = np.repeat(np.cumsum(keys) - np.cumsum(lengths), lengths)
     if lengths.sum():
-        lower = mask & (i + table(ends)[i] >= j)  # as docs/formulas.md has it
+        lower = mask & (i + table(ends)[i] >= j)  # as in docs/formulas.md
         own = attention(q, k, v, mask=lower)
-        apart(own, q, k, v, spans(lengths), spans(keys), mask=causal("lower right"))
+        assert_separate(own, q, k, v, spans(lengths), spans(keys), mask=causal("lower right"))
 
 
-def test_padded_sequences_as_if_alone(rng):
+def test_padded_sequences_equal_the_sequences_alone(rng):
     lengths = [0, 33, 64, 100, 7]
     q, k, v = drawn(rng, (5, 4, 50, 16), (5, 2, 100, 16), (5, 2, 100, 9))
     output = attention(q, k, v, mask=padding(lengths))
     for b, length in enumerate(lengths):
         one = [x[b : b + 1] for x in (output, q, k, v)]
-        apart(*one, [slice(0, 50)], [slice(0, length)])
+        assert_separate(*one, [slice(0, 50)], [slice(0, length)])
 
 
-def test_gradients_stay_inside_a_document(rng):
-    """Each document's gradients are those it has alone."""
+def test_gradients_of_a_document_equal_those_of_the_document_alone(rng):
+    """The gradients of every document are those that it has alone."""
     whole = [torch.from_numpy(x.astype(np.float64)).requires_grad_() for x in drawn(rng, *[(1, 2, N, 8)] * 3)]
     seed = torch.from_numpy(rng.normal(size=(1, 2, N, 8)))
     packed = torch.autograd.grad(attention(*whole, mask=documents(lengths=LENGTHS) & causal()), whole, seed)
@@ -225,28 +225,28 @@ X = np.zeros((1, 1, 6, 4), np.float32)
         (lambda: attention(X, X, X, mask=documents(lengths=[2, 4], key_lengths=[3, 2])), ShapeError, "stands for j"),
     ],
 )
-def test_what_does_not_fit_is_named(call, error, says):
+def test_errors_name_what_does_not_fit(call, error, says):
     with pytest.raises(error, match=says):
         call()
 
 
-# -- broken on purpose -------------------------------------------------------------------------------------------------
+# -- planted faults ----------------------------------------------------------------------------------------------------
 
 
-def test_documents_that_run_into_each_other_are_seen(rng):
-    """A document number that comes one position late."""
+def test_a_shifted_document_boundary_is_found(rng):
+    """A document number that starts one position late."""
     copy = broken(
         library, "np.repeat(np.arange(array.size), array)", "np.roll(np.repeat(np.arange(array.size), array), 1)"
     )
     q, k, v = drawn(rng, (1, 2, N, 8), (1, 2, N, 8), (1, 2, N, 8))
     own = spans(LENGTHS)
-    apart(attention(q, k, v, mask=documents(lengths=LENGTHS)), q, k, v, own, own)
+    assert_separate(attention(q, k, v, mask=documents(lengths=LENGTHS)), q, k, v, own, own)
     with pytest.raises(AssertionError, match="budget"):
-        apart(attention(q, k, v, mask=copy.documents(lengths=LENGTHS)), q, k, v, own, own)
+        assert_separate(attention(q, k, v, mask=copy.documents(lengths=LENGTHS)), q, k, v, own, own)
 
 
-def test_loose_bounds_are_seen(monkeypatch):
-    """Bounds that cannot tell documents apart: right answers, and every tile computed."""
+def test_loose_bounds_are_found(monkeypatch):
+    """With bounds that cannot separate documents the results are right, but every tile is computed."""
     monkeypatch.setitem(bounds.BOUND_RULES, "equal", lambda x, y: (0 * bounds._equal(x, y)[0], 1 + 0 * x[0] + 0 * y[0]))
     with pytest.raises(AssertionError):
         test_a_packed_axis_costs_its_documents(LENGTHS)

@@ -1,4 +1,4 @@
-"""Rotary and sinusoidal positions against their formulas, written out; and that scores depend on j − i alone."""
+"""Rotary and sinusoidal positions against their formulas, and that scores depend only on j − i."""
 
 import math
 
@@ -16,8 +16,8 @@ PAIRINGS = ("half", "interleaved")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
-def written_out(x, base=10000.0, pairing="half", dimensions=None, positions=None):
-    """Equation 34 one pair at a time, float64."""
+def rotary_definition(x, base=10000.0, pairing="half", dimensions=None, positions=None):
+    """Equation 34, one pair of components at a time, in float64."""
     x = np.array(x, np.float64)
     result, width = x.copy(), dimensions or x.shape[-1]
     positions = np.broadcast_to(np.arange(x.shape[-2]) if positions is None else positions, x.shape[:-1])
@@ -30,9 +30,11 @@ def written_out(x, base=10000.0, pairing="half", dimensions=None, positions=None
 
 
 def plain(x, **options):
-    """The same rounded as a person would in x's dtype: cosines, products and sums."""
+    """Rotary positions in the dtype of x: cosines, products and sums are rounded."""
     wide = np.float64 if x.dtype == np.float64 else np.float32
-    turn = written_out(np.eye(x.shape[-1])[:, None, :].repeat(x.shape[-2], 1), **options)  # (d, n, d): where e_k goes
+    turn = rotary_definition(
+        np.eye(x.shape[-1])[:, None, :].repeat(x.shape[-2], 1), **options
+    )  # (d, n, d): rotated unit vectors
     terms = np.stack([x[..., k, None].astype(wide) * turn[k].astype(wide) for k in range(x.shape[-1])])
     return np.stack([terms.sum(0, dtype=wide).astype(x.dtype), terms[::-1].sum(0, dtype=wide).astype(x.dtype)])
 
@@ -47,14 +49,16 @@ def test_against_the_formula(rng, dtype, pairing, library):
         given = x if library == "numpy" else torch.from_numpy(x.astype(np.float64)).to(getattr(torch, dtype))
         turned = rotary(given, pairing=pairing, **options)
         assert dtype_name(turned) == dtype
-        assert_within_budget(turned, written_out(x, pairing=pairing, **options), plain(x, pairing=pairing, **options))
+        assert_within_budget(
+            turned, rotary_definition(x, pairing=pairing, **options), plain(x, pairing=pairing, **options)
+        )
         rest = options.get("dimensions", 16)
         assert np.array_equal(to_numpy(turned[..., rest:]), to_numpy(given[..., rest:]))
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_scores_depend_on_the_distance_alone(rng, pairing):
-    """Both positions shifted by any offset: the same scores, within the rounding of angles and sums."""
+    """Both positions shifted by any offset: equal scores, within the rounding of angles and sums."""
     q, k = rng.normal(size=(2, 1, 24, 32))
     counted = np.arange(24)
 
@@ -67,10 +71,10 @@ def test_scores_depend_on_the_distance_alone(rng, pairing):
     for offset in (1, 7, 1000, -12, 0.5):
         angles = 4 * (abs(offset) + 24) * epsilon  # rounding of pθ, in radians, for two vectors and two shifts
         assert (np.abs(scores(offset) - scores(0)) <= lengths * (angles + 2 * 32 * epsilon)).all()
-    assert np.abs(scores(0) - q[0] @ k[0].T).max() > 1  # and they do depend on it
+    assert np.abs(scores(0) - q[0] @ k[0].T).max() > 1  # the scores do depend on the positions
 
 
-def test_positions_given_or_counted(rng):
+def test_given_positions_equal_counted_positions(rng):
     x = rng.normal(size=(2, 3, 5, 8))
     assert np.array_equal(rotary(x), rotary(x, positions=np.arange(5)))
     assert np.array_equal(rotary(x)[..., 3:, :], rotary(x[..., 3:, :], positions=[3, 4]))
@@ -83,7 +87,7 @@ def test_positions_given_or_counted(rng):
     assert rotary(x[:, :, :0]).shape == (2, 3, 0, 8)
 
 
-def test_one_pairing_is_the_other_reordered(rng):
+def test_interleaved_pairing_is_half_pairing_reordered(rng):
     x = rng.normal(size=(5, 8))
     order = np.arange(8).reshape(4, 2).T.ravel()  # 0, 2, 4, 6, 1, 3, 5, 7
     assert np.array_equal(rotary(x, pairing="interleaved")[..., order], rotary(x[..., order]))
@@ -95,12 +99,12 @@ def test_gradients(pairing):
     assert torch.autograd.gradcheck(lambda x: rotary(x, pairing=pairing, dimensions=6), x)
 
 
-def test_compiles_whole():
+def test_compiles_without_graph_breaks():
     x = torch.randn(2, 5, 8)
     assert torch.equal(torch.compile(rotary, fullgraph=True, backend="eager")(x), rotary(x))
 
 
-def test_sinusoidal_is_the_papers():
+def test_sinusoidal_is_that_of_the_paper():
     pe = sinusoidal(50, 12)
     for p, t in ((0, 0), (7, 3), (49, 5)):
         angle = p / 10000 ** (2 * t / 12)

@@ -1,4 +1,4 @@
-"""Errors at the door: what was given, what is allowed and the cure; and what is no error: empty and odd shapes."""
+"""Invalid arguments raise errors with given, allowed and cure; empty and unusual shapes are valid."""
 
 import copy
 import functools
@@ -51,69 +51,69 @@ T = torch.ones(1, 2, 4, 3)
 META = T.to("meta")
 
 
-def ask(query=X, key=X, value=X, **options):
+def make(query=X, key=X, value=X, **options):
     return make_problem(query, key, value, **options)
 
 
 def tensors(**options):
-    return ask(T, T, T, **options)
+    return make(T, T, T, **options)
 
 
 def masked(function):
-    return lambda: ask(mask=function)
+    return lambda: make(mask=function)
 
 
 REFUSED = {
-    # what is given: the call, its error, and words its message must hold
-    "a list": (lambda: ask([[1.0]]), DtypeError, "query is a list", "numpy.asarray"),
-    "integers": (lambda: ask(X.astype(int)), DtypeError, "query has dtype int64", "float32", "cast"),
-    "complex numbers": (lambda: ask(key=X.astype(complex)), DtypeError, "key has dtype complex128", "cast"),
-    "objects": (lambda: ask(value=X.astype(object)), DtypeError, "value has dtype object"),
-    "strings": (lambda: ask(X.astype(str)), DtypeError, "query has dtype <U"),
-    "extended precision": (lambda: ask(X.astype(np.longdouble)), DtypeError, "query has dtype", "float64"),
+    # name: the call, its error, and texts that the message must contain
+    "a list": (lambda: make([[1.0]]), DtypeError, "query is a list", "numpy.asarray"),
+    "integers": (lambda: make(X.astype(int)), DtypeError, "query has dtype int64", "float32", "cast"),
+    "complex numbers": (lambda: make(key=X.astype(complex)), DtypeError, "key has dtype complex128", "cast"),
+    "objects": (lambda: make(value=X.astype(object)), DtypeError, "value has dtype object"),
+    "strings": (lambda: make(X.astype(str)), DtypeError, "query has dtype <U"),
+    "extended precision": (lambda: make(X.astype(np.longdouble)), DtypeError, "query has dtype", "float64"),
     "the other byte order": (
-        lambda: ask(*[X.astype(X.dtype.newbyteorder())] * 3),
+        lambda: make(*[X.astype(X.dtype.newbyteorder())] * 3),
         DtypeError,
         "query has dtype",
         "cast",
     ),
-    "a masked array": (lambda: ask(np.ma.masked_array(X, X > 0)), DtypeError, "masked", "mask="),
-    "a sparse tensor": (lambda: ask(T.to_sparse(), T, T), DtypeError, "sparse", "to_dense"),
-    "two dtypes": (lambda: ask(key=X.astype(np.float64)), DtypeError, "query: float32, key: float64", "one dtype"),
-    "two frameworks": (lambda: ask(key=T), DeviceError, "query: numpy, key: torch", "convert"),
-    "two devices": (lambda: ask(T, META, T), DeviceError, "query: cpu, key: meta", "one device"),
-    "one axis": (lambda: ask(X[0, 0, 0]), ShapeError, "fewer than two axes", "query (3,)"),
-    "some without heads": (lambda: ask(X[0]), ShapeError, "different numbers of axes", "query (2, 4, 3)"),
-    "two widths": (lambda: ask(key=X[..., :2]), ShapeError, "query is 3 wide and key 2", "same d_k"),
-    "no width": (lambda: ask(X[..., :0], X[..., :0]), ShapeError, "d_k is 0", "component"),
-    "fewer values": (lambda: ask(value=X[..., :3, :]), ShapeError, "4 keys and 3 values", "one value for every key"),
-    "fewer value heads": (lambda: ask(value=X[:, :1]), ShapeError, "2 key heads and 1 value heads"),
-    "uneven groups": (lambda: ask(np.ones((1, 3, 4, 3), np.float32)), ShapeError, "3 query heads", "multiple of G"),
-    "batches of 2 and 3": (lambda: ask(*(X.repeat(k, 0) for k in (2, 3, 3))), ShapeError, "do not broadcast", "or 1"),
+    "a masked array": (lambda: make(np.ma.masked_array(X, X > 0)), DtypeError, "masked", "mask="),
+    "a sparse tensor": (lambda: make(T.to_sparse(), T, T), DtypeError, "sparse", "to_dense"),
+    "two dtypes": (lambda: make(key=X.astype(np.float64)), DtypeError, "query: float32, key: float64", "one dtype"),
+    "two frameworks": (lambda: make(key=T), DeviceError, "query: numpy, key: torch", "convert"),
+    "two devices": (lambda: make(T, META, T), DeviceError, "query: cpu, key: meta", "one device"),
+    "one axis": (lambda: make(X[0, 0, 0]), ShapeError, "fewer than two axes", "query (3,)"),
+    "some without heads": (lambda: make(X[0]), ShapeError, "different numbers of axes", "query (2, 4, 3)"),
+    "two widths": (lambda: make(key=X[..., :2]), ShapeError, "query is 3 wide and key 2", "same d_k"),
+    "no width": (lambda: make(X[..., :0], X[..., :0]), ShapeError, "d_k is 0", "component"),
+    "fewer values": (lambda: make(value=X[..., :3, :]), ShapeError, "4 keys and 3 values", "one value for every key"),
+    "fewer value heads": (lambda: make(value=X[:, :1]), ShapeError, "2 key heads and 1 value heads"),
+    "uneven groups": (lambda: make(np.ones((1, 3, 4, 3), np.float32)), ShapeError, "3 query heads", "multiple of G"),
+    "batches of 2 and 3": (lambda: make(*(X.repeat(k, 0) for k in (2, 3, 3))), ShapeError, "do not broadcast", "or 1"),
     # masks
-    "a mask of floats": (lambda: ask(mask=np.zeros((4, 4))), MaskError, "array of float64", "!= 0", "bias"),
-    "a mask of integers": (lambda: ask(mask=np.zeros((4, 4), int)), MaskError, "array of int64", "!= 0", "bias"),
+    "a mask of floats": (lambda: make(mask=np.zeros((4, 4))), MaskError, "array of float64", "!= 0", "bias"),
+    "a mask of integers": (lambda: make(mask=np.zeros((4, 4), int)), MaskError, "array of int64", "!= 0", "bias"),
     "a tensor of floats": (lambda: tensors(mask=torch.zeros(4, 4)), MaskError, "array of float32", "bias"),
-    "a list as mask": (lambda: ask(mask=[[True]]), MaskError, "mask is a list", "numpy.asarray"),
-    "a word as mask": (lambda: ask(mask="causal"), MaskError, "mask is a str", "causal()"),
-    "a number as mask": (lambda: ask(mask=i - j), MaskError, "i − j, which is a number", "(i − j) != 0"),
-    "a bias as mask": (lambda: ask(mask=bias(np.ones((4, 4)))), MaskError, "which is a number", "score="),
-    "a mask of scores": (lambda: ask(mask=s > 0), MaskError, "reads the score", "where(condition, s, -inf)"),
+    "a list as mask": (lambda: make(mask=[[True]]), MaskError, "mask is a list", "numpy.asarray"),
+    "a word as mask": (lambda: make(mask="causal"), MaskError, "mask is a str", "causal()"),
+    "a number as mask": (lambda: make(mask=i - j), MaskError, "i − j, which is a number", "(i − j) != 0"),
+    "a bias as mask": (lambda: make(mask=bias(np.ones((4, 4)))), MaskError, "which is a number", "score="),
+    "a mask of scores": (lambda: make(mask=s > 0), MaskError, "reads the score", "where(condition, s, -inf)"),
     "a mask too short": (
-        lambda: ask(mask=np.ones((3, 4), bool)),
+        lambda: make(mask=np.ones((3, 4), bool)),
         ShapeError,
         "axis 0 of length 3 stands for i",
         "4 or 1",
     ),
-    "a mask of nothing": (lambda: ask(mask=np.ones((0, 4), bool)), ShapeError, "(0, 4)", "length 4 or 1"),
-    "a mask for 4 batches": (lambda: ask(mask=np.ones((2, 2, 2, 4, 4), bool)), ShapeError, "stands for b", "length 1,"),
+    "a mask of nothing": (lambda: make(mask=np.ones((0, 4), bool)), ShapeError, "(0, 4)", "length 4 or 1"),
+    "a mask for 4 batches": (lambda: make(mask=np.ones((2, 2, 2, 4, 4), bool)), ShapeError, "stands for b", "length 1,"),
     "dense numbers": (lambda: dense(np.ones((4, 4))), MaskError, "True where the query attends", "bias"),
-    "lengths of 2 batches": (lambda: ask(mask=padding([3, 4])), ShapeError, "axis 0 of length 2 stands for b"),
+    "lengths of 2 batches": (lambda: make(mask=padding([3, 4])), ShapeError, "axis 0 of length 2 stands for b"),
     "fractional lengths": (lambda: padding(np.ones(2)), ShapeError, "float64", "integers"),
     "a single length": (lambda: padding(3), ShapeError, "lengths 3", "padding([7, 20])"),
     "a picture of −1 rows": (lambda: (i >= j).array(-1), ParameterError, "(1, 1, -1, -1)", "at least 0"),
     "a picture of 2.5 rows": (lambda: (i >= j).show(2.5), ParameterError, "n=2.5", "whole numbers"),
-    "documents too short": (lambda: ask(mask=documents([0, 1, 1])), TableError, "(3,)", "i=3"),
+    "documents too short": (lambda: make(mask=documents([0, 1, 1])), TableError, "(3,)", "i=3"),
     "documents twice": (lambda: documents([1], lengths=[1]), ParameterError, "one of the two"),
     "negative lengths": (lambda: documents(lengths=[2, -1]), ShapeError, "≥ 0"),
     "a window of nothing": (lambda: window(0), ParameterError, "window(0, 0)", "left ≥ 1"),
@@ -121,18 +121,18 @@ REFUSED = {
     "a window of words": (lambda: window("4"), ParameterError, "window('4', 0)"),
     "a negative prefix": (lambda: prefix(-1), ParameterError, "prefix(-1)", "≥ 0"),
     "some other corner": (lambda: causal("bottom"), ParameterError, "'bottom'", "lower right"),
-    # what Python does with formulas
+    # uses of formulas in Python expressions
     "and": (masked(lambda b, h, i, j: i >= j and j > 2), FormulaError, "i ≥ j", "& for and"),
     "or": (masked(lambda b, h, i, j: i >= j or j > 2), FormulaError, "i ≥ j", "| for or"),
     "not": (masked(lambda b, h, i, j: not i >= j), FormulaError, "~ for not"),
     "a chain": (masked(lambda b, h, i, j: 0 <= i - j < 4), FormulaError, "(a < i) & (i < b)"),
     "if": (masked(lambda b, h, i, j: j if i > j else i), FormulaError, "where(...) for if"),
     "in": (masked(lambda b, h, i, j: i in (1, 2)), FormulaError, "i = 1", "True or False"),
-    "max": (lambda: ask(score=lambda s, b, h, i, j: max(s, 0)), FormulaError, "s < 0"),
-    "int": (lambda: ask(score=lambda s, b, h, i, j: int(s)), FormulaError, "whole number", "table"),
+    "max": (lambda: make(score=lambda s, b, h, i, j: max(s, 0)), FormulaError, "s < 0"),
+    "int": (lambda: make(score=lambda s, b, h, i, j: int(s)), FormulaError, "whole number", "table"),
     "an index": (masked(lambda b, h, i, j: [True, False][i]), FormulaError, "array[i]", "table(array)[...]"),
     "round": (
-        lambda: ask(score=lambda s, b, h, i, j: round(s)),
+        lambda: make(score=lambda s, b, h, i, j: round(s)),
         FormulaError,
         "failed when called with (s, b, h, i, j)",
     ),
@@ -147,12 +147,12 @@ REFUSED = {
     "not of a number": (lambda: ~i, FormulaError, "¬ on i", "i != 0"),
     "and of numbers": (lambda: i & 1, FormulaError, "∧ on i", "(i >= j) & (i - j < 256)"),
     "a huge number": (lambda: i + 2**60, FormulaError, "2⁵³", "float"),
-    "a number that grows": (lambda: ask(mask=(i + 1) * 2**50 * (j + 1) > 0), FormulaError, "grows", "1.0 * i"),
-    "a table of huge numbers": (lambda: ask(mask=table([2**53 + 1])[0] == i), FormulaError, "t[0] grows", "2⁵³"),
+    "a number that grows": (lambda: make(mask=(i + 1) * 2**50 * (j + 1) > 0), FormulaError, "grows", "1.0 * i"),
+    "a table of huge numbers": (lambda: make(mask=table([2**53 + 1])[0] == i), FormulaError, "t[0] grows", "2⁵³"),
     # tables
-    "a read outside": (lambda: ask(mask=table(np.ones(3, bool))[i]), TableError, "t[i]", "(3,)", "i=3", "np.clip"),
-    "a read before 0": (lambda: ask(score=s + table(np.ones(9))[i - j]), TableError, "from -3 to 3", "i=0, j=1"),
-    "a read of nothing": (lambda: ask(score=s + table(np.ones(0))[i]), TableError, "(0,)"),
+    "a read outside": (lambda: make(mask=table(np.ones(3, bool))[i]), TableError, "t[i]", "(3,)", "i=3", "np.clip"),
+    "a read before 0": (lambda: make(score=s + table(np.ones(9))[i - j]), TableError, "from -3 to 3", "i=0, j=1"),
+    "a read of nothing": (lambda: make(score=s + table(np.ones(0))[i]), TableError, "(0,)"),
     "a fractional index": (lambda: table(np.ones(3))[i * 0.5], FormulaError, "i·0.5", "//"),
     "a condition as index": (lambda: table(np.ones(3))[i > j], FormulaError, "is a bool", "where(condition, 1, 0)"),
     "a slice": (lambda: table(np.ones(3))[0:2], FormulaError, "slice"),
@@ -169,36 +169,41 @@ REFUSED = {
         "on meta",
         "query on cpu",
     ),
-    "a table for meta": (lambda: ask(META, META, META, mask=np.ones((4, 4), bool)), DeviceError, "meta", "numbers"),
+    "a table for meta": (lambda: make(META, META, META, mask=np.ones((4, 4), bool)), DeviceError, "meta", "numbers"),
     # scores
-    "a condition as score": (lambda: ask(score=i >= j), MaskError, "a condition", "mask="),
-    "an array as score": (lambda: ask(score=np.zeros((4, 4))), FormulaError, "ndarray of shape (4, 4)", "table(array)"),
+    "a condition as score": (lambda: make(score=i >= j), MaskError, "a condition", "mask="),
+    "an array as score": (
+        lambda: make(score=np.zeros((4, 4))),
+        FormulaError,
+        "ndarray of shape (4, 4)",
+        "table(array)",
+    ),
     "conditions as bias": (lambda: bias(np.ones((4, 4), bool)), ParameterError, "bool", "mask="),
-    "a bias too short": (lambda: ask(score=bias(np.ones((4, 3)))), ShapeError, "axis 1 of length 3 stands for j"),
-    "slopes for 3 heads": (lambda: ask(score=alibi(3)), ShapeError, "length 3 stands for h", "length 2 or 1"),
+    "a bias too short": (lambda: make(score=bias(np.ones((4, 3)))), ShapeError, "axis 1 of length 3 stands for j"),
+    "slopes for 3 heads": (lambda: make(score=alibi(3)), ShapeError, "length 3 stands for h", "length 2 or 1"),
     "no heads": (lambda: alibi(0), ParameterError, "at least one"),
     "an even relative bias": (lambda: relative_bias(np.ones((2, 4))), ShapeError, "2×4", "odd"),
-    "a relative bias for 3": (lambda: ask(score=relative_bias(np.ones((3, 5)))), ShapeError, "length 3 stands for h"),
+    "a relative bias for 3": (lambda: make(score=relative_bias(np.ones((3, 5)))), ShapeError, "length 3 stands for h"),
     "a cap of 0": (lambda: softcap(0), ParameterError, "softcap(0)", "above 0"),
     "a cap that is NaN": (lambda: softcap(float("nan")), ParameterError, "finite"),
     # numbers and words
-    "a scale of NaN": (lambda: ask(scale=float("nan")), ParameterError, "scale=nan", "1/√d_k"),
-    "a scale of ∞": (lambda: ask(scale=np.inf), ParameterError, "scale=inf", "finite"),
-    "a scale beyond floats": (lambda: ask(scale=10**400), ParameterError, "scale=1000", "finite"),
-    "a scale beyond float32": (lambda: ask(scale=-1e39), ParameterError, "scale=-1e+39", "at most ±3.4e+38"),
-    "scales": (lambda: ask(scale=np.ones(2)), ParameterError, "scale=array", "a finite number"),
-    "negative dropout": (lambda: ask(dropout=-0.1, seed=0), ParameterError, "dropout=-0.1", "from 0 to 1"),
-    "dropout of NaN": (lambda: ask(dropout=np.nan, seed=0), ParameterError, "dropout=nan"),
-    "a dropout beyond floats": (lambda: ask(dropout=10**400, seed=0), ParameterError, "from 0 to 1"),
-    "dropout without a seed": (lambda: ask(dropout=0.1), ParameterError, "seed=None with dropout=0.1", "seed=0"),
-    "a negative seed": (lambda: ask(dropout=0.1, seed=-1), ParameterError, "seed=-1", "2⁶⁴"),
-    "half a seed": (lambda: ask(dropout=0.1, seed=0.5), ParameterError, "seed=0.5", "whole number"),
-    "sinks for 3 heads": (lambda: ask(sinks=np.ones(3)), ShapeError, "(3,)", "(H,) = (2,)"),
-    "one sink": (lambda: ask(sinks=1.0), ShapeError, "shape ()", "one logit per query head"),
-    "sinks of integers": (lambda: ask(sinks=np.ones(2, int)), DtypeError, "sinks has dtype int64", "cast"),
+    "a scale of NaN": (lambda: make(scale=float("nan")), ParameterError, "scale=nan", "1/√d_k"),
+    "a scale of ∞": (lambda: make(scale=np.inf), ParameterError, "scale=inf", "finite"),
+    "a scale beyond floats": (lambda: make(scale=10**400), ParameterError, "scale=1000", "finite"),
+    "a scale beyond float32": (lambda: make(scale=-1e39), ParameterError, "scale=-1e+39", "at most ±3.4e+38"),
+    "scales": (lambda: make(scale=np.ones(2)), ParameterError, "scale=array", "a finite number"),
+    "negative dropout": (lambda: make(dropout=-0.1, seed=0), ParameterError, "dropout=-0.1", "from 0 to 1"),
+    "dropout of NaN": (lambda: make(dropout=np.nan, seed=0), ParameterError, "dropout=nan"),
+    "a dropout beyond floats": (lambda: make(dropout=10**400, seed=0), ParameterError, "from 0 to 1"),
+    "dropout without a seed": (lambda: make(dropout=0.1), ParameterError, "seed=None with dropout=0.1", "seed=0"),
+    "a negative seed": (lambda: make(dropout=0.1, seed=-1), ParameterError, "seed=-1", "2⁶⁴"),
+    "half a seed": (lambda: make(dropout=0.1, seed=0.5), ParameterError, "seed=0.5", "whole number"),
+    "sinks for 3 heads": (lambda: make(sinks=np.ones(3)), ShapeError, "(3,)", "(H,) = (2,)"),
+    "one sink": (lambda: make(sinks=1.0), ShapeError, "shape ()", "one logit per query head"),
+    "sinks of integers": (lambda: make(sinks=np.ones(2, int)), DtypeError, "sinks has dtype int64", "cast"),
     "sinks elsewhere": (lambda: tensors(sinks=META[0, :, 0, 0]), DeviceError, "sinks on meta, query on cpu"),
-    "a word to see": (lambda: ask(see="lse"), ParameterError, "see='lse'", "sightline.lse()"),
-    "a function to see": (lambda: ask(see=[lse]), ParameterError, "see=[<function", "list of statistics"),
+    "a word to see": (lambda: make(see="lse"), ParameterError, "see='lse'", "sightline.lse()"),
+    "a function to see": (lambda: make(see=[lse]), ParameterError, "see=[<function", "list of statistics"),
     "an unknown kernel": (lambda: sightline.attention(X, X, X, kernel="gpu"), ParameterError, "'gpu'", "'streaming'"),
     "a kernel that refuses": (
         lambda: sightline.attention(*[np.zeros((2, 4096), np.float16)] * 3, kernel="cpu"),
@@ -211,7 +216,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("given", REFUSED)
-def test_errors_say_what_was_given_what_is_allowed_and_the_cure(given):
+def test_errors_have_three_parts(given):
     call, kind, *words = REFUSED[given]
     with pytest.raises(kind) as caught:
         call()
@@ -222,7 +227,7 @@ def test_errors_say_what_was_given_what_is_allowed_and_the_cure(given):
 
 
 @pytest.mark.parametrize("name", [name for name in errors.__all__ if name != "SightlineError"])
-def test_errors_are_also_the_builtin_ones_a_caller_expects(name):
+def test_errors_are_subclasses_of_builtin_errors(name):
     kind = getattr(errors, name)
     assert issubclass(kind, SightlineError)
     assert any(base.__module__ == "builtins" and base is not Exception for base in kind.__mro__[:-3])
@@ -254,7 +259,7 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("given", ACCEPTED)
-def test_what_is_no_error(given):
+def test_valid_arguments(given):
     output = sightline.attention(X, X, X, **ACCEPTED[given])
     output = output[0] if "see" in ACCEPTED[given] else output
     assert output.shape == X.shape
@@ -301,7 +306,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("given", LAYOUTS)
-def test_shapes_of_answers(given, rng):
+def test_shapes_of_results(given, rng):
     *shapes, expected = LAYOUTS[given]
     q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
     output, (normaliser, matrix) = sightline.attention(q, k, v, see=[lse(), weights()])
@@ -310,8 +315,8 @@ def test_shapes_of_answers(given, rng):
     assert matrix.shape == (*expected[:-1], k.shape[-2])
 
 
-def test_the_batch_is_counted_over_all_leading_axes(rng):
-    """b runs over leading axes in C order, so a table by b has one entry for each."""
+def test_batches_are_counted_over_all_leading_axes(rng):
+    """b counts the leading axes in C order, so a table indexed by b has one entry for each."""
     x = rng.normal(size=(2, 3, 1, 4, 5)).astype(np.float64)
     lengths = np.array([4, 3, 2, 1, 4, 0])
     whole = sightline.attention(x, x, x, mask=padding(lengths))
@@ -322,8 +327,8 @@ def test_the_batch_is_counted_over_all_leading_axes(rng):
         assert_within_budget(whole[place], alone, rough)
 
 
-def test_copies_of_formulas_mean_the_same():
-    """Pickled and deep-copied formulas keep their symbols: the derivative by s is not lost on the way."""
+def test_copied_formulas_are_equal():
+    """Pickled and deep-copied formulas have the same symbols, so the derivative with respect to s is unchanged."""
     formula = softcap(2.0)
     for again in (copy.deepcopy(formula), pickle.loads(pickle.dumps(formula))):
         assert str(again) == str(formula)

@@ -1,4 +1,4 @@
-"""A trained model's own numbers: its weights and outputs come out of its queries, keys and values by every kernel."""
+"""Activations of a trained model: every kernel reproduces its weights and outputs from its queries, keys and values."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_kernels_conform_on_real_activations(layer, kernel):
 
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
 def test_kernels_agree_with_the_model(layer, kernel):
-    """With the model in the oracle's place: no farther from it than the plain float32 computation is."""
+    """With the model's results as oracle: the difference is at most that of the plain float32 computation."""
     text, given = layer
     problem = problem_of(text, given)
     result, rough = kernel.run(problem), compute_baseline(problem)
@@ -40,8 +40,8 @@ def test_kernels_agree_with_the_model(layer, kernel):
         assert_within_budget(result.seen[0], given.weights.astype(float), rough.weights)
 
 
-def test_real_scores_reach_far(layer):
-    """These are no random numbers: attention is sharp, and scores spread over tens."""
+def test_real_scores_have_a_wide_range(layer):
+    """Unlike with random numbers, attention is sharp and the scores span tens."""
     _, given = layer
     scores = np.einsum("bhid,bhjd->bhij", given.query, given.key) / np.sqrt(given.query.shape[-1])
     assert np.ptp(scores) > 10

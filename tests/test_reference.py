@@ -1,4 +1,4 @@
-"""The definition is what the papers say: worked by hand, and against torch's own attention."""
+"""The definition equals the papers' formulas: hand-computed cases, and torch's own attention."""
 
 import math
 
@@ -23,8 +23,8 @@ def test_a_case_worked_by_hand():
     assert stages.lse == pytest.approx(np.array([[math.log(4)]]))
 
 
-def test_a_sink_takes_weight_and_gives_nothing():
-    """A sink of ln 4 beside scores that sum to 4 takes half."""
+def test_a_sink_takes_weight_and_adds_no_value():
+    """A sink of ln 4 and scores whose exponentials sum to 4 share the weight equally."""
     query, key = np.array([[[1.0]]]), np.array([[[0.0], [math.log(3)]]])
     stages = forward(query, key, np.array([[[4.0], [8.0]]]), scale=1.0, sinks=np.array([math.log(4)]))
     assert stages.weights == pytest.approx(np.array([[[0.125, 0.375]]]))
@@ -32,7 +32,7 @@ def test_a_sink_takes_weight_and_gives_nothing():
     assert stages.lse == pytest.approx(np.array([[math.log(8)]]))
 
 
-def test_a_query_that_sees_nothing():
+def test_a_query_without_keys():
     x = np.ones((1, 2, 3))
     stages = forward(x, x, x * np.nan, scale=1.0, allowed=np.zeros((2, 2), bool))
     assert not stages.output.any()
@@ -40,7 +40,7 @@ def test_a_query_that_sees_nothing():
     assert (stages.lse == -np.inf).all()
 
 
-def test_a_weight_of_zero_gives_nothing_even_of_nan():
+def test_a_weight_of_0_adds_nothing_even_of_nan():
     weights, rows = np.array([[0.0, 1.0], [0.5, 0.5]]), np.array([[np.nan, np.inf], [1.0, 2.0]])
     found = nan_safe_matmul(weights, rows)
     assert np.array_equal(found, [[1.0, 2.0], [np.nan, np.inf]], equal_nan=True)
@@ -52,7 +52,7 @@ def test_a_weight_of_zero_gives_nothing_even_of_nan():
 def test_agrees_with_torchs_attention(mask, scale, groups, rng):
     q, k, v = (rng.normal(size=shape) for shape in ((2, 6, 11, 5), (2, groups, 11, 5), (2, groups, 11, 4)))
     allowed = rng.random((2, 1, 11, 11)) < 0.6
-    allowed[..., 0] = True  # torch differs from the definition on rows that see nothing
+    allowed[..., 0] = True  # torch differs from the definition on rows without allowed keys
     given = {None: None, "causal": causal(), "dense": allowed}[mask]
     problem = make_problem(q, k, v, mask=given, scale=scale)
     theirs = torch.nn.functional.scaled_dot_product_attention(

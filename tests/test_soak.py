@@ -1,4 +1,4 @@
-"""Long use: forbidden pages around every array, and many problems from many threads of one process."""
+"""Long use: guard pages around every array, and many problems from many threads of one process."""
 
 import resource
 import signal
@@ -31,7 +31,7 @@ def test_no_access_outside_an_array():
 
 
 @linux
-def test_a_row_too_many_is_noticed():
+def test_an_access_outside_is_found():
     """The first problem ends at the forbidden page; that it is a kernel that reads it shows in NumPy's silence."""
     assert with_guards(0, 1, past=1).returncode == -signal.SIGSEGV
 
@@ -48,13 +48,13 @@ def test_no_access_outside_an_array_for_long(seed):
 
 
 def work(number, formulas):
-    """A small problem drawn by number, with a gradient every fifth time; None where all is as one thread finds it."""
+    """Solve a small problem, every fifth with a gradient; return None if the result equals that of one thread."""
     rng = np.random.default_rng(number)
     n, m = (int(x) for x in rng.integers(1, 150, 2))
     d_k, d_v = (int(x) for x in rng.choice([8, 24], 2))
     dtype = [np.float32, np.float64, np.float16][rng.integers(3)]
     q, k, v = (rng.normal(size=(1, 2, *size)).astype(dtype) for size in ((n, d_k), (m, d_k), (m, d_v)))
-    reach = int(rng.integers(1, formulas))  # a number in a formula makes a kernel of its own
+    reach = int(rng.integers(1, formulas))  # a constant in a formula gives another kernel
     bias = rng.normal(size=(2, n + m)).astype(np.float32)
     options = [
         {},
@@ -64,7 +64,7 @@ def work(number, formulas):
     ][rng.integers(4)]
     problem, kernel = make_problem(q, k, v, **options), Cpu()
     answer = kernel.run(problem)
-    if number % 50 == 0:  # now and then against another number of threads
+    if number % 50 == 0:  # sometimes with another number of threads
         assert np.array_equal(kernel.run(problem, 1).output, answer.output)
     if number % 5 == 0:
         kernel.backward(problem, answer.output, None, (answer.output, answer.lse), range(len(problem.tables)))
@@ -72,13 +72,13 @@ def work(number, formulas):
 
 
 def resident():
-    """Bytes of memory in use."""
+    """The resident memory of this process in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
 def crowd(count, formulas, rounds):
-    """Memory after each round of that many problems from eight threads."""
+    """Return the resident memory after each round of that many problems from eight threads."""
     found = []
     with ThreadPoolExecutor(8) as threads:
         for turn in range(rounds):
@@ -96,7 +96,7 @@ def test_a_crowd_of_threads():
 @linux
 @pytest.mark.soak
 def test_a_crowd_of_threads_for_long(monkeypatch):
-    """10,000 problems; kernels come and go, and from the second half on memory stays within a tenth."""
+    """10,000 problems that evict kernels; in the second half the memory varies by at most a tenth."""
     monkeypatch.setattr(compile, "MAX_KERNELS_IN_MEMORY", 64)
     used = crowd(count=1000, formulas=12, rounds=10)
     assert max(used[5:]) <= 1.1 * max(used[:5]), [f"{x >> 20} MiB" for x in used]

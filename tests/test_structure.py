@@ -1,4 +1,4 @@
-"""How source and tests are laid out: no import circles, no test that needs another, no module with a public name."""
+"""Layout of source and tests: no import circles, no test that imports a test, no module with a public name."""
 
 import ast
 import re
@@ -14,20 +14,20 @@ HELPERS = TESTS / "helpers"
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    """Imports inside functions count, imports for a type checker do not."""
+    """Imports inside functions count; imports for a type checker do not."""
     found = import_graph.described(import_graph.graph(SOURCE))
     assert not found, "\n".join(found)
 
 
 def package(folder, **texts):
-    """A package of modules with these texts."""
+    """Write a package of modules with these texts."""
     folder.mkdir(parents=True)
     for name, text in {"__init__": "", **texts}.items():
         (folder / f"{name}.py").write_text(text)
     return folder
 
 
-def test_a_circle_is_seen(tmp_path):
+def test_a_circle_is_found(tmp_path):
     late = "def f():\n    from planted.first import f\n    return f\n"
     found = import_graph.circles(
         import_graph.graph(
@@ -37,7 +37,7 @@ def test_a_circle_is_seen(tmp_path):
     assert found == [["planted.first", "planted.second"]]
 
 
-def test_a_circle_through_packages_and_import_module_is_seen(tmp_path):
+def test_a_circle_through_packages_and_import_module_is_found(tmp_path):
     folder = package(tmp_path / "planted", base="from .inner import name\n")
     package(
         folder / "inner",
@@ -56,7 +56,7 @@ def test_imports_for_a_type_checker_are_no_circle(tmp_path):
 
 
 def imports_of_tests(folder):
-    """Each import of a test file by another file of the folder, in the text of programs for other processes too."""
+    """Return each import of a test file by another file of the folder, also in program texts for other processes."""
     found = []
     for path in sorted(folder.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -74,8 +74,8 @@ def test_no_test_imports_from_another():
     assert imports_of_tests(TESTS) == []
 
 
-def test_an_import_from_a_test_is_seen(tmp_path):
-    line = "from {} import X".format("test_one")  # not as this file's own text has it
+def test_an_import_from_a_test_is_found(tmp_path):
+    line = "from {} import X".format("test_one")  # written so that this file does not contain the import
     program = f'PROGRAM = """\n{line}\n"""\n'
     folder = package(tmp_path / "tests", test_one="X = 1\n", test_two=f"def f():\n    {line}\n", test_three=program)
     assert imports_of_tests(folder) == ["test_three.py imports test_one", "test_two.py imports test_one.X"]
@@ -87,7 +87,7 @@ def test_names_of_test_files_and_helpers_are_unique():
 
 
 def test_no_folder_of_tests_is_importable():
-    """tests/keras would be taken for keras where keras is not installed."""
+    """tests/keras would be imported as keras if keras is not installed."""
     for folder in TESTS.rglob("*"):
         if folder.is_dir() and folder != HELPERS and folder.name.isidentifier():
             spec = find_spec(folder.name)
@@ -95,8 +95,8 @@ def test_no_folder_of_tests_is_importable():
             assert not [place for place in places if Path(place).is_relative_to(TESTS)], folder
 
 
-def test_no_module_is_called_as_a_public_name():
-    """`sightline.attention` was both a function and a module."""
+def test_no_module_has_the_name_of_a_public_function():
+    """`sightline.attention` was once both a function and a module."""
     found = [name for name in import_graph.modules(SOURCE) if name.rpartition(".")[2] in sightline.__all__]
     assert not found, ", ".join(found)
 

@@ -1,4 +1,4 @@
-"""A small transformer learns the same with Sightline's attention as with torch's: examples/train_tiny.py, shortened."""
+"""A small transformer learns equally with Sightline's and torch's attention: a short examples/train_tiny.py."""
 
 import importlib.util
 from pathlib import Path
@@ -19,12 +19,12 @@ def example():
 
 
 def compare(example, steps, backend):
-    """Losses agree to rounding before rounding has grown, and in the end within what another seed changes."""
+    """The losses agree within rounding at first, and at the end within the difference that another seed makes."""
     ours, theirs, other = (
         np.array(example.train(example.ATTENTIONS[name], steps, seed, backend))
         for name, seed in (("sightline", 0), ("torch", 0), ("torch", 1))
     )
-    depth = example.LAYERS * example.CONTEXT  # roundings that follow one another in a step, each of half a last place
+    depth = example.LAYERS * example.CONTEXT  # consecutive roundings in a step, each of half a unit in the last place
     assert (abs(ours - theirs)[:4] <= depth * np.spacing(theirs[:4].astype(np.float32))).all()
     assert ours[-1] < ours[0]
     last = max(steps // 10, 1)
@@ -36,9 +36,9 @@ def test_losses_agree(example):
     compare(example, 10, "")
 
 
-# torch's compiler imports what torch itself calls out of date
+# torch's compiler imports deprecated modules of torch
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's own, as it forgets a graph
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised by torch
 def test_losses_agree_compiled(example):
     try:
         compare(example, 4, "aot_eager")

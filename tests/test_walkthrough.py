@@ -1,4 +1,4 @@
-"""The walk-through: its tokens, its stages against plain NumPy, and the pair it follows."""
+"""The walk-through of `sightline explain`: tokens, stages against plain NumPy, and the pair that it follows."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ def test_the_published_tokens():
 
 
 def test_tokens_give_the_text_back():
-    """Every text of up to five of the vocabulary's characters, no two with the same tokens."""
+    """Every text of up to five characters of the vocabulary; all token lists differ."""
     found = {}
     for length in range(1, 6):
         for characters in itertools.product(" aceht", repeat=length):
@@ -25,7 +25,7 @@ def test_tokens_give_the_text_back():
             assert detokenize(list(tokens)) == text
             assert found.setdefault(tokens, text) == text
     assert detokenize(tokenize("the cat atethe rat")) == "the cat atethe rat"
-    assert tokenize("ethe")[1:] == [3, 8, 3]  # within a word
+    assert tokenize("ethe")[1:] == [3, 8, 3]  # inside a word
 
 
 @pytest.mark.parametrize(("text", "named"), [("the dog", "'d', 'g', 'o'"), ("The cat", "'T'"), ("", "empty")])
@@ -35,7 +35,7 @@ def test_other_characters_are_named(text, named):
     assert TEXT in caught.value.cure
 
 
-def test_every_stage_is_plain_numpy():
+def test_every_stage_equals_plain_numpy():
     walk = walk_through(seed=3, mask="causal")
     n, d_k = len(walk.tokens), 64
     assert walk.embedded.shape == (11, 512)
@@ -55,7 +55,7 @@ def test_every_stage_is_plain_numpy():
 
 
 def test_the_followed_pair():
-    """Query c and key r, 7 apart: allowed without a mask, exactly 0 under the causal one."""
+    """Query c and key r, at a distance of 7: allowed without a mask, exactly 0 with the causal mask."""
     free, causal = walk_through(), walk_through(mask="causal")
     for walk in (free, causal):
         assert walk.pair == (2, 9)

@@ -1,4 +1,4 @@
-"""The bench: its problems at small sizes, its counting and judging, and that it refuses to report what is wrong."""
+"""`sightline bench`: its problems at small sizes, its counts and verdicts, and that wrong results are not reported."""
 
 import ctypes
 import json
@@ -10,7 +10,7 @@ import pytest
 import sightline
 from sightline import i, j
 from sightline.bench import figures, first_call, implementations, measure
-from sightline.bench.benchmarks import BENCHMARKS, CAUSAL, select
+from sightline.bench.benchmarks import BENCHMARKS, CAUSAL, select, window
 from sightline.bench.check import sample, share_of_budget
 from sightline.bench.device import Cpu
 from sightline.bench.implementations import VARIANTS, Implementation, PreparedCall
@@ -19,7 +19,7 @@ from sightline.bench.peak_memory import can_measure, peak_memory
 from sightline.bench.peaks import Peaks, has_bfloat16_dot
 from sightline.bench.peers import PEERS
 from sightline.bench.report import Entry, Finding, Point, Report, Verdict, format_amount, format_duration
-from sightline.bench.workloads import Inputs, Series, Target, Workload, allowed_pairs
+from sightline.bench.workloads import Inputs, Mask, Series, Target, Workload, allowed_pairs
 from sightline.cli import main
 from sightline.errors import ParameterError
 from sightline.formula.render_array import evaluate_dense
@@ -35,18 +35,18 @@ def results_of(implementation, workload):
     return inputs, prepared.results(prepared.call(prepared.setup()))
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- the benchmarks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(  # what a quick run checks too is left to long runs
+@pytest.mark.parametrize(  # backward passes run only in the soak test: `bench --quick` checks one too
     "name", [pytest.param(name, marks=pytest.mark.soak if name.startswith("backward") else ()) for name in WORKLOADS]
 )
 def test_small_versions_are_right(name):
-    """Every way of ours that the bench times, on the table's own problems, within the budget."""
+    """Every variant of Sightline that is timed stays within the rounding-error budget."""
     workload = WORKLOADS[name].small()
-    for own in ("sightline", *(other for other in workload.baselines if other in VARIANTS)):
-        inputs, results = results_of(VARIANTS[own], workload)
-        assert share_of_budget(VARIANTS[own].reference_workload(workload), inputs, results) <= 1
+    for variant in (VARIANTS[name] for name in ("sightline", *workload.baselines) if name in VARIANTS):
+        inputs, results = results_of(variant, workload)
+        assert share_of_budget(variant.reference_workload(workload), inputs, results) <= 1
 
 
 @pytest.mark.parametrize("name", [benchmark.name for benchmark in BENCHMARKS if isinstance(benchmark, Series)])
@@ -75,6 +75,14 @@ def test_selecting():
     assert BENCHMARKS[3].name in caught.value.cure
 
 
+def test_a_mask_is_causal_by_its_formula():
+    """Another mask object with the same formula is the causal mask too."""
+    same = Mask("lower triangle", lambda n, to_table: lambda b, h, i, j: i >= j)
+    for mask, is_causal in ((same, True), (CAUSAL, True), (window(8), False), (None, False)):
+        workload = Workload(name="x", n=20, mask=mask)
+        assert (workload.is_causal, workload.needs_mask_array) == (is_causal, mask is not None and not is_causal)
+
+
 # -- counting ----------------------------------------------------------------------------------------------------------
 
 MASKS = {
@@ -95,23 +103,11 @@ def test_allowed_pairs_are_those_of_the_dense_mask(mask):
 
 
 def test_flops_are_those_of_the_products():
-    workload = Workload(name="x", H=3, n=10, m=7, d_k=4, d_v=6)
-    products = {
-        "S": 10 * 7 * 4,
-        "O": 10 * 7 * 6,
-        "dP": 10 * 7 * 6,
-        "dV": 7 * 10 * 6,
-        "dQ": 10 * 7 * 4,
-        "dK": 7 * 10 * 4,
-    }
-    forward = 2 * 3 * (products["S"] + products["O"])
-    backward = 2 * 3 * (products["S"] + products["dP"] + products["dV"] + products["dQ"] + products["dK"])
-    counted = {
-        passes: Workload(name="x", H=3, n=10, m=7, d_k=4, d_v=6, passes=passes).flops
-        for passes in ("forward", "backward", "forward and backward")
-    }
-    assert workload.flops == forward
-    assert counted == {"forward": forward, "backward": backward, "forward and backward": forward + backward}
+    of_d_k, of_d_v = 10 * 7 * 4, 10 * 7 * 6  # multiply-adds of S, dQ and dK; of O, dP and dV
+    forward = 2 * 3 * (of_d_k + of_d_v)
+    backward = 2 * 3 * (3 * of_d_k + 2 * of_d_v)  # S, dQ, dK; dP, dV
+    for passes, flops in {"forward": forward, "backward": backward, "forward and backward": forward + backward}.items():
+        assert Workload(name="x", H=3, n=10, m=7, d_k=4, d_v=6, passes=passes).flops == flops
 
 
 def test_bytes_are_those_of_the_arrays():
@@ -127,8 +123,8 @@ def test_bytes_are_those_of_the_arrays():
 
 
 @pytest.mark.parametrize("mask", [None, CAUSAL])
-def test_a_sample_is_part_of_the_whole(mask):
-    """The definition at the sampled rows is the definition of the whole problem there."""
+def test_a_sample_has_the_values_of_the_whole_problem(mask):
+    """The reference output of the sample equals the same rows of the whole problem's reference output."""
     from sightline.bench.check import _reference_stages
 
     workload = Workload(name="x", H=4, n=200, m=200, d_k=8, mask=mask, dropout=0.3)
@@ -152,7 +148,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_wrong_answers_are_seen(fault):
+def test_wrong_results_are_found(fault):
     workload = Workload(name="x", H=4, n=150, d_k=16, mask=CAUSAL, passes="backward")
     inputs, results = results_of(VARIANTS["sightline"], workload)
     assert share_of_budget(workload, inputs, results) <= 1
@@ -160,8 +156,8 @@ def test_wrong_answers_are_seen(fault):
 
 
 @pytest.mark.parametrize("name", [name for name, workload in WORKLOADS.items() if workload.see])
-def test_wrong_statistics_are_seen(name):
-    """Values of one head that are a little off, and keys that belong to another row."""
+def test_wrong_statistics_are_found(name):
+    """Values of one head with a relative error of 1e-4, and keys of another row."""
     workload = WORKLOADS[name].small()
     inputs, results = results_of(VARIANTS["sightline"], workload)
     for statistic in workload.see:
@@ -173,23 +169,21 @@ def test_wrong_statistics_are_seen(name):
             assert not share_of_budget(workload, inputs, results | {repr(statistic): arrays}) <= 1
 
 
-def test_an_answer_of_another_shape_is_refused():
+def test_an_output_of_another_shape_is_an_error():
     workload = Workload(name="x", n=20, d_k=4)
     inputs, results = results_of(VARIANTS["sightline"], workload)
-    with pytest.raises(ValueError, match="is due"):
+    with pytest.raises(ValueError, match=r"the output has the shape .*, expected \("):
         share_of_budget(workload, inputs, {"output": results["output"].swapaxes(1, 2)})
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
-SMALL = Workload(name="small", n=40, d_k=8, H=2, targets=(Target("share", 0.5), Target("faster", 1.0, "numpy")))
 
+class StubContender(Implementation):
+    """A contender with a given output or error, which counts its calls."""
 
-class Made(Implementation):
-    """A contender that answers as told, and counts its calls."""
-
-    def __init__(self, name, answer, raises=None):
-        self.name, self.label, self.answer, self.raises, self.calls = name, name, answer, raises, 0
+    def __init__(self, name, output, raises=None):
+        self.name, self.label, self.output, self.raises, self.calls = name, name, output, raises, 0
 
     def refuses(self, workload):
         return None
@@ -201,11 +195,12 @@ class Made(Implementation):
                 raise self.raises
             return
 
-        return PreparedCall(call, lambda _: {"output": self.answer}, threads=threads)
+        return PreparedCall(call, lambda _: {"output": self.output}, threads=threads)
 
 
 @pytest.fixture
-def right():
+def correct():
+    """A small workload and its correct output."""
     workload = Workload(name="small", n=40, d_k=8, H=2, baselines=("peer",))
     _, results = results_of(VARIANTS["sightline"], workload)
     return workload, results["output"]
@@ -218,9 +213,9 @@ def settings():
     return Settings(device, seconds=0.01, quick=True)
 
 
-def test_contenders_take_turns(right, settings):
-    workload, output = right
-    settings.peers = (Made("peer", output),)
+def test_contenders_alternate(correct, settings):
+    workload, output = correct
+    settings.peers = (StubContender("peer", output),)
     finding = run(workload, settings)
     ours, peer = finding.entries
     assert len(ours.seconds) == len(peer.seconds) >= settings.rounds
@@ -230,17 +225,17 @@ def test_contenders_take_turns(right, settings):
     assert finding.best == settings.peaks.best["float32"]
 
 
-def test_a_wrong_peer_is_marked_and_a_failing_one_says_why(right, settings):
-    workload, output = right
-    settings.peers = (Made("peer", output + 1),)
+def test_a_wrong_peer_is_marked_and_a_failing_peer_has_its_error(correct, settings):
+    workload, output = correct
+    settings.peers = (StubContender("peer", output + 1),)
     assert run(workload, settings).entries[1].wrong
-    settings.peers = (Made("peer", output, RuntimeError("no such\ninstruction")),)
+    settings.peers = (StubContender("peer", output, RuntimeError("no such\ninstruction")),)
     assert run(workload, settings).entries[1].skip_reason == "RuntimeError: no such\ninstruction"
 
 
-def test_a_wrong_answer_of_ours_is_not_reported(right, settings, monkeypatch):
-    workload, output = right
-    monkeypatch.setitem(VARIANTS, "sightline", Made("sightline", output + 1e-3))
+def test_no_times_are_reported_if_sightline_is_wrong(correct, settings, monkeypatch):
+    workload, output = correct
+    monkeypatch.setitem(VARIANTS, "sightline", StubContender("sightline", output + 1e-3))
     finding = run(workload, settings)
     assert finding.wrong
     assert "budget" in finding.failed
@@ -249,19 +244,19 @@ def test_a_wrong_answer_of_ours_is_not_reported(right, settings, monkeypatch):
     assert [verdict.reached for verdict in finding.verdicts] == [None]
 
 
-def test_what_cannot_run_is_said_and_no_error(right, settings, monkeypatch):
-    workload, output = right
-    monkeypatch.setitem(VARIANTS, "sightline", Made("sightline", output, NotImplementedError("not yet")))
+def test_an_error_is_reported_and_a_refusal_is_no_error(correct, settings, monkeypatch):
+    workload, output = correct
+    monkeypatch.setitem(VARIANTS, "sightline", StubContender("sightline", output, NotImplementedError("not yet")))
     finding = run(workload, settings)
     assert not finding.wrong
     assert not finding.refused
     assert "NotImplementedError: not yet" in finding.failed
-    monkeypatch.setattr(Made, "refuses", lambda self, workload: "no such library")
-    assert run(workload, settings).refused, "which is no fault"
+    monkeypatch.setattr(StubContender, "refuses", lambda self, workload: "no such library")
+    assert run(workload, settings).refused
 
 
-def test_an_error_while_timing_ends_the_problem_and_not_the_run(right, settings, monkeypatch):
-    workload, _ = right
+def test_an_error_while_timing_ends_the_problem_and_not_the_run(correct, settings, monkeypatch):
+    workload, _ = correct
     series = Series(name="series", axis="n", points=(workload,))
 
     def time_calls(prepared, repeats):
@@ -276,16 +271,16 @@ def test_an_error_while_timing_ends_the_problem_and_not_the_run(right, settings,
 
 
 def test_short_calls_are_repeated(settings):
-    made = Made("x", None)
-    prepared = made.prepare(None, None, 1)
+    contender = StubContender("x", None)
+    prepared = contender.prepare(None, None, 1)
     count = measure._calibrate_repeats(prepared, settings.device)
     assert count > 100
-    made.calls = 0
+    contender.calls = 0
     settings.device.time_calls(prepared, count)
-    assert made.calls == count + 1
+    assert contender.calls == count + 1
 
 
-def test_dropout_is_compared_where_it_can_be():
+def test_outputs_with_dropout_are_checked_unless_a_peer_draws_its_own_numbers():
     workload = WORKLOADS["forward dropout 0.1"].small()
     assert PEERS["torch"].reference_workload(workload) is None
     assert VARIANTS["without dropout"].reference_workload(workload).dropout == 0
@@ -304,8 +299,8 @@ def test_threads_are_set_for_torch():
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(not can_measure(), reason="this system keeps no high-water mark that can be reset")
-def test_peak_memory_sees_what_a_call_holds():
+@pytest.mark.skipif(not can_measure(), reason="this system has no peak resident set size that can be reset")
+def test_peak_memory_counts_the_memory_of_a_call():
     size = 1 << 26
 
     def call(_):
@@ -318,7 +313,7 @@ def test_peak_memory_sees_what_a_call_holds():
 
 
 def test_peaks():
-    """Double precision has half the lanes; more tries cannot lower the best; bfloat16 may always be widened."""
+    """float64 has half the lanes; more tries cannot lower the best; bfloat16 is at least as fast as float32."""
     peaks = Peaks(1)
     single, double = peaks.measure("float32", 3), peaks.measure("float64", 3)
     assert 1.2 < single / double < 3.3
@@ -329,20 +324,20 @@ def test_peaks():
 
 
 def test_the_dot_product_of_pairs_adds_up():
-    """The text the bfloat16 peak is measured with computes: every turn adds two products to a lane."""
+    """The LLVM text of the bfloat16 peak adds two products to each lane, in every chain and iteration."""
     if not has_bfloat16_dot():
         pytest.skip("no AVX-512 bfloat16")
     from sightline.bench.peaks import UNROLL, _dot_product_loop
     from sightline.cpu.runtime.compile import compile_module
     from sightline.cpu.runtime.machine import host
 
-    chains, turns = 3, 5
+    chains, iterations = 3, 5
     address = compile_module(_dot_product_loop(chains), host(), "peak")
     ones = np.full(32, 0x3F80, np.uint16)  # 1.0
-    found = np.zeros(16, np.float32)
-    words = np.array([turns, ones.ctypes.data, found.ctypes.data], np.int64)
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(words.ctypes.data)
-    np.testing.assert_array_equal(found, chains * turns * UNROLL * 2)
+    sums = np.zeros(16, np.float32)
+    arguments = np.array([iterations, ones.ctypes.data, sums.ctypes.data], np.int64)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(arguments.ctypes.data)
+    np.testing.assert_array_equal(sums, chains * iterations * UNROLL * 2)
 
 
 def test_first_calls():
@@ -352,8 +347,8 @@ def test_first_calls():
 
 
 @pytest.mark.parametrize("peer", PEERS)
-def test_peers_are_right_or_say_why_not(peer):
-    """Those installed, on a plain, a causal, a windowed and a backward problem; FlexAttention compiles for long."""
+def test_installed_peers_are_right(peer):
+    """Plain, causal, windowed and backward problems; FlexAttention takes too long to compile and is skipped."""
     implementation = PEERS[peer]
     if implementation.skip_reason():
         pytest.skip(implementation.skip_reason())
@@ -371,7 +366,7 @@ def test_peers_are_right_or_say_why_not(peer):
     assert ran
 
 
-# -- judging and reporting ---------------------------------------------------------------------------------------------
+# -- verdicts and reports ----------------------------------------------------------------------------------------------
 
 
 def finding_of(ours, peer, **more):
@@ -380,7 +375,7 @@ def finding_of(ours, peer, **more):
 
 
 def test_ratios_are_medians_of_rounds():
-    """A round that was slow for both does not move the ratio, though it moves both medians."""
+    """A round that is slow for both contenders changes their medians, but not their ratio."""
     finding = finding_of([1.0, 5.0, 6.0], [2.0, 10.0, 12.0])
     finding.evaluate((Target("faster", 2.0, "torch"), Target("faster", 2.1, "torch"), Target("share", 0.1)))
     assert [verdict.value for verdict in finding.verdicts] == [2.0, 2.0, 100 / 5.0 / 200]
@@ -395,7 +390,7 @@ def test_each_measure():
     assert [v.reached for v in finding.verdicts] == [True, True, False, None]
 
 
-def test_series_are_judged_by_their_ends():
+def test_verdicts_of_series():
     def point(n, seconds, memory):
         return Point(n, n, 8 * n, [Entry("sightline", "Sightline", [seconds], memory=memory)])
 
@@ -410,29 +405,29 @@ def test_series_are_judged_by_their_ends():
 def test_reports_are_json(tmp_path):
     report = Report(2, 1.0, False, {"float32": 200.0}, [finding_of([1.0], [2.0])])
     report.findings[0].evaluate((Target("faster", 1.5, "torch"),))
-    kept = json.loads(report.save(tmp_path / "deep" / "bench.json").read_text())
-    (finding,) = kept["findings"]
+    saved = json.loads(report.save(tmp_path / "deep" / "bench.json").read_text())
+    (finding,) = saved["findings"]
     assert finding["verdicts"][0]["reached"] is True
     assert finding["entries"][0]["seconds"] == [1.0]
     assert finding["entries"][0]["share"] == 0.5
-    assert kept["machine"]["numpy"] == np.__version__
+    assert saved["machine"]["numpy"] == np.__version__
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [(1.5, "1.5 s"), (0.0123456, "12.3 ms"), (9.96e-6, "9.96 µs"), (3e-7, "300 ns")]
+    ("seconds", "text"), [(1.5, "1.5 s"), (0.0123456, "12.3 ms"), (9.96e-6, "9.96 µs"), (3e-7, "300 ns")]
 )
-def test_durations(seconds, words):
-    assert format_duration(seconds) == words
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
-    ("value", "unit", "words"), [(2.32e11, "FLOP/s", "232 GFLOP/s"), (5.8e10, "B/s", "58 GB/s"), (1536, "B", "1.5 KiB")]
+    ("value", "unit", "text"), [(2.32e11, "FLOP/s", "232 GFLOP/s"), (5.8e10, "B/s", "58 GB/s"), (1536, "B", "1.5 KiB")]
 )
-def test_amounts(value, unit, words):
-    assert format_amount(value, unit) == words
+def test_amounts(value, unit, text):
+    assert format_amount(value, unit) == text
 
 
-def test_pictures(tmp_path):
+def test_figures(tmp_path):
     report = Report(2, 1.0, False, {"float32": 200.0, "read": 20.0}, [finding_of([1.0], [2.0])])
     report.findings[0].evaluate((Target("faster", 1.5, "torch"), Target("share", 0.5)))
     points = [Point(n, n, 0, [Entry("sightline", "Sightline", [n / 10], memory=0)]) for n in (8, 16, 32)]
@@ -446,10 +441,18 @@ def test_pictures(tmp_path):
 
 
 def command(capsys, *arguments):
+    """Run `sightline bench`; return the exit code, the output and the errors."""
     code = main(["bench", *arguments])
-    said = capsys.readouterr()
-    assert max(map(len, said.out.splitlines()), default=0) <= 80
-    return code, said.out, said.err
+    captured = capsys.readouterr()
+    assert max(map(len, captured.out.splitlines()), default=0) <= 80
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def fast_peaks(monkeypatch):
+    """Short tries and a small buffer."""
+    monkeypatch.setattr("sightline.bench.peaks.TRY_SECONDS", 1e-3)
+    monkeypatch.setattr("sightline.bench.peaks.BUFFER_BYTES", 1 << 22)
 
 
 def test_the_list_has_every_problem(capsys):
@@ -459,35 +462,31 @@ def test_the_list_has_every_problem(capsys):
         assert benchmark.name in out
 
 
-def test_a_quick_run(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("sightline.bench.peaks.TRY_SECONDS", 1e-3)
-    monkeypatch.setattr("sightline.bench.peaks.BUFFER_BYTES", 1 << 22)
+@pytest.mark.usefixtures("fast_peaks")
+def test_a_quick_run(capsys, tmp_path):
     path = tmp_path / "bench.json"
     code, out, _ = command(capsys, "--quick", "--only", "overhead", "--only", "both bias*", "--json", str(path))
     assert code == 0
-    for words in ("Peaks", "overhead", "both bias n2048", "Sightline on NumPy", "torch", "Wrote"):
-        assert words in out
-    kept = json.loads(path.read_text())
-    ours = kept["findings"][0]["entries"][0]
+    for text in ("Peaks", "overhead", "both bias n2048", "Sightline on NumPy", "torch", "Wrote"):
+        assert text in out
+    ours = json.loads(path.read_text())["findings"][0]["entries"][0]
     assert ours["median"] == statistics.median(ours["seconds"])
     assert ours["budget"] <= 1
 
 
-def test_a_wrong_answer_makes_the_command_fail(capsys, monkeypatch):
-    monkeypatch.setattr("sightline.bench.peaks.TRY_SECONDS", 1e-3)
-    monkeypatch.setattr("sightline.bench.peaks.BUFFER_BYTES", 1 << 22)
+@pytest.mark.usefixtures("fast_peaks")
+def test_a_wrong_output_makes_the_command_fail(capsys, monkeypatch):
     wrong = Finding("overhead", "about", failed="Sightline uses 3 times its budget", wrong=True)
     monkeypatch.setattr("sightline.cli.bench_command.run", lambda benchmark, settings: wrong)
     code, out, _ = command(capsys, "--only", "overhead")
     assert code == 1
     assert "not reported" in out
     wrong.wrong, wrong.refused = False, True
-    assert command(capsys, "--only", "overhead")[0] == 0, "a library that is not there is no fault of ours"
+    assert command(capsys, "--only", "overhead")[0] == 0, "a missing library is not an error"
 
 
-def test_what_was_found_is_kept_when_the_device_breaks(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("sightline.bench.peaks.TRY_SECONDS", 1e-3)
-    monkeypatch.setattr("sightline.bench.peaks.BUFFER_BYTES", 1 << 22)
+@pytest.mark.usefixtures("fast_peaks")
+def test_results_are_saved_before_the_device_fails(capsys, monkeypatch, tmp_path):
     path = tmp_path / "bench.json"
 
     def fails(benchmark, settings):

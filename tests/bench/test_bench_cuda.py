@@ -1,4 +1,4 @@
-"""`sightline bench --device cuda`: all its machinery on the processor, a clock and a counter in place of the GPU's."""
+"""`sightline bench --device cuda` on the CPU: a stand-in for `torch.cuda` has the clock and the memory counter."""
 
 import json
 import time
@@ -18,30 +18,30 @@ from sightline.bench.report import Entry, Finding
 from sightline.bench.workloads import BEST, Inputs, Planning, Target, Workload
 from sightline.cli import main
 from sightline.cli.bench_command import DEVICES
-from sightline.formula.render_array import evaluate
 
 QUICK = ("backward window", "see received", "decode", "planning")
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Problems, peaks and caches of a size the processor is done with at once."""
+    """Problem sizes, peaks and flushes that the CPU computes quickly."""
     monkeypatch.setattr(workloads, "SMALL_LENGTH", 40)
     for name, size in {"MATRIX_SIZE": 64, "COPY_BYTES": 1 << 16, "FLUSH_BYTES": 1 << 10}.items():
         monkeypatch.setattr(cuda, name, size)
 
 
-def on_processor(runtime=None):
+def make_device(runtime=None):
+    """A `Cuda` device whose tensors are on the CPU."""
     device = Cuda(1, device="cpu", runtime=runtime or Runtime(), options={})
     device.pause = 0.0
     return device
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- the benchmarks ----------------------------------------------------------------------------------------------------
 
 
 def test_names_are_unique_and_contenders_known():
-    device, names = on_processor(), [benchmark.name for benchmark in cuda_benchmarks.BENCHMARKS]
+    device, names = make_device(), [benchmark.name for benchmark in cuda_benchmarks.BENCHMARKS]
     assert len(set(names)) == len(names)
     for workload in WORKLOADS.values():
         assert set(workload.baselines) <= {*device.variants, *device.peers}
@@ -49,42 +49,39 @@ def test_names_are_unique_and_contenders_known():
         assert workload.dtype == "bfloat16"
 
 
-def test_every_race_but_decoding_has_as_many_tokens():
-    assert {workload.B * workload.n for workload in WORKLOADS.values() if workload.name != "decode"} == {
-        cuda_benchmarks.TOKENS
-    }
+def test_every_workload_but_decode_has_the_same_number_of_tokens():
+    tokens = {workload.B * workload.n for workload in WORKLOADS.values() if workload.name != "decode"}
+    assert tokens == {cuda_benchmarks.TOKENS}
 
 
 @pytest.mark.parametrize("name", ["backward softcap", "backward alibi", "backward prefix"])
 def test_small_versions_are_right(name):
     workload = replace(WORKLOADS[name].small(), B=1, d_k=32, d_v=32)
     inputs = Inputs.of(workload)
-    prepared = on_processor().variants["sightline"].prepare(workload, inputs, 1)
+    prepared = make_device().variants["sightline"].prepare(workload, inputs, 1)
     assert share_of_budget(workload, inputs, prepared.results(prepared.call(prepared.setup()))) <= 1
 
 
 @pytest.mark.parametrize("name", ["softcap", "alibi"])
-def test_scores_mean_the_same_to_others(name):
-    """FlexAttention's function of numbers and our formula of symbols."""
+def test_scores_are_the_same_for_flex_attention(name):
+    """FlexAttention's function of tensors and Sightline's formula of symbols have the same value."""
     score = cuda_benchmarks.FORMULAS[name]["score"]
     at = {"s": 1.5, "b": 0, "h": 1, "i": 7, "j": 3}
-    written = score.make_function(4, torch.as_tensor)(*(torch.tensor(value) for value in at.values()))
-    values = {symbol: np.asarray(value) for symbol, value in at.items()} | {"n": 9, "m": 9}
-    found = evaluate(score.formula(4), values, xp=np, float_dtype=np.dtype("float64"), like=np.zeros(()))
-    assert float(written) == pytest.approx(float(found))
+    flex = score.make_function(4, torch.as_tensor)(*(torch.tensor(value) for value in at.values()))
+    assert float(flex) == pytest.approx(float(workloads.evaluate_at(score.formula(4), 9, 9, **at)))
 
 
 # -- the device --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(  # decoding and a backward pass run in other tests every day
+@pytest.mark.parametrize(  # other tests run decoding and a backward pass, so here they are soak tests
     "name",
     [pytest.param(name, marks=() if name in ("see received", "planning") else pytest.mark.soak) for name in QUICK],
 )
 def test_problems_run(name):
     (benchmark,) = (each for each in cuda_benchmarks.BENCHMARKS if each.name == name)
-    settings = Settings(on_processor(), seconds=0.01, quick=True)
-    settings.peers = [peer for peer in settings.device.peers.values() if peer.name != "flex"]  # it compiles for long
+    settings = Settings(make_device(), seconds=0.01, quick=True)
+    settings.peers = [peer for peer in settings.device.peers.values() if peer.name != "flex"]  # flex compiles for long
     finding = run(benchmark, settings)
     assert finding.failed is None
     assert finding.entries[0].seconds
@@ -96,14 +93,14 @@ def test_problems_run(name):
     assert ours.memory == Runtime.held
     assert finding.best > 0
     assert finding.share(ours) > 0
-    told = {entry.name: entry for entry in finding.entries}
-    for peer in {"flash", "cudnn", "efficient", "dense"} & set(told):
-        assert told[peer].seconds or told[peer].skip_reason, "nobody is left out without a word"
+    entries = {entry.name: entry for entry in finding.entries}
+    for peer in {"flash", "cudnn", "efficient", "dense"} & set(entries):
+        assert entries[peer].seconds or entries[peer].skip_reason
 
 
-def test_torch_flash_takes_part_where_it_is_on_this_machine():
-    """torch has that kernel for processors too, so one peer runs as it will on a GPU."""
-    settings = Settings(on_processor(), seconds=0.01, quick=True)
+def test_torch_flash_runs_on_the_cpu():
+    """torch has its flash kernel for CPUs too, so this peer runs as on a GPU."""
+    settings = Settings(make_device(), seconds=0.01, quick=True)
     settings.peers = [settings.device.peers["flash"]]
     for name in ("forward causal n8192", "backward full n8192"):
         finding = run(replace(WORKLOADS[name], d_k=32, d_v=32), settings)
@@ -113,8 +110,8 @@ def test_torch_flash_takes_part_where_it_is_on_this_machine():
         assert finding.verdicts[0].value == finding.entry("sightline").speedup_over(flash)
 
 
-def test_times_are_those_between_events():
-    device = on_processor()
+def test_calls_are_timed_between_events():
+    device = make_device()
     workload = Workload(name="x", n=20, d_k=4)
     prepared = device.variants["sightline"].prepare(workload, Inputs.of(workload), 1)
     calls = []
@@ -128,60 +125,60 @@ def test_times_are_those_between_events():
     assert len(calls) == 1 + 3
 
 
-def test_a_call_is_captured_where_it_can_be():
+def test_a_call_is_captured_as_a_graph_if_possible():
     workload = Workload(name="x", n=20, d_k=4, cuda_graph=True)
-    device = on_processor(Capturing())
+    device = make_device(Capturing())
     prepared = device.variants["sightline"].prepare(workload, Inputs.of(workload), 1)
     cuda_graph, note = device.prepare_for_timing(prepared, workload)
     assert note == "as a CUDA graph"
-    answer = cuda_graph.call(cuda_graph.setup())
+    result = cuda_graph.call(cuda_graph.setup())
     assert device.runtime.cuda_graph.replays == 1
-    np.testing.assert_array_equal(prepared.results(answer)["output"], prepared.results(prepared.call(None))["output"])
-    left, note = on_processor().prepare_for_timing(prepared, workload)
-    assert left is prepared
+    np.testing.assert_array_equal(prepared.results(result)["output"], prepared.results(prepared.call(None))["output"])
+    unchanged, note = make_device().prepare_for_timing(prepared, workload)
+    assert unchanged is prepared
     assert "RuntimeError" in note
 
 
 def test_peaks():
-    peaks = on_processor().peaks
+    peaks = make_device().peaks
     assert peaks.measure("matmul", 2) > 0
     assert peaks.measure("copy", 1) > 0
     assert set(peaks.best) == set(peaks.names)
 
 
-# -- checking and judging ----------------------------------------------------------------------------------------------
+# -- checks and verdicts -----------------------------------------------------------------------------------------------
 
 
 def test_gradients_are_checked_by_chunks(monkeypatch):
-    """Some queries at a time or all at once, what is right is right, and one query's part that is off is seen."""
+    """The check in chunks of queries accepts right gradients and finds an error in one row."""
     monkeypatch.setattr(check, "GRADIENT_CHUNK_ROWS", 40)
     workload = Workload(name="chunks", H=2, n=150, d_k=16, mask=CAUSAL, passes="backward")
     inputs = Inputs.of(workload)
-    prepared = on_processor().variants["sightline"].prepare(workload, inputs, 1)
+    prepared = make_device().variants["sightline"].prepare(workload, inputs, 1)
     results = prepared.results(prepared.call(prepared.setup()))
     assert share_of_budget(workload, inputs, results) <= 1
-    late = results["value"].copy()
-    late[:, -1, 140] *= 1.0001
-    assert not share_of_budget(workload, inputs, results | {"value": late}) <= 1
+    wrong = results["value"].copy()
+    wrong[:, -1, 140] *= 1.0001
+    assert not share_of_budget(workload, inputs, results | {"value": wrong}) <= 1
 
 
-def test_long_gradients_are_checked_by_some_queries(monkeypatch):
-    """What is timed has all of d_output; what is looked at some queries' part, and a fault there is seen."""
+def test_long_gradients_are_checked_for_some_queries(monkeypatch):
+    """The timed call has the whole d_output; the check uses some queries of d_output and finds an error there."""
     monkeypatch.setattr(workloads, "CHECKED_GRADIENT_ROWS", 30)
     workload = Workload(name="long", H=1, n=150, d_k=16, mask=CAUSAL, passes="backward", baselines=())
-    inputs, own = Inputs.of(workload), on_processor().variants["sightline"]
+    inputs, ours = Inputs.of(workload), make_device().variants["sightline"]
     assert np.count_nonzero(inputs.with_sampled_d_output.d_output.any((0, 1, 3))) == 30
-    prepared = own.prepare(workload, inputs, 1)
+    prepared = ours.prepare(workload, inputs, 1)
     before = prepared.results(prepared.call(prepared.setup()))
     assert measure._budget_used(prepared, workload, inputs) <= 1
     after = prepared.results(prepared.call(prepared.setup()))
     assert all(np.array_equal(before[name], after[name]) for name in before)
-    true = prepared.results
-    prepared.results = lambda found: true(found) | {"key": true(found)["key"] * 1.0001}
+    correct = prepared.results
+    prepared.results = lambda result: correct(result) | {"key": correct(result)["key"] * 1.0001}
     assert not measure._budget_used(prepared, workload, inputs) <= 1
 
 
-def test_the_best_peer_is_the_fastest_that_is_right():
+def test_the_best_peer_is_the_fastest_peer_with_correct_results():
     times = {"sightline": [2.0], "flash": [3.0], "cudnn": [1.0], "flex": [0.5], "planned": [0.1]}
     entries = [Entry(name, name, seconds) for name, seconds in times.items()]
     entries[3].budget = 2.0
@@ -195,13 +192,13 @@ def test_the_best_peer_is_the_fastest_that_is_right():
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_the_command_says_what_to_do(capsys):
+def test_without_a_gpu_the_error_has_a_cure(capsys):
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("this machine has a GPU")
     assert main(["bench", "--device", "cuda"]) == 2
-    said = capsys.readouterr().err
-    assert "sees no CUDA device" in said
-    assert "cure:" in said
+    error = capsys.readouterr().err
+    assert "sees no CUDA device" in error
+    assert "cure:" in error
 
 
 def test_the_list_needs_no_gpu(capsys):
@@ -214,18 +211,18 @@ def test_the_list_needs_no_gpu(capsys):
 
 
 def test_a_quick_run(capsys, tmp_path, monkeypatch):
-    """Table, JSON and pictures of it, as the processor's bench writes them."""
-    device = on_processor()
+    """The command prints tables and writes JSON and figures, as it does for the CPU."""
+    device = make_device()
     monkeypatch.setitem(DEVICES, "cuda", lambda threads: device)
     device.peers = {name: peer for name, peer in device.peers.items() if name != "flex"}
     path, figures = tmp_path / "bench.json", tmp_path / "figures"
-    asked = ["--only", "forward causal n8192", "--only", "decode", "--json", str(path), "--figures", str(figures)]
-    assert main(["bench", "--device", "cuda", "--quick", *asked]) == 0
+    options = ["--only", "forward causal n8192", "--only", "decode", "--json", str(path), "--figures", str(figures)]
+    assert main(["bench", "--device", "cuda", "--quick", *options]) == 0
     out = capsys.readouterr().out
-    for words in ("matmul", "copy", "a processor in a GPU's place", "torch, flash", "as planned", "644 TFLOP/s"):
-        assert words in out
-    kept = json.loads(path.read_text())
-    assert kept["machine"]["device"] == "a processor in a GPU's place"
-    assert {"driver", "tuned"} <= set(kept["machine"])
-    assert set(kept["peaks"]) == {"matmul", "copy"}
+    for text in ("matmul", "copy", "a processor in a GPU's place", "torch, flash", "as planned", "644 TFLOP/s"):
+        assert text in out
+    saved = json.loads(path.read_text())
+    assert saved["machine"]["device"] == "a processor in a GPU's place"
+    assert {"driver", "tuned"} <= set(saved["machine"])
+    assert set(saved["peaks"]) == {"matmul", "copy"}
     assert {each.name for each in figures.iterdir()} == {"roofline.png", "ratios.png"}

@@ -28,7 +28,7 @@ from sightline.walkthrough import walk_through
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """A function that runs a command and returns (exit code, output, errors); it checks for plain text of 80 columns."""
+    """A function that runs a command and returns (exit code, output, errors); the output is plain, ≤ 80 columns."""
     monkeypatch.delenv("FORCE_COLOR", raising=False)
 
     def command(*arguments):
@@ -52,7 +52,8 @@ def test_explain_shows_every_stage(run):
     code, out, _ = run("explain", "the cat ate the rat")
     assert code == 0
     assert re.search(r"number +9 +0 +2 +7 +0 +7 +3 +9 +0 +6 +7$", out, re.M)
-    for stage in "Tokens|Embeddings|Projections|Query, key|Rotation|Scores|Scaled|Mask|Weights".split("|"):
+    stages = ["Tokens", "Embeddings", "Projections", "Query, key", "Rotation", "Scores", "Scaled", "Mask", "Weights"]
+    for stage in stages:
         assert re.search(rf"^\d+  {stage}.*\(", out, re.M), stage
     for shape in ("(11, 512)", "3 × (512, 64)", "3 × (11, 64)", "(11, 11)", "(11, 64)"):
         assert shape in out

@@ -1,4 +1,4 @@
-"""Intervals hold every value, and tiles called empty or full are: soundness, precision on the usual masks, and cost."""
+"""Intervals contain every value; empty and full tiles are sound, precise for the usual masks, and cheap to compute."""
 
 import time
 import tracemalloc
@@ -27,14 +27,14 @@ NUMBERS = st.one_of(
 
 
 def samples(rng, low, high, whole):
-    """Numbers of an interval, its ends among them."""
+    """Numbers of an interval, including its ends."""
     inside = rng.uniform(max(low, -1e300), min(high, 1e300), 20) if low < high else np.array([low])
     inside = np.concatenate([[low, high], np.clip(inside, low, high), np.clip(np.round(inside), low, high)])
     return inside[inside == np.round(inside)] if whole else inside
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_intervals_hold_every_value(name):
+def test_intervals_contain_every_value_of_an_operator(name):
     rule = OPERATORS[name]
 
     @settings(max_examples=160)
@@ -62,13 +62,13 @@ def test_intervals_hold_every_value(name):
 
 
 def promoted(name, taken):
-    """Arguments as `evaluate` brings them: operators that always give floats take floats."""
+    """Arguments with the dtypes that `evaluate` passes: operators that always return floats get floats."""
     floats = OPERATORS[name].kind(("int",) * len(taken)) == "float"
     return [x.astype(float) if floats and x.dtype != bool else x for x in taken]
 
 
 def bounds_of(name, inputs, whole):
-    """Bounds of one operator applied to symbols of these intervals."""
+    """Bounds of one operator applied to symbols with these intervals."""
     rule, names = OPERATORS[name], iter("ijb" if whole else "sss")
     box, nodes = {}, []
     for place, (low, high) in enumerate(inputs):
@@ -96,7 +96,7 @@ def at_every_pair(formula):
 
 @settings(max_examples=400)
 @given(st.one_of(masks(EXTENT), wholes(EXTENT), reals(EXTENT)), st.data())
-def test_intervals_of_formulas_hold_every_value(formula, data):
+def test_intervals_contain_every_value_of_a_formula(formula, data):
     """Over a rectangle of (b, h, i, j), for every part of the formula."""
     ranges = []
     for length in EXTENT:
@@ -115,7 +115,7 @@ def test_intervals_of_formulas_hold_every_value(formula, data):
 
 @settings(max_examples=200)
 @given(generators(), st.integers(1, 4))
-def test_extrema_of_ranges_hold_every_entry(rng, axes):
+def test_table_bounds_contain_every_entry_of_a_range(rng, axes):
     lengths = rng.integers(1, [70, 40, 12, 9][:axes][-1] + 1, axes)
     values = rng.normal(size=lengths)
     first = [rng.integers(0, length, 30) for length in lengths]
@@ -132,18 +132,18 @@ def test_extrema_of_ranges_hold_every_entry(rng, axes):
 # -- tiles -----------------------------------------------------------------------------------------------------------
 
 
-def tiles_of(runs):
-    """(B, H, query blocks, key blocks) of 0 empty, 1 full, 2 partial."""
-    B, H, _, _ = runs.extent
-    kinds = np.zeros((B, H, runs.query_blocks, runs.key_blocks), int)
-    for b, h, block in np.ndindex(B, H, runs.query_blocks):
-        for entry in runs.row(b, h, block):
-            kinds[b, h, block, runs.first[entry] : runs.last[entry]] = 1 if runs.full[entry] else 2
+def tiles_of(ranges):
+    """(B, H, query blocks, key blocks): 0 empty, 1 full, 2 partial."""
+    B, H, _, _ = ranges.extent
+    kinds = np.zeros((B, H, ranges.query_blocks, ranges.key_blocks), int)
+    for b, h, block in np.ndindex(B, H, ranges.query_blocks):
+        for entry in ranges.row(b, h, block):
+            kinds[b, h, block, ranges.first[entry] : ranges.last[entry]] = 1 if ranges.full[entry] else 2
     return kinds
 
 
 def truth_of(mask, extent, query_block, key_block):
-    """The same, from every value of the mask."""
+    """The same array, from every value of the mask."""
     B, H, n, m = extent
     values = mask.array(n, m, batch=B, heads=H).reshape(extent)
     kinds = np.zeros((B, H, -(-n // query_block), -(-m // key_block)), int)
@@ -160,13 +160,13 @@ def truth_of(mask, extent, query_block, key_block):
 @example(np.exp(i * 100.0) * 0 <= 0, 4, 8)  # ∞ · 0
 @example(i // (j - 3) < 5, 4, 8)
 @example(~(np.log(j - 4.0) < 100), 4, 8)
-def test_empty_tiles_hold_nothing_and_full_tiles_all(mask, query_block, key_block):
-    runs = find_tile_ranges(mask, EXTENT, query_block, key_block)
-    found, truth = tiles_of(runs), truth_of(mask, EXTENT, query_block, key_block)
+def test_empty_tiles_have_no_pair_and_full_tiles_all_pairs(mask, query_block, key_block):
+    ranges = find_tile_ranges(mask, EXTENT, query_block, key_block)
+    found, truth = tiles_of(ranges), truth_of(mask, EXTENT, query_block, key_block)
     assert (truth[found == 0] == 0).all()
     assert (truth[found == 1] == 1).all()
     counted = {kind: int((found == k).sum()) for k, kind in enumerate(("empty", "full", "partial"))}
-    assert runs.tiles == counted
+    assert ranges.tiles == counted
 
 
 USUAL = {
@@ -184,15 +184,15 @@ USUAL = {
 
 @pytest.mark.parametrize("blocks", [(1, 1), (4, 8), (16, 16), (64, 8)])
 @pytest.mark.parametrize("name", USUAL)
-def test_usual_masks_have_no_partial_tile_too_many(name, blocks):
-    extent = (2, 3, 50, 50) if "documents" in name else EXTENT  # a document's table is as long as both axes
+def test_usual_masks_have_no_unnecessary_partial_tile(name, blocks):
+    extent = (2, 3, 50, 50) if "documents" in name else EXTENT  # a document table has the length of both axes
     found = tiles_of(find_tile_ranges(USUAL[name], extent, *blocks))
     assert np.array_equal(found, truth_of(USUAL[name], extent, *blocks))
 
 
 @settings(max_examples=150)
 @given(masks(EXTENT))
-def test_somewhere_finds_a_pair_where_there_is_one(condition):
+def test_find_witness_finds_a_pair_if_there_is_one(condition):
     at, values = find_witness(condition, EXTENT), at_every_pair(condition)
     assert (at is not None) == values.any()
     if at is not None:
@@ -216,16 +216,16 @@ def long_documents():
 
 
 @pytest.mark.parametrize("make", [lambda: (i >= j) & (i - j < 256), long_documents], ids=["window", "documents"])
-def test_a_million_positions_are_planned_within_a_second(make):
-    """Best of three, in memory that grows with n and not with n²."""
-    took = []
+def test_tile_ranges_of_a_million_positions_take_less_than_a_second(make):
+    """The best of three; the memory grows with n and not with n²."""
+    seconds = []
     for _ in range(3):
-        mask = make()  # anew: what a table keeps of itself must not count as free
+        mask = make()  # a new mask, so that no bounds of its tables are cached
         started = time.perf_counter()
-        runs = find_tile_ranges(mask, (1, 1, LONG, LONG), 64, 64)
-        took.append(time.perf_counter() - started)
-    assert runs.tiles["full"] + runs.tiles["partial"] < 32 * LONG / 64
-    assert min(took) < 1
+        ranges = find_tile_ranges(mask, (1, 1, LONG, LONG), 64, 64)
+        seconds.append(time.perf_counter() - started)
+    assert ranges.tiles["full"] + ranges.tiles["partial"] < 32 * LONG / 64
+    assert min(seconds) < 1
     tracemalloc.start()
     find_tile_ranges(make(), (1, 1, LONG, LONG), 64, 64)
     _, peak = tracemalloc.get_traced_memory()

@@ -1,4 +1,4 @@
-"""The formula language: what it prints, what it evaluates to, whose functions it takes, and how it travels as text."""
+"""The formula language: printing, values, NumPy's and torch's functions, derivatives, and formulas as text."""
 
 import json
 import time
@@ -33,7 +33,7 @@ def same(x, y):
     assert np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
 
 
-# -- every pass knows every operator ---------------------------------------------------------------------------------
+# -- every renderer knows every operator -----------------------------------------------------------------------------
 
 
 def test_bounds_and_arrays_cover_every_operator():
@@ -95,7 +95,7 @@ def test_array_gives_the_values_at_every_position():
     same((s + n + m).array(1, 2, s=np.array([[0.5, 1.5]])), np.array([[3.5, 4.5]]))
 
 
-def test_array_of_a_score_needs_scores():
+def test_array_of_a_score_requires_scores():
     with pytest.raises(FormulaError, match="s=scores"):
         (s + 1).array(3)
 
@@ -111,15 +111,15 @@ ARITHMETIC = {
 
 
 @pytest.mark.parametrize("sign", ARITHMETIC)
-def test_whole_numbers_compute_as_numpys(sign):
-    """Division by 0 included: NumPy gives 0 for it."""
+def test_integer_arithmetic_is_numpys(sign):
+    """Includes division by 0, for which NumPy gives 0."""
     written, numpys = ARITHMETIC[sign]
     x, y = np.meshgrid(WHOLE, WHOLE, indexing="ij")
     with np.errstate(all="ignore"):
         same(written(i - 6, j - 6).array(13), numpys(x, y))
 
 
-def test_powers_of_whole_numbers_stay_whole():
+def test_integer_powers_are_integers():
     same((i**3).array(4, 1), np.arange(4)[:, None] ** 3)
     assert (i**3).kind == "int"
     assert (i**0.5).kind == (2.0**i).kind == "float"
@@ -143,7 +143,7 @@ def test_ready_masks(name):
 
 # -- functions of NumPy and torch ------------------------------------------------------------------------------------
 
-X, Y = i * 0.5 - 2, j - 3  # a float and a whole number, of both signs
+X, Y = i * 0.5 - 2, j - 3  # a float and an integer, both with positive and negative values
 BOTH = {
     "tanh": lambda lib: lib.tanh(X),
     "exp": lambda lib: lib.exp(X),
@@ -170,7 +170,7 @@ BOTH = {
 
 @pytest.mark.parametrize("library", [np, torch], ids=["numpy", "torch"])
 @pytest.mark.parametrize("name", BOTH)
-def test_functions_on_formulas_are_the_functions_on_arrays(name, library, monkeypatch):
+def test_functions_of_formulas_equal_functions_of_arrays(name, library, monkeypatch):
     found = BOTH[name](library).array(9, 11)
     rows, columns = np.indices((9, 11))
     monkeypatch.setitem(globals(), "X", rows * 0.5 - 2)
@@ -195,7 +195,7 @@ ONLY = {
 
 
 @pytest.mark.parametrize("name", ONLY)
-def test_spellings_of_one_library(name):
+def test_names_of_numpy_and_torch_functions(name):
     written, expected = ONLY[name]
     x, y = np.indices((9, 11))
     found = written().array(9, 11)
@@ -214,7 +214,7 @@ def test_spellings_of_one_library(name):
         lambda: np.clip(s, 0, 1, dtype=float),
     ],
 )
-def test_functions_formulas_do_not_have_say_which_there_are(call):
+def test_unknown_functions_raise_an_error_that_lists_the_known(call):
     with pytest.raises(FormulaError, match="tanh"):
         call()
 
@@ -238,7 +238,7 @@ def biased(score, b, h, q_idx, kv_idx):
 
 
 def both(*mods):
-    """As FlexAttention's and_masks: the functions to be joined lie in a closure."""
+    """Like FlexAttention's and_masks: the functions to combine are in a closure."""
 
     def joined(b, h, q_idx, kv_idx):
         result = None
@@ -259,7 +259,7 @@ def offset(by):
     return mod
 
 
-def test_mask_mods_work_as_they_stand():
+def test_mask_mods_are_accepted_unchanged():
     rows, columns = np.indices((5, 5))
     ids = DOCUMENT.numpy()
     same(read_mask(sliding).array(5), rows - columns <= 2)
@@ -278,7 +278,7 @@ def test_captured_arrays_become_tables():
     same(read_score(biased).array(4, heads=3, s=scores_)[0], 1 - SLOPES[:, None, None] * (rows - columns))
 
 
-def test_the_function_given_is_left_as_it_was():
+def test_the_given_function_is_not_changed():
     read_mask(same_document)
     assert DOCUMENT[3] == same_document.__globals__["DOCUMENT"][3]
     assert isinstance(same_document.__globals__["DOCUMENT"], torch.Tensor)
@@ -298,7 +298,7 @@ def test_text_gives_the_formula_back(formula):
 
 @settings(max_examples=100)
 @given(st.one_of(conditions(EXTENT), scores(EXTENT)))
-def test_other_tables_of_the_same_values_change_nothing(formula):
+def test_other_tables_with_the_same_values_change_nothing(formula):
     copies = [Table(np.array(entry.array), entry.axes) for entry in formula.tables]
     same(values(formula.with_tables(copies)), values(formula))
 
@@ -318,7 +318,7 @@ POINT = table(np.array([0.7]))[0]
     ],
 )
 def test_derivatives_are_slopes(name, place):
-    """Each operator's, in each argument that may depend on s; central differences with halved steps."""
+    """The derivative of each operator by each argument that may depend on s, against central differences."""
     rule = OPERATORS[name]
     inner = s * 0.9 + 0.4
     inputs = [inner if k == place else (i < 3) if k in rule.conditions else POINT + 1.6 for k in range(rule.arity)]
@@ -333,7 +333,7 @@ def values_at(formula, at):
 
 
 def assert_slope(function, at, slope):
-    """A central difference at two steps: the error of its Richardson extrapolation bounds what may be missing."""
+    """Compare with central differences at two steps: their Richardson extrapolation bounds the error."""
     step = np.finfo(float).eps ** (1 / 5)
     wide, narrow = ((function(at + d) - function(at - d))[:, 0] / (2 * d) for d in (step, step / 2))
     best = (4 * narrow - wide) / 3
@@ -343,7 +343,7 @@ def assert_slope(function, at, slope):
 
 @settings(max_examples=200)
 @given(scores(EXTENT, hides=False))
-def test_derivatives_of_drawn_scores_are_torchs(formula):
+def test_derivatives_of_drawn_scores_equal_torchs(formula):
     at = torch.linspace(-2.0, 2.0, 9 * 11, dtype=torch.float64).reshape(9, 11).requires_grad_()
     symbols = {"b": 0, "h": 0, "i": torch.arange(9)[:, None], "j": torch.arange(11), "n": 9, "m": 11, "s": at}
     value = evaluate(formula, symbols, xp=namespace(at), float_dtype=torch.float64, like=at)
@@ -357,11 +357,11 @@ def test_derivatives_of_drawn_scores_are_torchs(formula):
 
 @settings(max_examples=50)
 @given(lookups(EXTENT, "float"))
-def test_the_derivative_by_a_lookup_is_where_it_is_read(node):
+def test_the_derivative_by_a_lookup_is_1_where_it_is_read(node):
     same(values(derivative(s + 2.0 * node, node) + 0 * node), values(2.0 + 0 * node))
 
 
-# -- graphs no one would write by hand -------------------------------------------------------------------------------
+# -- extreme graphs --------------------------------------------------------------------------------------------------
 
 
 def doubled(x, times):
@@ -379,14 +379,14 @@ def every_pass(formula):
     return formula.free_symbols, formula.tables
 
 
-def test_shared_parts_cost_once():
+def test_shared_subexpressions_are_computed_once():
     started = time.perf_counter()
     every_pass(doubled(s, 60))
     every_pass(doubled(i * 1.0 + POINT, 60))
     assert time.perf_counter() - started < 5
 
 
-def test_depth_is_no_limit():
+def test_deep_formulas_do_not_hit_the_recursion_limit():
     deep = s
     for k in range(5000):
         deep = deep + k

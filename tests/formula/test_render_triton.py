@@ -1,4 +1,4 @@
-"""Formulas as text of Triton functions. `python tests/formula/test_render_triton.py` writes the golden files anew."""
+"""Formulas as text of Triton functions. `python tests/formula/test_render_triton.py` rewrites the golden files."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def rendered(name):
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_sources_are_those_that_were_read_and_found_good(name):
+def test_sources_are_the_reviewed_golden_files(name):
     assert rendered(name) == (GOLDEN / f"{name}.txt").read_text()
 
 
@@ -48,8 +48,8 @@ def test_every_operator_has_a_rule():
     assert set(TRITON_RULES) == set(OPERATORS)
 
 
-def test_floors_are_of_quotients_rounded_once():
-    """Triton's own division of float32 may fall short of a whole number: 6 / 3 of 2."""
+def test_floor_division_rounds_the_quotient_once():
+    """Triton's own float32 division may fall short of an integer quotient, for example of 6 / 3 = 2."""
     x = np.zeros((1, 1, 8, 4), np.float32)
     sources = Triton().sources(make_problem(x, x, x, score=s // 3.0 + s % 0.1))
     assert "tl.floor(real_quotient(s, 3.0)) + real_remainder(s, 0.1)" in sources["score_at"]

@@ -1,6 +1,6 @@
-"""What formulas with tables on a device need is found once, and again when the tables change.
+"""Results derived from tables on a device are computed once, and again when a table changes.
 
-Tensors of the CPU stand for a device's here: torch counts what it writes to them just so.
+In these tests, CPU tensors stand in for tensors of a device.
 """
 
 import weakref
@@ -21,13 +21,13 @@ from sightline.problem import make_problem
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Tensors of the CPU are looked at as a device's are."""
+    """Treat CPU tensors like tensors of a device: torch counts writes to both in the same way."""
     monkeypatch.setattr(tensor_cache, "UNVERSIONED_DEVICES", ())
 
 
 @pytest.fixture
 def found():
-    """Answers in the order they were found."""
+    """The results in the order in which they were computed."""
     return []
 
 
@@ -35,7 +35,7 @@ def ask(kept, found, array, question="?"):
     return kept.get(question, [array], lambda: found.append(len(found)) or len(found) - 1)
 
 
-def test_found_once_until_written_to(counted, found):
+def test_computed_once_until_the_array_is_written(counted, found):
     kept, array = TensorCache(4), torch.zeros(3)
     assert [ask(kept, found, array) for _ in range(3)] == [0, 0, 0]
     array.add_(1)
@@ -45,14 +45,14 @@ def test_found_once_until_written_to(counted, found):
     assert ask(kept, found, array, "other") == 3
 
 
-def test_views_made_anew_are_the_same(counted, found):
+def test_equal_views_of_the_same_memory_are_hits(counted, found):
     kept, array = TensorCache(4), torch.zeros(3, 4)
     assert ask(kept, found, array[1:]) == ask(kept, found, array[1:]) == 0
     assert ask(kept, found, array[2:]) == 1
     assert ask(kept, found, array[1:].T) == 2
 
 
-def test_what_ended_is_forgotten_and_only_so_many_are_kept(counted, found):
+def test_entries_of_freed_arrays_are_dropped_and_the_size_is_limited(counted, found):
     kept = TensorCache(2)
     arrays = [torch.zeros(3) for _ in range(3)]
     for array in arrays:
@@ -64,14 +64,14 @@ def test_what_ended_is_forgotten_and_only_so_many_are_kept(counted, found):
     assert not kept.entries
 
 
-def test_arrays_of_the_host_are_looked_at_each_time(found):
+def test_host_arrays_are_not_cached(found):
     for array in (np.zeros(3), torch.zeros(3)):
         kept = TensorCache(4)
         assert ask(kept, found, array) != ask(kept, found, array)
         assert not kept.entries
 
 
-def test_a_mask_seen_before_costs_no_look_at_its_tables(counted, monkeypatch):
+def test_a_cached_mask_does_not_read_its_tables_again(counted, monkeypatch):
     x = torch.zeros(1, 1, 40, 4)
     lengths, bias = torch.tensor([30]), torch.zeros(40)
     bias[3] = -torch.inf
@@ -82,10 +82,10 @@ def test_a_mask_seen_before_costs_no_look_at_its_tables(counted, monkeypatch):
     first = problem()
     rows = make_schedule(first, 16, 16)
 
-    def looked(array):
+    def fail(array):
         raise AssertionError("a table was copied to the host")
 
-    monkeypatch.setattr(table_module, "to_host", looked)
+    monkeypatch.setattr(table_module, "to_host", fail)
     again = problem()
     assert again.mask.text == first.mask.text
     assert make_schedule(again, 16, 16) is rows
@@ -94,7 +94,7 @@ def test_a_mask_seen_before_costs_no_look_at_its_tables(counted, monkeypatch):
         problem()
 
 
-def test_a_mask_found_again_reads_the_tables_of_its_own_call(counted):
+def test_a_cached_mask_reads_the_tables_of_its_own_call(counted):
     x = torch.zeros(1, 1, 6, 4)
     lengths = torch.tensor([3])
     masks = [
@@ -106,12 +106,12 @@ def test_a_mask_found_again_reads_the_tables_of_its_own_call(counted):
     assert sightline.attention(x, x, x, mask=j < table(lengths)[0], see=[sightline.mass(j < 4)])[1][0][0, 0, 0] == 0.8
 
 
-def test_what_a_captured_graph_reads_is_kept(counted, monkeypatch):
-    """Replays read the same memory, whatever became of the table since."""
+def test_arrays_that_a_captured_graph_reads_stay_alive(counted, monkeypatch):
+    """Replays of the graph read the same memory, even after the table was replaced."""
     x, lengths = torch.zeros(1, 1, 40, 4), torch.tensor([30])
     rows = []
     monkeypatch.setattr(tensor_cache, "_RETAINED", {})
-    monkeypatch.setattr(table_module, "to_host", torch.clone)  # a copy, as of a device's
+    monkeypatch.setattr(table_module, "to_host", torch.clone)  # a copy, as a transfer from a device is
     for captured in (False, True):
         monkeypatch.setattr(tensor_cache, "_is_capturing", lambda like, captured=captured: captured)
         rows.append(weakref.ref(make_schedule(make_problem(x, x, x, mask=j < table(lengths)[0]), 16, 16)[0]))
@@ -119,18 +119,18 @@ def test_what_a_captured_graph_reads_is_kept(counted, monkeypatch):
     assert [row() is None for row in rows] == [True, False]
 
 
-def test_what_another_stream_reads_keeps_its_place(monkeypatch):
-    stream, told = object(), []
-    array = SimpleNamespace(record_stream=told.append)
+def test_arrays_read_by_another_stream_are_recorded_on_it(monkeypatch):
+    stream, recorded = object(), []
+    array = SimpleNamespace(record_stream=recorded.append)
     cuda = SimpleNamespace(current_stream=lambda device: stream, is_current_stream_capturing=lambda: False)
     monkeypatch.setattr(tensor_cache, "_framework_of", lambda like: SimpleNamespace(cuda=cuda))
     like = SimpleNamespace(is_cuda=True, device="cuda:0")
     assert tensor_cache.retain((array, 3), like) == (array, 3)
     assert tensor_cache.retain(array, like) is array
-    assert told == [stream, stream]
+    assert recorded == [stream, stream]
 
 
-def test_a_small_table_brought_in_inference_serves_training_after(counted):
+def test_a_small_table_converted_in_inference_mode_serves_training(counted):
     x, slopes = torch.zeros(1, 2, 4, 4, requires_grad=True), np.array([0.25, 0.125])
     with torch.inference_mode():
         assert not tensor_cache.to_device(slopes, x).is_inference()

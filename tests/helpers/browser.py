@@ -1,4 +1,4 @@
-"""A real browser without a window, driven through its DevTools protocol: https://chromedevtools.github.io/devtools-protocol.
+"""A headless browser, driven by its DevTools protocol: https://chromedevtools.github.io/devtools-protocol.
 
 For .ci/install, on Debian: apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core. Without a
 Chromium the tests that need one are skipped.
@@ -17,33 +17,33 @@ from pathlib import Path
 from websocket import create_connection
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-PATIENCE = 60  # seconds, for anything at all
-QUIET = ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run")
+TIMEOUT = 60  # seconds, for every wait
+FLAGS = ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run")
 KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Enter": 13, "Escape": 27}
 
 
 def found():
-    """The browser's path, or None."""
+    """Return the path of the browser, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
-    """One tab. `events` are all that the protocol has told unasked."""
+    """One tab. `events` are the events that the browser has sent."""
 
     def __init__(self, width=1280, height=860):
         self.folder = Path(tempfile.mkdtemp(prefix="sightline-browser-"))
         sandbox = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-        command = [found(), *QUIET, *sandbox, "--remote-debugging-port=0", "--remote-allow-origins=*"]
+        command = [found(), *FLAGS, *sandbox, "--remote-debugging-port=0", "--remote-allow-origins=*"]
         self.process = subprocess.Popen(
             [*command, f"--user-data-dir={self.folder}", "about:blank"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        self.asked, self.events = 0, []
+        self.call_id, self.events = 0, []
         port = self.until(self._port)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/json") as pages:
             address = next(page for page in json.load(pages) if page["type"] == "page")["webSocketDebuggerUrl"]
-        self.socket = create_connection(address, timeout=PATIENCE)
+        self.socket = create_connection(address, timeout=TIMEOUT)
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.resize(width, height)
@@ -55,20 +55,20 @@ class Browser:
             return None
 
     @staticmethod
-    def until(look):
-        """What `look` gives once it gives anything."""
-        end = time.monotonic() + PATIENCE
-        while not (value := look()):
-            assert time.monotonic() < end, "the browser did not come to it"
+    def until(condition):
+        """Call `condition` until its result is true, and return the result."""
+        end = time.monotonic() + TIMEOUT
+        while not (value := condition()):
+            assert time.monotonic() < end, "the browser did not reach the condition in time"
             time.sleep(0.02)
         return value
 
     def call(self, method, **parameters):
-        self.asked += 1
-        self.socket.send(json.dumps({"id": self.asked, "method": method, "params": parameters}))
+        self.call_id += 1
+        self.socket.send(json.dumps({"id": self.call_id, "method": method, "params": parameters}))
         while True:
             message = json.loads(self.socket.recv())
-            if message.get("id") == self.asked:
+            if message.get("id") == self.call_id:
                 assert "error" not in message, message
                 return message["result"]
             self.events.append(message)
@@ -87,13 +87,13 @@ class Browser:
         self.frame()
 
     def js(self, expression):
-        """The value of an expression, a promise's awaited."""
+        """Return the value of an expression; a promise is awaited."""
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def frame(self):
-        """After what was asked for has been drawn."""
+        """Wait until the requested changes are drawn."""
         self.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 
     def mouse(self, x, y, click=False):
@@ -106,13 +106,13 @@ class Browser:
 
     def drag(self, start, end, steps=10):
         (x0, y0), (x1, y1) = start, end
-        held = {"button": "left", "buttons": 1}
-        self.call("Input.dispatchMouseEvent", type="mousePressed", x=x0, y=y0, clickCount=1, **held)
+        button = {"button": "left", "buttons": 1}
+        self.call("Input.dispatchMouseEvent", type="mousePressed", x=x0, y=y0, clickCount=1, **button)
         for step in range(1, steps + 1):
             share = step / steps
             x, y = x0 + (x1 - x0) * share, y0 + (y1 - y0) * share
-            self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y, **held)
-        self.call("Input.dispatchMouseEvent", type="mouseReleased", x=x1, y=y1, clickCount=1, **held)
+            self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y, **button)
+        self.call("Input.dispatchMouseEvent", type="mouseReleased", x=x1, y=y1, clickCount=1, **button)
         self.frame()
 
     def key(self, name, shift=False):
@@ -130,15 +130,12 @@ class Browser:
         Path(path).write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def complaints(self):
-        """Everything the console got, and every address that was asked for beside the page's own."""
+        """Return the events of the console, and the URLs of all requests except that of the page itself."""
         self.js("0")
-        said = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
-        asked = [
-            event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"
-        ]
-        return [event for event in self.events if event["method"] in said] + [
-            url for url in asked[1:] if url != "data:,"
-        ]
+        console = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+        requests = [event["params"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
+        urls = [parameters["request"]["url"] for parameters in requests[1:]]
+        return [event for event in self.events if event["method"] in console] + [url for url in urls if url != "data:,"]
 
     def close(self):
         self.socket.close()

@@ -29,7 +29,7 @@ KERNELS = ("cpu", "streaming")
 
 
 def digest(*arrays: Any) -> str:
-    """The first 16 digits of the SHA-256 of the arrays' shapes, dtypes and bytes."""
+    """Return the first 16 digits of the SHA-256 of the arrays' shapes, dtypes and bytes."""
     found = hashlib.sha256()
     for array in arrays:
         if isinstance(array, torch.Tensor):
@@ -42,14 +42,14 @@ def digest(*arrays: Any) -> str:
 
 
 def flat(answer: Any) -> list[Any]:
-    """The arrays of `attention`'s answer, in order."""
+    """Return the arrays of a result of `attention`, in order."""
     if isinstance(answer, tuple):
         return [array for entry in answer for array in flat(entry)]
     return [answer]
 
 
 def statistics(queries: int, keys: int) -> list[Any]:
-    """One statistic of each kind that a problem of these lengths has."""
+    """Return one statistic of each kind that a problem of these lengths allows."""
     see = [
         sightline.lse(),
         sightline.max_score(),
@@ -65,7 +65,7 @@ def statistics(queries: int, keys: int) -> list[Any]:
 
 
 def gradients(query: Any, key: Any, value: Any, options: dict[str, Any], see: list[Any]) -> list[Any]:
-    """Gradients of the mean of output and of these statistics, of query, key, value and every tensor in `options`."""
+    """Return gradients of a sum over output and statistics, for the inputs and the learned tensors of `options`."""
     leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
     learned = [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
     output, seen = sightline.attention(*leaves, **options, see=see)
@@ -108,7 +108,7 @@ def drawn(count: int, dtype: str) -> None:
 
 
 def named() -> None:
-    """Hash named problems: learned tables and scale, decoding, a cache, parts of the keys, real lengths."""
+    """Hash named problems: learned tables and scale, decoding, a cache, merged parts, statistics of parts."""
     rng = np.random.default_rng(7)
 
     def tensor(*shape: int, dtype: Any = torch.float32) -> Any:

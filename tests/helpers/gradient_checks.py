@@ -1,4 +1,4 @@
-"""Backward passes against derivatives found another way: the machinery of the checks."""
+"""Checks of backward passes against gradients that torch.autograd computes through the dense definition."""
 
 import itertools
 from dataclasses import replace
@@ -24,7 +24,7 @@ NAMES = ("query", "key", "value")
 
 
 def differentiated(problem, seeds, dtype, order):
-    """For each of the seeds, gradients of Σ seed ∘ result by torch through the dense computation in that dtype."""
+    """For each seed, the gradients of Σ seed ∘ result by torch.autograd through the dense computation in that dtype."""
 
     def leaf(array):
         tensor = to_torch(np.array(array))
@@ -48,7 +48,7 @@ def differentiated(problem, seeds, dtype, order):
 
 
 def seeds_of(problem):
-    """Two sets of gradients of output, lse and weights."""
+    """Two random sets of gradients with respect to output, lse and weights."""
     rng, rows = np.random.default_rng(1), (*problem.batch_shape, problem.H, problem.n)
     shapes = ((*rows, problem.d_v), rows, (*rows, problem.m))
     return [[rng.normal(size=shape).astype(np.float32) for shape in shapes] for _ in range(2)]
@@ -59,7 +59,10 @@ def by_streaming(problem, d_output, d_lse, d_weights):
 
 
 def by_cpu(problem, d_output, d_lse, _, answer=None):
-    """Generated kernels: forward where no answer is given, and backward; two threads and three agree bit for bit."""
+    """Run the generated backward kernels, after the forward kernel if no answer is given.
+
+    The gradients with two threads and with three threads must be equal bit for bit.
+    """
     answer = Cpu().run(problem) if answer is None else answer
     wanted_tables = range(len(problem.tables))
     options = (problem, d_output, d_lse, (answer.output, answer.lse), wanted_tables)
@@ -75,7 +78,7 @@ def entries(found):
 
 
 def undefined(problem):
-    """Whether a score is NaN, a hidden one too: of that torch's gradient is NaN · 0, where the definition's is 0."""
+    """True if a score is NaN, hidden or not: torch's gradient is then NaN · 0, but the definition's is 0."""
     return np.isnan(dense_attention(replace(problem, mask=None), "float64")[0]).any()
 
 
@@ -92,25 +95,26 @@ def reference_gradients(problem, d_output, **extra):
 
 
 def by_definition(problem, d_output, d_lse, d_weights):
-    """Of query, key and value."""
+    """The gradients of query, key and value by `sightline.reference`."""
     found = reference_gradients(problem, d_output, d_lse=d_lse, d_weights=d_weights)
     return found.query, over_groups(found.key, problem), over_groups(found.value, problem)
 
 
 def of_stored_output(problem, d_output, d_lse, d_weights):
-    """Seeds whose exact gradients are those of outputs as stored, of which δ = rowsum(dO ∘ O) − dlse is made."""
+    """Seeds whose exact gradients include the rounding of the stored output in δ = rowsum(dO ∘ O) − dlse."""
     output, narrow = dense_attention(problem, "float64")[0], DTYPES[problem.dtype]
     stored = [output, *(dense_attention(problem, problem.dtype, order)[0] for order in summation_orders(problem))]
-    lost = [(d_output * (one.astype(narrow).astype(np.float64) - output)).sum(-1) for one in stored]
-    return [(d_output, d_lse - one, d_weights) for one in lost]
+    changes = [(d_output * (one.astype(narrow).astype(np.float64) - output)).sum(-1) for one in stored]
+    return [(d_output, d_lse - change, d_weights) for change in changes]
 
 
 def check(case, framework="numpy", differentiate=by_streaming):
-    """Gradients of output and lse, by streaming of weights too, within the budget, in one framework or several in turn.
+    """Check gradients of output and lse, and with streaming also of weights, in one framework or in several.
 
-    Plain's error is also taken from a second set of seeds, as in a sum of few terms it may be 0 by luck. Kernels have
-    the output as it was stored, in 16 bits; plain has it unrounded, so what that changes is counted too. In float64 the
-    oracle is rounded as plain is, and shares torch's functions with it: there the definition by hand counts as plain.
+    The budget comes from the error of a plain computation. A second set of seeds adds to the plain error, since a sum
+    of few terms may have no error by chance. Kernels read the output as stored, possibly in 16 bits, and the plain
+    computation has it unrounded, so the effect of this rounding is added. In float64, the oracle has the same rounding
+    as the plain computation and the same functions of torch, so the gradients of `sightline.reference` count as plain.
     """
     streams = differentiate is by_streaming
     problem = case.make_problem(see=[weights()] if streams else [])
@@ -133,12 +137,12 @@ def check(case, framework="numpy", differentiate=by_streaming):
         given = case.as_torch().make_problem(see=problem.see) if name == "torch" else problem
         with np.errstate(all="ignore"):
             found = differentiate(given, *(to_torch(x) if name == "torch" else x for x in seeds[0]))
-        if found is not None:  # where it is not finite, it is streaming's
+        if found is not None:  # None: the values are not finite, and streaming computes the gradients
             judge(problem, found, oracle, plain, sizes)
 
 
 def judge(problem, found, oracle, plain, sizes):
-    """Gradients, and which tables have one."""
+    """Check the gradients, and which tables have a gradient."""
     floats = [k for k, entry in enumerate(problem.tables) if entry.kind == "float"]
     read = {id(x.table) for x in walk(problem.score) if isinstance(x, Lookup)} if problem.score is not None else set()
     for k, entry in enumerate(problem.tables):
@@ -148,12 +152,12 @@ def judge(problem, found, oracle, plain, sizes):
     names = [*NAMES, *(f"table {k}" for k in floats), "sinks"]
     for what, key, answer, truth, *rough in itertools.zip_longest(names, keys, answers, oracle, *plain):
         if answer is not None:
-            finer = what not in NAMES and dtype_name(answer) == "float64"  # than the sums it comes from
+            finer = what not in NAMES and dtype_name(answer) == "float64"  # has a wider dtype than its sums
             judged = to_numpy(answer).astype(problem.accumulator) if finer else answer
             assert_within_budget(judged, truth, rough, f"gradient of {what}", sizes.get(key))
 
 
 def over_groups(gradient, problem):
-    """The gradient of a key head: the sum over the query heads that read it."""
+    """The gradient of each key head: the sum over the query heads of its group."""
     shape = (*problem.batch_shape, problem.G, problem.group, *gradient.shape[-2:])
     return gradient.reshape(shape).sum(-3)

@@ -1,4 +1,4 @@
-"""Which modules of a package import which, read from the source, and the circles among them."""
+"""The import graph of a package, read from its source, and the circles in the graph."""
 
 import ast
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def modules(folder: Path) -> dict[str, Path]:
-    """The modules of a package by name; a package is named after its folder."""
+    """Return the paths of a package's modules by module name; the package is named after its folder."""
     found = {}
     for path in sorted(folder.rglob("*.py")):
         parts = path.relative_to(folder.parent).with_suffix("").parts
@@ -15,7 +15,7 @@ def modules(folder: Path) -> dict[str, Path]:
 
 
 def executed(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node of the source but those that only a type checker reads."""
+    """Yield every node of the syntax tree except those under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             for other in child.orelse:
@@ -27,7 +27,7 @@ def executed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def imported(path: Path, package: str) -> Iterator[str]:
-    """Absolute names of what a file imports at any depth: `a.b.c` both for `import a.b.c` and `from a.b import c`."""
+    """Yield the absolute names that a file imports: `a.b.c` for `import a.b.c` and for `from a.b import c`."""
     for node in executed(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -41,9 +41,10 @@ def imported(path: Path, package: str) -> Iterator[str]:
 
 
 def graph(folder: Path) -> dict[str, set[str]]:
-    """For each module of the package in this folder, those it imports; what runs of a parent package is left out.
+    """Return for each module of the package in this folder the modules that it imports.
 
-    Imports inside functions count, those under `if TYPE_CHECKING` do not.
+    The implicit import of a parent package does not count. Imports inside functions count; imports under
+    `if TYPE_CHECKING` do not.
     """
     known = modules(folder)
     found: dict[str, set[str]] = {}
@@ -55,7 +56,7 @@ def graph(folder: Path) -> dict[str, set[str]]:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """The strongly connected components of more than one module, each sorted: Tarjan's algorithm."""
+    """Return the strongly connected components of more than one module, each sorted, by Tarjan's algorithm."""
     numbers: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
@@ -83,7 +84,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def described(edges: dict[str, set[str]]) -> list[str]:
-    """A line for each circle: its modules, and which of them imports which."""
+    """Return a line for each circle: the number of modules and their imports of each other."""
     lines = []
     for circle in circles(edges):
         inner = [f"{name} -> {other}" for name in circle for other in sorted(edges[name] & set(circle))]

@@ -1,4 +1,4 @@
-"""What every statistic is by its definition, dense, and the check of a kernel's against it."""
+"""The dense definition of every statistic, and the check of a kernel's statistics against the definitions."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from strategies import generators, masks
 
 @dataclass(frozen=True)
 class Dense:
-    """The matrices statistics are of, and how their sums are taken; NumPy or torch."""
+    """The dense matrices that statistics are computed from, in NumPy or torch, and the summation order."""
 
-    weights: Any  # (*lead, H, n, m), as the rest
-    scores: Any  # final, −∞ where hidden
-    lse: Any  # (*lead, H, n)
+    weights: Any  # (*batch, H, n, m)
+    scores: Any  # (*batch, H, n, m), after the score formula, −∞ where hidden
+    lse: Any  # (*batch, H, n)
     problem: Problem
-    rows: Any = field(default_factory=lambda: slice(None))  # which of the problem's
+    rows: Any = field(default_factory=lambda: slice(None))  # the problem's rows that the matrices have
     heads: Any = field(default_factory=lambda: slice(None))
-    loop: bool = False  # term after term, as kernels sum, not pairwise
+    loop: bool = False  # add term by term, as kernels do, instead of pairwise
 
     def sum(self, array: Any, axis: int) -> Any:
         if not self.loop or array.shape[axis] == 0:
@@ -38,7 +38,7 @@ class Dense:
         return np.take(np.cumsum(array, axis=axis, dtype=array.dtype), -1, axis=axis)
 
     def positions(self, formula: Any) -> Any:
-        """A formula's values at these rows and heads."""
+        """Return a formula's values at these rows and heads."""
         problem = self.problem
         values = np.array(evaluate_dense(formula, problem.extent))
         values = values.reshape(*problem.batch_shape, problem.H, problem.n, problem.m)
@@ -46,7 +46,7 @@ class Dense:
 
 
 def defined(statistic: Any, of: Dense) -> tuple[Any, ...]:
-    """The arrays of a statistic by its definition."""
+    """Return the arrays of a statistic by its definition."""
     return DEFINITIONS[statistic.name](statistic, of)
 
 
@@ -159,7 +159,7 @@ DEFINITIONS = {
 
 @np.errstate(all="ignore")
 def plain_scores(problem: Problem, order: int) -> Any:
-    """S in the accumulator's dtype: products summed in this order, formulas as they stand."""
+    """Return the scores in the accumulator's dtype, with products summed in this order, score formula and mask."""
     wide, shuffled = np.dtype(problem.accumulator), np.random.default_rng(order).permutation(problem.d_k)
     query, key = (to_numpy(x).astype(wide)[..., shuffled] for x in (problem.query, problem.key))
     key = np.repeat(key, problem.group, axis=-3)
@@ -181,7 +181,7 @@ def oracle(problem: Problem) -> Dense:
 
 
 def roughs(problem: Problem, dtype: str) -> list[Dense]:
-    """The plain computation in several orders, in the dtype a statistic is kept in."""
+    """Return the plain computation in several summation orders, in the dtype of a statistic."""
     found = []
     for order in summation_orders(problem):
         _, lse, weights = (to_numpy(x) for x in dense_attention(problem, dtype, order))
@@ -191,21 +191,21 @@ def roughs(problem: Problem, dtype: str) -> list[Dense]:
 
 
 def usable(problem: Problem) -> bool:
-    """Whether softmax is defined: NaN scores have no largest."""
+    """True if softmax is defined: no score is NaN or +∞."""
     stages = compute_stages(problem)
     return not (np.isnan(stages.weights).any() or np.isposinf(stages.masked).any())
 
 
-LOGARITHMS = {"lse", "scores", "max_score"}  # their errors follow the size of the scores, as those of lse do
+LOGARITHMS = {"lse", "scores", "max_score"}  # their errors grow with the size of the scores
 
 
 def kind(statistic: Any) -> str:
-    """The name of what a part or mean is of."""
+    """Return the name of the statistic inside a part or mean."""
     return kind(statistic.of) if hasattr(statistic, "of") else statistic.name
 
 
 def check(run: Any, problem: Problem) -> None:
-    """Raise AssertionError unless every statistic of the problem is the definition's within its budget of rounding."""
+    """Raise AssertionError unless every statistic of the problem is within its rounding-error budget."""
     answer = solve_selections_separately(problem, run)
     truth, plain = oracle(problem), {}
     for statistic, entry in zip(problem.see, answer.seen, strict=True):
@@ -214,10 +214,10 @@ def check(run: Any, problem: Problem) -> None:
         outputs = statistic.outputs(problem)
         for array, (shape, dtype) in zip(found, outputs, strict=True):
             assert (tuple(array.shape), dtype_name(array)) == (shape, dtype), f"{statistic} has a wrong shape or dtype"
-        kept = outputs[0][1]
-        if kept not in plain:
-            plain[kept] = roughs(problem, kept)
-        rough = [defined(statistic, one)[0] for one in plain[kept]]
+        dtype = outputs[0][1]
+        if dtype not in plain:
+            plain[dtype] = roughs(problem, dtype)
+        rough = [defined(statistic, one)[0] for one in plain[dtype]]
         terms = defined(of_sizes(statistic), truth)[0] if kind(statistic) == "weighted_sum" else None
         judge(statistic, found[0], expected[0], rough, terms)
         if len(found) > 1:
@@ -225,7 +225,7 @@ def check(run: Any, problem: Problem) -> None:
 
 
 def of_sizes(statistic: Any) -> Any:
-    """A product or part of one, of the sizes of its rows: its terms may cancel."""
+    """Return a weighted sum, or a part of one, with |x| in place of x: the sizes of its terms, which may cancel."""
     if hasattr(statistic, "of"):
         return replace(statistic, of=of_sizes(statistic.of))
     return replace(statistic, x=abs(statistic.x))
@@ -238,7 +238,7 @@ def judge(statistic: Any, found: Any, expected: Any, rough: Any, terms: Any = No
 
 
 def check_places(statistic: Any, found: Any, expected: Any, rough: Any, truth: Dense) -> None:
-    """Keys are where the definition has what was found, within the budget; no key twice, −1 past the seen ones."""
+    """Check keys: their true values equal the results within the budget, none occurs twice, −1 if there is no key."""
     where = to_numpy(found[1])
     assert np.array_equal(where < 0, expected[1] < 0), f"{statistic} finds keys where none is seen: out of its budget"
     if statistic.name == "selection":
@@ -259,7 +259,7 @@ def check_places(statistic: Any, found: Any, expected: Any, rough: Any, truth: D
 
 @st.composite
 def statistics(draw: Any, problem: Problem) -> list[Any]:
-    """One of each, with drawn parameters, and parts and means of some."""
+    """One statistic of each kind, with drawn parameters, and the mean of one."""
     n, m, rng = problem.n, problem.m, draw(generators())
     see = [
         sightline.lse(),
@@ -284,7 +284,7 @@ def statistics(draw: Any, problem: Problem) -> list[Any]:
 
 @st.composite
 def parts(draw: Any, problem: Problem) -> list[Any]:
-    """Statistics that are problems of their own: parts, means of parts, products."""
+    """Statistics that are solved as separate problems: parts, means of parts, weighted sums."""
     rng = draw(generators())
     grouped = () if problem.heads_squeezed or draw(st.booleans()) else (problem.G,)
     x = rng.normal(size=(*grouped, problem.m, draw(st.integers(1, 3)))).astype(problem.query.dtype)

@@ -1,4 +1,4 @@
-"""Whole attention problems, drawn: shapes, dtypes, formulas, sinks, strides, and poison where the mask hides it."""
+"""Hypothesis strategies of attention problems: shapes, dtypes, formulas, sinks, strides, and NaN or ∞ in some keys."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sightline.dispatch import KERNELS
 from sightline.problem import Problem, make_problem
 from sightline.testing import LAYOUTS
 
-ON_HOST = tuple(kernel for kernel in KERNELS if kernel.name != "triton")  # those that serve arrays of the host
+ON_HOST = tuple(kernel for kernel in KERNELS if kernel.name != "triton")  # kernels for arrays of the host
 
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-LARGEST = 60_000  # scores in one problem: keeps a draw at a few milliseconds
+LARGEST = 60_000  # scores in one problem, so that a draw takes a few milliseconds
 
 
 @dataclass(eq=False)
 class Case:
-    """The arguments of one call, in NumPy."""
+    """The NumPy arguments of one call."""
 
     query: Any
     key: Any
@@ -38,7 +38,7 @@ class Case:
         return make_problem(*self.arrays, **(self.options | more))
 
     def as_torch(self) -> Case:
-        """The same call on tensors of the same strides; torch has none that are negative or not aligned."""
+        """Return the same call on tensors with the same strides; negative or unaligned strides are copied."""
         options = dict(self.options)
         if options.get("sinks") is not None:
             options["sinks"] = to_torch(options["sinks"])
@@ -67,17 +67,17 @@ def generators() -> st.SearchStrategy[np.random.Generator]:
 
 
 # -- formulas ------------------------------------------------------------
-# Strategies below take the extent (B, H, n, m) the formula will be asked at, for tables of the lengths it needs.
+# The strategies below take the extent (B, H, n, m) of the problem, which determines the lengths of tables.
 
 
 def at_most(index: Any, length: int) -> Any:
-    """A whole-number formula brought into a table of that length."""
+    """Return an integer formula clipped to the indices of a table of that length."""
     return np.clip(index, 0, length - 1)
 
 
 @st.composite
 def lookups(draw: Any, extent: tuple[int, ...], kind: str) -> Any:
-    """A table of one to four axes, read at symbols or at what becomes of them."""
+    """A table of one to four axes, indexed by shifted symbols, clipped or wrapped to its lengths."""
     rng, axes = draw(generators()), draw(st.integers(1, 4))
     lengths = tuple(draw(st.integers(1, 7)) for _ in range(axes))
     values = {
@@ -95,7 +95,7 @@ def lookups(draw: Any, extent: tuple[int, ...], kind: str) -> Any:
 
 @st.composite
 def wholes(draw: Any, extent: tuple[int, ...], depth: int = 2) -> Any:
-    """Whole-number formulas."""
+    """Integer formulas."""
     if depth == 0 or draw(st.integers(0, 3)) == 0:
         return draw(st.sampled_from("bhiijjnm").map(dict(zip("bhijnm", (b, h, i, j, n, m), strict=True)).get))
     x = draw(wholes(extent, depth - 1))
@@ -136,7 +136,7 @@ def reals(draw: Any, extent: tuple[int, ...], depth: int = 2) -> Any:
                 lambda: x / draw(wholes(extent, 1)),
                 lambda: x // 3.5,
                 lambda: x % 2.5,
-                lambda: np.tanh(x / 8) * 0.9,  # rounding decides whether it reaches 1
+                lambda: np.tanh(x / 8) * 0.9,  # without the factor, rounding would decide whether the value is 1
                 lambda: np.sin(x),
                 lambda: np.cos(x),
                 lambda: np.sqrt(x),
@@ -156,7 +156,7 @@ def reals(draw: Any, extent: tuple[int, ...], depth: int = 2) -> Any:
 
 @st.composite
 def conditions(draw: Any, extent: tuple[int, ...]) -> Any:
-    """One comparison, or a table of truth values."""
+    """A comparison, or a table of bools."""
     kind = draw(st.sampled_from([wholes, wholes, reals, None]))
     if kind is None:
         return draw(lookups(extent, "bool"))
@@ -195,7 +195,7 @@ def ready_masks(draw: Any, extent: tuple[int, ...]) -> Any:
 
 
 def masks(extent: tuple[int, ...]) -> st.SearchStrategy[Any]:
-    """Ready and raw masks, and what & | ^ ~ and where make of them."""
+    """Library masks and conditions, and their combinations by &, |, ^, ~ and where."""
     leaves = st.one_of(ready_masks(extent), ready_masks(extent), conditions(extent))
 
     def joined(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -211,14 +211,14 @@ def masks(extent: tuple[int, ...]) -> st.SearchStrategy[Any]:
 
 
 def biases(rng: np.random.Generator, draw: Any, extent: tuple[int, ...], hides: bool) -> Any:
-    """A float array that spans some of b, h, i, j, a few entries −∞."""
+    """Return a float array over some of b, h, i, j; with `hides`, a tenth of its entries are −∞."""
     array = rng.normal(size=[length if draw(st.booleans()) else 1 for length in extent][draw(st.integers(0, 3)) :])
     return np.where(rng.random(array.shape) < 0.1, -np.inf, array) if hides else array
 
 
 @st.composite
 def scores(draw: Any, extent: tuple[int, ...], hides: bool = True) -> Any:
-    """Score formulas; with `hides`, some are −∞ at some pairs. None has a jump in s, where rounding alone decides."""
+    """Score formulas; with `hides`, some are −∞ at some pairs. All are continuous in s, so rounding decides nothing."""
     rng, H = draw(generators()), extent[1]
     inner = draw(
         st.sampled_from(
@@ -261,7 +261,7 @@ widths = st.one_of(st.integers(1, 8), st.integers(1, 80), st.sampled_from([16, 3
 
 @st.composite
 def shapes(draw: Any, largest: int = LARGEST) -> tuple[tuple[int, ...], ...]:
-    """Shapes of query, key and value that fit: with and without heads, leading axes that broadcast."""
+    """Matching shapes of query, key and value: with and without heads, leading axes that broadcast."""
     rows, columns, d_k, d_v = draw(lengths), draw(lengths), draw(widths), draw(widths)
     axes = draw(st.sampled_from([2, 3, 4, 4, 4, 5, 6]))
     groups, group = (draw(st.integers(1, 3)), draw(st.integers(1, 3))) if axes > 3 else (1, 1)
@@ -292,7 +292,7 @@ def cases(
     layouts: tuple[str, ...] = tuple(LAYOUTS),
     largest: int = LARGEST,
 ) -> Case:
-    """A call of `sightline.attention` that is allowed."""
+    """A valid call of `sightline.attention`."""
     rng, dtype = draw(generators()), DTYPES[draw(st.sampled_from(dtypes))]
     shape = draw(shapes(largest))
     layout = [draw(st.sampled_from(layouts)) for _ in range(3)]
@@ -315,7 +315,7 @@ def cases(
 
 
 def poisoned(draw: Any, rng: np.random.Generator, case: Case) -> None:
-    """NaN and ∞ at keys and values: at those hidden from all queries, or at any."""
+    """Put NaN, ∞ or −∞ into keys and values: at positions hidden from all queries, or at any positions."""
     problem = case.make_problem()
     if 0 in problem.extent or problem.d_v == 0:
         return
@@ -323,7 +323,7 @@ def poisoned(draw: Any, rng: np.random.Generator, case: Case) -> None:
     seen = np.ones(problem.extent, bool) if problem.mask is None else dense_mask(problem)
     hidden = draw(st.booleans())
     unseen = np.flatnonzero(~seen.any((0, 1, 2))) if hidden else rng.permutation(problem.m)[:2]
-    # A visible value shows wherever its weight is not 0, and large scores leave that to the rounding.
+    # A visible NaN value reaches the output if its weight is not 0; with large scores, rounding decides that.
     tame = hidden or not case.options.keys() & {"score", "scale"}
     which = draw(st.sampled_from([[1], [2], [1, 2]])) if tame else [1]
     arrays = [np.array(x) for x in case.arrays]  # layouts share memory between rows, so copies
@@ -334,6 +334,6 @@ def poisoned(draw: Any, rng: np.random.Generator, case: Case) -> None:
 
 
 def dense_mask(problem: Problem) -> Any:
-    """(B, H, n, m) truth values."""
+    """Return the mask as a (B, H, n, m) bool array."""
     B, H, rows, columns = problem.extent
     return problem.mask.array(rows, columns, batch=B, heads=H).reshape(problem.extent)

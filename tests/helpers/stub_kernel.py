@@ -1,10 +1,10 @@
-"""A kernel whose cost and refusals a test decides."""
+"""A kernel whose cost and refusals a test sets."""
 
 from sightline.kernel import Kernel, Refusal
 
 
 class Choosy(Kernel):
-    """A kernel of a given cost that gives the reasons it is told."""
+    """A kernel with a given cost that refuses for the given reasons."""
 
     description = "for this test"
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E402  the backend is chosen before keras is imported
-"""The Keras layer: its numbers, masks, training, and the way to disk and back."""
+"""The Keras layer: its values, masks, training, saving and loading."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def numbers(tensor):
 
 
 def check(layer, x, mask=None):
-    """Weights and output are the definition's, of the layer's own queries, keys and values."""
+    """Weights and output equal the definition on the layer's own queries, keys and values."""
     weights, output = layer(x, mask=mask)
     allowed = None if mask is None else numbers(mask)[:, None, None, :]
     q, k, v = (numbers(part(x)) for part in (layer.query, layer.key, layer.value))
@@ -72,7 +72,7 @@ def test_a_mask_comes_from_an_embedding_and_goes_on(rng):
     weights, output = ScaledDotProductAttention(4, 4, return_attn=True)(embedded)
     assert weights.shape == (None, 5, 5)
     assert output.shape == (None, 5, 4)
-    pooling = keras.layers.GlobalAveragePooling1D()  # over real tokens, if the mask reaches it
+    pooling = keras.layers.GlobalAveragePooling1D()  # averages the real tokens if the mask is passed on
     model = keras.Model(tokens, [weights, output, pooling(output)])
     found, rows, pooled = map(numbers, model(np.array([[3, 1, 2, 0, 0], [1, 2, 3, 4, 5]])))
     assert not found[0, :, 3:].any()
@@ -101,7 +101,7 @@ def test_training_lowers_the_loss(rng):
         assert part.kernel.value.grad.any()
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # keras' own way to NumPy 2
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # raised by Keras
 def test_saved_and_loaded(rng, tmp_path):
     inputs = keras.Input((6, 8))
     model = keras.Model(inputs, ScaledDotProductAttention(4, 5, return_attn=True, use_bias=False, name="heart")(inputs))
@@ -120,7 +120,7 @@ def test_saved_and_loaded(rng, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"dk": 0, "dv": 4}, {"dk": 4, "dv": 2.5}])
-def test_widths_are_checked(wrong):
+def test_invalid_widths_are_errors(wrong):
     with pytest.raises(ParameterError, match="at least 1"):
         ScaledDotProductAttention(**wrong)
 
@@ -131,8 +131,8 @@ def test_inputs_have_three_axes():
 
 
 @pytest.mark.parametrize("backend", ["numpy", "tensorflow"])
-def test_other_backends_are_refused_with_the_cure(backend):
-    """Whether they are installed or not."""
+def test_other_backends_are_refused_with_a_cure(backend):
+    """Installed or not."""
     result = subprocess.run(
         [sys.executable, "-c", "import sightline.keras"],
         env={**os.environ, "KERAS_BACKEND": backend},

@@ -1,4 +1,4 @@
-"""`sightline.KVCache`: a decoding loop against attention on the whole sequence, and the cache against plain lists."""
+"""`sightline.KVCache`: a decoding loop against attention on the whole sequence, and the cache against Python lists."""
 
 import copy
 import math
@@ -23,7 +23,7 @@ from sightline.testing import assert_within_budget
 from strategies import DTYPES, to_torch
 
 B, H, G, T, D_K, D_V = 3, 4, 2, 40, 16, 9
-STEPS = (7, 1, 1, 1, 4, 1, 1, 24)  # positions appended at a time
+STEPS = (7, 1, 1, 1, 4, 1, 1, 24)  # positions per append
 
 
 def arrays(rng, dtype="float32", kind="numpy", batch=B, length=T):
@@ -37,16 +37,16 @@ def numpy_of(array):
     return array if framework(array) == "numpy" else to_numpy(array)
 
 
-def agrees(output, query, key, value, mask, rows=slice(None)):
-    """Raise AssertionError unless `output` is those rows of attention on the whole, within the budget."""
+def assert_attends(output, query, key, value, mask, rows=slice(None)):
+    """Raise AssertionError unless `output` has these rows of attention on the whole sequences, within the budget."""
     whole = make_problem(query, key, value, mask=mask)
     truth, rough = compute_stages(whole), compute_baseline(whole)
     terms = term_sizes(whole, truth.weights)[..., rows, :]
     assert_within_budget(output, truth.output[..., rows, :], rough.output[..., rows, :], terms=terms)
 
 
-def decoded(cache, query, key, value, steps=STEPS, **options):
-    """Outputs of a loop that appends some positions at a time and attends with the newest, in one array."""
+def decode(cache, query, key, value, steps=STEPS, **options):
+    """The outputs of a loop that appends some positions and attends with their queries, joined along n."""
     outputs, at = [], 0
     for t in steps:
         rows = slice(at, at := at + t)
@@ -60,11 +60,11 @@ def decoded(cache, query, key, value, steps=STEPS, **options):
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_loop_is_causal_attention_row_by_row(rng, dtype, kind):
+def test_a_loop_gives_the_rows_of_causal_attention(rng, dtype, kind):
     cache, whole = KVCache(), arrays(rng, dtype, kind)
-    output = decoded(cache, *whole)
+    output = decode(cache, *whole)
     assert output.dtype == whole[0].dtype
-    agrees(output, *whole, mask=i >= j)
+    assert_attends(output, *whole, mask=i >= j)
     assert cache.lengths.tolist() == [T] * B
     assert cache.dtype == dtype
 
@@ -75,23 +75,23 @@ def test_without_heads_or_batch(rng, axes, kind):
     lead = {2: (0, 0), 3: (slice(None), 0)}[axes]
     query, key, value = (x[lead] for x in arrays(rng, kind=kind))
     cache = KVCache()
-    output = decoded(cache, query, key, value)
+    output = decode(cache, query, key, value)
     assert output.ndim == axes
     assert cache.key.shape == key.shape
     parts = (x.reshape(-1, 1, *x.shape[-2:]) for x in (output, query, key, value))
-    agrees(*parts, mask=i >= j)
+    assert_attends(*parts, mask=i >= j)
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "streaming", "reference"])
 def test_every_kernel_reads_a_cache(rng, kernel):
     whole = arrays(rng, "float64")
-    agrees(decoded(KVCache(), *whole, kernel=kernel), *whole, mask=i >= j)
+    assert_attends(decode(KVCache(), *whole, kernel=kernel), *whole, mask=i >= j)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_kept_narrower_than_appended(rng, dtype, kind):
-    """The cache rounds once; attention then is exact on what it keeps."""
+def test_a_cache_of_a_narrower_dtype(rng, dtype, kind):
+    """The cache rounds once; attention on the rounded keys and values is exact."""
     whole = arrays(rng, "float64", kind)
     cache = KVCache(dtype=dtype)
     cache.append(*whole[1:])
@@ -105,17 +105,17 @@ def test_kept_narrower_than_appended(rng, dtype, kind):
         assert np.array_equal(found[2, :, T:], x.astype(np.float64)[2, :, :5])
     query = to_torch(cast[0]) if kind == "torch" else cast[0]
     cache.truncate(T)
-    agrees(sightline.attention(query, cache), *cast, mask=None)
+    assert_attends(sightline.attention(query, cache), *cast, mask=None)
 
 
-# -- sequences of their own lengths ------------------------------------------------------------------------------------
+# -- sequences of different lengths ------------------------------------------------------------------------------------
 
-LENGTHS = np.array([9, 4, 0])  # prompts of these many tokens, padded to 10
+LENGTHS = np.array([9, 4, 0])  # lengths of the prompts, which are padded to 10
 PADDED = 10
 
 
 def ragged(rng, padding, kind="numpy"):
-    """(query, key, value) of whole sequences, and their prompts padded with NaN."""
+    """(query, key, value) of whole sequences, and the prompts padded with NaN."""
     whole = arrays(rng, kind=kind)
     prompts = []
     for x in whole:
@@ -146,13 +146,13 @@ def test_prompts_of_different_lengths_then_one_token_each(rng, padding, kind):
         real = slice(0, count) if padding == "right" else slice(PADDED - count, PADDED)
         found = numpy_of(output)[b : b + 1]
         if count:
-            agrees(found[:, :, real], *one, mask=i >= j, rows=slice(0, count))
-        assert not np.delete(found, np.r_[real], axis=2).any()  # padding sees nothing: 0, not NaN
-        agrees(np.concatenate(after, 2)[b : b + 1], *one, mask=i >= j, rows=slice(count, count + steps))
+            assert_attends(found[:, :, real], *one, mask=i >= j, rows=slice(0, count))
+        assert not np.delete(found, np.r_[real], axis=2).any()  # padding queries give 0, not NaN
+        assert_attends(np.concatenate(after, 2)[b : b + 1], *one, mask=i >= j, rows=slice(count, count + steps))
     assert cache.lengths.tolist() == (LENGTHS + steps).tolist()
 
 
-def test_a_sequence_that_has_ended_takes_nothing(rng):
+def test_an_ended_sequence_takes_no_tokens(rng):
     query, key, value = arrays(rng)
     cache = KVCache()
     for t in range(6):
@@ -161,11 +161,11 @@ def test_a_sequence_that_has_ended_takes_nothing(rng):
         output = sightline.attention(query[:, :, t : t + 1], cache, mask=cache.causal())
         assert bool(output[1].any()) == (t < 4)
     assert cache.lengths.tolist() == [6, 4, 6]
-    agrees(output[[0, 2]], query[[0, 2]], key[[0, 2]], value[[0, 2]], mask=i >= j, rows=slice(5, 6))
+    assert_attends(output[[0, 2]], query[[0, 2]], key[[0, 2]], value[[0, 2]], mask=i >= j, rows=slice(5, 6))
 
 
 def test_the_last_token_of_each_prompt(rng):
-    """causal(n) is for queries that are the last n positions, whatever the newest append was."""
+    """causal(n) is for queries at the last n positions, whatever the length of the newest append."""
     whole, (_, key, value) = ragged(rng, "right")
     cache = KVCache()
     cache.append(key, value, lengths=LENGTHS)
@@ -173,12 +173,12 @@ def test_the_last_token_of_each_prompt(rng):
     output = sightline.attention(last, cache, mask=cache.causal(2))
     for b, count in enumerate(LENGTHS[:2]):
         one = [x[b : b + 1] for x in whole]
-        agrees(output[b : b + 1], *one, mask=i >= j, rows=slice(count - 2, count))
+        assert_attends(output[b : b + 1], *one, mask=i >= j, rows=slice(count - 2, count))
     assert not output[2].any()
     assert cache.positions(2).tolist() == [[7, 8], [2, 3], [-1, -1]]
 
 
-def test_a_mask_given_out_hides_what_lies_beyond_until_the_cache_changes(rng):
+def test_an_older_mask_is_valid_until_the_cache_changes(rng):
     query, key, value = arrays(rng)
     cache = KVCache()
     cache.append(key, value, lengths=[key.shape[2]] + [3] * (key.shape[0] - 1))
@@ -189,7 +189,7 @@ def test_a_mask_given_out_hides_what_lies_beyond_until_the_cache_changes(rng):
     assert repr(make_problem(query, cache, mask=mask).mask) == "j ≤ t₁[b, i] ∧ j < t₂[b]"
 
 
-def test_other_queries_than_the_newest_append_are_an_error(rng):
+def test_queries_other_than_the_newest_append_are_an_error(rng):
     query, key, value = arrays(rng)
     cache = KVCache()
     cache.append(key[:, :, :5], value[:, :, :5])
@@ -200,8 +200,8 @@ def test_other_queries_than_the_newest_append_are_an_error(rng):
         sightline.attention(query[:, :, :3], cache, mask=cache.causal())
 
 
-def test_stale_memory_is_never_seen(rng):
-    """Positions beyond a sequence's end are hidden even where NaN was left, mask or none."""
+def test_stale_memory_is_never_read(rng):
+    """Positions beyond a sequence's end are hidden even if they contain NaN, with and without a mask."""
     query, key, value = arrays(rng)
     cache = KVCache()
     cache.append(key * np.nan, value * np.nan)
@@ -211,30 +211,30 @@ def test_stale_memory_is_never_seen(rng):
         output = sightline.attention(query, cache, **options)
         for b, count in enumerate([9, 2, 5]):
             one = query[b : b + 1], key[b : b + 1, :, :count], value[b : b + 1, :, :count]
-            agrees(output[b : b + 1], *one, mask=None)
+            assert_attends(output[b : b + 1], *one, mask=None)
 
 
 def test_many_queries_on_one_cached_prompt(rng):
-    """A batch of 1 broadcasts, as keys and values do."""
+    """A cache with a batch of 1 broadcasts, as keys and values do."""
     query, key, value = arrays(rng)
     cache = KVCache()
     cache.append(key[:1], value[:1])
     output = sightline.attention(query, cache, mask=cache.causal())
-    agrees(output, query, key[:1], value[:1], mask=i >= j)
+    assert_attends(output, query, key[:1], value[:1], mask=i >= j)
 
 
-# -- going back, and beams ---------------------------------------------------------------------------------------------
+# -- truncation and beams ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_rejected_drafts_leave_no_trace(rng, kind):
-    """Speculative decoding: drafts are appended, attended, and cut where they were wrong, per sequence."""
+def test_rejected_drafts_have_no_effect(rng, kind):
+    """Speculative decoding: append drafts, attend, and truncate each sequence at its first wrong token."""
     query, key, value = arrays(rng, kind=kind)
     cache = KVCache()
     cache.append(key[:, :, :5], value[:, :, :5])
     drafts = [-x[:, :, 5:9] for x in (key, value)]
     for draft, x in zip(drafts, (key, value), strict=True):
-        draft[0, :, :3] = x[0, :, 5:8]  # the first sequence guessed three tokens, the second one, the third none
+        draft[0, :, :3] = x[0, :, 5:8]  # right guesses: 3 tokens in the first sequence, 1 in the second, 0 in the third
         draft[1, :, :1] = x[1, :, 5:6]
     cache.append(*drafts)
     cache.truncate([8, 6, 5])
@@ -249,12 +249,12 @@ def test_rejected_drafts_leave_no_trace(rng, kind):
     output = numpy_of(sightline.attention(queries, cache, mask=cache.causal()))
     for b, count in enumerate(counts):
         one = [numpy_of(x)[b : b + 1] for x in (query, key, value)]
-        agrees(output[b : b + 1, :, :count], *one, mask=i >= j, rows=slice(12 - count, 12))
+        assert_attends(output[b : b + 1, :, :count], *one, mask=i >= j, rows=slice(12 - count, 12))
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_beams(rng, kind):
-    """One prompt becomes three beams, beams take each other's places, two end."""
+    """One prompt becomes three beams; beams are reordered; two of them end."""
     query, key, value = arrays(rng, kind=kind)
     prompt = [x[:1, :, :6] for x in (key, value)]
     cache = KVCache()
@@ -272,14 +272,14 @@ def test_beams(rng, kind):
             )
             for x in (key, value)
         ]
-        agrees(numpy_of(output)[b : b + 1], numpy_of(query)[b : b + 1, :, 8:9], *history, mask=None)
+        assert_attends(numpy_of(output)[b : b + 1], numpy_of(query)[b : b + 1, :, 8:9], *history, mask=None)
     cache.reorder([1])
     again = sightline.attention(query[1:2, :, 8:9], cache, mask=cache.causal())
     assert np.array_equal(numpy_of(again), numpy_of(output)[1:2])
 
 
-def test_sequences_that_stay_are_not_written(rng):
-    """Reordering touches the sequences that move alone: the others' memory may even be read-only."""
+def test_reorder_writes_only_sequences_that_move(rng):
+    """The memory of the other sequences may be read-only."""
     _, key, value = arrays(rng)
     cache = KVCache()
     cache.append(key, value)
@@ -297,15 +297,15 @@ def test_sequences_that_stay_are_not_written(rng):
 def test_reset_keeps_the_storage(rng):
     whole = arrays(rng)
     cache = KVCache()
-    first = decoded(cache, *whole)
+    first = decode(cache, *whole)
     capacity, address = cache.capacity, cache.key.ctypes.data
     cache.reset()
     assert cache.lengths.tolist() == [0] * B
-    assert np.array_equal(decoded(cache, *whole), first)
+    assert np.array_equal(decode(cache, *whole), first)
     assert (cache.capacity, cache.key.ctypes.data) == (capacity, address)
 
 
-def test_nothing_kept_is_nothing_seen(rng):
+def test_an_empty_cache_gives_0(rng):
     query, key, value = arrays(rng)
     cache = KVCache()
     cache.append(key[:, :, :0], value[:, :, :0])
@@ -320,8 +320,8 @@ def test_nothing_kept_is_nothing_seen(rng):
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 100])
-def test_growth_is_rare(rng, capacity):
-    """2,000 tokens one by one move the storage about log₂ 2,000 times, and never to more than twice what is needed."""
+def test_storage_grows_rarely(rng, capacity):
+    """2,000 single appends move the storage about log₂ 2,000 times; it is at most twice the size needed."""
     _, key, value = arrays(rng, length=1)
     cache, tokens, places = KVCache(capacity=capacity), 2000, set()
     for t in range(1, tokens + 1):
@@ -332,7 +332,7 @@ def test_growth_is_rare(rng, capacity):
     assert cache.nbytes == B * G * cache.capacity * (D_K + D_V) * 4
 
 
-def test_views_outlive_growth(rng):
+def test_views_stay_valid_after_growth(rng):
     _, key, value = arrays(rng)
     cache = KVCache()
     cache.append(key[:, :, :5], value[:, :, :5])
@@ -344,7 +344,7 @@ def test_views_outlive_growth(rng):
     assert np.array_equal(old, before)
 
 
-def test_an_append_while_attention_opens_the_cache_is_not_half_seen(rng, monkeypatch):
+def test_an_append_during_attention_is_not_partly_read(rng, monkeypatch):
     query, key, value = arrays(rng)
     cache = KVCache()
     cache.append(key[:, :, :5], value[:, :, :5])
@@ -362,7 +362,7 @@ def test_an_append_while_attention_opens_the_cache_is_not_half_seen(rng, monkeyp
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_attention_reads_the_storage_itself(rng, kind):
+def test_attention_reads_the_storage_without_a_copy(rng, kind):
     query, key, value = arrays(rng, kind=kind)
     cache = KVCache(capacity=3 * T)
     cache.append(key, value, lengths=[T, 3, 4])
@@ -371,11 +371,11 @@ def test_attention_reads_the_storage_itself(rng, kind):
         assert np.shares_memory(numpy_of(posed), numpy_of(storage))
         assert numpy_of(posed).strides == numpy_of(storage).strides
     rows = numpy_of(cache.key)[1, 1]
-    assert rows.flags.c_contiguous  # a head's positions lie side by side
+    assert rows.flags.c_contiguous  # the positions of a head are contiguous
 
 
-def test_one_kernel_for_prompt_and_tokens(rng):
-    """Lengths are tables, so that no step makes a formula of its own."""
+def test_one_kernel_serves_prompt_and_tokens(rng):
+    """Lengths are tables, so that steps have equal formulas."""
     query, key, value = arrays(rng)
     cache, texts = KVCache(), set()
     for t in range(1, 9):
@@ -384,8 +384,8 @@ def test_one_kernel_for_prompt_and_tokens(rng):
     assert len(texts) == 1
 
 
-def test_the_tiles_are_those_of_each_length(rng):
-    """What lies beyond a sequence's end is not computed."""
+def test_tiles_follow_each_length(rng):
+    """Keys beyond a sequence's end are not computed."""
     query, key, value = (np.zeros((2, 1, 1024, 8), np.float32) for _ in range(3))
     cache = KVCache()
     cache.append(key, value, lengths=[1024, 64])
@@ -395,7 +395,7 @@ def test_the_tiles_are_those_of_each_length(rng):
     assert "j < t[b]" in str(told)
 
 
-def test_copies_are_their_own(rng):
+def test_copies_are_independent(rng):
     _, key, value = arrays(rng)
     cache = KVCache()
     cache.append(key, value)
@@ -415,7 +415,7 @@ def test_copies_are_their_own(rng):
         ([2], "1 sequence of 2 positions"),
     ],
 )
-def test_it_tells_what_it_is(rng, lengths, says):
+def test_repr(rng, lengths, says):
     _, key, value = arrays(rng, batch=len(lengths), length=5)
     cache = KVCache(capacity=6, dtype="bfloat16")
     assert repr(cache) == "KVCache: empty, capacity 6, the first append decides the rest"
@@ -441,8 +441,8 @@ def test_the_query_has_its_gradient(rng):
     assert torch.equal(found, expected)
 
 
-def test_a_write_after_attention_is_no_silent_fault(rng):
-    """torch itself tells where a gradient is asked for after the cache has changed."""
+def test_a_write_after_attention_raises_in_backward(rng):
+    """torch reports the changed storage when a gradient is computed."""
     query, key, value = arrays(rng, kind="torch")
     cache = KVCache(capacity=2 * T)
     cache.append(key, value)
@@ -466,15 +466,15 @@ def test_autocast_casts_the_query_to_the_cache(rng):
     whole = arrays(rng, kind="torch")
     cache = KVCache(dtype="bfloat16")
     with torch.autocast("cpu", torch.bfloat16):
-        output = decoded(cache, *whole)
-    agrees(output, *(x.bfloat16() for x in whole), mask=i >= j)
+        output = decode(cache, *whole)
+    assert_attends(output, *(x.bfloat16() for x in whole), mask=i >= j)
     cache = KVCache()
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(DtypeError, match=r"KVCache\(dtype='bfloat16'\)"):
-        decoded(cache, *whole)
+        decode(cache, *whole)
 
 
-def test_a_compiled_loop_answers_the_same(rng):
-    """Append and attention in a compiled function: its graph breaks there, and goes on."""
+def test_a_compiled_loop_gives_the_same_outputs(rng):
+    """Append and attention in a compiled function, whose graph breaks there."""
     torch.compiler.reset()
     query, key, value = arrays(rng, kind="torch")
     outputs = {}
@@ -550,13 +550,13 @@ def full():
         (lambda: sightline.explain(X, X), ParameterError, "without value"),
     ],
 )
-def test_what_does_not_fit_is_named(call, error, says):
+def test_errors_name_what_does_not_fit(call, error, says):
     with pytest.raises(error, match=says) as caught:
         call()
     assert caught.value.cure
 
 
-def test_the_shape_wanted_is_told_for_every_number_of_axes():
+def test_errors_give_the_expected_shape():
     for axes, says in ((4, r"\(2, 2, t, 8\)"), (3, r"\(2, t, 8\)"), (2, r"\(t, 8\)")):
         cache, own = KVCache(), X[(0,) * (4 - axes)]
         cache.append(own, own)
@@ -570,7 +570,7 @@ def test_gradients_are_refused_with_a_cure():
         KVCache().append(x, x)
 
 
-def test_an_error_leaves_the_cache_as_it_was():
+def test_an_error_does_not_change_the_cache():
     cache = full()
     before = repr(cache), cache.positions().tolist(), cache.key.copy()
     for wrong in ({"lengths": [1, 9]}, {"padding": "no"}):
@@ -580,18 +580,18 @@ def test_an_error_leaves_the_cache_as_it_was():
     assert np.array_equal(cache.key, before[2])
 
 
-def test_one_sequence_without_a_batch_axis_stays_one():
+def test_a_sequence_without_batch_axis_has_none_later():
     cache = KVCache()
     cache.append(X[0, 0], X[0, 0])
     with pytest.raises(ShapeError, match="append"):
         cache.reorder([0, 0])
 
 
-# -- against plain lists -----------------------------------------------------------------------------------------------
+# -- against Python lists ----------------------------------------------------------------------------------------------
 
 
 class AgainstLists(RuleBasedStateMachine):
-    """The cache beside one list of (key, value) rows a sequence."""
+    """The cache, and one list of (key, value) rows per sequence."""
 
     @initialize(
         kind=st.sampled_from(["numpy", "torch"]),
@@ -607,7 +607,7 @@ class AgainstLists(RuleBasedStateMachine):
         self.cache.append(*self.given(self.drawn(0)))
 
     def drawn(self, t):
-        """Rows that bfloat16 holds exactly."""
+        """Rows that bfloat16 represents exactly."""
         shape = (len(self.lists), G, t)
         return [self.rng.integers(-99, 99, (*shape, width)).astype(np.float32) for width in (3, 2)]
 
@@ -655,7 +655,7 @@ class AgainstLists(RuleBasedStateMachine):
 
     @rule()
     def query(self):
-        """Attention sees each sequence's own rows: zero queries give their mean."""
+        """Attention on each sequence's own rows: a zero query gives their mean."""
         query = self.given([np.zeros((len(self.lists), G, 1, 3), np.float32)])[0]
         query = query.astype(self.cache.key.dtype) if self.kind == "numpy" else query.to(self.cache.key.dtype)
         output = numpy_of(sightline.attention(query, self.cache, kernel="streaming"))
@@ -685,10 +685,10 @@ TestAgainstLists = AgainstLists.TestCase
 TestAgainstLists.settings = settings(max_examples=100, stateful_step_count=12)
 
 
-# -- broken on purpose -------------------------------------------------------------------------------------------------
+# -- planted faults ----------------------------------------------------------------------------------------------------
 
 FAULTS = {
-    # room, the line as it stands, the line with the fault
+    # module, the line of source, the line with the fault
     "written one too far": (
         "kv_storage",
         "storage[:, :, positions[0, 0] : positions[0, -1] + 1] = array",
@@ -713,8 +713,8 @@ FAULTS = {
 }
 
 
-def sound(cache):
-    """Ragged prompts, growth, beams, drafts cut: each sequence against attention on what it should hold."""
+def check_cache(cache):
+    """Ragged prompts, growth, beams, truncated drafts: each sequence against attention on its expected rows."""
     rng = np.random.default_rng(5)
     whole, (query, key, value) = ragged(rng, "left")
     whole, (query, key, value) = [x[:2] for x in whole], (x[:2] for x in (query, key, value))
@@ -722,7 +722,7 @@ def sound(cache):
     output = sightline.attention(query, cache, mask=cache.causal())
     for b, count in enumerate(LENGTHS[:2]):
         one = [x[b : b + 1] for x in whole]
-        agrees(output[b : b + 1, :, PADDED - count :], *one, mask=i >= j, rows=slice(0, count))
+        assert_attends(output[b : b + 1, :, PADDED - count :], *one, mask=i >= j, rows=slice(0, count))
     seen = sightline.attention(query[:, :, PADDED - 1 :], cache)
     cache.reorder([1, 0])
     cache.append(whole[1][:, :, :3], whole[2][:, :, :3])  # drafts
@@ -730,18 +730,18 @@ def sound(cache):
     swapped = sightline.attention(query[::-1, :, PADDED - 1 :], cache)
     for b, count in enumerate(LENGTHS[:2]):
         one = query[b : b + 1, :, PADDED - 1 :], *(x[b : b + 1, :, :count] for x in whole[1:])
-        agrees(seen[b : b + 1], *one, mask=None)
-        agrees(swapped[1 - b : 2 - b], *one, mask=None)
+        assert_attends(seen[b : b + 1], *one, mask=None)
+        assert_attends(swapped[1 - b : 2 - b], *one, mask=None)
     cache.truncate(0)
-    agrees(decoded(cache, *whole), *whole, mask=i >= j)
+    assert_attends(decode(cache, *whole), *whole, mask=i >= j)
 
 
-def test_a_sound_cache_passes():
-    sound(KVCache())
+def test_the_unchanged_cache_passes():
+    check_cache(KVCache())
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_seen(fault, monkeypatch):
+def test_every_fault_is_found(fault, monkeypatch):
     room, before, after = FAULTS[fault]
     cache = sys.modules["sightline.kv_cache.cache"]
     if room == "kv_storage":
@@ -752,4 +752,4 @@ def test_every_fault_is_seen(fault, monkeypatch):
         cache = broken(cache, before, after)
         monkeypatch.setattr(sys.modules["sightline.problem"], "unpack_cache", cache.unpack_cache)
     with pytest.raises((AssertionError, ValueError), match=r"budget|broadcast|shape"):
-        sound(cache.KVCache())
+        check_cache(cache.KVCache())

@@ -1,4 +1,4 @@
-"""Every statistic, in every kernel, is the definition's within the budget of rounding errors; so are its gradients."""
+"""Every statistic of every kernel, and its gradients, are within the rounding-error budget of the definition."""
 
 import sys
 
@@ -21,7 +21,7 @@ from statistic_definitions import Dense, check, defined, parts, statistics, usab
 from strategies import DTYPES, ON_HOST, cases
 
 streaming = sys.modules["sightline.streaming"]
-EXAMPLES = {"reference": 2, "streaming": 6, "cpu": 2}  # of each dtype; with the last most compile a kernel
+EXAMPLES = {"reference": 2, "streaming": 6, "cpu": 2}  # examples per dtype; most examples of "cpu" compile a kernel
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,8 +77,8 @@ DIFFERENTIABLE = {
 }
 
 
-def question():
-    """Query, key, value, biases, sinks, a scale and x, all with gradients: two heads on one."""
+def gradient_inputs():
+    """Query, key, value, biases, sinks, a scale and x, all with gradients; two query heads and one key head."""
     return [
         drawn(1, 2, 3, 2, seed=1),
         drawn(1, 1, 4, 2, seed=2),
@@ -90,8 +90,8 @@ def question():
     ]
 
 
-def seen(name, kernel=None):
-    """The statistic as a function of `question()`, where a query sees nothing and a weight is dropped."""
+def statistic_function(name, kernel=None):
+    """The statistic as a function of `gradient_inputs()`, with a query that attends to no key and a dropped weight."""
 
     def call(query, key, value, bias, sinks, scale, x):
         options = {"mask": (i >= j - 1) & (i != 1), "score": torch.tanh(s) + table(bias)[h, j], "sinks": sinks}
@@ -104,13 +104,13 @@ def seen(name, kernel=None):
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_gradients_are_those_of_finite_differences(name):
-    assert gradcheck(seen(name, "streaming"), question(), fast_mode=True)
+def test_gradients_equal_finite_differences(name):
+    assert gradcheck(statistic_function(name, "streaming"), gradient_inputs(), fast_mode=True)
 
 
 @pytest.mark.parametrize("name", ["entropy", "max_score", "weighted_sum, a part"])
-def test_gradients_of_gradients_are_those_of_finite_differences(name):
-    assert gradgradcheck(seen(name, "streaming"), question(), fast_mode=True)
+def test_second_gradients_equal_finite_differences(name):
+    assert gradgradcheck(statistic_function(name, "streaming"), gradient_inputs(), fast_mode=True)
 
 
 @pytest.mark.parametrize("kernel", ["streaming", "cpu"])
@@ -120,14 +120,14 @@ def test_scores_have_gradients_where_weights_are_0(kernel):
         _, (found,) = sightline.attention(query, key, key, see=[sightline.scores()], **options)
         return torch.where(torch.isinf(found), 0.0, found)
 
-    query, key, *_ = question()
+    query, key, *_ = gradient_inputs()
     _, (weights,) = sightline.attention(query, key, key, mask=i >= j - 1, scale=2000.0, see=[sightline.weights()])
     assert (weights[..., 1, :3] == 0).any()
     assert gradcheck(call, [query, key], fast_mode=True)
 
 
 @pytest.mark.parametrize("kernel", ["streaming", "cpu"])
-def test_the_largest_score_has_a_gradient_where_a_sink_takes_all_weight(kernel):
+def test_max_score_has_a_gradient_where_a_sink_takes_all_weight(kernel):
     sinks = torch.full((2,), 1000.0, dtype=torch.float64)
 
     def call(query, key):
@@ -135,16 +135,16 @@ def test_the_largest_score_has_a_gradient_where_a_sink_takes_all_weight(kernel):
         _, (found,) = sightline.attention(query, key, key, see=[sightline.max_score()], **options)
         return found.score
 
-    query, key, *_ = question()
+    query, key, *_ = gradient_inputs()
     _, (weights,) = sightline.attention(query, key, key, sinks=sinks, see=[sightline.weights()])
     assert (weights == 0).all()
     assert gradcheck(call, [query, key], fast_mode=True)
 
 
 @pytest.mark.parametrize("name", ["top_k", "pooled, max"])
-def test_what_has_no_gradient_says_so(name):
+def test_statistics_without_gradients_raise_an_error(name):
     statistic = {"top_k": sightline.top_k(2), "pooled, max": sightline.pooled(2, 2, "max")}[name]
-    query, key, value, *_ = question()
+    query, key, value, *_ = gradient_inputs()
     _, (found,) = sightline.attention(query, key, value, see=[statistic])
     assert not any(array.requires_grad for array in arrays_of(found))
 
@@ -168,7 +168,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_whole(name):
+def test_compiled_without_graph_breaks(name):
     torch.compiler.reset()
 
     def call(query, key, value, x):
@@ -176,7 +176,7 @@ def test_compiled_whole(name):
         _, found = sightline.attention(query, key, value, mask=i >= j - 1, **options)
         return [array for entry in found for array in arrays_of(entry)]
 
-    query, key, value, *_, x = question()
+    query, key, value, *_, x = gradient_inputs()
     results = []
     for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
         arrays = function(query, key, value, x)
@@ -225,7 +225,7 @@ OF_WEIGHTS = {
 
 
 def check_gradients(statistic, kernel="streaming"):
-    """Gradients of Σ seed ∘ statistic in float32 against float64's, through the dense definition by torch."""
+    """Check gradients of Σ seed ∘ statistic in float32 against torch's float64 gradients of the dense definition."""
     rng = np.random.default_rng(1)
     arrays = [rng.normal(size=size).astype(np.float32) for size in ((2, 4, 31, 8), (2, 2, 600, 8), (2, 2, 600, 1))]
     options = {"mask": i * 30 >= j, "score": 4 * np.tanh(s / 4), "sinks": np.linspace(-1, 1, 4, dtype=np.float32)}
@@ -235,7 +235,7 @@ def check_gradients(statistic, kernel="streaming"):
     def leaves(dtype):
         return [torch.tensor(array, dtype=dtype, requires_grad=True) for array in arrays]
 
-    def plainly(dtype, order):
+    def plain_gradients(dtype, order):
         tensors = leaves(dtype)
         posed = sightline.problem.make_problem(*tensors, **options)
         _, lse, weights = dense_attention(posed, str(dtype).removeprefix("torch."), order)
@@ -246,8 +246,8 @@ def check_gradients(statistic, kernel="streaming"):
     tensors = leaves(torch.float32)
     _, (found,) = sightline.attention(*tensors, **options, see=[statistic], kernel=kernel)
     answers = torch.autograd.grad((found * seed.float()).sum(), tensors[:2])
-    *truth, d_weights = plainly(torch.float64, 0)
-    rough = [plainly(torch.float32, order) for order in summation_orders(problem)]
+    *truth, d_weights = plain_gradients(torch.float64, 0)
+    rough = [plain_gradients(torch.float32, order) for order in summation_orders(problem)]
     sizes = gradient_term_sizes(problem, np.zeros((*problem.query.shape[:-1], 1)), 0.0, abs(d_weights))
     for k, name in enumerate(("query", "key")):
         worst = np.stack([one[k] for one in rough])
@@ -267,8 +267,8 @@ def test_gradients_within_budget_by_the_generated_kernel(name):
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 
-def every(m):
-    """Every statistic, for a problem of that many keys and four heads or more."""
+def every_statistic(m):
+    """Every statistic, for a problem of m keys and at least four heads."""
     x = np.random.default_rng(2).normal(size=(m, 3)).astype(np.float32)
     return [
         sightline.lse(),
@@ -290,30 +290,30 @@ def every(m):
 
 
 @pytest.fixture(scope="module")
-def tall():
-    """Several tiles of keys, two heads on one, hidden pairs, sinks."""
+def long_problem():
+    """A problem with several key tiles, two query heads per key head, hidden pairs and sinks."""
     rng = np.random.default_rng(7)
     arrays = [rng.normal(size=size).astype(np.float32) for size in ((2, 4, 40, 8), (2, 2, 700, 8), (2, 2, 700, 5))]
     return (*arrays, {"mask": (i * 20 >= j) & (i != 3), "sinks": np.linspace(-1, 1, 4, dtype=np.float32)})
 
 
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
-def test_the_same_bits_every_time_for_any_number_of_threads(kernel, tall):
-    *arrays, options = tall
+def test_equal_bits_in_every_call_and_for_any_number_of_threads(kernel, long_problem):
+    *arrays, options = long_problem
     answers = [
-        sightline.attention(*arrays, **options, see=every(700), kernel=kernel.name, threads=threads)[1]
+        sightline.attention(*arrays, **options, see=every_statistic(700), kernel=kernel.name, threads=threads)[1]
         for threads in (1, 1, 2, 3)
     ]
-    for statistic, first, *others in zip(every(700), *answers, strict=True):
+    for statistic, first, *others in zip(every_statistic(700), *answers, strict=True):
         for other in others:
             for one, again in zip(arrays_of(first), arrays_of(other), strict=True):
                 assert np.array_equal(one, again), statistic
 
 
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
-def test_several_tiles(kernel, tall):
-    *arrays, options = tall
-    check(kernel.run, sightline.problem.make_problem(*arrays, **options, see=every(700)))
+def test_several_tiles(kernel, long_problem):
+    *arrays, options = long_problem
+    check(kernel.run, sightline.problem.make_problem(*arrays, **options, see=every_statistic(700)))
 
 
 @pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
@@ -327,13 +327,13 @@ def test_the_first_of_equal_keys_is_found(kernel):
     assert not top.weights[0, 0, 2].any()
 
 
-# -- layouts of the answer ---------------------------------------------------------------------------------------------
+# -- shapes of results -------------------------------------------------------------------------------------------------
 
 
-def test_arrays_without_heads_get_answers_without_heads(tall):
-    query, key, value, _ = tall
+def test_arrays_without_heads_give_results_without_heads(long_problem):
+    query, key, value, _ = long_problem
     see = [
-        *(one for one in every(700) if one.name != "selection"),
+        *(one for one in every_statistic(700) if one.name != "selection"),
         sightline.weights().rows([1]),
         sightline.entropy().mean("batch"),
     ]
@@ -346,20 +346,20 @@ def test_arrays_without_heads_get_answers_without_heads(tall):
             assert np.array_equal(x if axis is None else np.squeeze(x, axis), y), statistic
 
 
-def test_a_cache_stands_for_key_and_value(tall):
-    query, key, value, options = tall
+def test_a_cache_replaces_key_and_value(long_problem):
+    query, key, value, options = long_problem
     cache = sightline.KVCache()
     cache.append(key, value)
-    options = options | {"see": every(700), "kernel": "streaming"}
+    options = options | {"see": every_statistic(700), "kernel": "streaming"}
     _, cached = sightline.attention(query, cache, **options)
     _, plain = sightline.attention(query, key, value, **options)
-    for statistic, one, other in zip(every(700), cached, plain, strict=True):
+    for statistic, one, other in zip(every_statistic(700), cached, plain, strict=True):
         for x, y in zip(arrays_of(one), arrays_of(other), strict=True):
             assert np.array_equal(x, y), statistic
 
 
-def test_tiles_are_the_weights(tall):
-    *arrays, options = tall
+def test_tiles_have_the_values_of_the_weights(long_problem):
+    *arrays, options = long_problem
     see = [sightline.weights(), sightline.scores(), sightline.lse()]
     _, expected = sightline.attention(*arrays, **options, see=see, kernel="streaming")
     weights, scores = np.zeros_like(expected[0]), np.full_like(expected[1], -np.inf)
@@ -378,15 +378,15 @@ def test_tiles_are_the_weights(tall):
 X = np.ones((1, 2, 4, 3), np.float32)
 
 
-def ask(*see, arrays=(X, X, X)):
+def attend(*see, arrays=(X, X, X)):
     return sightline.attention(*arrays, see=list(see))
 
 
-LARGE = np.zeros((1, 1, 1 << 15, 1), np.float32)  # of which weights take 4 GiB
+LARGE = np.zeros((1, 1, 1 << 15, 1), np.float32)  # its weights take 4 GiB
 ERRORS = {
     "no key to find": (lambda: sightline.top_k(0), ParameterError, "top_k(k=0)", "at least 1"),
     "half a key": (lambda: sightline.top_k(1.5), ParameterError, "top_k(k=1.5)", "whole number"),
-    "keys beyond memory": (lambda: ask(sightline.top_k(10**12)), ParameterError, "of 4 keys, 96,000,", "top_k(4)"),
+    "keys beyond memory": (lambda: attend(sightline.top_k(10**12)), ParameterError, "of 4 keys, 96,000,", "top_k(4)"),
     "no condition": (lambda: sightline.mass(None), MaskError, "mass(None)", "True pairs are summed"),
     "a slice of words": (
         lambda: sightline.weights().rows(slice("a", None)),
@@ -401,28 +401,28 @@ ERRORS = {
     "masked rows": (lambda: sightline.weighted_sum(np.ma.ones((4, 1))), DtypeError, "masked or sparse", "filled(0)"),
     "another way": (lambda: sightline.received("median"), ParameterError, "'median'", '"sum"'),
     "the last 0": (lambda: sightline.received(last=0), ParameterError, "last=0", "None for all"),
-    "a mask of numbers": (lambda: ask(sightline.mass(i - j)), MaskError, "which is a number", "!= 0"),
-    "a mask that reads s": (lambda: ask(sightline.mass(s > 0)), MaskError, "reads the score s"),
-    "a mask outside its table": (lambda: ask(sightline.mass(table([True])[i])), TableError, "reads outside", "i=1"),
+    "a mask of numbers": (lambda: attend(sightline.mass(i - j)), MaskError, "which is a number", "!= 0"),
+    "a mask that reads s": (lambda: attend(sightline.mass(s > 0)), MaskError, "reads the score s"),
+    "a mask outside its table": (lambda: attend(sightline.mass(table([True])[i])), TableError, "reads outside", "i=1"),
     "no cells": (lambda: sightline.pooled(0, 3), ParameterError, "rows=0", "pooled(64, 64)"),
-    "cells beyond rows": (lambda: ask(sightline.pooled(5, 2)), ShapeError, "into 5 rows", "at most 4", "rows=4"),
+    "cells beyond rows": (lambda: attend(sightline.pooled(5, 2)), ShapeError, "into 5 rows", "at most 4", "rows=4"),
     "a line": (lambda: sightline.pooled(1, 1, within=(0, 4)), ParameterError, "within=(0, 4)", "first query"),
-    "a rectangle outside": (lambda: ask(sightline.pooled(1, 1, within=((0, 4), (0, 5)))), ShapeError, "keys 0 to 5"),
+    "a rectangle outside": (lambda: attend(sightline.pooled(1, 1, within=((0, 4), (0, 5)))), ShapeError, "keys 0 to 5"),
     "pooled by another way": (lambda: sightline.pooled(1, 1, "sum"), ParameterError, "how='sum'", '"max"'),
     "a matrix too large": (
-        lambda: ask(sightline.weights(), arrays=(LARGE,) * 3),
+        lambda: attend(sightline.weights(), arrays=(LARGE,) * 3),
         ParameterError,
         "weights() of 1 × 1 × 32768 × 32768, 4,294,967,296 bytes",
         "2,147,483,648",
         "insist=True",
     ),
     "a limit that is none": (lambda: sightline.scores(limit=-1), ParameterError, "scores(limit=-1)", "bytes"),
-    "a row beyond": (lambda: ask(sightline.weights().rows([4])), ParameterError, "rows([4]) of 4", "indices -4 to 3"),
-    "a head beyond": (lambda: ask(sightline.weights().heads([-3])), ParameterError, "heads([-3]) of 2", "omit -3"),
+    "a row beyond": (lambda: attend(sightline.weights().rows([4])), ParameterError, "rows([4]) of 4", "indices -4 to 3"),
+    "a head beyond": (lambda: attend(sightline.weights().heads([-3])), ParameterError, "heads([-3]) of 2", "omit -3"),
     "one number for rows": (lambda: sightline.weights().rows(3), ParameterError, "rows(3)", "rows([0, -1])"),
     "rows twice": (lambda: sightline.weights().rows([0]).rows([0]), ParameterError, "rows selected once"),
     "heads where there are none": (
-        lambda: ask(sightline.weights().heads([0]), arrays=(X[0, 0],) * 3),
+        lambda: attend(sightline.weights().heads([0]), arrays=(X[0, 0],) * 3),
         ParameterError,
         "without heads",
     ),
@@ -435,12 +435,17 @@ ERRORS = {
         "numpy.asarray",
     ),
     "rows of integers": (lambda: sightline.weighted_sum(np.ones((4, 1), int)), DtypeError, "dtype int64", "cast"),
-    "rows for other keys": (lambda: ask(sightline.weighted_sum(X[0, 0, :3])), ShapeError, "(3, 3)", "m = 4 and G = 2"),
+    "rows for other keys": (
+        lambda: attend(sightline.weighted_sum(X[0, 0, :3])),
+        ShapeError,
+        "(3, 3)",
+        "m = 4 and G = 2",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_say_what_was_given_what_is_allowed_and_the_cure(name):
+def test_errors_have_three_parts(name):
     call, error, *fragments = ERRORS[name]
     with pytest.raises(error) as raised:
         call()
@@ -448,19 +453,19 @@ def test_errors_say_what_was_given_what_is_allowed_and_the_cure(name):
         assert fragment in str(raised.value)
 
 
-def test_explain_counts_what_statistics_hold(tall):
-    *arrays, options = tall
-    held = [sightline.explain(*arrays, **options, see=see).memory for see in (every(700), None)]
-    answers = sightline.attention(*arrays, **options, see=every(700))[1]
+def test_explain_shows_the_memory_of_statistics(long_problem):
+    *arrays, options = long_problem
+    held = [sightline.explain(*arrays, **options, see=see).memory for see in (every_statistic(700), None)]
+    answers = sightline.attention(*arrays, **options, see=every_statistic(700))[1]
     assert held[0] - held[1] == sum(array.nbytes for answer in answers for array in arrays_of(answer))
 
 
-def test_a_large_matrix_is_held_where_one_insists():
+def test_a_large_matrix_can_be_forced():
     problem = sightline.problem.make_problem(LARGE, LARGE, LARGE, see=[sightline.weights(insist=True)])
     assert sightline.explain(LARGE, LARGE, LARGE, see=problem.see).memory > 4 << 30
 
 
-# -- broken on purpose -------------------------------------------------------------------------------------------------
+# -- planted faults ----------------------------------------------------------------------------------------------------
 
 STREAMING = {
     "a missed tile": ("yield Tile(rows, columns,", "if columns.start == 0: yield Tile(rows, columns,"),
@@ -535,16 +540,16 @@ RED = "budget|shape"
 
 
 @pytest.mark.parametrize("fault", STREAMING)
-def test_every_fault_in_streaming_is_seen(fault, tall):
-    *arrays, options = tall
+def test_every_fault_in_streaming_is_found(fault, long_problem):
+    *arrays, options = long_problem
     kernel = broken(streaming, *STREAMING[fault]).Streaming()
     with pytest.raises(AssertionError, match=RED):
-        check(kernel.run, sightline.problem.make_problem(*arrays, **options, see=every(700)))
+        check(kernel.run, sightline.problem.make_problem(*arrays, **options, see=every_statistic(700)))
 
 
 @pytest.mark.parametrize("fault", STATISTICS)
-def test_every_fault_in_a_statistic_is_seen(fault, tall):
-    *arrays, options = tall
+def test_every_fault_in_a_statistic_is_found(fault, long_problem):
+    *arrays, options = long_problem
     module, before, after, make = STATISTICS[fault]
     for room, lines in ((module, ()), (broken(module, before, after), (before,))):
         problem = sightline.problem.make_problem(*arrays, **options, see=[make(room)])
@@ -556,14 +561,14 @@ def test_every_fault_in_a_statistic_is_seen(fault, tall):
 
 
 @pytest.mark.parametrize("fault", GRADIENTS)
-def test_every_fault_in_a_gradient_is_seen(fault, monkeypatch):
+def test_every_fault_in_a_gradient_is_found(fault, monkeypatch):
     module, before, after, name, statistic = GRADIENTS[fault]
     monkeypatch.setattr(getattr(module, name), "backward", getattr(broken(module, before, after), name).backward)
     with pytest.raises(AssertionError, match=RED):
         check_gradients(OF_WEIGHTS[statistic])
 
 
-def test_a_row_sum_without_the_statistics_share_is_seen(monkeypatch):
+def test_a_row_sum_without_the_statistics_share_is_found(monkeypatch):
     copy = broken(
         streaming, "d_row + xp.sum(p * ops.evaluate_on_scores", "d_row + 0 * xp.sum(p * ops.evaluate_on_scores"
     )
@@ -576,6 +581,6 @@ def test_a_row_sum_without_the_statistics_share_is_seen(monkeypatch):
 @pytest.mark.parametrize("kernel", ["cpu", "streaming", "reference"])
 def test_the_mean_of_no_batch_is_0(kernel, statistic):
     x = np.zeros((0, 2, 3, 4), np.float32)
-    _, (seen,) = sightline.attention(x, x, x, see=[statistic.mean("batch")], kernel=kernel)
-    assert seen.shape[0] == 2
-    assert not np.asarray(seen).any()
+    _, (mean,) = sightline.attention(x, x, x, see=[statistic.mean("batch")], kernel=kernel)
+    assert mean.shape[0] == 2
+    assert not np.asarray(mean).any()

@@ -1,4 +1,4 @@
-"""The explorer's page in a real browser: what is clicked, hovered and typed, and that its numbers are the library's."""
+"""The explorer page in a real browser: clicks, hovering and keys work, and the numbers are those of the library."""
 
 import json
 from decimal import ROUND_HALF_UP, Context
@@ -20,7 +20,7 @@ N = 135
 
 
 def moby():
-    """Tokens of a paragraph, one hostile, and weights of two made layers of four heads, the second causal."""
+    """Tokens of a paragraph, one of them hostile HTML, and weights of two layers of four heads, the second causal."""
     data = load("minilm_moby")
     query, key, value = (x[:, :4] for x in (data.layers[3].query, data.layers[3].key, data.layers[3].value))
     tokens = [*data.tokens[0][:5], HOSTILE, "$\\alpha_$", "\n", *data.tokens[0][8:]]
@@ -60,13 +60,13 @@ def three_digits(values):
 
 
 def shown(tab, selector):
-    """The numbers written in elements, as the reader sees them."""
+    """The numbers in the elements, as displayed."""
     texts = tab.js(f"[...document.querySelectorAll({selector!r})].map((node) => node.textContent)")
     return [float(text.replace("−", "-").replace(",", "")) for text in texts]
 
 
 def place(tab, token, strip="both"):
-    """The middle of a token of the text, on the screen."""
+    """The middle of a token of the text, in screen coordinates."""
     return tab.js(
         f"(() => {{ const token = sightline.strips.{strip}.body.querySelector('[data-at=\"{token}\"]');"
         "const b = token.getBoundingClientRect();"
@@ -75,7 +75,7 @@ def place(tab, token, strip="both"):
 
 
 def cell(tab, i, j):
-    """The middle of a pair's cell, on the screen."""
+    """The middle of a pair's cell, in screen coordinates."""
     return tab.js(
         "(() => { const { map } = sightline, v = map.view, b = map.canvas.getBoundingClientRect();"
         f"return [b.x + map.left + ({j} + 0.5 - v.x) * v.sx, b.y + map.top + ({i} + 0.5 - v.y) * v.sy]; }})()"
@@ -94,7 +94,7 @@ def listed(tab, kind):
 
 
 def assert_panel_shows(tab, weights, at):
-    """Both directions, entropy and received of a token, in the digits on screen."""
+    """Check both directions, entropy and received of a token, with the displayed digits."""
     p = weights.astype(np.float64)
     for kind, values in (("looks", p[at]), ("seen", p[:, at])):
         where, numbers = listed(tab, kind)
@@ -107,7 +107,7 @@ def assert_panel_shows(tab, weights, at):
 
 
 @needs_browser
-def test_a_click_on_a_token_tells_both_directions(page, written):
+def test_a_click_on_a_token_shows_both_directions(page, written):
     _, _, weights = written
     page.mouse(*place(page, 12), click=True)
     assert page.js("sightline.state.pick.at") == 12
@@ -118,7 +118,7 @@ def test_a_click_on_a_token_tells_both_directions(page, written):
 
 
 @needs_browser
-def test_hovering_tells_the_pair(page, written):
+def test_hovering_shows_the_pair(page, written):
     _, _, weights = written
     page.mouse(*cell(page, 90, 31))
     assert shown(page, "[data-pair]") == three_digits([weights[0][0][90, 31]])
@@ -203,7 +203,7 @@ def test_search_finds_words_and_phrases(page, written):
 
 
 @needs_browser
-def test_text_is_text(page, written):
+def test_hostile_text_is_shown_as_text(page, written):
     texts = page.js("[...document.querySelectorAll('.sl-token')].map((node) => node.textContent)")
     assert HOSTILE.replace(" ", "␣") in texts
     assert "$\\alpha_$" in texts
@@ -216,8 +216,8 @@ def test_text_is_text(page, written):
 
 
 @needs_browser
-def test_the_policy_lets_nothing_out(tab, written):
-    """And these tests would notice: a request and a script are tried, and are refused aloud."""
+def test_the_content_policy_blocks_requests_and_scripts(tab, written):
+    """The test first checks that a blocked request and a blocked script are reported."""
     tab.open(written[0])
     tab.js("fetch('https://example.org/').catch(() => 0)")
     tab.js(
@@ -230,7 +230,7 @@ def test_the_policy_lets_nothing_out(tab, written):
 
 
 @needs_browser
-def test_dragging_pans_and_the_grid_chooses(page):
+def test_dragging_pans_and_the_grid_selects_a_head(page):
     page.js("sightline.map.zoom(6, null, false)")
     page.frame()
     before = page.js("[sightline.map.view.x, sightline.map.view.sx]")
@@ -248,7 +248,7 @@ def test_dragging_pans_and_the_grid_chooses(page):
 
 
 @needs_browser
-def test_many_events_are_one_frame(page):
+def test_many_events_draw_one_frame(page):
     page.js("window.drawn = 0; sightline.map.draw = () => { window.drawn++; }")
     page.js("for (let k = 0; k < 5; k++) { sightline.redraw(); sightline.redraw(); sightline.hover({ i: k, j: k }); }")
     page.frame()
@@ -281,7 +281,7 @@ def test_light_dark_and_narrow(page):
 
 @needs_browser
 def test_the_exported_picture(page):
-    """Three pixels for one, and more than its ground."""
+    """Three pixels per pixel, and more than the background colour."""
     found = page.js(
         "(() => { const c = sightline.picture(), data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
         "return [c.width === 3 * sightline.map.width, new Set(new Uint32Array(data.buffer)).size,"
@@ -294,7 +294,7 @@ def test_the_exported_picture(page):
 
 @needs_browser
 def test_the_exported_drawing(page, written, tmp_path):
-    """SVG is well-formed, holds a rectangle for every cell in view in its colour, and the tokens as text."""
+    """The SVG is well-formed, and has a coloured rectangle for every visible cell and the tokens as text."""
     tokens, weights = written[1:]
     page.js("sightline.map.go({ x: 0, y: 0, sx: 60, sy: 60 }, false)")
     root = ElementTree.fromstring(page.js("sightline.vector()"))
@@ -320,7 +320,7 @@ def test_saved_files(page, tmp_path):
 
 
 def large(n, rng, heads=2, k=8):
-    """A page of n tokens that nobody holds the weights of: pooled cells and links, as of a local attention."""
+    """A page of n tokens without the whole weights: pooled cells and links, as of local attention."""
     words = np.array(["sea", "whale", " the", " of", " and", " November"])
     tokens = tuple(words[rng.integers(len(words), size=n)])
     where = np.clip(np.arange(n)[:, None] - np.arange(k), -1, None).astype(np.int32)
@@ -379,7 +379,7 @@ def test_ten_thousand_tokens(tab, ten_thousand):
 @needs_browser
 @pytest.mark.soak
 def test_panning_ten_thousand_tokens_is_fluid(tab, ten_thousand):
-    """Frames while the map pans at several scales, far in and far out; a third of a second would be a stutter."""
+    """Time frames while the map pans at several scales; a third of a second would be visible as a stutter."""
     tab.open(ten_thousand[1])
     for factor in (1, 4, 30, 400):
         times = tab.js(
@@ -417,7 +417,7 @@ def test_two_texts_and_two_sequences(tab, tmp_path, rng):
 
 @needs_browser
 def test_the_widget_draws_into_a_cell(tab, tmp_path):
-    """The module a notebook imports, with a model that answers as anywidget's."""
+    """The module that a notebook imports, with a model that implements anywidget's interface."""
     shown = notebook.widget(explorer.from_weights(["a", "b"], np.array([[[1.0, 0.0], [0.25, 0.75]]])))
     values = json.dumps({name: getattr(shown, name) for name in ("manifest", "arrays", "height")})
     module = str(shown._esm).replace("export default", "const widget =")

@@ -1,4 +1,4 @@
-"""What the explorer's page is made from: dense weights, what was seen of a model, and files that ask for nothing."""
+"""The data of the explorer page: from dense weights and from recordings of models; and files that load nothing."""
 
 import json
 import re
@@ -15,16 +15,16 @@ from sightline.view.explorer.data import top_links
 HOSTILE = "</script><script>window.hacked=1</script>"
 
 
-def test_one_file_that_asks_for_nothing():
+def test_one_file_that_loads_nothing():
     text = explorer.html(explorer.from_weights([HOSTILE, "b"], np.full((1, 2, 2), 0.5), title=HOSTILE))
     addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text))
-    assert addresses == {"http://www.w3.org"}  # the name of SVG, which nobody asks for
+    assert addresses == {"http://www.w3.org"}  # the SVG namespace, which is not loaded
     assert "default-src 'none'" in text
     assert text.count("<script") == text.count("</script>")
     assert HOSTILE not in text
 
 
-def test_what_does_not_fit_is_pooled_and_told(rng):
+def test_weights_too_large_for_the_limit_are_pooled(rng):
     n, limit = 300, 200_000
     weights = rng.dirichlet(np.ones(n), size=(2, n)).astype(np.float32)
     tokens = [str(i) for i in range(n)]
@@ -80,38 +80,38 @@ def test_parameters_out_of_range():
         (["a"], np.full((1, 1, 1), -1.0), ParameterError),
     ],
 )
-def test_what_is_no_text_or_no_weights(tokens, weights, error):
+def test_invalid_texts_and_weights(tokens, weights, error):
     with pytest.raises(error, match="cure"):
         explorer.from_weights(tokens, weights)
 
 
 @pytest.mark.parametrize("limit", [None, "1", float("nan")])
-def test_a_limit_that_is_no_number(limit):
+def test_a_limit_that_is_not_a_number(limit):
     with pytest.raises(ParameterError, match="numbers ≥ 1"):
         explorer.from_weights(["a"], np.ones((1, 1, 1)), limit=limit)
 
 
 @pytest.mark.parametrize("given", [None, np.ones((1, 1, 1))])
-def test_what_is_no_exploration(given):
+def test_invalid_explorations(given):
     with pytest.raises(ParameterError, match="from_weights"):
         explorer.html(given)
 
 
 @pytest.mark.parametrize("place", ["missing/page.html", "", "a\0b", "x" * 300, None])
-def test_a_place_that_takes_no_page(place, tmp_path):
+def test_a_path_that_cannot_be_written(place, tmp_path):
     data = explorer.from_weights(["a"], np.ones((1, 1, 1)))
     with pytest.raises(ParameterError, match="a folder that exists"):
         explorer.save_html(data, None if place is None else tmp_path / place)
 
 
-def test_halves_of_characters_are_written(tmp_path):
-    """Names of folders hold them where they are no text."""
+def test_lone_surrogates_are_written(tmp_path):
+    """Names of folders that are not valid text contain lone surrogates."""
     data = explorer.from_weights(["\ud800"], np.ones((1, 1, 1)), title="\udc80")
     assert "<title>?</title>" in explorer.save_html(data, tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def call(layer, results, n, m, start=0, kind="self", **statistics):
-    """A call as `watch` keeps it."""
+    """A call as `watch` records it."""
     named = tuple(SimpleNamespace(name=name, how=statistics.get(name)) for name in results)
 
     class Call(SimpleNamespace):
@@ -122,7 +122,7 @@ def call(layer, results, n, m, start=0, kind="self", **statistics):
     return Call(layer=layer, n=n, m=m, query_start=start, kind=kind, **given)
 
 
-def seen_of(calls, tokens):
+def recording_of(calls, tokens):
     def labels(one, entry):
         listed = tokens[entry] + [""] * one.m
         return listed[one.query_start : one.query_start + one.n], listed[: one.m]
@@ -137,7 +137,7 @@ def test_seen_weights_with_padding_and_steps_of_generation(rng):
         call("model.layers.7.self_attn", {"weights": prompt}, 3, 3),
         call("model.layers.7.self_attn", {"weights": step}, 1, 4, start=3),
     ]
-    data = explorer.from_seen(seen_of(calls, [["a", "b", "c", "d"], ["e", "f"]]))
+    data = explorer.from_seen(recording_of(calls, [["a", "b", "c", "d"], ["e", "f"]]))
     first, second = (text.layers[0] for text in data.texts)
     assert first.queries == first.keys == ("a", "b", "c", "d")
     assert second.queries == second.keys == ("e", "f")
@@ -150,7 +150,7 @@ def test_seen_weights_with_padding_and_steps_of_generation(rng):
     assert manifest["texts"][0]["layers"][0]["heads"] == (2, 5)
 
 
-def test_seen_without_weights(rng):
+def test_recordings_without_weights(rng):
     p = rng.dirichlet(np.ones(6), size=(1, 2, 6)).astype(np.float32)
     order = np.argsort(-p, axis=-1)[..., :2]
     results = {
@@ -159,7 +159,7 @@ def test_seen_without_weights(rng):
         "entropy": -(p * np.log(p)).sum(-1),
         "received": p.sum(-2),
     }
-    seen = seen_of([call("layer.0", results, 6, 6, pooled="max", received="sum")], [list("abcdef")])
+    seen = recording_of([call("layer.0", results, 6, 6, pooled="max", received="sum")], [list("abcdef")])
     layer = explorer.from_seen(seen).texts[0].layers[0]
     assert layer.how == "max"
     assert np.array_equal(layer.looks.where, order[0])
@@ -172,9 +172,9 @@ def test_seen_without_weights(rng):
             )
     del results["entropy"]
     with pytest.raises(ParameterError, match="missing entropy"):
-        explorer.from_seen(seen_of([call("layer.0", results, 6, 6)], [list("abcdef")]))
+        explorer.from_seen(recording_of([call("layer.0", results, 6, 6)], [list("abcdef")]))
     with pytest.raises(ParameterError, match="nothing seen"):
-        explorer.from_seen(seen_of([], []))
+        explorer.from_seen(recording_of([], []))
 
 
 def test_a_notebook_gets_the_same_page(monkeypatch):

@@ -1,4 +1,4 @@
-"""Pictures of weights and statistics: what is drawn is what was given, at 20 tokens and at 100,000."""
+"""Figures of weights and statistics show the given values, for 20 tokens and for 100,000."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ SIGNATURES = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
 @pytest.fixture
 def cat():
-    """Weights of twelve heads on twenty tokens, and the tokens, one of them mathematics to matplotlib."""
+    """Weights of twelve heads on twenty tokens, and the tokens; one token is mathematics to matplotlib."""
     data = load("minilm_cat")
     tokens = list(data.tokens[1])
     tokens[3:5] = "$x_1$", "a b\n"
@@ -123,7 +123,7 @@ def test_arcs_of_twenty(cat):
 
 
 def test_arcs_of_a_hundred_thousand(rng):
-    """A thousand queries look at one key far back: their places' arcs weigh what they weigh together."""
+    """1,000 queries attend to one distant key; their arcs in one cell add up to the same weight."""
     where = np.arange(MANY)[:, None] * np.ones((1, 2), np.int64)
     where[50_000:51_000, 1] = 100
     weights = np.tile([0.6, 0.0], (MANY, 1))
@@ -139,7 +139,7 @@ def test_arcs_of_a_hundred_thousand(rng):
 
 
 @pytest.mark.parametrize("mask", [causal() & window(7), sightline.i % 3 == 0, sightline.i < 0])
-def test_tiles_are_the_masks(mask):
+def test_tile_maps_show_the_tiles_of_the_mask(mask):
     n, block = 40, 8
     whole = mask.array(n)
     share = whole.reshape(5, 8, 5, 8).mean((1, 3))
@@ -166,7 +166,7 @@ def test_tiles_of_a_boolean_array(tmp_path):
     assert save(axis, tmp_path / "tiles.svg").exists()
 
 
-def test_tiles_of_what_is_no_mask():
+def test_tiles_of_an_invalid_mask():
     with pytest.raises(MaskError, match="no mask"):
         tile_map(None, 8)
     with pytest.raises(ShapeError, match="stands for i"):

@@ -1,4 +1,4 @@
-"""Pictures: their cells against the values, any length, terminals with and without colours, and files."""
+"""Pictures of formulas: cells against the values, any length, terminals with and without colours, and files."""
 
 import builtins
 import re
@@ -35,9 +35,9 @@ def test_short_masks_are_exact(name):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_cells_of_long_masks_tell_empty_full_and_between(name):
+def test_cells_of_long_masks_are_empty_full_or_partial(name):
     mask, n = MASKS[name], 64
-    cells = mask.show(n).cells(4, 3)  # 16 wide: samples do not see every pair, bounds must know
+    cells = mask.show(n).cells(4, 3)  # 16 positions per cell: samples miss some pairs, so bounds must decide
     whole = mask.array(n).reshape(4, 16, 2, 32).mean(axis=(1, 3))
     sure = (cells == 0) | (cells == 1)
     assert np.array_equal(cells[sure], whole[sure])
@@ -73,7 +73,7 @@ def test_batches_and_heads():
         mask.show(-1)
 
 
-def test_scores_show_what_they_add(rng):
+def test_scores_show_the_values_they_add(rng):
     added = rng.normal(size=(6, 6))
     added[0, 3] = -np.inf
     cells = bias(added).show(6).cells(6, 6)
@@ -98,7 +98,7 @@ def test_lines_fit_80_columns_and_pipes_get_no_escapes():
     assert "0 queries" in str(causal().show(0))
 
 
-def test_colours_only_where_a_terminal_has_them(monkeypatch):
+def test_colours_only_in_a_terminal_with_colours(monkeypatch):
     monkeypatch.setenv("COLORTERM", "truecolor")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
@@ -150,7 +150,7 @@ def test_without_matplotlib(monkeypatch):
         picture.save("picture.png")
 
 
-def test_heatmap_annotates_what_is_small(rng):
+def test_heatmap_annotates_small_matrices(rng):
     weights = np.tril(rng.uniform(size=(4, 4)))
     axis = heatmap(weights, ["the", " ", "c", "at"], title="four tokens")
     written = [text.get_text() for text in axis.texts]
@@ -179,7 +179,7 @@ def test_heatmap_checks_shapes(wrong):
         heatmap(np.ones(shape), labels)
 
 
-def test_scaling_keeps_softmax_soft():
+def test_scaling_keeps_weights_from_saturating():
     effects = effect_of_scaling()
     assert [effect.d_k for effect in effects] == [1, 16, 64, 256, 512]
     assert np.array_equal(effects[0].plain.ranked, effects[0].scaled.ranked)

@@ -1,8 +1,8 @@
-"""What `sightline bench` does: named problems, peers and our own kernels in turn, the machine's own peaks beside.
+"""The benchmarks of `sightline bench`: Sightline and peer libraries on named problems, with the machine's peaks.
 
-    problems → peers prepare → check (nobody is timed whose answer nobody looked at) → measure → report, pictures
+    benchmarks → contenders prepare → check each output against the reference → measure → report, figures
 
-`device` is where: the processor, or a GPU (`cuda`), each with its problems, peers, clock and peaks. A table of problems
-is the one list of them; `measure.run` takes a line of it and gives a `report.Finding`. docs/bench.md says how to read
-what comes out.
+Every contender's output is checked against the reference before the contender is timed. A `device.Device`, a CPU or a
+GPU (`cuda`), has its own benchmarks, peers, clock and peaks. `benchmarks` and `cuda_benchmarks` list the problems;
+`measure.run` measures one problem and returns a `report.Finding`. docs/bench.md explains how to read the results.
 """

@@ -1,4 +1,4 @@
-"""The named problems: one table, each with what it is held to. Tests take small versions of the same table."""
+"""The named problems for a CPU with their targets. Tests run small versions of the same problems."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ import numpy as np
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS
 from ..statistics import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
-from .workloads import SEED, Benchmark, FirstCall, Mask, Series, Target, Workload
+from .workloads import SEED, Benchmark, FirstCall, Mask, Series, Target, ToTable, Workload
 
-__all__ = ["BENCHMARKS", "CAUSAL", "ROW_STATISTICS", "documents", "select", "window"]
-
-
-def _causal(n: int, to_table: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda b, h, i, j: i >= j
+__all__ = [
+    "BENCHMARKS",
+    "CAUSAL",
+    "MAX_SECOND_PASS_SLOWDOWN",
+    "ROW_STATISTICS",
+    "THREE_STATISTICS",
+    "documents",
+    "select",
+    "window",
+]
 
 
 def window(width: int) -> Mask:
-    """A causal window; in short sequences the share it has of 4,096, so that small versions hide something too."""
+    """Return a causal window; for n < 1,024 its width is width · n / 4096, so that small versions hide keys too."""
 
-    def make_function(n: int, to_table: Callable[[Any], Any]) -> Callable[..., Any]:
+    def make_function(n: int, to_table: ToTable) -> Callable[..., Any]:
         reach = width if n >= 1024 else max(width * n // 4096, 2)
         return lambda b, h, i, j: (i >= j) & (i - j < reach)
 
@@ -31,9 +36,9 @@ def window(width: int) -> Mask:
 
 
 def documents(count: int) -> Mask:
-    """That many documents of unequal lengths, half to one and a half of their mean."""
+    """Return the mask of `count` documents; their lengths are drawn uniformly from 0.5 to 1.5 times the mean."""
 
-    def make_function(n: int, to_table: Callable[[Any], Any]) -> Callable[..., Any]:
+    def make_function(n: int, to_table: ToTable) -> Callable[..., Any]:
         ends = np.cumsum(np.random.default_rng(SEED).uniform(0.5, 1.5, count))
         ids = to_table(np.searchsorted(ends / ends[-1], (np.arange(n) + 0.5) / n))
         return lambda b, h, i, j: ids[i] == ids[j]
@@ -41,9 +46,7 @@ def documents(count: int) -> Mask:
     return Mask(f"{count} documents", make_function)
 
 
-CAUSAL = Mask("causal", _causal)
-
-
+CAUSAL = Mask("causal", lambda n, to_table: lambda b, h, i, j: i >= j)
 FLOAT32_PEERS = ("torch", "flex", "onnxruntime", "openvino", "jax")  # forward passes in float32
 SIXTEEN_BIT_PEERS = ("torch", "flex", "openvino", "jax")  # in 16 bits
 
@@ -65,30 +68,30 @@ def _backward(name: str, *targets: Target, **sizes: Any) -> Workload:
 
 
 def _decode(**sizes: Any) -> Workload:
-    """One query on a long cache, four query heads to a key head: bound by reading."""
+    """One query per sequence on a long cache, four query heads per key head: limited by memory bandwidth."""
     shape = {"H": 32, "G": 8, "n": 1, "m": 8192, "d_k": 128}
     name = f"decode {sizes['dtype']}"
     return Workload(name=name, targets=(share(0.75),), peak="read", baselines=SIXTEEN_BIT_PEERS, **(shape | sizes))
 
 
 def _see(name: str, *see: Statistic, limit: float, **sizes: Any) -> Workload:
-    """A forward pass with statistics, over our own without; the dense way and weights handed out beside."""
+    """A forward pass with statistics, compared with the same pass without them and with dense computations."""
     targets, baselines = (Target("slower", limit, "without statistics"),), ("without statistics", "dense", "mha")
     return Workload(name=f"see {name}", see=see, targets=targets, baselines=baselines, **sizes)
 
 
 i, j = SYMBOLS["i"], SYMBOLS["j"]
-NEAR_DIAGONAL = abs(i - j) < 64  # what a mass is counted of
-ROW_STATISTICS = {  # statistics that ride along with the forward pass
+ROW_STATISTICS = {  # statistics that the forward kernel computes
     "lse": lse(),
     "max_score": max_score(),
     "entropy": entropy(),
-    "mass": mass(NEAR_DIAGONAL),
+    "mass": mass(abs(i - j) < 64),
 }
-MAX_FUSED_SLOWDOWN, MAX_SECOND_PASS_SLOWDOWN = (
-    1.15,
-    1.7,
-)  # times a plain pass: along with it, and with Q Kᵀ and its power once more
+THREE_STATISTICS = ("max_score", "entropy", "mass")
+MAX_FUSED_SLOWDOWN = 1.15  # time with statistics that the forward kernel computes, over the time without
+MAX_SECOND_PASS_SLOWDOWN = (
+    1.7  # the same for statistics of a second pass, which computes Q Kᵀ and the exponential again
+)
 BF16 = {"dtype": "bfloat16", "peak": "bfloat16"}
 ONE_THREAD = ("one thread",)
 MEMORY_LENGTHS = tuple(2**k for k in range(16, 21))
@@ -143,10 +146,10 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     ),
     _forward("forward d_v 32", faster("torch", 3), d_v=32),
     _forward("forward d_v 128", faster("torch", 3), d_v=128),
-    # n 2,048: bias, its gradient, torch's weights and theirs are (1, H, n, n), half a GiB each at 4,096
+    # n 2,048: the bias, torch's weights and the gradients of both are (1, H, n, n), half a GiB each at n 4,096
     Workload(name="both bias n2048", targets=(faster("torch", 2.5),), passes="forward and backward", n=2048, bias=True),
     _decode(dtype="float32"),
-    # two sequences: the keys and values of one in bfloat16 would fit the last cache of this size of machine
+    # B 2: the bfloat16 keys and values of one sequence would fit the last-level cache of a machine of this size
     _decode(dtype="bfloat16", B=2),
     _forward(
         "overhead", faster("torch", 1.0), Target("seconds", 1e-5, "numpy"), n=16, peak="", baselines=("torch", "numpy")
@@ -166,13 +169,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         targets=(Target("spread", 1.15), Target("growth", 1.15)),
     ),
     *(_see(name, statistic, limit=MAX_FUSED_SLOWDOWN) for name, statistic in ROW_STATISTICS.items()),
-    _see(
-        "three of rows",
-        ROW_STATISTICS["max_score"],
-        ROW_STATISTICS["entropy"],
-        ROW_STATISTICS["mass"],
-        limit=MAX_FUSED_SLOWDOWN,
-    ),
+    _see("three of rows", *(ROW_STATISTICS[name] for name in THREE_STATISTICS), limit=MAX_FUSED_SLOWDOWN),
     _see("received", received(), limit=MAX_SECOND_PASS_SLOWDOWN, peak=""),
     _see("top_k 8", top_k(8), limit=MAX_SECOND_PASS_SLOWDOWN, peak=""),
     _see("pooled 256", pooled(256, 256), limit=MAX_SECOND_PASS_SLOWDOWN, peak=""),
@@ -201,12 +198,14 @@ BENCHMARKS: tuple[Benchmark, ...] = (
 def select(
     benchmarks: Sequence[Benchmark], only: Sequence[str] = (), dtype: str | None = None
 ) -> tuple[Benchmark, ...]:
-    """The problems whose name has one of the words in it or fits it as a pattern, and whose dtype is this.
+    """Return the benchmarks whose name contains or matches one of the patterns in `only`, and whose dtype is `dtype`.
+
+    Without `only` every name is selected, without `dtype` every dtype.
 
     Raises
     ------
     ParameterError
-        None is left.
+        No benchmark is selected.
     """
 
     def fits(benchmark: Benchmark) -> bool:
@@ -218,7 +217,7 @@ def select(
         filters = " or ".join(only) + (f" in {dtype}" if dtype else "")
         raise ParameterError(
             f"no problem called {filters}",
-            "names and patterns of `sightline bench --list`, on the same --device",
+            "names from `sightline bench --list` with the same --device, or patterns of names",
             f'--only "{benchmarks[0].name}"',
         )
     return found

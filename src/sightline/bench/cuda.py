@@ -1,6 +1,6 @@
-"""A GPU to race on: CUDA's events time, torch's allocator counts memory, a matrix product and a copy are the peaks.
+"""The GPU as a benchmark device: CUDA events time calls, torch's allocator counts memory.
 
-ROCm's torch answers to the same names.
+The peaks are a matrix product and a copy. torch for ROCm has the same functions under the same names.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .workloads import Workload
 __all__ = ["Cuda", "CudaPeaks"]
 
 MATRIX_SIZE = 8192  # rows and columns of the product
-COPY_BYTES = 1 << 32  # bytes: far more than any cache
-FLUSH_BYTES = 1 << 28  # bytes written before a call, so that its inputs lie in no cache
-HEAD_START_FLUSHES = 40  # times that at the start of a turn: some milliseconds in which the host gets ahead
-PEAK_REPEATS = 10  # products and copies of one try
+COPY_BYTES = 1 << 32  # far more than any cache
+FLUSH_BYTES = 1 << 28  # written before a call, so that the inputs of the call are in no cache
+HEAD_START_FLUSHES = 40  # flushes at the start of a turn: the host queues calls during these milliseconds
+PEAK_REPEATS = 10  # products or copies in one try
 
 
 class Cuda(Device):
@@ -36,10 +36,10 @@ class Cuda(Device):
 
     Parameters
     ----------
-    threads : the host's, for what it computes itself
-    device : torch's name of it
-    runtime : what stands in for `torch.cuda`, where tensors lie elsewhere
-    options : of our own calls: the kernel raced, which is ours even where the planner would hand over to a peer
+    threads : threads of the host, for work on the CPU
+    device : torch's name of the device
+    runtime : replacement for `torch.cuda` in tests on the CPU
+    options : arguments of `attention`; the default names Sightline's kernel, also where the planner would choose a peer
     """
 
     benchmarks = BENCHMARKS
@@ -62,13 +62,13 @@ class Cuda(Device):
 
     @property
     def runtime(self) -> Any:
-        """`torch.cuda`, or what stands in for it."""
+        """`torch.cuda`, or its replacement."""
         if self._runtime is None:
             self._runtime = require_cuda()
         return self._runtime
 
     def check(self) -> None:
-        """Raise where torch sees no device, as `require_cuda` says."""
+        """Raise as `require_cuda` does if torch finds no device."""
         self.runtime  # noqa: B018
 
     @property
@@ -76,9 +76,10 @@ class Cuda(Device):
         return str(self.runtime.get_device_name())
 
     def time_calls(self, prepared: PreparedCall, repeats: int) -> float:
-        """Between CUDA events, after a call that counts for nothing and work that gives the host a lead.
+        """Time each call between two CUDA events.
 
-        So what is timed is the device's time, unless a call waits for it: the host's share is hidden, as in a queue.
+        An untimed call and some flushes come first. While the device runs them, the host queues the timed calls, so the
+        result is the device's time. The host's time counts only if a call waits for the device.
         """
         time.sleep(self.pause)
         self.synchronize()
@@ -92,10 +93,12 @@ class Cuda(Device):
             pairs.append(self._record_events(partial(prepared.call, state)))
             del state
         self.synchronize()
-        return float(sum(before.elapsed_time(after) for before, after in pairs)) / 1e3 / repeats  # it counts ms
+        return (
+            float(sum(before.elapsed_time(after) for before, after in pairs)) / 1e3 / repeats
+        )  # elapsed_time is in ms
 
     def memory(self, prepared: PreparedCall) -> int | None:
-        """As torch's allocator counts; what a library takes elsewhere is not seen."""
+        """Return the peak that torch's allocator counts; memory that a library allocates itself is not included."""
         state = prepared.setup()
         gc.collect()
         self.synchronize()
@@ -110,19 +113,19 @@ class Cuda(Device):
         self.runtime.synchronize()
 
     def prepare_for_timing(self, prepared: PreparedCall, workload: Workload) -> tuple[PreparedCall, str]:
-        """Where the race asks for it, the call as a CUDA graph; a call that cannot be captured stays as it is."""
+        """Return the call as a CUDA graph if the workload requests one; a call that cannot be captured is unchanged."""
         if not workload.cuda_graph:
             return prepared, ""
         graph = self.runtime.CUDAGraph()
         try:
-            for _ in range(3):  # allocations and compilations that a graph must not see
+            for _ in range(3):  # allocate and compile before the capture
                 prepared.call(prepared.setup())
             self.synchronize()
             with self.runtime.graph(graph):
                 output = prepared.call(prepared.setup())
-        except Exception as error:  # whatever a library does that a graph cannot hold
+        except Exception as error:  # libraries raise many kinds of errors during a capture
             self.synchronize()
-            return prepared, f"not as a CUDA graph ({type(error).__name__}), so the host's time counts too"
+            return prepared, f"not a CUDA graph ({type(error).__name__}): includes time of the host"
 
         def replay(_: Any) -> Any:
             graph.replay()
@@ -131,13 +134,13 @@ class Cuda(Device):
         return replace(prepared, call=replay, setup=lambda: None), "as a CUDA graph"
 
     def properties(self) -> dict[str, Any]:
-        """The device, what drives it, and sizes of tiles that were tuned for it."""
+        """Return the device's name, the versions of its software, and the tuned tile sizes."""
         import torch
 
         cudnn: Any = torch.backends.cudnn
         found = {"device": self.description, "cuda": torch.version.cuda, "hip": torch.version.hip}
         found |= {"cudnn": cudnn.version(), "driver": cache.environment()["driver"]}
-        return found | {"tuned": cache.list_entries()}  # sizes that calls of such problems take in place of the table's
+        return found | {"tuned": cache.list_entries()}  # tile sizes that replace the built-in table's
 
     def _record_events(self, call: Callable[[], Any]) -> tuple[Any, Any]:
         before, after = (self.runtime.Event(enable_timing=True) for _ in range(2))
@@ -147,13 +150,13 @@ class Cuda(Device):
         return before, after
 
     def _time_call(self, call: Callable[[], Any]) -> float:
-        """Seconds of one call."""
+        """Return the seconds of one call."""
         before, after = self._record_events(call)
         self.synchronize()
         return float(before.elapsed_time(after)) / 1e3
 
     def _flush(self) -> None:
-        """Fill the caches with something else."""
+        """Replace the contents of the device's caches."""
         import torch
 
         if self._flush_buffer is None:
@@ -163,9 +166,10 @@ class Cuda(Device):
 
 @dataclass
 class CudaPeaks(Peaks):
-    """What the GPU does at most: a large product of bfloat16 matrices of random numbers, and a large copy.
+    """The GPU's peaks: a large product of random bfloat16 matrices, and a large copy.
 
-    Zeros would be multiplied faster, since they take less power. A copy's bytes are those read and those written.
+    A product of zeros would be faster, since it takes less power. The bytes of a copy are the bytes read plus the bytes
+    written.
     """
 
     device: str = "cuda"
@@ -173,7 +177,7 @@ class CudaPeaks(Peaks):
     names: ClassVar[tuple[str, ...]] = ("matmul", "copy")
 
     def measured_name(self, name: str) -> str:
-        """Itself."""
+        """Return the name itself."""
         return name
 
     def _prepare_try(self, name: str) -> Callable[[], float]:
@@ -200,14 +204,14 @@ class CudaPeaks(Peaks):
 
 
 def require_cuda() -> Any:
-    """`torch.cuda`, where there is a device.
+    """Return `torch.cuda`, which has a device.
 
     Raises
     ------
     MissingExtraError
         torch is not installed.
     DeviceError
-        torch sees no CUDA device.
+        torch finds no CUDA device.
     """
     if find_spec("torch") is None:
         raise MissingExtraError("--device cuda without torch", "torch built for CUDA or ROCm", "pip install torch")
@@ -216,12 +220,12 @@ def require_cuda() -> Any:
     if not torch.cuda.is_available():
         built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
         builds = [f"built for {name} {version}" for name, version in built.items() if version]
-        who = f"torch {torch.__version__} ({builds[0] if builds else 'built for processors alone'})"
+        installed = f"torch {torch.__version__} ({builds[0] if builds else 'built for CPUs only'})"
         raise DeviceError(
-            f"--device cuda, and {who} sees no CUDA device",
-            "a machine with a GPU and its driver (`nvidia-smi` or `rocm-smi` shows both), and a torch built for it",
+            f"--device cuda, but {installed} sees no CUDA device",
+            "a machine with a GPU and its driver (`nvidia-smi` or `rocm-smi` shows both), and torch built for the GPU",
             "run the same command on a machine with a GPU"
             if builds
-            else "install a torch built for CUDA or ROCm (https://pytorch.org), or leave --device out",
+            else "install a torch built for CUDA or ROCm (https://pytorch.org), or omit --device",
         )
     return torch.cuda

@@ -1,10 +1,9 @@
-"""The peers on a GPU: torch's fused kernels one by one, FlexAttention compiled, and the dense way."""
+"""The peers on a GPU: each of torch's fused kernels, compiled FlexAttention, and the dense computation."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .benchmarks import CAUSAL
 from .dense_statistics import Dense
 from .implementations import Implementation, PreparedCall, prepare_with_autograd
 from .peers import Flex
@@ -12,7 +11,7 @@ from .workloads import Inputs, Workload
 
 __all__ = ["Backend", "FlexOnDevice", "make_peers"]
 
-BACKENDS = {  # by name: what it is called, and torch's word for it
+BACKENDS = {  # by name: label, and torch's name of the backend
     "flash": ("torch, flash", "FLASH_ATTENTION"),
     "cudnn": ("torch, cuDNN", "CUDNN_ATTENTION"),
     "efficient": ("torch, memory-efficient", "EFFICIENT_ATTENTION"),
@@ -20,7 +19,7 @@ BACKENDS = {  # by name: what it is called, and torch's word for it
 
 
 class Backend(Implementation):
-    """torch.nn.functional.scaled_dot_product_attention held to one of its fused kernels."""
+    """torch.nn.functional.scaled_dot_product_attention, restricted to one of its fused kernels."""
 
     packages, pip = ("torch",), "torch"
 
@@ -29,13 +28,8 @@ class Backend(Implementation):
         self.label, self.backend = BACKENDS[name]
 
     def refuses(self, workload: Workload) -> str | None:
-        """Formulas, but for the causal mask."""
-        if (
-            workload.score
-            or workload.bias
-            or workload.dropout
-            or not (workload.mask is None or workload.mask is CAUSAL)
-        ):
+        """Formulas other than the causal mask, biases, dropout, statistics."""
+        if workload.score or workload.bias or workload.dropout or workload.needs_mask_array:
             return "no formulas"
         return "no statistics" if workload.see else None
 
@@ -44,7 +38,7 @@ class Backend(Implementation):
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         backend = getattr(SDPBackend, self.backend)
-        options: dict[str, Any] = {"is_causal": workload.mask is CAUSAL, "enable_gqa": workload.G != workload.H}
+        options: dict[str, Any] = {"is_causal": workload.is_causal, "enable_gqa": workload.G != workload.H}
 
         def forward(query: Any, key: Any, value: Any, _: Any) -> Any:
             with sdpa_kernel(backend):
@@ -54,21 +48,21 @@ class Backend(Implementation):
 
 
 class FlexOnDevice(Flex):
-    """torch's FlexAttention, compiled: the block mask is made beforehand and not timed."""
+    """torch's FlexAttention, compiled; compiling it and making its block mask are not timed."""
 
-    note = "compiled, and its block mask made, outside the timing"
+    note = "compiling it and making its block mask are not timed"
 
     def __init__(self, device: str) -> None:
         self.device = device
 
     def refuses(self, workload: Workload) -> str | None:
-        """Dropout, a bias with a gradient, statistics."""
+        """Dropout, biases (which need a gradient), statistics."""
         if workload.dropout or workload.bias:
             return "no dropout" if workload.dropout else "no bias with a gradient"
         return "no statistics" if workload.see else None
 
 
 def make_peers(device: str) -> dict[str, Implementation]:
-    """The peers with their tensors there."""
+    """Return the peers by name, with their tensors on the device."""
     peers = (*(Backend(name, device) for name in BACKENDS), FlexOnDevice(device), Dense(device))
     return {peer.name: peer for peer in peers}

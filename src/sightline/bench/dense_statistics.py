@@ -1,4 +1,4 @@
-"""Statistics as one has them in torch: of the whole matrix of weights, which is made and held."""
+"""Statistics computed with torch from the dense (B, H, n, m) matrix of weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..statistics import Pooled
 from .implementations import Implementation, PreparedCall, prepare_with_autograd, to_tensor
 from .workloads import Inputs, Workload
 
-__all__ = ["SCORE_STATISTICS", "WEIGHT_STATISTICS", "Dense", "dense_statistics", "has_uneven_cells"]
+__all__ = ["WEIGHT_STATISTICS", "Dense", "dense_statistics", "has_uneven_cells"]
 
-StatisticFunction = Callable[[Any, Any], Any]  # of scores and weights (B, H, n, m)
+StatisticFunction = Callable[[Any, Any], Any]  # (scores, weights), both (B, H, n, m), to the statistic
 
 
 def _mass(statistic: Any, workload: Workload, device: str) -> StatisticFunction:
@@ -56,19 +56,19 @@ SCORE_STATISTICS: dict[str, Callable[[Any, Workload, str], StatisticFunction]] =
 
 
 def dense_statistics(workload: Workload, device: str = "cpu") -> Sequence[StatisticFunction]:
-    """How each of the race's statistics is had."""
-    known = WEIGHT_STATISTICS | SCORE_STATISTICS
-    return [known[statistic.name](statistic, workload, device) for statistic in workload.see]
+    """Return a function for each of the workload's statistics."""
+    makers = WEIGHT_STATISTICS | SCORE_STATISTICS
+    return [makers[statistic.name](statistic, workload, device) for statistic in workload.see]
 
 
 def has_uneven_cells(workload: Workload) -> bool:
-    """Whether some statistic has cells of several sizes, which no reshaping gives."""
+    """True if a pooled statistic has cells of different sizes, which a reshape cannot produce."""
     grids = [statistic for statistic in workload.see if isinstance(statistic, Pooled)]
     return any(grid.within is not None or workload.n % grid.down or workload.m % grid.across for grid in grids)
 
 
 class Dense(Implementation):
-    """softmax(Q Kᵀ / √d_k) V in torch, every matrix made, and statistics of the weights."""
+    """softmax(Q Kᵀ / √d_k) V in torch with dense matrices, and statistics of the dense weights."""
 
     name, label, packages, pip = "dense", "torch, dense", ("torch",), "torch"
 
@@ -76,16 +76,11 @@ class Dense(Implementation):
         self.device = device
 
     def refuses(self, workload: Workload) -> str | None:
-        """All but forward passes without score, dropout and bias, key heads for all, cells of one size."""
-        if (
-            workload.passes != "forward"
-            or workload.score
-            or workload.dropout
-            or workload.bias
-            or workload.G != workload.H
-        ):
-            return "not set up"
-        return "cells of one size alone" if has_uneven_cells(workload) else None
+        """Backward passes, score formulas, dropout, biases, grouped heads, cells of different sizes."""
+        grouped = workload.G != workload.H
+        if workload.passes != "forward" or workload.score or workload.dropout or workload.bias or grouped:
+            return "not implemented"
+        return "only cells of equal size" if has_uneven_cells(workload) else None
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
         import torch

@@ -1,4 +1,4 @@
-"""Where problems are run: what takes part there, how a call is timed, what memory it holds, what the machine can do."""
+"""The devices of the benchmarks: their contenders and peaks, and how they time calls and measure memory."""
 
 from __future__ import annotations
 
@@ -18,68 +18,67 @@ __all__ = ["Cpu", "Device"]
 
 
 class Device(ABC):
-    """A kind of machine to race on.
+    """A kind of device to run benchmarks on.
 
     Attributes
     ----------
-    variants, peers : who may take part, by name
-    benchmarks : what is raced here
-    threads : the host's, for every contender
-    seconds : for the rounds of one problem, where nobody says otherwise
-    pause : seconds of rest before every turn
+    variants, peers : contenders by name: configurations of Sightline, and other libraries
+    benchmarks : the problems for this device
+    threads : threads of the host for every contender
+    seconds : default timing budget of one problem
+    pause : seconds of sleep before every timed turn
     """
 
     variants: Mapping[str, Implementation]
     peers: Mapping[str, Implementation]
     benchmarks: tuple[Benchmark, ...]
     peaks: Peaks
-    device: str = "cpu"  # torch's name of where tensors are
+    device: str = "cpu"  # torch's name of the device
     threads: int = 1
     seconds: float = 10.0
     pause: float = 0.02
 
     def check(self) -> None:  # noqa: B027
-        """Raise a SightlineError where there is no such machine."""
+        """Raise a SightlineError if this machine has no such device."""
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """What the figures are of, in a few words."""
+        """A short name of the device for tables and figures."""
 
     @abstractmethod
     def time_calls(self, prepared: PreparedCall, repeats: int) -> float:
-        """Seconds of a call: the mean of so many."""
+        """Return the seconds of a call, the mean of `repeats` calls."""
 
     @abstractmethod
     def memory(self, prepared: PreparedCall) -> int | None:
-        """Bytes a call holds at most beyond what lay there before, its outputs counted; None where nobody knows."""
+        """Return a call's peak bytes beyond the memory in use before it, including its outputs; None if unknown."""
 
     def set_threads(self, threads: int) -> None:  # noqa: B027
-        """Before a contender that likes so many threads is called."""
+        """Set the number of threads before a contender is called."""
 
     def synchronize(self) -> None:  # noqa: B027
-        """Wait until what was called is done."""
+        """Wait until the device has finished its work."""
 
     def prepare_for_timing(self, prepared: PreparedCall, workload: Workload) -> tuple[PreparedCall, str]:
-        """The contender as this device times the race, checked and warm; and what is to be said of it."""
+        """Return the call in the form that this device times, and a note to print; the default changes nothing."""
         return prepared, ""
 
     def properties(self) -> dict[str, Any]:
-        """What else the machine is, as far as times depend on it."""
+        """Return further properties of the device that times depend on."""
         return {}
 
     def label(self, name: str) -> str:
-        """What a contender is called, or the name itself."""
+        """Return a contender's label, or the name itself if there is no such contender."""
         known = {**self.variants, **self.peers}
         return known[name].label if name in known else "the best peer" if name == BEST else name
 
 
 class Cpu(Device):
-    """The processor, by the host's clock."""
+    """The CPU; the host's clock times the calls."""
 
     variants, peers, benchmarks = VARIANTS, PEERS, BENCHMARKS
-
-    pause = 0.25  # other libraries' threads go on spinning for up to 0.2
+    pause = 0.25  # threads of other libraries spin for up to 0.2 s after a call
 
     def __init__(self, threads: int) -> None:
         self.threads, self.peaks = threads, Peaks(threads)
@@ -89,7 +88,7 @@ class Cpu(Device):
         return f"{self.threads} threads" if self.threads > 1 else "one thread"
 
     def time_calls(self, prepared: PreparedCall, repeats: int) -> float:
-        """By the host's clock, after a call that counts for nothing where they are short."""
+        """Time with the host's clock; if `repeats` > 1, one untimed call comes first."""
         set_threads(prepared.threads)
         time.sleep(self.pause)
         total, call, setup = 0.0, prepared.call, prepared.setup

@@ -1,4 +1,4 @@
-"""Pictures of a report: the roofline, ratios to the peers, cost by length and by allowed area."""
+"""Figures of a report: the roofline, ratios to the peers, cost by length and by the share of allowed pairs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..view import plotting
-from .report import Entry, Finding, Point, Report, format_amount, format_duration
+from .report import PAGE, Entry, Finding, Point, Report, format_amount, format_duration
 
 __all__ = ["cost", "draw", "ratios", "roofline"]
 
-PEER_STYLES = {  # Okabe and Ito's, told apart by every eye; a marker each for those who see none
+PEER_STYLES = {  # Okabe and Ito's colours, for every kind of colour vision, and a marker each
     "sightline": (plotting.BLUE, "o"),
     "torch": (plotting.ORANGE, "s"),
     "flex": ("#cc79a7", "D"),
@@ -26,14 +26,14 @@ PEER_STYLES = {  # Okabe and Ito's, told apart by every eye; a marker each for t
     "efficient": ("#e69f00", "v"),
 }
 GREY, LIGHT_GREY = "#555555", "#e6e6e6"
-MIN_AXIS_RATIO = 30.0  # of the largest over the smallest number on a logarithmic axis
+MIN_AXIS_RATIO = 30.0  # of the largest number to the smallest on a logarithmic axis
 CEILINGS = {"bfloat16": "bfloat16 dot", "float32": "float32 FMA", "matmul": "bfloat16 matmul"}
-BANDWIDTHS = {"read": "read", "copy": "copied"}  # the bandwidths, by what is measured
-ROOFLINE_PEERS = ("torch", "cudnn")  # the peers that stand beneath our dots in the roofline
+BANDWIDTHS = {"read": "read", "copy": "copied"}  # labels of bandwidths by the name of the peak
+ROOFLINE_PEERS = ("torch", "cudnn")  # peers that the roofline draws, with a line to Sightline's dot
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
-    """Write what there are findings for, and say where."""
+    """Write every figure that the report has findings for, and return the paths."""
     figures: dict[str, Any] = {}
     if any(finding.best for finding in _compared_findings(report)):
         figures["roofline"] = roofline(report)
@@ -47,18 +47,18 @@ def draw(report: Report, folder: Path) -> list[Path]:
 
 
 def _compared_findings(report: Report) -> list[Finding]:
-    """Races that peers take part in."""
-    found = [f for f in report.findings if f.entry("sightline")]
-    return [f for f in found if any(entry.name in PEER_STYLES and entry.seconds for entry in f.entries[1:])]
+    """Return the findings with times of Sightline and of a peer."""
+    timed = [f for f in report.findings if f.entry("sightline")]
+    return [f for f in timed if any(entry.name in PEER_STYLES and entry.seconds for entry in f.entries[1:])]
 
 
 # -- the roofline --------------------------------------------------------------------------------------------------
 
 
 def roofline(report: Report) -> Any:
-    """What each problem does in a second against what it does with a byte, beneath what the machine can.
+    """Draw FLOP/s against FLOPs per byte with the machine's limits, and at the right each problem's share of the peak.
 
-    (Williams, Waterman and Patterson, "Roofline", 2009.) Left, by FLOPs; right, the share of the peak each reaches.
+    Source: Williams, Waterman and Patterson, "Roofline", 2009.
     """
     findings = [finding for finding in _compared_findings(report) if finding.best]
     figure = plotting.new_figure(11.5, max(4.6, 1.6 + 0.27 * len(findings)))
@@ -76,23 +76,22 @@ def roofline(report: Report) -> Any:
         left.plot(x, rates["sightline"], "o", color=plotting.BLUE, markersize=6.5, zorder=3, alpha=0.9)
     left.set_title("FLOP/s against FLOPs per byte of inputs and outputs", loc="left", fontsize=9)
     _draw_shares(right, findings)
-    figure.suptitle(f"Exact attention beneath the machine's own peaks, {report.device}", fontsize=11)
-    figure.draw_without_rendering()  # numbers are placed where the layout has put the dots
+    figure.suptitle(f"Exact attention and the machine's measured peaks, {report.device}", fontsize=11)
+    figure.draw_without_rendering()  # computes the positions of the dots, which the numbers need
     _number_dots(left, dots)
     return figure
 
 
 def _number_dots(axis: Any, dots: Sequence[tuple[float, float]]) -> None:
-    """A number beside every dot, on no other dot or number: the nearest free place around it, in points."""
-    scale = 72 / axis.figure.dpi
-    places = [np.array(axis.transData.transform(dot)) * scale for dot in dots]
-    taken = list(places)
-    for number, (dot, place) in enumerate(zip(dots, places, strict=True), 1):
-        offsets = [(r, a) for r in (10, 16, 23, 31, 40, 50) for a in np.linspace(0, 2 * np.pi, 16, endpoint=False)]
-        shifts = [np.array([r * np.cos(a), r * np.sin(a)]) for r, a in offsets]
-        free = (x for x in shifts if min(np.hypot(*(place + x - other)) for other in taken) >= 9)
+    """Number the dots; each number takes the nearest position (in points) that overlaps no dot and no number."""
+    positions = [np.array(axis.transData.transform(dot)) * (72 / axis.figure.dpi) for dot in dots]
+    taken = list(positions)
+    angles = np.linspace(0, 2 * np.pi, 16, endpoint=False)
+    shifts = [np.array([r * np.cos(a), r * np.sin(a)]) for r in (10, 16, 23, 31, 40, 50) for a in angles]
+    for number, (dot, position) in enumerate(zip(dots, positions, strict=True), 1):
+        free = (x for x in shifts if min(np.hypot(*(position + x - other)) for other in taken) >= 9)
         shift = next(free, shifts[0])
-        taken.append(place + shift)
+        taken.append(position + shift)
         line = {"arrowstyle": "-", "color": plotting.BLUE, "linewidth": 0.4, "shrinkA": 4, "shrinkB": 3}
         text = {"xytext": tuple(shift), "textcoords": "offset points", "ha": "center", "va": "center"}
         arrow = line if np.hypot(*shift) > 11 else None
@@ -103,17 +102,16 @@ def _draw_ceilings(axis: Any, report: Report, findings: Sequence[Finding]) -> No
     peaks = report.peaks
     bandwidth = next((name for name in BANDWIDTHS if name in peaks), None)
     read = peaks[bandwidth] if bandwidth else None
-    at = [finding.flops / finding.bytes_moved for finding in findings]
-    low, high = min(at) / 3, max(at) * 3
+    intensities = [finding.flops / finding.bytes_moved for finding in findings]
+    low, high = min(intensities) / 3, max(intensities) * 3
     for name, label in CEILINGS.items():
         if name in peaks:
             ridge = peaks[name] / read if read else low
             xs = [x for x in (low, ridge, high) if x >= low]
             axis.plot(xs, [min(peaks[name], x * (read or np.inf)) for x in xs], color=GREY, linewidth=1.1, zorder=0)
             label = f"{label} {format_amount(peaks[name], 'FLOP/s')}"
-            axis.annotate(
-                label, (max(ridge, low) * 1.2, peaks[name]), xytext=(0, 4), textcoords="offset points", **LABEL_STYLE
-            )
+            at = max(ridge, low) * 1.2, peaks[name]
+            axis.annotate(label, at, xytext=(0, 4), textcoords="offset points", **LABEL_STYLE)
     if bandwidth and read:
         label = f"{BANDWIDTHS[bandwidth]} {format_amount(read, 'B/s')}"
         axis.annotate(label, (low * 1.6, low * read), **LABEL_STYLE)
@@ -131,16 +129,16 @@ LABEL_STYLE: dict[str, Any] = {"fontsize": 8, "color": GREY}
 
 
 def _draw_shares(axis: Any, findings: Sequence[Finding]) -> None:
-    for place, finding in enumerate(findings):
+    for row, finding in enumerate(findings):
         for entry in finding.entries:
             share = finding.share(entry)
             if entry.name in PEER_STYLES and share:
-                _draw_dot(axis, share, place, entry, "sightline")
+                _draw_dot(axis, share, row, entry, "sightline")
         limits = [v.target.limit for v in finding.verdicts if v.target.measure == "share"]
         if limits:
-            axis.plot([limits[0]] * 2, [place - 0.36, place + 0.36], color="black", linewidth=1.4, zorder=4)
+            axis.plot([limits[0]] * 2, [row - 0.36, row + 0.36], color="black", linewidth=1.4, zorder=4)
     axis.set_xlim(0, 1.05)
-    axis.set_title("share of the peak; a bar where a target stands", loc="left", fontsize=9)
+    axis.set_title("share of the peak; bars are targets", loc="left", fontsize=9)
     _label_rows(axis, [f"{finding.name}  {number}" for number, finding in enumerate(findings, 1)])
     _add_legend(axis.figure, {entry.name: entry for finding in findings for entry in finding.entries if entry.seconds})
 
@@ -149,31 +147,31 @@ def _draw_shares(axis: Any, findings: Sequence[Finding]) -> None:
 
 
 def ratios(report: Report) -> Any:
-    """Every peer's time over ours, a row a problem; targets as bars in the peer's colour."""
+    """Draw every peer's time over Sightline's, one row per problem; a target is a bar in the peer's colour."""
     findings = _compared_findings(report)
     figure = plotting.new_figure(8.6, 1.5 + 0.3 * max(len(findings), 3))
     axis = figure.subplots()
     axis.axvline(1, color=plotting.BLUE, linewidth=1.2, zorder=1)
     values = [1.0]
-    for place, finding in enumerate(findings):
+    for row, finding in enumerate(findings):
         ours = finding.entry("sightline")
         assert ours is not None
         for entry in finding.entries[1:]:
             if entry.name in PEER_STYLES and entry.seconds:
                 values.append(ours.speedup_over(entry))
-                _draw_dot(axis, values[-1], place, entry)
+                _draw_dot(axis, values[-1], row, entry)
         for verdict in finding.verdicts:
             if verdict.target.measure == "faster" and verdict.target.implementation in PEER_STYLES:
                 colour = PEER_STYLES[verdict.target.implementation][0]
                 values.append(verdict.target.limit)
-                axis.plot([values[-1]] * 2, [place - 0.36, place + 0.36], color=colour, linewidth=2, zorder=2)
+                axis.plot([values[-1]] * 2, [row - 0.36, row + 0.36], color=colour, linewidth=2, zorder=2)
     axis.set_xscale("log")
     axis.set_xlim(min(values) / 1.3, max(values) * 1.3)
     _set_decade_ticks(axis.xaxis, lambda value: f"{value:g}×")
     axis.set_xlabel("time over Sightline's", fontsize=9)
     _label_rows(axis, [finding.name for finding in findings])
     _add_legend(figure, {entry.name: entry for finding in findings for entry in finding.entries[1:] if entry.seconds})
-    figure.suptitle("How many times as long the others take; bars are targets", fontsize=11)
+    figure.suptitle("Time of other libraries over Sightline's; bars are targets", fontsize=11)
     return figure
 
 
@@ -181,30 +179,30 @@ def ratios(report: Report) -> Any:
 
 
 def cost(finding: Finding) -> Any:
-    """Time and memory of a series, ours and the peers': by token against n, or against the share of pairs allowed."""
+    """Draw time and memory of a series: time per token against n, or per call against the share of allowed pairs."""
     figure = plotting.new_figure(9.2, 4.3)
     time, memory = figure.subplots(1, 2)
     names = {entry.name: entry for point in finding.points for entry in point.entries if entry.seconds}
-    of_token = finding.axis == "n"
+    by_length = finding.axis == "n"
     for name, entry in names.items():
-        _draw_line(time, finding, name, entry, lambda e, p: e.median / (p.n if of_token else 1) if e.seconds else None)
-        _draw_line(memory, finding, name, entry, _bytes_beyond)
-    _format_axes(time, finding, "time of a token" if of_token else "time of a call", format_duration, 10)
+        _draw_line(time, finding, name, entry, lambda e, p: e.median / (p.n if by_length else 1) if e.seconds else None)
+        _draw_line(memory, finding, name, entry, _extra_bytes)
+    _format_axes(time, finding, "time per token" if by_length else "time per call", format_duration, 10)
     _format_axes(memory, finding, "memory beyond inputs and outputs", lambda value: format_amount(value, "B"), 2)
-    figure.suptitle(f"Cost by {'length' if of_token else 'what the mask allows'}: {finding.description}", fontsize=10)
+    figure.suptitle(f"Cost by {'length' if by_length else 'allowed pairs'}: {finding.description}", fontsize=10)
     return figure
 
 
-def _bytes_beyond(entry: Entry, point: Point) -> float | None:
-    """At least a page, so that nothing has a place on a logarithmic axis."""
-    return None if entry.memory is None else max(entry.memory - point.outputs, 4096)
+def _extra_bytes(entry: Entry, point: Point) -> float | None:
+    """Return the bytes beyond inputs and outputs, at least a page, since a logarithmic axis has no 0."""
+    return None if entry.memory is None else max(entry.memory - point.outputs, PAGE)
 
 
 def _draw_line(
     axis: Any, finding: Finding, name: str, entry: Entry, of: Callable[[Entry, Point], float | None]
 ) -> None:
-    found = [(p.coordinate, of(e, p)) for p in finding.points for e in p.entries if e.name == name]
-    shown = [(x, y) for x, y in found if y is not None]
+    dots = [(p.coordinate, of(e, p)) for p in finding.points for e in p.entries if e.name == name]
+    shown = [(x, y) for x, y in dots if y is not None]
     if not shown:
         return
     colour, marker = PEER_STYLES.get(name, (GREY, "o"))
@@ -217,11 +215,11 @@ def _format_axes(axis: Any, finding: Finding, title: str, label: Callable[[float
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=base)
     low, high = axis.get_ylim()
-    if high / low < MIN_AXIS_RATIO:  # what is flat is to look flat
+    if high / low < MIN_AXIS_RATIO:  # so that constant values look constant
         middle = (low * high) ** 0.5
         axis.set_ylim(middle / MIN_AXIS_RATIO**0.5, middle * MIN_AXIS_RATIO**0.5)
     points = [point.coordinate for point in finding.points]
-    axis.set_xlim(points[0] / 1.2, points[-1] * max(points[-1] / points[0], 4) ** 0.38)  # room for names
+    axis.set_xlim(points[0] / 1.2, points[-1] * max(points[-1] / points[0], 4) ** 0.38)  # leaves space for labels
     named = [f"{at:,.0f}" if finding.axis == "n" else f"{at:.0%}" if at > 0.095 else f"{at:.1%}" for at in points]
     axis.set_xticks(points, named, rotation=30, ha="right")
     axis.minorticks_off()
@@ -236,11 +234,11 @@ def _format_axes(axis: Any, finding: Finding, title: str, label: Callable[[float
     plotting.hide_upper_spines(axis)
 
 
-# -- what they share -----------------------------------------------------------------------------------------------
+# -- parts of figures ----------------------------------------------------------------------------------------------
 
 
 def _set_decade_ticks(axis: Any, label: Callable[[float], str]) -> None:
-    """1, 2 and 5 of every decade, named."""
+    """Set labelled ticks at 1, 2 and 5 of every decade."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
@@ -248,11 +246,11 @@ def _set_decade_ticks(axis: Any, label: Callable[[float], str]) -> None:
     axis.set_major_formatter(lambda value, _: label(value))
 
 
-def _draw_dot(axis: Any, x: float, place: float, entry: Entry, first: str = "") -> None:
+def _draw_dot(axis: Any, x: float, row: float, entry: Entry, first: str = "") -> None:
     colour, marker = PEER_STYLES[entry.name]
     size, order = (7, 3) if entry.name == first else (5, 2)
-    face = "white" if entry.wrong else colour  # hollow: outside the budget of errors
-    axis.plot(x, place, marker, color=colour, markerfacecolor=face, markersize=size, zorder=order, alpha=0.9)
+    face = "white" if entry.wrong else colour  # hollow if the results exceed the rounding-error budget
+    axis.plot(x, row, marker, color=colour, markerfacecolor=face, markersize=size, zorder=order, alpha=0.9)
 
 
 def _label_rows(axis: Any, names: Iterable[str]) -> None:
@@ -269,17 +267,9 @@ def _label_rows(axis: Any, names: Iterable[str]) -> None:
 def _add_legend(figure: Any, entries: dict[str, Entry]) -> None:
     from matplotlib.lines import Line2D
 
-    handles = [
-        Line2D(
-            [],
-            [],
-            linestyle="",
-            color=PEER_STYLES[name][0],
-            marker=PEER_STYLES[name][1],
-            markersize=5,
-            label=entry.label,
-        )
-        for name, entry in entries.items()
-        if name in PEER_STYLES
-    ]
+    handles = []
+    for name in (name for name in entries if name in PEER_STYLES):
+        colour, marker = PEER_STYLES[name]
+        style: dict[str, Any] = {"linestyle": "", "color": colour, "marker": marker, "markersize": 5}
+        handles.append(Line2D([], [], label=entries[name].label, **style))
     figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=8, frameon=False)

@@ -1,6 +1,7 @@
-"""The first call of a new problem, in a process of its own: `python -m sightline.bench.first_call N D` prints seconds.
+"""Time the first call of a new problem in a fresh process: `python -m sightline.bench.first_call N D` prints seconds.
 
-What a process loads once (llvmlite, LLVM's targets) is loaded by a call of another problem before, and printed too.
+A call of another problem comes first, to load what a process loads once: llvmlite and LLVM's targets. The time of that
+call is printed too.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ import numpy as np
 
 __all__ = ["measure_seconds"]
 
-CACHE_VARIABLE = "SIGHTLINE_CACHE"  # "off", or a folder where compiled kernels are kept
+CACHE_VARIABLE = "SIGHTLINE_CACHE"  # "off", or the folder of compiled kernels
 
 
 def measure_seconds(n: int, d: int, processes: int) -> dict[str, list[float]]:
-    """Seconds of the first call by how it came to its kernel, one number for every fresh process.
+    """Return seconds of first calls, with one number for every fresh process.
 
     Returns
     -------
     dict
-        "compiled": with the disk cache off. "from disk": with a cache that holds it. "first of all": the process's very
-        first call, of another problem, with the cache off.
+        "compiled": the disk cache is off. "from disk": the disk cache has the kernel. "first of all": the process's
+        very first call, of another problem, with the disk cache off.
     """
     found: dict[str, list[float]] = {"compiled": [], "from disk": [], "first of all": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +50,7 @@ def _run_process(n: int, d: int, cache: str) -> tuple[float, float]:
 
 
 def main(n: int, d: int) -> None:
-    """Print [seconds of the first call of all, seconds of the first call of the new problem]."""
+    """Print JSON: [seconds of the process's very first call, seconds of the first call of the new problem]."""
     import sightline
     from sightline import i, j
 

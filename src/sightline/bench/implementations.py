@@ -1,4 +1,4 @@
-"""What takes part in a race: the protocol, and our own entries. Peers are in `peers`."""
+"""The interface of contenders, and the variants of Sightline. Other libraries are in `peers`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,35 +23,34 @@ from .workloads import SEED, Inputs, ToTable, Workload
 __all__ = [
     "VARIANTS",
     "Implementation",
-    "Numpy",
-    "OneThread",
     "PreparedCall",
     "Sightline",
-    "WithoutDropout",
     "WithoutStatistics",
     "name_results",
     "prepare_with_autograd",
+    "set_threads",
     "to_tensor",
     "to_tensor_on",
+    "usable_processors",
 ]
 
-# by name: output, query, key, value, bias; float32 NumPy, heads before positions; a tuple of such for each statistic
+# float32 NumPy arrays by name: "output", and the gradients "query", "key", "value", "bias", heads before positions;
+# by the repr of a statistic the tuple of its arrays
 Results = dict[str, Any]
 
 
 @dataclass
 class PreparedCall:
-    """A contender with its arrays in hand.
+    """A contender that is ready to be called on its arrays.
 
     Parameters
     ----------
-    call : what is timed, of what `setup` gave
-    results : from what `call` gave to arrays by name, not timed: "output", and "query", "key", "value", "bias" for
-        their gradients
-    setup : run before every call, not timed: the forward pass where the backward pass is timed
-    threads : torch's setting while it runs
-    close : gives back what it holds
-    set_d_output : puts another array in d_output's place, where a backward pass is timed and it can
+    call : the timed function of the result of `setup`
+    results : converts the result of `call` to `Results`; not timed
+    setup : run before every call, not timed; when the backward pass is timed, the forward pass
+    threads : number of threads that torch uses during the call
+    close : releases the contender's memory
+    set_d_output : replaces d_output; None in forward passes and for contenders that cannot
     """
 
     call: Callable[[Any], Any]
@@ -62,71 +62,71 @@ class PreparedCall:
 
 
 class Implementation(ABC):
-    """One way to compute a race: a small class and a line in `peers.PEERS` or `VARIANTS`."""
+    """A contender: a small class with an entry in `peers.PEERS` or `VARIANTS`."""
 
     name: str
     label: str
-    packages: tuple[str, ...] = ()  # that must be there to import
-    pip: str = ""  # what brings them
-    note: str = ""  # what else is worth knowing of what is timed
-    has_arena: bool = False  # keeps memory of its own between calls, so that a call's peak cannot be seen from outside
-    device: str = "cpu"  # torch's name of where its tensors are
+    packages: tuple[str, ...] = ()  # modules that must be installed
+    pip: str = ""  # what pip installs for them
+    note: str = ""  # remark on what is timed
+    has_arena: bool = False  # reuses memory between calls, so that the peak of a call cannot be measured
+    device: str = "cpu"  # torch's name of the device of the tensors
 
     def skip_reason(self) -> str | None:
-        """Why it cannot take part here, whatever the race."""
+        """Return why the contender cannot run here at all, or None."""
         missing = [package for package in self.packages if find_spec(package) is None]
         return f"not installed: pip install {self.pip}" if missing else None
 
     @abstractmethod
     def refuses(self, workload: Workload) -> str | None:
-        """Why it cannot take part in this race."""
+        """Return why the contender cannot run this workload, or None."""
 
     def reference_workload(self, workload: Workload) -> Workload | None:
-        """The race whose definition its answer must agree with; None where it draws what no one else can know."""
+        """Return the workload to check the output against; None if the output depends on the peer's random numbers."""
         return workload
 
     @abstractmethod
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
-        """Everything that is done once: conversion, compilation, layout."""
+        """Do the work that is done once: conversion, compilation, layout."""
 
 
-# -- torch's ways, which ours share ---------------------------------------------------------------------------------
+# -- torch ----------------------------------------------------------------------------------------------------------
 
 
 def to_tensor(array: Any, dtype: str, device: str = "cpu") -> Any:
-    """A NumPy array as a tensor of that dtype."""
+    """Return a NumPy array as a tensor of that dtype."""
     import torch
 
     return torch.from_numpy(array).to(device, getattr(torch, dtype))
 
 
 def to_tensor_on(device: str) -> ToTable:
-    """Makes an array a tensor there, which formulas of torch's own language index."""
+    """Return a function that makes an array a tensor on the device, which FlexAttention's functions can index."""
     import torch
 
     return lambda array: torch.as_tensor(array, device=device)
 
 
 def to_float32(result: Any) -> Any:
-    """A tensor or array as float32 NumPy."""
+    """Return a tensor or array as a float32 NumPy array."""
     return np.asarray(to_numpy(result), np.float32)
 
 
-def name_results(workload: Workload, found: Any) -> Results:
-    """The answers of a forward pass: of its output, or (output, seen) where statistics are asked for."""
-    output, seen = found if workload.see else (found, ())
-    arrays = zip(workload.see, seen, strict=True)
+def name_results(workload: Workload, result: Any) -> Results:
+    """Return the results of a forward pass from its output, or from (output, statistics) if the workload has some."""
+    output, statistics = result if workload.see else (result, ())
     return {"output": to_float32(output)} | {
-        repr(statistic): tuple(to_float32(array) for array in arrays_of(answer)) for statistic, answer in arrays
+        repr(statistic): tuple(map(to_float32, arrays_of(arrays)))
+        for statistic, arrays in zip(workload.see, statistics, strict=True)
     }
 
 
 def prepare_with_autograd(
     workload: Workload, inputs: Inputs, forward: Callable[..., Any], threads: int, device: str = "cpu"
 ) -> PreparedCall:
-    """A function of tensors (query, key, value, bias or None), timed the way the race says.
+    """Prepare `forward`, a function of tensors (query, key, value, bias or None), for the passes of the workload.
 
-    "backward" is torch.autograd.grad of the output alone: the forward pass before it is not timed.
+    For "backward" only torch.autograd.grad is timed; the forward pass before it is not.
     """
     import torch
 
@@ -136,18 +136,17 @@ def prepare_with_autograd(
     leaves = {name: to_tensor(array, workload.dtype, device) for name, array in given.items()}
     arguments = [leaves["query"], leaves["key"], leaves["value"], leaves.get("bias")]
     if workload.passes == "forward":
-        return PreparedCall(lambda _: forward(*arguments), lambda found: name_results(workload, found), threads=threads)
+        return PreparedCall(lambda _: forward(*arguments), partial(name_results, workload), threads=threads)
     for leaf in leaves.values():
         leaf.requires_grad_()
-    seed = to_tensor(inputs.d_output, workload.dtype, device).clone()  # of its own: `set_d_output` writes there
+    seed = to_tensor(inputs.d_output, workload.dtype, device).clone()  # a copy, since `set_d_output` writes to it
 
     def gradients(output: Any) -> Any:
         return output.detach(), torch.autograd.grad(output, list(leaves.values()), seed)
 
-    def results(found: Any) -> Results:
-        return {"output": to_float32(found[0])} | {
-            name: to_float32(gradient) for name, gradient in zip(leaves, found[1], strict=True)
-        }
+    def results(result: Any) -> Results:
+        output, found = result
+        return {"output": to_float32(output)} | dict(zip(leaves, map(to_float32, found), strict=True))
 
     def set_d_output(array: Any) -> None:
         seed.copy_(to_tensor(array, workload.dtype))
@@ -157,20 +156,20 @@ def prepare_with_autograd(
     return PreparedCall(lambda _: gradients(forward(*arguments)), results, threads=threads, set_d_output=set_d_output)
 
 
-# -- ours -----------------------------------------------------------------------------------------------------------
+# -- Sightline ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Sightline(Implementation):
-    """`sightline.attention`, as a user calls it: on tensors where torch is installed, on NumPy arrays elsewhere."""
+    """`sightline.attention`, called as a user calls it: on tensors if torch is installed, else on NumPy arrays."""
 
     name: str = "sightline"
     label: str = "Sightline"
-    options: dict[str, Any] = field(default_factory=dict)  # to `attention`
+    options: dict[str, Any] = field(default_factory=dict)  # more arguments of `attention`
     device: str = "cpu"
 
     def refuses(self, workload: Workload) -> str | None:
-        """Backward passes without torch: NumPy has no gradients."""
+        """Backward passes without torch, since NumPy has no gradients."""
         if workload.passes != "forward" and find_spec("torch") is None:
             return "gradients need torch: pip install torch"
         return None
@@ -196,7 +195,7 @@ class Sightline(Implementation):
         return Table(to_tensor_on(self.device)(array))
 
     def prepare_on_numpy(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
-        """The forward pass on NumPy arrays."""
+        """Prepare the forward pass on NumPy arrays."""
         kind = resolve_dtype(np, workload.dtype)
         query, key, value = (x.astype(kind) for x in (inputs.query, inputs.key, inputs.value))
         score = inputs.score if workload.score is None else workload.score_formula
@@ -208,22 +207,19 @@ class Sightline(Implementation):
             "see": list(workload.see) or None,
         } | self.options
         if workload.formula is None and score is None and not (workload.dropout or workload.see):
-            options = {}  # as short as a user would write it, where a call is all overhead
-        return PreparedCall(
-            lambda _: attention(query, key, value, threads=threads, **options),
-            lambda found: name_results(workload, found),
-            threads=threads,
-        )
+            options = {}  # the call as a user writes it: for tiny problems the arguments cost time
+        call = partial(attention, query, key, value, threads=threads, **options)
+        return PreparedCall(lambda _: call(), partial(name_results, workload), threads=threads)
 
 
 class Numpy(Sightline):
-    """The same on NumPy arrays."""
+    """Sightline on NumPy arrays."""
 
     def __init__(self) -> None:
         super().__init__("numpy", "Sightline on NumPy")
 
     def refuses(self, workload: Workload) -> str | None:
-        """Gradients."""
+        """Backward passes."""
         return None if workload.passes == "forward" else "NumPy has no gradients"
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
@@ -231,7 +227,7 @@ class Numpy(Sightline):
 
 
 class OneThread(Sightline):
-    """The same on one thread."""
+    """Sightline on one thread."""
 
     def __init__(self) -> None:
         super().__init__("one thread", "one thread")
@@ -241,24 +237,24 @@ class OneThread(Sightline):
 
 
 class WithoutDropout(Sightline):
-    """The same with every weight kept."""
+    """Sightline on the same workload without dropout."""
 
     def __init__(self) -> None:
         super().__init__("without dropout", "without dropout", {"dropout": 0.0, "seed": None})
 
     def reference_workload(self, workload: Workload) -> Workload:
-        """The same without dropout."""
+        """Return the workload without dropout."""
         return replace(workload, dropout=0.0)
 
 
 class WithoutStatistics(Sightline):
-    """The same with nothing seen."""
+    """Sightline on the same workload without statistics."""
 
     def __init__(self, options: dict[str, Any] | None = None, device: str = "cpu") -> None:
         super().__init__("without statistics", "without statistics", options or {}, device)
 
     def reference_workload(self, workload: Workload) -> Workload:
-        """The same without statistics."""
+        """Return the workload without statistics."""
         return replace(workload, see=())
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
@@ -266,17 +262,17 @@ class WithoutStatistics(Sightline):
 
 
 VARIANTS: dict[str, Sightline] = {
-    own.name: own for own in (Sightline(), Numpy(), OneThread(), WithoutDropout(), WithoutStatistics())
+    variant.name: variant for variant in (Sightline(), Numpy(), OneThread(), WithoutDropout(), WithoutStatistics())
 }
 
 
 def set_threads(threads: int) -> None:
-    """torch's setting, where torch is loaded; every other library was told when its contender was prepared."""
+    """Set torch's number of threads if torch is loaded; other libraries get theirs in `Implementation.prepare`."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
 
 
 def usable_processors() -> int:
-    """Processors this process may run on."""
+    """Return the number of processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

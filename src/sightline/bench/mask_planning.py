@@ -1,4 +1,4 @@
-"""How long the host takes for a mask it has not met: the runs of its tiles found, and laid on the device."""
+"""Time the host's work for a new mask: finding the tile ranges and copying the schedule to the device."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 __all__ = ["measure_seconds"]
 
-TILE = (128, 128)  # queries and keys: the forward kernel's on Hopper
+TILE = (128, 128)  # queries and keys in a tile of the forward kernel on Hopper
 
 
 def measure_seconds(benchmark: Planning, device: Device, times: int) -> dict[str, list[float]]:
-    """Seconds by what was asked, one number for every mask; each is another width, so that none was seen before.
+    """Return {"new mask": seconds}, with one number for each of `times` masks.
 
-    The problem is posed, its formula's reads are looked at, and its schedule found and sent; a first one, by which the
-    device and Python warm up, counts for nothing.
+    Every mask has another width, so that no result is in a cache. The timed work is to make the problem, to compute its
+    schedule and to copy the schedule to the device. One more mask comes first as a warm-up and is not counted.
 
     Raises
     ------
     ValueError
-        A schedule has other tiles than the mask; nothing of it is reported.
+        The number of tiles in a schedule differs from the number of tiles of the mask.
     """
     import torch
 
-    from ..gpu.launch.schedule import make_schedule  # which needs torch
+    from ..gpu.launch.schedule import make_schedule  # needs torch
 
     query = torch.empty((), dtype=torch.bfloat16, device=device.device).expand(1, benchmark.H, benchmark.n, 1)
     seconds = []
@@ -49,11 +49,11 @@ def measure_seconds(benchmark: Planning, device: Device, times: int) -> dict[str
 
 
 def _check_tile_count(schedule_arrays: Any, tiles: dict[str, int]) -> None:
-    """Raise unless the runs laid out have as many tiles, full and partial, as the mask; no head is unlike another."""
+    """Raise ValueError unless the schedule has as many full and partial tiles as the mask; all heads are alike."""
     rows, pairs = (
         part.cpu().numpy().reshape(-1, width) for part, width in zip(schedule_arrays[:2], (3, 2), strict=True)
     )
-    tiles_before = np.concatenate([[0], (pairs[:, 1] - pairs[:, 0]).cumsum()])  # tiles before each run
+    tiles_before = np.concatenate([[0], (pairs[:, 1] - pairs[:, 0]).cumsum()])  # tiles before each range
     scheduled = int((tiles_before[rows[:, 2]] - tiles_before[rows[:, 0]]).sum())
     expected = tiles["full"] + tiles["partial"]
     if expected % scheduled:

@@ -1,7 +1,7 @@
-"""The most memory a call holds at once, as the kernel of Linux counts it: pages that are really there.
+"""Peak memory of a call, from the peak resident set size that Linux counts.
 
-Freed memory that the allocator kept is given back first, the high-water mark is set to the present, and read again
-after the call. That sees every library's memory, but not the reuse of an arena a library keeps for itself.
+Before the call, memory that the allocator has not returned is trimmed and the peak is reset; after the call the peak is
+read. The measurement includes the memory of every library, but not the reuse of an arena that a library owns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PEAK_OF_RESIDENT = "5"  # proc(5): reset the peak resident set size
 
 
 def can_measure() -> bool:
-    """Whether this system keeps and resets a high-water mark."""
+    """True if this system counts the peak resident set size and can reset it."""
     try:
         _reset_peak()
         _read_resident_bytes()
@@ -30,10 +30,10 @@ def can_measure() -> bool:
 
 
 def peak_memory(call: Callable[[Any], Any], setup: Callable[[], Any] = lambda: None) -> int | None:
-    """Bytes a call of what `setup` gives needs at most beyond what lies there before it, its result counted.
+    """Return the peak bytes of `call(setup())` beyond the memory in use before the call, including its result.
 
-    The least of a few tries, as long as they are short: pages of code that Linux had dropped and reads again only add.
-    None where it cannot be known.
+    The result is the minimum of up to `MAX_TRIES` tries within `MAX_SECONDS`, since pages of code that Linux loads
+    again only add to a try. None if the system cannot measure it.
     """
     if not can_measure():
         return None
@@ -58,12 +58,12 @@ def _measure_once(call: Callable[[Any], Any], state: Any) -> int:
 
 
 def _reset_peak() -> None:
-    with open(CLEAR_REFS, "w") as marks:
-        marks.write(PEAK_OF_RESIDENT)
+    with open(CLEAR_REFS, "w") as file:
+        file.write(PEAK_OF_RESIDENT)
 
 
 def _read_resident_bytes() -> dict[str, int]:
-    """VmRSS and VmHWM in bytes."""
+    """Return {"VmRSS": current, "VmHWM": peak} resident set sizes in bytes."""
     with open(STATUS) as lines:
         parts = [line.split() for line in lines if line.startswith(("VmRSS", "VmHWM"))]
     return {name.rstrip(":"): int(count) * 1024 for name, count, *_ in parts}

@@ -1,12 +1,13 @@
-"""What this machine can do at most, measured by kernels generated for it: the number every share is taken of.
+"""Peaks of this machine, measured with kernels generated for it; shares of the peak refer to these numbers.
 
-    float32, float64   independent chains of fused multiply-adds in registers, 2 FLOPs a lane
-    bfloat16           the same of AVX-512's dot product of pairs, 4 FLOPs a float32 lane; float32's where that is more,
-                       since a kernel may widen, and some processors have a quarter of the dot products a cycle
-    read               a buffer far larger than the caches, summed
+    float32, float64   independent chains of fused multiply-adds in registers, 2 FLOPs per lane
+    bfloat16           chains of AVX-512's dot product of pairs, 4 FLOPs per float32 lane; the float32 peak if that is
+                       higher, since a kernel may widen to float32 and some processors have a quarter of the dot
+                       products per cycle
+    read               the sum of a buffer far larger than the caches
 
-All on as many threads as the contenders get. A peak is the best of all tries of a run, since whatever disturbs a try
-only makes it slower.
+Every peak uses as many threads as the contenders. A peak is the best of all tries in a run, since a disturbance only
+makes a try slower.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from ..cpu.runtime import thread_team as team
 __all__ = ["UNITS", "Peaks", "has_bfloat16_dot"]
 
 TRIES = 7
-TRY_SECONDS = 0.03  # of one try: longer than threads take to wake, shorter than a scheduler's patience
+TRY_SECONDS = 0.03  # length of a try: longer than threads take to wake, shorter than a scheduler's time slice
 BUFFER_BYTES = 1 << 28  # bytes summed: 256 MiB, several times the caches of a processor
-PIECE_BYTES = 1 << 20  # bytes a thread takes at a time
+PIECE_BYTES = 1 << 20  # bytes that a thread takes at a time
 UNROLL = 4
 DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 UNITS = {"float32": "FLOP/s", "float64": "FLOP/s", "bfloat16": "FLOP/s", "read": "B/s"}
-UNITS |= {"matmul": "FLOP/s", "copy": "B/s"}  # of a GPU: `cuda`
+UNITS |= {"matmul": "FLOP/s", "copy": "B/s"}  # peaks of a GPU, see `cuda`
 
 
 @dataclass
 class Peaks:
-    """Peaks of this machine on a number of threads; an entry is measured when first asked for."""
+    """Peaks of this machine with a number of threads; each is measured at the first `measure` call for it."""
 
     threads: int = 1
     best: dict[str, float] = field(default_factory=dict)  # in `UNITS`
@@ -42,38 +43,38 @@ class Peaks:
     names: ClassVar[tuple[str, ...]] = ("float32", "float64", "bfloat16", "read")
 
     def measured_name(self, name: str) -> str:
-        """The peak that stands for a name: 16-bit formats without a dot product of their own are widened to float32."""
+        """Return the peak to measure for a name: a 16-bit format without its own dot product is widened to float32."""
         return "float32" if name == "float16" or (name == "bfloat16" and not has_bfloat16_dot()) else name
 
     def measure(self, name: str, tries: int = TRIES) -> float:
-        """The best so far, after that many more tries."""
+        """Run `tries` more tries and return the best rate so far."""
         name = self.measured_name(name)
         if name not in self._tries:
             self._tries[name] = self._prepare_try(name)
-        found = max(self._tries[name]() for _ in range(tries))
+        rate = max(self._tries[name]() for _ in range(tries))
         if name == "bfloat16":
-            found = max(found, self.measure("float32", tries))
-        self.best[name] = max(found, self.best.get(name, 0.0))
+            rate = max(rate, self.measure("float32", tries))
+        self.best[name] = max(rate, self.best.get(name, 0.0))
         return self.best[name]
 
     def _prepare_try(self, name: str) -> Callable[[], float]:
-        """One try, ready to be made."""
+        """Return a function that makes one try and returns its rate."""
         return _bandwidth_try(self.threads) if name == "read" else _flops_try(name, self.threads)
 
 
 def has_bfloat16_dot() -> bool:
-    """Whether the processor has AVX-512's dot product of bfloat16 pairs."""
+    """True if the processor has AVX-512's dot product of bfloat16 pairs."""
     import llvmlite.binding as llvm
 
     return bool(llvm.get_host_cpu_features().get("avx512bf16"))
 
 
 def _flops_try(name: str, threads: int) -> Callable[[], float]:
-    """One try of a loop of independent instructions: FLOP/s."""
+    """Return a try of a loop of independent instructions; its rate is in FLOP/s."""
     from ..cpu.runtime.compile import compile_module
     from ..cpu.runtime.machine import host
 
-    chains = host().vector_registers - 4  # two operands and some room
+    chains = host().vector_registers - 4  # leaves registers for operands
     if name == "bfloat16":
         module, lanes, flops = _dot_product_loop(chains), 16, 4
     else:
@@ -95,7 +96,7 @@ def _flops_try(name: str, threads: int) -> Callable[[], float]:
 
 
 def _multiply_add_loop(name: str, chains: int, lanes: int) -> Any:
-    """for _ in range(words[0]): every chain = chain · x + x, so many times, x read from words[1]."""
+    """for _ in range(arguments[0]): each chain = chain · x + x, UNROLL times, with x loaded from arguments[1]."""
     from llvmlite import ir
 
     from ..cpu.codegen.builder import DOUBLE, FLOAT, INT64, POINTER, Builder, Variable, vector
@@ -118,7 +119,7 @@ def _multiply_add_loop(name: str, chains: int, lanes: int) -> Any:
 
 
 def _dot_product_loop(chains: int) -> str:
-    """The same loop of dot products, as LLVM's text: llvmlite has no type for bfloat."""
+    """Return the same loop with dot products as LLVM text, since llvmlite has no bfloat type."""
     rows, names = [], [f"%s{k}" for k in range(chains)]
     for step in range(UNROLL):
         for name in names:
@@ -136,11 +137,11 @@ def _dot_product_loop(chains: int) -> str:
     return "\n".join(
         [
             f"declare <16 x float> @{DOT}(<16 x float>, <32 x bfloat>, <32 x bfloat>)",
-            "define void @peak(ptr %words) {",
+            "define void @peak(ptr %arguments) {",
             "entry:",
-            "  %count = load i64, ptr %words",
-            "  %places = getelementptr i8, ptr %words, i64 8",
-            "  %source = load ptr, ptr %places",
+            "  %count = load i64, ptr %arguments",
+            "  %source.address = getelementptr i8, ptr %arguments, i64 8",
+            "  %source = load ptr, ptr %source.address",
             "  %x = load <32 x bfloat>, ptr %source, align 1",
             "  br label %loop",
             "loop:",
@@ -152,8 +153,8 @@ def _dot_product_loop(chains: int) -> str:
             "  br i1 %more, label %loop, label %done",
             "done:",
             *totals,
-            "  %after = getelementptr i8, ptr %words, i64 16",
-            "  %sink = load ptr, ptr %after",
+            "  %sink.address = getelementptr i8, ptr %arguments, i64 16",
+            "  %sink = load ptr, ptr %sink.address",
             f"  store <16 x float> {total}, ptr %sink, align 1",
             "  ret void",
             "}",
@@ -162,7 +163,7 @@ def _dot_product_loop(chains: int) -> str:
 
 
 def _bandwidth_try(threads: int) -> Callable[[], float]:
-    """One try of summing the buffer, its pieces handed out by a counter: bytes/s."""
+    """Return a try of summing the buffer, whose pieces threads take from a counter; its rate is in bytes/s."""
     from ..cpu.runtime.compile import compile_module
     from ..cpu.runtime.machine import host
 
@@ -181,7 +182,7 @@ def _bandwidth_try(threads: int) -> Callable[[], float]:
 
 
 def _sum_loop(width: int) -> Any:
-    """while (k = counter++) < pieces: add up piece k, in as many sums as hide an addition's latency."""
+    """while (k = counter++) < pieces: sum piece k in 16 chains, which hide the latency of an addition."""
     from llvmlite import ir
 
     from ..cpu.codegen.builder import FLOAT, INT64, POINTER, Builder, Variable, vector

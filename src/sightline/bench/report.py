@@ -1,7 +1,7 @@
-"""What was found: times, ratios, verdicts; as JSON. `cli.bench` prints it, `pictures` draws it.
+"""The results of a run: times, ratios, verdicts, and their JSON file. `cli.bench_command` prints, `figures` draws them.
 
-Times are medians of rounds. A ratio of two contenders is the median of the ratios of each round, since what disturbs a
-round disturbs both.
+Times are medians over rounds. The ratio of two contenders is the median of their ratios in each round, since a
+disturbance of a round affects both contenders.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .. import __version__
 from .peaks import UNITS
 from .workloads import BEST, Target
 
-__all__ = ["Entry", "Finding", "Report", "Verdict", "format_amount", "format_duration"]
+__all__ = ["PAGE", "Entry", "Finding", "Point", "Report", "Verdict", "format_amount", "format_duration"]
 
 PAGE = 4096  # bytes
 LIBRARIES = ("numpy", "llvmlite", "torch", "triton", "onnxruntime", "openvino", "jax")
@@ -29,15 +29,15 @@ LIBRARIES = ("numpy", "llvmlite", "torch", "triton", "onnxruntime", "openvino", 
 
 @dataclass
 class Entry:
-    """A contender in a race. Seconds are of one call, one number a round."""
+    """The results of one contender on one workload."""
 
     name: str
     label: str
-    seconds: list[float] = field(default_factory=list)
-    first_seconds: float | None = None  # seconds of its first call, with whatever it compiles
-    memory: int | None = None  # bytes a call needs at most beyond what lay there before, its outputs counted
-    budget: float | None = None  # the share of its budget of rounding errors; None: not compared
-    skip_reason: str | None = None  # why it has no times
+    seconds: list[float] = field(default_factory=list)  # per call, one number per round
+    first_seconds: float | None = None  # of preparation and first call, including compilation
+    memory: int | None = None  # peak bytes of a call beyond the memory in use before it, including its outputs
+    budget: float | None = None  # share of the rounding-error budget that the results use; None if not checked
+    skip_reason: str | None = None  # why there are no times
     note: str = ""
 
     @property
@@ -49,13 +49,13 @@ class Entry:
         return self.budget is not None and not self.budget <= 1
 
     def speedup_over(self, other: Entry) -> float:
-        """The other's time over this one's: how many times as fast this one is."""
+        """Return the other contender's time over this contender's."""
         return statistics.median(y / x for x, y in zip(self.seconds, other.seconds, strict=True))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target with what was measured; None where nothing could be."""
+    """A target with the measured value, which is None if there is no measurement."""
 
     target: Target
     value: float | None
@@ -69,69 +69,68 @@ class Verdict:
 class Point:
     """One point of a series."""
 
-    coordinate: float  # n, or the share of pairs the mask allows
+    coordinate: float  # n, or the share of pairs that the mask allows
     n: int
-    outputs: int  # bytes a call must return
+    outputs: int  # bytes of the output and the statistics
     entries: list[Entry]
 
     @property
     def extra_bytes(self) -> int | None:
-        """Bytes our call holds at most beyond its inputs and outputs."""
+        """Peak bytes of Sightline's call beyond its inputs and outputs; None if unknown."""
         used = self.entries[0].memory
         return None if used is None else max(used - self.outputs, 0)
 
 
 @dataclass
 class Finding:
-    """What was found of one problem."""
+    """The results of one benchmark."""
 
     name: str
     description: str
-    entries: list[Entry] = field(default_factory=list)  # ours first
+    entries: list[Entry] = field(default_factory=list)  # Sightline's first
     points: list[Point] = field(default_factory=list)  # of a series
     verdicts: list[Verdict] = field(default_factory=list)
     flops: int = 0  # of one call
-    bytes_moved: int = 0
-    peak: str = ""  # the peak a share is taken of
+    bytes_moved: int = 0  # by one call
+    peak: str = ""  # name of the peak that a share refers to
     threads: int = 1
     axis: str = ""  # of a series
-    failed: str | None = None  # why nothing is reported: our answer is wrong, or there is none
-    wrong: bool = False
-    refused: bool = False  # there is none since something is missing here, which is no fault of ours
-    best: float | None = None  # the peak itself, FLOP/s or bytes/s, the best of the run
-    published: str = ""  # a figure to look at beside, and whose it is
-    peers: tuple[str, ...] = ()  # names of those that are not ours
+    failed: str | None = None  # why there are no times: Sightline's output is wrong or missing
+    wrong: bool = False  # Sightline's output is wrong
+    refused: bool = False  # the output is missing because this machine lacks something, which is not an error
+    best: float | None = None  # the peak, FLOP/s or bytes/s, best of the run
+    published: str = ""  # a published figure to print, with its source
+    peers: tuple[str, ...] = ()  # names of the contenders that are other libraries
 
     @property
     def unit(self) -> str:
-        """What work is counted in per second."""
+        """The unit of a rate: "FLOP/s" or "B/s"."""
         return UNITS.get(self.peak, "FLOP/s")
 
     @property
     def work(self) -> int:
-        """FLOPs, or bytes where moving them is the limit."""
+        """The FLOPs of a call, or its bytes if the peak is a bandwidth."""
         return self.bytes_moved if self.unit == "B/s" else self.flops
 
     def entry(self, name: str) -> Entry | None:
-        """The contender of that name, where it was timed."""
-        found = [entry for entry in self.entries if entry.name == name and entry.seconds]
-        return found[0] if found else None
+        """Return the entry of that name if it has times, else None."""
+        return next((entry for entry in self.entries if entry.name == name and entry.seconds), None)
 
     def target_entry(self, target: Target) -> Entry | None:
-        """The contender a target means, where it was timed; no peer that is wrong is the best."""
+        """Return the entry that a target names, if it has times; the best peer is the fastest with correct results."""
         if target.implementation != BEST:
             return self.entry(target.implementation)
         timed = [entry for entry in map(self.entry, self.peers) if entry is not None and not entry.wrong]
         return min(timed, key=lambda entry: entry.median, default=None)
 
     def share(self, entry: Entry) -> float | None:
-        """What the entry does in a second over the machine's peak."""
+        """Return the entry's rate over the machine's peak; None if a part of it is unknown."""
         if not (self.best and entry.seconds and self.work):
             return None
         return self.work / entry.median / self.best
 
     def evaluate(self, targets: Iterable[Target]) -> None:
-        """Measure the problem by its targets; shares need `best`."""
+        """Set `verdicts` by comparing the measurements with the targets; shares need `best`."""
         self.verdicts = [Verdict(target, None if self.failed else self._measure(target)) for target in targets]
 
     def _measure(self, target: Target) -> float | None:
@@ -151,33 +150,34 @@ class Finding:
         return ours.speedup_over(other)
 
     def _time_spread(self) -> float | None:
-        each = [point.entries[0].median / point.n for point in self.points if point.entries[0].seconds]
-        return max(each) / min(each) if len(each) > 1 else None
+        """Return the largest time per token over the smallest."""
+        times = [point.entries[0].median / point.n for point in self.points if point.entries[0].seconds]
+        return max(times) / min(times) if len(times) > 1 else None
 
     def _memory_growth(self) -> float | None:
-        """Memory beyond inputs and outputs, the last point's over the first's; less than a page counts as one."""
-        beyond = [point.extra_bytes for point in self.points]
-        if len(beyond) < 2 or beyond[0] is None or beyond[-1] is None:
+        """Return the extra bytes of the last point over those of the first; less than a page counts as a page."""
+        extra = [point.extra_bytes for point in self.points]
+        if len(extra) < 2 or extra[0] is None or extra[-1] is None:
             return None
-        return max(beyond[-1], PAGE) / max(beyond[0], PAGE)
+        return max(extra[-1], PAGE) / max(extra[0], PAGE)
 
 
 @dataclass
 class Report:
-    """A whole run."""
+    """The results of a whole run."""
 
     threads: int
-    seconds: float  # budget of a race
+    seconds: float  # timing budget of one problem
     quick: bool
     peaks: dict[str, float]
     findings: list[Finding] = field(default_factory=list)
-    device: str = ""  # in words
-    machine: dict[str, Any] = field(default_factory=dict)  # what else it is, as far as times depend on it
+    device: str = ""  # its description
+    machine: dict[str, Any] = field(default_factory=dict)  # further properties that times depend on
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
     def failed(self) -> bool:
-        """Whether ours was wrong, or failed, anywhere."""
+        """True if Sightline was wrong or raised an error in any benchmark."""
         return any(finding.failed and not finding.refused for finding in self.findings)
 
     @property
@@ -185,7 +185,7 @@ class Report:
         return [verdict for finding in self.findings for verdict in finding.verdicts]
 
     def save(self, path: str | Path) -> Path:
-        """Write all of it as JSON, every round's time, not only medians; at any time the file is whole or not there."""
+        """Write the report as JSON with the time of every round. The file is replaced atomically."""
         document = asdict(self)
         for finding, saved in zip(self.findings, document["findings"], strict=True):
             for verdict, row in zip(finding.verdicts, saved["verdicts"], strict=True):
@@ -203,18 +203,18 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the libraries, as far as times depend on them."""
-    found: dict[str, Any] = {"processors": os.cpu_count(), "machine": platform.machine(), "sightline": __version__}
+    """Return the properties of the machine and the versions of the libraries that times depend on."""
+    properties: dict[str, Any] = {"processors": os.cpu_count(), "machine": platform.machine(), "sightline": __version__}
     for name in LIBRARIES:
         try:
-            found[name] = version(name)
+            properties[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            properties[name] = None
+    return properties
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in the unit that suits them, three digits."""
+    """Return seconds with three digits in s, ms, µs or ns."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)):
         if seconds >= size or unit == "ns":
             return f"{_three_digits(seconds / size)} {unit}"
@@ -222,7 +222,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_amount(value: float, unit: str) -> str:
-    """A number of FLOP/s, B/s or bytes with its prefix, three digits: powers of 1024 for bytes, 1000 else."""
+    """Return a number of FLOP/s, B/s or B with three digits and a prefix: powers of 1024 for B, else of 1000."""
     step, prefixes = (1024, ("", "Ki", "Mi", "Gi")) if unit == "B" else (1000, ("", "k", "M", "G", "T"))
     power = 0
     while abs(value) >= step and power < len(prefixes) - 1:

@@ -1,7 +1,8 @@
-"""Whether a statistic is right: against its definition in float64, within the budget of `sightline.testing`.
+"""Check statistics against their float64 definitions, within the rounding-error budget of `sightline.testing`.
 
-Statistics of queries are looked at in the rows `check.sample` draws, those of cells in some whole rows of cells, those
-of keys with all queries of the last head. The definitions here are written out anew, on whole matrices.
+Statistics per query are checked in the rows that `check.sample` draws, pooled statistics in some whole rows of cells,
+statistics per key with all queries of the last head. The definitions here use dense matrices and share no code with
+`sightline.statistics`.
 """
 
 from __future__ import annotations
@@ -13,21 +14,20 @@ from typing import Any
 import numpy as np
 
 from ..accuracy import LOOP_ORDERS, budget_used, dense_attention, summation_orders
-from ..formula.render_array import evaluate
 from ..problem import Problem
 from ..statistics import Pooled, Received, Statistic
-from .workloads import SEED, Workload
+from .workloads import SEED, Workload, evaluate_at
 
 __all__ = ["ExpectedStatistic", "SampledPositions", "WeightMatrix", "queries_to_check"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-LOG_STATISTICS = ("lse", "max_score")  # whose errors follow the size of the scores, not their own
+LOG_STATISTICS = ("lse", "max_score")  # their errors grow with the size of the scores, not with their own size
 
 
 @dataclass(frozen=True)
 class SampledPositions:
-    """Some heads, queries and keys of a race."""
+    """Some heads, queries (rows) and keys (columns) of a workload."""
 
     workload: Workload
     heads: Array
@@ -37,13 +37,13 @@ class SampledPositions:
 
 @dataclass(frozen=True)
 class WeightMatrix:
-    """Weights and scores at some places, (1, heads, rows, columns)."""
+    """Weights and scores at the sampled positions, (1, heads, rows, columns)."""
 
     at: SampledPositions
     weights: Array
     scores: Array  # −∞ where hidden
     lse: Array  # (1, heads, rows)
-    is_sequential: bool = False  # sums go term by term, as kernels sum, not pairwise
+    is_sequential: bool = False  # `sum` adds term by term, as kernels do, instead of pairwise
 
     def sum(self, array: Array, axis: int) -> Array:
         if not self.is_sequential:
@@ -53,33 +53,33 @@ class WeightMatrix:
 
 @dataclass(frozen=True)
 class ExpectedStatistic:
-    """What a statistic is at some places, and what the plain computation makes of it."""
+    """The true values of a statistic at the sampled positions, and the values of a plain computation."""
 
     statistic: Statistic
     at: SampledPositions
     values: Array
-    rough: Array  # (orders, ...)
-    lookup: Array | None  # scores or weights, where the statistic names keys
+    rough: Array  # (summation orders, ...)
+    lookup: Array | None  # scores or weights, if the statistic returns keys
 
     @classmethod
     def of(cls, statistic: Statistic, truth: WeightMatrix, problem: Problem) -> ExpectedStatistic:
-        """By the definition's matrix; `problem` is that of its places alone."""
+        """Return the values from the true matrix; `problem` is the sampled problem."""
         define, _ = DEFINITIONS[statistic.name]
         scores, rough = _accumulator_scores(problem, np.isneginf(truth.scores)), list[Array]()
-        for order in (
-            order for order in summation_orders(problem) if order not in LOOP_ORDERS
-        ):  # these would take minutes
+        for order in summation_orders(problem):
+            if order in LOOP_ORDERS:  # loops take minutes
+                continue
             _, lse, weights = dense_attention(problem, problem.accumulator, order)
             rough.append(define(statistic, WeightMatrix(truth.at, weights, scores, lse, order % 2 == 1)))
         lookup = {"max_score": truth.scores, "top_k": truth.weights}.get(statistic.name)
         return cls(statistic, truth.at, define(statistic, truth), np.stack(rough), lookup)
 
     def share(self, found: Sequence[Array]) -> float:
-        """The largest share of its budget that any of the statistic's arrays, those of the whole race, uses."""
+        """Return the largest budget share of the statistic's arrays `found`, which are those of the whole workload."""
         _, select = DEFINITIONS[self.statistic.name]
         values, *where = (select(array, self.statistic, self.at) for array in found)
-        judged = [values, *(self._at(keys) for keys in where)]
-        return max(self._share(one.astype(self.rough.dtype)) for one in judged)
+        compared = [values, *(self._look_up(keys) for keys in where)]
+        return max(self._share(array.astype(self.rough.dtype)) for array in compared)
 
     def _share(self, found: Array) -> float:
         if self.statistic.name in LOG_STATISTICS:
@@ -88,18 +88,21 @@ class ExpectedStatistic:
             )
         return budget_used(found, self.values, self.rough)
 
-    def _at(self, where: Array) -> Array:
-        """What stands at these keys, which must be the largest too; NaN where a key is none of those seen."""
+    def _look_up(self, where: Array) -> Array:
+        """Return the true scores or weights of the keys in `where`; NaN for a key that is not in the sample."""
         assert self.lookup is not None
-        columns, nothing = self.at.columns, -np.inf if self.statistic.name == "max_score" else 0.0
+        columns, missing = self.at.columns, -np.inf if self.statistic.name == "max_score" else 0.0
         keys = where.astype(np.int64).reshape(*self.lookup.shape[:-1], -1)
-        place = np.minimum(np.searchsorted(columns, keys), columns.size - 1)
-        there = np.where(columns[place] == keys, np.take_along_axis(self.lookup, place, axis=-1), np.nan)
-        return np.where(keys == -1, nothing, there).reshape(where.shape)
+        index = np.minimum(np.searchsorted(columns, keys), columns.size - 1)
+        values = np.where(columns[index] == keys, np.take_along_axis(self.lookup, index, axis=-1), np.nan)
+        return np.where(keys == -1, missing, values).reshape(where.shape)
 
 
 def queries_to_check(statistic: Statistic, workload: Workload, rows: int) -> Array | None:
-    """The queries a statistic must be looked at by: all for those of keys, about so many in whole cells; else None."""
+    """Return the queries needed to check a statistic, or None for random ones.
+
+    A statistic per key needs all queries; a pooled statistic about `rows` queries in whole rows of cells.
+    """
     if isinstance(statistic, Received):
         return np.arange(workload.n)
     if not isinstance(statistic, Pooled):
@@ -111,14 +114,14 @@ def queries_to_check(statistic: Statistic, workload: Workload, rows: int) -> Arr
 
 
 def _accumulator_scores(problem: Problem, hidden: Array) -> Array:
-    """The scores in the accumulator's dtype."""
+    """Return the scaled scores in the accumulator's dtype, −∞ where `hidden`."""
     query, key = (np.asarray(x, problem.accumulator) for x in (problem.query, problem.key))
     products = query @ np.repeat(key, problem.group, axis=-3).swapaxes(-1, -2)
     return np.where(hidden, -np.inf, products * products.dtype.type(problem.scale))
 
 
 def _edges(length: int, cells: int) -> Array:
-    """Where cells begin, and the length."""
+    """Return the first position of every cell, followed by the length."""
     return np.arange(cells + 1) * length // cells
 
 
@@ -131,16 +134,14 @@ def _entropy(_: Statistic, of: WeightMatrix) -> Array:
 
 
 def _mass(statistic: Any, of: WeightMatrix) -> Array:
-    at = of.at
-    symbols: dict[str, Any] = {"b": np.asarray(0), "h": at.heads[:, None, None], "i": at.rows[:, None], "j": at.columns}
-    symbols |= {"n": at.workload.n, "m": at.workload.m}
-    counted = evaluate(statistic.mask, symbols, xp=np, float_dtype=np.dtype("float64"), like=at.rows)
+    heads, rows, size = of.at.heads[:, None, None], of.at.rows[:, None], (of.at.workload.n, of.at.workload.m)
+    counted = evaluate_at(statistic.mask, *size, b=0, h=heads, i=rows, j=of.at.columns)
     return of.sum(np.where(counted, of.weights, np.zeros_like(of.weights)), -1)
 
 
 def _top_k(statistic: Any, of: WeightMatrix) -> Array:
-    seen = np.where(np.isneginf(of.scores), np.zeros_like(of.weights), of.weights)
-    return -np.sort(-seen, axis=-1)[..., : statistic.k]
+    weights = np.where(np.isneginf(of.scores), np.zeros_like(of.weights), of.weights)
+    return -np.sort(-weights, axis=-1)[..., : statistic.k]
 
 
 def _received(statistic: Any, of: WeightMatrix) -> Array:
@@ -151,7 +152,7 @@ def _received(statistic: Any, of: WeightMatrix) -> Array:
 
 
 def _cell_rows(statistic: Any, at: SampledPositions) -> Array:
-    """Which row of cells each query lies in."""
+    """Return the index of each query's row of cells."""
     return np.searchsorted(_edges(at.workload.n, statistic.down)[1:], at.rows, side="right")
 
 
@@ -159,10 +160,10 @@ def _pooled(statistic: Any, of: WeightMatrix) -> Array:
     edges = _edges(of.at.workload.m, statistic.across)
     columns = np.searchsorted(edges[1:], of.at.columns, side="right")
     _, rows, heights = np.unique(_cell_rows(statistic, of.at), return_inverse=True, return_counts=True)
-    found = np.zeros((*of.weights.shape[:2], heights.size, statistic.across), of.weights.dtype)
-    join: Any = np.maximum if statistic.how == "max" else np.add
-    join.at(found, (slice(None), slice(None), rows[:, None], columns), of.weights)
-    return found if statistic.how == "max" else found / np.outer(heights, np.diff(edges)).astype(found.dtype)
+    cells = np.zeros((*of.weights.shape[:2], heights.size, statistic.across), of.weights.dtype)
+    reduce: Any = np.maximum if statistic.how == "max" else np.add
+    reduce.at(cells, (slice(None), slice(None), rows[:, None], columns), of.weights)
+    return cells if statistic.how == "max" else cells / np.outer(heights, np.diff(edges)).astype(cells.dtype)
 
 
 def _by_query(array: Array, _: Statistic, at: SampledPositions) -> Array:
@@ -186,4 +187,4 @@ DEFINITIONS: dict[str, tuple[Callable[[Any, WeightMatrix], Array], Callable[[Arr
     "received": (_received, _by_key),
     "pooled": (_pooled, _by_cell),
 }
-"""By a statistic's name: its definition, and the part of its arrays that stands at some places."""
+"""By a statistic's name: its definition, and a function that selects the sampled positions from its arrays."""
