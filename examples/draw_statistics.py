@@ -1,8 +1,9 @@
-"""The pictures of docs/looking-inside.md: one for each statistic, drawn from activations of a trained encoder.
+"""Draw the pictures of docs/looking-inside.md: one per statistic, from activations of a trained encoder.
 
     python examples/draw_statistics.py [--folder docs/looking-inside]
 
-The numbers are shipped with the library: a paragraph of 135 tokens and two sentences, in layer 3 of all-MiniLM-L6-v2.
+The activations are shipped with the library: layer 3 of all-MiniLM-L6-v2, on a paragraph of 135 tokens and on two
+sentences.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from sightline import i, j
 from sightline.view import arcs, heatmap, plotting, received_by_key, tile_map
 
 FOLDER = Path(__file__).parents[1] / "docs" / "looking-inside"
-LAYER, LOCAL_HEAD, SHARP_HEAD = 3, 8, 1  # heads: one that looks nearby, and one that is sharp
+LAYER, LOCAL_HEAD, SHARP_HEAD = 3, 8, 1  # a head that attends to near tokens, and a head of low entropy
 DPI = 100
 
 
 def see_layer(name: str, see: list[Any], **options: Any) -> tuple[Any, ...]:
-    """What is seen of one layer of a shipped text."""
+    """Return the statistics of layer `LAYER` on a shipped text."""
     layer = sightline.data.load(name).layers[LAYER]
     _, seen = sightline.attention(layer.query, layer.key, layer.value, see=see, **options)
     return seen
 
 
 def by_query(values: Any, label: str) -> Any:
-    """A map of numbers (H, n): a row for each head, a column for each query."""
+    """Draw an array (H, n) as a map with a row per head and a column per query."""
     figure = plotting.new_figure(8, 2.2)
     axis = figure.add_subplot()
     image = axis.imshow(values, cmap=plotting.COLOUR_MAP, aspect="auto", interpolation="nearest")
@@ -43,7 +44,7 @@ def by_query(values: Any, label: str) -> Any:
 
 
 def query_figures() -> dict[str, Any]:
-    """Statistics with a number for every query, on the paragraph."""
+    """Draw the statistics that have a number per query, on the paragraph."""
     positions = np.arange(135, dtype=np.float32)[:, None]
     statistics = [sightline.lse(), sightline.max_score(), sightline.entropy(), sightline.mass(abs(i - j) <= 2)]
     lse, largest, entropy, near, mean = see_layer("minilm_moby", [*statistics, sightline.weighted_sum(positions)])
@@ -57,7 +58,7 @@ def query_figures() -> dict[str, Any]:
 
 
 def sentence_figures() -> dict[str, Any]:
-    """Statistics of one head, or of all, on a sentence whose tokens can be read; the other one has padding."""
+    """Draw statistics of the longer sentence with its tokens, and the scores of the shorter, which has padding."""
     cat = sightline.data.load("minilm_cat")
     mask, tokens = sightline.padding(cat.lengths), cat.tokens
     statistics = [sightline.top_k(3), sightline.received(), sightline.weights(), sightline.scores()]
@@ -71,7 +72,7 @@ def sentence_figures() -> dict[str, Any]:
 
 
 def scores_map(scores: Any, tokens: Any) -> Any:
-    """A map of one head's scores; hidden pairs, −∞, are grey."""
+    """Draw a map of one head's scores; hidden pairs, whose scores are −∞, are grey."""
     from matplotlib import colormaps
 
     figure = plotting.new_figure(6, 5)
@@ -87,7 +88,7 @@ def scores_map(scores: Any, tokens: Any) -> Any:
 
 
 def grid_figures() -> dict[str, Any]:
-    """The matrix by cells, and by the tiles that kernels go through."""
+    """Draw pooled weights, and the tiles of a mask."""
     (pooled,) = see_layer("minilm_moby", [sightline.pooled(27, 27)])
     return {
         "pooled": heatmap(pooled[0, LOCAL_HEAD], shape=(135, 135)).figure,
@@ -96,7 +97,7 @@ def grid_figures() -> dict[str, Any]:
 
 
 def main(folder: Path = FOLDER) -> list[Path]:
-    """Draw them all."""
+    """Draw all pictures to the folder and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, figure in (query_figures() | sentence_figures() | grid_figures()).items():

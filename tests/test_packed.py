@@ -131,11 +131,7 @@ def test_planning_cost_follows_the_allowed_tiles(mask, monkeypatch):
 
 # -- results -----------------------------------------------------------------------------------------------------------
 
-OPTIONS = {
-    "plain": {},
-    "soft cap": {"score": sightline.softcap(3.0)},
-    "sinks": {"sinks": np.linspace(-1, 1, 4)},
-}
+OPTIONS = {"plain": {}, "soft cap": {"score": sightline.softcap(3.0)}, "sinks": {"sinks": np.linspace(-1, 1, 4)}}
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -163,12 +163,7 @@ REFUSED = {
     "a table of huge unsigned": (lambda: table(np.ones(3, np.uint64)), DtypeError, "uint64", "signed"),
     "a table unread": (lambda: s + table(np.ones(3)), FormulaError, "without indices", "table(array)[h, i - j]"),
     "a loop over a table": (lambda: list(table(np.ones(3))), FormulaError, "a loop over table(3 float64)"),
-    "a table elsewhere": (
-        lambda: tensors(score=s + table(META[0, 0, 0])[h]),
-        DeviceError,
-        "on meta",
-        "query on cpu",
-    ),
+    "a table elsewhere": (lambda: tensors(score=s + table(META[0, 0, 0])[h]), DeviceError, "on meta", "query on cpu"),
     "a table for meta": (lambda: make(META, META, META, mask=np.ones((4, 4), bool)), DeviceError, "meta", "numbers"),
     # scores
     "a condition as score": (lambda: make(score=i >= j), MaskError, "a condition", "mask="),
