@@ -129,11 +129,11 @@ def test_large_calls_and_threads(rng, threads, convert, monkeypatch):
 def test_cached_calls_read_the_arrays_of_the_call(rng):
     q, k, v = arrays(rng)
     sightline.attention(q, k, v)
-    kept = sightline.attention(q, k, v)
-    copy = kept.copy()
+    result = sightline.attention(q, k, v)
+    copy = result.copy()
     v[...] = 1
     np.testing.assert_allclose(sightline.attention(q, k, v), 1, rtol=np.finfo(np.float32).eps)
-    np.testing.assert_array_equal(kept, copy)  # results do not share memory
+    np.testing.assert_array_equal(result, copy)  # results do not share memory
 
 
 def test_many_threads_at_once(rng):
@@ -158,7 +158,7 @@ def test_the_cache_has_a_limited_size(rng, monkeypatch):
     sightline.attention(q, k, v, mask=i - j < 1)  # used again: the second is now the oldest
     sightline.attention(q, k, v, mask=i - j < 4)
     left = {call_cache.formula_tokens(i - j < width) for width in (3, 1, 4)}
-    assert {asked[1] for asked in call_cache.bound_calls()} == left
+    assert {key[1] for key in call_cache.bound_calls()} == left
 
 
 def test_cached_calls_do_not_keep_arrays_alive(rng):
@@ -170,11 +170,11 @@ def test_cached_calls_do_not_keep_arrays_alive(rng):
     assert [ref() for ref in watched] == [None] * 3
 
 
-# -- what tells calls apart ----------------------------------------------------------------------------------------
+# -- keys --------------------------------------------------------------------------------------------------------
 
 
 X = np.random.default_rng(7).normal(size=(2, 2, 6, 6)).astype(np.float32)
-APART = {  # two calls whose results differ and whose keys differ in one part
+DIFFERENT_CALLS = {  # two calls whose results differ and whose keys differ in one part
     "query's shape": ({"query": X}, {"query": X[:, :, :5]}),
     "query's strides": ({"query": X}, {"query": X.swapaxes(2, 3)}),
     "key's shape": ({"key": X[:, :, :5], "value": X[:, :, :5]}, {}),
@@ -203,7 +203,7 @@ APART = {  # two calls whose results differ and whose keys differ in one part
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize("case", APART)
+@pytest.mark.parametrize("case", DIFFERENT_CALLS)
 def test_keys_distinguish_calls(case, library):
     def given(changes):
         named_machine = {"query": X, "key": X[::-1].copy(), "value": np.roll(X, 1).copy()} | changes
@@ -211,7 +211,7 @@ def test_keys_distinguish_calls(case, library):
             named_machine = {k: to_torch(v) if isinstance(v, np.ndarray) else v for k, v in named_machine.items()}
         return named_machine
 
-    first, second = map(given, APART[case])
+    first, second = map(given, DIFFERENT_CALLS[case])
     call_cache.bound_calls().clear()
     expected = sightline.attention(**second)
     call_cache.bound_calls().clear()
@@ -235,8 +235,8 @@ def test_a_requested_kernel_runs(rng):
 def test_a_call_for_another_machine_is_a_miss(rng, monkeypatch):
     given = arrays(rng)
     sightline.attention(*given)
-    asked = call_cache.make_key(*given, None, None, None, None, 0.0, None, None, None, None)
-    assert call_cache.lookup(asked) is not None
+    key = call_cache.make_key(*given, None, None, None, None, 0.0, None, None, None, None)
+    assert call_cache.lookup(key) is not None
     monkeypatch.setenv("SIGHTLINE_CPU", "sse2")
     other = call_cache.make_key(*given, None, None, None, None, 0.0, None, None, None, None)
     assert call_cache.lookup(other) is None
@@ -320,7 +320,7 @@ PARTS = {  # the part of the key in which the calls of a case differ: in the lay
 }
 
 
-@pytest.mark.parametrize("case", APART)
+@pytest.mark.parametrize("case", DIFFERENT_CALLS)
 def test_every_part_of_the_key_is_needed(case):
     """Without its part of the key, the two calls of a case have equal keys."""
     base = {"query": X, "key": X[::-1].copy(), "value": np.roll(X, 1).copy(), "dropout": 0.0}
@@ -330,7 +330,7 @@ def test_every_part_of_the_key_is_needed(case):
         layouts, *others = call_cache.make_key(**(nothing | base | changes))
         return [*layouts, *others]
 
-    first, second = map(key, APART[case])
+    first, second = map(key, DIFFERENT_CALLS[case])
     assert [place for place, (x, y) in enumerate(zip(first, second, strict=True)) if x != y] == PARTS[case]
 
 
@@ -420,7 +420,7 @@ def test_transforms_and_modes(rng):
     with forward_ad.dual_level():
         note(forward_ad.make_dual(q, k))
     torch.jit.trace(note, q)
-    assert [asked is None for asked in keys[:5]] == [False, True, True, True, True]
+    assert [key is None for key in keys[:5]] == [False, True, True, True, True]
     assert keys[5] is None
 
     with FakeTensorMode() as mode:

@@ -130,9 +130,9 @@ def test_no_byte_outside_an_array_is_read_or_written(kernel, dtype, framework, g
     @settings(max_examples=GUARDED.get(kernel.name, 8))
     @given(cases(**options))
     def conforms(case):
-        held = [with_guards(x) for x in case.arrays]
-        check(kernel, Case(*(array for array, _ in held), case.options))
-        for _, unharmed in held:
+        guarded = [with_guards(x) for x in case.arrays]
+        check(kernel, Case(*(array for array, _ in guarded), case.options))
+        for _, unharmed in guarded:
             unharmed()
 
     conforms()

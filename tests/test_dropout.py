@@ -74,9 +74,9 @@ def test_every_kernel_drops_the_same_weights(kernel, framework):
     if list(kernel.refuses(problem)):
         pytest.skip("; ".join(map(str, kernel.refuses(problem))))
     result = kernel.run(problem)
-    output, kept = np.asarray(result.output), np.asarray(result.seen[0])
+    output, seen = np.asarray(result.output), np.asarray(result.seen[0])
     expected = whole(make_problem(q, q, value, mask=causal(), dropout=0.4, seed=2**63 + 5)) != 0
-    assert np.array_equal(output != 0, expected & (kept != 0))
+    assert np.array_equal(output != 0, expected & (seen != 0))
 
 
 def test_the_weights_statistic_is_before_dropout(rng):

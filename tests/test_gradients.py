@@ -113,8 +113,8 @@ def test_the_references_gradients_equal_finite_differences(rng):
 
     stages = forward(q, k, v, score=lambda s: np.tanh(s) * 2, **options)
     slope = 2 * (1 - np.tanh(stages.scaled) ** 2)
-    kept = {"scale": 0.7, "keep": 1.25, "slope": slope, "d_lse": d_lse, "d_weights": d_p}
-    found = backward(stages, q, k, v, d_o, **kept)
+    inputs = {"scale": 0.7, "keep": 1.25, "slope": slope, "d_lse": d_lse, "d_weights": d_p}
+    found = backward(stages, q, k, v, d_o, **inputs)
     for place, gradient in enumerate((found.query, found.key, found.value)):
         direction = rng.normal(size=(2, 5, 3))
 

@@ -52,16 +52,16 @@ def test_every_refusal_has_a_cure(kernel):
 
 
 def test_explain_counts_the_tiles_to_compute():
-    told = sightline.explain(X, X, X, mask=causal())
-    assert told.tiles == {"empty": 2 * 4, "full": 2 * 4 * 1, "partial": 2 * 4 * 2}
-    assert told.dense_flops == 2 * 2 * 4 * 96 * 96 * 16
-    assert told.flops == told.dense_flops * 3 // 4
-    assert told.memory < told.dense_memory
+    explanation = sightline.explain(X, X, X, mask=causal())
+    assert explanation.tiles == {"empty": 2 * 4, "full": 2 * 4 * 1, "partial": 2 * 4 * 2}
+    assert explanation.dense_flops == 2 * 2 * 4 * 96 * 96 * 16
+    assert explanation.flops == explanation.dense_flops * 3 // 4
+    assert explanation.memory < explanation.dense_memory
 
 
 def test_explain_prints_every_part():
-    told = sightline.explain(X, X, X, mask=window(5), score=alibi(4), sinks=np.zeros(4), dropout=0.25, seed=3)
-    page = str(told)
+    explanation = sightline.explain(X, X, X, mask=window(5), score=alibi(4), sinks=np.zeros(4), dropout=0.25, seed=3)
+    page = str(explanation)
     for part in (
         "2 × 4 heads on 4, 96 queries on 96 keys",
         "mask  i − j < 5 ∧ j − i ≤ 0",
@@ -74,22 +74,22 @@ def test_explain_prints_every_part():
         "memory",
     ):
         assert part in page
-    for kernel, reasons in told.refusals.items():
+    for kernel, reasons in explanation.refusals.items():
         assert all(reason in page for reason in reasons)
         assert (f"not {kernel}" in page) == bool(reasons)
 
 
 def test_explain_names_the_requested_kernel():
-    told = sightline.explain(X, X, X, kernel="reference")
-    assert told.forced
-    assert told.kernel == "reference"
-    assert "asked for by name" in str(told)
-    assert dataclasses.asdict(told)["kernel"] == "reference"
+    explanation = sightline.explain(X, X, X, kernel="reference")
+    assert explanation.forced
+    assert explanation.kernel == "reference"
+    assert "asked for by name" in str(explanation)
+    assert dataclasses.asdict(explanation)["kernel"] == "reference"
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 0, 8), (0, 1, 4, 8)])
 def test_explain_of_empty_problems(shape):
     x = np.ones(shape, np.float32)
-    told = sightline.explain(x, x, x, mask=causal())
-    assert told.flops == 0
-    assert "0 empty" in str(told)
+    explanation = sightline.explain(x, x, x, mask=causal())
+    assert explanation.flops == 0
+    assert "0 empty" in str(explanation)

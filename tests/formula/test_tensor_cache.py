@@ -31,44 +31,44 @@ def found():
     return []
 
 
-def ask(kept, found, array, question="?"):
-    return kept.get(question, [array], lambda: found.append(len(found)) or len(found) - 1)
+def get(cache, found, array, name="?"):
+    return cache.get(name, [array], lambda: found.append(len(found)) or len(found) - 1)
 
 
 def test_computed_once_until_the_array_is_written(counted, found):
-    kept, array = TensorCache(4), torch.zeros(3)
-    assert [ask(kept, found, array) for _ in range(3)] == [0, 0, 0]
+    cache, array = TensorCache(4), torch.zeros(3)
+    assert [get(cache, found, array) for _ in range(3)] == [0, 0, 0]
     array.add_(1)
-    assert [ask(kept, found, array) for _ in range(2)] == [1, 1]
+    assert [get(cache, found, array) for _ in range(2)] == [1, 1]
     array[1:].zero_()
-    assert ask(kept, found, array) == 2
-    assert ask(kept, found, array, "other") == 3
+    assert get(cache, found, array) == 2
+    assert get(cache, found, array, "other") == 3
 
 
 def test_equal_views_of_the_same_memory_are_hits(counted, found):
-    kept, array = TensorCache(4), torch.zeros(3, 4)
-    assert ask(kept, found, array[1:]) == ask(kept, found, array[1:]) == 0
-    assert ask(kept, found, array[2:]) == 1
-    assert ask(kept, found, array[1:].T) == 2
+    cache, array = TensorCache(4), torch.zeros(3, 4)
+    assert get(cache, found, array[1:]) == get(cache, found, array[1:]) == 0
+    assert get(cache, found, array[2:]) == 1
+    assert get(cache, found, array[1:].T) == 2
 
 
 def test_entries_of_freed_arrays_are_dropped_and_the_size_is_limited(counted, found):
-    kept = TensorCache(2)
+    cache = TensorCache(2)
     arrays = [torch.zeros(3) for _ in range(3)]
     for array in arrays:
-        ask(kept, found, array)
-    assert len(kept.entries) == 2
-    ask(kept, found, arrays[0])
+        get(cache, found, array)
+    assert len(cache.entries) == 2
+    get(cache, found, arrays[0])
     assert len(found) == 4
     del array, arrays
-    assert not kept.entries
+    assert not cache.entries
 
 
 def test_host_arrays_are_not_cached(found):
     for array in (np.zeros(3), torch.zeros(3)):
-        kept = TensorCache(4)
-        assert ask(kept, found, array) != ask(kept, found, array)
-        assert not kept.entries
+        cache = TensorCache(4)
+        assert get(cache, found, array) != get(cache, found, array)
+        assert not cache.entries
 
 
 def test_a_cached_mask_does_not_read_its_tables_again(counted, monkeypatch):

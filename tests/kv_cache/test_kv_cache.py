@@ -99,8 +99,8 @@ def test_a_cache_of_a_narrower_dtype(rng, dtype, kind):
     assert cache.dtype == dtype
     cast = [numpy_of(x).astype(DTYPES[dtype]) for x in whole]
     assert str(cache.key.dtype).endswith(dtype)
-    kept = [numpy_of(x).astype(np.float64) for x in (cache.key, cache.value)]
-    for found, x in zip(kept, cast[1:], strict=True):
+    stored = [numpy_of(x).astype(np.float64) for x in (cache.key, cache.value)]
+    for found, x in zip(stored, cast[1:], strict=True):
         assert np.array_equal(found[:, :, :T], x.astype(np.float64))
         assert np.array_equal(found[2, :, T:], x.astype(np.float64)[2, :, :5])
     query = to_torch(cast[0]) if kind == "torch" else cast[0]
@@ -742,9 +742,9 @@ def test_the_unchanged_cache_passes():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found(fault, monkeypatch):
-    room, before, after = FAULTS[fault]
+    module, before, after = FAULTS[fault]
     cache = sys.modules["sightline.kv_cache.cache"]
-    if room == "kv_storage":
+    if module == "kv_storage":
         made = broken(sys.modules["sightline.kv_cache.storage"], before, after)
         for name in made.__all__:
             monkeypatch.setattr(cache, name, getattr(made, name))

@@ -455,9 +455,9 @@ def test_errors_have_three_parts(name):
 
 def test_explain_shows_the_memory_of_statistics(long_problem):
     *arrays, options = long_problem
-    held = [sightline.explain(*arrays, **options, see=see).memory for see in (every_statistic(700), None)]
+    totals = [sightline.explain(*arrays, **options, see=see).memory for see in (every_statistic(700), None)]
     answers = sightline.attention(*arrays, **options, see=every_statistic(700))[1]
-    assert held[0] - held[1] == sum(array.nbytes for answer in answers for array in arrays_of(answer))
+    assert totals[0] - totals[1] == sum(array.nbytes for answer in answers for array in arrays_of(answer))
 
 
 def test_a_large_matrix_can_be_forced():
@@ -551,8 +551,8 @@ def test_every_fault_in_streaming_is_found(fault, long_problem):
 def test_every_fault_in_a_statistic_is_found(fault, long_problem):
     *arrays, options = long_problem
     module, before, after, make = STATISTICS[fault]
-    for room, lines in ((module, ()), (broken(module, before, after), (before,))):
-        problem = sightline.problem.make_problem(*arrays, **options, see=[make(room)])
+    for target, lines in ((module, ()), (broken(module, before, after), (before,))):
+        problem = sightline.problem.make_problem(*arrays, **options, see=[make(target)])
         if not lines:
             check(ON_HOST[1].run, problem)
             continue
