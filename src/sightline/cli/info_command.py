@@ -103,8 +103,8 @@ def info(console: Console | None = None) -> None:
         section(console, "Kernels on the GPU")
         _print_support(console, support(kernels(), "cuda"))
     console.print(
-        "\nOf the kernels that support a problem, the one with the lowest estimated cost runs.\n"
-        "sightline.explain(...) shows which one that is, and why."
+        "\nThe kernel with the lowest estimated cost runs, of those that support a problem.\n"
+        "sightline.explain(...) shows which kernel that is, and why."
     )
 
 
