@@ -231,9 +231,8 @@ def test_errors_name_what_does_not_fit(call, error, says):
 
 def test_a_shifted_document_boundary_is_found(rng):
     """A document number that starts one position late."""
-    copy = broken(
-        library, "np.repeat(np.arange(array.size), array)", "np.roll(np.repeat(np.arange(array.size), array), 1)"
-    )
+    line = "np.repeat(np.arange(array.size), array)"
+    copy = broken(library, line, f"np.roll({line}, 1)")
     q, k, v = drawn(rng, (1, 2, N, 8), (1, 2, N, 8), (1, 2, N, 8))
     own = spans(LENGTHS)
     assert_separate(attention(q, k, v, mask=documents(lengths=LENGTHS)), q, k, v, own, own)
