@@ -85,8 +85,8 @@ DROPOUT = {
 PAIRS = {  # the other factor is 0 there: only both faults together do harm
     "numbers beside an odd width": Fault(
         operand_tiles,
-        "target.at(last // 2 * 4).store(_load_bits(source.at(last * step)))",
-        "bits = _load_bits(source.at(last * step)); target.at(last // 2 * 4).store(bits | (bits << 16))",
+        "target.at(last // 2 * 4).store(_load_bits(source.at(last * stride)))",
+        "bits = _load_bits(source.at(last * stride)); target.at(last // 2 * 4).store(bits | (bits << 16))",
         (
             Fault(
                 block,

@@ -1,4 +1,4 @@
-"""The generated kernel's own parts: elementary functions, threads, widths, tables far apart."""
+"""Parts of generated kernels: elementary functions, numbers of threads, head widths, tables with large strides."""
 
 import math
 
@@ -25,18 +25,12 @@ def test_elementary_functions_keep_their_promise(name, dtype):
 
 @pytest.mark.skipif(not host().has_scalef, reason="no AVX-512")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_powers_by_scaling_are_those_by_bits(dtype):
-    """Whole vectors of 64 bytes: the same polynomial, so the same numbers wherever the result is normal."""
+def test_powers_by_scaling_equal_powers_by_bits(dtype):
+    """Both functions use the same polynomial, so the results are equal wherever they are normal numbers."""
     x = -np.geomspace(1e-30, 1000 if dtype == np.float64 else 120, 512).astype(dtype)
     x[:6] = 0, -1, -0.5, -np.inf, np.nan, -126.0
-
-    def in_vectors(builder, value):
-        lanes = 64 // dtype(0).itemsize
-        parts = [value.pick(range(k, k + lanes)) for k in range(0, LANES, lanes)]
-        found = [codegen_math.exp2_by_scaling(builder, part) for part in parts]
-        return found[0] if len(found) == 1 else found[0].beside(found[1])
-
-    by_bits, by_scaling = applied(codegen_math.exp2_of_negative, x), applied(in_vectors, x)
+    by_bits = applied(codegen_math.exp2_of_negative, x)
+    by_scaling = applied(codegen_math.exp2_by_scaling, x, lanes=64 // x.itemsize)
     assert ulps(by_scaling, np.exp2(x.astype(np.longdouble))) <= PROMISED["exp2_of_negative"]
     np.testing.assert_array_equal(by_scaling[by_bits > 0], by_bits[by_bits > 0])
 
@@ -45,7 +39,7 @@ def test_every_operator_has_a_rule():
     assert set(LLVM_RULES) == set(OPERATORS)
 
 
-def test_hidden_scores_weigh_exactly_nothing():
+def test_hidden_scores_have_weight_exactly_0():
     x = np.full(LANES, -np.inf, np.float32)
     np.testing.assert_array_equal(applied(codegen_math.exp2_of_negative, x), np.zeros(LANES, np.float32))
 
@@ -82,8 +76,8 @@ def test_widths_beyond_the_stack_are_refused():
     assert math.isfinite(sightline.attention(x, x, x).sum())
 
 
-def test_tables_spread_beyond_32_bits_are_read_where_they_lie():
-    """A view whose entries lie gigabytes apart: untouched pages of a fresh mapping cost nothing."""
+def test_tables_with_strides_beyond_32_bits_are_read_in_place():
+    """The entries of the table are 2 GiB apart. Pages of a new mapping that are never touched use no memory."""
     spread = np.zeros(3 << 28, np.float64)[:: 1 << 28]
     spread[:] = [0.0, 5.0, -5.0]
     q, k, v = arrays(n=3, m=3)
@@ -91,8 +85,8 @@ def test_tables_spread_beyond_32_bits_are_read_where_they_lie():
     assert_conforms(Cpu().run, make_problem(q, k, v, score=score))
 
 
-def test_lse_does_not_lose_with_its_length(rng):
-    """A tile of keys repeated: the sum of its weights so many times as large, but for what one rounding takes."""
+def test_error_of_lse_does_not_grow_with_its_length(rng):
+    """Keys repeated `times` times give a sum of weights `times` times as large, up to one rounding."""
     times = 1 << 12
     query, key = (rng.normal(size=(1, 1, length, 8)).astype(np.float32) for length in (40, 64))
     keys = np.tile(key, (1, 1, times, 1))

@@ -1,4 +1,4 @@
-"""Where kernels are kept: in memory, on disk, between threads and processes; and what is never trusted."""
+"""The kernel caches in memory and on disk, shared by threads and processes; files that are never trusted."""
 
 import dataclasses
 import gc
@@ -21,19 +21,19 @@ from constant_kernels import called, constant, kernel, number_of
 from sightline.cpu.runtime import compile, disk_cache
 from sightline.cpu.runtime.machine import host
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="kernels stay in memory where owners are unknown")
+pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="the disk cache needs the owners of files")
 
-# words: where to read x, where to write, how many bytes to clear there first
+# arguments: address of x, address of the result, number of bytes to clear at the result first
 LIBRARY = """
 declare float @llvm.sin.f32(float)
 declare float @llvm.pow.f32(float, float)
 declare float @tanhf(float)
 declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
-define void @apply(ptr %words) {
-  %source = load ptr, ptr %words
-  %second = getelementptr i8, ptr %words, i64 8
+define void @apply(ptr %arguments) {
+  %source = load ptr, ptr %arguments
+  %second = getelementptr i8, ptr %arguments, i64 8
   %target = load ptr, ptr %second
-  %third = getelementptr i8, ptr %words, i64 16
+  %third = getelementptr i8, ptr %arguments, i64 16
   %bytes = load i64, ptr %third
   call void @llvm.memset.p0.i64(ptr %target, i8 0, i64 %bytes, i1 false)
   %x = load float, ptr %source
@@ -48,7 +48,7 @@ define void @apply(ptr %words) {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A cache of the test's own, in another process's memory so to speak; `disk_cache._errors` is empty."""
+    """The folder of a disk cache for one test. No kernel is in memory, and no error is recorded."""
     monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(tmp_path / "kernels"))
     monkeypatch.setattr(disk_cache, "_errors", [])
     monkeypatch.setattr(disk_cache, "_write_budget", {})
@@ -58,7 +58,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def forget(monkeypatch):
-    """Nothing is in memory, as in another process."""
+    """Forget the kernels in memory, as in a new process."""
     monkeypatch.setattr(compile, "_cache", compile.KernelCache())
 
 
@@ -71,10 +71,10 @@ def files(folder):
 
 def test_the_c_library_is_found_by_code_from_disk(folder, monkeypatch):
     x, target = np.array([0.7], np.float32), np.ones(5, np.float32)
-    words = np.array([x.ctypes.data, target.ctypes.data, 16], np.int64)
+    arguments = np.array([x.ctypes.data, target.ctypes.data, 16], np.int64)
     for _ in range(2):
         target[:] = 1
-        called(compile.get_or_compile("library", "apply", lambda: LIBRARY, host()), words)
+        called(compile.get_or_compile("library", "apply", lambda: LIBRARY, host()), arguments)
         expected = math.tanh(math.sin(x[0]) ** x[0])
         assert abs(target[0] - expected) <= 4 * np.spacing(np.float32(expected))
         np.testing.assert_array_equal(target[1:], [0, 0, 0, 1])
@@ -120,13 +120,13 @@ def test_a_failed_kernel_can_be_tried_again(folder):
 
 def test_memory_is_bounded_and_no_running_kernel_ends(folder, monkeypatch):
     monkeypatch.setattr(compile, "MAX_KERNELS_IN_MEMORY", 2)
-    held = kernel(0)
+    running = kernel(0)
     ends = [weakref.ref(kernel(n).engine) for n in range(1, 5)]
     gc.collect()
     assert [end() is None for end in ends] == [True, True, False, False]
-    assert number_of(held) == 0
+    assert number_of(running) == 0
     kernel(3)
-    kernel(5)  # of 3 and 4 the one used longest ago goes
+    kernel(5)  # evicts kernel 4: kernel 3 was used more recently
     gc.collect()
     assert [end() is None for end in ends] == [True, True, False, True]
 
@@ -191,7 +191,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_is_made_anew(damage, folder, monkeypatch):
+def test_a_damaged_file_is_compiled_again(damage, folder, monkeypatch):
     kernel(1)
     (file,) = files(folder)
     whole = file.read_bytes()
@@ -241,7 +241,7 @@ def test_what_decides_the_code_decides_the_file(change, folder, monkeypatch):
 
 
 def test_a_change_of_any_source_changes_the_hash(tmp_path, monkeypatch):
-    """In every folder under cpu/ and formula/, and in dropout.py, whose constants kernels hold."""
+    """The hash covers every folder below cpu/ and formula/, and dropout.py, whose constants are in the kernels."""
     package = Path(disk_cache.__file__).parents[2]
     for folder in ("cpu", "formula"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -280,11 +280,11 @@ def test_the_folder_is_ours_alone(folder):
     assert [file.stat().st_mode & 0o777 for file in files(folder / "deeper")] == [0o600]
 
 
-# -- who is not trusted --------------------------------------------------------------------------------------------
+# -- untrusted files ----------------------------------------------------------------------------------------------
 
 
 def give_away(path, monkeypatch):
-    """Make the path somebody else's; who may not is somebody else from here on."""
+    """Make another user the owner of the path. Without the right to do so, the test pretends to be another user."""
     if os.geteuid() == 0:
         os.chown(path, 65534, -1, follow_symlinks=False)
     else:
@@ -293,22 +293,22 @@ def give_away(path, monkeypatch):
 
 def group_may_write(folder, monkeypatch):
     folder.chmod(0o770)
-    return "others may write to"
+    return "other users may write to"
 
 
 def all_may_write(folder, monkeypatch):
     folder.chmod(0o702)
-    return "others may write to"
+    return "other users may write to"
 
 
 def all_may_rename(folder, monkeypatch):
     folder.parent.chmod(0o777)
-    return "others may write to"
+    return "other users may write to"
 
 
 def of_somebody_else(folder, monkeypatch):
     give_away(folder, monkeypatch)
-    return "belongs to somebody else"
+    return "belongs to another user"
 
 
 def behind_somebody_elses_link(folder, monkeypatch):
@@ -316,19 +316,19 @@ def behind_somebody_elses_link(folder, monkeypatch):
     link.symlink_to(folder.parent)
     give_away(link, monkeypatch)
     monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(link / folder.name))
-    return "belongs to somebody else"
+    return "belongs to another user"
 
 
 def a_file_others_may_write(folder, monkeypatch):
     files(folder)[0].chmod(0o620)
-    return "others may have written"
+    return "other users may have written"
 
 
 def a_file_of_somebody_else(folder, monkeypatch):
     if os.geteuid():
         pytest.skip("only root gives a file away")
     give_away(files(folder)[0], monkeypatch)
-    return "others may have written"
+    return "other users may have written"
 
 
 def a_file_that_is_a_link(folder, monkeypatch):
@@ -342,7 +342,7 @@ def a_pipe(folder, monkeypatch):
     (file,) = files(folder)
     file.unlink()
     os.mkfifo(file)
-    return "others may have written"
+    return "other users may have written"
 
 
 DOUBTS = [
@@ -359,7 +359,7 @@ DOUBTS = [
 
 
 @pytest.mark.parametrize("doubt", DOUBTS)
-def test_what_others_may_have_written_is_not_run(doubt, folder, monkeypatch):
+def test_code_that_others_may_have_written_is_not_run(doubt, folder, monkeypatch):
     kernel(1)
     forget(monkeypatch)
     reason = doubt(folder, monkeypatch)
@@ -368,7 +368,7 @@ def test_what_others_may_have_written_is_not_run(doubt, folder, monkeypatch):
     assert reason in disk_cache.state().error
 
 
-def test_our_own_link_may_point_where_nothing_is_yet(folder, monkeypatch):
+def test_our_own_link_may_point_to_a_missing_folder(folder, monkeypatch):
     link = folder.parent / "link"
     link.symlink_to(folder)
     monkeypatch.setenv(disk_cache.CACHE_VARIABLE, str(link))
@@ -387,13 +387,13 @@ def test_our_own_link_and_a_shared_folder_with_the_sticky_bit_are_fine(folder, m
     assert compile.counts == {"compiled": 1, "read": 1}
 
 
-# -- doing without -------------------------------------------------------------------------------------------------
+# -- without a disk cache ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("word", ["off", "OFF", "kernels", "/dev/null/kernels", "/proc/sightline"])
-def test_calls_do_without_a_disk(word, folder, monkeypatch, tmp_path):
+@pytest.mark.parametrize("setting", ["off", "OFF", "kernels", "/dev/null/kernels", "/proc/sightline"])
+def test_calls_work_without_a_disk(setting, folder, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, word)
+    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, setting)
     assert number_of(kernel(1)) == 1
     forget(monkeypatch)
     assert number_of(kernel(1)) == 1
@@ -415,24 +415,23 @@ def test_a_full_disk_breaks_nothing(tmp_path):
     assert not any((tmp_path / "kernels").iterdir())
 
 
-def test_without_a_word_it_is_the_users_cache(folder, monkeypatch, tmp_path):
+def test_the_default_is_the_users_cache_folder(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    for word in (None, ""):
-        monkeypatch.delenv(disk_cache.CACHE_VARIABLE) if word is None else monkeypatch.setenv(
-            disk_cache.CACHE_VARIABLE, word
-        )
-        found = disk_cache.state().folder
+    monkeypatch.setenv(disk_cache.CACHE_VARIABLE, "")
+    empty = disk_cache.state().folder
+    monkeypatch.delenv(disk_cache.CACHE_VARIABLE)
+    for found in (empty, disk_cache.state().folder):
         assert tmp_path in found.parents
         assert found.name == "sightline"
 
 
-def test_the_folder_is_bounded_and_the_oldest_go(folder, monkeypatch):
+def test_the_folder_is_bounded_and_the_oldest_files_are_deleted(folder, monkeypatch):
     kernel(0)
     (first,) = files(folder)
-    strangers = [folder / "letter.kernel", folder / "letter.part"]
+    foreign = [folder / "letter.kernel", folder / "letter.part"]
     stale = folder / f"{first.name}.{'0' * 16}.part"
-    for age, path in enumerate([*strangers, stale, first]):
+    for age, path in enumerate([*foreign, stale, first]):
         path.write_bytes(first.read_bytes())
         os.utime(path, (age, age))
     monkeypatch.setattr(disk_cache, "MAX_FOLDER_BYTES", 10 * first.stat().st_size)
@@ -440,10 +439,10 @@ def test_the_folder_is_bounded_and_the_oldest_go(folder, monkeypatch):
     for number in range(1, 25):
         kernel(number)
         os.utime(max(files(folder), key=lambda file: file.stat().st_mtime), (100 + number, 100 + number))
-    kept = [file for file in files(folder) if file not in strangers]
-    assert all(path.exists() for path in strangers)
+    left = [file for file in files(folder) if file not in foreign]
+    assert all(path.exists() for path in foreign)
     assert not stale.exists()
-    assert 7 <= len(kept) <= 11  # up to one beyond the limit is written before it is measured again
+    assert 7 <= len(left) <= 11  # one file beyond the limit may be written before the folder is measured again
     forget(monkeypatch)
     compile.counts.clear()
     for number in range(24, 17, -1):
@@ -451,7 +450,7 @@ def test_the_folder_is_bounded_and_the_oldest_go(folder, monkeypatch):
     assert compile.counts == {"read": 7}
 
 
-def test_use_makes_a_kernel_younger(folder, monkeypatch):
+def test_reading_updates_the_time_of_a_file(folder, monkeypatch):
     kernel(1)
     (file,) = files(folder)
     os.utime(file, (1, 1))
@@ -468,8 +467,8 @@ sys.path.insert(0, sys.argv[1])
 from constant_kernels import constant, kernel, number_of
 from sightline.cpu.runtime import compile
 from sightline.cpu.runtime.machine import host
-many = "\\n".join(f"  %x{n} = load volatile i64, ptr %words" for n in range(1500))
-heavy = "define void @apply(ptr %words) {\\n" + many + "\\n  ret void\\n}\\n"
+many = "\\n".join(f"  %x{n} = load volatile i64, ptr %arguments" for n in range(1500))
+heavy = "define void @apply(ptr %arguments) {\\n" + many + "\\n  ret void\\n}\\n"
 def work(name):
     for n in range(40):
         compile.get_or_compile(f"{name} {n}", "apply", lambda: heavy, host())

@@ -1,6 +1,6 @@
-"""The same kernels on every kind of processor: AVX-512, AVX2, plain SSE2, and 64-bit ARM.
+"""The kernels on every named machine: AVX-512, AVX2, SSE2 and 64-bit ARM.
 
-What this processor can do runs here with fewer features; ARM runs under emulation (emulator.py).
+Machines whose features this processor has run on this processor. ARM is emulated otherwise (emulator.py).
 """
 
 import os
@@ -42,16 +42,16 @@ from strategies import DTYPES, cases
 from weights_pass_checks import check_everything
 
 SERVED = [dtype for dtype in DTYPES if serves(Cpu(), dtype)]
-EXAMPLES = {True: 16, False: 32}  # emulated or not; shared by the dtypes
-REQUIRED = "SIGHTLINE_EMULATOR"  # set to "required", a missing emulator fails what it would have run
+EXAMPLES = {True: 16, False: 32}  # problems for an emulated machine and for a real one, over all dtypes
+REQUIRED = "SIGHTLINE_EMULATOR"  # if "required", tests fail without an emulator, and are not skipped
 
 
 @pytest.fixture(scope="session")
 def neon(tmp_path_factory):
     """An emulated ARM processor."""
     if lacks := emulator.missing():
-        give_up = pytest.fail if os.environ.get(REQUIRED) == "required" else pytest.skip
-        give_up(f"no emulator of ARM: {lacks} not found")
+        report = pytest.fail if os.environ.get(REQUIRED) == "required" else pytest.skip
+        report(f"no emulator of ARM: {lacks} not found")
     found = Emulator(named_machine("neon"), tmp_path_factory.mktemp("neon"))
     yield found
     found.close()
@@ -59,7 +59,7 @@ def neon(tmp_path_factory):
 
 @pytest.fixture(scope="session", params=machine_names())
 def processor(request):
-    """One of each machine that has a name, real where it can be."""
+    """A processor for each named machine: this processor if possible, otherwise an emulator."""
     lacks = missing_features(native_machine(), named_machine(request.param))
     if not lacks:
         return Processor(restrict(native_machine(), request.param))
@@ -72,7 +72,7 @@ def processor(request):
 
 
 def drawn(processor, dtype, times=1):
-    """Check drawn problems, that many times what the suite has."""
+    """Check drawn problems, `times` as many as in the suite."""
     kernel = Cpu(processor)
     options = {"dropout": serves(kernel, dtype, dropout=0.5, seed=0), "dtypes": (dtype,), "largest": 10_000}
 
@@ -115,16 +115,18 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.soak) for turn in range(1, len(SERVED)))])
-def test_named_problems(processor, name, turn, request):
-    """Each on each processor, in a dtype that goes round with both: of the three any two meet; in long runs all do."""
+@pytest.mark.parametrize(
+    "shift", [0, *(pytest.param(shift, marks=pytest.mark.soak) for shift in range(1, len(SERVED)))]
+)
+def test_named_problems(processor, name, shift, request):
+    """Each problem runs on each processor, in a dtype that depends on both. The soak runs test every dtype."""
     shapes, options = PROBLEMS[name]
-    place = machine_names().index(request.node.callspec.params["processor"]) + list(PROBLEMS).index(name) + turn
-    dtype = SERVED[place % len(SERVED)]
+    index = machine_names().index(request.node.callspec.params["processor"]) + list(PROBLEMS).index(name) + shift
+    dtype = SERVED[index % len(SERVED)]
     assert_conforms(Cpu(processor).run, make_problem(*arrays(dtype=dtype, **shapes), see=[lse()], **options))
 
 
-def test_the_second_pass(processor):
+def test_the_weights_pass(processor):
     shapes, options = PROBLEMS["shared heads, causal"]
     check_everything(make_problem(*arrays(dtype="float32", **shapes), **options), processor=processor)
 
@@ -144,20 +146,20 @@ def test_a_condition_in_any_lane_is_found(processor):
     np.testing.assert_array_equal(applied(any_negative, x, processor), np.repeat([0.0, 1.0, 0.0, 1.0], 16))
 
 
-# -- what LLVM writes for each ---------------------------------------------
+# -- assembly of each machine ---------------------------------------------
 
 
 class PrintedError(Exception):
-    """The assembly of a kernel, in place of the kernel."""
+    """Carries the assembly of a kernel that was to be compiled."""
 
 
 class Printer(Processor):
-    """Raises what it is asked to compile."""
+    """Raises PrintedError with the assembly of the first kernel."""
 
-    def kernel(self, key, name, write):
+    def kernel(self, key, name, build_module):
         llvm.initialize_all_targets()
         llvm.initialize_all_asmprinters()
-        with optimised(write(), self.machine) as (parsed, target):
+        with optimised(build_module(), self.machine) as (parsed, target):
             target.set_asm_verbosity(True)
             raise PrintedError(target.emit_assembly(parsed))
 
@@ -168,20 +170,20 @@ def assembly(machine, dtype, **options):
     return str(found.value)
 
 
-def assembly_of_second(ask, machine):
+def weights_pass_assembly(statistic, machine):
     problem = make_problem(*arrays((1, 1, 70, 64), "float32"), mask=i >= j)
     with pytest.raises(PrintedError) as found:
-        ask(problem, np.zeros((1, 1, 70)), processor=Printer(machine))
+        statistic(problem, np.zeros((1, 1, 70)), processor=Printer(machine))
     return str(found.value)
 
 
-FOREIGN = {  # registers and instructions only more able processors know
+FOREIGN = {  # registers and instructions that the machine lacks
     "avx512": r"(?!)",
     "avx2": r"%zmm|%[xy]mm(1[6-9]|[23]\d)|%k\d",
     "sse2": r"%[yz]mm|%k\d|\t(v[a-z]+|round\w+|p?blend\w+|ptest|pmulld|movddup|insertps|pinsr[bdq]|pextr[bdq])\t",
     "neon": r"\bz\d+\.|\bp\d+/|\t(ldadd|bf(dot|mmla|mlal|cvt)|sdot)\w*\t",
 }
-ABLER = {
+SUPERSETS = {
     "avx2": [named_machine("avx512")],
     "sse2": [named_machine("avx2"), Machine(named_machine("sse2").triple, "penryn", "+sse4.1")],
     "neon": [Machine(named_machine("neon").triple, "neoverse-v1", "+sve,+lse")],
@@ -196,15 +198,17 @@ def test_kernels_keep_to_their_machine(name, dtype):
     assert not (found := re.search(FOREIGN[name], assembly(named_machine(name), dtype, **options))), found
 
 
-@pytest.mark.parametrize("ask", [received, partial(pooled, rows=2, columns=2), partial(top_k, k=5), weights])
+@pytest.mark.parametrize("statistic", [received, partial(pooled, rows=2, columns=2), partial(top_k, k=5), weights])
 @pytest.mark.parametrize("name", machine_names())
-def test_kernels_of_the_second_pass_keep_to_their_machine(name, ask):
-    assert not (found := re.search(FOREIGN[name], assembly_of_second(ask, named_machine(name)))), found
+def test_kernels_of_the_weights_pass_keep_to_their_machine(name, statistic):
+    assert not (found := re.search(FOREIGN[name], weights_pass_assembly(statistic, named_machine(name)))), found
 
 
-@pytest.mark.parametrize(("name", "abler"), [(name, abler) for name, machines in ABLER.items() for abler in machines])
-def test_foreign_instructions_would_be_found(name, abler):
-    assert re.search(FOREIGN[name], assembly(abler, "float32", score=np.floor(s)))
+@pytest.mark.parametrize(
+    ("name", "superset"), [(name, superset) for name, machines in SUPERSETS.items() for superset in machines]
+)
+def test_foreign_instructions_would_be_found(name, superset):
+    assert re.search(FOREIGN[name], assembly(superset, "float32", score=np.floor(s)))
 
 
 @pytest.mark.parametrize("name", machine_names())
@@ -212,11 +216,11 @@ def test_kernels_use_what_their_machine_has(name):
     text = assembly(named_machine(name), "float32")
     assert re.search(WIDEST[name], text)
     assert bool(re.search(r"\t(vfmadd\w+|fmla)\t", text)) == named_machine(name).has_fma
-    assert not re.search(r"\bfmaf?\b", text), "a call for each lane in place of an instruction"
+    assert not re.search(r"\bfmaf?\b", text), "a library call for each lane instead of an instruction"
 
 
 def innermost_loops(text):
-    """The instructions of each loop without another in it, as LLVM's comments delimit them."""
+    """Return the instructions of each innermost loop. LLVM's comments delimit the loops."""
     loops, label, current = {}, "", None
     for line in text.splitlines():
         if found := re.match(r"\.L(BB\w+):|\S+ %bb\.\d+:", line):
@@ -263,7 +267,7 @@ PROCESSORS = {  # triple, name, some features; width, registers, fma, half, bf16
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """A function that puts another processor in this one's place; its machine."""
+    """A function that makes LLVM detect another processor, and returns the machine of the processor."""
 
     def put(name):
         triple, cpu, features, _ = PROCESSORS[name]
@@ -278,7 +282,7 @@ def pretend(monkeypatch):
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_every_processor_is_known_for_what_it_is(name, pretend):
+def test_the_machine_of_every_processor(name, pretend):
     machine = pretend(name)
     assert (
         machine.vector_bytes,
@@ -296,14 +300,14 @@ def test_every_processor_is_known_for_what_it_is(name, pretend):
     ("name", "allowed"),
     [("Haswell", "sse2"), ("Core 2", "sse2"), ("Apple M1", "neon"), ("Graviton 3", "neon"), ("another", "nothing")],
 )
-def test_no_processor_is_asked_for_more_than_it_has(name, allowed, pretend, monkeypatch):
+def test_a_machine_with_missing_features_is_refused(name, allowed, pretend, monkeypatch):
     machine = pretend(name)
     monkeypatch.setenv(CPU_VARIABLE, "avx512")
     with pytest.raises(ParameterError, match=rf"avx512, which needs (?s:.*)allowed: {allowed} on .*{machine.cpu}"):
         host()
 
 
-def test_the_variable_takes_less_than_there_is(monkeypatch):
+def test_the_variable_selects_fewer_features(monkeypatch):
     monkeypatch.delenv(CPU_VARIABLE, raising=False)
     assert host() == native_machine()
     monkeypatch.setenv(CPU_VARIABLE, "")
@@ -321,22 +325,20 @@ def test_the_variable_takes_less_than_there_is(monkeypatch):
 
 def test_each_machine_has_kernels_of_its_own(monkeypatch, fresh_kernels):
     before = compile.counts["compiled"]
-    processor, able = (
-        Processor(),
-        [name for name in machine_names() if not missing_features(native_machine(), named_machine(name))],
-    )
-    for name in able:
+    processor = Processor()
+    supported = [name for name in machine_names() if not missing_features(native_machine(), named_machine(name))]
+    for name in supported:
         monkeypatch.setenv(CPU_VARIABLE, name)
         for _ in range(2):
             assert_conforms(Cpu(processor).run, make_problem(*arrays((1, 2, 50, 8), "float32"), mask=i >= j))
-    assert compile.counts["compiled"] - before == len(able)
+    assert compile.counts["compiled"] - before == len(supported)
 
 
-# -- that the emulator notices -----------------------------------------------
+# -- checks of the emulator -----------------------------------------------
 
 
 def faulty(write):
-    """A module whose function stores 1.0 where `write` says, given the words' first address."""
+    """Return a module whose function stores 1.0 at write(builder, first address of the argument block)."""
     module = ir.Module("faulty")
     builder = Builder(module, "faulty")
     write(builder, builder.arguments[0].load(POINTER, 8)).store(builder.value(1.0, DOUBLE))
@@ -345,20 +347,20 @@ def faulty(write):
 
 
 @pytest.mark.parametrize("offset", [-8, 24])
-def test_writing_beside_an_array_is_noticed(neon, offset):
+def test_writing_outside_an_array_is_detected(neon, offset):
     x = np.zeros(3)
-    words = np.array([x.ctypes.data])
+    arguments = np.array([x.ctypes.data])
     for at in (16, offset):
         kernel = neon.linked(faulty(lambda builder, pointer, at=at: pointer.at(at)), "faulty")
         if at == offset:
-            with pytest.raises(AssertionError, match="beside an array"):
-                neon.call(kernel, words, 1, (x,))
+            with pytest.raises(AssertionError, match="outside an array"):
+                neon.call(kernel, arguments, 1, (x,))
         else:
-            neon.call(kernel, words, 1, (x,))
+            neon.call(kernel, arguments, 1, (x,))
             np.testing.assert_array_equal(x, [0, 0, 1])
 
 
-def test_a_crash_is_noticed(neon, tmp_path):
+def test_a_crash_is_detected(neon, tmp_path):
     another = Emulator(neon.machine, tmp_path)
     kernel = another.linked(faulty(lambda builder, _: Value(builder, ir.Constant(POINTER, None))), "faulty")
     with pytest.raises(AssertionError, match="ended"):
@@ -366,9 +368,9 @@ def test_a_crash_is_noticed(neon, tmp_path):
     another.file.close()
 
 
-def test_arrays_that_share_memory_share_it_there():
+def test_arrays_that_share_memory_share_it_in_the_arena():
     whole = np.arange(20)
-    apart, reach = np.arange(4), sightline.testing.LAYOUTS["backwards"](np.ones((1, 3, 3)))
-    found = emulator.stretches((whole[:12], [whole[8:], apart], np.empty(0), reach))
+    separate, backwards = np.arange(4), sightline.testing.LAYOUTS["backwards"](np.ones((1, 3, 3)))
+    found = emulator.memory_ranges((whole[:12], [whole[8:], separate], np.empty(0), backwards))
     assert len(found) == 3
     assert (whole.ctypes.data, whole.ctypes.data + whole.nbytes) in found

@@ -1,4 +1,4 @@
-"""How many threads a kernel gets, whose they are, and what forks, signals and the interpreter's end leave usable."""
+"""The threads of a kernel: their number and team, and calls after forks, after signals and at the interpreter's end."""
 
 import builtins
 import contextvars
@@ -18,12 +18,12 @@ from sightline.cpu.runtime import compile, thread_team
 from sightline.cpu.runtime.machine import host
 from sightline.errors import ParameterError
 
-# -- how many ------------------------------------------------------------------------------------------------------
+# -- number --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def bare(monkeypatch):
-    """Nobody says a number."""
+    """No setting gives a number of threads."""
     monkeypatch.delenv(thread_team.THREADS_VARIABLE, raising=False)
     monkeypatch.delitem(sys.modules, "torch")
 
@@ -32,7 +32,7 @@ def usable():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def test_the_nearest_word_holds(monkeypatch, bare):
+def test_the_first_available_setting_applies(monkeypatch, bare):
     monkeypatch.setattr(thread_team, "_cgroup_quota", lambda: 10**6)
     assert thread_team.thread_count() == usable()
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -56,7 +56,7 @@ def test_an_error_ends_the_block():
     assert thread_team.thread_count() == before
 
 
-def test_a_block_is_its_threads_own():
+def test_a_block_applies_to_its_own_python_thread():
     before = thread_team.thread_count()
     with sightline.threads(before + 1), ThreadPoolExecutor(1) as pool:
         assert pool.submit(thread_team.thread_count).result() == before
@@ -64,21 +64,21 @@ def test_a_block_is_its_threads_own():
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.0, True, "2", None, 2**31])
-def test_what_is_no_number_of_threads(number):
+def test_invalid_numbers_of_threads(number):
     with pytest.raises(ParameterError, match=r"whole number of at least 1"):
         sightline.threads(number)
 
 
-@pytest.mark.parametrize("word", ["0", "-2", "two", "1.5", "99999999999"])
-def test_what_is_no_number_in_the_variable(word, monkeypatch):
-    monkeypatch.setenv(thread_team.THREADS_VARIABLE, word)
+@pytest.mark.parametrize("setting", ["0", "-2", "two", "1.5", "99999999999"])
+def test_invalid_numbers_in_the_variable(setting, monkeypatch):
+    monkeypatch.setenv(thread_team.THREADS_VARIABLE, setting)
     x = np.ones((3, 2), np.float32)
     with pytest.raises(ParameterError, match=thread_team.THREADS_VARIABLE):
         sightline.attention(x, x, x, kernel="cpu")
     assert sightline.attention(x, x, x, kernel="cpu", threads=1).shape == (3, 2)
 
 
-def test_an_empty_variable_says_nothing(monkeypatch, bare):
+def test_an_empty_variable_is_ignored(monkeypatch, bare):
     monkeypatch.setenv(thread_team.THREADS_VARIABLE, "")
     assert thread_team.thread_count() == min(usable(), thread_team._cgroup_quota())
 
@@ -87,7 +87,7 @@ def test_an_empty_variable_says_nothing(monkeypatch, bare):
     ("line", "number"),
     [("150000 100000", 2), ("50000 100000", 1), ("max 100000", thread_team.MAX_THREADS), ("", thread_team.MAX_THREADS)],
 )
-def test_a_containers_share(line, number, tmp_path, monkeypatch, bare):
+def test_the_quota_of_a_container(line, number, tmp_path, monkeypatch, bare):
     file = tmp_path / "cpu.max"
     assert thread_team._cgroup_quota(str(file)) == thread_team.MAX_THREADS
     file.write_text(line + "\n")
@@ -98,84 +98,84 @@ def test_a_containers_share(line, number, tmp_path, monkeypatch, bare):
     assert thread_team.thread_count() == min(number, usable())
 
 
-# -- whose ---------------------------------------------------------------------------------------------------------
+# -- team ----------------------------------------------------------------------------------------------------------
 
-# words: how many have come, how many to wait for
+# arguments: number of threads that have called, number of threads to wait for
 MEETING = """
-define void @meet(ptr %words) {
+define void @meet(ptr %arguments) {
 entry:
-  %second = getelementptr i8, ptr %words, i64 8
+  %second = getelementptr i8, ptr %arguments, i64 8
   %wanted = load i64, ptr %second
-  %before = atomicrmw add ptr %words, i64 1 seq_cst
+  %before = atomicrmw add ptr %arguments, i64 1 seq_cst
   br label %wait
 wait:
-  %turn = phi i64 [ 0, %entry ], [ %next, %again ]
-  %come = load atomic i64, ptr %words seq_cst, align 8
-  %all = icmp sge i64 %come, %wanted
+  %iteration = phi i64 [ 0, %entry ], [ %next, %again ]
+  %called = load atomic i64, ptr %arguments seq_cst, align 8
+  %all = icmp sge i64 %called, %wanted
   br i1 %all, label %done, label %again
 again:
-  %next = add i64 %turn, 1
-  %tired = icmp sgt i64 %next, 3000000000
-  br i1 %tired, label %done, label %wait
+  %next = add i64 %iteration, 1
+  %expired = icmp sgt i64 %next, 3000000000
+  br i1 %expired, label %done, label %wait
 done:
   ret void
 }
 """
 
 
-def come(number, expected=None):
-    """How many threads came to a kernel that waits for as many as are expected."""
+def count_calls(number, expected=None):
+    """Return how many threads called a kernel that waits for `expected` threads."""
     address = compile.get_or_compile("meeting", "meet", lambda: MEETING, host())
-    words = np.array([0, number if expected is None else expected], np.int64)
-    thread_team.call(address, words, number, ())
-    return int(words[0])
+    arguments = np.array([0, number if expected is None else expected], np.int64)
+    thread_team.call(address, arguments, number, ())
+    return int(arguments[0])
 
 
-borrowed = pytest.mark.skipif(thread_team._openmp_team() is None, reason="torch has no OpenMP here")
+needs_openmp = pytest.mark.skipif(thread_team._openmp_team() is None, reason="torch has no OpenMP here")
 
 
-@pytest.fixture(params=[pytest.param("host", marks=borrowed), "pool"])
+@pytest.fixture(params=[pytest.param("openmp", marks=needs_openmp), "pool"])
 def team(request, monkeypatch):
-    """The host's OpenMP, or the pool of our own."""
+    """The team: the OpenMP runtime of torch ("openmp"), or the thread pool ("pool")."""
     monkeypatch.setattr(thread_team, "_teams", thread_team.Teams(is_forked=request.param == "pool"))
     assert (thread_team._openmp_team() is None) == (request.param == "pool")
     yield request.param
-    assert (thread_team._teams.pool is None) == (request.param == "host")
+    assert (thread_team._teams.pool is None) == (request.param == "openmp")
 
 
-def test_every_thread_comes_once(team):
+def test_every_thread_calls_once(team):
     for number in (3, 2, 5):
-        assert come(number) == number
+        assert count_calls(number) == number
 
 
-def test_one_thread_takes_nobody_along(monkeypatch):
+def test_one_thread_uses_no_team(monkeypatch):
     monkeypatch.setattr(thread_team, "_openmp_team", None)
     monkeypatch.setattr(thread_team, "_pool", None)
-    assert come(1) == 1
+    assert count_calls(1) == 1
 
 
-def test_loaded_libraries_are_looked_for_once(monkeypatch):
+def test_loaded_libraries_are_searched_once(monkeypatch):
     monkeypatch.setattr(thread_team, "_teams", thread_team.Teams())
     monkeypatch.setattr(thread_team, "_find_gomp_parallel", lambda library: None)
     opened = []
     original = builtins.open
     monkeypatch.setattr(builtins, "open", lambda *a, **k: (opened.append(a[0]), original(*a, **k))[1])
     for _ in range(5):
-        come(2)
+        count_calls(2)
     assert opened.count("/proc/self/maps") <= 1
     monkeypatch.setitem(sys.modules, "a module that may have brought one", sys)
-    come(2)
+    count_calls(2)
     assert opened.count("/proc/self/maps") <= 2
 
 
-def test_without_threads_to_be_had_one_does_it_all(monkeypatch):
+def test_one_thread_does_all_work_if_no_other_can_start(monkeypatch):
     monkeypatch.setattr(thread_team, "_teams", thread_team.Teams(is_forked=True))
 
     def refuse(*_):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
-    assert come(4, expected=1) == 1
+    assert count_calls(4, expected=1) == 1
 
 
 def large(heads=4, n=700):
@@ -188,9 +188,9 @@ def test_many_python_threads_at_once(team):
     alone = [sightline.attention(*three, kernel="cpu", threads=1) for three in arrays]
     start = threading.Barrier(8)
 
-    def work(place):
+    def work(index):
         start.wait()
-        return [sightline.attention(*arrays[place], kernel="cpu", threads=3) for _ in range(4)]
+        return [sightline.attention(*arrays[index], kernel="cpu", threads=3) for _ in range(4)]
 
     with ThreadPoolExecutor(8) as pool:
         for expected, results in zip(alone, pool.map(work, range(8)), strict=True):
@@ -205,7 +205,7 @@ import os, signal, sys, threading, time, numpy as np
 {before}
 import sightline
 from sightline.cpu.runtime import thread_team
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in what a shell runs in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore the signal
 rng = np.random.default_rng(0)
 q = rng.normal(size=(1, 4, 900, 32)).astype(np.float32)
 expected = sightline.attention(q, q, q, kernel="cpu", threads=1)
@@ -289,7 +289,7 @@ for attempt in range(3):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 @hosts
-def test_an_interrupted_call_leaves_all_usable(before):
+def test_calls_work_after_an_interrupted_call(before):
     process = program(INTERRUPT, before)
     for _ in range(3):
         assert process.stdout.readline() == "ready\n"

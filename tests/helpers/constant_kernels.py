@@ -1,4 +1,4 @@
-"""The smallest kernels there are: each writes a number of its own."""
+"""Minimal kernels: each writes one constant."""
 
 from ctypes import CFUNCTYPE, c_void_p
 
@@ -9,18 +9,21 @@ from sightline.cpu.runtime.machine import host
 
 
 def constant(number):
-    """A kernel that writes the number where its argument points."""
-    return f"define void @apply(ptr %words) {{\n  store i64 {number}, ptr %words\n  ret void\n}}\n"
+    """Return a kernel that writes the number to the address in its argument."""
+    return f"define void @apply(ptr %target) {{\n  store i64 {number}, ptr %target\n  ret void\n}}\n"
 
 
-def called(address, words):
-    CFUNCTYPE(None, c_void_p)(address)(words.ctypes.data)
-    return words
+def called(address, arguments):
+    """Call the kernel with the address of an array, and return the array."""
+    CFUNCTYPE(None, c_void_p)(address)(arguments.ctypes.data)
+    return arguments
 
 
 def number_of(address):
+    """Return the constant that a kernel writes."""
     return int(called(address, np.zeros(1, np.int64))[0])
 
 
 def kernel(number, machine=None):
+    """Return the compiled kernel of a constant."""
     return compile.get_or_compile(f"constant {number}", "apply", lambda: constant(number), machine or host())

@@ -1,4 +1,4 @@
-"""The error that each elementary function of generated code may have, and the check of it."""
+"""The bound on the error of each elementary function of generated code, and the check of the bound."""
 
 from uuid import uuid4
 
@@ -16,28 +16,28 @@ PROMISED = {
     "exp2_of_negative": 2,
     "exp_of_negative": 2,
     "tanh": 3,
-}  # units in the last place, as their docstrings say
+}  # units in the last place, as in the docstrings
 
 
-def applied(function, x, processor=HOST):
-    """A function of lanes over an array."""
+def applied(function, x, processor=HOST, lanes=LANES):
+    """Apply a function of vectors with `lanes` lanes to an array, whose length is a multiple of `lanes`."""
     kind = FLOAT if x.dtype == np.float32 else DOUBLE
     module = ir.Module("test")
     builder = Builder(module, "apply")
-    source, target = (builder.arguments[0].at(8 * word).load(POINTER, 8) for word in range(2))
-    with builder.loop(0, x.size, LANES) as at:
-        value = source.at(at * x.itemsize).load(vector(kind, LANES))
+    source, target = (builder.arguments[0].at(8 * index).load(POINTER, 8) for index in range(2))
+    with builder.loop(0, x.size, lanes) as at:
+        value = source.at(at * x.itemsize).load(vector(kind, lanes))
         target.at(at * x.itemsize).store(function(builder, value))
     builder.finish()
     result = np.full_like(x, np.nan)
-    words = np.array([x.ctypes.data, result.ctypes.data])
+    arguments = np.array([x.ctypes.data, result.ctypes.data])
     kernel = processor.kernel(uuid4().hex, "apply", lambda: module)
-    processor.call(kernel, words, 1, (x, result))
+    processor.call(kernel, arguments, 1, (x, result))
     return result
 
 
 def ulps(actual, exact):
-    """Largest error in units in the last place of the exact value; NaN and infinities must agree."""
+    """Return the largest error in units in the last place of the exact value. NaN and infinities must be equal."""
     rounded = exact.astype(actual.dtype)
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(rounded))
     finite = np.isfinite(rounded)
@@ -48,9 +48,9 @@ def ulps(actual, exact):
 
 
 def check_promise(name, dtype, processor=HOST):
-    """Raise AssertionError where an elementary function errs by more than its docstring says."""
-    reach = 800.0 if dtype == np.float64 else 110.0
-    x = np.concatenate([np.linspace(-reach, reach, 4096), np.linspace(-1, 1, 4096), np.geomspace(1e-30, 1, 2032)])
+    """Raise AssertionError if the error of an elementary function exceeds the bound of its docstring."""
+    limit = 800.0 if dtype == np.float64 else 110.0
+    x = np.concatenate([np.linspace(-limit, limit, 4096), np.linspace(-1, 1, 4096), np.geomspace(1e-30, 1, 2032)])
     x = np.concatenate(
         [x, [0.0, -0.0, np.inf, -np.inf, np.nan, 88.4, 88.72, 88.73, 127.9, 128.0, -126.0, 1.0, 2, 3, 4, 5]]
     )

@@ -17,11 +17,11 @@ from rich.text import Text
 from ..bench.benchmarks import select
 from ..bench.cuda import Cuda
 from ..bench.device import Cpu, Device
-from ..bench.implementations import usable_processors
 from ..bench.measure import Settings, run
 from ..bench.peaks import UNITS
 from ..bench.report import Entry, Finding, Report, Verdict, format_amount, format_duration
 from ..bench.workloads import Benchmark, Target, Workload
+from ..cpu.runtime.thread_team import usable_processors
 from ..errors import ParameterError
 from .console import key_value_table, make_console, section, table
 

@@ -119,9 +119,8 @@ def _print_support(console: Console, found: dict[str, dict[str, tuple[str, ...]]
 
 
 def _machine() -> dict[str, str]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = {
-        "processor": f"{_processor_name()}, {usable} usable threads",
+        "processor": f"{_processor_name()}, {thread_team.usable_processors()} usable threads",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}, Python {sys.version.split()[0]}",
     }
     if find_spec("llvmlite"):

@@ -1,1 +1,1 @@
-"""Generate LLVM: types, values and functions of a small vector language, and what renders formulas in it."""
+"""Generation of LLVM: a small vector language, its elementary functions, and the rendering of formulas."""

@@ -1,106 +1,112 @@
-"""The arguments of a kernel: one row of 64-bit words, written by `pack` and read by `LoadedArguments` in the same order."""
+"""The argument block of a kernel: one array of 64-bit words.
+
+`pack` writes the words on the host. `LoadedArguments` reads the words in the kernel, in the same order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .builder import DOUBLE, INT64, POINTER, Builder, Value
 
-__all__ = ["BACKWARD_FIELDS", "DECODE_FIELDS", "FORWARD_FIELDS", "LoadedArguments", "TableArguments", "pack"]
+__all__ = [
+    "BACKWARD_FIELDS",
+    "COMMON_FIELDS",
+    "DECODE_FIELDS",
+    "FORWARD_FIELDS",
+    "LoadedArguments",
+    "TableArguments",
+    "pack",
+]
 
 
 def _operand_fields(name: str) -> dict[str, Any]:
-    """An array (*lead, heads, rows, columns): strides in bytes; `_batch_offsets` points to one offset per batch, so that the
-    leading axes may have any strides.
+    """Return the fields of an array (*batch_shape, heads, rows, columns). Offsets and strides are in bytes.
+
+    `_batch_offsets` points to one offset per batch, so that the batch axes may have any strides.
     """
-    parts = {
-        "": POINTER,
-        "_batch_offsets": POINTER,
-        "_head_stride": INT64,
-        "_row_stride": INT64,
-        "_column_stride": INT64,
-    }
-    return {name + part: kind for part, kind in parts.items()}
+    fields = {"": POINTER, "_batch_offsets": POINTER}
+    fields |= dict.fromkeys(("_head_stride", "_row_stride", "_column_stride"), INT64)
+    return {name + suffix: kind for suffix, kind in fields.items()}
 
 
 COMMON_FIELDS: dict[str, Any] = {
-    "counter": POINTER,  # the next item of work
-    "items": INT64,
+    "counter": POINTER,  # index of the next work item
+    "items": INT64,  # number of work items
     **_operand_fields("query"),
     **_operand_fields("key"),
     **_operand_fields("value"),
     "lse": POINTER,  # (B, H, n) float64, contiguous
-    "factor": DOUBLE,  # what products of query and key are multiplied with; above 0
-    "scale_sign": DOUBLE,  # of the scale, which the queries take: −1, 0 or 1
+    "factor": DOUBLE,  # |scale| (1 if 0), times log₂ e for scores in base 2; products of query and key take this factor
+    "scale_sign": DOUBLE,  # sign of the scale: −1, 0 or 1; queries take this factor
     "H": INT64,
-    "group": INT64,  # query heads to a key head
+    "group": INT64,  # query heads per key head
     "n": INT64,
     "m": INT64,
     "query_blocks": INT64,
-    "tile_range_start": POINTER,  # the fields of formula.runs.Runs; run_full one byte each
+    "tile_range_start": POINTER,  # arrays of formula.tile_ranges.TileRanges; int64, but `full` has one byte per entry
     "tile_range_first": POINTER,
     "tile_range_last": POINTER,
     "tile_range_full": POINTER,
-    "tile_range_batch_stride": INT64,  # rows of runs from one batch and one head to the next; 0 where they share
-    "tile_range_head_stride": INT64,
+    "tile_range_batch_stride": INT64,  # rows of TileRanges per batch; 0 if all batches share the rows
+    "tile_range_head_stride": INT64,  # rows of TileRanges per head; 0 if all heads share the rows
     "seed": INT64,  # of dropout
-    "dropout_threshold": INT64,  # weights whose random word is below it are dropped
-    "dropout_scale": DOUBLE,  # what the others are multiplied with
+    "dropout_threshold": INT64,  # a weight is dropped if its random word is below the threshold
+    "dropout_scale": DOUBLE,  # factor of the weights that are not dropped
 }
 FORWARD_FIELDS = COMMON_FIELDS | {
     "output": POINTER,  # (B, H, n, d_v), contiguous
     "sinks": POINTER,  # (H,) float64
 }
-DECODE_FIELDS = COMMON_FIELDS | {
-    "output": POINTER,  # (B, H, n, d_v), contiguous
-    "sinks": POINTER,  # (H,) float64
-    "split_output": POINTER,  # (chunks, B, H, n, d_v) in the accumulator's type
-    "split_lse": POINTER,  # (chunks, B, H, n) float64
-    "finished_splits": POINTER,  # how many parts are done, for each batch, key head and batch of rows
-    "nonfinite_flag": POINTER,  # set to 1 where an output is NaN or infinite
+DECODE_FIELDS = FORWARD_FIELDS | {
+    "split_output": POINTER,  # (num_splits, B, H, n, d_v) in the accumulator's type
+    "split_lse": POINTER,  # (num_splits, B, H, n) float64
+    "finished_splits": POINTER,  # number of finished splits for each batch, key head and group of query rows
+    "nonfinite_flag": POINTER,  # set to 1 if an output is NaN or infinite
     "batches": INT64,
-    "num_splits": INT64,  # parts of the keys
-    "split_size": INT64,  # blocks of keys in each
+    "num_splits": INT64,  # number of splits of the keys
+    "split_size": INT64,  # blocks of keys per split
 }
 BACKWARD_FIELDS = COMMON_FIELDS | {
     **_operand_fields("output"),
     **_operand_fields("d_output"),
     "d_lse": POINTER,  # (B, H, n) float64, contiguous
     "scale": DOUBLE,
-    "d_query": POINTER,  # (chunks, B, H, n, d_k), in the accumulator's type like those below
+    "d_query": POINTER,  # (num_splits, B, H, n, d_k); all three gradients are in the accumulator's type
     "d_key": POINTER,  # (B, G, m, d_k rounded up to whole vectors)
     "d_value": POINTER,  # (B, G, m, d_v rounded up to whole vectors)
-    "nonfinite_flag": POINTER,  # set to 1 where a gradient is NaN or infinite
+    "nonfinite_flag": POINTER,  # set to 1 if a gradient is NaN or infinite
     "batches": INT64,
-    "num_splits": INT64,  # parts of the keys, each worked on by one thread
-    "split_size": INT64,  # blocks of keys in each
-    "parallel_heads": INT64,  # key heads worked on apart: G, or 1 where one item takes all in turn
-    "parallel_batches": INT64,  # likewise batches
+    "num_splits": INT64,  # number of splits of the keys; one thread processes a split
+    "split_size": INT64,  # blocks of keys per split
+    "parallel_heads": INT64,  # G if each key head is a work item of its own, 1 if an item loops over all key heads
+    "parallel_batches": INT64,  # B if each batch is a work item of its own, 1 if an item loops over all batches
 }
 
 
-class TableArguments:
-    """A table's words: address, then stride and length of each axis."""
+class TableArguments(NamedTuple):
+    """The words of one table: its address, then the stride in bytes of each axis, then the length of each axis."""
 
-    def __init__(self, pointer: Value, strides: tuple[Value, ...], lengths: tuple[Value, ...]) -> None:
-        self.pointer, self.strides, self.lengths = pointer, strides, lengths
+    pointer: Value
+    strides: tuple[Value, ...]
+    lengths: tuple[Value, ...]
 
 
 class LoadedArguments:
-    """The words as values of the kernel, loaded once; fields are attributes."""
+    """The argument block as values of the kernel. Each word is loaded once, and each field is an attribute."""
 
     def __init__(self, builder: Builder, packed: Value, fields: Mapping[str, Any], table_ranks: Sequence[int]) -> None:
         self._values = {name: packed.at(8 * index).load(kind, 8) for index, (name, kind) in enumerate(fields.items())}
         self.tables: list[TableArguments] = []
         index = len(fields)
-        for count in table_ranks:
-            entries = [packed.at(8 * (index + 1 + k)).load(INT64, 8) for k in range(2 * count)]
+        for rank in table_ranks:
+            entries = [packed.at(8 * (index + 1 + k)).load(INT64, 8) for k in range(2 * rank)]
             pointer = packed.at(8 * index).load(POINTER, 8)
-            self.tables.append(TableArguments(pointer, tuple(entries[:count]), tuple(entries[count:])))
-            index += 1 + 2 * count
+            self.tables.append(TableArguments(pointer, tuple(entries[:rank]), tuple(entries[rank:])))
+            index += 1 + 2 * rank
 
     def __getattr__(self, name: str) -> Value:
         try:
@@ -110,7 +116,7 @@ class LoadedArguments:
         return value
 
     def head_address(self, name: str, b: Value, head: Value) -> Value:
-        """Address of one head's rows of an operand."""
+        """Return the address of the first row of one head of an operand."""
         offset = self._values[f"{name}_batch_offsets"].at(b * 8).load(INT64)
         return self._values[name].at(offset).at(head * self._values[f"{name}_head_stride"])
 
@@ -120,16 +126,13 @@ def pack(
     values: Mapping[str, int | float],
     tables: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
 ) -> Any:
-    """The words for these values of a kernel's fields and its tables (address, strides, lengths), as an int64 array."""
-    packed = np.zeros(len(fields) + sum(1 + 2 * len(strides) for _, strides, _ in tables), np.int64)
-    for index, (name, kind) in enumerate(fields.items()):
-        if kind is DOUBLE:
-            packed[index : index + 1].view(np.float64)[0] = values[name]
-        else:
-            packed[index] = values[name]
-    index = len(fields)
+    """Return the argument block, an int64 array, of these field values and tables (address, strides, lengths).
+
+    A field of type DOUBLE is stored as its bits.
+    """
+    words = [
+        np.float64(values[name]).view(np.int64) if kind is DOUBLE else values[name] for name, kind in fields.items()
+    ]
     for address, strides, lengths in tables:
-        entries = [address, *strides, *lengths]
-        packed[index : index + len(entries)] = entries
-        index += len(entries)
-    return packed
+        words += [address, *strides, *lengths]
+    return np.array(words, np.int64)

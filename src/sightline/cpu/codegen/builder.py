@@ -1,13 +1,13 @@
-"""A small vector language over llvmlite: it reads like NumPy and emits LLVM.
+"""A small vector language over llvmlite, which reads like NumPy and emits LLVM.
 
-`Builder` is one function being written; `Value` (values.py) is one of its scalars or vectors, with Python's operators. A
-scalar meeting a vector is spread over its lanes. Mutable things are `Variable`s (stack slots that LLVM turns into
-registers). Addresses are made by GEP alone, in bytes.
+`Builder` builds one function. `Value` (values.py) is a scalar or vector of the function, with Python's operators. A
+scalar that is combined with a vector is broadcast over the lanes. A `Variable` is mutable: a stack slot that LLVM turns
+into a register. Every address is computed with GEP, in bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,7 +57,7 @@ __all__ = [
 
 
 class Variable:
-    """A value that changes; a stack slot until LLVM makes it a register."""
+    """A mutable value: a stack slot, which LLVM turns into a register."""
 
     def __init__(self, builder: Builder, kind: Type, start: Any = None) -> None:
         self.builder, self.kind = builder, kind
@@ -74,7 +74,7 @@ class Variable:
 
 
 class Builder:
-    """One function of a module being written, void of its name and of pointers alone."""
+    """Builds one function of a module. Every argument is a pointer, and the function returns void."""
 
     def __init__(self, module: Any, name: str, arguments: int = 1) -> None:
         self.module = module
@@ -85,59 +85,60 @@ class Builder:
         self.arguments = [Value(self, argument) for argument in self.function.args]
 
     def finish(self) -> None:
-        """Return, and join the stack slots to the body."""
+        """End the function, and branch from the stack slots of the entry block to the body."""
         self.irbuilder.ret_void()
         self.entry.branch(self.body)
 
     # -- values ---------------------------------------------------------------------------------------------------
     def value(self, x: Any, kind: Type) -> Value:
-        """A Python number as a constant of the type (in every lane); a Value as it is."""
+        """Return a Python number as a constant of the type, in every lane. A Value is returned unchanged."""
         if isinstance(x, Value):
             return x
-        one = element_type(kind)
-        number = float(x) if is_float(one) else int(x)
+        number = float(x) if is_float(kind) else int(x)
         lanes = lanes_of(kind)
         return Value(self, ir.Constant(kind, [number] * lanes if lanes > 1 else number))
 
     def promote(self, x: Any, y: Any) -> tuple[Value, Value]:
-        """Two operands of one type: constants take the other's, scalars spread over the other's lanes."""
+        """Return two operands of one type. A number takes the type of the other operand, and a scalar its lanes."""
         kind = x.type if isinstance(x, Value) else y.type
         x, y = self.value(x, kind), self.value(y, kind)
         lanes = max(lanes_of(x.type), lanes_of(y.type))
         return x.broadcast(lanes), y.broadcast(lanes)
 
     def arange(self, lanes: int, kind: Type) -> Value:
-        """0, 1, 2, ... in the lanes."""
+        """Return a vector with 0, 1, 2, ... in its lanes."""
         return Value(self, ir.Constant(vector(kind, lanes), list(range(lanes)) if lanes > 1 else 0))
 
     def alloca(self, kind: Type) -> Any:
-        """A slot on the stack, aligned for the widest vectors."""
+        """Allocate a stack slot, aligned for the widest vectors (64 bytes)."""
         slot = self.entry.alloca(kind)
         slot.align, slot.type = 64, POINTER
         return slot
 
     def alloca_array(self, kind: Type, count: int) -> Value:
-        """Room for that many elements on the stack."""
+        """Allocate `count` elements on the stack, and return their address."""
         return Value(self, self.alloca(ir.ArrayType(kind, count)))
 
     # -- functions ------------------------------------------------------------------------------------------------
     def declare(self, name: str, signature: Any) -> Any:
+        """Return the module's function of this name, declared at its first use."""
         if name in self.module.globals:
             return self.module.globals[name]
         return ir.Function(self.module, signature, name)
 
     def call_intrinsic(self, name: str, *values: Any) -> Value:
-        """llvm.name on values of one type."""
+        """Call the intrinsic llvm.`name` of operands that share one type."""
         kind = max((v.type for v in values if isinstance(v, Value)), key=lanes_of)
         inputs = [self.value(v, kind).broadcast(lanes_of(kind)) for v in values]
         function = self.declare(f"llvm.{name}.{intrinsic_suffix(kind)}", ir.FunctionType(kind, [kind] * len(inputs)))
         return Value(self, self.irbuilder.call(function, [v.raw for v in inputs]))
 
     def fma(self, x: Any, y: Any, z: Any) -> Value:
-        """x · y + z, rounded once where the machine has an instruction for it, else twice: never by a function call."""
+        """Return x · y + z, rounded once if the machine has the instruction, otherwise twice; never a library call."""
         return self.call_intrinsic("fmuladd", x, y, z)
 
     def where(self, condition: Value, yes: Any, no: Any) -> Value:
+        """Return `yes` in the lanes where the condition is true, and `no` in the others."""
         yes, no = self.promote(yes, no)
         lanes = max(lanes_of(condition.type), lanes_of(yes.type))
         if isinstance(condition.type, ir.VectorType):
@@ -145,18 +146,19 @@ class Builder:
         return Value(self, self.irbuilder.select(condition.raw, yes.raw, no.raw))
 
     def maximum(self, x: Any, y: Any) -> Value:
-        """The larger lane; of a NaN x the y, so that one instruction does it."""
+        """Return the larger operand of each lane; y if an operand is NaN, so that one instruction suffices."""
         x, y = self.promote(x, y)
         return self.where(x > y, x, y)
 
     def minimum(self, x: Any, y: Any) -> Value:
+        """Return the smaller operand of each lane; y if an operand is NaN."""
         x, y = self.promote(x, y)
         return self.where(x < y, x, y)
 
     # -- control --------------------------------------------------------------------------------------------------
     @contextmanager
     def loop(self, start: Any, stop: Any, step: int = 1, kind: Type = INT64) -> Iterator[Value]:
-        """for index in range(start, stop, step), with start < stop or not entered."""
+        """Build `for index in range(start, stop, step)`, with step > 0, and yield the index."""
         index = Variable(self, kind, start)
         head, body, after = (self.function.append_basic_block(name) for name in ("head", "body", "after"))
         self.irbuilder.branch(head)
@@ -170,7 +172,7 @@ class Builder:
 
     @contextmanager
     def infinite_loop(self) -> Iterator[Callable[[Value], None]]:
-        """while True; the yielded function leaves when its condition holds."""
+        """Build `while True`, and yield a function that leaves the loop if its condition is true."""
         body, after = self.function.append_basic_block("again"), self.function.append_basic_block("done")
         self.irbuilder.branch(body)
         self.irbuilder.position_at_end(body)
@@ -186,29 +188,24 @@ class Builder:
 
     @contextmanager
     def if_then(self, condition: Value) -> Iterator[None]:
+        """Build `if condition`, for a scalar condition."""
         with self.irbuilder.if_then(condition.raw):
             yield
 
     @contextmanager
     def if_else(self, condition: Value) -> Iterator[tuple[Any, Any]]:
-        """with code.either(c) as (yes, no): with yes: ...; with no: ..."""
+        """Build `if ... else` for a scalar condition: with if_else(c) as (yes, no): with yes: ...; with no: ..."""
         with self.irbuilder.if_else(condition.raw) as (yes, no):
             yield yes, no
 
     def prefetch(self, pointer: Value) -> None:
-        """Ask for a line of memory, into the second cache, that will be read soon; any address will do."""
-        words = [INT32] * 3
-        function = self.declare("llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [POINTER, *words]))
+        """Prefetch the cache line at the pointer into the second-level cache. An invalid address is harmless."""
+        function = self.declare("llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [POINTER, INT32, INT32, INT32]))
         self.irbuilder.call(function, [pointer.raw, INT32(0), INT32(2), INT32(1)])
 
     def atomic_increment(self, pointer: Value, ordering: str = "monotonic") -> Value:
-        """The counter's value before one is added, atomically; with "acq_rel" who counts on sees what was written."""
+        """Add 1 to a counter atomically, and return its value before the addition.
+
+        With "acq_rel", a thread that increments the counter sees all memory written before earlier increments.
+        """
         return Value(self, self.irbuilder.atomic_rmw("add", pointer.raw, INT64(1), ordering))
-
-
-def horner(builder: Builder, x: Value, coefficients: Sequence[float]) -> Value:
-    """c₀ + c₁ x + c₂ x² + ..."""
-    result: Value = builder.value(coefficients[-1], x.type)
-    for coefficient in reversed(coefficients[:-1]):
-        result = builder.fma(result, x, coefficient)
-    return result

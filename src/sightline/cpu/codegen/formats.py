@@ -1,6 +1,7 @@
-"""Numbers as they lie in memory and as they are computed with: float16 and bfloat16 widen to float32.
+"""Formats of numbers in memory and in computations: float16 and bfloat16 are widened to float32.
 
-Where the processor has the conversion it is one instruction; elsewhere the bits are moved, with the same result.
+A conversion is one instruction if the processor has such an instruction. Otherwise integer operations convert the
+bits, with the same result.
 """
 
 from __future__ import annotations
@@ -16,34 +17,31 @@ __all__ = ["FloatFormat", "format_of"]
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A float's form in memory and the type sums of it are kept in."""
+    """The storage type of a floating-point format, and the type of sums of its numbers."""
 
     name: str
     storage_type: Any
     accumulator_type: Any
-    has_conversion: bool  # whether one instruction goes from one to the other
+    has_conversion: bool  # True if one instruction converts to the accumulator type or back
 
     @property
     def itemsize(self) -> int:
+        """Bytes of a number in memory."""
         return bytes_of(self.storage_type)
 
     @property
     def is_native(self) -> bool:
-        """Whether numbers are computed with as they lie in memory."""
+        """True if computations use the storage type."""
         return self.storage_type is self.accumulator_type
 
     @property
     def accumulator_format(self) -> FloatFormat:
-        """The format sums are stored in."""
-        return FloatFormat(
-            "float64" if self.accumulator_type is DOUBLE else "float32",
-            self.accumulator_type,
-            self.accumulator_type,
-            True,
-        )
+        """The format of sums: float64 or float32."""
+        name = "float64" if self.accumulator_type is DOUBLE else "float32"
+        return FloatFormat(name, self.accumulator_type, self.accumulator_type, True)
 
     def load(self, pointer: Value, lanes: int = 1) -> Value:
-        """Neighbouring numbers, widened."""
+        """Load `lanes` adjacent numbers, widened to the accumulator type."""
         if self.is_native:
             return pointer.load(vector(self.storage_type, lanes))
         if self.has_conversion and self.name == "float16":
@@ -54,18 +52,18 @@ class FloatFormat:
         return _half_to_float(pointer.builder, bits)
 
     def store(self, pointer: Value, value: Value) -> None:
-        """Neighbouring numbers, rounded to the nearest, ties to even."""
+        """Store adjacent numbers, rounded to nearest, ties to even."""
         if self.is_native:
             pointer.store(value)
         elif self.has_conversion:
             pointer.store(value.to(self.storage_type))
         else:
-            rounded = _float_to_bfloat if self.name == "bfloat16" else _float_to_half
-            pointer.store(rounded(pointer.builder, value).to(INT16))
+            round_bits = _float_to_bfloat if self.name == "bfloat16" else _float_to_half
+            pointer.store(round_bits(pointer.builder, value).to(INT16))
 
 
 def format_of(dtype: str, machine: Machine) -> FloatFormat:
-    """The format of a dtype on a machine."""
+    """Return the format of a dtype (float16, bfloat16, float32 or float64) on a machine."""
     if dtype in ("float32", "float64"):
         kind = FLOAT if dtype == "float32" else DOUBLE
         return FloatFormat(dtype, kind, kind, True)
@@ -75,26 +73,30 @@ def format_of(dtype: str, machine: Machine) -> FloatFormat:
 
 
 def _half_to_float(builder: Builder, bits: Value) -> Value:
-    """float16 bits, in 32-bit lanes, as float32: a product moves the exponent, exact below normal too."""
-    sign, rest = (bits & 0x8000) << 16, (bits & 0x7FFF) << 13
-    scaled = (rest.bits(FLOAT) * 2.0**112).bits(INT32)
-    return (builder.where(rest < 0x7C00 << 13, scaled, scaled | 0x7F800000) | sign).bits(FLOAT)
+    """Convert float16 bits in 32-bit lanes to float32.
+
+    A product with 2¹¹² corrects the exponent bias. The product is exact, for subnormal numbers too.
+    """
+    sign, magnitude = (bits & 0x8000) << 16, (bits & 0x7FFF) << 13
+    scaled = (magnitude.bits(FLOAT) * 2.0**112).bits(INT32)
+    return (builder.where(magnitude < 0x7C00 << 13, scaled, scaled | 0x7F800000) | sign).bits(FLOAT)
 
 
 def _float_to_half(builder: Builder, value: Value) -> Value:
-    """float32 as float16 bits in 32-bit lanes."""
+    """Round float32 to float16 bits in 32-bit lanes."""
     bits = value.bits(INT32)
     magnitude = bits & 0x7FFFFFFF
     sign = (bits >> 16) & 0x8000
     normal = (magnitude + (0xFFF - (112 << 23)) + ((magnitude >> 13) & 1)) >> 13
-    subnormal = (magnitude.bits(FLOAT) + 0.5).bits(INT32) - (126 << 23)  # the sum's last place is 2⁻²⁴, half's smallest
+    # the ulp of the sum below is 2⁻²⁴, the smallest float16
+    subnormal = (magnitude.bits(FLOAT) + 0.5).bits(INT32) - (126 << 23)
     overflow = builder.where(magnitude > 0x7F800000, builder.value(0x7E00, magnitude.type), 0x7C00)
     result = builder.where(magnitude < 113 << 23, subnormal, normal)
     return builder.where(magnitude >= 143 << 23, overflow, result) | sign
 
 
 def _float_to_bfloat(builder: Builder, value: Value) -> Value:
-    """float32 as bfloat16 bits in 32-bit lanes."""
+    """Round float32 to bfloat16 bits in 32-bit lanes."""
     bits = value.bits(INT32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return builder.where(value != value, builder.value(0x7FC0, vector(INT32, lanes_of(value.type))), rounded)

@@ -1,14 +1,15 @@
-"""Rows of key and value as the register tile reads them: numbers to spread, along a row or down a column.
+"""Tiles of key and value rows, in the layout that the register tile reads.
 
-float32 and float64 are read where they lie, whatever their strides. Narrower floats are staged, a block of keys at a
-time: widened to float32, or for pairs of bfloat16 laid so that the two of a pair are neighbours.
+The register tile reads numbers along a row or down a column, and broadcasts each number over the lanes. float32 and
+float64 are read in place, with any strides. Narrower formats are staged for one block of keys at a time: the numbers
+are widened to float32, or the two bfloat16 numbers of a pair are stored next to each other.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from .builder import INT16, INT32, INT64, Builder, Value, vector
+from .builder import INT16, INT32, INT64, Value, vector
 from .formats import FloatFormat
 from .register_tile import RegisterTiles
 
@@ -16,14 +17,14 @@ __all__ = ["OperandTile", "interleave_rows", "widen_row"]
 
 
 class OperandTile:
-    """One operand's rows of a block of keys.
+    """The rows of one operand in a block of keys.
 
     Parameters
     ----------
-    width : numbers in a row
-    has_unit_stride : whether the numbers of a row lie next to each other
-    max_rows : rows in a block
-    needs_rows, needs_columns : whether `row` and `column` will be asked for
+    width : numbers per row
+    has_unit_stride : True if adjacent numbers of a row are adjacent in memory
+    max_rows : rows per block, at most
+    needs_rows, needs_columns : True if the kernel calls `row`, or `column`
     """
 
     def __init__(
@@ -36,42 +37,27 @@ class OperandTile:
         needs_rows: bool = True,
         needs_columns: bool = True,
     ) -> None:
-        self.builder: Builder = tiles.builder
-        self.tiles, self.format, self.width, self.has_unit_stride, self.max_rows = (
-            tiles,
-            format,
-            width,
-            has_unit_stride,
-            max_rows,
-        )
+        self.builder, self.tiles, self.format, self.width = tiles.builder, tiles, format, width
+        self.has_unit_stride = has_unit_stride
         self.is_in_place = format.is_native
-        self.row_bytes = tiles.packed_length(width) * tiles.itemsize  # bytes of a staged row
-        self.pair_row_bytes = width * tiles.itemsize  # of a row of pairs taken down the columns
-        pairs = tiles.paired
-        is_paired_in_memory = (
-            pairs and has_unit_stride and width % 2 == 0
-        )  # pairs along a row lie in memory as they are wanted
-        self.row_scratch = (
-            None
-            if self.is_in_place or is_paired_in_memory or (pairs and not needs_rows)
-            else tiles.scratch(max_rows * self.row_bytes)
-        )
-        self.column_scratch = (
-            self.row_scratch
-            if not pairs
-            else tiles.scratch(tiles.packed_length(max_rows) * self.pair_row_bytes)
-            if needs_columns
-            else None
-        )
+        self.row_bytes = tiles.packed_length(width) * tiles.itemsize  # bytes per staged row
+        self.pair_row_bytes = width * tiles.itemsize  # bytes per staged row of pairs, each with two numbers of a column
+        self.column_row_bytes = self.pair_row_bytes if tiles.paired else self.row_bytes
+        is_paired_in_memory = has_unit_stride and width % 2 == 0  # the pairs along a row need no staging
+        needs_row_scratch = needs_rows and not is_paired_in_memory if tiles.paired else not self.is_in_place
+        self.row_scratch = tiles.scratch(max_rows * self.row_bytes) if needs_row_scratch else None
+        self.column_scratch = None if tiles.paired else self.row_scratch
+        if tiles.paired and needs_columns:
+            self.column_scratch = tiles.scratch(tiles.packed_length(max_rows) * self.pair_row_bytes)
 
     def locate(self, head: Value, row: Value, column: Value) -> None:
-        """Where a head's rows lie: its address, and bytes from row to row and column to column."""
+        """Set the address of a head's rows, and the strides in bytes from row to row and from column to column."""
         self.head, self.row_stride = head, row
         self.column_stride: Any = self.format.itemsize if self.has_unit_stride else column
         self.element_stride = None if self.has_unit_stride else column
 
     def stage(self, first: Value, count: Value) -> None:
-        """Make ready the rows from `first` on, `count` of them."""
+        """Prepare `count` rows, from row `first` on."""
         self.block, self.count = self.head.at(first * self.row_stride), count
         if self.is_in_place:
             return
@@ -89,84 +75,86 @@ class OperandTile:
                     self.block.at(r * self.row_stride),
                     self.column_scratch.at(r * (self.pair_row_bytes // 2)),
                 )
-                interleave_rows(
-                    self.tiles, source, target, self.width, self.row_stride, self.element_stride, r + 1 < count
-                )
+                has_second, strides = r + 1 < count, (self.row_stride, self.element_stride)
+                interleave_rows(self.tiles, source, target, self.width, *strides, has_second)
 
     def row(self, r: Value) -> tuple[Value, Any]:
-        """(address of row r's first number, bytes to the next); rows past the end repeat the last."""
+        """Return (address of the first number of row r, bytes to the next). A row past the end is the last row."""
         r = self.builder.minimum(r, self.count - 1)
         if self.row_scratch is not None:
             return self.row_scratch.at(r * self.row_bytes), self.tiles.itemsize
         return self.block.at(r * self.row_stride), self.tiles.itemsize if self.tiles.paired else self.column_stride
 
     def column(self, c: Value) -> tuple[Value, Any]:
-        """(address of column c's first number, bytes to the next)."""
+        """Return (address of the first number of column c, bytes to the next)."""
         if self.column_scratch is not None:
-            return self.column_scratch.at(
-                c * self.tiles.itemsize
-            ), self.pair_row_bytes if self.tiles.paired else self.row_bytes
+            return self.column_scratch.at(c * self.tiles.itemsize), self.column_row_bytes
         return self.block.at(c * self.column_stride), self.row_stride
 
     def vector_rows(self) -> tuple[Value, Any]:
-        """(address, bytes from one to the next) of the rows as vectors, two joined to one of pairs."""
+        """Return (address, bytes from row to row) of the rows as vectors. A row of pairs holds two rows."""
         if self.column_scratch is not None:
-            return self.column_scratch, self.pair_row_bytes if self.tiles.paired else self.row_bytes
+            return self.column_scratch, self.column_row_bytes
         return self.block, self.row_stride
 
     def load_entry(self, r: Value, c: Value) -> Value:
-        """One number as it lies in memory, widened."""
+        """Return one number of the operand in memory, widened."""
         return self.format.load(self.block.at(r * self.row_stride).at(c * self.column_stride))
 
 
 def widen_row(
     tiles: RegisterTiles, format: FloatFormat, source: Value, target: Value, width: int, element_stride: Any
 ) -> None:
-    """A row as it is computed with; `element_stride` is bytes from one of its numbers to the next, None where they touch."""
+    """Copy a row to scratch, widened. `element_stride` is in bytes; None if the numbers are adjacent."""
     builder, lanes = tiles.builder, tiles.lanes
+    stride = format.itemsize if element_stride is None else element_stride
     whole = width // lanes * lanes if element_stride is None else 0
     with builder.loop(0, whole, lanes) as c:
         target.at(c * tiles.itemsize).store(format.load(source.at(c * format.itemsize), lanes))
     with builder.loop(whole, width) as c:
-        target.at(c * tiles.itemsize).store(
-            format.load(source.at(c * (format.itemsize if element_stride is None else element_stride)))
-        )
+        target.at(c * tiles.itemsize).store(format.load(source.at(c * stride)))
 
 
 def pair_row(tiles: RegisterTiles, source: Value, target: Value, width: int, element_stride: Any) -> None:
-    """A row of bfloat16 as pairs of neighbours, 0 after an odd end."""
+    """Copy a row of bfloat16 to scratch as pairs of adjacent numbers. If `width` is odd, the last pair ends with 0."""
     builder = tiles.builder
-    step = 2 if element_stride is None else element_stride
+    stride = 2 if element_stride is None else element_stride
     with builder.loop(0, width // 2) as c:
-        pair = [_load_bits(source.at((c * 2 + k) * step)) for k in range(2)]
+        pair = [_load_bits(source.at((c * 2 + k) * stride)) for k in range(2)]
         target.at(c * 4).store(pair[0] | (pair[1] << 16))
     if width % 2:
         last = builder.value(width - 1, INT64)
-        target.at(last // 2 * 4).store(_load_bits(source.at(last * step)))
+        target.at(last // 2 * 4).store(_load_bits(source.at(last * stride)))
 
 
 def interleave_rows(
-    tiles: RegisterTiles, source: Value, target: Value, width: int, row_stride: Value, element_stride: Any, both: Value
+    tiles: RegisterTiles,
+    source: Value,
+    target: Value,
+    width: int,
+    row_stride: Value,
+    element_stride: Any,
+    has_second: Value,
 ) -> None:
-    """Two rows of bfloat16 as one of pairs; 0 in place of a second that is not there."""
+    """Copy two rows of bfloat16 to scratch as one row of pairs. The second row is 0 if `has_second` is false."""
     builder, lanes = tiles.builder, 2 * tiles.lanes
-    step = builder.where(both, row_stride, 0)
+    stride = 2 if element_stride is None else element_stride
+    step = builder.where(has_second, row_stride, 0)
     whole = width // lanes * lanes if element_stride is None else 0
 
     def rows(at: Value, count: int) -> list[Value]:
         low, high = (x.load(vector(INT16, count)) for x in (at, at.at(step)))
-        return [low, builder.where(both, high, builder.value(0, high.type))]
+        return [low, builder.where(has_second, high, builder.value(0, high.type))]
 
     with builder.loop(0, whole, lanes) as c:
         low, high = rows(source.at(c * 2), lanes)
         for half in range(2):
             target.at(c * 4 + half * tiles.align).store(low.interleave(high, half))
     with builder.loop(whole, width) as c:
-        low, high = (
-            x.zero_extend(INT32) for x in rows(source.at(c * (2 if element_stride is None else element_stride)), 1)
-        )
+        low, high = (x.zero_extend(INT32) for x in rows(source.at(c * stride), 1))
         target.at(c * 4).store(low | (high << 16))
 
 
 def _load_bits(pointer: Value) -> Value:
+    """Return the bits of one bfloat16 number in the low half of an INT32."""
     return pointer.load(INT16).zero_extend(INT32)

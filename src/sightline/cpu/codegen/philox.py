@@ -1,6 +1,6 @@
-"""Dropout's random words on lanes: Philox 4x32-10, as `sightline.dropout` defines it.
+"""The random words of dropout, on vectors: Philox 4x32-10, as in `sightline.dropout`.
 
-Words live in the low halves of 64-bit lanes, so that a product of two words is one multiplication.
+A word is in the low half of a 64-bit lane, so that the product of two words is one multiplication.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LOW_32_BITS = 0xFFFFFFFF
 
 
 def random_words(builder: Builder, seed: Value, counter: tuple[Value, Value, Value, Value]) -> list[Value]:
-    """The four words at a counter of 64-bit lanes or scalars below 2³²."""
+    """Return the four words at a counter, whose parts are 64-bit scalars or vectors with values below 2³²."""
     keys = [seed & LOW_32_BITS, seed >> 32]
     x0, x1, x2, x3 = counter
     for _ in range(ROUNDS):

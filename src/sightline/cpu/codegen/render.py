@@ -1,7 +1,8 @@
-"""Formulas on lanes: each part computed as seldom as it can be.
+"""Rendering of formulas into LLVM, with every part evaluated as rarely as possible.
 
-Parts that read neither j nor s are computed once for a block of queries, parts that read only j once for a row of keys
-(as scalars), and the rest for every vector of pairs. Vectors run along i.
+A part that depends on neither j nor s is evaluated once per block of queries. A part that depends on j, but on neither
+i nor s, is evaluated once per key, as a scalar. Every other part is evaluated for each vector of pairs. The lanes of a
+vector are queries (the index i).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["LLVM_RULES", "Renderer", "TableSource"]
 
 @dataclass(frozen=True)
 class TableSource:
-    """A table in memory: its address, per axis its stride in bytes and its length, and what one entry is."""
+    """A table in memory: its address, the stride in bytes and the length of each axis, and the type of an entry."""
 
     pointer: Value
     strides: tuple[Value, ...]
@@ -29,13 +30,13 @@ class TableSource:
 
 
 class Renderer:
-    """One formula in one function.
+    """Renders one formula in one function.
 
     Parameters
     ----------
-    floats, integers : types of numbers in the formula
-    sources : tables by id
-    clamped : (place of a lookup in `walk`, axis) whose index may leave the table at hidden pairs
+    floats, integers : types of the formula's numbers
+    sources : table sources by id of the table
+    clamped : (index of a lookup in `walk`, axis) of the table indices that may be out of range at hidden pairs
     """
 
     def __init__(
@@ -50,23 +51,23 @@ class Renderer:
         self.builder, self.formula, self.sources, self.clamped = builder, formula, sources, clamped
         self.types: dict[Kind, Any] = {"bool": BOOL, "int": integers, "float": floats}
         self.nodes = walk(formula)
-        self.node_index = {id(node): node_index for node_index, node in enumerate(self.nodes)}
+        self.node_index = {id(node): index for index, node in enumerate(self.nodes)}
 
     def evaluate_block(self, symbols: dict[str, Value]) -> dict[int, Value]:
-        """Parts that read neither j nor s."""
-        return self._evaluate(symbols, {}, lambda reads: reads.isdisjoint({"j", "s"}))
+        """Return the values of the parts that depend on neither j nor s, by id of the part."""
+        return self._evaluate(symbols, {}, lambda free_symbols: free_symbols.isdisjoint({"j", "s"}))
 
     def evaluate_row(self, symbols: dict[str, Value], known: dict[int, Value]) -> dict[int, Value]:
-        """Parts that read j and neither i nor s."""
-        return self._evaluate(symbols, known, lambda reads: reads.isdisjoint({"i", "s"}))
+        """Return the values of the parts that depend on neither i nor s, and the known values, by id of the part."""
+        return self._evaluate(symbols, known, lambda free_symbols: free_symbols.isdisjoint({"i", "s"}))
 
     def evaluate_pair(self, symbols: dict[str, Value], known: dict[int, Value]) -> Value:
-        """The formula itself."""
+        """Return the value of the formula."""
         return self.evaluate_all(symbols, known)[id(self.formula)]
 
     def evaluate_all(self, symbols: dict[str, Value], known: dict[int, Value]) -> dict[int, Value]:
-        """The formula and all its parts."""
-        return self._evaluate(symbols, known, lambda reads: True)
+        """Return the values of the formula and of all its parts, by id of the part."""
+        return self._evaluate(symbols, known, lambda free_symbols: True)
 
     def _evaluate(
         self, symbols: dict[str, Value], known: dict[int, Value], condition: Callable[[frozenset[str]], bool]
@@ -86,9 +87,9 @@ class Renderer:
             return self._load_lookup(node, [values[id(a)] for a in node.arguments])
         assert isinstance(node, Apply)
         kind = self.types[common_kind(node)]
-        skip = 1 if node.operator == "where" else 0
         inputs = [values[id(a)] for a in node.arguments]
-        return LLVM_RULES[node.operator](self.builder, *inputs[:skip], *(x.to(kind) for x in inputs[skip:]))
+        first = 1 if node.operator == "where" else 0  # the condition is not converted
+        return LLVM_RULES[node.operator](self.builder, *inputs[:first], *(x.to(kind) for x in inputs[first:]))
 
     def _load_lookup(self, node: Lookup, indices: list[Value]) -> Value:
         source = self.sources[id(node.table)]
@@ -103,7 +104,10 @@ class Renderer:
     def offsets(
         self, node: Lookup, indices: Sequence[Value], strides: Sequence[Any], lengths: Sequence[Value]
     ) -> tuple[Value, Value | None]:
-        """(bytes common to all lanes, bytes of each lane beyond them or None) of a lookup's entries."""
+        """Return the offsets of a lookup's entries in bytes: (offset common to all lanes, additional offset per lane).
+
+        The second is None if no index is a vector.
+        """
         builder, integers = self.builder, self.types["int"]
         base: Any = builder.value(0, INT64)
         lane_offsets: Value | None = None
@@ -113,13 +117,13 @@ class Renderer:
             if lanes_of(index.type) == 1:
                 base = base + index.to(INT64) * stride
             else:
-                share = index * stride.to(integers)
-                lane_offsets = share if lane_offsets is None else lane_offsets + share
+                offsets = index * stride.to(integers)
+                lane_offsets = offsets if lane_offsets is None else lane_offsets + offsets
         return base, lane_offsets
 
 
 def _floor_divide(builder: Builder, x: Value, y: Value) -> tuple[Value, Value]:
-    """(⌊x / y⌋, x − y ⌊x / y⌋); both 0 for whole numbers divided by 0, which would otherwise trap."""
+    """Return (⌊x / y⌋, x − y ⌊x / y⌋). For integers with y = 0 both are 0, since a division by 0 would trap."""
     if is_float(x.type):
         quotient = builder.call_intrinsic("floor", x / y)
         return quotient, x - quotient * y
@@ -137,7 +141,7 @@ def _absolute(builder: Builder, x: Value) -> Value:
 
 
 def _min_max_rule(predicate: str, name: str) -> Callable[[Builder, Value, Value], Value]:
-    """Minimum or maximum; of floats the one that lets NaN through."""
+    """Return the rule of a minimum or maximum, which is NaN if an operand is NaN."""
 
     def rule(builder: Builder, x: Value, y: Value) -> Value:
         x, y = builder.promote(x, y)

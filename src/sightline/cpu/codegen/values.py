@@ -1,4 +1,4 @@
-"""Types of numbers, and `Value`: a scalar or vector of the function being written, with Python's operators."""
+"""Types of numbers, and `Value`: a scalar or vector of the generated function, with Python's operators."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Type = Any  # llvmlite's types are untyped
 
 
 class _BFloatType(ir.types.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite does not know."""
+    """LLVM's type bfloat, which llvmlite lacks."""
 
     def __str__(self) -> str:
         return "bfloat"
@@ -53,33 +53,35 @@ POINTER = ir.PointerType()
 
 
 def vector(kind: Type, lanes: int) -> Type:
-    """The type of that many lanes; a scalar for 1."""
+    """Return the vector type with `lanes` lanes; the scalar type if `lanes` is 1."""
     return ir.VectorType(kind, lanes) if lanes > 1 else kind
 
 
 def element_type(kind: Type) -> Type:
-    """The type of one lane."""
+    """Return the type of one lane."""
     return kind.element if isinstance(kind, ir.VectorType) else kind
 
 
 def lanes_of(kind: Type) -> int:
+    """Return the number of lanes; 1 for a scalar type."""
     return int(kind.count) if isinstance(kind, ir.VectorType) else 1
 
 
 def is_float(kind: Type) -> bool:
+    """True if the lanes are floating-point numbers."""
     return isinstance(element_type(kind), ir.HalfType | _BFloatType | ir.FloatType | ir.DoubleType)
 
 
 def bytes_of(kind: Type) -> int:
-    """Size of one lane in bytes."""
-    one = element_type(kind)
-    if isinstance(one, ir.IntType):
-        return max(int(one.width) // 8, 1)
-    return 2 if isinstance(one, ir.HalfType | _BFloatType) else 4 if isinstance(one, ir.FloatType) else 8
+    """Return the size of one lane in bytes."""
+    element = element_type(kind)
+    if isinstance(element, ir.IntType):
+        return max(int(element.width) // 8, 1)
+    return 2 if isinstance(element, ir.HalfType | _BFloatType) else 4 if isinstance(element, ir.FloatType) else 8
 
 
 class Value:
-    """A scalar or vector of the function being written."""
+    """A scalar or vector of the generated function."""
 
     __hash__ = object.__hash__
 
@@ -90,10 +92,8 @@ class Value:
     def type(self) -> Type:
         return self.raw.type
 
-    def _binary(self, other: Any, for_float: str, for_int: str, swap: bool = False) -> Value:
+    def _binary(self, other: Any, for_float: str, for_int: str) -> Value:
         x, y = self.builder.promote(self, other)
-        if swap:
-            x, y = y, x
         name = for_float if is_float(x.type) else for_int
         return Value(self.builder, getattr(self.builder.irbuilder, name)(x.raw, y.raw))
 
@@ -105,9 +105,6 @@ class Value:
     def __sub__(self, other: Any) -> Value:
         return self._binary(other, "fsub", "sub")
 
-    def __rsub__(self, other: Any) -> Value:
-        return self._binary(other, "fsub", "sub", swap=True)
-
     def __mul__(self, other: Any) -> Value:
         return self._binary(other, "fmul", "mul")
 
@@ -116,22 +113,19 @@ class Value:
     def __truediv__(self, other: Any) -> Value:
         return self._binary(other, "fdiv", "sdiv")
 
-    def __rtruediv__(self, other: Any) -> Value:
-        return self._binary(other, "fdiv", "sdiv", swap=True)
-
     def __floordiv__(self, other: Any) -> Value:
-        """Quotient of integers known not to be negative."""
+        """Return the quotient of non-negative integers."""
         return self._binary(other, "fdiv", "udiv")
 
     def __mod__(self, other: Any) -> Value:
-        """Remainder of integers known not to be negative."""
+        """Return the remainder of non-negative integers."""
         return self._binary(other, "frem", "urem")
 
     def __lshift__(self, other: Any) -> Value:
         return self._binary(other, "shl", "shl")
 
     def __rshift__(self, other: Any) -> Value:
-        """The bits moved down, zeros above: whole numbers known not to be negative."""
+        """Shift the bits right and fill with zeros: a division by a power of two for non-negative integers."""
         return self._binary(other, "lshr", "lshr")
 
     def __and__(self, other: Any) -> Value:
@@ -151,15 +145,13 @@ class Value:
         return Value(self.builder, irbuilder.fneg(self.raw) if is_float(self.type) else irbuilder.neg(self.raw))
 
     def compare(self, predicate: str, other: Any) -> Value:
-        """Lane-wise comparison; false with NaN, but for != ."""
+        """Compare lane by lane. With NaN, != is true and every other comparison is false."""
         x, y = self.builder.promote(self, other)
         irbuilder = self.builder.irbuilder
         if is_float(x.type):
             compare = irbuilder.fcmp_unordered if predicate == "!=" else irbuilder.fcmp_ordered
-            return Value(self.builder, compare(predicate, x.raw, y.raw))
-        compare = (
-            irbuilder.icmp_unsigned if element_type(x.type) == BOOL else irbuilder.icmp_signed
-        )  # a signed True is −1
+        else:  # True is −1 as a signed number
+            compare = irbuilder.icmp_unsigned if element_type(x.type) == BOOL else irbuilder.icmp_signed
         return Value(self.builder, compare(predicate, x.raw, y.raw))
 
     def __lt__(self, other: Any) -> Value:
@@ -181,7 +173,7 @@ class Value:
         return self.compare("!=", other)
 
     def to(self, kind: Type) -> Value:
-        """The lanes as another type of number (signed integers, truth values as 0 and 1)."""
+        """Convert the lanes to another type of number. Integers are signed, and truth values become 0 and 1."""
         source, target = element_type(self.type), element_type(kind)
         result_type = vector(target, lanes_of(self.type))
         irbuilder = self.builder.irbuilder
@@ -202,53 +194,80 @@ class Value:
         return Value(self.builder, raw)
 
     def zero_extend(self, kind: Type) -> Value:
-        """Whole numbers with zeros above: for bits, which have no sign."""
+        """Convert integers to a wider type and fill with zeros, for bit patterns, which have no sign."""
         result_type = vector(element_type(kind), lanes_of(self.type))
         return Value(self.builder, self.builder.irbuilder.zext(self.raw, result_type))
 
     def bits(self, kind: Type) -> Value:
-        """The same bits read as another type of the same width."""
-        return Value(
-            self.builder, self.builder.irbuilder.bitcast(self.raw, vector(element_type(kind), lanes_of(self.type)))
-        )
+        """Reinterpret the bits of each lane as another element type of equal width."""
+        return self.bitcast(vector(element_type(kind), lanes_of(self.type)))
 
     def bitcast(self, kind: Type) -> Value:
-        """The same bits as lanes of another width."""
+        """Reinterpret all bits as another type, whose lanes may have another width."""
         return Value(self.builder, self.builder.irbuilder.bitcast(self.raw, kind))
 
     def broadcast(self, lanes: int) -> Value:
-        """A scalar in every lane; a vector as it is."""
+        """Copy a scalar to every lane. A vector is returned unchanged."""
         if lanes == 1 or isinstance(self.type, ir.VectorType):
             return self
-        kind = vector(self.type, lanes)
-        first = self.builder.irbuilder.insert_element(ir.Constant(kind, ir.Undefined), self.raw, INT32(0))
+        undefined, irbuilder = ir.Constant(vector(self.type, lanes), ir.Undefined), self.builder.irbuilder
+        first = irbuilder.insert_element(undefined, self.raw, INT32(0))
         zeros = ir.Constant(vector(INT32, lanes), None)
-        return Value(self.builder, self.builder.irbuilder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros))
+        return Value(self.builder, irbuilder.shuffle_vector(first, undefined, zeros))
 
     def any(self) -> Value:
-        """Whether a condition holds in any lane."""
-        whole = ir.IntType(lanes_of(self.type))
-        return Value(self.builder, self.builder.irbuilder.bitcast(self.raw, whole)) != 0
+        """Return a scalar condition: true if this condition is true in at least one lane."""
+        return self.bitcast(ir.IntType(lanes_of(self.type))) != 0
 
     def trailing_zeros(self) -> Value:
-        """Of a whole number that is not 0, the place of its lowest bit."""
+        """Return the index of the lowest set bit of a nonzero integer."""
         return Value(self.builder, self.builder.irbuilder.cttz(self.raw, BOOL(1)))
 
     def sum(self) -> Value:
-        """The sum of the lanes."""
+        """Return the sum of the lanes."""
         return self.reduce(lambda x, y: x + y)
 
     def reduce(self, combine: Callable[[Value, Value], Value]) -> Value:
-        """The lanes made one, halves joined with halves."""
+        """Reduce the lanes to a scalar: combine the lower half with the upper half until one lane is left."""
         total, lanes = self, lanes_of(self.type)
         while lanes > 1:
             lanes //= 2
-            low, high = (total.extract_lanes(range(start, start + lanes)) for start in (0, lanes))
-            total = combine(low, high)
+            total = combine(*(total.extract_lanes(range(start, start + lanes)) for start in (0, lanes)))
         return total
 
+    def _shuffle(self, other: Value, indices: Sequence[int]) -> Value:
+        """Return the lanes at these indices of this vector followed by the other vector."""
+        shuffle_mask = ir.Constant(vector(INT32, len(indices)), list(indices))
+        return Value(self.builder, self.builder.irbuilder.shuffle_vector(self.raw, other.raw, shuffle_mask))
+
+    def extract_lanes(self, indices: Sequence[int]) -> Value:
+        """Return the lanes at these indices; a scalar if there is one index."""
+        if len(indices) == 1:
+            return Value(self.builder, self.builder.irbuilder.extract_element(self.raw, INT32(indices[0])))
+        return self._shuffle(self, indices)
+
+    def interleave(self, other: Value, half: int, unit: int = 1, block: int | None = None) -> Value:
+        """Alternate units of `unit` lanes from this vector and from the other, in every block of `block` lanes.
+
+        `half` 0 takes the units from the lower half of each block, and `half` 1 from the upper half. A block is the
+        whole vector by default.
+        """
+        lanes = lanes_of(self.type)
+        block = block or lanes
+        indices = [
+            vector_start + unit_start + k
+            for start in range(half * block // 2, lanes, block)
+            for unit_start in range(start, start + block // 2, unit)
+            for vector_start in (0, lanes)
+            for k in range(unit)
+        ]
+        return self._shuffle(other, indices)
+
     def deinterleave(self, other: Value, part: int, unit: int, block: int) -> Value:
-        """In each block of lanes every second unit of this vector's lanes, then of the other's; the odd ones for 1."""
+        """For every block of `block` lanes, concatenate every second unit of this vector's block and of the other's.
+
+        A unit has `unit` lanes. `part` 0 takes the units of even index, and `part` 1 the units of odd index.
+        """
         lanes = lanes_of(self.type)
         indices = [
             vector_start + unit_start + k
@@ -257,61 +276,35 @@ class Value:
             for unit_start in range(part * unit, block, 2 * unit)
             for k in range(unit)
         ]
-        shuffle_mask = ir.Constant(vector(INT32, lanes), indices)
-        return Value(self.builder, self.builder.irbuilder.shuffle_vector(self.raw, other.raw, shuffle_mask))
+        return self._shuffle(other, indices)
 
-    def extract_lanes(self, indices: Sequence[int]) -> Value:
-        """The lanes at these places; a scalar for one."""
-        if len(indices) == 1:
-            return Value(self.builder, self.builder.irbuilder.extract_element(self.raw, INT32(indices[0])))
-        shuffle_mask = ir.Constant(vector(INT32, len(indices)), list(indices))
-        return Value(self.builder, self.builder.irbuilder.shuffle_vector(self.raw, self.raw, shuffle_mask))
-
-    def interleave(self, other: Value, half: int, unit: int = 1, block: int | None = None) -> Value:
-        """Units of lanes of this vector and the other in turn, of the first or second half of each block of lanes."""
-        lanes = lanes_of(self.type)
-        block = block or lanes
-        shuffle_mask = [
-            at + k + vector_start
-            for start in range(half * block // 2, lanes, block)
-            for at in range(start, start + block // 2, unit)
-            for vector_start in (0, lanes)
-            for k in range(unit)
-        ]
-        indices = ir.Constant(vector(INT32, lanes), shuffle_mask)
-        return Value(self.builder, self.builder.irbuilder.shuffle_vector(self.raw, other.raw, indices))
-
-    def concatenate(self, other: Value) -> Value:
-        """The lanes of this vector, then those of the other."""
-        lanes = lanes_of(self.type) * 2
-        whole = ir.Constant(vector(INT32, lanes), list(range(lanes)))
-        return Value(self.builder, self.builder.irbuilder.shuffle_vector(self.raw, other.raw, whole))
-
-    def at(self, offset: Any, kind: Type | None = None) -> Value:
-        """A pointer moved by bytes; by a vector of offsets, a vector of pointers."""
+    def at(self, offset: Any) -> Value:
+        """Add an offset in bytes to a pointer. A vector of offsets gives a vector of pointers."""
         offset = self.builder.value(offset, INT64)
         raw = self.builder.irbuilder.gep(self.raw, [offset.raw], source_etype=BYTE)
-        raw.type = vector(POINTER, lanes_of(offset.type))  # llvmlite forgets that vectors of offsets give vectors
+        raw.type = vector(POINTER, lanes_of(offset.type))  # llvmlite types the result as one pointer
         return Value(self.builder, raw)
 
     def load(self, kind: Type, align: int = 1) -> Value:
+        """Load a value of this type from the pointer. `align` is in bytes."""
         return Value(self.builder, self.builder.irbuilder.load(self.raw, align=align, typ=kind))
 
     def store(self, value: Value, align: int = 1) -> None:
+        """Store a value at the pointer. `align` is in bytes."""
         self.builder.irbuilder.store(value.raw, self.raw, align=align)
 
     def gather(self, kind: Type, lanes: int) -> Value:
-        """Loads through a vector of pointers."""
+        """Load one number through each pointer of a vector of pointers."""
         result_type, pointers = vector(kind, lanes), vector(POINTER, lanes)
         name = f"llvm.masked.gather.{intrinsic_suffix(result_type)}.v{lanes}p0"
         signature = ir.FunctionType(result_type, [pointers, vector(BOOL, lanes), result_type])
-        function = self.builder.declare(name, signature)
         all_lanes = ir.Constant(vector(BOOL, lanes), [1] * lanes)
-        raw = self.builder.irbuilder.call(function, [self.raw, all_lanes, ir.Constant(result_type, ir.Undefined)])
-        return Value(self.builder, raw)
+        operands = [self.raw, all_lanes, ir.Constant(result_type, ir.Undefined)]
+        return Value(self.builder, self.builder.irbuilder.call(self.builder.declare(name, signature), operands))
 
 
 def intrinsic_suffix(kind: Type) -> str:
-    one = element_type(kind)
-    name = f"i{one.width}" if isinstance(one, ir.IntType) else "f32" if isinstance(one, ir.FloatType) else "f64"
+    """Return the suffix of intrinsics of this type: i64, v16f32, ..."""
+    element = element_type(kind)
+    name = f"i{element.width}" if isinstance(element, ir.IntType) else f"f{8 * bytes_of(kind)}"
     return f"v{lanes_of(kind)}{name}" if isinstance(kind, ir.VectorType) else name

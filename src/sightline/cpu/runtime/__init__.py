@@ -1,1 +1,1 @@
-"""How a kernel runs: the processor, compilation, the cache on disk, threads."""
+"""Execution of kernels: the machine, compilation, the disk cache and the threads."""

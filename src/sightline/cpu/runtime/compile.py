@@ -1,9 +1,10 @@
-"""LLVM in, address out: kernels are kept in memory, then on disk, and compiled once where neither has them.
+"""Compilation of kernels from LLVM to the address of their code, with a cache in memory and a cache on disk.
 
-    key → memory → disk → write() → LLVM's passes → object code → disk → memory → address
+    key → memory → disk → build_module() → LLVM's passes → object code → disk → memory → address
 
-llvmlite serves one thread at a time, so kernels that are compiled at once share it call by call, while Python writes
-the next. A fork waits for the call that is under way: the child then finds LLVM whole and its lock free.
+llvmlite runs one call of LLVM at a time. If several threads compile kernels, their calls of LLVM alternate, and one
+thread can build a module while LLVM works for another. A fork waits for the current call of LLVM, so that LLVM's state
+is consistent and its lock is free in the child.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from .machine import Machine
 
 __all__ = ["Address", "bound_calls", "compile_module", "counts", "get_or_compile", "optimised"]
 
-MAX_KERNELS_IN_MEMORY = 512  # kernels in memory, about 80 KB each
-# A kernel is written as it shall run: loops unrolled for the registers, shared parts computed once. What is left to do
-# is to inline, to make registers of stack slots, and to turn loops so that they end in one jump; code generation does
-# the rest (common parts, hoisting, scheduling). LLVM's whole pipeline took 25 to 50 times as long for the same speed.
+MAX_KERNELS_IN_MEMORY = 512  # about 80 KB per kernel
+# The generator already unrolls loops for the registers and computes shared parts once. These passes inline functions,
+# turn stack slots into registers, and rotate loops so that each iteration ends in one jump. LLVM's code generation does
+# the rest: common subexpressions, hoisting, scheduling. LLVM's full pipeline took 25 to 50 times as long, and the
+# kernels were equally fast.
 PASSES = ("always_inliner", "sroa", "loop_rotate", "simplify_cfg")
 
-counts: Counter[str] = Counter()  # kernels "compiled", "read" from disk
+counts: Counter[str] = Counter()  # number of kernels "compiled" and "read" from disk
 
 
 class Address(int):
-    """Where a function's code starts. The code stays as long as this object does, so hold it while the code runs."""
+    """The address of a function's code. The code is freed with this object, so keep a reference while the code runs."""
 
     engine: Any
 
@@ -43,19 +45,20 @@ class Address(int):
 
 
 class KernelCache:
-    """Kernels in memory, the least recently used first, and a lock for each that is being made."""
+    """The kernels in memory, the least recently used first, and a lock for each kernel that is being compiled."""
 
     def __init__(self) -> None:
         self._kernels: OrderedDict[str, Address] = OrderedDict()
-        self.bound_calls: OrderedDict[Any, Any] = OrderedDict()  # calls of them that are ready; see `again`
+        self.bound_calls: OrderedDict[Any, Any] = OrderedDict()  # prepared calls of the kernels; see `call_cache`
         self.reset_locks()
 
     def reset_locks(self) -> None:
-        """New locks: in a forked child nobody is left to open those that were closed."""
+        """Create new locks. In a forked child, no thread would release the locks that other threads held."""
         self._lock = threading.Lock()
         self._kernel_locks: dict[str, threading.Lock] = {}
 
     def get(self, identity: str) -> Address | None:
+        """Return the kernel of this identity, None if the kernel is not in memory, and mark it as used."""
         with self._lock:
             address = self._kernels.get(identity)
             if address is not None:
@@ -63,14 +66,15 @@ class KernelCache:
         return address
 
     def put(self, identity: str, address: Address) -> None:
+        """Store a kernel, and evict the least recently used kernels beyond `MAX_KERNELS_IN_MEMORY`."""
         with self._lock:
             self._kernels[identity] = address
             evicted = [self._kernels.popitem(last=False) for _ in range(len(self._kernels) - MAX_KERNELS_IN_MEMORY)]
-        del evicted  # where nobody runs them their engines end here, outside the lock
+        del evicted  # outside the lock: the engines of kernels without other references are freed here
 
     @contextmanager
     def compiling(self, identity: str) -> Iterator[None]:
-        """One thread at a time."""
+        """Hold the lock of one kernel, so that only one thread at a time compiles the kernel."""
         with self._lock:
             lock = self._kernel_locks.setdefault(identity, threading.Lock())
         with lock:
@@ -85,27 +89,28 @@ _cache = KernelCache()
 
 
 def bound_calls() -> OrderedDict[Any, Any]:
-    """The calls that were prepared with the kernels now in memory, the least recently used first."""
+    """Return the calls prepared with the kernels in memory, the least recently used first."""
     return _cache.bound_calls
 
 
 def get_or_compile(key: str, name: str, build_module: Callable[[], Any], machine: Machine) -> Address:
-    """The address of the function `name` of the kernel with this key.
+    """Return the address of the function `name` of the kernel with this key.
 
     Parameters
     ----------
     key : str
-        All that decides the kernel's code but name and machine, the same in every process: equal key, equal code.
+        Everything that determines the kernel's code besides name and machine. Equal keys mean equal code, also in
+        different processes.
     name : str
         The function's name in the module.
     build_module : function ()
-        The module, an llvmlite `ir.Module` or LLVM assembly; called only where the kernel is not kept.
+        Returns the module, an llvmlite `ir.Module` or LLVM assembly. Called only if neither cache has the kernel.
     machine : Machine
 
     Returns
     -------
     Address
-        Hold this very object, not a copy of its number, while the code may run.
+        Keep a reference to this object, not only to its value, while the code may run.
     """
     identity = f"{name}\n{machine!r}\n{key}"
     address = _cache.get(identity)
@@ -119,8 +124,7 @@ def get_or_compile(key: str, name: str, build_module: Callable[[], Any], machine
 
 
 def _load_or_compile(identity: str, name: str, build_module: Callable[[], Any], machine: Machine) -> Address:
-    """From disk, else written and compiled, and kept on disk."""
-    _llvm()
+    """Load the kernel from disk, or compile the kernel and store it on disk."""
     file_name = disk_cache.file_name(identity)
     code = None if file_name is None else disk_cache.read(file_name)
     if code is not None:
@@ -134,22 +138,22 @@ def _load_or_compile(identity: str, name: str, build_module: Callable[[], Any], 
 
 
 def compile_module(module: Any, machine: Machine, name: str) -> Address:
-    """The address of the module's function `name`, compiled now and kept nowhere."""
+    """Compile the module without a cache, and return the address of its function `name`."""
     return _load_object(_compile_object(module, machine), name, machine)
 
 
 def _compile_object(module: Any, machine: Machine) -> bytes:
-    """The module's object code, optimised for the machine."""
+    """Return the module's object code, optimised for the machine."""
     with optimised(module, machine) as (parsed, target):
         return bytes(target.emit_object(parsed))
 
 
 @contextmanager
 def optimised(module: Any, machine: Machine) -> Iterator[tuple[Any, Any]]:
-    """The module as LLVM's passes leave it for the machine, and LLVM's target that writes its code.
+    """Yield the module after LLVM's passes for the machine, and the LLVM target machine that emits its code.
 
-    The module ends with the block, after an error too: held by a traceback until Python collects it as garbage, it
-    might end after the context it lies in, which crashes.
+    The module is freed at the end of the block, also after an error. Otherwise a traceback could keep the module alive
+    until garbage collection, and a module that is freed after its context crashes the process.
     """
     llvm = _llvm()
     target = _target_machine(machine)
@@ -166,10 +170,10 @@ def optimised(module: Any, machine: Machine) -> Iterator[tuple[Any, Any]]:
 
 
 def _load_object(code: bytes, name: str, machine: Machine) -> Address:
-    """The address of `name` in object code. Names it lacks (sinf, memset) are looked up in this process."""
+    """Return the address of `name` in object code. Undefined symbols (sinf, memset) are resolved in this process."""
     llvm = _llvm()
     empty = llvm.parse_assembly("", llvm.create_context())
-    # its sections in one piece of memory, since they name each other by distances of 32 bits
+    # use_lmm puts all sections into one block of memory, because they refer to each other by 32-bit offsets
     engine = llvm.create_mcjit_compiler(empty, _target_machine(machine), use_lmm=True)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
@@ -177,13 +181,14 @@ def _load_object(code: bytes, name: str, machine: Machine) -> Address:
 
 
 def _target_machine(machine: Machine) -> Any:
+    """Return LLVM's target machine."""
     target = _llvm().Target.from_triple(machine.triple)
     return target.create_target_machine(cpu=machine.cpu, features=machine.features, opt=3)
 
 
 @cache
 def _llvm() -> Any:
-    """llvmlite's binding, ready for this machine."""
+    """Return llvmlite's binding, initialised for this machine."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
@@ -198,7 +203,7 @@ _acquired_locks: list[Any] = []
 
 
 def _acquire_llvm_lock() -> None:
-    """Take the lock llvmlite holds during each call of LLVM."""
+    """Acquire the lock that llvmlite holds during each call of LLVM."""
     lock = getattr(getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", None), "_lock", None)
     if lock is not None:
         lock.__enter__()

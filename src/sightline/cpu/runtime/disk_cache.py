@@ -1,10 +1,13 @@
-"""Object code on disk, one file a kernel, in a folder that nobody else can write to.
+"""The disk cache: object code, one file per kernel, in a folder that no other user can write to.
 
-SIGHTLINE_CACHE=off keeps nothing on disk, SIGHTLINE_CACHE=/a/folder moves it; else it is the user's cache folder.
+SIGHTLINE_CACHE=off disables the disk cache. SIGHTLINE_CACHE=/a/folder selects the folder. By default the folder is the
+user's cache folder.
 
-A file is  MAGIC · sha256(name · code) · code.  Its name is the hash of all that decides the code, so files are never
-changed, only replaced by the same; each is written under another name and then renamed, so that no process meets half
-of one. What cannot be trusted or written is done without: nothing here raises, `error` says why.
+A file consists of  MAGIC · sha256(name · code) · code.  The file name is the hash of everything that determines the
+code, so a file is never changed, only replaced by an equal file. A file is written under a temporary name and then
+renamed, so that no process reads a partial file. A file that cannot be trusted is not read. If a file cannot be
+written, the kernel stays in memory only. The functions of this module report an OSError in `state().error` and do not
+raise the error.
 """
 
 from __future__ import annotations
@@ -23,34 +26,34 @@ from typing import IO, Any
 
 __all__ = ["CACHE_VARIABLE", "State", "file_name", "read", "state", "write"]
 
-IMPORT_TIME = time.time()  # sources newer than this are not those that run
+IMPORT_TIME = time.time()  # a source file with a later change differs from the imported code
 CACHE_VARIABLE = "SIGHTLINE_CACHE"
-MAX_FOLDER_BYTES = 256 << 20  # bytes in the folder; the files used longest ago go
+MAX_FOLDER_BYTES = 256 << 20  # beyond this size, the least recently used files are deleted
 MAGIC = b"sightline kernel 1\n"
-KERNEL_SUFFIX, PARTIAL_SUFFIX = ".kernel", ".part"  # endings of whole files and of those being written
+KERNEL_SUFFIX, PARTIAL_SUFFIX = ".kernel", ".part"  # endings of complete files and of files being written
 KERNEL_FILE_PATTERN = re.compile(
     rf"[0-9a-f]{{64}}{re.escape(KERNEL_SUFFIX)}(\.[0-9a-f]{{16}}{re.escape(PARTIAL_SUFFIX)})?"
 )
-STALE_SECONDS = 3600.0  # seconds after which nobody is writing a part any more, and a use is worth noting
+STALE_SECONDS = 3600.0  # age at which a partial file is abandoned, and at which reading a file updates its time
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
-_errors: list[str] = []  # why the disk was last done without
-_write_budget: dict[Path, int] = {}  # bytes that may be written before the folder is measured again
+_errors: list[str] = []  # the most recent error; empty if there was none
+_write_budget: dict[Path, int] = {}  # bytes that may be written before the folder's size is measured again
 
 
 class UntrustedError(OSError):
-    """A folder or file that somebody else may have written."""
+    """A setting, folder or file that the cache must not use, for example because another user may have written it."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What there is to say of the folder.
+    """The state of the disk cache.
 
     Parameters
     ----------
-    folder : where kernels are kept; None where nowhere
-    error : why not, or what went wrong last; None where all is well
-    kernels, size : how many files and bytes are there
+    folder : the folder of the cache; None if the disk cache is not used
+    error : why the disk cache is not used, or else its most recent error; None if there was no error
+    kernels, size : number of kernels in the folder, and their bytes
     """
 
     folder: Path | None
@@ -60,7 +63,7 @@ class State:
 
 
 def file_name(identity: str) -> str | None:
-    """The file name for a kernel of this identity; None where disk is not used."""
+    """Return the file name of the kernel with this identity; None if the disk cache is not used."""
     try:
         _folder()
         import llvmlite
@@ -75,7 +78,7 @@ def file_name(identity: str) -> str | None:
 
 
 def read(name: str) -> bytes | None:
-    """The code of that name; None where there is none, or none that is whole and ours."""
+    """Return the code stored under this name; None if the file is missing, damaged or not trusted."""
     try:
         with _open_folder(create=False) as folder:
             content = _read_file(name, folder)
@@ -86,13 +89,13 @@ def read(name: str) -> bytes | None:
         return None
     code = content[len(MAGIC) + 32 :]
     if content != _add_header(name, code):
-        _record_error(f"{name} was damaged and is made anew")
+        _record_error(f"{name} was damaged and is compiled again")
         return None
     return code
 
 
 def write(name: str, code: bytes) -> None:
-    """Keep the code under that name."""
+    """Store the code under this name."""
     try:
         with _open_folder(create=True) as folder:
             partial_name = f"{name}.{os.urandom(8).hex()}{PARTIAL_SUFFIX}"
@@ -110,7 +113,7 @@ def write(name: str, code: bytes) -> None:
 
 
 def state() -> State:
-    """The folder as it is now."""
+    """Return the current state of the disk cache."""
     path = None
     try:
         path = _folder()
@@ -119,10 +122,10 @@ def state() -> State:
             if not os.access(path, os.W_OK):
                 raise PermissionError(f"{path} cannot be written to")
             sizes = [entry.st_size for name, entry in _kernel_files(folder) if name.endswith(KERNEL_SUFFIX)]
-    except FileNotFoundError:  # it is made with the first kernel
-        above = next((step for step in path.parents if step.exists()), path) if path else None
-        writable = above is None or os.access(above, os.W_OK)
-        return State(path, _last_error()) if writable else State(None, f"{above} cannot be written to")
+    except FileNotFoundError:  # the first kernel creates the folder
+        parent = next((step for step in path.parents if step.exists()), path) if path else None
+        writable = parent is None or os.access(parent, os.W_OK)
+        return State(path, _last_error()) if writable else State(None, f"{parent} cannot be written to")
     except OSError as error:
         return State(None, _error_message(error))
     return State(path, _last_error(), len(sizes), sum(sizes))
@@ -130,9 +133,14 @@ def state() -> State:
 
 @cache
 def source_hash() -> str:
-    """The hash of the files that decide what code a formula becomes.
+    """Return the hash of the source files that determine the generated code.
 
-    Files that changed after this process read them are not those it runs, so nothing of it may be kept.
+    A file that changed after its import differs from the code of this process, so that the disk cache must not be used.
+
+    Raises
+    ------
+    UntrustedError
+        A source file changed after this module was imported.
     """
     package = Path(__file__).parents[2]
     files = sorted([*(package / "cpu").rglob("*.py"), *(package / "formula").rglob("*.py"), package / "dropout.py"])
@@ -148,12 +156,12 @@ def source_hash() -> str:
 
 
 def _folder() -> Path:
-    """Where files go, by the user's word."""
+    """Return the folder of the cache; raise UntrustedError if the disk cache is off or the setting is invalid."""
     setting = os.environ.get(CACHE_VARIABLE, "").strip()
     if setting.lower() == "off":
         raise UntrustedError(f"{CACHE_VARIABLE}=off")
     if not hasattr(os, "geteuid"):
-        raise UntrustedError("whose a file is cannot be told on this system")
+        raise UntrustedError("this system does not report the owner of a file")
     if setting:
         path = Path(os.path.expanduser(setting))
     else:
@@ -167,7 +175,7 @@ def _folder() -> Path:
 
 @contextlib.contextmanager
 def _open_folder(create: bool) -> Iterator[int]:
-    """A descriptor of the folder, checked: what is opened through it stays in the folder that was checked."""
+    """Check the folder and yield its descriptor, through which only files of the checked folder are opened."""
     given = _folder()
     path = Path(os.path.realpath(given))
     for step in dict.fromkeys([*reversed(given.parents), given, *reversed(path.parents), path]):
@@ -176,16 +184,19 @@ def _open_folder(create: bool) -> Iterator[int]:
     try:
         found = os.fstat(folder)
         if found.st_uid != os.geteuid():
-            raise UntrustedError(f"{path} belongs to somebody else")
+            raise UntrustedError(f"{path} belongs to another user")
         if found.st_mode & WRITABLE_BY_OTHERS:
-            raise UntrustedError(f"others may write to {path} (chmod 700 it)")
+            raise UntrustedError(f"other users may write to {path}; chmod 700 {path} prevents this")
         yield folder
     finally:
         os.close(folder)
 
 
 def _check_path_component(step: Path, create: bool) -> None:
-    """Whoever owns a folder or link on the way, or may rename what lies in it, chooses where the way leads."""
+    """Raise UntrustedError if another user owns a folder or link of the path, or may rename the folder's entries.
+
+    Such a user could redirect the path to another folder. If `create` is true, a missing folder is created.
+    """
     try:
         found = step.lstat()
     except FileNotFoundError:
@@ -194,39 +205,40 @@ def _check_path_component(step: Path, create: bool) -> None:
                 os.mkdir(step, 0o700)
         return
     if found.st_uid not in (0, os.geteuid()):
-        raise UntrustedError(f"{step} belongs to somebody else")
-    # one's own group is often nobody but oneself; the folder at the end of the way is held to more
+        raise UntrustedError(f"{step} belongs to another user")
+    # the user's own group often has no other member; `_open_folder` checks the last folder more strictly
     others = stat.S_IWOTH if found.st_gid == os.getegid() else WRITABLE_BY_OTHERS
     if stat.S_ISDIR(found.st_mode) and found.st_mode & others and not found.st_mode & stat.S_ISVTX:
-        raise UntrustedError(f"others may write to {step}")
+        raise UntrustedError(f"other users may write to {step}")
 
 
 def _open_file(name: str, mode: str, folder: int) -> IO[bytes]:
-    """A file of the folder itself: no link is followed, and no pipe waited for."""
+    """Open a file of the folder. A symbolic link is not followed, and opening a pipe does not block."""
 
-    def opened(name: str, flags: int) -> int:
+    def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
 
-    return open(name, mode, opener=opened)
+    return open(name, mode, opener=opener)
 
 
 def _read_file(name: str, folder: int) -> bytes:
-    """A file's bytes; its time of last use is noted."""
+    """Return a file's bytes. If its time of modification is older than `STALE_SECONDS`, set that time to now."""
     with _open_file(name, "rb", folder) as stream:
         found = os.fstat(stream.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & WRITABLE_BY_OTHERS:
-            raise UntrustedError(f"others may have written {name}")
+            raise UntrustedError(f"other users may have written {name}")
         if time.time() - found.st_mtime > STALE_SECONDS:
             os.utime(stream.fileno())
         return stream.read()
 
 
 def _add_header(name: str, code: bytes) -> bytes:
+    """Return the content of the file with this name and code."""
     return MAGIC + hashlib.sha256(name.encode() + code).digest() + code
 
 
 def _kernel_files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
-    """Our own files in the folder, whatever else lies there."""
+    """Yield the cache's files in the folder, complete and partial. Other files are ignored."""
     with os.scandir(folder) as found:
         for entry in found:
             if KERNEL_FILE_PATTERN.fullmatch(entry.name):
@@ -235,7 +247,10 @@ def _kernel_files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _evict(folder: int, written: int) -> None:
-    """Measure the folder at times, and bring it to ¾ of the limit when it has grown beyond."""
+    """Delete old files if the folder has grown beyond the limit, until its size is at most ¾ of the limit.
+
+    The folder is measured at the first write, and again after the bytes left at the last measurement were written.
+    """
     path = _folder()
     _write_budget[path] = _write_budget.get(path, 0) - written
     if _write_budget[path] > 0:

@@ -1,7 +1,7 @@
-"""The machine kernels are made for: how wide its vectors are, how many registers hold them, what it can do in hardware.
+"""The machine that kernels are compiled for: the width and number of its vector registers, and its instructions.
 
-Four machines have names, and `host` is the one at hand. All are served by the same generator; a machine is what LLVM is
-told, and everything else is read from that.
+Four machines have names, and `host` returns the machine of this process. One code generator serves every machine. A
+machine consists of LLVM's target description, and every other property is derived from the description.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = [
     "restrict",
 ]
 
-CPU_VARIABLE = "SIGHTLINE_CPU"  # names a machine, to take less than the processor has
+CPU_VARIABLE = "SIGHTLINE_CPU"  # name of a machine, to use fewer features than the processor has
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 AVX2 = ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "popcnt", "sse3", "sse4.1", "sse4.2", "ssse3")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 NAMED_MACHINES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "avx512": (X86, "x86-64", AVX512),  # every AVX-512 server; not the bfloat16 product, which is younger
+    "avx512": (X86, "x86-64", AVX512),  # every AVX-512 server; without the bfloat16 product, which is more recent
     "avx2": (X86, "x86-64", AVX2),
-    "sse2": (X86, "x86-64", ()),  # the baseline, which every x86-64 has
+    "sse2": (X86, "x86-64", ()),  # the baseline of x86-64
     "neon": (ARM, "generic", ()),  # the baseline of 64-bit ARM
 }
 
@@ -42,8 +42,8 @@ class Machine:
 
     Parameters
     ----------
-    triple, cpu, features : as LLVM names them; features as +this,-that, whole, since what kernels may use is read there
-    vectors : of the register tile, a power of two; as many as fit unless fewer are asked, see `narrow_tile`
+    triple, cpu, features : LLVM's names. `features` lists all features, as "+this,-that"; kernels use no other
+    vectors : vectors per row of the register tile, a power of two; by default as many as fit; see `narrow_tile`
     """
 
     triple: str
@@ -53,61 +53,64 @@ class Machine:
 
     @cached_property
     def feature_set(self) -> frozenset[str]:
-        """The features it has."""
+        """The names of the machine's features."""
         return frozenset(name[1:] for name in self.features.split(",") if name.startswith("+"))
 
     @property
     def architecture(self) -> str:
-        """x86_64, aarch64, or what else the triple says; Apple says arm64 for aarch64."""
+        """The first part of the triple: x86_64, aarch64, or another. Apple's name arm64 is returned as aarch64."""
         name = self.triple.partition("-")[0]
         return "aarch64" if name == "arm64" else name
 
     @cached_property
     def vector_bytes(self) -> int:
-        """Bytes in a vector register. AVX without AVX2 and fused products gains nothing from its wider ones."""
+        """Bytes per vector. AVX without AVX2 or FMA uses 16 of its 32 bytes: wider vectors are not faster there."""
         if "avx512f" in self.feature_set:
             return 64
         return 32 if {"avx2", "fma"} <= self.feature_set else 16
 
     @cached_property
     def vector_registers(self) -> int:
-        """How many vector registers there are."""
+        """The number of vector registers."""
         return 32 if self.architecture == "aarch64" or "avx512f" in self.feature_set else 16
 
     @cached_property
     def register_tile(self) -> tuple[int, int]:
-        """(rows, vectors) of the register tile: rows · vectors sums fit, and what is multiplied beside them.
+        """(rows, vectors) of the register tile. The registers hold rows · vectors sums and the factors of a product.
 
-        x86 reads memory, multiplies and adds in one instruction where it can fuse; elsewhere what is read, or the
-        product, takes registers too. The vectors are a power of two, which keeps blocks of queries aligned with the
-        pyramids of tables.
+        x86 with FMA loads, multiplies and adds in one instruction. Other machines need registers for the loaded vector
+        or for the product too. The number of vectors is a power of two, so that blocks of queries are aligned with the
+        blocks of the table bounds.
         """
         rows = 6 if self.architecture == "x86_64" and self.has_fma else 4
         return rows, self.vectors or self.vector_registers // 8
 
     def narrow_tile(self, vectors: int) -> Machine:
-        """The machine with a register tile no wider than so many vectors need: a few queries leave the rest idle."""
+        """Return the machine with a register tile of at most `vectors` vectors, rounded up to a power of two.
+
+        With few queries, the other vectors of a wider tile would do no work.
+        """
         wide = 1 << max(vectors - 1, 0).bit_length()
         return _with_vectors(self, wide) if wide < self.register_tile[1] else self
 
     @cached_property
     def has_fma(self) -> bool:
-        """Whether a product and a sum are one instruction, rounded once."""
+        """True if one instruction multiplies and adds, with one rounding."""
         return self.architecture == "aarch64" or "fma" in self.feature_set
 
     @cached_property
     def has_half_conversion(self) -> bool:
-        """Whether float16 becomes float32 and back in hardware; elsewhere LLVM calls a function for every number."""
+        """True if instructions convert float16 to float32 and back. Otherwise LLVM calls a function per number."""
         return self.architecture == "aarch64" or not self.feature_set.isdisjoint({"f16c", "avx512f"})
 
     @cached_property
     def has_scalef(self) -> bool:
-        """Whether it rounds and scales by powers of two in one instruction each (AVX512F and AVX512DQ)."""
+        """True if one instruction rounds and one scales by powers of two (AVX512F and AVX512DQ)."""
         return self.vector_bytes == 64 and "avx512dq" in self.feature_set
 
     @cached_property
     def has_bf16_dot(self) -> bool:
-        """Whether there is a product of bfloat16 pairs summed in float32, llvm.x86.avx512bf16.dpbf16ps.512."""
+        """True if the machine multiplies bfloat16 pairs and adds in float32 (llvm.x86.avx512bf16.dpbf16ps.512)."""
         return {"avx512f", "avx512bf16"} <= self.feature_set
 
 
@@ -117,18 +120,18 @@ def _with_vectors(machine: Machine, vectors: int) -> Machine:
 
 
 def machine_names() -> tuple[str, ...]:
-    """The machines that have names, most able first."""
+    """Return the names of the named machines. For each architecture, the machine with the most features is first."""
     return tuple(NAMED_MACHINES)
 
 
 @cache
 def named_machine(name: str) -> Machine:
-    """The machine of that name: what every processor so called has, and no more.
+    """Return the machine of this name, with the features that every processor of the kind has.
 
     Raises
     ------
     ParameterError
-        There is none of that name.
+        No machine has this name.
     """
     if name not in NAMED_MACHINES:
         raise ParameterError(f"the machine {name!r}", f"one of {', '.join(machine_names())}", "correct the name")
@@ -137,12 +140,12 @@ def named_machine(name: str) -> Machine:
 
 
 def host() -> Machine:
-    """The machine this process runs on, with all it has; or the one `SIGHTLINE_CPU` names, if it can run that.
+    """Return the machine of this process with all its features, or the machine that `SIGHTLINE_CPU` names.
 
     Raises
     ------
     ParameterError
-        `SIGHTLINE_CPU` names no machine, or one this processor is not.
+        `SIGHTLINE_CPU` names no machine, or a machine whose kernels this processor cannot run.
     """
     wanted = os.environ.get(CPU_VARIABLE)
     return restrict(native_machine(), wanted) if wanted else native_machine()
@@ -150,40 +153,35 @@ def host() -> Machine:
 
 @cache
 def native_machine() -> Machine:
-    """The machine this process runs on, as LLVM finds it."""
+    """Return the machine of this process, as LLVM detects it."""
     import llvmlite.binding as llvm
 
-    triple, found = llvm.get_process_triple(), llvm.get_host_cpu_features()
-    return Machine(triple, llvm.get_host_cpu_name(), found.flatten())
+    return Machine(llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
 
 
 @cache
 def restrict(machine: Machine, name: str) -> Machine:
-    """The named machine in this one's place.
+    """Return the named machine with this machine's triple.
 
     Raises
     ------
     ParameterError
-        There is none of that name, or this machine lacks some of its features.
+        No machine has this name, or this machine lacks some of its features.
     """
     runnable = [other for other in machine_names() if not missing_features(machine, named_machine(other))]
     if name not in runnable:
-        given, allowed = (
-            f"{CPU_VARIABLE}={name}",
-            f"{', '.join(runnable) or 'nothing'} on this processor ({machine.cpu})",
-        )
         missing = missing_features(machine, named_machine(name)) if name in NAMED_MACHINES else []
         raise ParameterError(
-            given + (f", which needs {', '.join(missing)}" if missing else ""),
-            allowed,
-            f"unset {CPU_VARIABLE} to use all the processor has",
+            f"{CPU_VARIABLE}={name}" + (f", which needs {', '.join(missing)}" if missing else ""),
+            f"{', '.join(runnable) or 'nothing'} on this processor ({machine.cpu})",
+            f"unset {CPU_VARIABLE} to use all features of the processor",
         )
     other = named_machine(name)
     return Machine(machine.triple, other.cpu, other.features)
 
 
 def missing_features(machine: Machine, other: Machine) -> list[str]:
-    """What a machine lacks to run another's kernels: its architecture, or features; empty if it can."""
+    """Return what a machine lacks to run another's kernels: the architecture, or features; empty if nothing."""
     if machine.architecture != other.architecture:
         return [other.architecture]
     return sorted(other.feature_set - machine.feature_set)

@@ -1,11 +1,11 @@
-"""Where kernels run: the one place that knows how a kernel is compiled and called."""
+"""The processor that compiles and calls kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from . import thread_team as team
+from . import thread_team
 from .compile import get_or_compile
 from .machine import Machine, host
 
@@ -13,13 +13,13 @@ __all__ = ["HOST", "Processor"]
 
 
 class Processor:
-    """The processor at hand: kernels are compiled into this process and called on its threads.
+    """The processor of this process: kernels are compiled into the process and called on its threads.
 
-    Tests give `Cpu` others: this one with fewer features, or an emulated one of another kind.
+    Tests pass other processors to `Cpu`: the host with fewer features, or an emulator of another architecture.
 
     Parameters
     ----------
-    machine : default `host()`, asked for each kernel
+    machine : machine that kernels are compiled for; by default `host()`, evaluated for each kernel
     """
 
     def __init__(self, machine: Machine | None = None) -> None:
@@ -27,16 +27,17 @@ class Processor:
 
     @property
     def machine(self) -> Machine:
-        """What kernels are generated for."""
+        """The machine that kernels are compiled for."""
         return host() if self._machine is None else self._machine
 
     def kernel(self, key: str, name: str, build_module: Callable[[], Any]) -> Any:
-        """The function `name`, void of a pointer, of the kernel with this key, as `call` takes it; see `get_or_compile`."""
+        """Return the function `name` of the kernel with this key, as an argument of `call`; see `get_or_compile`.
+
+        The function's type is void f(void *).
+        """
         return get_or_compile(key, name, build_module, self.machine)
 
-    def call(self, kernel: Any, packed_arguments: Any, threads: int, keep_alive: tuple[Any, ...]) -> None:
-        """Call the kernel once on each thread with the address of `packed_arguments`; `keep_alive` is all memory the words point to."""
-        team.call(kernel, packed_arguments, threads, keep_alive)
+    call = staticmethod(thread_team.call)
 
 
 HOST = Processor()

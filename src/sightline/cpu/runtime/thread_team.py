@@ -1,9 +1,11 @@
-"""How many threads a kernel gets, and whose: every thread calls it once, and the kernel hands out its own work.
+"""The threads of a kernel: their number, and the team that runs them.
 
-A pool of our own beside torch's would fight it for the processors, since OpenMP's threads spin for a while after each
-of torch's operations. So where the process has loaded an OpenMP runtime its team is borrowed; elsewhere a small pool
-of our own serves. In a forked child the parent's OpenMP team is dead and libgomp would wait for it for ever, so there
-too the pool serves.
+Every thread calls the kernel once, and the kernel distributes its work items among the threads.
+
+The threads of OpenMP spin for a while after each operation of torch, so a second thread pool would compete with them
+for the processors. If the process has loaded an OpenMP runtime, the kernel therefore runs on the runtime's team.
+Otherwise the kernel runs on a thread pool of this module. In a forked child the parent's OpenMP threads no longer
+exist, and libgomp would wait for them forever, so that the child uses the pool too.
 """
 
 from __future__ import annotations
@@ -24,33 +26,35 @@ from ...validation import check_threads
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-__all__ = ["THREADS_VARIABLE", "call", "resolve_thread_count", "thread_count", "threads"]
+__all__ = ["THREADS_VARIABLE", "call", "resolve_thread_count", "thread_count", "threads", "usable_processors"]
 
 THREADS_VARIABLE = "SIGHTLINE_THREADS"
-MAX_THREADS = max(os.cpu_count() or 1, 16)  # more threads than that find no processor
+MAX_THREADS = max(os.cpu_count() or 1, 16)  # per call; more threads would find no free processor
 
-# -- how many ------------------------------------------------------------------------------------------------------
+# -- number ------------------------------------------------------------------------------------------------------
 
 _requested_threads: ContextVar[int | None] = ContextVar("threads", default=None)
 
 
 def threads(number: int) -> AbstractContextManager[None]:
-    """Generated kernels use that many threads within the `with` block, in this Python thread or task.
+    """Set the number of threads of generated CPU kernels within a `with` block, for this Python thread or task.
 
     Parameters
     ----------
-    number : int, at least 1
+    number : int
+        At least 1.
 
     Returns
     -------
     context manager
-        Blocks nest, the innermost holds. `attention(..., threads=...)` is heard before it, the variable
-        SIGHTLINE_THREADS, torch's own setting and the number of processors after it.
+        Blocks may be nested, and the innermost block applies. The number of threads is, in this order:
+        `attention(..., threads=...)`, the innermost block, the environment variable SIGHTLINE_THREADS,
+        `torch.get_num_threads()` if torch is loaded, the number of processors.
 
     Raises
     ------
     ParameterError
-        For what is no whole number of at least 1.
+        `number` is not a whole number of at least 1.
 
     Examples
     --------
@@ -73,20 +77,20 @@ def _thread_scope(number: int) -> Iterator[None]:
 
 
 def thread_count(requested: int | None = None) -> int:
-    """Threads to use, as `resolve_thread_count` says."""
+    """Return the number of threads to use; see `resolve_thread_count`."""
     return resolve_thread_count(requested)[0]
 
 
 def resolve_thread_count(requested: int | None = None) -> tuple[int, str]:
-    """Threads to use and who said so.
+    """Return the number of threads to use, and the name of the setting it comes from.
 
-    The argument, else the innermost `with threads(...)`, else SIGHTLINE_THREADS, else torch's own setting where torch
-    is loaded, else the processors we may run on.
+    The first available setting applies: the argument, the innermost `with threads(...)`, SIGHTLINE_THREADS,
+    `torch.get_num_threads()` if torch is loaded, the processors and processor time this process may use.
 
     Raises
     ------
     ParameterError
-        Where SIGHTLINE_THREADS is asked and is no whole number of at least 1.
+        SIGHTLINE_THREADS applies and is not a whole number of at least 1.
     """
     if requested is not None:
         return requested, "the argument threads"
@@ -107,13 +111,20 @@ def resolve_thread_count(requested: int | None = None) -> tuple[int, str]:
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_num_threads"):
         return int(torch.get_num_threads()), "torch.get_num_threads()"
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(min(usable, _cgroup_quota()), 1), "the processors this process may use"
+    return max(min(usable_processors(), _cgroup_quota()), 1), "the processors this process may use"
+
+
+def usable_processors() -> int:
+    """Return the number of processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
 def _cgroup_quota(path: str = "/sys/fs/cgroup/cpu.max") -> int:
-    """Processors' worth of time a container grants, rounded up (Linux, cgroup v2: "quota period" or "max period")."""
+    """Return the processor time a container grants, in processors, rounded up; `MAX_THREADS` if there is no limit.
+
+    On Linux, cgroup v2 stores the limit as "quota period" or "max period".
+    """
     try:
         with open(path) as line:
             quota, period = line.read().split()
@@ -122,14 +133,16 @@ def _cgroup_quota(path: str = "/sys/fs/cgroup/cpu.max") -> int:
         return MAX_THREADS
 
 
-# -- whose ---------------------------------------------------------------------------------------------------------
+# -- team ----------------------------------------------------------------------------------------------------------
 
 
 def call(address: int, packed_arguments: Any, threads: int, keep_alive: tuple[Any, ...]) -> None:
-    """Call void f(void *) at the address with the address of `packed_arguments`, once on each of up to that many threads.
+    """Call the function void f(void *) at `address` once on each of at most `threads` threads.
 
-    Fewer may come where no more are to be had. `keep_alive` is all memory the words point to: threads of the pool hold it and
-    the code, so that an exception in this one, Ctrl-C say, cannot free what they still use.
+    The argument of the function is the address of the array `packed_arguments`. Fewer threads than requested call the
+    function if no more are available. `keep_alive` has all arrays that `packed_arguments` points to. The pool's threads
+    hold references to `keep_alive` and to the code, so that an exception in this thread, such as KeyboardInterrupt,
+    cannot free memory that they use.
     """
     function, argument = _FUNCTION(address), packed_arguments.ctypes.data
     if threads == 1:
@@ -138,11 +151,11 @@ def call(address: int, packed_arguments: Any, threads: int, keep_alive: tuple[An
     threads = min(threads, MAX_THREADS)
     team = _openmp_team()
     if team is not None:
-        team(address, argument, threads, 0)  # returns when every thread is done
+        team(address, argument, threads, 0)  # returns after every thread has returned
         return
     futures = _submit_to_pool(threads - 1, function, argument, (address, packed_arguments, keep_alive))
     function(argument)
-    for future in futures:  # what has not begun by now would find no work
+    for future in futures:  # a call that has not started would find no work item
         if not future.cancel():
             future.result()
 
@@ -151,7 +164,7 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def _submit_to_pool(number: int, function: Any, argument: int, keep_alive: tuple[Any, ...]) -> list[Future[None]]:
-    """The call on that many threads of the pool; on fewer as the interpreter ends or threads run out."""
+    """Submit `number` calls to the pool; fewer if the interpreter is ending or no more threads can start."""
     futures: list[Future[None]] = []
     try:
         pool = _pool()
@@ -167,28 +180,27 @@ def _call_function(function: Any, argument: int, keep_alive: tuple[Any, ...]) ->
 
 
 class Teams:
-    """What this process has: its pool, once made, and the host's OpenMP, looked for when modules have been loaded."""
+    """The teams of this process: its thread pool, and the OpenMP runtime it has loaded. Both are set at first use."""
 
     def __init__(self, is_forked: bool = False) -> None:
         self.is_forked = is_forked
         self.pool: ThreadPoolExecutor | None = None
-        self.host: Callable[..., None] | None = None
-        self.modules = -1  # how many were loaded when last looked
-        self.torch = False  # whether the host's team is torch's
+        self.openmp: Callable[..., None] | None = None  # GOMP_parallel
+        self.modules = -1  # number of loaded Python modules at the last search for OpenMP
+        self.is_from_torch = False  # True if torch's own OpenMP was found, so that no further search is needed
 
 
 def _is_forked_process() -> bool:
-    """Whether multiprocessing forked this process before this module was there to be told."""
+    """True if multiprocessing forked this process before this module was imported, and so before its hook was set."""
     processes = sys.modules.get("multiprocessing.process")
     if processes is None or processes.parent_process() is None:
         return False
-    return sys.modules["__main__"].__name__ != "__mp_main__"  # its name where the process was spawned
+    return sys.modules["__main__"].__name__ != "__mp_main__"  # the name in a spawned process
 
 
 _teams = Teams(is_forked=_is_forked_process())
-_parent_teams: list[
-    Teams
-] = []  # the parent's; its pool's threads are gone, and so nothing of it may be touched or freed
+# the parent's teams after a fork: the threads of its pool do not exist here, so the pool must be neither used nor freed
+_parent_teams: list[Teams] = []
 
 
 def _reset_after_fork() -> None:
@@ -202,6 +214,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _pool() -> ThreadPoolExecutor:
+    """Return the thread pool of this process, created at first use."""
     if _teams.pool is None:
         from concurrent.futures import ThreadPoolExecutor
 
@@ -210,21 +223,24 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _openmp_team() -> Callable[..., None] | None:
-    """GOMP_parallel(function, data, threads, flags) of the host's OpenMP, which LLVM's and Intel's have too."""
+    """Return GOMP_parallel(function, data, threads, flags) of the loaded OpenMP runtime; None if none is loaded.
+
+    The runtimes of GNU, LLVM and Intel all have this function.
+    """
     teams = _teams
     if teams.is_forked:
         return None
-    if not teams.torch and teams.modules != len(sys.modules):
+    if not teams.is_from_torch and teams.modules != len(sys.modules):
         teams.modules = len(sys.modules)
         extension = getattr(getattr(sys.modules.get("torch"), "_C", None), "__file__", None)
-        team = None if extension is None else _find_gomp_parallel(extension)  # as torch itself finds it
-        teams.torch = team is not None
-        teams.host = team or next(filter(None, map(_find_gomp_parallel, _openmp_libraries())), None)
-    return teams.host
+        team = None if extension is None else _find_gomp_parallel(extension)  # resolved as in torch
+        teams.is_from_torch = team is not None
+        teams.openmp = team or next(filter(None, map(_find_gomp_parallel, _openmp_libraries())), None)
+    return teams.openmp
 
 
 def _find_gomp_parallel(library: str) -> Callable[..., None] | None:
-    """GOMP_parallel as the library, which is loaded already, or those it needs have it."""
+    """Return GOMP_parallel of a loaded library or of its dependencies; None if they lack it or it is not loaded."""
     try:
         team = ctypes.CDLL(library, mode=getattr(os, "RTLD_NOLOAD", 0) | ctypes.DEFAULT_MODE).GOMP_parallel
     except (OSError, AttributeError):
@@ -235,7 +251,7 @@ def _find_gomp_parallel(library: str) -> Callable[..., None] | None:
 
 
 def _openmp_libraries() -> list[str]:
-    """Paths of the OpenMP runtimes this process has loaded, where the system lists them."""
+    """Return the paths of the OpenMP runtimes this process has loaded; empty if the system does not list them."""
     try:
         with open("/proc/self/maps") as maps:
             paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "omp" in line}
