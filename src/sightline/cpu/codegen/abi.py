@@ -80,8 +80,7 @@ BACKWARD_FIELDS = COMMON_FIELDS | {
     "d_value": POINTER,  # (B, G, m, d_v rounded up to whole vectors)
     "nonfinite_flag": POINTER,  # set to 1 if a gradient is NaN or infinite
     "batches": INT64,
-    "num_splits": INT64,  # number of splits of the keys; one thread processes a split
-    "split_size": INT64,  # blocks of keys per split
+    "split_size": INT64,  # blocks of keys per split; one thread processes a split
     "parallel_heads": INT64,  # G if each key head is a work item of its own, 1 if an item loops over all key heads
     "parallel_batches": INT64,  # B if each batch is a work item of its own, 1 if an item loops over all batches
 }
