@@ -10,27 +10,6 @@ from llvmlite import ir
 if TYPE_CHECKING:
     from .builder import Builder
 
-__all__ = [
-    "BFLOAT",
-    "BOOL",
-    "BYTE",
-    "DOUBLE",
-    "FLOAT",
-    "HALF",
-    "INT16",
-    "INT32",
-    "INT64",
-    "POINTER",
-    "Type",
-    "Value",
-    "bytes_of",
-    "element_type",
-    "intrinsic_suffix",
-    "is_float",
-    "lanes_of",
-    "vector",
-]
-
 Type = Any  # llvmlite's types are untyped
 
 
