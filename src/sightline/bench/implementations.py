@@ -30,7 +30,6 @@ __all__ = [
     "set_threads",
     "to_tensor",
     "to_tensor_on",
-    "usable_processors",
 ]
 
 # float32 NumPy arrays by name: "output", and the gradients "query", "key", "value", "bias", heads before positions;

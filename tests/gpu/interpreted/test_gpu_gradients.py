@@ -317,12 +317,12 @@ FAULTS = {  # the module, a line of its source, and the line with the fault
         "range(g, args.H, args.H // args.group)",
     ),
     "dropped weights in dV": ("kernels.backward_keys", "tl.where(keep, p, 0.0)", "p"),
-    "the mask half turned": ("launch.schedule", '"jimn"', '"jinm"'),
+    "the mask half transposed": ("launch.schedule", '"jimn"', '"jinm"'),
     "a slot too far": ("kernels.table_gradient", "slot = exponent >> 3", "slot = (exponent + 1) >> 3"),
     "a sign dropped": ("kernels.table_gradient", "tl.where(bits < 0, -number, number)", "number"),
 }
 
-SEEN_DAILY = ("forgotten δ", "wrong query heads of a group", "the mask half transproblems", "a slot too far")
+SEEN_DAILY = ("forgotten δ", "wrong query heads of a group", "the mask half transposed", "a slot too far")
 
 
 def check_everything(kernel):
