@@ -1,4 +1,4 @@
-"""Broken on purpose: each fault, written into a kernel's source, must turn the check of its part red."""
+"""Planted faults: each fault, written into a kernel's source, must make the check of that kernel fail."""
 
 from functools import cache, partial
 
@@ -57,7 +57,9 @@ DROPOUT = {
         "for word in reversed(random_words(builder, args.seed, counter))",
         methods=("dropout_keep_mask",),
     ),
-    "wrong four keys": Fault(block, "j.to(INT64) >> 2)", "(j.to(INT64) >> 2) + 1)", methods=("dropout_keep_mask",)),
+    "counter of the next four keys": Fault(
+        block, "j.to(INT64) >> 2)", "(j.to(INT64) >> 2) + 1)", methods=("dropout_keep_mask",)
+    ),
     "seed cut short": Fault(
         block,
         "random_words(builder, args.seed,",
@@ -67,7 +69,7 @@ DROPOUT = {
     "weights not made larger": Fault(
         forward, "tiles.load(self.o_t, d, v) * keep / sums", "tiles.load(self.o_t, d, v) / sums"
     ),
-    "sum of what is kept": Fault(
+    "sum of the weights after dropout": Fault(
         forward,
         "                for k, p in enumerate(weights):\n                    sums[v].set(sums[v].get() + p)\n",
         "                for k, p in enumerate(weights):\n",
@@ -82,8 +84,8 @@ DROPOUT = {
     ),
 }
 
-PAIRS = {  # the other factor is 0 there: only both faults together do harm
-    "numbers beside an odd width": Fault(
+PAIRS = {  # the first needs two changes: with one, the other factor of the product is 0 and hides it
+    "numbers after an odd width": Fault(
         operand_tiles,
         "target.at(last // 2 * 4).store(_load_bits(source.at(last * stride)))",
         "bits = _load_bits(source.at(last * stride)); target.at(last // 2 * 4).store(bits | (bits << 16))",
@@ -101,7 +103,7 @@ PAIRS = {  # the other factor is 0 there: only both faults together do harm
         "tiles.store(self.s_t, past, v, builder.value(-math.inf, self.vector))",
         "tiles.store(self.s_t, past, v, builder.value(0.0, self.vector))",
     ),
-    "halves changed over": Fault(block, "[second.raw, first.raw]", "[first.raw, second.raw]", methods=("pack_pairs",)),
+    "halves swapped": Fault(block, "[second.raw, first.raw]", "[first.raw, second.raw]", methods=("pack_pairs",)),
 }
 
 BACKWARD = {
@@ -124,7 +126,7 @@ BACKWARD = {
         "j = builder.minimum(j0 + key + k + 1, self.args.m - 1)",
         shows="sinks",
     ),
-    "one part's dQ dropped": Fault(launch_backward, "for term in terms[2:]:", "for term in terms[3:]:"),
+    "one split's dQ dropped": Fault(launch_backward, "for term in terms[2:]:", "for term in terms[3:]:"),
     "one head of a group for all": Fault(
         backward, "builder.loop(first, first + args.group)", "builder.loop(first, first + 1)"
     ),
@@ -137,11 +139,9 @@ BACKWARD = {
         "strides.insert(0, self.strides[0] * (length - 1))",
         shows="tables",
     ),
-    "score's slope left out": Fault(
-        backward, "d_score * derivative_of_score * scale)", "d_score * scale)", shows="tables"
-    ),
+    "score's slope left out": Fault(backward, "d_score * slope * scale)", "d_score * scale)", shows="tables"),
     "lanes with one entry added once": Fault(
-        tables, "target.load(kind) + share.sum()", "target.load(kind) + share.sum() / 2", shows="tables"
+        tables, "target.load(kind) + terms.sum()", "target.load(kind) + terms.sum() / 2", shows="tables"
     ),
     "sinks blind to lse": Fault(launch_backward, "delta = delta - xp.astype(d_lse, wide)", "pass", shows="sinks"),
     "sinks the wrong way": Fault(
@@ -158,7 +158,7 @@ BACKWARD = {
     ),
 }
 
-SECOND = {
+WEIGHTS_PASS = {
     "off-by-one mask": Fault(
         block, "j = (j0 + key).to(self.integer)", "j = (j0 + key + 1).to(self.integer)", methods=("logits",)
     ),
@@ -181,14 +181,14 @@ SECOND = {
     ),
 }
 
-RIDING = {
+FUSED_STATISTICS = {
     "keys counted from the tile": Fault(
         fused_statistics, "j = (j0 + key).to(block.integer).broadcast", "j = (key * 1).to(block.integer).broadcast"
     ),
     "the key of a smaller score": Fault(
         fused_statistics, "builder.where(is_larger, tile_key.get(), self.max_score_key[v].get())", "tile_key.get()"
     ),
-    "powers of another maximum": Fault(
+    "exponents not rescaled": Fault(
         fused_statistics,
         "(self.weighted_exponents[v].get() + shifted) * alpha",
         "self.weighted_exponents[v].get() * alpha",
@@ -227,13 +227,13 @@ ONCE = {name: cache(getattr(testing, name)) for name in ("compute_stages", "comp
 
 @pytest.fixture(autouse=True)
 def truth_once(monkeypatch):
-    """What kernels are held to is worked out once for each problem, and each problem is posed once."""
+    """Compute the reference results of each problem once."""
     for name, function in ONCE.items():
         monkeypatch.setattr(testing, name, function)
 
 
 def check(run):
-    """Conformance on problems with what a kernel may get wrong: masks, groups, tails, several tiles of keys."""
+    """Check conformance on problems with a mask, groups of heads, tails of tiles, and several tiles of keys."""
     for problem in problems():
         assert_conforms(run, problem)
 
@@ -244,13 +244,13 @@ def problems():
     q, k, v = (
         rng.normal(size=size).astype(np.float32) for size in ((2, 4, 131, 23), (2, 2, 1103, 23), (2, 2, 1103, 9))
     )
-    k[..., 600:, :] *= 3  # later keys score higher, so the running maximum moves
+    k[..., 600:, :] *= 3  # later keys have larger scores, so that the running maximum changes
     sinks = rng.normal(size=4).astype(np.float32)
     return make_problem(q, k, v), make_problem(q, k, v, mask=(i * 8 >= j) & (j >= i), sinks=sinks)
 
 
 def small(dtype=np.float32):
-    """Query, key and value of two heads on one: three blocks of queries, four of keys, odd widths and lengths."""
+    """Return query, key and value: 2 heads, 1 key head, 3 blocks of queries, 4 tiles of keys, odd widths, lengths."""
     rng = np.random.default_rng(8)
     return [rng.normal(size=size).astype(dtype) for size in ((1, 2, 131, 7), (1, 1, 201, 7), (1, 1, 201, 5))]
 
@@ -275,7 +275,7 @@ DIFFERENTIATED = {
 
 
 def check_backward(name):
-    """Gradients of one of the problems, of an answer that has none of the faults: they lie behind it."""
+    """Check the gradients of one problem of `DIFFERENTIATED`; the forward pass runs without the fault."""
     check_gradients(Case(*small(), DIFFERENTIATED[name]), differentiate=partial(by_cpu, answer=answered(name)))
 
 
@@ -284,15 +284,15 @@ def answered(name):
     return Cpu().run(Case(*small(), DIFFERENTIATED[name]).make_problem())
 
 
-def check_second():
-    """Statistics of a problem with groups, a mask, and tails of queries and keys."""
+def check_weights_pass():
+    """Check the statistics of a problem with groups of heads, a mask, and tails of queries and keys."""
     q, k, v = (np.ascontiguousarray(x[:, :, :150]) for x in small())
     x = np.concatenate([q, q[:, ::-1]], axis=1), np.concatenate([k, -k], axis=1), np.concatenate([v, v], axis=1)
     check_everything(make_problem(*x, mask=i * 2 >= j))
 
 
-def check_riding():
-    """Statistics made beside the softmax, where later keys score higher and a sink takes weight."""
+def check_fused_statistics():
+    """Check the fused statistics of a problem whose later keys have larger scores, with sinks."""
     q, k, v = small()
     k[..., 100:, :] *= 3
     see = [sightline.max_score(), sightline.entropy(), sightline.mass((i + j) % 3 == 0)]
@@ -349,30 +349,30 @@ def test_every_fault_in_the_backward_kernel_is_seen(fault, monkeypatch, fresh_ke
         check_backward(BACKWARD[fault].shows)
 
 
-def test_sound_statistics_beside_the_softmax_pass():
-    check_riding()
+def test_sound_fused_statistics_pass():
+    check_fused_statistics()
 
 
-@pytest.mark.parametrize("fault", RIDING)
-def test_every_fault_beside_the_softmax_is_seen(fault, monkeypatch, fresh_kernels):
-    plant(RIDING[fault], monkeypatch)
+@pytest.mark.parametrize("fault", FUSED_STATISTICS)
+def test_every_fault_in_the_fused_statistics_is_seen(fault, monkeypatch, fresh_kernels):
+    plant(FUSED_STATISTICS[fault], monkeypatch)
     with pytest.raises(AssertionError, match=RED):
-        check_riding()
+        check_fused_statistics()
 
 
-def test_a_sound_second_pass_passes():
-    check_second()
+def test_a_sound_weights_pass_passes():
+    check_weights_pass()
 
 
-@pytest.mark.parametrize("fault", SECOND)
-def test_every_fault_in_the_second_pass_is_seen(fault, monkeypatch, fresh_kernels):
-    plant(SECOND[fault], monkeypatch)
+@pytest.mark.parametrize("fault", WEIGHTS_PASS)
+def test_every_fault_in_the_weights_pass_is_seen(fault, monkeypatch, fresh_kernels):
+    plant(WEIGHTS_PASS[fault], monkeypatch)
     with pytest.raises(AssertionError, match=f"{RED}|a key|not equal"):
-        check_second()
+        check_weights_pass()
 
 
 def test_a_wrong_interval_is_seen(monkeypatch):
-    """Bounds that call too much "surely allowed" let a mask through."""
+    """Wrong bounds report partial tiles as full, so that hidden pairs get weight."""
     rule = bounds.BOUND_RULES["greater_equal"]
     monkeypatch.setitem(bounds.BOUND_RULES, "greater_equal", lambda x, y: (rule(x, y)[1], rule(x, y)[1]))
     rng = np.random.default_rng(4)
@@ -382,8 +382,8 @@ def test_a_wrong_interval_is_seen(monkeypatch):
 
 
 def test_a_fault_in_the_gradient_is_seen(monkeypatch):
-    """The derivative of a score formula, wrong by its sign, shows against finite differences of the definition."""
-    from sightline.formula import derivative as room
+    """A derivative rule with the wrong sign disagrees with finite differences of the reference."""
+    from sightline.formula import derivative
     from sightline.reference import compute_stages
 
     rng = np.random.default_rng(6)
@@ -397,5 +397,5 @@ def test_a_fault_in_the_gradient_is_seen(monkeypatch):
         return abs((reference_gradients(problem, d_output).query * d_output).sum() - slope) / abs(slope)
 
     sound = disagreement()
-    monkeypatch.setitem(room.DERIVATIVE_RULES, "tanh", lambda node, dx: dx * (node * node - 1))
+    monkeypatch.setitem(derivative.DERIVATIVE_RULES, "tanh", lambda node, dx: dx * (node * node - 1))
     assert disagreement() > 1000 * sound

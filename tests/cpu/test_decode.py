@@ -1,4 +1,4 @@
-"""Few queries against many keys: the decoding kernel is taken where it can serve, and its parts join exactly."""
+"""The decoding kernel: it runs for few queries against many keys, and the merge of its splits is exact."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ MASKS = {
 
 @pytest.fixture
 def taken(monkeypatch):
-    """How often the decoding kernel answered, and how often it asked the forward kernel to."""
+    """A list with one entry per call of the decoding kernel: False if the forward kernel had to run instead."""
     found = []
 
     def spy(*arguments):
@@ -45,7 +45,7 @@ def arrays(dtype, lead=(2,), H=8, G=2, n=1, m=1100, d_k=64, d_v=64, seed=0):
     return [rng.normal(size=shape).astype(DTYPES[dtype]) for shape in shapes]
 
 
-EXAMPLES = 10  # of each dtype
+EXAMPLES = 10  # per dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,7 +111,7 @@ REFUSED = {
     "odd width": (arrays("float32", d_k=63), {}),
     "a mask of its own for each head": (arrays("float32"), {"mask": j > h}),
     "dropout": (arrays("float32"), {"dropout": 0.5, "seed": 1}),
-    "columns apart": ([x.swapaxes(-1, -2).copy().swapaxes(-1, -2) for x in arrays("float32")], {}),
+    "strided columns": ([x.swapaxes(-1, -2).copy().swapaxes(-1, -2) for x in arrays("float32")], {}),
 }
 
 
@@ -124,7 +124,7 @@ def test_what_it_cannot_serve_goes_forward(name, taken):
 
 
 def test_a_cache_is_read_in_place(taken):
-    """The keys the kernel reads are the cache's own memory."""
+    """The kernel reads the keys from the cache's memory."""
     q, k, v = arrays("float32", H=2)
     cache = sightline.KVCache(dtype="float32")
     cache.append(k, v)
@@ -135,20 +135,20 @@ def test_a_cache_is_read_in_place(taken):
 
 
 FAULTS = {
-    "parts not weighed": ("share = exp(builder, address.load(DOUBLE) - shift)", "share = builder.value(1.0, DOUBLE)"),
-    "a part dropped": (
+    "splits not weighted": ("share = exp(builder, address.load(DOUBLE) - shift)", "share = builder.value(1.0, DOUBLE)"),
+    "a split dropped": (
         "with builder.loop(0, args.num_splits) as split:\n                    share",
         "with builder.loop(1, args.num_splits) as split:\n                    share",
     ),
-    "sinks forgotten": (
+    "sinks left out": (
         "sink = args.sinks.at(h * 8).load(DOUBLE) if self.spec.has_sinks",
-        "sink = args.keep if False",
+        "sink = args.lse if False",
     ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_join_of_parts_is_seen(fault, monkeypatch, fresh_kernels):
+def test_a_fault_in_the_merge_of_splits_is_seen(fault, monkeypatch, fresh_kernels):
     from fault_planting import broken
 
     monkeypatch.setattr(launch_decode, "Decode", broken(decode, *FAULTS[fault]).Decode)

@@ -1,4 +1,4 @@
-"""The second pass's kernels against statistics of dense float64 weights, within the budget of `sightline.testing`."""
+"""The weights pass against statistics of dense float64 weights, within the error budget of `sightline.testing`."""
 
 from functools import partial
 
@@ -11,7 +11,6 @@ from sample_problems import arrays
 from sightline import alibi, causal, i, j, padding, s, softcap, table, window
 from sightline.arrays import dtype_name, framework, to_numpy
 from sightline.cpu import Cpu
-from sightline.cpu.launch import weights_pass as launch_weights_pass
 from sightline.cpu.launch.weights_pass import MAX_TOP_K, pooled, received, top_k, weights
 from sightline.problem import make_problem
 from sightline.reference import compute_stages
@@ -21,15 +20,15 @@ from weights_pass_checks import check, check_everything, check_pooled, dense_rec
 
 # -- problems --------------------------------------------------------------------------------------------------------
 
-QUESTIONS = ("received", "pooled", "top_k", "weights")
+STATISTICS = ("received", "pooled", "top_k", "weights")
 
 
 def drawn(dtype, examples):
-    """Check one question of each of that many drawn problems."""
+    """Check one statistic of each of `examples` drawn problems."""
 
     @settings(max_examples=examples)
-    @given(cases(dtypes=(dtype,), largest=15_000), st.sampled_from(QUESTIONS), st.data())
-    def conforms(case, question, data):
+    @given(cases(dtypes=(dtype,), largest=15_000), st.sampled_from(STATISTICS), st.data())
+    def conforms(case, statistic, data):
         problem = case.make_problem()
         n, m = problem.n, problem.m
 
@@ -37,16 +36,15 @@ def drawn(dtype, examples):
             first = data.draw(st.integers(0, max(length - 1, 0)))
             return first, data.draw(st.integers(min(first + 1, length), length))
 
-        if question == "received":
-            how, last = data.draw(st.sampled_from(["sum", "max"])), data.draw(st.none() | st.integers(0, n + 1))
-            options = {"how": how, "last": last}
-            check(problem, received, partial(dense_received, **options), **options)
-        elif question == "pooled":
+        if statistic == "received":
+            how = data.draw(st.sampled_from(["sum", "max"]))
+            check(problem, received, partial(dense_received, how=how), how=how)
+        elif statistic == "pooled":
             within = data.draw(st.sampled_from([None, (part(n), part(m))]))
             (i0, i1), (j0, j1) = within or ((0, n), (0, m))
             rows, columns = (data.draw(st.integers(min(1, length), length)) for length in (i1 - i0, j1 - j0))
             check_pooled(problem, min(rows, 40), min(columns, 40), data.draw(st.sampled_from(["mean", "max"])), within)
-        elif question == "top_k":
+        elif statistic == "top_k":
             k = data.draw(st.integers(1, 12))
             check(problem, top_k, partial(largest, k=k), k=k)
         else:
@@ -79,7 +77,7 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_named_problems(name):
-    """From the lse of the forward kernel."""
+    """The statistics are computed from the forward kernel's lse."""
     shapes, options = PROBLEMS[name]
     problem = make_problem(*arrays(dtype="float32", **shapes), **options)
     check_everything(problem, lse=Cpu().run(problem).lse)
@@ -92,38 +90,38 @@ def test_wide_heads():
 def test_any_number_of_threads_gives_the_same_bits():
     problem = make_problem(*arrays((1, 2, 1217, 20), "float32", m=700), mask=i + 90 >= j)
     lse = Cpu().run(problem).lse
-    questions = [
+    calls = [
         partial(received, problem, lse),
-        partial(received, problem, lse, how="max", last=400),
+        partial(received, problem, lse, how="max"),
         partial(pooled, problem, lse, 1217, 200, how="max"),
         partial(pooled, problem, lse, 1, 3),
         partial(top_k, problem, lse, 6),
         partial(weights, problem, lse),
     ]
-    for ask in questions:
-        once = ask(threads=1)
+    for call in calls:
+        once = call(threads=1)
         for threads in (2, 3, 7):
-            np.testing.assert_array_equal(ask(threads=threads), once)
+            np.testing.assert_array_equal(call(threads=threads), once)
 
 
 def test_torch_gets_the_same_bits_as_tensors():
     case = Case(*arrays((2, 70, 16), "float32", m=90), {"mask": causal()})
     lse = compute_stages(case.make_problem()).lse
-    for ask in (received, partial(pooled, rows=3, columns=4), partial(top_k, k=95), weights):
-        ours, theirs = ask(case.make_problem(), lse), ask(case.as_torch().make_problem(), lse)
+    for call in (received, partial(pooled, rows=3, columns=4), partial(top_k, k=95), weights):
+        ours, theirs = call(case.make_problem(), lse), call(case.as_torch().make_problem(), lse)
         pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
-        for one, other in pairs:
-            assert framework(other) == "torch"
-            assert dtype_name(one) == dtype_name(other)
-            np.testing.assert_array_equal(to_numpy(other), one)
+        for array, tensor in pairs:
+            assert framework(tensor) == "torch"
+            assert dtype_name(array) == dtype_name(tensor)
+            np.testing.assert_array_equal(to_numpy(tensor), array)
 
 
-# -- exact answers ---------------------------------------------------------------------------------------------------
+# -- exact results ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_of_equal_scores_the_smaller_key_comes_first(dtype, rng):
-    """Whole numbers multiply without rounding, and so tie exactly; also where all scores are 0."""
+    """Products of integers are not rounded, so that scores tie exactly. With scale 0 every score is 0."""
     q, k = (rng.integers(-2, 3, (1, 2, rows, 3)).astype(dtype) for rows in (70, 333))
     for scale in (1.0, 0.0):
         problem = make_problem(q, k, k, scale=scale, mask=(i + j) % 5 != 0)
@@ -133,9 +131,9 @@ def test_of_equal_scores_the_smaller_key_comes_first(dtype, rng):
 
 
 def test_weights_do_not_take_on_the_rounding_of_lse(rng):
-    """4096 more on every score, which are whole numbers, moves lse by that and no weight by more than its last places.
+    """Adding 4096 to every score, an integer, adds 4096 to lse and changes weights by a few units in the last place.
 
-    S − lse is then rounded once in its high part, which is exact, and once in its low part.
+    S − lse is computed as S − high − low: the first difference is exact, and the second is rounded once.
     """
     q, k = (rng.integers(-2, 3, (1, 1, rows, 3)).astype(np.float32) for rows in (40, 150))
     plain, moved = make_problem(q, k, k, scale=1.0, score=s + 0), make_problem(q, k, k, scale=1.0, score=s + 4096)
@@ -146,8 +144,8 @@ def test_weights_do_not_take_on_the_rounding_of_lse(rng):
     assert (abs(other - truth.weights) <= unit * truth.weights).all()
 
 
-def test_sums_do_not_lose_with_their_length():
-    """As many equal weights as would drift when added one after another; each key receives its exact share."""
+def test_the_error_of_sums_does_not_grow_with_their_length():
+    """A plain sum of so many equal weights would drift; each key receives the exact sum, rounded once."""
     n, m = 1 << 16, 3
     problem = make_problem(np.zeros((32, n, 1), np.float32), *(np.zeros((32, m, 1), np.float32) for _ in range(2)))
     lse = np.full((32, 1, n), np.log(m))
@@ -155,7 +153,7 @@ def test_sums_do_not_lose_with_their_length():
     np.testing.assert_array_equal(received(problem, lse), (one * n).astype(np.float32))
 
 
-def test_more_keys_asked_than_there_are(rng):
+def test_more_keys_requested_than_there_are(rng):
     problem = make_problem(*(rng.normal(size=(1, 9, 4)) for _ in range(3)), mask=i >= j + 2)
     found, where = top_k(problem, compute_stages(problem).lse, 11)
     assert found.shape == where.shape == (1, 1, 9, 11)
@@ -165,20 +163,20 @@ def test_more_keys_asked_than_there_are(rng):
     assert (found[0, 0][~seen] == 0).all()
 
 
-def test_longer_lists_than_the_stack_holds_are_left_to_others(rng):
+def test_lists_too_long_for_the_stack_return_none(rng):
     problem = make_problem(*(rng.normal(size=(1, 3, 4)) for _ in range(3)))
-    assert top_k(problem, compute_stages(problem).lse, MAX_TOP_K + 1) is not None  # of three keys
+    assert top_k(problem, compute_stages(problem).lse, MAX_TOP_K + 1) is not None  # there are only three keys
     x = rng.normal(size=(1, MAX_TOP_K + 1, 4))
     problem = make_problem(x[:, :3], x, x)
     assert top_k(problem, compute_stages(problem).lse, MAX_TOP_K + 1) is None
 
 
-# -- what is not asked of these kernels ------------------------------------------------------------------------------
+# -- inputs the weights pass does not serve --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_scores_that_are_not_finite_are_left_to_others(bad):
-    """Unless the mask hides them: then the answers are, bit for bit, those of zeros in their place."""
+def test_visible_nonfinite_scores_return_none(bad):
+    """If the mask hides the nonfinite scores, the results equal, bit for bit, the results with zeros in their place."""
     for filler in (0.0, bad):
         q, k, v = arrays((1, 2, 20, 4), "float32", m=70)
         k[:, :, 64:] = filler
@@ -189,10 +187,10 @@ def test_scores_that_are_not_finite_are_left_to_others(bad):
                 clean = found
             for one, other in zip(clean, found, strict=True):
                 np.testing.assert_array_equal(one, other)
-    open_ = make_problem(q, k, v)
-    lse = compute_stages(open_).lse
-    for ask in (received, partial(pooled, rows=1, columns=1), partial(top_k, k=1), weights):
-        assert ask(open_, lse) is None
+    unmasked = make_problem(q, k, v)
+    lse = compute_stages(unmasked).lse
+    for call in (received, partial(pooled, rows=1, columns=1), partial(top_k, k=1), weights):
+        assert call(unmasked, lse) is None
 
 
 @pytest.mark.parametrize("extent", [(0, 2, 5, 5), (1, 0, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0)])
@@ -210,19 +208,20 @@ def test_no_pairs(extent):
 
 
 def test_no_byte_outside_an_array_is_written(monkeypatch):
-    """Guards around what is read and written; pages nobody may touch are in guard_pages.py."""
-    checks, plain_empty, plain_zeros = [], np.empty, launch_weights_pass._zeros
+    """Guard bytes surround the arrays that are read and written; guard_pages.py uses inaccessible pages instead."""
+    checks, plain_empty = [], np.empty
 
     def around(array):
         array, unharmed = with_guards(array)
         checks.append(unharmed)
         return array
 
-    held = [with_guards(x) for x in arrays((1, 2, 77, 9), "float32", m=131)]
-    problem = make_problem(*(array for array, _ in held), mask=i + 50 >= j, score=s + table(np.linspace(-1, 1, 77))[i])
+    guarded = [with_guards(x) for x in arrays((1, 2, 77, 9), "float32", m=131)]
+    problem = make_problem(
+        *(array for array, _ in guarded), mask=i + 50 >= j, score=s + table(np.linspace(-1, 1, 77))[i]
+    )
     monkeypatch.setattr(np, "empty", lambda *given, **more: around(np.full_like(plain_empty(*given, **more), -1)))
-    monkeypatch.setattr(launch_weights_pass, "_zeros", lambda *given: around(plain_zeros(*given)))
     check_everything(problem, maxima=True)
     assert checks
-    for unharmed in (*checks, *(unharmed for _, unharmed in held)):
+    for unharmed in (*checks, *(unharmed for _, unharmed in guarded)):
         unharmed()

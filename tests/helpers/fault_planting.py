@@ -1,4 +1,4 @@
-"""Faults written into the source of a module, and where they are put so that kernels find them."""
+"""Plant faults: change lines in a copy of a module, and put the copy where the kernels are looked up."""
 
 import importlib.util
 import inspect
@@ -20,7 +20,7 @@ from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch import forward as launch_forward
 from sightline.cpu.launch import weights_pass as launch_weights_pass
 
-PLACES = {  # what of a module the rest looks up, and where
+PLACES = {  # for each module: the modules and the names through which its classes are looked up
     forward: [(launch_forward, "Forward")],
     backward: [(launch_backward, "Backward")],
     register_tile: [(block, "RegisterTiles")],
@@ -36,22 +36,22 @@ PLACES = {  # what of a module the rest looks up, and where
 
 @dataclass(frozen=True)
 class Fault:
-    """Lines as they stand and with the fault in them; several where one alone does no harm."""
+    """Lines of a module before and after the fault. `more` are further faults if one alone has no effect."""
 
     module: object
     before: str
     after: str
     more: tuple["Fault", ...] = ()
-    methods: tuple[str, ...] = ()  # of Block or WeightsPass, where the fault is in theirs: subclasses stay as they are
-    shows: str = "plain"  # the problem of `DIFFERENTIATED` it shows in, where it is one of the backward pass
+    methods: tuple[str, ...] = ()  # the faulty methods of Block or WeightsPass, which replace the originals
+    shows: str = "plain"  # for a fault of the backward pass: the problem of `DIFFERENTIATED` that reveals it
 
 
 def broken(module, *changes):
-    """The module again with lines changed: as they stand, and with the fault in them."""
+    """Return a copy of the module with lines changed. `changes` alternates lines before and after the fault."""
     source = inspect.getsource(module)
     for before, after in zip(changes[::2], changes[1::2], strict=True):
         found = source.count(before)
-        assert found == 1, f"the line of this fault is {found} times in {module.__name__}: {before}"
+        assert found == 1, f"the line of this fault occurs {found} times in {module.__name__}: {before}"
         source = source.replace(before, after)
     spec = importlib.util.spec_from_loader(module.__name__, loader=None, origin=module.__file__)
     copy = importlib.util.module_from_spec(spec)
@@ -61,7 +61,7 @@ def broken(module, *changes):
 
 
 def plant(fault, monkeypatch):
-    """Put the fault where the kernels find it; the copy of its module."""
+    """Plant the fault where the kernels are looked up, and return the changed copy of its module."""
     together = [fault, *(other for other in fault.more if other.module is fault.module)]
     copy = broken(fault.module, *(line for part in together for line in (part.before, part.after)))
     for method in fault.methods:

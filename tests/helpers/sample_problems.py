@@ -1,4 +1,4 @@
-"""Random arrays of a given shape, and the smallest problem that asks whether a kernel serves it."""
+"""Random arrays of given shapes, and whether a kernel serves the smallest problem with some options."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ def serves(kernel, dtype, **options):
 
 
 def arrays(shape, dtype, d_v=None, groups=None, m=None, seed=0):
-    """Query (..., H, n, d), key and value with their own heads, keys and width."""
+    """Return query (..., H, n, d), key (..., groups, m, d) and value (..., groups, m, d_v); defaults H, n and d."""
     rng = np.random.default_rng(seed)
     *lead, H, n, d = shape
     key = (*lead, groups or H, m or n, d)

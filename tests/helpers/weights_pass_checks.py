@@ -1,4 +1,4 @@
-"""The second pass's statistics against those of dense float64 weights: the machinery of the checks."""
+"""Checks of the weights pass's statistics against the same statistics of dense float64 weights."""
 
 from functools import lru_cache, partial
 
@@ -10,15 +10,14 @@ from sightline.cpu.launch.weights_pass import pooled, received, top_k, weights
 from sightline.reference import compute_stages
 from sightline.testing import assert_within_budget
 
-# -- what is asked, and the same of a dense matrix of weights (..., n, m) --------------------------------------------
+# -- statistics of a dense matrix of weights (..., n, m) -------------------------------------------------------------
 
 
-def dense_received(p, how="sum", last=None):
-    """Σ, mean or maximum over the queries that count; 0 where none does."""
-    counted = p[..., max(p.shape[-2] - (p.shape[-2] if last is None else last), 0) :, :]
-    if counted.shape[-2] == 0:
+def dense_received(p, how="sum"):
+    """Return the sum, mean or maximum over the queries; 0 if there are none."""
+    if p.shape[-2] == 0:
         return np.zeros((*p.shape[:-2], p.shape[-1]), p.dtype)
-    return getattr(counted, how)(-2)
+    return getattr(p, how)(-2)
 
 
 def dense_pooled(p, rows, columns, how="mean", within=None):
@@ -32,7 +31,7 @@ def dense_pooled(p, rows, columns, how="mean", within=None):
 
 
 def largest(p, k):
-    """The k largest of each row, descending; 0 past the row's end."""
+    """Return the k largest numbers of each row, descending; 0 past the row's end."""
     found = -np.sort(-p, axis=-1)[..., :k]
     return np.concatenate([found, np.zeros((*p.shape[:-1], k - found.shape[-1]), p.dtype)], axis=-1)
 
@@ -47,7 +46,7 @@ def narrow(problem):
 
 @lru_cache(2)
 def plain_weights(problem, dtype):
-    """The dense computation's in several orders of summation, in the accumulator's dtype."""
+    """Return the weights of the dense computation in several orders of summation, in the accumulator's dtype."""
     found = (dense_attention(problem, dtype, order)[2] for order in summation_orders(problem))
     return [p.astype(problem.accumulator) for p in found]
 
@@ -55,16 +54,17 @@ def plain_weights(problem, dtype):
 true = lru_cache(1)(compute_stages)
 
 
-def check(problem, ask, of_dense, lse=None, dtype=wide, threads=2, **options):
-    """One question within its budget: what the kernel says, or None where a score that counts is not finite.
+def check(problem, call, of_dense, lse=None, dtype=wide, threads=2, **options):
+    """Check one statistic within its error budget and return the kernel's result, None if a visible score is nonfinite.
 
-    The definition's lse stands in where none is given. It has not the rounding of the kernel's scores, so that weights
-    have the absolute error of a score for their relative one.
+    `call` is the function of the weights pass, and `of_dense` computes the statistic from dense weights. If `lse` is
+    None, the reference's lse is used. That lse has no rounding of the kernel's scores, so that the relative error of a
+    weight is the absolute error of its score.
     """
     truth = true(problem)
     sure = 1.0 if lse is not None else np.maximum(np.abs(np.where(np.isfinite(truth.lse), truth.lse, 0.0)), 1.0)
     lse = truth.lse if lse is None else lse
-    found = ask(problem, lse, threads=threads, **options)
+    found = call(problem, lse, threads=threads, **options)
     if np.isnan(truth.lse).any() or (truth.lse == np.inf).any():
         assert found is None
         return None
@@ -72,27 +72,27 @@ def check(problem, ask, of_dense, lse=None, dtype=wide, threads=2, **options):
     rough = [of_dense(p) for p in plain_weights(problem, dtype(problem))]
     assert dtype_name(values) == dtype(problem)
     sizes = of_dense(truth.weights * np.reshape(sure, (*np.shape(sure), 1)))
-    assert_within_budget(values, of_dense(truth.weights), rough, ask.__name__, sizes)
-    if ask is top_k:
+    assert_within_budget(values, of_dense(truth.weights), rough, call.__name__, sizes)
+    if call is top_k:
         check_places(problem, truth, found, rough, sizes)
     return found
 
 
 def check_places(problem, truth, found, rough, sizes):
-    """The keys are those of the weights: seen, each once, as many as there are, and as large as can be."""
+    """Check that the keys are visible and distinct, and as many as possible, and that their weights are the largest."""
     where, k = to_numpy(found[1]), found[1].shape[-1]
     seen = np.isfinite(truth.masked)
     assert dtype_name(found[1]) == "int64"
     np.testing.assert_array_equal((where >= 0).sum(-1), np.minimum(seen.sum(-1), k))
-    some = where >= 0
-    assert not (np.diff(some.astype(int), axis=-1) > 0).any(), "a key after the last"
+    is_key = where >= 0
+    assert not (np.diff(is_key.astype(int), axis=-1) > 0).any(), "a key after the last"
     if problem.m == 0:
         return
     at = np.maximum(where, 0)
-    assert (np.take_along_axis(seen, at, -1) | ~some).all()
-    each = np.sort(np.where(some, where, -1 - np.arange(k)), axis=-1)
+    assert (np.take_along_axis(seen, at, -1) | ~is_key).all()
+    each = np.sort(np.where(is_key, where, -1 - np.arange(k)), axis=-1)
     assert (np.diff(each, axis=-1) > 0).all(), "a key twice"
-    reached = np.where(some, np.take_along_axis(truth.weights, at, -1), 0)
+    reached = np.where(is_key, np.take_along_axis(truth.weights, at, -1), 0)
     assert_within_budget(reached.astype(wide(problem)), largest(truth.weights, k), rough, "weights of the keys", sizes)
 
 
@@ -102,11 +102,11 @@ def check_pooled(problem, rows, columns, how, within=None, **more):
 
 
 def check_everything(problem, maxima=False, **more):
-    """Every statistic of a problem, with odd parameters; what they say, as arrays."""
+    """Check every statistic of a problem with uneven parameters, and return the results as a list of arrays."""
     n, m = problem.n, problem.m
     rows, within = slice(n // 3, n - 1), ((n // 3, n), (m // 2, m))
     found = [
-        check(problem, received, partial(dense_received, last=n // 2), last=n // 2, **more),
+        check(problem, received, dense_received, **more),
         check_pooled(problem, 5, 7, "mean", **more),
         check(problem, top_k, partial(largest, k=5), k=5, **more),
         check(problem, weights, lambda p: p, dtype=narrow, **more),

@@ -1,4 +1,4 @@
-"""Kernels generated through LLVM for the processor they run on. llvmlite loads when the first one is made."""
+"""The CPU kernels, generated through LLVM for the processor at hand. llvmlite is imported by the first kernel."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .runtime.processor import HOST, Processor
 __all__ = ["Cpu"]
 
 
-MAX_HEAD_WIDTH = 1024  # of d_k and d_v: their scratch, 256 bytes a component each, lies on a thread's stack
-MAX_FORMULA_NODES = 400  # parts of mask and score: LLVM takes about 10 ms for each
+MAX_HEAD_WIDTH = 1024  # of d_k and d_v: their scratch, 256 bytes per component each, is on a thread's stack
+MAX_FORMULA_NODES = 400  # of mask and score together: LLVM takes about 10 ms per node
 
 
 class Cpu(Kernel):
-    """Forward and backward in every dtype, generated for the formula."""
+    """Forward and backward pass in every dtype, generated for the problem's formulas."""
 
     name = "cpu"
     description = "generated through LLVM for this processor, O(n) memory"
@@ -29,16 +29,15 @@ class Cpu(Kernel):
         self.processor = processor
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        """Other devices, rows and formulas too large, and a machine without llvmlite."""
+        """Yield a refusal for another device, too large a width, too large formulas, and if llvmlite is missing."""
         if problem.device != "cpu":
             yield Refusal(f"arrays on {problem.device}", "move them to the CPU")
         if max(problem.d_k, problem.d_v) > MAX_HEAD_WIDTH:
-            yield Refusal(
-                f"d_k {problem.d_k}, d_v {problem.d_v}", f"widths up to {MAX_HEAD_WIDTH} fit a thread's stack"
-            )
+            widths = f"d_k {problem.d_k}, d_v {problem.d_v}"
+            yield Refusal(widths, f"widths up to {MAX_HEAD_WIDTH} fit a thread's stack")
         nodes = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
         if nodes > MAX_FORMULA_NODES:
-            yield Refusal(f"formulas of {nodes} parts would compile for long", "put what they compute into a table")
+            yield Refusal(f"formulas of {nodes} nodes take too long to compile", "store their values in a table")
         if importlib.util.find_spec("llvmlite") is None:
             yield Refusal("llvmlite is not installed", "pip install llvmlite")
 
@@ -72,19 +71,9 @@ class Cpu(Kernel):
     ) -> Gradients | None:
         if next(self.refuses_backward(problem, wanted_tables), None) is not None:
             return None
-        if (
-            statistic_gradients is not None and statistic_gradients.includes_zero_weights
-        ):  # the kernel takes a pair of no weight for a hidden one
+        statistic_gradients = statistic_gradients or StatisticGradients()
+        if statistic_gradients.includes_zero_weights:  # the kernel cannot tell a visible weight of 0 from a hidden pair
             return None
         from .launch.backward import backward
 
-        return backward(
-            problem,
-            d_output,
-            d_lse,
-            saved,
-            wanted_tables,
-            threads,
-            statistic_gradients or StatisticGradients(),
-            self.processor,
-        )
+        return backward(problem, d_output, d_lse, saved, wanted_tables, threads, statistic_gradients, self.processor)

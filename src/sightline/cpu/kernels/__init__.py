@@ -1,1 +1,1 @@
-"""The kernels, written in the vector language of `codegen`."""
+"""The CPU kernels, each a class that writes LLVM text with `codegen`."""

@@ -1,14 +1,15 @@
-"""The decoding kernel: few queries against many keys, bound by reading K and V once.
+"""The decoding kernel: few queries against many keys, limited by the bandwidth of reading K and V once.
 
-The query heads that share a key head are rows of one small matrix, so that one read of K and V serves them all. Here
-vectors run along d: a score is a sum over lanes, made for many keys at once by a tree of shuffles; weights are spread
-over rows of V.
+The query heads that share a key head are rows of one small matrix, so that K and V are read once for all of them. Here
+vectors run along d. A score is a sum over lanes, computed for many keys at once by a tree of shuffles. A weight is
+broadcast and multiplies a row of V.
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 
-Keys are cut into parts, as the problem alone decides, which threads take one by one; who is done last with a row's
-parts joins them, always in their own order, as `merge` does (Dao et al., "Flash-Decoding", 2023). A NaN raises `nonfinite_flag`,
-and the forward kernel, which knows what the mask hides, answers in its place.
+The keys are divided into splits, by the problem alone, and threads process the splits one by one. The thread that
+finishes the last split of some rows merges the splits, always in the order of the keys, as `merge` does (Dao et al.,
+"Flash-Decoding", 2023). A NaN sets `nonfinite_flag`, and the forward kernel, which ignores hidden values, computes the
+output instead.
 """
 
 from __future__ import annotations
@@ -19,21 +20,20 @@ from collections.abc import Callable
 from ..codegen.abi import DECODE_FIELDS
 from ..codegen.builder import BFLOAT, DOUBLE, INT16, INT64, Value, Variable, vector
 from ..codegen.math import exp
-from .block import CACHE_LINE_BYTES, KEY_BLOCK, Block
+from .block import Block
+from .spec import CACHE_LINE_BYTES, KEY_BLOCK
 
-__all__ = ["MAX_ROWS_PER_ITEM", "Decode"]
+__all__ = ["MAX_ROWS_PER_ITEM", "UNROLL", "Decode"]
 
-MAX_ROWS_PER_ITEM = 32  # query rows taken through the keys together
-SHUFFLE_BYTES = 16  # bytes of a vector within which lanes are shuffled fast, on any machine
+MAX_ROWS_PER_ITEM = 32  # query rows of an item
+SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine
 UNROLL = 4  # rows, and keys, whose products are summed in registers together
-KEY_PREFETCH_DISTANCE, VALUE_PREFETCH_DISTANCE = (
-    2 * KEY_BLOCK,
-    KEY_BLOCK,
-)  # rows asked for before they are read: keys beside values, values beside keys
+KEY_PREFETCH_DISTANCE = 2 * KEY_BLOCK  # how many rows ahead K is prefetched while V is read
+VALUE_PREFETCH_DISTANCE = KEY_BLOCK  # how many rows ahead V is prefetched while K is read
 
 
 class Decode(Block):
-    """Writes the kernel into a module."""
+    """Write the decoding kernel into a module."""
 
     fields = DECODE_FIELDS
 
@@ -41,35 +41,30 @@ class Decode(Block):
         tiles, spec = self.tiles, self.spec
         self.key = self.allocate_operand(1, needs_rows=not self.paired, needs_columns=False)
         self.value = self.allocate_operand(2, needs_rows=False, needs_columns=not self.paired)
-        self.query_row_bytes = tiles.packed_length(spec.d_k) * tiles.itemsize  # bytes of a query row
-        self.score_row_bytes = KEY_BLOCK * tiles.itemsize  # of a row of scores
-        self.output_row_bytes = spec.d_v * tiles.itemsize  # of a row of output
+        self.query_row_bytes = tiles.packed_length(spec.d_k) * tiles.itemsize
+        self.score_row_bytes = KEY_BLOCK * tiles.itemsize
+        self.output_row_bytes = spec.d_v * tiles.itemsize
         self.queries = tiles.scratch(MAX_ROWS_PER_ITEM * self.query_row_bytes)
-        self.scores, self.output = (
-            tiles.scratch(MAX_ROWS_PER_ITEM * self.score_row_bytes),
-            tiles.scratch(MAX_ROWS_PER_ITEM * self.output_row_bytes),
-        )
-        self.sums = tiles.scratch(UNROLL * KEY_BLOCK * tiles.align)  # unfinished
+        self.scores = tiles.scratch(MAX_ROWS_PER_ITEM * self.score_row_bytes)
+        self.output = tiles.scratch(MAX_ROWS_PER_ITEM * self.output_row_bytes)
+        self.sums = tiles.scratch(UNROLL * KEY_BLOCK * tiles.align)  # scores before the sum over groups of lanes
         self.running_sums = tiles.scratch(MAX_ROWS_PER_ITEM * tiles.align)
-        self.running_max, self.alpha = (
-            tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize),
-            tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize),
-        )
+        self.running_max, self.alpha = (tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize) for _ in range(2))
 
     def process_item(self, item: Value) -> None:
-        """A part of the keys for some query rows; whoever ends the last part joins them all."""
+        """Process one split of the keys for some query rows, then merge the splits if this split was the last."""
         builder, args = self.builder, self.args
         self.locate_item(item)
         self.init_rows()
-        self.attend()
+        with self.loop_tiles(self.first_tile, self.last_tile) as (tile, partial):
+            self.key_tile(tile * KEY_BLOCK, partial)
         self.store()
-        with builder.if_then(
-            builder.atomic_increment(args.finished_splits.at(self.row_batch * 8), "acq_rel") == args.num_splits - 1
-        ):
+        finished = builder.atomic_increment(args.finished_splits.at(self.row_batch * 8), "acq_rel")
+        with builder.if_then(finished == args.num_splits - 1):
             self.merge_splits()
 
     def locate_item(self, item: Value) -> None:
-        """Item → (b, g, batch of rows, part of the keys)."""
+        """Locate the item's b, key head g, batch of query rows and split of the keys."""
         builder, args = self.builder, self.args
         heads, rows = args.H // args.group, args.group * args.n
         batches = (rows + (MAX_ROWS_PER_ITEM - 1)) // MAX_ROWS_PER_ITEM
@@ -86,26 +81,24 @@ class Decode(Block):
         self.last_tile = self.first_tile + args.split_size
 
     def locate_query(self, r: Value) -> tuple[Value, Value]:
-        """(h, i) of a row."""
+        """Return (h, i) of a query row."""
         row = self.first_row + r
         return self.g * self.args.group + row // self.args.n, row % self.args.n
 
     def locate_row(self, r: Value) -> Value:
-        """A row's place in (B, H, n)."""
+        """Return a query row's index in (B, H, n)."""
         h, i = self.locate_query(r)
         return (self.b * self.args.H + h) * self.args.n + i
 
     def init_rows(self) -> None:
-        """Q's rows with the scale's sign; nothing seen yet."""
+        """Copy the rows of Q with the sign of the scale, and reset the running softmax."""
         builder, args, tiles = self.builder, self.args, self.tiles
         step = self.format.itemsize if self.spec.unit_stride[0] else args.query_column_stride
         sign = args.scale_sign.to(self.float)
         with builder.loop(0, self.num_rows) as r:
             h, i = self.locate_query(r)
-            source, target = (
-                args.head_address("query", self.b, h).at(i * args.query_row_stride),
-                self.queries.at(r * self.query_row_bytes),
-            )
+            source = args.head_address("query", self.b, h).at(i * args.query_row_stride)
+            target = self.queries.at(r * self.query_row_bytes)
             with builder.loop(0, self.spec.d_k) as d:
                 number = self.format.load(source.at(d * step)) * sign
                 if self.paired:
@@ -117,13 +110,8 @@ class Decode(Block):
             with builder.loop(0, self.output_row_bytes // tiles.align) as v:
                 self.output.at(r * self.output_row_bytes + v * tiles.align).store(builder.value(0.0, self.vector))
 
-    def attend(self) -> None:
-        """The running softmax over this part of the keys."""
-        with self.loop_tiles(self.first_tile, self.last_tile) as (tile, partial):
-            self.key_tile(tile * KEY_BLOCK, partial)
-
     def key_tile(self, j0: Value, partial: Value) -> None:
-        """One tile of keys: scores, weights, weighted values."""
+        """Process one tile of keys: scores, weights, weighted values."""
         builder = self.builder
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
         self.key.stage(j0, self.num_keys)
@@ -139,24 +127,21 @@ class Decode(Block):
 
     # -- scores ---------------------------------------------------------------------------------------------------
     def score_tile(self) -> None:
-        """S[r][key], a few rows and keys at a time; values of the next tile are asked for meanwhile."""
+        """Compute S[r][key], a few rows and keys at a time, and prefetch rows of V."""
         builder, tiles = self.builder, self.tiles
         rows = self.spec.unroll
         staged = self.key.row_scratch
         group_lanes = SHUFFLE_BYTES // tiles.itemsize
-        partial_row_bytes = KEY_BLOCK // group_lanes * tiles.align  # bytes of a row's unfinished sums
+        partial_row_bytes = KEY_BLOCK // group_lanes * tiles.align  # bytes of one row of self.sums
         base, step = (self.key.block, self.key.row_stride) if staged is None else (staged, self.key.row_bytes)
         with builder.loop(0, self.num_rows, rows) as first:
-            queries = [
-                self.queries.at(builder.minimum(first + r, self.num_rows - 1) * self.query_row_bytes)
-                for r in range(rows)
-            ]
+            indices = (builder.minimum(first + r, self.num_rows - 1) for r in range(rows))
+            queries = [self.queries.at(index * self.query_row_bytes) for index in indices]
             with builder.loop(0, self.num_keys, UNROLL) as key:
                 keys = [base.at(builder.minimum(key + k, self.num_keys - 1) * step) for k in range(UNROLL)]
                 sums = [[Variable(builder, self.vector, 0.0) for _ in keys] for _ in queries]
-                prefetch_rows = [
-                    self.values.at((key + (k + VALUE_PREFETCH_DISTANCE)) * self.value.row_stride) for k in range(UNROLL)
-                ]
+                ahead = range(VALUE_PREFETCH_DISTANCE, VALUE_PREFETCH_DISTANCE + UNROLL)
+                prefetch_rows = [self.values.at((key + k) * self.value.row_stride) for k in ahead]
                 with builder.loop(0, self.query_row_bytes, tiles.align) as at:
                     left = [query.at(at).load(tiles.operand_vector) for query in queries]
                     right = [row.at(at).load(tiles.operand_vector) for row in keys]
@@ -174,12 +159,11 @@ class Decode(Block):
                 count = self.lanes // group_lanes
                 vectors = [source.at(k * tiles.align).load(self.vector, tiles.align) for k in range(count)]
                 row = builder.minimum(first + row_index, MAX_ROWS_PER_ITEM - 1)
-                self.scores.at(row * self.score_row_bytes + key * tiles.itemsize).store(
-                    reduce_across_groups(vectors, group_lanes)
-                )
+                target = self.scores.at(row * self.score_row_bytes + key * tiles.itemsize)
+                target.store(reduce_across_groups(vectors, group_lanes))
 
     def softmax(self, r: Value, j0: Value, masked: bool) -> None:
-        """P in place of a row of scores, and the row's running maximum and sum."""
+        """Replace a row of scores by P, and update the row's running maximum and sum."""
         builder, tiles, args = self.builder, self.tiles, self.args
         mask, score = self.renderers[:2]
         h, i = self.locate_query(r)
@@ -218,25 +202,22 @@ class Decode(Block):
 
     # -- values ---------------------------------------------------------------------------------------------------
     def accumulate_values(self) -> None:
-        """O[r] = α O[r] + Σ_j P[r][j] · V[j]; keys of the tile after the next are asked for meanwhile."""
+        """Compute O[r] = α O[r] + Σ_j P[r][j] · V[j], and prefetch rows of K."""
         builder, tiles = self.builder, self.tiles
         rows, vectors = self.spec.unroll, self.spec.d_v // self.lanes
         length = (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
-        matrix, stride = self.value.vector_rows()  # not of pairs
+        matrix, stride = self.value.vector_rows()  # unused if operands are pairs
         starts = range(0, vectors, tiles.vectors)
 
         def make_reader(group: int, width: int) -> Callable[[Value], list[Value]]:
-            """A step's values; the lines of keys ahead that are this turn's are asked for."""
-            lines = range(
-                group * CACHE_LINE_BYTES, self.spec.d_k * self.format.itemsize, CACHE_LINE_BYTES * len(starts)
-            )
+            """Return the function that loads row k of V in a group of vectors and prefetches the group's share of K."""
+            key_row_bytes = self.spec.d_k * self.format.itemsize
+            lines = range(group * CACHE_LINE_BYTES, key_row_bytes, CACHE_LINE_BYTES * len(starts))
             offsets = [(starts[group] + v) * tiles.align for v in range(width)]
 
             def read(k: Value) -> list[Value]:
-                for row in (
-                    (k * tiles.pair_size + (u + KEY_PREFETCH_DISTANCE)) * self.key.row_stride
-                    for u in range(tiles.pair_size)
-                ):
+                for u in range(tiles.pair_size):
+                    row = (k * tiles.pair_size + (u + KEY_PREFETCH_DISTANCE)) * self.key.row_stride
                     for at in lines:
                         builder.prefetch(self.key.block.at(row).at(at))
                 if self.paired:
@@ -259,23 +240,19 @@ class Decode(Block):
                         at.store(builder.fma(at.load(self.vector), alpha, total.get()))
 
     def load_value_pairs(self, k: Value, offsets: list[int]) -> list[Value]:
-        """V's rows 2k and 2k + 1 as pairs, in registers: columns change places within every two vectors."""
-        rows = [
-            self.value.block.at(self.builder.minimum(k * 2 + u, self.num_keys - 1) * self.value.row_stride)
-            for u in range(2)
-        ]
+        """Return V's rows 2k and 2k + 1 as pairs, made in registers, with columns permuted within every two vectors."""
+        keys = (self.builder.minimum(k * 2 + u, self.num_keys - 1) for u in range(2))
+        rows = [self.value.block.at(key * self.value.row_stride) for key in keys]
         pairs: list[Value] = []
         for offset in offsets[::2]:
             low, high = (row.at(offset // 2).load(vector(INT16, 2 * self.lanes)) for row in rows)
-            group_lanes = SHUFFLE_BYTES // 2  # lanes
-            pairs += [
-                low.interleave(high, half, 1, group_lanes).bitcast(self.tiles.operand_vector) for half in range(2)
-            ]
+            halves = (low.interleave(high, half, 1, SHUFFLE_BYTES // 2) for half in range(2))
+            pairs += [half.bitcast(self.tiles.operand_vector) for half in halves]
         return pairs
 
-    # -- the end of the part --------------------------------------------------------------------------------------
+    # -- outputs --------------------------------------------------------------------------------------------------
     def store(self) -> None:
-        """The part's O / l and lse, row by row; 0 and −∞ for rows that saw nothing of it."""
+        """Store the split's O / l and lse by row; 0 and −∞ for query rows that see no key of the split."""
         builder, args, tiles = self.builder, self.args, self.tiles
         unit = math.log(2) if self.spec.is_base_2 else 1.0
         with builder.loop(0, self.num_rows) as r:
@@ -283,23 +260,19 @@ class Decode(Block):
             largest = self.running_max.at(r * tiles.itemsize).load(self.float).to(DOUBLE)
             is_empty = total == 0.0
             divisor = builder.where(is_empty, 1.0, total)
-            part_row = self.split * (args.batches * args.H * args.n) + self.locate_row(r)
+            split_row = self.split * (args.batches * args.H * args.n) + self.locate_row(r)
             lse = builder.fma(largest, unit, builder.call_intrinsic("log", divisor.to(DOUBLE)))
-            args.split_lse.at(part_row * 8).store(builder.where(is_empty, -math.inf, lse))
-            target, nonfinite = (
-                args.split_output.at(part_row * self.output_row_bytes),
-                Variable(builder, self.vector, 0.0),
-            )
-            step = tiles.pair_size * tiles.align
-            with builder.loop(0, self.output_row_bytes, step) as at:
+            args.split_lse.at(split_row * 8).store(builder.where(is_empty, -math.inf, lse))
+            target = args.split_output.at(split_row * self.output_row_bytes)
+            nonfinite = Variable(builder, self.vector, 0.0)
+            step, row_bytes = tiles.pair_size * tiles.align, self.output_row_bytes
+            with builder.loop(0, row_bytes, step) as at:
                 columns = [
-                    self.output.at(r * self.output_row_bytes + at + k).load(self.vector)
-                    for k in range(0, step, tiles.align)
+                    self.output.at(r * row_bytes + at + k).load(self.vector) for k in range(0, step, tiles.align)
                 ]
-                if self.paired:  # columns as they were
-                    columns = [
-                        columns[0].interleave(columns[1], half, SHUFFLE_BYTES // tiles.itemsize) for half in range(2)
-                    ]
+                if self.paired:  # restore the order of the columns; see `load_value_pairs`
+                    first, second = columns
+                    columns = [first.interleave(second, half, SHUFFLE_BYTES // tiles.itemsize) for half in range(2)]
                 for k, row in enumerate(columns):
                     nonfinite.set(nonfinite.get() + row * 0.0)
                     target.at(at + k * tiles.align).store(row / divisor.broadcast(self.lanes))
@@ -307,9 +280,9 @@ class Decode(Block):
                 args.nonfinite_flag.store(builder.value(1, INT64))
 
     def merge_splits(self) -> None:
-        """output = Σ exp(lse_p − lse) output_p with lse = ln Σ exp lse_p, the sink counted; row by row."""
+        """Store output = Σ_p exp(lse_p − lse) output_p and lse = ln Σ_p exp lse_p by row, over splits p and sink."""
         builder, args, tiles = self.builder, self.args, self.tiles
-        rows = args.batches * args.H * args.n  # of a part
+        rows = args.batches * args.H * args.n  # query rows of a split
         with builder.loop(0, self.num_rows) as r:
             h, _ = self.locate_query(r)
             row = self.locate_row(r)
@@ -333,23 +306,22 @@ class Decode(Block):
                 weighted = Variable(builder, self.vector, 0.0)
                 with builder.loop(0, args.num_splits) as split:
                     share = args.split_lse.at((split * rows + row) * 8).load(DOUBLE) / divisor
-                    entries = args.split_output.at(
-                        (split * rows + row) * self.output_row_bytes + c * tiles.itemsize
-                    ).load(self.vector)
+                    offset = (split * rows + row) * self.output_row_bytes + c * tiles.itemsize
+                    entries = args.split_output.at(offset).load(self.vector)
                     weighted.set(builder.fma(entries, share.to(self.float), weighted.get()))
                 target = args.output.at((row * self.spec.d_v + c) * self.format.itemsize)
                 self.format.store(target, weighted.get())
 
 
 def sum_pairwise(values: list[Value]) -> Value:
-    """Their sum, neighbours first."""
+    """Return the sum of the values, adding neighbours first."""
     while len(values) > 1:
         values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
 def reduce_within_groups(vectors: list[Value], group_lanes: int) -> list[Value]:
-    """For each `part` vectors one, whose lane k of every `part` lanes is the sum of these lanes of vector k."""
+    """Return one vector per `group_lanes` vectors; lane k of each group of lanes is the group's sum in vector k."""
     for _ in range(group_lanes.bit_length() - 1):
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors = [a.deinterleave(b, 0, 1, group_lanes) + a.deinterleave(b, 1, 1, group_lanes) for a, b in pairs]
@@ -357,11 +329,10 @@ def reduce_within_groups(vectors: list[Value], group_lanes: int) -> list[Value]:
 
 
 def reduce_across_groups(vectors: list[Value], group_lanes: int) -> Value:
-    """One vector of the sums `reduce_within_groups` began: `part` lanes of it for each of the vectors."""
+    """Return one vector that has, for each vector, `group_lanes` lanes: the sums over the vector's groups of lanes."""
     lanes = group_lanes * len(vectors)
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        vectors = [
-            a.deinterleave(b, 0, group_lanes, lanes) + a.deinterleave(b, 1, group_lanes, lanes) for a, b in pairs
-        ]
+        halves = ([a.deinterleave(b, half, group_lanes, lanes) for half in range(2)] for a, b in pairs)
+        vectors = [even + odd for even, odd in halves]
     return vectors[0]

@@ -1,11 +1,12 @@
-"""The forward kernel: FlashAttention's running softmax on register tiles, written for one formula and one machine.
+"""The forward kernel: FlashAttention's running softmax on register tiles, generated for one formula and one machine.
 
-    Sᵀ[key][lane]  = Σ_d  K[key][d] · Qᵀ[d][lane]          for each block of keys a run names:
+    Sᵀ[key][lane]  = Σ_d  K[key][d] · Qᵀ[d][lane]          for each tile in the block's tile ranges:
     Sᵀ             = score, mask                               m' = max(m, max Sᵀ),  α = 2^(m − m')
     P              = 2^(Sᵀ − m')                               l  = α l + Σ P
     Oᵀ[d_v][lane]  = α Oᵀ + Σ_key V[key][d_v] · P[key][lane]   at the end O = Oᵀ / l
 
-Both products are the one register tile. Work is blocks of queries × heads, handed out by an atomic counter.
+Register tiles compute both products. An item of work is one block of queries of one head; an atomic counter distributes
+the items.
 """
 
 from __future__ import annotations
@@ -16,33 +17,32 @@ import operator
 
 from ..codegen.abi import FORWARD_FIELDS
 from ..codegen.builder import BOOL, DOUBLE, FLOAT, INT32, Value, Variable
-from .block import KEY_BLOCK, Block
+from .block import Block
 from .fused_statistics import FusedStatisticsCode
+from .spec import KEY_BLOCK
 
 __all__ = ["Forward"]
 
 
 class Forward(Block):
-    """Writes the kernel into a module."""
+    """Write the forward kernel into a module."""
 
     fields = FORWARD_FIELDS
 
     def allocate(self) -> None:
         tiles = self.tiles
         self.q_t, self.s_t = tiles.matrix(tiles.packed_length(self.spec.d_k)), tiles.matrix(KEY_BLOCK)
-        self.key, self.value = (
-            self.allocate_operand(1, needs_rows=True, needs_columns=False),
-            self.allocate_operand(2, needs_rows=False, needs_columns=True),
-        )
+        self.key = self.allocate_operand(1, needs_rows=True, needs_columns=False)
+        self.value = self.allocate_operand(2, needs_rows=False, needs_columns=True)
         self.o_t = tiles.matrix(self.spec.d_v)
         self.running_max, self.running_sum, self.tile_max, self.shift, self.alpha = (
             tiles.variables() for _ in range(5)
         )
-        self.compensation = tiles.variables()  # by rounding, of the total
+        self.compensation = tiles.variables()  # of the rounding errors of running_sum
         self.fused_statistics = FusedStatisticsCode(self)
 
     def process_item(self, item: Value) -> None:
-        """A block of queries of a head."""
+        """Compute the output of one block of queries of one head."""
         builder = self.builder
         self.locate_item(item)
         self.transpose_queries()
@@ -54,7 +54,7 @@ class Forward(Block):
         self.store()
 
     def locate_item(self, item: Value) -> None:
-        """Item → (b, h, block of queries); later blocks first, since a causal mask makes those the longest."""
+        """Locate the item's b, h and block of queries; the last blocks, the longest under a causal mask, come first."""
         args = self.args
         blocks = args.query_blocks
         head_index = item // blocks
@@ -65,27 +65,25 @@ class Forward(Block):
 
     # -- attention of the block -----------------------------------------------------------------------------------
     def attend(self, nan_safe: Value) -> None:
-        """The running softmax over the block's runs. `nan_safe`: weights of 0 take nothing, even of NaN and ∞ in V.
+        """Run the softmax over the block's tiles. If `nan_safe`, a weight of 0 ignores V, even NaN and ∞ in V.
 
-        A NaN in the output of the first attempt is the sign that care is needed, which costs whole inputs nothing.
+        The NaN-safe attempt runs only if the output of the first attempt has a NaN, so that finite inputs cost nothing.
         """
         builder = self.builder
         with builder.loop(0, self.spec.d_v) as d:
             for v in self.vectors:
                 self.tiles.store(self.o_t, d, v, builder.value(0.0, self.vector))
         for v in self.vectors:
-            self.running_max[v].set(self.sink() if self.spec.has_sinks else -math.inf)
+            sink = self.args.sinks.at(self.h * 8).load(DOUBLE).to(self.float) if self.spec.has_sinks else -math.inf
+            self.running_max[v].set(sink)
             self.running_sum[v].set(1.0 if self.spec.has_sinks else 0.0)
             self.compensation[v].set(0.0)
         self.fused_statistics.init()
         with self.loop_tiles() as (tile, partial):
             self.key_tile(tile * KEY_BLOCK, partial, nan_safe)
 
-    def sink(self) -> Value:
-        return self.args.sinks.at(self.h * 8).load(DOUBLE).to(self.float)
-
     def key_tile(self, j0: Value, partial: Value, nan_safe: Value) -> None:
-        """One tile: scores, score formula and mask, softmax, weighted values."""
+        """Process one tile: scores, score formula and mask, softmax, weighted values."""
         builder = self.builder
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
         self.key.stage(j0, self.num_keys)
@@ -94,7 +92,7 @@ class Forward(Block):
             self.tile_max[v].set(-math.inf)
         self.score_tile()
         mask, score = self.renderers[:2]
-        with builder.if_else(partial) as (yes, no):  # without a mask every run is full
+        with builder.if_else(partial) as (yes, no):  # without a mask every tile range is full
             with yes:
                 if mask is not None:
                     self.modify_scores(j0, masked=True)
@@ -109,7 +107,7 @@ class Forward(Block):
                 self.accumulate_values()
 
     def score_tile(self) -> None:
-        """Q · K, not yet scaled, and from the registers its maximum."""
+        """Compute Q · K without the scale, and its maximum while Q · K is in registers."""
         builder = self.builder
 
         def finish(key: Value, v: int, s: Value) -> None:
@@ -119,7 +117,7 @@ class Forward(Block):
         self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, self.tiles.packed_length(self.spec.d_k), finish)
 
     def modify_scores(self, j0: Value, masked: bool) -> None:
-        """Sᵀ scaled and through the score formula, −∞ where hidden; and its maximum anew."""
+        """Scale Sᵀ, apply the score formula, set hidden scores to −∞, and recompute the maximum."""
         builder, tiles = self.builder, self.tiles
         self.transpose_tables(j0, 0 if masked else 1, 2)
         for v in self.vectors:
@@ -134,11 +132,11 @@ class Forward(Block):
                 self.tile_max[v].set(builder.maximum(s, self.tile_max[v].get()))
 
     def prescale_large_scores(self) -> Value:
-        """What Sᵀ and its maximum are still to be multiplied by.
+        """Return the factor that Sᵀ and its maximum are multiplied by in the softmax: 1 if Sᵀ is scaled here.
 
-        s · factor − m' is exact but for one rounding, and m' is rounded. Where its last place is more than 1 the
-        difference may not even be near 0 at the maximum; such tiles are scaled in a step of their own and rounded
-        alike, as in plain code.
+        s · factor − m' is rounded once, but m' itself is rounded. If the unit in the last place of m' is more than 1,
+        the difference at the maximum may be far from 0. Tiles with such scores are scaled first, so that s · factor
+        and m' are rounded alike.
         """
         builder, tiles = self.builder, self.tiles
         limit = 2.0 ** (53 if self.float is DOUBLE else 24)
@@ -155,7 +153,10 @@ class Forward(Block):
         return factor.get()
 
     def softmax(self, j0: Value) -> None:
-        """P = 2^(Sᵀ − m') in place of Sᵀ, and the running maximum m and sum l; pairs of keys joined for V's."""
+        """Replace Sᵀ by P = 2^(Sᵀ − m') and update the running maximum m and sum l.
+
+        If operands are pairs of bfloat16, P has pairs of neighbouring keys.
+        """
         builder, tiles = self.builder, self.tiles
         factor = self.prescale_large_scores() if self.renderers[1] is None else builder.value(1.0, self.float)
         self.fused_statistics.prepare_tile(j0, factor)
@@ -170,7 +171,9 @@ class Forward(Block):
             self.alpha[v].set(alpha)
         sums = [Variable(builder, self.vector, 0.0) for _ in self.vectors]
         step = 4 if self.spec.has_dropout else tiles.pair_size
-        with builder.loop(self.num_keys, (self.num_keys + (step - 1)) // step * step) as past:  # up to whole steps
+        with builder.loop(
+            self.num_keys, (self.num_keys + (step - 1)) // step * step
+        ) as past:  # the rest of the last step
             for v in self.vectors:
                 tiles.store(self.s_t, past, v, builder.value(-math.inf, self.vector))
         with builder.loop(0, self.num_keys, step) as key:
@@ -195,17 +198,20 @@ class Forward(Block):
             self.fused_statistics.add_tile(v, sums[v].get())
 
     def add_to_total(self, v: int, weights: Value) -> None:
-        """l = α l + Σ P, and what rounding loses of it (Knuth): later passes take on the error of lse."""
+        """Compute l = α l + Σ P and its rounding error (Knuth's two-sum), because later passes inherit lse's error."""
         alpha, old = self.alpha[v].get(), self.running_sum[v].get()
         new = self.builder.fma(old, alpha, weights)
         old = old * alpha
-        share = new - old
-        compensation = (old - (new - share)) + (weights - share)
+        added = new - old
+        compensation = (old - (new - added)) + (weights - added)
         self.compensation[v].set(self.builder.fma(self.compensation[v].get(), alpha, compensation))
         self.running_sum[v].set(new)
 
     def accumulate_values(self) -> None:
-        """Oᵀ = α Oᵀ + Σ V[key][d_v] · P[key][lane], added at the end: a tile's sum is rounded at its own size."""
+        """Compute Oᵀ = α Oᵀ + Σ V[key][d_v] · P[key][lane].
+
+        The tile's sum is added to α Oᵀ at the end, so that the sum is rounded at its own magnitude.
+        """
         builder, tiles = self.builder, self.tiles
 
         def finish(d: Value, v: int, total: Value) -> None:
@@ -216,7 +222,7 @@ class Forward(Block):
         self.product(width, width, self.value.column, self.s_t, length, finish)
 
     def accumulate_values_nan_safe(self) -> None:
-        """The same, one number of V at a time, where a weight of 0 takes nothing."""
+        """Compute the same as `accumulate_values` one number of V at a time, ignoring V if the weight is 0."""
         builder, tiles = self.builder, self.tiles
         with builder.loop(0, self.spec.d_v) as d:
             sums = [
@@ -231,7 +237,7 @@ class Forward(Block):
                 tiles.store(self.o_t, d, v, sums[v].get())
 
     def load_weight(self, key: Value, v: int) -> Value:
-        """P of one key, out of its pair where they are joined."""
+        """Return P of one key and a vector of queries, unpacked if pairs of keys are packed."""
         builder, tiles = self.builder, self.tiles
         if not self.paired:
             return tiles.load(self.s_t, key, v)
@@ -240,20 +246,19 @@ class Forward(Block):
         second = (pair & builder.value(-(2**16), INT32)).bits(FLOAT)
         return builder.where((key % 2) == 0, first, second)
 
-    # -- the end of the block -------------------------------------------------------------------------------------
+    # -- outputs --------------------------------------------------------------------------------------------------
     def has_nan(self) -> Value:
-        """Whether any output is NaN: then V held NaN or ∞, hidden or not, or a score was NaN."""
+        """True if any output is NaN: then V contains NaN or ∞, hidden or visible, or a score is NaN."""
         builder = self.builder
-        nan_marks = [Variable(builder, self.vector, 0.0) for _ in self.vectors]
+        marks = [Variable(builder, self.vector, 0.0) for _ in self.vectors]  # 1 in lanes with a NaN
         with builder.loop(0, self.spec.d_v) as d:
             for v in self.vectors:
                 entry = self.tiles.load(self.o_t, d, v)
-                nan_marks[v].set(builder.where(entry != entry, 1.0, nan_marks[v].get()))
-        has_mark = [(nan_mark.get() != 0.0).any() for nan_mark in nan_marks]
-        return functools.reduce(operator.or_, has_mark)
+                marks[v].set(builder.where(entry != entry, 1.0, marks[v].get()))
+        return functools.reduce(operator.or_, [(mark.get() != 0.0).any() for mark in marks])
 
     def store(self) -> None:
-        """O = Oᵀ / l and lse = m ln 2 + ln l, row by row; 0 and −∞ for queries that saw nothing."""
+        """Store O = Oᵀ / l and lse = m ln 2 + ln l by row. A query that sees no key gets output 0 and lse −∞."""
         builder, args, tiles = self.builder, self.args, self.tiles
         sum_row, compensation_row, max_row = tiles.matrix(1), tiles.matrix(1), tiles.matrix(1)
         keep = args.dropout_scale.to(self.float)
@@ -265,15 +270,12 @@ class Forward(Block):
             tiles.store(max_row, 0, v, builder.where(is_empty, -math.inf, self.running_max[v].get()))
             with builder.loop(0, self.spec.d_v) as d:
                 tiles.store(self.o_t, d, v, tiles.load(self.o_t, d, v) * keep / sums)
-        rows = args.output.at(self.row * (self.spec.d_v * self.format.itemsize))
-        self.store_transposed(self.o_t, self.spec.d_v, rows, self.format)
+        output = args.output.at(self.row * (self.spec.d_v * self.format.itemsize))
+        self.store_transposed(self.o_t, self.spec.d_v, output, self.format)
         with builder.loop(0, self.num_valid) as lane:
-            row_sum, correction, row_max = (
-                self.lane_address(row, 0, lane).load(self.float).to(DOUBLE)
-                for row in (sum_row, compensation_row, max_row)
-            )
+            rows = (sum_row, compensation_row, max_row)
+            total, error, largest = (self.lane_address(x, 0, lane).load(self.float).to(DOUBLE) for x in rows)
             unit = math.log(2) if self.spec.is_base_2 else 1.0
-            args.lse.at((self.row + lane) * 8).store(
-                builder.fma(row_max, unit, builder.call_intrinsic("log", row_sum + correction))
-            )
+            target = args.lse.at((self.row + lane) * 8)
+            target.store(builder.fma(largest, unit, builder.call_intrinsic("log", total + error)))
         self.fused_statistics.store()

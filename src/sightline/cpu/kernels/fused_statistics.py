@@ -1,6 +1,7 @@
-"""Statistics of each query made beside the forward kernel's running softmax, at the cost of a few instructions a score.
+"""Statistics of each query that the forward kernel computes in its running softmax, at a few instructions per score.
 
-With x = s − m the power of a weight p = e^x that is not yet divided by l, and m moving to m':
+p = e^x with x = s − m is a weight before the division by l. When the running maximum m changes to m', with
+α = e^(m − m'), the sums are rescaled:
 
     max_score   m, and the first key that has it
     entropy     −Σ P ln P = ln l · Σp / l − T / l,    T = Σ p x,    T' = α (T + (m − m') Σp) + ...
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from ..codegen.abi import TableArguments
 from ..codegen.builder import DOUBLE, INT64, Value, Variable, bytes_of, element_type, vector
 
 if TYPE_CHECKING:
@@ -19,29 +21,29 @@ if TYPE_CHECKING:
 
 __all__ = ["FusedStatisticsCode"]
 
-MIN_EXPONENT = -2048.0  # powers below it are weights of 0 in every type
+MIN_EXPONENT = -2048.0  # e^x and 2^x are 0 in every dtype for x below it
 
 
 class FusedStatisticsCode:
-    """What `spec.roles` asks of the forward kernel: "largest", "entropy", and a "sum" for each further formula.
+    """The code for the roles in `spec.roles`: "max_score", "entropy", and "sum" for each extra formula.
 
-    Arrays (B, H, n) follow the tables' words in that order: of the largest score in the accumulator's type and its key
-    as int64, of the others in the accumulator's type.
+    The output arrays (B, H, n) follow the tables among the arguments, in this order: the maximum score in the
+    accumulator's type, its key as int64, then entropy and sums in the accumulator's type.
     """
 
     def __init__(self, block: Forward) -> None:
         self.block = block
         builder, tiles, spec = block.builder, block.tiles, block.spec
-        self.has_max_score, self.has_entropy = ("largest" in spec.roles, "entropy" in spec.roles)
+        self.has_max_score, self.has_entropy = "max_score" in spec.roles, "entropy" in spec.roles
         self.formulas = range(2, len(block.formulas))
-        self.nats_per_unit = math.log(2) if spec.is_base_2 else 1.0  # of powers, in nats
+        self.nats_per_unit = math.log(2) if spec.is_base_2 else 1.0  # nats per unit of the scores
         self.indices = vector(block.integer, block.lanes)
         self.max_score, self.weighted_exponents, self.weight_sum = (tiles.variables() for _ in range(3))
         self.max_score_key = [Variable(builder, self.indices) for _ in block.vectors]
-        self.sums = {f: (tiles.variables(), tiles.variables()) for f in self.formulas}  # of the tile, of all
+        self.sums = {f: (tiles.variables(), tiles.variables()) for f in self.formulas}  # sums of the tile, of all tiles
 
     def init(self) -> None:
-        """Nothing seen yet."""
+        """Reset the statistics before the first tile."""
         for v in self.block.vectors:
             self.max_score[v].set(-math.inf)
             self.max_score_key[v].set(-1)
@@ -52,35 +54,34 @@ class FusedStatisticsCode:
                 whole[v].set(0.0)
 
     def prepare_tile(self, j0: Value, factor: Value) -> None:
-        """Before a tile's softmax: scores in Sᵀ are still to be multiplied by the factor."""
+        """Prepare a tile before its softmax. The scores are Sᵀ · factor."""
         self.block.transpose_tables(j0, self.formulas.start)
         if self.has_max_score:
             self.update_max_score(j0, factor)
 
     def update_max_score(self, j0: Value, factor: Value) -> None:
-        """The largest score and the first key that has it, the tile's searched where it has a larger one."""
+        """Update the maximum score and its first key; search the tile's keys only if its maximum is larger."""
         block = self.block
         builder = block.builder
         for v in block.vectors:
-            tile_max, top = block.tile_max[v].get(), self.max_score[v].get()
+            tile_max, old = block.tile_max[v].get(), self.max_score[v].get()
             scaled_max = tile_max * factor
-            is_larger = scaled_max > top
+            is_larger = scaled_max > old
             with builder.if_then(is_larger.any()):
                 tile_key = Variable(builder, self.indices, self.max_score_key[v].get())
                 with builder.loop(0, block.num_keys) as k:
-                    key = block.num_keys - 1 - k  # the first key is met last
+                    key = block.num_keys - 1 - k  # the loop ends with the first key
                     j = (j0 + key).to(block.integer).broadcast(block.lanes)
                     tile_key.set(builder.where(block.tiles.load(block.s_t, key, v) == tile_max, j, tile_key.get()))
                 self.max_score_key[v].set(builder.where(is_larger, tile_key.get(), self.max_score_key[v].get()))
-                self.max_score[v].set(builder.where(is_larger, scaled_max, top))
+                self.max_score[v].set(builder.where(is_larger, scaled_max, old))
 
     def rescale(self, v: int, difference: Value, alpha: Value) -> None:
-        """m becomes m' = m − difference, with α = e^difference."""
+        """Rescale the sums from the maximum m to m' = m − difference, with α = e^difference."""
         builder = self.block.builder
         if self.has_entropy:
-            shifted = (
-                builder.maximum(difference, builder.value(MIN_EXPONENT, difference.type)) * self.weight_sum[v].get()
-            )
+            difference = builder.maximum(difference, builder.value(MIN_EXPONENT, difference.type))
+            shifted = difference * self.weight_sum[v].get()
             self.weighted_exponents[v].set((self.weighted_exponents[v].get() + shifted) * alpha)
         self.weight_sum[v].set(self.weight_sum[v].get() * alpha)
         for tile, whole in self.sums.values():
@@ -88,13 +89,11 @@ class FusedStatisticsCode:
             tile[v].set(0.0)
 
     def add(self, j0: Value, key: Value, v: int, s: Value, x: Value, p: Value) -> None:
-        """One key and a vector of queries: the score, its power and its weight, both 0 and −∞ where hidden."""
+        """Add one key and a vector of queries: score s, exponent x, weight p = e^x; for hidden pairs x = −∞, p = 0."""
         block, builder = self.block, self.block.builder
         if self.has_entropy:
-            min_exponent = builder.value(MIN_EXPONENT, x.type)
-            self.weighted_exponents[v].set(
-                builder.fma(p, builder.maximum(x, min_exponent), self.weighted_exponents[v].get())
-            )
+            x = builder.maximum(x, builder.value(MIN_EXPONENT, x.type))
+            self.weighted_exponents[v].set(builder.fma(p, x, self.weighted_exponents[v].get()))
         if not self.sums:
             return
         j = builder.minimum(j0 + key, block.args.m - 1).to(block.integer)
@@ -111,42 +110,39 @@ class FusedStatisticsCode:
                 tile[v].set(old + builder.where(p == 0.0, 0.0, p * entry.to(block.float)))
 
     def add_tile(self, v: int, weights: Value) -> None:
-        """The tile's sums to those of all; `weights` is that of its weights."""
+        """Add the tile's sums to the sums of all tiles. `weights` is the sum of the tile's weights."""
         self.weight_sum[v].set(self.weight_sum[v].get() + weights)
         for tile, whole in self.sums.values():
             whole[v].set(whole[v].get() + tile[v].get())
 
     def store(self) -> None:
-        """To the arrays, 0 for queries that saw nothing, but −∞ and −1 for their largest score."""
+        """Store the statistics. A query that sees no key gets 0, but maximum score −∞ at key −1."""
         block, builder = self.block, self.block.builder
         outputs = iter(block.args.tables[len(block.spec.tables) :])
         if self.has_max_score:
-            self.store_per_query(
-                next(outputs).pointer, [self.max_score[v].get() * self.nats_per_unit for v in block.vectors]
-            )
-            self.store_per_query(next(outputs).pointer, [self.max_score_key[v].get().to(INT64) for v in block.vectors])
-        totals = [
-            builder.where(block.running_sum[v].get() == 0.0, 1.0, block.running_sum[v].get()) for v in block.vectors
-        ]
+            self.store_per_query(next(outputs), [score.get() * self.nats_per_unit for score in self.max_score])
+            self.store_per_query(next(outputs), [key.get().to(INT64) for key in self.max_score_key])
+        totals = [builder.where(total.get() == 0.0, 1.0, total.get()) for total in block.running_sum]
         if self.has_entropy:
-            self.store_per_query(
-                next(outputs).pointer, [self.compute_entropy(v, total.to(DOUBLE)) for v, total in enumerate(totals)]
-            )
+            entropies = [self.compute_entropy(v, total.to(DOUBLE)) for v, total in enumerate(totals)]
+            self.store_per_query(next(outputs), entropies)
         for _, whole in self.sums.values():
-            self.store_per_query(next(outputs).pointer, [whole[v].get() / totals[v] for v in block.vectors])
+            self.store_per_query(next(outputs), [x.get() / total for x, total in zip(whole, totals, strict=True)])
 
     def compute_entropy(self, v: int, total: Value) -> Value:
-        """ln l · Σp / l − T / l."""
-        logarithm, weight_sum = self.block.builder.call_intrinsic("log", total), self.weight_sum[v].get().to(DOUBLE)
-        return ((logarithm * weight_sum - self.weighted_exponents[v].get().to(DOUBLE) * self.nats_per_unit) / total).to(
-            self.block.float
-        )
+        """Return ln l · Σp / l − T / l, where l is `total` in float64."""
+        log_total = self.block.builder.call_intrinsic("log", total)
+        product = log_total * self.weight_sum[v].get().to(DOUBLE)
+        weighted_exponents = self.weighted_exponents[v].get().to(DOUBLE) * self.nats_per_unit
+        return ((product - weighted_exponents) / total).to(self.block.float)
 
-    def store_per_query(self, target: Value, values: list[Value]) -> None:
-        """One number of each of the block's own lanes."""
+    def store_per_query(self, target: TableArguments, values: list[Value]) -> None:
+        """Store one number for each query of the block."""
         block, size = self.block, bytes_of(values[0].type)
         scratch = block.tiles.scratch(block.tiles.block * size)
         for v, value in enumerate(values):
             scratch.at(v * block.lanes * size).store(value)
         with block.builder.loop(0, block.num_valid) as lane:
-            target.at((block.row + lane) * size).store(scratch.at(lane * size).load(element_type(values[0].type)))
+            target.pointer.at((block.row + lane) * size).store(
+                scratch.at(lane * size).load(element_type(values[0].type))
+            )

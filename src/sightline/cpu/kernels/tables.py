@@ -1,8 +1,8 @@
-"""Tables of a formula against a tile of pairs: reading entries, and adding to their gradients.
+"""Tables of a formula against a tile of pairs: reading the entries, and adding to the tables' gradients.
 
-Vectors run along queries. Most tables are read by gathering; but t[..., i, j] has its neighbours along keys, so that
-each lane's entry lies a whole row of the table away, often in one and the same set of the first cache. The part of such
-a table that a tile reads is taken along its rows and turned once, and its gradient goes back the same way.
+Vectors run along queries. Most tables are read by a gather. In t[..., i, j], however, entries are adjacent along keys,
+and each lane reads another row of the table; the rows often map to the same set of the first cache. The entries that a
+tile reads are therefore loaded along the rows and transposed once. The gradient is transposed back in the same way.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ...formula.expression import Lookup
 from ..codegen.abi import TableArguments
 from ..codegen.builder import DOUBLE, INT64, Value, bytes_of, element_type, vector
 from ..codegen.render import Renderer
+from .spec import CACHE_LINE_BYTES, KEY_BLOCK
 
 if TYPE_CHECKING:
     from .block import Block
@@ -26,8 +27,8 @@ class TileTables:
 
     Parameters
     ----------
-    formula_index : 0 for the mask, 1 for the score
-    lookup_indices : of the lookups in the formula's `walk`
+    formula_index : 0 for the mask, 1 for the score, 2 and more for the extra formulas
+    lookup_indices : the lookups' indices in the formula's `walk`
     """
 
     def __init__(
@@ -35,15 +36,15 @@ class TileTables:
     ) -> None:
         self.block, self.formula_index = block, formula_index
         nodes = [] if renderer is None else [renderer.nodes[lookup_index] for lookup_index in lookup_indices]
-        self.lookups = [(node, block.tiles.matrix(block.max_keys)) for node in nodes if isinstance(node, Lookup)]
+        self.lookups = [(node, block.tiles.matrix(KEY_BLOCK)) for node in nodes if isinstance(node, Lookup)]
 
     def transpose(self, j0: Value) -> None:
-        """Read what the block's queries and the tile of keys from j0 on look up."""
+        """Read the entries for the block's queries and the tile of keys at j0 into scratch."""
         block = self.block
         for node, scratch in self.lookups:
             source = block.sources[id(node.table)]
             size = bytes_of(source.kind)
-            first = source.pointer.at(block.leading_offset(self.formula_index, node, source.strides)).at(j0 * size)
+            first = source.pointer.at(_leading_offset(block, self.formula_index, node, source.strides)).at(j0 * size)
 
             def row(lane: Value, first: Value = first, step: Value = source.strides[-2]) -> Value:
                 return first.at((block.i0 + block.builder.minimum(lane, block.num_valid - 1)) * step)
@@ -54,28 +55,36 @@ class TileTables:
             block.transpose_rows(row, read, size, block.num_keys, scratch)
 
     def prefetch(self, lane: Value, j0: Value) -> None:
-        """Ask for what one of the block's queries looks up in the tile of keys from j0 on, before it is turned."""
+        """Prefetch the entries for one query of the block and the tile of keys at j0.
+
+        Without it `transpose` would wait for memory at every tile, since each lane reads another row of the table.
+        """
+        block = self.block
         for node, _ in self.lookups:
-            source = self.block.sources[id(node.table)]
-            first = source.pointer.at(self.block.leading_offset(self.formula_index, node, source.strides))
-            self.block.prefetch_row(first, source.strides[-2], lane, j0, bytes_of(source.kind))
+            source = block.sources[id(node.table)]
+            size = bytes_of(source.kind)
+            first = source.pointer.at(_leading_offset(block, self.formula_index, node, source.strides))
+            i = block.i0 + block.builder.minimum(lane, block.num_valid - 1)
+            row = first.at(i * source.strides[-2]).at(j0 * size)
+            for at in range(0, KEY_BLOCK * size, CACHE_LINE_BYTES):
+                block.builder.prefetch(row.at(at))
 
     def entries(self, key: Value, v: int) -> dict[int, Value]:
-        """By lookup, the entries of one key and a vector of queries."""
+        """Return, by the lookup's id, the entries of one key and a vector of queries."""
         entries = {id(node): (node, self.block.tiles.load(scratch, key, v)) for node, scratch in self.lookups}
         return {node_id: entry != 0.0 if node.kind == "bool" else entry for node_id, (node, entry) in entries.items()}
 
 
 class TableGradientCode:
-    """The gradient of a table through one lookup of the score: each entry gains Σ dS · d score / d entry.
+    """The gradient of a table through one lookup of the score: Σ dS · d score / d entry is added to each entry.
 
     Parameters
     ----------
-    lengths : of the table's axes
+    lengths : lengths of the table's axes
     entry_derivative : d score / d entry
-    sums : address of the gradient, and bytes from one part's sums to the next
-    is_per_key : whether one part of the keys alone adds to an entry, in the accumulator's type; else in float64
-    is_tile_lookup : whether the lookup is t[..., i, j], is_per_key
+    sums : address of the gradient; its stride is the bytes from the sums of one split to those of the next
+    is_per_key : True if a single split of the keys adds to each entry; the sums then have the accumulator's type
+    is_tile_lookup : True if the lookup is t[..., i, j] and `is_per_key`
     """
 
     def __init__(
@@ -88,15 +97,10 @@ class TableGradientCode:
         is_per_key: bool,
         is_tile_lookup: bool,
     ) -> None:
-        self.block, self.node, self.lengths, self.entry_derivative, self.sums = (
-            block,
-            node,
-            lengths,
-            entry_derivative,
-            sums,
-        )
+        self.block, self.node, self.lengths, self.sums = block, node, lengths, sums
+        self.entry_derivative = entry_derivative
         self.kind = block.float if is_per_key else DOUBLE
-        self.tile_shares = block.tiles.matrix(block.max_keys) if is_tile_lookup else None
+        self.tile_sums = block.tiles.matrix(KEY_BLOCK) if is_tile_lookup else None
         self.lane_scratch = [block.tiles.scratch(block.lanes * 8) for _ in range(2)]
         self.strides: list[Any] = [block.builder.value(bytes_of(self.kind), INT64)]
         for length in reversed(lengths[1:]):
@@ -105,46 +109,56 @@ class TableGradientCode:
     def add(
         self, d_score: Value, symbols: dict[str, Value], score_values: dict[int, Value], key: Value, v: int
     ) -> None:
-        """The share of one key and a vector of queries."""
+        """Add the terms of one key and a vector of queries."""
         block = self.block
-        share = (
-            self.entry_derivative.evaluate_pair(symbols, score_values).to(block.float).broadcast(block.lanes) * d_score
-        )
-        share = block.builder.where(d_score == 0.0, 0.0, share)
-        if self.tile_shares is not None:
-            block.tiles.store(self.tile_shares, key, v, share)
+        term = self.entry_derivative.evaluate_pair(symbols, score_values).to(block.float).broadcast(block.lanes)
+        term = term * d_score
+        term = block.builder.where(d_score == 0.0, 0.0, term)
+        if self.tile_sums is not None:
+            block.tiles.store(self.tile_sums, key, v, term)
             return
         score = block.renderers[1]
         assert score is not None
         indices = [score_values[id(argument)] for argument in self.node.arguments]
         base, offsets = score.offsets(self.node, indices, self.strides, self.lengths)
-        self.scatter(self.sums.pointer.at(block.split * self.sums.strides[0]).at(base), offsets, share.to(self.kind))
+        self.scatter(self.sums.pointer.at(block.split * self.sums.strides[0]).at(base), offsets, term.to(self.kind))
 
-    def scatter(self, target: Value, offsets: Value | None, share: Value) -> None:
-        """What lies at the offsets += share, lane by lane in order; in one sum where all lanes have one offset."""
-        block, kind = self.block, element_type(share.type)
+    def scatter(self, target: Value, offsets: Value | None, terms: Value) -> None:
+        """Add each lane's term to the entry at the lane's offset, in the order of the lanes.
+
+        If `offsets` is None, all lanes have the entry at `target`, and the sum of the lanes is added once.
+        """
+        block, kind = self.block, element_type(terms.type)
         if offsets is None:
-            target.store(target.load(kind) + share.sum())
+            target.store(target.load(kind) + terms.sum())
             return
-        offset_lanes, shares = self.lane_scratch
+        offset_lanes, term_lanes = self.lane_scratch
         offset_lanes.store(offsets)
-        shares.store(share)
+        term_lanes.store(terms)
         size, steps = bytes_of(offsets.type), min(block.lanes, 4)
         with block.builder.loop(0, block.lanes, steps) as first:
             for lane in (first + k for k in range(steps)):
                 address = target.at(offset_lanes.at(lane * size).load(element_type(offsets.type)).to(INT64))
-                address.store(address.load(kind) + shares.at(lane * bytes_of(kind)).load(kind))
+                address.store(address.load(kind) + term_lanes.at(lane * bytes_of(kind)).load(kind))
 
     def store(self, j0: Value) -> None:
-        """Add the tile's shares to the gradient's rows, where they were kept back."""
+        """Add the sums of the tile at j0 to the gradient's rows, if the lookup is t[..., i, j]."""
         block = self.block
-        if self.tile_shares is None:
+        if self.tile_sums is None:
             return
         size = bytes_of(self.kind)
-        first = self.sums.pointer.at(block.leading_offset(1, self.node, self.strides)).at(j0 * size)
+        first = self.sums.pointer.at(_leading_offset(block, 1, self.node, self.strides)).at(j0 * size)
 
-        def write(lane: Value, key: Value, shares: Value) -> None:
+        def write(lane: Value, key: Value, terms: Value) -> None:
             address = first.at((block.i0 + lane) * self.strides[-2] + key * size)
-            address.store(address.load(shares.type) + shares)
+            address.store(address.load(terms.type) + terms)
 
-        block.write_transposed_rows(self.tile_shares, block.num_keys, write)
+        block.write_transposed_rows(self.tile_sums, block.num_keys, write)
+
+
+def _leading_offset(block: Block, formula_index: int, node: Lookup, strides: Sequence[Any]) -> Value:
+    """Return the bytes from a table's start to t[..., 0, 0], for a lookup t[..., i, j] of the block."""
+    start = block.builder.value(0, INT64)
+    for index, stride in zip(node.arguments[:-2], strides[:-2], strict=True):
+        start = start + block.block_values[0][formula_index][id(index)].to(INT64) * stride
+    return start

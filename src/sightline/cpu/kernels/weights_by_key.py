@@ -1,32 +1,31 @@
-"""Statistics of keys and of cells, second pass: weights joined over queries, as vectors over lanes until the end."""
+"""Statistics of the weights pass per key and per cell: weights combined over queries, lanes combined at the end."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from ..codegen.builder import DOUBLE, INT32, INT64, Value, Variable
-from .block import KEY_BLOCK
+from .spec import KEY_BLOCK
 from .weights_pass import WeightsPass
 
 __all__ = ["MAX_COLUMNS_PER_ITEM", "MAX_SPLIT_SIZE", "Pooled", "Received"]
 
-MAX_SPLIT_SIZE = 8  # blocks of keys in a part at most: a vector for each key stays in the first two caches
-MAX_COLUMNS_PER_ITEM = 128  # cells side by side in a part at most: a row of a block for each
+MAX_SPLIT_SIZE = 8  # tiles of keys in a split: a vector for each key stays in the first two caches
+MAX_COLUMNS_PER_ITEM = 128  # columns of cells in an item: each takes a scratch row of the block's length
 
 
 class Received(WeightsPass):
-    """What each key receives: Σ_i P[i][j], or the largest.
+    """The weight each key receives: Σ_i P[i][j], or the maximum.
 
-    An item is (part of the keys, range of the queries, b, h). Its keys have a vector of sums each, over the lanes,
-    which is folded once in the end.
+    An item is (split of the keys, range of the queries, b, h). Each of its keys has a vector of sums, one per lane,
+    which is reduced once at the end.
     """
 
     fields = WeightsPass.fields | {  # output: (ranges, B, H, m)
         "batches": INT64,
-        "split_size": INT64,  # blocks of keys in a part
+        "split_size": INT64,  # tiles of keys in a split
         "num_ranges": INT64,
-        "range_size": INT64,  # blocks of queries in each
+        "range_size": INT64,  # blocks of queries in a range
     }
 
     def allocate_statistic(self) -> None:
@@ -59,15 +58,15 @@ class Received(WeightsPass):
 
 
 class Pooled(WeightsPass):
-    """Sums or maxima of P over the cells of a grid laid on a rectangle.
+    """Sums or maxima of P over the cells of a grid on a rectangle of queries and keys.
 
-    Cell r of R takes [r N / R, (r + 1) N / R) of N queries, rounded down; likewise of the keys. An item is (some rows
-    of cells, some columns of cells, b, h); a block of queries that lies in two items is done in both.
+    Row r of R contains the queries [r N / R, (r + 1) N / R) of N, rounded down; columns divide the keys likewise. An
+    item is (some rows of cells, some columns of cells, b, h). A block of queries in two items is computed in both.
     """
 
-    fields = WeightsPass.fields | {  # output: (B, H, rows, columns) float64, zeros at first
+    fields = WeightsPass.fields | {  # output: (B, H, rows, columns) float64, filled with 0 by the caller
         "batches": INT64,
-        "rows": INT64,  # cells below each other, and of these in one item
+        "rows": INT64,
         "rows_per_item": INT64,
         "columns": INT64,
         "columns_per_item": INT64,
@@ -79,16 +78,16 @@ class Pooled(WeightsPass):
         self.cells = self.allocate_accumulators(MAX_COLUMNS_PER_ITEM * len(self.vectors))
 
     def cell_address(self, c: Value, v: int) -> Value:
-        """Address of one vector of a cell of the item's columns."""
+        """Return the address of vector v of the accumulators of column c."""
         return self.accumulator_address(self.cells, (c - self.first_column) * len(self.vectors) + v)
 
     def row_edge(self, r: Value) -> Value:
-        """The first query of a cell."""
+        """Return the first query of row r of the cells."""
         args = self.args
         return args.first_query + r * (args.last_query - args.first_query) // args.rows
 
     def column_edge(self, c: Value) -> Value:
-        """The first key of a cell."""
+        """Return the first key of column c of the cells."""
         args = self.args
         return args.first_key + c * (args.last_key - args.first_key) // args.columns
 
@@ -98,9 +97,8 @@ class Pooled(WeightsPass):
         self.head, rest = item % heads, item // heads
         item_columns = (args.columns + args.columns_per_item - 1) // args.columns_per_item
         item_rows = (args.rows + args.rows_per_item - 1) // args.rows_per_item
-        r = (
-            item_rows - 1 - rest // item_columns
-        ) * args.rows_per_item  # last rows first: causal masks make those the longest
+        # the last rows, which are the longest under a causal mask, come first
+        r = (item_rows - 1 - rest // item_columns) * args.rows_per_item
         self.first_column = rest % item_columns * args.columns_per_item
         self.column_stop = builder.minimum(self.first_column + args.columns_per_item, args.columns)
         self.key_span = self.column_edge(self.first_column), self.column_edge(self.column_stop)
@@ -133,10 +131,11 @@ class Pooled(WeightsPass):
             cell.set(cell.get() + 1)
 
     def reduce_lanes(self) -> None:
-        """The block's lanes joined, cell by cell, to the output."""
+        """Combine the block's lanes of each cell into the output."""
         builder, args, tiles = self.builder, self.args, self.tiles
         first, last = self.clip_lanes(*self.queries)
-        length, integer = args.last_query - args.first_query, self.comparison_integer
+        length = args.last_query - args.first_query
+        integer = INT64 if self.float is DOUBLE else INT32  # as wide as the floats that comparisons select
         start = self.i0 + first - args.first_query
         row = Variable(builder, INT64, ((start + 1) * args.rows - 1) // length)
         lane = Variable(builder, INT64, first)
@@ -149,17 +148,10 @@ class Pooled(WeightsPass):
                 inside.append((lanes >= lane.get().to(integer)) & (lanes < end.to(integer)))
             row_start = (self.head * args.rows + row.get()) * args.columns
             with builder.loop(self.first_column, self.column_stop) as c:
-                cell_vectors = [self.cell_address(c, v).load(self.vector, tiles.align) for v in self.vectors]
-                cell_vectors = [
-                    builder.where(inside[v], x, builder.value(0.0, self.vector)) for v, x in enumerate(cell_vectors)
-                ]
+                vectors = [self.cell_address(c, v).load(self.vector, tiles.align) for v in self.vectors]
+                vectors = [builder.where(inside[v], x, builder.value(0.0, self.vector)) for v, x in enumerate(vectors)]
                 address = args.output.at((row_start + c) * 8)
-                total = functools.reduce(self.combine, cell_vectors).reduce(self.combine)
+                total = functools.reduce(self.combine, vectors).reduce(self.combine)
                 address.store(self.combine(address.load(DOUBLE), total.to(DOUBLE)))
             lane.set(end)
             row.set(row.get() + 1)
-
-    @property
-    def comparison_integer(self) -> Any:
-        """Whole numbers as wide as the floats, so that comparisons fit their lanes."""
-        return INT64 if self.float is DOUBLE else INT32

@@ -1,4 +1,4 @@
-"""Statistics of queries, second pass: lists of the largest weights, and the weights themselves."""
+"""Statistics of the weights pass per query: the k largest weights, and the weights themselves."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from llvmlite.ir import IntType
 
 from ..codegen.builder import INT64, POINTER, Value, Variable, bytes_of, vector
-from .block import KEY_BLOCK
+from .spec import KEY_BLOCK
 from .weights_pass import WeightsPass
 
 __all__ = ["TopK", "WeightTiles"]
 
 
 class WeightsByQuery(WeightsPass):
-    """Statistics of each query: an item is (b, h, block of queries)."""
+    """A statistic per query. An item is (b, h, block of queries)."""
 
     def process_item(self, item: Value) -> None:
-        """Later blocks first, since a causal mask makes those the longest."""
+        """Process one block of queries. The last blocks, the longest under a causal mask, come first."""
         args, tiles = self.args, self.tiles
         blocks = args.query_blocks - args.first_query // tiles.block
         head_index = item // blocks
@@ -30,25 +30,26 @@ class WeightsByQuery(WeightsPass):
         self.store()
 
     def key_range(self) -> tuple[Value, Value]:
-        """The keys that count."""
+        """Return the range of keys whose weights the statistic needs."""
         return self.builder.value(0, INT64), self.args.m
 
     def init_rows(self) -> None:
-        """Before the block's first tile."""
+        """Prepare the block's rows before its first tile."""
 
     def store(self) -> None:
-        """After its last."""
+        """Store the block's results after its last tile."""
 
 
 class TopK(WeightsByQuery):
-    """The `spec.k` largest weights of each query and their keys, the smaller key first where they tie.
+    """The `spec.k` largest weights of each query and their keys; of equal weights the smaller key comes first.
 
-    Lists are kept sorted, lane by lane: rank r of S and of its key lies in row r + 1, below a row of ∞ that ends every
-    insertion. Keys come in order, and one that only equals what is there stays behind it. What of a tile may enter
-    waits, lane by lane, until one of each lane enters at a time: an insertion costs the same for one lane as for all.
+    Each lane has a sorted list: the score of rank r and its key are in row r + 1, and row 0 is ∞, which ends every
+    insertion. Keys come in ascending order, and a score is inserted after equal scores. Scores of a tile that may enter
+    a list are pending per lane, and one score of each lane is inserted at a time, because an insertion costs the same
+    for one lane as for all lanes.
     """
 
-    fields = WeightsPass.fields | {"where": POINTER}  # output: (B, H, n, k); where likewise, int64
+    fields = WeightsPass.fields | {"where": POINTER}  # output (B, H, n, k), where (B, H, n, k) int64
 
     def allocate_statistic(self) -> None:
         tiles, rows = self.tiles, self.spec.k + 1
@@ -56,15 +57,12 @@ class TopK(WeightsByQuery):
         self.top_scores = tiles.matrix(rows)
         row = tiles.block * bytes_of(self.integer)
         self.top_keys = tiles.scratch(rows * row)
-        self.smallest = tiles.variables()  # of each list
+        self.smallest = tiles.variables()  # the smallest score of each list
         self.pending_scores, self.pending_keys = tiles.matrix(KEY_BLOCK), tiles.scratch(KEY_BLOCK * row)
-        self.pending_counts, self.candidate_scores = (
-            tiles.scratch(row),
-            tiles.matrix(1),
-        )  # how many wait in each lane; a key's scores
+        self.pending_counts, self.candidate_scores = tiles.scratch(row), tiles.matrix(1)
 
     def key_address(self, row: Any, v: int, keys: Value | None = None) -> Value:
-        """Address of a vector of keys, or of as many other whole numbers."""
+        """Return the address of a vector in a scratch matrix of integers, by default `top_keys`."""
         size = bytes_of(self.integer)
         row = self.builder.value(row, INT64)
         keys = self.top_keys if keys is None else keys
@@ -85,11 +83,9 @@ class TopK(WeightsByQuery):
         for v in self.vectors:
             self.key_address(0, v, self.pending_counts).store(builder.value(0, self.index_vector))
         with builder.loop(0, self.num_keys) as key:
-            scores = []
-            for _, s, allowed in self.logits(key, j0, masked):
-                scores.append(
-                    s if allowed is None else builder.where(allowed, s, builder.value(-math.inf, self.vector))
-                )
+            hidden = builder.value(-math.inf, self.vector)
+            logits = self.logits(key, j0, masked)
+            scores = [s if allowed is None else builder.where(allowed, s, hidden) for _, s, allowed in logits]
             is_candidate = [s > smallest.get() for s, smallest in zip(scores, self.smallest, strict=True)]
             with builder.if_then(functools.reduce(lambda x, y: x | y, is_candidate).any()):
                 for v, s in enumerate(scores):
@@ -103,7 +99,7 @@ class TopK(WeightsByQuery):
                 self.insert(s, self.key_address(rank, v, self.pending_keys).load(self.index_vector), v)
 
     def append_pending(self, candidates: Value, s: Value, j: Value, v: int) -> None:
-        """A key's scores in these lanes, each behind what waits in its lane."""
+        """Append the scores of one key, in the lanes of the candidates, to the pending scores of each lane."""
         builder, tiles, size = self.builder, self.tiles, bytes_of(self.integer)
         tiles.store(self.candidate_scores, 0, v, s)
         remaining = Variable(builder, INT64, candidates.bitcast(IntType(self.lanes)).zero_extend(INT64))
@@ -120,17 +116,18 @@ class TopK(WeightsByQuery):
             break_if(remaining.get() == 0)
 
     def insert(self, s: Value, j: Value, v: int) -> None:
-        """Scores and their keys into the lists of lanes where they are larger than the least, from the last rank up."""
+        """Insert each lane's score and key into the lane's list if the score exceeds the list's smallest score.
+
+        The loop starts at the last rank and moves smaller scores down by one rank.
+        """
         builder, tiles, k = self.builder, self.tiles, self.spec.k
         row = Variable(builder, INT64, k)
         old = Variable(builder, self.vector, tiles.load(self.top_scores, k, v))
         key = Variable(builder, self.index_vector, self.key_address(k, v).load(self.index_vector))
         with builder.infinite_loop() as break_if:
             at = row.get()
-            above, key_above = (
-                tiles.load(self.top_scores, at - 1, v),
-                self.key_address(at - 1, v).load(self.index_vector),
-            )
+            above = tiles.load(self.top_scores, at - 1, v)
+            key_above = self.key_address(at - 1, v).load(self.index_vector)
             enters, passes = s > old.get(), s > above
             tiles.store(self.top_scores, at, v, builder.where(passes, above, builder.where(enters, s, old.get())))
             self.key_address(at, v).store(builder.where(passes, key_above, builder.where(enters, j, key.get())))
@@ -154,12 +151,10 @@ class TopK(WeightsByQuery):
 
 
 class WeightTiles(WeightsByQuery):
-    """P itself, in the input's dtype, of some queries on some keys; what is not written is 0."""
+    """P in the input's dtype, for a range of queries and a range of keys. Weights of hidden tiles are not written."""
 
-    fields = WeightsPass.fields | {
-        "first_key": INT64,
-        "last_key": INT64,
-    }  # output: (B, H, queries, keys), zeros at first
+    # output: (B, H, queries, keys), filled with 0 by the caller
+    fields = WeightsPass.fields | {"first_key": INT64, "last_key": INT64}
 
     def key_range(self) -> tuple[Value, Value]:
         return self.args.first_key, self.args.last_key
@@ -170,7 +165,9 @@ class WeightTiles(WeightsByQuery):
             for v, p in enumerate(self.compute_weights(key, j0, masked)):
                 tiles.store(self.s_t, key, v, p)
         rows, columns = args.last_query - args.first_query, args.last_key - args.first_key
-        row = (self.b * args.H + self.h) * rows + self.i0 - args.first_query  # of lane 0, which may lie before
+        row = (
+            (self.b * args.H + self.h) * rows + self.i0 - args.first_query
+        )  # of lane 0; negative if lane 0 precedes first_query
         target = args.output.at((row * columns + j0 - args.first_key) * format.itemsize)
 
         def address(lane: Value, key: Value) -> Value:

@@ -1,14 +1,14 @@
-"""The second pass over the tiles: normalised weights from the saved normaliser, each tile handed to a statistic.
+"""The weights pass: a second pass over the tiles that recomputes normalised weights from lse for one statistic.
 
-    Sᵀ[j][i] = Σ_d K[j][d] · Qᵀ[d][i]        P = e^(S − lse), 0 where hidden and in rows that see nothing
+    Sᵀ[j][i] = Σ_d K[j][d] · Qᵀ[d][i]        P = e^(S − lse), 0 for hidden pairs and queries that see no key
 
-The normaliser is a sum of two numbers of the accumulator's type, so that weights do not take on its rounding. Each
-statistic is a kernel of its own, a subclass that says what an item of work is and what becomes of a tile (keywise.py,
-rowwise.py). Every number of the result is written by one item alone, in an order that the problem decides, so that
-results are the same for any number of threads.
+lse is represented as a sum of two numbers of the accumulator's type, so that its rounding does not change the weights.
+Each statistic has its own kernel, a subclass that defines an item of work and processes each tile (weights_by_key.py,
+weights_by_query.py). Every number of the result is written by a single item, in an order that the problem determines,
+so that results are the same for any number of threads.
 
-NaN and ∞ are not looked after here: a visible one shows in lse, and the caller takes another road. What the mask hides
-never enters, since runs that are full hold nothing hidden.
+The kernels do not treat NaN and ∞: if a visible score is NaN or ∞, so is lse, and the caller uses `streaming`. Hidden
+scores have no effect, since full tile ranges contain no hidden pair.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from typing import Any
 
 from ..codegen.abi import COMMON_FIELDS
 from ..codegen.builder import DOUBLE, INT64, POINTER, Value
-from .block import KEY_BLOCK, Block
+from .block import Block
+from .spec import KEY_BLOCK
 
 __all__ = ["WeightsPass"]
 
 
 class WeightsPass(Block):
-    """Writes a kernel into a module; a statistic is a subclass.
+    """Write a kernel of the weights pass into a module. Each statistic is a subclass.
 
-    `spec.kernel` ends in "max" where the largest weight is wanted in place of a sum.
+    `spec.kernel` ends in "max" if the statistic is a maximum of weights instead of a sum.
     """
 
     fields = COMMON_FIELDS | {
-        "output": POINTER,  # in the accumulator's type unless the statistic says otherwise
-        "first_query": INT64,  # the queries that count: weights of others are 0
+        "output": POINTER,  # in the accumulator's type unless the subclass documents another
+        "first_query": INT64,  # weights of queries outside first_query <= i < last_query are 0
         "last_query": INT64,
     }
 
@@ -44,37 +45,37 @@ class WeightsPass(Block):
         self.allocate_statistic()
 
     def allocate_statistic(self) -> None:
-        """The statistic's own scratch."""
+        """Allocate the statistic's scratch."""
 
     def process_tile(self, j0: Value, masked: bool) -> None:
-        """What becomes of a tile whose products are in Sᵀ; `masked`: some of it is hidden."""
+        """Process a tile whose products Q · K are in Sᵀ. If `masked`, some pairs of the tile may be hidden."""
         raise NotImplementedError(type(self).__name__)
 
     # -- sums and maxima ------------------------------------------------------------------------------------------
     @property
     def is_max(self) -> bool:
-        """Whether maxima are wanted in place of sums."""
+        """True if the statistic is a maximum of weights, False if it is a sum."""
         return self.spec.kernel.endswith("max")
 
     def combine(self, x: Value, y: Value) -> Value:
-        """The sum of weights, or the larger."""
+        """Return the sum of the weights, or their maximum; see `is_max`."""
         return self.builder.maximum(x, y) if self.is_max else x + y
 
     def allocate_accumulators(self, count: int) -> Value:
-        """Scratch for so many running vectors, each beside what its sum has lost."""
+        """Allocate `count` vectors of running sums or maxima, each followed by its vector of rounding errors."""
         return self.tiles.scratch(2 * count * self.tiles.align)
 
     def clear_accumulators(self, accumulators: Value, count: Any) -> None:
-        """Begin so many of them at 0."""
+        """Set `count` accumulators and their errors to 0."""
         with self.builder.loop(0, count * 2) as at:
             accumulators.at(at * self.tiles.align).store(self.builder.value(0.0, self.vector), self.tiles.align)
 
     def accumulator_address(self, accumulators: Value, index: Any) -> Value:
-        """Address of one of them."""
+        """Return the address of one accumulator."""
         return accumulators.at(index * (2 * self.tiles.align))
 
     def accumulate(self, address: Value, x: Value) -> None:
-        """Join x to a running vector; a sum's error does not grow with its terms (Kahan, 1965)."""
+        """Add x to an accumulator by compensated summation (Kahan, 1965), or take the maximum."""
         align = self.tiles.align
         old = address.load(self.vector, align)
         if self.is_max:
@@ -87,11 +88,10 @@ class WeightsPass(Block):
 
     # -- a block of queries ---------------------------------------------------------------------------------------
     def attend(self, queries: tuple[Value, Value], tiles: tuple[Value, Value]) -> None:
-        """The block against those of its runs' tiles; weights of queries not among these are 0."""
+        """Process the block's tiles in the range `tiles`. Weights of queries outside the range `queries` are 0."""
         args = self.args
-        self.key.locate(
-            args.head_address("key", self.b, self.h // args.group), args.key_row_stride, args.key_column_stride
-        )
+        key_head = args.head_address("key", self.b, self.h // args.group)
+        self.key.locate(key_head, args.key_row_stride, args.key_column_stride)
         self.transpose_queries()
         self.load_lse_high_low(*queries)
         self.evaluate_block()
@@ -99,12 +99,12 @@ class WeightsPass(Block):
             self.key_tile(tile * KEY_BLOCK, partial)
 
     def clip_lanes(self, first: Value, last: Value) -> tuple[Value, Value]:
-        """The lanes of the queries among these."""
+        """Return the range of lanes of the block whose queries are in the range from `first` to before `last`."""
         builder = self.builder
         return builder.maximum(first - self.i0, 0), builder.minimum(last - self.i0, self.num_valid)
 
     def load_lse_high_low(self, first: Value, last: Value) -> None:
-        """lse per lane in the scores' base, as high + low; ∞ where all weights shall be 0."""
+        """Compute lse per lane in the scores' base as high + low; high is ∞ in lanes whose weights are 0."""
         builder, args, tiles = self.builder, self.args, self.tiles
         unit = math.log2(math.e) if self.spec.is_base_2 else 1.0
         for v in self.vectors:
@@ -121,7 +121,7 @@ class WeightsPass(Block):
             self.lse_low[v].set(tiles.load(self.low_matrix, 0, v))
 
     def key_tile(self, j0: Value, partial: Value) -> None:
-        """One tile: Q · K, not yet scaled, and what the statistic makes of it."""
+        """Process one tile: compute Q · K without the scale, then the statistic's part."""
         builder = self.builder
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
         self.key.stage(j0, self.num_keys)
@@ -129,10 +129,9 @@ class WeightsPass(Block):
         def store_scores(key: Value, v: int, s: Value) -> None:
             self.tiles.store(self.s_t, key, v, s)
 
-        self.product(
-            self.num_keys, KEY_BLOCK, self.key.row, self.q_t, self.tiles.packed_length(self.spec.d_k), store_scores
-        )
-        with builder.if_else(partial) as (yes, no):  # without a mask every run is full
+        length = self.tiles.packed_length(self.spec.d_k)
+        self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, length, store_scores)
+        with builder.if_else(partial) as (yes, no):  # without a mask every tile range is full
             with yes:
                 if self.renderers[0] is not None:
                     self.transpose_tables(j0, 0)
@@ -141,15 +140,15 @@ class WeightsPass(Block):
                 self.transpose_tables(j0, 1)
                 self.process_tile(j0, masked=False)
 
-    # -- one key and all queries of the block ---------------------------------------------------------------------
+    # -- weights of one key ---------------------------------------------------------------------------------------
     def compute_weight(self, s: Value, v: int) -> Value:
-        """P of what `logits` gives."""
+        """Return P of a score that `logits` yields."""
         high = self.lse_high[v].get()
         shifted = s - high if self.renderers[1] is not None else self.builder.fma(s, self.factor, -high)
         return self.exponentiate(shifted - self.lse_low[v].get())
 
     def compute_weights(self, key: Value, j0: Value, masked: bool) -> list[Value]:
-        """P of one key, by vector; 0 where hidden."""
+        """Return P of one key for each vector of queries; 0 for hidden pairs."""
         builder = self.builder
         pairs = [(self.compute_weight(s, v), allowed) for v, s, allowed in self.logits(key, j0, masked)]
         zero = builder.value(0.0, self.vector)

@@ -1,1 +1,1 @@
-"""The host side of a call: arguments of a kernel, work split into items, results."""
+"""The host side of a call: the arguments of a kernel, its items of work, and the results."""

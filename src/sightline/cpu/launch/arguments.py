@@ -1,4 +1,4 @@
-"""From a problem to a call: what is compiled (`make_spec`), and the words every kernel takes (`fields_of`)."""
+"""The arguments of a kernel, and what is compiled into the kernel, for a problem."""
 
 from __future__ import annotations
 
@@ -8,91 +8,95 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import detach, layout, to_numpy
+from ...arrays import detach, empty, layout, to_numpy
 from ...dropout import threshold
 from ...formula.expression import SYMBOLS, Expression, Lookup, walk
 from ...formula.index_ranges import find_index_ranges
-from ...formula.tile_ranges import TileRanges, find_tile_ranges
+from ...formula.tile_ranges import find_tile_ranges
 from ...problem import Problem
-from ..kernels.block import KEY_BLOCK, Block, KernelSpec
+from ..kernels.block import Block
+from ..kernels.spec import KEY_BLOCK, KernelSpec, lanes_per_vector
 from ..runtime.machine import Machine
 from ..runtime.processor import Processor
 
 __all__ = [
     "MAX_LSE",
+    "TARGET_ITEMS",
     "KernelArguments",
     "compile_kernel",
-    "fit_machine",
+    "has_unit_stride",
     "make_spec",
     "operand_fields",
-    "query_block_size",
+    "prepare",
+    "write_kernel",
+    "zeros",
 ]
 
-MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # beyond it the last place of scores is 1 or more
+MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # scores above it have a unit in the last place of 1 or more
+TARGET_ITEMS = 16  # items of work per call; fixed, since sums must not depend on the number of threads
 
 
 class KernelArguments:
-    """A problem's arrays as a kernel reads them, its runs, and the words that every kernel takes.
+    """A problem's arrays as a kernel reads them, its tile ranges, and the fields that every kernel has.
 
-    `extra_formulas` are formulas of pairs and final scores besides mask and score, whose tables follow the problem's.
+    `extra_formulas` are formulas of pairs and final scores besides mask and score. Their tables follow the problem's.
     """
 
     def __init__(self, problem: Problem, query_block: int, extra_formulas: Sequence[Expression] = ()) -> None:
-        self.problem = problem
+        self.problem, self.query_block = problem, query_block
         self.formulas = (problem.mask, problem.score, *extra_formulas)
         self.arrays = {name: detach(getattr(problem, name)) for name in ("query", "key", "value")}
         unique_tables = {id(table): table for f in self.formulas if f is not None for table in f.tables}
         self.slots = {table: slot for slot, table in enumerate(unique_tables)}
         self.tables = [_convert_table(table.array) for table in unique_tables.values()]
-        self.runs = find_tile_ranges(problem.mask, problem.extent, query_block, KEY_BLOCK)
-        self.counter = np.zeros(1, np.int64)
-        self.keep_alive: list[Any] = [self.arrays, self.tables, self.counter]  # memory the words point to
+        self.tile_ranges = find_tile_ranges(problem.mask, problem.extent, query_block, KEY_BLOCK)
+        self.keep_alive: list[Any] = [self.arrays, self.tables]  # the memory that the arguments point to
 
     def table_fields(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Return (address, strides, lengths) of every table."""
         return [(t.ctypes.data, t.strides, t.shape) for t in self.tables]
 
     def constant_arrays(self, *changing: Any) -> tuple[Any, ...]:
-        """Of the memory the words point to, what is neither the problem's nor the counter nor one of these arrays."""
-        excluded = {id(array) for array in (*self.arrays.values(), self.counter, *changing)}
+        """Return the retained NumPy arrays that are neither the problem's nor among `changing`."""
+        excluded = {id(array) for array in (*self.arrays.values(), *changing)}
         return tuple(x for x in self.keep_alive if isinstance(x, np.ndarray) and id(x) not in excluded)
 
-    def address(self, array: Any) -> int:
-        """Where a NumPy array lies; it is kept until the call is over."""
+    def retain(self, array: Any) -> int:
+        """Keep a NumPy array alive until the call ends, and return its address."""
         self.keep_alive.append(array)
         return int(array.ctypes.data)
 
+    def retain_sinks(self) -> int:
+        """Retain the sinks as float64, one 0 if the problem has no sinks, and return their address."""
+        sinks = self.problem.sinks
+        return self.retain(np.zeros(1) if sinks is None else to_numpy(sinks).astype(np.float64))
+
     def fields(self, spec: KernelSpec) -> dict[str, Any]:
-        """The fields of `arguments.COMMON_FIELDS` but for items, query_blocks and lse."""
-        problem, runs = self.problem, self.runs
+        """Return the fields of `abi.COMMON_FIELDS` except counter, items and lse."""
+        problem, tile_ranges = self.problem, self.tile_ranges
         fields = {
-            "counter": self.counter.ctypes.data,
             "factor": (abs(problem.scale) or 1.0) * (math.log2(math.e) if spec.is_base_2 else 1.0),
             "scale_sign": float(np.sign(problem.scale)),
             "H": problem.H,
             "group": problem.group,
             "n": problem.n,
             "m": problem.m,
-            "tile_range_batch_stride": runs.heads * runs.query_blocks if runs.batches > 1 else 0,
-            "tile_range_head_stride": runs.query_blocks if runs.heads > 1 else 0,
+            "query_blocks": -(-problem.n // self.query_block),
+            "tile_range_batch_stride": tile_ranges.heads * tile_ranges.query_blocks if tile_ranges.batches > 1 else 0,
+            "tile_range_head_stride": tile_ranges.query_blocks if tile_ranges.heads > 1 else 0,
             "seed": problem.seed - (2**64 if problem.seed >= 2**63 else 0),
             "dropout_threshold": threshold(problem),
             "dropout_scale": 0.0 if problem.dropout == 1 else 1 / (1 - problem.dropout),
         }
-        fields |= self.tile_range_fields(runs)
+        for name, dtype in {"start": np.int64, "first": np.int64, "last": np.int64, "full": np.uint8}.items():
+            fields[f"tile_range_{name}"] = self.retain(np.ascontiguousarray(getattr(tile_ranges, name), dtype))
         for name, array in self.arrays.items():
             fields |= operand_fields(name, array, self.keep_alive)
         return fields
 
-    def tile_range_fields(self, runs: TileRanges) -> dict[str, int]:
-        fields = {
-            f"tile_range_{name}": self.address(np.ascontiguousarray(getattr(runs, name), np.int64))
-            for name in ("start", "first", "last")
-        }
-        return fields | {"tile_range_full": self.address(np.ascontiguousarray(runs.full, np.uint8))}
-
 
 def operand_fields(name: str, array: Any, keep_alive: list[Any]) -> dict[str, int]:
-    """The words of an array (*lead, heads, rows, columns)."""
+    """Return the fields of an array (*batch_shape, heads, rows, columns)."""
     address, strides = layout(array)
     offsets = np.zeros(array.shape[:-3], np.int64)  # bytes to each batch, leading axes counted in C order
     for axis, (length, stride) in enumerate(zip(array.shape[:-3], strides[:-3], strict=True)):
@@ -101,79 +105,76 @@ def operand_fields(name: str, array: Any, keep_alive: list[Any]) -> dict[str, in
         offsets += (np.arange(length) * stride).reshape(shape)
     offsets = np.ascontiguousarray(offsets).reshape(-1)
     keep_alive += [array, offsets]
+    fields = {name: address, f"{name}_batch_offsets": offsets.ctypes.data}
     axes = zip(("head", "row", "column"), strides[-3:], strict=True)
-    return {name: address, f"{name}_batch_offsets": offsets.ctypes.data} | {
-        f"{name}_{axis}_stride": stride for axis, stride in axes
-    }
+    return fields | {f"{name}_{axis}_stride": stride for axis, stride in axes}
 
 
-def make_spec(kernel: str, problem: Problem, kernel_arguments: KernelArguments, **more: Any) -> KernelSpec:
-    """What of a problem is compiled into a kernel."""
-    ranges = [find_index_ranges(f, problem.extent) for f in kernel_arguments.formulas]
+def prepare(
+    kernel: str, problem: Problem, machine: Machine, extra_formulas: Sequence[Expression] = (), **more: Any
+) -> tuple[KernelArguments, KernelSpec]:
+    """Return the arguments and the spec of a kernel whose register tile is no wider than the problem's queries need."""
+    lanes = lanes_per_vector(problem.dtype, machine)
+    machine = machine.narrow_tile(-(-problem.n // lanes))
+    arguments = KernelArguments(problem, lanes * machine.register_tile[1], extra_formulas)
+    return arguments, make_spec(kernel, arguments, vectors=machine.vectors, **more)
+
+
+def make_spec(kernel: str, arguments: KernelArguments, **more: Any) -> KernelSpec:
+    """Return the spec of a kernel; `more` are the fields that do not follow from the arguments."""
+    problem, formulas = arguments.problem, arguments.formulas
+    ranges = [find_index_ranges(f, problem.extent) for f in formulas]
     clamped = tuple(outside for _, outside in ranges)
-    mask, score, *extra_formulas = (None if f is None else f.text for f in kernel_arguments.formulas)
+    mask, score, *extra_formulas = (None if f is None else f.text for f in formulas)
+    extents = [largest for largest, _ in ranges] + [_extent_in_bytes(table) for table in arguments.tables]
     return KernelSpec(
         kernel=kernel,
         dtype=problem.dtype,
         d_k=problem.d_k,
         d_v=problem.d_v,
-        unit_stride=tuple(_has_unit_stride(array) for array in kernel_arguments.arrays.values()),
+        unit_stride=tuple(map(has_unit_stride, arguments.arrays.values())),
         mask=mask,
         score=score,
         extra_formulas=tuple(text for text in extra_formulas if text is not None),
-        tables=tuple((str(t.dtype), t.ndim) for t in kernel_arguments.tables),
-        slots=tuple(
-            kernel_arguments.slots[id(table)] for f in kernel_arguments.formulas if f is not None for table in f.tables
-        ),
-        needs_int64=max(
-            [largest for largest, _ in ranges] + [_extent_in_bytes(table) for table in kernel_arguments.tables]
-        )
-        >= 2**31 - 1,
+        tables=tuple((str(t.dtype), t.ndim) for t in arguments.tables),
+        slots=tuple(arguments.slots[id(table)] for f in formulas if f is not None for table in f.tables),
+        needs_int64=max(extents) >= 2**31 - 1,
         clamped=clamped,
         has_sinks=problem.sinks is not None,
         has_dropout=problem.dropout > 0,
-        tile_lookups=tuple(_find_tile_lookups(kernel_arguments, clamped)),
+        tile_lookups=tuple(_find_tile_lookups(arguments, clamped)),
         **more,
     )
 
 
-def compile_kernel(
-    spec: KernelSpec, kernel_arguments: KernelArguments, writer: type[Block], processor: Processor
-) -> Any:
-    """The kernel as the processor calls it."""
+def write_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Block], processor: Processor) -> Any:
+    """Return the LLVM module of a kernel."""
+    return writer(spec, arguments.formulas, processor.machine).write(f"sightline_{spec.kernel}")
+
+
+def compile_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Block], processor: Processor) -> Any:
+    """Return the compiled kernel as `processor.call` takes it."""
     name = f"sightline_{spec.kernel}"
-
-    def write() -> Any:
-        return writer(spec, kernel_arguments.formulas, processor.machine).write(name)
-
-    return processor.kernel(repr(spec), name, write)
+    return processor.kernel(repr(spec), name, lambda: write_kernel(spec, arguments, writer, processor))
 
 
-def query_block_size(dtype: str, machine: Machine) -> int:
-    """Queries a kernel takes at a time."""
-    return _lanes_per_vector(dtype, machine) * machine.register_tile[1]
-
-
-def fit_machine(machine: Machine, problem: Problem) -> Machine:
-    """The machine with a register tile no wider than the problem's queries need."""
-    return machine.narrow_tile(-(-problem.n // _lanes_per_vector(problem.dtype, machine)))
-
-
-def _lanes_per_vector(dtype: str, machine: Machine) -> int:
-    """Queries in a vector of the accumulator's type."""
-    return machine.vector_bytes // (8 if dtype == "float64" else 4)
-
-
-def _has_unit_stride(array: Any) -> bool:
-    """Whether the columns of an array lie next to each other."""
+def has_unit_stride(array: Any) -> bool:
+    """True if the columns of an array are adjacent in memory."""
     return bool(layout(array)[1][-1] == array.itemsize)
 
 
-def _find_tile_lookups(kernel_arguments: KernelArguments, clamped: tuple[Any, ...]) -> Iterator[tuple[int, ...]]:
-    """Of each formula, the lookups t[..., i, j] whose entries lie side by side along j: see `TileTables`."""
+def zeros(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+    """Return an array of zeros in the library and on the device of `like`."""
+    array = empty(shape, dtype, like)
+    array[...] = 0
+    return array
+
+
+def _find_tile_lookups(arguments: KernelArguments, clamped: tuple[Any, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield, for each formula, the lookups t[..., i, j] whose entries are adjacent along j; see `TileTables`."""
 
     def is_tile_lookup(node: Lookup) -> bool:
-        array, indices = kernel_arguments.tables[kernel_arguments.slots[id(node.table)]], node.arguments
+        array, indices = arguments.tables[arguments.slots[id(node.table)]], node.arguments
         return (
             len(indices) > 1
             and indices[-2] is SYMBOLS["i"]
@@ -183,19 +184,20 @@ def _find_tile_lookups(kernel_arguments: KernelArguments, clamped: tuple[Any, ..
             and array.strides[-1] == array.itemsize
         )
 
-    for formula, clamped_indices in zip(kernel_arguments.formulas, clamped, strict=True):
-        nodes = [] if formula is None else walk(formula)
-        lookups = [(node_index, node) for node_index, node in enumerate(nodes) if isinstance(node, Lookup)]
-        clamped_nodes = {node_index for node_index, _ in clamped_indices}
+    for formula, clamped_indices in zip(arguments.formulas, clamped, strict=True):
+        nodes = enumerate([] if formula is None else walk(formula))
+        clamped_nodes = {index for index, _ in clamped_indices}
         yield tuple(
-            node_index for node_index, node in lookups if node_index not in clamped_nodes and is_tile_lookup(node)
+            index
+            for index, node in nodes
+            if isinstance(node, Lookup) and index not in clamped_nodes and is_tile_lookup(node)
         )
 
 
 def _convert_table(array: Any) -> Any:
-    """A table as the kernel reads it: bool, int32, int64, float32 or float64, shared where it is one of these."""
+    """Return a table as bool, int32, int64, float32 or float64; the array itself if it has one of these dtypes."""
     array = to_numpy(array)
-    if array.size == 0:  # read at hidden pairs alone, where any number will do
+    if array.size == 0:  # only hidden pairs read the table, and any number serves them
         array = np.zeros([max(length, 1) for length in array.shape], array.dtype)
     kind, size = array.dtype.kind, array.dtype.itemsize
     if kind == "b":
@@ -206,6 +208,6 @@ def _convert_table(array: Any) -> Any:
 
 
 def _extent_in_bytes(array: Any) -> int:
-    """Bytes between the farthest entries of an array, which a view with gaps may spread far, or of its gradient."""
+    """Return the bytes between the farthest entries of an array, which may be a view with gaps, or of its gradient."""
     extent = sum(max(length - 1, 0) * abs(stride) for length, stride in zip(array.shape, array.strides, strict=True))
     return max(int(extent), 8 * int(array.size))

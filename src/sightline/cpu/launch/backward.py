@@ -1,4 +1,4 @@
-"""The backward kernel's call: which parts of the keys are worked on apart, and the sums of what they found."""
+"""The call of the backward kernel: the split of the work into items, and the sums of the items' gradients."""
 
 from __future__ import annotations
 
@@ -18,44 +18,33 @@ from ...problem import Problem
 from ...statistics import Mass, StatisticGradients
 from ..codegen.abi import BACKWARD_FIELDS, pack
 from ..kernels.backward import Backward
-from ..kernels.block import KEY_BLOCK
-from ..runtime.machine import Machine
+from ..kernels.spec import KEY_BLOCK, lanes_per_vector, round_up
 from ..runtime.processor import Processor
 from ..runtime.thread_team import thread_count
-from .arguments import (
-    MAX_LSE,
-    KernelArguments,
-    compile_kernel,
-    fit_machine,
-    make_spec,
-    operand_fields,
-    query_block_size,
-)
+from .arguments import MAX_LSE, TARGET_ITEMS, compile_kernel, has_unit_stride, operand_fields, prepare, zeros
 from .forward import forward
 from .statistics import FusedStatistics
 
 __all__ = ["backward"]
 
-TARGET_ITEMS = 16  # pieces of work wanted, whatever the number of threads: their sums must not depend on it
-
 
 @dataclass(frozen=True)
 class TableGradient:
-    """A lookup of the score whose table gains a gradient.
+    """A lookup of the score whose table needs a gradient."""
 
-    `is_per_key`: every entry belongs to one key, as in t[h, i, j], so that one part of the keys writes it alone.
-    `is_per_head`: it belongs to one query head.
-    """
-
-    node_index: int  # in the score's `walk`
-    slot: int  # of its table in Problem.tables
-    is_per_key: bool
-    is_per_head: bool
+    node_index: int  # of the lookup in the score's `walk`
+    slot: int  # of the table in Problem.tables
+    is_per_key: bool  # every entry belongs to one key, as in t[h, i, j], so that a single split of the keys writes it
+    is_per_head: bool  # every entry belongs to one query head
 
 
 @dataclass(frozen=True)
 class Split:
-    """How the work is cut: parts of the keys, their blocks, and key heads and batches apart or one after another."""
+    """How the work is divided into items; fields of the backward kernel.
+
+    The keys are divided into `num_splits` splits of `split_size` tiles. `parallel_heads` is the number of key heads if
+    each key head has its own items, or 1 if an item loops over all key heads. `parallel_batches` is alike for batches.
+    """
 
     num_splits: int
     split_size: int
@@ -64,7 +53,7 @@ class Split:
 
     @classmethod
     def from_problem(cls, problem: Problem, table_gradients: list[TableGradient]) -> Split:
-        heads = problem.G if all(table_gradient.is_per_head for table_gradient in table_gradients) else 1
+        heads = problem.G if all(gradient.is_per_head for gradient in table_gradients) else 1
         batches = 1 if table_gradients else problem.B
         blocks = -(-problem.m // KEY_BLOCK)
         split_size = -(-blocks // min(-(-TARGET_ITEMS // (heads * batches)), blocks))
@@ -81,86 +70,73 @@ def backward(
     statistic_gradients: StatisticGradients,
     processor: Processor,
 ) -> Gradients | None:
-    """Gradients of Σ d_output ∘ output + Σ d_lse ∘ lse; None where `streaming` must sort it out: one that is NaN or ∞,
-    or scores whose last place is more than 1.
+    """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse.
+
+    Returns None if `streaming` must compute them: if a gradient is NaN or ∞, or if the unit in the last place of the
+    scores is more than 1.
 
     Parameters
     ----------
-    d_output, d_lse : shapes of output and lse; d_lse None for 0
+    d_output, d_lse : shapes of output and lse; d_lse may be None for 0
     saved : (output, lse) of the forward pass
-    wanted : slots of the tables in `Problem.tables` whose gradients are asked for
-    statistic_gradients : what statistics add to the gradients of weights, scores and lse
+    wanted_tables : slots in `Problem.tables` of the tables that need gradients
+    statistic_gradients : the gradients of weights, scores and lse that come from statistics
     """
     if _exceeds_max_lse(saved[1], problem.accumulator):
         return None
     d_lse = _add_statistics_to_d_lse(problem, d_lse, statistic_gradients, threads, processor)
     roles = {"weights": statistic_gradients.weights, "scores": statistic_gradients.scores}
-    statistic_formulas = {role: formula for role, formula in roles.items() if formula is not None}
+    formulas = {role: formula for role, formula in roles.items() if formula is not None}
     table_gradients = list(_find_table_gradients(problem, wanted_tables))
     split = Split.from_problem(problem, table_gradients)
-    xp, query = namespace(problem.query), problem.query
-    machine = fit_machine(processor.machine, problem)
-    block = query_block_size(problem.dtype, machine)
-    kernel_arguments = KernelArguments(problem, block, tuple(statistic_formulas.values()))
-    d_output = _with_contiguous_rows(detach(xp.astype(d_output, query.dtype)))
-    lead, rows = problem.batch_shape, (*problem.batch_shape, problem.H, problem.n)
-    accumulator = problem.accumulator
-    sums_by_name = {
-        name: _zeros(
-            (*lead, problem.G, problem.m, _round_up_to_vectors(width, accumulator, processor.machine)),
-            accumulator,
-            query,
-        )
-        for name, width in (("d_key", problem.d_k), ("d_value", problem.d_v))
-    }
-    sums_by_name["d_query"] = _zeros((split.num_splits, *rows, problem.d_k), accumulator, query)
-    table_sums = [_allocate_table_sums(problem, table_gradient, split) for table_gradient in table_gradients]
-    nonfinite_flag, query_blocks = np.zeros(1, np.int64), -(-problem.n // block)
-    spec = make_spec(
+    xp, query, accumulator = namespace(problem.query), problem.query, problem.accumulator
+    arguments, spec = prepare(
         "backward",
         problem,
-        kernel_arguments,
-        vectors=machine.vectors,
-        table_gradients=tuple(
-            (table_gradient.node_index, table_gradient.slot, table_gradient.is_per_key)
-            for table_gradient in table_gradients
-        ),
-        roles=tuple(statistic_formulas),
+        processor.machine,
+        tuple(formulas.values()),
+        table_gradients=tuple((x.node_index, x.slot, x.is_per_key) for x in table_gradients),
+        roles=tuple(formulas),
     )
-    fields = kernel_arguments.fields(spec) | operand_fields("d_output", d_output, kernel_arguments.keep_alive)
-    fields |= operand_fields("output", _with_contiguous_rows(detach(saved[0])), kernel_arguments.keep_alive)
+    d_output = _with_contiguous_rows(detach(xp.astype(d_output, query.dtype)))
+    lanes, rows = lanes_per_vector(accumulator, processor.machine), (*problem.batch_shape, problem.H, problem.n)
+    sums_by_name = {
+        name: zeros((*problem.batch_shape, problem.G, problem.m, round_up(width, lanes)), accumulator, query)
+        for name, width in (("d_key", problem.d_k), ("d_value", problem.d_v))
+    }
+    sums_by_name["d_query"] = zeros((split.num_splits, *rows, problem.d_k), accumulator, query)
+    table_sums = [_allocate_table_sums(problem, gradient, split) for gradient in table_gradients]
+    nonfinite_flag = np.zeros(1, np.int64)
+    fields = arguments.fields(spec) | operand_fields("d_output", d_output, arguments.keep_alive)
+    fields |= operand_fields("output", _with_contiguous_rows(detach(saved[0])), arguments.keep_alive)
     fields |= {
+        "counter": arguments.retain(np.zeros(1, np.int64)),
         "items": split.num_splits * split.parallel_heads * split.parallel_batches,
-        "query_blocks": query_blocks,
-        "lse": kernel_arguments.address(_broadcast_rows(saved[1], rows)),
-        "d_lse": kernel_arguments.address(np.zeros(rows) if d_lse is None else _broadcast_rows(d_lse, rows)),
+        "lse": arguments.retain(_broadcast_rows(saved[1], rows)),
+        "d_lse": arguments.retain(np.zeros(rows) if d_lse is None else _broadcast_rows(d_lse, rows)),
         "scale": problem.scale,
-        "nonfinite_flag": kernel_arguments.address(nonfinite_flag),
+        "nonfinite_flag": arguments.retain(nonfinite_flag),
         "batches": problem.B,
-        "num_splits": split.num_splits,
-        "split_size": split.split_size,
-        "parallel_heads": split.parallel_heads,
-        "parallel_batches": split.parallel_batches,
+        **vars(split),
     }
     fields |= {name: layout(array)[0] for name, array in sums_by_name.items()}
-    table_gradient_fields = [
-        (t.ctypes.data, (0 if table_gradient.is_per_key else t.strides[0],), (0,))
-        for t, table_gradient in zip(table_sums, table_gradients, strict=True)
+    table_sum_fields = [
+        (array.ctypes.data, (0 if gradient.is_per_key else array.strides[0],), (0,))
+        for array, gradient in zip(table_sums, table_gradients, strict=True)
     ]
-    words = pack(BACKWARD_FIELDS, fields, [*kernel_arguments.table_fields(), *table_gradient_fields])
-    kernel = compile_kernel(spec, kernel_arguments, Backward, processor)
-    keep_alive = (*kernel_arguments.keep_alive, *sums_by_name.values(), *table_sums, problem)
-    processor.call(kernel, words, min(thread_count(threads), fields["items"]), keep_alive)
+    packed = pack(BACKWARD_FIELDS, fields, [*arguments.table_fields(), *table_sum_fields])
+    kernel = compile_kernel(spec, arguments, Backward, processor)
+    keep_alive = (*arguments.keep_alive, *sums_by_name.values(), *table_sums, problem)
+    processor.call(kernel, packed, min(thread_count(threads), fields["items"]), keep_alive)
     if nonfinite_flag[0]:
         return None
 
     def narrow(array: Any, width: int) -> Any:
         return xp.astype(array[..., :width], query.dtype, copy=array.shape[-1] != width)
 
+    d_query = sums_by_name["d_query"]
     return Gradients(
-        query=narrow(
-            sums_by_name["d_query"][0] if split.num_splits == 1 else _sum_in_order(sums_by_name["d_query"]), problem.d_k
-        ),
+        query=narrow(d_query[0] if split.num_splits == 1 else _sum_in_order(d_query), problem.d_k),
         key=narrow(sums_by_name["d_key"], problem.d_k),
         value=narrow(sums_by_name["d_value"], problem.d_v),
         tables=_sum_table_gradients(problem, table_gradients, table_sums),
@@ -171,25 +147,22 @@ def backward(
 def _add_statistics_to_d_lse(
     problem: Problem, d_lse: Any, statistic_gradients: StatisticGradients, threads: int | None, processor: Processor
 ) -> Any:
-    """d_lse with what statistics add to it, less Σⱼ P ∘ their slopes: the row sum of P ∘ dP takes it so; None for 0."""
+    """Return d_lse plus the statistics' gradient of lse minus Σⱼ P ∘ their gradient of the weights; None for 0.
+
+    The last term corrects δ for the row sum of P ∘ dP, since dP includes the gradient of the weights.
+    """
     terms = [term for term in (d_lse, statistic_gradients.lse) if term is not None]
     if statistic_gradients.weights is not None:
-        mass_problem = replace(problem, value=problem.value[..., :1]).with_statistics(Mass(statistic_gradients.weights))
-        fused_statistics, lse = FusedStatistics(mass_problem), np.empty((*problem.batch_shape, problem.H, problem.n))
-        forward(
-            mass_problem,
-            empty((*lse.shape, mass_problem.d_v), mass_problem.dtype, mass_problem.query),
-            lse,
-            threads,
-            processor,
-            fused_statistics,
-        )
+        narrow = replace(problem, value=problem.value[..., :1]).with_statistics(Mass(statistic_gradients.weights))
+        fused_statistics, lse = FusedStatistics(narrow), np.empty((*problem.batch_shape, problem.H, problem.n))
+        output = empty((*lse.shape, narrow.d_v), narrow.dtype, narrow.query)
+        forward(narrow, output, lse, threads, processor, fused_statistics)
         terms.append(convert(-fused_statistics.arrays[0].astype(np.float64), problem.query))
     return functools.reduce(operator.add, terms) if terms else None
 
 
 def _exceeds_max_lse(lse: Any, accumulator: str) -> bool:
-    """Whether weights from exp(score − lse) would not add up to 1, as scores and lse are rounded apart."""
+    """True if the weights exp(score − lse) would not sum to 1, since scores and lse are rounded separately."""
     magnitudes = np.abs(to_numpy(lse))
     return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) > MAX_LSE[accumulator])
 
@@ -205,9 +178,10 @@ def _find_table_gradients(problem: Problem, wanted_tables: Collection[int]) -> I
     ]
 
     def is_indexed_by(slot: int, name: str, length: int) -> bool:
-        """Whether every lookup of the table has the symbol itself as index of one and the same axis.
+        """True if all lookups of the table have the symbol itself as the index of the same axis.
 
-        A shorter axis is read past its end at hidden pairs, which are sent to its last entry: that one is everybody's.
+        An axis shorter than the symbol's range does not count: indices past its end, at hidden pairs, are clamped to
+        the last entry, so that several threads may write it.
         """
         axes_by_lookup = [
             {
@@ -224,69 +198,49 @@ def _find_table_gradients(problem: Problem, wanted_tables: Collection[int]) -> I
         yield TableGradient(node_index, slot, is_indexed_by(slot, "j", problem.m), is_indexed_by(slot, "h", problem.H))
 
 
-def _round_up_to_vectors(width: int, dtype: str, machine: Machine) -> int:
-    """The width rounded up to whole vectors."""
-    lanes = machine.vector_bytes // (8 if dtype == "float64" else 4)
-    return -(-width // lanes) * lanes
-
-
-def _zeros(shape: tuple[int, ...], name: str, like: Any) -> Any:
-    zeros = empty(shape, name, like)
-    zeros[...] = 0
-    return zeros
-
-
-def _allocate_table_sums(problem: Problem, table_gradient: TableGradient, split: Split) -> Any:
-    """Where a table's gradient is summed: in place where one part owns each entry, else a float64 sum for each part."""
-    shape = tuple(problem.tables[table_gradient.slot].shape)
-    return (
-        np.zeros(shape, problem.accumulator)
-        if table_gradient.is_per_key
-        else np.zeros((split.num_splits, *shape), np.float64)
-    )
+def _allocate_table_sums(problem: Problem, gradient: TableGradient, split: Split) -> Any:
+    """Return zeros for a table's gradient: one array if a single split writes each entry, else float64 per split."""
+    shape = tuple(problem.tables[gradient.slot].shape)
+    if gradient.is_per_key:
+        return np.zeros(shape, problem.accumulator)
+    return np.zeros((split.num_splits, *shape), np.float64)
 
 
 def _sum_table_gradients(problem: Problem, table_gradients: list[TableGradient], sums: list[Any]) -> tuple[Any, ...]:
-    """For each table of the problem its gradient, or None."""
+    """Return the gradient of each table of the problem in the table's library and dtype; None if it has none."""
     totals: list[Any] = [None] * len(problem.tables)
-    for table_gradient, array in zip(table_gradients, sums, strict=True):
-        total = array if table_gradient.is_per_key else array.sum(axis=0)
-        totals[table_gradient.slot] = (
-            total if totals[table_gradient.slot] is None else totals[table_gradient.slot] + total
-        )
+    for gradient, array in zip(table_gradients, sums, strict=True):
+        term, total = array if gradient.is_per_key else array.sum(axis=0), totals[gradient.slot]
+        totals[gradient.slot] = term if total is None else total + term
+    arrays = [table.array for table in problem.tables]
     return tuple(
-        None if array is None else _convert_like(array, table.array)
-        for array, table in zip(totals, problem.tables, strict=True)
+        None if total is None else namespace(array).astype(convert(total, array), array.dtype, copy=False)
+        for total, array in zip(totals, arrays, strict=True)
     )
 
 
-def _convert_like(array: Any, other: Any) -> Any:
-    """A NumPy array in the other's library and dtype."""
-    return namespace(other).astype(convert(array, other), other.dtype, copy=False)
-
-
 def _with_contiguous_rows(array: Any) -> Any:
-    """The array with its columns next to each other: a copy where a gradient was expanded, as that of a sum is."""
-    if layout(array)[1][-1] == array.itemsize:
+    """Return the array with adjacent columns: a copy if a gradient was expanded, as the gradient of a sum is."""
+    if has_unit_stride(array):
         return array
     return array.contiguous() if hasattr(array, "contiguous") else np.ascontiguousarray(array)
 
 
 def _broadcast_rows(array: Any, shape: tuple[int, ...]) -> Any:
-    """One number for each query, float64 and contiguous."""
+    """Return the array broadcast to one number per query, float64 and contiguous."""
     return np.ascontiguousarray(np.broadcast_to(to_numpy(array), shape), np.float64)
 
 
 def _sum_in_order(terms: Any) -> Any:
-    """The sum over the first axis, one after another."""
-    total = terms[0] + terms[1]  # in memory of its own: a gradient may outlive the parts
+    """Return the sum over the first axis, added in order."""
+    total = terms[0] + terms[1]  # a new array: the gradient may outlive the terms
     for term in terms[2:]:
         total += term
     return total
 
 
 def _differentiate_sinks(problem: Problem, xp: Any, d_output: Any, d_lse: Any, saved: tuple[Any, Any]) -> Any:
-    """dsink_h = −Σ exp(sink_h − lse) δ with δ = Σ dO ∘ O − d_lse."""
+    """Return dsink_h = −Σ exp(sink_h − lse) δ with δ = Σ dO ∘ O − d_lse."""
     wide = resolve_dtype(xp, problem.accumulator)
     output, lse = (detach(x) for x in saved)
     delta = xp.sum(xp.astype(d_output, wide) * xp.astype(output, wide), axis=-1)

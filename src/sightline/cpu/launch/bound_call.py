@@ -1,7 +1,7 @@
-"""A call of a kernel that is ready but for where query, key, value and output lie.
+"""A call of a kernel with every argument bound except the addresses of query, key, value and output.
 
-Everything else about it follows from shapes, strides, dtypes and formulas without tables, so a small call asked again
-needs neither planning nor bounds. `sightline.call_cache` says which calls are the same.
+The other arguments follow from shapes, strides, dtypes and formulas without tables. A repeated small call therefore
+needs neither planning nor bounds. `sightline.call_cache` decides which calls may share a bound call.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 
 from ..codegen.abi import FORWARD_FIELDS
+from ..kernels.spec import CACHE_LINE_BYTES, round_up
 from ..runtime.processor import HOST, Processor
 from ..runtime.thread_team import thread_count
 
 __all__ = ["BoundCall"]
 
-MAX_CACHED_BYTES = 1 << 20  # bytes of runs and offsets a prepared call may hold
-MAX_POOLED_BYTES = 1 << 18  # bytes of words and their room above which they are allocated for each call
-WORDS_PER_CACHE_LINE = 8  # words in a cache line: threads count in one and read the words in others
-# in every kernel's words
+MAX_CACHED_BYTES = 1 << 20  # the most bytes of tile ranges and offsets that a cached call may keep alive
+MAX_POOLED_BYTES = 1 << 18  # larger buffers are allocated for each call
+WORDS_PER_CACHE_LINE = CACHE_LINE_BYTES // 8  # threads increment the counter in one cache line and read other lines
+# the same in the fields of every kernel
 QUERY_INDEX, KEY_INDEX, VALUE_INDEX, OUTPUT_INDEX, LSE_INDEX = map(
     list(FORWARD_FIELDS).index, ("query", "key", "value", "output", "lse")
 )
@@ -29,44 +30,44 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class BoundCall:
-    """The forward kernel's call for arrays of one layout.
+    """A call of the forward kernel for arrays of one layout.
 
     Parameters
     ----------
-    kernel, argument_words : as `Processor.call` takes them
-    max_threads : threads that find work, at most
-    workspace : fields of the kernel that point to memory of the call's own, and how many words of it
-    keep_alive : memory the words point to that is the same in every call
+    kernel, packed_arguments : as `Processor.call` takes them
+    max_threads : the most threads that find work
+    workspace : fields of the kernel that point into a buffer of the call, and the length of each in 8-byte words
+    keep_alive : the memory that the arguments point to and that is the same in every call
     """
 
     fields: Mapping[str, Any] = FORWARD_FIELDS
-    has_dynamic_key_length = False  # whether calls with other numbers of keys are the same
+    has_dynamic_key_length = False  # True if the call serves any number of keys
 
     def __init__(
         self,
         kernel: Any,
-        argument_words: Any,
+        packed_arguments: Any,
         max_threads: int,
         workspace: Mapping[str, int],
         keep_alive: tuple[Any, ...],
     ) -> None:
         self.kernel, self.max_threads, self.keep_alive = kernel, max_threads, keep_alive
-        self.template = argument_words
-        self.function: Any = _FUNCTION(kernel) if isinstance(kernel, int) else None  # emulators call it themselves
+        self.template = packed_arguments
+        self.function: Any = _FUNCTION(kernel) if isinstance(kernel, int) else None  # None for a test's emulator
         self.offsets: dict[str, int] = {}
-        self.size = _round_to_cache_lines(argument_words.size)
+        self.size = round_up(packed_arguments.size, WORDS_PER_CACHE_LINE)
         for name, length in workspace.items():
             self.offsets[name] = self.size
-            self.size += _round_to_cache_lines(length)
+            self.size += round_up(length, WORDS_PER_CACHE_LINE)
         self.counter_offset, self.lse_offset = self.offsets["counter"], 8 * self.offsets["lse"]
-        self.free_buffers: list[tuple[Any, Any, int]] = []  # words nobody uses now; pop and append are one step each
+        self.free_buffers: list[tuple[Any, Any, int]] = []  # unused buffers; pop and append are atomic
 
     def is_cacheable(self, processor: Processor) -> bool:
-        """Whether it may be kept: where it runs on the processor at hand and what it keeps is small."""
+        """True if the call may be cached: it runs on the host's processor, and the memory it keeps alive is small."""
         return processor is HOST and sum(array.nbytes for array in self.keep_alive) <= MAX_CACHED_BYTES
 
     def matches_addresses(self, query: int, key: int, value: int) -> bool:
-        """Whether arrays at these addresses are those it was prepared with, not copies of them."""
+        """True if the arrays at these addresses are the arrays the call was made with, and not copies of them."""
         return bool((self.template[[QUERY_INDEX, KEY_INDEX, VALUE_INDEX]] == [query, key, value]).all())
 
     def run(
@@ -79,48 +80,37 @@ class BoundCall:
         arrays: tuple[Any, ...],
         lse: int | None = None,
     ) -> bool:
-        """The kernel on arrays at these addresses; `arrays` are they, held while threads of the pool may work.
+        """Run the kernel on the arrays at these addresses. Returns True if the output is valid: here always.
 
-        lse goes to room of the call's own where no address is given. Returns whether it answered.
+        `arrays` are query, key, value and any other arrays that must stay alive while threads work. If `lse` is None,
+        the lse is written into the call's buffer.
         """
-        buffer = self.acquire_buffer()
-        buffer_array, buffer_view, address = buffer
-        buffer_view[QUERY_INDEX], buffer_view[KEY_INDEX], buffer_view[VALUE_INDEX], buffer_view[OUTPUT_INDEX] = (
-            query,
-            key,
-            value,
-            output,
-        )
-        buffer_view[LSE_INDEX] = address + self.lse_offset if lse is None else lse
-        buffer_view[self.counter_offset] = 0
+        buffer = self.acquire_buffer(query, key, value, output, lse)
         if self.max_threads == 1:
-            self.function(address)
+            self.function(buffer[2])
         else:
-            HOST.call(
-                self.kernel, buffer_array, min(thread_count(threads), self.max_threads), (arrays, self.keep_alive)
-            )
+            keep_alive = (arrays, self.keep_alive)
+            HOST.call(self.kernel, buffer[0], min(thread_count(threads), self.max_threads), keep_alive)
         self.release_buffer(buffer)
         return True
 
-    def acquire_buffer(self) -> tuple[Any, Any, int]:
-        """Words of the call's own with their room behind them: the array, a view of it, its address."""
+    def acquire_buffer(self, query: int, key: int, value: int, output: int, lse: int | None) -> tuple[Any, Any, int]:
+        """Return a buffer with the packed arguments and the workspace: the array, a view of it, and its address."""
         try:
-            return self.free_buffers.pop()
+            buffer = self.free_buffers.pop()
         except IndexError:
-            pass
-        buffer_array = np.empty(self.size, np.int64)
-        buffer_array[: self.template.size] = self.template
-        address = int(buffer_array.ctypes.data)
-        for name, offset in self.offsets.items():
-            buffer_array[list(self.fields).index(name)] = address + 8 * offset
-        return buffer_array, buffer_array.data, address
+            array = np.empty(self.size, np.int64)
+            array[: self.template.size] = self.template
+            buffer = array, array.data, int(array.ctypes.data)
+            for name, offset in self.offsets.items():
+                array[list(self.fields).index(name)] = buffer[2] + 8 * offset
+        _, view, address = buffer
+        view[QUERY_INDEX], view[KEY_INDEX], view[VALUE_INDEX], view[OUTPUT_INDEX] = query, key, value, output
+        view[LSE_INDEX] = address + self.lse_offset if lse is None else lse
+        view[self.counter_offset] = 0
+        return buffer
 
     def release_buffer(self, buffer: tuple[Any, Any, int]) -> None:
-        """Once no thread reads these words any more."""
+        """Return a buffer that no thread reads any more to the pool."""
         if buffer[0].nbytes <= MAX_POOLED_BYTES:
             self.free_buffers.append(buffer)
-
-
-def _round_to_cache_lines(words: int) -> int:
-    """As many words in whole cache lines."""
-    return -(-words // WORDS_PER_CACHE_LINE) * WORDS_PER_CACHE_LINE

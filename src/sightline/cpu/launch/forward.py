@@ -1,4 +1,4 @@
-"""The forward kernel's call and its answer."""
+"""The call of the forward kernel, and the result of a forward pass."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import convert, empty, layout, to_numpy
+from ...arrays import convert, empty, layout
 from ...kernel import Result
 from ...problem import Problem
 from ..codegen.abi import FORWARD_FIELDS, pack
 from ..kernels.forward import Forward
+from ..kernels.spec import KernelSpec
 from ..runtime.processor import Processor
 from ..runtime.thread_team import thread_count
-from .arguments import KernelArguments, compile_kernel, fit_machine, make_spec, query_block_size
+from .arguments import KernelArguments, compile_kernel, prepare, write_kernel
 from .bound_call import BoundCall
 from .decode import can_decode, decode
 from .statistics import FusedStatistics, compute_statistics
 
 __all__ = ["forward", "run", "source"]
 
-MIN_PARALLEL_MULTIPLICATIONS = 1 << 21  # multiplications below which a second thread costs more than it gives
+MIN_PARALLEL_MULTIPLICATIONS = 1 << 21  # with fewer multiplications a second thread costs more than it saves
 
 
 def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
-    """Forward through the generated kernel, statistics beside it or after it."""
+    """Return output, lse and statistics of a problem from the generated kernels."""
     output = empty((*problem.batch_shape, problem.H, problem.n, problem.d_v), problem.dtype, problem.query)
     lse = np.empty((*problem.batch_shape, problem.H, problem.n), np.float64)
     fused_statistics = FusedStatistics(problem)
@@ -34,10 +35,9 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
         bound_call = decode(problem, output, lse, threads, processor) if uses_decode else None
         if bound_call is None:
             call = forward(problem, output, lse, threads, processor, fused_statistics)
-            bound_call = None if uses_decode else call  # the next such call is the decoding kernel's again
-    if bound_call is not None and (
-        _reads_other_arrays(problem) or fused_statistics.roles or not bound_call.is_cacheable(processor)
-    ):
+            bound_call = None if uses_decode else call  # the next such call tries the decoding kernel again
+    has_other_inputs = problem.tables or problem.sinks is not None or problem.dropout or fused_statistics.roles
+    if bound_call is not None and (has_other_inputs or not bound_call.is_cacheable(processor)):
         bound_call = None
     lse = convert(lse, problem.query)
     seen = compute_statistics(problem, lse, fused_statistics, threads, processor) if problem.see else ()
@@ -45,17 +45,16 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
 
 
 def source(problem: Problem, processor: Processor) -> str:
-    """The forward kernel in LLVM's language."""
-    fused_statistics = FusedStatistics(problem)
-    machine = fit_machine(processor.machine, problem)
-    kernel_arguments = KernelArguments(problem, query_block_size(problem.dtype, machine), fused_statistics.formulas)
-    spec = make_spec("forward", problem, kernel_arguments, vectors=machine.vectors, roles=fused_statistics.roles)
-    return str(Forward(spec, kernel_arguments.formulas, processor.machine).write("sightline_forward"))
+    """Return the LLVM text of the forward kernel."""
+    arguments, spec = _prepare(problem, processor, FusedStatistics(problem))
+    return str(write_kernel(spec, arguments, Forward, processor))
 
 
-def _reads_other_arrays(problem: Problem) -> bool:
-    """Whether the answer depends on more than query, key and value hold."""
-    return bool(problem.tables or problem.sinks is not None or problem.dropout)
+def _prepare(
+    problem: Problem, processor: Processor, fused_statistics: FusedStatistics
+) -> tuple[KernelArguments, KernelSpec]:
+    roles = fused_statistics.roles
+    return prepare("forward", problem, processor.machine, fused_statistics.formulas, roles=roles)
 
 
 def forward(
@@ -66,34 +65,23 @@ def forward(
     processor: Processor,
     fused_statistics: FusedStatistics,
 ) -> BoundCall:
-    """Fill output, lse and the riders' arrays, and give the call."""
-    machine = fit_machine(processor.machine, problem)
-    block = query_block_size(problem.dtype, machine)
-    kernel_arguments = KernelArguments(problem, block, fused_statistics.formulas)
-    spec = make_spec("forward", problem, kernel_arguments, vectors=machine.vectors, roles=fused_statistics.roles)
-    kernel = compile_kernel(spec, kernel_arguments, Forward, processor)
-    query_blocks = -(-problem.n // block)
-    sinks = np.zeros(1) if problem.sinks is None else to_numpy(problem.sinks).astype(np.float64)
-    fields = kernel_arguments.fields(spec) | {
-        "items": problem.B * problem.H * query_blocks,
-        "query_blocks": query_blocks,
-        "lse": kernel_arguments.address(lse),
+    """Fill output, lse and the arrays of the fused statistics, and return the bound call."""
+    arguments, spec = _prepare(problem, processor, fused_statistics)
+    kernel = compile_kernel(spec, arguments, Forward, processor)
+    counter = np.zeros(1, np.int64)
+    fields = arguments.fields(spec)
+    fields |= {
+        "counter": arguments.retain(counter),
+        "items": problem.B * problem.H * fields["query_blocks"],
+        "lse": arguments.retain(lse),
         "output": layout(output)[0],
-        "sinks": kernel_arguments.address(sinks),
+        "sinks": arguments.retain_sinks(),
     }
-    argument_words = pack(
-        FORWARD_FIELDS,
-        fields,
-        [*kernel_arguments.table_fields(), *((x.ctypes.data, (0,), (0,)) for x in fused_statistics.arrays)],
-    )
+    statistic_fields = [(x.ctypes.data, (0,), (0,)) for x in fused_statistics.arrays]
+    packed = pack(FORWARD_FIELDS, fields, [*arguments.table_fields(), *statistic_fields])
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
     max_threads = 1 if work < MIN_PARALLEL_MULTIPLICATIONS else int(fields["items"])
-    processor.call(
-        kernel,
-        argument_words,
-        min(thread_count(threads), max_threads),
-        (*kernel_arguments.keep_alive, output, *fused_statistics.arrays),
-    )
-    return BoundCall(
-        kernel, argument_words, max_threads, {"counter": 1, "lse": lse.size}, kernel_arguments.constant_arrays(lse)
-    )
+    keep_alive = (*arguments.keep_alive, output, *fused_statistics.arrays)
+    processor.call(kernel, packed, min(thread_count(threads), max_threads), keep_alive)
+    workspace = {"counter": 1, "lse": lse.size}
+    return BoundCall(kernel, packed, max_threads, workspace, arguments.constant_arrays(lse, counter))

@@ -18,10 +18,7 @@ __all__ = ["FusedStatistics", "compute_statistics"]
 
 
 class FusedStatistics:
-    """The statistics that ride along with the forward kernel, and the arrays it puts them into.
-
-    See `FusedStatisticsCode`.
-    """
+    """The statistics that the forward kernel computes, and their output arrays; see `FusedStatisticsCode`."""
 
     def __init__(self, problem: Problem) -> None:
         statistics = [unwrap_mean(statistic) for statistic in problem.see]
@@ -35,15 +32,15 @@ class FusedStatistics:
         if any(isinstance(statistic, Entropy) for statistic in statistics):
             self.entropy = [np.empty(shape, problem.accumulator)]
         self.masses = {id(statistic): np.empty(shape, problem.accumulator) for statistic in masses}
-        self.roles = ("largest",) * bool(self.max_score) + ("entropy",) * bool(self.entropy) + ("sum",) * len(masses)
+        self.roles = ("max_score",) * bool(self.max_score) + ("entropy",) * bool(self.entropy) + ("sum",) * len(masses)
 
     @property
     def arrays(self) -> list[Any]:
-        """In the order of the kernel's words."""
+        """The output arrays in the order of the kernel's arguments."""
         return [*self.max_score, *self.entropy, *self.masses.values()]
 
     def arrays_of(self, statistic: Statistic) -> list[Any] | None:
-        """The arrays of a statistic that rides along."""
+        """Return the arrays of a statistic; None if the forward kernel does not compute it."""
         if isinstance(statistic, MaxScore):
             return self.max_score
         if isinstance(statistic, Entropy):
@@ -75,10 +72,11 @@ def compute_statistics(
 def _run_weights_pass(
     problem: Problem, lse: Any, statistic: Statistic, threads: int | None, processor: Processor
 ) -> list[Any] | None:
+    """Return a statistic's arrays from its weights pass; None if no weights pass serves it."""
     options: dict[str, Any] = {"threads": threads, "processor": processor}
     if isinstance(statistic, TopK):
-        largest_weights = weights_pass.top_k(problem, lse, statistic.k, **options)
-        return None if largest_weights is None else list(largest_weights)
+        pair = weights_pass.top_k(problem, lse, statistic.k, **options)
+        return None if pair is None else list(pair)
     if isinstance(statistic, Received):
         result = weights_pass.received(problem, lse, statistic.how, **options)
     elif isinstance(statistic, Pooled):

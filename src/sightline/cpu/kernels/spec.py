@@ -1,0 +1,59 @@
+"""What is compiled into a CPU kernel, and the sizes that kernels and the host side of a call share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..runtime.machine import Machine
+
+__all__ = ["CACHE_LINE_BYTES", "KEY_BLOCK", "KernelSpec", "lanes_per_vector", "round_up"]
+
+CACHE_LINE_BYTES = 64
+KEY_BLOCK = 64  # keys of a tile: their scores and their rows of K and V stay in the first two caches
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Everything that is compiled into a kernel. Lengths, strides, scale and the data of tables are arguments."""
+
+    kernel: str
+    dtype: str
+    d_k: int
+    d_v: int
+    unit_stride: tuple[bool, ...]  # of query, key and value: True if the columns are adjacent in memory
+    mask: str | None
+    score: str | None
+    tables: tuple[tuple[str, int], ...]  # dtype and number of axes of each table
+    slots: tuple[int, ...]  # index in `tables` of each table of the mask, then of the score, then of the other formulas
+    needs_int64: bool  # integers of formulas have 64 bits, else 32
+    clamped: tuple[tuple[tuple[int, int], ...], ...]  # one entry per formula; see Renderer
+    has_sinks: bool
+    has_dropout: bool
+    unroll: int = 0  # query rows whose products are summed together; see Decode
+    vectors: int | None = None  # vectors of the register tile; None for the number the machine has
+    table_gradients: tuple[tuple[int, int, bool], ...] = ()  # lookups whose tables need gradients; see Backward
+    tile_lookups: tuple[tuple[int, ...], ...] = ((), ())  # lookups t[..., i, j] of each formula; see TileTables
+    extra_formulas: tuple[str, ...] = ()  # formulas besides mask and score; they read pairs and final scores
+    k: int = 0  # keys listed for each query; see TopK
+    roles: tuple[str, ...] = ()  # what statistics need; see FusedStatisticsCode and Backward
+
+    @property
+    def num_output_arrays(self) -> int:
+        """Return how many output arrays follow the tables among the arguments."""
+        arrays = {"max_score": 2, "entropy": 1, "sum": 1}
+        return len(self.table_gradients) + sum(arrays.get(role, 0) for role in self.roles)
+
+    @property
+    def is_base_2(self) -> bool:
+        """True if scores are in base 2. Score formulas and sinks need natural logits, the maximum score included."""
+        return self.score is None and not self.has_sinks
+
+
+def lanes_per_vector(dtype: str, machine: Machine) -> int:
+    """Return how many numbers of the dtype's accumulator type fit one vector."""
+    return machine.vector_bytes // (8 if dtype == "float64" else 4)
+
+
+def round_up(count: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least `count`."""
+    return -(-count // multiple) * multiple
