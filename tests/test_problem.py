@@ -106,7 +106,12 @@ REFUSED = {
         "4 or 1",
     ),
     "a mask of nothing": (lambda: make(mask=np.ones((0, 4), bool)), ShapeError, "(0, 4)", "length 4 or 1"),
-    "a mask for 4 batches": (lambda: make(mask=np.ones((2, 2, 2, 4, 4), bool)), ShapeError, "stands for b", "length 1,"),
+    "a mask for 4 batches": (
+        lambda: make(mask=np.ones((2, 2, 2, 4, 4), bool)),
+        ShapeError,
+        "stands for b",
+        "length 1,",
+    ),
     "dense numbers": (lambda: dense(np.ones((4, 4))), MaskError, "True where the query attends", "bias"),
     "lengths of 2 batches": (lambda: make(mask=padding([3, 4])), ShapeError, "axis 0 of length 2 stands for b"),
     "fractional lengths": (lambda: padding(np.ones(2)), ShapeError, "float64", "integers"),

@@ -140,10 +140,7 @@ FAULTS = {
         "with builder.loop(0, args.num_splits) as split:\n                    share",
         "with builder.loop(1, args.num_splits) as split:\n                    share",
     ),
-    "sinks left out": (
-        "sink = args.sinks.at(h * 8).load(DOUBLE) if self.spec.has_sinks",
-        "sink = args.lse if False",
-    ),
+    "sinks left out": ("sink = args.sinks.at(h * 8).load(DOUBLE) if self.spec.has_sinks", "sink = args.lse if False"),
 }
 
 

@@ -29,11 +29,7 @@ from sightline.gpu.launch.forward import attention_launches, forward_launches, r
 from sightline.gpu.tuning.configurations import Configuration
 
 FILE = Path(__file__).with_name("recorded_kernels.json")
-FORMULAS = {
-    "plain": {},
-    "causal": {"mask": causal()},
-    "capped window": {"mask": window(256), "score": softcap(20.0)},
-}
+FORMULAS = {"plain": {}, "causal": {"mask": causal()}, "capped window": {"mask": window(256), "score": softcap(20.0)}}
 STATISTICS = {"entropy": [entropy()], "top_k": [top_k(8)], "received": [received()], "pooled": [pooled(16, 16)]}
 
 

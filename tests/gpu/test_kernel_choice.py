@@ -66,8 +66,7 @@ def test_an_old_gpu_and_missing_triton_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "refused"),
-    [("3.4.0", ["float32", "float64"]), ("3.7.1", ["float64"]), ("3.8.0+git1", [])],
+    ("version", "refused"), [("3.4.0", ["float32", "float64"]), ("3.7.1", ["float64"]), ("3.8.0+git1", [])]
 )
 def test_old_triton_versions_are_refused(monkeypatch, version, refused):
     monkeypatch.setattr("triton.__version__", version)

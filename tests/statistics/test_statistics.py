@@ -417,7 +417,12 @@ ERRORS = {
         "insist=True",
     ),
     "a limit that is none": (lambda: sightline.scores(limit=-1), ParameterError, "scores(limit=-1)", "bytes"),
-    "a row beyond": (lambda: attend(sightline.weights().rows([4])), ParameterError, "rows([4]) of 4", "indices -4 to 3"),
+    "a row beyond": (
+        lambda: attend(sightline.weights().rows([4])),
+        ParameterError,
+        "rows([4]) of 4",
+        "indices -4 to 3",
+    ),
     "a head beyond": (lambda: attend(sightline.weights().heads([-3])), ParameterError, "heads([-3]) of 2", "omit -3"),
     "one number for rows": (lambda: sightline.weights().rows(3), ParameterError, "rows(3)", "rows([0, -1])"),
     "rows twice": (lambda: sightline.weights().rows([0]).rows([0]), ParameterError, "rows selected once"),

@@ -141,10 +141,7 @@ def test_layers_and_heads_are_selected():
 @pytest.mark.parametrize("heads", [None, [3, 1]])
 @pytest.mark.parametrize(
     "see",
-    [
-        [sightline.weights()],
-        [sightline.pooled(4, 4), sightline.top_k(3), sightline.entropy(), sightline.received()],
-    ],
+    [[sightline.weights()], [sightline.pooled(4, 4), sightline.top_k(3), sightline.entropy(), sightline.received()]],
     ids=["weights", "pooled"],
 )
 def test_a_recording_is_saved_as_html(see, heads, tmp_path):

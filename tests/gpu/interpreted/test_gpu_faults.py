@@ -29,10 +29,7 @@ FAULTS = {  # the problem that must fail; the module, a line of its source, and 
     "stale maximum": ("masked", ("kernels.tile_ops", "alpha, new, total", "alpha, maximum, total")),
     "dropped rescale": ("masked", ("kernels.forward", "v, output * alpha[:, None]", "v, output")),
     "total not rescaled": ("masked", ("kernels.tile_ops", "old = total * alpha", "old = total")),
-    "wrong head of a group": (
-        "masked",
-        ("kernels.forward", "h // args.group", "h % (args.H // args.group)"),
-    ),
+    "wrong head of a group": ("masked", ("kernels.forward", "h // args.group", "h % (args.H // args.group)")),
     "sinks without weight": ("masked", ("kernels.forward", "total = compensation + 1.0", "total = compensation")),
     "partial ranges left out": (
         "masked",
@@ -67,10 +64,7 @@ FAULTS = {  # the problem that must fail; the module, a line of its source, and 
         ("kernels.forward", "if tl.load(nonfinite_flags + item) != 0:", "if item < 0:"),
     ),
     "visible NaN left out": ("poisoned", ("kernels.forward", 'float("nan"), signs)', "0.0, signs)")),
-    "infinities swapped": (
-        "poisoned",
-        ("kernels.forward", "(nonfinite & 2) != 0", "(nonfinite & 4) != 0"),
-    ),
+    "infinities swapped": ("poisoned", ("kernels.forward", "(nonfinite & 2) != 0", "(nonfinite & 4) != 0")),
     "a split left out": (
         "decoded",
         (

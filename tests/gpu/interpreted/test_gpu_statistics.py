@@ -53,13 +53,7 @@ def every(n, m):
 def several():
     """Return one statistic of each kernel, whose bits depend on the order of sums."""
     fused = sightline.max_score(), sightline.entropy(), sightline.mass(i >= j)
-    return [
-        *fused,
-        sightline.received(),
-        sightline.top_k(3),
-        sightline.pooled(3, 2),
-        sightline.weights().mean("heads"),
-    ]
+    return [*fused, sightline.received(), sightline.top_k(3), sightline.pooled(3, 2), sightline.weights().mean("heads")]
 
 
 @pytest.mark.parametrize(("dtype", "name"), OF_DTYPES)

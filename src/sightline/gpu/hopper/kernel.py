@@ -21,15 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..kernels.tile_ops import (
-    FLOAT32_MAX,
-    LOG2_E,
-    BlockLocation,
-    compute_lse,
-    compute_scores,
-    has_nan,
-    update_softmax,
-)
+from ..kernels.tile_ops import FLOAT32_MAX, LOG2_E, BlockLocation, compute_lse, compute_scores, has_nan, update_softmax
 from .rings import (
     WARPGROUPS,
     Block,
