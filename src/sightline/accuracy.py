@@ -177,7 +177,10 @@ def _subtract(x: Any, y: Any) -> Any:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The results of the dense computation, float64. Axis 0 of each array counts the orders of summation."""
+    """The results of the dense computation in the problem's dtype, stored as float64.
+
+    Axis 0 of each array is the index of a run. Each run sums in another order; see `dense_attention`.
+    """
 
     output: Any
     lse: Any

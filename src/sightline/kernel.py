@@ -156,5 +156,5 @@ def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = Non
 def _plan(
     kernel: Kernel, problem: Problem, refusals: dict[str, tuple[Refusal, ...]], forced: bool, kernels: Sequence[Kernel]
 ) -> Plan:
-    has_gradients = problem.framework != "numpy"
+    has_gradients = hasattr(problem.query, "requires_grad")
     return Plan(kernel, refusals, forced, kernels, tuple(kernel.refuses_backward(problem)) if has_gradients else ())

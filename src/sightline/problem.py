@@ -278,7 +278,8 @@ def _normalize_with_tables(mask: Expression | None, score: Expression | None, ex
         return None if joined is None else (joined.text, [index[id(table)] for table in joined.tables])
 
     texts = tuple(None if formula is None else formula.text for formula in (mask, score))
-    indices = tuple([index[id(table)] for table in tables])  # equal indices: mask and score share the table
+    # A table that mask and score share has one index, which occurs twice.
+    indices = tuple([index[id(table)] for table in tables])
     cache_key = (texts, indices, tuple([table.axes for table in tables]), extent)
     found = _NORMALIZED.get(cache_key, [table.array for table in tables], join_masks)
     return None if found is None else parse_text(found[0], [tables[k] for k in found[1]]), score

@@ -143,7 +143,7 @@ class Walkthrough:
 
     @property
     def allowed(self) -> bool:
-        """True if the mask lets the query of `pair` see its key."""
+        """True if the mask lets the query of `self.pair` see the key of `self.pair`."""
         return bool(self.stages.masked[self.pair] > -np.inf)
 
     def follow(self) -> list[Step]:

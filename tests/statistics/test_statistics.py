@@ -577,7 +577,7 @@ def test_a_row_sum_without_the_statistics_share_is_found(monkeypatch):
     copy = broken(
         streaming, "d_row + xp.sum(p * ops.evaluate_on_scores", "d_row + 0 * xp.sum(p * ops.evaluate_on_scores"
     )
-    monkeypatch.setattr(sys.modules["sightline.dispatch"], "backward", copy.backward)
+    monkeypatch.setattr(streaming, "backward", copy.backward)
     with pytest.raises(AssertionError, match=RED):
         check_gradients(OF_WEIGHTS["mass"])
 

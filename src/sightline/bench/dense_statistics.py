@@ -62,7 +62,10 @@ def dense_statistics(workload: Workload, device: str = "cpu") -> Sequence[Statis
 
 
 def has_uneven_cells(workload: Workload) -> bool:
-    """True if a pooled statistic has cells of different sizes, which a reshape cannot produce."""
+    """True if a pooled statistic has cells of different sizes, or pools only a part of the matrix (`within`).
+
+    The dense computation makes cells by a reshape, which needs equal cells that cover the whole matrix.
+    """
     grids = [statistic for statistic in workload.see if isinstance(statistic, Pooled)]
     return any(grid.within is not None or workload.n % grid.down or workload.m % grid.across for grid in grids)
 

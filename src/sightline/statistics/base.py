@@ -172,7 +172,7 @@ class StatisticBase:
 
     # -- parameters ---------------------------------------------------------------------------------------------------
     def map_formulas(self, change: Callable[[Any], Any]) -> Self:
-        """Return the statistic with `change` applied to its formula if it has one."""
+        """Return the statistic with `change` applied to its formula; the statistic itself if it has no formula."""
         return self
 
     def serialize(self, to_text: Callable[[Expression], str]) -> list[str]:
@@ -209,10 +209,10 @@ def statistic_gradients(
     d_seen: Sequence[Any],
     compute: Callable[[Statistic], Any] | None = None,
 ) -> StatisticGradients:
-    """Return the sum of the terms that the statistics' gradients add.
+    """Return the sum of the terms that the statistics' gradients add to dP, dS and d_lse.
 
-    `d_seen` holds the gradient of the first array of each statistic, or None. `compute` returns another statistic of
-    the problem; if it is None, that statistic is accumulated from the tiles.
+    `d_seen` holds, for each statistic, the gradient of its first array, or None. `compute` returns the result of any
+    statistic of the problem. If `compute` is None, the result is accumulated from the tiles.
     """
 
     def compute_from_tiles(statistic: Statistic) -> Any:

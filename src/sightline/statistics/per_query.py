@@ -118,7 +118,7 @@ class Entropy(Statistic):
 
 
 class TopKResult(NamedTuple):
-    """The result of `top_k`: the largest weights, and their keys in `where`."""
+    """The result of `top_k`: the largest weights of each query (`weights`) and the indices of their keys (`where`)."""
 
     weights: Any
     where: Any

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arrays import namespace
 from ..errors import ParameterError
-from ..formula.expression import SYMBOLS, Expression, Lookup, as_expression, walk
+from ..formula.expression import SYMBOLS, Constant, Expression, Lookup, intern, walk
 from ..formula.tables import Table
 from .base import BackwardContext, ForwardContext, Outer, StatisticBase, StatisticGradients, Tile
 
@@ -287,7 +287,7 @@ def restrict(problem: Problem, queries: Indices | None, query_heads: Indices | N
         positions, span = _index_array(queries, problem.n, query), contiguous_span(queries, problem.n)
         query = query[..., positions, :] if span is None else query[..., span[0] : span[1], :]
         symbols["i"] = Table(positions)[SYMBOLS["i"]]
-        symbols["n"] = as_expression(problem.n)
+        symbols["n"] = intern(Constant(problem.n, "int"))
     tables: dict[int, Table] = {}
     restricted = replace(problem, query=query, key=key, value=value, sinks=sinks)
     return restricted.map_formulas(lambda formula: _substitute(formula, symbols, tables))

@@ -83,7 +83,7 @@ def _half_to_float(builder: Builder, bits: Value) -> Value:
 
 
 def _float_to_half(builder: Builder, value: Value) -> Value:
-    """Round float32 to float16 bits in 32-bit lanes."""
+    """Round float32 values to float16 and return the float16 bits, each in a 32-bit integer lane."""
     bits = value.bits(INT32)
     magnitude = bits & 0x7FFFFFFF
     sign = (bits >> 16) & 0x8000

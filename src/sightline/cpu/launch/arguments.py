@@ -37,9 +37,10 @@ TARGET_ITEMS = 16  # items of work per call; fixed, since sums must not depend o
 
 
 class KernelArguments:
-    """A problem's arrays as a kernel reads them, its tile ranges, and the fields that every kernel has.
+    """The inputs of a kernel's argument block: a problem's arrays in the form the kernel reads, and its tile ranges.
 
-    `extra_formulas` are formulas of pairs and final scores besides mask and score. Their tables follow the problem's.
+    `fields` returns the values of the fields that every kernel has. `extra_formulas` are the formulas besides mask and
+    score. They may read b, h, i, j and s, the final score. Their tables come after the tables of mask and score.
     """
 
     def __init__(self, problem: Problem, query_block: int, extra_formulas: Sequence[Expression] = ()) -> None:

@@ -35,7 +35,7 @@ class TableGradient:
     node_index: int  # of the lookup in the score's `walk`
     slot: int  # of the table in Problem.tables
     is_per_key: bool  # every entry belongs to one key, as in t[h, i, j], so that a single split of the keys writes it
-    is_per_head: bool  # every entry belongs to one query head
+    is_per_head: bool  # every entry of the table belongs to one query head, as in t[h, j]
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,10 @@ def _allocate_table_sums(problem: Problem, gradient: TableGradient, split: Split
 
 
 def _sum_table_gradients(problem: Problem, table_gradients: list[TableGradient], sums: list[Any]) -> tuple[Any, ...]:
-    """Return the gradient of each table of the problem in the table's library and dtype; None if it has none."""
+    """Return a gradient per table of the problem, in the table's library and dtype; None for a table without gradient.
+
+    The gradients of all lookups of one table are added.
+    """
     totals: list[Any] = [None] * len(problem.tables)
     for gradient, array in zip(table_gradients, sums, strict=True):
         term, total = array if gradient.is_per_key else array.sum(axis=0), totals[gradient.slot]

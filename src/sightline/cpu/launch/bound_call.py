@@ -22,7 +22,7 @@ __all__ = ["BoundCall"]
 MAX_CACHED_BYTES = 1 << 20  # the most bytes of tile ranges and offsets that a cached call may keep alive
 MAX_POOLED_BYTES = 1 << 18  # larger buffers are allocated for each call
 WORDS_PER_CACHE_LINE = CACHE_LINE_BYTES // 8  # threads increment the counter in one cache line and read other lines
-# the same in the fields of every kernel
+# Indices of these fields. They hold for DECODE_FIELDS too, which begins with FORWARD_FIELDS.
 QUERY_INDEX, KEY_INDEX, VALUE_INDEX, OUTPUT_INDEX, LSE_INDEX = map(
     list(FORWARD_FIELDS).index, ("query", "key", "value", "output", "lse")
 )

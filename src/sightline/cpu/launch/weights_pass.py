@@ -40,7 +40,8 @@ class WeightsPassCall:
         self.processor, self.writer = processor, writer
         self.arguments, spec = prepare(kernel, problem, processor.machine, k=k)
         self.block = self.arguments.query_block
-        # the kernel reads no values, and lse includes the sinks: problems that differ in these alone share a kernel
+        # The kernel does not read V, the given lse includes the sinks, and the weights are those before dropout.
+        # So problems that differ only in V, sinks or dropout share one kernel.
         spec = replace(spec, d_v=1, unit_stride=(*spec.unit_stride[:2], True), has_sinks=False, has_dropout=False)
         self.kernel = compile_kernel(spec, self.arguments, writer, processor)
         lse_address = self.arguments.retain(np.ascontiguousarray(to_numpy(lse), np.float64))
@@ -82,7 +83,7 @@ def received(
 
     Returns
     -------
-    (..., H, m) in the accumulator's dtype, or None
+    (..., H, m) in the accumulator's dtype; None if `has_nonfinite` is true: streaming must compute the result
     """
     if has_nonfinite(problem, lse):
         return None
@@ -126,7 +127,7 @@ def pooled(
 
     Returns
     -------
-    (..., H, rows, columns) in the accumulator's dtype, or None
+    (..., H, rows, columns) in the accumulator's dtype; None if `has_nonfinite` is true
     """
     if has_nonfinite(problem, lse):
         return None
@@ -219,7 +220,7 @@ def weights(
 
     Returns
     -------
-    (..., H, rows, columns) in the input's dtype, or None
+    (..., H, rows, columns) in the input's dtype; None if `has_nonfinite` is true
     """
     if has_nonfinite(problem, lse):
         return None

@@ -89,7 +89,7 @@ _cache = KernelCache()
 
 
 def bound_calls() -> OrderedDict[Any, Any]:
-    """Return the calls prepared with the kernels in memory, the least recently used first."""
+    """Return the cache of bound calls, the least recently used call first. `call_cache` reads and fills the cache."""
     return _cache.bound_calls
 
 

@@ -185,7 +185,7 @@ class Teams:
     def __init__(self, is_forked: bool = False) -> None:
         self.is_forked = is_forked
         self.pool: ThreadPoolExecutor | None = None
-        self.openmp: Callable[..., None] | None = None  # GOMP_parallel
+        self.openmp: Callable[..., None] | None = None  # GOMP_parallel; None if no OpenMP is loaded
         self.modules = -1  # number of loaded Python modules at the last search for OpenMP
         self.is_from_torch = False  # True if torch's own OpenMP was found, so that no further search is needed
 

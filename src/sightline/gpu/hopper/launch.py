@@ -1,4 +1,4 @@
-"""The launch of the Hopper kernel, made from the launch of the Triton kernel for the same problem and sizes."""
+"""Convert a launch of the Triton forward kernel to a launch of the Hopper kernel, with the same problem and tiles."""
 
 from __future__ import annotations
 

@@ -65,7 +65,11 @@ class FusedStatistics:
 def compute_statistics(
     problem: Problem, lse: Any, fused_statistics: FusedStatistics, architecture: str
 ) -> tuple[Any, ...]:
-    """Return the result of every statistic of `problem.see`; streaming computes those that no kernel computes."""
+    """Return the result of every statistic of `problem.see`.
+
+    The forward kernel has computed some of them (`fused_statistics`), and a weights pass computes others. The module
+    `streaming` computes the rest.
+    """
 
     def compute_arrays(statistic: Statistic) -> list[Any] | None:
         if 0 in problem.extent:
