@@ -139,7 +139,10 @@ class Problem:
         return b, h, i, xp.arange(columns.start, columns.stop, **options)
 
     def squeeze_heads(self, array: Any, trailing: int) -> Any:
-        """Return an array (*batch_shape, H, `trailing` axes) without the head axis if the caller's arrays have none."""
+        """Remove the head axis of an array if the caller's arrays have no head axis; otherwise return it unchanged.
+
+        The head axis follows the batch axes. `trailing` is the number of axes after it.
+        """
         if not self.heads_squeezed:
             return array
         return array.reshape((*array.shape[: -trailing - 1], *array.shape[array.ndim - trailing :]))

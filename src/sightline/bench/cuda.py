@@ -177,7 +177,7 @@ class CudaPeaks(Peaks):
     names: ClassVar[tuple[str, ...]] = ("matmul", "copy")
 
     def measured_name(self, name: str) -> str:
-        """Return the name itself."""
+        """Return the name unchanged: each peak of a GPU is measured under its own name."""
         return name
 
     def _prepare_try(self, name: str) -> Callable[[], float]:

@@ -47,7 +47,7 @@ def draw(report: Report, folder: Path) -> list[Path]:
 
 
 def _compared_findings(report: Report) -> list[Finding]:
-    """Return the findings with times of Sightline and of a peer."""
+    """Return the report's findings that hold times of both Sightline and a library in PEER_STYLES."""
     timed = [f for f in report.findings if f.entry("sightline")]
     return [f for f in timed if any(entry.name in PEER_STYLES and entry.seconds for entry in f.entries[1:])]
 

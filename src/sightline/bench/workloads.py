@@ -86,7 +86,8 @@ class Target:
         return bool(value >= self.limit if self.at_least else value <= self.limit)
 
 
-ToTable = Callable[[Any], Any]  # makes an array indexable: a Table by Sightline's symbols, a tensor by torch's
+# Converts a NumPy array for formulas. Sightline's formulas index a Table; FlexAttention's functions index a tensor.
+ToTable = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)

@@ -211,8 +211,8 @@ def statistic_gradients(
 ) -> StatisticGradients:
     """Return the sum of the terms that the statistics' gradients add to dP, dS and d_lse.
 
-    `d_seen` holds, for each statistic, the gradient of its first array, or None. `compute` returns the result of any
-    statistic of the problem. If `compute` is None, the result is accumulated from the tiles.
+    `d_seen` holds, for each statistic, the gradient of the first array of its result; None if it has no gradient.
+    `compute(statistic)` returns the result of a statistic. If `compute` is None, the tiles give the statistic's result.
     """
 
     def compute_from_tiles(statistic: Statistic) -> Any:

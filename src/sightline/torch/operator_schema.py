@@ -157,7 +157,10 @@ def to_text(formula: Expression | None) -> tuple[str, list[Table]]:
 
 
 def _text_writer(tables: list[Table]) -> Callable[[Expression], str]:
-    """Return a function that writes a condition for `_parse_statistics` and appends its tables to `tables`."""
+    """Return a function that converts a statistic's condition to text that `_parse_statistics` reads.
+
+    The function appends the tables of the condition to `tables`.
+    """
 
     def write_text(condition: Expression) -> str:
         text, own = to_text(condition)

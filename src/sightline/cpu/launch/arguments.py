@@ -209,6 +209,9 @@ def _convert_table(array: Any) -> Any:
 
 
 def _extent_in_bytes(array: Any) -> int:
-    """Return the bytes between the farthest entries of an array, which may be a view with gaps, or of its gradient."""
+    """Return the larger of two numbers of bytes: the span of the array, and the size of its gradient.
+
+    The array may be a view with gaps. The gradient has no gaps, and at most 8 bytes per entry.
+    """
     extent = sum(max(length - 1, 0) * abs(stride) for length, stride in zip(array.shape, array.strides, strict=True))
     return max(int(extent), 8 * int(array.size))

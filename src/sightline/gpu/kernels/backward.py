@@ -126,7 +126,7 @@ def compute_d_scores(p, dp, s, products, pairs, delta, params, sums, formulas, K
 
 @triton.jit
 def has_nonfinite(x):
-    """Return 1 if a block has NaN or ∞, else 0."""
+    """Return 1 if an entry of the matrix x is NaN or ±∞, else 0."""
     return tl.max(tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), 1), 0)
 
 

@@ -15,13 +15,16 @@ __all__ = ["pooled"]
 
 
 class CellSpan(NamedTuple):
-    """The queries or the keys of one program, as a part of the axis that the grid divides."""
+    """The queries or the keys of one Triton program. The program sums or maximizes the weights of each of its cells.
 
-    first: Any  # of the program
-    last: Any  # past the last of the program
-    cell: Any  # index of the program's first cell
-    start: Any  # of the axis
-    stop: Any  # past the end of the axis
+    The axis of queries (or keys) from `start` to `stop` is divided into cells.
+    """
+
+    first: Any  # first position of the program
+    last: Any  # past the last position of the program
+    cell: Any  # index of the program's first cell on the axis
+    start: Any  # first position of the axis
+    stop: Any  # past the last position of the axis
     cells: Any  # number of cells on the axis
 
 
@@ -39,7 +42,7 @@ def cell_index(position, start, stop, cells):
 
 @triton.jit
 def cell_indices(position, span):
-    """Return the index of each position's cell among the program's cells; −1 outside of them."""
+    """Return for each position the index of its cell, counted from the program's first cell; −1 outside the program."""
     inside = (position >= span.first) & (position < span.last)
     return tl.where(inside, cell_index(position, span.start, span.stop, span.cells) - span.cell, -1)
 

@@ -51,9 +51,9 @@ def swap_queries_and_keys(mask: Expression) -> Expression:
 
 
 def make_schedule(problem: Problem, query_block: int, key_block: int, of_keys: bool = False) -> Schedule | None:
-    """Return the tiles of keys that each block of queries visits; None without a mask, when every tile is visited.
+    """Return the ranges of key tiles that each block of queries visits; None without a mask: every tile is visited.
 
-    With `of_keys` rows are blocks of keys, and ranges are of blocks of queries.
+    With `of_keys`, the result has the ranges of query tiles that each block of keys visits.
     """
     if problem.mask is None:
         return None
