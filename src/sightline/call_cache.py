@@ -147,7 +147,7 @@ def formula_tokens(formula: Any) -> tuple[str, ...] | str | None:
         else:
             return None
         if len(tokens) > MAX_FORMULA_TOKENS:
-            cached = formula.__dict__  # an earlier dispatch has computed both `tables` and `text`
+            cached = formula.__dict__  # holds `tables` and `text` only if an earlier dispatch has computed them
             return cached.get("text") if cached.get("tables") == () else None
     return tuple(tokens)
 

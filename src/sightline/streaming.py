@@ -26,7 +26,7 @@ from .statistics import StatisticGradients, Tile, accumulate_statistics, statist
 
 __all__ = ["MAX_LSE", "Streaming", "TileOps", "backward", "compute_statistics", "forward", "is_lse_precise", "tiles"]
 
-TILE_ELEMENTS = 1 << 20  # scores of one tile, over all batches and heads
+TILE_ELEMENTS = 1 << 20  # most scores of one tile, over all batches and heads, unless one row has more
 KEY_BLOCK = 512
 MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above it, adjacent floats of the accumulator differ by 1 or more
 
@@ -136,7 +136,10 @@ class TileOps:
         )
 
     def split_lse(self, lse: Any) -> tuple[Any, Any]:
-        """Split the lse into a sum of two numbers of the accumulator's dtype, (..., rows, 1); 0 where the lse is −∞."""
+        """Return (high, low) of the accumulator's dtype, whose sum is the lse. Both are 0 where the lse is −∞.
+
+        Each has the shape (..., rows, 1).
+        """
         xp = self.xp
         lse = xp.where(lse == -xp.inf, xp.zeros_like(lse), lse)[..., None]
         high = xp.astype(lse, self.dtype)
@@ -176,7 +179,7 @@ class TileOps:
 
 
 def forward(ops: TileOps) -> tuple[Any, Any]:
-    """Return the output in the accumulator's dtype and the lse in float64, whose error the weights inherit."""
+    """Return the output in the accumulator's dtype, and the lse in float64: the weights inherit the lse's error."""
     xp, problem = ops.xp, ops.problem
     output = ops.full(0.0, *problem.batch_shape, problem.H, problem.n, problem.d_v)
     lse = xp.astype(ops.full(-xp.inf, *problem.batch_shape, problem.H, problem.n), xp.float64)

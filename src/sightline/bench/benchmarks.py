@@ -1,4 +1,4 @@
-"""The named problems for a CPU with their targets. Tests run small versions of the same problems."""
+"""The named benchmarks for a CPU. Targets are limits for measured quantities. Tests run small versions."""
 
 from __future__ import annotations
 

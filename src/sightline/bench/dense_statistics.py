@@ -79,7 +79,7 @@ class Dense(Implementation):
         self.device = device
 
     def refuses(self, workload: Workload) -> str | None:
-        """Backward passes, score formulas, dropout, biases, grouped heads, cells of different sizes."""
+        """Refuse backward passes, score formulas, dropout, biases, grouped heads, and cells of unequal sizes."""
         grouped = workload.G != workload.H
         if workload.passes != "forward" or workload.score or workload.dropout or workload.bias or grouped:
             return "not implemented"

@@ -225,7 +225,7 @@ class Numpy(Sightline):
 
 
 class OneThread(Sightline):
-    """Sightline on one thread."""
+    """An implementation: Sightline on one thread, whatever the workload's number of threads."""
 
     def __init__(self) -> None:
         super().__init__("one thread", "one thread")

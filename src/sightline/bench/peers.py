@@ -34,7 +34,7 @@ class Torch(Implementation):
     name, label, packages, pip = "torch", "torch", ("torch",), "torch"
 
     def refuses(self, workload: Workload) -> str | None:
-        """Nothing."""
+        """Refuse nothing."""
         return None
 
     def reference_workload(self, workload: Workload) -> Workload | None:
@@ -138,7 +138,7 @@ class OnnxRuntime(Implementation):
     has_arena = True
 
     def refuses(self, workload: Workload) -> str | None:
-        """Backward passes, dropout, dtypes other than float32, grouped heads."""
+        """Refuse backward passes, dropout, dtypes other than float32, and grouped heads."""
         if workload.passes != "forward" or workload.dropout:
             return "only inference"
         if workload.dtype != "float32":

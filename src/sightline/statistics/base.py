@@ -70,7 +70,7 @@ class ForwardContext:
 
 @dataclass(frozen=True)
 class BackwardContext:
-    """The inputs of a statistic's gradient. The formulas made here read b, h, i, j, and s as the final score S."""
+    """The inputs of a statistic's gradient. Its methods make formulas of b, h, i, j and s; s is the final score."""
 
     problem: Problem
     lse: Any

@@ -1,4 +1,4 @@
-"""Attention layers in the forms that are common in published code."""
+"""Ready-made attention layers (nn.Module) that compute what common published code computes."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Builder:
 
     # -- functions ------------------------------------------------------------------------------------------------
     def declare(self, name: str, signature: Any) -> Any:
-        """Return the module's function of this name, declared at its first use."""
+        """Return the module's function of this name. The first call with a name declares the function."""
         if name in self.module.globals:
             return self.module.globals[name]
         return ir.Function(self.module, signature, name)

@@ -141,7 +141,7 @@ def _absolute(builder: Builder, x: Value) -> Value:
 
 
 def _min_max_rule(predicate: str, name: str) -> Callable[[Builder, Value, Value], Value]:
-    """Return the rule of a minimum or maximum, which is NaN if an operand is NaN."""
+    """Return the function that emits a minimum or maximum. Its result is NaN if an operand is NaN."""
 
     def rule(builder: Builder, x: Value, y: Value) -> Value:
         x, y = builder.promote(x, y)

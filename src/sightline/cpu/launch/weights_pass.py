@@ -156,7 +156,7 @@ def _reduce_cells(
     (rows, columns), heads = grid, problem.B * problem.H
     columns_per_item = min(columns, MAX_COLUMNS_PER_ITEM)
     column_items = -(-columns // columns_per_item)
-    # a block of queries in two items is computed twice, so items have at least 4 blocks
+    # Two items that share a block of queries both compute it, so an item has at least 4 blocks.
     max_rows = max((queries[1] - queries[0]) // (4 * weights_pass.block), 1)
     subdivisions = max(min(-(-TARGET_ITEMS // (heads * column_items * rows)), max_rows // rows), 1)
     fine_rows = rows * subdivisions  # each row of cells is computed as so many finer rows

@@ -143,7 +143,7 @@ def compile_module(module: Any, machine: Machine, name: str) -> Address:
 
 
 def _compile_object(module: Any, machine: Machine) -> bytes:
-    """Return the module's object code, optimised for the machine."""
+    """Return the module's object code, optimised for the target `machine`, which need not be the host."""
     with optimised(module, machine) as (parsed, target):
         return bytes(target.emit_object(parsed))
 

@@ -130,7 +130,10 @@ class Operands:
 
 
 def to_operand(array: Any) -> Array:
-    """Return a tensor (..., heads, rows, columns) with its strides; contiguous leading axes are merged into one."""
+    """Return a tensor (..., heads, rows, columns) as a kernel's argument: the tensor and its strides.
+
+    Adjacent batch axes are merged where their strides allow it. Batch axes of length 1 are left out.
+    """
     lengths: list[int] = []
     strides: list[int] = []
     for length, stride in zip(array.shape[:-3], array.stride()[:-3], strict=True):

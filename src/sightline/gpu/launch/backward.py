@@ -110,10 +110,11 @@ def backward_launches(
     statistic_gradients: StatisticGradients,
     architecture: str,
 ) -> Iterator[KernelLaunch]:
-    """Yield the launches of the backward pass, in order: δ and the scaled lse, dQ, dK and dV.
+    """Yield the launches of the backward pass.
 
-    A NaN-safe launch follows dQ, and another follows dK and dV; it recomputes every block that is not finite. `arrays`
-    has the kernels' arguments output, d_output, d_lse, lse, rows, sums, d_query, d_key and d_value.
+    In order: δ with the scaled lse; dQ; dQ NaN-safe; dK with dV; dK with dV NaN-safe. A NaN-safe launch recomputes the
+    blocks of the launch before it that are not finite. `arrays` has the kernels' arguments output, d_output, d_lse,
+    lse, rows, sums, d_query, d_key and d_value.
     """
     sizes = select("backward_queries", problem, architecture)
     formulas = {  # by the fields of `FormulaFunctions`

@@ -130,7 +130,7 @@ def store(kernel: str, problem: Problem, device: str, entry: Mapping[str, Any]) 
 
 
 def clear() -> None:
-    """Clear the look-ups held in memory, so that the files are read again."""
+    """Forget the configurations in memory, so that the next look-up reads the tuning files again."""
     _load.cache_clear()
     _existing_folder.cache_clear()
 
