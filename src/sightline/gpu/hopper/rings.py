@@ -6,6 +6,7 @@ A ring has STAGES slots; step t uses slot t mod STAGES. The barrier `ready` of a
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -33,12 +34,8 @@ class Block(NamedTuple):
     group: Any  # query heads per key head
 
 
-class Ring(NamedTuple):
+class Ring(namedtuple("Ring", "memory ready free")):
     """Tiles of K or of V in shared memory, and the barriers of each slot."""
-
-    memory: Any
-    ready: Any
-    free: Any
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ waits for no kernel. Finite inputs cost one check of the sums, and one kernel la
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -31,45 +31,21 @@ __all__ = [
 ]
 
 
-class KernelArguments(NamedTuple):
+class KernelArguments(
+    namedtuple(
+        "KernelArguments",
+        "query key value d_output rows n m H group sign scale unit schedule dropout_state dropout_scale tables sums",
+    )
+):
     """The arguments that `backward_queries` and `backward_keys` share."""
 
-    query: Any
-    key: Any
-    value: Any
-    d_output: Any
-    rows: Any
-    n: Any
-    m: Any
-    H: Any
-    group: Any
-    sign: Any
-    scale: Any
-    unit: Any
-    schedule: Any
-    dropout_state: Any
-    dropout_scale: Any
-    tables: Any
-    sums: Any
 
-
-class ScoreParams(NamedTuple):
+class ScoreParams(namedtuple("ScoreParams", "scale unit tables")):
     """The arguments of scores other than Q · K."""
 
-    scale: Any
-    unit: Any
-    tables: Any
 
-
-class Pairs(NamedTuple):
+class Pairs(namedtuple("Pairs", "b h i j n m")):
     """The pairs of a tile. i is a column and j a row; in a transposed tile i is a row and j a column."""
-
-    b: Any
-    h: Any
-    i: Any
-    j: Any
-    n: Any
-    m: Any
 
 
 # -- a tile ------------------------------------------------------------------------------------------------------------
@@ -139,14 +115,8 @@ def store_rows(block, target, position, first, count, WIDTH: tl.constexpr, ROWS:
 
 
 # -- per query ---------------------------------------------------------------------------------------------------------
-class WeightedBlock(NamedTuple):
+class WeightedBlock(namedtuple("WeightedBlock", "query key lse location params")):
     """A block of queries, and the head of keys that they attend to."""
-
-    query: Any
-    key: Any
-    lse: Any
-    location: Any
-    params: Any
 
 
 @triton.jit

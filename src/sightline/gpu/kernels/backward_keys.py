@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -16,19 +16,8 @@ from .tile_loop import ScheduleRow, loop_over_tiles
 __all__ = ["backward_keys"]
 
 
-class Block(NamedTuple):
+class Block(namedtuple("Block", "key value first b h query d_output params dropout_scale args")):
     """A block of keys and values from `first` on, and a head of queries that attend to them."""
-
-    key: Any
-    value: Any
-    first: Any
-    b: Any
-    h: Any
-    query: Any
-    d_output: Any
-    params: Any
-    dropout_scale: Any
-    args: Any
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -15,21 +15,13 @@ from .tile_loop import ScheduleRow, loop_over_tiles
 __all__ = ["backward_queries"]
 
 
-class Block(NamedTuple):
-    """A block of queries, and the heads of K and V that they attend to."""
+class Block(
+    namedtuple("Block", "query d_output inside lse delta location key value params dropout_scale dropout_state sums")
+):
+    """A block of queries, and the heads of K and V that they attend to.
 
-    query: Any
-    d_output: Any
-    inside: Any  # (rows, 1), False past the last query
-    lse: Any  # (high, low), (rows, 1) each
-    delta: Any  # (rows, 1)
-    location: Any
-    key: Any
-    value: Any
-    params: Any
-    dropout_scale: Any
-    dropout_state: Any
-    sums: Any
+    `inside`, `delta` and both parts of `lse`, (high, low), are (rows, 1); `inside` is False past the last query.
+    """
 
 
 @triton.jit

@@ -15,6 +15,7 @@ later tile has a larger score has already added its value to the sum, NaN includ
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
@@ -30,36 +31,14 @@ __all__ = [
 ]
 
 
-class KernelArguments(NamedTuple):
+class KernelArguments(
+    namedtuple("KernelArguments", "query key value n m H group sign scale unit schedule sinks dropout_state tables")
+):
     """The arguments of a kernel that `compute_block` reads; see `forward`."""
 
-    query: Any
-    key: Any
-    value: Any
-    n: Any
-    m: Any
-    H: Any
-    group: Any
-    sign: Any
-    scale: Any
-    unit: Any
-    schedule: Any
-    sinks: Any
-    dropout_state: Any
-    tables: Any
 
-
-class Block(NamedTuple):
+class Block(namedtuple("Block", "query key value location scale unit dropout_state tables")):
     """A block of queries, and the heads of K and V that they attend to."""
-
-    query: Any
-    key: Any
-    value: Any
-    location: Any
-    scale: Any
-    unit: Any
-    dropout_state: Any
-    tables: Any
 
 
 class State(NamedTuple):

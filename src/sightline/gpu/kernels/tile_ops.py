@@ -6,6 +6,7 @@ In every kernel `formulas` is a `codegen.formula_functions.FormulaFunctions`, an
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
@@ -31,22 +32,12 @@ class Array(NamedTuple):
     column: Any
 
 
-class Head(NamedTuple):
+class Head(namedtuple("Head", "start row column")):
     """The rows of one head of an array. If `start` is a block of pointers, of a block of heads."""
 
-    start: Any
-    row: Any
-    column: Any
 
-
-class BlockLocation(NamedTuple):
-    """The location of a block of queries in the problem."""
-
-    b: Any
-    h: Any  # a number, or a column (rows, 1)
-    i: Any  # (rows, 1), clamped to the last query
-    n: Any
-    m: Any
+class BlockLocation(namedtuple("BlockLocation", "b h i n m")):
+    """The location of a block of queries; h is a number or a column (rows, 1), and i (rows, 1), clamped to the last."""
 
 
 @triton.jit

@@ -12,7 +12,7 @@ This module has what the kernels share. `top_k`, `dense_weights` and `pooled` lo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -22,17 +22,11 @@ from . import tile_ops
 __all__ = ["Block", "combine", "compute_scores", "load_block", "reduce"]
 
 
-class Block(NamedTuple):
-    """A block of queries, and the head of keys that they attend to."""
+class Block(namedtuple("Block", "query key location lse scale unit tables extra")):
+    """A block of queries, and the head of keys that they attend to.
 
-    query: Any
-    key: Any
-    location: Any
-    lse: Any  # (high, low), (rows, 1) each
-    scale: Any
-    unit: Any
-    tables: Any
-    extra: Any  # further arguments of one kernel
+    `lse` is (high, low), (rows, 1) each, and `extra` has further arguments of one kernel.
+    """
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -14,22 +14,8 @@ from .weights_pass import combine, reduce
 __all__ = ["received"]
 
 
-class Block(NamedTuple):
+class Block(namedtuple("Block", "key first b h query lse n m H sign scale unit tables")):
     """A block of keys of a head from `first` on, and the arguments that loading its queries needs."""
-
-    key: Any
-    first: Any
-    b: Any
-    h: Any
-    query: Any
-    lse: Any
-    n: Any
-    m: Any
-    H: Any
-    sign: Any
-    scale: Any
-    unit: Any
-    tables: Any
 
 
 @triton.jit
