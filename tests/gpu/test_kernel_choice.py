@@ -165,7 +165,7 @@ def test_large_strides_of_any_array_need_64_bit_offsets():
     sizes = default_configuration("sm_90", "backward_queries", "float32", 8)
     far = to_operand(torch.empty_strided((1, 2, 16, 8), (2**33, 2**32, 1, 2**28), device="meta"))
     assert Operands(posed(), sizes).meta().index_type == tl.int32
-    assert Operands(posed(), sizes, extra_arrays=[far]).meta().index_type == tl.int64
+    assert Operands(posed(), sizes, arrays=[far]).meta().index_type == tl.int64
 
 
 @pytest.mark.parametrize(("name", "precision"), [("gfx942:sramecc+", "tf32"), ("gfx90a", "ieee")])

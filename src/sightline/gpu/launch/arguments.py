@@ -31,25 +31,26 @@ class Operands:
 
     Parameters
     ----------
-    extra_formulas : (name, formula, True if the formula reads scores) for every formula besides mask and score
+    sizes : the tile sizes of the kernel
+    formulas : (name, formula, True if the formula reads scores) for every formula besides mask and score
         The tables of these formulas follow the tables of mask and score.
-    extra_arrays : arrays besides query, key and value whose rows a kernel reads in tiles
+    arrays : arrays besides query, key and value whose rows a kernel reads in tiles
     """
 
     def __init__(
         self,
         problem: Problem,
-        configuration: Configuration,
-        extra_formulas: Sequence[NamedFormula] = (),
-        extra_arrays: Sequence[Array] = (),
+        sizes: Configuration,
+        formulas: Sequence[NamedFormula] = (),
+        arrays: Sequence[Array] = (),
     ) -> None:
         if problem.score is None and 0 < abs(problem.scale) < MIN_SCALE:
             problem = replace(problem, score=SYMBOLS["s"])
-        self.problem, self.configuration, self.extra_arrays = problem, configuration, extra_arrays
+        self.problem, self.sizes, self.extra_arrays = problem, sizes, arrays
         self.arrays = {name: to_operand(detach(getattr(problem, name))) for name in ("query", "key", "value")}
-        arrays = [_prepare_table(table.array, problem.query) for table in collect_tables(problem, extra_formulas)]
-        self.tables = tuple((array, *array.stride(), *array.shape) for array in arrays)
-        self.sources = render_sources(problem, extra_formulas)
+        tables = [_prepare_table(table.array, problem.query) for table in collect_tables(problem, formulas)]
+        self.tables = tuple((table, *table.stride(), *table.shape) for table in tables)
+        self.sources = render_sources(problem, formulas)
 
     def formula_functions(self) -> FormulaFunctions:
         """Return the generated functions of mask, score and extra formulas; a formula that is absent is None."""
@@ -64,22 +65,20 @@ class Operands:
 
     def common_arguments(self) -> dict[str, Any]:
         """Return the arguments that are common to all kernels that loop over tiles."""
-        problem = self.problem
-        return {
-            **self.arrays,
-            "n": problem.n,
-            "m": problem.m,
-            "H": problem.H,
-            "group": problem.group,
-            **self.scale_arguments(),
-            "tables": self.tables,
-            "formulas": self.formula_functions(),
-            "meta": self.meta(),
-        }
+        arguments = self.arrays | {name: getattr(self.problem, name) for name in ("n", "m", "H", "group")}
+        formulas = {"tables": self.tables, "formulas": self.formula_functions(), "meta": self.meta()}
+        return arguments | self.scale_arguments() | formulas
+
+    def block_arguments(self, blocks: int, items: int) -> dict[str, Any]:
+        """Return the arguments of a kernel with a NaN-safe variant: blocks of a head, blocks of all heads, and a flag
+        for each block, uninitialised int32, that marks a block with a non-finite result.
+        """
+        flags = self.problem.query.new_empty(items, dtype=torch.int32)
+        return {"blocks": blocks, "items": items, "nonfinite_flags": flags, "SUBBLOCKS": 0}
 
     def meta(self, sizes: Configuration | None = None) -> MetaParameters:
-        """Return the compile-time constants of a kernel with these tile sizes, by default the configuration's."""
-        problem, sizes = self.problem, sizes or self.configuration
+        """Return the compile-time constants of a kernel with these tile sizes, by default those of `sizes`."""
+        problem, sizes = self.problem, sizes or self.sizes
         arrays = (*self.arrays.values(), *self.extra_arrays)
         max_stride = max(abs(stride) for array in arrays for stride in (array.row, array.column))
         needs_int64 = max_stride * (sizes.rows + sizes.keys + problem.d_k + problem.d_v) > INT32_MAX
@@ -103,26 +102,18 @@ class Operands:
         sign = math.copysign(1.0, self.problem.scale) if self.problem.scale else 0.0
         return {"sign": sign, "scale": size, "unit": math.log2(math.e) * (size if self.problem.score is None else 1.0)}
 
-    def dropout_state(self) -> tuple[int, int, int] | None:
-        """Return the arguments of `tile_ops.dropout_mask`; None without dropout.
+    def dropout_arguments(self) -> dict[str, Any]:
+        """Return the arguments `dropout_state`, None without dropout, and `dropout_scale`.
 
-        They are the low and the high 32-bit word of the seed, and the largest random word that drops its weight. Triton
-        compiles a kernel again for an integer that is 1, a multiple of 16, or of another width than before. So each
-        word is packed into an odd number of 42 bits.
+        The state, which `tile_ops.dropout_mask` reads, is the low and the high 32-bit word of the seed, and the largest
+        random word that drops its weight. Triton compiles a kernel again for an integer that is 1, a multiple of 16, or
+        of another width than before. So each word is packed into an odd number of 42 bits. The scale is the factor
+        1 / (1 − dropout) on weights that are not dropped; 0 if every weight is dropped.
         """
-        dropped, seed = threshold(self.problem) - 1, self.problem.seed
-        if dropped < 0:
-            return None
-        low, high, largest = (2**41 + 2 * word + 1 for word in (seed % 2**32, seed >> 32, dropped))
-        return low, high, largest
-
-    def dropout_scale(self) -> float:
-        """Return the factor 1 / (1 − dropout) on weights that are not dropped; 0 if every weight is dropped."""
-        return 0.0 if self.problem.dropout == 1 else 1 / (1 - self.problem.dropout)
-
-    def allocate_flags(self, items: int) -> Any:
-        """Return an uninitialised int32 flag for each of `items` blocks; it marks a block with a non-finite result."""
-        return self.problem.query.new_empty(items, dtype=torch.int32)
+        dropped, seed, dropout = threshold(self.problem) - 1, self.problem.seed, self.problem.dropout
+        words = (seed % 2**32, seed >> 32, dropped) if dropped >= 0 else None
+        state = None if words is None else tuple([2**41 + 2 * word + 1 for word in words])
+        return {"dropout_state": state, "dropout_scale": 0.0 if dropout == 1 else 1 / (1 - dropout)}
 
     def sinks(self) -> Any:
         """Return the sinks as (H,) float64, contiguous; None without sinks."""

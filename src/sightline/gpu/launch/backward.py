@@ -69,44 +69,33 @@ def backward(
     - is indexed by both i and j, and heads or batches share its entries, on AMD.
     """
     architecture = architecture or architecture_of(problem.query.device)
-    table_gradients = list(_table_gradients(problem, wanted_tables))
-    if not all(_is_supported(problem, table_gradient, architecture) for table_gradient in table_gradients):
+    lookups = list(_table_gradients(problem, wanted_tables))
+    if not all(_is_supported(problem, lookup, architecture) for lookup in lookups):
         return None
     query, batch_shape = problem.query, problem.batch_shape
+    output, lse = map(detach, saved)
     d_lse_terms = [term for term in (d_lse, statistic_gradients.lse) if term is not None]
     d_lse = sum(detach(term).to(torch.float64) for term in d_lse_terms) if d_lse_terms else None
-    gradients = {
-        "d_query": query.new_empty((*batch_shape, problem.H, problem.n, problem.d_k)),
-        "d_key": query.new_empty((*batch_shape, problem.G, problem.m, problem.d_k)),
-        "d_value": query.new_empty((*batch_shape, problem.G, problem.m, problem.d_v)),
-    }
+    d_query = query.new_empty((*batch_shape, problem.H, problem.n, problem.d_k))
+    d_key, d_value = (query.new_empty((*batch_shape, problem.G, problem.m, d)) for d in (problem.d_k, problem.d_v))
     accumulator = getattr(torch, problem.accumulator)
     rows = tuple(query.new_empty((*batch_shape, problem.H, problem.n), dtype=accumulator) for _ in range(3))
-    sums = tuple(_allocate_sums(problem, table_gradient) for table_gradient in table_gradients)
-    arrays = gradients | {
-        "output": to_operand(detach(saved[0])),
-        "d_output": to_operand(detach(d_output).to(query.dtype)),
-        "d_lse": None if d_lse is None else d_lse.expand(rows[0].shape).contiguous(),
-        "lse": detach(saved[1]).contiguous(),
-        "rows": rows,
-        "sums": sums,
-    }
+    sums = tuple(_allocate_sums(problem, lookup) for lookup in lookups)
+    d_lse = None if d_lse is None else d_lse.expand(rows[0].shape).contiguous()
+    arrays = {"output": to_operand(output), "d_output": to_operand(detach(d_output).to(query.dtype)), "d_lse": d_lse}
+    arrays |= {"lse": lse.contiguous(), "rows": rows, "sums": sums}
+    arrays |= {"d_query": d_query, "d_key": d_key, "d_value": d_value}
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        for launch in backward_launches(problem, arrays, table_gradients, statistic_gradients, architecture):
+        for launch in backward_launches(problem, arrays, lookups, statistic_gradients, architecture):
             launch.launch()
-    return Gradients(
-        query=gradients["d_query"],
-        key=gradients["d_key"],
-        value=gradients["d_value"],
-        tables=_finish_table_gradients(problem, table_gradients, sums),
-        sinks=None if problem.sinks is None else _sink_gradients(problem, detach(saved[1]), rows[2]),
-    )
+    d_sinks = None if problem.sinks is None else _sink_gradients(problem, lse, rows[2])
+    return Gradients(d_query, d_key, d_value, _finish_table_gradients(problem, lookups, sums), d_sinks)
 
 
 def backward_launches(
     problem: Problem,
     arrays: dict[str, Any],
-    table_gradients: Sequence[TableGradient],
+    lookups: Sequence[TableGradient],
     statistic_gradients: StatisticGradients,
     architecture: str,
 ) -> Iterator[KernelLaunch]:
@@ -123,77 +112,50 @@ def backward_launches(
         "d_scores_at": statistic_gradients.scores,
     }
     extra_formulas = [(name, formula, True) for name, formula in formulas.items() if formula is not None]
-    for k, table_gradient in enumerate(table_gradients):
+    for k, lookup in enumerate(lookups):
         assert problem.score is not None
-        extra_formulas += [
-            (f"derivative_{k}", derivative(problem.score, table_gradient.node), True),
-            (f"entry_{k}", table_gradient.entry, False),
-        ]
+        extra_formulas.append((f"derivative_{k}", derivative(problem.score, lookup.node), True))
+        extra_formulas.append((f"entry_{k}", lookup.entry, False))
     operands = Operands(problem, sizes, extra_formulas, (arrays["output"], arrays["d_output"]))
     common = operands.common_arguments() | {"d_output": arrays["d_output"], "rows": arrays["rows"]}
-    yield from _query_launches(problem, operands, sizes, common, arrays, table_gradients)
+    yield from _query_launches(operands, common, arrays, lookups)
     sizes = select("backward_keys", problem, architecture)
-    yield from _key_launches(problem, operands, sizes, common | {"meta": operands.meta(sizes)}, arrays)
+    yield from _key_launches(operands, sizes, common | {"meta": operands.meta(sizes)}, arrays)
 
 
 def _query_launches(
-    problem: Problem,
-    operands: Operands,
-    sizes: Configuration,
-    common: dict[str, Any],
-    arrays: dict[str, Any],
-    table_gradients: Sequence[TableGradient],
+    operands: Operands, common: dict[str, Any], arrays: dict[str, Any], lookups: Sequence[TableGradient]
 ) -> Iterator[KernelLaunch]:
+    problem, sizes = operands.problem, operands.sizes
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
     common = common | {"blocks": blocks, "schedule": make_schedule(problem, sizes.rows, sizes.keys)}
     preprocess_arguments = common | {name: arrays[name] for name in ("output", "d_lse", "lse")}
     yield KernelLaunch(backward_preprocess, items, preprocess_arguments, sizes, operands.sources)
 
-    pair_lookups = [table_gradient for table_gradient in table_gradients if table_gradient.kind == "pair"]
-    batches = problem.B if all(table_gradient.is_owned_by("b") for table_gradient in pair_lookups) else 1
-    heads = problem.H if all(table_gradient.is_owned_by("h") for table_gradient in pair_lookups) else 1
-    common |= {
-        "items": items,
-        "nonfinite_flags": operands.allocate_flags(items),
-        "dropout_state": operands.dropout_state(),
-        "dropout_scale": operands.dropout_scale(),
-        "d_query": arrays["d_query"],
-        "B": problem.B,
-        "batches": batches,
-        "heads": heads,
-        "sums": None,
-        "KINDS": (),
-        "SEQUENTIAL": bool(pair_lookups),
-        "SUBBLOCKS": 0,
-    }
-    table_gradients_at = _combine_table_gradients(operands, len(table_gradients))
-    arguments = common | {
-        "formulas": common["formulas"]._replace(table_gradients_at=table_gradients_at),
-        "sums": arrays["sums"],
-        "KINDS": tuple(table_gradient.kind for table_gradient in table_gradients),
-    }
+    pair_lookups = [lookup for lookup in lookups if lookup.kind == "pair"]
+    batches = problem.B if all(lookup.is_owned_by("b") for lookup in pair_lookups) else 1
+    heads = problem.H if all(lookup.is_owned_by("h") for lookup in pair_lookups) else 1
+    common |= operands.dropout_arguments() | operands.block_arguments(blocks, items)
+    common |= {"d_query": arrays["d_query"], "B": problem.B, "batches": batches, "heads": heads}
+    common |= {"sums": None, "KINDS": (), "SEQUENTIAL": bool(pair_lookups)}
+    formulas = common["formulas"]._replace(table_gradients_at=_combine_table_gradients(operands, len(lookups)))
+    kinds = tuple(lookup.kind for lookup in lookups)
+    arguments = common | {"formulas": formulas, "sums": arrays["sums"], "KINDS": kinds}
     yield KernelLaunch(backward_queries, batches * heads * blocks, arguments, sizes, operands.sources)
     small_sizes = replace(sizes, rows=min(sizes.rows, NAN_SAFE_ROWS))
     yield nan_safe_launch(backward_queries, common, operands, sizes, small_sizes)
 
 
 def _key_launches(
-    problem: Problem, operands: Operands, sizes: Configuration, common: dict[str, Any], arrays: dict[str, Any]
+    operands: Operands, sizes: Configuration, common: dict[str, Any], arrays: dict[str, Any]
 ) -> Iterator[KernelLaunch]:
+    problem = operands.problem
     blocks = -(-problem.m // sizes.keys)
     items = problem.B * problem.G * blocks
-    arguments = common | {
-        "blocks": blocks,
-        "items": items,
-        "schedule": make_schedule(problem, sizes.rows, sizes.keys, of_keys=True),
-        "nonfinite_flags": operands.allocate_flags(items),
-        "dropout_state": operands.dropout_state(),
-        "dropout_scale": operands.dropout_scale(),
-        "d_key": arrays["d_key"],
-        "d_value": arrays["d_value"],
-        "SUBBLOCKS": 0,
-    }
+    schedule = make_schedule(problem, sizes.rows, sizes.keys, of_keys=True)
+    arguments = common | operands.dropout_arguments() | operands.block_arguments(blocks, items)
+    arguments |= {"schedule": schedule, "d_key": arrays["d_key"], "d_value": arrays["d_value"]}
     yield KernelLaunch(backward_keys, items, arguments, sizes, operands.sources)
     small_sizes = replace(sizes, keys=min(sizes.keys, NAN_SAFE_ROWS))
     yield nan_safe_launch(backward_keys, arguments, operands, sizes, small_sizes)
@@ -205,30 +167,30 @@ def _table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterat
     slots = {id(table): slot for slot, table in enumerate(problem.tables)}
     for node in [] if problem.score is None else walk(problem.score):
         if isinstance(node, Lookup) and node.kind == "float" and slots[id(node.table)] in wanted_tables:
-            table_gradient = TableGradient(node, slots[id(node.table)], "any")
-            reads = table_gradient.entry.free_symbols & {"i", "j"}
-            if table_gradient.is_owned_by("i") and table_gradient.is_owned_by("j"):
+            lookup = TableGradient(node, slots[id(node.table)], "any")
+            reads = lookup.entry.free_symbols & {"i", "j"}
+            if lookup.is_owned_by("i") and lookup.is_owned_by("j"):
                 kind = "pair"
             else:
                 kind = {"": "head", "i": "query", "j": "key"}.get("".join(sorted(reads)), "any")
-            yield replace(table_gradient, kind=kind)
+            yield replace(lookup, kind=kind)
 
 
-def _is_supported(problem: Problem, table_gradient: TableGradient, architecture: str) -> bool:
+def _is_supported(problem: Problem, lookup: TableGradient, architecture: str) -> bool:
     """True if the kernels can sum a table's gradient; `backward` lists the limits.
 
     A program processes heads that share an entry one after another, and each head reads the sums of the previous head.
     On AMD Triton's barrier does not make a program's writes to memory visible to its other threads.
     """
-    if table_gradient.kind == "pair":
+    if lookup.kind == "pair":
         lengths = {"b": problem.B, "h": problem.H}
-        is_shared = any(length > 1 and not table_gradient.is_owned_by(name) for name, length in lengths.items())
+        is_shared = any(length > 1 and not lookup.is_owned_by(name) for name, length in lengths.items())
         return not (is_shared and architecture.startswith("gfx"))
     pairs = math.prod(problem.extent)  # at most so many read one entry
     for name, length in zip("bhij", problem.extent, strict=True):
-        if table_gradient.is_owned_by(name):
+        if lookup.is_owned_by(name):
             pairs //= max(length, 1)
-    return math.prod(table_gradient.node.table.shape) <= MAX_SLOTTED_ENTRIES and pairs <= MAX_ADDITIONS
+    return math.prod(lookup.node.table.shape) <= MAX_SLOTTED_ENTRIES and pairs <= MAX_ADDITIONS
 
 
 def _combine_table_gradients(operands: Operands, count: int) -> Any:
@@ -239,21 +201,19 @@ def _combine_table_gradients(operands: Operands, count: int) -> Any:
     return operands.combine_functions(names, calls, "table_gradients_at")
 
 
-def _allocate_sums(problem: Problem, table_gradient: TableGradient) -> Any:
+def _allocate_sums(problem: Problem, lookup: TableGradient) -> Any:
     """Return zeros to which the kernel adds a lookup's gradient: one sum, or `SLOTS` slots, for every table entry."""
-    shape = table_gradient.node.table.shape
-    if table_gradient.kind == "pair":
+    shape = lookup.node.table.shape
+    if lookup.kind == "pair":
         return problem.query.new_zeros(shape, dtype=getattr(torch, problem.accumulator))
     return problem.query.new_zeros((*shape, SLOTS.value), dtype=torch.int64)
 
 
-def _finish_table_gradients(
-    problem: Problem, table_gradients: Sequence[TableGradient], sums: Sequence[Any]
-) -> tuple[Any, ...]:
+def _finish_table_gradients(problem: Problem, lookups: Sequence[TableGradient], sums: Sequence[Any]) -> tuple[Any, ...]:
     """Return the gradient of every table of the problem in the table's dtype; None for a table without lookups here."""
     found: dict[int, Any] = {}
-    for table_gradient, array in zip(table_gradients, sums, strict=True):
-        slot, gradient = table_gradient.slot, array if table_gradient.kind == "pair" else _sum_slots(array)
+    for lookup, array in zip(lookups, sums, strict=True):
+        slot, gradient = lookup.slot, array if lookup.kind == "pair" else _sum_slots(array)
         found[slot] = found[slot] + gradient if slot in found else gradient
     arrays = [table.array for table in problem.tables]
     return tuple(

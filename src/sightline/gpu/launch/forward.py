@@ -72,19 +72,10 @@ def forward_launches(
     operands = Operands(problem, sizes, fused_statistics.formulas if fused_statistics else ())
     blocks = -(-problem.n // sizes.rows)
     items = problem.B * problem.H * blocks
-    arguments = operands.common_arguments() | {
-        "output": output,
-        "lse": lse,
-        "nonfinite_flags": operands.allocate_flags(items),
-        "blocks": blocks,
-        "items": items,
-        "schedule": make_schedule(problem, sizes.rows, sizes.keys),
-        "sinks": operands.sinks(),
-        "dropout_state": operands.dropout_state(),
-        "dropout_scale": operands.dropout_scale(),
-        "seen": (None, None, None, ()),
-        "SUBBLOCKS": 0,
-    }
+    schedule = make_schedule(problem, sizes.rows, sizes.keys)
+    arguments = operands.common_arguments() | operands.dropout_arguments() | operands.block_arguments(blocks, items)
+    arguments |= {"output": output, "lse": lse, "schedule": schedule, "sinks": operands.sinks()}
+    arguments |= {"seen": (None, None, None, ())}
     first_arguments = fused_statistics.arguments(operands, arguments) if fused_statistics else arguments
     launch = KernelLaunch(forward, items, first_arguments, sizes, operands.sources)
     if on_hopper:
@@ -127,23 +118,17 @@ def decode_launches(problem: Problem, output: Any, lse: Any, architecture: str) 
     num_splits = -(-tiles // split_size)
     shape = (num_splits, problem.B, problem.H, problem.n)
     accumulator = getattr(torch, problem.accumulator)
+    dropout = operands.dropout_arguments()
     common = operands.common_arguments() | {
         "split_output": problem.query.new_empty((*shape, problem.d_v), dtype=accumulator),
         "split_lse": problem.query.new_empty(shape, dtype=torch.float64),
         "num_splits": num_splits,
         "schedule": make_schedule(problem, MAX_DECODE_QUERIES, sizes.keys),
-        "dropout_state": operands.dropout_state(),
     }
-    arguments = common | {"split_size": split_size}
+    arguments = common | {"split_size": split_size, "dropout_state": dropout["dropout_state"]}
     yield KernelLaunch(decode, num_blocks * num_splits, arguments, sizes, operands.sources)
     sizes = replace(sizes, rows=MAX_DECODE_QUERIES, stages=1)
     padded_rows = 1 << (problem.n - 1).bit_length()
-    arguments = common | {
-        "output": output,
-        "lse": lse,
-        "sinks": operands.sinks(),
-        "dropout_scale": operands.dropout_scale(),
-        "meta": operands.meta(replace(sizes, rows=padded_rows)),
-        "nan_safe_meta": operands.meta(sizes),
-    }
+    metas = {"meta": operands.meta(replace(sizes, rows=padded_rows)), "nan_safe_meta": operands.meta(sizes)}
+    arguments = common | dropout | metas | {"output": output, "lse": lse, "sinks": operands.sinks()}
     yield KernelLaunch(merge_splits, problem.B * problem.H, arguments, sizes, operands.sources)

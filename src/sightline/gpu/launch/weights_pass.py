@@ -89,24 +89,25 @@ def statistic_launch(
     """Return the launch that fills a statistic's arrays."""
     sizes = select("weights_pass", problem, architecture)
     heads, blocks = problem.B * problem.H, -(-problem.n // sizes.rows)
+    arguments = {"lse": lse, "output": arrays[0]}
     if isinstance(statistic, Received):
         blocks = -(-problem.m // sizes.keys)
-        more: dict[str, Any] = {"blocks": blocks, "USE_MAX": statistic.how == "max"}
-        return _weights_pass_launch(problem, lse, received, heads * blocks, arrays, sizes, more, of_keys=True)
+        arguments |= {"blocks": blocks, "USE_MAX": statistic.how == "max"}
+        return _weights_pass_launch(problem, received, heads * blocks, sizes, arguments, of_keys=True)
     if isinstance(statistic, TopK):
         padded_k = 1 << max(min(statistic.k, problem.m) - 1, 1).bit_length()
         rows = min(sizes.rows, max(MAX_TOP_K_ENTRIES // padded_k, 16))
         blocks = -(-problem.n // rows)
-        more = {"blocks": blocks, "where": arrays[1], "k": statistic.k, "K": padded_k}
-        return _weights_pass_launch(problem, lse, top_k, heads * blocks, arrays, replace(sizes, rows=rows), more)
+        arguments |= {"blocks": blocks, "where": arrays[1], "k": statistic.k, "K": padded_k}
+        return _weights_pass_launch(problem, top_k, heads * blocks, replace(sizes, rows=rows), arguments)
     if isinstance(statistic, Pooled):
-        more, programs = _grid_arguments(problem, statistic, sizes)
-        return _weights_pass_launch(problem, lse, pooled, heads * programs, arrays, sizes, more)
+        grid, programs = _grid_arguments(problem, statistic, sizes)
+        return _weights_pass_launch(problem, pooled, heads * programs, sizes, arguments | grid)
     batches, summed_heads = summed_axes(problem, statistic)
     output_kind = {Weights: "weights", Scores: "scores", Mean: "sums"}[type(statistic)]
-    more = {"blocks": blocks, "batches": batches, "heads": summed_heads, "OUTPUT_KIND": output_kind}
+    arguments |= {"blocks": blocks, "batches": batches, "heads": summed_heads, "OUTPUT_KIND": output_kind}
     programs = heads // (batches * summed_heads) * blocks
-    return _weights_pass_launch(problem, lse, dense_weights, programs, arrays, sizes, more)
+    return _weights_pass_launch(problem, dense_weights, programs, sizes, arguments)
 
 
 def _grid_arguments(problem: Problem, statistic: Pooled, sizes: Configuration) -> tuple[dict[str, Any], int]:
@@ -122,17 +123,10 @@ def _grid_arguments(problem: Problem, statistic: Pooled, sizes: Configuration) -
 
 
 def _weights_pass_launch(
-    problem: Problem,
-    lse: Any,
-    kernel: Any,
-    programs: int,
-    arrays: list[Any],
-    sizes: Configuration,
-    more: dict[str, Any],
-    of_keys: bool = False,
+    problem: Problem, kernel: Any, programs: int, sizes: Configuration, arguments: dict[str, Any], of_keys: bool = False
 ) -> KernelLaunch:
     operands = Operands(problem, sizes)
-    arguments = operands.common_arguments() | {"lse": lse, "output": arrays[0]} | more
+    arguments = operands.common_arguments() | arguments
     arguments["schedule"] = make_schedule(problem, sizes.rows, sizes.keys, of_keys)
     del arguments["value"]
     return KernelLaunch(kernel, programs, arguments, sizes, operands.sources)
