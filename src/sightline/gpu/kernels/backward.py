@@ -179,13 +179,11 @@ def backward_preprocess(
         delta -= tl.load(d_lse + at, mask=inside, other=0.0).to(meta.accumulator)
     high, low = tile_ops.load_lse(lse, position, first, n, unit, meta)
     if formulas.d_weights_at is not None:
-        block = WeightedBlock(
-            tile_ops.load_queries(query, b, h, first, n, sign, meta),
-            tile_ops.locate_head(key, b, h // group),
-            (high[:, None], low[:, None]),
-            tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m),
-            ScoreParams(tile_ops.scalar(scale, meta.accumulator), tile_ops.scalar(unit, meta.accumulator), tables),
-        )
+        q = tile_ops.load_queries(query, b, h, first, n, sign, meta)
+        head, lse_columns = tile_ops.locate_head(key, b, h // group), (high[:, None], low[:, None])
+        location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m)
+        params = ScoreParams(tile_ops.scalar(scale, meta.accumulator), tile_ops.scalar(unit, meta.accumulator), tables)
+        block = WeightedBlock(q, head, lse_columns, location, params)
         row = ScheduleRow(schedule, b, h, item % blocks, m, None, False)
         none = tl.zeros((meta.rows,), meta.accumulator)
         delta += loop_over_tiles(none, sum_d_weights_range, row, meta.keys, meta.even, block, formulas, None, meta)

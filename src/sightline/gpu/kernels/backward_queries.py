@@ -68,20 +68,18 @@ def compute_block(args, b, h, first, row, formulas, KINDS: tl.constexpr, NAN_SAF
     high = tl.load(rows[0] + at, mask=inside, other=float("inf"))[:, None]  # P is 0 past the last query
     low = tl.load(rows[1] + at, mask=inside, other=0.0)[:, None]
     scale, d_output = tile_ops.scalar(args.scale, meta.accumulator), tile_ops.locate_head(args.d_output, b, h)
-    block = Block(
-        tile_ops.load_queries(args.query, b, h, first, n, args.sign, meta),
-        tile_ops.load_rows(d_output, first, meta.rows, n, meta.d_v, meta.padded_d_v, True, meta),
-        inside[:, None],
-        (high, low),
-        tl.load(rows[2] + at, mask=inside, other=0.0)[:, None],
-        tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m),
+    q = tile_ops.load_queries(args.query, b, h, first, n, args.sign, meta)
+    do = tile_ops.load_rows(d_output, first, meta.rows, n, meta.d_v, meta.padded_d_v, True, meta)
+    lse, inside_column = (high, low), inside[:, None]
+    delta = tl.load(rows[2] + at, mask=inside, other=0.0)[:, None]
+    location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m)
+    key, value = (
         tile_ops.locate_head(args.key, b, h // args.group),
         tile_ops.locate_head(args.value, b, h // args.group),
-        ScoreParams(scale, tile_ops.scalar(args.unit, meta.accumulator), args.tables),
-        tile_ops.scalar(args.dropout_scale, meta.accumulator),
-        args.dropout_state,
-        args.sums,
     )
+    params = ScoreParams(scale, tile_ops.scalar(args.unit, meta.accumulator), args.tables)
+    dropout_scale, state = tile_ops.scalar(args.dropout_scale, meta.accumulator), args.dropout_state
+    block = Block(q, do, inside_column, lse, delta, location, key, value, params, dropout_scale, state, args.sums)
     OPTIONS: tl.constexpr = (KINDS, NAN_SAFE)
     row = ScheduleRow(args.schedule, b, h, row, m, None, False)
     none = tl.zeros((meta.rows, meta.padded_d_k), meta.accumulator)

@@ -61,19 +61,13 @@ def decode(
     rows = tl.minimum(rows, group * n - 1)
     h, i = g * group + rows // n, rows % n
     q = tile_ops.gather_rows(tile_ops.locate_head(query, b, h), i, inside, meta.d_k, meta.padded_d_k, meta)
-    block_of_queries = Block(
-        tile_ops.apply_sign(q, sign, meta),
-        tile_ops.locate_head(key, b, g),
-        tile_ops.locate_head(value, b, g),
-        tile_ops.BlockLocation(b, h, i, n, m),
-        tile_ops.scalar(scale, meta.accumulator),
-        tile_ops.scalar(unit, meta.accumulator),
-        dropout_state,
-        tables,
-    )
+    q, k, v = tile_ops.apply_sign(q, sign, meta), tile_ops.locate_head(key, b, g), tile_ops.locate_head(value, b, g)
+    location = tile_ops.BlockLocation(b, h, i, n, m)
+    scale = tile_ops.scalar(scale, meta.accumulator)
+    queries = Block(q, k, v, location, scale, tile_ops.scalar(unit, meta.accumulator), dropout_state, tables)
     row = ScheduleRow(schedule, b, 0, 0, m, (split * split_size, (split + 1) * split_size), False)
     state = init(None, 0, False, meta)
-    state = loop_over_tiles(state, process_range, row, meta.keys, meta.even, block_of_queries, formulas, False, meta)
+    state = loop_over_tiles(state, process_range, row, meta.keys, meta.even, queries, formulas, False, meta)
     nothing = state.total == 0
     safe = tl.where(nothing, 1.0, state.total)
     at = ((tl.cast(split, tl.int64) * tl.num_programs(0) // (num_splits * blocks * G) + b) * H + h) * n + i

@@ -77,7 +77,7 @@ def decode_nonfinite(nonfinite):
 @triton.jit
 def process_range(state, first, last, block, formulas, NAN_SAFE: tl.constexpr, meta, PARTIAL: tl.constexpr):
     """Return the state after the tiles of keys `first` to before `last`."""
-    output, total, compensation, maximum, nonfinite, fused_state = state
+    output, total, compensation, maximum, nonfinite, fused = state
     m = block.location.m
     bound: tl.constexpr = PARTIAL and not meta.even
     for tile in range(first, last):
@@ -90,9 +90,7 @@ def process_range(state, first, last, block, formulas, NAN_SAFE: tl.constexpr, m
         x, p, sums, log2_alpha, alpha, maximum, total, compensation = tile_ops.update_softmax(
             s, tile_max, maximum, total, compensation, block.unit
         )
-        fused_state = fused_statistics.update(
-            fused_state, s, x, p, sums, tile_max, alpha, log2_alpha, j, block, formulas, meta
-        )
+        fused = fused_statistics.update(fused, s, x, p, sums, tile_max, alpha, log2_alpha, j, block, formulas, meta)
         if block.dropout_state is not None:
             p = tl.where(tile_ops.dropout_mask(block.dropout_state, block.location, j0, meta.rows, meta.keys), p, 0.0)
         v = tile_ops.load_rows(block.value, j0, meta.keys, m, meta.d_v, meta.padded_d_v, bound, meta)
@@ -100,7 +98,7 @@ def process_range(state, first, last, block, formulas, NAN_SAFE: tl.constexpr, m
             nonfinite = classify_nonfinite(p, v, nonfinite, meta)
             v = tile_ops.zero_nonfinite(v)
         output = tl.dot(p.to(v.dtype), v, output * alpha[:, None], input_precision=meta.precision)
-    return State(output, total, compensation, maximum, nonfinite, fused_state)
+    return State(output, total, compensation, maximum, nonfinite, fused)
 
 
 @triton.jit
@@ -140,16 +138,14 @@ def compute_block(args, position, first, row, formulas, SUMS: tl.constexpr, NAN_
     `position` is b · H + h, and `row` the index of the block in the schedule of the head.
     """
     b, h, n, m = position // args.H, position % args.H, args.n, args.m
-    block = Block(
-        tile_ops.load_queries(args.query, b, h, first, n, args.sign, meta),
+    q = tile_ops.load_queries(args.query, b, h, first, n, args.sign, meta)
+    key, value = (
         tile_ops.locate_head(args.key, b, h // args.group),
         tile_ops.locate_head(args.value, b, h // args.group),
-        tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m),
-        tile_ops.scalar(args.scale, meta.accumulator),
-        tile_ops.scalar(args.unit, meta.accumulator),
-        args.dropout_state,
-        args.tables,
     )
+    location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m)
+    scale, unit = tile_ops.scalar(args.scale, meta.accumulator), tile_ops.scalar(args.unit, meta.accumulator)
+    block = Block(q, key, value, location, scale, unit, args.dropout_state, args.tables)
     sink = None
     if args.sinks is not None:
         logit = tl.load(args.sinks + h) * tile_ops.LOG2_E / tile_ops.scalar(args.unit, tl.float64)

@@ -31,9 +31,7 @@ class MetaParameters:
     index_type: Any  # integer type of the offsets within a tile
     accumulator: Any  # float type of scores and sums
     precision: str  # of float32 products: "ieee" or "tf32"
-    widens_operands: (
-        bool  # True if loaded tiles are widened to `accumulator`: Triton's interpreter needs it for bfloat16
-    )
+    widens_operands: bool  # loaded tiles are widened to `accumulator`: Triton's interpreter needs it for bfloat16
     max_score: bool = False  # True if the forward kernel also computes the largest score of each query and its key
     entropy: bool = False  # True if the forward kernel also computes the entropy of each query
 

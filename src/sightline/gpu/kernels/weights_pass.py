@@ -33,16 +33,12 @@ class Block(namedtuple("Block", "query key location lse scale unit tables extra"
 def load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, meta):
     """Return the `Block` of the queries of a head from `first` on."""
     high, low = tile_ops.load_lse(lse, b * H + h, first, n, unit, meta)
-    return Block(
-        tile_ops.load_queries(query, b, h, first, n, sign, meta),
-        tile_ops.locate_head(key, b, h // group),
-        tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m),
-        (high[:, None], low[:, None]),
-        tile_ops.scalar(scale, meta.accumulator),
-        tile_ops.scalar(unit, meta.accumulator),
-        tables,
-        extra,
-    )
+    q = tile_ops.load_queries(query, b, h, first, n, sign, meta)
+    head = tile_ops.locate_head(key, b, h // group)
+    location = tile_ops.BlockLocation(b, h, tile_ops.query_indices(first, n, meta), n, m)
+    lse = (high[:, None], low[:, None])
+    scale, unit = tile_ops.scalar(scale, meta.accumulator), tile_ops.scalar(unit, meta.accumulator)
+    return Block(q, head, location, lse, scale, unit, tables, extra)
 
 
 @triton.jit
@@ -59,14 +55,10 @@ def compute_scores(block, first, formulas, PARTIAL: tl.constexpr, meta):
 @triton.jit
 def combine(x, y, USE_MAX: tl.constexpr):
     """Return x + y, or the larger of x and y if USE_MAX."""
-    if USE_MAX:
-        return tl.maximum(x, y)
-    return x + y
+    return tl.maximum(x, y) if USE_MAX else x + y
 
 
 @triton.jit
 def reduce(block, axis: tl.constexpr, USE_MAX: tl.constexpr):
     """Return the sum of weights along an axis, or the largest weight if USE_MAX."""
-    if USE_MAX:
-        return tl.max(block, axis)
-    return tl.sum(block, axis)
+    return tl.max(block, axis) if USE_MAX else tl.sum(block, axis)
