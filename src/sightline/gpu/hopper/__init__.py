@@ -59,10 +59,8 @@ def _tma_refusals(name: str, array: Any) -> Iterator[Refusal]:
     strides = [*strides, *(step for step, length in zip(inner[:-1], array.shape[-3:-1], strict=True) if length > 1)]
     offset = array.data_ptr() % TMA_ALIGNMENT
     if offset or any(stride * size % TMA_ALIGNMENT or stride <= 0 for stride in strides):
-        yield Refusal(
-            f"{name} with strides {list(strides)} of {size} bytes, and an address of {offset} modulo {TMA_ALIGNMENT}",
-            f"an address and strides of multiples of {TMA_ALIGNMENT} bytes, above 0",
-        )
+        given = f"strides {list(strides)} of {size} bytes, and an address of {offset} modulo {TMA_ALIGNMENT}"
+        yield Refusal(f"{name} with {given}", f"an address and strides of multiples of {TMA_ALIGNMENT} bytes, above 0")
 
 
 def candidate_configurations(problem: Problem) -> tuple[Configuration, ...]:

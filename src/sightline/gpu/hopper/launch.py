@@ -25,14 +25,13 @@ def specialise(call: KernelLaunch) -> KernelLaunch:
     """Return the launch of this kernel that gives the same results as a launch of `kernels.forward.forward`."""
     original, meta = call.arguments, call.arguments["meta"]
     rows = meta.rows // WARPGROUPS.value
+    formulas = {name: compile_function(source, name, GLUON_LANGUAGE) for name, source in call.sources.items()}
     arguments = {name: original[name] for name in SHARED_ARGUMENTS} | {
         "query": _make_descriptor(original["query"], rows, meta.padded_d_k),
         "key": _make_descriptor(original["key"], meta.keys, meta.padded_d_k),
         "value": _make_descriptor(original["value"], meta.keys, meta.padded_d_v),
         "output": _make_descriptor(to_operand(original["output"]), rows, meta.padded_d_v),
-        "formulas": FormulaFunctions(
-            **{name: compile_function(source, name, GLUON_LANGUAGE) for name, source in call.sources.items()}
-        ),
+        "formulas": FormulaFunctions(**formulas),
         "nonfinite_flags": original["nonfinite_flags"].zero_(),
         "STAGES": call.configuration.stages,
     }

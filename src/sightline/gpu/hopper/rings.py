@@ -7,7 +7,6 @@ A ring has STAGES slots; step t uses slot t mod STAGES. The barrier `ready` of a
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,17 +20,12 @@ __all__ = [
 WARPGROUPS = gl.constexpr(2)  # warpgroups that compute, four warps each
 
 
-class Block(NamedTuple):
-    """The block of queries of a program."""
+class Block(namedtuple("Block", "b h block n m row schedule group")):
+    """The block of queries of a program.
 
-    b: Any
-    h: Any
-    block: Any  # index of the block in its head
-    n: Any
-    m: Any
-    row: Any  # of the schedule
-    schedule: Any  # a `tile_loop.Schedule`, or None for all tiles
-    group: Any  # query heads per key head
+    `block` is its index in its head, `row` its row of the schedule, and `group` the query heads per key head.
+    `schedule` is a `tile_loop.Schedule`, or None for all tiles.
+    """
 
 
 class Ring(namedtuple("Ring", "memory ready free")):

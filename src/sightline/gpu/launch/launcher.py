@@ -44,9 +44,8 @@ class KernelLaunch:
         """
         arguments, stages = self.arguments, self.configuration.stages
         if isinstance(self.kernel, JITFunction):  # the interpreter needs no wrapping
-            arguments = {
-                name: wrap_meta_parameters(x) if isinstance(x, MetaParameters) else x for name, x in arguments.items()
-            }
+            metas = {name: x for name, x in arguments.items() if isinstance(x, MetaParameters)}
+            arguments = arguments | {name: wrap_meta_parameters(meta) for name, meta in metas.items()}
         if REDUCED_STAGES:
             stages = REDUCED_STAGES.get(self._memory_key(), stages)
         while True:
