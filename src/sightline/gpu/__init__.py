@@ -42,19 +42,15 @@ class Triton(Kernel):
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
         """Yield a refusal for other devices and frameworks, too large sizes, and a missing or too old triton or GPU."""
         device_type = problem.device.partition(":")[0]
-        required_device = "cpu" if self.architecture == "interpreter" else "cuda"
-        if problem.framework != "torch" or device_type != required_device:
-            cure = (
-                _move_cure(required_device) if problem.framework == "torch" else f"torch tensors on {required_device}"
-            )
+        required = "cpu" if self.architecture == "interpreter" else "cuda"
+        if problem.framework != "torch" or device_type != required:
+            cure = _move_cure(required) if problem.framework == "torch" else f"torch tensors on {required}"
             yield Refusal(f"{problem.framework} arrays on {problem.device}", cure)
         elif device_type == "cuda" and _is_too_old(problem.query.device):
-            yield Refusal(
-                "a GPU older than compute capability 8.0",
-                "use a GPU of compute capability 8.0 or later; the streaming kernel serves this GPU",
-            )
+            cure = "use a GPU of compute capability 8.0 or later; the streaming kernel serves this GPU"
+            yield Refusal("a GPU older than compute capability 8.0", cure)
         yield from _size_refusals(problem)
-        if device_type != required_device:
+        if device_type != required:
             return
         minimum = MIN_TRITON_VERSION_BY_DTYPE.get(problem.dtype, MIN_TRITON_VERSION)
         if importlib.util.find_spec("triton") is None:

@@ -55,10 +55,8 @@ class CompiledKernel:
     remarks: str  # the assembler's log; ptxas reports there each wgmma that it serialised
 
     def __str__(self) -> str:
-        return (
-            f"{self.name} for {self.target}: {self.registers} registers, {self.spilled} bytes spilled, "
-            f"{self.shared} bytes shared, {self.warps} warps"
-        )
+        memory = f"{self.spilled} bytes spilled, {self.shared} bytes shared"
+        return f"{self.name} for {self.target}: {self.registers} registers, {memory}, {self.warps} warps"
 
 
 def compile_kernels(call: Callable[[], object], target: str) -> tuple[CompiledKernel, ...]:
@@ -113,21 +111,14 @@ def compile_kernels(call: Callable[[], object], target: str) -> tuple[CompiledKe
 
 def _read_kernel(metadata: dict[str, Any], files: dict[str, Path], target: str, log: str) -> CompiledKernel:
     text = files[".ptx" if ".ptx" in files else ".amdgcn"].read_text()
-    report, registers, spilled = (
+    report, *patterns = (
         (log, r"Used (\d+) registers", r"(\d+) bytes stack frame")
         if ".ptx" in files
         else (text, r"\.vgpr_count: +(\d+)", r"\.private_segment_fixed_size: +(\d+)")
     )
-    return CompiledKernel(
-        metadata["name"],
-        target,
-        metadata["num_warps"],
-        _find_number(registers, report),
-        _find_number(spilled, report),
-        metadata["shared"],
-        text,
-        log.strip(),
-    )
+    registers, spilled = (_find_number(pattern, report) for pattern in patterns)
+    name, warps, shared = (metadata[each] for each in ("name", "num_warps", "shared"))
+    return CompiledKernel(name, target, warps, registers, spilled, shared, text, log.strip())
 
 
 def _find_number(pattern: str, report: str) -> int:
@@ -188,11 +179,7 @@ class _OfflineDriver(DriverBase):  # type: ignore[misc]  # triton has no type st
     def is_active(cls) -> bool:
         return False
 
-    def map_python_to_cpp_type(self, ty: str) -> str:
+    def _is_never_called(self, *arguments: object) -> Any:
         raise NotImplementedError
 
-    def get_active_torch_device(self) -> Any:
-        raise NotImplementedError
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError
+    map_python_to_cpp_type = get_active_torch_device = get_benchmarker = _is_never_called

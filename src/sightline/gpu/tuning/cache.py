@@ -25,15 +25,8 @@ from ...problem import Problem
 from ...statistics import Entropy, Lse, Mass, MaxScore, Statistic, unwrap_mean
 
 __all__ = [
-    "DRIVER_VERSION_FILES",
-    "clear",
-    "environment",
-    "folder",
-    "list_entries",
-    "load",
-    "prepare_folder",
-    "problem_key",
-    "store",
+    *("DRIVER_VERSION_FILES", "clear", "environment", "folder", "list_entries", "load", "prepare_folder"),
+    *("problem_key", "store"),
 ]
 
 CACHE_VARIABLE = "SIGHTLINE_CACHE"

@@ -6,14 +6,8 @@ from dataclasses import dataclass
 
 __all__ = ["Configuration", "default_configuration", "shared_memory_of"]
 
-SHARED_MEMORY_KIB = {  # KiB of shared memory for a block of threads, by the prefix of the architecture's name
-    "sm_80": 163,
-    "sm_8": 99,
-    "sm_90": 227,
-    "sm_10": 227,
-    "sm_12": 99,
-    "gfx": 64,
-}
+# KiB of shared memory for a block of threads, by the prefix of the architecture's name
+SHARED_MEMORY_KIB = {"sm_80": 163, "sm_8": 99, "sm_90": 227, "sm_10": 227, "sm_12": 99, "gfx": 64}
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,7 @@ class Tuning:
         rows = [header, *map(_format_row, self.found)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        errors = [
-            f"{tuned.kernel}: first error: {tuned.reason.splitlines()[0]}" for tuned in self.found if tuned.reason
-        ]
+        errors = [f"{each.kernel}: first error: {each.reason.splitlines()[0]}" for each in self.found if each.reason]
         saved = sorted({f"saved in {tuned.path.parent}" for tuned in self.found if tuned.path})
         return "\n".join([self.device, *lines, *errors, *(saved or [self._explain_nothing_saved()])])
 
@@ -180,8 +178,11 @@ def tune(
         )
     tuning_run = TuningRun(problem, kernel, _time_with_events if timer is None else timer, specialised)
     cache.prepare_folder()  # an error is raised now, not after minutes of measurements
+    import torch
+
     passes = [tuning_run.forward, *([tuning_run.backward] if gradients else [])]
-    with _progress_bar(show) as step, _device_scope(problem):
+    # CUDA events belong to the current device.
+    with _progress_bar(show) as step, torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
         found = tuple(tuned for each in passes for tuned in tuning_run.tune_pass(each, step))
     tuning = Tuning(tuning_run.device, found)
     if show:
@@ -333,13 +334,6 @@ def _time_with_events(call: Callable[[], Any]) -> float:
     return float(do_bench(call, return_mode="median")) / 1e3
 
 
-def _device_scope(problem: Problem) -> Any:
-    """Make the problem's device the current one: CUDA events belong to the current device."""
-    import torch
-
-    return torch.cuda.device_of(problem.query)  # type: ignore[no-untyped-call]
-
-
 @contextmanager
 def _progress_bar(show: bool) -> Iterator[ProgressCallback]:
     """Yield the callback of a progress bar, which is visible only with `show` in a terminal."""
@@ -355,17 +349,11 @@ def _progress_bar(show: bool) -> Iterator[ProgressCallback]:
 
 def _format_row(tuned: TunedKernel) -> tuple[str, ...]:
     """Return the cells of a kernel in the table of `Tuning`."""
-    sizes = tuned.best
-    return (
-        tuned.kernel + (", specialised" if sizes.specialised else ""),
-        f"{sizes.rows} × {sizes.keys}",
-        str(sizes.warps),
-        str(sizes.stages),
-        _format_time(tuned.after),
-        _format_time(tuned.before),
-        "none" if sizes == tuned.default else f"{tuned.before / tuned.after:.2f}×",
-        f"{tuned.tried}, {tuned.wrong} wrong, {tuned.failed} failed",
-    )
+    sizes, name = tuned.best, tuned.kernel + (", specialised" if tuned.best.specialised else "")
+    speedup = "none" if sizes == tuned.default else f"{tuned.before / tuned.after:.2f}×"
+    tried = f"{tuned.tried}, {tuned.wrong} wrong, {tuned.failed} failed"
+    times = (_format_time(tuned.after), _format_time(tuned.before))
+    return name, f"{sizes.rows} × {sizes.keys}", str(sizes.warps), str(sizes.stages), *times, speedup, tried
 
 
 def _format_time(seconds: float) -> str:
