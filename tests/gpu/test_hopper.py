@@ -23,7 +23,7 @@ from sightline.gpu.aot import compile_kernels
 from sightline.gpu.hopper import kernel, rings
 from sightline.gpu.kernels import tile_ops
 from sightline.gpu.launch.forward import attention_launches, forward_launches
-from sightline.gpu.tuning.configurations import Configuration
+from sightline.gpu.tuning.default_configurations import Configuration
 
 SMALL = Configuration(rows=32, keys=16, warps=4, stages=2)  # so that small problems have several tiles
 SHAPES = {"shape": (2, 4, 75, 24), "groups": 2, "m": 83}

@@ -16,7 +16,7 @@ from sightline.errors import KernelRefusedError, ParameterError
 from sightline.gpu import Triton
 from sightline.gpu.tuning import cache as tuning_cache
 from sightline.gpu.tuning import selection
-from sightline.gpu.tuning.configurations import Configuration, default_configuration
+from sightline.gpu.tuning.default_configurations import Configuration, default_configuration
 from sightline.gpu.tuning.selection import candidates, try_sizes
 from sightline.gpu.tuning.tuner import MIN_SPEEDUP, tune
 from sightline.problem import make_problem

@@ -28,7 +28,7 @@ from triton.runtime.driver import driver
 
 from ..errors import ParameterError
 from .launch.launcher import REDUCED_STAGES
-from .tuning.configurations import shared_memory_of
+from .tuning.default_configurations import shared_memory_of
 from .tuning.selection import try_sizes
 
 __all__ = ["SHARED_MEMORY_BYTES", "TARGETS", "CompiledKernel", "compile_kernels"]

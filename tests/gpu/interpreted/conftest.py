@@ -15,7 +15,7 @@ import torch
 import sightline.gpu
 from on_device import OnDevice
 from sightline.gpu import Triton
-from sightline.gpu.codegen import formula_functions
+from sightline.gpu.codegen import jit_functions as formula_functions
 from sightline.gpu.launch import forward as launch_forward
 from triton_interpreter import INTERPRETED, patch_interpreter
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from ...kernel import Refusal
 from ...problem import Problem
-from ..kernels.meta_parameters import padded_width
-from ..tuning.configurations import Configuration
+from ..kernels.compile_time_constants import padded_width
+from ..tuning.default_configurations import Configuration
 from ..version import triton_version
 
 __all__ = ["candidate_configurations", "refuses"]

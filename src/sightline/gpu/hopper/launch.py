@@ -8,7 +8,7 @@ from typing import Any
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..codegen.formula_functions import FormulaFunctions, compile_function
+from ..codegen.jit_functions import FormulaFunctions, compile_function
 from ..launch.arguments import to_operand
 from ..launch.launcher import KernelLaunch
 from . import TMA_ALIGNMENT

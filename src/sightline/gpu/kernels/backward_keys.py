@@ -9,8 +9,8 @@ import triton.language as tl
 
 from . import tile_ops
 from .backward import KernelArguments, Pairs, ScoreParams, compute_d_scores, compute_weights, has_nonfinite, store_rows
+from .compile_time_constants import name_variants
 from .forward import classify_nonfinite, decode_nonfinite
-from .meta_parameters import name_variants
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 __all__ = ["backward_keys"]

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from . import fused_statistics, tile_ops
-from .meta_parameters import name_variants
+from .compile_time_constants import name_variants
 from .tile_loop import ScheduleRow, loop_over_tiles
 
 __all__ = [

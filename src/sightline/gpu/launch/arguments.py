@@ -15,11 +15,11 @@ from ...dropout import threshold
 from ...formula.expression import SYMBOLS
 from ...formula.tensor_cache import to_device
 from ...problem import Problem
-from ..codegen.formula_functions import FormulaFunctions, combine_functions, compile_function
-from ..codegen.formula_source import INT32_MAX, NamedFormula, collect_tables, render_sources
-from ..kernels.meta_parameters import MetaParameters, padded_width
+from ..codegen.jit_functions import FormulaFunctions, combine_functions, compile_function
+from ..codegen.problem_source import INT32_MAX, NamedFormula, collect_tables, render_sources
+from ..kernels.compile_time_constants import MetaParameters, padded_width
 from ..kernels.tile_ops import Array
-from ..tuning.configurations import Configuration
+from ..tuning.default_configurations import Configuration
 
 __all__ = ["Operands", "to_operand"]
 

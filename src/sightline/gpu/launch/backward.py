@@ -19,7 +19,7 @@ from ..kernels.backward import backward_preprocess
 from ..kernels.backward_keys import backward_keys
 from ..kernels.backward_queries import backward_queries
 from ..kernels.table_gradient import FIRST_SLOT_EXPONENT, MAX_ADDITIONS, SLOT_BITS, SLOTS
-from ..tuning.configurations import Configuration
+from ..tuning.default_configurations import Configuration
 from ..tuning.selection import architecture_of, select
 from .arguments import Operands, to_operand
 from .forward import NAN_SAFE_ROWS, nan_safe_launch

@@ -13,7 +13,7 @@ from ...problem import Problem
 from ...streaming import Streaming
 from ..kernels.decode import decode, merge_splits
 from ..kernels.forward import forward
-from ..tuning.configurations import Configuration
+from ..tuning.default_configurations import Configuration
 from ..tuning.selection import architecture_of, select
 from .arguments import Operands
 from .launcher import KernelLaunch

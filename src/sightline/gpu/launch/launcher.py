@@ -9,8 +9,8 @@ from typing import Any
 from triton.runtime import JITFunction
 from triton.runtime.errors import OutOfResources
 
-from ..kernels.meta_parameters import MetaParameters, wrap_meta_parameters
-from ..tuning.configurations import Configuration
+from ..kernels.compile_time_constants import MetaParameters, wrap_meta_parameters
+from ..tuning.default_configurations import Configuration
 
 __all__ = ["REDUCED_STAGES", "KernelLaunch"]
 

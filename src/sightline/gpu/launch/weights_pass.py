@@ -18,7 +18,7 @@ from ..kernels.weights_dense import dense_weights
 from ..kernels.weights_pooled import pooled
 from ..kernels.weights_received import received
 from ..kernels.weights_top_k import top_k
-from ..tuning.configurations import Configuration
+from ..tuning.default_configurations import Configuration
 from ..tuning.selection import select
 from .arguments import Operands
 from .launcher import KernelLaunch

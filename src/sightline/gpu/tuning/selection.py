@@ -11,7 +11,7 @@ from typing import Any
 
 from ...problem import Problem
 from . import cache
-from .configurations import Configuration, default_configuration, shared_memory_of
+from .default_configurations import Configuration, default_configuration, shared_memory_of
 
 __all__ = ["Trial", "architecture_of", "candidates", "device_of", "parse_configuration", "select", "try_sizes"]
 

@@ -30,7 +30,7 @@ from ...statistics import Statistic, arrays_of, solve_selections_separately
 from ...streaming import Streaming, backward
 from .. import Triton
 from . import cache
-from .configurations import Configuration
+from .default_configurations import Configuration
 from .selection import architecture_of, candidates, device_of, try_sizes
 
 __all__ = ["TunedKernel", "Tuning", "tune"]
