@@ -20,7 +20,8 @@ from emulator import Emulator
 from sample_problems import arrays, serves
 from sightline import alibi, causal, documents, h, i, j, lse, padding, s, softcap, table, window
 from sightline.cpu import Cpu
-from sightline.cpu.codegen.builder import DOUBLE, POINTER, Builder, Value
+from sightline.cpu.codegen.builder import Builder
+from sightline.cpu.codegen.values import DOUBLE, POINTER, Value
 from sightline.cpu.launch.weights_pass import pooled, received, top_k, weights
 from sightline.cpu.runtime import compile
 from sightline.cpu.runtime.compile import optimised

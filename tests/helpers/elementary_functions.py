@@ -6,7 +6,8 @@ import numpy as np
 from llvmlite import ir
 
 from sightline.cpu.codegen import math as codegen_math
-from sightline.cpu.codegen.builder import DOUBLE, FLOAT, POINTER, Builder, vector
+from sightline.cpu.codegen.builder import Builder
+from sightline.cpu.codegen.values import DOUBLE, FLOAT, POINTER, vector
 from sightline.cpu.runtime.processor import HOST
 
 LANES = 16

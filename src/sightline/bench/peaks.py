@@ -99,7 +99,8 @@ def _multiply_add_loop(name: str, chains: int, lanes: int) -> Any:
     """for _ in range(arguments[0]): each chain = chain · x + x, UNROLL times, with x loaded from arguments[1]."""
     from llvmlite import ir
 
-    from ..cpu.codegen.builder import DOUBLE, FLOAT, INT64, POINTER, Builder, Variable, vector
+    from ..cpu.codegen.builder import Builder, Variable
+    from ..cpu.codegen.values import DOUBLE, FLOAT, INT64, POINTER, vector
 
     kind = vector({"float32": FLOAT, "float64": DOUBLE}[name], lanes)
     builder = Builder(ir.Module("peak"), "peak")
@@ -185,7 +186,8 @@ def _sum_loop(width: int) -> Any:
     """while (k = counter++) < pieces: sum piece k in 16 chains, which hide the latency of an addition."""
     from llvmlite import ir
 
-    from ..cpu.codegen.builder import FLOAT, INT64, POINTER, Builder, Variable, vector
+    from ..cpu.codegen.builder import Builder, Variable
+    from ..cpu.codegen.values import FLOAT, INT64, POINTER, vector
 
     kind, chains = vector(FLOAT, width // 4), 16
     builder = Builder(ir.Module("read"), "read")

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .builder import DOUBLE, INT64, POINTER, Builder, Value
+from .builder import Builder
+from .values import DOUBLE, INT64, POINTER, Value
 
 __all__ = [
     "BACKWARD_FIELDS",

@@ -13,47 +13,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from .values import (
-    BFLOAT,
-    BOOL,
-    BYTE,
-    DOUBLE,
-    FLOAT,
-    HALF,
-    INT16,
-    INT32,
-    INT64,
-    POINTER,
-    Type,
-    Value,
-    bytes_of,
-    element_type,
-    intrinsic_suffix,
-    is_float,
-    lanes_of,
-    vector,
-)
+from .values import INT32, INT64, POINTER, Type, Value, intrinsic_suffix, is_float, lanes_of, vector
 
-__all__ = [
-    "BFLOAT",
-    "BOOL",
-    "BYTE",
-    "DOUBLE",
-    "FLOAT",
-    "HALF",
-    "INT16",
-    "INT32",
-    "INT64",
-    "POINTER",
-    "Builder",
-    "Value",
-    "Variable",
-    "bytes_of",
-    "element_type",
-    "is_float",
-    "lanes_of",
-    "vector",
-]
+__all__ = ["Builder", "Variable"]
 
 
 class Variable:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..runtime.machine import Machine
-from .builder import BFLOAT, DOUBLE, FLOAT, HALF, INT16, INT32, Builder, Value, bytes_of, lanes_of, vector
+from .builder import Builder
+from .values import BFLOAT, DOUBLE, FLOAT, HALF, INT16, INT32, Value, bytes_of, lanes_of, vector
 
 __all__ = ["FloatFormat", "format_of"]
 

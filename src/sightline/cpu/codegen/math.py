@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from .builder import DOUBLE, INT32, INT64, Builder, Value, element_type, lanes_of
+from .builder import Builder
+from .values import DOUBLE, INT32, INT64, Value, element_type, lanes_of
 
 __all__ = ["exp", "exp2", "exp2_by_scaling", "exp2_of_negative", "exp_of_negative", "tanh"]
 

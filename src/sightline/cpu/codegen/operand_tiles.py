@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .builder import INT16, INT32, INT64, Value, vector
 from .formats import FloatFormat
 from .register_tile import RegisterTiles
+from .values import INT16, INT32, INT64, Value, vector
 
 __all__ = ["OperandTile", "interleave_rows", "widen_row"]
 

@@ -6,7 +6,8 @@ A word is in the low half of a 64-bit lane, so that the product of two words is 
 from __future__ import annotations
 
 from ...dropout import MULTIPLIERS, ROUNDS, WEYL
-from .builder import Builder, Value
+from .builder import Builder
+from .values import Value
 
 __all__ = ["random_words"]
 

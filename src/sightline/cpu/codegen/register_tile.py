@@ -18,7 +18,8 @@ from typing import Any
 from llvmlite import ir
 
 from ..runtime.machine import Machine
-from .builder import BFLOAT, FLOAT, INT32, INT64, Builder, Value, Variable, bytes_of, vector
+from .builder import Builder, Variable
+from .values import BFLOAT, FLOAT, INT32, INT64, Value, bytes_of, vector
 
 __all__ = ["RegisterTiles"]
 

@@ -14,7 +14,8 @@ from typing import Any
 from ...formula.expression import Apply, Constant, Expression, Lookup, Symbol, walk
 from ...formula.operators import Kind, common_kind
 from . import math
-from .builder import BOOL, INT64, Builder, Value, element_type, is_float, lanes_of
+from .builder import Builder
+from .values import BOOL, INT64, Value, element_type, is_float, lanes_of
 
 __all__ = ["LLVM_RULES", "Renderer", "TableSource"]
 

@@ -26,8 +26,9 @@ from typing import Any
 from ...formula.derivative import derivative
 from ...formula.expression import Lookup, walk
 from ..codegen.abi import BACKWARD_FIELDS
-from ..codegen.builder import DOUBLE, INT64, Value, Variable, vector
+from ..codegen.builder import Variable
 from ..codegen.operand_tiles import interleave_rows, widen_row
+from ..codegen.values import DOUBLE, INT64, Value, vector
 from .block import Block
 from .spec import KEY_BLOCK, round_up
 from .tables import TableGradientCode

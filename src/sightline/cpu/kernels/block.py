@@ -18,13 +18,14 @@ from llvmlite import ir
 
 from ...formula.expression import Expression
 from ..codegen.abi import LoadedArguments
-from ..codegen.builder import BFLOAT, BOOL, BYTE, DOUBLE, FLOAT, INT16, INT32, INT64, Builder, Value, Variable, vector
+from ..codegen.builder import Builder, Variable
 from ..codegen.formats import FloatFormat, format_of
 from ..codegen.math import exp2_by_scaling, exp2_of_negative, exp_of_negative
 from ..codegen.operand_tiles import OperandTile
 from ..codegen.philox import random_words
 from ..codegen.register_tile import RegisterTiles
 from ..codegen.render import Renderer, TableSource
+from ..codegen.values import BFLOAT, BOOL, BYTE, DOUBLE, FLOAT, INT16, INT32, INT64, Value, vector
 from ..runtime.machine import Machine
 from .spec import KEY_BLOCK, KernelSpec
 from .tables import TileTables

@@ -18,8 +18,9 @@ import math
 from collections.abc import Callable
 
 from ..codegen.abi import DECODE_FIELDS
-from ..codegen.builder import BFLOAT, DOUBLE, INT16, INT64, Value, Variable, vector
+from ..codegen.builder import Variable
 from ..codegen.math import exp
+from ..codegen.values import BFLOAT, DOUBLE, INT16, INT64, Value, vector
 from .block import Block
 from .spec import CACHE_LINE_BYTES, KEY_BLOCK
 

@@ -16,7 +16,8 @@ import math
 import operator
 
 from ..codegen.abi import FORWARD_FIELDS
-from ..codegen.builder import BOOL, DOUBLE, FLOAT, INT32, Value, Variable
+from ..codegen.builder import Variable
+from ..codegen.values import BOOL, DOUBLE, FLOAT, INT32, Value
 from .block import Block
 from .fused_statistics import FusedStatisticsCode
 from .spec import KEY_BLOCK

@@ -14,7 +14,8 @@ import math
 from typing import TYPE_CHECKING
 
 from ..codegen.abi import TableArguments
-from ..codegen.builder import DOUBLE, INT64, Value, Variable, bytes_of, element_type, vector
+from ..codegen.builder import Variable
+from ..codegen.values import DOUBLE, INT64, Value, bytes_of, element_type, vector
 
 if TYPE_CHECKING:
     from .forward import Forward

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...formula.expression import Lookup
 from ..codegen.abi import TableArguments
-from ..codegen.builder import DOUBLE, INT64, Value, bytes_of, element_type, vector
 from ..codegen.render import Renderer
+from ..codegen.values import DOUBLE, INT64, Value, bytes_of, element_type, vector
 from .spec import CACHE_LINE_BYTES, KEY_BLOCK
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from ..codegen.builder import DOUBLE, INT32, INT64, Value, Variable
+from ..codegen.builder import Variable
+from ..codegen.values import DOUBLE, INT32, INT64, Value
 from .spec import KEY_BLOCK
 from .weights_pass import WeightsPass
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from llvmlite.ir import IntType
 
-from ..codegen.builder import INT64, POINTER, Value, Variable, bytes_of, vector
+from ..codegen.builder import Variable
+from ..codegen.values import INT64, POINTER, Value, bytes_of, vector
 from .spec import KEY_BLOCK
 from .weights_pass import WeightsPass
 

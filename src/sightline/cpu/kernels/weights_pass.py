@@ -17,7 +17,7 @@ import math
 from typing import Any
 
 from ..codegen.abi import COMMON_FIELDS
-from ..codegen.builder import DOUBLE, INT64, POINTER, Value
+from ..codegen.values import DOUBLE, INT64, POINTER, Value
 from .block import Block
 from .spec import KEY_BLOCK
 
