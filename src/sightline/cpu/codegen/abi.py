@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -121,18 +122,11 @@ class LoadedArguments:
         return self._values[name].at(offset).at(head * self._values[f"{name}_head_stride"])
 
 
-def pack(
-    fields: Mapping[str, Any],
-    values: Mapping[str, int | float],
-    tables: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
-) -> Any:
-    """Return the argument block, an int64 array, of these field values and tables (address, strides, lengths).
+def pack(fields: Mapping[str, Any], values: Mapping[str, Any], tables: Sequence[tuple[int, ...]]) -> Any:
+    """Return the argument block, an int64 array, of these field values and tables (address, *strides, *lengths).
 
     A field of type DOUBLE is stored as its bits.
     """
-    words = [
-        np.float64(values[name]).view(np.int64) if kind is DOUBLE else values[name] for name, kind in fields.items()
-    ]
-    for address, strides, lengths in tables:
-        words += [address, *strides, *lengths]
-    return np.array(words, np.int64)
+    pairs = ((values[name], kind) for name, kind in fields.items())
+    words = [np.float64(value).view(np.int64) if kind is DOUBLE else value for value, kind in pairs]
+    return np.array([*words, *itertools.chain(*tables)], np.int64)

@@ -148,17 +148,13 @@ class Builder:
         self.irbuilder.branch(body)
         self.irbuilder.position_at_end(after)
 
-    @contextmanager
-    def if_then(self, condition: Value) -> Iterator[None]:
+    def if_then(self, condition: Value) -> Any:
         """Build `if condition`, for a scalar condition."""
-        with self.irbuilder.if_then(condition.raw):
-            yield
+        return self.irbuilder.if_then(condition.raw)
 
-    @contextmanager
-    def if_else(self, condition: Value) -> Iterator[tuple[Any, Any]]:
+    def if_else(self, condition: Value) -> Any:
         """Build `if ... else` for a scalar condition: with if_else(c) as (yes, no): with yes: ...; with no: ..."""
-        with self.irbuilder.if_else(condition.raw) as (yes, no):
-            yield yes, no
+        return self.irbuilder.if_else(condition.raw)
 
     def prefetch(self, pointer: Value) -> None:
         """Prefetch the cache line at the pointer into the second-level cache. An invalid address is harmless."""

@@ -59,9 +59,8 @@ def exp2_of_negative(builder: Builder, x: Value, degree: int = 5) -> Value:
     constants = FloatConstants(x)
     magic = x + constants.rounding_constant
     fraction = x - (magic - constants.rounding_constant)
-    return _assemble_power(
-        builder, x, constants.min_exponent, magic, fraction, exp2_coefficients(constants.mantissa_bits == 52, degree)
-    )
+    coefficients = exp2_coefficients(constants.mantissa_bits == 52, degree)
+    return _assemble_power(builder, x, constants.min_exponent, magic, fraction, coefficients)
 
 
 def exp2_by_scaling(builder: Builder, x: Value, degree: int = 5) -> Value:
@@ -70,14 +69,16 @@ def exp2_by_scaling(builder: Builder, x: Value, degree: int = 5) -> Value:
     AVX-512 reduces in one instruction and scales by a power of two in another.
     """
     kind, is_double = x.type, element_type(x.type) == DOUBLE
-    letter, all_lanes, current_rounding = "d" if is_double else "s", ir.IntType(lanes_of(kind))(-1), INT32(4)
+    letter, all_lanes, rounding = (
+        "d" if is_double else "s",
+        ir.IntType(lanes_of(kind))(-1),
+        INT32(4),
+    )  # the current rounding mode
 
     def instruction(name: str, second: Any) -> Callable[[Value], Value]:
         kinds = [kind, second.type, kind, all_lanes.type, INT32]
         function = builder.declare(f"llvm.x86.avx512.mask.{name}.p{letter}.512", ir.FunctionType(kind, kinds))
-        return lambda v: Value(
-            builder, builder.irbuilder.call(function, [v.raw, second, v.raw, all_lanes, current_rounding])
-        )
+        return lambda v: Value(builder, builder.irbuilder.call(function, [v.raw, second, v.raw, all_lanes, rounding]))
 
     fraction = instruction("reduce", INT32(0))(x)  # x − the nearest whole number; 0 for x = −∞
     power = builder.fma(fraction, horner(builder, fraction, exp2_coefficients(is_double, degree)), 1.0)
@@ -96,15 +97,13 @@ def exp_of_negative(builder: Builder, x: Value) -> Value:
     return _assemble_power(builder, x, constants.min_exponent * math.log(2), magic, rest, coefficients)
 
 
-def _assemble_power(
-    builder: Builder, x: Value, min_exponent: float, magic: Value, fraction: Value, coefficients: Sequence[float]
-) -> Value:
-    """Return 2^n (1 + f q(f)), with n in the low bits of `magic` and f = `fraction`; 0 for x < `min_exponent`."""
+def _assemble_power(builder: Builder, x: Value, low: float, magic: Value, f: Value, q: Sequence[float]) -> Value:
+    """Return 2^n (1 + f q(f)), with n in the low bits of `magic` and the coefficients `q`; 0 for x < `low`."""
     constants = FloatConstants(x)
-    power = builder.fma(fraction, horner(builder, fraction, coefficients), 1.0)
+    power = builder.fma(f, horner(builder, f, q), 1.0)
     power_bits, n = (value.bits(constants.integer_type) for value in (power, magic))
     scaled = (power_bits + (n << constants.mantissa_bits)).bits(element_type(x.type))
-    return builder.where(x < min_exponent, 0.0, scaled)
+    return builder.where(x < low, 0.0, scaled)
 
 
 def _exponent_and_expm1(builder: Builder, whole: Value, rest: Value) -> tuple[Value, Value]:

@@ -71,10 +71,8 @@ class OperandTile:
                     widen_row(self.tiles, self.format, source, target, self.width, self.element_stride)
         if self.tiles.paired and self.column_scratch is not None:
             with builder.loop(0, count, 2) as r:
-                source, target = (
-                    self.block.at(r * self.row_stride),
-                    self.column_scratch.at(r * (self.pair_row_bytes // 2)),
-                )
+                source = self.block.at(r * self.row_stride)
+                target = self.column_scratch.at(r * (self.pair_row_bytes // 2))
                 has_second, strides = r + 1 < count, (self.row_stride, self.element_stride)
                 interleave_rows(self.tiles, source, target, self.width, *strides, has_second)
 
@@ -102,23 +100,21 @@ class OperandTile:
         return self.format.load(self.block.at(r * self.row_stride).at(c * self.column_stride))
 
 
-def widen_row(
-    tiles: RegisterTiles, format: FloatFormat, source: Value, target: Value, width: int, element_stride: Any
-) -> None:
-    """Copy a row to scratch, widened. `element_stride` is in bytes; None if the numbers are adjacent."""
+def widen_row(tiles: RegisterTiles, format: FloatFormat, source: Value, target: Value, width: int, step: Any) -> None:
+    """Copy a row to scratch, widened. `step` is the bytes from number to number; None if they are adjacent."""
     builder, lanes = tiles.builder, tiles.lanes
-    stride = format.itemsize if element_stride is None else element_stride
-    whole = width // lanes * lanes if element_stride is None else 0
+    stride = format.itemsize if step is None else step
+    whole = width // lanes * lanes if step is None else 0
     with builder.loop(0, whole, lanes) as c:
         target.at(c * tiles.itemsize).store(format.load(source.at(c * format.itemsize), lanes))
     with builder.loop(whole, width) as c:
         target.at(c * tiles.itemsize).store(format.load(source.at(c * stride)))
 
 
-def pair_row(tiles: RegisterTiles, source: Value, target: Value, width: int, element_stride: Any) -> None:
+def pair_row(tiles: RegisterTiles, source: Value, target: Value, width: int, step: Any) -> None:
     """Copy a row of bfloat16 to scratch as pairs of adjacent numbers. If `width` is odd, the last pair ends with 0."""
     builder = tiles.builder
-    stride = 2 if element_stride is None else element_stride
+    stride = 2 if step is None else step
     with builder.loop(0, width // 2) as c:
         pair = [_load_bits(source.at((c * 2 + k) * stride)) for k in range(2)]
         target.at(c * 4).store(pair[0] | (pair[1] << 16))
@@ -128,19 +124,13 @@ def pair_row(tiles: RegisterTiles, source: Value, target: Value, width: int, ele
 
 
 def interleave_rows(
-    tiles: RegisterTiles,
-    source: Value,
-    target: Value,
-    width: int,
-    row_stride: Value,
-    element_stride: Any,
-    has_second: Value,
+    tiles: RegisterTiles, source: Value, target: Value, width: int, row_stride: Value, step: Any, has_second: Value
 ) -> None:
     """Copy two rows of bfloat16 to scratch as one row of pairs. The second row is 0 if `has_second` is false."""
     builder, lanes = tiles.builder, 2 * tiles.lanes
-    stride = 2 if element_stride is None else element_stride
+    stride = 2 if step is None else step
     step = builder.where(has_second, row_stride, 0)
-    whole = width // lanes * lanes if element_stride is None else 0
+    whole = width // lanes * lanes if step is None else 0
 
     def rows(at: Value, count: int) -> list[Value]:
         low, high = (x.load(vector(INT16, count)) for x in (at, at.at(step)))

@@ -108,20 +108,18 @@ class RegisterTiles:
         matrix: Value,
         count: Any,
         stride: Any = None,
-        align: int | None = None,
         read: Callable[[Value], list[Value]] | None = None,
     ) -> None:
         """Build sums[r][v] += Σ_k base_r[k · step] · matrix[k · stride][v] for k < count.
 
-        `step`, `stride` and `align` are in bytes. `read(k)`, if given, replaces the load of the vectors of row k.
+        `step` and `stride` are in bytes. `read(k)`, if given, replaces the load of the vectors of row k.
         """
         builder = self.builder
         stride = self.row_bytes if stride is None else stride
-        align = self.align if align is None else align
 
         def load(k: Value) -> list[Value]:
             row = matrix.at(k * stride)
-            return [row.at(v * self.align).load(self.operand_vector, align) for v in range(len(sums[0]))]
+            return [row.at(v * self.align).load(self.operand_vector, self.align) for v in range(len(sums[0]))]
 
         def steps(first: Value, count: int) -> None:
             partial_sums = [[variable.get() for variable in variables] for variables in sums]

@@ -17,7 +17,9 @@ from . import math
 from .builder import Builder
 from .values import BOOL, INT64, Value, element_type, is_float, lanes_of
 
-__all__ = ["LLVM_RULES", "Renderer", "TableSource"]
+__all__ = ["LLVM_RULES", "NodeValues", "Renderer", "TableSource"]
+
+NodeValues = dict[int, Value]  # values of nodes of a formula, by id of the node
 
 
 @dataclass(frozen=True)
@@ -54,32 +56,30 @@ class Renderer:
         self.nodes = walk(formula)
         self.node_index = {id(node): index for index, node in enumerate(self.nodes)}
 
-    def evaluate_block(self, symbols: dict[str, Value]) -> dict[int, Value]:
+    def evaluate_block(self, symbols: dict[str, Value]) -> NodeValues:
         """Return the values of the parts that depend on neither j nor s, by id of the part."""
         return self._evaluate(symbols, {}, lambda free_symbols: free_symbols.isdisjoint({"j", "s"}))
 
-    def evaluate_row(self, symbols: dict[str, Value], known: dict[int, Value]) -> dict[int, Value]:
+    def evaluate_row(self, symbols: dict[str, Value], known: NodeValues) -> NodeValues:
         """Return the values of the parts that depend on neither i nor s, and the known values, by id of the part."""
         return self._evaluate(symbols, known, lambda free_symbols: free_symbols.isdisjoint({"i", "s"}))
 
-    def evaluate_pair(self, symbols: dict[str, Value], known: dict[int, Value]) -> Value:
+    def evaluate_pair(self, symbols: dict[str, Value], known: NodeValues) -> Value:
         """Return the value of the formula."""
         return self.evaluate_all(symbols, known)[id(self.formula)]
 
-    def evaluate_all(self, symbols: dict[str, Value], known: dict[int, Value]) -> dict[int, Value]:
+    def evaluate_all(self, symbols: dict[str, Value], known: NodeValues) -> NodeValues:
         """Return the values of the formula and of all its parts, by id of the part."""
         return self._evaluate(symbols, known, lambda free_symbols: True)
 
-    def _evaluate(
-        self, symbols: dict[str, Value], known: dict[int, Value], condition: Callable[[frozenset[str]], bool]
-    ) -> dict[int, Value]:
+    def _evaluate(self, symbols: dict[str, Value], known: NodeValues, is_included: Callable[..., bool]) -> NodeValues:
         values = dict(known)
         for node in self.nodes:
-            if id(node) not in values and condition(node.free_symbols):
+            if id(node) not in values and is_included(node.free_symbols):
                 values[id(node)] = self._compute(node, symbols, values)
         return values
 
-    def _compute(self, node: Expression, symbols: dict[str, Value], values: dict[int, Value]) -> Value:
+    def _compute(self, node: Expression, symbols: dict[str, Value], values: NodeValues) -> Value:
         if isinstance(node, Symbol):
             return symbols[node.name].to(self.types[node.kind])
         if isinstance(node, Constant):

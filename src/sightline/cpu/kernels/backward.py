@@ -19,15 +19,16 @@ results.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
 
 from ...formula.derivative import derivative
-from ...formula.expression import Lookup, walk
 from ..codegen.abi import BACKWARD_FIELDS
 from ..codegen.builder import Variable
 from ..codegen.operand_tiles import interleave_rows, widen_row
+from ..codegen.render import NodeValues
 from ..codegen.values import DOUBLE, INT64, Value, vector
 from .block import Block
 from .spec import KEY_BLOCK, round_up
@@ -196,14 +197,10 @@ class Backward(Block):
         self.key.stage(j0, self.num_keys)
         self.value.stage(j0, self.num_keys)
 
-        def store_scores(key: Value, v: int, s: Value) -> None:
-            tiles.store(self.s_t, key, v, s)
-
-        self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, tiles.packed_length(spec.d_k), store_scores)
-        self.product(
-            self.num_keys, KEY_BLOCK, self.value.row, self.do_t, tiles.packed_length(spec.d_v),
-            lambda key, v, dp: tiles.store(self.dp_t, key, v, dp),
-        )  # fmt: skip
+        k_length, v_length = tiles.packed_length(spec.d_k), tiles.packed_length(spec.d_v)
+        store_s, store_dp = (functools.partial(tiles.store, matrix) for matrix in (self.s_t, self.dp_t))
+        self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, k_length, store_s)
+        self.product(self.num_keys, KEY_BLOCK, self.value.row, self.do_t, v_length, store_dp)
         with builder.if_else(partial) as (yes, no):
             with yes:
                 if self.renderers[0] is not None:
@@ -226,9 +223,8 @@ class Backward(Block):
         builder, tiles, spec = self.builder, self.tiles, self.spec
         step = 4 if spec.has_dropout else tiles.pair_size
         self.transpose_tables(j0, 0 if masked else 1)
-        with builder.loop(
-            self.num_keys, (self.num_keys + (step - 1)) // step * step
-        ) as past:  # the rest of the last step
+        # the rest of the last step
+        with builder.loop(self.num_keys, (self.num_keys + (step - 1)) // step * step) as past:
             for v in self.vectors:
                 tiles.store(self.s_t, past, v, builder.value(0.0, self.vector))
                 tiles.store(self.dp_t, past, v, builder.value(0.0, self.vector))
@@ -258,15 +254,18 @@ class Backward(Block):
             table_gradient.store(j0)
 
     def compute_weight(
-        self, s: Value, v: int, j: Value, formula_values: list[dict[int, Value]], masked: bool, is_inside: Value | None
+        self, s: Value, v: int, j: Value, known: list[NodeValues], masked: bool, is_inside: Value | None
     ) -> Value:
-        """Return P of one key and a vector of queries; 0 if hidden and if `is_inside` is given and false."""
+        """Return P of one key and a vector of queries; 0 if hidden and if `is_inside` is given and false.
+
+        `known` has the values of the mask and of the score that `values_before_pair` returns.
+        """
         builder = self.builder
         mask, score = self.renderers[:2]
         symbols = self.symbols[v] | {"j": j, "s": s * self.factor}
         self.pair_symbols = symbols
         if score is not None:
-            self.score_values = score.evaluate_all(symbols, formula_values[1])
+            self.score_values = score.evaluate_all(symbols, known[1])
             self.final_score = self.score_values[id(score.formula)].to(self.float).broadcast(self.lanes)
             logit = self.final_score - self.lse[v].get()
         else:
@@ -274,12 +273,10 @@ class Backward(Block):
             logit = builder.fma(s, self.factor, -self.lse[v].get())
         p, zero = self.exponentiate(logit), builder.value(0.0, self.vector)
         if masked and mask is not None:
-            p = builder.where(mask.evaluate_pair(symbols, formula_values[0]), p, zero)
+            p = builder.where(mask.evaluate_pair(symbols, known[0]), p, zero)
         return p if is_inside is None else builder.where(is_inside.broadcast(self.lanes), p, zero)
 
-    def evaluate_statistic_gradients(
-        self, p: Value, key: Value, v: int, rows: list[dict[int, Value]]
-    ) -> dict[str, Value]:
+    def evaluate_statistic_gradients(self, p: Value, key: Value, v: int, rows: list[NodeValues]) -> dict[str, Value]:
         """Return by role the gradients that statistics add to dP ("weights") and to the final score's ("scores")."""
         gradients: dict[str, Value] = {}
         for f, role in enumerate(self.spec.roles, start=2):
@@ -290,19 +287,17 @@ class Backward(Block):
             gradients[role] = self.builder.where(p == 0.0, 0.0, gradient.broadcast(self.lanes))
         return gradients
 
-    def compute_score_gradient(
-        self, p: Value, dp: Value, statistic_gradient: Value | None, key: Value, v: int
-    ) -> Value:
+    def compute_score_gradient(self, p: Value, dp: Value, extra: Value | None, key: Value, v: int) -> Value:
         """Return dS, which includes the scale, of the pairs that `compute_weight` evaluated last.
 
-        `statistic_gradient` is added to the gradient of the final score.
+        `extra` is added to the gradient of the final score.
         """
         builder = self.builder
         scale, delta = self.args.scale.to(self.float), self.delta[v].get()
         if self.renderers[1] is None:
             ds = p * builder.fma(dp, scale, -(delta * scale))
-            return ds if statistic_gradient is None else builder.fma(statistic_gradient, scale, ds)
-        d_score = p * (dp - delta) if statistic_gradient is None else p * (dp - delta) + statistic_gradient
+            return ds if extra is None else builder.fma(extra, scale, ds)
+        d_score = p * (dp - delta) if extra is None else p * (dp - delta) + extra
         d_score = builder.where(p == 0.0, 0.0, d_score)  # the derivative of a hidden score may be ∞
         for table_gradient in self.table_gradients:
             table_gradient.add(d_score, self.pair_symbols, self.score_values, key, v)
@@ -364,14 +359,6 @@ class Backward(Block):
         self.table_gradients: list[TableGradientCode] = []
         if score is None:
             return
-        nodes, tables = walk(score), self.args.tables
         self.score_derivative = self.make_renderer(derivative(score), self.float, ())
-        outputs = tables[len(self.spec.tables) :]
-        for sums, (node_index, slot, is_per_key) in zip(outputs, self.spec.table_gradients, strict=True):
-            node = nodes[node_index]
-            assert isinstance(node, Lookup)
-            entry_derivative = self.make_renderer(derivative(score, node), self.float, ())
-            is_tile_lookup = is_per_key and node_index in self.spec.tile_lookups[1]
-            lengths = tables[slot].lengths
-            gradient = TableGradientCode(self, node, lengths, entry_derivative, sums, is_per_key, is_tile_lookup)
-            self.table_gradients.append(gradient)
+        outputs = zip(self.args.tables[len(self.spec.tables) :], self.spec.table_gradients, strict=True)
+        self.table_gradients = [TableGradientCode(self, score, sums, *gradient) for sums, gradient in outputs]

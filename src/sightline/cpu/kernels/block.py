@@ -24,7 +24,7 @@ from ..codegen.math import exp2_by_scaling, exp2_of_negative, exp_of_negative
 from ..codegen.operand_tiles import OperandTile
 from ..codegen.philox import random_words
 from ..codegen.register_tile import RegisterTiles
-from ..codegen.render import Renderer, TableSource
+from ..codegen.render import NodeValues, Renderer, TableSource
 from ..codegen.values import BFLOAT, BOOL, BYTE, DOUBLE, FLOAT, INT16, INT32, INT64, Value, vector
 from ..runtime.machine import Machine
 from .spec import KEY_BLOCK, KernelSpec
@@ -242,10 +242,8 @@ class Block:
             None if f is None else self.make_renderer(f, DOUBLE if f.kind == "bool" else self.float, clamped)
             for f, clamped in zip(self.formulas, self.spec.clamped, strict=True)
         ]
-        self.tile_tables = [
-            TileTables(self, index, renderer, lookups)
-            for index, (renderer, lookups) in enumerate(zip(self.renderers, self.spec.tile_lookups, strict=True))
-        ]
+        formulas = enumerate(zip(self.renderers, self.spec.tile_lookups, strict=True))
+        self.tile_tables = [TileTables(self, index, renderer, lookups) for index, (renderer, lookups) in formulas]
 
     def make_renderer(self, formula: Expression, floats: Any, clamped: tuple[tuple[int, int], ...]) -> Renderer:
         """Return the renderer of a formula whose floats have the given type."""
@@ -256,20 +254,18 @@ class Block:
         builder, args = self.builder, self.args
         last = (args.n - 1).to(self.integer)
         self.symbols: list[dict[str, Value]] = []
-        self.block_values: list[list[dict[int, Value]]] = []
+        self.block_values: list[list[NodeValues]] = []
         for v in self.vectors:
             start = (self.i0 + v * self.lanes).to(self.integer)
             i = builder.minimum(builder.arange(self.lanes, self.integer) + start, last)
             self.symbols.append({"b": self.b, "h": self.h, "i": i, "n": args.n, "m": args.m})
             self.block_values.append([{} if r is None else r.evaluate_block(self.symbols[v]) for r in self.renderers])
         self.shared_values = [  # the values that are the same for every query of the block
-            {id(node): known[id(node)] for node in r.nodes if id(node) in known and "i" not in node.free_symbols}
-            if r is not None
-            else {}
+            {} if r is None else {id(x): known[id(x)] for x in r.nodes if id(x) in known and "i" not in x.free_symbols}
             for r, known in zip(self.renderers, self.block_values[0], strict=True)
         ]
 
-    def evaluate_key(self, j: Value) -> list[dict[int, Value]]:
+    def evaluate_key(self, j: Value) -> list[NodeValues]:
         """Return, for each formula, the values of its nodes that read neither i nor s, at key j."""
         symbols = self.symbols[0] | {"j": j}
         formulas = zip(self.renderers, self.shared_values, strict=True)
@@ -299,9 +295,7 @@ class Block:
                 allowed = mask.evaluate_pair(symbols, self.values_before_pair(0, rows, key, v))
             yield v, s, allowed
 
-    def values_before_pair(
-        self, formula: int, key_values: list[dict[int, Value]], key: Value, v: int
-    ) -> dict[int, Value]:
+    def values_before_pair(self, formula: int, key_values: list[NodeValues], key: Value, v: int) -> NodeValues:
         """Return, by node id, the values that formula number `formula` has before a pair is evaluated."""
         return self.block_values[v][formula] | key_values[formula] | self.tile_tables[formula].entries(key, v)
 

@@ -266,11 +266,9 @@ class Decode(Block):
             args.split_lse.at(split_row * 8).store(builder.where(is_empty, -math.inf, lse))
             target = args.split_output.at(split_row * self.output_row_bytes)
             nonfinite = Variable(builder, self.vector, 0.0)
-            step, row_bytes = tiles.pair_size * tiles.align, self.output_row_bytes
-            with builder.loop(0, row_bytes, step) as at:
-                columns = [
-                    self.output.at(r * row_bytes + at + k).load(self.vector) for k in range(0, step, tiles.align)
-                ]
+            step, size = tiles.pair_size * tiles.align, self.output_row_bytes
+            with builder.loop(0, size, step) as at:
+                columns = [self.output.at(r * size + at + k).load(self.vector) for k in range(0, step, tiles.align)]
                 if self.paired:  # restore the order of the columns; see `load_value_pairs`
                     first, second = columns
                     columns = [first.interleave(second, half, SHUFFLE_BYTES // tiles.itemsize) for half in range(2)]

@@ -36,10 +36,9 @@ class Forward(Block):
         self.key = self.allocate_operand(1, needs_rows=True, needs_columns=False)
         self.value = self.allocate_operand(2, needs_rows=False, needs_columns=True)
         self.o_t = tiles.matrix(self.spec.d_v)
-        self.running_max, self.running_sum, self.tile_max, self.shift, self.alpha = (
-            tiles.variables() for _ in range(5)
-        )
-        self.compensation = tiles.variables()  # of the rounding errors of running_sum
+        self.running_max, self.running_sum, self.tile_max = (tiles.variables() for _ in range(3))
+        # `compensation` is for the rounding errors of running_sum
+        self.shift, self.alpha, self.compensation = (tiles.variables() for _ in range(3))
         self.fused_statistics = FusedStatisticsCode(self)
 
     def process_item(self, item: Value) -> None:
@@ -172,9 +171,8 @@ class Forward(Block):
             self.alpha[v].set(alpha)
         sums = [Variable(builder, self.vector, 0.0) for _ in self.vectors]
         step = 4 if self.spec.has_dropout else tiles.pair_size
-        with builder.loop(
-            self.num_keys, (self.num_keys + (step - 1)) // step * step
-        ) as past:  # the rest of the last step
+        # the rest of the last step
+        with builder.loop(self.num_keys, (self.num_keys + (step - 1)) // step * step) as past:
             for v in self.vectors:
                 tiles.store(self.s_t, past, v, builder.value(-math.inf, self.vector))
         with builder.loop(0, self.num_keys, step) as key:

@@ -139,11 +139,10 @@ class FusedStatisticsCode:
 
     def store_per_query(self, target: TableArguments, values: list[Value]) -> None:
         """Store one number for each query of the block."""
-        block, size = self.block, bytes_of(values[0].type)
+        block, kind = self.block, element_type(values[0].type)
+        size = bytes_of(kind)
         scratch = block.tiles.scratch(block.tiles.block * size)
         for v, value in enumerate(values):
             scratch.at(v * block.lanes * size).store(value)
         with block.builder.loop(0, block.num_valid) as lane:
-            target.pointer.at((block.row + lane) * size).store(
-                scratch.at(lane * size).load(element_type(values[0].type))
-            )
+            target.pointer.at((block.row + lane) * size).store(scratch.at(lane * size).load(kind))

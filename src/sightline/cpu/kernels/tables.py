@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...formula.expression import Lookup
+from ...formula.derivative import derivative
+from ...formula.expression import Expression, Lookup, walk
 from ..codegen.abi import TableArguments
-from ..codegen.render import Renderer
+from ..codegen.render import NodeValues, Renderer
 from ..codegen.values import DOUBLE, INT64, Value, bytes_of, element_type, vector
 from .spec import CACHE_LINE_BYTES, KEY_BLOCK
 
@@ -27,15 +28,13 @@ class TileTables:
 
     Parameters
     ----------
-    formula_index : 0 for the mask, 1 for the score, 2 and more for the extra formulas
-    lookup_indices : the lookups' indices in the formula's `walk`
+    formula : 0 for the mask, 1 for the score, 2 and more for the extra formulas
+    lookups : the lookups' indices in the formula's `walk`
     """
 
-    def __init__(
-        self, block: Block, formula_index: int, renderer: Renderer | None, lookup_indices: Sequence[int]
-    ) -> None:
-        self.block, self.formula_index = block, formula_index
-        nodes = [] if renderer is None else [renderer.nodes[lookup_index] for lookup_index in lookup_indices]
+    def __init__(self, block: Block, formula: int, renderer: Renderer | None, lookups: Sequence[int]) -> None:
+        self.block, self.formula = block, formula
+        nodes = [] if renderer is None else [renderer.nodes[index] for index in lookups]
         self.lookups = [(node, block.tiles.matrix(KEY_BLOCK)) for node in nodes if isinstance(node, Lookup)]
 
     def transpose(self, j0: Value) -> None:
@@ -44,7 +43,7 @@ class TileTables:
         for node, scratch in self.lookups:
             source = block.sources[id(node.table)]
             size = bytes_of(source.kind)
-            first = source.pointer.at(_leading_offset(block, self.formula_index, node, source.strides)).at(j0 * size)
+            first = source.pointer.at(_leading_offset(block, self.formula, node, source.strides)).at(j0 * size)
 
             def row(lane: Value, first: Value = first, step: Value = source.strides[-2]) -> Value:
                 return first.at((block.i0 + block.builder.minimum(lane, block.num_valid - 1)) * step)
@@ -63,13 +62,13 @@ class TileTables:
         for node, _ in self.lookups:
             source = block.sources[id(node.table)]
             size = bytes_of(source.kind)
-            first = source.pointer.at(_leading_offset(block, self.formula_index, node, source.strides))
+            first = source.pointer.at(_leading_offset(block, self.formula, node, source.strides))
             i = block.i0 + block.builder.minimum(lane, block.num_valid - 1)
             row = first.at(i * source.strides[-2]).at(j0 * size)
             for at in range(0, KEY_BLOCK * size, CACHE_LINE_BYTES):
                 block.builder.prefetch(row.at(at))
 
-    def entries(self, key: Value, v: int) -> dict[int, Value]:
+    def entries(self, key: Value, v: int) -> NodeValues:
         """Return, by the lookup's id, the entries of one key and a vector of queries."""
         entries = {id(node): (node, self.block.tiles.load(scratch, key, v)) for node, scratch in self.lookups}
         return {node_id: entry != 0.0 if node.kind == "bool" else entry for node_id, (node, entry) in entries.items()}
@@ -80,35 +79,28 @@ class TableGradientCode:
 
     Parameters
     ----------
-    lengths : lengths of the table's axes
-    entry_derivative : d score / d entry
     sums : address of the gradient; its stride is the bytes from the sums of one split to those of the next
+    node_index : the lookup's index in the score's `walk`
+    slot : the table's slot among the tables of the kernel
     is_per_key : True if a single split of the keys adds to each entry; the sums then have the accumulator's type
-    is_tile_lookup : True if the lookup is t[..., i, j] and `is_per_key`
     """
 
     def __init__(
-        self,
-        block: Block,
-        node: Lookup,
-        lengths: Sequence[Value],
-        entry_derivative: Renderer,
-        sums: TableArguments,
-        is_per_key: bool,
-        is_tile_lookup: bool,
+        self, block: Block, score: Expression, sums: TableArguments, node_index: int, slot: int, is_per_key: bool
     ) -> None:
-        self.block, self.node, self.lengths, self.sums = block, node, lengths, sums
-        self.entry_derivative = entry_derivative
+        node = walk(score)[node_index]
+        assert isinstance(node, Lookup)
+        self.block, self.node, self.lengths, self.sums = block, node, block.args.tables[slot].lengths, sums
+        self.entry_derivative = block.make_renderer(derivative(score, node), block.float, ())
         self.kind = block.float if is_per_key else DOUBLE
+        is_tile_lookup = is_per_key and node_index in block.spec.tile_lookups[1]
         self.tile_sums = block.tiles.matrix(KEY_BLOCK) if is_tile_lookup else None
         self.lane_scratch = [block.tiles.scratch(block.lanes * 8) for _ in range(2)]
         self.strides: list[Any] = [block.builder.value(bytes_of(self.kind), INT64)]
-        for length in reversed(lengths[1:]):
+        for length in reversed(self.lengths[1:]):
             self.strides.insert(0, self.strides[0] * length)
 
-    def add(
-        self, d_score: Value, symbols: dict[str, Value], score_values: dict[int, Value], key: Value, v: int
-    ) -> None:
+    def add(self, d_score: Value, symbols: dict[str, Value], score_values: NodeValues, key: Value, v: int) -> None:
         """Add the terms of one key and a vector of queries."""
         block = self.block
         term = self.entry_derivative.evaluate_pair(symbols, score_values).to(block.float).broadcast(block.lanes)
@@ -156,9 +148,9 @@ class TableGradientCode:
         block.write_transposed_rows(self.tile_sums, block.num_keys, write)
 
 
-def _leading_offset(block: Block, formula_index: int, node: Lookup, strides: Sequence[Any]) -> Value:
+def _leading_offset(block: Block, formula: int, node: Lookup, strides: Sequence[Any]) -> Value:
     """Return the bytes from a table's start to t[..., 0, 0], for a lookup t[..., i, j] of the block."""
     start = block.builder.value(0, INT64)
     for index, stride in zip(node.arguments[:-2], strides[:-2], strict=True):
-        start = start + block.block_values[0][formula_index][id(index)].to(INT64) * stride
+        start = start + block.block_values[0][formula][id(index)].to(INT64) * stride
     return start

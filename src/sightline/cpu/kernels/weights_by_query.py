@@ -166,9 +166,8 @@ class WeightTiles(WeightsByQuery):
             for v, p in enumerate(self.compute_weights(key, j0, masked)):
                 tiles.store(self.s_t, key, v, p)
         rows, columns = args.last_query - args.first_query, args.last_key - args.first_key
-        row = (
-            (self.b * args.H + self.h) * rows + self.i0 - args.first_query
-        )  # of lane 0; negative if lane 0 precedes first_query
+        # the row of lane 0; negative if lane 0 precedes first_query
+        row = (self.b * args.H + self.h) * rows + self.i0 - args.first_query
         target = args.output.at((row * columns + j0 - args.first_key) * format.itemsize)
 
         def address(lane: Value, key: Value) -> Value:

@@ -13,6 +13,7 @@ scores have no effect, since full tile ranges contain no hidden pair.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -126,11 +127,8 @@ class WeightsPass(Block):
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
         self.key.stage(j0, self.num_keys)
 
-        def store_scores(key: Value, v: int, s: Value) -> None:
-            self.tiles.store(self.s_t, key, v, s)
-
-        length = self.tiles.packed_length(self.spec.d_k)
-        self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, length, store_scores)
+        length, store = self.tiles.packed_length(self.spec.d_k), functools.partial(self.tiles.store, self.s_t)
+        self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, length, store)
         with builder.if_else(partial) as (yes, no):  # without a mask every tile range is full
             with yes:
                 if self.renderers[0] is not None:

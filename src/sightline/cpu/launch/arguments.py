@@ -53,9 +53,9 @@ class KernelArguments:
         self.tile_ranges = find_tile_ranges(problem.mask, problem.extent, query_block, KEY_BLOCK)
         self.keep_alive: list[Any] = [self.arrays, self.tables]  # the memory that the arguments point to
 
-    def table_fields(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        """Return (address, strides, lengths) of every table."""
-        return [(t.ctypes.data, t.strides, t.shape) for t in self.tables]
+    def table_fields(self) -> list[tuple[int, ...]]:
+        """Return (address, *strides, *lengths) of every table."""
+        return [(t.ctypes.data, *t.strides, *t.shape) for t in self.tables]
 
     def constant_arrays(self, *changing: Any) -> tuple[Any, ...]:
         """Return the retained NumPy arrays that are neither the problem's nor among `changing`."""
@@ -188,11 +188,8 @@ def _find_tile_lookups(arguments: KernelArguments, clamped: tuple[Any, ...]) -> 
     for formula, clamped_indices in zip(arguments.formulas, clamped, strict=True):
         nodes = enumerate([] if formula is None else walk(formula))
         clamped_nodes = {index for index, _ in clamped_indices}
-        yield tuple(
-            index
-            for index, node in nodes
-            if isinstance(node, Lookup) and index not in clamped_nodes and is_tile_lookup(node)
-        )
+        lookups = ((index, node) for index, node in nodes if isinstance(node, Lookup) and index not in clamped_nodes)
+        yield tuple(index for index, node in lookups if is_tile_lookup(node))
 
 
 def _convert_table(array: Any) -> Any:

@@ -90,14 +90,9 @@ def backward(
     table_gradients = list(_find_table_gradients(problem, wanted_tables))
     split = Split.from_problem(problem, table_gradients)
     xp, query, accumulator = namespace(problem.query), problem.query, problem.accumulator
-    arguments, spec = prepare(
-        "backward",
-        problem,
-        processor.machine,
-        tuple(formulas.values()),
-        table_gradients=tuple((x.node_index, x.slot, x.is_per_key) for x in table_gradients),
-        roles=tuple(formulas),
-    )
+    lookups = tuple((x.node_index, x.slot, x.is_per_key) for x in table_gradients)
+    options: dict[str, Any] = {"table_gradients": lookups, "roles": tuple(formulas)}
+    arguments, spec = prepare("backward", problem, processor.machine, tuple(formulas.values()), **options)
     d_output = _with_contiguous_rows(detach(xp.astype(d_output, query.dtype)))
     lanes, rows = lanes_per_vector(accumulator, processor.machine), (*problem.batch_shape, problem.H, problem.n)
     sums_by_name = {
@@ -121,7 +116,7 @@ def backward(
     }
     fields |= {name: layout(array)[0] for name, array in sums_by_name.items()}
     table_sum_fields = [
-        (array.ctypes.data, (0 if gradient.is_per_key else array.strides[0],), (0,))
+        (array.ctypes.data, 0 if gradient.is_per_key else array.strides[0], 0)
         for array, gradient in zip(table_sums, table_gradients, strict=True)
     ]
     packed = pack(BACKWARD_FIELDS, fields, [*arguments.table_fields(), *table_sum_fields])
@@ -154,10 +149,10 @@ def _add_statistics_to_d_lse(
     terms = [term for term in (d_lse, statistic_gradients.lse) if term is not None]
     if statistic_gradients.weights is not None:
         narrow = replace(problem, value=problem.value[..., :1]).with_statistics(Mass(statistic_gradients.weights))
-        fused_statistics, lse = FusedStatistics(narrow), np.empty((*problem.batch_shape, problem.H, problem.n))
+        fused, lse = FusedStatistics(narrow), np.empty((*problem.batch_shape, problem.H, problem.n))
         output = empty((*lse.shape, narrow.d_v), narrow.dtype, narrow.query)
-        forward(narrow, output, lse, threads, processor, fused_statistics)
-        terms.append(convert(-fused_statistics.arrays[0].astype(np.float64), problem.query))
+        forward(narrow, output, lse, threads, processor, fused)
+        terms.append(convert(-fused.arrays[0].astype(np.float64), problem.query))
     return functools.reduce(operator.add, terms) if terms else None
 
 
@@ -184,11 +179,7 @@ def _find_table_gradients(problem: Problem, wanted_tables: Collection[int]) -> I
         the last entry, so that several threads may write it.
         """
         axes_by_lookup = [
-            {
-                axis
-                for axis, argument in enumerate(node.arguments)
-                if argument is SYMBOLS[name] and node.table.shape[axis] >= length
-            }
+            {axis for axis, x in enumerate(node.arguments) if x is SYMBOLS[name] and node.table.shape[axis] >= length}
             for _, node, other in lookups
             if other == slot
         ]

@@ -34,7 +34,7 @@ class BoundCall:
 
     Parameters
     ----------
-    kernel, packed_arguments : as `Processor.call` takes them
+    kernel, packed : kernel and packed arguments as `Processor.call` takes them
     max_threads : the most threads that find work
     workspace : fields of the kernel that point into a buffer of the call, and the length of each in 8-byte words
     keep_alive : the memory that the arguments point to and that is the same in every call
@@ -44,18 +44,13 @@ class BoundCall:
     has_dynamic_key_length = False  # True if the call serves any number of keys
 
     def __init__(
-        self,
-        kernel: Any,
-        packed_arguments: Any,
-        max_threads: int,
-        workspace: Mapping[str, int],
-        keep_alive: tuple[Any, ...],
+        self, kernel: Any, packed: Any, max_threads: int, workspace: Mapping[str, int], keep_alive: tuple[Any, ...]
     ) -> None:
         self.kernel, self.max_threads, self.keep_alive = kernel, max_threads, keep_alive
-        self.template = packed_arguments
+        self.template = packed
         self.function: Any = _FUNCTION(kernel) if isinstance(kernel, int) else None  # None for a test's emulator
         self.offsets: dict[str, int] = {}
-        self.size = round_up(packed_arguments.size, WORDS_PER_CACHE_LINE)
+        self.size = round_up(packed.size, WORDS_PER_CACHE_LINE)
         for name, length in workspace.items():
             self.offsets[name] = self.size
             self.size += round_up(length, WORDS_PER_CACHE_LINE)
@@ -71,21 +66,14 @@ class BoundCall:
         return bool((self.template[[QUERY_INDEX, KEY_INDEX, VALUE_INDEX]] == [query, key, value]).all())
 
     def run(
-        self,
-        threads: int | None,
-        query: int,
-        key: int,
-        value: int,
-        output: int,
-        arrays: tuple[Any, ...],
-        lse: int | None = None,
+        self, threads: int | None, q: int, k: int, v: int, output: int, arrays: tuple[Any, ...], lse: int | None = None
     ) -> bool:
-        """Run the kernel on the arrays at these addresses. Returns True if the output is valid: here always.
+        """Run the kernel on query, key and value at the addresses `q`, `k` and `v`; return True: the output is valid.
 
         `arrays` are query, key, value and any other arrays that must stay alive while threads work. If `lse` is None,
         the lse is written into the call's buffer.
         """
-        buffer = self.acquire_buffer(query, key, value, output, lse)
+        buffer = self.acquire_buffer(q, k, v, output, lse)
         if self.max_threads == 1:
             self.function(buffer[2])
         else:
@@ -94,7 +82,7 @@ class BoundCall:
         self.release_buffer(buffer)
         return True
 
-    def acquire_buffer(self, query: int, key: int, value: int, output: int, lse: int | None) -> tuple[Any, Any, int]:
+    def acquire_buffer(self, q: int, k: int, v: int, output: int, lse: int | None) -> tuple[Any, Any, int]:
         """Return a buffer with the packed arguments and the workspace: the array, a view of it, and its address."""
         try:
             buffer = self.free_buffers.pop()
@@ -105,7 +93,7 @@ class BoundCall:
             for name, offset in self.offsets.items():
                 array[list(self.fields).index(name)] = buffer[2] + 8 * offset
         _, view, address = buffer
-        view[QUERY_INDEX], view[KEY_INDEX], view[VALUE_INDEX], view[OUTPUT_INDEX] = query, key, value, output
+        view[QUERY_INDEX], view[KEY_INDEX], view[VALUE_INDEX], view[OUTPUT_INDEX] = q, k, v, output
         view[LSE_INDEX] = address + self.lse_offset if lse is None else lse
         view[self.counter_offset] = 0
         return buffer

@@ -95,14 +95,7 @@ class BoundDecodeCall(BoundCall):
         return split_size, -(-blocks // split_size)
 
     def run(
-        self,
-        threads: int | None,
-        query: int,
-        key: int,
-        value: int,
-        output: int,
-        arrays: tuple[Any, ...],
-        lse: int | None = None,
+        self, threads: int | None, q: int, k: int, v: int, output: int, arrays: tuple[Any, ...], lse: int | None = None
     ) -> bool:
         """Run the kernel as `BoundCall.run` does. Returns False if there are too few keys or an output is NaN or ∞."""
         m = arrays[1].shape[-2]
@@ -110,7 +103,7 @@ class BoundDecodeCall(BoundCall):
             return False
         split_size, num_splits = self.split_keys(m)
         items = self.items_per_split * num_splits
-        buffer = self.acquire_buffer(query, key, value, output, lse)
+        buffer = self.acquire_buffer(q, k, v, output, lse)
         array, view, _ = buffer
         view[M_INDEX], view[ITEMS_INDEX] = m, items
         view[NUM_SPLITS_INDEX], view[SPLIT_SIZE_INDEX] = num_splits, split_size

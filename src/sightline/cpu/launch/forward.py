@@ -50,23 +50,15 @@ def source(problem: Problem, processor: Processor) -> str:
     return str(write_kernel(spec, arguments, Forward, processor))
 
 
-def _prepare(
-    problem: Problem, processor: Processor, fused_statistics: FusedStatistics
-) -> tuple[KernelArguments, KernelSpec]:
-    roles = fused_statistics.roles
-    return prepare("forward", problem, processor.machine, fused_statistics.formulas, roles=roles)
+def _prepare(problem: Problem, processor: Processor, fused: FusedStatistics) -> tuple[KernelArguments, KernelSpec]:
+    return prepare("forward", problem, processor.machine, fused.formulas, roles=fused.roles)
 
 
 def forward(
-    problem: Problem,
-    output: Any,
-    lse: Any,
-    threads: int | None,
-    processor: Processor,
-    fused_statistics: FusedStatistics,
+    problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, fused: FusedStatistics
 ) -> BoundCall:
     """Fill output, lse and the arrays of the fused statistics, and return the bound call."""
-    arguments, spec = _prepare(problem, processor, fused_statistics)
+    arguments, spec = _prepare(problem, processor, fused)
     kernel = compile_kernel(spec, arguments, Forward, processor)
     counter = np.zeros(1, np.int64)
     fields = arguments.fields(spec)
@@ -77,11 +69,11 @@ def forward(
         "output": layout(output)[0],
         "sinks": arguments.retain_sinks(),
     }
-    statistic_fields = [(x.ctypes.data, (0,), (0,)) for x in fused_statistics.arrays]
+    statistic_fields = [(x.ctypes.data, 0, 0) for x in fused.arrays]
     packed = pack(FORWARD_FIELDS, fields, [*arguments.table_fields(), *statistic_fields])
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
     max_threads = 1 if work < MIN_PARALLEL_MULTIPLICATIONS else int(fields["items"])
-    keep_alive = (*arguments.keep_alive, output, *fused_statistics.arrays)
+    keep_alive = (*arguments.keep_alive, output, *fused.arrays)
     processor.call(kernel, packed, min(thread_count(threads), max_threads), keep_alive)
     workspace = {"counter": 1, "lse": lse.size}
     return BoundCall(kernel, packed, max_threads, workspace, arguments.constant_arrays(lse, counter))

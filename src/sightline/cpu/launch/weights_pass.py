@@ -47,12 +47,10 @@ class WeightsPassCall:
         lse_address = self.arguments.retain(np.ascontiguousarray(to_numpy(lse), np.float64))
         self.common_fields = self.arguments.fields(spec) | {"lse": lse_address, "batches": problem.B}
 
-    def call(
-        self, queries: Range, items: int, output: Any, threads: int | None, *keep_alive: Any, **fields: int
-    ) -> None:
-        """Fill the output. The output and `keep_alive` stay alive until all threads are done."""
+    def call(self, queries: Range, items: int, output: Any, threads: int | None, *arrays: Any, **fields: int) -> None:
+        """Fill the output. The output and `arrays` stay alive until all threads are done."""
         counter = np.zeros(1, np.int64)  # one per call: threads of an interrupted call may still increment theirs
-        call_fields = {
+        fields |= {
             "counter": counter.ctypes.data,
             "output": layout(output)[0],
             "items": items,
@@ -60,9 +58,8 @@ class WeightsPassCall:
             "last_query": queries[1],
             "query_blocks": -(-queries[1] // self.block),
         }
-        values = self.common_fields | call_fields | fields
-        packed = pack(self.writer.fields, values, self.arguments.table_fields())
-        keep_alive = (*self.arguments.keep_alive, counter, output, *keep_alive)
+        packed = pack(self.writer.fields, self.common_fields | fields, self.arguments.table_fields())
+        keep_alive = (*self.arguments.keep_alive, counter, output, *arrays)
         self.processor.call(self.kernel, packed, min(thread_count(threads), items), keep_alive)
 
 
@@ -135,45 +132,23 @@ def pooled(
     xp = namespace(problem.query)
     if 0 in (*problem.extent, rows, columns):
         return zeros((*problem.batch_shape, problem.H, rows, columns), problem.accumulator, problem.query)
-    cells = _reduce_cells(problem, lse, (rows, columns), how, queries, keys, threads, processor)
-    if how == "mean":
-        cells /= convert(cell_lengths(*queries, rows)[:, None] * cell_lengths(*keys, columns), problem.query)
-    return xp.astype(cells, resolve_dtype(xp, problem.accumulator), copy=False)
-
-
-def _reduce_cells(
-    problem: Problem,
-    lse: Any,
-    grid: Range,
-    how: str,
-    queries: Range,
-    keys: Range,
-    threads: int | None,
-    processor: Processor,
-) -> Any:
-    """Return the sums or maxima of P over the cells of a rectangle, (..., H, rows, columns) float64."""
     weights_pass = WeightsPassCall(problem, lse, Pooled, "pooled_max" if how == "max" else "pooled", processor)
-    (rows, columns), heads = grid, problem.B * problem.H
-    columns_per_item = min(columns, MAX_COLUMNS_PER_ITEM)
+    heads, columns_per_item = problem.B * problem.H, min(columns, MAX_COLUMNS_PER_ITEM)
     column_items = -(-columns // columns_per_item)
     # Two items that share a block of queries both compute it, so an item has at least 4 blocks.
     max_rows = max((queries[1] - queries[0]) // (4 * weights_pass.block), 1)
     subdivisions = max(min(-(-TARGET_ITEMS // (heads * column_items * rows)), max_rows // rows), 1)
     fine_rows = rows * subdivisions  # each row of cells is computed as so many finer rows
     rows_per_item = min(max(-(-fine_rows * heads * column_items // TARGET_ITEMS), -(-fine_rows // max_rows)), fine_rows)
-    fields = {
-        "rows": fine_rows,
-        "rows_per_item": rows_per_item,
-        "columns": columns,
-        "columns_per_item": columns_per_item,
-        "first_key": keys[0],
-        "last_key": keys[1],
-    }
+    fields = {"rows": fine_rows, "rows_per_item": rows_per_item, "first_key": keys[0], "last_key": keys[1]}
+    fields |= {"columns": columns, "columns_per_item": columns_per_item}
     cells = zeros((*problem.batch_shape, problem.H, fine_rows, columns), "float64", problem.query)
     weights_pass.call(queries, heads * column_items * -(-fine_rows // rows_per_item), cells, threads, **fields)
-    xp = namespace(cells)
     cells = xp.reshape(cells, (*problem.batch_shape, problem.H, rows, subdivisions, columns))
-    return xp.max(cells, axis=-2) if how == "max" else xp.sum(cells, axis=-2)
+    cells = xp.max(cells, axis=-2) if how == "max" else xp.sum(cells, axis=-2)
+    if how == "mean":
+        cells /= convert(cell_lengths(*queries, rows)[:, None] * cell_lengths(*keys, columns), problem.query)
+    return xp.astype(cells, resolve_dtype(xp, problem.accumulator), copy=False)
 
 
 def top_k(problem: Problem, lse: Any, k: int, threads: int | None = None, processor: Processor = HOST) -> Any:
