@@ -60,18 +60,17 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "kernel ran and why, its error against the float64 definition and against the model's own results, its time, "
         "the weights of one head as a picture, and which tokens every head of the encoder attends to.",
     )
-    demo.add_argument(
+    add = demo.add_argument
+    add(
         "--output",
         metavar="PATH",
         help="file of the picture: .png, .svg or .pdf; the picture of all heads and the explorer page are written to "
         "the same folder (default: sightline-demo.png)",
     )
-    demo.add_argument("--layer", type=int, default=3, choices=(0, 3), help="layer of the model (default: 3)")
-    demo.add_argument(
-        "--head", type=int, default=1, choices=range(12), metavar="0-11", help="head to draw (default: 1)"
-    )
-    demo.add_argument("--repeats", type=int, default=7, help="timed runs; their median is shown (default: 7)")
-    demo.add_argument("--sentence", metavar="TEXT", help="sentence for the encoder, if the encoder is installed")
+    add("--layer", type=int, default=3, choices=(0, 3), help="layer of the model (default: 3)")
+    add("--head", type=int, default=1, choices=range(12), metavar="0-11", help="head to draw (default: 1)")
+    add("--repeats", type=int, default=7, help="timed runs; their median is shown (default: 7)")
+    add("--sentence", metavar="TEXT", help="sentence for the encoder, if the encoder is installed")
     demo.set_defaults(run=_demo)
 
 
@@ -84,21 +83,16 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Shows every stage of attention on a text: tokens, embeddings, query, key and value, rotation, "
         "scores, scaling, mask, softmax, weighted values. Then follows one pair of tokens through all stages.",
     )
-    explain.add_argument(
-        "text", nargs="?", default=TEXT, help=f"a text of spaces and the letters a c e h t r (default: {TEXT!r})"
-    )
-    explain.add_argument("--d-model", type=int, default=512, help="width of the embeddings (default: 512)")
-    explain.add_argument("--d-k", type=int, default=64, help="width of query, key and value; even (default: 64)")
-    explain.add_argument("--seed", type=int, default=0, help="seed of the embeddings and projections (default: 0)")
-    explain.add_argument("--mask", default="none", help=f"{MASKS} (default: none)")
-    explain.add_argument(
-        "--pair", type=int, nargs=2, metavar=("QUERY", "KEY"), help="positions to follow (default: the first c and r)"
-    )
-    explain.add_argument(
-        "--figure",
-        metavar="PATH",
-        help="draw the weights to PATH, and the effect of scaling to a second file, -scaling",
-    )
+    add = explain.add_argument
+    add("text", nargs="?", default=TEXT, help=f"a text of spaces and the letters a c e h t r (default: {TEXT!r})")
+    add("--d-model", type=int, default=512, help="width of the embeddings (default: 512)")
+    add("--d-k", type=int, default=64, help="width of query, key and value; even (default: 64)")
+    add("--seed", type=int, default=0, help="seed of the embeddings and projections (default: 0)")
+    add("--mask", default="none", help=f"{MASKS} (default: none)")
+    positions = "positions to follow (default: the first c and r)"
+    add("--pair", type=int, nargs=2, metavar=("QUERY", "KEY"), help=positions)
+    figures = "draw the weights to PATH, and the effect of scaling to a second file, -scaling"
+    add("--figure", metavar="PATH", help=figures)
     explain.set_defaults(run=_explain)
 
 
@@ -109,13 +103,12 @@ def _add_view(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description="Runs a Hugging Face model from a directory on a text and writes the explorer: one HTML file that "
         "shows every head of every layer. The command downloads nothing, and the page needs no network.",
     )
-    view.add_argument("text", nargs="*", help="one text, or several, which are padded to one length")
-    view.add_argument(
-        "--model", required=True, metavar="DIR", help="directory that save_pretrained wrote, with tokenizer"
-    )
-    view.add_argument("--text-file", metavar="PATH", help="file that holds one more text")
-    view.add_argument("--output", metavar="PATH", help="file of the page (default: sightline-view.html)")
-    view.add_argument("--open", action="store_true", help="open the page in the browser")
+    add = view.add_argument
+    add("text", nargs="*", help="one text, or several, which are padded to one length")
+    add("--model", required=True, metavar="DIR", help="directory that save_pretrained wrote, with tokenizer")
+    add("--text-file", metavar="PATH", help="file that holds one more text")
+    add("--output", metavar="PATH", help="file of the page (default: sightline-view.html)")
+    add("--open", action="store_true", help="open the page in the browser")
     view.set_defaults(run=_view)
 
 
@@ -126,25 +119,18 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Times Sightline and every installed peer library on named problems, alternating between them, "
         "after each output was checked against the float64 definition. The extra `bench` installs the peers.",
     )
-    bench.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="cuda: a GPU, CUDA or ROCm, with its own problems and peers",
-    )
-    bench.add_argument(
-        "--only",
-        action="append",
-        metavar="WORD",
-        help="run problems whose name contains WORD or matches it as a pattern",
-    )
-    bench.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="run problems of this dtype")
-    bench.add_argument("--list", action="store_true", help="list the problems and their targets, and stop")
-    bench.add_argument("--threads", type=int, help="threads of every contender (default: all usable processors)")
-    bench.add_argument("--seconds", type=float, help="timing budget of one problem (default: 10; 2 on a GPU)")
-    bench.add_argument("--quick", action="store_true", help="tiny sizes, to test that everything runs; no targets")
-    bench.add_argument("--json", metavar="PATH", help="write all results to PATH, with the time of every round")
-    bench.add_argument("--figures", metavar="FOLDER", help="draw the results to FOLDER")
+    add = bench.add_argument
+    devices = "cuda: a GPU, CUDA or ROCm, with its own problems and peers"
+    add("--device", choices=("cpu", "cuda"), default="cpu", help=devices)
+    only = "run problems whose name contains WORD or matches it as a pattern"
+    add("--only", action="append", metavar="WORD", help=only)
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="run problems of this dtype")
+    add("--list", action="store_true", help="list the problems and their targets, and stop")
+    add("--threads", type=int, help="threads of every contender (default: all usable processors)")
+    add("--seconds", type=float, help="timing budget of one problem (default: 10; 2 on a GPU)")
+    add("--quick", action="store_true", help="tiny sizes, to test that everything runs; no targets")
+    add("--json", metavar="PATH", help="write all results to PATH, with the time of every round")
+    add("--figures", metavar="FOLDER", help="draw the results to FOLDER")
     bench.set_defaults(run=_bench)
 
 

@@ -77,12 +77,8 @@ def _run_benchmarks(
     console: Console, benchmarks: Sequence[Benchmark], settings: Settings, report: Report, path: str | None
 ) -> None:
     """Measure the benchmarks in order; save the report to `path` after each, since a later one may end the process."""
-    columns = (
-        BarColumn(bar_width=24, complete_style="cyan"),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", style="dim"),
-    )
+    description = TextColumn("{task.description}", style="dim")
+    columns = BarColumn(bar_width=24, complete_style="cyan"), MofNCompleteColumn(), TimeElapsedColumn(), description
     is_interactive = console.is_terminal  # redrawn by explicit calls: a redrawing thread would slow the timed calls
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not is_interactive) as bar:
         task = bar.add_task("peaks", total=len(benchmarks))
@@ -249,11 +245,8 @@ def _print_summary(console: Console, report: Report, device: Device) -> None:
     if not verdicts:
         return
     reached = [verdict.reached for verdict in verdicts]
-    section(
-        console,
-        "Targets",
-        f"{reached.count(True)} reached, {reached.count(False)} missed, {reached.count(None)} not measured",
-    )
+    counts = {"reached": True, "missed": False, "not measured": None}.items()
+    section(console, "Targets", ", ".join(f"{reached.count(answer)} {name}" for name, answer in counts))
     rows = [
         (finding.name, _describe_target(verdict.target, device), _format_value(verdict), _verdict_cells(verdict)[1])
         for finding in report.findings

@@ -18,6 +18,7 @@ __all__ = [
     "key_value_table",
     "make_console",
     "matrix",
+    "note",
     "number",
     "progress",
     "render_picture",
@@ -49,6 +50,11 @@ def section(console: Console, title: str, note: str = "") -> None:
     line.add_column(justify="right", style="dim")
     line.add_row(title, note)
     console.print(line)
+
+
+def note(console: Console, text: str) -> None:
+    """Print a remark, dimmed."""
+    console.print(text, style="dim")
 
 
 def table(*titles: str, rows: Sequence[Sequence[Any]], left: int = 1) -> Table:
@@ -90,12 +96,9 @@ def matrix(
     for j in shown_columns:
         result.add_column(Text(ELLIPSIS if j is None else columns[j], style="cyan"), justify="right", no_wrap=True)
     for i in shown_rows:
-        cells = [
-            Text(f" {ELLIPSIS}", style="dim")
-            if i is None or j is None
-            else _cell(float(values[i, j]), weights, (i, j) == mark)
-            for j in shown_columns
-        ]
+        pairs = ((None if i is None or j is None else (i, j)) for j in shown_columns)
+        gap = Text(f" {ELLIPSIS}", style="dim")
+        cells = [gap if pair is None else _cell(float(values[pair]), weights, pair == mark) for pair in pairs]
         result.add_row(ELLIPSIS if i is None else rows[i], *cells)
     return result
 
@@ -134,9 +137,8 @@ def weight_map(console: Console, weights: Array, tokens: Sequence[str]) -> Text:
         result.append(f"{i:>2} {token:<{margin - 3}}", style="cyan")
         for value in map(float, weights[i]):
             if coloured:
-                result.append(
-                    f"{min(round(100 * value), 99):>2} " if value >= 0.01 else " · ", style=_cell_style(value**0.5)
-                )
+                hundredths = f"{min(round(100 * value), 99):>2} " if value >= 0.01 else " · "
+                result.append(hundredths, style=_cell_style(value**0.5))
             else:
                 result.append(" " + ("··" if value < 0.01 else "░▒▓█"[min(int(value**0.5 * 4), 3)] * 2))
         result.append("\n")

@@ -22,7 +22,7 @@ from ..formula.library import padding
 from ..problem import make_problem
 from ..statistics import lse, weights
 from . import head_patterns
-from .console import key_value_table, make_console, progress, section, table, weight_map
+from .console import key_value_table, make_console, note, progress, section, table, weight_map
 
 __all__ = ["budget_shares", "compare_times", "demo", "largest_differences"]
 
@@ -42,13 +42,10 @@ def demo(
     cat, moby = load("minilm_cat"), load("minilm_moby")
     activations, mask = cat.layers[layer], padding(cat.lengths)
     console.print(Text("softmax(Q Kᵀ / √d_k + M) V   on activations of a trained model", style="bold"))
-    console.print(
-        f"all-MiniLM-L6-v2, layer {layer}, 12 heads, d_k = d_v = 32, {len(cat.texts)} sentences of "
-        f"{activations.query.shape[-2]} tokens",
-        style="dim",
-    )
+    size = f"{len(cat.texts)} sentences of {activations.query.shape[-2]} tokens"
+    note(console, f"all-MiniLM-L6-v2, layer {layer}, 12 heads, d_k = d_v = 32, {size}")
     for text in cat.texts:
-        console.print(f"  “{text}”", style="dim")
+        note(console, f"  “{text}”")
     started = time.perf_counter()
     out, (_, seen) = attention(activations.query, activations.key, activations.value, mask=mask, see=[lse(), weights()])
     first = time.perf_counter() - started
@@ -69,11 +66,8 @@ def _print_errors(console: Console, layer: Layer, mask: Expression, out: Array, 
     rows = [(name, *(f"{error:.1e}" for error in errors)) for name, errors in differences]
     console.print(table("largest difference", "output", "weights", rows=rows))
     output_share, weights_share = budget_shares(layer, mask, out, seen)
-    console.print(
-        f"The output uses {output_share:.2f} of its rounding-error budget, the weights use {weights_share:.2f}.\n"
-        "The budget is twice the error of plain float32, plus 2 units in the last place.",
-        style="dim",
-    )
+    used = f"The output uses {output_share:.2f} of its rounding-error budget, the weights use {weights_share:.2f}."
+    note(console, f"{used}\nThe budget is twice the error of plain float32, plus 2 units in the last place.")
 
 
 def largest_differences(layer: Layer, mask: Expression, out: Array, seen: Array) -> dict[str, tuple[float, float]]:
@@ -126,9 +120,7 @@ def _print_times(console: Console, cat: Activations, moby: Activations, layer: i
             rows.append((name, shape, f"{1e3 * ours:.2f}", *others))
     console.print(table("", "B × H × n", "Sightline", *times, rows=rows, left=2))
     if "torch SDPA" not in times:
-        console.print(
-            "torch is not installed. With torch (pip install torch), its attention is timed too.", style="dim"
-        )
+        note(console, "torch is not installed. With torch (pip install torch), its attention is timed too.")
 
 
 def compare_times(
@@ -177,7 +169,7 @@ def _print_weights(console: Console, cat: Activations, seen: Array, layer: int, 
     section(console, f"Weights of layer {layer}, head {head}", "one row per query; in hundredths, or as shades")
     console.print(weight_map(console, seen[SENTENCE_INDEX, head], tokens))
     if output is None and not plotting.has_matplotlib():
-        console.print('\nNo picture: install matplotlib (pip install "sightline-attention[plot]").', style="dim")
+        note(console, '\nNo picture: install matplotlib (pip install "sightline-attention[plot]").')
         return
     title = f"all-MiniLM-L6-v2, layer {layer}, head {head}"
     path = save(heatmap(seen[SENTENCE_INDEX, head], tokens, title=title).figure, Path(output or PICTURE_PATH))

@@ -13,7 +13,7 @@ from rich.text import Text
 from ..formula.expression import Expression
 from ..view.picture import formula_picture
 from ..walkthrough import VOCABULARY, WHOLE_WORDS, Walkthrough
-from .console import ELLIPSIS, make_console, matrix, number, render_picture, section, table
+from .console import ELLIPSIS, make_console, matrix, note, number, render_picture, section, table
 
 __all__ = ["explain", "write_figures"]
 
@@ -27,7 +27,7 @@ def explain(walk: Walkthrough, seed: int, console: Console | None = None) -> Non
     console = console or make_console()
     n, d_model, d_k = len(walk.tokens), walk.embedded.shape[1], walk.d_k
     console.print(Text(f"softmax(Q Kᵀ / √d_k + M) V   over   {walk.text!r}", style="bold"))
-    console.print(f"d_model {d_model}, d_k = d_v = {d_k}, seed {seed}, mask {_mask_name(walk.mask)}", style="dim")
+    note(console, f"d_model {d_model}, d_k = d_v = {d_k}, seed {seed}, mask {_mask_name(walk.mask)}")
     _print_tokens(console, walk)
     _print_vectors(console, walk)
     _print_scores(console, walk)
@@ -47,9 +47,7 @@ def _print_tokens(console: Console, walk: Walkthrough) -> None:
         rows = [("token", *(walk.labels[i] for i in part)), ("number", *(walk.tokens[i] for i in part))]
         console.print(table("position", *map(str, part), rows=rows))
     pieces = ", ".join(f"{'␣' if piece == ' ' else piece} {number}" for piece, number in VOCABULARY.items())
-    console.print(
-        f"{pieces}\n{WHOLE_WORDS[0]!r} includes the space before it; one space is added before the text.", style="dim"
-    )
+    note(console, f"{pieces}\n{WHOLE_WORDS[0]!r} includes the space before it; one space is added before the text.")
 
 
 def _print_vectors(console: Console, walk: Walkthrough) -> None:
@@ -67,11 +65,9 @@ def _print_vectors(console: Console, walk: Walkthrough) -> None:
     _print_rows(console, walk, {"R q": walk.rotated_query}, [query])
     _print_rows(console, walk, {"R k": walk.rotated_key}, [key])
     lengths = [float(np.linalg.norm(x)) for x in (walk.query[query], walk.rotated_query[query])]
-    console.print(
-        f"θ_t = 10000^(−2t / {d_k}) radians per position: 1 for the first pair of components,\n"
-        f"{10000 ** (2 / d_k - 1):.1e} for the last. ‖q‖ = {lengths[0]:.4f}, ‖R q‖ = {lengths[1]:.4f}.",
-        style="dim",
-    )
+    note(console, f"θ_t = 10000^(−2t / {d_k}) radians per position: 1 for the first pair of components,")
+    last = f"{10000 ** (2 / d_k - 1):.1e} for the last."
+    note(console, f"{last} ‖q‖ = {lengths[0]:.4f}, ‖R q‖ = {lengths[1]:.4f}.")
 
 
 def _print_scores(console: Console, walk: Walkthrough) -> None:
@@ -81,9 +77,7 @@ def _print_scores(console: Console, walk: Walkthrough) -> None:
     console.print(matrix(stages.scores, labels, labels, mark=walk.pair, max_shape=max_shape))
     section(console, f"7  Scaled: S / √{walk.d_k}", shape)
     console.print(matrix(stages.scaled, labels, labels, mark=walk.pair, max_shape=max_shape))
-    console.print(
-        f"standard deviation: {stages.scores.std():.2f} before scaling, {stages.scaled.std():.2f} after", style="dim"
-    )
+    note(console, f"standard deviation: {stages.scores.std():.2f} before scaling, {stages.scaled.std():.2f} after")
     section(console, "8  Mask: −∞ where a query may not attend to a key", shape)
     if walk.mask is None:
         console.print("none: every query attends to every key")
@@ -105,9 +99,8 @@ def _print_rows(console: Console, walk: Walkthrough, arrays: dict[str, Array], r
             if i - before > 1:
                 lines.append((ELLIPSIS, *[ELLIPSIS] * len(columns)))
             label = f"{name} of {walk.labels[i]}, {i}" if name else f"{i:>2} {walk.labels[i]}"
-            lines.append(
-                (Text(label, style="cyan"), *(ELLIPSIS if c is None else number(array[i, c]) for c in columns))
-            )
+            numbers = (ELLIPSIS if c is None else number(array[i, c]) for c in columns)
+            lines.append((Text(label, style="cyan"), *numbers))
     result = table(*[""] * len(lines[0]), rows=lines)
     result.show_header = False
     result.columns[0].min_width = 12

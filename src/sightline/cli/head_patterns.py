@@ -21,7 +21,7 @@ from ..formula.tables import Table
 from ..statistics import Statistic, mass, weights
 from ..view import head_grid, plotting, save
 from ..view.explorer import from_weights, save_html
-from .console import progress, section, table, weight_style
+from .console import note, progress, section, table, weight_style
 from .view_command import load_model
 
 __all__ = [
@@ -126,7 +126,7 @@ def print_heads(console: Console, sentence: str, picture: Path) -> HeadPatterns:
         bar.add_task("running the encoder", total=None)
         heads = analyse_activations() if folder is None else analyse_model(folder, sentence)
     section(console, "What every head attends to", "weight in hundredths, mean over the queries")
-    console.print(f"“{' '.join(heads.tokens)}”\n", style="dim")
+    note(console, f"“{' '.join(heads.tokens)}”\n")
     console.print(pattern_map(console, heads))
     console.print()
     console.print(_best_heads(heads))
@@ -138,12 +138,8 @@ def print_heads(console: Console, sentence: str, picture: Path) -> HeadPatterns:
     data = from_weights([heads.tokens], [layer[None] for layer in heads.weights], names=names)
     console.print(f"Wrote {save_html(data, picture.with_suffix('.html'))}, the explorer, for any browser")
     if folder is None:
-        console.print(
-            "These activations are shipped with the library. For all six layers and any sentence:\n"
-            '  pip install "sightline-attention[demo]"\n'
-            '  sightline demo --sentence "..."',
-            style="dim",
-        )
+        note(console, "These activations are shipped with the library. For all six layers and any sentence:")
+        note(console, '  pip install "sightline-attention[demo]"\n  sightline demo --sentence "..."')
     return heads
 
 

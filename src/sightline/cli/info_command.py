@@ -24,7 +24,7 @@ from ..gpu.tuning import cache
 from ..kernel import Kernel
 from ..problem import Problem, make_problem
 from ..statistics import weights
-from .console import key_value_table, make_console, section, table
+from .console import key_value_table, make_console, note, section, table
 
 __all__ = ["SAMPLES", "info", "support"]
 
@@ -115,7 +115,7 @@ def _print_support(console: Console, found: dict[str, dict[str, tuple[str, ...]]
     console.print(table("", *found, rows=rows))
     for kernel, answers in found.items():
         for reason in dict.fromkeys(reason for reasons in answers.values() for reason in reasons):
-            console.print(f"not supported by {kernel}: {reason}", style="dim")
+            note(console, f"not supported by {kernel}: {reason}")
 
 
 def _machine() -> dict[str, str]:
