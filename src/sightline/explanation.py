@@ -28,7 +28,7 @@ class Explanation:
     description: str
     refusals: dict[str, tuple[str, ...]]  # for every kernel, the reasons why it cannot serve the problem
     reasons: dict[str, str]  # for kernels that can serve the problem, the reason for their cost
-    backward_refusals: tuple[str, ...]  # why streaming computes the gradients, and not `kernel`; torch only
+    backward_refusals: tuple[str, ...]  # if an input requires a gradient: why streaming computes it
     forced: bool  # the caller named the kernel
     tiles: dict[str, int]  # how many tiles are empty, full and partial
     flops: int

@@ -123,7 +123,7 @@ class Plan:
     refusals: dict[str, tuple[Refusal, ...]]  # of every kernel, by its name
     forced: bool  # the caller named the kernel
     kernels: Sequence[Kernel] = ()  # the kernels that were compared
-    backward_refusals: tuple[Refusal, ...] = ()  # why streaming computes the gradients, and not this kernel
+    backward_refusals: tuple[Refusal, ...] = ()  # if an input requires a gradient: why streaming computes it
 
 
 def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = None) -> Plan:
@@ -156,5 +156,6 @@ def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = Non
 def _plan(
     kernel: Kernel, problem: Problem, refusals: dict[str, tuple[Refusal, ...]], forced: bool, kernels: Sequence[Kernel]
 ) -> Plan:
-    has_gradients = hasattr(problem.query, "requires_grad")
-    return Plan(kernel, refusals, forced, kernels, tuple(kernel.refuses_backward(problem)) if has_gradients else ())
+    inputs = [problem.query, problem.key, problem.value, problem.sinks, *(table.array for table in problem.tables)]
+    needs_gradients = any(getattr(x, "requires_grad", False) for x in inputs)
+    return Plan(kernel, refusals, forced, kernels, tuple(kernel.refuses_backward(problem)) if needs_gradients else ())

@@ -10,7 +10,8 @@ import sightline
 from sightline import b, causal, h, i, j, s
 from sightline.dispatch import KERNELS
 from sightline.errors import ParameterError
-from sightline.gpu import MAX_FORMULA_NODES, MAX_HEAD_WIDTH, Triton
+from sightline.gpu import Triton
+from sightline.gpu.refusals import MAX_FORMULA_NODES, MAX_HEAD_WIDTH
 from sightline.kernel import choose
 from sightline.problem import make_problem
 
@@ -27,7 +28,7 @@ def on_cuda(problem):
 @pytest.fixture(autouse=True)
 def recent_gpu(monkeypatch):
     """Skip the query of the GPU's compute capability."""
-    monkeypatch.setattr("sightline.gpu._is_too_old", lambda device: False)
+    monkeypatch.setattr("sightline.gpu.refusals._is_too_old", lambda device: False)
 
 
 def posed(d=8, dtype=torch.float32, **options):
@@ -57,7 +58,7 @@ def test_every_refusal_has_its_cure(problem, reason):
 
 
 def test_an_old_gpu_and_missing_triton_are_refused(monkeypatch):
-    monkeypatch.setattr("sightline.gpu._is_too_old", lambda device: True)
+    monkeypatch.setattr("sightline.gpu.refusals._is_too_old", lambda device: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert [r.reason for r in Triton().refuses(on_cuda(posed()))] == [
         "a GPU older than compute capability 8.0",

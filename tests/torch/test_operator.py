@@ -533,7 +533,7 @@ def test_streaming_gradients_use_the_saved_output_and_lse(monkeypatch):
 
 
 def test_explain_says_why_streaming_computes_the_gradients():
-    x = torch.zeros(1, 1, 2, 4)
+    x = torch.zeros(1, 1, 2, 4, requires_grad=True)
     assert "gradients     by streaming: reference has no backward pass" in str(
         sightline.explain(x, x, x, kernel="reference")
     )

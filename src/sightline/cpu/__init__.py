@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ..formula.expression import walk
 from ..kernel import Gradients, Kernel, Refusal, Result
 from ..problem import Problem
 from ..statistics import StatisticGradients
+from .refusals import refuse_backward, refuse_forward
 from .runtime.processor import HOST, Processor
 
 __all__ = ["Cpu"]
-
-
-MAX_HEAD_WIDTH = 1024  # of d_k and d_v: their scratch, 256 bytes per component each, is on a thread's stack
-MAX_FORMULA_NODES = 400  # of mask and score together: LLVM takes about 10 ms per node
 
 
 class Cpu(Kernel):
@@ -29,17 +24,7 @@ class Cpu(Kernel):
         self.processor = processor
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        """Yield a refusal for another device, too large a width, too large formulas, and if llvmlite is missing."""
-        if problem.device != "cpu":
-            yield Refusal(f"arrays on {problem.device}", "move them to the CPU")
-        if max(problem.d_k, problem.d_v) > MAX_HEAD_WIDTH:
-            widths = f"d_k {problem.d_k}, d_v {problem.d_v}"
-            yield Refusal(widths, f"widths up to {MAX_HEAD_WIDTH} fit a thread's stack")
-        nodes = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
-        if nodes > MAX_FORMULA_NODES:
-            yield Refusal(f"formulas of {nodes} nodes take too long to compile", "store their values in a table")
-        if importlib.util.find_spec("llvmlite") is None:
-            yield Refusal("llvmlite is not installed", "pip install llvmlite")
+        return refuse_forward(problem)
 
     def cost(self, problem: Problem) -> float:
         return 1.0
@@ -55,9 +40,7 @@ class Cpu(Kernel):
         return {"forward": source(problem, self.processor)}
 
     def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
-        yield from self.refuses(problem)
-        if 0 in problem.extent:
-            yield Refusal(f"no pairs: (B, H, n, m) = {problem.extent}", "give at least one batch, head, query and key")
+        return refuse_backward(problem)
 
     def backward(
         self,

@@ -12,7 +12,7 @@ import torch
 from ...arrays import convert, detach, namespace
 from ...formula.derivative import derivative
 from ...formula.expression import SYMBOLS, Expression, Lookup, walk
-from ...kernel import Gradients
+from ...kernel import Gradients, Refusal
 from ...problem import Problem
 from ...statistics import StatisticGradients
 from ..kernels.backward import backward_preprocess
@@ -60,18 +60,13 @@ def backward(
     wanted_tables: Collection[int],
     statistic_gradients: StatisticGradients,
     architecture: str | None,
-) -> Gradients | None:
+) -> Gradients:
     """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse, as `Kernel.backward` defines them.
 
-    Return None, so that streaming computes the gradients, if a table that needs a gradient
-    - has more than `MAX_SLOTTED_ENTRIES` entries, and is not indexed by both i and j;
-    - has entries that more than `MAX_ADDITIONS` pairs may read, and is not indexed by both i and j;
-    - is indexed by both i and j, and heads or batches share its entries, on AMD.
+    `refuse_tables` has refused every table that these kernels do not support.
     """
     architecture = architecture or architecture_of(problem.query.device)
     lookups = list(_table_gradients(problem, wanted_tables))
-    if not all(_is_supported(problem, lookup, architecture) for lookup in lookups):
-        return None
     query, batch_shape = problem.query, problem.batch_shape
     output, lse = map(detach, saved)
     d_lse_terms = [term for term in (d_lse, statistic_gradients.lse) if term is not None]
@@ -176,8 +171,24 @@ def _table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterat
             yield replace(lookup, kind=kind)
 
 
+def refuse_tables(
+    problem: Problem, architecture: str | None, wanted_tables: Collection[int] | None
+) -> Iterator[Refusal]:
+    """Yield a refusal for each table that needs a gradient and
+
+    - has more than `MAX_SLOTTED_ENTRIES` entries, and is not indexed by both i and j; or
+    - has entries that more than `MAX_ADDITIONS` pairs may read, and is not indexed by both i and j; or
+    - is indexed by both i and j, and heads or batches share its entries, on AMD.
+    """
+    architecture = architecture or architecture_of(problem.query.device)
+    wanted_tables = range(len(problem.tables)) if wanted_tables is None else wanted_tables
+    for lookup in _table_gradients(problem, wanted_tables):
+        if not _is_supported(problem, lookup, architecture):
+            yield Refusal(f"the gradient of {lookup.node.table}", "use a smaller table, or one indexed by i and j")
+
+
 def _is_supported(problem: Problem, lookup: TableGradient, architecture: str) -> bool:
-    """True if the kernels can sum a table's gradient; `backward` lists the limits.
+    """True if the kernels can sum a table's gradient; `refuse_tables` lists the limits.
 
     A program processes heads that share an entry one after another, and each head reads the sums of the previous head.
     On AMD Triton's barrier does not make a program's writes to memory visible to its other threads.

@@ -1,0 +1,36 @@
+"""The reasons why the CPU kernels refuse a problem, forward and backward."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from ..formula.expression import walk
+from ..kernel import Refusal
+from ..problem import Problem
+
+__all__ = ["MAX_FORMULA_NODES", "MAX_HEAD_WIDTH", "refuse_backward", "refuse_forward"]
+
+MAX_HEAD_WIDTH = 1024  # of d_k and d_v: their scratch, 256 bytes per component each, is on a thread's stack
+MAX_FORMULA_NODES = 400  # of mask and score together: LLVM takes about 10 ms per node
+
+
+def refuse_forward(problem: Problem) -> Iterator[Refusal]:
+    """Yield a refusal for another device, too large a width, too large formulas, and if llvmlite is missing."""
+    if problem.device != "cpu":
+        yield Refusal(f"arrays on {problem.device}", "move them to the CPU")
+    if max(problem.d_k, problem.d_v) > MAX_HEAD_WIDTH:
+        widths = f"d_k {problem.d_k}, d_v {problem.d_v}"
+        yield Refusal(widths, f"widths up to {MAX_HEAD_WIDTH} fit a thread's stack")
+    nodes = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
+    if nodes > MAX_FORMULA_NODES:
+        yield Refusal(f"formulas of {nodes} nodes take too long to compile", "store their values in a table")
+    if importlib.util.find_spec("llvmlite") is None:
+        yield Refusal("llvmlite is not installed", "pip install llvmlite")
+
+
+def refuse_backward(problem: Problem) -> Iterator[Refusal]:
+    """Yield the refusals of the forward pass, and a refusal for a problem without any pair."""
+    yield from refuse_forward(problem)
+    if 0 in problem.extent:
+        yield Refusal(f"no pairs: (B, H, n, m) = {problem.extent}", "give at least one batch, head, query and key")

@@ -1,0 +1,90 @@
+"""The reasons why the Triton kernels refuse a problem, forward and backward."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Iterator
+from functools import lru_cache
+from typing import Any
+
+from ..formula.expression import walk
+from ..kernel import Refusal
+from ..problem import Problem
+from .version import triton_version
+
+__all__ = ["MAX_FORMULA_NODES", "MAX_HEAD_WIDTH", "refuse_backward", "refuse_forward"]
+
+MAX_HEAD_WIDTH = 256  # largest d_k and d_v: registers and shared memory hold a tile of each
+MAX_FORMULA_NODES = 400  # nodes of mask and score together; the compiler gets about one line for each node
+MIN_TRITON_VERSION = (3, 5)  # the oldest triton that compiles the kernels
+MIN_TRITON_VERSION_BY_DTYPE = {"float64": (3, 8)}  # the oldest triton that multiplies float64 matrices
+
+
+def refuse_forward(problem: Problem, architecture: str | None) -> Iterator[Refusal]:
+    """Yield a refusal for other devices and frameworks, too large sizes, and a missing or too old triton or GPU."""
+    device_type = problem.device.partition(":")[0]
+    required = "cpu" if architecture == "interpreter" else "cuda"
+    if problem.framework != "torch" or device_type != required:
+        cure = _move_cure(required) if problem.framework == "torch" else f"torch tensors on {required}"
+        yield Refusal(f"{problem.framework} arrays on {problem.device}", cure)
+    elif device_type == "cuda" and _is_too_old(problem.query.device):
+        cure = "use a GPU of compute capability 8.0 or later; the streaming kernel serves this GPU"
+        yield Refusal("a GPU older than compute capability 8.0", cure)
+    yield from _size_refusals(problem)
+    if device_type != required:
+        return
+    minimum = MIN_TRITON_VERSION_BY_DTYPE.get(problem.dtype, MIN_TRITON_VERSION)
+    if importlib.util.find_spec("triton") is None:
+        yield Refusal("triton is not installed", "pip install triton")
+    elif triton_version() < minimum:
+        yield Refusal(
+            f"triton {'.'.join(map(str, triton_version()))} does not compile the kernels in {problem.dtype}",
+            f"install triton {'.'.join(map(str, minimum))} or later, which later versions of torch include; "
+            "until then the streaming kernel serves this problem",
+        )
+
+
+def refuse_backward(
+    problem: Problem, architecture: str | None, wanted_tables: Collection[int] | None
+) -> Iterator[Refusal]:
+    """Yield the refusals of the forward pass, and refusals for problems without pairs and for tables.
+
+    With a given architecture the tensors may be on any device, as in `aot.compile_kernels`.
+    """
+    refusals = list(refuse_forward(problem, None) if architecture is None else _size_refusals(problem))
+    if 0 in problem.extent or problem.d_v == 0:
+        shape = f"(B, H, n, m) = {problem.extent}, d_v {problem.d_v}"
+        refusals.append(Refusal(f"no pairs or no columns: {shape}", "give at least one of each"))
+    yield from refusals
+    if not refusals:
+        from .launch.backward import refuse_tables
+
+        yield from refuse_tables(problem, architecture, wanted_tables)
+
+
+def _size_refusals(problem: Problem) -> Iterator[Refusal]:
+    """Yield a refusal for head widths and formulas that are too large for every GPU."""
+    if max(problem.d_k, problem.d_v) > MAX_HEAD_WIDTH:
+        cure = f"use widths up to {MAX_HEAD_WIDTH}; the streaming kernel serves larger widths"
+        yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}", cure)
+    num_nodes = sum(len(walk(formula)) for formula in (problem.mask, problem.score) if formula is not None)
+    if num_nodes > MAX_FORMULA_NODES:
+        yield Refusal(f"formulas of {num_nodes} nodes would take long to compile", "put computed values into a table")
+
+
+@lru_cache
+def _move_cure(required_device: str) -> str:
+    """Return the cure for torch tensors on another device than the kernels need."""
+    import torch
+
+    built = required_device == "cpu" or torch.version.cuda or torch.version.hip
+    install = "" if built else f"install a torch built for CUDA or ROCm, which {torch.__version__} is not, and "
+    return f"{install}move query, key and value: .to({required_device!r})"
+
+
+@lru_cache
+def _is_too_old(device: Any) -> bool:
+    """True for NVIDIA GPUs before compute capability 8.0: their matrix units support neither bfloat16 nor float64."""
+    import torch
+
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
