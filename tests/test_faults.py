@@ -25,7 +25,7 @@ from sightline.cpu.kernels import (
 )
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.runtime.machine import host
-from sightline.formula import bounds
+from sightline.formula import interval_arithmetic as bounds
 from sightline.problem import make_problem
 from sightline.streaming import Streaming
 from sightline.testing import assert_conforms

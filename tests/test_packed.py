@@ -12,7 +12,8 @@ from sightline import attention, causal, documents, explain, i, j, padding, tabl
 from sightline.accuracy import compute_baseline, term_sizes
 from sightline.arrays import to_numpy
 from sightline.errors import ParameterError, ShapeError
-from sightline.formula import bounds, library, tile_ranges
+from sightline.formula import interval_arithmetic as bounds
+from sightline.formula import library, tile_ranges
 from sightline.formula.tile_ranges import find_tile_ranges
 from sightline.problem import make_problem
 from sightline.reference import compute_stages

@@ -28,8 +28,8 @@ import numpy as np
 from .arrays import dtype_name, namespace, resolve_dtype, to_numpy
 from .dropout import keep_factor
 from .formula.derivative import derivative
+from .formula.evaluate_array import evaluate
 from .formula.expression import Lookup, walk
-from .formula.render_array import evaluate
 from .problem import Problem
 from .reference import Stages, compute_stages
 

@@ -25,9 +25,9 @@ from . import arrays, validation
 from .errors import DeviceError
 from .formula import implied_mask
 from .formula.expression import SYMBOLS, Expression, parse_text
+from .formula.formula_checks import check_formulas
 from .formula.tables import Table
 from .formula.tensor_cache import TensorCache, to_device
-from .formula.validate import check_formulas
 from .kv_cache import unpack_cache
 from .statistics import Statistic
 from .validation import Formula, check_device, read_mask, read_score

@@ -17,7 +17,7 @@ import numpy as np
 
 from .arrays import convert, namespace, resolve_dtype, to_numpy
 from .dropout import keep_factor
-from .formula.render_array import evaluate_dense
+from .formula.evaluate_array import evaluate_dense
 from .kernel import Kernel, Refusal, Result
 from .problem import Problem
 from .statistics import Tile, accumulate_statistics

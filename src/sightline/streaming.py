@@ -17,8 +17,8 @@ import numpy as np
 from .arrays import framework, namespace, resolve_dtype, to_numpy
 from .dropout import keep_factor
 from .formula.derivative import derivative
+from .formula.evaluate_array import evaluate
 from .formula.expression import Lookup, walk
-from .formula.render_array import evaluate
 from .formula.tile_ranges import TileRanges, find_tile_ranges
 from .kernel import Gradients, Kernel, Refusal, Result
 from .problem import Problem

@@ -22,7 +22,7 @@ from sightline.bench.report import Entry, Finding, Point, Report, Verdict, forma
 from sightline.bench.workloads import Inputs, Mask, Series, Target, Workload, allowed_pairs
 from sightline.cli import main
 from sightline.errors import ParameterError
-from sightline.formula.render_array import evaluate_dense
+from sightline.formula.evaluate_array import evaluate_dense
 from sightline.problem import make_problem
 from sightline.reference import compute_stages
 

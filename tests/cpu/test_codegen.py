@@ -10,7 +10,7 @@ from elementary_functions import LANES, PROMISED, applied, check_promise, ulps
 from sightline import h, i, j, s
 from sightline.cpu import Cpu
 from sightline.cpu.codegen import math as codegen_math
-from sightline.cpu.codegen.render import LLVM_RULES
+from sightline.cpu.codegen.render_llvm import LLVM_RULES
 from sightline.cpu.runtime.machine import host
 from sightline.formula.operators import OPERATORS
 from sightline.problem import make_problem

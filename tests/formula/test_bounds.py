@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from sightline import causal, documents, i, j, padding, prefix, table, where, window
 from sightline.arrays import namespace
-from sightline.formula.bounds import compute_intervals
+from sightline.formula.evaluate_array import ARRAY_RULES
 from sightline.formula.expression import SYMBOLS, apply, walk
+from sightline.formula.interval_arithmetic import compute_intervals
 from sightline.formula.operators import OPERATORS
-from sightline.formula.render_array import ARRAY_RULES
 from sightline.formula.table_bounds import TableBounds
 from sightline.formula.tile_ranges import find_tile_ranges, find_witness
 from strategies import generators, masks, reals, wholes

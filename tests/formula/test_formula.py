@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from sightline import Table, b, causal, documents, h, i, j, m, n, padding, prefix, s, softcap, table, where, window
 from sightline.arrays import namespace
 from sightline.errors import FormulaError
-from sightline.formula.bounds import BOUND_RULES
 from sightline.formula.derivative import DERIVATIVE_RULES, derivative
+from sightline.formula.evaluate_array import ARRAY_RULES, evaluate, evaluate_dense
 from sightline.formula.expression import apply, parse_text
+from sightline.formula.interval_arithmetic import BOUND_RULES
 from sightline.formula.operators import OPERATORS
-from sightline.formula.render_array import ARRAY_RULES, evaluate, evaluate_dense
 from sightline.problem import read_mask, read_score
 from strategies import conditions, lookups, masks, reals, scores, wholes
 

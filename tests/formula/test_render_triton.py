@@ -7,8 +7,8 @@ import pytest
 
 from sightline import alibi, causal, documents, h, i, j, m, n, padding, relative_bias, s, softcap, table, where, window
 from sightline.formula.operators import OPERATORS
-from sightline.formula.render_triton import TRITON_RULES
 from sightline.gpu import Triton
+from sightline.gpu.codegen.render_triton import TRITON_RULES
 from sightline.problem import make_problem
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -20,7 +20,8 @@ pytest.importorskip("triton")
 from gluon_interpreter import Machine, broken
 from sightline.gpu import hopper
 from sightline.gpu.aot import compile_kernels
-from sightline.gpu.hopper import kernel, rings
+from sightline.gpu.hopper import kernel
+from sightline.gpu.hopper import shared_memory_rings as rings
 from sightline.gpu.kernels import tile_ops
 from sightline.gpu.launch.forward import attention_launches, forward_launches
 from sightline.gpu.tuning.default_configurations import Configuration

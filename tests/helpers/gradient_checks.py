@@ -12,8 +12,8 @@ from sightline.arrays import dtype_name, to_numpy
 from sightline.cpu import Cpu
 from sightline.dropout import keep_factor
 from sightline.formula.derivative import derivative
+from sightline.formula.evaluate_array import evaluate_dense
 from sightline.formula.expression import Lookup, walk
-from sightline.formula.render_array import evaluate_dense
 from sightline.reference import backward as reference_backward
 from sightline.reference import compute_stages
 from sightline.streaming import backward as streaming_backward

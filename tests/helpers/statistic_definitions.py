@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import sightline
 from sightline.accuracy import dense_attention, summation_orders
 from sightline.arrays import dtype_name, namespace, to_numpy
-from sightline.formula.render_array import evaluate_dense
+from sightline.formula.evaluate_array import evaluate_dense
 from sightline.problem import Problem
 from sightline.reference import compute_stages
 from sightline.statistics import arrays_of, solve_selections_separately

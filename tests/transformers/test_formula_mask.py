@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from transformers import masking_utils
 
 from sightline.torch import hooks
-from sightline.transformers.formula_mask import FormulaMask, sightline_mask
+from sightline.transformers.mask_interface import FormulaMask, sightline_mask
 from tiny_models import VOCABULARY, make_model
 
 KEYS = 20

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
-from sightline.transformers import interface
+from sightline.transformers import attention_interface as interface
 from tiny_models import (
     BATCH,
     LENGTH,

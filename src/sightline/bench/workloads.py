@@ -20,9 +20,9 @@ from typing import Any, Literal
 import numpy as np
 
 from ..arrays import resolve_dtype
+from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import bias
-from ..formula.render_array import evaluate
 from ..formula.tables import Table
 from ..formula.tile_ranges import find_tile_ranges
 from ..problem import Problem, make_problem

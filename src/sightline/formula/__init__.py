@@ -1,11 +1,11 @@
 """The language of masks and scores: `expression` is the graph, `library` has ready masks and scores."""
 
+from .evaluate_array import evaluate_dense
 from .expression import PASSES
+from .formula_checks import check_formulas
 from .numpy_functions import power, translate_call
 from .printing import format_formula
-from .render_array import evaluate_dense
 from .tables import learned_number
-from .validate import check_formulas
 
 PASSES.check_formulas = check_formulas
 PASSES.evaluate_dense = evaluate_dense

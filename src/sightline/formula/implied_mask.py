@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from .bounds import compute_intervals
 from .expression import Apply, Constant, Expression, Lookup, as_expression, walk, where
+from .interval_arithmetic import compute_intervals
 from .tile_ranges import make_box
 
 __all__ = ["hidden_condition"]

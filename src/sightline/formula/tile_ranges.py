@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays import namespace
-from .bounds import Interval, compute_intervals
+from .evaluate_array import evaluate
 from .expression import Expression, as_expression
-from .render_array import evaluate
+from .interval_arithmetic import Interval, compute_intervals
 
 __all__ = ["TileRanges", "find_tile_ranges", "find_witness"]
 

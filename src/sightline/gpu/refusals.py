@@ -10,7 +10,7 @@ from typing import Any
 from ..formula.expression import walk
 from ..kernel import Refusal
 from ..problem import Problem
-from .version import triton_version
+from .triton_version import triton_version
 
 __all__ = ["MAX_FORMULA_NODES", "MAX_HEAD_WIDTH", "refuse_backward", "refuse_forward"]
 

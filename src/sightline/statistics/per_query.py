@@ -11,8 +11,8 @@ import numpy as np
 
 from ..arrays import namespace, resolve_dtype
 from ..errors import MaskError, ParameterError
+from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Expression, where
-from ..formula.render_array import evaluate
 from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, Outer, StatisticGradients, Tile, itemsize
 from .selection import Statistic
 

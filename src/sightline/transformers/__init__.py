@@ -16,7 +16,7 @@ except ImportError as error:
         'pip install "sightline-attention[transformers]" torch',
     ) from error
 
-from .interface import NAME, register
+from .attention_interface import NAME, register
 from .model_watch import watch
 
 __all__ = ["NAME", "register", "watch"]

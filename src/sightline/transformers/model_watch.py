@@ -15,7 +15,7 @@ from ..errors import ParameterError
 from ..recording import Seen, Tokens
 from ..statistics import Statistic
 from ..torch.hooks import check_module, record_calls, restore_on_exit, select_modules
-from .interface import NAME
+from .attention_interface import NAME
 
 __all__ = ["watch"]
 

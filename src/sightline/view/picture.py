@@ -17,11 +17,11 @@ import numpy as np
 
 from ..arrays import namespace
 from ..errors import ParameterError
-from ..formula.bounds import compute_intervals
+from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
-from ..formula.render_array import evaluate
+from ..formula.formula_checks import check_formulas
+from ..formula.interval_arithmetic import compute_intervals
 from ..formula.tile_ranges import make_box
-from ..formula.validate import check_formulas
 from . import plotting, terminal
 
 __all__ = ["Picture", "formula_picture", "validate_extent"]

@@ -5,9 +5,9 @@ import pytest
 
 from sample_problems import arrays
 from sightline import dense, i, j, lse, padding, s, softcap
-from sightline.formula import render_triton
 from sightline.formula.tensor_cache import TensorCache
 from sightline.gpu.codegen import problem_source as formula_source
+from sightline.gpu.codegen import render_triton
 from sightline.gpu.launch import schedule
 from sightline.testing import assert_conforms
 from strategies import Case

@@ -28,10 +28,10 @@ from ...formula.derivative import derivative
 from ..codegen.abi import BACKWARD_FIELDS
 from ..codegen.builder import Variable
 from ..codegen.operand_tiles import interleave_rows, widen_row
-from ..codegen.render import NodeValues
+from ..codegen.render_llvm import NodeValues
 from ..codegen.values import DOUBLE, INT64, Value, vector
 from .block import Block
-from .spec import KEY_BLOCK, round_up
+from .kernel_spec import KEY_BLOCK, round_up
 from .tables import TableGradientCode
 
 __all__ = ["Backward"]

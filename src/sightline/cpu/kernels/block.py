@@ -24,10 +24,10 @@ from ..codegen.math import exp2_by_scaling, exp2_of_negative, exp_of_negative
 from ..codegen.operand_tiles import OperandTile
 from ..codegen.philox import random_words
 from ..codegen.register_tile import RegisterTiles
-from ..codegen.render import NodeValues, Renderer, TableSource
+from ..codegen.render_llvm import NodeValues, Renderer, TableSource
 from ..codegen.values import BFLOAT, BOOL, BYTE, DOUBLE, FLOAT, INT16, INT32, INT64, Value, vector
 from ..runtime.machine import Machine
-from .spec import KEY_BLOCK, KernelSpec
+from .kernel_spec import KEY_BLOCK, KernelSpec
 from .tables import TileTables
 
 __all__ = ["Block"]

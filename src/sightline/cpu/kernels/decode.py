@@ -22,7 +22,7 @@ from ..codegen.builder import Variable
 from ..codegen.math import exp
 from ..codegen.values import BFLOAT, DOUBLE, INT16, INT64, Value, vector
 from .block import Block
-from .spec import CACHE_LINE_BYTES, KEY_BLOCK
+from .kernel_spec import CACHE_LINE_BYTES, KEY_BLOCK
 
 __all__ = ["MAX_ROWS_PER_ITEM", "UNROLL", "Decode"]
 

@@ -20,7 +20,7 @@ from ..codegen.builder import Variable
 from ..codegen.values import BOOL, DOUBLE, FLOAT, INT32, Value
 from .block import Block
 from .fused_statistics import FusedStatisticsCode
-from .spec import KEY_BLOCK
+from .kernel_spec import KEY_BLOCK
 
 __all__ = ["Forward"]
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ...formula.derivative import derivative
 from ...formula.expression import Expression, Lookup, walk
 from ..codegen.abi import TableArguments
-from ..codegen.render import NodeValues, Renderer
+from ..codegen.render_llvm import NodeValues, Renderer
 from ..codegen.values import DOUBLE, INT64, Value, bytes_of, element_type, vector
-from .spec import CACHE_LINE_BYTES, KEY_BLOCK
+from .kernel_spec import CACHE_LINE_BYTES, KEY_BLOCK
 
 if TYPE_CHECKING:
     from .block import Block

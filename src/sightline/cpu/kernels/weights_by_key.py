@@ -6,7 +6,7 @@ import functools
 
 from ..codegen.builder import Variable
 from ..codegen.values import DOUBLE, INT32, INT64, Value
-from .spec import KEY_BLOCK
+from .kernel_spec import KEY_BLOCK
 from .weights_pass import WeightsPass
 
 __all__ = ["MAX_COLUMNS_PER_ITEM", "MAX_SPLIT_SIZE", "Pooled", "Received"]

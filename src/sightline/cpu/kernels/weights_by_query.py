@@ -10,7 +10,7 @@ from llvmlite.ir import IntType
 
 from ..codegen.builder import Variable
 from ..codegen.values import INT64, POINTER, Value, bytes_of, vector
-from .spec import KEY_BLOCK
+from .kernel_spec import KEY_BLOCK
 from .weights_pass import WeightsPass
 
 __all__ = ["TopK", "WeightTiles"]

@@ -20,7 +20,7 @@ from typing import Any
 from ..codegen.abi import COMMON_FIELDS
 from ..codegen.values import DOUBLE, INT64, POINTER, Value
 from .block import Block
-from .spec import KEY_BLOCK
+from .kernel_spec import KEY_BLOCK
 
 __all__ = ["WeightsPass"]
 

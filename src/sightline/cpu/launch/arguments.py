@@ -11,11 +11,11 @@ import numpy as np
 from ...arrays import detach, empty, layout, to_numpy
 from ...dropout import threshold
 from ...formula.expression import SYMBOLS, Expression, Lookup, walk
-from ...formula.index_ranges import find_index_ranges
+from ...formula.table_index_ranges import find_index_ranges
 from ...formula.tile_ranges import find_tile_ranges
 from ...problem import Problem
 from ..kernels.block import Block
-from ..kernels.spec import KEY_BLOCK, KernelSpec, lanes_per_vector
+from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector
 from ..runtime.machine import Machine
 from ..runtime.processor import Processor
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..codegen.abi import FORWARD_FIELDS
-from ..kernels.spec import CACHE_LINE_BYTES, round_up
+from ..kernels.kernel_spec import CACHE_LINE_BYTES, round_up
 from ..runtime.processor import HOST, Processor
 from ..runtime.thread_team import thread_count
 

@@ -11,7 +11,7 @@ from ...kernel import Result
 from ...problem import Problem
 from ..codegen.abi import FORWARD_FIELDS, pack
 from ..kernels.forward import Forward
-from ..kernels.spec import KernelSpec
+from ..kernels.kernel_spec import KernelSpec
 from ..runtime.processor import Processor
 from ..runtime.thread_team import thread_count
 from .arguments import KernelArguments, compile_kernel, prepare, write_kernel

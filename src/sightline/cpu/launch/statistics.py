@@ -9,7 +9,7 @@ import numpy as np
 from ...arrays import convert
 from ...problem import Problem
 from ...statistics import Entropy, Mass, MaxScore, Pooled, Received, Statistic, TopK, Weights, unwrap_mean
-from ...statistics.dispatch import dispatch_statistics
+from ...statistics.computation import dispatch_statistics
 from ...streaming import Streaming
 from ..runtime.processor import Processor
 from . import weights_pass

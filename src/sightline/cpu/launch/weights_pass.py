@@ -16,7 +16,7 @@ from ...arrays import convert, empty, layout, namespace, resolve_dtype, to_numpy
 from ...problem import Problem
 from ...statistics.matrix import cell_lengths
 from ..codegen.abi import pack
-from ..kernels.spec import KEY_BLOCK
+from ..kernels.kernel_spec import KEY_BLOCK
 from ..kernels.weights_by_key import MAX_COLUMNS_PER_ITEM, MAX_SPLIT_SIZE, Pooled, Received
 from ..kernels.weights_by_query import TopK, WeightTiles
 from ..kernels.weights_pass import WeightsPass

@@ -7,11 +7,11 @@ from typing import Any
 
 from ...arrays import layout
 from ...formula.expression import Expression
-from ...formula.index_ranges import find_index_ranges
-from ...formula.render_triton import render
+from ...formula.table_index_ranges import find_index_ranges
 from ...formula.tables import Table
 from ...formula.tensor_cache import TensorCache
 from ...problem import Problem
+from .render_triton import render
 
 __all__ = ["INT32_MAX", "NamedFormula", "collect_tables", "render_sources"]
 

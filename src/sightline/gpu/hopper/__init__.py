@@ -14,8 +14,8 @@ from typing import Any
 from ...kernel import Refusal
 from ...problem import Problem
 from ..kernels.compile_time_constants import padded_width
+from ..triton_version import triton_version
 from ..tuning.default_configurations import Configuration
-from ..version import triton_version
 
 __all__ = ["candidate_configurations", "refuses"]
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..kernels.tile_ops import FLOAT32_MAX, LOG2_E, BlockLocation, compute_lse, compute_scores, has_nan, update_softmax
-from .rings import (
+from .shared_memory_rings import (
     WARPGROUPS,
     Block,
     allocate_tiles,

@@ -13,7 +13,7 @@ from ..launch.arguments import to_operand
 from ..launch.launcher import KernelLaunch
 from . import TMA_ALIGNMENT
 from .kernel import forward
-from .rings import WARPGROUPS
+from .shared_memory_rings import WARPGROUPS
 
 __all__ = ["specialise"]
 

@@ -9,7 +9,7 @@ import torch
 
 from ...problem import Problem
 from ...statistics import Entropy, Mass, MaxScore, Statistic, unwrap_mean
-from ...statistics.dispatch import dispatch_statistics
+from ...statistics.computation import dispatch_statistics
 from ...streaming import TileOps
 from ...streaming import compute_statistics as compute_by_streaming
 from .arguments import Operands

@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .expression import Apply, Constant, Expression, Lookup, Symbol, walk
-from .operators import Kind, common_kind
+from ...formula.expression import Apply, Constant, Expression, Lookup, Symbol, walk
+from ...formula.operators import Kind, common_kind
 
 __all__ = ["TRITON_RULES", "render"]
 

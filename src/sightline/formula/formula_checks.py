@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import FormulaError, ShapeError, TableError
-from .bounds import compute_intervals
 from .expression import MAX_EXACT_INTEGER, Apply, Expression, Lookup, walk
+from .interval_arithmetic import compute_intervals
 from .tile_ranges import find_witness, make_box
 
 __all__ = ["check_formulas"]

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 from ..arrays import to_numpy
 from ..formula.expression import SYMBOLS, Constant, Expression
 from ..formula.tables import Table
-from .mask_functions import trace_mask_function
+from .mask_tracer import trace_mask_function
 
 __all__ = ["FormulaMask", "sightline_mask"]
 

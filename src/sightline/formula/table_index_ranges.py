@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from .bounds import compute_intervals
 from .expression import Expression, Lookup, walk
+from .interval_arithmetic import compute_intervals
 from .tensor_cache import TensorCache
 from .tile_ranges import make_box
 

@@ -15,7 +15,7 @@ from ..formula.library import bias, dense
 from ..formula.library import softcap as softcap_score
 from ..statistics import weights
 from ..torch.hooks import attend
-from .formula_mask import FormulaMask, sightline_mask
+from .mask_interface import FormulaMask, sightline_mask
 
 __all__ = ["NAME", "register", "sightline_attention"]
 
