@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from .api import attention, explain, tiles
-from .cpu.runtime.thread_team import threads
+from .cpu.runtime.thread_count import threads
 from .formula.expression import PASSES, SYMBOLS, Expression, where
 from .formula.library import (
     alibi,

@@ -21,7 +21,7 @@ from ..bench.measure import Settings, run
 from ..bench.peaks import UNITS
 from ..bench.report import Entry, Finding, Report, Verdict, format_amount, format_duration
 from ..bench.workloads import Benchmark, Target, Workload
-from ..cpu.runtime.thread_team import usable_processors
+from ..cpu.runtime.thread_count import usable_processors
 from ..errors import ParameterError
 from .console import key_value_table, make_console, section, table
 

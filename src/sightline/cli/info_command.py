@@ -17,7 +17,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..arrays import resolve_dtype
-from ..cpu.runtime import disk_cache, thread_team
+from ..cpu.runtime import disk_cache, thread_count
 from ..dispatch import KERNELS
 from ..formula.library import alibi, causal
 from ..gpu.tuning import cache
@@ -120,7 +120,7 @@ def _print_support(console: Console, found: dict[str, dict[str, tuple[str, ...]]
 
 def _machine() -> dict[str, str]:
     found = {
-        "processor": f"{_processor_name()}, {thread_team.usable_processors()} usable threads",
+        "processor": f"{_processor_name()}, {thread_count.usable_processors()} usable threads",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}, Python {sys.version.split()[0]}",
     }
     if find_spec("llvmlite"):
@@ -160,7 +160,7 @@ def _gpu_name() -> str:
 
 def _generated() -> dict[str, str]:
     """Return the number of threads with its origin, and the folder, size and errors of the disk cache."""
-    number, origin = thread_team.resolve_thread_count()
+    number, origin = thread_count.resolve_thread_count()
     state = disk_cache.state()
     cached = f"in memory only: {state.error}"
     if state.folder is not None:

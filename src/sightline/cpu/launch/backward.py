@@ -20,7 +20,7 @@ from ..codegen.abi import BACKWARD_FIELDS, pack
 from ..kernels.backward import Backward
 from ..kernels.kernel_spec import KEY_BLOCK, lanes_per_vector, round_up
 from ..runtime.processor import Processor
-from ..runtime.thread_team import thread_count
+from ..runtime.thread_count import thread_count
 from .arguments import MAX_LSE, TARGET_ITEMS, compile_kernel, has_unit_stride, operand_fields, prepare, zeros
 from .forward import forward
 from .statistics import FusedStatistics

@@ -15,7 +15,7 @@ import numpy as np
 from ..codegen.abi import FORWARD_FIELDS
 from ..kernels.kernel_spec import CACHE_LINE_BYTES, round_up
 from ..runtime.processor import HOST, Processor
-from ..runtime.thread_team import thread_count
+from ..runtime.thread_count import thread_count
 
 __all__ = ["BoundCall"]
 

@@ -12,7 +12,7 @@ from ..codegen.abi import DECODE_FIELDS, pack
 from ..kernels.decode import MAX_ROWS_PER_ITEM, UNROLL, Decode
 from ..kernels.kernel_spec import KEY_BLOCK, lanes_per_vector
 from ..runtime.processor import Processor
-from ..runtime.thread_team import thread_count
+from ..runtime.thread_count import thread_count
 from .arguments import TARGET_ITEMS, KernelArguments, compile_kernel, has_unit_stride, make_spec
 from .bound_call import BoundCall
 

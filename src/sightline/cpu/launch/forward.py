@@ -13,7 +13,7 @@ from ..codegen.abi import FORWARD_FIELDS, pack
 from ..kernels.forward import Forward
 from ..kernels.kernel_spec import KernelSpec
 from ..runtime.processor import Processor
-from ..runtime.thread_team import thread_count
+from ..runtime.thread_count import thread_count
 from .arguments import KernelArguments, compile_kernel, prepare, write_kernel
 from .bound_call import BoundCall
 from .decode import can_decode, decode

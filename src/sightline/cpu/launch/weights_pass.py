@@ -21,7 +21,7 @@ from ..kernels.weights_by_key import MAX_COLUMNS_PER_ITEM, MAX_SPLIT_SIZE, Poole
 from ..kernels.weights_by_query import TopK, WeightTiles
 from ..kernels.weights_pass import WeightsPass
 from ..runtime.processor import HOST, Processor
-from ..runtime.thread_team import thread_count
+from ..runtime.thread_count import thread_count
 from .arguments import MAX_LSE, TARGET_ITEMS, compile_kernel, prepare, zeros
 
 __all__ = ["MAX_TOP_K", "has_nonfinite", "pooled", "received", "top_k", "weights"]

@@ -1,4 +1,4 @@
-"""Formulas as text of Triton functions. `python tests/formula/test_render_triton.py` rewrites the golden files."""
+"""Formulas as text of Triton functions. `python tests/gpu/test_render_triton.py` rewrites the golden files."""
 
 from pathlib import Path
 

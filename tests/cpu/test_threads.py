@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import sightline
-from sightline.cpu.runtime import compile, thread_team
+from sightline.cpu.runtime import compile, thread_count, thread_team
 from sightline.cpu.runtime.machine import host
 from sightline.errors import ParameterError
 
@@ -24,7 +24,7 @@ from sightline.errors import ParameterError
 @pytest.fixture
 def bare(monkeypatch):
     """No setting gives a number of threads."""
-    monkeypatch.delenv(thread_team.THREADS_VARIABLE, raising=False)
+    monkeypatch.delenv(thread_count.THREADS_VARIABLE, raising=False)
     monkeypatch.delitem(sys.modules, "torch")
 
 
@@ -33,34 +33,34 @@ def usable():
 
 
 def test_the_first_available_setting_applies(monkeypatch, bare):
-    monkeypatch.setattr(thread_team, "_cgroup_quota", lambda: 10**6)
-    assert thread_team.thread_count() == usable()
+    monkeypatch.setattr(thread_count, "_cgroup_quota", lambda: 10**6)
+    assert thread_count.thread_count() == usable()
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 11)
-    assert thread_team.thread_count() == 11
-    monkeypatch.setenv(thread_team.THREADS_VARIABLE, "12")
-    assert thread_team.thread_count() == 12
+    assert thread_count.thread_count() == 11
+    monkeypatch.setenv(thread_count.THREADS_VARIABLE, "12")
+    assert thread_count.thread_count() == 12
     with sightline.threads(13):
-        assert thread_team.thread_count() == 13
+        assert thread_count.thread_count() == 13
         with sightline.threads(14):
-            assert thread_team.thread_count() == 14
-            assert thread_team.thread_count(15) == 15
-        assert thread_team.thread_count() == 13
-    assert thread_team.thread_count() == 12
+            assert thread_count.thread_count() == 14
+            assert thread_count.thread_count(15) == 15
+        assert thread_count.thread_count() == 13
+    assert thread_count.thread_count() == 12
 
 
 def test_an_error_ends_the_block():
-    before = thread_team.thread_count()
+    before = thread_count.thread_count()
     with pytest.raises(KeyError), sightline.threads(before + 1):
         raise KeyError
-    assert thread_team.thread_count() == before
+    assert thread_count.thread_count() == before
 
 
 def test_a_block_applies_to_its_own_python_thread():
-    before = thread_team.thread_count()
+    before = thread_count.thread_count()
     with sightline.threads(before + 1), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(thread_team.thread_count).result() == before
-        assert pool.submit(contextvars.copy_context().run, thread_team.thread_count).result() == before + 1
+        assert pool.submit(thread_count.thread_count).result() == before
+        assert pool.submit(contextvars.copy_context().run, thread_count.thread_count).result() == before + 1
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.0, True, "2", None, 2**31])
@@ -71,31 +71,36 @@ def test_invalid_numbers_of_threads(number):
 
 @pytest.mark.parametrize("setting", ["0", "-2", "two", "1.5", "99999999999"])
 def test_invalid_numbers_in_the_variable(setting, monkeypatch):
-    monkeypatch.setenv(thread_team.THREADS_VARIABLE, setting)
+    monkeypatch.setenv(thread_count.THREADS_VARIABLE, setting)
     x = np.ones((3, 2), np.float32)
-    with pytest.raises(ParameterError, match=thread_team.THREADS_VARIABLE):
+    with pytest.raises(ParameterError, match=thread_count.THREADS_VARIABLE):
         sightline.attention(x, x, x, kernel="cpu")
     assert sightline.attention(x, x, x, kernel="cpu", threads=1).shape == (3, 2)
 
 
 def test_an_empty_variable_is_ignored(monkeypatch, bare):
-    monkeypatch.setenv(thread_team.THREADS_VARIABLE, "")
-    assert thread_team.thread_count() == min(usable(), thread_team._cgroup_quota())
+    monkeypatch.setenv(thread_count.THREADS_VARIABLE, "")
+    assert thread_count.thread_count() == min(usable(), thread_count._cgroup_quota())
 
 
 @pytest.mark.parametrize(
     ("line", "number"),
-    [("150000 100000", 2), ("50000 100000", 1), ("max 100000", thread_team.MAX_THREADS), ("", thread_team.MAX_THREADS)],
+    [
+        ("150000 100000", 2),
+        ("50000 100000", 1),
+        ("max 100000", thread_count.MAX_THREADS),
+        ("", thread_count.MAX_THREADS),
+    ],
 )
 def test_the_quota_of_a_container(line, number, tmp_path, monkeypatch, bare):
     file = tmp_path / "cpu.max"
-    assert thread_team._cgroup_quota(str(file)) == thread_team.MAX_THREADS
+    assert thread_count._cgroup_quota(str(file)) == thread_count.MAX_THREADS
     file.write_text(line + "\n")
-    thread_team._cgroup_quota.cache_clear()
-    quota = thread_team._cgroup_quota(str(file))
+    thread_count._cgroup_quota.cache_clear()
+    quota = thread_count._cgroup_quota(str(file))
     assert quota == number
-    monkeypatch.setattr(thread_team, "_cgroup_quota", lambda: quota)
-    assert thread_team.thread_count() == min(number, usable())
+    monkeypatch.setattr(thread_count, "_cgroup_quota", lambda: quota)
+    assert thread_count.thread_count() == min(number, usable())
 
 
 # -- team ----------------------------------------------------------------------------------------------------------
