@@ -89,9 +89,8 @@ ROW_STATISTICS = {  # statistics that the forward kernel computes
 }
 THREE_STATISTICS = ("max_score", "entropy", "mass")
 MAX_FUSED_SLOWDOWN = 1.15  # time with statistics that the forward kernel computes, over the time without
-MAX_SECOND_PASS_SLOWDOWN = (
-    1.7  # the same for statistics of a second pass, which computes Q Kᵀ and the exponential again
-)
+# the same for statistics of a second pass, which computes Q Kᵀ and the exponential again
+MAX_SECOND_PASS_SLOWDOWN = 1.7
 BF16 = {"dtype": "bfloat16", "peak": "bfloat16"}
 ONE_THREAD = ("one thread",)
 MEMORY_LENGTHS = tuple(2**k for k in range(16, 21))

@@ -12,6 +12,8 @@ makes a try slower.
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -111,9 +113,7 @@ def _multiply_add_loop(name: str, chains: int, lanes: int) -> Any:
         for _ in range(UNROLL):
             for each in sums:
                 each.set(builder.fma(each.get(), x, x))
-    total = sums[0].get()
-    for each in sums[1:]:
-        total = total + each.get()
+    total = functools.reduce(operator.add, (each.get() for each in sums))
     arguments.at(16).load(POINTER).store(total)
     builder.finish()
     return builder.module
@@ -125,12 +125,9 @@ def _dot_product_loop(chains: int) -> str:
     for step in range(UNROLL):
         for name in names:
             before = f"{name}.in" if step == 0 else f"{name}.{step - 1}"
-            rows.append(
-                f"  {name}.{step} = call <16 x float> @{DOT}(<16 x float> {before}, <32 x bfloat> %x, <32 x bfloat> %x)"
-            )
-    phis = [
-        f"  {name}.in = phi <16 x float> [ zeroinitializer, %entry ], [ {name}.{UNROLL - 1}, %loop ]" for name in names
-    ]
+            product = f"call <16 x float> @{DOT}(<16 x float> {before}, <32 x bfloat> %x, <32 x bfloat> %x)"
+            rows.append(f"  {name}.{step} = {product}")
+    phis = [f"  {x}.in = phi <16 x float> [ zeroinitializer, %entry ], [ {x}.{UNROLL - 1}, %loop ]" for x in names]
     total, totals = f"{names[0]}.{UNROLL - 1}", []
     for name in names[1:]:
         totals.append(f"  {name}.t = fadd <16 x float> {total}, {name}.{UNROLL - 1}")
@@ -201,9 +198,7 @@ def _sum_loop(width: int) -> Any:
         with builder.loop(0, PIECE_BYTES, chains * width) as at:
             for k, each in enumerate(sums):
                 each.set(each.get() + start.at(at + k * width).load(kind))
-    total = sums[0].get()
-    for each in sums[1:]:
-        total = total + each.get()
+    total = functools.reduce(operator.add, (each.get() for each in sums))
     arguments.at(16).load(POINTER).store(total)
     builder.finish()
     return builder.module
