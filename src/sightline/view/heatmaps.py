@@ -66,9 +66,8 @@ def heatmap(
     whole = (rows, columns) if shape is None else shape
     annotated = max(rows, columns) <= MAX_ANNOTATED if annotate is None else annotate
     frame = (-0.5, whole[1] - 0.5, whole[0] - 0.5, -0.5)
-    image = plotting.draw_weights(
-        axis, pooled(values, MAX_CELLS), frame, "equal" if max(whole) <= 4 * min(whole) else "auto"
-    )
+    aspect = "equal" if max(whole) <= 4 * min(whole) else "auto"
+    image = plotting.draw_weights(axis, pooled(values, MAX_CELLS), frame, aspect)
     plotting.add_colour_bar(axis, image, "weight, coloured by its square root")
     _label_sides(axis, sides, (rows, columns))
     if annotated and whole == (rows, columns):
