@@ -202,9 +202,7 @@ class Seen:
         """Write the explorer's page to an HTML file. A browser is enough to read it."""
         import_module("sightline.view.explorer").save_html(self, path)
 
-    def show(self) -> Any:
-        """Show the explorer; the same as `explore`."""
-        return self.explore()
+    show = explore
 
 
 def select_names(names: Sequence[str], asked: str | int | Sequence[str | int]) -> tuple[str, ...]:
