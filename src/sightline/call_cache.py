@@ -21,17 +21,16 @@ import numpy as np
 
 from .cpu.runtime.compile import bound_calls
 from .cpu.runtime.machine import CPU_VARIABLE
-from .formula.expression import Apply, Constant, Expression, Symbol
+from .formula.expression import Expression
 from .kernel import Result
 from .statistics import Lse
 
 if TYPE_CHECKING:
     from .cpu.launch.bound_call import BoundCall
 
-__all__ = ["ADAPTERS", "ArrayAdapter", "formula_tokens", "insert", "lookup"]
+__all__ = ["ADAPTERS", "ArrayAdapter", "insert", "lookup", "make_key"]
 
 MAX_CACHED_CALLS = 256  # the least recently used bound call is dropped beyond this number
-MAX_FORMULA_TOKENS = 48  # longer formulas are identified by their cached text
 KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX = 3, 6  # indices in the result of `ArrayAdapter.layouts`
 
 _lock = threading.Lock()
@@ -47,13 +46,13 @@ class ArrayAdapter:
     layouts : (query, key, value) → shape, strides and dtype of each array; None if the call needs the full dispatch
     address : array → address of the array's first entry
     empty : (query, output) → function (query) that allocates an array like the output
-    empty_lse : output → function () that allocates one float64 number for each row of the output
+    empty_float64 : shape → float64 array of that shape
     """
 
     layouts: Callable[[Any, Any, Any], tuple[Any, ...] | None]
     address: Callable[[Any], int]
     empty: Callable[[Any, Any], Callable[[Any], Any]]
-    empty_lse: Callable[[Any], Callable[[], Any]]
+    empty_float64: Callable[[Any], Any]
 
 
 ADAPTERS: dict[type, ArrayAdapter] = {}
@@ -76,11 +75,11 @@ class _Entry:
 class _EntryWithLse(_Entry):
     """A call that also computes lse; `finish` makes the result from the arrays."""
 
-    empty_lse: Callable[[], Any]
+    lse_shape: tuple[int, ...]
     finish: Finisher
 
     def run(self, query: Any, key: Any, value: Any, threads: int | None) -> Any:
-        address, output, lse = self.adapter.address, self.empty(query), self.empty_lse()
+        address, output, lse = self.adapter.address, self.empty(query), self.adapter.empty_float64(self.lse_shape)
         addresses = address(query), address(key), address(value), address(output)
         arguments = query, key, value, output, lse
         return self.finish(*arguments) if self.bound_call.run(threads, *addresses, arguments, address(lse)) else None
@@ -116,40 +115,10 @@ def make_key(
         return None
     if (kernel is not None and type(kernel) is not str) or (threads is not None and type(threads) is not int):
         return None
-    mask_tokens, score_tokens = formula_tokens(mask), formula_tokens(score)
-    if mask_tokens is None or score_tokens is None:
-        return None
-    return layouts, mask_tokens, score_tokens, scale, kernel, threads, os.environ.get(CPU_VARIABLE), see is None
-
-
-def formula_tokens(formula: Any) -> tuple[str, ...] | str | None:
-    """Return a formula without tables as tokens in Polish notation; its cached text if it is long; () for None.
-
-    Formulas with equal tokens are equal, because the number of arguments of every operator is fixed. Return None if the
-    formula must be read anew at every call.
-    """
-    if formula is None:
-        return ()
-    if not isinstance(formula, Expression):
-        return None
-    tokens: list[str] = []
-    rest = [formula]
-    while rest:
-        node = rest.pop()
-        kind = type(node)
-        if kind is Apply:
-            tokens.append(node.operator)  # type: ignore[attr-defined]
-            rest += node.arguments
-        elif kind is Symbol:
-            tokens.append(node.name)  # type: ignore[attr-defined]
-        elif kind is Constant:
-            tokens.append(repr(node.value))  # type: ignore[attr-defined]
-        else:
+    for formula in (mask, score):  # equal formulas are one object, so a formula is a key
+        if formula is not None and not (isinstance(formula, Expression) and not formula.tables):
             return None
-        if len(tokens) > MAX_FORMULA_TOKENS:
-            cached = formula.__dict__  # holds `tables` and `text` only if an earlier dispatch has computed them
-            return cached.get("text") if cached.get("tables") == () else None
-    return tuple(tokens)
+    return layouts, mask, score, scale, kernel, threads, os.environ.get(CPU_VARIABLE), see is None
 
 
 def lookup(cache_key: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
@@ -195,9 +164,7 @@ def insert(
         cache_key = without_key_length(cache_key)
     common = adapter, adapter.empty(arrays[0], output), bound_call
     with _lock:
-        entries[cache_key] = (
-            _Entry(*common) if finish is None else _EntryWithLse(*common, adapter.empty_lse(output), finish)
-        )
+        entries[cache_key] = _Entry(*common) if finish is None else _EntryWithLse(*common, output.shape[:-1], finish)
         while len(entries) > MAX_CACHED_CALLS:
             entries.popitem(last=False)
 
@@ -237,15 +204,10 @@ def _empty(query: Any, output: Any) -> Callable[[Any], Any]:
     return lambda _: np.empty(shape, dtype)
 
 
-def _empty_lse(output: Any) -> Callable[[], Any]:
-    shape = output.shape[:-1]
-    return lambda: np.empty(shape)
-
-
 _probe = np.zeros(1)
 ADAPTERS[np.ndarray] = ArrayAdapter(
     _layouts,
     _header_address if _header_address(_probe) == _interface_address(_probe) else _interface_address,
     _empty,
-    _empty_lse,
+    np.empty,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -200,14 +201,11 @@ def _empty(query: Tensor, output: Tensor) -> Any:
     return lambda _: torch.empty(shape, dtype=dtype)
 
 
-def _empty_lse(output: Tensor) -> Any:
-    shape = output.shape[:-1]
-    return lambda: torch.empty(shape, dtype=torch.float64)
-
-
 def _finish_with_lse(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> Any:
     """Return the result of a call with see=[lse()]."""
     return output, (lse if output.dtype == torch.float64 else lse.float(),)
 
 
-call_cache.ADAPTERS[Tensor] = call_cache.ArrayAdapter(_layouts, Tensor.data_ptr, _empty, _empty_lse)
+call_cache.ADAPTERS[Tensor] = call_cache.ArrayAdapter(
+    _layouts, Tensor.data_ptr, _empty, partial(torch.empty, dtype=torch.float64)
+)
