@@ -30,13 +30,11 @@ from .formula.tables import Table
 from .formula.tensor_cache import TensorCache, to_device
 from .kv_cache import unpack_cache
 from .statistics import Statistic
-from .validation import Formula, check_device, read_mask, read_score
+from .validation import Formula, check_device
 
-__all__ = ["Problem", "check_condition", "make_problem", "normalize", "parse", "read_mask", "read_score", "validate"]
-
+__all__ = ["Problem", "make_problem", "parse", "validate"]
 
 Extent = tuple[int, int, int, int]
-Formulas = tuple[Expression | None, Expression | None]  # mask and score
 
 _NORMALIZED = TensorCache(4096)
 
@@ -201,7 +199,7 @@ def parse(
     validation.check_arrays(named)
     heads_squeezed = query.ndim < 4
     query, key, value = validation.broadcast_inputs(named)
-    formula = read_score(score)
+    formula = validation.read_score(score)
     if getattr(scale, "requires_grad", False):  # a learned scale becomes a table of one entry, which has a gradient
         scaled = SYMBOLS["s"] * validation.scalar_formula("scale", scale)
         formula, scale = scaled if formula is None else formula.with_scores(scaled), 1.0
@@ -209,7 +207,7 @@ def parse(
         query,
         key,
         value,
-        mask=_conjoin(read_mask(mask), length_mask),
+        mask=_conjoin(validation.read_mask(mask), length_mask),
         score=formula,
         sinks=validation.read_sinks(sinks, query),
         scale=validation.read_scale(scale, query),
@@ -230,54 +228,45 @@ def validate(problem: Problem) -> Problem:
     """
     if problem.tables and problem.device == "meta":
         raise DeviceError("tables in a formula, query on meta", "arrays that hold numbers", "move the query off meta")
-    for table in problem.tables:
-        check_device("table", table.array, problem.query)
     moved: dict[int, Table] = {}
 
     def move_tables(formula: Expression) -> Expression:
         """Return the formula with its tables on the query's device; formulas go on sharing their tables."""
         for table in formula.tables:
             if id(table) not in moved:
+                check_device("table", table.array, problem.query)
                 moved[id(table)] = Table(to_device(table.array, problem.query), table.axes)
         return formula.substitute({}, moved) if formula.tables else formula
 
+    def check_condition(condition: Expression) -> Expression:
+        """Return a statistic's condition after checking every table read in it."""
+        check_formulas(condition, None, problem.extent)
+        return condition
+
     checked = problem.map_formulas(move_tables)
-    mask, score = normalize(checked.mask, checked.score, problem.extent)
-    see = tuple(each.map_formulas(lambda condition: check_condition(condition, problem.extent)) for each in checked.see)
-    return replace(checked, mask=mask, score=score, see=see)
+    normalize = _normalize_with_tables if checked.tables else _normalize_without_tables
+    mask = normalize(checked.mask, checked.score, problem.extent)
+    return replace(checked, mask=mask, see=tuple(each.map_formulas(check_condition) for each in checked.see))
 
 
-def check_condition(condition: Expression, extent: Extent) -> Expression:
-    """Return a statistic's condition after checking every table read in it."""
-    check_formulas(condition, None, extent)
-    return condition
+def _normalize(mask: Expression | None, score: Expression | None, extent: Extent) -> Expression | None:
+    """Check every table read of mask and score. Return the mask that also hides the pairs whose score is −∞."""
+    check_formulas(mask, score, extent)
+    hidden = None if score is None else implied_mask.hidden_condition(score, extent)
+    return mask if hidden is None else _conjoin(mask, ~hidden)
 
 
-def normalize(mask: Expression | None, score: Expression | None, extent: Extent) -> Formulas:
-    """Check every table read of mask and score, and add the pairs that the score hides (−∞) to the mask.
-
-    Return (mask, score). The result is cached: by text and extent for formulas without tables, and also by the contents
-    of tables that lie on a device; see `formula.tensor_cache`.
-    """
-    if any(formula is not None and formula.tables for formula in (mask, score)):
-        return _normalize_with_tables(mask, score, extent)
-    texts = tuple(None if formula is None else formula.text for formula in (mask, score))
-    return _normalize_texts(*texts, extent)
+_normalize_without_tables = lru_cache(4096)(_normalize)  # formulas are interned, so they are keys
 
 
-@lru_cache(4096)
-def _normalize_texts(mask: str | None, score: str | None, extent: Extent) -> Formulas:
-    built = [None if text is None else parse_text(text, ()) for text in (mask, score)]
-    return _normalize_formulas(built[0], built[1], extent)
-
-
-def _normalize_with_tables(mask: Expression | None, score: Expression | None, extent: Extent) -> Formulas:
+def _normalize_with_tables(mask: Expression | None, score: Expression | None, extent: Extent) -> Expression | None:
+    """Return `_normalize(mask, score, extent)`, cached by the contents of tables on a device: see `tensor_cache`."""
     tables = [table for formula in (mask, score) if formula is not None for table in formula.tables]
     index = {id(table): k for k, table in enumerate(tables)}
 
     def join_masks() -> tuple[str, list[int]] | None:
         """Return the joined mask as its text and the indices of the tables that it reads."""
-        joined = _normalize_formulas(mask, score, extent)[0]
+        joined = _normalize(mask, score, extent)
         return None if joined is None else (joined.text, [index[id(table)] for table in joined.tables])
 
     texts = tuple(None if formula is None else formula.text for formula in (mask, score))
@@ -285,13 +274,7 @@ def _normalize_with_tables(mask: Expression | None, score: Expression | None, ex
     indices = tuple([index[id(table)] for table in tables])
     cache_key = (texts, indices, tuple([table.axes for table in tables]), extent)
     found = _NORMALIZED.get(cache_key, [table.array for table in tables], join_masks)
-    return None if found is None else parse_text(found[0], [tables[k] for k in found[1]]), score
-
-
-def _normalize_formulas(mask: Expression | None, score: Expression | None, extent: Extent) -> Formulas:
-    check_formulas(mask, score, extent)
-    hidden = None if score is None else implied_mask.hidden_condition(score, extent)
-    return (mask if hidden is None else _conjoin(mask, ~hidden)), score
+    return None if found is None else parse_text(found[0], [tables[k] for k in found[1]])
 
 
 def _conjoin(mask: Expression | None, other: Expression | None) -> Expression | None:

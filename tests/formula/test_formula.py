@@ -17,7 +17,7 @@ from sightline.formula.evaluate_array import ARRAY_RULES, evaluate, evaluate_den
 from sightline.formula.expression import apply, parse_text
 from sightline.formula.interval_arithmetic import BOUND_RULES
 from sightline.formula.operators import OPERATORS
-from sightline.problem import read_mask, read_score
+from sightline.validation import read_mask, read_score
 from strategies import conditions, lookups, masks, reals, scores, wholes
 
 EXTENT = (2, 3, 9, 11)

@@ -6,7 +6,7 @@ gradients of gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +14,11 @@ import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
-from ..dispatch import differentiate
 from ..errors import KernelRefusedError
 from ..kernel import Plan, Result
 from ..problem import Problem
-from ..statistics import Lse, Statistic, arrays_of
 from . import operator
-from .operator_schema import OperatorArguments, make_seed
+from .operator_schema import OperatorArguments, build_result, flatten_result, make_seed
 
 __all__ = [
     "attach_to_graph",
@@ -28,7 +26,6 @@ __all__ = [
     "make_graph_attacher",
     "needs_gradients",
     "refuse_tangents",
-    "trainable_inputs",
 ]
 
 
@@ -41,7 +38,6 @@ class _Call:
     kernel: str | None  # the name that the caller gave
     threads: int | None
     wanted_tables: tuple[int, ...]  # indices in `problem.tables` of the tables in the graph
-    arrays: tuple[int, ...] = ()  # how many arrays each statistic has besides output and lse: 0 for `lse()`
 
     def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
         """Return the problem with these tensors in place of query, key, value, the wanted tables and the sinks."""
@@ -63,7 +59,6 @@ class _Attention(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*inputs, results[0], results[1])
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*_constant_arrays(call, results))
         return results
 
     @staticmethod
@@ -82,36 +77,12 @@ class _Attention(torch.autograd.Function):
         return (None, None, *compute(call, call.with_inputs(inputs), gradients, (output, lse)))
 
 
-def _by_statistic(call: _Call, values: Sequence[Any]) -> Iterator[tuple[Statistic, Sequence[Any]]]:
-    """Yield each statistic with its share of `values`, which are in the order of the results."""
-    offset = 2
-    for statistic, count in zip(call.problem.see, call.arrays, strict=True):
-        yield statistic, values[offset : offset + count]
-        offset += count
-
-
-def _constant_arrays(call: _Call, results: Sequence[Tensor]) -> list[Tensor]:
-    """Return the arrays of statistics that have no gradient."""
-    return [
-        array
-        for statistic, arrays in _by_statistic(call, results)
-        for array in arrays
-        if not (statistic.is_differentiable and array.is_floating_point())
-    ]
-
-
 def _differentiate(
     call: _Call, problem: Problem, gradients: Sequence[Tensor | None], saved: tuple[Tensor, Tensor]
-) -> list[Tensor | None]:
+) -> list[Tensor]:
     """Return the gradients of the inputs by the kernel's backward pass, or by streaming's."""
-    d_seen = tuple(arrays[0] if arrays else None for _, arrays in _by_statistic(call, gradients))
-    d_output = torch.zeros_like(saved[0]) if gradients[0] is None else gradients[0]
-    with operator.autocast_disabled(d_output):
-        found = differentiate(
-            problem, call.plan, d_output, gradients[1], d_seen, saved, call.wanted_tables, call.threads
-        )
-    tables = [found.tables[index] for index in call.wanted_tables]
-    return [found.query, found.key, found.value, *tables, *([] if problem.sinks is None else [found.sinks])]
+    with operator.autocast_disabled(saved[0]):
+        return operator.differentiate_results(problem, call.plan, gradients, saved, call.wanted_tables, call.threads)
 
 
 def _differentiate_by_operator(
@@ -129,7 +100,7 @@ def _differentiate_by_operator(
     return found
 
 
-def trainable_inputs(problem: Problem) -> tuple[list[Tensor], tuple[int, ...]]:
+def _trainable_inputs(problem: Problem) -> tuple[list[Tensor], tuple[int, ...]]:
     """Return the tensors that may need gradients, and the indices in `problem.tables` of the tables among them."""
     read_by_score = {id(table) for table in (() if problem.score is None else problem.score.tables)}
     wanted = tuple(
@@ -144,23 +115,13 @@ def trainable_inputs(problem: Problem) -> tuple[list[Tensor], tuple[int, ...]]:
 
 def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: int | None, result: Result) -> Result:
     """Return the result with its arrays in torch's graph, if any input needs a gradient."""
-    inputs, wanted = trainable_inputs(problem)
+    inputs, wanted = _trainable_inputs(problem)
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return result
-    own = [
-        () if isinstance(statistic, Lse) else arrays_of(entry)
-        for statistic, entry in zip(problem.see, result.seen, strict=True)
-    ]
-    call = _Call(_without_tensors(problem), plan, kernel, threads, wanted, tuple(map(len, own)))
-    results = (result.output, result.lse, *(array for arrays in own for array in arrays))
+    call = _Call(_without_tensors(problem), plan, kernel, threads, wanted)
+    results = tuple(flatten_result(problem.see, result))
     attached: tuple[Tensor, ...] = _Attention.apply(call, results, *inputs)  # type: ignore[no-untyped-call]
-    output, lse = attached[:2]
-    returned_lse = lse if output.dtype == torch.float64 else lse.float()
-    seen = [
-        statistic.build_result(arrays) if arrays else returned_lse
-        for statistic, arrays in _by_statistic(call, attached)
-    ]
-    return replace(result, output=output, lse=lse, seen=tuple(seen))
+    return replace(build_result(problem.see, attached), bound_call=result.bound_call)
 
 
 def make_graph_attacher(

@@ -15,11 +15,11 @@ from ..dispatch import KERNELS, make_plan, to_caller_layout
 from ..formula.expression import SYMBOLS, Expression
 from ..kernel import Kernel, Plan, Result, choose
 from ..problem import Problem, parse, validate
-from ..statistics import Lse, Statistic, solve_selections_separately
+from ..statistics import Statistic, solve_selections_separately
 from . import operator
 from .autograd import attach_to_graph, is_intercepted, make_graph_attacher, needs_gradients, refuse_tangents
 from .fused import Fused
-from .operator_schema import OperatorArguments, make_seed
+from .operator_schema import OperatorArguments, build_result, make_seed
 
 __all__ = ["kernels", "run"]
 
@@ -89,20 +89,7 @@ def _run_operator(problem: Problem, seed: int | None, kernel: str | None, thread
     seed_tensor = make_seed(None if seed is None else problem.seed) if problem.dropout else None
     arguments = OperatorArguments.from_problem(problem, seed_tensor, kernel, threads)
     refuse_tangents(arguments)
-    output, lse, *others = operator.attention(*arguments)
-    returned_lse = lse if problem.query.dtype == torch.float64 else lse.float()
-    seen, offset = [], 0
-    for statistic in problem.see:
-        if isinstance(statistic, Lse):
-            seen.append(returned_lse)
-            continue
-        count = len(statistic.outputs(problem))
-        arrays = others[offset : offset + count]
-        seen.append(
-            statistic.build_result(arrays if statistic.is_differentiable else [array.detach() for array in arrays])
-        )
-        offset += count
-    return Result(output, lse, tuple(seen))
+    return build_result(problem.see, operator.attention(*arguments))
 
 
 def _build_conditions(statistic: Any) -> Any:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from .. import streaming
 from ..dispatch import differentiate, make_plan, solve
-from ..statistics import Lse, arrays_of
-from .operator_schema import SCHEMA, OperatorArguments
+from ..kernel import Plan
+from ..problem import Problem
+from .operator_schema import SCHEMA, OperatorArguments, count_arrays, flatten_result, split_arrays
 
-__all__ = ["attention", "attention_backward", "autocast_disabled"]
+__all__ = ["attention", "attention_backward", "autocast_disabled", "differentiate_results"]
 
 
 def autocast_disabled(tensor: Tensor) -> Any:
@@ -44,13 +45,10 @@ def _without_autocast(computation: Callable[..., list[Tensor]]) -> Callable[...,
 
 @_without_autocast
 def _forward(*args: Any) -> list[Tensor]:
-    """Return [output, lse, *arrays]: the arrays of every requested statistic except `lse()`."""
+    """Return the results in the order of `flatten_result`."""
     arguments = OperatorArguments(*args)
     problem = arguments.problem()
-    result = solve(problem, arguments.kernel, arguments.threads)
-    seen = zip(problem.see, result.seen, strict=True)
-    others = [arrays_of(answer) for statistic, answer in seen if not isinstance(statistic, Lse)]
-    return [result.output, result.lse, *(array for arrays in others for array in arrays)]
+    return flatten_result(problem.see, solve(problem, arguments.kernel, arguments.threads))
 
 
 def _forward_shapes(*args: Any) -> list[Tensor]:
@@ -58,7 +56,7 @@ def _forward_shapes(*args: Any) -> list[Tensor]:
     query, rows = problem.query, problem.query.shape[:-1]
     outputs = [query.new_empty((*rows, problem.d_v)), query.new_empty(rows, dtype=torch.float64)]
     for statistic in problem.see:
-        if not isinstance(statistic, Lse):
+        if count_arrays(statistic):
             made = statistic.outputs(problem)
             outputs += [query.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in made]
     return outputs
@@ -110,38 +108,37 @@ def _apply_chain_rule(
     """Apply the chain rule through attention, tile by tile. The result is differentiable if `saved` is None."""
     problem = arguments.problem()
     gradient_by_index = dict(zip(gradient_indices, gradients, strict=True))
-    d_output = gradient_by_index.get(0)
+    d_results = [gradient_by_index.get(k) for k in range(2 + sum(map(count_arrays, problem.see)))]
+    index_by_table = {id(table): index for index, table in enumerate(problem.tables)}
+    score_tables = () if problem.score is None else problem.score.tables
+    table_indices = [index_by_table[id(score_tables[k - arguments.score_offset])] for k in wanted_tables]
+    plan = None if saved is None else make_plan(problem, arguments.kernel)
+    return differentiate_results(problem, plan, d_results, saved, table_indices, arguments.threads)
+
+
+def differentiate_results(
+    problem: Problem,
+    plan: Plan | None,
+    d_results: Sequence[Tensor | None],
+    saved: tuple[Tensor, Tensor] | None,
+    table_indices: Sequence[int],
+    threads: int | None,
+) -> list[Tensor]:
+    """Return the gradients of query, key, value, the tables of the problem at `table_indices`, and the sinks.
+
+    `d_results` are the gradients of the results in the order of `flatten_result`, None for 0. Without `plan` and
+    `saved`, the gradients can be differentiated again.
+    """
+    d_output, d_lse = d_results[:2]
     if d_output is None:
         d_output = problem.query.new_zeros((*problem.query.shape[:-1], problem.d_v))
-    offset, d_seen = 2, []
-    for statistic in problem.see:
-        d_seen.append(None if isinstance(statistic, Lse) else gradient_by_index.get(offset))
-        offset += 0 if isinstance(statistic, Lse) else len(statistic.outputs(problem))
-    tables = [arguments.tables[k] for k in wanted_tables]
-    if saved is None:
-        input_gradients = streaming.backward(problem, d_output, gradient_by_index.get(1), tuple(d_seen))
+    d_seen = tuple(arrays[0] if arrays else None for arrays in split_arrays(problem.see, d_results))
+    if plan is None or saved is None:
+        found = streaming.backward(problem, d_output, d_lse, d_seen)
     else:
-        table_indices = [k for k, table in enumerate(problem.tables) if any(table.array is tensor for tensor in tables)]
-        plan, d_lse = make_plan(problem, arguments.kernel), gradient_by_index.get(1)
-        input_gradients = differentiate(
-            problem, plan, d_output, d_lse, tuple(d_seen), saved, table_indices, arguments.threads
-        )
-    by_tensor: dict[int, Tensor] = {}  # one tensor may be the array of two tables: its gradient is the sum
-    for table, gradient in zip(problem.tables, input_gradients.tables, strict=True):
-        if gradient is not None:
-            previous = by_tensor.get(id(table.array))
-            by_tensor[id(table.array)] = gradient if previous is None else previous + gradient
-    gradients_of_tables = [by_tensor.pop(id(table), None) for table in tables]
-    table_gradients = [
-        torch.zeros_like(t) if g is None else g for t, g in zip(tables, gradients_of_tables, strict=True)
-    ]
-    return [
-        input_gradients.query,
-        input_gradients.key,
-        input_gradients.value,
-        *table_gradients,
-        *([] if input_gradients.sinks is None else [input_gradients.sinks]),
-    ]
+        found = differentiate(problem, plan, d_output, d_lse, d_seen, saved, table_indices, threads)
+    tables = [found.tables[index] for index in table_indices]
+    return [found.query, found.key, found.value, *tables, *([] if problem.sinks is None else [found.sinks])]
 
 
 # -- autograd of the operators -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The arguments of the registered operator: tensors and plain values.
+"""The arguments and results of the registered operator: tensors and plain values.
 
 A formula becomes text, and the tables that it reads become tensors. torch.compile can trace
 `OperatorArguments.from_problem`, so a compiled function may build formulas.
@@ -7,7 +7,6 @@ A formula becomes text, and the tables that it reads become tensors. torch.compi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,18 +15,26 @@ from torch import Tensor
 from ..formula.expression import Expression, Lookup, parse_text, walk
 from ..formula.tables import Table
 from ..formula.tensor_cache import to_device
-from ..problem import Problem, check_condition, normalize
-from ..statistics import Statistic, deserialize
+from ..kernel import Result
+from ..problem import Problem, validate
+from ..statistics import Lse, Statistic, arrays_of, deserialize
 from ..validation import check_device
 
-__all__ = ["SCHEMA", "OperatorArguments", "make_seed", "to_text"]
+__all__ = [
+    "SCHEMA",
+    "OperatorArguments",
+    "build_result",
+    "count_arrays",
+    "flatten_result",
+    "make_seed",
+    "split_arrays",
+    "to_text",
+]
 
 SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor[] tables, Tensor? sinks, Tensor? seed, "
     "str mask, str score, str table_axes, float scale, float dropout, str see, str? kernel, int? threads"
 )
-Extent = tuple[int, int, int, int]
-FormulaPair = tuple[Expression | None, Expression | None]
 
 
 class OperatorArguments(NamedTuple):
@@ -77,18 +84,10 @@ class OperatorArguments(NamedTuple):
         )
 
     def problem(self) -> Problem:
-        """Return the validated problem. Formulas without tables are normalized once for the same lengths."""
-        extent = self.build_problem().extent
-        texts = self.mask, self.score, self.table_axes
-        mask, score = (
-            _normalize_formulas(texts, self.tables, extent) if self.tables else _normalize_cached(texts, extent)
-        )
-        problem = self.build_problem(mask, score, 0 if self.seed is None else int(self.seed) % 2**64)
-        if self.statistic_tables:
-            _validate_conditions(problem.see, extent)
-        else:
-            _validate_conditions_cached(self.see, extent)
-        return problem
+        """Return the validated problem."""
+        mask = parse_text(self.mask, self._make_tables(0)) if self.mask else None
+        score = parse_text(self.score, self._make_tables(1)) if self.score else None
+        return validate(self.build_problem(mask, score, 0 if self.seed is None else int(self.seed) % 2**64))
 
     def build_problem(self, mask: Expression | None = None, score: Expression | None = None, seed: int = 0) -> Problem:
         """Return a problem with this mask, score and seed. The defaults read no tensor and are enough for shapes."""
@@ -102,22 +101,30 @@ class OperatorArguments(NamedTuple):
             scale=self.scale,
             dropout=self.dropout,
             seed=seed,
-            see=_parse_statistics(self.see, self.statistic_tables)
-            if self.statistic_tables
-            else _parse_statistics_cached(self.see),
+            see=_parse_statistics(self.see, self._make_tables(2)),
             heads_squeezed=False,
         )
 
-    @property
-    def statistic_tables(self) -> list[Table]:
-        """The tables that the conditions of the statistics read."""
-        return _make_tables(self.table_axes, self.tables, 2)
+    def _make_tables(self, section: int) -> list[Table]:
+        """Return the tables of the mask (section 0), of the score (1) or of the statistics (2)."""
+        sections = self.table_axes.split("|")
+        first = sum([before.count(",") for before in sections[:section]])
+        tables = []
+        for tensor, axes in zip(self.tables[first:], sections[section].split(",")[:-1], strict=False):
+            names = [None if axis == "." else axis for axis in axes]
+            tables.append(Table(tensor, None if axes == "-" else tuple(names)))
+        return tables
 
     @property
     def differentiable_tables(self) -> list[int]:
         """The indices of the tables that may have gradients: tables of floats that the score reads."""
-        masks, scores = (section.count(",") for section in self.table_axes.split("|")[:2])
+        masks, scores = self.score_offset, self.table_axes.split("|")[1].count(",")
         return [k for k in range(masks, masks + scores) if self.tables[k].is_floating_point()]
+
+    @property
+    def score_offset(self) -> int:
+        """The index of the score's first table, which is the number of the mask's tables."""
+        return self.table_axes.split("|")[0].count(",")
 
     def inputs(self, wanted_tables: Sequence[int]) -> list[Tensor]:
         """Return the tensors that may have gradients: query, key, value, the tables at `wanted_tables`, the sinks."""
@@ -185,31 +192,6 @@ def _to_tensor(table: Table, query: Tensor) -> Tensor:
     return tensor
 
 
-def _normalize_formulas(texts: tuple[str, str, str], tensors: list[Tensor], extent: Extent) -> FormulaPair:
-    mask, score, table_axes = texts
-    return normalize(
-        parse_text(mask, _make_tables(table_axes, tensors, 0)) if mask else None,
-        parse_text(score, _make_tables(table_axes, tensors, 1)) if score else None,
-        extent,
-    )
-
-
-def _make_tables(table_axes: str, tensors: list[Tensor], section: int) -> list[Table]:
-    """Return the tables of the mask (section 0), of the score (1) or of the statistics (2)."""
-    sections = table_axes.split("|")
-    first = sum([before.count(",") for before in sections[:section]])
-    axes_by_table = [
-        None if axes_text == "-" else _parse_axes(axes_text) for axes_text in sections[section].split(",")[:-1]
-    ]
-    own = tensors[first : first + len(axes_by_table)]
-    return [Table(tensor, axes) for tensor, axes in zip(own, axes_by_table, strict=True)]
-
-
-@lru_cache(maxsize=4096)
-def _normalize_cached(texts: tuple[str, str, str], extent: Extent) -> FormulaPair:
-    return _normalize_formulas(texts, [], extent)
-
-
 def _parse_statistics(see: str, tables: list[Table]) -> tuple[Statistic, ...]:
     """Parse one statistic from each line of `see`."""
 
@@ -221,28 +203,44 @@ def _parse_statistics(see: str, tables: list[Table]) -> tuple[Statistic, ...]:
     return tuple(deserialize(line.split("|"), condition) for line in see.splitlines())
 
 
-@lru_cache(maxsize=4096)
-def _parse_statistics_cached(see: str) -> tuple[Statistic, ...]:
-    return _parse_statistics(see, [])
-
-
-def _validate_conditions(see: Sequence[Statistic], extent: Extent) -> None:
-    """Raise TableError if a condition reads outside its table at some pair."""
-    for statistic in see:
-        statistic.map_formulas(lambda condition: check_condition(condition, extent))
-
-
-@lru_cache(maxsize=4096)
-def _validate_conditions_cached(see: str, extent: Extent) -> None:
-    _validate_conditions(_parse_statistics_cached(see), extent)
-
-
-def _parse_axes(axes_text: str) -> tuple[str | None, ...]:
-    return tuple(None if axis == "." else axis for axis in axes_text)
-
-
 def make_seed(seed: int | None) -> Tensor:
     """Return the seed as an int64 tensor. None draws a seed from torch's generator, which torch.manual_seed sets."""
     if seed is None:
         return torch.randint(2**63 - 1, (), dtype=torch.int64)
     return torch.tensor(seed - (2**64 if seed >= 2**63 else 0), dtype=torch.int64)
+
+
+# -- results -------------------------------------------------------------------------------------------------------
+
+
+def count_arrays(statistic: Statistic) -> int:
+    """Return how many arrays the statistic adds to the operator's results: none for `lse()`."""
+    return 0 if isinstance(statistic, Lse) else len(statistic.fill_values)
+
+
+def flatten_result(see: Sequence[Statistic], result: Result) -> list[Tensor]:
+    """Return [output, lse, *arrays]: the arrays of every requested statistic except `lse()`."""
+    seen = zip(see, result.seen, strict=True)
+    others = [array for statistic, entry in seen if count_arrays(statistic) for array in arrays_of(entry)]
+    return [result.output, result.lse, *others]
+
+
+def split_arrays(see: Sequence[Statistic], results: Sequence[Any]) -> list[Sequence[Any]]:
+    """Return each statistic's arrays, of values in the order of `flatten_result`."""
+    shares, offset = [], 2
+    for statistic in see:
+        shares.append(results[offset : offset + count_arrays(statistic)])
+        offset += count_arrays(statistic)
+    return shares
+
+
+def build_result(see: Sequence[Statistic], results: Sequence[Tensor]) -> Result:
+    """Return the result that `flatten_result` flattened."""
+    output, lse = results[:2]
+    returned_lse = lse if output.dtype == torch.float64 else lse.float()
+    seen = []
+    for statistic, arrays in zip(see, split_arrays(see, results), strict=True):
+        constant = [array.detach() for array in arrays]
+        entry = statistic.build_result(arrays if statistic.is_differentiable else constant) if arrays else returned_lse
+        seen.append(entry)
+    return Result(output, lse, tuple(seen))
