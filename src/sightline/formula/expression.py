@@ -426,10 +426,11 @@ def as_expression(value: Any) -> Expression:
     """Return a formula unchanged and a number as a constant. Anything else raises FormulaError, which names `table`."""
     if isinstance(value, Expression):
         return value
-    if getattr(value, "requires_grad", False) and tuple(value.shape) == ():
-        return PASSES.learned_number(value)
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
+    if not isinstance(value, int):  # torch.compile cannot trace `getattr` of a length that is a symbol
+        if getattr(value, "requires_grad", False) and tuple(value.shape) == ():
+            return PASSES.learned_number(value)
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):
+            value = value.item()
     if isinstance(value, bool):
         return intern(Constant(value, "bool"))
     if isinstance(value, int):
