@@ -139,23 +139,24 @@ def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = Non
     refusals = {kernel.name: tuple(kernel.refuses(problem)) for kernel in kernels}
     if forced is None:
         candidates = [kernel for kernel in kernels if not refusals[kernel.name]]
-        return _plan(min(candidates, key=lambda kernel: kernel.cost(problem)), problem, refusals, False, kernels)
-    for kernel in kernels:
-        if kernel.name == forced:
-            if refusals[forced]:
-                raise KernelRefusedError(
-                    f"kernel={forced!r} cannot serve this problem: " + "; ".join(r.reason for r in refusals[forced]),
-                    "problems it serves; sightline.explain(...) names kernels that serve this one",
-                    "; ".join(r.cure for r in refusals[forced]) + "; or leave kernel=None",
-                )
-            return _plan(kernel, problem, refusals, True, kernels)
-    names = ", ".join(repr(kernel.name) for kernel in kernels)
-    raise ParameterError(f"kernel={forced!r}", f"one of {names}, or None", "leave kernel=None to have one chosen")
-
-
-def _plan(
-    kernel: Kernel, problem: Problem, refusals: dict[str, tuple[Refusal, ...]], forced: bool, kernels: Sequence[Kernel]
-) -> Plan:
+        kernel = min(candidates, key=lambda kernel: kernel.cost(problem))
+    elif forced not in refusals:
+        names = ", ".join(map(repr, refusals))
+        raise ParameterError(f"kernel={forced!r}", f"one of {names}, or None", "leave kernel=None to have one chosen")
+    elif refusals[forced]:
+        raise KernelRefusedError(
+            f"kernel={forced!r} cannot serve this problem: " + "; ".join(r.reason for r in refusals[forced]),
+            "problems it serves; sightline.explain(...) names kernels that serve this one",
+            "; ".join(r.cure for r in refusals[forced]) + "; or leave kernel=None",
+        )
+    else:
+        kernel = next(kernel for kernel in kernels if kernel.name == forced)
     inputs = [problem.query, problem.key, problem.value, problem.sinks, *(table.array for table in problem.tables)]
     needs_gradients = any(getattr(x, "requires_grad", False) for x in inputs)
-    return Plan(kernel, refusals, forced, kernels, tuple(kernel.refuses_backward(problem)) if needs_gradients else ())
+    return Plan(
+        kernel,
+        refusals,
+        forced is not None,
+        kernels,
+        tuple(kernel.refuses_backward(problem)) if needs_gradients else (),
+    )
