@@ -143,14 +143,14 @@ def explain(
     query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads
         As in `attention`.
     source : bool, default False
-        Tell the text of what is generated for the formulas too: LLVM's language for arrays on the processor, functions
-        in Triton for a GPU's tensors.
+        Include the generated code: LLVM assembly for arrays on the CPU, Triton functions for tensors on a GPU.
 
     Returns
     -------
     Explanation
-        Prints as a page: the formula, the kernel taken and why each other refused, empty, full and partial tiles,
-        FLOPs, bytes, and memory beside the dense form's. Its fields hold the same.
+        `print` shows the formulas, the chosen kernel, the reasons why the other kernels were not chosen, the numbers of
+        empty, full and partial tiles, FLOPs, bytes, and the memory of this call and of the dense computation. The
+        fields have the same information.
 
     Raises
     ------
