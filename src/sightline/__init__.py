@@ -69,7 +69,7 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-SUBMODULES = ("data", "keras", "positions", "torch", "transformers", "view")  # imported at first use
+SUBMODULES = ("data", "keras", "positions", "torch", "transformers", "view")  # each is imported when first accessed
 
 b, h, i, j, s, n, m = (SYMBOLS[name] for name in "bhijsnm")
 

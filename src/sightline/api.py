@@ -51,7 +51,7 @@ def attention(
     scale : float, default 1/√d_k
         A torch tensor of one number that requires a gradient is a learned scale: it receives its gradient.
     sinks : (H,) floats, optional
-        One extra logit for each head. It joins the sum of the softmax and has no value (Xiao et al., "Efficient
+        One extra logit for each head. The logit takes part in the softmax, but has no row of V (Xiao et al., "Efficient
         streaming language models with attention sinks", 2024; OpenAI, gpt-oss model card, 2025).
     dropout : float, default 0
         The probability that a weight is dropped. The other weights are divided by 1 − dropout.
@@ -63,15 +63,16 @@ def attention(
     kernel : str, optional
         The only kernel to use: "cpu", "streaming" or "reference"; on a GPU also "triton" or "fused" (torch's own).
     threads : int, optional
-        The number of threads of a generated kernel. The default is the value of `sightline.threads`, then that of the
-        environment variable SIGHTLINE_THREADS, then torch's setting if torch is loaded, then every usable processor.
+        The number of threads of a generated kernel. The default is the first of these that is set: the value of
+        `sightline.threads`, the environment variable SIGHTLINE_THREADS, torch's setting if torch is loaded. If none is
+        set, the kernel uses every usable processor.
 
     Returns
     -------
     output : (..., H, n, d_v), the dtype of the inputs
         The output of a query without a visible key is 0.
     seen : tuple, only if `see` is given
-        One entry for each statistic: an array, or a named tuple of arrays.
+        The result of each statistic of `see`: an array, or a named tuple of arrays.
 
     Raises
     ------
@@ -105,7 +106,7 @@ def attention(
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     options |= {"see": () if see is None else see}
     if arrays.framework(query) == "torch":
-        from .torch.dispatch import run  # a plain import: torch.compile can trace it
+        from .torch.dispatch import run  # a plain import, because torch.compile can trace one
 
         answer = run(query, key, value, options, kernel, threads, cache_key)
     else:
@@ -155,7 +156,7 @@ def explain(
     Raises
     ------
     SightlineError
-        As `attention` does.
+        Every error of `attention`.
 
     Examples
     --------
@@ -196,10 +197,11 @@ def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[T
     Yields
     ------
     Tile
-        `rows` and `columns` are slices. `weights` and the final `scores` have the shape (..., H, rows, columns) and the
-        accumulator's dtype; `lse` has the shape (..., H, rows) and is float64. There is no head axis if the query has
-        none. Rows come in ascending order, and for the same rows the columns come in ascending order. A pair that is in
-        no tile has weight 0. The memory is that of one tile and of the lse. Tiles have no gradient.
+        `rows` is a slice of the queries, `columns` a slice of the keys. `weights` and the final `scores` have the shape
+        (..., H, rows, columns) and the accumulator's dtype; `lse` has the shape (..., H, rows) and is float64. The
+        arrays have no head axis if the query has none. Tiles come in ascending order of their rows, and tiles of the
+        same rows in ascending order of their columns. A pair that is in no tile has weight 0. Only one tile and the lse
+        are in memory at a time. Tiles have no gradient.
 
     Raises
     ------
@@ -216,7 +218,7 @@ def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[T
     problem = make_problem(query, key, value, **options)
     plain_arrays = {name: arrays.detach(getattr(problem, name)) for name in ("query", "key", "value")}
     problem = replace(problem, **plain_arrays)
-    lse = Streaming().run(problem).lse  # computed from the same scores as the tiles
+    lse = Streaming().run(problem).lse  # this lse comes from the same scores as the tiles
     ops = streaming.TileOps(problem)
 
     def each() -> Iterator[Tile]:

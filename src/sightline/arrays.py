@@ -1,6 +1,7 @@
-"""Properties of an array of any library: namespace, dtype, device, memory layout, copy on the host.
+"""Functions for arrays of NumPy and torch: namespace, dtype, device, memory layout, conversion, copy on the host.
 
-The type's module tells NumPy arrays from torch tensors, so this module imports no framework to decide.
+The module in which an array's type is defined tells NumPy arrays from torch tensors. So this module can tell them apart
+without importing torch.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ __all__ = [
     "to_numpy",
 ]
 
-Array = Any  # of NumPy or a framework: `validation` has checked the type
+Array = Any  # an array of NumPy or of a framework; `validation` has checked its type
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def framework(array: Array) -> str:
-    """Return the package that the array's type comes from: "numpy", "torch", ..."""
+    """Return the name of the package that defines the array's type: "numpy", "torch", ..."""
     for base in type(array).__mro__:
         package = base.__module__.partition(".")[0]
         if package in ("numpy", "torch", "jax", "jaxlib"):
@@ -63,7 +64,7 @@ def device(array: Array) -> str:
 
 
 def dtype_name(array: Array) -> str:
-    """Return the plain name of the dtype; "float32" for float32 of NumPy, torch and ml_dtypes alike."""
+    """Return the name of the array's dtype without a package: "float32" for NumPy and for torch, for example."""
     if type(array) is np.ndarray:
         return _numpy_name(array.dtype)
     return str(array.dtype).removeprefix("torch.")
@@ -71,7 +72,7 @@ def dtype_name(array: Array) -> str:
 
 @lru_cache(64)
 def _numpy_name(dtype: Any) -> str:
-    """Return the dtype's name from a cache: NumPy builds the text anew at each call, which takes microseconds."""
+    """Return the name of a NumPy dtype. It is cached, because NumPy takes microseconds to build it at each call."""
     return str(dtype)
 
 
@@ -87,7 +88,10 @@ def accumulator(name: str) -> str:
 
 
 def resolve_dtype(xp: Any, name: str) -> Any:
-    """Return the namespace's dtype object of that name; bfloat16 of NumPy needs ml_dtypes, else DtypeError."""
+    """Return the dtype object that has this name in the namespace.
+
+    NumPy's bfloat16 comes from the package ml_dtypes. Raise DtypeError if that package is needed but not installed.
+    """
     if hasattr(xp, name):
         return getattr(xp, name)
     try:
@@ -98,7 +102,7 @@ def resolve_dtype(xp: Any, name: str) -> Any:
 
 
 def to_numpy(array: Array) -> Any:
-    """Return the values as a NumPy array, without a copy if memory can be shared; torch's bfloat16 becomes float32."""
+    """Return the array as a NumPy array, without a copy if memory can be shared; torch's bfloat16 becomes float32."""
     if framework(array) != "torch":
         return np.asarray(array)
     array = array.detach()
@@ -113,8 +117,11 @@ def to_host(array: Array) -> Array:
 
 
 def min_max(array: Array) -> tuple[float, float]:
-    """Return (smallest, largest) entry, NaN if any entry is NaN. torch reads its tensors in place, with all threads."""
-    if framework(array) != "torch" or dtype_name(array) in ("uint16", "uint32"):  # torch has no aminmax of these
+    """Return (smallest, largest) of the array's entries, (NaN, NaN) if any entry is NaN.
+
+    torch computes both for a tensor, without a copy to the host and with all threads.
+    """
+    if framework(array) != "torch" or dtype_name(array) in ("uint16", "uint32"):  # torch's aminmax lacks these dtypes
         array = to_numpy(array)
         smallest, largest = array.min(), array.max()
     else:
@@ -123,9 +130,9 @@ def min_max(array: Array) -> tuple[float, float]:
 
 
 def convert(array: Array, like: Array) -> Array:
-    """Return the values as an array of `like`'s library and device, without a copy if both arrays are on the CPU.
+    """Return the array converted to the library and the device of `like`, without a copy if both are on the CPU.
 
-    The array itself is returned if both arrays come from the same library, even if their devices differ.
+    If `array` and `like` come from the same library, `array` itself is returned, even if their devices differ.
     """
     if framework(array) == framework(like):
         return array
@@ -138,22 +145,22 @@ def convert(array: Array, like: Array) -> Array:
 
 
 def broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
-    """Return a view of the array with that shape; lengths may be symbols of torch.compile."""
+    """Return the array broadcast to that shape, as a view. Lengths in `shape` may be symbols of torch.compile."""
     return array.expand(shape) if hasattr(array, "expand") else np.broadcast_to(array, shape)
 
 
 def is_strided(array: Array) -> bool:
-    """True if the array is dense with strides: neither sparse nor masked."""
+    """True if the array is plain memory with strides, neither a sparse nor a masked array."""
     return not hasattr(array, "mask") and "strided" in str(getattr(array, "layout", "strided"))
 
 
 def detach(array: Array) -> Array:
-    """Return the array without autograd history; torch's conjugate and negative views are written to new memory."""
+    """Return the array without its autograd history. A conjugate or negative view of torch is copied to new memory."""
     return array.detach().resolve_conj().resolve_neg() if framework(array) == "torch" else np.asarray(array)
 
 
 def layout(array: Array) -> tuple[int, tuple[int, ...]]:
-    """Return (address of the first entry, bytes between entries along each axis) of a CPU array from `detach`."""
+    """Return (address of the first entry, strides in bytes) of an array in CPU memory that `detach` returned."""
     if framework(array) == "torch":
         size = array.element_size()
         return array.data_ptr(), tuple(size * stride for stride in array.stride())

@@ -1,11 +1,11 @@
-"""A cache of calls: a key made from everything that selects the kernel of a call, and the bound call stored under it.
+"""A cache of attention calls: a repeated call finds the bound call of its kernel by a cache key.
 
-    attention(q, k, v, mask=i >= j)  →  key  →  bound call  →  kernel
+    attention(q, k, v, mask=i >= j)  →  cache key  →  bound call  →  kernel
 
-A key holds everything that the dispatch of a call depends on, except the arrays' contents. A call has no key, and goes
-through the full dispatch, if it depends on contents (tables, sinks, masks given as arrays), if its formula is a
-function, if it has dropout, if it requests a statistic other than lse, if its arrays are not exactly of NumPy's or
-torch's type, or if torch itself must see the call.
+A cache key holds everything that the dispatch of a call depends on, except the arrays' contents. A call has no cache
+key, and goes through the full dispatch, if one of the following holds. The call depends on contents of arrays (tables,
+sinks, masks given as arrays). The mask or score is a function. The call has dropout, or requests a statistic other than
+lse. The type of an array is not exactly NumPy's ndarray or torch's Tensor. torch itself must see the call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Finisher = Callable[[Any, Any, Any, Any, Any], Any]
 
 @dataclass(frozen=True)
 class ArrayAdapter:
-    """How the cache reads and allocates one type of array.
+    """The functions by which the cache reads and allocates arrays of one type.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class _Entry:
     bound_call: BoundCall
 
     def run(self, query: Any, key: Any, value: Any, threads: int | None) -> Any:
-        """Return the output; None if the kernel leaves this call to the full dispatch."""
+        """Return the output of the bound call; None if the bound call declines and the full dispatch must run."""
         address, output = self.adapter.address, self.empty(query)
         addresses = address(query), address(key), address(value), address(output)
         return output if self.bound_call.run(threads, *addresses, (query, key, value, output)) else None
@@ -73,7 +73,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _EntryWithLse(_Entry):
-    """A call that also computes lse; `finish` makes the result from the arrays."""
+    """A cached call that also computes lse. `finish` makes the call's result from query, key, value, output and lse."""
 
     lse_shape: tuple[int, ...]
     finish: Finisher
@@ -99,7 +99,7 @@ def make_key(
     kernel: Any,
     threads: Any,
 ) -> tuple[Any, ...] | None:
-    """Return everything that selects the kernel of this call as a key; None if an equal key could mean another call."""
+    """Return the cache key of a call with these arguments; None if the call cannot be cached (see the module)."""
     adapter = ADAPTERS.get(type(query))
     if adapter is None or sinks is not None or seed is not None:
         return None
@@ -108,7 +108,7 @@ def make_key(
     layouts = adapter.layouts(query, key, value)
     if layouts is None:
         return None
-    # exact types and no zeros, because True equals 1 and −0.0 equals 0.0 in a key
+    # Only exact types and no zeros are accepted, because in a key True equals 1 and −0.0 equals 0.0.
     if type(dropout) is not float or dropout != 0:
         return None
     if scale is not None and (type(scale) is not float or scale == 0):
@@ -122,7 +122,10 @@ def make_key(
 
 
 def lookup(cache_key: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
-    """Return the bound call stored under the key, a function of (query, key, value, threads); None if there is none."""
+    """Return the cached call with this key, as a function of (query, key, value, threads); None if none is cached.
+
+    A call cached without its number of keys is found too; see `without_key_length`.
+    """
     return _lookup_exact(cache_key) or _lookup_exact(without_key_length(cache_key))
 
 
@@ -131,13 +134,13 @@ def _lookup_exact(cache_key: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | 
     try:
         entry: _Entry = entries[cache_key]
         entries.move_to_end(cache_key)
-    except KeyError:  # never inserted, or dropped by another thread a moment ago
+    except KeyError:  # the call was never inserted, or another thread has just dropped it
         return None
     return entry.run
 
 
 def without_key_length(cache_key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the cache key without the number of keys m."""
+    """Return the cache key without m, the length of the key sequence, for a bound call that serves every m."""
     layouts, *others = cache_key
     shortened = list(layouts)
     for index in (KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX):
@@ -152,9 +155,11 @@ def insert(
     result: Result,
     finish: Finisher | None = None,
 ) -> None:
-    """Store a call that went through the full dispatch if its kernel bound it and reads the caller's own arrays.
+    """Store a call that went through the full dispatch.
 
-    `finish` makes the result from query, key, value, output and lse. Without `finish`, the result is the output alone.
+    The call is stored only if its kernel returned a bound call, and if that bound call read the caller's own arrays,
+    not copies. `finish` makes the call's result from query, key, value, output and lse. Without `finish`, the result is
+    the output alone.
     """
     bound_call, adapter = result.bound_call, ADAPTERS[type(output)]
     if bound_call is None or not bound_call.matches_addresses(*map(adapter.address, arrays)):
@@ -173,7 +178,7 @@ def insert(
 
 
 def finish_with_lse(query: Any, key: Any, value: Any, output: Any, lse: Any) -> tuple[Any, tuple[Any]]:
-    """Return the result of a call that requests lse alone: (output, (lse,)), lse in the accumulator's dtype."""
+    """Return the result of a call with see=[lse()]: (output, (lse,)), with lse in the accumulator's dtype."""
     return output, (lse.astype(np.float64 if output.dtype == np.float64 else np.float32),)
 
 
@@ -188,9 +193,10 @@ _HEAD = object.__basicsize__
 
 
 def _header_address(array: Any) -> int:
-    """Return `data` of PyArrayObject, which follows the object's head in NumPy's C API.
+    """Return the address of a NumPy array's first entry: the field `data` of PyArrayObject in NumPy's C API.
 
-    This read takes a quarter of the time that `__array_interface__` takes.
+    The field follows the head of the Python object. This read takes a quarter of the time that `__array_interface__`
+    takes.
     """
     return _pointer_at(id(array) + _HEAD).value or 0
 

@@ -1,4 +1,4 @@
-"""The list of kernels, and the forward and backward pass of a validated problem by the chosen kernel."""
+"""The list `KERNELS`, and the forward and backward passes of a validated problem by the kernel that is chosen."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ KERNELS: tuple[Kernel, ...] = (Cpu(), Triton(), Streaming(), Reference())
 
 
 def make_plan(problem: Problem, kernel: str | None = None) -> Plan:
-    """Choose among `KERNELS` for a problem. `kernel` is the name that the caller gave, or None."""
+    """Choose a kernel of `KERNELS` for a problem. `kernel` is the name that the caller gave; None if none was given."""
     return choose(KERNELS, problem, kernel)
 
 
 def solve(problem: Problem, kernel: str | None = None, threads: int | None = None) -> Result:
-    """Choose a kernel and run it. Every array of the result has all its batch axes and a head axis."""
+    """Choose a kernel and run it. The arrays of the result have a head axis even if the caller's arrays have none."""
     return solve_selections_separately(problem, lambda one: make_plan(one, kernel).kernel.run(one, threads))
 
 
@@ -39,16 +39,16 @@ def differentiate(
     wanted_tables: Collection[int],
     threads: int | None = None,
 ) -> Gradients:
-    """Return the gradients of a result, by the backward pass of the plan's kernel or else by streaming's.
+    """Return the gradients of a result, by the backward pass of the plan's kernel or else by that of streaming.
 
-    Streaming computes them if the kernel refuses the backward pass (`Plan.backward_refusals`) or if values decide it:
-    a gradient is NaN or ∞, or |lse| is above `streaming.MAX_LSE`. It uses the saved output and lse, except where the
-    lse is above that limit: there it repeats the forward pass.
+    Streaming computes them if the kernel refuses the backward pass (`Plan.backward_refusals`), if a gradient is NaN or
+    ∞, or if an |lse| is above `streaming.MAX_LSE`. In this last case streaming repeats the forward pass; in the other
+    cases it uses the saved output and lse.
 
     Parameters
     ----------
     plan : the plan of the forward pass
-    d_output, d_lse, d_seen : gradients of output, lse and each statistic's first array; None for 0
+    d_output, d_lse, d_seen : gradients of output, of lse and of each statistic's first array; None if a gradient is 0
     saved : (output, lse) of the forward pass
     wanted_tables : indices in `Problem.tables` of the tables whose gradients are requested
     """
@@ -68,7 +68,7 @@ def differentiate(
 
 
 def to_caller_layout(problem: Problem, result: Result) -> tuple[Any, tuple[Any, ...]]:
-    """Return (output, seen) in the layout of the caller's arrays: without the head axis if the caller gave none."""
+    """Return (output, seen) in the layout of the caller's arrays: without a head axis if those arrays have none."""
 
     def squeeze_statistic(statistic: Statistic, answer: Any) -> Any:
         axis = statistic.head_axis(len(problem.batch_shape))

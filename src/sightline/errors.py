@@ -1,7 +1,7 @@
 """Every error that Sightline raises: one class for each kind of error.
 
-A message has three parts: what was given, what is allowed, and the cure. Each class also derives from the built-in
-exception that fits, so that `except ValueError` and the like catch these errors too.
+An error message has three parts: what was given, what is allowed, and the cure. Each class also derives from a fitting
+built-in exception, so that `except ValueError` and similar clauses catch these errors too.
 """
 
 __all__ = [
@@ -30,7 +30,7 @@ class SightlineError(Exception):
     cure : str
         One thing to write instead.
 
-    All three are also attributes, and `str(error)` shows each on its own line.
+    The three parameters are also attributes, and `str(error)` shows each of them on its own line.
     """
 
     def __init__(self, given: str, allowed: str, cure: str) -> None:
@@ -46,7 +46,7 @@ class ShapeError(SightlineError, ValueError):
 
 
 class DtypeError(SightlineError, TypeError):
-    """Arrays have a dtype that attention is not defined on, or have different dtypes. Also a TypeError."""
+    """Arrays have a dtype that Sightline does not accept, or have different dtypes. Also a TypeError."""
 
 
 class DeviceError(SightlineError, ValueError):
@@ -54,7 +54,7 @@ class DeviceError(SightlineError, ValueError):
 
 
 class ParameterError(SightlineError, ValueError):
-    """A parameter is out of range: scale, dropout, seed, a statistic, the name of a kernel. Also a ValueError."""
+    """A parameter has no allowed value, such as scale, dropout, seed or the name of a kernel. Also a ValueError."""
 
 
 class MaskError(SightlineError, TypeError):
@@ -70,7 +70,7 @@ class TableError(SightlineError, IndexError):
 
 
 class KernelRefusedError(SightlineError, NotImplementedError):
-    """The kernel named by the caller cannot serve the problem, for the reasons listed. Also a NotImplementedError."""
+    """The kernel that the caller named cannot serve the call. The message lists why. Also a NotImplementedError."""
 
 
 class MissingExtraError(SightlineError, ImportError):

@@ -1,4 +1,4 @@
-"""The explanation of a call that `sightline.explain` returns: numbers, and a page to read or to paste into a report."""
+"""The class of what `sightline.explain` returns: the numbers of an attention call, which `str` prints as a page."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from .statistics import itemsize
 
 __all__ = ["Explanation"]
 
-TILE = (64, 64)  # queries and keys of the tiles that are counted; the tiles of a kernel may be larger
+TILE = (64, 64)  # the counted tiles have 64 queries and 64 keys; the tiles of a kernel may be larger
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The kernel of a call, the reasons for the choice, and the cost. Sizes are in bytes.
+    """The kernel of an attention call, the reasons for the choice of that kernel, and the cost of the call.
 
-    FLOPs count a multiplication and an addition as two operations.
+    `bytes_read_and_written`, `memory` and `dense_memory` are in bytes. `flops` and `dense_flops` count a multiplication
+    and an addition as two operations. The prefix `dense_` means attention that stores all n × m weights.
     """
 
     shape: str
@@ -27,10 +28,10 @@ class Explanation:
     kernel: str
     description: str
     refusals: dict[str, tuple[str, ...]]  # for every kernel, the reasons why it cannot serve the problem
-    reasons: dict[str, str]  # for kernels that can serve the problem, the reason for their cost
-    backward_refusals: tuple[str, ...]  # if an input requires a gradient: why streaming computes it
-    forced: bool  # the caller named the kernel
-    tiles: dict[str, int]  # how many tiles are empty, full and partial
+    reasons: dict[str, str]  # for every kernel that can serve the problem and explains its cost, the explanation
+    backward_refusals: tuple[str, ...]  # why streaming computes the gradients; () if no input requires a gradient
+    forced: bool  # True if the caller named the kernel
+    tiles: dict[str, int]  # the numbers of empty, full and partial tiles
     flops: int
     dense_flops: int
     bytes_read_and_written: int

@@ -1,8 +1,8 @@
-"""Kernels, and the choice of a kernel with its reasons.
+"""The base class of kernels, and the choice of a kernel for a problem.
 
-A kernel yields every reason why it cannot serve a problem (`refuses`, `refuses_backward`), each with its cure. `choose`
-takes the cheapest kernel that yields no reason. No other place says what a kernel can do: `choose`, `explain`,
-`sightline info` and the tests read these two methods.
+The methods `refuses` and `refuses_backward` of a kernel yield every reason why the kernel cannot serve a problem, each
+with its cure. `choose` takes the cheapest kernel that yields no reason. No other place says what a kernel can do:
+`choose`, `explain`, `sightline info` and the tests call `refuses` and `refuses_backward`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Gradients", "Kernel", "Plan", "Refusal", "Result", "choose"]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason why a kernel cannot serve a problem, and the cure."""
+    """A reason why a kernel cannot serve a problem, and what the caller can change so that it can (`cure`)."""
 
     reason: str
     cure: str
@@ -34,10 +34,11 @@ class Refusal:
 class Result:
     """The result of a forward pass.
 
-    output : (*batch_shape, H, n, d_v), the problem's dtype
-    lse : (*batch_shape, H, n) float64: weights computed from the lse inherit its error
-    seen : one entry for each statistic of `problem.see`
-    bound_call : a `cpu.launch.bound_call.BoundCall` that repeats the call for other arrays of the same layout, or None
+    output : (*batch_shape, H, n, d_v), the dtype of the query
+    lse : (*batch_shape, H, n) float64, because weights that are computed from the lse inherit its error
+    seen : the result of each statistic of `problem.see`
+    bound_call : a `cpu.launch.bound_call.BoundCall` that repeats the call for other arrays of the same layout; None if
+        the kernel provides none
     """
 
     output: Any
@@ -48,7 +49,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of query, key, value and sinks, and one entry for each of `Problem.tables`: None without a gradient."""
+    """The gradients of query, key, value and sinks, and a tuple with the gradient of each table of `Problem.tables`.
+
+    `sinks`, or an element of `tables`, is None if that input has no gradient.
+    """
 
     query: Any
     key: Any
@@ -58,36 +62,37 @@ class Gradients:
 
 
 class Kernel(ABC):
-    """One way to compute attention. A new kernel is a subclass in its own file and an entry in `dispatch.KERNELS`."""
+    """One way to compute attention. A new kernel is a subclass in its own file, and is listed in `dispatch.KERNELS`."""
 
     name: str
     description: str
 
     @abstractmethod
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
-        """Yield every reason why this kernel cannot serve the problem. No reason means that it can."""
+        """Yield every reason why this kernel cannot serve the problem; nothing if the kernel can serve it."""
 
     @abstractmethod
     def cost(self, problem: Problem) -> float:
-        """Return a cost relative to the other kernels. The cheapest kernel that can serve the problem is taken."""
+        """Return the cost of this kernel relative to other kernels. `choose` takes the cheapest that does not refuse."""
 
     def cost_reason(self, problem: Problem) -> str:
-        """Return the reason for the cost, or "" if there is nothing to explain."""
+        """Return why the kernel has this cost, as text; "" if the cost does not depend on the problem."""
         return ""
 
     @abstractmethod
     def run(self, problem: Problem, threads: int | None = None) -> Result:
-        """Compute the output, the lse and the statistics."""
+        """Compute the output, the lse and the statistics of the problem."""
 
     def sources(self, problem: Problem) -> dict[str, str]:
-        """Return the generated code for the problem, by name; {} for a kernel that generates none."""
+        """Return the code that this kernel generates for the problem, by name; {} if the kernel generates no code."""
         return {}
 
     def refuses_backward(self, problem: Problem, wanted_tables: Collection[int] | None = None) -> Iterator[Refusal]:
-        """Yield every reason why this kernel has no backward pass for the problem. Streaming then differentiates.
+        """Yield every reason why this kernel has no backward pass for the problem.
 
-        `wanted_tables` are the indices in `Problem.tables` of the tables whose gradients are requested; None for every
-        table of floats.
+        If there is a reason, the streaming kernel computes the gradients. `wanted_tables` are the indices in
+        `Problem.tables` of the tables whose gradients are requested. If it is None, the gradients of every table of
+        floats are requested.
         """
         yield Refusal(f"{self.name} has no backward pass", "leave kernel=None")
 
@@ -103,31 +108,32 @@ class Kernel(ABC):
     ) -> Gradients | None:
         """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse, or None if the kernel cannot compute them.
 
-        None means that `refuses_backward` yields a reason, or that values decide it: a gradient is NaN or ∞.
+        The kernel cannot compute them if `refuses_backward` yields a reason, or if a gradient turns out NaN or ∞.
 
         Parameters
         ----------
-        d_output, d_lse : gradients of the shapes of output and lse; d_lse is None for 0
+        d_output, d_lse : the gradients of output and lse, in their shapes; d_lse is None if the gradient of lse is 0
         saved : (output, lse) of `run`
         wanted_tables : the indices in `Problem.tables` of the tables whose gradients are requested
-        statistic_gradients : what the statistics' gradients add to the gradients of weights, scores and lse
+        statistic_gradients : the terms that the statistics' gradients add to the gradients of weights, scores and lse
         """
         return None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernel of a call, and the reasons why every other kernel was not taken."""
+    """The kernel that `choose` took for a call, and the refusals of every kernel that it compared."""
 
     kernel: Kernel
-    refusals: dict[str, tuple[Refusal, ...]]  # of every kernel, by its name
-    forced: bool  # the caller named the kernel
+    refusals: dict[str, tuple[Refusal, ...]]  # the refusals of every compared kernel, by the kernel's name
+    forced: bool  # True if the caller named the kernel
     kernels: Sequence[Kernel] = ()  # the kernels that were compared
-    backward_refusals: tuple[Refusal, ...] = ()  # if an input requires a gradient: why streaming computes it
+    # Reasons why streaming computes the gradients instead of `kernel`; () if no input requires a gradient.
+    backward_refusals: tuple[Refusal, ...] = ()
 
 
 def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = None) -> Plan:
-    """Return the plan: the cheapest kernel that does not refuse, or the kernel named `forced`.
+    """Return the plan with the cheapest kernel that does not refuse; with the kernel named `forced` if it is given.
 
     Raises
     ------

@@ -2,15 +2,15 @@
 
 The shape legend, used everywhere:
 
-    B    batch: the product of any number of leading axes; `b` counts them together, in C order
-    H    query heads            G    key/value heads; H is a multiple of G and head h reads group h // (H / G)
-    n    queries                m    keys
-    d_k  width of query and key d_v  width of value
+    B    batch: the product of the lengths of all leading axes; `b` counts their entries together, in C order
+    H    number of query heads     G    number of key/value heads
+    n    number of queries         m    number of keys
+    d_k  width of query and key    d_v  width of value
 
     query (..., H, n, d_k)    key (..., G, m, d_k)    value (..., G, m, d_v)    output (..., H, n, d_v)
 
-Leading axes are broadcast. Arrays without a head axis, (n, d_k) or (B, n, d_k), are accepted too. Every input error is
-raised by this module and by `sightline.validation`.
+H is a multiple of G, and query head h reads key head h // (H / G). Leading axes are broadcast. Arrays without a head
+axis, (n, d_k) or (B, n, d_k), are accepted too. This module and `sightline.validation` raise every input error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NORMALIZED = TensorCache(4096)
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One attention problem. `make_problem` makes and checks it.
+    """The arguments of one attention call. `make_problem` makes a problem and checks it.
 
     `query`, `key` and `value` all have the broadcast leading axes `batch_shape` and a head axis.
     """
@@ -68,7 +68,7 @@ class Problem:
 
     @property
     def H(self) -> int:
-        return cast(int, self.query.shape[-3])  # no conversion: lengths are symbols while torch compiles
+        return cast(int, self.query.shape[-3])  # `int` would turn a symbol of torch.compile into a number
 
     @property
     def G(self) -> int:
@@ -118,7 +118,7 @@ class Problem:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """The tables that mask and score read, each once."""
+        """The tables that the mask or the score reads; a table that both read occurs once."""
         found = {id(t): t for f in (self.mask, self.score) if f is not None for t in f.tables}
         return tuple(found.values())
 
@@ -137,16 +137,16 @@ class Problem:
         return b, h, i, xp.arange(columns.start, columns.stop, **options)
 
     def squeeze_heads(self, array: Any, trailing: int) -> Any:
-        """Remove the head axis of an array if the caller's arrays have no head axis; otherwise return it unchanged.
+        """Return the array without its head axis if the caller's arrays have no head axis, else the array unchanged.
 
-        The head axis follows the batch axes. `trailing` is the number of axes after it.
+        The head axis follows the batch axes. `trailing` is the number of axes after the head axis.
         """
         if not self.heads_squeezed:
             return array
         return array.reshape((*array.shape[: -trailing - 1], *array.shape[array.ndim - trailing :]))
 
     def with_tables(self, tables: Sequence[Any]) -> Problem:
-        """Return the problem with other arrays in its tables, in the order of `tables`."""
+        """Return the problem with these arrays in its tables; the arrays are in the order of `self.tables`."""
         new = {id(old): Table(array, old.axes) for old, array in zip(self.tables, tables, strict=True)}
         return self.map_formulas(lambda formula: formula.substitute({}, new))
 
@@ -158,7 +158,7 @@ class Problem:
 
 
 def make_problem(query: Any, key: Any, value: Any = None, **options: Any) -> Problem:
-    """Return the problem that these arguments of `sightline.attention` describe. This call raises every input error.
+    """Return the problem that these arguments of `sightline.attention` describe, after every check of the arguments.
 
     Raises
     ------
@@ -167,12 +167,16 @@ def make_problem(query: Any, key: Any, value: Any = None, **options: Any) -> Pro
     DeviceError
         The arrays come from different frameworks or lie on different devices.
     ShapeError
-        Shapes do not fit the legend above.
-    MaskError, FormulaError, TableError
-        The mask is not a condition or the score is one; a formula has no meaning; a formula reads outside its table.
+        The shapes do not fit the shape legend at the top of this module.
+    MaskError
+        The mask is not a condition, or the score is a condition.
+    FormulaError
+        A formula has no meaning.
+    TableError
+        A formula reads outside its table.
     ParameterError
         scale is outside the range of the accumulator's dtype, dropout is outside [0, 1], dropout has no seed, or `see`
-        holds something else than statistics or a statistic that does not fit the problem.
+        holds an object that is no statistic, or a statistic that does not fit the problem.
     """
     return validate(parse(query, key, value, **options))
 
@@ -190,7 +194,7 @@ def parse(
     seed: int | None = None,
     see: Sequence[Statistic] = (),
 ) -> Problem:
-    """Return the problem after every check that needs only shapes, dtypes and parameters, not the values of arrays.
+    """Return the problem after every check that needs only shapes, dtypes and parameters, not the entries of arrays.
 
     `parse` is the first half of `make_problem`. torch.compile traces it, so it uses only plain Python.
     """
@@ -222,16 +226,16 @@ def parse(
 
 
 def validate(problem: Problem) -> Problem:
-    """Return the problem with tables on the query's device and formulas normalized, after checking every read.
+    """Return the problem with its tables on the query's device and its formulas normalized.
 
-    `validate` is the second half of `make_problem`.
+    `validate` checks every table read of the formulas. It is the second half of `make_problem`.
     """
     if problem.tables and problem.device == "meta":
         raise DeviceError("tables in a formula, query on meta", "arrays that hold numbers", "move the query off meta")
     moved: dict[int, Table] = {}
 
     def move_tables(formula: Expression) -> Expression:
-        """Return the formula with its tables on the query's device; formulas go on sharing their tables."""
+        """Return the formula with its tables on the query's device. A table that two formulas share stays shared."""
         for table in formula.tables:
             if id(table) not in moved:
                 check_device("table", table.array, problem.query)

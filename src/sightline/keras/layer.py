@@ -86,7 +86,7 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
             projection.build(input_shape)
 
     def call(self, inputs: Any, mask: Any = None) -> Any:
-        """Return the output, or (weights, output)."""
+        """Return the output, or (weights, output) if `return_attn` is true."""
         query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
         mask_formula = None if mask is None else dense(keras.ops.cast(mask, "bool")[:, None, None, :])
         if not self.return_attn:
@@ -95,13 +95,13 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
         return attention_weights, output
 
     def compute_output_shape(self, input_shape: Shape) -> Any:
-        """Return the shape of the output, or the shapes of (weights, output)."""
+        """Return the shape of the output, or the shapes of (weights, output) if `return_attn` is true."""
         batch, n, _ = input_shape
         output = (batch, n, self.dv)
         return ((batch, n, n), output) if self.return_attn else output
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
-        """Return the mask of the inputs for the output, and None for the weights."""
+        """Return the mask of the inputs as the mask of the output. With `return_attn`, return (None, that mask)."""
         return (None, previous_mask) if self.return_attn else previous_mask
 
     def get_config(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from .storage import allocate, grow, reorder_batch, write
 
 __all__ = ["KVCache", "as_arrays", "unpack_cache"]
 
-GROWTH_FACTOR = 2  # of the capacity of a full cache: each position is copied about once in total
+GROWTH_FACTOR = 2  # the capacity of a full cache is doubled, so a position is copied about once in total
 ACCEPTED_SHAPES = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or (t, d) without heads"
 
 b, i, j = (SYMBOLS[name] for name in "bij")
@@ -87,8 +87,8 @@ class KVCache:
         self._key: Any = None  # (B, G, capacity, d_k)
         self._value: Any = None
         self._issued_mask: Expression | None  # the last result of `causal`, which hides all beyond a sequence's end
-        self._all_visible_mask: Expression | None  # the same mask if its single query sees every position
-        self._ndim = 4  # axes of the appended arrays; 2 and 3 mean that there is no head axis
+        self._all_visible_mask: Expression | None  # `_issued_mask` if its single query sees every position, else None
+        self._ndim = 4  # the number of axes of the appended arrays; 2 and 3 mean that there is no head axis
         self._set_lengths(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
 
     # -- contents ---------------------------------------------------------------------------------------------------
@@ -303,7 +303,10 @@ class KVCache:
         return None if self._has_equal_lengths else library.padding(self._lengths)
 
     def _set_lengths(self, lengths: Any, newest: Any) -> None:
-        """Set the lengths and the newest positions, and two plain Python values of them that torch.compile can read."""
+        """Set the lengths and the newest positions, and forget the issued masks.
+
+        `_max_length` and `_has_equal_lengths` are plain Python, so that torch.compile can read them.
+        """
         self._lengths, self._newest_positions = lengths, newest
         self._issued_mask = self._all_visible_mask = None
         self._max_length = int(lengths.max(initial=0))
@@ -383,7 +386,11 @@ def as_arrays(query: Any, cache: KVCache, mask: Any) -> tuple[Any, Any, Any]:
 
 
 def unpack_cache(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Expression | None]:
-    """Return key and value of attention's arguments, and the condition that a cache adds to the mask, or None."""
+    """Return (key, value, condition) for the arguments of attention, with arrays in place of a cache.
+
+    The condition hides positions beyond each sequence's end. It is None without a cache, if all sequences have the same
+    length, or if the mask, as the last result of `causal`, hides these positions already.
+    """
     if isinstance(value, KVCache) or (isinstance(key, KVCache) and value is not None):
         raise ParameterError(
             "a KVCache and a key or a value", "a cache in place of both", "append first, then attention(query, cache)"
@@ -431,7 +438,7 @@ def _check_count(name: str, value: Any) -> int:
 
 
 def _to_integers(values: Any) -> Any:
-    """Return the values as a NumPy array; an empty list becomes int64, although NumPy reads it as floats."""
+    """Return numbers as a NumPy array. An empty list becomes int64, although NumPy would read it as floats."""
     array = to_numpy(values)
     return array if array.size else array.astype(np.int64)
 

@@ -24,7 +24,7 @@ def allocate(like: Array, batch: int, capacity: int, dtype: str) -> Array:
 
 
 def grow(storage: Array, capacity: int, used: int) -> Array:
-    """Return new storage of that capacity with the positions in use copied; the old storage does not change."""
+    """Return new storage of that capacity with a copy of the first `used` positions. The old storage is unchanged."""
     new = allocate(storage, storage.shape[0], capacity, dtype_name(storage))
     new[:, :, :used] = storage[:, :, :used]
     return new
@@ -41,9 +41,9 @@ def write(storage: Array, array: Array, positions: Any) -> None:
 
 
 def reorder_batch(storage: Array, order: Any, used: int) -> Array:
-    """Return storage whose sequence b is the old sequence order[b].
+    """Return storage whose sequence b has the first `used` positions of the old sequence order[b].
 
-    The storage is changed in place if the number of sequences stays the same.
+    If the number of sequences stays the same, the storage is changed in place and returned.
     """
     if order.size != storage.shape[0]:
         new = allocate(storage, order.size, storage.shape[2], dtype_name(storage))

@@ -55,7 +55,7 @@ class Lse(Statistic):
 
 
 class MaxScoreResult(NamedTuple):
-    """The result of `max_score`: the largest scores, and their keys in `where`."""
+    """The result of `max_score`: the largest score of each query, and in `where` the position j of its key."""
 
     score: Any
     where: Any
@@ -169,7 +169,7 @@ class TopK(Statistic):
 class Mass(Statistic):
     """The weight of every query on the pairs that satisfy a condition; see `mass`."""
 
-    mask: Any  # as the user gave it; an Expression in a problem
+    mask: Any  # the condition as the user gave it; an Expression once the statistic is part of a problem
 
     name = "mass"
 
@@ -195,19 +195,19 @@ def lse() -> Statistic:
     """Request lse_i = ln Σⱼ exp(S_ij) over the keys that query i sees, its sink included.
 
     The result is (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in nats; −∞ for a query
-    that sees no key and has no sink. `sightline.merge` uses it to merge attention over disjoint sets of keys. It has a
-    gradient. Source:
+    that sees no key and has no sink. `sightline.merge` uses lse to merge attention over disjoint sets of keys. lse has
+    a gradient. Source:
     Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     return Lse()
 
 
 def max_score() -> Statistic:
-    """Request max_j S_ij, the sink excluded, and the first j that has it.
+    """Request the largest score of every query, max_j S_ij without the sink, and the first j with that score.
 
     The result is a named tuple: `score` (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in
-    nats, and `where` (..., H, n) int64. They are −∞ and −1 for a query that sees no key. The gradient goes to the score
-    of the pair in `where`. QK-clip bounds the largest score to keep training stable. Source:
+    nats, and `where` (..., H, n) int64. For a query that sees no key, `score` is −∞ and `where` is −1. The gradient of
+    `score` goes to the score of the pair (i, `where`). QK-clip bounds the largest score to keep training stable. Source:
     Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, section 2.1.
     """
     return MaxScore()
@@ -227,8 +227,8 @@ def top_k(k: int) -> Statistic:
     """Request the k largest weights of every query and their keys; among equal weights, the smaller j comes first.
 
     The result is a named tuple: `weights` (..., H, n, k) in the accumulator's dtype (float64 for float64, else
-    float32), in descending order, and `where` (..., H, n, k) int64. They are 0 and −1 in the entries beyond the number
-    of visible keys. The statistic has no gradient.
+    float32), in descending order, and `where` (..., H, n, k) int64, the key positions j. If a query sees fewer than k
+    keys, the remaining entries are 0 in `weights` and −1 in `where`. The statistic has no gradient.
 
     Parameters
     ----------

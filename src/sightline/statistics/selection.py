@@ -1,4 +1,4 @@
-"""Selections and means of other statistics: of some queries or heads, and averaged over heads or batch."""
+"""Statistics made from other statistics: restricted to some queries or heads, or averaged over heads or batch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Statistic(StatisticBase):
     """A statistic with methods that restrict it to some queries and heads, and average it over heads or batch."""
 
     def rows(self, indices: Any) -> Selection:
-        """Return the statistic of these queries alone. The cost is that of these queries alone.
+        """Return the statistic restricted to these queries. Only these queries are computed.
 
         Parameters
         ----------
         indices : whole numbers or a slice
-            The queries, in the order of the result; negative ones count from the last query. Formulas read i as the
-            query's own position.
+            The positions of the queries, in the order of the result; a negative one counts from the last query. In
+            formulas, i stays the position of the query among all queries.
 
         Raises
         ------
@@ -44,13 +44,14 @@ class Statistic(StatisticBase):
         return _select(self, rows=indices)
 
     def heads(self, indices: Any) -> Selection:
-        """Return the statistic of these query heads alone. Indices, cost and errors are those of `rows`."""
+        """Return the statistic restricted to these query heads. Indices and errors are like those of `rows`."""
         return _select(self, heads=indices)
 
     def mean(self, axis: str) -> Statistic:
         """Return the statistic averaged over the heads or the batch.
 
-        Only the mean takes memory if the statistic is linear: weights, scores, received or pooled by sum or mean.
+        For weights, scores, and received or pooled by sum or mean, only the mean is stored, not the result of every
+        head.
 
         Parameters
         ----------
@@ -60,7 +61,7 @@ class Statistic(StatisticBase):
         Raises
         ------
         ParameterError
-            axis is another word, or the statistic names keys and so has no mean.
+            axis is neither "heads" nor "batch", or the statistic returns key positions, which have no mean.
         """
         if axis not in ("heads", "batch"):
             raise ParameterError(f"mean({axis!r})", '"heads" or "batch"', 'weights().mean("heads")')
@@ -82,7 +83,7 @@ class Statistic(StatisticBase):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Selection(Statistic):
-    """A statistic of some queries and heads, which is a statistic of the problem that has only these."""
+    """A statistic of some queries and heads. It is computed from a problem that has only these queries and heads."""
 
     of: Statistic
     queries: Indices | None = None
@@ -202,7 +203,7 @@ class Mean(Statistic):
         return finished if self.of.is_linear else [self.average(array, context.problem) for array in finished]
 
     def average(self, array: Any, problem: Problem) -> Any:
-        """Return the mean of an array (*batch_shape, H, ...) over these axes."""
+        """Return the mean of an array (*batch_shape, H, ...) over the axes that this statistic averages over."""
         batch_ndim = len(problem.batch_shape)
         axes = (*range(batch_ndim),) * self.over_batch + (batch_ndim,) * self.over_heads
         count = math.prod([array.shape[axis] for axis in axes])
@@ -252,7 +253,7 @@ def unwrap_mean(statistic: Statistic) -> Statistic:
 
 
 def solve_selections_separately(problem: Problem, run: Callable[[Problem], Result]) -> Result:
-    """Return the problem's result by `run`; statistics with their own problems come from further calls of `run`."""
+    """Return the result of `run` for the problem. Each statistic with its own problem needs a further call of `run`."""
     together = [statistic for statistic in problem.see if not statistic.has_own_problem]
     if len(together) == len(problem.see):
         return run(problem)
@@ -271,7 +272,7 @@ def solve_selections_separately(problem: Problem, run: Callable[[Problem], Resul
 
 
 def restrict(problem: Problem, queries: Indices | None, query_heads: Indices | None) -> Problem:
-    """Return the problem of these queries and heads alone.
+    """Return the problem restricted to these queries and heads; None stands for all queries or all heads.
 
     Formulas keep their meaning: i and h become lookups in tables of the original indices.
     """
@@ -309,9 +310,10 @@ def _substitute(formula: Expression, symbols: dict[str, Expression], tables: dic
 
 
 def _key_heads(of_queries: list[int]) -> list[int]:
-    """Return the key heads to read for query heads that read these key heads.
+    """Return the key heads that a problem with some selected query heads needs.
 
-    Each key head appears once for its group if all groups have equal size; else the result is `of_queries` itself.
+    `of_queries` has the key head of each selected query head. If every key head is read by equally many neighbouring
+    query heads, it appears once for them; else the result is `of_queries` itself.
     """
     groups = [list(group) for _, group in itertools.groupby(of_queries)]
     return [group[0] for group in groups] if len({len(group) for group in groups}) == 1 else of_queries
@@ -330,7 +332,7 @@ def resolve_indices(what: str, indices: Indices, count: int) -> list[int]:
 
 
 def contiguous_span(indices: Indices, count: int) -> tuple[int, int] | None:
-    """Return (first, past the last) of a slice with step 1, else None.
+    """Return (first, past the last) of a slice with step 1; None if `indices` is anything else.
 
     `slice.indices` is not used, because it turns torch.compile's symbols into numbers.
     """

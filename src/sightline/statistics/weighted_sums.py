@@ -1,4 +1,4 @@
-"""The product of the weights with other rows than the values."""
+"""The statistic `weighted_sum`: the product of the weights with an array x other than value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["WeightedSum", "weighted_sum"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class WeightedSum(Statistic):
-    """P x; see `weighted_sum`. It is attention with x in place of value, so the same kernels compute it."""
+    """The product P x; see `weighted_sum`. Kernels compute it as attention with x in place of value."""
 
     x: Any
 
@@ -36,7 +36,7 @@ class WeightedSum(Statistic):
         return (dtype_name(problem.query),)
 
     def _rows(self, problem: Problem) -> Any:
-        """Return x in the query's library; a head axis is added if the caller's arrays have none but x has a batch."""
+        """Return x in the query's library. If the caller's arrays have no head axis but x has a batch axis, add one."""
         x = convert(self.x, problem.query)
         return x[..., None, :, :] if problem.heads_squeezed and x.ndim > 2 else x
 
@@ -66,10 +66,10 @@ class WeightedSum(Statistic):
 
 
 def weighted_sum(x: Any) -> Statistic:
-    """Request (P x)_i = Σⱼ P_ij x_j: the product of the weights, before dropout, with other rows than the values.
+    """Request (P x)_i = Σⱼ P_ij x_j: the product of the weights, before dropout, with an array x other than value.
 
-    With positions as x, the result is the mean position that a query attends to. With one-hot rows, it is the weight on
-    each group. With the matrix of earlier layers, it is their attention rollout.
+    If x holds positions, the result is the mean position that a query attends to. If x has one-hot rows, the result is
+    the weight on each group of keys. If x is the rollout matrix of earlier layers, the result is the attention rollout.
 
     The result is (..., H, n, r) in the query's dtype; 0 for a query that sees no key. Gradients flow to the weights and
     to x.

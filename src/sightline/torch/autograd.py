@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Call:
-    """What the backward pass of a call needs besides the tensors that torch saves."""
+    """The data of a call that its backward pass needs, besides the tensors that torch saves."""
 
     problem: Problem  # its formulas hold the tables; its query, key, value and sinks are replaced by saved tensors
     plan: Plan
@@ -52,7 +52,7 @@ class _Call:
 
 
 class _Attention(torch.autograd.Function):
-    """Joins results that are computed already to the inputs they were computed from."""
+    """The function by which torch's graph connects results, which are computed already, to their inputs."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -64,7 +64,7 @@ def run(
 
 
 def _is_eager(problem: Problem) -> bool:
-    """True if nothing but autograd follows the call, and every tensor is a plain tensor that holds data."""
+    """True if no part of torch except autograd must see the call, and every tensor is a plain tensor with data."""
     if torch.compiler.is_compiling() or is_intercepted() or problem.device == "meta":
         return False
     tables = [table.array for table in problem.tables if isinstance(table.array, Tensor)]

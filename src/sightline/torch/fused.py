@@ -27,7 +27,7 @@ PREFERRED_COST, FALLBACK_COST = 0.1, 3.0  # relative costs; the Triton kernels h
 
 @dataclass(frozen=True)
 class Rule:
-    """The preference for problems without formulas on one family of GPUs."""
+    """A rule that says whether torch's kernels are preferred on one family of GPUs, for problems without formulas."""
 
     architecture: str  # a prefix of the architecture's name
     prefers_torch: bool  # torch's kernels are preferred if no gradient is needed

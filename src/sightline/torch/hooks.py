@@ -52,7 +52,7 @@ class Watcher:
     def record(
         self, module: nn.Module, results: Sequence[Any], heads: int, kind: Kind, query_start: int, **fields: int
     ) -> None:
-        """Append a call of the module to the recording; `fields` has the remaining fields of `Call`."""
+        """Append a call of the module to the recording; `fields` has the other attributes of the `Call`."""
         name = self.names[module]
         is_cross = kind == "cross" or name in self.cross_layers
         call = Call(
@@ -96,7 +96,7 @@ def _remove_watcher(module: nn.Module, watcher: Watcher) -> None:
 
 @contextmanager
 def restore_on_exit(owner: Any, name: str) -> Iterator[None]:
-    """Restore an attribute when the last of all contexts that are open for it exits, in any order."""
+    """Restore `owner.name` on exit. If several contexts are open for this attribute, the last one to exit restores it."""
     key = id(owner), name
     with _lock:
         original, count = _ORIGINALS.get(key, (getattr(owner, name), 0))

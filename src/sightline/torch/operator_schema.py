@@ -138,7 +138,7 @@ class OperatorArguments(NamedTuple):
         return self._replace(query=query, key=key, value=value, tables=tables, sinks=sinks)
 
     def to_argument_order(self, gradients: Sequence[Tensor | None], wanted_tables: Sequence[int]) -> tuple[Any, ...]:
-        """Return the gradients in the order of the arguments: one entry for each argument, None without a gradient."""
+        """Return the gradients in the order of the operator's arguments; None for an argument without a gradient."""
         query, key, value, *rest = gradients
         tables: list[Tensor | None] = [None] * len(self.tables)
         for k in wanted_tables:

@@ -105,8 +105,9 @@ def sightline_mask(
     Returns
     -------
     FormulaMask, bool tensor (B, 1, n, m) or None
-        A tensor while torch compiles the model, if formulas cannot express the mask function, or if the mask hides
-        nothing and None is not allowed.
+        The mask is None if it hides nothing and `allow_is_bidirectional_skip` is true. It is a tensor while torch
+        compiles the model, if formulas cannot express the mask function, or if it hides nothing and None is not
+        allowed. Otherwise it is a `FormulaMask`.
     """
     make_dense: Callable[[], Tensor] = partial(
         sdpa_mask,
