@@ -1,19 +1,21 @@
-"""The budget of rounding errors, and the dense computation that it is measured against.
+"""The budget of rounding errors of a kernel, and the dense computation that sets the budget.
 
-The budget compares a kernel with the float64 definition, on inputs that are already rounded to the tested dtype. The
-kernel's error is at most twice the error of the dense computation in that dtype, plus 2 units in the last place (ulps):
+A test compares a kernel with the float64 definition, on inputs that are already rounded to the tested dtype. The
+kernel's error must be at most twice the error of a dense computation in the tested dtype, plus 2 units in the last
+place (ulps):
 
-- Errors are measured row by row, along the last axis. The error of a row is its largest error, and the size of a row is
-  its largest value. An output is a weighted mean P V whose terms may cancel, and it carries the rounding of the terms,
-  so its size is the size of P |V|. For the same reason, no row counts as smaller than a sixteenth of the largest row.
-- The dense error is the largest one over all rows, because the error of a single row may be 0 by luck. It is measured
-  both as an absolute error and in ulps of its row, and each row gets the smaller of the two allowances. Neither large
-  rows nor rows that cancel excuse the errors of all other rows.
-- The dense computation runs in several orders of summation, both by the paper's formula and as fused kernels compute.
-  The largest of its errors counts.
-- lse counts as one row: its error follows the size of the scores, not its own size. Its size is at least 1, because the
-  absolute error of ln l is the relative error of the sum l.
-- NaN, ∞ and −∞ stand exactly where the definition has them.
+- Errors are measured row by row, along the last axis. The error of a row is the largest error of its entries. The size
+  of a row is the largest magnitude of its entries. An output is a weighted mean P V whose terms may cancel, and it
+  carries the rounding of the terms, so the size of an output row is the size of its row of P |V|. For the same reason,
+  no row counts as smaller than a sixteenth of the largest row.
+- The error of the dense computation is the largest over all rows, because the error of a single row may be 0 by luck.
+  That error is measured as an absolute error and in ulps of its row, and each row is allowed the smaller of the two. So
+  neither large rows nor rows that cancel excuse the errors of all other rows.
+- The dense computation runs in several orders of summation, some by the paper's formula and some as fused kernels
+  compute. The largest of the errors counts.
+- The whole lse counts as one row, because its error follows the size of the scores, not the size of the lse. The size
+  of this row is at least 1, because the absolute error of ln l is the relative error of the sum l.
+- NaN, ∞ and −∞ must stand exactly where the definition has them.
 """
 
 from __future__ import annotations
@@ -45,19 +47,19 @@ __all__ = [
     "ulp",
 ]
 
-FORMATS = {  # fraction bits, smallest exponent
+FORMATS = {  # the number of fraction bits and the smallest exponent of each dtype
     "float16": (10, -14),
     "bfloat16": (7, -126),
     "float32": (23, -126),
     "float64": (52, -1022),
 }
 BASELINE_FACTOR, EXTRA_ULPS, SMALL_ROW_RATIO, NUM_ORDERS = 2.0, 2.0, 16, 8
-LOOP_ORDERS = (4, 5, 6, 7)  # these orders compute products in a loop, which is how register tiles sum
+LOOP_ORDERS = (4, 5, 6, 7)  # these orders of summation compute products in a loop, as kernels with register tiles do
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 
 
 def ulp(values: Any, dtype: str) -> Any:
-    """Return the distance between neighbouring numbers of the dtype at the size of the values, in float64."""
+    """Return, for each of the values, the distance between neighbouring numbers of the dtype at its size, in float64."""
     fraction, min_exponent = FORMATS[dtype]
     exponent = np.where(values == 0, min_exponent, np.frexp(np.abs(values))[1] - 1)
     return np.ldexp(1.0, np.maximum(exponent, min_exponent) - fraction)
@@ -66,7 +68,8 @@ def ulp(values: Any, dtype: str) -> Any:
 def budget_used(actual: Any, oracle: Any, baseline: Any, terms: Any = None) -> float:
     """Return the largest fraction of its error budget that any row of `actual` uses.
 
-    A result of at most 1 is within the budget. The result is ∞ if a NaN or ∞ is out of place.
+    A fraction of at most 1 is within the budget. The fraction is ∞ if `actual` and `oracle` do not have NaN, ∞ and −∞
+    at the same places.
 
     Parameters
     ----------
@@ -77,8 +80,8 @@ def budget_used(actual: Any, oracle: Any, baseline: Any, terms: Any = None) -> f
     baseline : (..., width) or (orders, ..., width)
         The results of the dense computation, in one or several orders of summation.
     terms : (..., width), optional
-        Σ |term| of the sum behind each entry. No order of summation avoids the rounding of these terms. Default:
-        `oracle`.
+        For each entry of the result, Σ |term| of the sum that computes the entry. No order of summation avoids the
+        rounding of these terms. Default: |oracle|.
     """
     dtype, computed = dtype_name(actual), np.atleast_1d(to_numpy(actual).astype(np.float64))
     oracle = np.atleast_1d(np.asarray(oracle, np.float64))
@@ -99,7 +102,7 @@ def budget_used(actual: Any, oracle: Any, baseline: Any, terms: Any = None) -> f
 
 
 def term_sizes(problem: Problem, weights: Any) -> Any:
-    """Return P |V|, (..., H, n, d_v): the sizes of the terms that each output is a sum of."""
+    """Return P |V|, of shape (..., H, n, d_v): the sum of the magnitudes of the terms of each output entry."""
     sizes = np.abs(np.repeat(to_numpy(problem.value).astype(np.float64), problem.group, axis=-3))
     with np.errstate(invalid="ignore"):
         return np.where(np.isnan(weights), 0, weights) @ np.where(np.isfinite(sizes), sizes, 0)
@@ -109,13 +112,15 @@ def term_sizes(problem: Problem, weights: Any) -> Any:
 def gradient_term_sizes(
     problem: Problem, d_output: Any, d_lse: Any = 0.0, d_weights: Any = 0.0, stages: Stages | None = None
 ) -> dict[Any, Any]:
-    """Return the sizes of the terms that each gradient is a sum of. Rows of dS cancel, so the sums can be much smaller.
+    """Return, for each gradient, the sum of the magnitudes of its terms. The gradient itself is much smaller if its
+    terms cancel, as those in a row of dS do.
 
         |dP| = |dO| |V|ᵀ + |d_weights|    |dS| = P ∘ (|dP| + rowsum(P ∘ |dP|) + |d_lse|)
 
-    The sizes of dQ, dK, dV and the other gradients follow from |dS|. The weights P are those before dropout. The keys
-    of the result are "query", "key", "value", "sinks", and the indices of float tables in `Problem.tables`. `stages`
-    are the stages of the definition if the caller has computed them already.
+    The sums of dQ, dK, dV and the other gradients follow from |dS|. P are the weights before dropout. The result is a
+    dict with the entries "query", "key" and "value", "sinks" if the problem has sinks, and the index in
+    `Problem.tables` of each float table that the score reads. `stages` are the stages of the definition, if the caller
+    has computed them already.
     """
     query, key, value, d_o = (
         np.abs(to_numpy(x).astype(np.float64)) for x in (problem.query, problem.key, problem.value, d_output)
@@ -123,7 +128,7 @@ def gradient_term_sizes(
     key, value = (np.repeat(x, problem.group, axis=-3) for x in (key, value))
     keep = keep_factor(problem, np, slice(0, problem.n), slice(0, problem.m), np.float64)
     stages = compute_stages(problem) if stages is None else stages
-    # the relative error of P = exp(s − lse) is the absolute error of lse
+    # The relative error of P = exp(s − lse) is the absolute error of lse.
     lse_error = np.where(np.isfinite(stages.lse), np.maximum(np.abs(stages.lse), 1.0), 1.0)
     p = stages.weights * lse_error[..., None]
     d_p = d_o @ np.swapaxes(value, -1, -2) * keep + np.abs(to_numpy(d_weights))
@@ -165,7 +170,7 @@ def gradient_term_sizes(
 
 
 def _row_max(values: Any) -> Any:
-    """Return the largest finite size in each row, with the last axis of length 1."""
+    """Return the largest finite magnitude in each row (last axis). The last axis of the result has length 1."""
     sizes = np.abs(values)
     return np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(sizes), initial=0.0)
 
@@ -177,9 +182,10 @@ def _subtract(x: Any, y: Any) -> Any:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The results of the dense computation in the problem's dtype, stored as float64.
+    """The results of the dense computation in the problem's dtype (lse: the accumulator's dtype), stored as float64.
 
-    Axis 0 of each array is the index of a run. Each run sums in another order; see `dense_attention`.
+    Axis 0 of each array counts the runs of the dense computation. Each run sums in another order; see
+    `dense_attention`.
     """
 
     output: Any
@@ -188,13 +194,14 @@ class Baseline:
 
 
 def compute_baseline(problem: Problem) -> Baseline:
-    """Return the results of a straightforward dense computation in the problem's own dtype, stored as float64.
+    """Return the results of the dense computation in the problem's own dtype, stored as float64.
 
-    The results mean nothing where inputs are NaN or ∞. `budget_used` compares only what is finite in the definition.
+    The results mean nothing where inputs are NaN or ∞. `budget_used` compares only entries that are finite in the
+    result of the definition.
     """
     wide = narrow = [dense_attention(problem, problem.accumulator, order) for order in summation_orders(problem)]
     if problem.dtype != problem.accumulator:  # lse has the accumulator's dtype, so its baseline is `wide`
-        # two orders suffice in a narrow dtype, where rounding outweighs the order
+        # Two orders of summation suffice in a narrow dtype, because rounding outweighs the effect of the order.
         narrow = [dense_attention(problem, problem.dtype, order) for order in range(2)]
 
     def stack(arrays: list[Any]) -> Any:
@@ -205,25 +212,28 @@ def compute_baseline(problem: Problem) -> Baseline:
 
 
 def _permutations(count: int) -> list[Any]:
-    """Return the orders in which to sum `count` terms: forward, backward, even before odd, and shuffled."""
+    """Return the orders in which to sum `count` terms: forward, backward, even indices before odd ones, and shuffled."""
     forward, random = np.arange(count), np.random.default_rng(0)
     found = [forward, forward[::-1].copy(), np.concatenate([forward[::2], forward[1::2]])]
     return found + [random.permutation(count) for _ in range(NUM_ORDERS - len(found))]
 
 
 def summation_orders(problem: Problem) -> Sequence[int]:
-    """Return the orders of `dense_attention` to run: every order for few rows, else four, two of them with loops."""
+    """Return the orders of summation in which to run `dense_attention`.
+
+    They are all orders if the problem has fewer than 256 query rows, else four orders, two of which sum in a loop.
+    """
     return range(NUM_ORDERS) if problem.B * problem.H * problem.n < 256 else (0, 1, *LOOP_ORDERS[:2])
 
 
 @np.errstate(all="ignore")  # hidden scores may overflow
 def dense_attention(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, Any, Any]:
-    """Return (output, lse, weights) by array operations that round to the dtype; torch can differentiate them.
+    """Return (output, lse, weights), computed by array operations whose results are rounded to the dtype.
 
-    Sums run in the accumulator's dtype, as in matrix libraries. Even orders follow the paper's formula. Odd orders
-    compute as fused kernels do: the queries carry the scale, powers have base 2, the output is divided at the end, and
-    the weights come from lse and from scores that are computed a second time. The orders in `LOOP_ORDERS` sum term by
-    term in a loop.
+    Sums run in the accumulator's dtype, as in matrix libraries. `order` is the order of summation. Even orders follow
+    the paper's formula. Odd orders compute as fused kernels do: the queries are multiplied by the scale, powers have
+    base 2, the output is divided at the end, and the weights come from lse and from scores that are computed a second
+    time. The orders in `LOOP_ORDERS` sum term by term in a loop. torch can differentiate the operations.
     """
     xp, fused = namespace(problem.query), order % 2 == 1
     wide, narrow = resolve_dtype(xp, problem.accumulator), resolve_dtype(xp, dtype)
@@ -242,7 +252,7 @@ def dense_attention(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, 
         return xp.take(array, xp.asarray(back, device=problem.query.device), axis=axis)
 
     def repeat_heads(array: Any) -> Any:
-        """Return one key head for every query head, with the keys in this order of summation."""
+        """Return the array with its key heads repeated for every query head, and its keys in the order of summation."""
         return permute(xp.repeat(xp.astype(array, wide), problem.group, axis=-3), -2)
 
     query = permute(xp.astype(problem.query, wide), -2)
@@ -294,7 +304,7 @@ def dense_attention(problem: Problem, dtype: str, order: int = 0) -> tuple[Any, 
 
 
 def _matmul_by_loop(x: Any, y: Any) -> Any:
-    """Return the product of two matrices, summed term by term; a library sums in blocks and rounds less."""
+    """Return the product of two matrices, summed term by term. A matrix library sums in blocks and rounds less."""
     total = x[..., :, :0] @ y[..., :0, :]
     for k in range(x.shape[-1]):
         total = total + x[..., :, k : k + 1] * y[..., k : k + 1, :]

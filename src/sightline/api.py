@@ -54,7 +54,7 @@ def attention(
         One extra logit for each head. The logit takes part in the softmax, but has no row of V (Xiao et al., "Efficient
         streaming language models with attention sinks", 2024; OpenAI, gpt-oss model card, 2025).
     dropout : float, default 0
-        The probability that a weight is dropped. The other weights are divided by 1 − dropout.
+        The probability that a weight is dropped. The weights that are kept are divided by 1 − dropout.
     seed : int, required with dropout for NumPy arrays
         The same seed drops the same weights with every kernel. For torch tensors the default is a seed from torch's
         generator.

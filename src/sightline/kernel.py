@@ -73,7 +73,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def cost(self, problem: Problem) -> float:
-        """Return the cost of this kernel relative to other kernels. `choose` takes the cheapest that does not refuse."""
+        """Return the kernel's relative cost. `choose` takes the cheapest of the kernels that do not refuse."""
 
     def cost_reason(self, problem: Problem) -> str:
         """Return why the kernel has this cost, as text; "" if the cost does not depend on the problem."""

@@ -1,6 +1,6 @@
-"""The recording of a watched model: a `Seen` holds one `Call` for each run of one of its attention layers.
+"""The recording of a watched model: a `Seen` holds one `Call` for each run of an attention layer of the model.
 
-This module needs no framework. The results are arrays of the model's framework.
+This module imports no framework. The recorded results are arrays of the model's framework.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Call", "Kind", "Seen", "Tokens", "select_names"]
 
 Kind = Literal["self", "cross"]
 Labels = Sequence[Sequence[str]]  # for each batch entry, the labels of its positions
-Tokens = Labels | Mapping[str, Labels]  # or the labels of each side: {"encoder": ..., "decoder": ...}
+Tokens = Labels | Mapping[str, Labels]  # labels of one sequence, or of two: {"encoder": ..., "decoder": ...}
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,20 +31,22 @@ class Call:
     layer : str
         The module's path in the model, such as "model.layers.0.self_attn".
     kind : {"self", "cross"}
-        "self" if the keys are the sequence of the queries, "cross" if they are another sequence.
+        "self" if queries and keys come from one sequence, "cross" if the keys come from another sequence.
     step : int
-        How many runs of this layer were recorded before. In generation this is the number of the token.
+        How many runs of this layer were recorded before. In generation `step` counts the generated tokens.
     query_start : int or None
-        The position of the first query among the keys: 0, or the number of keys in the cache. None for "cross".
+        The index, among the keys, of the key at the first query's position: 0, or the number of keys in the cache. None
+        if `kind` is "cross".
     key_start : int
         The position of the first key in its sequence. It is above 0 after a sliding cache has discarded keys.
     n, m : int
-        The numbers of queries and keys.
+        The number of queries, and the number of keys.
     heads : tuple of int
-        The query heads that were recorded: axis 1 of the results.
+        The query heads whose results were recorded. They are axis 1 of the results.
     statistics : tuple of Statistic
+        The recorded statistics.
     results : tuple
-        One result for each statistic, of shape (B, heads, …); the statistic defines the other axes.
+        The result of each statistic, of shape (B, heads, …); the statistic defines the other axes.
     """
 
     layer: str
@@ -59,7 +61,7 @@ class Call:
     results: tuple[Any, ...]
 
     def __getitem__(self, name: str) -> Any:
-        """Return the result of the statistic with this name ("top_k"), or with this text ("top_k(8)")."""
+        """Return the result of the statistic that has this name ("top_k") or prints as this text ("top_k(8)")."""
         matches = [k for k, statistic in enumerate(self.statistics) if repr(statistic) == name]
         matches = matches or [k for k, statistic in enumerate(self.statistics) if statistic.name == name]
         if len(matches) != 1:
@@ -70,7 +72,7 @@ class Call:
         return self.results[matches[0]]
 
     def of_heads(self, heads: Sequence[int]) -> Call:
-        """Return the call with the results of only these query heads, which are numbered as in the model."""
+        """Return the call with the results of these query heads alone. `heads` are the heads' numbers in the model."""
         missing = [head for head in heads if head not in self.heads]
         if missing:
             raise ParameterError(f"heads {missing} of {self.layer}", f"heads {list(self.heads)}", "heads=[0], say")
@@ -86,15 +88,15 @@ class Call:
 class Seen:
     """The calls of a watched model, in the order in which they ran.
 
-    `seen["lse"]` lists one statistic's result in every call. `seen.of(layer=..., step=...)` selects calls. A loop
-    over `seen` yields the calls.
+    `seen["lse"]` is the list of one statistic's results, one for each call. `seen.of(layer=..., step=...)` selects
+    calls. A loop over `seen` yields the calls.
 
     Parameters
     ----------
     calls : sequence of Call
     tokens : labels of positions, optional
-        For each batch entry a list of strings, or {"encoder": ..., "decoder": ...} with such lists for each side. They
-        can be set later as `seen.tokens`, for example after generation.
+        For each batch entry a list of strings. A model with two sequences has {"encoder": ..., "decoder": ...} with
+        such lists for each sequence. The labels can be set later as `seen.tokens`, for example after generation.
     """
 
     def __init__(self, calls: Sequence[Call] = (), tokens: Tokens | Sequence[str] | None = None) -> None:
@@ -103,7 +105,10 @@ class Seen:
 
     @property
     def tokens(self) -> Tokens | None:
-        """The labels of the positions: a list for each batch entry, or such lists for "encoder" and "decoder"."""
+        """The labels of positions: a list for each batch entry, or a dict of such lists; None if no labels were set.
+
+        The dict has the keys "encoder" and "decoder".
+        """
         return self._tokens
 
     @tokens.setter
@@ -122,7 +127,7 @@ class Seen:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The recorded layers, in the order of their first run."""
+        """The paths of the recorded layers, in the order in which the layers first ran."""
         return tuple(dict.fromkeys(call.layer for call in self.calls))
 
     def of(
@@ -133,16 +138,17 @@ class Seen:
         step: int | None = None,
         heads: Sequence[int] | None = None,
     ) -> Seen:
-        """Select the calls of these layers, of this kind, at this step, with the results of these heads.
+        """Return the calls that match every given argument, with the results of only these heads if `heads` is given.
 
         Parameters
         ----------
         layer : str, int or several
-            A path, a pattern ("*.3.*"), or an index of `layers`. A negative index counts from the end.
+            A layer's path, a pattern of paths ("*.3.*"), or an index in `layers`. A negative index counts from the end.
         kind : {"self", "cross"}, optional
         step : int, optional
             A negative step counts from the end: -1 is the last step of each layer.
         heads : list of int, optional
+            Query heads, by their numbers in the model.
 
         Raises
         ------
@@ -163,7 +169,10 @@ class Seen:
         return Seen(calls if heads is None else [call.of_heads(heads) for call in calls], self.tokens)
 
     def labels(self, call: Call, entry: int = 0) -> tuple[list[str] | None, list[str] | None]:
-        """Return the labels of a call's queries and keys in one batch entry; None if the tokens are not known."""
+        """Return (labels of the call's queries, labels of the call's keys) in one batch entry.
+
+        Labels are None if `tokens` has no labels for that sequence or for that batch entry.
+        """
         decoding = "encoder" not in call.layer.split(".")
         queries = self._labels_of_side("decoder" if decoding else "encoder", entry)
         keys = queries if call.kind == "self" else self._labels_of_side("encoder", entry)
@@ -177,7 +186,7 @@ class Seen:
         return None if labels is None or not -len(labels) <= entry < len(labels) else labels[entry]
 
     def __getitem__(self, name: str | int | slice) -> Any:
-        """Return a statistic's result in every call (by name), one call (by index) or a list of calls (by slice)."""
+        """Return the call at an index, the list of calls of a slice, or for a name that statistic's result per call."""
         return [call[name] for call in self.calls] if isinstance(name, str) else self.calls[name]
 
     def __iter__(self) -> Iterator[Call]:
@@ -206,12 +215,12 @@ class Seen:
 
 
 def select_names(names: Sequence[str], asked: str | int | Sequence[str | int]) -> tuple[str, ...]:
-    """Return the names that match a path, a pattern or an index, in the order of `names`.
+    """Return the names that `asked` selects by path, by pattern or by index, in the order of `names`.
 
     Raises
     ------
     ParameterError
-        A path, pattern or index matches no name.
+        A path, a pattern or an index in `asked` matches no name.
     """
     matches: set[str] = set()
     for one in asked if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]:
@@ -231,14 +240,14 @@ def select_names(names: Sequence[str], asked: str | int | Sequence[str | int]) -
 
 
 def map_arrays(function: Callable[[Any], Any], result: Any) -> Any:
-    """Apply the function to the array of a result, or to each array of a result that has several."""
+    """Apply the function to a statistic's result if it is one array, or to each array of a result with several."""
     if isinstance(result, tuple):
         return type(result)(*map(function, result))
     return function(result)
 
 
 def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
-    """Return the result at these indices of its head axis."""
+    """Return the part of a statistic's result at these indices of its head axis. Raise if it has no head axis."""
     axis = statistic.head_axis(1)
     if axis is None:
         raise ParameterError(f"heads of {statistic!r}", "statistics of each head", "leave heads=... out")
@@ -246,7 +255,7 @@ def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:
 
 
 def _piece(labels: Sequence[str] | None, first: int, count: int) -> list[str] | None:
-    """Return `count` labels from index `first`; "" after the last label."""
+    """Return `count` labels from index `first` on, filled up with "" if there are fewer; None if `labels` is None."""
     if labels is None:
         return None
     piece = list(labels[first : first + count])

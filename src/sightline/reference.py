@@ -1,4 +1,4 @@
-"""The definition: scaled dot-product attention and its gradients in float64, with every stage named.
+"""The definition of attention: scaled dot-product attention and its gradients in float64, with every stage named.
 
     S = Q Kᵀ · scale        P = softmax(score(S) + M)        O = P V
 
@@ -29,26 +29,29 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Stages:
-    """The intermediate results of attention, float64; (..., H, n, m) unless a comment says otherwise."""
+    """The results of every stage of attention, in float64. Each has shape (..., H, n, m) unless its comment says more."""
 
     scores: Array  # Q Kᵀ
     scaled: Array  # scores · scale
-    masked: Array  # score(scaled), −∞ where hidden
-    weights: Array  # softmax over keys; 0 for a query that sees no key
+    masked: Array  # score(scaled) at visible pairs, −∞ at hidden pairs
+    weights: Array  # softmax of `masked` over the keys; 0 for a query that sees no key
     output: Array  # (..., H, n, d_v): (weights ∘ dropout) V
     lse: Array  # (..., H, n): ln Σ exp(masked), sinks included; −∞ for a query that sees no key and has no sink
 
 
 @dataclass(frozen=True)
 class StageGradients:
-    """Gradients in the order in which the chain rule computes them; the names are those of the papers."""
+    """The gradients of the stages, in the order in which the chain rule computes them.
+
+    The comments name the gradients as the papers do, for attention without dropout.
+    """
 
     value: Array  # dV = Pᵀ dO
     weights: Array  # dP = dO Vᵀ
     masked: Array  # dS = P ∘ (dP − rowsum(P ∘ dP))
-    scores: Array  # dS through the score formula and the scale
-    query: Array  # dQ = dS K
-    key: Array  # dK = dSᵀ Q
+    scores: Array  # dS · d score / d s · scale: the gradient of Q Kᵀ
+    query: Array  # `scores` K
+    key: Array  # `scores`ᵀ Q
 
 
 def forward(
@@ -68,10 +71,10 @@ def forward(
     ----------
     query, key, value : (..., H, n, d_k), (..., H, m, d_k), (..., H, m, d_v)
     scale : factor on the dot products, usually 1/√d_k
-    score : function of the scaled scores
-    allowed : (..., H, n, m) bool, True attends
-    sinks : (H,) logits that take weight but have no value
-    keep : dropout factors on the weights, 0 or 1/(1 − p)
+    score : function that maps the scaled scores to the final scores
+    allowed : (..., H, n, m) bool, True where the query attends to the key
+    sinks : (H,) logits that take part in the softmax but have no row of V
+    keep : dropout factors on the weights: 0 for a dropped weight, else 1/(1 − p)
     """
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     with np.errstate(all="ignore"):  # hidden scores may overflow
@@ -121,7 +124,7 @@ def backward(
 
 
 def nan_safe_matmul(weights: Array, rows: Array) -> Array:
-    """Return Σⱼ weights[i, j] · rows[j], in which a weight of 0 adds nothing, even if the row is NaN or ∞."""
+    """Return Σⱼ weights[i, j] · rows[j]. A weight of 0 adds 0, even if rows[j] holds NaN or ∞."""
     if np.isfinite(rows).all():
         return weights @ rows
     with np.errstate(all="ignore"):
@@ -131,7 +134,7 @@ def nan_safe_matmul(weights: Array, rows: Array) -> Array:
 
 
 def compute_stages(problem: Problem) -> Stages:
-    """Apply the definition to a problem, with dense formulas and with key heads repeated for every query head."""
+    """Compute the stages of a problem by the definition. Formulas are dense arrays, and key heads are repeated."""
     query, key, value = (to_numpy(x) for x in (problem.query, problem.key, problem.value))
     key, value = (np.repeat(x, problem.group, axis=-3) for x in (key, value))
     shape = (*problem.batch_shape, problem.H, problem.n, problem.m)
@@ -154,7 +157,7 @@ def compute_stages(problem: Problem) -> Stages:
 
 
 class Reference(Kernel):
-    """The definition as a kernel: float64, n² memory."""
+    """The definition as a kernel. It computes in float64 and needs n · m memory."""
 
     name = "reference"
     description = "the definition, dense float64 in NumPy, n² memory"

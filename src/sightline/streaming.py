@@ -1,9 +1,9 @@
 """The streaming kernel: attention by tiles in plain array operations, in O(n) memory.
 
-It serves NumPy, every device of torch, every dtype and every formula. The forward pass keeps a running maximum and a
-running sum for each query (Milakov and Gimelshein, 2018; Dao et al., "FlashAttention", 2022, algorithm 1). The backward
-pass computes the weights again from the saved lse (the same paper, algorithm 4). Both passes are plain operations on
-new arrays, so torch can differentiate them to any order.
+The kernel serves NumPy, every device of torch, every dtype and every formula. The forward pass keeps a running maximum
+and a running sum for each query (Milakov and Gimelshein, 2018; Dao et al., "FlashAttention", 2022, algorithm 1). The
+backward pass computes the weights again from the saved lse ("FlashAttention", algorithm 4). The forward and the
+backward pass use plain operations on new arrays, so torch can differentiate them to any order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .statistics import StatisticGradients, Tile, accumulate_statistics, statist
 
 __all__ = ["MAX_LSE", "Streaming", "TileOps", "backward", "compute_statistics", "forward", "is_lse_precise", "tiles"]
 
-TILE_ELEMENTS = 1 << 20  # most scores of one tile, over all batches and heads, unless one row has more
+TILE_ELEMENTS = 1 << 20  # the most scores of one tile, over all batches and heads; a tile of one row may have more
 KEY_BLOCK = 512
-MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above it, adjacent floats of the accumulator differ by 1 or more
+MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above this lse, adjacent floats of the dtype differ by 1 or more
 
 
 class TileOps:
-    """The array operations that the tiles of a problem share."""
+    """The array operations by which the forward and backward passes compute the tiles of one problem."""
 
     def __init__(self, problem: Problem, *others: Any) -> None:
         self.problem = problem
@@ -49,15 +49,15 @@ class TileOps:
         return find_tile_ranges(problem.mask, problem.extent, min(1 << (rows.bit_length() - 1), 1024), columns)
 
     def query_blocks(self) -> Iterator[slice]:
-        """Yield the blocks of queries as slices."""
+        """Yield each block of queries as a slice of query positions."""
         size = self.runs.query_block
         for start in range(0, self.problem.n, size):
             yield slice(start, min(start + size, self.problem.n))
 
     def key_blocks(self, rows: slice) -> Iterator[tuple[slice, bool]]:
-        """Yield each block of keys that is visible to these queries in some batch or head, and whether it is full.
+        """Yield each block of keys that some of these queries see in some batch or head, and whether the tile is full.
 
-        It is full if every batch and head allows all of its pairs.
+        The tile is full if every batch and head allows all pairs of these queries and these keys.
         """
         runs = self.runs
         full: dict[int, int] = {}
@@ -73,7 +73,7 @@ class TileOps:
             yield slice(start, stop), full[column] == runs.batches * runs.heads
 
     def widen(self, array: Any, part: slice) -> Any:
-        """Return rows of query, key or value in the accumulator's dtype."""
+        """Return the positions `part` of query, key or value, in the accumulator's dtype."""
         return self.xp.astype(array[..., part, :], self.dtype)
 
     def symbols(self, rows: slice, columns: slice, s: Any = None) -> dict[str, Any]:
@@ -86,24 +86,27 @@ class TileOps:
         return evaluate(formula, symbols, xp=self.xp, float_dtype=dtype, like=self.problem.query)
 
     def multiply_nan_safe(self, x: Any, slope: Any) -> Any:
-        """Return x · slope, and 0 where x is 0 even if the slope is NaN or ∞. The derivative by x is the slope."""
+        """Return x · slope. Where x is 0 the product is 0, even if the slope is NaN or ∞."""
         xp = self.xp
         if isinstance(slope, float):
             return x * slope
         return x * xp.where((x == 0) & ~xp.isfinite(slope), self.full(0.0), slope)
 
     def evaluate_on_scores(self, formula: Any, rows: slice, columns: slice, masked: Any) -> Any:
-        """Return the values of a formula whose s is the final score, over a tile; 0 where the final score is −∞."""
+        """Return the results of a formula over a tile, with s = `masked`, the final scores; 0 where s is −∞."""
         xp, hidden = self.xp, masked == -self.xp.inf
         values = self.evaluate_formula(formula, self.symbols(rows, columns, xp.where(hidden, self.full(0.0), masked)))
         return xp.where(hidden, self.full(0.0), xp.astype(values, self.dtype))
 
     def scaled(self, query: Any, columns: slice) -> Any:
-        """Return Q Kᵀ · scale of a tile, (*batch_shape, H, rows, columns). `query` has the accumulator's dtype."""
+        """Return Q Kᵀ · scale of a tile, of shape (*batch_shape, H, rows, columns).
+
+        `query` has the rows of the tile in the accumulator's dtype.
+        """
         return self.dot_products(query, self.widen(self.problem.key, columns)) * self.problem.scale
 
     def masked(self, s: Any, rows: slice, columns: slice, full: bool) -> Any:
-        """Return the final scores: the score formula is applied, and hidden pairs have −∞."""
+        """Return the final scores of a tile from its scaled scores s: by the score formula, and −∞ at hidden pairs."""
         problem, xp = self.problem, self.xp
         if problem.score is not None:
             s = xp.broadcast_to(self.evaluate_formula(problem.score, self.symbols(rows, columns, s)), s.shape)
@@ -114,17 +117,20 @@ class TileOps:
         return s
 
     def sum_over_keys(self, weights: Any, array: Any) -> Any:
-        """Return Σⱼ weights[i, j] · array[j], (*batch_shape, H, rows, width), for an array of the key heads."""
+        """Return Σⱼ weights[i, j] · array[j], of shape (*batch_shape, H, rows, width). `array` has the key heads."""
         rows = weights.shape[-2]
         product = self.nan_safe_matmul(self.group_heads(weights), array)
         return self.xp.reshape(product, (*self.problem.batch_shape, self.problem.H, rows, array.shape[-1]))
 
     def sum_over_queries(self, weights: Any, array: Any) -> Any:
-        """Return Σ weights[i, j] · array[i] over i and the query heads of a key head, (..., G, columns, width)."""
+        """Return Σ weights[i, j] · array[i], of shape (*batch_shape, G, columns, width).
+
+        The sum runs over the rows i and over the query heads that share a key head.
+        """
         return self.nan_safe_matmul(self.xp.matrix_transpose(self.group_heads(weights)), self.group_heads(array))
 
     def dot_products(self, array: Any, other: Any) -> Any:
-        """Return the dot products array[i] · other[j]: (*batch_shape, H, rows, columns)."""
+        """Return the dot products array[i] · other[j], of shape (*batch_shape, H, rows, columns)."""
         product = self.group_heads(array) @ self.xp.matrix_transpose(other)
         return self.xp.reshape(product, (*array.shape[:-1], other.shape[-2]))
 
@@ -136,9 +142,9 @@ class TileOps:
         )
 
     def split_lse(self, lse: Any) -> tuple[Any, Any]:
-        """Return (high, low) of the accumulator's dtype, whose sum is the lse. Both are 0 where the lse is −∞.
+        """Return arrays (high, low) of the accumulator's dtype with high + low = lse; 0 and 0 where the lse is −∞.
 
-        Each has the shape (..., rows, 1).
+        Each array has the shape (..., rows, 1).
         """
         xp = self.xp
         lse = xp.where(lse == -xp.inf, xp.zeros_like(lse), lse)[..., None]
@@ -146,9 +152,9 @@ class TileOps:
         return high, xp.astype(lse - xp.astype(high, lse.dtype), self.dtype)
 
     def nan_safe_matmul(self, weights: Any, array: Any) -> Any:
-        """Return weights @ array, where a weight of 0 adds 0 even if the array's entry is NaN or ∞.
+        """Return weights @ array. A weight of 0 adds 0, even if it is multiplied by NaN or ∞.
 
-        Weights on entries that are NaN or ∞ are never negative.
+        The function is correct only if no entry of the array that is NaN or ∞ has a negative weight.
         """
         if self.is_finite:
             return weights @ array
@@ -164,14 +170,14 @@ class TileOps:
         return result
 
     def zero_nonfinite(self, array: Any) -> Any:
-        """Return the array with 0 for NaN and ∞. A visible NaN or ∞ has made the weights NaN already."""
+        """Return the array with 0 in place of NaN and ∞. A visible NaN or ∞ has made the weights NaN already."""
         return array if self.is_finite else self.xp.where(self.xp.isfinite(array), array, self.full(0.0))
 
     def full(self, value: float, *shape: int) -> Any:
         return self.xp.full(shape, value, dtype=self.dtype, **self.device_options)
 
     def sink(self, rows: int) -> Any:
-        """Return the sinks as logits of shape (*batch_shape, H, rows); −∞ if there are no sinks."""
+        """Return the sinks as logits of shape (*batch_shape, H, rows); −∞ if the problem has no sinks."""
         problem, xp = self.problem, self.xp
         if problem.sinks is None:
             return self.full(-xp.inf, *problem.batch_shape, problem.H, rows)
@@ -179,7 +185,10 @@ class TileOps:
 
 
 def forward(ops: TileOps) -> tuple[Any, Any]:
-    """Return the output in the accumulator's dtype, and the lse in float64: the weights inherit the lse's error."""
+    """Return (output, lse). The output has the accumulator's dtype.
+
+    The lse is float64, because weights that are computed from the lse inherit its error.
+    """
     xp, problem = ops.xp, ops.problem
     output = ops.full(0.0, *problem.batch_shape, problem.H, problem.n, problem.d_v)
     lse = xp.astype(ops.full(-xp.inf, *problem.batch_shape, problem.H, problem.n), xp.float64)
@@ -187,7 +196,7 @@ def forward(ops: TileOps) -> tuple[Any, Any]:
         query = ops.widen(problem.query, rows)
         largest = ops.sink(query.shape[-2])
         total = xp.astype(largest != -xp.inf, xp.float64)
-        acc = xp.zeros_like(output[..., rows, :])  # its own memory: torch saves it for second derivatives
+        acc = xp.zeros_like(output[..., rows, :])  # new memory, because torch saves `acc` for second derivatives
         for columns, full in ops.key_blocks(rows):
             s = ops.masked(ops.scaled(query, columns), rows, columns, full)
             new = xp.maximum(largest, xp.max(s, axis=-1))
@@ -207,7 +216,7 @@ def forward(ops: TileOps) -> tuple[Any, Any]:
 
 
 def tiles(ops: TileOps, lse: Any) -> Iterator[Tile]:
-    """Yield the normalised weights of every tile that is not empty, before dropout."""
+    """Yield every tile that is not empty, with its normalised weights before dropout."""
     for rows in ops.query_blocks():
         for columns, _, masked, weights in row_tiles(ops, rows, lse):
             yield Tile(rows, columns, weights, masked, lse[..., rows])
@@ -221,7 +230,7 @@ def compute_statistics(ops: TileOps, lse: Any) -> tuple[Any, ...]:
 def row_tiles(ops: TileOps, rows: slice, lse: Any) -> Iterator[tuple[slice, Any, Any, Any]]:
     """Yield (columns, scaled scores, final scores S, weights P) of each tile of these queries.
 
-    P = exp(S − lse), and 0 where S is −∞.
+    P is exp(S − lse), and 0 where S is −∞.
     """
     query = ops.widen(ops.problem.query, rows)
     high, low = ops.split_lse(lse[..., rows])
@@ -244,15 +253,15 @@ def backward(
         P = exp(S − lse)    dV = (P ∘ keep)ᵀ dO    dP = (dO Vᵀ) ∘ keep + d_weights
         dS = P ∘ (dP − rowsum(P ∘ dP) + d_lse) + d_scores    dQ = dS K · scale    dK = dSᵀ Q · scale
 
-    where d_weights, d_scores and a part of d_lse are what the gradients of the statistics add.
+    where the gradients of the statistics contribute d_weights, d_scores and a part of d_lse.
 
     Parameters
     ----------
-    d_output, d_lse : gradients of the shapes of output and lse; d_lse is None for 0
-    d_seen : for each statistic of `problem.see` the gradient of its first array, or None
-    saved : (output, lse) of the forward pass. If None, the forward pass is repeated, and the gradients returned can be
-        differentiated again.
-    added : what the gradients of the statistics add; computed from `d_seen` if None
+    d_output, d_lse : the gradients of output and lse, in their shapes; d_lse is None if the gradient of lse is 0
+    d_seen : for each statistic of `problem.see` the gradient of its first array; None if the statistic has no gradient
+    saved : (output, lse) of the forward pass. If `saved` is None, the forward pass is repeated, and the returned
+        gradients can be differentiated again.
+    added : the terms that the gradients of the statistics add; if it is None, they are computed from `d_seen`
     """
     ops = TileOps(problem, d_output)
     xp = ops.xp
@@ -294,7 +303,7 @@ def backward(
 
 
 class ScoreGradients:
-    """The derivative d score / d s, and the gradients of the score's tables and of the sinks, summed tile by tile."""
+    """The gradients of the score formula's tables and of the sinks, summed tile by tile; and the slope d score / d s."""
 
     def __init__(self, ops: TileOps) -> None:
         self.ops, problem = ops, ops.problem
@@ -309,11 +318,14 @@ class ScoreGradients:
         self.sinks = None if problem.sinks is None else ops.full(0.0, problem.H)
 
     def slope(self, scaled: Any, rows: slice, columns: slice) -> Any:
-        """Return d score / d s over a tile; 1.0 without a score formula."""
+        """Return d score / d s over a tile; 1.0 if the problem has no score formula."""
         return 1.0 if self.d_s is None else self.ops.evaluate_formula(self.d_s, self.ops.symbols(rows, columns, scaled))
 
     def add(self, d_masked: Any, scaled: Any, rows: slice, columns: slice) -> None:
-        """Add Σ dS · d score / d entry to the gradient of each table entry, over the pairs that read the entry."""
+        """Add this tile's part to the gradients of the tables.
+
+        The gradient of a table entry is Σ dS · d score / d entry, over the pairs that read the entry.
+        """
         ops, xp = self.ops, self.ops.xp
         symbols = ops.symbols(rows, columns, scaled)
         for node, slope in self.lookups:
@@ -325,7 +337,10 @@ class ScoreGradients:
             _scatter_add(self.tables[id(node.table)], index, share)
 
     def add_sinks(self, d_row: Any, lse: Any) -> None:
-        """Add these queries to the sinks' gradient: d_sink_h = −Σ exp(sink_h − lse) (rowsum(P ∘ dP) − d_lse)."""
+        """Add the part of these queries to the gradient of the sinks.
+
+        The gradient of sink h is −Σ exp(sink_h − lse) (rowsum(P ∘ dP) − d_lse), over the queries of head h.
+        """
         if self.sinks is not None:
             high, low = self.ops.split_lse(lse)
             p = self.ops.xp.exp(self.ops.sink(lse.shape[-1]) - high[..., 0] - low[..., 0])
@@ -333,7 +348,11 @@ class ScoreGradients:
             self.sinks += self.ops.xp.sum(self.ops.xp.reshape(sums, (-1, self.sinks.shape[0])), axis=0)
 
     def gradients(self) -> tuple[tuple[Any, ...], Any]:
-        """Return a gradient or None for each table of the problem, and the sinks' gradient or None."""
+        """Return (gradients of the problem's tables, gradient of the sinks).
+
+        A table's gradient is None if the score formula does not read the table as floats. The gradient of the sinks is
+        None if the problem has no sinks.
+        """
         xp, problem = self.ops.xp, self.ops.problem
         tables = tuple(
             xp.astype(self.tables[id(t)], t.array.dtype) if id(t) in self.tables else None for t in problem.tables
@@ -344,7 +363,10 @@ class ScoreGradients:
 
 
 def _scatter_add(target: Any, index: tuple[Any, ...], values: Any) -> None:
-    """Compute target[index] += values with repeated indices, in a fixed order: every run gives the same bits."""
+    """Add `values` to target[index], where an index may occur several times.
+
+    The order of the sum is fixed, so every run gives the same bits.
+    """
     flat_index: Any = 0
     for part, length in zip(index, target.shape, strict=True):
         flat_index = flat_index * length + part
@@ -355,7 +377,7 @@ def _scatter_add(target: Any, index: tuple[Any, ...], values: Any) -> None:
 
 
 class Streaming(Kernel):
-    """Attention by tiles in plain array operations; it serves every problem."""
+    """The kernel that computes attention by tiles in plain array operations. It serves every problem."""
 
     name = "streaming"
     description = "tiles in plain array operations (NumPy, torch on any device), O(n) memory"
@@ -391,9 +413,9 @@ class Streaming(Kernel):
 
 
 def is_lse_precise(lse: Any, accumulator: str) -> bool:
-    """True if every finite |lse| is at most `MAX_LSE`: the weights exp(score − lse) of a query then sum to 1.
+    """True if every finite |lse| is at most `MAX_LSE`, so that the weights exp(score − lse) of a query sum to 1.
 
-    Above `MAX_LSE` the scores of the backward pass are rounded differently from those that made the lse.
+    Above `MAX_LSE` the scores of the backward pass are rounded differently from the scores that made the lse.
     """
     magnitudes = np.abs(to_numpy(lse))
     return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) <= MAX_LSE[accumulator])
