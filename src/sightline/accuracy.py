@@ -59,7 +59,7 @@ LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 
 
 def ulp(values: Any, dtype: str) -> Any:
-    """Return, for each of the values, the distance between neighbouring numbers of the dtype at its size, in float64."""
+    """Return, for each value, the distance between neighbouring numbers of the dtype at that size, in float64."""
     fraction, min_exponent = FORMATS[dtype]
     exponent = np.where(values == 0, min_exponent, np.frexp(np.abs(values))[1] - 1)
     return np.ldexp(1.0, np.maximum(exponent, min_exponent) - fraction)
@@ -112,8 +112,9 @@ def term_sizes(problem: Problem, weights: Any) -> Any:
 def gradient_term_sizes(
     problem: Problem, d_output: Any, d_lse: Any = 0.0, d_weights: Any = 0.0, stages: Stages | None = None
 ) -> dict[Any, Any]:
-    """Return, for each gradient, the sum of the magnitudes of its terms. The gradient itself is much smaller if its
-    terms cancel, as those in a row of dS do.
+    """Return, for each gradient, the sum of the magnitudes of its terms.
+
+    A gradient itself is much smaller than this sum if its terms cancel, as the terms of a row of dS do.
 
         |dP| = |dO| |V|ᵀ + |d_weights|    |dS| = P ∘ (|dP| + rowsum(P ∘ |dP|) + |d_lse|)
 
@@ -212,7 +213,7 @@ def compute_baseline(problem: Problem) -> Baseline:
 
 
 def _permutations(count: int) -> list[Any]:
-    """Return the orders in which to sum `count` terms: forward, backward, even indices before odd ones, and shuffled."""
+    """Return the orders in which to sum `count` terms: forward, backward, even before odd indices, and shuffled."""
     forward, random = np.arange(count), np.random.default_rng(0)
     found = [forward, forward[::-1].copy(), np.concatenate([forward[::2], forward[1::2]])]
     return found + [random.permutation(count) for _ in range(NUM_ORDERS - len(found))]

@@ -1,8 +1,8 @@
 """Dropout by counter: one seed drops the same weights on every backend, for any tiling, in forward and backward passes.
 
-The random numbers come from Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). Its
-key is the 64-bit seed, and its counter is (b, h, i, ⌊j / 4⌋). The four 32-bit words of one counter serve four
-neighbouring keys: the weight of key j is dropped if word j mod 4, divided by 2³², is less than p.
+The random numbers come from Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+Philox's own key is the 64-bit seed, and its counter is (b, h, i, ⌊j / 4⌋). Each counter gives four 32-bit words, one
+for each of four neighbouring key positions j: a weight is dropped if word j mod 4, divided by 2³², is less than p.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _LOW_32_BITS = 0xFFFFFFFF
 
 
 def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
-    """Return the four words of Philox 4x32-10, elementwise over int64 arrays (NumPy or torch) of words below 2³²."""
+    """Return the four 32-bit words that Philox 4x32-10 makes of a seed and each counter.
+
+    The counter and the result are four int64 arrays (NumPy or torch) of words below 2³².
+    """
     key = [seed & _LOW_32_BITS, seed >> 32 & _LOW_32_BITS]
     x0, x1, x2, x3 = counter
     for _ in range(ROUNDS):
@@ -35,21 +38,25 @@ def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any
 
 
 def threshold(problem: Problem) -> int:
-    """Return p · 2³²: a word below this number drops its weight."""
+    """Return p · 2³². A weight is dropped if its random word is below this number."""
     return round(problem.dropout * 2**32)
 
 
 def _multiply_wide(constant: int, x: Any) -> tuple[Any, Any]:
-    """Return the high and low 32-bit words of constant · x, from 16-bit halves so that int64 never overflows."""
+    """Return the high and low 32-bit words of constant · x.
+
+    The constant is split into 16-bit halves so that int64 never overflows.
+    """
     low_part = (constant & 0xFFFF) * x
     high_part = (constant >> 16) * x + (low_part >> 16)
     return high_part >> 16, (high_part << 16 | low_part & 0xFFFF) & _LOW_32_BITS
 
 
 def keep_factor(problem: Problem, xp: Any, rows: slice, columns: slice, dtype: Any = None) -> Any:
-    """Return the dropout factors of a tile's weights, (*batch_shape, H, rows, columns): 0 if dropped, else 1/(1 − p).
+    """Return the dropout factors of a tile's weights: 0 for a weight that is dropped, else 1/(1 − p).
 
-    The result is the number 1.0 if p = 0, and 0.0 if p = 1. `dtype` is the accumulator's dtype if it is None.
+    The result is an array (*batch_shape, H, rows, columns) of `dtype`, by default the accumulator's dtype. If p = 0 it
+    is the number 1.0, and if p = 1 it is the number 0.0.
     """
     p = problem.dropout
     if p == 0:

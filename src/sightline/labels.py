@@ -20,7 +20,7 @@ def labels_by_entry(labels: Any) -> list[list[str]]:
     try:
         entries = [labels] if len(labels) and isinstance(labels[0], str) else labels
         return [list(map(str, entry)) for entry in entries]
-    except TypeError as error:  # numbers, or an object without a length
+    except TypeError as error:  # `labels` has no length, or holds numbers instead of lists
         raise ParameterError(
             f"tokens of a {type(labels).__name__}: {error}",
             "a list of strings, or such a list for each text",

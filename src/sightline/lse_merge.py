@@ -24,33 +24,34 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     A part p is the result of attention over one set of keys. The factors exp(lse_p − lse) are normalised by their own
     sum, not by the rounded lse, so they add up to 1 however large lse is.
 
-    Each key belongs to exactly one part. Formulas count the keys of every part from 0: if a part begins at key 1000,
-    write i ≥ j + 1000 for i ≥ j. A sink takes weight only once, so pass sinks to one part alone. Dropout depends on (b,
-    h, i, j), and j starts at 0 in each part, so give every part its own seed.
+    Each key must belong to exactly one part. Formulas count the keys of every part from 0: if a part begins at key
+    1000, write i ≥ j + 1000 for i ≥ j. A sink must count only once, so pass sinks to one part alone. Dropout depends on
+    (b, h, i, j), and j starts at 0 in each part, so give every part its own seed.
 
     Parameters
     ----------
     parts : iterable of (out, lse), at least one pair
-        out is (..., n, d_v), float16, bfloat16, float32 or float64, of NumPy or torch. lse is (..., n), in nats, in the
-        accumulator's dtype (float64 for float64, else float32) or in float64. Shapes and dtypes are equal in all parts;
-        nothing is broadcast. An lse of −∞ means that the query sees no key of the part, and its row of out is not read.
-        The (lse,) that `attention(..., see=[lse()])` returns is accepted in place of lse.
+        out is an array (..., n, d_v) of float16, bfloat16, float32 or float64, of NumPy or torch. lse is an array
+        (..., n), in nats, in the accumulator's dtype (float64 if out is float64, else float32) or in float64. Shapes and
+        dtypes must be equal in all parts; nothing is broadcast. An lse of −∞ means that the query sees no key of the
+        part; then the query's row of out is ignored. The tuple (lse,) that `attention(..., see=[lse()])` returns is
+        accepted in place of lse.
 
     Returns
     -------
     out : (..., n, d_v)
-        In the dtype of the parts' out. 0 for a query that sees no key in any part.
+        The merged output, in the dtype of the parts' out; 0 for a query that sees no key in any part.
     lse : (..., n)
-        In the dtype of the parts' lse. −∞ for a query that sees no key in any part.
+        The merged lse, in the dtype of the parts' lse; −∞ for a query that sees no key in any part.
 
-    In torch, both results have gradients of any order. The gradients are 0 where a query sees no key of a part.
+    In torch, out and lse have gradients of any order. A part's gradients are 0 where a query sees no key of the part.
 
     Raises
     ------
     ShapeError
         Shapes differ between parts, or the shape of lse is not the shape of out without its last axis.
     DtypeError
-        out or lse is no array of floats, or dtypes differ between parts.
+        out or lse is no array of floats, dtypes differ between parts, or lse has a dtype that is not allowed for out.
     DeviceError
         Parts come from different libraries or lie on different devices.
     ParameterError
@@ -90,7 +91,7 @@ def _combine(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
     shares = [xp.exp(lse - shift) for lse in lses]
     total = sum(shares[1:], start=shares[0])
     total = xp.where(is_empty, xp.ones_like(total), total)
-    # out counts as 0 if lse is −∞, whatever another library wrote there
+    # If an lse is −∞, its row of out counts as 0, whatever another library wrote there.
     pairs = zip(outs, lses, strict=True)
     outs = [xp.where((lse == -math.inf)[..., None], xp.zeros_like(out), out) for out, lse in pairs]
     out = sum(
@@ -102,7 +103,7 @@ def _combine(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
 
 
 def _validate(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-    """Return the outputs and the lses of the parts after checking them."""
+    """Check the parts. Return (list of their outputs, list of their lses)."""
     outs, lses = [], []
     for index, part in enumerate(parts):
         if not isinstance(part, tuple | list) or len(part) != 2:

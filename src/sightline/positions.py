@@ -31,13 +31,13 @@ def rotary(
     base : float, default 10000
         Above 0. The slowest pair turns once in about 2π · base positions.
     pairing : {"half", "interleaved"}
-        The components of pair t: t and t + dimensions/2 (GPT-NeoX, Llama in Hugging Face's transformers), or 2t and
-        2t + 1 (RoFormer, GPT-J, Meta's Llama). The two differ only in the order of components, but trained weights fit
-        only one of them.
+        The components of pair t: "half" pairs t and t + dimensions/2 (GPT-NeoX, Llama in Hugging Face's transformers),
+        "interleaved" pairs 2t and 2t + 1 (RoFormer, GPT-J, Meta's Llama). The two pairings differ only in the order of
+        components, but trained weights fit only one of the pairings.
     dimensions : int, default d
-        The number of leading components that rotate; even. The others stay as they are.
+        The number of leading components that rotate; an even number. The other components stay as they are.
     positions : (n,) or (..., n) ints or floats, optional
-        Broadcastable to x.shape[:-1]. Default: 0, 1, ..., n − 1.
+        The position of each row of x, broadcastable to x.shape[:-1]. Default: 0, 1, ..., n − 1.
 
     Returns
     -------
@@ -50,7 +50,7 @@ def rotary(
     DtypeError
         x is no array of floats, or positions are not real numbers.
     ParameterError
-        base is not positive and finite, pairing is unknown, or dimensions is outside 2 ... d.
+        base is not positive and finite, pairing is no allowed word, or dimensions is outside 2 ... d.
 
     References
     ----------
@@ -123,7 +123,7 @@ def sinusoidal(n: int, d: int, base: float = 10000.0) -> Any:
 
 
 def _angles(xp: Any, x: Any, base: float, width: int, positions: Any) -> Any:
-    """Return the angles p · base^(−2t/width), float64, (..., n, width/2)."""
+    """Return the angles p · base^(−2t/width) as a float64 array (..., n, width/2)."""
     options = {"device": x.device, "dtype": xp.float64}
     if positions is None:
         positions = xp.arange(x.shape[-2], **options)
@@ -134,7 +134,7 @@ def _angles(xp: Any, x: Any, base: float, width: int, positions: Any) -> Any:
 
 
 def _read_positions(x: Any, positions: Any) -> Any:
-    """Return the positions as an array of x's library and device."""
+    """Return the positions as an array in the library and on the device of x, after checking shape and dtype."""
     if not hasattr(positions, "dtype"):
         positions = np.asarray(positions)
     if not dtype_name(positions).startswith(("int", "uint", "float", "bfloat")):
@@ -150,7 +150,7 @@ def _read_positions(x: Any, positions: Any) -> Any:
 
 
 def _validate(x: Any, base: float, pairing: str, dimensions: int | None) -> int:
-    """Return the number of components that rotate, after checking the arguments."""
+    """Check the arguments of `rotary`. Return the number of components that rotate."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise DtypeError(f"x is a {type(x).__name__}", "an array of floats", "x=numpy.asarray(x)")
     check_float_dtype("x", x)

@@ -33,7 +33,7 @@ class Call:
     kind : {"self", "cross"}
         "self" if queries and keys come from one sequence, "cross" if the keys come from another sequence.
     step : int
-        How many runs of this layer were recorded before. In generation `step` counts the generated tokens.
+        How many runs of this layer were recorded before. In generation it is the index of the generated token.
     query_start : int or None
         The index, among the keys, of the key at the first query's position: 0, or the number of keys in the cache. None
         if `kind` is "cross".

@@ -29,7 +29,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Stages:
-    """The results of every stage of attention, in float64. Each has shape (..., H, n, m) unless its comment says more."""
+    """The results of every stage of attention, in float64. The shape is (..., H, n, m) if a comment names no other."""
 
     scores: Array  # Q Kᵀ
     scaled: Array  # scores · scale

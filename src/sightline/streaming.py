@@ -303,7 +303,7 @@ def backward(
 
 
 class ScoreGradients:
-    """The gradients of the score formula's tables and of the sinks, summed tile by tile; and the slope d score / d s."""
+    """The gradients of the score's tables and of the sinks, summed tile by tile, and the slope d score / d s."""
 
     def __init__(self, ops: TileOps) -> None:
         self.ops, problem = ops, ops.problem

@@ -1,4 +1,4 @@
-"""Assertions and difficult array layouts for the tests of a kernel."""
+"""Assertions for the tests of a kernel, and array layouts that are difficult for a kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LAYOUTS", "assert_conforms", "assert_within_budget", "with_guards"]
 
 
 def assert_within_budget(actual: Any, oracle: Any, baseline: Any, what: str = "result", terms: Any = None) -> None:
-    """Raise AssertionError if `budget_used` is above 1."""
+    """Raise AssertionError if `accuracy.budget_used` is above 1; `what` names the result in the message."""
     used = budget_used(actual, oracle, baseline, terms)
     if not used <= 1:
         raise AssertionError(f"{what} uses {used:.3g} times its budget of rounding errors")
@@ -47,14 +47,14 @@ def assert_conforms(run: Callable[[Problem], Result], problem: Problem) -> None:
         assert_within_budget(actual, expected, orders, what, sizes.get(what))
 
 
-GUARD_BYTES = 4096  # on either side: more than the widest vector that a kernel reads past an end
+GUARD_BYTES = 4096  # the size of each guard; a kernel that reads past an end with its widest vector stays inside
 
 
 def with_guards(array: Any) -> tuple[Any, Callable[[], None]]:
-    """Return a copy of a NumPy array between guards of NaN bytes, and a function that checks the guards.
+    """Return a copy of a NumPy array that lies between two guards of NaN bytes, and a function that checks the guards.
 
-    The check raises AssertionError if a guard was written to. A read of a guard shows in the results, because its bytes
-    are NaN in every float format.
+    The function raises AssertionError if a guard was written to. If a kernel reads a guard, its results show NaN,
+    because the bytes of a guard are NaN in every float format.
     """
     buffer = np.full(array.nbytes + 2 * GUARD_BYTES, 0xFF, np.uint8)
     inside = buffer[GUARD_BYTES : GUARD_BYTES + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -69,7 +69,7 @@ def with_guards(array: Any) -> tuple[Any, Callable[[], None]]:
 
 
 def _permute_storage(array: Any, source: int, target: int) -> Any:
-    """Return the same array with its axes stored in another order."""
+    """Return the array unchanged in shape and entries, but stored in memory with axis `source` at place `target`."""
     return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, source, target)), target, source)
 
 

@@ -1,6 +1,6 @@
 """Checks and conversions of the arguments of attention, one function for each argument.
 
-The shape legend is in `sightline.problem`.
+`sightline.problem` explains the letters of the shapes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ __all__ = [
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
 
-MAX_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # by the accumulator's dtype
+MAX_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # for each accumulator's dtype
 
 
 def read_mask(mask: Formula) -> Expression | None:
-    """Return a mask as an expression, from a formula, a FlexAttention mask_mod or a boolean array (read by `dense`)."""
+    """Return the mask as an expression; None if `mask` is None.
+
+    A mask is given as a formula, a FlexAttention mask_mod or a boolean array, which `library.dense` converts.
+    """
     if mask is None:
         return None
     if not isinstance(mask, Expression | bool) and hasattr(mask, "dtype") and tuple(getattr(mask, "shape", ())):
@@ -73,7 +76,7 @@ def read_mask(mask: Formula) -> Expression | None:
 
 
 def read_score(score: Formula) -> Expression | None:
-    """Return a score as an expression: from a formula or a FlexAttention score_mod."""
+    """Return the score, a formula or a FlexAttention score_mod, as an expression; None if `score` is None."""
     if score is None:
         return None
     expression = from_function.to_formula(score, "score", "s b h i j")
@@ -144,7 +147,10 @@ def broadcast_inputs(named: dict[str, Any]) -> list[Any]:
 
 
 def _broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the broadcast shape by NumPy's rules, or raise ValueError; lengths may be symbols of torch.compile."""
+    """Return the shape to which the shapes broadcast by NumPy's rules. Raise ValueError if they do not broadcast.
+
+    Lengths may be symbols of torch.compile.
+    """
     joined: list[int] = []
     for axis in range(-max(map(len, shapes)), 0):
         lengths = [shape[axis] for shape in shapes if len(shape) >= -axis]
@@ -170,7 +176,7 @@ def read_sinks(sinks: Any, query: Any) -> Any:
 
 
 def scalar_formula(what: str, array: Any) -> Expression:
-    """Return a learned number as an expression that passes gradients to the number."""
+    """Return a learned number, a tensor with one entry, as an expression that passes gradients to the tensor."""
     if math.prod(array.shape) != 1:
         raise ParameterError(
             f"{what} of shape {tuple(array.shape)}", "one number", f"score=s * table({what})[h] for one number per head"
@@ -179,7 +185,7 @@ def scalar_formula(what: str, array: Any) -> Expression:
 
 
 def _to_float(number: Any) -> float:
-    """Return the number as a float; NaN if it is no number or exceeds the range of floats."""
+    """Return the number as a Python float; NaN if `number` is no number or exceeds the range of floats."""
     try:
         return float(number)
     except (TypeError, ValueError, OverflowError):
@@ -232,15 +238,15 @@ def check_choice(kernel: Any, threads: Any) -> None:
 
 
 def check_threads(name: str, number: Any) -> None:
-    """Raise ParameterError unless the number of threads is a whole number of at least 1 and below 2³¹."""
+    """Raise ParameterError unless the number of threads is a whole number from 1 to 2³¹ − 1."""
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
         raise ParameterError(f"{name}={number!r}", "a whole number of at least 1", f"{name}=1")
 
 
 def check_device(what: str, array: Any, query: Any) -> None:
-    """Raise DeviceError if the array has the query's framework and another device.
+    """Raise DeviceError if the array has the query's framework but lies on another device than the query.
 
-    Arrays of another framework are converted to the query's device later.
+    An array of another framework raises nothing, because it is converted to the query's device later.
     """
     if arrays.framework(array) == arrays.framework(query) and arrays.device(array) != arrays.device(query):
         raise DeviceError(

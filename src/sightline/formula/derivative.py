@@ -1,4 +1,4 @@
-"""Derivatives of a score, with respect to s or to a table entry, as formulas."""
+"""Derivatives of a score formula with respect to s or to a table entry. A derivative is again a formula."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ZERO, ONE = as_expression(0.0), as_expression(1.0)
 def derivative(formula: Expression, variable: Expression = SYMBOLS["s"]) -> Expression:
     """Return d formula / d variable, where `variable` is s or a Lookup node of the formula (the same object).
 
-    Conditions and whole numbers are constants. At a kink (abs, min, max, floor) the derivative is the slope of the
-    branch that the value takes; the derivative of abs at 0 is 0.
+    Conditions and whole numbers count as constants. At a kink of min or max the derivative is that of the argument
+    that is returned, the first one if both are equal. The derivative of abs at 0 is 0, that of floor and ceil is 0.
     """
     derivatives: dict[int, Expression] = {}
     for node in walk(formula):
@@ -42,7 +42,7 @@ def _times(x: Expression, y: Expression) -> Expression:
 
 
 def _chain(factor: Callable[[Expression, Expression], Expression]) -> Callable[[Apply, Expression], Expression]:
-    """Return the rule of a function f of one argument: factor(f(x), x) · dx."""
+    """Return the derivative rule factor(f(x), x) · dx of a function f of one argument."""
     return lambda node, dx: _times(dx, factor(node, node.arguments[0]))
 
 

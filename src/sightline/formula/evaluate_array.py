@@ -1,7 +1,7 @@
 """Evaluation of formulas with plain array operations, in any array-API namespace.
 
-Float nodes of a mask are always float64, so that every kernel makes the same decisions. Float nodes of a score have the
-dtype that the caller passes.
+Callers compute the floats of a mask in float64, so that every kernel hides the same pairs. The floats of a score have
+the dtype that the caller passes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["ARRAY_RULES", "evaluate", "evaluate_dense"]
 
 
 def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_dtype: Any, like: Any) -> Any:
-    """Return the formula's values over broadcastable arrays of its symbols.
+    """Return the formula's result as one array, for broadcastable arrays of its symbols.
 
     Parameters
     ----------
-    symbols : the arrays of b, h, i, j (int64) and s; n and m as Python ints
+    symbols : by name, the int64 arrays b, h, i and j, the array s, and the Python ints n and m
     xp : the array-API namespace of the computation
-    float_dtype : dtype of float nodes
-    like : an array of that namespace, whose device is used
+    float_dtype : the dtype of every node that is a float
+    like : an array of the namespace `xp`; the computation runs on its device
     """
     device_option = {} if isinstance(like, np.ndarray | np.generic) else {"device": like.device}
     dtypes = {"bool": xp.bool, "int": xp.int64, "float": float_dtype}
@@ -44,7 +44,7 @@ def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_
             values[id(node)] = xp.asarray(node.value, dtype=dtypes[node.kind], **device_option)
         elif isinstance(node, Lookup):
             source = convert(node.table.array, like)
-            if 0 in source.shape:  # an empty table is read only at hidden pairs, where any value is correct
+            if 0 in source.shape:  # only hidden pairs read an empty table, and for a hidden pair any number is correct
                 source = xp.zeros([max(length, 1) for length in source.shape], dtype=source.dtype, **device_option)
             index = tuple(
                 xp.clip(values[id(a)], 0, length - 1) for a, length in zip(node.arguments, source.shape, strict=True)
@@ -61,7 +61,7 @@ def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_
 
 
 def evaluate_dense(formula: Expression, extent: tuple[int, int, int, int], s: Any = None) -> Any:
-    """Return the formula's values as a (B, H, n, m) NumPy array of bool, int64 or float64."""
+    """Return the formula's result at every pair, as a (B, H, n, m) NumPy array of bool, int64 or float64."""
     B, H, n, m = extent
     if s is None and "s" in formula.free_symbols:
         raise FormulaError(f"{formula}.array(...) without scores", "scores if the formula reads s", "pass s=scores")
@@ -82,9 +82,9 @@ def evaluate_dense(formula: Expression, extent: tuple[int, int, int, int], s: An
 
 
 def _integer_division(name: str) -> Callable[[Any, Any, Any], Any]:
-    """Return the array rule of floor division or remainder.
+    """Return the array rule of `name`, which is "floor_divide" or "remainder".
 
-    Whole numbers divided by 0 give 0, as in NumPy, without a trap on any backend.
+    For whole numbers, division by 0 gives 0, as in NumPy. No backend traps on it.
     """
 
     def rule(xp: Any, x: Any, y: Any) -> Any:

@@ -2,8 +2,9 @@
 
 A formula combines five symbols (batch `b`, query head `h`, query position `i`, key position `j`, scaled score `s`) and
 two lengths (`n` queries, `m` keys) by arithmetic, comparisons, `& | ~`, `where` and functions of NumPy or torch. The
-graph is immutable. Every other module of this package is one pass over the graph. A pass visits the arguments of a node
-before the node (`walk`), so a shared part costs once, and a deep formula does not reach the recursion limit.
+graph is immutable. Other modules of this package are passes over the graph, such as printing or differentiation. A pass
+visits every node once, after the arguments of the node (`walk`). So a part that occurs several times is computed once,
+and a deep formula does not reach Python's recursion limit.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = [
 
 
 class Passes:
-    """The passes over the graph that methods of `Expression` call. This module imports none of them.
+    """The functions of other modules that methods of `Expression` call, because this module cannot import them.
 
     `formula/__init__.py` sets every attribute except `picture`, which `sightline/__init__.py` sets.
     """
@@ -55,13 +56,13 @@ class Passes:
 
 
 PASSES = Passes()
-MAX_EXACT_INTEGER = 2**53  # intervals are float64, which is not exact for larger integers
+MAX_EXACT_INTEGER = 2**53  # bounds of whole numbers are float64, which is not exact for larger integers
 
 
 class Expression:
     """A formula of `b h i j s n m`, such as `sightline.i >= sightline.j`.
 
-    `print` shows the mathematics, `array` returns the dense values, and `show` draws a picture.
+    `print` shows the formula in mathematical notation, `array` returns a dense array, and `show` draws a picture.
     """
 
     kind: Kind
@@ -207,21 +208,22 @@ class Expression:
         return PASSES.format_formula(self)
 
     def array(self, n: int, m: int | None = None, *, batch: int = 1, heads: int = 1, s: Any = None) -> Any:
-        """Return the dense values of the formula at every position.
+        """Return the formula's result for every query i and key j, as a dense array.
 
         Parameters
         ----------
         n, m : int
-            Numbers of queries and keys; m defaults to n.
+            The number of queries, and the number of keys; m defaults to n.
         batch, heads : int
-            Ranges of b and h.
+            The number of batch entries b, and the number of heads h.
         s : array, optional
-            Scores, broadcastable to (batch, heads, n, m); required where the formula reads them.
+            Scores, broadcastable to (batch, heads, n, m); required if the formula reads s.
 
         Returns
         -------
         numpy.ndarray
-            (n, m) when batch = heads = 1, else (batch, heads, n, m); bool, int64 or float64 by the formula's kind.
+            An array (n, m) if batch = heads = 1, else (batch, heads, n, m). Its dtype is bool for a condition, int64 for
+            whole numbers, else float64.
 
         Raises
         ------
@@ -247,14 +249,14 @@ class Expression:
         return values[0, 0] if batch == heads == 1 else values
 
     def show(self, n: int, m: int | None = None, *, batch: int = 0, head: int = 0) -> Picture:
-        """Return a picture of a mask, or of what a score formula adds to the score, at any length.
+        """Return a picture of a mask, or of what a score formula adds to the score.
 
         Parameters
         ----------
         n, m : int
-            Numbers of queries and keys; m defaults to n.
+            The number of queries, and the number of keys, of any size; m defaults to n.
         batch, head : int
-            The b and h shown.
+            The batch entry b and the head h that the picture shows.
 
         Returns
         -------
@@ -265,7 +267,7 @@ class Expression:
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
-        """The tables that the formula reads, in the order of their first lookup."""
+        """The tables that the formula reads, each once, in the order in which `walk` meets them."""
         found = {id(node.table): node.table for node in walk(self) if isinstance(node, Lookup)}
         return tuple(found.values())
 
@@ -276,14 +278,14 @@ class Expression:
 
     @cached_property
     def text(self) -> str:
-        """The graph as one line of JSON, without the data of its tables. `parse_text` reads it."""
+        """The graph as one line of JSON, without the contents of its tables. `parse_text` parses this line."""
         nodes = walk(self)
         number = {id(node): k for k, node in enumerate(nodes)}
         slot = {id(t): k for k, t in enumerate(self.tables)}
         return json.dumps([node.node_record(number, slot) for node in nodes], separators=(",", ":"))
 
     def with_tables(self, tables: Sequence[Table]) -> Expression:
-        """Return the formula with other tables, given in the order of `self.tables`."""
+        """Return the formula with `tables` in place of its own tables, in the order of `self.tables`."""
         return self.substitute({}, {id(old): new for old, new in zip(self.tables, tables, strict=True)})
 
     def with_scores(self, scores: Expression) -> Expression:
@@ -291,7 +293,10 @@ class Expression:
         return self.substitute({"s": scores}, {})
 
     def substitute(self, symbols: dict[str, Expression], tables: dict[int, Table]) -> Expression:
-        """Return the formula with other expressions for symbols (by name) and other tables (by id)."""
+        """Return the formula with some symbols and tables replaced.
+
+        `symbols` has a new expression for the name of a symbol, and `tables` a new table for the id of an old table.
+        """
         built: dict[int, Expression] = {}
         for node in walk(self):
             if isinstance(node, Symbol) and node.name in symbols:
@@ -308,13 +313,13 @@ class Expression:
         return self
 
     def own_values(self) -> tuple[Any, ...]:
-        """Return the values that distinguish the node from other nodes of its class with the same arguments."""
+        """Return what distinguishes this node from other nodes of its class with the same arguments."""
         return ()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Symbol(Expression):
-    """One of b, h, i, j, s, n, m."""
+    """A symbol of formulas: b, h, i, j, s, n or m."""
 
     name: str
     kind: Kind
@@ -324,12 +329,12 @@ class Symbol(Expression):
         return [self.name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _symbol, (self.name,)  # copies are the symbol itself: derivatives tell s by identity
+        return _symbol, (self.name,)  # a copy is the symbol itself, because `derivative` compares nodes by identity
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Constant(Expression):
-    """A Python number or truth value."""
+    """A constant in a formula: a Python number, True or False."""
 
     value: bool | int | float
     kind: Kind
@@ -339,12 +344,12 @@ class Constant(Expression):
         return ["constant", self.kind, repr(self.value)]
 
     def own_values(self) -> tuple[Any, ...]:
-        return self.kind, repr(self.value)  # tells −0.0 from 0.0 and 1 from True
+        return self.kind, repr(self.value)  # the kind tells 1 from True, and `repr` tells −0.0 from 0.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Apply(Expression):
-    """An operator of `operators.OPERATORS` and its arguments."""
+    """An operator of `operators.OPERATORS`, applied to arguments."""
 
     operator: str
     arguments: tuple[Expression, ...]
@@ -362,7 +367,7 @@ class Apply(Expression):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lookup(Expression):
-    """A table entry, read at indices that are integer expressions."""
+    """The entry of a table at indices. The indices are whole-number expressions, the node's arguments."""
 
     table: Table
     arguments: tuple[Expression, ...]
@@ -387,15 +392,16 @@ _INTERNED: dict[tuple[Any, ...], weakref.ref[Expression]] = {}
 def intern(node: Expression) -> Expression:
     """Return the single node with the class, values, table and arguments of this node.
 
-    Equal formulas are one object, so a cache can use a formula as its key. `_INTERNED` holds weak references. It needs
-    no lock, because `dict.setdefault` is atomic. While torch.compile traces, the node is returned unchanged.
+    So equal formulas are one object, and a cache can use a formula as its key. The dict `_INTERNED` holds weak
+    references. It needs no lock, because `dict.setdefault` is atomic. While torch.compile traces, this node itself is
+    returned.
     """
     if _is_compiling():
         return node
     key = (type(node), *node.own_values(), *map(id, node.arguments))
     reference = weakref.ref(node, lambda dead: _INTERNED.pop(key, None) if _INTERNED.get(key) is dead else None)
     existing = _INTERNED.setdefault(key, reference)()
-    if existing is None:  # the other node was deleted just now
+    if existing is None:  # the node that `_INTERNED` held was deleted just now
         _INTERNED[key] = reference
         return node
     return existing
@@ -411,7 +417,7 @@ def _symbol(name: str) -> Symbol:
 
 
 def where(condition: Any, yes: Any, no: Any) -> Expression:
-    """Return the formula with the value `yes` where the condition is true and `no` elsewhere.
+    """Return the formula that is `yes` where the condition is true, and `no` elsewhere.
 
     Examples
     --------
@@ -423,7 +429,10 @@ def where(condition: Any, yes: Any, no: Any) -> Expression:
 
 
 def as_expression(value: Any) -> Expression:
-    """Return a formula unchanged and a number as a constant. Anything else raises FormulaError, which names `table`."""
+    """Return a formula unchanged, a number as a `Constant`, and a scalar tensor that requires a gradient as a lookup.
+
+    Any other object raises FormulaError, whose cure names `table`.
+    """
     if isinstance(value, Expression):
         return value
     if not isinstance(value, int):  # torch.compile cannot trace `getattr` of a length that is a symbol
@@ -451,7 +460,7 @@ def as_expression(value: Any) -> Expression:
 
 
 def apply(operator: str, *values: Any) -> Expression:
-    """Return the operator applied to the values. Raise FormulaError if an argument has the wrong kind."""
+    """Return the operator applied to formulas or numbers. Raise FormulaError if a number stands for a condition."""
     arguments = tuple(as_expression(value) for value in values)
     rule = OPERATORS[operator]
     kinds = tuple(argument.kind for argument in arguments)
@@ -468,7 +477,7 @@ def apply(operator: str, *values: Any) -> Expression:
 
 
 def walk(*roots: Expression) -> list[Expression]:
-    """Return every node of the graphs once; the arguments of a node come before the node."""
+    """Return every node of the graphs of these roots once. The arguments of a node come before the node."""
     done: dict[int, Expression] = {}
     stack: list[tuple[Expression, Iterator[Expression]]] = []
     for root in roots:
@@ -485,7 +494,7 @@ def walk(*roots: Expression) -> list[Expression]:
 
 
 def parse_text(text: str, tables: Sequence[Table]) -> Expression:
-    """Parse a formula that `Expression.text` wrote, with these tables."""
+    """Return the formula that has this `Expression.text`. Its lookups read `tables`, in the order of the formula's."""
     nodes: list[Expression] = []
     for head, *rest in json.loads(text):
         if head == "constant":

@@ -1,4 +1,7 @@
-"""Checks that need the lengths: reads outside a table, whole numbers from 2⁵³ on, tables that do not fit their axes."""
+"""Checks of formulas that need the lengths (B, H, n, m).
+
+They find reads outside a table, whole numbers of 2⁵³ or more, and tables whose axes do not fit the lengths.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ Extent = tuple[int, int, int, int]
 
 
 def check_formulas(mask: Expression | None, score: Expression | None, extent: Extent) -> None:
-    """Raise an error if a formula reads outside a table, or if a whole number reaches 2⁵³, where float64 is not exact.
+    """Raise an error if a formula fails a check of this module.
 
-    A read outside a table is allowed where the mask hides the pair, and in the branch that a `where` does not take.
+    TableError: a formula reads outside a table. Such a read is allowed where the mask hides the pair, and in the branch
+    that a `where` does not take. FormulaError: a whole number may reach 2⁵³, above which float64 is not exact.
+    ShapeError: an axis of a table does not have the length of the symbol that it stands for.
     """
     if 0 in extent:
         return
@@ -78,7 +83,7 @@ def _check_index(
 def _branch_condition(formula: Expression, target: Lookup) -> Expression | None:
     """Return the condition under which the enclosing `where`s select a branch that reads `target`.
 
-    None means that the lookup is always read.
+    None means that the lookup may be read at every pair.
     """
     conditions: dict[int, Expression | None] = {id(formula): None}
     for node in reversed(walk(formula)):  # nodes before their arguments

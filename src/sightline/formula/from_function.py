@@ -1,7 +1,7 @@
 """Conversion of Python functions to formulas, so that a FlexAttention mask_mod or score_mod works unchanged.
 
-The function is called once with the symbols. It may index arrays of the surrounding scope (`document_id[q_idx]`);
-during the call tables replace these arrays.
+The function is called once with the symbols. It may index arrays of its surrounding scope, as in `document_id[q_idx]`.
+During the call, these arrays are replaced by tables.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from .tables import Table
 
 __all__ = ["to_formula"]
 
-MAX_FUNCTION_DEPTH = 4  # levels of functions called by functions in which arrays become tables
+MAX_FUNCTION_DEPTH = 4  # arrays become tables in the function, the functions that it calls, ...: this many levels
 
 
 def to_formula(value: Any, argument: str, symbols: str) -> Expression:
-    """Return an expression, a number or a function as an expression.
+    """Return `value`, which is an expression, a number or a function, as an expression.
+
+    `argument` is the name of the value in error messages. `symbols` names the arguments of the function.
 
     Raises
     ------
@@ -54,7 +56,7 @@ def to_formula(value: Any, argument: str, symbols: str) -> Expression:
 def _wrap_arrays(function: Any, depth: int = MAX_FUNCTION_DEPTH) -> Any:
     """Return the function with tables in place of the arrays in its closure, globals and defaults.
 
-    Other values are left unchanged.
+    Functions that it calls are converted too, down to `depth` levels. Everything else is left unchanged.
     """
     if not isinstance(function, types.FunctionType) or depth == 0:
         return function

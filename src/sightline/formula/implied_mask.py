@@ -1,7 +1,7 @@
-"""The mask that a score implies: the condition under which the score is −∞ for every s.
+"""The mask that a score formula implies: the pairs where the score is −∞ whatever s is are hidden.
 
-`where(c, s, −inf)` and a bias of −∞ hide pairs, as a mask does. Used as a mask, the condition lets kernels skip tiles,
-and a NaN at a hidden pair does not reach the output.
+`where(c, s, −inf)` and a bias of −∞ hide pairs, as a mask does. If such pairs are added to the mask, kernels can skip
+tiles, and a NaN at a hidden pair does not reach the output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ __all__ = ["hidden_condition"]
 
 
 def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Expression | None:
-    """Return the condition under which the score is −∞ for every s; None if there is no such pair."""
+    """Return a condition that is true only at pairs where the score is −∞ for every s.
+
+    The result is None if no node of the score shows that it is −∞ somewhere.
+    """
     bounds = compute_intervals(score, make_box(extent))
     conditions: dict[int, Expression | None] = {}
     for node in walk(score):
