@@ -32,9 +32,9 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     ----------
     parts : iterable of (out, lse), at least one pair
         out is an array (..., n, d_v) of float16, bfloat16, float32 or float64, of NumPy or torch. lse is an array
-        (..., n), in nats, in the accumulator's dtype (float64 if out is float64, else float32) or in float64. Shapes and
-        dtypes must be equal in all parts; nothing is broadcast. An lse of −∞ means that the query sees no key of the
-        part; then the query's row of out is ignored. The tuple (lse,) that `attention(..., see=[lse()])` returns is
+        (..., n), in nats, in the accumulator's dtype (float64 if out is float64, else float32) or in float64. Shapes
+        and dtypes must be equal in all parts; nothing is broadcast. An lse of −∞ means that the query sees no key of
+        the part; then the query's row of out is ignored. The tuple (lse,) that `attention(..., see=[lse()])` returns is
         accepted in place of lse.
 
     Returns

@@ -222,8 +222,8 @@ class Expression:
         Returns
         -------
         numpy.ndarray
-            An array (n, m) if batch = heads = 1, else (batch, heads, n, m). Its dtype is bool for a condition, int64 for
-            whole numbers, else float64.
+            An array (n, m) if batch = heads = 1, else (batch, heads, n, m). Its dtype is bool for a condition, int64
+            for whole numbers, else float64.
 
         Raises
         ------

@@ -1,9 +1,9 @@
-"""Interval arithmetic: bounds of a formula's values over many rectangles of (i, j) at once.
+"""Interval arithmetic: bounds of what a formula can be, over many rectangles of (i, j) at once.
 
-Every value is a pair (low, high) of float64 arrays that broadcast over the rectangles. For a condition 1 is True, so
-low = 1 means that the condition is certainly True and high = 0 that it is certainly False. The endpoints of + − · / √
-round as the formula itself does. Rounding is monotone, so these intervals are exact. The intervals of transcendental
-functions are widened by a few units in the last place.
+An interval is a pair (low, high) of float64 arrays with one number for each rectangle. In a condition, True counts as 1
+and False as 0: low = 1 means that the condition is certainly True, and high = 0 that it is certainly False. The
+endpoints of + − · / √ are rounded as the formula itself is. Rounding is monotone, so the intervals of these operators
+are exact. The intervals of transcendental functions are widened by a few units in the last place.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Interval = tuple[Array, Array]
 
 
 def compute_intervals(formula: Expression, box: Mapping[str, Interval]) -> dict[int, Interval]:
-    """Return the interval (low, high) of every node, by the id of the node.
+    """Return the interval (low, high) of every node of the formula, by the id of the node.
 
-    `box` has an interval of every symbol for each rectangle. Both ends of an interval are included.
+    `box` has the interval of every symbol, by its name. Both ends of an interval are included.
     """
     bounds: dict[int, Interval] = {}
     with np.errstate(all="ignore"):
@@ -63,7 +63,7 @@ def _replace_where(condition: Any, interval: Interval, other: Any = (-np.inf, np
 
 
 def _unbound_nan(interval: Interval) -> Interval:
-    """Return the interval, and (−∞, ∞) where an end is NaN (∞ − ∞, 0 · ∞, ln of a negative number)."""
+    """Return the interval, with (−∞, ∞) wherever an end is NaN, as from ∞ − ∞, 0 · ∞ or ln of a negative number."""
     unknown = np.isnan(interval[0]) | np.isnan(interval[1])
     return _replace_where(unknown, interval) if unknown.any() else interval
 
@@ -160,7 +160,7 @@ def _sinusoid(x: Interval) -> Interval:
 
 
 def _power(x: Interval, y: Interval) -> Interval:
-    """Return the interval of x^y: finite only for x > 0, where x^y = exp(y ln x) is monotone in each argument."""
+    """Return the interval of x^y. It is (−∞, ∞) unless x > 0, where x^y = exp(y ln x) is monotone in each argument."""
     low, high = _hull(*(np.power(a, b) for a in x for b in y))
     return np.where(x[0] > 0, low * (1 - 1e-15), -np.inf), np.where(x[0] > 0, high * (1 + 1e-15), np.inf)
 

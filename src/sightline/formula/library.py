@@ -31,7 +31,7 @@ n, m = SYMBOLS["n"], SYMBOLS["m"]
 
 
 def causal(align: Literal["upper left", "lower right"] = "upper left") -> Expression:
-    """i ≥ j: a query attends to no later key.
+    """Return the mask i ≥ j: a query attends to no later key.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def causal(align: Literal["upper left", "lower right"] = "upper left") -> Expres
     Raises
     ------
     ParameterError
-        align is neither of the two.
+        align is neither "upper left" nor "lower right".
     """
     if align == "upper left":
         return i >= j
@@ -52,7 +52,7 @@ def causal(align: Literal["upper left", "lower right"] = "upper left") -> Expres
 
 
 def window(left: int, right: int = 0) -> Expression:
-    """−right ≤ i − j < left: the `left` keys that end at the query's own position, and `right` keys after it.
+    """Return the mask −right ≤ i − j < left: the last `left` keys up to the query's position, and `right` keys after it.
 
     `window(256)` is a causal window of 256 keys, the same as (i ≥ j) ∧ (i − j < 256).
 
@@ -78,12 +78,13 @@ def window(left: int, right: int = 0) -> Expression:
 
 
 def padding(lengths: Any) -> Expression:
-    """j < lengths[b]: keys past the end of a sequence are hidden.
+    """Return the mask j < lengths[b]: keys past the end of a sequence are hidden.
 
     Parameters
     ----------
     lengths : (B,) integers
-        Number of real keys of each sequence; b counts all leading axes in C order. `[length]` serves every sequence.
+        Number of real keys of each sequence; b counts all leading axes together, in C order. A list of one length
+        serves every sequence.
 
     Raises
     ------
@@ -98,29 +99,29 @@ def padding(lengths: Any) -> Expression:
 
 
 def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) -> Expression:
-    """id[i] = id[j]: sequences packed on one axis attend only to themselves.
+    """Return the mask id[i] = id[j]: documents packed on one axis attend only to themselves.
 
-    Tiles between different documents are skipped, so the cost is that of the documents one by one, Σ length², if the
-    document numbers ascend along the axis. A document whose positions are scattered makes more tiles partial.
+    Tiles between different documents are skipped. If the document numbers ascend along the axis, the cost is that of
+    attention on each document alone, Σ length². A document whose positions are scattered makes more tiles partial.
 
     Parameters
     ----------
     ids : (n,) or (B, n) integers
         The document number of every position.
     lengths : (documents,) integers
-        In place of ids: the length of each document, in order along the axis. The lengths sum to n. A length of 0 is an
-        empty document.
+        In place of ids: the number of positions of each document, in the order of the documents along the axis. The
+        lengths sum to n. A length of 0 is an empty document.
     key_lengths : (documents,) integers, optional
-        With `lengths`: the length of each document among the keys, if it differs from the length among the queries, as
-        in cross-attention. These lengths sum to m. Queries of a document without keys attend to nothing.
+        Only with `lengths`, for cross-attention: the number of keys of each document, if it differs from the document's
+        number of queries. The key lengths sum to m. Queries of a document without keys attend to nothing.
 
     Raises
     ------
     ParameterError
         Both or neither of ids and lengths are given, or key_lengths is given without lengths.
     ShapeError
-        The arrays have other shapes or dtypes than those above. When attention is computed: with key_lengths, the sums
-        differ from n and m.
+        An array does not have the shape and dtype above. When attention is computed: `key_lengths` is given, and the
+        lengths do not sum to n or the key lengths do not sum to m.
 
     Examples
     --------
@@ -163,7 +164,7 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
 
 
 def _document_ids(name: str, lengths: Any) -> Any:
-    """Return the document number of every position."""
+    """Return the document number of every position, from the length of each document."""
     array = to_numpy(lengths) if hasattr(lengths, "dtype") else np.asarray(lengths)
     if array.ndim != 1 or array.dtype.kind not in "iu" or (array < 0).any():
         raise ShapeError(f"{name} {lengths!r}", "one axis of whole numbers ≥ 0", "documents(lengths=[3, 5])")
@@ -171,7 +172,9 @@ def _document_ids(name: str, lengths: Any) -> Any:
 
 
 def prefix(length: int) -> Expression:
-    """j < length: every query attends to these keys. `causal() | prefix(64)` is a prefix language model.
+    """Return the mask j < length: every query sees the first `length` keys.
+
+    `causal() | prefix(64)` is the mask of a prefix language model.
 
     Parameters
     ----------
@@ -189,7 +192,7 @@ def prefix(length: int) -> Expression:
 
 
 def dense(array: Any) -> Expression:
-    """array[b, h, i, j]: a mask given in full, where True lets query i attend to key j.
+    """Return the mask array[b, h, i, j] of an array that holds it in full. True lets query i attend to key j.
 
     Parameters
     ----------
@@ -215,7 +218,7 @@ def dense(array: Any) -> Expression:
 
 
 def bias(array: Any) -> Expression:
-    """s + array[b, h, i, j]; a bias of −∞ hides the pair.
+    """Return the score s + array[b, h, i, j]. A bias of −∞ hides the pair.
 
     Parameters
     ----------
@@ -269,13 +272,13 @@ def alibi_slopes(heads: int) -> Any:
 
 
 def alibi(slopes: Any) -> Expression:
-    """s − slope[h] (i − j): linear biases by distance (Press, Smith and Lewis, 2022).
+    """Return the score s − slope[h] (i − j): a bias linear in the distance (Press, Smith and Lewis, 2022).
 
     Parameters
     ----------
     slopes : int or (H,) floats
         The number of heads, from which `alibi_slopes` computes the slopes, or the slopes, in logits per position.
-        Combine the score with `causal()`: it would favour later keys. For a bidirectional model write s -
+        Combine the score with `causal()`, because it favours keys after the query. For a bidirectional model write s -
         table(slopes)[h] * abs(i - j).
 
     Raises
@@ -292,7 +295,7 @@ def alibi(slopes: Any) -> Expression:
 
 
 def softcap(t: float) -> Expression:
-    """t tanh(s / t): scores between −t and t (Gemma 2 report, 2024, section 2).
+    """Return the score t tanh(s / t), which lies between −t and t (Gemma 2 report, 2024, section 2).
 
     Parameters
     ----------
@@ -310,7 +313,7 @@ def softcap(t: float) -> Expression:
 
 
 def relative_bias(table: Any) -> Expression:
-    """s + table[h, clip(j − i + w, 0, 2w)]: a learned bias per head and distance, for distances up to w either way.
+    """Return the score s + table[h, clip(j − i + w, 0, 2w)]: a learned bias for each head and distance j − i.
 
     Parameters
     ----------

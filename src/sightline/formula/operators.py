@@ -1,8 +1,8 @@
-"""The operators of the formula language: one line each, with all that the passes over a formula need to know.
+"""The operators of the formula language. `OPERATORS` has one line for each, with the facts that all passes need.
 
-Each pass has its own table of rules under the same names: `bounds`, `derivative`, `render_array`, `render_triton` and
-`cpu.codegen.render`. Tests check that each table has a rule for every operator; `derivative` has the rules of the
-operators that return floats.
+Each pass over a formula has a dict of rules by the name of the operator: interval arithmetic, derivative, array
+evaluation, Triton code and the CPU's code. Tests check that each dict has a rule for every operator; the derivative has
+rules only for operators that return floats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _widest_kind(kinds: tuple[Kind, ...]) -> Kind:
 
 
 def promote(kinds: tuple[Kind, ...]) -> Kind:
-    """Return the widest of the kinds, at least int: the kind of an arithmetic result."""
+    """Return the kind of an arithmetic result: the widest of its arguments' kinds (bool < int < float), at least int."""
     return _widest_kind((*kinds, "int"))
 
 

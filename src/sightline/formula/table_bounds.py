@@ -21,7 +21,7 @@ __all__ = ["TableBounds"]
 Array = np.ndarray[Any, np.dtype[Any]]
 Level = tuple[int, ...]  # per axis, log2 of the block's width
 
-BASE_LEVEL = 4  # blocks up to 2⁴ wide reduce the table, wider blocks reduce these: one pass over a large table
+BASE_LEVEL = 4  # blocks up to 2⁴ wide are reduced from the table, wider blocks from blocks that are 2⁴ wide
 
 
 class TableBounds:
@@ -63,7 +63,7 @@ class TableBounds:
 
     @cached_property
     def over_all(self) -> tuple[float, float]:
-        """The (least, greatest) of all entries."""
+        """The least and the greatest entry of the whole table."""
         return min_max(self.array)
 
     def _level(self, level: Level) -> tuple[Array, Array]:

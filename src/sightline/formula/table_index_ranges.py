@@ -1,4 +1,6 @@
-"""Facts that bounds prove about a formula: its largest whole number, and the indices that may leave a table."""
+"""Facts that interval arithmetic proves about a formula: a bound of its whole numbers, and which indices may leave a
+table.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ _RANGES = TensorCache(4096)
 
 
 def find_index_ranges(formula: Expression | None, extent: Extent) -> IndexRanges:
-    """Return the formula's largest whole number, and the table indices that may leave their table at hidden pairs.
+    """Return (the largest size of a whole number in the formula, the table indices that may leave their table).
 
-    An index is (position of the lookup in `walk`, axis). The result is cached: for formulas without tables by the
-    formula, for other formulas by their text as long as their arrays live.
+    A table index is given as (position of the lookup in `walk`, axis). Only hidden pairs may leave a table, because
+    `check_formulas` has passed. The result is (0.0, ()) if `formula` is None. The result is cached.
     """
     if formula is None:
         return 0.0, ()

@@ -27,8 +27,8 @@ class Table:
     array : array
         Booleans, integers or real floats with at least one axis, from NumPy, torch or anything that NumPy can read.
     axes : tuple of str or None, optional
-        For each axis, the symbol whose whole range the axis must span; the axis may also have length 1. None for an
-        axis without this requirement.
+        For each axis of the array, the symbol whose whole range the axis must span; the axis may also have length 1.
+        None in place of a symbol means that the axis may have any length.
 
     Raises
     ------
@@ -95,16 +95,16 @@ class Table:
         )
 
     def to_expression(self) -> NoReturn:
-        """Raise FormulaError: formulas read a table only at indices."""
+        """Raise FormulaError, because a formula can read a table only at indices."""
         raise FormulaError(
             f"{self} used without indices", "table(array)[...]", "index it, as in table(array)[h, i - j]"
         )
 
     @cached_property
     def bounds(self) -> TableBounds:
-        """The least and greatest entries over index ranges.
+        """The object that finds the least and the greatest entry of the table over ranges of its indices.
 
-        They are computed once, so the array must not change after the first use.
+        It keeps what it has computed, so the array must not change after the first access.
         """
         return _TABLE_BOUNDS.get("bounds", [self.array], lambda: TableBounds(to_host(self.array)))
 

@@ -23,13 +23,13 @@ from ..arrays import convert, framework
 __all__ = ["TensorCache", "identity", "retain", "to_device"]
 
 UNVERSIONED_DEVICES = ("cpu", "meta")  # host arrays can be written to without torch; meta arrays have no entries
-MAX_HASHED_BYTES = 1 << 18  # bytes up to which a host array is identified by a hash of its entries
+MAX_HASHED_BYTES = 1 << 18  # a host array of at most this many bytes is identified by a hash of its entries
 
 Value = TypeVar("Value")
 
 
 class TensorCache:
-    """A least-recently-used cache of at most `max_entries` values."""
+    """A cache of at most `max_entries` results, which drops the least recently used result first."""
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries
@@ -37,10 +37,10 @@ class TensorCache:
         self.lock = threading.RLock()  # an array may be freed, which calls `evict`, while the lock is held
 
     def get(self, tag: Hashable, arrays: Sequence[Any], compute: Callable[[], Value]) -> Value:
-        """Return the cached value for the tag and the arrays, or else `compute()`.
+        """Return the cached result for this tag and these arrays; if there is none, compute and cache it.
 
-        The value must not hold references to the arrays. An entry is dropped when one of its arrays is freed. Nothing
-        is cached if an array has no identity.
+        The result must not hold references to the arrays. A cached result is dropped when one of its arrays is freed.
+        Nothing is cached if `identity` of an array is None.
         """
         identities = [identity(array) for array in arrays]
         if None in identities:
@@ -65,7 +65,7 @@ class TensorCache:
 
 
 def to_device(array: Any, like: Any) -> Any:
-    """Convert as `arrays.convert` does. Small host arrays, such as slopes, are cached on the device."""
+    """Convert an array as `arrays.convert` does. Copies of small NumPy arrays on the device are cached."""
     is_on_device = framework(like) == "torch" and like.device.type not in UNVERSIONED_DEVICES
     if not is_on_device or not isinstance(array, np.ndarray) or array.nbytes > MAX_HASHED_BYTES:
         return convert(array, like)
@@ -75,10 +75,10 @@ def to_device(array: Any, like: Any) -> Any:
 
 
 def retain(value: Value, like: Any) -> Value:
-    """Return a cached value that a kernel on `like`'s device is about to read, with its memory protected.
+    """Return `value`, which a kernel on `like`'s device is about to read, and protect the memory of its tensors.
 
-    The value's tensors are recorded on the current stream, so that their memory is not reused before the stream has
-    read them. While a CUDA graph is captured the value is kept forever, because every replay of the graph reads it.
+    The tensors are recorded on the current stream, so that their memory is not reused before the stream has read them.
+    While a CUDA graph is captured, `value` is kept forever, because every replay of the graph reads it.
     """
     if like.is_cuda:
         stream = _framework_of(like).cuda.current_stream(like.device)
@@ -95,7 +95,10 @@ def _is_capturing(like: Any) -> bool:
 
 
 def identity(array: Any) -> Hashable:
-    """Return a key that no other live array shares and that a write changes; None for an array without such a key."""
+    """Return a key that identifies a tensor and its contents: no other live array shares it, and a write changes it.
+
+    The result is None if the array is no torch tensor, lies on the CPU or on meta, or is an inference tensor.
+    """
     if framework(array) != "torch" or array.device.type in UNVERSIONED_DEVICES or array.is_inference():
         return None
     return id(_base_tensor(array)), array.data_ptr(), array.shape, array.stride(), array.dtype, array._version
@@ -113,7 +116,7 @@ def _framework_of(array: Any) -> Any:
 
 
 def _base_tensor(array: Any) -> Any:
-    """Return the tensor that owns the entries: a view is a new object in every call."""
+    """Return the tensor that a view was taken of, because a view is a new object in every call; else the tensor."""
     return array if array._base is None else array._base
 
 

@@ -1,6 +1,7 @@
-"""Classification of tiles: the ranges of key blocks that each block of queries must process, found from bounds alone.
+"""Classification of tiles as empty, full or partial: which key blocks each block of queries must process.
 
-The key axis is bisected only where the bounds leave a tile undecided, so the work grows with the allowed area, not n².
+Interval arithmetic on the mask decides it. The key axis is bisected only where the bounds leave a tile undecided, so
+the work grows with the number of allowed pairs, not with n².
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ MAX_ROWS_AT_ONCE = 1 << 16  # rows bisected together; the number limits the memo
 
 @dataclass(frozen=True, eq=False)
 class TileRanges:
-    """Ranges of key blocks for each block of queries: [first, last) in units of `key_block`, full or partial.
+    """The ranges of key blocks that each block of queries must process, each range full or partial.
 
-    Rows are (batch, head, query block) in C order. `batches` or `heads` is 1 if the formula does not depend on b or h.
-    Row r owns the entries `start[r]:start[r + 1]`. A tile that no range covers is empty.
+    A range covers the key blocks from `first` to before `last`. A row is one (batch, head, query block), in C order.
+    `batches` is 1 if the mask does not depend on b, and `heads` is 1 if it does not depend on h. The ranges of row r
+    are the entries `start[r]:start[r + 1]` of `first`, `last` and `full`. A tile that no range covers is empty.
     """
 
     extent: tuple[int, int, int, int]
@@ -52,7 +54,7 @@ class TileRanges:
         return -(-self.extent[3] // self.key_block)
 
     def row(self, b: int, h: int, block: int) -> range:
-        """Return the range of entries of one block of queries."""
+        """Return the indices in `first`, `last` and `full` of the ranges of one block of queries."""
         row = ((b if self.batches > 1 else 0) * self.heads + (h if self.heads > 1 else 0)) * self.query_blocks + block
         return range(int(self.start[row]), int(self.start[row + 1]))
 
@@ -70,7 +72,7 @@ class TileRanges:
 def find_tile_ranges(
     mask: Expression | None, extent: tuple[int, int, int, int], query_block: int, key_block: int
 ) -> TileRanges:
-    """Return the tile ranges of a mask; None is the mask that allows every pair.
+    """Return the tile ranges of a mask. If `mask` is None, every pair is allowed.
 
     A tile is empty if the bounds prove that every pair is hidden, full if they prove that every pair is allowed, and
     partial otherwise. The ranges of masks without tables are cached: equal masks are one object.
@@ -151,9 +153,9 @@ def make_box(extent: tuple[int, int, int, int], **symbols: tuple[Any, Any]) -> d
 
 
 def find_witness(condition: Expression, extent: tuple[int, int, int, int]) -> tuple[int, int, int, int] | None:
-    """Return one (b, h, i, j) at which the condition holds, or None if there is none.
+    """Return one (b, h, i, j) at which the condition holds; None if it holds nowhere.
 
-    The values are computed only in the tiles that the bounds do not prove empty.
+    The condition is evaluated only in the tiles that the bounds do not prove empty.
     """
     ranges = find_tile_ranges(condition, extent, *SEARCH_BLOCK)
     _, _, n, m = extent

@@ -39,7 +39,7 @@ Outer = tuple[int, ...]  # lengths of the axes before the queries: (*batch_shape
 
 @dataclass(frozen=True)
 class Tile:
-    """Weights of some queries on some keys, (..., H, rows, columns), before dropout.
+    """The weights of some queries (`rows`) on some keys (`columns`), before dropout, of shape (..., H, rows, columns).
 
     Tiles of the same queries follow one another in the order of their keys. Pairs that are in no tile have weight 0.
     """
@@ -53,7 +53,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """The inputs of a statistic besides the tiles."""
+    """The inputs from which a statistic is computed, besides the tiles. `outer` are the lengths of the leading axes."""
 
     problem: Problem
     lse: Any  # (*batch_shape, H, n) float64
@@ -70,14 +70,14 @@ class ForwardContext:
 
 @dataclass(frozen=True)
 class BackwardContext:
-    """The inputs of a statistic's gradient. Its methods make formulas of b, h, i, j and s; s is the final score."""
+    """The inputs of `StatisticBase.backward`. Its methods make formulas of b, h, i, j and s; s is the final score."""
 
     problem: Problem
     lse: Any
     tiles: Callable[[], Iterator[Tile]]
     compute: Callable[[Statistic], Any]  # returns the result of another statistic of the problem
-    gradient: Any  # of the statistic's first array; further arrays are integers
-    remaining_axes: str = "bh"  # the axes of the gradient before the queries, less those averaged over
+    gradient: Any  # the gradient of the statistic's first array; its other arrays are integers without gradients
+    remaining_axes: str = "bh"  # the leading axes of `gradient`: "bh" without the axes that are averaged over
 
     def lookup(self, array: Any, *index: Expression, remaining_axes: str = "bh") -> Expression:
         """Return the formula that reads an array (*batch_shape, H, ...) at b, h and the index.
@@ -98,7 +98,8 @@ class BackwardContext:
 class StatisticGradients:
     """The terms that the statistics' gradients add: `weights` to dP, `scores` to dS, `lse` to d_lse.
 
-    `weights` and `scores` are formulas of b, h, i, j and s, the final score. They are defined at visible pairs alone.
+    `weights` and `scores` are formulas of b, h, i, j and s, the final score; they hold at visible pairs only. A term
+    that the statistics do not add is None.
     """
 
     weights: Expression | None = None
@@ -115,15 +116,17 @@ class StatisticBase:
     """
 
     name: ClassVar[str]
-    tile_inputs: ClassVar[tuple[str, ...]] = ("weights",)  # the fields of a tile that `add` reads; () for no tiles
-    fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # initial values of the arrays
+    tile_inputs: ClassVar[tuple[str, ...]] = (
+        "weights",
+    )  # attributes of a `Tile` that `add` reads; () if it needs none
+    fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # the number that each array is filled with at first
     has_own_problem: bool = False  # True if the result comes from a separate problem, `make_own_problem`
     supports_mean: bool = True  # False if a mean over heads or batch has no meaning
     is_differentiable: bool = True
 
     @property
     def is_linear(self) -> bool:
-        """True if the statistic commutes with averaging over tiles."""
+        """True if the statistic of weights averaged over heads or batch is the average of the statistic."""
         return False
 
     # -- sizes --------------------------------------------------------------------------------------------------------
@@ -136,7 +139,7 @@ class StatisticBase:
         return (accumulator(dtype_name(problem.query)), "int64")[: len(self.fill_values)]
 
     def outputs(self, problem: Problem) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """Return (shape, dtype) of each array."""
+        """Return (shape, dtype) of each array of the statistic, for the whole problem."""
         shapes = self.shapes(problem, (*problem.batch_shape, problem.H), problem.n)
         return tuple(zip(shapes, self.dtypes(problem), strict=True))
 
@@ -145,7 +148,7 @@ class StatisticBase:
         return batch_ndim
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
-        """Raise if the parameters do not fit the problem. The check reads shapes and dtypes, not values of arrays."""
+        """Raise if the statistic does not fit the problem. The check reads shapes and dtypes, not entries of arrays."""
 
     # -- computation --------------------------------------------------------------------------------------------------
     def start(self, context: ForwardContext) -> list[Any]:
@@ -211,8 +214,9 @@ def statistic_gradients(
 ) -> StatisticGradients:
     """Return the sum of the terms that the statistics' gradients add to dP, dS and d_lse.
 
-    `d_seen` holds, for each statistic, the gradient of the first array of its result; None if it has no gradient.
-    `compute(statistic)` returns the result of a statistic. If `compute` is None, the tiles give the statistic's result.
+    `d_seen` holds, for each statistic, the gradient of the first array of its result; None if that array has no
+    gradient. `compute(statistic)` returns the result of a statistic. If `compute` is None, the result is computed from
+    the tiles.
     """
 
     def compute_from_tiles(statistic: Statistic) -> Any:

@@ -1,4 +1,4 @@
-"""The dispatch of statistics: lse alone, a kernel or streaming computes each of them."""
+"""The dispatch of statistics: each is computed from lse alone, by a kernel, or by streaming."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def dispatch_statistics(
 
     Parameters
     ----------
-    compute_arrays : Return a statistic's arrays from a kernel; None if no kernel computes the statistic.
-        A mean of weights or scores is passed as the mean, because the matrices of all heads would fill the memory. For
-        another mean its inner statistic is passed, and the arrays are averaged here.
-    compute_by_streaming : Return the results of all statistics of a problem
-        The call has the problem with every statistic that no kernel computes.
+    compute_arrays : function that computes a statistic's arrays by a kernel; None if no kernel computes the statistic
+        A mean of weights or scores is passed as a `Mean`, because the matrices of all heads would fill the memory. For
+        any other mean, the statistic that it averages is passed, and the arrays are averaged here.
+    compute_by_streaming : function that returns the results of all statistics of a problem
+        It is called once, with all statistics that no kernel computes.
     """
 
     def average_arrays(statistic: Statistic) -> list[Any] | None:

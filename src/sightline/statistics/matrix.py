@@ -1,4 +1,4 @@
-"""Statistics of the whole matrix: all entries, or pooled into the cells of a grid."""
+"""Statistics of the whole matrix of weights or scores: all its entries, or the weights pooled into cells of a grid."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Pooled(Statistic):
         return ((*outer, self.down, self.across),)
 
     def rectangle(self, n: int, m: int) -> Rectangle:
-        """Return ((first query, past the last), (first key, past the last))."""
+        """Return the pooled rectangle, ((first query, past the last), (first key, past the last))."""
         return ((0, n), (0, m)) if self.within is None else self.within
 
     def check(self, problem: Problem, outer: Outer, n: int) -> None:
@@ -161,12 +161,15 @@ class Pooled(Statistic):
 
 
 def cell_of(position: Any, length: int, cells: int) -> Any:
-    """Return the r with ⌊r · length / cells⌋ ≤ position < ⌊(r + 1) · length / cells⌋, for a number or a formula."""
+    """Return the index r of the cell that has the position (a number or a formula), if `cells` cells share `length`.
+
+    Cell r has the positions from ⌊r · length / cells⌋ to before ⌊(r + 1) · length / cells⌋.
+    """
     return ((position + 1) * cells - 1) // length
 
 
 def cell_lengths(first: int, stop: int, cells: int) -> Any:
-    """Return the number of positions in each cell, of the positions from `first` to before `stop`."""
+    """Return the number of positions in each cell, if the cells share the positions from `first` to before `stop`."""
     return np.diff(np.arange(cells + 1) * (stop - first) // cells)
 
 

@@ -53,7 +53,10 @@ class Received(Statistic):
 
 
 def _first_maximal_query(context: BackwardContext) -> Any:
-    """Return (*batch_shape, H, m): the first query with the largest weight on each key, −1 if no query has any."""
+    """Return, for each key, the first query with the largest weight on the key; −1 if no weight on it is above 0.
+
+    The result has the shape (*batch_shape, H, m).
+    """
     problem = context.problem
     forward = ForwardContext(problem, context.lse, (*problem.batch_shape, problem.H))
     xp, shape = forward.xp, (*forward.outer, problem.m)
@@ -78,7 +81,7 @@ def received(how: Literal["sum", "mean", "max"] = "sum", last: int | None = None
     how : {"sum", "mean", "max"}, default "sum"
         The mean divides by the number of queries, whether or not they see the key.
     last : int, optional
-        Count only this many last queries, or all if there are fewer. The cost is that of these queries alone.
+        Count only the last `last` queries, or all queries if there are fewer. Only these queries are computed.
 
     Raises
     ------
