@@ -1,4 +1,4 @@
-"""The CPU kernels, generated through LLVM for the processor at hand. llvmlite is imported by the first kernel."""
+"""The CPU kernels, generated through LLVM for the processor at hand. llvmlite is imported when a kernel first runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Cpu"]
 
 
 class Cpu(Kernel):
-    """Forward and backward pass in every dtype, generated for the problem's formulas."""
+    """The kernel `cpu`: it computes both passes in every dtype, with code generated for the problem's formulas."""
 
     name = "cpu"
     description = "generated through LLVM for this processor, O(n) memory"
@@ -55,7 +55,8 @@ class Cpu(Kernel):
         if next(self.refuses_backward(problem, wanted_tables), None) is not None:
             return None
         statistic_gradients = statistic_gradients or StatisticGradients()
-        if statistic_gradients.includes_zero_weights:  # the kernel cannot tell a visible weight of 0 from a hidden pair
+        # the backward kernel cannot tell a visible pair whose weight is 0 from a hidden pair
+        if statistic_gradients.includes_zero_weights:
             return None
         from .launch.backward import backward
 

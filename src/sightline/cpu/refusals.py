@@ -11,12 +11,13 @@ from ..problem import Problem
 
 __all__ = ["MAX_FORMULA_NODES", "MAX_HEAD_WIDTH", "refuse_backward", "refuse_forward"]
 
-MAX_HEAD_WIDTH = 1024  # of d_k and d_v: their scratch, 256 bytes per component each, is on a thread's stack
-MAX_FORMULA_NODES = 400  # of mask and score together: LLVM takes about 10 ms per node
+# the largest d_k and the largest d_v: each component takes 256 bytes of scratch on a thread's stack
+MAX_HEAD_WIDTH = 1024
+MAX_FORMULA_NODES = 400  # the most nodes of mask and score together: LLVM compiles a node in about 10 ms
 
 
 def refuse_forward(problem: Problem) -> Iterator[Refusal]:
-    """Yield a refusal for another device, too large a width, too large formulas, and if llvmlite is missing."""
+    """Yield a refusal if the arrays are not on the CPU, d_k, d_v or a formula is too large, or llvmlite is missing."""
     if problem.device != "cpu":
         yield Refusal(f"arrays on {problem.device}", "move them to the CPU")
     if max(problem.d_k, problem.d_v) > MAX_HEAD_WIDTH:
@@ -30,7 +31,7 @@ def refuse_forward(problem: Problem) -> Iterator[Refusal]:
 
 
 def refuse_backward(problem: Problem) -> Iterator[Refusal]:
-    """Yield the refusals of the forward pass, and a refusal for a problem without any pair."""
+    """Yield the refusals of the forward pass, and a refusal for a problem without any pair of query and key."""
     yield from refuse_forward(problem)
     if 0 in problem.extent:
         yield Refusal(f"no pairs: (B, H, n, m) = {problem.extent}", "give at least one batch, head, query and key")

@@ -1,1 +1,1 @@
-"""Generation of LLVM: a small vector language, its elementary functions, and the rendering of formulas."""
+"""Generation of LLVM code: a small vector language, its elementary functions, and the rendering of formulas."""

@@ -1,6 +1,7 @@
 """The argument block of a kernel: one array of 64-bit words.
 
-`pack` writes the words on the host. `LoadedArguments` reads the words in the kernel, in the same order.
+`pack` writes the words on the host. `LoadedArguments` reads the words in the kernel, in the order in which `pack` wrote
+them.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ __all__ = [
 
 
 def _operand_fields(name: str) -> dict[str, Any]:
-    """Return the fields of an array (*batch_shape, heads, rows, columns). Offsets and strides are in bytes.
+    """Return the argument fields of an array (*batch_shape, heads, rows, columns). Offsets and strides are in bytes.
 
-    `_batch_offsets` points to one offset per batch, so that the batch axes may have any strides.
+    The field `_batch_offsets` points to one offset per batch, so that the batch axes may have any strides.
     """
     fields = {"": POINTER, "_batch_offsets": POINTER}
     fields |= dict.fromkeys(("_head_stride", "_row_stride", "_column_stride"), INT64)
@@ -42,20 +43,22 @@ COMMON_FIELDS: dict[str, Any] = {
     **_operand_fields("key"),
     **_operand_fields("value"),
     "lse": POINTER,  # (B, H, n) float64, contiguous
-    "factor": DOUBLE,  # |scale| (1 if 0), times log₂ e for scores in base 2; products of query and key take this factor
-    "scale_sign": DOUBLE,  # sign of the scale: −1, 0 or 1; queries take this factor
+    # products of query and key are multiplied by `factor`: |scale|, or 1 if it is 0; times log₂ e for scores in base 2
+    "factor": DOUBLE,
+    "scale_sign": DOUBLE,  # sign of the scale: −1, 0 or 1; queries are multiplied by the sign
     "H": INT64,
     "group": INT64,  # query heads per key head
     "n": INT64,
     "m": INT64,
     "query_blocks": INT64,
-    "tile_range_start": POINTER,  # arrays of formula.tile_ranges.TileRanges; int64, but `full` has one byte per entry
+    # four arrays of formula.tile_ranges.TileRanges: int64, but `full` has one byte per tile range
+    "tile_range_start": POINTER,
     "tile_range_first": POINTER,
     "tile_range_last": POINTER,
     "tile_range_full": POINTER,
-    "tile_range_batch_stride": INT64,  # rows of TileRanges per batch; 0 if all batches share the rows
-    "tile_range_head_stride": INT64,  # rows of TileRanges per head; 0 if all heads share the rows
-    "seed": INT64,  # of dropout
+    "tile_range_batch_stride": INT64,  # rows of TileRanges from batch to batch; 0 if all batches share them
+    "tile_range_head_stride": INT64,  # rows of TileRanges from head to head; 0 if all heads share them
+    "seed": INT64,  # seed of dropout
     "dropout_threshold": INT64,  # a weight is dropped if its random word is below the threshold
     "dropout_scale": DOUBLE,  # factor of the weights that are not dropped
 }
@@ -70,26 +73,26 @@ DECODE_FIELDS = FORWARD_FIELDS | {
     "nonfinite_flag": POINTER,  # set to 1 if an output is NaN or infinite
     "batches": INT64,
     "num_splits": INT64,  # number of splits of the keys
-    "split_size": INT64,  # blocks of keys per split
+    "split_size": INT64,  # tiles of keys per split
 }
 BACKWARD_FIELDS = COMMON_FIELDS | {
     **_operand_fields("output"),
     **_operand_fields("d_output"),
     "d_lse": POINTER,  # (B, H, n) float64, contiguous
     "scale": DOUBLE,
-    "d_query": POINTER,  # (num_splits, B, H, n, d_k); all three gradients are in the accumulator's type
+    "d_query": POINTER,  # (num_splits, B, H, n, d_k); like d_key and d_value in the accumulator's type
     "d_key": POINTER,  # (B, G, m, d_k rounded up to whole vectors)
     "d_value": POINTER,  # (B, G, m, d_v rounded up to whole vectors)
     "nonfinite_flag": POINTER,  # set to 1 if a gradient is NaN or infinite
     "batches": INT64,
-    "split_size": INT64,  # blocks of keys per split; one thread processes a split
+    "split_size": INT64,  # tiles of keys per split; one thread processes a split
     "parallel_heads": INT64,  # G if each key head is a work item of its own, 1 if an item loops over all key heads
     "parallel_batches": INT64,  # B if each batch is a work item of its own, 1 if an item loops over all batches
 }
 
 
 class TableArguments(NamedTuple):
-    """The words of one table: its address, then the stride in bytes of each axis, then the length of each axis."""
+    """The argument words of one table: its address, the stride of each axis in bytes, then the length of each axis."""
 
     pointer: Value
     strides: tuple[Value, ...]
@@ -97,7 +100,7 @@ class TableArguments(NamedTuple):
 
 
 class LoadedArguments:
-    """The argument block as values of the kernel. Each word is loaded once, and each field is an attribute."""
+    """The argument block as `Value`s of the kernel. Each word is loaded once, and each field is an attribute."""
 
     def __init__(self, builder: Builder, packed: Value, fields: Mapping[str, Any], table_ranks: Sequence[int]) -> None:
         self._values = {name: packed.at(8 * index).load(kind, 8) for index, (name, kind) in enumerate(fields.items())}
@@ -117,15 +120,15 @@ class LoadedArguments:
         return value
 
     def head_address(self, name: str, b: Value, head: Value) -> Value:
-        """Return the address of the first row of one head of an operand."""
+        """Return the address of the first row of one head of an operand, in batch b."""
         offset = self._values[f"{name}_batch_offsets"].at(b * 8).load(INT64)
         return self._values[name].at(offset).at(head * self._values[f"{name}_head_stride"])
 
 
 def pack(fields: Mapping[str, Any], values: Mapping[str, Any], tables: Sequence[tuple[int, ...]]) -> Any:
-    """Return the argument block, an int64 array, of these field values and tables (address, *strides, *lengths).
+    """Return the argument block as an int64 array. Each of `tables` is (address, *strides, *lengths).
 
-    A field of type DOUBLE is stored as its bits.
+    The number of a DOUBLE field is stored as its 64 bits.
     """
     pairs = ((values[name], kind) for name, kind in fields.items())
     words = [np.float64(value).view(np.int64) if kind is DOUBLE else value for value, kind in pairs]

@@ -36,7 +36,7 @@ class Variable:
 
 
 class Builder:
-    """Builds one function of a module. Every argument is a pointer, and the function returns void."""
+    """Builds one function of a module. Every argument of the function is a pointer, and the function returns void."""
 
     def __init__(self, module: Any, name: str, arguments: int = 1) -> None:
         self.module = module
@@ -61,7 +61,7 @@ class Builder:
         return Value(self, ir.Constant(kind, [number] * lanes if lanes > 1 else number))
 
     def promote(self, x: Any, y: Any) -> tuple[Value, Value]:
-        """Return two operands of one type. A number takes the type of the other operand, and a scalar its lanes."""
+        """Return both operands in one type: a Python number takes the other's type, and a scalar becomes a vector."""
         kind = x.type if isinstance(x, Value) else y.type
         x, y = self.value(x, kind), self.value(y, kind)
         lanes = max(lanes_of(x.type), lanes_of(y.type))
@@ -96,7 +96,7 @@ class Builder:
         return Value(self, self.irbuilder.call(function, [v.raw for v in inputs]))
 
     def fma(self, x: Any, y: Any, z: Any) -> Value:
-        """Return x · y + z, rounded once if the machine has the instruction, otherwise twice; never a library call."""
+        """Return x · y + z, rounded once if the machine has the instruction, otherwise twice. No library is called."""
         return self.call_intrinsic("fmuladd", x, y, z)
 
     def where(self, condition: Value, yes: Any, no: Any) -> Value:
@@ -134,7 +134,7 @@ class Builder:
 
     @contextmanager
     def infinite_loop(self) -> Iterator[Callable[[Value], None]]:
-        """Build `while True`, and yield a function that leaves the loop if its condition is true."""
+        """Build `while True`, and yield a function that leaves the loop if its argument is true."""
         body, after = self.function.append_basic_block("again"), self.function.append_basic_block("done")
         self.irbuilder.branch(body)
         self.irbuilder.position_at_end(body)
@@ -153,7 +153,7 @@ class Builder:
         return self.irbuilder.if_then(condition.raw)
 
     def if_else(self, condition: Value) -> Any:
-        """Build `if ... else` for a scalar condition: with if_else(c) as (yes, no): with yes: ...; with no: ..."""
+        """Build `if ... else` for a scalar condition. Use: with if_else(c) as (yes, no): with yes: ...; with no: ..."""
         return self.irbuilder.if_else(condition.raw)
 
     def prefetch(self, pointer: Value) -> None:
@@ -164,6 +164,7 @@ class Builder:
     def atomic_increment(self, pointer: Value, ordering: str = "monotonic") -> Value:
         """Add 1 to a counter atomically, and return its value before the addition.
 
-        With "acq_rel", a thread that increments the counter sees all memory written before earlier increments.
+        With the ordering "acq_rel", a thread that increments the counter sees all that other threads wrote to memory
+        before they incremented it.
         """
         return Value(self, self.irbuilder.atomic_rmw("add", pointer.raw, INT64(1), ordering))

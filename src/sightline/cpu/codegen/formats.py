@@ -23,7 +23,7 @@ class FloatFormat:
     name: str
     storage_type: Any
     accumulator_type: Any
-    has_conversion: bool  # True if one instruction converts to the accumulator type or back
+    has_conversion: bool  # True if instructions convert between the two types; see `store`
 
     @property
     def itemsize(self) -> int:
@@ -37,7 +37,7 @@ class FloatFormat:
 
     @property
     def accumulator_format(self) -> FloatFormat:
-        """The format of sums: float64 or float32."""
+        """The format of sums of these numbers: float64 or float32."""
         name = "float64" if self.accumulator_type is DOUBLE else "float32"
         return FloatFormat(name, self.accumulator_type, self.accumulator_type, True)
 
@@ -53,7 +53,7 @@ class FloatFormat:
         return _half_to_float(pointer.builder, bits)
 
     def store(self, pointer: Value, value: Value) -> None:
-        """Store adjacent numbers, rounded to nearest, ties to even."""
+        """Store adjacent numbers, rounded to the nearest number of the storage type, ties to even."""
         if self.is_native:
             pointer.store(value)
         elif self.has_conversion:
@@ -89,7 +89,7 @@ def _float_to_half(builder: Builder, value: Value) -> Value:
     magnitude = bits & 0x7FFFFFFF
     sign = (bits >> 16) & 0x8000
     normal = (magnitude + (0xFFF - (112 << 23)) + ((magnitude >> 13) & 1)) >> 13
-    # the ulp of the sum below is 2⁻²⁴, the smallest float16
+    # the ulp of the sum below is 2⁻²⁴, the smallest positive float16
     subnormal = (magnitude.bits(FLOAT) + 0.5).bits(INT32) - (126 << 23)
     overflow = builder.where(magnitude > 0x7F800000, builder.value(0x7E00, magnitude.type), 0x7C00)
     result = builder.where(magnitude < 113 << 23, subnormal, normal)
@@ -97,7 +97,7 @@ def _float_to_half(builder: Builder, value: Value) -> Value:
 
 
 def _float_to_bfloat(builder: Builder, value: Value) -> Value:
-    """Round float32 to bfloat16 bits in 32-bit lanes."""
+    """Round float32 values to bfloat16 and return the bfloat16 bits, each in a 32-bit integer lane."""
     bits = value.bits(INT32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return builder.where(value != value, builder.value(0x7FC0, vector(INT32, lanes_of(value.type))), rounded)

@@ -21,7 +21,7 @@ __all__ = ["exp", "exp2", "exp2_by_scaling", "exp2_of_negative", "exp_of_negativ
 
 
 class FloatConstants:
-    """Constants of the value's format, float32 or float64."""
+    """The constants of elementary functions for the format of `value`, float32 or float64."""
 
     def __init__(self, value: Value) -> None:
         is_double = element_type(value.type) == DOUBLE
@@ -40,7 +40,7 @@ def exp2_coefficients(is_double: bool, degree: int = 5) -> tuple[float, ...]:
     """Return the coefficients of a polynomial for (2^f − 1) / f on [−½, ½], lowest power first.
 
     float64 uses the Taylor series, whatever `degree` is. float32 interpolates the series at Chebyshev points with a
-    polynomial of this degree, which needs fewer terms.
+    polynomial of this degree, which needs fewer terms than the series.
     """
     series = np.polynomial.Polynomial([math.log(2) ** k / math.factorial(k) for k in range(1, 14)])
     if not is_double:
@@ -53,8 +53,8 @@ def exp2_of_negative(builder: Builder, x: Value, degree: int = 5) -> Value:
     """Return 2^x for x ≤ 0 or NaN, within 2 ulps; 0 if 2^x is below the smallest normal number, also for x = −∞.
 
     The softmax uses this function, so it has as few instructions as possible: 2^x = 2^n (1 + f q(f)), with n added to
-    the exponent bits. `degree` is the degree of q in float32; with 4 the error is below 3 ulps, which is far below the
-    precision of bfloat16.
+    the exponent bits. `degree` is the degree of q in float32. With degree 4 the error is below 3 ulps of float32, far
+    less than an ulp of bfloat16.
     """
     constants = FloatConstants(x)
     magic = x + constants.rounding_constant
@@ -66,14 +66,14 @@ def exp2_of_negative(builder: Builder, x: Value, degree: int = 5) -> Value:
 def exp2_by_scaling(builder: Builder, x: Value, degree: int = 5) -> Value:
     """Return the result of `exp2_of_negative` for a whole vector of AVX-512 (64 bytes), subnormal results included.
 
-    AVX-512 reduces in one instruction and scales by a power of two in another.
+    One instruction of AVX-512 subtracts the nearest whole number, and another multiplies by a power of two.
     """
     kind, is_double = x.type, element_type(x.type) == DOUBLE
     letter, all_lanes, rounding = (
         "d" if is_double else "s",
         ir.IntType(lanes_of(kind))(-1),
         INT32(4),
-    )  # the current rounding mode
+    )  # INT32(4) selects the current rounding mode
 
     def instruction(name: str, second: Any) -> Callable[[Value], Value]:
         kinds = [kind, second.type, kind, all_lanes.type, INT32]
@@ -119,7 +119,8 @@ def _exponent_and_expm1(builder: Builder, whole: Value, rest: Value) -> tuple[Va
 def _scale_by_power_of_2(builder: Builder, x: Value, exponent: Value) -> Value:
     """Return x · 2^exponent, for an exponent within twice the format's range.
 
-    The function multiplies twice by about 2^(exponent / 2), so that no step overflows or underflows before the result.
+    The function multiplies twice by about 2^(exponent / 2), so that the first product neither overflows nor underflows
+    unless the result does.
     """
     constants = FloatConstants(x)
     one = builder.value(1.0, x.type).bits(constants.integer_type)

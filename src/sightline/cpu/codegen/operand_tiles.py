@@ -1,8 +1,8 @@
 """Tiles of key and value rows, in the layout that the register tile reads.
 
 The register tile reads numbers along a row or down a column, and broadcasts each number over the lanes. float32 and
-float64 are read in place, with any strides. Narrower formats are staged for one block of keys at a time: the numbers
-are widened to float32, or the two bfloat16 numbers of a pair are stored next to each other.
+float64 are read in place, with any strides. Rows in narrower formats are first copied to scratch, one tile of keys at a
+time. In the copy, numbers are widened to float32, or the two bfloat16 numbers of a pair are next to each other.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ __all__ = ["OperandTile", "interleave_rows", "widen_row"]
 
 
 class OperandTile:
-    """The rows of one operand in a block of keys.
+    """The rows of K or V of one tile of keys.
 
     Parameters
     ----------
     width : numbers per row
     has_unit_stride : True if adjacent numbers of a row are adjacent in memory
-    max_rows : rows per block, at most
-    needs_rows, needs_columns : True if the kernel calls `row`, or `column`
+    max_rows : the most rows of a tile
+    needs_rows : True if the kernel calls `row`
+    needs_columns : True if the kernel calls `column` or `vector_rows`
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class OperandTile:
         self.row_bytes = tiles.packed_length(width) * tiles.itemsize  # bytes per staged row
         self.pair_row_bytes = width * tiles.itemsize  # bytes per staged row of pairs, each with two numbers of a column
         self.column_row_bytes = self.pair_row_bytes if tiles.paired else self.row_bytes
-        is_paired_in_memory = has_unit_stride and width % 2 == 0  # the pairs along a row need no staging
+        is_paired_in_memory = has_unit_stride and width % 2 == 0  # pairs along a row need no copy
         needs_row_scratch = needs_rows and not is_paired_in_memory if tiles.paired else not self.is_in_place
         self.row_scratch = tiles.scratch(max_rows * self.row_bytes) if needs_row_scratch else None
         self.column_scratch = None if tiles.paired else self.row_scratch
@@ -57,7 +58,7 @@ class OperandTile:
         self.element_stride = None if self.has_unit_stride else column
 
     def stage(self, first: Value, count: Value) -> None:
-        """Prepare `count` rows, from row `first` on."""
+        """Select `count` rows of the head, from row `first` on, and copy the rows if their format needs a copy."""
         self.block, self.count = self.head.at(first * self.row_stride), count
         if self.is_in_place:
             return
@@ -77,31 +78,31 @@ class OperandTile:
                 interleave_rows(self.tiles, source, target, self.width, *strides, has_second)
 
     def row(self, r: Value) -> tuple[Value, Any]:
-        """Return (address of the first number of row r, bytes to the next). A row past the end is the last row."""
+        """Return (address of the first number of row r, bytes to the next number). Later rows are the last row."""
         r = self.builder.minimum(r, self.count - 1)
         if self.row_scratch is not None:
             return self.row_scratch.at(r * self.row_bytes), self.tiles.itemsize
         return self.block.at(r * self.row_stride), self.tiles.itemsize if self.tiles.paired else self.column_stride
 
     def column(self, c: Value) -> tuple[Value, Any]:
-        """Return (address of the first number of column c, bytes to the next)."""
+        """Return (address of the first number of column c, bytes to the next number of the column)."""
         if self.column_scratch is not None:
             return self.column_scratch.at(c * self.tiles.itemsize), self.column_row_bytes
         return self.block.at(c * self.column_stride), self.row_stride
 
     def vector_rows(self) -> tuple[Value, Any]:
-        """Return (address, bytes from row to row) of the rows as vectors. A row of pairs holds two rows."""
+        """Return (address, bytes from row to row) to load vectors along rows. A row of pairs joins two rows of V."""
         if self.column_scratch is not None:
             return self.column_scratch, self.column_row_bytes
         return self.block, self.row_stride
 
     def load_entry(self, r: Value, c: Value) -> Value:
-        """Return one number of the operand in memory, widened."""
+        """Return the number in row r and column c, read from the operand itself and widened."""
         return self.format.load(self.block.at(r * self.row_stride).at(c * self.column_stride))
 
 
 def widen_row(tiles: RegisterTiles, format: FloatFormat, source: Value, target: Value, width: int, step: Any) -> None:
-    """Copy a row to scratch, widened. `step` is the bytes from number to number; None if they are adjacent."""
+    """Copy a row to scratch, widened. `step` is the bytes from number to number; None if numbers are adjacent."""
     builder, lanes = tiles.builder, tiles.lanes
     stride = format.itemsize if step is None else step
     whole = width // lanes * lanes if step is None else 0

@@ -15,7 +15,7 @@ LOW_32_BITS = 0xFFFFFFFF
 
 
 def random_words(builder: Builder, seed: Value, counter: tuple[Value, Value, Value, Value]) -> list[Value]:
-    """Return the four words at a counter, whose parts are 64-bit scalars or vectors with values below 2³²."""
+    """Return the four random words of a counter. Its parts are 64-bit scalars or vectors of numbers below 2³²."""
     keys = [seed & LOW_32_BITS, seed >> 32]
     x0, x1, x2, x3 = counter
     for _ in range(ROUNDS):

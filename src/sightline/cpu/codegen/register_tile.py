@@ -2,7 +2,7 @@
 
 A matrix in scratch memory consists of rows, and a row consists of vectors. A register tile is a few rows of sums, each
 as wide as a row of the matrix. The sums stay in registers. Each number of one operand is broadcast over the lanes and
-multiplied by the vectors of the other:
+multiplied by the vectors of the other operand, a matrix:
 
     sums[r][lane] += Σ_k number_r[k] · matrix[k][lane]
 
@@ -37,7 +37,7 @@ class RegisterTiles:
 
     def __init__(self, builder: Builder, kind: Any, machine: Machine, paired: bool = False) -> None:
         self.builder, self.kind, self.paired = builder, kind, paired
-        self.itemsize = bytes_of(kind)  # bytes of a sum, of a number and of a pair
+        self.itemsize = bytes_of(kind)  # bytes of a sum, and of a factor or pair of factors
         self.operand_type = INT32 if paired else kind
         self.pair_size = 2 if paired else 1
         self.lanes = machine.vector_bytes // self.itemsize
@@ -49,7 +49,7 @@ class RegisterTiles:
         self.row_bytes = self.block * self.itemsize
 
     def packed_length(self, count: int) -> int:
-        """Return how many numbers, or pairs, store `count` entries of the summed axis."""
+        """Return how many numbers, or how many pairs if factors are pairs, store `count` entries of the summed axis."""
         return -(-count // self.pair_size)
 
     def matrix(self, rows: int) -> Value:
@@ -61,7 +61,7 @@ class RegisterTiles:
         return self.builder.alloca_array(self.operand_type, max(size, self.align) // self.itemsize)
 
     def variables(self, start: float | None = None) -> list[Variable]:
-        """Return one variable per vector of a row."""
+        """Return one new variable for each vector of a row, set to `start`; unset if `start` is None."""
         return [Variable(self.builder, self.vector, start) for _ in range(self.vectors)]
 
     def at(self, matrix: Value, row: Any, v: Any = 0) -> Value:
@@ -86,7 +86,7 @@ class RegisterTiles:
         return rows
 
     def for_each_row_group(self, count: Any, max_rows: int, write: Callable[[Value, int], None]) -> None:
-        """Build write(first, rows) for groups of `self.rows` rows, up to row `count` ≤ `max_rows`.
+        """Build write(first, rows) for each group of `self.rows` rows, up to row `count` ≤ `max_rows`.
 
         If `max_rows` is no multiple of `self.rows`, the last group has the remaining rows.
         """
@@ -140,7 +140,7 @@ class RegisterTiles:
             steps(k, 1)
 
     def multiply_add(self, x: Value, y: Value, z: Value) -> Value:
-        """Return x · y + z; x₀ y₀ + x₁ y₁ + z for pairs."""
+        """Return x · y + z; if factors are pairs, x₀ y₀ + x₁ y₁ + z."""
         if not self.paired:
             return self.builder.fma(x, y, z)
         pairs, sums = vector(BFLOAT, 2 * self.lanes), vector(FLOAT, self.lanes)

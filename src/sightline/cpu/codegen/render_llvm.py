@@ -37,9 +37,9 @@ class Renderer:
 
     Parameters
     ----------
-    floats, integers : types of the formula's numbers
-    sources : table sources by id of the table
-    clamped : (index of a lookup in `walk`, axis) of the table indices that may be out of range at hidden pairs
+    floats, integers : LLVM types of the formula's floats and of its integers
+    sources : the `TableSource` of each table, by id of the table
+    clamped : (number of a lookup in `walk`, axis) of each table index that may be out of range at a hidden pair
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Renderer:
         return self._evaluate(symbols, known, lambda free_symbols: free_symbols.isdisjoint({"i", "s"}))
 
     def evaluate_pair(self, symbols: dict[str, Value], known: NodeValues) -> Value:
-        """Return the value of the formula."""
+        """Return the value of the formula for a vector of pairs. `known` has the values of parts computed before."""
         return self.evaluate_all(symbols, known)[id(self.formula)]
 
     def evaluate_all(self, symbols: dict[str, Value], known: NodeValues) -> NodeValues:
@@ -89,7 +89,7 @@ class Renderer:
         assert isinstance(node, Apply)
         kind = self.types[common_kind(node)]
         inputs = [values[id(a)] for a in node.arguments]
-        first = 1 if node.operator == "where" else 0  # the condition is not converted
+        first = 1 if node.operator == "where" else 0  # the condition of `where` is not converted
         return LLVM_RULES[node.operator](self.builder, *inputs[:first], *(x.to(kind) for x in inputs[first:]))
 
     def _load_lookup(self, node: Lookup, indices: list[Value]) -> Value:
@@ -107,7 +107,7 @@ class Renderer:
     ) -> tuple[Value, Value | None]:
         """Return the offsets of a lookup's entries in bytes: (offset common to all lanes, additional offset per lane).
 
-        The second is None if no index is a vector.
+        The additional offset is None if no index is a vector.
         """
         builder, integers = self.builder, self.types["int"]
         base: Any = builder.value(0, INT64)
@@ -124,7 +124,7 @@ class Renderer:
 
 
 def _floor_divide(builder: Builder, x: Value, y: Value) -> tuple[Value, Value]:
-    """Return (⌊x / y⌋, x − y ⌊x / y⌋). For integers with y = 0 both are 0, since a division by 0 would trap."""
+    """Return (⌊x / y⌋, x − y ⌊x / y⌋). For integers with y = 0 both are 0: a division by 0 would trap."""
     if is_float(x.type):
         quotient = builder.call_intrinsic("floor", x / y)
         return quotient, x - quotient * y

@@ -37,7 +37,7 @@ def vector(kind: Type, lanes: int) -> Type:
 
 
 def element_type(kind: Type) -> Type:
-    """Return the type of one lane."""
+    """Return the type of one lane; the type itself if the type is a scalar type."""
     return kind.element if isinstance(kind, ir.VectorType) else kind
 
 
@@ -47,12 +47,12 @@ def lanes_of(kind: Type) -> int:
 
 
 def is_float(kind: Type) -> bool:
-    """True if the lanes are floating-point numbers."""
+    """True if the type is a floating-point type, or a vector type of floating-point lanes."""
     return isinstance(element_type(kind), ir.HalfType | _BFloatType | ir.FloatType | ir.DoubleType)
 
 
 def bytes_of(kind: Type) -> int:
-    """Return the size of one lane in bytes."""
+    """Return the size in bytes of one lane; of the scalar if the type is a scalar type."""
     element = element_type(kind)
     if isinstance(element, ir.IntType):
         return max(int(element.width) // 8, 1)
@@ -129,7 +129,7 @@ class Value:
         irbuilder = self.builder.irbuilder
         if is_float(x.type):
             compare = irbuilder.fcmp_unordered if predicate == "!=" else irbuilder.fcmp_ordered
-        else:  # True is −1 as a signed number
+        else:  # as a signed number of 1 bit, True is −1
             compare = irbuilder.icmp_unsigned if element_type(x.type) == BOOL else irbuilder.icmp_signed
         return Value(self.builder, compare(predicate, x.raw, y.raw))
 
@@ -215,7 +215,7 @@ class Value:
         return total
 
     def _shuffle(self, other: Value, indices: Sequence[int]) -> Value:
-        """Return the lanes at these indices of this vector followed by the other vector."""
+        """Return the lanes at these indices, which count the lanes of this vector, then those of `other`."""
         shuffle_mask = ir.Constant(vector(INT32, len(indices)), list(indices))
         return Value(self.builder, self.builder.irbuilder.shuffle_vector(self.raw, other.raw, shuffle_mask))
 
@@ -226,10 +226,10 @@ class Value:
         return self._shuffle(self, indices)
 
     def interleave(self, other: Value, half: int, unit: int = 1, block: int | None = None) -> Value:
-        """Alternate units of `unit` lanes from this vector and from the other, in every block of `block` lanes.
+        """Alternate units of `unit` lanes from this vector and from `other`, in every block of `block` lanes.
 
-        `half` 0 takes the units from the lower half of each block, and `half` 1 from the upper half. A block is the
-        whole vector by default.
+        `half` 0 takes the units from the lower half of each block of lanes, and `half` 1 from the upper half. By
+        default the block is the whole vector.
         """
         lanes = lanes_of(self.type)
         block = block or lanes
@@ -243,7 +243,7 @@ class Value:
         return self._shuffle(other, indices)
 
     def deinterleave(self, other: Value, part: int, unit: int, block: int) -> Value:
-        """For every block of `block` lanes, concatenate every second unit of this vector's block and of the other's.
+        """In every block of `block` lanes, concatenate every second unit of this vector and of `other`.
 
         A unit has `unit` lanes. `part` 0 takes the units of even index, and `part` 1 the units of odd index.
         """
@@ -258,7 +258,7 @@ class Value:
         return self._shuffle(other, indices)
 
     def at(self, offset: Any) -> Value:
-        """Add an offset in bytes to a pointer. A vector of offsets gives a vector of pointers."""
+        """Return this pointer plus an offset in bytes. A vector of offsets gives a vector of pointers."""
         offset = self.builder.value(offset, INT64)
         raw = self.builder.irbuilder.gep(self.raw, [offset.raw], source_etype=BYTE)
         raw.type = vector(POINTER, lanes_of(offset.type))  # llvmlite types the result as one pointer
@@ -283,7 +283,7 @@ class Value:
 
 
 def intrinsic_suffix(kind: Type) -> str:
-    """Return the suffix of intrinsics of this type: i64, v16f32, ..."""
+    """Return the suffix in the names of LLVM's intrinsics for this type: i64, v16f32, ..."""
     element = element_type(kind)
     name = f"i{element.width}" if isinstance(element, ir.IntType) else f"f{8 * bytes_of(kind)}"
     return f"v{lanes_of(kind)}{name}" if isinstance(kind, ir.VectorType) else name

@@ -8,10 +8,11 @@ For a tile of keys j and a block of queries i (Dao et al., "FlashAttention", 202
     dQᵀ[d][i] += Σ_j K[j][d] · dSᵀ[j][i]
     dV[j][d] += Σ_i Pᵀ[j][i] · dO[i][d]        dK[j][d] += Σ_i dSᵀ[j][i] · Q[i][d]
 
-In the first three products vectors run along queries, as in the forward kernel. In the last two vectors run along d, on
-copies of the rows of dO and Q. These two are added to rows that only one thread writes: an item of work is one split of
-the keys of one key head, and loops over all queries of the key head. The number of splits follows from the problem
-alone, and the splits' terms of dQ are added in order, so that results are the same for any number of threads.
+In the first three products vectors run along queries, as in the forward kernel. In the last two products vectors run
+along d, on copies of the rows of dO and Q. Both products are added to rows of dV and dK that only one thread writes: a
+work item is one split of the keys of one or all key heads, and loops over all queries of the key heads. The number of
+splits follows from the problem alone, and the splits' terms of dQ are added in the order of the splits, so that results
+are the same for any number of threads.
 
 The kernel does not treat NaN and ∞: a gradient that is not finite sets `nonfinite_flag`, and the caller discards the
 results.
@@ -56,7 +57,7 @@ class Backward(Block):
         self.do_t = tiles.matrix(tiles.packed_length(spec.d_v))
         self.dp_t, self.dq_t = tiles.matrix(KEY_BLOCK), tiles.matrix(spec.d_k)
         self.q_rows, self.do_rows = self.allocate_block_rows(spec.d_k), self.allocate_block_rows(spec.d_v)
-        if self.paired:  # dS with pairs of keys, and P and dS with pairs of queries
+        if self.paired:  # `ds_pairs` has pairs of keys; `p_rows` and `ds_rows` have pairs of queries
             self.ds_pairs = tiles.matrix(tiles.packed_length(KEY_BLOCK))
             self.p_rows, self.ds_rows = (tiles.scratch(KEY_BLOCK * tiles.block * 2) for _ in range(2))
         self.lse_matrix, self.delta_matrix = tiles.matrix(1), tiles.matrix(1)
@@ -75,7 +76,7 @@ class Backward(Block):
         self.first_tile, self.last_tile = start, builder.minimum(start + args.split_size, last)
 
         def loop_range(index: Value, parallel: Value, count: Value) -> tuple[Value, Value]:
-            """Return the range of one index if the indices are in separate items, else the range of all."""
+            """Return the range of only this index if each index has its own items, else the range of all indices."""
             is_parallel = parallel == count
             first = builder.where(is_parallel, index, 0)
             return first, builder.where(is_parallel, first + 1, count)
@@ -110,12 +111,12 @@ class Backward(Block):
 
     # -- rows of the block ----------------------------------------------------------------------------------------
     def allocate_block_rows(self, width: int) -> Value:
-        """Allocate scratch for the block's rows, padded to whole vectors; a row of pairs holds two rows."""
+        """Allocate scratch for one row per query, padded to whole vectors; a row of pairs joins two queries' rows."""
         tiles = self.tiles
         return tiles.scratch(tiles.packed_length(tiles.block) * round_up(width, self.lanes) * tiles.itemsize)
 
     def transpose_output_gradients(self) -> None:
-        """Compute dOᵀ[d][lane], and per lane δ and lse in the scores' base; lse is ∞, so P = 0, past the last query."""
+        """Compute dOᵀ[d][lane], and δ and lse in the scores' base per lane. Past the last query lse is ∞, so P = 0."""
         builder, args, tiles = self.builder, self.args, self.tiles
         width, log_unit = self.spec.d_v, math.log2(math.e) if self.spec.is_base_2 else 1.0
         for v in self.vectors:
@@ -143,7 +144,7 @@ class Backward(Block):
             self.delta[v].set(tiles.load(self.delta_matrix, 0, v))
 
     def copy_rows(self, source: Value, name: str, is_contiguous: bool, width: int, target: Value) -> None:
-        """Copy the block's rows as vectors along d, zero past width and last query; a row of pairs joins two rows."""
+        """Copy the queries' rows as vectors along d, padded with 0; a row of pairs joins the rows of two queries."""
         builder, args, tiles = self.builder, self.args, self.tiles
         row_stride = getattr(args, f"{name}_row_stride")
         step = None if is_contiguous else getattr(args, f"{name}_column_stride")
@@ -174,7 +175,7 @@ class Backward(Block):
         nonfinite = Variable(builder, self.vector, 0.0)
         with builder.loop(0, count) as at:
             entry = vectors.at(at * self.tiles.align).load(self.vector)
-            nonfinite.set(nonfinite.get() + (entry - entry))  # 0 if the entry is finite, else NaN
+            nonfinite.set(nonfinite.get() + (entry - entry))  # the difference is 0 if the entry is finite, else NaN
         with builder.if_then((nonfinite.get() != 0.0).any()):
             self.args.nonfinite_flag.store(builder.value(1, INT64))
 
@@ -191,7 +192,7 @@ class Backward(Block):
 
     # -- tiles ----------------------------------------------------------------------------------------------------
     def key_tile(self, j0: Value, partial: Value) -> None:
-        """Process one tile: compute its weights and their gradients, and add its terms of dQ, dK and dV."""
+        """Process one tile: compute its weights and their gradients, and add its terms to dQ, dK and dV."""
         builder, tiles, spec = self.builder, self.tiles, self.spec
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
         self.key.stage(j0, self.num_keys)
@@ -219,11 +220,11 @@ class Backward(Block):
         self.add_to_rows(ds, self.q_rows, spec.d_k, self.args.d_key, j0)
 
     def differentiate(self, j0: Value, masked: bool) -> None:
-        """Replace Sᵀ by P, and dPᵀ by dS, which includes the scale; add to the tables' gradients."""
+        """Replace Sᵀ by P, and dPᵀ by dS, which includes the scale; add terms to the tables' gradients."""
         builder, tiles, spec = self.builder, self.tiles, self.spec
         step = 4 if spec.has_dropout else tiles.pair_size
         self.transpose_tables(j0, 0 if masked else 1)
-        # the rest of the last step
+        # set the keys of the last step that are past the last key to 0
         with builder.loop(self.num_keys, (self.num_keys + (step - 1)) // step * step) as past:
             for v in self.vectors:
                 tiles.store(self.s_t, past, v, builder.value(0.0, self.vector))
@@ -256,7 +257,7 @@ class Backward(Block):
     def compute_weight(
         self, s: Value, v: int, j: Value, known: list[NodeValues], masked: bool, is_inside: Value | None
     ) -> Value:
-        """Return P of one key and a vector of queries; 0 if hidden and if `is_inside` is given and false.
+        """Return P of one key and a vector of queries; 0 where hidden, and if `is_inside` is given and false.
 
         `known` has the values of the mask and of the score that `values_before_pair` returns.
         """
@@ -277,7 +278,7 @@ class Backward(Block):
         return p if is_inside is None else builder.where(is_inside.broadcast(self.lanes), p, zero)
 
     def evaluate_statistic_gradients(self, p: Value, key: Value, v: int, rows: list[NodeValues]) -> dict[str, Value]:
-        """Return by role the gradients that statistics add to dP ("weights") and to the final score's ("scores")."""
+        """Return by role what statistics add to dP ("weights") and to the gradient of the final score ("scores")."""
         gradients: dict[str, Value] = {}
         for f, role in enumerate(self.spec.roles, start=2):
             renderer = self.renderers[f]
@@ -353,7 +354,7 @@ class Backward(Block):
     def prepare_derivatives(self) -> None:
         """Create the renderers of d score / d s, and of d score / d entry for the lookups whose tables need gradients.
 
-        A derivative has the same lookups as the score, so their values are known when the derivative is evaluated.
+        A derivative has the same lookups as the score, so the kernel knows the lookups' values when it evaluates one.
         """
         score = self.formulas[1]
         self.table_gradients: list[TableGradientCode] = []

@@ -1,11 +1,11 @@
 """A block of queries against tiles of keys, on register tiles: the base class of all kernels.
 
 Vectors run along queries. The queries of a block are transposed once, to Qᵀ[d][lane], and scores are computed as
-Sᵀ[key][lane]. K and V are therefore read in their own row order, one number at a time, which is broadcast to all lanes.
-Every value per query (maximum, sum, lse) is computed with plain operations on vectors.
+Sᵀ[key][lane]. K and V are therefore read in their own row order, one number at a time, and each number is broadcast to
+all lanes. Every number per query (maximum, sum, lse) is computed with plain operations on vectors.
 
-The product of query and key is scaled in the softmax, by one fused multiplication with the subtraction of the maximum.
-If there is no score formula and no sink, the factor contains log₂ e, and scores are in base 2 from there on.
+The product of query and key is scaled in the softmax: one fused operation multiplies by the factor and subtracts the
+maximum. If there is no score formula and no sink, the factor contains log₂ e, and scores are in base 2 from there on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Block:
     fields: Mapping[str, Any]
     q_t: Value  # Qᵀ[d][lane]
     s_t: Value  # Sᵀ[key][lane]
-    num_keys: Value  # keys of the tile
+    num_keys: Value  # number of keys in the current tile
     split: Value  # index of the split of the keys, in kernels that split the keys
 
     def __init__(self, spec: KernelSpec, formulas: Sequence[Expression | None], machine: Machine) -> None:
@@ -55,7 +55,7 @@ class Block:
         self.module = ir.Module("sightline")
 
     def write(self, name: str) -> Any:
-        """Return the module with the kernel: it allocates scratch, then processes items by an atomic counter."""
+        """Return the module with the kernel. An atomic counter gives each thread its next work item."""
         self.builder = builder = Builder(self.module, name)
         axes = [axes for _, axes in self.spec.tables] + [1] * self.spec.num_output_arrays
         self.args = LoadedArguments(builder, builder.arguments[0], self.fields, axes)
@@ -76,12 +76,12 @@ class Block:
         raise NotImplementedError(type(self).__name__)
 
     def process_item(self, item: Value) -> None:
-        """Process one item of work."""
+        """Process one work item."""
         raise NotImplementedError(type(self).__name__)
 
     # -- addresses ------------------------------------------------------------------------------------------------
     def locate(self, b: Value, h: Value, query_block: Value) -> None:
-        """Compute the addresses, the tile ranges and the length of a block of queries."""
+        """Compute the addresses, the tile ranges and the number of queries of a block of queries."""
         builder, args = self.builder, self.args
         self.b, self.h, self.query_block = b, h, query_block
         self.i0 = query_block * self.tiles.block
@@ -94,9 +94,9 @@ class Block:
 
     @contextmanager
     def loop_tiles(self, first: Value | None = None, last: Value | None = None) -> Iterator[tuple[Value, Value]]:
-        """Write a loop over the tiles in the block's tile ranges, limited to `first` <= tile < `last`.
+        """Write a loop over the tiles in the block's tile ranges; if limits are given, only `first` <= tile < `last`.
 
-        Yields the tile's index and whether its tile range is partial.
+        Yields the tile's index, and whether the tile range is partial: some of its pairs may be hidden.
         """
         builder, args = self.builder, self.args
         with builder.loop(self.tile_range_start, self.tile_range_stop) as index:
@@ -153,11 +153,11 @@ class Block:
     ) -> None:
         """Compute target[d][lane] = transform(source[i0 + lane][d]).
 
-        Lanes past the last query repeat the last query. If operands are pairs of bfloat16, each number of the target is
-        the pair of two neighbouring d.
+        Lanes past the last query repeat the last query. If operands are pairs of bfloat16, each number of the target
+        is the pair of source numbers at two neighbouring d.
         """
         builder, tiles = self.builder, self.tiles
-        size = tiles.pair_size * self.format.itemsize  # bytes in memory of one number of the target
+        size = tiles.pair_size * self.format.itemsize  # bytes in the source for one number of the target
 
         def row(lane: Value) -> Value:
             return source.at((self.i0 + builder.minimum(lane, self.num_valid - 1)) * row_stride)
@@ -250,7 +250,7 @@ class Block:
         return Renderer(self.builder, formula, floats, self.integer, self.sources, clamped)
 
     def evaluate_block(self) -> None:
-        """Evaluate the nodes of the formulas that read neither j nor s, for each vector of queries."""
+        """Evaluate the formulas' nodes that depend on neither j nor s, for each vector of queries."""
         builder, args = self.builder, self.args
         last = (args.n - 1).to(self.integer)
         self.symbols: list[dict[str, Value]] = []
@@ -260,27 +260,27 @@ class Block:
             i = builder.minimum(builder.arange(self.lanes, self.integer) + start, last)
             self.symbols.append({"b": self.b, "h": self.h, "i": i, "n": args.n, "m": args.m})
             self.block_values.append([{} if r is None else r.evaluate_block(self.symbols[v]) for r in self.renderers])
-        self.shared_values = [  # the values that are the same for every query of the block
+        self.shared_values = [  # for each formula, the node values that all queries of the block share
             {} if r is None else {id(x): known[id(x)] for x in r.nodes if id(x) in known and "i" not in x.free_symbols}
             for r, known in zip(self.renderers, self.block_values[0], strict=True)
         ]
 
     def evaluate_key(self, j: Value) -> list[NodeValues]:
-        """Return, for each formula, the values of its nodes that read neither i nor s, at key j."""
+        """Return, for each formula, the values of its nodes that depend on neither i nor s, at key j."""
         symbols = self.symbols[0] | {"j": j}
         formulas = zip(self.renderers, self.shared_values, strict=True)
         return [{} if r is None else r.evaluate_row(symbols, shared) for r, shared in formulas]
 
     def transpose_tables(self, j0: Value, first: int, stop: int | None = None) -> None:
-        """Read the entries that formulas `first` to `stop` - 1 look up at t[..., i, j], for the tile of keys at j0."""
+        """Read the entries of lookups t[..., i, j] in formulas `first` to `stop` - 1, for the tile of keys at j0."""
         for tables in self.tile_tables[first:stop]:
             tables.transpose(j0)
 
     def logits(self, key: Value, j0: Value, masked: bool) -> Iterator[tuple[int, Value, Value | None]]:
         """Yield (v, S, condition of the mask) for one key and every vector v of queries.
 
-        S is the final score, or Q · K without the scale if there is no score formula. The condition is None without a
-        mask and if `masked` is False.
+        S is the final score, or Q · K without the scale if there is no score formula. The condition is None if
+        there is no mask or `masked` is False.
         """
         mask, score = self.renderers[:2]
         j = (j0 + key).to(self.integer)
@@ -296,7 +296,7 @@ class Block:
             yield v, s, allowed
 
     def values_before_pair(self, formula: int, key_values: list[NodeValues], key: Value, v: int) -> NodeValues:
-        """Return, by node id, the values that formula number `formula` has before a pair is evaluated."""
+        """Return, by node id, the values of formula number `formula` that are known before a pair is evaluated."""
         return self.block_values[v][formula] | key_values[formula] | self.tile_tables[formula].entries(key, v)
 
     def exponentiate(self, difference: Value) -> Value:
@@ -307,7 +307,7 @@ class Block:
         return (exp2_by_scaling if use_scalef else exp2_of_negative)(self.builder, difference, 4 if self.paired else 5)
 
     def dropout_keep_mask(self, j: Value) -> list[list[Value]]:
-        """Return, for each of the four keys from j on and each vector, where dropout keeps weights; 4 divides j."""
+        """Return, per key (four from j on) and vector, a condition: dropout keeps the weight; 4 must divide j."""
         builder, args = self.builder, self.args
         keep_by_query = []
         for symbols in self.symbols:
@@ -347,7 +347,7 @@ class Block:
         one, two = vector(self.float, self.lanes), vector(BFLOAT, 2 * self.lanes)
         name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{self.tiles.align * 8}"
         convert = builder.declare(name, ir.FunctionType(two, [one, one]))
-        # the lanes of `first`, then the lanes of `second`
+        # `both` has the lanes of `first`, then the lanes of `second`
         both = Value(builder, builder.irbuilder.call(convert, [second.raw, first.raw]))
         mixed = both.extract_lanes([k // 2 + k % 2 * self.lanes for k in range(2 * self.lanes)])
         return mixed.bitcast(vector(INT32, self.lanes))

@@ -6,10 +6,10 @@ broadcast and multiplies a row of V.
 
     S[r][j] = Σ_d Q[r][d] · K[j][d]    P = 2^(S − m')    O[r][d] = α O + Σ_j P[r][j] · V[j][d]
 
-The keys are divided into splits, by the problem alone, and threads process the splits one by one. The thread that
-finishes the last split of some rows merges the splits, always in the order of the keys, as `merge` does (Dao et al.,
-"Flash-Decoding", 2023). A NaN sets `nonfinite_flag`, and the forward kernel, which ignores hidden values, computes the
-output instead.
+The keys are divided into splits, in a way that only the problem determines. Threads process the splits one by one. The
+thread that finishes the last split of some rows merges the splits, always in the order of the keys, as `merge` does
+(Dao et al., "Flash-Decoding", 2023). An output that is NaN or ∞ sets `nonfinite_flag`. The forward kernel, which
+ignores V at hidden keys, then computes the output instead.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .kernel_spec import CACHE_LINE_BYTES, KEY_BLOCK
 
 __all__ = ["MAX_ROWS_PER_ITEM", "UNROLL", "Decode"]
 
-MAX_ROWS_PER_ITEM = 32  # query rows of an item
+MAX_ROWS_PER_ITEM = 32  # the most query rows of a work item
 SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine
-UNROLL = 4  # rows, and keys, whose products are summed in registers together
+UNROLL = 4  # number of query rows, and number of keys, whose products are summed in registers together
 KEY_PREFETCH_DISTANCE = 2 * KEY_BLOCK  # how many rows ahead K is prefetched while V is read
 VALUE_PREFETCH_DISTANCE = KEY_BLOCK  # how many rows ahead V is prefetched while K is read
 
@@ -53,7 +53,7 @@ class Decode(Block):
         self.running_max, self.alpha = (tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize) for _ in range(2))
 
     def process_item(self, item: Value) -> None:
-        """Process one split of the keys for some query rows, then merge the splits if this split was the last."""
+        """Process one split of the keys for some query rows, then merge the splits if this split finished last."""
         builder, args = self.builder, self.args
         self.locate_item(item)
         self.init_rows()
@@ -112,7 +112,7 @@ class Decode(Block):
                 self.output.at(r * self.output_row_bytes + v * tiles.align).store(builder.value(0.0, self.vector))
 
     def key_tile(self, j0: Value, partial: Value) -> None:
-        """Process one tile of keys: scores, weights, weighted values."""
+        """Process one tile of keys: scores, weights, weighted sum of V."""
         builder = self.builder
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
         self.key.stage(j0, self.num_keys)
@@ -133,7 +133,7 @@ class Decode(Block):
         rows = self.spec.unroll
         staged = self.key.row_scratch
         group_lanes = SHUFFLE_BYTES // tiles.itemsize
-        partial_row_bytes = KEY_BLOCK // group_lanes * tiles.align  # bytes of one row of self.sums
+        partial_row_bytes = KEY_BLOCK // group_lanes * tiles.align  # bytes per query row in self.sums
         base, step = (self.key.block, self.key.row_stride) if staged is None else (staged, self.key.row_bytes)
         with builder.loop(0, self.num_rows, rows) as first:
             indices = (builder.minimum(first + r, self.num_rows - 1) for r in range(rows))
@@ -207,7 +207,7 @@ class Decode(Block):
         builder, tiles = self.builder, self.tiles
         rows, vectors = self.spec.unroll, self.spec.d_v // self.lanes
         length = (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
-        matrix, stride = self.value.vector_rows()  # unused if operands are pairs
+        matrix, stride = self.value.vector_rows()  # used unless operands are pairs of bfloat16
         starts = range(0, vectors, tiles.vectors)
 
         def make_reader(group: int, width: int) -> Callable[[Value], list[Value]]:
@@ -241,7 +241,7 @@ class Decode(Block):
                         at.store(builder.fma(at.load(self.vector), alpha, total.get()))
 
     def load_value_pairs(self, k: Value, offsets: list[int]) -> list[Value]:
-        """Return V's rows 2k and 2k + 1 as pairs, made in registers, with columns permuted within every two vectors."""
+        """Return V's rows 2k and 2k + 1 joined to pairs, with the columns permuted within every two vectors."""
         keys = (self.builder.minimum(k * 2 + u, self.num_keys - 1) for u in range(2))
         rows = [self.value.block.at(key * self.value.row_stride) for key in keys]
         pairs: list[Value] = []
@@ -253,7 +253,7 @@ class Decode(Block):
 
     # -- outputs --------------------------------------------------------------------------------------------------
     def store(self) -> None:
-        """Store the split's O / l and lse by row; 0 and −∞ for query rows that see no key of the split."""
+        """Store the split's O / l and lse by row; 0 and −∞ if the query row sees no key of the split."""
         builder, args, tiles = self.builder, self.args, self.tiles
         unit = math.log(2) if self.spec.is_base_2 else 1.0
         with builder.loop(0, self.num_rows) as r:
@@ -279,9 +279,9 @@ class Decode(Block):
                 args.nonfinite_flag.store(builder.value(1, INT64))
 
     def merge_splits(self) -> None:
-        """Store output = Σ_p exp(lse_p − lse) output_p and lse = ln Σ_p exp lse_p by row, over splits p and sink."""
+        """Store output = Σ_p exp(lse_p − lse) output_p and lse = ln Σ_p exp lse_p by row; p: each split, the sink."""
         builder, args, tiles = self.builder, self.args, self.tiles
-        rows = args.batches * args.H * args.n  # query rows of a split
+        rows = args.batches * args.H * args.n  # number of query rows in the output of a split
         with builder.loop(0, self.num_rows) as r:
             h, _ = self.locate_query(r)
             row = self.locate_row(r)
@@ -313,7 +313,7 @@ class Decode(Block):
 
 
 def sum_pairwise(values: list[Value]) -> Value:
-    """Return the sum of the values, adding neighbours first."""
+    """Return the sum of the vectors in the list. Neighbours are added first."""
     while len(values) > 1:
         values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]

@@ -1,12 +1,12 @@
-"""The forward kernel: FlashAttention's running softmax on register tiles, generated for one formula and one machine.
+"""The forward kernel: FlashAttention's running softmax on register tiles, generated for a problem's formulas.
 
     Sᵀ[key][lane]  = Σ_d  K[key][d] · Qᵀ[d][lane]          for each tile in the block's tile ranges:
     Sᵀ             = score, mask                               m' = max(m, max Sᵀ),  α = 2^(m − m')
     P              = 2^(Sᵀ − m')                               l  = α l + Σ P
     Oᵀ[d_v][lane]  = α Oᵀ + Σ_key V[key][d_v] · P[key][lane]   at the end O = Oᵀ / l
 
-Register tiles compute both products. An item of work is one block of queries of one head; an atomic counter distributes
-the items.
+Register tiles compute both products. A work item is one block of queries of one head. An atomic counter distributes
+the items among the threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Forward(Block):
         self.value = self.allocate_operand(2, needs_rows=False, needs_columns=True)
         self.o_t = tiles.matrix(self.spec.d_v)
         self.running_max, self.running_sum, self.tile_max = (tiles.variables() for _ in range(3))
-        # `compensation` is for the rounding errors of running_sum
+        # `compensation` collects the rounding errors of `running_sum`
         self.shift, self.alpha, self.compensation = (tiles.variables() for _ in range(3))
         self.fused_statistics = FusedStatisticsCode(self)
 
@@ -54,7 +54,7 @@ class Forward(Block):
         self.store()
 
     def locate_item(self, item: Value) -> None:
-        """Locate the item's b, h and block of queries; the last blocks, the longest under a causal mask, come first."""
+        """Locate the item's b, h and block of queries. The last, which take longest if causal, come first."""
         args = self.args
         blocks = args.query_blocks
         head_index = item // blocks
@@ -65,7 +65,7 @@ class Forward(Block):
 
     # -- attention of the block -----------------------------------------------------------------------------------
     def attend(self, nan_safe: Value) -> None:
-        """Run the softmax over the block's tiles. If `nan_safe`, a weight of 0 ignores V, even NaN and ∞ in V.
+        """Run the softmax over the block's tiles. If `nan_safe`, V is ignored where weights are 0, even NaN and ∞.
 
         The NaN-safe attempt runs only if the output of the first attempt has a NaN, so that finite inputs cost nothing.
         """
@@ -83,7 +83,7 @@ class Forward(Block):
             self.key_tile(tile * KEY_BLOCK, partial, nan_safe)
 
     def key_tile(self, j0: Value, partial: Value, nan_safe: Value) -> None:
-        """Process one tile: scores, score formula and mask, softmax, weighted values."""
+        """Process one tile: scores, score formula and mask, softmax, weighted sum of V."""
         builder = self.builder
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
         self.key.stage(j0, self.num_keys)
@@ -107,7 +107,7 @@ class Forward(Block):
                 self.accumulate_values()
 
     def score_tile(self) -> None:
-        """Compute Q · K without the scale, and its maximum while Q · K is in registers."""
+        """Compute Q · K without the scale, and each query's maximum in the tile while Q · K is in registers."""
         builder = self.builder
 
         def finish(key: Value, v: int, s: Value) -> None:
@@ -117,7 +117,7 @@ class Forward(Block):
         self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, self.tiles.packed_length(self.spec.d_k), finish)
 
     def modify_scores(self, j0: Value, masked: bool) -> None:
-        """Scale Sᵀ, apply the score formula, set hidden scores to −∞, and recompute the maximum."""
+        """Scale Sᵀ, apply the score formula, set hidden scores to −∞, and recompute each query's maximum."""
         builder, tiles = self.builder, self.tiles
         self.transpose_tables(j0, 0 if masked else 1, 2)
         for v in self.vectors:
@@ -155,7 +155,7 @@ class Forward(Block):
     def softmax(self, j0: Value) -> None:
         """Replace Sᵀ by P = 2^(Sᵀ − m') and update the running maximum m and sum l.
 
-        If operands are pairs of bfloat16, P has pairs of neighbouring keys.
+        If operands are pairs of bfloat16, P is stored as pairs of neighbouring keys.
         """
         builder, tiles = self.builder, self.tiles
         factor = self.prescale_large_scores() if self.renderers[1] is None else builder.value(1.0, self.float)
@@ -171,7 +171,7 @@ class Forward(Block):
             self.alpha[v].set(alpha)
         sums = [Variable(builder, self.vector, 0.0) for _ in self.vectors]
         step = 4 if self.spec.has_dropout else tiles.pair_size
-        # the rest of the last step
+        # hide the keys of the last step that are past the last key
         with builder.loop(self.num_keys, (self.num_keys + (step - 1)) // step * step) as past:
             for v in self.vectors:
                 tiles.store(self.s_t, past, v, builder.value(-math.inf, self.vector))
@@ -197,7 +197,7 @@ class Forward(Block):
             self.fused_statistics.add_tile(v, sums[v].get())
 
     def add_to_total(self, v: int, weights: Value) -> None:
-        """Compute l = α l + Σ P and its rounding error (Knuth's two-sum), because later passes inherit lse's error."""
+        """Compute l = α l + Σ P and its rounding error (Knuth's two-sum), because later passes use lse."""
         alpha, old = self.alpha[v].get(), self.running_sum[v].get()
         new = self.builder.fma(old, alpha, weights)
         old = old * alpha
@@ -221,7 +221,7 @@ class Forward(Block):
         self.product(width, width, self.value.column, self.s_t, length, finish)
 
     def accumulate_values_nan_safe(self) -> None:
-        """Compute the same as `accumulate_values` one number of V at a time, ignoring V if the weight is 0."""
+        """Do what `accumulate_values` does, one number of V at a time, and ignore that number where the weight is 0."""
         builder, tiles = self.builder, self.tiles
         with builder.loop(0, self.spec.d_v) as d:
             sums = [
@@ -236,7 +236,7 @@ class Forward(Block):
                 tiles.store(self.o_t, d, v, sums[v].get())
 
     def load_weight(self, key: Value, v: int) -> Value:
-        """Return P of one key and a vector of queries, unpacked if pairs of keys are packed."""
+        """Return P of one key and a vector of queries, extracted from its pair if P is stored as pairs of keys."""
         builder, tiles = self.builder, self.tiles
         if not self.paired:
             return tiles.load(self.s_t, key, v)
@@ -247,7 +247,7 @@ class Forward(Block):
 
     # -- outputs --------------------------------------------------------------------------------------------------
     def has_nan(self) -> Value:
-        """True if any output is NaN: then V contains NaN or ∞, hidden or visible, or a score is NaN."""
+        """True if any output is NaN: then V has NaN or ∞ at a hidden or visible key, or a score is NaN."""
         builder = self.builder
         marks = [Variable(builder, self.vector, 0.0) for _ in self.vectors]  # 1 in lanes with a NaN
         with builder.loop(0, self.spec.d_v) as d:

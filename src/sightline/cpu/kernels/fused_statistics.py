@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["FusedStatisticsCode"]
 
-MIN_EXPONENT = -2048.0  # e^x and 2^x are 0 in every dtype for x below it
+MIN_EXPONENT = -2048.0  # for a smaller x, e^x and 2^x are 0 in every dtype
 
 
 class FusedStatisticsCode:
-    """The code for the roles in `spec.roles`: "max_score", "entropy", and "sum" for each extra formula.
+    """The code that computes the roles in `spec.roles`: "max_score", "entropy", and "sum" for each extra formula.
 
     The output arrays (B, H, n) follow the tables among the arguments, in this order: the maximum score in the
     accumulator's type, its key as int64, then entropy and sums in the accumulator's type.
@@ -41,7 +41,7 @@ class FusedStatisticsCode:
         self.indices = vector(block.integer, block.lanes)
         self.max_score, self.weighted_exponents, self.weight_sum = (tiles.variables() for _ in range(3))
         self.max_score_key = [Variable(builder, self.indices) for _ in block.vectors]
-        self.sums = {f: (tiles.variables(), tiles.variables()) for f in self.formulas}  # sums of the tile, of all tiles
+        self.sums = {f: (tiles.variables(), tiles.variables()) for f in self.formulas}  # sums of one tile, of all
 
     def init(self) -> None:
         """Reset the statistics before the first tile."""
@@ -61,7 +61,7 @@ class FusedStatisticsCode:
             self.update_max_score(j0, factor)
 
     def update_max_score(self, j0: Value, factor: Value) -> None:
-        """Update the maximum score and its first key; search the tile's keys only if its maximum is larger."""
+        """Update the maximum score and its first key; search the tile only if its maximum is larger."""
         block = self.block
         builder = block.builder
         for v in block.vectors:
@@ -117,7 +117,7 @@ class FusedStatisticsCode:
             whole[v].set(whole[v].get() + tile[v].get())
 
     def store(self) -> None:
-        """Store the statistics. A query that sees no key gets 0, but maximum score −∞ at key −1."""
+        """Store the statistics. A query that sees no key gets entropy 0, sums 0, maximum −∞ and key −1."""
         block, builder = self.block, self.block.builder
         outputs = iter(block.args.tables[len(block.spec.tables) :])
         if self.has_max_score:

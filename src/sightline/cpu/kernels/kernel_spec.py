@@ -9,43 +9,43 @@ from ..runtime.machine import Machine
 __all__ = ["CACHE_LINE_BYTES", "KEY_BLOCK", "KernelSpec", "lanes_per_vector", "round_up"]
 
 CACHE_LINE_BYTES = 64
-KEY_BLOCK = 64  # keys of a tile: their scores and their rows of K and V stay in the first two caches
+KEY_BLOCK = 64  # number of keys in a tile: its scores and its rows of K and V stay in the first two caches
 
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """Everything that is compiled into a kernel. Lengths, strides, scale and the data of tables are arguments."""
+    """Everything that is compiled into a kernel. Lengths, strides, scale and table data are the kernel's arguments."""
 
     kernel: str
     dtype: str
     d_k: int
     d_v: int
-    unit_stride: tuple[bool, ...]  # of query, key and value: True if the columns are adjacent in memory
+    unit_stride: tuple[bool, ...]  # for query, key and value: True if columns are adjacent in memory
     mask: str | None
     score: str | None
     tables: tuple[tuple[str, int], ...]  # dtype and number of axes of each table
     slots: tuple[int, ...]  # index in `tables` of each table of the mask, then of the score, then of the other formulas
-    needs_int64: bool  # integers of formulas have 64 bits, else 32
-    clamped: tuple[tuple[tuple[int, int], ...], ...]  # one entry per formula; see Renderer
+    needs_int64: bool  # True if integers of formulas have 64 bits, False if 32
+    clamped: tuple[tuple[tuple[int, int], ...], ...]  # for each formula; see `Renderer`
     has_sinks: bool
     has_dropout: bool
-    unroll: int = 0  # query rows whose products are summed together; see Decode
-    vectors: int | None = None  # vectors of the register tile; None for the number the machine has
+    unroll: int = 0  # number of query rows whose products are summed together; see Decode
+    vectors: int | None = None  # vectors per row of the register tile; None for all the machine has
     table_gradients: tuple[tuple[int, int, bool], ...] = ()  # lookups whose tables need gradients; see Backward
     tile_lookups: tuple[tuple[int, ...], ...] = ((), ())  # lookups t[..., i, j] of each formula; see TileTables
-    extra_formulas: tuple[str, ...] = ()  # formulas besides mask and score; they read pairs and final scores
-    k: int = 0  # keys listed for each query; see TopK
-    roles: tuple[str, ...] = ()  # what statistics need; see FusedStatisticsCode and Backward
+    extra_formulas: tuple[str, ...] = ()  # besides mask and score; they may read the final score
+    k: int = 0  # number of keys listed for each query; see TopK
+    roles: tuple[str, ...] = ()  # what is computed for statistics; see FusedStatisticsCode and Backward
 
     @property
     def num_output_arrays(self) -> int:
-        """Return how many output arrays follow the tables among the arguments."""
+        """Return how many output arrays follow the tables among the kernel's arguments."""
         arrays = {"max_score": 2, "entropy": 1, "sum": 1}
         return len(self.table_gradients) + sum(arrays.get(role, 0) for role in self.roles)
 
     @property
     def is_base_2(self) -> bool:
-        """True if scores are in base 2. Score formulas and sinks need natural logits, the maximum score included."""
+        """True if scores are in base 2, that is, without a score formula and sinks. These need scores in base e."""
         return self.score is None and not self.has_sinks
 
 

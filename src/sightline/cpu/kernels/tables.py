@@ -1,8 +1,8 @@
-"""Tables of a formula against a tile of pairs: reading the entries, and adding to the tables' gradients.
+"""Table lookups of a formula for a tile of pairs: the entries are read, or terms are added to table gradients.
 
 Vectors run along queries. Most tables are read by a gather. In t[..., i, j], however, entries are adjacent along keys,
 and each lane reads another row of the table; the rows often map to the same set of the first cache. The entries that a
-tile reads are therefore loaded along the rows and transposed once. The gradient is transposed back in the same way.
+tile reads are therefore loaded along the rows and transposed once. The terms of such a gradient are transposed back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TileTables:
         self.lookups = [(node, block.tiles.matrix(KEY_BLOCK)) for node in nodes if isinstance(node, Lookup)]
 
     def transpose(self, j0: Value) -> None:
-        """Read the entries for the block's queries and the tile of keys at j0 into scratch."""
+        """Read the table entries for the block's queries and the tile of keys at j0 into scratch."""
         block = self.block
         for node, scratch in self.lookups:
             source = block.sources[id(node.table)]
@@ -54,9 +54,9 @@ class TileTables:
             block.transpose_rows(row, read, size, block.num_keys, scratch)
 
     def prefetch(self, lane: Value, j0: Value) -> None:
-        """Prefetch the entries for one query of the block and the tile of keys at j0.
+        """Prefetch the table entries for one query of the block and the tile of keys at j0.
 
-        Without it `transpose` would wait for memory at every tile, since each lane reads another row of the table.
+        Without the prefetch `transpose` would wait for memory at every tile, since each lane reads another row.
         """
         block = self.block
         for node, _ in self.lookups:
@@ -69,7 +69,7 @@ class TileTables:
                 block.builder.prefetch(row.at(at))
 
     def entries(self, key: Value, v: int) -> NodeValues:
-        """Return, by the lookup's id, the entries of one key and a vector of queries."""
+        """Return, by the lookup's id, the table entries for one key and a vector of queries."""
         entries = {id(node): (node, self.block.tiles.load(scratch, key, v)) for node, scratch in self.lookups}
         return {node_id: entry != 0.0 if node.kind == "bool" else entry for node_id, (node, entry) in entries.items()}
 
@@ -79,10 +79,11 @@ class TableGradientCode:
 
     Parameters
     ----------
-    sums : address of the gradient; its stride is the bytes from the sums of one split to those of the next
+    sums : address of the gradient, and the bytes from one split's sums to the next split's
     node_index : the lookup's index in the score's `walk`
     slot : the table's slot among the tables of the kernel
-    is_per_key : True if a single split of the keys adds to each entry; the sums then have the accumulator's type
+    is_per_key : True if a single split of the keys adds to each entry; the sums have the
+        accumulator's type if true, else float64
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class TableGradientCode:
             self.strides.insert(0, self.strides[0] * length)
 
     def add(self, d_score: Value, symbols: dict[str, Value], score_values: NodeValues, key: Value, v: int) -> None:
-        """Add the terms of one key and a vector of queries."""
+        """Add the terms of one key and a vector of queries to the gradient, or to the sums of the tile."""
         block = self.block
         term = self.entry_derivative.evaluate_pair(symbols, score_values).to(block.float).broadcast(block.lanes)
         term = term * d_score
@@ -118,7 +119,7 @@ class TableGradientCode:
     def scatter(self, target: Value, offsets: Value | None, terms: Value) -> None:
         """Add each lane's term to the entry at the lane's offset, in the order of the lanes.
 
-        If `offsets` is None, all lanes have the entry at `target`, and the sum of the lanes is added once.
+        If `offsets` is None, all lanes belong to the entry at `target`, and the sum of the lanes is added once.
         """
         block, kind = self.block, element_type(terms.type)
         if offsets is None:

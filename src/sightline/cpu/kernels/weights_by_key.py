@@ -1,4 +1,4 @@
-"""Statistics of the weights pass per key and per cell: weights combined over queries, lanes combined at the end."""
+"""Kernels of the weights pass for statistics per key and per cell: weights are combined over queries."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .weights_pass import WeightsPass
 
 __all__ = ["MAX_COLUMNS_PER_ITEM", "MAX_SPLIT_SIZE", "Pooled", "Received"]
 
-MAX_SPLIT_SIZE = 8  # tiles of keys in a split: a vector for each key stays in the first two caches
-MAX_COLUMNS_PER_ITEM = 128  # columns of cells in an item: each takes a scratch row of the block's length
+MAX_SPLIT_SIZE = 8  # the most tiles of keys in a split: a vector for each key stays in the first two caches
+MAX_COLUMNS_PER_ITEM = 128  # the most columns of cells in an item: each takes scratch for every query of the block
 
 
 class Received(WeightsPass):
-    """The weight each key receives: Σ_i P[i][j], or the maximum.
+    """Compute the weight each key receives: Σ_i P[i][j], or the maximum over i.
 
-    An item is (split of the keys, range of the queries, b, h). Each of its keys has a vector of sums, one per lane,
+    A work item is (split of the keys, range of the queries, b, h). Each of its keys has a vector of sums, one per lane,
     which is reduced once at the end.
     """
 
-    fields = WeightsPass.fields | {  # output: (ranges, B, H, m)
+    fields = WeightsPass.fields | {  # `output` has shape (num_ranges, B, H, m)
         "batches": INT64,
         "split_size": INT64,  # tiles of keys in a split
         "num_ranges": INT64,
@@ -59,13 +59,14 @@ class Received(WeightsPass):
 
 
 class Pooled(WeightsPass):
-    """Sums or maxima of P over the cells of a grid on a rectangle of queries and keys.
+    """Compute the sums or maxima of P over the cells of a grid on a rectangle of queries and keys.
 
-    Row r of R contains the queries [r N / R, (r + 1) N / R) of N, rounded down; columns divide the keys likewise. An
-    item is (some rows of cells, some columns of cells, b, h). A block of queries in two items is computed in both.
+    Of R rows and N queries, row r contains the queries [r N / R, (r + 1) N / R), rounded down. Columns divide the keys
+    likewise. A work item is (some rows of cells, some columns of cells, b, h). If two items share a block of queries,
+    both compute its weights.
     """
 
-    fields = WeightsPass.fields | {  # output: (B, H, rows, columns) float64, filled with 0 by the caller
+    fields = WeightsPass.fields | {  # the caller fills `output`, (B, H, rows, columns) float64, with 0
         "batches": INT64,
         "rows": INT64,
         "rows_per_item": INT64,
@@ -98,7 +99,7 @@ class Pooled(WeightsPass):
         self.head, rest = item % heads, item // heads
         item_columns = (args.columns + args.columns_per_item - 1) // args.columns_per_item
         item_rows = (args.rows + args.rows_per_item - 1) // args.rows_per_item
-        # the last rows, which are the longest under a causal mask, come first
+        # the last rows of cells, which see most keys under a causal mask, come first
         r = (item_rows - 1 - rest // item_columns) * args.rows_per_item
         self.first_column = rest % item_columns * args.columns_per_item
         self.column_stop = builder.minimum(self.first_column + args.columns_per_item, args.columns)
@@ -132,11 +133,11 @@ class Pooled(WeightsPass):
             cell.set(cell.get() + 1)
 
     def reduce_lanes(self) -> None:
-        """Combine the block's lanes of each cell into the output."""
+        """For each cell, combine the lanes of its queries in the block into the output."""
         builder, args, tiles = self.builder, self.args, self.tiles
         first, last = self.clip_lanes(*self.queries)
         length = args.last_query - args.first_query
-        integer = INT64 if self.float is DOUBLE else INT32  # as wide as the floats that comparisons select
+        integer = INT64 if self.float is DOUBLE else INT32  # as wide as the floats that `where` selects
         start = self.i0 + first - args.first_query
         row = Variable(builder, INT64, ((start + 1) * args.rows - 1) // length)
         lane = Variable(builder, INT64, first)

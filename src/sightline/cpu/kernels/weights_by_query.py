@@ -1,4 +1,4 @@
-"""Statistics of the weights pass per query: the k largest weights, and the weights themselves."""
+"""Kernels of the weights pass for statistics per query: the k largest weights, and the weights themselves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["TopK", "WeightTiles"]
 
 
 class WeightsByQuery(WeightsPass):
-    """A statistic per query. An item is (b, h, block of queries)."""
+    """The base class of kernels for a statistic per query. A work item is (b, h, block of queries)."""
 
     def process_item(self, item: Value) -> None:
         """Process one block of queries. The last blocks, the longest under a causal mask, come first."""
@@ -42,15 +42,15 @@ class WeightsByQuery(WeightsPass):
 
 
 class TopK(WeightsByQuery):
-    """The `spec.k` largest weights of each query and their keys; of equal weights the smaller key comes first.
+    """Find the `spec.k` largest weights of each query and their keys; of equal weights the smaller key comes first.
 
     Each lane has a sorted list: the score of rank r and its key are in row r + 1, and row 0 is ∞, which ends every
     insertion. Keys come in ascending order, and a score is inserted after equal scores. Scores of a tile that may enter
-    a list are pending per lane, and one score of each lane is inserted at a time, because an insertion costs the same
-    for one lane as for all lanes.
+    a list are first collected for each lane. Then one score of each lane is inserted at a time, because an insertion
+    costs the same for one lane as for all lanes.
     """
 
-    fields = WeightsPass.fields | {"where": POINTER}  # output (B, H, n, k), where (B, H, n, k) int64
+    fields = WeightsPass.fields | {"where": POINTER}  # `output` and `where` are (B, H, n, k); `where` is int64
 
     def allocate_statistic(self) -> None:
         tiles, rows = self.tiles, self.spec.k + 1
@@ -63,7 +63,7 @@ class TopK(WeightsByQuery):
         self.pending_counts, self.candidate_scores = tiles.scratch(row), tiles.matrix(1)
 
     def key_address(self, row: Any, v: int, keys: Value | None = None) -> Value:
-        """Return the address of a vector in a scratch matrix of integers, by default `top_keys`."""
+        """Return the address of vector v of a row in the integer matrix `keys`, by default `top_keys`."""
         size = bytes_of(self.integer)
         row = self.builder.value(row, INT64)
         keys = self.top_keys if keys is None else keys
@@ -152,9 +152,9 @@ class TopK(WeightsByQuery):
 
 
 class WeightTiles(WeightsByQuery):
-    """P in the input's dtype, for a range of queries and a range of keys. Weights of hidden tiles are not written."""
+    """Write P in the input's dtype, for a range of queries and of keys. Weights of hidden tiles are not written."""
 
-    # output: (B, H, queries, keys), filled with 0 by the caller
+    # the caller fills `output`, (B, H, queries, keys), with 0
     fields = WeightsPass.fields | {"first_key": INT64, "last_key": INT64}
 
     def key_range(self) -> tuple[Value, Value]:
@@ -166,7 +166,7 @@ class WeightTiles(WeightsByQuery):
             for v, p in enumerate(self.compute_weights(key, j0, masked)):
                 tiles.store(self.s_t, key, v, p)
         rows, columns = args.last_query - args.first_query, args.last_key - args.first_key
-        # the row of lane 0; negative if lane 0 precedes first_query
+        # index of the output row of lane 0; negative if lane 0 precedes first_query
         row = (self.b * args.H + self.h) * rows + self.i0 - args.first_query
         target = args.output.at((row * columns + j0 - args.first_key) * format.itemsize)
 

@@ -2,13 +2,13 @@
 
     Sᵀ[j][i] = Σ_d K[j][d] · Qᵀ[d][i]        P = e^(S − lse), 0 for hidden pairs and queries that see no key
 
-lse is represented as a sum of two numbers of the accumulator's type, so that its rounding does not change the weights.
+lse is represented as a sum of two numbers of the accumulator's type, so that rounding lse does not change the weights.
 Each statistic has its own kernel, a subclass that defines an item of work and processes each tile (weights_by_key.py,
 weights_by_query.py). Every number of the result is written by a single item, in an order that the problem determines,
 so that results are the same for any number of threads.
 
-The kernels do not treat NaN and ∞: if a visible score is NaN or ∞, so is lse, and the caller uses `streaming`. Hidden
-scores have no effect, since full tile ranges contain no hidden pair.
+The kernels do not treat NaN and ∞: if a visible score is NaN or ∞, lse is too, and the caller uses the kernel
+`Streaming` instead. Hidden scores have no effect, since full tile ranges contain no hidden pair.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["WeightsPass"]
 
 
 class WeightsPass(Block):
-    """Write a kernel of the weights pass into a module. Each statistic is a subclass.
+    """Write a kernel of the weights pass into a module. Each statistic has its own subclass.
 
     `spec.kernel` ends in "max" if the statistic is a maximum of weights instead of a sum.
     """
@@ -76,7 +76,7 @@ class WeightsPass(Block):
         return accumulators.at(index * (2 * self.tiles.align))
 
     def accumulate(self, address: Value, x: Value) -> None:
-        """Add x to an accumulator by compensated summation (Kahan, 1965), or take the maximum."""
+        """Add x to an accumulator by compensated summation (Kahan, 1965), or set it to the maximum."""
         align = self.tiles.align
         old = address.load(self.vector, align)
         if self.is_max:
@@ -122,7 +122,7 @@ class WeightsPass(Block):
             self.lse_low[v].set(tiles.load(self.low_matrix, 0, v))
 
     def key_tile(self, j0: Value, partial: Value) -> None:
-        """Process one tile: compute Q · K without the scale, then the statistic's part."""
+        """Process one tile: compute Q · K without the scale, then call `process_tile`."""
         builder = self.builder
         self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
         self.key.stage(j0, self.num_keys)
@@ -140,7 +140,7 @@ class WeightsPass(Block):
 
     # -- weights of one key ---------------------------------------------------------------------------------------
     def compute_weight(self, s: Value, v: int) -> Value:
-        """Return P of a score that `logits` yields."""
+        """Return P of vector v of the queries, for a vector of scores that `logits` yields."""
         high = self.lse_high[v].get()
         shifted = s - high if self.renderers[1] is not None else self.builder.fma(s, self.factor, -high)
         return self.exponentiate(shifted - self.lse_low[v].get())

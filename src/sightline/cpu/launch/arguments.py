@@ -32,15 +32,17 @@ __all__ = [
     "zeros",
 ]
 
-MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # scores above it have a unit in the last place of 1 or more
-TARGET_ITEMS = 16  # items of work per call; fixed, since sums must not depend on the number of threads
+# by dtype of the accumulator: a larger score has a unit in the last place of 1 or more
+MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}
+TARGET_ITEMS = 16  # work items per call, about; fixed, since sums must not depend on the number of threads
 
 
 class KernelArguments:
     """The inputs of a kernel's argument block: a problem's arrays in the form the kernel reads, and its tile ranges.
 
     `fields` returns the values of the fields that every kernel has. `extra_formulas` are the formulas besides mask and
-    score. They may read b, h, i, j and s, the final score. Their tables come after the tables of mask and score.
+    score. The extra formulas may read b, h, i, j and s, the final score. Their tables come after the tables of mask and
+    score.
     """
 
     def __init__(self, problem: Problem, query_block: int, extra_formulas: Sequence[Expression] = ()) -> None:
@@ -68,12 +70,12 @@ class KernelArguments:
         return int(array.ctypes.data)
 
     def retain_sinks(self) -> int:
-        """Retain the sinks as float64, one 0 if the problem has no sinks, and return their address."""
+        """Keep the sinks alive as float64, or a single 0 without sinks, and return the address."""
         sinks = self.problem.sinks
         return self.retain(np.zeros(1) if sinks is None else to_numpy(sinks).astype(np.float64))
 
     def fields(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return the fields of `abi.COMMON_FIELDS` except counter, items and lse."""
+        """Return the values of all fields in `abi.COMMON_FIELDS` except counter, items and lse."""
         problem, tile_ranges = self.problem, self.tile_ranges
         fields = {
             "factor": (abs(problem.scale) or 1.0) * (math.log2(math.e) if spec.is_base_2 else 1.0),
@@ -97,9 +99,9 @@ class KernelArguments:
 
 
 def operand_fields(name: str, array: Any, keep_alive: list[Any]) -> dict[str, int]:
-    """Return the fields of an array (*batch_shape, heads, rows, columns)."""
+    """Return the values of the argument fields of an array (*batch_shape, heads, rows, columns)."""
     address, strides = layout(array)
-    offsets = np.zeros(array.shape[:-3], np.int64)  # bytes to each batch, leading axes counted in C order
+    offsets = np.zeros(array.shape[:-3], np.int64)  # bytes from the first batch to each batch, in C order
     for axis, (length, stride) in enumerate(zip(array.shape[:-3], strides[:-3], strict=True)):
         shape = [1] * offsets.ndim
         shape[axis] = length
@@ -122,7 +124,7 @@ def prepare(
 
 
 def make_spec(kernel: str, arguments: KernelArguments, **more: Any) -> KernelSpec:
-    """Return the spec of a kernel; `more` are the fields that do not follow from the arguments."""
+    """Return the spec of a kernel; `more` has the fields of the spec that do not follow from the arguments."""
     problem, formulas = arguments.problem, arguments.formulas
     ranges = [find_index_ranges(f, problem.extent) for f in formulas]
     clamped = tuple(outside for _, outside in ranges)
@@ -172,7 +174,7 @@ def zeros(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
 
 
 def _find_tile_lookups(arguments: KernelArguments, clamped: tuple[Any, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield, for each formula, the lookups t[..., i, j] whose entries are adjacent along j; see `TileTables`."""
+    """Yield by formula the `walk` indices of lookups t[..., i, j] with entries adjacent along j; see `TileTables`."""
 
     def is_tile_lookup(node: Lookup) -> bool:
         array, indices = arguments.tables[arguments.slots[id(node.table)]], node.arguments
@@ -195,7 +197,7 @@ def _find_tile_lookups(arguments: KernelArguments, clamped: tuple[Any, ...]) -> 
 def _convert_table(array: Any) -> Any:
     """Return a table as bool, int32, int64, float32 or float64; the array itself if it has one of these dtypes."""
     array = to_numpy(array)
-    if array.size == 0:  # only hidden pairs read the table, and any number serves them
+    if array.size == 0:  # only hidden pairs read the table, and any number serves a hidden pair
         array = np.zeros([max(length, 1) for length in array.shape], array.dtype)
     kind, size = array.dtype.kind, array.dtype.itemsize
     if kind == "b":

@@ -32,18 +32,20 @@ __all__ = ["backward"]
 class TableGradient:
     """A lookup of the score whose table needs a gradient."""
 
-    node_index: int  # of the lookup in the score's `walk`
-    slot: int  # of the table in Problem.tables
-    is_per_key: bool  # every entry belongs to one key, as in t[h, i, j], so that a single split of the keys writes it
-    is_per_head: bool  # every entry of the table belongs to one query head, as in t[h, j]
+    node_index: int  # index of the lookup in the score's `walk`
+    slot: int  # index of the table in Problem.tables
+    # True if every entry of the table belongs to one key, as in t[h, i, j], so that one split of the keys writes it
+    is_per_key: bool
+    is_per_head: bool  # True if every entry of the table belongs to one query head, as in t[h, j]
 
 
 @dataclass(frozen=True)
 class Split:
-    """How the work is divided into items; fields of the backward kernel.
+    """How the work is divided into items. The attributes are argument fields of the backward kernel.
 
     The keys are divided into `num_splits` splits of `split_size` tiles. `parallel_heads` is the number of key heads if
-    each key head has its own items, or 1 if an item loops over all key heads. `parallel_batches` is alike for batches.
+    each key head has its own items, or 1 if an item loops over all key heads. `parallel_batches` is the number of
+    batches if each batch has its own items, or 1 if an item loops over all batches.
     """
 
     num_splits: int
@@ -72,12 +74,12 @@ def backward(
 ) -> Gradients | None:
     """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse.
 
-    Returns None if `streaming` must compute them: if a gradient is NaN or ∞, or if the unit in the last place of the
-    scores is more than 1.
+    Returns None if a gradient is NaN or ∞, or if an lse exceeds `MAX_LSE`. The kernel `Streaming` must then compute the
+    gradients.
 
     Parameters
     ----------
-    d_output, d_lse : shapes of output and lse; d_lse may be None for 0
+    d_output, d_lse : gradients with the shapes of output and lse; d_lse may be None for 0
     saved : (output, lse) of the forward pass
     wanted_tables : slots in `Problem.tables` of the tables that need gradients
     statistic_gradients : the gradients of weights, scores and lse that come from statistics
@@ -142,9 +144,10 @@ def backward(
 def _add_statistics_to_d_lse(
     problem: Problem, d_lse: Any, statistic_gradients: StatisticGradients, threads: int | None, processor: Processor
 ) -> Any:
-    """Return d_lse plus the statistics' gradient of lse minus Σⱼ P ∘ their gradient of the weights; None for 0.
+    """Return d_lse + L − Σⱼ P ∘ W; None if all three terms are absent.
 
-    The last term corrects δ for the row sum of P ∘ dP, since dP includes the gradient of the weights.
+    L and W are the gradients of lse and of the weights that come from statistics. The last term corrects δ for the row
+    sum of P ∘ dP, since dP includes W.
     """
     terms = [term for term in (d_lse, statistic_gradients.lse) if term is not None]
     if statistic_gradients.weights is not None:
@@ -157,7 +160,7 @@ def _add_statistics_to_d_lse(
 
 
 def _exceeds_max_lse(lse: Any, accumulator: str) -> bool:
-    """True if the weights exp(score − lse) would not sum to 1, since scores and lse are rounded separately."""
+    """True if |lse| is so large that the weights exp(score − lse), with both rounded, would not sum to 1."""
     magnitudes = np.abs(to_numpy(lse))
     return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) > MAX_LSE[accumulator])
 
@@ -175,8 +178,8 @@ def _find_table_gradients(problem: Problem, wanted_tables: Collection[int]) -> I
     def is_indexed_by(slot: int, name: str, length: int) -> bool:
         """True if all lookups of the table have the symbol itself as the index of the same axis.
 
-        An axis shorter than the symbol's range does not count: indices past its end, at hidden pairs, are clamped to
-        the last entry, so that several threads may write it.
+        An axis shorter than the symbol's range is not accepted: at hidden pairs, indices past the end of the axis are
+        clamped to the last entry, so that several threads may write that entry.
         """
         axes_by_lookup = [
             {axis for axis, x in enumerate(node.arguments) if x is SYMBOLS[name] and node.table.shape[axis] >= length}
@@ -214,7 +217,7 @@ def _sum_table_gradients(problem: Problem, table_gradients: list[TableGradient],
 
 
 def _with_contiguous_rows(array: Any) -> Any:
-    """Return the array with adjacent columns: a copy if a gradient was expanded, as the gradient of a sum is."""
+    """Return the array if its columns are adjacent, else a copy. The gradient of a sum, for example, is copied."""
     if has_unit_stride(array):
         return array
     return array.contiguous() if hasattr(array, "contiguous") else np.ascontiguousarray(array)
@@ -226,7 +229,7 @@ def _broadcast_rows(array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _sum_in_order(terms: Any) -> Any:
-    """Return the sum over the first axis, added in order."""
+    """Return the sum over the first axis, added in the order of that axis."""
     total = terms[0] + terms[1]  # a new array: the gradient may outlive the terms
     for term in terms[2:]:
         total += term

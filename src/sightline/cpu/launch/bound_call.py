@@ -1,7 +1,7 @@
 """A call of a kernel with every argument bound except the addresses of query, key, value and output.
 
 The other arguments follow from shapes, strides, dtypes and formulas without tables. A repeated small call therefore
-needs neither planning nor bounds. `sightline.call_cache` decides which calls may share a bound call.
+needs no planning and no new tile ranges. `sightline.call_cache` decides which calls may share a bound call.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..runtime.thread_count import thread_count
 __all__ = ["BoundCall"]
 
 MAX_CACHED_BYTES = 1 << 20  # the most bytes of tile ranges and offsets that a cached call may keep alive
-MAX_POOLED_BYTES = 1 << 18  # larger buffers are allocated for each call
-WORDS_PER_CACHE_LINE = CACHE_LINE_BYTES // 8  # threads increment the counter in one cache line and read other lines
-# Indices of these fields. They hold for DECODE_FIELDS too, which begins with FORWARD_FIELDS.
+MAX_POOLED_BYTES = 1 << 18  # a larger buffer is allocated for each call and not reused
+WORDS_PER_CACHE_LINE = CACHE_LINE_BYTES // 8  # the counter has its own line: threads write it
+# Indices of these fields in FORWARD_FIELDS. DECODE_FIELDS has the same indices, since it begins with FORWARD_FIELDS.
 QUERY_INDEX, KEY_INDEX, VALUE_INDEX, OUTPUT_INDEX, LSE_INDEX = map(
     list(FORWARD_FIELDS).index, ("query", "key", "value", "output", "lse")
 )
@@ -62,7 +62,7 @@ class BoundCall:
         return processor is HOST and sum(array.nbytes for array in self.keep_alive) <= MAX_CACHED_BYTES
 
     def matches_addresses(self, query: int, key: int, value: int) -> bool:
-        """True if the arrays at these addresses are the arrays the call was made with, and not copies of them."""
+        """True if the call was prepared with these addresses, so that the arrays are not copies of the originals."""
         return bool((self.template[[QUERY_INDEX, KEY_INDEX, VALUE_INDEX]] == [query, key, value]).all())
 
     def run(

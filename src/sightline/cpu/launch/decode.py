@@ -1,4 +1,4 @@
-"""The call of the decoding kernel: the keys are divided into splits, and the same call serves other numbers of keys."""
+"""The call of the decoding kernel, on splits of the keys. Without formulas, a call serves any number of keys."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ M_INDEX, ITEMS_INDEX, NUM_SPLITS_INDEX, SPLIT_SIZE_INDEX = map(
 def can_decode(problem: Problem, processor: Processor) -> bool:
     """True if the decoding kernel serves the problem.
 
-    The kernel needs at most MAX_ROWS_PER_ITEM queries, at least MIN_KEYS_PER_SPLIT keys, widths of whole vectors,
-    adjacent columns, and one mask for all heads, and has no dropout.
+    The kernel needs at most MAX_ROWS_PER_ITEM queries, at least MIN_KEYS_PER_SPLIT keys, d_k and d_v that fill whole
+    vectors, adjacent columns of K and V, and a mask that does not depend on the head. The kernel has no dropout.
     """
     uses_bf16_pairs = problem.dtype == "bfloat16" and processor.machine.has_bf16_dot
     columns = lanes_per_vector(problem.dtype, processor.machine) * (1 + uses_bf16_pairs)
@@ -68,7 +68,7 @@ class BoundDecodeCall(BoundCall):
         self.has_dynamic_key_length = problem.mask is None and problem.score is None
         rows, output_rows = problem.group * problem.n, problem.B * problem.H * problem.n
         self.items_per_split = problem.B * problem.G * -(-rows // MAX_ROWS_PER_ITEM)
-        self.target_splits = -(-TARGET_ITEMS // self.items_per_split)  # splits of the keys, if there are enough keys
+        self.target_splits = -(-TARGET_ITEMS // self.items_per_split)  # number of splits, if there are enough keys
         num_splits = self.target_splits if self.has_dynamic_key_length else self.split_keys(problem.m)[1]
         size = np.dtype(problem.accumulator).itemsize
         workspace = {

@@ -35,7 +35,7 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
         bound_call = decode(problem, output, lse, threads, processor) if uses_decode else None
         if bound_call is None:
             call = forward(problem, output, lse, threads, processor, fused_statistics)
-            bound_call = None if uses_decode else call  # the next such call tries the decoding kernel again
+            bound_call = None if uses_decode else call  # so the next call tries to decode again
     has_other_inputs = problem.tables or problem.sinks is not None or problem.dropout or fused_statistics.roles
     if bound_call is not None and (has_other_inputs or not bound_call.is_cacheable(processor)):
         bound_call = None

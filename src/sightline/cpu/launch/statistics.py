@@ -40,7 +40,7 @@ class FusedStatistics:
         return [*self.max_score, *self.entropy, *self.masses.values()]
 
     def arrays_of(self, statistic: Statistic) -> list[Any] | None:
-        """Return the arrays of a statistic; None if the forward kernel does not compute it."""
+        """Return the arrays of a statistic; None if the forward kernel does not compute the statistic."""
         if isinstance(statistic, MaxScore):
             return self.max_score
         if isinstance(statistic, Entropy):
@@ -53,8 +53,8 @@ def compute_statistics(
 ) -> tuple[Any, ...]:
     """Return the result of every statistic of `problem.see`.
 
-    Streaming computes the statistics that no kernel computes. If a score is NaN or ∞, which lse shows, streaming
-    computes every statistic that needs weights.
+    The kernel `Streaming` computes the statistics that no CPU kernel computes. If `has_nonfinite` is true of lse, then
+    `Streaming` computes every statistic that needs weights.
     """
     is_nonfinite = weights_pass.has_nonfinite(problem, lse)
 
@@ -72,7 +72,7 @@ def compute_statistics(
 def _run_weights_pass(
     problem: Problem, lse: Any, statistic: Statistic, threads: int | None, processor: Processor
 ) -> list[Any] | None:
-    """Return a statistic's arrays from its weights pass; None if no weights pass serves it."""
+    """Return a statistic's arrays from its weights pass; None if `Streaming` must compute it."""
     options: dict[str, Any] = {"threads": threads, "processor": processor}
     if isinstance(statistic, TopK):
         pair = weights_pass.top_k(problem, lse, statistic.k, **options)

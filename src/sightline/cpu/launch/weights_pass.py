@@ -1,8 +1,8 @@
 """The calls of the weights pass: statistics of weights, whose items of work follow from the problem alone.
 
-Every function takes lse (..., H, n), float64 in nats, of the forward pass. Every function returns None if `streaming`
-must compute the statistic: if lse, and therefore a score, is NaN or ∞, or if lse is so large that the weights would not
-sum to 1.
+The functions `received`, `pooled`, `top_k` and `weights` take lse (..., H, n), float64 in nats, of the forward pass.
+They return None if `has_nonfinite` is true: if an lse, and therefore a score, is NaN or +∞, or if an lse is so large
+that the weights would not sum to 1. The kernel `Streaming` must then compute the statistic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .arguments import MAX_LSE, TARGET_ITEMS, compile_kernel, prepare, zeros
 
 __all__ = ["MAX_TOP_K", "has_nonfinite", "pooled", "received", "top_k", "weights"]
 
-MAX_TOP_K = 256  # of top_k's k: the lists of a block of queries are on a thread's stack
+MAX_TOP_K = 256  # the largest k of `top_k`: the lists for a block of queries are on a thread's stack
 
 Range = tuple[int, int]
 
@@ -49,7 +49,7 @@ class WeightsPassCall:
 
     def call(self, queries: Range, items: int, output: Any, threads: int | None, *arrays: Any, **fields: int) -> None:
         """Fill the output. The output and `arrays` stay alive until all threads are done."""
-        counter = np.zeros(1, np.int64)  # one per call: threads of an interrupted call may still increment theirs
+        counter = np.zeros(1, np.int64)  # a counter per call: threads of an interrupted call may still use the old one
         fields |= {
             "counter": counter.ctypes.data,
             "output": layout(output)[0],
@@ -64,7 +64,7 @@ class WeightsPassCall:
 
 
 def has_nonfinite(problem: Problem, lse: Any) -> bool:
-    """True if an lse is NaN or ∞, or so large that the weights e^(S − lse) would not sum to 1."""
+    """True if an lse is NaN or +∞, or so large that the weights e^(S − lse) would not sum to 1."""
     magnitudes = np.abs(np.where(to_numpy(lse) == -np.inf, 0.0, to_numpy(lse)))
     return not bool(np.max(magnitudes, initial=0.0) <= MAX_LSE[problem.accumulator])
 
@@ -97,7 +97,7 @@ def received(
     fields = {"split_size": split_size, "num_ranges": num_ranges, "range_size": range_size}
     weights_pass.call((0, n), num_splits * num_ranges * heads, parts, threads, **fields)
     total = parts[0]
-    for part in parts[1:]:  # added in order
+    for part in parts[1:]:  # the parts are combined in the order of their queries
         total = namespace(parts).maximum(total, part) if how == "max" else total + part
     return total / n if how == "mean" else total
 
@@ -114,7 +114,7 @@ def pooled(
 ) -> Any:
     """Return the exact mean or maximum of P over the cells of a grid on a rectangle of queries and keys.
 
-    Cell (r, c) contains the queries [⌊r N / rows⌋, ⌊(r + 1) N / rows⌋) of the rectangle's N, and its keys likewise.
+    Cell (r, c) contains the queries [⌊r N / rows⌋, ⌊(r + 1) N / rows⌋) of the rectangle's N, and keys likewise.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def pooled(
     # Two items that share a block of queries both compute it, so an item has at least 4 blocks.
     max_rows = max((queries[1] - queries[0]) // (4 * weights_pass.block), 1)
     subdivisions = max(min(-(-TARGET_ITEMS // (heads * column_items * rows)), max_rows // rows), 1)
-    fine_rows = rows * subdivisions  # each row of cells is computed as so many finer rows
+    fine_rows = rows * subdivisions  # the kernel divides each row of cells into finer rows
     rows_per_item = min(max(-(-fine_rows * heads * column_items // TARGET_ITEMS), -(-fine_rows // max_rows)), fine_rows)
     fields = {"rows": fine_rows, "rows_per_item": rows_per_item, "first_key": keys[0], "last_key": keys[1]}
     fields |= {"columns": columns, "columns_per_item": columns_per_item}
@@ -156,9 +156,9 @@ def top_k(problem: Problem, lse: Any, k: int, threads: int | None = None, proces
 
     Returns
     -------
-    weights : (..., H, n, k) in the accumulator's dtype, 0 past the visible keys
-    where : (..., H, n, k) int64, −1 past the visible keys
-        None instead of both also if min(k, m) exceeds `MAX_TOP_K`.
+    weights : (..., H, n, k) in the accumulator's dtype; 0 at ranks without a visible key
+    where : (..., H, n, k) int64; −1 at ranks without a visible key
+        Instead of the pair, None is returned if `has_nonfinite` is true or min(k, m) exceeds `MAX_TOP_K`.
     """
     num_ranks = min(k, problem.m)
     if has_nonfinite(problem, lse) or num_ranks > MAX_TOP_K:

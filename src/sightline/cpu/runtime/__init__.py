@@ -1,1 +1,1 @@
-"""Execution of kernels: the machine, compilation, the disk cache and the threads."""
+"""Execution of CPU kernels: the LLVM target, compilation, the disk cache and the threads that run a kernel."""

@@ -3,8 +3,8 @@
     key → memory → disk → build_module() → LLVM's passes → object code → disk → memory → address
 
 llvmlite runs one call of LLVM at a time. If several threads compile kernels, their calls of LLVM alternate, and one
-thread can build a module while LLVM works for another. A fork waits for the current call of LLVM, so that LLVM's state
-is consistent and its lock is free in the child.
+thread can build a module while LLVM works for another thread. A fork waits for the current call of LLVM, so that in the
+child LLVM's state is consistent and llvmlite's lock is free.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .machine import Machine
 
 __all__ = ["Address", "bound_calls", "compile_module", "counts", "get_or_compile", "optimised"]
 
-MAX_KERNELS_IN_MEMORY = 512  # about 80 KB per kernel
-# The generator already unrolls loops for the registers and computes shared parts once. These passes inline functions,
-# turn stack slots into registers, and rotate loops so that each iteration ends in one jump. LLVM's code generation does
-# the rest: common subexpressions, hoisting, scheduling. LLVM's full pipeline took 25 to 50 times as long, and the
-# kernels were equally fast.
+MAX_KERNELS_IN_MEMORY = 512  # one kernel takes about 80 KB
+# The LLVM passes that each kernel needs. Sightline's generator already unrolls loops for the registers and computes the
+# shared parts of formulas once. The passes inline functions, turn stack slots into registers, and rotate loops so that
+# each iteration ends in one jump. LLVM's code generation does the rest: common subexpressions, hoisting, scheduling.
+# LLVM's full pipeline took 25 to 50 times as long, and the kernels were equally fast.
 PASSES = ("always_inliner", "sroa", "loop_rotate", "simplify_cfg")
 
-counts: Counter[str] = Counter()  # number of kernels "compiled" and "read" from disk
+counts: Counter[str] = Counter()  # number of kernels "compiled", and number "read" from the disk cache
 
 
 class Address(int):
@@ -45,20 +45,20 @@ class Address(int):
 
 
 class KernelCache:
-    """The kernels in memory, the least recently used first, and a lock for each kernel that is being compiled."""
+    """The cache in memory: kernels, the least recently used first, and a lock for each kernel being compiled."""
 
     def __init__(self) -> None:
         self._kernels: OrderedDict[str, Address] = OrderedDict()
-        self.bound_calls: OrderedDict[Any, Any] = OrderedDict()  # prepared calls of the kernels; see `call_cache`
+        self.bound_calls: OrderedDict[Any, Any] = OrderedDict()  # calls with bound arguments; see `call_cache`
         self.reset_locks()
 
     def reset_locks(self) -> None:
-        """Create new locks. In a forked child, no thread would release the locks that other threads held."""
+        """Create new locks. In a forked child, a lock that another thread of the parent held is never released."""
         self._lock = threading.Lock()
         self._kernel_locks: dict[str, threading.Lock] = {}
 
     def get(self, identity: str) -> Address | None:
-        """Return the kernel of this identity, None if the kernel is not in memory, and mark it as used."""
+        """Return the kernel of this identity and mark the kernel as used. Return None if it is not in memory."""
         with self._lock:
             address = self._kernels.get(identity)
             if address is not None:
@@ -99,18 +99,20 @@ def get_or_compile(key: str, name: str, build_module: Callable[[], Any], machine
     Parameters
     ----------
     key : str
-        Everything that determines the kernel's code besides name and machine. Equal keys mean equal code, also in
-        different processes.
+        A text with everything that determines the kernel's code besides `name` and `machine`. Equal texts mean equal
+        code, in different processes too.
     name : str
         The function's name in the module.
     build_module : function ()
-        Returns the module, an llvmlite `ir.Module` or LLVM assembly. Called only if neither cache has the kernel.
+        Returns the module, an llvmlite `ir.Module` or LLVM assembly. The function is called only if neither the memory
+        nor the disk has the kernel.
     machine : Machine
+        The LLVM target of the kernel.
 
     Returns
     -------
     Address
-        Keep a reference to this object, not only to its value, while the code may run.
+        Keep a reference to this object, not only its number, while the code may run.
     """
     identity = f"{name}\n{machine!r}\n{key}"
     address = _cache.get(identity)
@@ -124,7 +126,7 @@ def get_or_compile(key: str, name: str, build_module: Callable[[], Any], machine
 
 
 def _load_or_compile(identity: str, name: str, build_module: Callable[[], Any], machine: Machine) -> Address:
-    """Load the kernel from disk, or compile the kernel and store it on disk."""
+    """Return the kernel: its code is read from disk, or compiled and then stored on disk."""
     file_name = disk_cache.file_name(identity)
     code = None if file_name is None else disk_cache.read(file_name)
     if code is not None:
@@ -143,17 +145,17 @@ def compile_module(module: Any, machine: Machine, name: str) -> Address:
 
 
 def _compile_object(module: Any, machine: Machine) -> bytes:
-    """Return the module's object code, optimised for the target `machine`, which need not be the host."""
+    """Return the module's object code for the LLVM target `machine`, which need not be the processor at hand."""
     with optimised(module, machine) as (parsed, target):
         return bytes(target.emit_object(parsed))
 
 
 @contextmanager
 def optimised(module: Any, machine: Machine) -> Iterator[tuple[Any, Any]]:
-    """Yield the module after LLVM's passes for the machine, and the LLVM target machine that emits its code.
+    """Yield the module after LLVM's passes for the machine, and the LLVM target machine that emits its object code.
 
-    The module is freed at the end of the block, also after an error. Otherwise a traceback could keep the module alive
-    until garbage collection, and a module that is freed after its context crashes the process.
+    The module is freed at the end of the `with` block, also after an error. Otherwise a traceback could keep the module
+    alive until garbage collection, and a module that is freed after its context crashes the process.
     """
     llvm = _llvm()
     target = _target_machine(machine)
@@ -170,10 +172,10 @@ def optimised(module: Any, machine: Machine) -> Iterator[tuple[Any, Any]]:
 
 
 def _load_object(code: bytes, name: str, machine: Machine) -> Address:
-    """Return the address of `name` in object code. Undefined symbols (sinf, memset) are resolved in this process."""
+    """Return the address of `name` in object code. Its undefined symbols (sinf, memset) are taken from this process."""
     llvm = _llvm()
     empty = llvm.parse_assembly("", llvm.create_context())
-    # use_lmm puts all sections into one block of memory, because they refer to each other by 32-bit offsets
+    # use_lmm puts all sections of the code close together, because sections refer to each other by 32-bit offsets
     engine = llvm.create_mcjit_compiler(empty, _target_machine(machine), use_lmm=True)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
@@ -181,14 +183,14 @@ def _load_object(code: bytes, name: str, machine: Machine) -> Address:
 
 
 def _target_machine(machine: Machine) -> Any:
-    """Return LLVM's target machine."""
+    """Return the object of llvmlite that generates code for the machine."""
     target = _llvm().Target.from_triple(machine.triple)
     return target.create_target_machine(cpu=machine.cpu, features=machine.features, opt=3)
 
 
 @cache
 def _llvm() -> Any:
-    """Return llvmlite's binding, initialised for this machine."""
+    """Return the module llvmlite.binding, initialised for the processor at hand."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()

@@ -26,18 +26,19 @@ from typing import IO, Any
 
 __all__ = ["CACHE_VARIABLE", "State", "file_name", "read", "state", "write"]
 
-IMPORT_TIME = time.time()  # a source file with a later change differs from the imported code
+IMPORT_TIME = time.time()  # a source file that changed later may differ from the imported code
 CACHE_VARIABLE = "SIGHTLINE_CACHE"
-MAX_FOLDER_BYTES = 256 << 20  # beyond this size, the least recently used files are deleted
+MAX_FOLDER_BYTES = 256 << 20  # if the folder is larger, its least recently used files are deleted
 MAGIC = b"sightline kernel 1\n"
 KERNEL_SUFFIX, PARTIAL_SUFFIX = ".kernel", ".part"  # endings of complete files and of files being written
 KERNEL_FILE_PATTERN = re.compile(
     rf"[0-9a-f]{{64}}{re.escape(KERNEL_SUFFIX)}(\.[0-9a-f]{{16}}{re.escape(PARTIAL_SUFFIX)})?"
 )
-STALE_SECONDS = 3600.0  # age at which a partial file is abandoned, and at which reading a file updates its time
+# A partial file older than this is abandoned. Reading a complete file older than this sets its time to now.
+STALE_SECONDS = 3600.0
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
-_errors: list[str] = []  # the most recent error; empty if there was none
+_errors: list[str] = []  # only the most recent error; empty if there was no error
 _write_budget: dict[Path, int] = {}  # bytes that may be written before the folder's size is measured again
 
 
@@ -53,7 +54,7 @@ class State:
     ----------
     folder : the folder of the cache; None if the disk cache is not used
     error : why the disk cache is not used, or else its most recent error; None if there was no error
-    kernels, size : number of kernels in the folder, and their bytes
+    kernels, size : number of kernel files in the folder, and their size in bytes together
     """
 
     folder: Path | None
@@ -78,7 +79,7 @@ def file_name(identity: str) -> str | None:
 
 
 def read(name: str) -> bytes | None:
-    """Return the code stored under this name; None if the file is missing, damaged or not trusted."""
+    """Return the code stored under this file name; None if the file is missing, damaged or not trusted."""
     try:
         with _open_folder(create=False) as folder:
             content = _read_file(name, folder)
@@ -95,7 +96,7 @@ def read(name: str) -> bytes | None:
 
 
 def write(name: str, code: bytes) -> None:
-    """Store the code under this name."""
+    """Store the code under this file name. An error is recorded and not raised."""
     try:
         with _open_folder(create=True) as folder:
             partial_name = f"{name}.{os.urandom(8).hex()}{PARTIAL_SUFFIX}"
@@ -122,7 +123,7 @@ def state() -> State:
             if not os.access(path, os.W_OK):
                 raise PermissionError(f"{path} cannot be written to")
             sizes = [entry.st_size for name, entry in _kernel_files(folder) if name.endswith(KERNEL_SUFFIX)]
-    except FileNotFoundError:  # the first kernel creates the folder
+    except FileNotFoundError:  # there is no folder until the first kernel is stored
         parent = next((step for step in path.parents if step.exists()), path) if path else None
         writable = parent is None or os.access(parent, os.W_OK)
         return State(path, _last_error()) if writable else State(None, f"{parent} cannot be written to")
@@ -135,7 +136,8 @@ def state() -> State:
 def source_hash() -> str:
     """Return the hash of the source files that determine the generated code.
 
-    A file that changed after its import differs from the code of this process, so that the disk cache must not be used.
+    If a source file changed after its import, its hash does not describe the code that this process runs, so that the
+    disk cache must not be used.
 
     Raises
     ------
@@ -193,7 +195,7 @@ def _open_folder(create: bool) -> Iterator[int]:
 
 
 def _check_path_component(step: Path, create: bool) -> None:
-    """Raise UntrustedError if another user owns a folder or link of the path, or may rename the folder's entries.
+    """Raise UntrustedError if another user owns the folder or link `step`, or may rename what the folder contains.
 
     Such a user could redirect the path to another folder. If `create` is true, a missing folder is created.
     """
@@ -206,7 +208,7 @@ def _check_path_component(step: Path, create: bool) -> None:
         return
     if found.st_uid not in (0, os.geteuid()):
         raise UntrustedError(f"{step} belongs to another user")
-    # the user's own group often has no other member; `_open_folder` checks the last folder more strictly
+    # the user's own group may write, since it often has no other member; `_open_folder` checks the last folder strictly
     others = stat.S_IWOTH if found.st_gid == os.getegid() else WRITABLE_BY_OTHERS
     if stat.S_ISDIR(found.st_mode) and found.st_mode & others and not found.st_mode & stat.S_ISVTX:
         raise UntrustedError(f"other users may write to {step}")
@@ -222,7 +224,7 @@ def _open_file(name: str, mode: str, folder: int) -> IO[bytes]:
 
 
 def _read_file(name: str, folder: int) -> bytes:
-    """Return a file's bytes. If its time of modification is older than `STALE_SECONDS`, set that time to now."""
+    """Return a file's bytes. If the file is older than `STALE_SECONDS`, set its time of modification to now."""
     with _open_file(name, "rb", folder) as stream:
         found = os.fstat(stream.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & WRITABLE_BY_OTHERS:
@@ -233,12 +235,12 @@ def _read_file(name: str, folder: int) -> bytes:
 
 
 def _add_header(name: str, code: bytes) -> bytes:
-    """Return the content of the file with this name and code."""
+    """Return the content of a cache file: MAGIC, the hash of file name and code, and the code."""
     return MAGIC + hashlib.sha256(name.encode() + code).digest() + code
 
 
 def _kernel_files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the cache's files in the folder, complete and partial. Other files are ignored."""
+    """Yield (name, status) of each cache file in the folder, complete or partial. Other files are ignored."""
     with os.scandir(folder) as found:
         for entry in found:
             if KERNEL_FILE_PATTERN.fullmatch(entry.name):
@@ -247,9 +249,10 @@ def _kernel_files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _evict(folder: int, written: int) -> None:
-    """Delete old files if the folder has grown beyond the limit, until its size is at most ¾ of the limit.
+    """If the folder is larger than `MAX_FOLDER_BYTES`, delete the least recently used kernels until ¾ of that is left.
 
-    The folder is measured at the first write, and again after the bytes left at the last measurement were written.
+    Abandoned partial files are deleted in any case. The folder is measured at the first write of this process, and
+    again when as many bytes were written as the last measurement left below the limit.
     """
     path = _folder()
     _write_budget[path] = _write_budget.get(path, 0) - written

@@ -1,7 +1,8 @@
-"""The machine that kernels are compiled for: the width and number of its vector registers, and its instructions.
+"""The machine, or LLVM target, that kernels are compiled for: its vector registers and its instructions.
 
 Four machines have names, and `host` returns the machine of this process. One code generator serves every machine. A
-machine consists of LLVM's target description, and every other property is derived from the description.
+machine consists of LLVM's description of the target. The width and number of vector registers and every other property
+are derived from the description.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ __all__ = [
     "restrict",
 ]
 
-CPU_VARIABLE = "SIGHTLINE_CPU"  # name of a machine, to use fewer features than the processor has
+CPU_VARIABLE = "SIGHTLINE_CPU"  # names a machine, to use fewer features than the processor has
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 AVX2 = ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "popcnt", "sse3", "sse4.1", "sse4.2", "ssse3")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 NAMED_MACHINES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "avx512": (X86, "x86-64", AVX512),  # every AVX-512 server; without the bfloat16 product, which is more recent
+    "avx512": (
+        X86,
+        "x86-64",
+        AVX512,
+    ),  # every AVX-512 server; without the bfloat16 product, which only later servers have
     "avx2": (X86, "x86-64", AVX2),
     "sse2": (X86, "x86-64", ()),  # the baseline of x86-64
     "neon": (ARM, "generic", ()),  # the baseline of 64-bit ARM
@@ -38,12 +43,13 @@ NAMED_MACHINES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """A target of LLVM.
+    """A target that LLVM compiles kernels for.
 
     Parameters
     ----------
-    triple, cpu, features : LLVM's names. `features` lists all features, as "+this,-that"; kernels use no other
-    vectors : vectors per row of the register tile, a power of two; by default as many as fit; see `narrow_tile`
+    triple, cpu : LLVM's names of the platform and of the processor
+    features : LLVM's names of all features, as in "+avx2,-avx512f"; kernels use no other feature
+    vectors : number of vectors in a row of the register tile, a power of two; None for as many as the registers hold
     """
 
     triple: str
@@ -64,7 +70,7 @@ class Machine:
 
     @cached_property
     def vector_bytes(self) -> int:
-        """Bytes per vector. AVX without AVX2 or FMA uses 16 of its 32 bytes: wider vectors are not faster there."""
+        """Bytes per vector: 16 for AVX without AVX2 or FMA, whose vectors of 32 bytes are not faster."""
         if "avx512f" in self.feature_set:
             return 64
         return 32 if {"avx2", "fma"} <= self.feature_set else 16
@@ -86,9 +92,9 @@ class Machine:
         return rows, self.vectors or self.vector_registers // 8
 
     def narrow_tile(self, vectors: int) -> Machine:
-        """Return the machine with a register tile of at most `vectors` vectors, rounded up to a power of two.
+        """Return this machine with a register tile of at most `vectors` vectors per row, rounded up to a power of two.
 
-        With few queries, the other vectors of a wider tile would do no work.
+        Few queries fill few vectors, and the other vectors of a wider tile would do no useful work.
         """
         wide = 1 << max(vectors - 1, 0).bit_length()
         return _with_vectors(self, wide) if wide < self.register_tile[1] else self
@@ -105,7 +111,7 @@ class Machine:
 
     @cached_property
     def has_scalef(self) -> bool:
-        """True if one instruction rounds and one scales by powers of two (AVX512F and AVX512DQ)."""
+        """True if the machine has instructions to round and to scale by powers of two (AVX512F and AVX512DQ)."""
         return self.vector_bytes == 64 and "avx512dq" in self.feature_set
 
     @cached_property
@@ -126,7 +132,7 @@ def machine_names() -> tuple[str, ...]:
 
 @cache
 def named_machine(name: str) -> Machine:
-    """Return the machine of this name, with the features that every processor of the kind has.
+    """Return the machine of this name, with the features that every processor of that kind has.
 
     Raises
     ------
@@ -161,12 +167,12 @@ def native_machine() -> Machine:
 
 @cache
 def restrict(machine: Machine, name: str) -> Machine:
-    """Return the named machine with this machine's triple.
+    """Return the machine called `name`, with the triple of `machine`.
 
     Raises
     ------
     ParameterError
-        No machine has this name, or this machine lacks some of its features.
+        No machine has this name, or `machine` lacks features of the machine called `name`.
     """
     runnable = [other for other in machine_names() if not missing_features(machine, named_machine(other))]
     if name not in runnable:
@@ -181,7 +187,7 @@ def restrict(machine: Machine, name: str) -> Machine:
 
 
 def missing_features(machine: Machine, other: Machine) -> list[str]:
-    """Return what a machine lacks to run another's kernels: the architecture, or features; empty if nothing."""
+    """Return what `machine` lacks to run kernels for `other`: its architecture, or features; [] if it lacks nothing."""
     if machine.architecture != other.architecture:
         return [other.architecture]
     return sorted(other.feature_set - machine.feature_set)

@@ -16,7 +16,7 @@ from ...validation import check_threads
 __all__ = ["MAX_THREADS", "THREADS_VARIABLE", "resolve_thread_count", "thread_count", "threads", "usable_processors"]
 
 THREADS_VARIABLE = "SIGHTLINE_THREADS"
-MAX_THREADS = max(os.cpu_count() or 1, 16)  # per call; more threads would find no free processor
+MAX_THREADS = max(os.cpu_count() or 1, 16)  # the most threads of one call; further threads would find no free processor
 
 _requested_threads: ContextVar[int | None] = ContextVar("threads", default=None)
 
@@ -32,9 +32,9 @@ def threads(number: int) -> AbstractContextManager[None]:
     Returns
     -------
     context manager
-        Blocks may be nested, and the innermost block applies. The number of threads is, in this order:
-        `attention(..., threads=...)`, the innermost block, the environment variable SIGHTLINE_THREADS,
-        `torch.get_num_threads()` if torch is loaded, the number of processors.
+        `with` blocks may be nested, and the innermost block applies. The number of threads comes from the first
+        available one of: `attention(..., threads=...)`, the innermost `with` block, the environment variable
+        SIGHTLINE_THREADS, `torch.get_num_threads()` if torch is loaded, the number of processors.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def thread_count(requested: int | None = None) -> int:
 
 
 def resolve_thread_count(requested: int | None = None) -> tuple[int, str]:
-    """Return the number of threads to use, and the name of the setting it comes from.
+    """Return the number of threads to use, and the name of the setting that determines the number.
 
     The first available setting applies: the argument, the innermost `with threads(...)`, SIGHTLINE_THREADS,
     `torch.get_num_threads()` if torch is loaded, the processors and processor time this process may use.
@@ -106,7 +106,7 @@ def usable_processors() -> int:
 
 @cache
 def _cgroup_quota(path: str = "/sys/fs/cgroup/cpu.max") -> int:
-    """Return the processor time a container grants, in processors, rounded up; `MAX_THREADS` if there is no limit.
+    """Return how many processors a container may keep busy, rounded up; `MAX_THREADS` if the container has no limit.
 
     On Linux, cgroup v2 stores the limit as "quota period" or "max period".
     """

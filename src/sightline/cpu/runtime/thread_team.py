@@ -29,8 +29,8 @@ def call(address: int, packed_arguments: Any, threads: int, keep_alive: tuple[An
 
     The argument of the function is the address of the array `packed_arguments`. Fewer threads than requested call the
     function if no more are available. `keep_alive` has all arrays that `packed_arguments` points to. The pool's threads
-    hold references to `keep_alive` and to the code, so that an exception in this thread, such as KeyboardInterrupt,
-    cannot free memory that they use.
+    hold references to `keep_alive` and to the code, so that an exception in the calling thread, such as
+    KeyboardInterrupt, cannot free memory that the pool's threads use.
     """
     function, argument = _FUNCTION(address), packed_arguments.ctypes.data
     if threads == 1:
@@ -43,7 +43,7 @@ def call(address: int, packed_arguments: Any, threads: int, keep_alive: tuple[An
         return
     futures = _submit_to_pool(threads - 1, function, argument, (address, packed_arguments, keep_alive))
     function(argument)
-    for future in futures:  # a call that has not started would find no work item
+    for future in futures:  # a submitted call that has not started would find no work item
         if not future.cancel():
             future.result()
 
@@ -52,7 +52,7 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def _submit_to_pool(number: int, function: Any, argument: int, keep_alive: tuple[Any, ...]) -> list[Future[None]]:
-    """Submit `number` calls to the pool; fewer if the interpreter is ending or no more threads can start."""
+    """Submit `number` calls of the function to the pool; fewer if the interpreter is ending or no thread can start."""
     futures: list[Future[None]] = []
     try:
         pool = _pool()
@@ -68,26 +68,27 @@ def _call_function(function: Any, argument: int, keep_alive: tuple[Any, ...]) ->
 
 
 class Teams:
-    """The teams of this process: its thread pool, and the OpenMP runtime it has loaded. Both are set at first use."""
+    """The thread pool of this process, and the OpenMP runtime it has loaded. A kernel that needs them sets them."""
 
     def __init__(self, is_forked: bool = False) -> None:
         self.is_forked = is_forked
         self.pool: ThreadPoolExecutor | None = None
-        self.openmp: Callable[..., None] | None = None  # GOMP_parallel; None if no OpenMP is loaded
+        self.openmp: Callable[..., None] | None = None  # the runtime's GOMP_parallel; None if no runtime is loaded
         self.modules = -1  # number of loaded Python modules at the last search for OpenMP
         self.is_from_torch = False  # True if torch's own OpenMP was found, so that no further search is needed
 
 
 def _is_forked_process() -> bool:
-    """True if multiprocessing forked this process before this module was imported, and so before its hook was set."""
+    """True if multiprocessing forked this process before this module was imported and set its fork hook."""
     processes = sys.modules.get("multiprocessing.process")
     if processes is None or processes.parent_process() is None:
         return False
-    return sys.modules["__main__"].__name__ != "__mp_main__"  # the name in a spawned process
+    return sys.modules["__main__"].__name__ != "__mp_main__"  # the name of the main module in a spawned process
 
 
 _teams = Teams(is_forked=_is_forked_process())
-# the parent's teams after a fork: the threads of its pool do not exist here, so the pool must be neither used nor freed
+# in a forked child, the teams of the parent: the threads of the parent's pool do not exist in the child, so that the
+# pool must be neither used nor freed
 _parent_teams: list[Teams] = []
 
 
@@ -102,7 +103,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _pool() -> ThreadPoolExecutor:
-    """Return the thread pool of this process, created at first use."""
+    """Return the thread pool of this process. The first call creates the pool."""
     if _teams.pool is None:
         from concurrent.futures import ThreadPoolExecutor
 
@@ -111,9 +112,9 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _openmp_team() -> Callable[..., None] | None:
-    """Return GOMP_parallel(function, data, threads, flags) of the loaded OpenMP runtime; None if none is loaded.
+    """Return GOMP_parallel(function, data, threads, flags) of the loaded OpenMP runtime.
 
-    The runtimes of GNU, LLVM and Intel all have this function.
+    Returns None if no runtime is loaded, and in a forked child. The runtimes of GNU, LLVM and Intel have this function.
     """
     teams = _teams
     if teams.is_forked:
@@ -121,14 +122,14 @@ def _openmp_team() -> Callable[..., None] | None:
     if not teams.is_from_torch and teams.modules != len(sys.modules):
         teams.modules = len(sys.modules)
         extension = getattr(getattr(sys.modules.get("torch"), "_C", None), "__file__", None)
-        team = None if extension is None else _find_gomp_parallel(extension)  # resolved as in torch
+        team = None if extension is None else _find_gomp_parallel(extension)  # of the runtime torch uses
         teams.is_from_torch = team is not None
         teams.openmp = team or next(filter(None, map(_find_gomp_parallel, _openmp_libraries())), None)
     return teams.openmp
 
 
 def _find_gomp_parallel(library: str) -> Callable[..., None] | None:
-    """Return GOMP_parallel of a loaded library or of its dependencies; None if they lack it or it is not loaded."""
+    """Return GOMP_parallel of a loaded library or of its dependencies; None if it is not loaded or has none."""
     try:
         team = ctypes.CDLL(library, mode=getattr(os, "RTLD_NOLOAD", 0) | ctypes.DEFAULT_MODE).GOMP_parallel
     except (OSError, AttributeError):
