@@ -1,4 +1,4 @@
-"""Kernels in Triton for torch tensors on CUDA and ROCm devices. Triton is imported by the first call of a kernel."""
+"""Kernels in Triton for torch tensors on CUDA and ROCm devices. Importing this module does not import triton."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ __all__ = ["Triton"]
 
 
 class Triton(Kernel):
-    """Forward and backward pass in every dtype; mask and score are compiled into the kernels.
+    """Compute the forward and the backward pass in every dtype. Mask and score are compiled into the Triton kernels.
 
     Parameters
     ----------
     architecture : str, optional
         The architecture that tile sizes are chosen for: "sm_90", "gfx942", .... The default is the architecture of the
         tensors' device. Only `aot.compile_kernels` may combine a GPU architecture with tensors on the CPU.
-        "interpreter" serves tensors on the CPU if TRITON_INTERPRET=1 was set before triton was imported.
+        "interpreter" serves tensors on the CPU, and requires that TRITON_INTERPRET=1 was set before triton was
+        imported.
     """
 
     name = "triton"

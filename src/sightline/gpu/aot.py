@@ -1,13 +1,13 @@
-"""Compilation of kernels for a GPU that this machine does not have: their resource use and their assembly.
+"""Compile Triton kernels for a GPU that this computer does not have, and report their resource use and assembly.
 
     kernels = compile_kernels(lambda: Triton("sm_90").run(problem), "sm_90")
 
 Triton's driver names the GPU to compile for, and loads and launches compiled kernels. `compile_kernels` replaces the
 driver by a driver that names the requested GPU, loads nothing and launches nothing. So the call runs as usual on arrays
-in host memory, and every kernel that the call launches is compiled exactly as on the GPU: with the same choices, the
-same specialisation, and the tile sizes of the default table. The returned arrays are uninitialised memory.
-`attention` chooses CPU kernels for arrays in host memory, so the call must be `run` or `backward` of a `Triton` for the
-target.
+in host memory, and every kernel that the call launches is compiled exactly as on the GPU: with the same compile-time
+constants, the same specialisation of arguments, and the tile sizes of the default table. The arrays that the call
+returns are uninitialised memory, since no kernel runs. `attention` chooses CPU kernels for arrays in host memory, so
+the call must be `run` or `backward` of a `Triton` for the requested GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
     "gfx942": GPUTarget("hip", "gfx942", 64),  # MI300
 }
-SHARED_MEMORY_BYTES = {name: shared_memory_of(name) for name in TARGETS}  # available to one block of threads
+SHARED_MEMORY_BYTES = {name: shared_memory_of(name) for name in TARGETS}  # for one block of threads
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class CompiledKernel:
 
     name: str
     target: str  # a key of `TARGETS`
-    warps: int  # of a block of threads
-    registers: int  # of a thread; on AMD including the accumulators of matrix instructions
-    spilled: int  # bytes of memory per thread for values that found no register
-    shared: int  # bytes of shared memory of a block of threads
-    text: str  # PTX, or AMD's assembly
-    remarks: str  # the assembler's log; ptxas reports there each wgmma that it serialised
+    warps: int  # number of warps in a block of threads
+    registers: int  # registers per thread; on AMD the number includes the accumulators of matrix instructions
+    spilled: int  # bytes of memory per thread for numbers that found no register
+    shared: int  # bytes of shared memory per block of threads
+    text: str  # the assembly of the kernel: PTX for NVIDIA, AMD's assembly language for AMD
+    remarks: str  # the assembler's log, in which ptxas reports each wgmma instruction that it serialised
 
     def __str__(self) -> str:
         memory = f"{self.spilled} bytes spilled, {self.shared} bytes shared"
@@ -60,16 +60,17 @@ class CompiledKernel:
 
 
 def compile_kernels(call: Callable[[], object], target: str) -> tuple[CompiledKernel, ...]:
-    """Compile the kernels that `call()` launches on a GPU of `target`, and return each once, in the order of launches.
+    """Compile the kernels that `call()` launches on a GPU of `target`. Return each kernel once, by its first launch.
 
-    No kernel runs. A process has one Triton driver, so no other thread may launch a kernel meanwhile.
+    No kernel runs. A process has one Triton driver, so no other thread may launch a kernel before this function
+    returns.
 
     Raises
     ------
     ParameterError
         `target` is not in `TARGETS`, `call` launched no kernel, or `call` chose tile sizes of another architecture.
     triton.OutOfResources
-        A kernel with one stage needs more shared memory than the GPU has.
+        A kernel needs more shared memory than the GPU has, even with one stage.
     """
     if target not in TARGETS:
         raise ParameterError(f"target={target!r}", f"one of {', '.join(map(repr, TARGETS))}", "target='sm_90'")
@@ -91,7 +92,7 @@ def compile_kernels(call: Callable[[], object], target: str) -> tuple[CompiledKe
         scope.enter_context(_active_driver(_OfflineDriver(target)))
         scope.enter_context(redirect_stdout(log))
         trial = scope.enter_context(try_sizes())
-        REDUCED_STAGES.clear()  # stage counts that were reduced for another target
+        REDUCED_STAGES.clear()  # its numbers of stages may have been reduced for another target
         call()
     if other_architectures := trial.architectures - {target}:
         raise ParameterError(
@@ -105,7 +106,8 @@ def compile_kernels(call: Callable[[], object], target: str) -> tuple[CompiledKe
             "a call of a `Triton` kernel, in a process without TRITON_INTERPRET",
             f"compile_kernels(lambda: Triton({target!r}).run(problem), {target!r})",
         )
-    # A launch that exceeds shared memory is repeated with fewer stages: only the last of its kernels fits and launches.
+    # A launch whose kernel exceeds shared memory is repeated with fewer stages. Every attempt compiles a kernel. Only
+    # the kernel of the last attempt fits shared memory and is launched.
     return tuple(kernel for kernel in kernels if kernel.shared <= SHARED_MEMORY_BYTES[target])
 
 
@@ -133,7 +135,7 @@ def _active_driver(offline: _OfflineDriver) -> Iterator[None]:
     """Make `offline` Triton's driver while the context lasts."""
     try:
         previous = driver.active
-    except RuntimeError:  # Triton finds no GPU
+    except RuntimeError:  # raised if Triton finds no GPU
         previous = None
     driver.set_active(offline)
     try:
@@ -156,7 +158,7 @@ class _OfflineDriver(DriverBase):  # type: ignore[misc]  # triton has no type st
         return self.target
 
     def get_current_device(self) -> _OfflineDriver:
-        return self  # Triton caches compiled kernels by device: this key shares none with a real device
+        return self  # Triton caches compiled kernels by device, and no real device equals this object
 
     def get_current_stream(self, device: object) -> int:
         return 0
@@ -166,7 +168,7 @@ class _OfflineDriver(DriverBase):  # type: ignore[misc]  # triton has no type st
         return lambda *arguments: None
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: object) -> tuple[None, None, int, int, int]:
-        max_threads = 1024  # of a block, on every GPU
+        max_threads = 1024  # the most threads of a block on every GPU
         return None, None, 0, 0, max_threads
 
     def unload_module(self, module: object) -> None:

@@ -1,4 +1,4 @@
-"""The reasons why the Triton kernels refuse a problem, forward and backward."""
+"""The reasons why the Triton kernels refuse the forward or the backward pass of a problem."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from .triton_version import triton_version
 
 __all__ = ["MAX_FORMULA_NODES", "MAX_HEAD_WIDTH", "refuse_backward", "refuse_forward"]
 
-MAX_HEAD_WIDTH = 256  # largest d_k and d_v: registers and shared memory hold a tile of each
-MAX_FORMULA_NODES = 400  # nodes of mask and score together; the compiler gets about one line for each node
+MAX_HEAD_WIDTH = 256  # largest d_k and largest d_v: registers and shared memory hold tiles of both widths
+MAX_FORMULA_NODES = 400  # most nodes of mask and score together; the compiler gets about one line for each node
 MIN_TRITON_VERSION = (3, 5)  # the oldest triton that compiles the kernels
 MIN_TRITON_VERSION_BY_DTYPE = {"float64": (3, 8)}  # the oldest triton that multiplies float64 matrices
 
 
 def refuse_forward(problem: Problem, architecture: str | None) -> Iterator[Refusal]:
-    """Yield a refusal for other devices and frameworks, too large sizes, and a missing or too old triton or GPU."""
+    """Yield every reason why the Triton kernels cannot compute the forward pass of a problem.
+
+    The reasons are a framework other than torch, tensors on another device than the kernels need, a GPU that is too
+    old, head widths or formulas that are too large, and a triton that is missing or too old.
+    """
     device_type = problem.device.partition(":")[0]
     required = "cpu" if architecture == "interpreter" else "cuda"
     if problem.framework != "torch" or device_type != required:
@@ -47,9 +51,11 @@ def refuse_forward(problem: Problem, architecture: str | None) -> Iterator[Refus
 def refuse_backward(
     problem: Problem, architecture: str | None, wanted_tables: Collection[int] | None
 ) -> Iterator[Refusal]:
-    """Yield the refusals of the forward pass, and refusals for problems without pairs and for tables.
+    """Yield every reason why the Triton kernels cannot compute the backward pass of a problem.
 
-    With a given architecture the tensors may be on any device, as in `aot.compile_kernels`.
+    The reasons are those of `refuse_forward`, a problem without pairs or with d_v = 0, and tables whose gradients the
+    kernels cannot sum. If `architecture` is given, the tensors may be on any device, as in `aot.compile_kernels`, and
+    of the reasons of `refuse_forward` only the sizes are checked.
     """
     refusals = list(refuse_forward(problem, None) if architecture is None else _size_refusals(problem))
     if 0 in problem.extent or problem.d_v == 0:
@@ -63,7 +69,7 @@ def refuse_backward(
 
 
 def _size_refusals(problem: Problem) -> Iterator[Refusal]:
-    """Yield a refusal for head widths and formulas that are too large for every GPU."""
+    """Yield a refusal if a head width exceeds `MAX_HEAD_WIDTH`, and one if formulas exceed `MAX_FORMULA_NODES`."""
     if max(problem.d_k, problem.d_v) > MAX_HEAD_WIDTH:
         cure = f"use widths up to {MAX_HEAD_WIDTH}; the streaming kernel serves larger widths"
         yield Refusal(f"d_k {problem.d_k}, d_v {problem.d_v}", cure)
@@ -74,7 +80,7 @@ def _size_refusals(problem: Problem) -> Iterator[Refusal]:
 
 @lru_cache
 def _move_cure(required_device: str) -> str:
-    """Return the cure for torch tensors on another device than the kernels need."""
+    """Return the cure for torch tensors that are not on the device that the kernels need."""
     import torch
 
     built = required_device == "cpu" or torch.version.cuda or torch.version.hip
@@ -84,7 +90,10 @@ def _move_cure(required_device: str) -> str:
 
 @lru_cache
 def _is_too_old(device: Any) -> bool:
-    """True for NVIDIA GPUs before compute capability 8.0: their matrix units support neither bfloat16 nor float64."""
+    """Return True for an NVIDIA GPU of a compute capability below 8.0.
+
+    The matrix units of these GPUs support neither bfloat16 nor float64.
+    """
     import torch
 
     return torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)

@@ -6,7 +6,7 @@ __all__ = ["triton_version"]
 
 
 def triton_version() -> tuple[int, ...]:
-    """Return (major, minor) of the installed triton."""
+    """Return the version of the installed triton as (major, minor)."""
     import triton
 
     return tuple(int(part) for part in triton.__version__.split(".")[:2])

@@ -1,4 +1,7 @@
-"""The module `tl` of formulas compiled for Gluon: Triton's language, with Gluon's definition of `full`."""
+"""The module that generated functions of formulas import as `tl` if they are compiled for Gluon.
+
+It is Triton's language, with Gluon's definition of `full`.
+"""
 
 from triton.experimental.gluon.language import full
 from triton.language import *  # noqa: F403

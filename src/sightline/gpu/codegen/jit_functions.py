@@ -12,26 +12,29 @@ __all__ = ["FormulaFunctions", "combine_functions", "compile_function"]
 
 
 class FormulaFunctions(NamedTuple):
-    """The formulas of a kernel as functions of a block of pairs; None for a formula that the problem lacks.
+    """The formulas of a kernel as functions of a block of pairs. A function is None if the problem lacks its formula.
 
-    `mask_at` takes (b, h, i, j, n, m, tables), the others also a score before them: `score_at`, `score_derivative_at`
-    and `table_gradients_at` the scaled product s, the others the final score.
+    `mask_at` takes the arguments (b, h, i, j, n, m, tables). Every other function takes a score before these arguments:
+    `score_at`, `score_derivative_at` and `table_gradients_at` take the scaled product s; `summands_at`, `d_weights_at`
+    and `d_scores_at` take the final score.
     """
 
-    mask_at: Any = None  # True where the pair is visible
-    score_at: Any = None  # the final score
-    summands_at: Any = None  # a tuple: the factors f of the sums Σ P f in `fused_statistics`
-    score_derivative_at: Any = None  # d score / d s
-    d_weights_at: Any = None  # the term that statistics add to dP
-    d_scores_at: Any = None  # the term that statistics add to the gradient of the final score
-    table_gradients_at: Any = None  # a tuple: (d score / d entry, index of the entry) per lookup, see `table_gradient`
+    mask_at: Any = None  # returns True where the pair is visible
+    score_at: Any = None  # returns the final score
+    summands_at: Any = None  # returns a tuple: the factors f of the sums Σ P f in `fused_statistics`
+    score_derivative_at: Any = None  # returns d score / d s
+    d_weights_at: Any = None  # returns the term that statistics add to dP
+    d_scores_at: Any = None  # returns the term that statistics add to the gradient of the final score
+    # Returns a tuple: for each lookup (d score / d entry, index of the table entry), see `kernels.table_gradient`.
+    table_gradients_at: Any = None
 
 
 @lru_cache(1024)
 def compile_function(source: str, name: str, language: str = "triton.language") -> Any:
-    """Return the function `name` of a module's source, which imports the module `language` as `tl`.
+    """Return the function `name` of a generated module. `source` is the module's text.
 
-    The source is added to `linecache`, from which Triton reads the source of a function.
+    The module imports `language` as `tl`. The text is added to `linecache`, from which Triton reads the source of a
+    function.
     """
     source = source.replace("import triton.language as tl", f"import {language} as tl")
     filename = f"<sightline {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
@@ -42,6 +45,9 @@ def compile_function(source: str, name: str, language: str = "triton.language") 
 
 
 def combine_functions(sources: Sequence[str], expressions: Sequence[str], name: str) -> Any:
-    """Return a function of the scores that returns the expressions as a tuple; they call functions of the sources."""
+    """Return a Triton function `name` that takes scores and returns the tuple of `expressions`.
+
+    The expressions call functions that the texts in `sources` define.
+    """
     body = f"@triton.jit\ndef {name}(s, b, h, i, j, n, m, tables):\n    return ({', '.join(expressions)},)\n"
     return compile_function("\n\n".join([*sources, body]), name)

@@ -1,4 +1,7 @@
-"""The source of Triton functions for the formulas of a problem, and the tables they read. Does not import triton."""
+"""The source of the Triton functions for a problem's formulas, and the tables that the formulas read.
+
+This module does not import triton.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ NamedFormula = tuple[str, Expression, bool]  # (name of the function, formula, T
 
 
 def render_sources(problem: Problem, others: Sequence[NamedFormula] = ()) -> dict[str, str]:
-    """Return the source of a module per function: of `mask_at` and `score_at`, if they exist, and of `others`."""
+    """Return the source of one module for each formula, by the name of the formula's function.
+
+    The formulas are the mask (`mask_at`) and the score (`score_at`), if the problem has them, and `others`.
+    """
     named = _named_formulas(problem, others)
     tables = collect_tables(problem, others)
     slots = {id(table): slot for slot, table in enumerate(tables)}
@@ -45,7 +51,7 @@ def render_sources(problem: Problem, others: Sequence[NamedFormula] = ()) -> dic
 
 
 def collect_tables(problem: Problem, others: Sequence[NamedFormula] = ()) -> list[Table]:
-    """Return every table of the formulas once, in the order of the argument `tables` of the kernels."""
+    """Return every table that mask, score and `others` read, once, in the order of the kernels' argument `tables`."""
     formulas = [formula for _, formula, _ in _named_formulas(problem, others)]
     return list({id(table): table for formula in formulas for table in formula.tables}.values())
 
@@ -56,6 +62,6 @@ def _named_formulas(problem: Problem, others: Sequence[NamedFormula]) -> list[Na
 
 
 def _byte_extent(table: Table) -> float:
-    """Return the bytes between the first and the last entry, which strides can make more than the table's size."""
+    """Return the bytes between the first and the last entry of a table. Strides can make them exceed its size."""
     strides = layout(table.array)[1]
     return float(sum(max(length - 1, 0) * abs(stride) for length, stride in zip(table.shape, strides, strict=True)))

@@ -1,12 +1,12 @@
-"""Rendering of a formula as the source text of a Triton function over a block of pairs. Triton is not imported.
+"""Render a formula as the source text of a Triton function over a block of pairs. This module does not import triton.
 
 Each node has the shape that its symbols give it: nodes that depend only on the query are columns (rows, 1), nodes that
 depend only on the key are rows (1, columns), and the other nodes cover the whole block.
 
-    def score_at(s, b, h, i, j, n, m, tables)      for formulas of the scores s
-    def mask_at(b, h, i, j, n, m, tables)          for others
+    def score_at(s, b, h, i, j, n, m, tables)      for a formula that takes the scores s
+    def mask_at(b, h, i, j, n, m, tables)          for any other formula
 
-A table is the tuple (pointer, stride of each axis in entries, length of each axis).
+Kernels pass each table as a tuple: a pointer, the stride of each axis in entries, and the length of each axis.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _INFIX = {
 }
 _SAME_NAME = ("exp2", "log", "log2", "sin", "cos")
 
-# {0}, {1}, {2} are the arguments. A pair is (template for whole numbers and conditions, template for floats).
+# The template of each operator: {0}, {1} and {2} stand for the operator's arguments. A pair of templates is (template
+# for whole numbers and conditions, template for floats).
 TRITON_RULES: dict[str, str | tuple[str, str]] = {
     **{name: f"{{0}} {symbol} {{1}}" for name, symbol in _INFIX.items()},
     **{name: f"tl.{name}({{0}})" for name in _SAME_NAME},
@@ -56,7 +57,8 @@ TRITON_RULES: dict[str, str | tuple[str, str]] = {
     "ceil": ("{0}", "tl.ceil({0})"),
 }
 _BOOL_TEMPLATES = {"minimum": "{0} & {1}", "maximum": "{0} | {1}"}
-# Nested operators on one line: Python's parser accepts 200 parentheses, and Triton's compiler is recursive.
+# Most operators nested in one line of source: Python's parser accepts 200 nested parentheses, and Triton's compiler is
+# recursive.
 MAX_NESTING_DEPTH = 32
 _HELPERS = ("real_quotient", "real_remainder", "square_root", "whole_quotient", "whole_remainder")
 
@@ -76,12 +78,11 @@ def render(
     Parameters
     ----------
     name : name of the function
-    floats, integers : names of the dtypes of float and integer nodes; conditions are bool and other results are floats
-    slots : for each of `formula.tables`, its position among the kernel's tables
-    clamped : (position of a lookup in `walk`, axis) of each index that may leave its table at hidden pairs
-    scores : True if the function takes s (whether the formula reads s or not) and returns floats even if the formula is
-        a
-        whole number
+    floats, integers : names of the dtypes of float nodes and of integer nodes; conditions are bool
+    slots : for each table of `formula.tables`, its position among the kernel's tables
+    clamped : (position of the lookup in `walk(formula)`, axis) of each index that may leave its table at hidden pairs
+    scores : True if the function takes s, whether the formula reads s or not
+        Such a function returns floats, even if the formula gives whole numbers.
     """
     return _TritonRenderer(formula, floats, integers, slots, clamped).render_module(name, scores)
 
@@ -101,7 +102,7 @@ class _TritonRenderer:
                 self.use_counts[id(argument)] = self.use_counts.get(id(argument), 0) + 1
         self.lines: list[str] = []
         self.rendered: dict[int, str] = {}
-        self.depth: dict[int, int] = {}  # nesting depth of the operators in a node's text
+        self.depth: dict[int, int] = {}  # by the id of a node: nesting depth of the operators in the node's text
 
     def render_module(self, name: str, scores: bool) -> str:
         for node in self.nodes:
@@ -123,7 +124,7 @@ class _TritonRenderer:
         return f'{head}\n    """{self.formula}"""\n{source}\n'
 
     def symbol_casts(self) -> list[str]:
-        """Return the lines that cast symbols to dtypes wider than those in which kernels count."""
+        """Return the lines that cast symbols to int64 or float64, if the formula is computed in these dtypes."""
         casts = []
         for symbol in sorted(self.formula.free_symbols):
             kind = self.types["float" if symbol == "s" else "int"]
@@ -132,7 +133,7 @@ class _TritonRenderer:
         return casts
 
     def inline_or_assign(self, node: Expression, text: str) -> str:
-        """Return the text itself, or the name of a variable to which the text is assigned.
+        """Return a node's text itself, or the name of a variable to which the text is assigned.
 
         A node gets a variable if several nodes read it, if it is a lookup, or if its text is nested too deeply.
         """
@@ -163,7 +164,7 @@ class _TritonRenderer:
         if kind == "bool" and node.operator in _BOOL_TEMPLATES:
             template = _BOOL_TEMPLATES[node.operator]
         elif kind == "bool" and not node.operator.startswith("logical") and node.operator != "where":
-            kind = "int"  # conditions compare as 0 and 1
+            kind = "int"  # other operators compute with conditions as 0 and 1
         infix = " {1}" in template and "(" not in template
         # Triton's functions read a bare literal such as 0.1 as float32.
         narrow = not infix and kind == "float" and self.types["float"] == "tl.float64"
@@ -211,7 +212,7 @@ def _literal(value: bool | int | float) -> str:
 
 
 def _strip_parentheses(text: str) -> str:
-    """Return the text without the parentheses that enclose all of it."""
+    """Return the text without its outermost parentheses, if one pair of parentheses encloses the whole text."""
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0
