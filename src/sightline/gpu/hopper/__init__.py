@@ -2,8 +2,8 @@
 
 The kernel has never run on a GPU. It compiles for Hopper, and its code runs in an interpreter in NumPy
 (tests/helpers/gluon_interpreter.py), which models barriers and arithmetic, but not speed. So no plan selects the kernel
-by default. `sightline.tune(..., specialise=True)` tries it on the GPU of the process, and later calls use it for the
-problems for which it was correct and faster.
+by default. `sightline.tune(..., specialised=True)` tries the kernel on the GPU of the process. Later calls use the
+kernel for the problems for which it was correct and faster.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..tuning.default_configurations import Configuration
 
 __all__ = ["candidate_configurations", "refuses"]
 
-MIN_TRITON_VERSION = (3, 9)  # the first whose Gluon has the features of the kernel
-TMA_ALIGNMENT = 16  # bytes: the tensor memory accelerator requires it of addresses and of strides between rows
+MIN_TRITON_VERSION = (3, 9)  # the first version of triton whose Gluon has what the kernel uses
+TMA_ALIGNMENT = 16  # the tensor memory accelerator (TMA) needs addresses and strides that are multiples of 16 bytes
 
 
 def refuses(problem: Problem) -> Iterator[Refusal]:
-    """Yield every reason why the kernel cannot serve a problem that the Triton kernel serves."""
+    """Yield every reason why the Hopper kernel cannot serve a problem that the ordinary forward kernel serves."""
     if triton_version() < MIN_TRITON_VERSION:
         found, minimum = (".".join(map(str, version)) for version in (triton_version(), MIN_TRITON_VERSION))
         yield Refusal(f"triton {found}", f"install triton {minimum} or later")
@@ -64,9 +64,10 @@ def _tma_refusals(name: str, array: Any) -> Iterator[Refusal]:
 
 
 def candidate_configurations(problem: Problem) -> tuple[Configuration, ...]:
-    """Return the sizes that tuning tries. None is measured; the first spills the fewest registers.
+    """Return the configurations of the Hopper kernel that tuning tries, first the one that spills the fewest registers.
 
-    The 64 rows of S, O and P of a warpgroup are in registers, as are the intermediate values of a score formula.
+    No configuration was measured on a GPU. Registers hold 64 rows of S, O and P for each warpgroup, and the
+    intermediate results of a score formula.
     """
     width, has_score = padded_width(problem.d_k), problem.score is not None
     if width == 256:

@@ -1,12 +1,12 @@
-"""The forward kernel with specialised warps: one warp loads, two warpgroups of four warps compute in turn.
+"""The forward kernel with specialised warps: one warp loads tiles; two warpgroups of four warps compute in turn.
 
     loads          Q, then K and V tile by tile into rings in shared memory, by the tensor memory accelerator (TMA)
     warpgroup 0    S = Q Kᵀ | softmax    | S = Q Kᵀ | softmax             the first half of the block's queries
     warpgroup 1             | S = Q Kᵀ   | softmax  | S = Q Kᵀ ...        the second half
 
 (Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2.) While one warpgroup uses the tensor cores, the other uses
-the exponential units. Within a warpgroup, P V of a tile overlaps the softmax of the next tile. The sums are those of
-`kernels.forward`: the same formulas, over the same tiles, in the same order.
+the exponential units. Within a warpgroup, P V of a tile overlaps the softmax of the next tile. The kernel computes the
+sums of `kernels.forward`, by the same formulas, over the same tiles, in the same order.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from .shared_memory_rings import (
 
 __all__ = ["forward"]
 
-# Warpgroup 0 is the four warps that a program begins with. Every thread begins with 168 of the 65536 registers. The
-# load warp and three idle warps release most of theirs to the warpgroups, whose threads have 240 each.
-WORKERS = gl.constexpr([4, 1])  # warps of warpgroup 1, and of the load worker
-REGISTERS = gl.constexpr([240, 24])
+# A program begins with four warps, which are warpgroup 0. Every thread begins with 168 of the 65536 registers. The load
+# warp and three idle warps release most of their registers to the two warpgroups, whose threads then have 240 each.
+WORKERS = gl.constexpr([4, 1])  # number of warps of warpgroup 1, and of the load worker
+REGISTERS = gl.constexpr([240, 24])  # registers per thread of warpgroup 1, and of the load worker
 
 
 @gluon.jit
 def load_worker(query, key, value, queries, k_ring, v_ring, block, meta: gl.constexpr):
-    """Load the queries of both warpgroups, then the tiles of keys and values in the order of their ranges."""
+    """Load the queries of both warpgroups, then the tiles of K and V: full tiles first, by the ranges of the block."""
     for warpgroup in gl.static_range(WARPGROUPS):
         memory, ready = queries[0].index(warpgroup), queries[1].index(warpgroup)
         mbarrier.expect(ready, query.nbytes_per_cta)
@@ -67,7 +67,7 @@ def load_worker(query, key, value, queries, k_ring, v_ring, block, meta: gl.cons
 
 @gluon.jit
 def process_scores(products, tile, rows, state, block, params, formulas, PARTIAL: gl.constexpr, meta: gl.constexpr):
-    """Return (P, α, state) after a tile; the state is (maximum, total, compensation)."""
+    """Return (P, α, state) of the running softmax after a tile; the state is (maximum, total, compensation)."""
     scale, unit, tables = params
     j = (tile * meta.keys + gl.arange(0, meta.keys, gl.SliceLayout(0, products.type.layout)))[None, :]
     i = gl.minimum(rows, block.n - 1)[:, None]
@@ -82,20 +82,20 @@ def process_scores(products, tile, rows, state, block, params, formulas, PARTIAL
 
 @gluon.jit
 def to_dot_operand(p, q, output):
-    """Convert weights to the left operand of a product, in registers."""
+    """Return the weights P converted to the left operand of a product, in registers."""
     return gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, output.type.layout, 2))
 
 
 @gluon.jit
 def rescale(output, factor):
-    """Multiply every row of the output by its factor."""
+    """Return the output with each row multiplied by the row's factor."""
     by_output: gl.constexpr = gl.SliceLayout(1, output.type.layout)
     return output * gl.convert_layout(factor, by_output, assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def start_qk(q, k_ring, turn, step, WARPGROUP: gl.constexpr, meta: gl.constexpr):
-    """Start S = Q Kᵀ of a step, once its keys are loaded and it is the turn of this warpgroup."""
+    """Start S = Q Kᵀ of a step, once the step's tile of K is loaded and it is the turn of this warpgroup."""
     k = wait_tile(k_ring, step, meta.padded_d_k, meta)
     wait_turn(turn, step, WARPGROUP)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, meta.keys, 16])
@@ -107,7 +107,7 @@ def start_qk(q, k_ring, turn, step, WARPGROUP: gl.constexpr, meta: gl.constexpr)
 def process_ranges(
     output, state, step, q, k_ring, v_ring, turn, rows, block, params, formulas, PARTIAL, WARPGROUP, meta
 ):
-    """Return (O, the softmax's state, the next step) after the full tiles of a block, or after its partial tiles."""
+    """Return (O, the softmax's state, the next step) after a block's full tiles, or its partial tiles if PARTIAL."""
     first_range, last_range = block_ranges(block, PARTIAL, meta)
     if last_range > first_range:
         tile, _ = range_tiles(block, first_range, PARTIAL, meta)
@@ -124,14 +124,14 @@ def process_ranges(
             for tile in range(first + gl.where(range_index == first_range, 1, 0), last):
                 products = start_qk(q, k_ring, turn, step, WARPGROUP, meta)
                 v = wait_tile(v_ring, step - 1, meta.padded_d_v, meta)
-                output = warpgroup_mma(p, v, output, is_async=True)  # of the previous tile, overlaps this softmax
+                output = warpgroup_mma(p, v, output, is_async=True)  # P V of the previous tile overlaps this softmax
                 pass_turn(turn, WARPGROUP)
                 products = warpgroup_mma_wait(1, deps=[products])
                 release_tile(k_ring, step)
                 weights, alpha, state = process_scores(
                     products, tile, rows, state, block, params, formulas, PARTIAL, meta
                 )
-                output, p = warpgroup_mma_wait(0, deps=[output, p])  # the product reads p from its registers
+                output, p = warpgroup_mma_wait(0, deps=[output, p])  # P V reads p from its registers
                 release_tile(v_ring, step - 1)
                 output = rescale(output, alpha)
                 p = to_dot_operand(weights, q, output)
@@ -145,7 +145,10 @@ def process_ranges(
 
 @gluon.jit
 def compute_worker(results, queries, k_ring, v_ring, turn, block, params, formulas, WARPGROUP: gl.constexpr, meta):
-    """Compute the queries of one warpgroup: O / l, copied out through the memory of its queries, and lse."""
+    """Compute O / l and lse for the queries of one warpgroup, and store both.
+
+    O / l is written to the shared memory that held the queries, and copied from there.
+    """
     output, lse, nonfinite_flags, sinks, H, unit = results
     ROWS: gl.constexpr = meta.rows // WARPGROUPS
     by_products: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, meta.keys, 16]))
@@ -202,17 +205,19 @@ def forward(
     meta: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Attention of one block of queries of a head.
+    """Compute attention for one block of queries of a head.
 
     Parameters
     ----------
-    query, key, value, output : descriptors of four axes; a tile has the queries of one warpgroup, or `meta.keys` keys
+    query, key, value, output : descriptors of arrays with four axes
+        A tile has the queries of one warpgroup, or `meta.keys` keys.
     lse : float64 (B, H, n), contiguous
-    nonfinite_flags : int32 zeros, one per program: set to 1 if the output of the program has NaN
-    blocks : number of blocks of queries in a head; later blocks run first, since a causal mask makes them the longest
-    scale, unit : s = Q Kᵀ · scale, and s · unit is the score in base 2
+    nonfinite_flags : int32 zeros, one for each program, which is set to 1 if the output of the program has NaN
+    blocks : number of blocks of queries in a head
+        The last blocks of a head run first, since a causal mask gives them the most tiles.
+    scale, unit : as in `kernels.forward.forward`, with sign 1
     schedule, sinks : as in `kernels.forward.forward`
-    STAGES : tiles in each ring
+    STAGES : number of tiles in each ring
     """
     item = gl.program_id(0)
     position, block = item // blocks, blocks - 1 - item % blocks
@@ -226,7 +231,7 @@ def forward(
         mbarrier.init(q_ready.index(warpgroup), count=1)
         mbarrier.init(turn.index(warpgroup), count=1)
     k_ring, v_ring = make_ring(key, STAGES), make_ring(value, STAGES)
-    fence_async_shared()  # copies see the initialised barriers
+    fence_async_shared()  # so that the asynchronous copies see the initialised barriers
     queries = (q_memory, q_ready)
     block_info = Block(b, h, block, n, m, row, schedule, group)
     params = (scale, unit.to(gl.float32), tables)

@@ -22,7 +22,7 @@ GLUON_LANGUAGE = "sightline.gpu.codegen.gluon_language"
 
 
 def specialise(call: KernelLaunch) -> KernelLaunch:
-    """Return the launch of this kernel that gives the same results as a launch of `kernels.forward.forward`."""
+    """Return the launch of the Hopper kernel that replaces `call`, a launch of `kernels.forward.forward`."""
     original, meta = call.arguments, call.arguments["meta"]
     rows = meta.rows // WARPGROUPS.value
     formulas = {name: compile_function(source, name, GLUON_LANGUAGE) for name, source in call.sources.items()}
@@ -39,10 +39,11 @@ def specialise(call: KernelLaunch) -> KernelLaunch:
 
 
 def _make_descriptor(array: tuple[Any, ...], rows: int, padded_width: int) -> TensorDescriptor:
-    """Return the descriptor of an array (*batch, heads, rows, width), copied in tiles of rows × padded_width.
+    """Return the descriptor by which TMA copies an array (*batch, heads, rows, width) in tiles of rows × padded_width.
 
     The descriptor has four axes in the order of their strides, as the CUDA driver's manual requires: rows before heads
-    if the stride of rows is larger. The stride of an axis of length 1, which is not used, is that of a contiguous axis.
+    if the stride of rows is larger. The stride of an axis of length 1 is not used, and is set to that of a contiguous
+    axis.
     """
     tensor, lengths, strides, *inner = array
     heads, count, width = tensor.shape[-3:]

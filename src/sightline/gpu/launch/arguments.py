@@ -23,11 +23,11 @@ from ..tuning.default_configurations import Configuration
 
 __all__ = ["Operands", "to_operand"]
 
-MIN_SCALE = 2.0**-64  # smaller scales are applied before the softmax, because lse / scale would overflow float32
+MIN_SCALE = 2.0**-64  # kernels apply a smaller scale before the softmax, because lse / scale would overflow float32
 
 
 class Operands:
-    """The arguments that every kernel of a problem shares.
+    """The arguments that all kernels of a problem share.
 
     Parameters
     ----------
@@ -70,14 +70,16 @@ class Operands:
         return arguments | self.scale_arguments() | formulas
 
     def block_arguments(self, blocks: int, items: int) -> dict[str, Any]:
-        """Return the arguments of a kernel with a NaN-safe variant: blocks of a head, blocks of all heads, and a flag
-        for each block, uninitialised int32, that marks a block with a non-finite result.
+        """Return the arguments that a kernel with a NaN-safe variant needs besides the common arguments.
+
+        `blocks` is the number of blocks of a head, and `items` the number of blocks of all heads. `nonfinite_flags` is
+        an uninitialised int32 array with one flag for each block, in which the kernel marks non-finite results.
         """
         flags = self.problem.query.new_empty(items, dtype=torch.int32)
         return {"blocks": blocks, "items": items, "nonfinite_flags": flags, "SUBBLOCKS": 0}
 
     def meta(self, sizes: Configuration | None = None) -> MetaParameters:
-        """Return the compile-time constants of a kernel with these tile sizes, by default those of `sizes`."""
+        """Return the compile-time constants of a kernel with the tile sizes `sizes`, by default `self.sizes`."""
         problem, sizes = self.problem, sizes or self.sizes
         arrays = (*self.arrays.values(), *self.extra_arrays)
         max_stride = max(abs(stride) for array in arrays for stride in (array.row, array.column))
@@ -97,18 +99,22 @@ class Operands:
         )
 
     def scale_arguments(self) -> dict[str, float]:
-        """Return sign, scale and unit: s = Q Kᵀ · sign · scale, and scores times unit are powers of 2."""
+        """Return the arguments `sign`, `scale` and `unit`: s = Q Kᵀ · sign · scale.
+
+        Kernels compute e^S of a final score S as 2^(x · unit). With a score formula x is S; without one x is
+        Q Kᵀ · sign, not yet scaled.
+        """
         size = abs(self.problem.scale) or 1.0
         sign = math.copysign(1.0, self.problem.scale) if self.problem.scale else 0.0
         return {"sign": sign, "scale": size, "unit": math.log2(math.e) * (size if self.problem.score is None else 1.0)}
 
     def dropout_arguments(self) -> dict[str, Any]:
-        """Return the arguments `dropout_state`, None without dropout, and `dropout_scale`.
+        """Return the arguments `dropout_state` and `dropout_scale`. The state is None if the problem has no dropout.
 
-        The state, which `tile_ops.dropout_mask` reads, is the low and the high 32-bit word of the seed, and the largest
-        random word that drops its weight. Triton compiles a kernel again for an integer that is 1, a multiple of 16, or
-        of another width than before. So each word is packed into an odd number of 42 bits. The scale is the factor
-        1 / (1 − dropout) on weights that are not dropped; 0 if every weight is dropped.
+        The state, which `tile_ops.dropout_mask` reads, is three words: the low and the high 32 bits of the seed, and
+        the largest random word that drops its weight. Triton compiles a kernel again for an integer that is 1, a
+        multiple of 16, or of another width than before. So each word is packed into an odd number of 42 bits.
+        `dropout_scale` is the factor 1 / (1 − dropout) on weights that are not dropped; 0 if every weight is dropped.
         """
         dropped, seed, dropout = threshold(self.problem) - 1, self.problem.seed, self.problem.dropout
         words = (seed % 2**32, seed >> 32, dropped) if dropped >= 0 else None
@@ -156,6 +162,6 @@ def _dot_precision(device: Any) -> str:
 def _prepare_table(array: Any, like: Any) -> Any:
     """Return a table on the device of `like`, detached and not empty."""
     array = detach(to_device(array, like))
-    if array.numel() == 0:  # kernels read an empty table at hidden pairs only, and ignore the entry
+    if array.numel() == 0:  # kernels read an empty table at hidden pairs only, and ignore what they read
         array = array.new_zeros([max(length, 1) for length in array.shape])
     return array

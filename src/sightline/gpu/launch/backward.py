@@ -28,7 +28,7 @@ from .schedule import make_schedule
 
 __all__ = ["backward", "backward_launches"]
 
-MAX_SLOTTED_ENTRIES = 2**22  # most entries of a table whose gradient is summed in slots, 264 bytes for an entry
+MAX_SLOTTED_ENTRIES = 2**22  # most entries of a table whose gradient is summed in slots, of 264 bytes for each entry
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,10 @@ class TableGradient:
         return found
 
     def is_owned_by(self, name: str) -> bool:
-        """True if an index of the lookup is the symbol `name` itself, so one value of b, h, i or j reads an entry."""
+        """Return True if an index of the lookup is the symbol `name` itself, which is b, h, i or j.
+
+        Then all pairs that read one table entry have the same value of this symbol.
+        """
         return any(argument is SYMBOLS[name] for argument in self.node.arguments)
 
 
@@ -96,12 +99,12 @@ def backward_launches(
 ) -> Iterator[KernelLaunch]:
     """Yield the launches of the backward pass.
 
-    In order: δ with the scaled lse; dQ; dQ NaN-safe; dK with dV; dK with dV NaN-safe. A NaN-safe launch recomputes the
-    blocks of the launch before it that are not finite. `arrays` has the kernels' arguments output, d_output, d_lse,
-    lse, rows, sums, d_query, d_key and d_value.
+    They compute, one after another: δ and the scaled lse; dQ; dQ, NaN-safe; dK and dV; dK and dV, NaN-safe. A NaN-safe
+    launch recomputes the blocks whose results in the previous launch are not finite. `arrays` has the kernels'
+    arguments output, d_output, d_lse, lse, rows, sums, d_query, d_key and d_value.
     """
     sizes = select("backward_queries", problem, architecture)
-    formulas = {  # by the fields of `FormulaFunctions`
+    formulas = {  # by the names of the fields of `FormulaFunctions`
         "score_derivative_at": None if problem.score is None else derivative(problem.score),
         "d_weights_at": statistic_gradients.weights,
         "d_scores_at": statistic_gradients.scores,
@@ -174,11 +177,12 @@ def _table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterat
 def refuse_tables(
     problem: Problem, architecture: str | None, wanted_tables: Collection[int] | None
 ) -> Iterator[Refusal]:
-    """Yield a refusal for each table that needs a gradient and
+    """Yield a refusal for each lookup in the score whose table needs a gradient that the kernels cannot sum.
 
-    - has more than `MAX_SLOTTED_ENTRIES` entries, and is not indexed by both i and j; or
-    - has entries that more than `MAX_ADDITIONS` pairs may read, and is not indexed by both i and j; or
-    - is indexed by both i and j, and heads or batches share its entries, on AMD.
+    The kernels cannot sum the gradient
+    - if the table is not indexed by both i and j, and has more than `MAX_SLOTTED_ENTRIES` entries;
+    - if the table is not indexed by both i and j, and more than `MAX_ADDITIONS` pairs may read one entry;
+    - on AMD, if the table is indexed by both i and j, and several heads or batches read one entry.
     """
     architecture = architecture or architecture_of(problem.query.device)
     wanted_tables = range(len(problem.tables)) if wanted_tables is None else wanted_tables
@@ -188,16 +192,17 @@ def refuse_tables(
 
 
 def _is_supported(problem: Problem, lookup: TableGradient, architecture: str) -> bool:
-    """True if the kernels can sum a table's gradient; `refuse_tables` lists the limits.
+    """Return True if the kernels can sum a lookup's contribution to a table gradient; `refuse_tables` lists the limits.
 
-    A program processes heads that share an entry one after another, and each head reads the sums of the previous head.
-    On AMD Triton's barrier does not make a program's writes to memory visible to its other threads.
+    If the table is indexed by both i and j, a program processes the heads that share an entry one after another, and
+    reads for each head the sums that it wrote for the previous head. On AMD Triton's barrier does not make a thread's
+    writes to memory visible to the other threads of the program.
     """
     if lookup.kind == "pair":
         lengths = {"b": problem.B, "h": problem.H}
         is_shared = any(length > 1 and not lookup.is_owned_by(name) for name, length in lengths.items())
         return not (is_shared and architecture.startswith("gfx"))
-    pairs = math.prod(problem.extent)  # at most so many read one entry
+    pairs = math.prod(problem.extent)  # divided below until it is the most pairs that may read one entry
     for name, length in zip("bhij", problem.extent, strict=True):
         if lookup.is_owned_by(name):
             pairs //= max(length, 1)
@@ -205,7 +210,10 @@ def _is_supported(problem: Problem, lookup: TableGradient, architecture: str) ->
 
 
 def _combine_table_gradients(operands: Operands, count: int) -> Any:
-    """Return the function that gives (d score / d entry, entry index) of each lookup; None if `count` is 0."""
+    """Return the function that returns (d score / d entry, entry index) for each of `count` lookups.
+
+    The result is None if `count` is 0.
+    """
     at = "b, h, i, j, n, m, tables"
     names = [f"{name}_{k}" for k in range(count) for name in ("derivative", "entry")]
     calls = [f"(derivative_{k}(s, {at}), entry_{k}({at}))" for k in range(count)]
@@ -221,7 +229,7 @@ def _allocate_sums(problem: Problem, lookup: TableGradient) -> Any:
 
 
 def _finish_table_gradients(problem: Problem, lookups: Sequence[TableGradient], sums: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the gradient of every table of the problem in the table's dtype; None for a table without lookups here."""
+    """Return the gradient of every table of the problem in the table's dtype; None for a table without `lookups`."""
     found: dict[int, Any] = {}
     for lookup, array in zip(lookups, sums, strict=True):
         slot, gradient = lookup.slot, array if lookup.kind == "pair" else _sum_slots(array)
@@ -234,7 +242,10 @@ def _finish_table_gradients(problem: Problem, lookups: Sequence[TableGradient], 
 
 
 def _sum_slots(slots: Any) -> Any:
-    """Return the sums that the slots (..., SLOTS) represent, float64; NaN if a summand was not finite."""
+    """Return the float64 sum that the slots of each table entry represent; NaN if one of its summands was not finite.
+
+    `slots` has the shape (..., SLOTS).
+    """
     units = torch.arange(SLOTS.value - 1, dtype=torch.float64, device=slots.device) * SLOT_BITS + FIRST_SLOT_EXPONENT
     total = (slots[..., :-1].to(torch.float64) * torch.exp2(units)).sum(-1)
     return torch.where(slots[..., -1] == 0, total, torch.nan)

@@ -26,7 +26,9 @@ NAN_SAFE_ROWS = 32  # most queries (or keys) of a tile in the NaN-safe launch, w
 NAN_SAFE_PROGRAMS = 1024  # most programs of the NaN-safe launch; each program checks the flags of several blocks
 MAX_DECODE_QUERIES = 16  # most queries of a head that the decoding kernel serves
 MIN_KEYS_PER_SPLIT = 256  # fewest keys of a split, apart from rounding to tiles
-TARGET_PROGRAMS = 512  # programs of a decoding launch; independent of the device, so every device gives the same bits
+# About the most programs of a decoding launch with several splits. The number does not depend on the device, so every
+# device gives the same bits.
+TARGET_PROGRAMS = 512
 
 
 def run(problem: Problem, architecture: str | None) -> Result:
@@ -37,7 +39,7 @@ def run(problem: Problem, architecture: str | None) -> Result:
     fused_statistics = FusedStatistics(problem)
     architecture = architecture or architecture_of(problem.query.device)
     if lse.numel():
-        if problem.m == 0 or problem.d_v == 0:  # there is nothing to multiply
+        if problem.m == 0 or problem.d_v == 0:  # the kernels would have nothing to multiply
             return Streaming().run(problem)
         with torch.cuda.device_of(problem.query):  # type: ignore[no-untyped-call]
             for launch in attention_launches(problem, output, lse, architecture, fused_statistics):
@@ -48,7 +50,7 @@ def run(problem: Problem, architecture: str | None) -> Result:
 def attention_launches(
     problem: Problem, output: Any, lse: Any, architecture: str, fused_statistics: FusedStatistics | None = None
 ) -> Iterator[KernelLaunch]:
-    """Return the launches that fill output, lse and the arrays of fused statistics, in order."""
+    """Return the launches that fill output, lse and the arrays of fused statistics, in the order in which they run."""
     if not fused_statistics and uses_decode(problem):
         return decode_launches(problem, output, lse, architecture)
     return forward_launches(problem, output, lse, architecture, fused_statistics)
@@ -64,8 +66,8 @@ def forward_launches(
 ) -> Iterator[KernelLaunch]:
     """Yield the forward launch over all blocks of queries, and the NaN-safe launch.
 
-    The NaN-safe launch recomputes every block whose output has NaN, so that NaN in a value whose weight is 0 does not
-    reach the output. The tile sizes are `sizes`, or by default the selected sizes of the problem.
+    The NaN-safe launch recomputes every block whose output has NaN, so that NaN in a row of V whose weight is 0 does
+    not reach the output. The tile sizes are `sizes`, or by default those that `select` returns for the problem.
     """
     sizes = sizes or select("forward", problem, architecture)
     on_hopper, sizes = sizes.specialised, replace(sizes, specialised=False)
@@ -89,9 +91,9 @@ def forward_launches(
 def nan_safe_launch(
     kernel: Any, arguments: dict[str, Any], operands: Operands, sizes: Configuration, small_sizes: Configuration
 ) -> KernelLaunch:
-    """Return the NaN-safe launch of a kernel, which recomputes each flagged block of `sizes` in smaller subblocks.
+    """Return the NaN-safe launch of a kernel, which recomputes each flagged block in smaller subblocks.
 
-    A subblock has the tile sizes `small_sizes`.
+    A flagged block has the tile sizes `sizes`, and a subblock the tile sizes `small_sizes`.
     """
     small_sizes = replace(small_sizes, warps=min(sizes.warps, 4), stages=1)
     subblocks = sizes.rows // small_sizes.rows * (sizes.keys // small_sizes.keys)
@@ -101,7 +103,7 @@ def nan_safe_launch(
 
 
 def uses_decode(problem: Problem) -> bool:
-    """True if the problem has few queries, many keys and a mask that is the same for all heads."""
+    """Return True if a problem has few queries, many keys, and no mask or a mask that is the same for all heads."""
     is_shared = problem.mask is None or "h" not in problem.mask.free_symbols
     return problem.n <= MAX_DECODE_QUERIES and problem.m >= 2 * MIN_KEYS_PER_SPLIT and is_shared
 

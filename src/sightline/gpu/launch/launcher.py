@@ -14,7 +14,9 @@ from ..tuning.default_configurations import Configuration
 
 __all__ = ["REDUCED_STAGES", "KernelLaunch"]
 
-REDUCED_STAGES: dict[Hashable, int] = {}  # stages that fit shared memory, if fewer than configured
+# By `KernelLaunch._memory_key`: the number of stages that fits shared memory, for kernels whose configured number does
+# not.
+REDUCED_STAGES: dict[Hashable, int] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +32,8 @@ class KernelLaunch:
     def options(self, stages: int) -> dict[str, Any]:
         """Return the compiler options.
 
-        Fused multiply-add is off: a formula rounds products before sums on every backend, so masks agree exactly.
+        Fused multiply-add is off: every backend rounds the products of a formula before it adds them, so the masks of
+        all backends agree exactly.
         """
         return {"num_warps": self.configuration.warps, "num_stages": stages, "enable_fp_fusion": False}
 
@@ -43,7 +46,7 @@ class KernelLaunch:
             The kernel does not fit even with one stage.
         """
         arguments, stages = self.arguments, self.configuration.stages
-        if isinstance(self.kernel, JITFunction):  # the interpreter needs no wrapping
+        if isinstance(self.kernel, JITFunction):  # Triton's interpreter needs no wrapped constants
             metas = {name: x for name, x in arguments.items() if isinstance(x, MetaParameters)}
             arguments = arguments | {name: wrap_meta_parameters(meta) for name, meta in metas.items()}
         if REDUCED_STAGES:

@@ -1,4 +1,4 @@
-"""The tiles of keys that each block of queries visits: `formula.tile_ranges` as int32 arrays on the device."""
+"""The tiles of keys that each block of queries visits, as int32 arrays on the device; see `formula.tile_ranges`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from ..kernels.tile_loop import Schedule
 __all__ = ["encode_ranges", "make_schedule", "swap_queries_and_keys"]
 
 _SCHEDULES = TensorCache(64)
-ROW_ALIGNMENT = 16  # Triton compiles one kernel for all integers and addresses that are multiples of 16
+# The rows of a head in a schedule are padded to a multiple of this number: Triton compiles one kernel for all integers
+# and addresses that are multiples of 16.
+ROW_ALIGNMENT = 16
 
 
 def encode_ranges(ranges: TileRanges) -> tuple[Any, Any]:
-    """Return (rows, pairs), both int32: rows (R, 3) index pairs (ranges, 2).
+    """Return (rows, pairs), int32 arrays of the shapes (number of schedule rows, 3) and (number of tile ranges, 2).
 
-    rows[r] is (start, first partial range, stop) of row r; pairs[k] is (first tile, last tile + 1) of range k. The full
-    ranges of a row come first. A last tile that the keys do not fill counts as partial, so full tiles need no bounds
-    checks.
+    A schedule row is one block of queries. rows[r] is (start, first partial range, stop): row r visits the tile ranges
+    pairs[start:stop], its full ranges first. pairs[k] is (first tile, last tile + 1) of tile range k. A last tile that
+    the keys do not fill counts as partial, so full tiles need no bounds checks.
     """
-    owner = np.repeat(np.arange(ranges.start.size - 1), np.diff(ranges.start))  # the row of each range
+    owner = np.repeat(np.arange(ranges.start.size - 1), np.diff(ranges.start))  # the schedule row of each tile range
     first, last, full = ranges.first, ranges.last, ranges.full
     if ranges.extent[3] % ranges.key_block:
         ragged = full & (last == ranges.key_blocks)
@@ -51,9 +53,10 @@ def swap_queries_and_keys(mask: Expression) -> Expression:
 
 
 def make_schedule(problem: Problem, query_block: int, key_block: int, of_keys: bool = False) -> Schedule | None:
-    """Return the ranges of key tiles that each block of queries visits; None without a mask: every tile is visited.
+    """Return the schedule of a problem: the ranges of key tiles that each block of queries visits.
 
-    With `of_keys`, the result has the ranges of query tiles that each block of keys visits.
+    With `of_keys`, the schedule has the ranges of query tiles that each block of keys visits. The result is None if the
+    problem has no mask: then every tile is visited.
     """
     if problem.mask is None:
         return None
@@ -71,7 +74,7 @@ def _build_schedule(mask: Expression, problem: Problem, query_block: int, key_bl
     else:
         ranges = find_tile_ranges(mask, problem.extent, query_block, key_block)
     rows, pairs = encode_ranges(ranges)
-    stride = -(-ranges.query_blocks // ROW_ALIGNMENT) * ROW_ALIGNMENT  # rows of a head, padded
+    stride = -(-ranges.query_blocks // ROW_ALIGNMENT) * ROW_ALIGNMENT  # schedule rows of a head, padded
     rows = np.pad(rows.reshape(-1, ranges.query_blocks, 3), ((0, 0), (0, stride - ranges.query_blocks), (0, 0)))
     flat = torch.from_numpy(np.concatenate([rows.reshape(-1), pairs.reshape(-1)])).to(problem.query.device)
     batch_stride, head_stride = ranges.heads * stride * (ranges.batches > 1), stride * (ranges.heads > 1)

@@ -1,4 +1,4 @@
-"""The computation of statistics: fused with the forward pass, by a second pass over the weights, or by streaming."""
+"""Compute statistics: in the forward kernel, by a second pass over the weights, or by the module `streaming`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FusedStatistics:
             return problem.query.new_empty(shape, dtype=dtype) if is_requested else None
 
         max_score = any(isinstance(statistic, MaxScore) for statistic in requested)
-        self.max_score = [allocate(max_score), allocate(max_score, torch.int64)]  # the score and its key
+        self.max_score = [allocate(max_score), allocate(max_score, torch.int64)]  # the largest score, and its key
         self.entropy = allocate(any(isinstance(statistic, Entropy) for statistic in requested))
         self.sums = {identity: allocate() for identity in masses}
         self.names = [f"sum_{k}" for k in range(len(masses))]
@@ -54,7 +54,7 @@ class FusedStatistics:
         }
 
     def arrays_of(self, statistic: Statistic) -> list[Any] | None:
-        """Return the arrays of a statistic that the forward kernel computes; None for another statistic."""
+        """Return the arrays of a statistic; None if the forward kernel does not compute the statistic."""
         if isinstance(statistic, MaxScore):
             return self.max_score
         if isinstance(statistic, Entropy):

@@ -1,6 +1,6 @@
 """The launches of the second pass, which computes statistics of the weights from the saved lse.
 
-The problem and the tile sizes alone decide the grid, so every device gives the same bits.
+Only the problem and the tile sizes decide the number of programs, so every device gives the same bits.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .schedule import make_schedule
 
 __all__ = ["MAX_TOP_K", "allocate_outputs", "can_serve", "run_weights_pass", "statistic_launch"]
 
-MAX_TOP_K = 128  # largest k of top_k: the k largest weights of every query of a block are in registers
-MAX_TOP_K_ENTRIES = 2048  # largest number of entries in the top_k lists of a block of queries
-MAX_PROGRAM_CELLS = (16, 64)  # most cells of a grid that one program computes: (rows, columns)
+MAX_TOP_K = 128  # largest k of `top_k`, whose kernel keeps the k largest weights of each query of a block in registers
+MAX_TOP_K_ENTRIES = 2048  # most entries in all lists of largest weights of a block of queries
+MAX_PROGRAM_CELLS = (16, 64)  # most (rows, columns) of cells that one program of `pooled` computes
 
 
 def run_weights_pass(problem: Problem, lse: Any, statistic: Statistic, architecture: str) -> list[Any] | None:
@@ -37,10 +37,10 @@ def run_weights_pass(problem: Problem, lse: Any, statistic: Statistic, architect
     No kernel computes
     - `top_k` of more than `MAX_TOP_K` keys, whose lists do not fit registers;
     - the mean of scores, since a sum over heads would lose the −∞ of hidden pairs;
-    - on AMD the mean of weights: a program adds one head's weights to the sums of the previous heads in memory, and
-      Triton's barrier does not make a program's writes visible to its other threads there.
+    - on AMD the mean of weights: a program adds one head's weights to the sums of the previous heads in memory, and on
+      AMD Triton's barrier does not make a thread's writes to memory visible to the other threads of the program.
     """
-    is_mean = isinstance(statistic, Mean)  # of weights: no kernel computes another mean
+    is_mean = isinstance(statistic, Mean)  # the mean of weights, since no kernel computes another mean
     if not can_serve(problem, statistic) or (is_mean and architecture.startswith("gfx")):
         return None
     arrays = allocate_outputs(problem, statistic)
@@ -54,7 +54,7 @@ def run_weights_pass(problem: Problem, lse: Any, statistic: Statistic, architect
 
 
 def can_serve(problem: Problem, statistic: Statistic) -> bool:
-    """True if a kernel of the second pass computes the statistic."""
+    """Return True if a kernel of the second pass computes the statistic."""
     if isinstance(statistic, TopK):
         return min(statistic.k, problem.m) <= MAX_TOP_K
     if isinstance(statistic, Mean):
@@ -63,10 +63,10 @@ def can_serve(problem: Problem, statistic: Statistic) -> bool:
 
 
 def allocate_outputs(problem: Problem, statistic: Statistic) -> list[Any]:
-    """Return the output arrays of a kernel, filled with the values of entries that the kernel does not write."""
+    """Return the output arrays of a kernel, filled with the result of the entries that the kernel does not write."""
     shapes, dtypes = statistic.shapes(problem, (*problem.batch_shape, problem.H), problem.n), statistic.dtypes(problem)
     fill_values = statistic.fill_values if isinstance(statistic, Scores) else (0.0, -1)
-    if isinstance(statistic, Mean):  # the sum over heads is rounded once, at the end
+    if isinstance(statistic, Mean):  # so that the sum over batches and heads is rounded once, after its division
         dtypes = (problem.accumulator,)
     if isinstance(statistic, Pooled):
         dtypes = ("float64",)
@@ -77,7 +77,7 @@ def allocate_outputs(problem: Problem, statistic: Statistic) -> list[Any]:
 
 
 def summed_axes(problem: Problem, statistic: Statistic) -> tuple[int, int]:
-    """Return (batches, heads): how many batches and heads a mean sums; (1, 1) for other statistics."""
+    """Return (number of batches, number of heads) that a mean sums over; (1, 1) if the statistic is no mean."""
     if not isinstance(statistic, Mean):
         return 1, 1
     return (problem.B if statistic.over_batch else 1), (problem.H if statistic.over_heads else 1)
@@ -86,7 +86,7 @@ def summed_axes(problem: Problem, statistic: Statistic) -> tuple[int, int]:
 def statistic_launch(
     problem: Problem, lse: Any, statistic: Statistic, arrays: list[Any], architecture: str
 ) -> KernelLaunch:
-    """Return the launch that fills a statistic's arrays."""
+    """Return the launch of the kernel that fills a statistic's arrays."""
     sizes = select("weights_pass", problem, architecture)
     heads, blocks = problem.B * problem.H, -(-problem.n // sizes.rows)
     arguments = {"lse": lse, "output": arrays[0]}
@@ -114,7 +114,7 @@ def _grid_arguments(problem: Problem, statistic: Pooled, sizes: Configuration) -
     """Return the arguments of `pooled` that describe the grid of cells, and the number of programs of a head."""
     (i0, i1), (j0, j1) = statistic.rectangle(problem.n, problem.m)
     rows, columns = statistic.down, statistic.across
-    rows_of_block = max(sizes.rows * rows // (i1 - i0), 1)  # cell rows in a block of queries, at least 1
+    rows_of_block = max(sizes.rows * rows // (i1 - i0), 1)  # rows of cells in a block of queries
     down, across = min(rows_of_block, MAX_PROGRAM_CELLS[0], rows), min(columns, MAX_PROGRAM_CELLS[1])
     more = {"i_start": i0, "i_stop": i1, "j_start": j0, "j_stop": j1, "rows": rows, "columns": columns}
     more |= {"down": down, "across": across, "USE_MAX": statistic.how == "max"}

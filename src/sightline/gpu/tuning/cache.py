@@ -2,9 +2,9 @@
 
 The files are in the folder `tuned` of the user's cache folder, or of the folder that the environment variable
 SIGHTLINE_CACHE names by an absolute path; SIGHTLINE_CACHE=off disables the cache. A file's name is the hash of its key:
-the device and its driver, the versions of torch and Triton, the sources of the kernels, and the problem's structure. A
-file is written under a temporary name and then renamed, so that several processes may write and read at once. Files
-hold numbers, no code. A file with unexpected content is ignored.
+the kernel, the device and its driver, the versions of torch and Triton, the sources of the kernels, and the structure
+of the problem. A file is written under a temporary name and then renamed, so that several processes may write and read
+at once. Files hold data, no code. A file with unexpected content is ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 CACHE_VARIABLE = "SIGHTLINE_CACHE"
 DRIVER_VERSION_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
-MAX_CACHED_LOOKUPS = 4096  # look-ups held in memory, with and without an entry
+MAX_CACHED_LOOKUPS = 4096  # most look-ups whose results are held in memory; a result may be that there is no entry
 
 
 def folder() -> Path | None:
@@ -46,7 +46,7 @@ def folder() -> Path | None:
 
 
 def problem_key(kernel: str, problem: Problem) -> str:
-    """Return the part of the key that describes the problem: everything compiled into the kernel, so no lengths."""
+    """Return the part of a cache key that describes a problem: everything compiled into its kernel, so no lengths."""
     formulas = [None if formula is None else formula.text for formula in (problem.mask, problem.score)]
     wants_fused = {"forward": True, "weights_pass": False}.get(kernel)
     statistics = [repr(each) for each in problem.see if not isinstance(each, Lse) and _is_fused(each) == wants_fused]
@@ -56,13 +56,13 @@ def problem_key(kernel: str, problem: Problem) -> str:
 
 
 def load(kernel: str, problem: Problem, device: str) -> Mapping[str, Any] | None:
-    """Return the entry of a kernel for problems of this structure on that device; None if there is no entry."""
+    """Return the cache entry of a kernel for problems of this structure on `device`; None if there is no entry."""
     existing = _existing_folder()
     return None if existing is None else _load(existing, kernel, problem_key(kernel, problem), device)
 
 
 def list_entries() -> list[dict[str, Any]]:
-    """Return every entry for this machine's driver, versions and sources, for any device."""
+    """Return every cache entry, for any device, whose driver, versions and sources are those of this process."""
     path, entries = folder(), []
     for file in sorted(path.glob("*.json")) if path is not None else ():
         entry = _read(file)
@@ -98,7 +98,7 @@ def prepare_folder() -> Path | None:
 
 
 def store(kernel: str, problem: Problem, device: str, entry: Mapping[str, Any]) -> Path | None:
-    """Save an entry, and return the path of its file; None if SIGHTLINE_CACHE is "off".
+    """Save a cache entry, and return the path of its file; None if SIGHTLINE_CACHE is "off".
 
     Raises
     ------
@@ -130,7 +130,10 @@ def clear() -> None:
 
 @lru_cache(maxsize=1)
 def _existing_folder() -> Path | None:
-    """Return the folder if it exists, else None: most machines were never tuned, and one check then suffices."""
+    """Return the folder of the cache; None if there is no such folder.
+
+    On most computers `tune` was never called. Then this one check replaces the search for files.
+    """
     path = folder()
     return path if path is not None and os.path.isdir(path) else None
 
@@ -143,7 +146,7 @@ def _load(folder: Path, kernel: str, problem_key: str, device: str) -> Mapping[s
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if the file holds nothing else or cannot be read."""
+    """Return the JSON object in a file; None if the file cannot be read or holds anything but a JSON object."""
     try:
         entry = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError):
@@ -152,12 +155,12 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _is_fused(statistic: Statistic) -> bool:
-    """True if the forward kernel computes the statistic."""
+    """Return True if the forward kernel computes the statistic."""
     return isinstance(unwrap_mean(statistic), Entropy | Mass | MaxScore)
 
 
 def _make_key(kernel: str, problem_key: str, device: str) -> dict[str, str]:
-    """Return the complete key of an entry."""
+    """Return the complete key of a cache entry."""
     return {"kernel": kernel, "problem": problem_key, "device": device, **environment()}
 
 
@@ -167,21 +170,24 @@ def _file_name(key: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=1)
 def environment() -> dict[str, str]:
-    """Return the part of the key that describes the machine: the driver, torch, triton, and the kernels' sources."""
+    """Return the part of a cache key that describes the installation.
+
+    It has the version of the GPU's driver, the versions of torch and triton, and a hash of the kernels' sources.
+    """
     found = {"driver": "", "sources": _hash_sources()}
     for path in DRIVER_VERSION_FILES:
         with contextlib.suppress(OSError):
             found["driver"] = path.read_text().splitlines()[0]
     for name in ("torch", "triton"):
         try:
-            found[name] = import_module(name).__version__  # the names of their distributions vary
+            found[name] = import_module(name).__version__  # the distributions that install it have various names
         except ImportError:
             found[name] = ""
     return found
 
 
 def _hash_sources() -> str:
-    """Return the hash of every source under gpu/ and formula/."""
+    """Return one hash of all source files under gpu/ and formula/."""
     package = Path(__file__).parents[2]
     files = sorted([*(package / "gpu").rglob("*.py"), *(package / "formula").rglob("*.py")])
     digest = hashlib.sha256()

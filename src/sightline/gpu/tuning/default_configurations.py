@@ -1,4 +1,4 @@
-"""The default table: tile sizes, warps and stages by architecture, kernel, dtype and head width."""
+"""The default table of configurations: tile sizes, warps and stages by architecture, kernel, dtype and head width."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class Configuration:
 
     rows: int  # queries of a tile
     keys: int  # keys of a tile
-    warps: int  # of a block of threads
-    stages: int  # of the software pipeline that loads tiles of K and V
-    widens_operands: bool = False  # converts operands before products: Triton's interpreter cannot multiply bfloat16
-    specialised: bool = False  # uses the kernel of `gpu.hopper`, whose warps are specialised
+    warps: int  # number of warps in a block of threads
+    stages: int  # number of stages of the software pipeline that loads tiles of K and V
+    # True if the kernel widens the operands before products, since Triton's interpreter cannot multiply bfloat16.
+    widens_operands: bool = False
+    specialised: bool = False  # True for the kernel of `gpu.hopper`, whose warps are specialised
 
 
 def default_configuration(architecture: str, kernel: str, dtype: str, width: int) -> Configuration:
@@ -33,7 +34,7 @@ def default_configuration(architecture: str, kernel: str, dtype: str, width: int
         return _backward_configuration(architecture, kernel, dtype, width)
     if kernel == "decode":
         return Configuration(16, 64 if dtype in ("float16", "bfloat16") else 32, 4, 3 if width <= 128 else 2)
-    if kernel == "weights_pass":  # registers hold scores, and top_k lists or pooled cells, but no output
+    if kernel == "weights_pass":  # its registers hold scores, and lists of `top_k` or cells of `pooled`, but no output
         side = 32 if dtype in ("float32", "float64") else 64
         return Configuration(side, side, 4, 2)
     if dtype in ("float32", "float64"):  # the products use no matrix units, and larger tiles spill kilobytes
@@ -46,14 +47,18 @@ def default_configuration(architecture: str, kernel: str, dtype: str, width: int
     if architecture == "sm_90":
         if width <= 64:
             return Configuration(128, 128, 8, 2)
-        return Configuration(128, 64, 8, 3) if width <= 128 else Configuration(128, 32, 8, 2)  # more keys spill more
+        # Tiles of more keys would spill more registers.
+        return Configuration(128, 64, 8, 3) if width <= 128 else Configuration(128, 32, 8, 2)
     if width <= 64:
         return Configuration(128, 64, 4, 3)
     return Configuration(128, 64, 8, 2) if width <= 128 else Configuration(64, 32, 4, 2)
 
 
 def shared_memory_of(architecture: str) -> int:
-    """Return the bytes of shared memory for a block of threads; the largest known amount for unknown architectures."""
+    """Return the bytes of shared memory for a block of threads.
+
+    For an unknown architecture the result is the largest known amount.
+    """
     known = (kib for prefix, kib in SHARED_MEMORY_KIB.items() if architecture.startswith(prefix))
     return next(known, max(SHARED_MEMORY_KIB.values())) << 10
 
@@ -62,7 +67,8 @@ def _backward_configuration(architecture: str, kernel: str, dtype: str, width: i
     """Return the configuration of a backward kernel.
 
     The sizes for float16 and bfloat16 are those of FlexAttention in PyTorch 2.13
-    (`torch/_inductor/template_heuristics/triton.py`), except for smaller tiles where those exceed AMD's registers.
+    (`torch/_inductor/template_heuristics/triton.py`), except for smaller tiles where the sizes of FlexAttention exceed
+    AMD's registers.
     """
     if dtype in ("float32", "float64"):
         return Configuration(32, 32, 4 if width <= 64 else 8, 1)

@@ -1,4 +1,7 @@
-"""The selection of a kernel's configuration: a current trial, else the tuning cache, else the default table."""
+"""Select a kernel's configuration: from the current trial if there is one, else from the tuning cache.
+
+The default table serves kernels whose configuration is not found there.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,23 @@ from .default_configurations import Configuration, default_configuration, shared
 
 __all__ = ["Trial", "architecture_of", "candidates", "device_of", "parse_configuration", "select", "try_sizes"]
 
-MAX_SIZE = 1024  # largest value of any field
-MIN_TILE = 16  # fewest rows and keys of a tile, the smallest matrix product
+MAX_SIZE = 1024  # largest number in any field of a configuration that is read from a file
+MIN_TILE = 16  # fewest rows and fewest keys of a tile: the size of the smallest matrix product
 MAX_TILE_KEYS = 128  # most keys of a tile: `classify_nonfinite` counts the keys of a tile in base 256
 HOPPER = "sm_90"
 WIDE_HEAD = 128  # a head with larger d_k or d_v needs more warps
 ROWS_PER_WARP = 16  # rows of the matrix product of one warp
-MAX_REGISTERS = 255  # registers of a thread
+MAX_REGISTERS = 255  # most registers of a thread
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass
 class Trial:
-    """Configurations that take precedence over all others, and a record of the selections made meanwhile."""
+    """Configurations that take precedence over all others, and a record of what `select` returned during the trial."""
 
-    sizes: Mapping[str, Configuration]  # by kernel
-    requested: dict[str, Configuration] = field(default_factory=dict)  # the first selection of each kernel
-    architectures: set[str] = field(default_factory=set)  # the architectures of all selections
+    sizes: Mapping[str, Configuration]  # the configurations on trial, by the name of the kernel
+    requested: dict[str, Configuration] = field(default_factory=dict)  # the first selected configuration of each kernel
+    architectures: set[str] = field(default_factory=set)  # every architecture that `select` was called with
 
 
 _trial: ContextVar[Trial | None] = ContextVar("trial", default=None)
@@ -55,9 +58,10 @@ def select(kernel: str, problem: Problem, architecture: str) -> Configuration:
 
 @contextmanager
 def try_sizes(sizes: Mapping[str, Configuration] | None = None) -> Iterator[Trial]:
-    """While the context lasts, `select` returns these sizes, and the default table's sizes for other kernels.
+    """Make `select` return the configurations `sizes` while the context lasts.
 
-    If `sizes` is None, the sizes of the surrounding trial apply.
+    For kernels that `sizes` lacks, `select` returns the default table's configurations. If `sizes` is None, the
+    configurations of the surrounding trial apply, if there is a surrounding trial.
     """
     outer_trial = _trial.get()
     trial = Trial(sizes if sizes is not None else outer_trial.sizes if outer_trial is not None else {})
@@ -69,7 +73,7 @@ def try_sizes(sizes: Mapping[str, Configuration] | None = None) -> Iterator[Tria
 
 
 def parse_configuration(values: Any) -> Configuration | None:
-    """Return the configuration that a file's JSON value describes; None if the value describes no valid one."""
+    """Return the configuration that a file's JSON value describes; None if it describes no valid configuration."""
     named = {entry.name: entry for entry in fields(Configuration)}
     if not isinstance(values, dict) or set(values) != set(named):
         return None
@@ -101,7 +105,7 @@ def architecture_of(device: Any) -> str:
 
 
 def device_of(problem: Problem, architecture: str) -> str:
-    """Return the name of the GPU that holds a problem's tensors, with the architecture; on the CPU the architecture."""
+    """Return the name and the architecture of the GPU that holds a problem's tensors; on the CPU the architecture."""
     return f"{_name_of(problem.query.device)} ({architecture})" if problem.device.startswith("cuda") else architecture
 
 
@@ -113,7 +117,7 @@ def _name_of(device: Any) -> str:
 
 
 def candidates(kernel: str, problem: Problem, architecture: str, specialised: bool = False) -> list[Configuration]:
-    """Return the configurations worth a trial: by an estimate, their tiles fit registers and shared memory.
+    """Return the configurations that tuning tries: by an estimate, their tiles fit registers and shared memory.
 
     With `specialised` the list includes configurations of the specialised forward kernel on Hopper, if that kernel can
     serve the problem.
@@ -121,8 +125,8 @@ def candidates(kernel: str, problem: Problem, architecture: str, specialised: bo
     if architecture == "interpreter":
         widens_operands = default_configuration(architecture, "forward", problem.dtype, problem.d_k).widens_operands
         return [Configuration(rows, keys, 1, 1, widens_operands) for rows in (16, 32) for keys in (16, 32)]
-    is_decode = kernel == "decode"  # bound by memory bandwidth
-    # Wide heads and wide dtypes need the registers of more warps than the rows of a tile can occupy.
+    is_decode = kernel == "decode"  # memory bandwidth limits this kernel
+    # Wide heads and wide dtypes need the registers of more warps than the rows of a tile can keep busy.
     crowded = max(problem.d_k, problem.d_v) > WIDE_HEAD or ITEMSIZE[problem.dtype] > 2
     found = [
         Configuration(*((inner, outer) if kernel == "backward_keys" else (outer, inner)), warps, stages)
@@ -141,17 +145,20 @@ def candidates(kernel: str, problem: Problem, architecture: str, specialised: bo
 
 
 def _can_specialise(problem: Problem) -> bool:
-    """True if the specialised Hopper kernel can serve a problem."""
+    """Return True if the specialised Hopper kernel can serve a problem."""
     from .. import hopper
 
     return next(hopper.refuses(problem), None) is None
 
 
 def _fits(kernel: str, sizes: Configuration, problem: Problem, architecture: str) -> bool:
-    """True if a block's resident and prefetched tiles fit shared memory, and its scores and sums fit the registers."""
+    """Return True if a block's tiles fit shared memory, and its scores and sums fit the registers.
+
+    The tiles are those that stay in shared memory and those that the pipeline loads ahead.
+    """
     outer, inner = (sizes.keys, sizes.rows) if kernel == "backward_keys" else (sizes.rows, sizes.keys)
     d_k, d_v = problem.d_k, problem.d_v
-    resident, tiles, sum_width = {  # the width resident in shared memory, the score matrices, the width of the sums
+    resident, tiles, sum_width = {  # width that stays in shared memory, number of score matrices, width of the sums
         "backward_queries": (d_k + d_v, 2, d_k),
         "backward_keys": (d_k + d_v, 2, d_k + d_v),
         "weights_pass": (d_k, 1, 0),

@@ -1,12 +1,13 @@
-"""`tune` measures tile sizes, warps and stages for a problem on this machine, and saves the fastest configuration.
+"""`tune` measures tile sizes, warps and stages for a problem on this GPU, and saves the fastest configuration.
 
-The default table (`tuning.configurations`) depends on architecture, kernel, dtype and width only. The fastest
-configuration also depends on the formula, the GPU and the compiler's version. A trial is valid if the kernel compiles,
-fits, and has an error against float64 within the budget of `accuracy`, whose baseline is the output of the default
-configuration: at most twice the default's error plus 2 units in the last place. So a wrong default would pass, and
-configurations with an equal error would too; the tests are what detects a wrong default. The fastest few valid
-configurations are then timed again, alternating. If one of them is faster than the default, the configuration is saved
-(`tuning.cache`), and every later call of a problem of the same structure on the same device uses the configuration.
+The default table (`tuning.default_configurations`) depends on architecture, kernel, dtype and width only. The fastest
+configuration also depends on the formula, the GPU and the compiler's version. A configuration is valid if the kernel
+compiles, fits the GPU, and has an error against float64 within the budget of `accuracy`. The baseline of the budget is
+the output of the default configuration: at most twice the default's error plus 2 units in the last place. So a wrong
+default would pass, and so would configurations with an equal error; the tests detect a wrong default. The fastest few
+valid configurations are then timed again, alternating. If one of them is faster than the default by at least
+`MIN_SPEEDUP`, it is saved (`tuning.cache`), and every later call of a problem of the same structure on the same device
+uses it.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from .selection import architecture_of, candidates, device_of, try_sizes
 
 __all__ = ["TunedKernel", "Tuning", "tune"]
 
-MAX_COMPARED_ROWS = 256  # most rows of an array that are compared
+MAX_COMPARED_ROWS = 256  # most rows of a head of a result that are compared with the expected result
 FINALISTS, ROUNDS = 3, 5  # configurations that are timed again at the end, and how often each of them is timed
-MIN_SPEEDUP = 1.02  # smallest speedup over the default that is saved; a smaller one is noise between two runs
+MIN_SPEEDUP = 1.02  # least speedup over the default for which a configuration is saved; a smaller speedup may be noise
 
-Timer = Callable[[Callable[[], Any]], float]  # returns the seconds of a call
-ProgressCallback = Callable[[str, int, int], None]  # (description, completed steps, all steps)
+Timer = Callable[[Callable[[], Any]], float]  # calls its argument, and returns the seconds that one call takes
+ProgressCallback = Callable[[str, int, int], None]  # takes (description, number of completed steps, number of steps)
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ class TunedKernel:
     """The result of tuning one kernel."""
 
     kernel: str  # "forward", "decode", "weights_pass", "backward_queries" or "backward_keys"
-    default: Configuration  # of the default table
-    best: Configuration  # the fastest configuration; the default if no other is faster
-    before: float  # seconds of a call with the default
+    default: Configuration  # the configuration of the default table
+    best: Configuration  # the fastest configuration; the default if no other is faster by `MIN_SPEEDUP`
+    before: float  # seconds of a call with the default configuration
     after: float  # seconds of a call with the best configuration
-    tried: int  # configurations tried
-    wrong: int  # configurations whose error exceeded the budget
-    failed: int  # configurations that raised an error
-    reason: str = ""  # the first such error; most errors say that the tiles do not fit
+    tried: int  # number of configurations tried
+    wrong: int  # number of configurations whose error exceeded the budget
+    failed: int  # number of configurations that raised an error
+    reason: str = ""  # the first error raised, "" if none was; most errors say that the tiles do not fit
     path: Path | None = None  # the file that holds the best configuration; None if nothing was saved
 
 
@@ -104,11 +105,11 @@ def tune(
     seed: int | None = None,
     see: Sequence[Statistic] = (),
 ) -> Tuning:
-    """Measure tile sizes, warps and stages of the GPU kernels for a problem, and save the fastest for this machine.
+    """Measure tile sizes, warps and stages of the GPU kernels for a problem, and save the fastest for this GPU.
 
-    Tuning takes some minutes, mostly for the compiler. Later calls on this device use the saved configurations for
-    every problem of the same dtype, widths, formulas and statistics, whatever its lengths. So tune at the lengths that
-    you use.
+    Tuning takes some minutes, mostly for the compiler. Later calls on this GPU use the saved configurations for every
+    problem of the same dtype, widths, formulas and statistics, whatever its numbers of queries and keys. So tune with
+    the numbers of queries and keys that you use.
 
     Parameters
     ----------
@@ -191,7 +192,7 @@ def tune(
 
 
 class TuningRun:
-    """The problem, the kernel and the arrays that all trials share."""
+    """The problem, the kernel and the arrays that all trials of one call of `tune` share."""
 
     def __init__(self, problem: Problem, kernel: Triton, timer: Timer, specialised: bool = False) -> None:
         import torch
@@ -207,7 +208,10 @@ class TuningRun:
         self.saved: Any = None
 
     def forward(self) -> tuple[Any, ...]:
-        """Run the forward pass; return output, lse and statistics, without key indices, which ties leave ambiguous."""
+        """Run the forward pass; return output, lse and the float arrays of the statistics.
+
+        Arrays of key indices are left out, since ties between scores leave them ambiguous.
+        """
         result = solve_selections_separately(self.problem, self.kernel.run)
         self.saved = result.output, result.lse
         return result.output, *self._row_arrays(result)
@@ -218,7 +222,7 @@ class TuningRun:
         return () if found is None else (found.query, found.key, found.value)
 
     def expected(self, call: Callable[[], Any]) -> list[Any]:
-        """Return the expected result of `call`: computed in float64 by streaming on the same device, some rows only."""
+        """Return some rows of the expected result of `call`, computed in float64 by `Streaming` on the same device."""
         wide = {name: getattr(self.problem, name).double() for name in ("query", "key", "value")}
         problem = replace(self.problem, **wide)
         if call == self.forward:
@@ -228,7 +232,7 @@ class TuningRun:
         return [_sample_rows(array) for array in (found.query, found.key, found.value)]
 
     def tune_pass(self, call: Callable[[], Any], step: ProgressCallback) -> Iterator[TunedKernel]:
-        """Tune every kernel that the forward or backward pass `call` launches; save and yield the results."""
+        """Tune every kernel that the forward or backward pass `call` launches; save and yield the result of each."""
         with try_sizes({}) as trial:
             default = [_sample_rows(array) for array in call()]
         if not default:
@@ -253,9 +257,9 @@ class TuningRun:
         references: tuple[list[Any], list[Any]],
         step: ProgressCallback,
     ) -> TunedKernel:
-        """Tune one kernel, while other kernels use the configurations `others`.
+        """Tune the kernel `name`, while other kernels use the configurations `others`.
 
-        `references` are the expected result of `call`, and its result with the default configurations.
+        `references` is (the expected result of `call`, the result of `call` with the default configurations).
         """
         able = candidates(name, self.problem, self.architecture, self.specialised)
         sizes = [default, *(each for each in able if each != default)]
@@ -270,7 +274,7 @@ class TuningRun:
                     right = _budget_share(found, *references) <= 1
                     if right:
                         times[each] = self._measure(call)
-                except Exception as error:  # of the compiler or the driver: too much shared memory, too many registers
+                except Exception as error:  # by the compiler or the driver: too much shared memory, too many registers
                     if each == default:
                         raise
                     failed += 1
@@ -287,7 +291,7 @@ class TuningRun:
     def _time_interleaved(
         self, name: str, sizes: Sequence[Configuration], others: dict[str, Configuration], call: Callable[[], Any]
     ) -> dict[Configuration, float]:
-        """Return the median time of each configuration, in seconds; the configurations alternate."""
+        """Return the median time in seconds of each configuration; the measurements of the configurations alternate."""
         times: dict[Configuration, list[float]] = {each: [] for each in sizes}
         for _ in range(ROUNDS):
             for each in sizes:
@@ -296,14 +300,17 @@ class TuningRun:
         return {each: statistics.median(seconds) for each, seconds in times.items()}
 
     def _measure(self, call: Callable[[], Any]) -> float:
-        """Return the timer's seconds for `call`; raise ParameterError if the result is no time."""
+        """Return the timer's seconds for `call`; raise ParameterError if the timer does not return finite seconds."""
         seconds = self.timer(call)
         if not isinstance(seconds, float | int) or not 0 <= seconds < math.inf:
             raise ParameterError(f"a timer that returns {seconds!r}", "finite seconds, at least 0", "leave timer=None")
         return float(seconds)
 
     def _row_arrays(self, result: Result) -> list[Any]:
-        """Return lse and the float arrays of the statistics as (..., 1), in the accumulator's dtype."""
+        """Return lse and the float arrays of the statistics, each with a last axis of length 1 appended.
+
+        They have the accumulator's dtype.
+        """
         import torch
 
         seen = [array for answer in result.seen for array in arrays_of(answer) if array.is_floating_point()]
@@ -311,7 +318,7 @@ class TuningRun:
 
 
 def _sample_rows(array: Any) -> Any:
-    """Return at most `MAX_COMPARED_ROWS` rows of (..., rows, width) on the CPU, with the first and the last row."""
+    """Return at most `MAX_COMPARED_ROWS` rows of an array (..., rows, width), with its first and last, on the CPU."""
     import torch
 
     count = array.shape[-2]
@@ -320,7 +327,7 @@ def _sample_rows(array: Any) -> Any:
 
 
 def _budget_share(found: Sequence[Any], expected: Sequence[Any], default: Sequence[Any]) -> float:
-    """Return the largest share of its error budget that any of the arrays uses; more than 1 exceeds the budget."""
+    """Return the largest share of its error budget that an array of `found` uses; more than 1 exceeds the budget."""
     return max(
         budget_used(_sample_rows(array), to_numpy(right), to_numpy(baseline).astype(np.float64))
         for array, right, baseline in zip(found, expected, default, strict=True)
@@ -348,7 +355,7 @@ def _progress_bar(show: bool) -> Iterator[ProgressCallback]:
 
 
 def _format_row(tuned: TunedKernel) -> tuple[str, ...]:
-    """Return the cells of a kernel in the table of `Tuning`."""
+    """Return the texts in the row of a kernel in the table that `Tuning` prints."""
     sizes, name = tuned.best, tuned.kernel + (", specialised" if tuned.best.specialised else "")
     speedup = "none" if sizes == tuned.default else f"{tuned.before / tuned.after:.2f}×"
     tried = f"{tuned.tried}, {tuned.wrong} wrong, {tuned.failed} failed"
