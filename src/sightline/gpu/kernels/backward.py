@@ -1,18 +1,19 @@
-"""The backward kernels: they recompute the weights of each tile from the saved lse.
+"""The backward kernels, which recompute the weights of each tile from the saved lse.
 
     S  = Q Kᵀ, score, mask       P  = e^(S − lse)        dP = dO Vᵀ        δ = rowsum(dO ∘ O) − dlse
     dS = P ∘ (dP − δ) ∘ d score / d s        dQ = dS K · scale        dK = dSᵀ Q · scale        dV = Pᵀ dO
 
-(Dao, "FlashAttention-2", 2023, algorithm 2, in two passes, so that one program alone sums each entry.)
+(Dao, "FlashAttention-2", 2023, algorithm 2, in two passes, so that one program alone sums each entry of a gradient.)
 `backward_preprocess` computes δ, and lse in the unit of the scores. A program of `backward_queries` sums dQ of a block
 of queries over the tiles of keys. A program of `backward_keys` sums dK and dV of a block of keys over the tiles of
-queries, for the query heads of its group one after another. Its tiles are transposed: S has the shape (keys, rows), so
-that Pᵀ and dSᵀ need no transposition.
+queries, for the query heads of its group one after another. The tiles of `backward_keys` are transposed: S has the
+shape (keys, rows), so that Pᵀ and dSᵀ need no transposition.
 
 NaN and ∞ at a weight of 0 reach no gradient: dS is 0 where P is 0. A program flags its block if a sum is not finite.
-The NaN-safe variants, launched next, recompute the flagged blocks. They replace NaN and ∞ in K and Q by 0, since dS is
-NaN already wherever such an entry is visible, and record which NaN and ∞ of dO meet a weight other than 0. The host
-waits for no kernel. Finite inputs cost one check of the sums, and one kernel launch that finds no flag.
+The NaN-safe variants of both kernels, each launched after its kernel, recompute the flagged blocks. They replace NaN
+and ∞ in K and Q by 0, since dS is NaN already wherever such an entry is visible. They record where NaN, ∞ or −∞ in dO
+meets a weight other than 0. The host waits for no kernel. Finite inputs cost one check of the sums, and one kernel
+launch that finds no flag.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ class KernelArguments(
 
 
 class ScoreParams(namedtuple("ScoreParams", "scale unit tables")):
-    """The arguments of scores other than Q · K."""
+    """The arguments that scores need besides Q · K."""
 
 
 class Pairs(namedtuple("Pairs", "b h i j n m")):
-    """The pairs of a tile. i is a column and j a row; in a transposed tile i is a row and j a column."""
+    """The pairs of a tile. i is a column (rows, 1) and j a row (1, keys); in a transposed tile i is the row."""
 
 
 # -- a tile ------------------------------------------------------------------------------------------------------------
 @triton.jit
 def compute_weights(products, pairs, inside, lse, params, formulas, PARTIAL: tl.constexpr, NAN_SAFE: tl.constexpr):
-    """Return (P, final scores) of a tile from its Q · K; 0 and −∞ where the pair is hidden or not `inside`.
+    """Return (P, final scores) of a tile from its products Q · K; 0 and −∞ where the pair is hidden or not `inside`.
 
-    With a score formula, scores are in nats, else not yet scaled. `lse` is (high, low) in the unit of the scores. In a
-    full tile only the queries past the last are not `inside`. Their lse makes P 0, so the scores are set to −∞ only if
-    a table has a gradient.
+    With a score formula, the scores are in nats; without one, they are not yet scaled. `lse` is (high, low) in the unit
+    of the scores. In a full tile, `inside` is False only for queries past the last query. The lse of these queries
+    makes P 0, so their scores are set to −∞ only if a table has a gradient.
     """
     s = products
     if formulas.score_at is not None:
@@ -72,7 +73,7 @@ def compute_weights(products, pairs, inside, lse, params, formulas, PARTIAL: tl.
 
 @triton.jit
 def evaluate_on_scores(formula, s, pairs, params, formulas):
-    """Return a formula of the final scores over a tile, 0 where the pair is hidden."""
+    """Return what a formula of the final scores gives over a tile; 0 where the score is −∞, as at hidden pairs."""
     final = s
     if formulas.score_at is None:
         final = s * params.scale
@@ -81,9 +82,9 @@ def evaluate_on_scores(formula, s, pairs, params, formulas):
 
 @triton.jit
 def compute_d_scores(p, dp, s, products, pairs, delta, params, sums, formulas, KINDS: tl.constexpr, CHECKED):
-    """Return dS of a tile from P and dP, without the factor `scale`, and add to the gradients of the tables.
+    """Return dS of a tile from P and dP, without the factor `scale`. Add the tile's part to the gradients of tables.
 
-    CHECKED: dS is set to 0 where P is 0, since dP may be NaN or ∞ there.
+    If CHECKED, the term P ∘ (dP − δ) is set to 0 where P is 0, since dP may be NaN or ∞ there.
     """
     if formulas.d_weights_at is not None:
         dp += evaluate_on_scores(formulas.d_weights_at, s, pairs, params, formulas)
@@ -108,7 +109,7 @@ def has_nonfinite(x):
 
 @triton.jit
 def store_rows(block, target, position, first, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
-    """Write a block of rows from `first` on to the head `position` of a contiguous (heads, count, WIDTH)."""
+    """Write `block` to the rows from `first` on of head `position`, in a contiguous array (heads, count, WIDTH)."""
     rows, column = first + tl.arange(0, ROWS), tl.arange(0, PADDED)[None, :]
     location = target + (tl.cast(position, tl.int64) * count + rows)[:, None] * WIDTH + column
     tl.store(location, block.to(target.dtype.element_ty), mask=(rows < count)[:, None] & (column < WIDTH))
@@ -121,7 +122,10 @@ class WeightedBlock(namedtuple("WeightedBlock", "query key lse location params")
 
 @triton.jit
 def sum_d_weights_range(state, first, last, block, formulas, OPTIONS: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """Add Σⱼ P ∘ d_weights_at over the tiles `first` to before `last`: the part of δ that statistics add."""
+    """Return `state` plus Σⱼ P ∘ d_weights_at over the tiles `first` ... `last` − 1.
+
+    The sum over all tiles is the part of δ that comes from statistics.
+    """
     b, h, i, n, m = block.location
     for tile in range(first, last):
         j0 = tile * meta.keys
@@ -157,13 +161,14 @@ def backward_preprocess(
     formulas,
     meta: tl.constexpr,
 ):
-    """Compute δ, and lse in the unit of the scores as a sum of two numbers, for a block of queries of a head.
+    """Compute δ and lse for a block of queries of a head. lse is in the unit of the scores, as a sum of two numbers.
 
     Parameters
     ----------
     output, d_output : `tile_ops.Array`
     d_lse, lse : float64 (B, H, n), contiguous; d_lse may be None, which means 0
-    rows : (high, low, δ), each (B, H, n), contiguous: high + low is lse, and 0 for a query without a visible key
+    rows : (high, low, δ), the arrays to write, each (B, H, n), contiguous
+        high + low is lse, or 0 for a query whose lse is −∞.
     """
     item = tl.program_id(0)
     position, first = item // blocks, item % blocks * meta.rows

@@ -1,4 +1,4 @@
-"""dK and dV: one program per block of keys; see `backward`."""
+"""The kernel that computes dK and dV, with one program for each block of keys; see `backward`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ __all__ = ["backward_keys"]
 
 
 class Block(namedtuple("Block", "key value first b h query d_output params dropout_scale args")):
-    """A block of keys and values from `first` on, and a head of queries that attend to them."""
+    """A block of rows of K and V that begins at key `first`, and a head of queries that attend to these keys."""
 
 
 @triton.jit
 def process_query_range(state, first, last, block, formulas, NAN_SAFE: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """Add to (dK without the factor `scale`, dV, nonfinite bits) over the tiles of queries `first` to before `last`."""
+    """Return the state after the tiles of queries `first` ... `last` − 1.
+
+    The state is (dK without the factor `scale`, dV without the dropout factor, the bits of `classify_nonfinite`).
+    """
     dk, dv, nonfinite = state
     b, h, j0, params = block.b, block.h, block.first, block.params
     n, m, rows, dropout_state = block.args.n, block.args.m, block.args.rows, block.args.dropout_state
@@ -120,11 +123,11 @@ def backward_keys(
     meta: tl.constexpr,
     SUBBLOCKS: tl.constexpr,
 ):
-    """dK and dV of a block of keys of a key head.
+    """Compute dK and dV of a block of keys of a key head.
 
-    d_key and d_value are (B, G, m, d_k) and (B, G, m, d_v), contiguous. `schedule` has rows of blocks of keys, one for
-    each query head, and ranges of blocks of queries. The other arguments are those of `backward_queries`. Earlier
-    blocks run first, since a causal mask makes them the longest.
+    d_key and d_value are (B, G, m, d_k) and (B, G, m, d_v), contiguous. A row of `schedule` has the ranges of tiles of
+    queries that a block of keys visits, for one query head. The other arguments are those of `backward_queries`. The
+    first blocks of a head run first, since a causal mask gives them the most tiles.
     """
     heads = H // group
     args = KernelArguments(

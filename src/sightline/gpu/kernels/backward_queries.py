@@ -1,4 +1,4 @@
-"""dQ and the gradients of tables: one program per block of queries; see `backward`."""
+"""The kernel that computes dQ and the gradients of tables, with one program per block of queries; see `backward`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ class Block(
 ):
     """A block of queries, and the heads of K and V that they attend to.
 
-    `inside`, `delta` and both parts of `lse`, (high, low), are (rows, 1); `inside` is False past the last query.
+    `inside`, `delta`, and both `high` and `low` of `lse` = (high, low) are (rows, 1). `inside` is False past the last
+    query.
     """
 
 
 @triton.jit
 def process_key_range(state, first, last, block, formulas, OPTIONS: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """Add to dQ, without the factor `scale`, over the tiles of keys `first` to before `last`.
+    """Return the state after the tiles of keys `first` ... `last` − 1. The state is dQ without the factor `scale`.
 
     OPTIONS is (KINDS, NAN_SAFE).
     """
@@ -61,7 +62,10 @@ def process_key_range(state, first, last, block, formulas, OPTIONS: tl.constexpr
 
 @triton.jit
 def compute_block(args, b, h, first, row, formulas, KINDS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
-    """Return dQ of the queries of a head from `first` on; `row` is the index of the block in the head's schedule."""
+    """Return dQ of the block of queries that begins at query `first` of a head.
+
+    `row` is the index of the block in the head's part of the schedule.
+    """
     n, m, rows = args.n, args.m, args.rows
     i = first + tl.arange(0, meta.rows)
     inside, at = i < n, (tl.cast(b, tl.int64) * args.H + h) * n + i
@@ -122,21 +126,22 @@ def backward_queries(
     SEQUENTIAL: tl.constexpr,
     SUBBLOCKS: tl.constexpr,
 ):
-    """dQ of a block of queries of a head, and the gradients of tables.
+    """Compute dQ of a block of queries of a head, and add to the gradients of tables.
 
-    If SUBBLOCKS is not 0, the kernel is its NaN-safe variant: each program recomputes some of the flagged blocks, each
-    as SUBBLOCKS blocks of `meta.rows` queries, without the gradients of tables.
+    If SUBBLOCKS is not 0, the kernel is its NaN-safe variant: each program recomputes dQ of some of the flagged blocks,
+    without the gradients of tables. It divides a flagged block into SUBBLOCKS blocks of `meta.rows` queries.
 
     Parameters
     ----------
     query, key, value, d_output : `tile_ops.Array`
-    rows : the result of `backward_preprocess`
+    rows : the arrays that `backward_preprocess` writes
     d_query : (B, H, n, d_k), contiguous
-    nonfinite_flags : int32, one per block: 1 if dQ of the block is not finite
-    batches, heads, SEQUENTIAL : if SEQUENTIAL, programs exist for `batches` batches and `heads` heads, and a program
-        loops over the batches and heads that share table entries of kind "pair", since one program must add to an entry
+    nonfinite_flags : int32, one for each block: 1 if dQ of the block is not finite
+    batches, heads, SEQUENTIAL : numbers of batches and heads that have programs of their own
+        If SEQUENTIAL, a program loops over the batches and heads that read the same table entries by lookups of kind
+        "pair", since only one program may add to such an entry.
     schedule, dropout_state, dropout_scale : as in `forward.forward`
-    sums, KINDS : the array and the kind of each lookup, see `table_gradient`
+    sums, KINDS : for each lookup the array of sums and the kind, see `table_gradient`
     """
     args = KernelArguments(
         *(query, key, value, d_output, rows, n, m, H, group, sign, scale, unit),
@@ -157,7 +162,7 @@ def backward_queries(
                 dq = compute_block(args, b, h, block * meta.rows, block, formulas, KINDS, False, meta)
                 tl.store(nonfinite_flags + (b * H + h) * blocks + block, has_nonfinite(dq))
                 store_rows(dq, d_query, b * H + h, block * meta.rows, n, meta.d_k, meta.rows, meta.padded_d_k)
-                tl.debug_barrier()  # the next iteration reads the sums that other threads wrote in this one
+                tl.debug_barrier()  # the next iteration reads sums that other threads wrote in this iteration
     else:
         location, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
         dq = compute_block(args, location // H, location % H, block * meta.rows, block, formulas, KINDS, False, meta)

@@ -1,4 +1,4 @@
-"""Compile-time constants of a kernel: sizes of tiles, widths, types. Lengths and strides are run-time arguments."""
+"""Compile-time constants of a kernel: tile sizes, head widths, types. Lengths and strides are run-time arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MetaParameters", "name_variants", "padded_width", "wrap_meta_paramet
 
 
 def padded_width(width: int) -> int:
-    """Return the width that a row is padded to for a matrix product: the next power of two, at least 16."""
+    """Return the width to which rows of `width` are padded for a matrix product: the next power of two, at least 16."""
     return max(16, 1 << max(width - 1, 0).bit_length())
 
 
@@ -27,21 +27,29 @@ class MetaParameters:
     d_v: int
     padded_d_k: int  # `padded_width(d_k)`
     padded_d_v: int
-    even: bool  # True if the number of keys is a multiple of `keys`
+    even: bool  # True if the problem's number of keys is a multiple of the tile size `keys`
     index_type: Any  # integer type of the offsets within a tile
     accumulator: Any  # float type of scores and sums
-    precision: str  # of float32 products: "ieee" or "tf32"
-    widens_operands: bool  # loaded tiles are widened to `accumulator`: Triton's interpreter needs it for bfloat16
+    precision: str  # the precision of float32 products: "ieee" or "tf32"
+    widens_operands: (
+        bool  # True if loaded tiles are widened to `accumulator`: Triton's interpreter needs it for bfloat16
+    )
     max_score: bool = False  # True if the forward kernel also computes the largest score of each query and its key
     entropy: bool = False  # True if the forward kernel also computes the entropy of each query
 
 
 @lru_cache(1024)
 def wrap_meta_parameters(meta: MetaParameters) -> MetaParameters:
-    """Return `meta` with every field as a `tl.constexpr`: before 3.9, Triton takes numbers in tuples for variables."""
+    """Return `meta` with every field as a `tl.constexpr`.
+
+    Before version 3.9, Triton compiles numbers in a tuple as run-time arguments unless they are `tl.constexpr`.
+    """
     return replace(meta, **{entry.name: tl.constexpr(getattr(meta, entry.name)) for entry in fields(meta)})
 
 
 def name_variants(plain: str, nan_safe: str) -> Callable[[Any], str]:
-    """Return the `repr` of a kernel with two variants. Profilers show `nan_safe` if SUBBLOCKS is set, else `plain`."""
+    """Return the option `repr` of `triton.jit` for a kernel with two variants.
+
+    Profilers show the name `nan_safe` if SUBBLOCKS is not 0, else the name `plain`.
+    """
     return lambda specialization: nan_safe if specialization.constants["SUBBLOCKS"] else plain

@@ -1,16 +1,17 @@
-"""The forward kernel: FlashAttention's running softmax over the tiles of a block of queries.
+"""The forward kernel: FlashAttention's running softmax over the tiles that a block of queries visits.
 
     S  = Q Kᵀ, score, mask        m' = max(m, max S),  α = e^(m − m')        P = e^(S − m')
-    l  = α l + Σ P                O  = α O + P V                              at the end O / l
+    l  = α l + Σ P                O  = α O + P V                              the output is O / l at the end
 
-(Dao, "FlashAttention-2", 2023, algorithm 1.) e^x is computed as 2^(x · unit). Full tiles come first, without mask and
-bounds, then partial tiles. One program computes one block of queries of a head, in the order of its schedule row.
+(Dao, "FlashAttention-2", 2023, algorithm 1.) e^x is computed as a power of 2. Full tiles come first, for which mask and
+bounds are not checked, then partial tiles. One program computes one block of queries of a head, and visits tiles in the
+order of the block's schedule row.
 
 NaN and ∞ in V at a weight of 0 do not reach the output. The kernel flags the blocks whose output has NaN. The NaN-safe
-variant, launched next, recomputes the flagged blocks: it replaces NaN and ∞ in V by 0 and records which of them meet a
-weight other than 0. Finite inputs cost one check of the output, and one kernel launch that finds no flag. Without mask,
-score and dropout, a weight is 0 where Q · K is −∞ or far below the running maximum. A weight that becomes 0 only when a
-later tile has a larger score has already added its value to the sum, NaN included.
+variant, launched next, recomputes the flagged blocks: it replaces NaN and ∞ in V by 0, and records where NaN, ∞ or −∞
+meets a weight other than 0. Finite inputs cost one check of the output, and one kernel launch that finds no flag.
+Without mask, score formula and dropout, a weight is 0 where Q · K is −∞ or far below the running maximum. A weight that
+becomes 0 only when a later tile has a larger score has already added its row of V to the sum, NaN included.
 """
 
 from __future__ import annotations
@@ -48,16 +49,17 @@ class State(NamedTuple):
     total: Any  # l = Σ P
     compensation: Any  # Σ of the rounding errors of l
     maximum: Any  # m, the running maximum
-    nonfinite: Any  # bits of `classify_nonfinite`
-    fused_state: Any  # see `fused_statistics`
+    nonfinite: Any  # the bits of `classify_nonfinite`
+    fused_state: Any  # the state of `fused_statistics`
 
 
 @triton.jit
 def classify_nonfinite(weights, value, nonfinite, meta):
-    """Return `nonfinite`, (rows, padded_d_v), with the bits of NaN (1), ∞ (2) and −∞ (4) set where a weight meets them.
+    """Return `nonfinite`, (rows, padded_d_v), with the bits set that a tile adds: 1 for NaN, 2 for ∞, 4 for −∞.
 
-    Only weights other than 0 count. One product counts all three kinds as digits of base 256, exactly: a tile has at
-    most 128 keys. `weights` are not yet rounded to the dtype of V: float16 would round weights below 2⁻²⁵ to 0.
+    Entry [r, c] gets a bit if a weight of query r other than 0 multiplies such an entry of column c of V. One matrix
+    product counts all three kinds as digits of base 256, exactly: a tile has at most 128 keys. `weights` must not be
+    rounded to the dtype of V, since float16 would round weights below 2⁻²⁵ to 0.
     """
     signs = tl.where(value == float("inf"), 1.0, tl.where(value == float("-inf"), 256.0, 0.0))
     code = tl.where(value != value, 0.00390625, signs).to(value.dtype)
@@ -69,14 +71,14 @@ def classify_nonfinite(weights, value, nonfinite, meta):
 
 @triton.jit
 def decode_nonfinite(nonfinite):
-    """Return the sum of the values that the bits of `classify_nonfinite` stand for: NaN, ∞, −∞ or 0."""
+    """Return the sum of what the bits of `classify_nonfinite` stand for: NaN, ∞, −∞, or 0 if no bit is set."""
     signs = tl.where((nonfinite & 2) != 0, float("inf"), tl.where((nonfinite & 4) != 0, float("-inf"), 0.0))
     return tl.where(((nonfinite & 1) != 0) | ((nonfinite & 6) == 6), float("nan"), signs)
 
 
 @triton.jit
 def process_range(state, first, last, block, formulas, NAN_SAFE: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """Return the state after the tiles of keys `first` to before `last`."""
+    """Return the state after the tiles of keys `first` ... `last` − 1."""
     output, total, compensation, maximum, nonfinite, fused = state
     m = block.location.m
     bound: tl.constexpr = PARTIAL and not meta.even
@@ -103,9 +105,9 @@ def process_range(state, first, last, block, formulas, NAN_SAFE: tl.constexpr, m
 
 @triton.jit
 def init(sink, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
-    """Return the state before any key: its running maximum is the sink, or −∞ without a sink.
+    """Return the state before any key is processed: its running maximum is the sink, or −∞ without a sink.
 
-    SUMS is the number of weighted sums, see `fused_statistics`.
+    SUMS is the number of sums Σ P f that `fused_statistics` computes.
     """
     output = tl.zeros((meta.rows, meta.padded_d_v), meta.accumulator)
     nonfinite = tl.zeros((meta.rows, meta.padded_d_v if NAN_SAFE else 1), tl.int32)
@@ -119,7 +121,10 @@ def init(sink, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
 
 @triton.jit
 def store(state, output, lse, sinks, position, first, n, H, unit, dropout_scale, meta):
-    """Write O / l and lse of the queries of a head from `first` on; 0 and −∞ where no key is visible."""
+    """Write O / l and lse of the block of queries that begins at query `first` of a head.
+
+    For a query without a visible key O / l is 0, and lse is the sink, or −∞ without a sink.
+    """
     rows = first + tl.arange(0, meta.rows)
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
     safe = tl.where(state.total == 0, 1.0, state.total)
@@ -133,9 +138,9 @@ def store(state, output, lse, sinks, position, first, n, H, unit, dropout_scale,
 
 @triton.jit
 def compute_block(args, position, first, row, formulas, SUMS: tl.constexpr, NAN_SAFE: tl.constexpr, meta):
-    """Return the final state of the queries of a head from `first` on.
+    """Return the final state of the block of queries that begins at query `first` of a head.
 
-    `position` is b · H + h, and `row` the index of the block in the schedule of the head.
+    `position` is b · H + h, and `row` is the index of the block in the head's part of the schedule.
     """
     b, h, n, m = position // args.H, position % args.H, args.n, args.m
     q = tile_ops.load_queries(args.query, b, h, first, n, args.sign, meta)
@@ -188,22 +193,23 @@ def forward(
     meta: tl.constexpr,
     SUBBLOCKS: tl.constexpr,
 ):
-    """Attention of one block of queries of a head.
+    """Compute attention for one block of queries of a head.
 
-    If SUBBLOCKS is not 0, the kernel is its NaN-safe variant: each program recomputes some of the flagged blocks, each
-    as SUBBLOCKS blocks of `meta.rows` queries.
+    If SUBBLOCKS is not 0, the kernel is its NaN-safe variant: each program recomputes some of the flagged blocks. It
+    divides a flagged block into SUBBLOCKS blocks of `meta.rows` queries.
 
     Parameters
     ----------
     query, key, value : `tile_ops.Array`
     output, lse : (B, H, n, d_v) and float64 (B, H, n), contiguous
-    nonfinite_flags : int32, one per block: 1 if the output of the block has NaN
-    blocks : number of blocks of queries in a head; later blocks run first, since a causal mask makes them the longest
+    nonfinite_flags : int32, one for each block: 1 if the output of the block has NaN
+    blocks : number of blocks of queries in a head
+        The last blocks of a head run first, since a causal mask gives them the most tiles.
     items : number of blocks of all heads
-    sign, scale, unit : s = Q Kᵀ · sign · scale, and s · unit is the score in base 2
-    schedule : a `tile_loop.Schedule`, or None if all keys are visible
+    sign, scale, unit : see `Operands.scale_arguments`
+    schedule : a `tile_loop.Schedule`, or None if there is no mask
     sinks : (H,) float64, or None
-    dropout_state, dropout_scale : `Operands.dropout_state`, and the factor on the weights that dropout keeps
+    dropout_state, dropout_scale : see `Operands.dropout_arguments`
     seen : the arrays that `fused_statistics.store` writes
     """
     args = KernelArguments(query, key, value, n, m, H, group, sign, scale, unit, schedule, sinks, dropout_state, tables)

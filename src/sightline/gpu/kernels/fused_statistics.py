@@ -1,13 +1,13 @@
-"""Statistics of each query that the forward kernel computes with its running softmax, a few instructions per score.
+"""Statistics of each query that the forward kernel computes with its running softmax, by a few instructions per score.
 
-With x = s − m, p = 2^x the weight before its division by l, and m moving to m':
+Here x = s − m, and p = 2^x is the weight before its division by l. When the running maximum m becomes m':
 
     max_score   the largest s, and the first key that has this score
     entropy     −Σ P ln P = (ln l · Σp − ln 2 · T) / l,    T = Σ p x,    T' = α (T + (m − m') Σp) + ...
     a sum       Σ P f = M / l,    M = Σ p f,    M' = α M + ...    for a formula f of the pair and its final score
 
-If a score of a query is NaN, so are its statistics, like its lse. Statistics that were not requested are None and
-compile to nothing.
+If a score of a query is NaN, the statistics and the lse of this query are NaN. The arrays of statistics that were not
+requested are None, and the kernel has no code for them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIN_POWER = tl.constexpr(-2048.0)  # 2 to any smaller power is 0 in every dtype
 
 @triton.jit
 def init(SUMS: tl.constexpr, meta):
-    """Return the state before any key: (largest s, its key, T, Σp, SUMS weighted sums)."""
+    """Return the state before any key is processed: (largest s, key of the largest s, T, Σp, SUMS sums M)."""
     none = tl.zeros((meta.rows,), meta.accumulator)
     max_score, max_key, power_sum, mass = (), (), (), ()
     if meta.max_score:
@@ -40,11 +40,11 @@ def init(SUMS: tl.constexpr, meta):
 
 @triton.jit
 def update(fused_state, s, x, p, tile_sum, tile_max, alpha, log2_alpha, j, block, formulas, meta):
-    """Return the state after a tile of keys j.
+    """Return the state after one more tile, whose keys are j.
 
     Parameters
     ----------
-    s, x, p : (rows, keys) the scores of `tile_ops.compute_scores`, the powers x, and the weights p before dropout
+    s, x, p : (rows, keys) the scores of `tile_ops.compute_scores`, the exponents x, and p = 2^x before dropout
     tile_sum, tile_max : (rows,) Σ p and the largest s of the tile
     alpha, log2_alpha : (rows,) 2^(m − m') and m − m'
     """
@@ -57,7 +57,7 @@ def update(fused_state, s, x, p, tile_sum, tile_max, alpha, log2_alpha, j, block
         found = tl.where(first_nan < tile_ops.NO_KEY, first_nan, first_max)
         above = (largest > max_score) | ((largest != largest) & (max_score == max_score))
         ties = (largest == max_score) | ((largest != largest) & (max_score != max_score))
-        replaces = above | (ties & (found < max_key))  # full tiles precede partial tiles of smaller keys
+        replaces = above | (ties & (found < max_key))  # a full tile may come before a partial tile of smaller keys
         max_score, max_key = tl.where(replaces, largest, max_score), tl.where(replaces, found, max_key)
     if meta.entropy:
         power_sum = (power_sum + tl.maximum(log2_alpha, MIN_POWER) * mass) * alpha
@@ -76,7 +76,7 @@ def update(fused_state, s, x, p, tile_sum, tile_max, alpha, log2_alpha, j, block
 
 @triton.jit
 def weighted_value(p, value):
-    """Return p · value, 0 where p is 0; `value` may be a condition."""
+    """Return p · value, and 0 where p is 0. `value` may be a condition, which counts as 1 or 0."""
     if value.dtype == tl.int1:
         return tl.where(value, p, 0.0)
     return tl.where(p == 0, 0.0, p * value.to(p.dtype))
@@ -86,7 +86,7 @@ def weighted_value(p, value):
 def store(state, to, position, first, n, scale, formulas, meta):
     """Write the statistics of a block to the arrays `to` = (largest score, its key, entropy, sums), (B, H, n) each.
 
-    A query without a visible key has the largest score −∞, the key −1, and 0 for the others.
+    For a query without a visible key the kernel writes −∞ as largest score, −1 as its key, and 0 as entropy and sums.
     """
     max_score, max_key, power_sum, mass, sums = state.fused_state
     rows = first + tl.arange(0, meta.rows)

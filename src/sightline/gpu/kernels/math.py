@@ -1,4 +1,4 @@
-"""Operations of formulas that Triton lacks or defines otherwise: Python's integer division, correctly rounded roots."""
+"""Operations of formulas that Triton lacks or defines differently: division as in Python, correctly rounded roots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["real_quotient", "real_remainder", "square_root", "whole_quotient", "
 
 @triton.jit
 def whole_quotient(x, y):
-    """Return ⌊x / y⌋ of integers; 0 where y is 0."""
+    """Return ⌊x / y⌋ for integers x and y; 0 where y is 0."""
     zero = y == 0
     safe = tl.where(zero, 1, y)
     quotient = x // safe  # rounded toward 0
@@ -21,7 +21,7 @@ def whole_quotient(x, y):
 
 @triton.jit
 def whole_remainder(x, y):
-    """Return x − y ⌊x / y⌋ of integers; 0 where y is 0."""
+    """Return x − y ⌊x / y⌋ for integers x and y; 0 where y is 0."""
     return tl.where(y == 0, 0, x - y * whole_quotient(x, y))
 
 
@@ -36,7 +36,7 @@ def real_quotient(x, y):
 
 @triton.jit
 def real_remainder(x, y):
-    """Return x − ⌊x / y⌋ y."""
+    """Return x − ⌊x / y⌋ y for floats x and y."""
     return x - tl.floor(real_quotient(x, y)) * y
 
 

@@ -1,17 +1,18 @@
 """Gradients of the tables that a score reads: Σ dS · d score / d entry over the pairs that read the entry.
 
-Equal inputs give equal bits. The generated function `table_gradients_at` returns, for every lookup of a table,
-d score / d entry and the index of the entry that a pair reads. A lookup is of one of these kinds:
+Equal inputs give equal bits. The generated function `table_gradients_at` returns, for every lookup in a table,
+d score / d entry and the index of the entry that a pair reads. A lookup has one of these kinds:
 
-    "pair"     each pair reads its own entry, as in t[h, i, j]: the program of the pair adds to the entry directly
-    "query", "key", "head"     all pairs of a row, of a column or of a tile read one entry: they are summed first
+    "pair"     each pair of a head reads its own entry, as in t[h, i, j]: the program of the pair adds to it directly
+    "query", "key", "head"     all pairs of a tile's row, of its column or of the whole tile read one entry: the kernel
+               sums their contributions before it adds to the entry
     "any"      any other lookup, as in t[h, i − j]
 
 Except for "pair", several programs may add to an entry, in an unknown order. They add integers, whose sum does not
 depend on the order: an entry has one 64-bit slot for every 8 exponents of float32. A summand adds its significand,
 shifted to the unit of the slot. No summand within the range of float32 is rounded, and a slot holds 2³¹
 summands (Demmel and Nguyen, "Fast reproducible floating-point summation", 2013, use slots for another purpose). One
-further slot counts the summands that are not finite; float64 summands beyond the range of float32 count as such.
+further slot of each entry counts the summands that are NaN, infinite, or beyond the range of float32.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ import triton.language as tl
 
 __all__ = ["FIRST_SLOT_EXPONENT", "MAX_ADDITIONS", "SLOTS", "SLOT_BITS", "add"]
 
-MAX_ADDITIONS = 2**31  # of one entry: the slots cannot overflow
-SLOT_BITS = 8
-SLOTS = tl.constexpr(33)
+MAX_ADDITIONS = 2**31  # most summands of one entry: with so many the entry's slots cannot overflow
+SLOT_BITS = 8  # number of exponents of float32 that share a slot
+SLOTS = tl.constexpr(33)  # number of slots of an entry: 32 for sums, and one that counts summands that are not finite
 FIRST_SLOT_EXPONENT = -150  # the unit of slot k is 2^(8 k − 150)
 
 
 @triton.jit
 def add(ds, s, pairs, tables, sums, table_gradients_at, KINDS: tl.constexpr):
-    """Add the contributions of a tile to `sums`.
+    """Add the contributions of a tile to the table gradients in `sums`.
 
     Parameters
     ----------
-    ds : gradient of the final scores, 0 at hidden pairs
-    s : the scores that the score formula reads
-    sums, KINDS : the array and the kind of each lookup
+    ds : the gradient of the final scores, 0 at hidden pairs
+    s : the scaled scores that the score formula reads
+    sums, KINDS : for each lookup the array to which the kernel adds, and the kind
     """
     found = table_gradients_at(s, *pairs, tables)
     for k in tl.static_range(len(KINDS)):
@@ -56,7 +57,10 @@ def add(ds, s, pairs, tables, sums, table_gradients_at, KINDS: tl.constexpr):
 
 @triton.jit
 def add_exactly(slots, location, contribution):
-    """Add numbers to the slots of their entries: a float64 as three float32, as ∞ beyond the range of float32."""
+    """Add each number of `contribution` to the slots of the table entry with the index `location`.
+
+    A float64 number is added as three float32 numbers, and as ∞ if it is beyond the range of float32.
+    """
     for _ in tl.static_range(3 if contribution.dtype == tl.float64 else 1):
         part = contribution.to(tl.float32)
         contribution -= part.to(contribution.dtype)

@@ -1,4 +1,7 @@
-"""The loop of a block over the tiles in its row of the schedule: full tiles first, without mask and bounds."""
+"""The loop of a block over the tiles in its schedule row: full tiles first, for which mask and bounds are not checked.
+
+A schedule row serves a block of queries, which visits tiles of keys, or a block of keys, which visits tiles of queries.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +14,29 @@ __all__ = ["Schedule", "ScheduleRow", "loop_over_tiles"]
 
 
 class Schedule(NamedTuple):
-    """The tiles of every block, as int32 arrays on the device; see `launch.schedule.encode_ranges`."""
+    """The tiles that every block visits, as int32 arrays on the device; see `launch.schedule.encode_ranges`."""
 
-    rows: Any  # per block: (start, first partial range, stop) of the block's ranges
-    ranges: Any  # per range: (first tile, past the last)
-    batch_stride: Any  # rows from one batch to the next, 0 if all batches share their rows
-    head_stride: Any  # rows from one head to the next, 0 if all heads share their rows
+    rows: Any  # for each block (start, first partial range, stop): the block visits the ranges start ... stop − 1
+    ranges: Any  # for each range (first tile, last tile + 1)
+    batch_stride: Any  # schedule rows from one batch to the next; 0 if all batches share their schedule rows
+    head_stride: Any  # schedule rows from one head to the next; 0 if all heads share their schedule rows
 
 
 class ScheduleRow(NamedTuple):
-    """The tiles of one block."""
+    """The tiles that one block visits."""
 
-    schedule: Any  # a `Schedule`, or None for all tiles
+    schedule: Any  # a `Schedule`, or None if the block visits all tiles
     b: Any
     h: Any
     block: Any  # index of the block in its head
-    length: Any  # number of keys, or of queries, that the tiles divide
-    window: Any  # only the tiles in (first, past the last) are visited; None for no limit
-    is_ragged: Any  # True if the block itself is not full: then all of its tiles count as partial
+    length: Any  # number of keys that the tiles divide; of queries for a block of keys
+    window: Any  # (first tile, last tile + 1) outside which no tile is visited; None without such a limit
+    is_ragged: Any  # True if the block reaches past the last position of its head: all its tiles then count as partial
 
 
 @triton.jit
 def clip_to_window(first, last, window):
-    """Return the part of the range `first` ... `last` that lies in the window."""
+    """Return (first tile, last tile + 1) of the part of a tile range that lies in the window."""
     if window is not None:
         first, last = tl.maximum(first, window[0]), tl.minimum(last, window[1])
     return first, last
@@ -41,7 +44,7 @@ def clip_to_window(first, last, window):
 
 @triton.jit
 def load_range(ranges, index, window):
-    """Return (first tile, past the last) of a range of the schedule, clipped to the window."""
+    """Return (first tile, last tile + 1) of a tile range of the schedule, clipped to the window."""
     return clip_to_window(tl.load(ranges + 2 * index), tl.load(ranges + 2 * index + 1), window)
 
 
@@ -53,8 +56,8 @@ def loop_over_tiles(
 
     Parameters
     ----------
-    body : (state, first tile, past the last, block, formulas, OPTIONS, meta, PARTIAL) → state
-    TILE : positions in a tile
+    body : (state, first tile, last tile + 1, block, formulas, OPTIONS, meta, PARTIAL) → state
+    TILE : number of keys in a tile; of queries if the row serves a block of keys
     EVEN : True if `row.length` is known to be a multiple of TILE
     block, formulas, OPTIONS, meta : passed to `body`; OPTIONS is a compile-time constant
     """

@@ -1,7 +1,7 @@
 """Device functions that the kernels share: loads of rows, scores, the running softmax, dropout.
 
-In every kernel `formulas` is a `codegen.formula_functions.FormulaFunctions`, and `meta` a
-`meta_parameters.MetaParameters`.
+In every kernel `formulas` is a `codegen.jit_functions.FormulaFunctions`, and `meta` is a
+`compile_time_constants.MetaParameters`.
 """
 
 from __future__ import annotations
@@ -21,34 +21,41 @@ NO_KEY = tl.constexpr(2147483647)  # larger than every key index
 class Array(NamedTuple):
     """An array (*batch, heads, rows, columns) as an argument of a kernel, see `launch.arguments.to_operand`.
 
-    Strides count entries.
+    Strides are numbers of array entries.
     """
 
     start: Any
-    lengths: Any  # of the batch axes
-    strides: Any  # of the batch axes
-    head: Any  # stride between heads
-    row: Any
-    column: Any
+    lengths: Any  # the lengths of the batch axes
+    strides: Any  # the strides of the batch axes
+    head: Any  # the stride between heads
+    row: Any  # the stride between rows
+    column: Any  # the stride between columns
 
 
 class Head(namedtuple("Head", "start row column")):
-    """The rows of one head of an array. If `start` is a block of pointers, of a block of heads."""
+    """The rows of one head of an array, or of several heads if `start` is a block of pointers.
+
+    `row` and `column` are the strides between rows and between columns.
+    """
 
 
 class BlockLocation(namedtuple("BlockLocation", "b h i n m")):
-    """The location of a block of queries; h is a number or a column (rows, 1), and i (rows, 1), clamped to the last."""
+    """The location of a block of queries: (b, h, i, n, m).
+
+    h is a number, or a column (rows, 1) if the block has queries of several heads. i is a column (rows, 1) of query
+    indices, at most n − 1.
+    """
 
 
 @triton.jit
 def scalar(x, dtype: tl.constexpr):
-    """Return an argument of the kernel in the given type, without rounding it to a narrower type first."""
+    """Return a kernel's argument x in the type `dtype`, without rounding x to a narrower type first."""
     return tl.full((), x, dtype)
 
 
 @triton.jit
 def clamp_finite(x, meta):
-    """Convert float64 numbers to the type of scores; finite numbers beyond its range become its extremes."""
+    """Return float64 numbers x in the accumulator's type. Finite numbers beyond its range become ±`FLOAT32_MAX`."""
     if meta.accumulator == tl.float32:
         x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -FLOAT32_MAX), FLOAT32_MAX), x)
     return x.to(meta.accumulator)
@@ -56,19 +63,19 @@ def clamp_finite(x, meta):
 
 @triton.jit
 def apply_sign(x, sign, meta):
-    """Multiply queries or keys by the sign of the scale, which rounds nothing."""
+    """Return queries or keys x multiplied by the sign of the scale, which rounds nothing."""
     return (x * scalar(sign, meta.accumulator)).to(x.dtype)
 
 
 @triton.jit
 def zero_nonfinite(x):
-    """Replace NaN and ∞ by 0."""
+    """Return x with NaN, ∞ and −∞ replaced by 0."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
 def has_nan(block):
-    """Return 1 if a block has a NaN, else 0."""
+    """Return 1 if the matrix `block` has a NaN, else 0."""
     return tl.max(tl.max(tl.where(block == block, 0, 1), 1), 0)
 
 
@@ -85,28 +92,34 @@ def locate_head(array, b, head):
 
 @triton.jit
 def load_rows(head, first, ROWS: tl.constexpr, count, WIDTH: tl.constexpr, PADDED: tl.constexpr, BOUND, meta):
-    """Return rows `first` ... `first` + ROWS − 1 of a head, (ROWS, PADDED): 0 past WIDTH, and past `count` if BOUND."""
+    """Return rows `first` ... `first` + ROWS − 1 of a head, (ROWS, PADDED).
+
+    Columns from WIDTH on are 0. Rows from `count` on are 0 if BOUND; otherwise the head must have all the rows.
+    """
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
     return _load(head, first, row, column, count, WIDTH, PADDED, BOUND, meta)
 
 
 @triton.jit
 def load_transposed(head, first, ROWS: tl.constexpr, count, WIDTH: tl.constexpr, PADDED: tl.constexpr, BOUND, meta):
-    """Return the rows of `load_rows` as columns, (PADDED, ROWS)."""
+    """Return the transpose of what `load_rows` returns, (PADDED, ROWS)."""
     row, column = tl.arange(0, ROWS)[None, :], tl.arange(0, PADDED)[:, None]
     return _load(head, first, row, column, count, WIDTH, PADDED, BOUND, meta)
 
 
 @triton.jit
 def load_queries(query, b, h, first, n, sign, meta):
-    """Return the block of queries of a head from `first` on, times the sign of the scale."""
+    """Return the block of queries of a head that begins at query `first`, times the sign of the scale."""
     q = load_rows(locate_head(query, b, h), first, meta.rows, n, meta.d_k, meta.padded_d_k, True, meta)
     return apply_sign(q, sign, meta)
 
 
 @triton.jit
 def gather_rows(heads, row, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, meta):
-    """Return one row of each of several heads, (rows, PADDED); `heads.start`, `row` and `inside` are (rows, 1)."""
+    """Return a matrix (rows, PADDED) whose row r is row `row[r]` of the head `heads.start[r]`; 0 if not `inside[r]`.
+
+    `heads.start`, `row` and `inside` have the shape (rows, 1). Columns from WIDTH on are 0.
+    """
     column = tl.arange(0, PADDED)[None, :]
     pointers = heads.start + tl.cast(row, tl.int64) * heads.row + column.to(meta.index_type) * heads.column
     block = tl.load(pointers, mask=inside & (column < WIDTH), other=0.0)
@@ -134,16 +147,17 @@ def _load(head, first, row, column, count, WIDTH: tl.constexpr, PADDED: tl.const
 
 @triton.jit
 def query_indices(first, n, meta):
-    """Return the queries of a block, (rows, 1), clamped to the last query."""
+    """Return the query indices of the block that begins at query `first`, (rows, 1), at most n − 1."""
     return tl.minimum(first + tl.arange(0, meta.rows), n - 1)[:, None]
 
 
 @triton.jit
 def compute_scores(products, location, j, scale, tables, formulas, PARTIAL: tl.constexpr, meta):
-    """Return the final scores of a tile from its Q · K; −∞ where a partial tile hides the pair or `j` has no key.
+    """Return the final scores of a tile from its products Q · K; −∞ where the mask hides the pair or j is not below m.
 
-    With a score formula, scores are in nats. Without one they are not yet scaled, so that scaling and shifting them
-    round once. `j` is (1, keys).
+    A full tile (PARTIAL is False) has no such pairs, so they are not looked for. With a score formula, the scores are
+    in nats. Without a score formula they are not yet scaled, so that scaling and shifting them round once. `j` has the
+    shape (1, keys).
     """
     b, h, i, n, m = location
     s = products
@@ -162,10 +176,10 @@ def compute_scores(products, location, j, scale, tables, formulas, PARTIAL: tl.c
 
 @triton.jit
 def update_softmax(s, tile_max, maximum, total, compensation, unit):
-    """Advance the running softmax by a tile of scores s: its maximum m becomes m' = max(m, max s).
+    """Advance the running softmax by a tile of scores s: the running maximum m becomes m' = max(m, max s).
 
     Returns (x, p, Σ p, log2 α, α, m', l, compensation) with x = (s − m') · unit, p = 2^x, α = 2^((m − m') · unit).
-    The differences are exact near the maximum, however large the scores are.
+    The difference s − m' is exact for scores near the maximum, however large the scores are.
     """
     new = tl.maximum(maximum, tile_max)
     shift = tl.where(new == float("-inf"), 0.0, new)
@@ -174,7 +188,8 @@ def update_softmax(s, tile_max, maximum, total, compensation, unit):
     x = (s - shift[:, None]) * unit
     p = tl.exp2(x)
     sums = tl.sum(p, 1)
-    old = total * alpha  # Knuth's TwoSum: an error of l would be an error of lse, which later passes read
+    # Knuth's TwoSum: an error of l would be an error of lse, which later passes read.
+    old = total * alpha
     total = old + sums
     share = total - old
     compensation = compensation * alpha + ((old - (total - share)) + (sums - share))
@@ -183,12 +198,15 @@ def update_softmax(s, tile_max, maximum, total, compensation, unit):
 
 @triton.jit
 def compute_lse(maximum, total, compensation, sinks, h, unit):
-    """Return lse = m · unit · ln 2 + ln l in nats, float64; −∞ where no key is visible. `unit` is float64."""
+    """Return lse = m · unit · ln 2 + ln l in nats, float64; −∞ for a query without sink or visible key.
+
+    `unit` is float64.
+    """
     nothing = total == 0
     safe = tl.where(nothing, 1.0, total)
     base = tl.where(nothing, float("-inf"), maximum).to(tl.float64) * unit
     lse = base * LN_2 + tl.log(safe.to(tl.float64) + compensation.to(tl.float64))
-    if sinks is not None:  # a sink beyond the range of scores entered the softmax as the largest score
+    if sinks is not None:  # a sink beyond the range of the accumulator entered the softmax as its largest finite number
         sink = tl.load(sinks + h)
         lse = tl.where(lse < sink, sink, lse)
     return lse
@@ -196,7 +214,10 @@ def compute_lse(maximum, total, compensation, sinks, h, unit):
 
 @triton.jit
 def load_lse(lse, position, first, n, unit, meta):
-    """Return (high, low), (rows,) each: high + low is lse in the unit of the scores; 0 where no key is visible."""
+    """Return (high, low), (rows,) each: high + low = lse · log₂ e / unit is lse in the unit of the scores.
+
+    Both numbers are 0 for a query whose lse is −∞.
+    """
     rows = first + tl.arange(0, meta.rows)
     x = tl.load(lse + tl.cast(position, tl.int64) * n + rows, mask=rows < n, other=0.0) * (LOG2_E / unit)
     x = tl.where(x == float("-inf"), 0.0, x)
@@ -206,9 +227,9 @@ def load_lse(lse, position, first, n, unit, meta):
 
 @triton.jit
 def weight(s, unit, lse):
-    """Return P = 2^((s − lse) · unit) of the scores of `compute_scores`; `lse` is (high, low) in the same unit.
+    """Return P = 2^((s − lse) · unit) for scores s of `compute_scores`. `lse` is the (high, low) of `load_lse`.
 
-    The difference is exact near the maximum, however large the scores are.
+    The difference s − lse is exact for scores near lse, however large the scores are.
     """
     high, low = lse
     x = tl.minimum((s - high) - low, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -217,19 +238,19 @@ def weight(s, unit, lse):
 
 @triton.jit
 def _unpack_word(number):
-    """Return the 32 bits that `Operands.dropout_state` packed into a number."""
+    """Return the 32-bit word that `Operands.dropout_arguments` packed into a number."""
     return (tl.cast(number, tl.int64) >> 1) & 0xFFFFFFFF
 
 
 @triton.jit
 def dropout_mask(dropout_state, location, first, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Return True where dropout keeps the weight, (ROWS, KEYS); see `sightline.dropout`.
+    """Return a matrix (ROWS, KEYS) that is True where dropout keeps the weight; see `sightline.dropout`.
 
-    `dropout_state` is that of `Operands.dropout_state`, and `first`, the first key, a multiple of 4.
+    `dropout_state` is that of `Operands.dropout_arguments`. `first` is the first key, a multiple of 4.
     """
     quad = tl.broadcast_to((first // 4 + tl.arange(0, KEYS // 4))[None, :], (ROWS, KEYS // 4))
     none = tl.zeros_like(quad)
     low, high, dropped = _unpack_word(dropout_state[0]), _unpack_word(dropout_state[1]), _unpack_word(dropout_state[2])
     w0, w1, w2, w3 = tl.philox((high << 32) | low, location.b + none, location.h + none, location.i + none, quad)
-    uniform_words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # word 2 a + c at [.., a, c]
+    uniform_words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # entry [..., a, c] is word 2 a + c
     return tl.reshape(uniform_words, (ROWS, KEYS)) > dropped.to(tl.uint32)
