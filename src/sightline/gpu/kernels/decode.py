@@ -1,8 +1,8 @@
-"""The decoding kernels: few queries against many keys, bound by one read of K and V.
+"""The decoding kernels, for few queries and many keys. The time of one read of K and V limits them.
 
-The query heads that share a key head are rows of one block, so that one read of K and V serves all of them. The keys
-are divided into splits, with one program each. `merge_splits` merges the splits of a query in the order of their keys
-(Dao et al., "Flash-Decoding", 2023):
+The queries of all query heads that share a key head are rows of one block, so that one read of K and V serves all of
+them, if they fit a block. The keys are divided into splits, and one program computes one block over one split.
+`merge_splits` merges the results of the splits p in the order of their keys (Dao et al., "Flash-Decoding", 2023):
 
     lse = ln Σ_p e^lse_p        O = Σ_p e^(lse_p − lse) O_p
 """
@@ -18,7 +18,7 @@ from .tile_loop import ScheduleRow, loop_over_tiles
 
 __all__ = ["decode", "merge_splits"]
 
-UNROLL_FACTOR = tl.constexpr(8)  # splits whose loads `merge_splits` overlaps: without, it waits for each load
+UNROLL_FACTOR = tl.constexpr(8)  # splits whose loads `merge_splits` overlaps, instead of waiting for each load
 
 
 @triton.jit(do_not_specialize=["n", "m", "H", "group", "num_splits", "split_size"])
@@ -43,13 +43,14 @@ def decode(
     formulas,
     meta: tl.constexpr,
 ):
-    """Attention of the queries of a group of heads over one split of the keys.
+    """Compute attention for a block of queries of a group of heads over one split of the keys.
 
     Parameters
     ----------
     split_output : (num_splits, B, H, n, d_v) in the accumulator's dtype: the softmax over each split times V
-    split_lse : (num_splits, B, H, n) float64: log2 Σ 2^S over each split, S in base 2; −∞ where no key is visible
-    num_splits, split_size : number of splits, and tiles in a split
+    split_lse : (num_splits, B, H, n) float64: log2 Σ 2^x over each split, where x is the final score in base 2
+        It is −∞ for a query without a visible key in the split.
+    num_splits, split_size : number of splits, and number of tiles in a split
     """
     item = tl.program_id(0)
     split, position = item % num_splits, item // num_splits
@@ -104,14 +105,16 @@ def merge_splits(
     meta: tl.constexpr,
     nan_safe_meta: tl.constexpr,
 ):
-    """Merge the splits of the queries of one head. A head whose output has NaN is recomputed by the NaN-safe variant.
+    """Merge the splits of the queries of one head.
 
-    `meta.rows` is n rounded up to a power of two, so that many loads overlap; `nan_safe_meta` has tiles for products.
+    If the merged output of the head has NaN, the kernel recomputes the head NaN-safe, with the tile sizes of
+    `nan_safe_meta`, which are large enough for matrix products. `meta.rows` is n rounded up to a power of two: merging
+    multiplies no matrices, and with few rows many loads overlap.
     """
     position = tl.program_id(0)
     rows, column = tl.arange(0, meta.rows), tl.arange(0, meta.padded_d_v)[None, :]
     at, inside = tl.cast(position, tl.int64) * n + rows, rows < n
-    step = tl.cast(tl.num_programs(0), tl.int64) * n  # rows of a split
+    step = tl.cast(tl.num_programs(0), tl.int64) * n  # number of rows of `split_lse` for one split
     maximum = tl.full((meta.rows,), float("-inf"), tl.float64)
     if sinks is not None:
         maximum = tl.zeros((meta.rows,), tl.float64) + tl.load(sinks + position % H) * tile_ops.LOG2_E
@@ -123,7 +126,7 @@ def merge_splits(
     found = tl.zeros((meta.rows, meta.padded_d_v), meta.accumulator)
     for split in tl.range(num_splits, loop_unroll_factor=UNROLL_FACTOR):
         power = tl.load(split_lse + split * step + at, mask=inside, other=float("-inf"))
-        weight = tl.exp2((power - shift).to(meta.accumulator))  # exact enough, and the float64 exp2 has branches
+        weight = tl.exp2((power - shift).to(meta.accumulator))  # exact enough, and float64 exp2 has branches
         total += weight.to(tl.float64)
         location = split_output + (split * step + at)[:, None] * meta.d_v + column
         share = tl.load(location, mask=inside[:, None] & (column < meta.d_v), other=0.0)

@@ -1,4 +1,4 @@
-"""The matrix of weights or scores, by the second pass."""
+"""The kernel of the second pass that writes the whole matrix of weights or scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["dense_weights"]
 
 @triton.jit
 def store_range(_, first, last, block, formulas, OUTPUT_KIND: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """Write the tiles `first` to before `last`. Sums are added to the values that this program has written before."""
+    """Write the tiles `first` ... `last` − 1. "sums" of weights are added to what this program has already written."""
     corner, rows = block.extra
     m = block.location.m
     down, across = tl.arange(0, meta.rows)[:, None], tl.arange(0, meta.keys)[None, :]
@@ -62,13 +62,13 @@ def dense_weights(
 
     Parameters
     ----------
-    output : (matrices, n, m), already holding the values of tiles that are not visited
+    output : (number of matrices, n, m), which already holds the result of the tiles that are not visited
     batches, heads : numbers of batches and heads that are summed to one matrix; one program loops over them
     OUTPUT_KIND : "weights", "scores" in nats, or "sums" of weights
     """
     item = tl.program_id(0)
     matrix, row = item // blocks, blocks - 1 - item % blocks
-    across = H // heads  # matrices of a batch
+    across = H // heads  # number of matrices of a batch
     first = row * meta.rows
     corner = output + (tl.cast(matrix, tl.int64) * n + first) * m
     for k in range(batches * heads):
@@ -77,4 +77,4 @@ def dense_weights(
         block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, extra, meta)
         schedule_row = ScheduleRow(schedule, b, h, row, m, None, False)
         loop_over_tiles((), store_range, schedule_row, meta.keys, meta.even, block, formulas, OUTPUT_KIND, meta)
-        tl.debug_barrier()  # the next iteration reads what other threads wrote in this one
+        tl.debug_barrier()  # the next iteration reads what other threads wrote in this iteration

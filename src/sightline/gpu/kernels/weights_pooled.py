@@ -1,4 +1,4 @@
-"""Sums or maxima of the weights over the cells of a grid on their matrix, by the second pass."""
+"""The kernel of the second pass that sums or maximizes weights over each cell of a grid on the matrix of weights."""
 
 from __future__ import annotations
 
@@ -15,41 +15,45 @@ __all__ = ["pooled"]
 
 
 class CellSpan(NamedTuple):
-    """The queries or the keys of one Triton program. The program sums or maximizes the weights of each of its cells.
+    """The queries, or the keys, whose weights one Triton program pools.
 
-    The axis of queries (or keys) from `start` to `stop` is divided into cells.
+    The axis of queries (or keys) from `start` to `stop` − 1 is divided into cells. A program has some of these cells.
     """
 
-    first: Any  # first position of the program
-    last: Any  # past the last position of the program
-    cell: Any  # index of the program's first cell on the axis
+    first: Any  # first position (query or key) of the program
+    last: Any  # last position of the program + 1
+    cell: Any  # index on the axis of the program's first cell
     start: Any  # first position of the axis
-    stop: Any  # past the last position of the axis
+    stop: Any  # last position of the axis + 1
     cells: Any  # number of cells on the axis
 
 
 @triton.jit
 def cell_start(cell, start, stop, cells):
-    """Return the first position of a cell on the axis start ... stop."""
+    """Return the first position of the cell with index `cell`, where start ... stop − 1 is divided into cells."""
     return (start + tl.cast(cell, tl.int64) * (stop - start) // cells).to(tl.int32)
 
 
 @triton.jit
 def cell_index(position, start, stop, cells):
-    """Return the cell of each position on the axis start ... stop."""
+    """Return the index of each position's cell, where start ... stop − 1 is divided into cells."""
     return ((tl.cast(position - start + 1, tl.int64) * cells - 1) // (stop - start)).to(tl.int32)
 
 
 @triton.jit
 def cell_indices(position, span):
-    """Return for each position the index of its cell, counted from the program's first cell; −1 outside the program."""
+    """Return the index of each position's cell, counted from the program's first cell; −1 outside `span`."""
     inside = (position >= span.first) & (position < span.last)
     return tl.where(inside, cell_index(position, span.start, span.stop, span.cells) - span.cell, -1)
 
 
 @triton.jit
 def pool_range(state, first, last, block, formulas, USE_MAX: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """Add the tiles `first` to before `last` to the cells (DOWN, ACROSS), one column of cells after another."""
+    """Return the state after the tiles `first` ... `last` − 1.
+
+    The state is the sum or maximum of the weights of each cell, (DOWN, ACROSS). The columns of cells that a tile meets
+    are updated one after another.
+    """
     DOWN: tl.constexpr = state.shape[0]
     ACROSS: tl.constexpr = state.shape[1]
     down, keys = block.extra
@@ -102,16 +106,17 @@ def pooled(
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """Sums or maxima of P over some cells of a grid on queries i_start ... i_stop × keys j_start ... j_stop.
+    """Write the sums or maxima of P over some cells of a grid.
 
-    Row r of R rows of cells has the queries ⌊r N / R⌋ to before ⌊(r + 1) N / R⌋ of N; likewise the columns. If a block
-    of queries lies in the cells of two programs, both compute its weights.
+    The grid covers the queries i_start ... i_stop − 1 and the keys j_start ... j_stop − 1. Of N queries and R rows of
+    cells, row r has the queries ⌊r N / R⌋ ... ⌊(r + 1) N / R⌋ − 1, counted from i_start. The keys are divided into
+    columns of cells likewise. If a block of queries lies in the cells of two programs, both compute its weights.
 
     Parameters
     ----------
     output : (B, H, rows, columns) float64
-    rows, columns : numbers of cells of the grid
-    down, across : numbers of cells of a program, at most DOWN and ACROSS
+    rows, columns : number of rows and number of columns of cells of the grid
+    down, across : number of rows and number of columns of cells of a program, at most DOWN and ACROSS
     """
     item = tl.program_id(0)
     right, below = tl.cdiv(columns, across), tl.cdiv(rows, down)

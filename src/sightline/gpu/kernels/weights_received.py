@@ -1,4 +1,4 @@
-"""The weight that each key receives, by the second pass: one program per block of keys."""
+"""The kernel of the second pass that computes the weight that each key receives, with one program per block of keys."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ __all__ = ["received"]
 
 
 class Block(namedtuple("Block", "key first b h query lse n m H sign scale unit tables")):
-    """A block of keys of a head from `first` on, and the arguments that loading its queries needs."""
+    """A block of keys that begins at key `first` of a head, and the arguments needed to load queries and their lse."""
 
 
 @triton.jit
 def process_range(state, first, last, block, formulas, USE_MAX: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """Add the tiles of queries `first` to before `last` to the sums or maxima of the keys, (keys,) float64."""
+    """Return the state after the tiles of queries `first` ... `last` − 1.
+
+    The state is the sum or maximum of the weights that each key receives, (keys,) float64.
+    """
     b, h, n = block.b, block.h, block.n
     scale, unit = tile_ops.scalar(block.scale, meta.accumulator), tile_ops.scalar(block.unit, meta.accumulator)
     for tile in range(first, last):
@@ -60,13 +63,13 @@ def received(
     meta: tl.constexpr,
     USE_MAX: tl.constexpr,
 ):
-    """Σ_i P_ij, or max_i P_ij if USE_MAX, of a block of keys of a head.
+    """Write Σ_i P_ij, or max_i P_ij if USE_MAX, for a block of keys of a head.
 
     Parameters
     ----------
     output : (B, H, m) in the accumulator's dtype
     blocks : number of blocks of keys in a head
-    schedule : has rows of blocks of keys, and ranges of blocks of queries; None if all pairs are visible
+    schedule : a `tile_loop.Schedule` with the tiles of queries that each block of keys visits, or None without a mask
     """
     item = tl.program_id(0)
     position, row = item // blocks, item % blocks

@@ -1,4 +1,4 @@
-"""The largest weights of each query and their keys, by the second pass."""
+"""The kernel of the second pass that finds the largest weights of each query, and the keys of these weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ __all__ = ["top_k"]
 
 @triton.jit
 def keep_largest(state, s, first, lse, meta):
-    """Return the lists of the K largest scores after a tile.
+    """Return the state after a tile of scores: for each query a list of its K largest scores and their keys.
 
-    The state is (scores, keys), (rows, K) each in any order, and the least score of each row and its key, (rows, 1). In
-    every row the best score of the tile replaces the least of the list, until no score of the tile is better.
+    The state is (scores, keys, least score of each list, its key). The first two have the shape (rows, K), and each
+    list is in any order; the last two have the shape (rows, 1). In every row the best score of the tile replaces the
+    least score of the list, until no score of the tile is better than the least score.
     """
     values, keys, least, least_key = state
     j = tl.broadcast_to(first + tl.arange(0, meta.keys)[None, :], s.shape)
@@ -37,7 +38,7 @@ def keep_largest(state, s, first, lse, meta):
 
 @triton.jit
 def update_top_k_range(state, first, last, block, formulas, OPTIONS: tl.constexpr, meta, PARTIAL: tl.constexpr):
-    """Return the lists after the tiles `first` to before `last`."""
+    """Return the state of `keep_largest` after the tiles of keys `first` ... `last` − 1."""
     for tile in range(first, last):
         s = compute_scores(block, tile * meta.keys, formulas, PARTIAL, meta)
         state = keep_largest(state, s, tile * meta.keys, block.lse[0], meta)
@@ -66,12 +67,14 @@ def top_k(
     meta: tl.constexpr,
     K: tl.constexpr,
 ):
-    """The k largest weights of a block of queries and their keys, descending; of equal scores the smaller key first.
+    """Write the k largest weights of each query of a block, descending, and their keys.
+
+    Of equal scores the one with the smaller key comes first.
 
     Parameters
     ----------
-    output, where : (B, H, n, k), the weights and their keys (int64); 0 and −1 past the visible keys. Entries from K on
-        are not written
+    output, where : (B, H, n, k), the weights and their keys (int64)
+        If a query has fewer than k visible keys, the remaining entries are 0 and −1. Entries from K on are not written.
     K : a power of two, at least min(k, m)
     """
     item = tl.program_id(0)
@@ -80,7 +83,8 @@ def top_k(
     b, h = position // H, position % H
     block = load_block(query, key, lse, b, h, first, n, m, H, group, sign, scale, unit, tables, (), meta)
     values = tl.full((meta.rows, K), float("-inf"), meta.accumulator)
-    keys = tl.full((meta.rows, K), tile_ops.NO_KEY, tl.int32) - 1 - tl.arange(0, K)[None, :]  # distinct
+    # The keys of the entries in an empty list differ, so that a new score replaces one entry alone.
+    keys = tl.full((meta.rows, K), tile_ops.NO_KEY, tl.int32) - 1 - tl.arange(0, K)[None, :]
     least = tl.full((meta.rows, 1), float("-inf"), meta.accumulator)
     last = tl.full((meta.rows, 1), tile_ops.NO_KEY - 1, tl.int32)
     state = (values, keys, least, last)
