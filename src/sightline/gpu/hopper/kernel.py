@@ -131,7 +131,7 @@ def process_ranges(
                 weights, alpha, state = process_scores(
                     products, tile, rows, state, block, params, formulas, PARTIAL, meta
                 )
-                output, p = warpgroup_mma_wait(0, deps=[output, p])  # P V reads p from its registers
+                output, p = warpgroup_mma_wait(0, deps=[output, p])  # the product reads p from its registers
                 release_tile(v_ring, step - 1)
                 output = rescale(output, alpha)
                 p = to_dot_operand(weights, q, output)
