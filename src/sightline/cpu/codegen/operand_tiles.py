@@ -125,13 +125,19 @@ def pair_row(tiles: RegisterTiles, source: Value, target: Value, width: int, ste
 
 
 def interleave_rows(
-    tiles: RegisterTiles, source: Value, target: Value, width: int, row_stride: Value, step: Any, has_second: Value
+    tiles: RegisterTiles,
+    source: Value,
+    target: Value,
+    width: int,
+    row_stride: Value,
+    element_stride: Any,
+    has_second: Value,
 ) -> None:
     """Copy two rows of bfloat16 to scratch as one row of pairs. The second row is 0 if `has_second` is false."""
     builder, lanes = tiles.builder, 2 * tiles.lanes
-    stride = 2 if step is None else step
+    stride = 2 if element_stride is None else element_stride
     step = builder.where(has_second, row_stride, 0)
-    whole = width // lanes * lanes if step is None else 0
+    whole = width // lanes * lanes if element_stride is None else 0
 
     def rows(at: Value, count: int) -> list[Value]:
         low, high = (x.load(vector(INT16, count)) for x in (at, at.at(step)))
