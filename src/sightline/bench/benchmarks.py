@@ -1,4 +1,7 @@
-"""The named benchmarks for a CPU. Targets are limits for measured quantities. Tests run small versions."""
+"""The named benchmarks for a CPU. A benchmark's targets are limits for its measured quantities.
+
+Tests run small versions of the benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ __all__ = [
 
 
 def window(width: int) -> Mask:
-    """Return a causal window; for n < 1,024 its width is width · n / 4096, so that small versions hide keys too."""
+    """Return a causal window mask of `width` keys.
+
+    For n < 1,024 the window is width · n / 4096 keys wide, so that it hides keys in small versions too.
+    """
 
     def make_function(n: int, to_table: ToTable) -> Callable[..., Any]:
         reach = width if n >= 1024 else max(width * n // 4096, 2)
@@ -36,7 +42,10 @@ def window(width: int) -> Mask:
 
 
 def documents(count: int) -> Mask:
-    """Return the mask of `count` documents; their lengths are drawn uniformly from 0.5 to 1.5 times the mean."""
+    """Return a mask of `count` documents, which allows the pairs whose query and key are in the same document.
+
+    The lengths of the documents are drawn uniformly from 0.5 to 1.5 times their mean.
+    """
 
     def make_function(n: int, to_table: ToTable) -> Callable[..., Any]:
         ends = np.cumsum(np.random.default_rng(SEED).uniform(0.5, 1.5, count))
@@ -47,8 +56,8 @@ def documents(count: int) -> Mask:
 
 
 CAUSAL = Mask("causal", lambda n, to_table: lambda b, h, i, j: i >= j)
-FLOAT32_PEERS = ("torch", "flex", "onnxruntime", "openvino", "jax")  # forward passes in float32
-SIXTEEN_BIT_PEERS = ("torch", "flex", "openvino", "jax")  # in 16 bits
+FLOAT32_PEERS = ("torch", "flex", "onnxruntime", "openvino", "jax")  # peers with a forward pass in float32
+SIXTEEN_BIT_PEERS = ("torch", "flex", "openvino", "jax")  # peers with a forward pass in 16 bits
 
 
 def share(limit: float) -> Target:
@@ -68,29 +77,33 @@ def _backward(name: str, *targets: Target, **sizes: Any) -> Workload:
 
 
 def _decode(**sizes: Any) -> Workload:
-    """One query per sequence on a long cache, four query heads per key head: limited by memory bandwidth."""
+    """Return a decoding problem: one query per sequence, a long cache of K and V, four query heads per key head.
+
+    Memory bandwidth limits its speed.
+    """
     shape = {"H": 32, "G": 8, "n": 1, "m": 8192, "d_k": 128}
     name = f"decode {sizes['dtype']}"
     return Workload(name=name, targets=(share(0.75),), peak="read", baselines=SIXTEEN_BIT_PEERS, **(shape | sizes))
 
 
 def _see(name: str, *see: Statistic, limit: float, **sizes: Any) -> Workload:
-    """A forward pass with statistics, compared with the same pass without them and with dense computations."""
+    """Return a forward pass with statistics, compared with the pass without statistics and with dense computations."""
     targets, baselines = (Target("slower", limit, "without statistics"),), ("without statistics", "dense", "mha")
     return Workload(name=f"see {name}", see=see, targets=targets, baselines=baselines, **sizes)
 
 
 i, j = SYMBOLS["i"], SYMBOLS["j"]
-ROW_STATISTICS = {  # statistics that the forward kernel computes
+ROW_STATISTICS = {  # the statistics that the forward kernel computes in its own pass
     "lse": lse(),
     "max_score": max_score(),
     "entropy": entropy(),
     "mass": mass(abs(i - j) < 64),
 }
 THREE_STATISTICS = ("max_score", "entropy", "mass")
-MAX_FUSED_SLOWDOWN = 1.15  # time with statistics that the forward kernel computes, over the time without
-# the same for statistics of a second pass, which computes Q Kᵀ and the exponential again
-MAX_SECOND_PASS_SLOWDOWN = 1.7
+MAX_FUSED_SLOWDOWN = 1.15  # limit of the time with statistics that the forward kernel computes over the time without
+MAX_SECOND_PASS_SLOWDOWN = (
+    1.7  # limit of the time with statistics of a second pass, which repeats Q Kᵀ and the exponential, over without
+)
 BF16 = {"dtype": "bfloat16", "peak": "bfloat16"}
 ONE_THREAD = ("one thread",)
 MEMORY_LENGTHS = tuple(2**k for k in range(16, 21))
@@ -145,10 +158,10 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     ),
     _forward("forward d_v 32", faster("torch", 3), d_v=32),
     _forward("forward d_v 128", faster("torch", 3), d_v=128),
-    # n 2,048: the bias, torch's weights and the gradients of both are (1, H, n, n), half a GiB each at n 4,096
+    # n is 2,048 here: the bias, torch's weights and their two gradients are (1, H, n, n), half a GiB each at n 4,096
     Workload(name="both bias n2048", targets=(faster("torch", 2.5),), passes="forward and backward", n=2048, bias=True),
     _decode(dtype="float32"),
-    # B 2: the bfloat16 keys and values of one sequence would fit the last-level cache of a machine of this size
+    # B is 2 here: K and V of a single bfloat16 sequence would fit the last-level cache of the processor
     _decode(dtype="bfloat16", B=2),
     _forward(
         "overhead", faster("torch", 1.0), Target("seconds", 1e-5, "numpy"), n=16, peak="", baselines=("torch", "numpy")
@@ -197,9 +210,10 @@ BENCHMARKS: tuple[Benchmark, ...] = (
 def select(
     benchmarks: Sequence[Benchmark], only: Sequence[str] = (), dtype: str | None = None
 ) -> tuple[Benchmark, ...]:
-    """Return the benchmarks whose name contains or matches one of the patterns in `only`, and whose dtype is `dtype`.
+    """Return the benchmarks that `only` and `dtype` select.
 
-    Without `only` every name is selected, without `dtype` every dtype.
+    A benchmark is selected if its name contains or matches one of the patterns in `only` and its dtype is `dtype`. If
+    `only` is empty, every name is selected. If `dtype` is None, every dtype is selected.
 
     Raises
     ------

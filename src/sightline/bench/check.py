@@ -1,10 +1,10 @@
 """Check results against the float64 definition, within the rounding-error budget of `sightline.testing`.
 
-A problem too large for a dense computation is checked in samples. Outputs: random rows of the first and the last head,
-with all keys that the mask allows for any of these rows. Gradients: the whole last head, since the gradient of a key
-sums over all queries with d_output other than 0 (`Inputs.with_sampled_d_output`); the check computes them in chunks of
-queries. Samples have the i, j and h of the whole problem, which formulas and dropout read. Statistics: see
-`statistic_check`.
+A problem too large for a dense computation is checked in samples. Of the output, random rows of the first and the last
+head are checked; the sample has all keys that the mask allows for any of these rows. Of the gradients, the whole last
+head is checked, because the gradient of a key sums over all queries whose d_output is not 0
+(`Inputs.with_sampled_d_output`); the check computes the gradients in chunks of queries. A sample keeps the i, j and h
+of the whole problem, because formulas and dropout read them. `statistic_check` checks the statistics.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = ["SampledProblem", "sample", "share_of_budget"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-SAMPLED_ROWS = 64  # queries checked in each head
-GRADIENT_CHUNK_ROWS = 1024  # queries whose gradients are computed at once
+SAMPLED_ROWS = 64  # number of queries that are checked in each sampled head
+GRADIENT_CHUNK_ROWS = 1024  # number of queries in a chunk, whose gradients are computed at once
 INPUT_NAMES = ("query", "key", "value")
 
 
@@ -55,13 +55,14 @@ class SampledProblem(Problem):
 
 
 def share_of_budget(workload: Workload, inputs: Inputs, results: dict[str, Any]) -> float:
-    """Return the largest share of its rounding-error budget that any result uses; correct results use at most 1.
+    """Return the largest share of a rounding-error budget that any of the results uses; correct results use at most 1.
 
     Parameters
     ----------
-    results : arrays by name: "output" (B, H, n, d_v); for backward passes the gradients "query", "key", "value" and
-        "bias", all float32 with numbers of the workload's dtype; and by the repr of each statistic of `see` the tuple
-        of its arrays
+    results : the contender's results by name, as `implementations.Results`
+        "output" is (B, H, n, d_v). Backward passes add the gradients "query", "key", "value" and, with a bias, "bias".
+        These arrays are float32 and hold numbers of the workload's dtype. The repr of each statistic of `see` names
+        the tuple of that statistic's arrays.
     """
     kind = resolve_dtype(np, workload.dtype)
     shape = (workload.B, workload.H, workload.n, workload.d_v)
@@ -73,12 +74,15 @@ def share_of_budget(workload: Workload, inputs: Inputs, results: dict[str, Any])
         shares += [_expected_statistic(workload, inputs, each).share(results[repr(each)]) for each in workload.see]
     else:
         for name, (truth, rough, size) in _expected_gradients(workload, inputs).items():
-            shares.append(budget_used(results[name][:, -1:].astype(kind), truth, rough, size))  # of the last head
+            shares.append(budget_used(results[name][:, -1:].astype(kind), truth, rough, size))  # only the last head
     return max(shares)
 
 
 def sample(workload: Workload, inputs: Inputs, queries: Array | None = None, heads: int = 2) -> SampledProblem:
-    """Return a part of a workload as a problem: the given queries, or `SAMPLED_ROWS` random ones, of 1 or 2 heads."""
+    """Return a part of a workload as a problem: some queries of the last head, and of the first if `heads` is 2.
+
+    The queries are the given ones; if `queries` is None, `SAMPLED_ROWS` random queries are taken.
+    """
     rng, kind = np.random.default_rng(SEED), resolve_dtype(np, workload.dtype)
     head_indices = np.unique([0, workload.H - 1] if heads > 1 else [workload.H - 1])
     i = np.sort(rng.choice(workload.n, min(SAMPLED_ROWS, workload.n), replace=False)) if queries is None else queries
@@ -108,7 +112,7 @@ def sample(workload: Workload, inputs: Inputs, queries: Array | None = None, hea
 
 
 def _reference_stages(problem: SampledProblem) -> reference.Stages:
-    """Return the stages of the float64 definition on a sample."""
+    """Return the stages of attention, scores to output, that the float64 definition computes on a sample."""
     rows, columns = slice(0, problem.n), slice(0, problem.m)
     at = dict(zip("bhij", problem.positions(np, rows, columns), strict=True))
 
@@ -131,7 +135,7 @@ def _output_share(problem: SampledProblem, output: Array) -> float:
     return budget_used(output, stages.output, compute_baseline(problem).output, term_sizes(problem, stages.weights))
 
 
-@lru_cache(maxsize=8)  # computed once for all contenders
+@lru_cache(maxsize=8)  # all contenders of a workload share one computation of a statistic
 def _expected_statistic(workload: Workload, inputs: Inputs, statistic: Statistic) -> ExpectedStatistic:
     rows, heads = queries_to_check(statistic, workload, SAMPLED_ROWS), 1 if isinstance(statistic, Received) else 2
     problem = sample(workload, inputs, rows, heads)
@@ -139,12 +143,15 @@ def _expected_statistic(workload: Workload, inputs: Inputs, statistic: Statistic
     return ExpectedStatistic.of(statistic, WeightMatrix(at, stages.weights, stages.masked, stages.lse), problem)
 
 
-@lru_cache(maxsize=2)  # computed once for all contenders
+@lru_cache(maxsize=2)  # all contenders of a workload share one computation of the gradients
 def _expected_gradients(workload: Workload, inputs: Inputs) -> dict[str, tuple[Array, Array, Array]]:
-    """Return by name (true gradients, rough gradients with summation orders first, sizes of terms) of the last head."""
+    """Return for each input, by name, (true gradients, rough gradients, sizes of the summed terms) of the last head.
+
+    The first axis of the rough gradients is the order of summation.
+    """
     assert inputs.d_output is not None
-    assert workload.G == workload.H  # so the gradient of a key head has only one query head
-    orders = 0, 1  # the other summation orders are loops, which take minutes at these lengths
+    assert workload.G == workload.H  # so the gradient of a key head sums over one query head only
+    orders = 0, 1  # the other orders of summation are loops, which take minutes at a benchmark's lengths
     n, m = workload.n, workload.m
     shapes = {"query": (n, workload.d_k), "key": (m, workload.d_k), "value": (m, workload.d_v)}
     shapes |= {"bias": (n, m)} if workload.bias else {}
@@ -161,7 +168,7 @@ def _expected_gradients(workload: Workload, inputs: Inputs) -> dict[str, tuple[A
         parts: dict[Any, dict[str, Array]] = {"truth": _differentiate(problem, list(shapes), seed, "float64", 0)}
         parts |= {order: _differentiate(problem, list(shapes), seed, problem.dtype, order) for order in orders}
         parts["size"] = {name: sizes[0 if name == "bias" else name] for name in shapes}  # the bias is the only table
-        targets: dict[str, Any] = {"query": rows, "bias": slice(None)}  # a chunk's bias gradient has the full table
+        targets: dict[str, Any] = {"query": rows, "bias": slice(None)}  # the bias gradient of a chunk has all n rows
         for kind, gradients in parts.items():
             for name, part in gradients.items():
                 sums[name][kind][..., targets.get(name, problem.columns), :] += part[:, -1:]
@@ -175,7 +182,10 @@ def _expected_gradients(workload: Workload, inputs: Inputs) -> dict[str, tuple[A
 def _differentiate(
     problem: SampledProblem, names: Sequence[str], seed: Array, dtype: str, order: int
 ) -> dict[str, Array]:
-    """Return the gradients of torch.autograd through the dense computation that rounds to `dtype`."""
+    """Return the gradients of the named inputs by torch.autograd, through the dense computation rounded to `dtype`.
+
+    `seed` is d_output, and `order` is the order of summation of the dense computation.
+    """
     import torch
 
     wide = torch.float64 if dtype == "float64" else getattr(torch, problem.accumulator)

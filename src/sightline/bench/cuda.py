@@ -1,6 +1,7 @@
-"""The GPU as a benchmark device: CUDA events time calls, torch's allocator counts memory.
+"""The GPU as a benchmark device: CUDA events time the calls, and torch's allocator counts the memory.
 
-The peaks are a matrix product and a copy. torch for ROCm has the same functions under the same names.
+The GPU's peaks are the rates of a matrix product and of a copy. torch for ROCm has the functions used here under the
+names that torch for CUDA gives them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from .workloads import Workload
 
 __all__ = ["Cuda", "CudaPeaks"]
 
-MATRIX_SIZE = 8192  # rows and columns of the product
-COPY_BYTES = 1 << 32  # far more than any cache
-FLUSH_BYTES = 1 << 28  # written before a call, so that the inputs of the call are in no cache
-HEAD_START_FLUSHES = 40  # flushes at the start of a turn: the host queues calls during these milliseconds
-PEAK_REPEATS = 10  # products or copies in one try
+MATRIX_SIZE = 8192  # number of rows and of columns of the matrices that the peak "matmul" multiplies
+COPY_BYTES = 1 << 32  # bytes that the peak "copy" copies, far more than any cache holds
+FLUSH_BYTES = 1 << 28  # bytes that a flush writes before a call, so that the inputs of the call are in no cache
+HEAD_START_FLUSHES = 40  # flushes at the start of a turn; they take milliseconds, in which the host queues the calls
+PEAK_REPEATS = 10  # matrix products or copies in one try of a peak
 
 
 class Cuda(Device):
@@ -36,10 +37,11 @@ class Cuda(Device):
 
     Parameters
     ----------
-    threads : threads of the host, for work on the CPU
+    threads : number of threads of the host, for work on the CPU
     device : torch's name of the device
-    runtime : replacement for `torch.cuda` in tests on the CPU
-    options : arguments of `attention`; the default names Sightline's kernel, also where the planner would choose a peer
+    runtime : replacement for `torch.cuda` in tests on the CPU; None means `torch.cuda`
+    options : more arguments of `attention`; the default names Sightline's own kernel, which then runs even where the
+        planner would choose a peer's
     """
 
     benchmarks = BENCHMARKS
@@ -62,13 +64,13 @@ class Cuda(Device):
 
     @property
     def runtime(self) -> Any:
-        """`torch.cuda`, or its replacement."""
+        """`torch.cuda`, or the replacement that was given."""
         if self._runtime is None:
             self._runtime = require_cuda()
         return self._runtime
 
     def check(self) -> None:
-        """Raise as `require_cuda` does if torch finds no device."""
+        """Raise the errors of `require_cuda` if torch is not installed or finds no device."""
         self.runtime  # noqa: B018
 
     @property
@@ -78,8 +80,9 @@ class Cuda(Device):
     def time_calls(self, prepared: PreparedCall, repeats: int) -> float:
         """Time each call between two CUDA events.
 
-        An untimed call and some flushes come first. While the device runs them, the host queues the timed calls, so the
-        result is the device's time. The host's time counts only if a call waits for the device.
+        An untimed call and some flushes of the caches come first. While the device runs these, the host queues the
+        timed calls, so the result is the device's time. The host's time is included only if a call waits for the
+        device.
         """
         time.sleep(self.pause)
         self.synchronize()
@@ -113,12 +116,15 @@ class Cuda(Device):
         self.runtime.synchronize()
 
     def prepare_for_timing(self, prepared: PreparedCall, workload: Workload) -> tuple[PreparedCall, str]:
-        """Return the call as a CUDA graph if the workload requests one; a call that cannot be captured is unchanged."""
+        """Return the call and a note. The call is replaced by its CUDA graph if the workload requests a graph.
+
+        A call that torch cannot capture as a graph is returned unchanged.
+        """
         if not workload.cuda_graph:
             return prepared, ""
         graph = self.runtime.CUDAGraph()
         try:
-            for _ in range(3):  # allocate and compile before the capture
+            for _ in range(3):  # these calls allocate memory and compile before the capture
                 prepared.call(prepared.setup())
             self.synchronize()
             with self.runtime.graph(graph):
@@ -140,7 +146,7 @@ class Cuda(Device):
         cudnn: Any = torch.backends.cudnn
         found = {"device": self.description, "cuda": torch.version.cuda, "hip": torch.version.hip}
         found |= {"cudnn": cudnn.version(), "driver": cache.environment()["driver"]}
-        return found | {"tuned": cache.list_entries()}  # tile sizes that replace the built-in table's
+        return found | {"tuned": cache.list_entries()}  # tuned tile sizes replace those of the built-in table
 
     def _record_events(self, call: Callable[[], Any]) -> tuple[Any, Any]:
         before, after = (self.runtime.Event(enable_timing=True) for _ in range(2))
@@ -150,13 +156,13 @@ class Cuda(Device):
         return before, after
 
     def _time_call(self, call: Callable[[], Any]) -> float:
-        """Return the seconds of one call."""
+        """Return the device's seconds for one call."""
         before, after = self._record_events(call)
         self.synchronize()
         return float(before.elapsed_time(after)) / 1e3
 
     def _flush(self) -> None:
-        """Replace the contents of the device's caches."""
+        """Replace the contents of the device's caches by writing `FLUSH_BYTES` bytes."""
         import torch
 
         if self._flush_buffer is None:
@@ -166,10 +172,10 @@ class Cuda(Device):
 
 @dataclass
 class CudaPeaks(Peaks):
-    """The GPU's peaks: a large product of random bfloat16 matrices, and a large copy.
+    """The GPU's peaks: the rates of a large product of random bfloat16 matrices and of a large copy.
 
-    A product of zeros would be faster, since it takes less power. The bytes of a copy are the bytes read plus the bytes
-    written.
+    The matrices are random because a product of zeros takes less power and would be faster. The bytes of a copy are the
+    bytes read plus the bytes written.
     """
 
     device: str = "cuda"
@@ -204,7 +210,7 @@ class CudaPeaks(Peaks):
 
 
 def require_cuda() -> Any:
-    """Return `torch.cuda`, which has a device.
+    """Return `torch.cuda` if torch finds a CUDA device.
 
     Raises
     ------

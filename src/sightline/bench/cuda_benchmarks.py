@@ -1,7 +1,8 @@
-"""The named problems for a GPU with their targets: bfloat16, 16,384 tokens in total, 16 heads, d 128.
+"""The named problems for a GPU, with their targets.
 
-The targets were set for an H200. Figures that others published for cuDNN 9.19 on an H200 are printed for comparison
-only; no target uses them.
+Unless a problem says otherwise, it has bfloat16 arrays, 16 heads of width 128, and 16,384 tokens in all its sequences
+together. The targets were set for an H200. Figures that others published for cuDNN 9.19 on an H200 are printed for
+comparison only; no target uses these figures.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["BENCHMARKS"]
 TOKENS = 16384
 DEFAULT_SHAPE: dict[str, Any] = {"dtype": "bfloat16", "H": 16, "d_k": 128, "peak": "matmul"}
 FUSED_PEERS = ("flash", "cudnn", "efficient", "flex")
-PUBLISHED = {  # TFLOP/s of cuDNN 9.19 on an H200, by pass, length and mask
+PUBLISHED = {  # published TFLOP/s of cuDNN 9.19 on an H200, by (pass, n, mask)
     ("forward", 8192, "full"): 691,
     ("backward", 8192, "full"): 594,
     ("forward", 8192, "causal"): 644,
@@ -25,16 +26,16 @@ PUBLISHED = {  # TFLOP/s of cuDNN 9.19 on an H200, by pass, length and mask
     ("forward", 16384, "full"): 702,
     ("backward", 16384, "full"): 612,
 }
-MIN_SPEED_OF_BEST = {"forward": 0.95, "backward": 0.90}  # the best peer's time over Sightline's
+MIN_SPEED_OF_BEST = {"forward": 0.95, "backward": 0.90}  # lower limits of the best peer's time over Sightline's
 MIN_SPEEDUP_OVER_FLEX = 1.3
-MAX_FUSED_SLOWDOWN = 1.10  # time with statistics that the forward kernel computes, over the time without
+MAX_FUSED_SLOWDOWN = 1.10  # limit of the time with statistics that the forward kernel computes over the time without
 MIN_SHARE_OF_COPY = 0.85
 MAX_PLANNING_SECONDS = 0.020
 
 
 def _softcap(cap: float) -> Score:
     def make_function(H: int, to_table: ToTable) -> Any:
-        import torch  # FlexAttention compiles torch.tanh, and formulas accept it
+        import torch  # FlexAttention compiles torch.tanh, and Sightline's formulas accept torch.tanh too
 
         return lambda s, b, h, i, j: cap * torch.tanh(s / cap)
 
@@ -49,7 +50,10 @@ def _alibi(H: int, to_table: ToTable) -> Any:
 
 
 def _prefix(length: int) -> Mask:
-    """A causal mask that also allows the first `length` keys; for n < 8,192 a proportional number of keys."""
+    """Return a causal mask that also allows the first `length` keys to every query.
+
+    For n < 8,192 the number of these keys is length · n / 8192, and at least 2.
+    """
 
     def make_function(n: int, to_table: ToTable) -> Any:
         prefix = min(length, max(length * n // 8192, 2))
@@ -63,7 +67,7 @@ def _workload(name: str, n: int, *targets: Target, **more: Any) -> Workload:
 
 
 def _fused(passes: Any, n: int, mask: Mask | None) -> Workload:
-    """A problem that torch's fused kernels support."""
+    """Return a problem that torch's fused kernels support."""
     mask_name = "causal" if mask else "full"
     figure = PUBLISHED.get((passes, n, mask_name))
     published = f"cuDNN 9.19, as published for an H200: {figure} TFLOP/s" if figure else ""
@@ -73,13 +77,13 @@ def _fused(passes: Any, n: int, mask: Mask | None) -> Workload:
 
 
 def _formula(name: str, passes: Any, **formulas: Any) -> Workload:
-    """A problem that the fused kernels do not support; FlexAttention does."""
+    """Return a problem that FlexAttention supports and torch's fused kernels do not."""
     target = Target("faster", MIN_SPEEDUP_OVER_FLEX, "flex")
     return _workload(f"{passes} {name}", 8192, target, passes=passes, baselines=("flex",), **formulas)
 
 
 def _see(name: str, *see: Statistic, limit: float, baselines: tuple[str, ...] = ()) -> Workload:
-    """A forward pass with statistics, compared with the same pass without them."""
+    """Return a forward pass with statistics, compared with the pass without statistics."""
     target = Target("slower", limit, "without statistics")
     return _workload(f"see {name}", 8192, target, see=see, baselines=("without statistics", *baselines))
 

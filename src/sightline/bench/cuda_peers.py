@@ -1,4 +1,4 @@
-"""The peers on a GPU: each of torch's fused kernels, compiled FlexAttention, and the dense computation."""
+"""The peers on a GPU: each of torch's fused attention kernels, compiled FlexAttention, and the dense computation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .workloads import Inputs, Workload
 
 __all__ = ["Backend", "FlexOnDevice", "make_peers"]
 
-BACKENDS = {  # by name: label, and torch's name of the backend
+BACKENDS = {  # by the peer's name: (its label, torch's name of the backend)
     "flash": ("torch, flash", "FLASH_ATTENTION"),
     "cudnn": ("torch, cuDNN", "CUDNN_ATTENTION"),
     "efficient": ("torch, memory-efficient", "EFFICIENT_ATTENTION"),
@@ -28,7 +28,7 @@ class Backend(Implementation):
         self.label, self.backend = BACKENDS[name]
 
     def refuses(self, workload: Workload) -> str | None:
-        """Formulas other than the causal mask, biases, dropout, statistics."""
+        """Refuse formulas other than the causal mask, biases, dropout and statistics."""
         if workload.score or workload.bias or workload.dropout or workload.needs_mask_array:
             return "no formulas"
         return "no statistics" if workload.see else None
@@ -48,7 +48,7 @@ class Backend(Implementation):
 
 
 class FlexOnDevice(Flex):
-    """torch's FlexAttention, compiled; compiling it and making its block mask are not timed."""
+    """torch's FlexAttention, compiled. The compilation and the making of its block mask are not timed."""
 
     note = "compiling it and making its block mask are not timed"
 
@@ -56,13 +56,13 @@ class FlexOnDevice(Flex):
         self.device = device
 
     def refuses(self, workload: Workload) -> str | None:
-        """Dropout, biases (which need a gradient), statistics."""
+        """Refuse dropout, biases and statistics. A bias is refused because its gradient is a result of the workload."""
         if workload.dropout or workload.bias:
             return "no dropout" if workload.dropout else "no bias with a gradient"
         return "no statistics" if workload.see else None
 
 
 def make_peers(device: str) -> dict[str, Implementation]:
-    """Return the peers by name, with their tensors on the device."""
+    """Return the GPU's peers by name. Each peer keeps its tensors on `device`, torch's name of a device."""
     peers = (*(Backend(name, device) for name in BACKENDS), FlexOnDevice(device), Dense(device))
     return {peer.name: peer for peer in peers}

@@ -13,7 +13,7 @@ from .workloads import Inputs, Workload
 
 __all__ = ["WEIGHT_STATISTICS", "Dense", "dense_statistics", "has_uneven_cells"]
 
-StatisticFunction = Callable[[Any, Any], Any]  # (scores, weights), both (B, H, n, m), to the statistic
+StatisticFunction = Callable[[Any, Any], Any]  # a function (scores, weights) → statistic; both arrays are (B, H, n, m)
 
 
 def _mass(statistic: Any, workload: Workload, device: str) -> StatisticFunction:
@@ -56,22 +56,22 @@ SCORE_STATISTICS: dict[str, Callable[[Any, Workload, str], StatisticFunction]] =
 
 
 def dense_statistics(workload: Workload, device: str = "cpu") -> Sequence[StatisticFunction]:
-    """Return a function for each of the workload's statistics."""
+    """Return for each of the workload's statistics a function that computes it from dense scores and weights."""
     makers = WEIGHT_STATISTICS | SCORE_STATISTICS
     return [makers[statistic.name](statistic, workload, device) for statistic in workload.see]
 
 
 def has_uneven_cells(workload: Workload) -> bool:
-    """True if a pooled statistic has cells of different sizes, or pools only a part of the matrix (`within`).
+    """True if a pooled statistic of the workload has cells of different sizes, or pools only a part (`within`).
 
-    The dense computation makes cells by a reshape, which needs equal cells that cover the whole matrix.
+    The dense computation forms the cells by a reshape, which needs equal cells that cover the whole matrix of weights.
     """
     grids = [statistic for statistic in workload.see if isinstance(statistic, Pooled)]
     return any(grid.within is not None or workload.n % grid.down or workload.m % grid.across for grid in grids)
 
 
 class Dense(Implementation):
-    """softmax(Q Kᵀ / √d_k) V in torch with dense matrices, and statistics of the dense weights."""
+    """A contender: softmax(Q Kᵀ / √d_k) V in torch with dense matrices, and statistics of these matrices."""
 
     name, label, packages, pip = "dense", "torch, dense", ("torch",), "torch"
 
@@ -79,7 +79,7 @@ class Dense(Implementation):
         self.device = device
 
     def refuses(self, workload: Workload) -> str | None:
-        """Refuse backward passes, score formulas, dropout, biases, grouped heads, and cells of unequal sizes."""
+        """Refuse backward passes, score formulas, dropout, biases, grouped heads, and pooled cells of unequal sizes."""
         grouped = workload.G != workload.H
         if workload.passes != "forward" or workload.score or workload.dropout or workload.bias or grouped:
             return "not implemented"

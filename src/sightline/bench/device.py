@@ -1,4 +1,4 @@
-"""The devices of the benchmarks: their contenders and peaks, and how they time calls and measure memory."""
+"""The devices of the benchmarks. A device has contenders and peaks, and it times calls and measures their memory."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ class Device(ABC):
 
     Attributes
     ----------
-    variants, peers : contenders by name: configurations of Sightline, and other libraries
-    benchmarks : the problems for this device
-    threads : threads of the host for every contender
-    seconds : default timing budget of one problem
-    pause : seconds of sleep before every timed turn
+    variants, peers : the contenders by name; variants are configurations of Sightline, peers are other libraries
+    benchmarks : the benchmarks for this device
+    peaks : the measured peaks of the device
+    device : torch's name of the device
+    threads : number of threads of the host that every contender may use
+    seconds : default timing budget of one problem, in seconds
+    pause : seconds of sleep before every timed turn of a contender
     """
 
     variants: Mapping[str, Implementation]
     peers: Mapping[str, Implementation]
     benchmarks: tuple[Benchmark, ...]
     peaks: Peaks
-    device: str = "cpu"  # torch's name of the device
+    device: str = "cpu"
     threads: int = 1
     seconds: float = 10.0
     pause: float = 0.02
 
     def check(self) -> None:  # noqa: B027
-        """Raise a SightlineError if this machine has no such device."""
+        """Raise a SightlineError if the host has no such device."""
 
     @property
     @abstractmethod
@@ -48,37 +50,43 @@ class Device(ABC):
 
     @abstractmethod
     def time_calls(self, prepared: PreparedCall, repeats: int) -> float:
-        """Return the seconds of a call, the mean of `repeats` calls."""
+        """Return the mean seconds of one call over `repeats` calls."""
 
     @abstractmethod
     def memory(self, prepared: PreparedCall) -> int | None:
-        """Return a call's peak bytes beyond the memory in use before it, including its outputs; None if unknown."""
+        """Return the peak bytes of a call beyond the memory in use before the call, including the call's outputs.
+
+        None if the system cannot measure the peak.
+        """
 
     def set_threads(self, threads: int) -> None:  # noqa: B027
-        """Set the number of threads before a contender is called."""
+        """Set the number of threads of the host, before a contender is called."""
 
     def synchronize(self) -> None:  # noqa: B027
-        """Wait until the device has finished its work."""
+        """Wait until the device has finished all work that was queued."""
 
     def prepare_for_timing(self, prepared: PreparedCall, workload: Workload) -> tuple[PreparedCall, str]:
-        """Return the call in the form that this device times, and a note to print; the default changes nothing."""
+        """Return the call in the form that this device times, and a note to print.
+
+        By default the call is unchanged and the note is empty.
+        """
         return prepared, ""
 
     def properties(self) -> dict[str, Any]:
-        """Return further properties of the device that times depend on."""
+        """Return the properties of the device that its times depend on; by default none."""
         return {}
 
     def label(self, name: str) -> str:
-        """Return a contender's label, or the name itself if there is no such contender."""
+        """Return the label of the contender called `name`. If no contender has this name, return the name itself."""
         known = {**self.variants, **self.peers}
         return known[name].label if name in known else "the best peer" if name == BEST else name
 
 
 class Cpu(Device):
-    """The CPU; the host's clock times the calls."""
+    """The CPU as a benchmark device; the host's clock times the calls."""
 
     variants, peers, benchmarks = VARIANTS, PEERS, BENCHMARKS
-    pause = 0.25  # threads of other libraries spin for up to 0.2 s after a call
+    pause = 0.25  # longer than threads of other libraries spin after a call, which is up to 0.2 s
 
     def __init__(self, threads: int) -> None:
         self.threads, self.peaks = threads, Peaks(threads)
@@ -88,7 +96,7 @@ class Cpu(Device):
         return f"{self.threads} threads" if self.threads > 1 else "one thread"
 
     def time_calls(self, prepared: PreparedCall, repeats: int) -> float:
-        """Time with the host's clock; if `repeats` > 1, one untimed call comes first."""
+        """Time the calls with the host's clock. If `repeats` > 1, one untimed call comes first."""
         set_threads(prepared.threads)
         time.sleep(self.pause)
         total, call, setup = 0.0, prepared.call, prepared.setup

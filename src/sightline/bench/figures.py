@@ -1,4 +1,4 @@
-"""Figures of a report: the roofline, ratios to the peers, cost by length and by the share of allowed pairs."""
+"""Figures of a benchmark report: the roofline, the peers' times over Sightline's, and the cost of a series."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .report import PAGE, Entry, Finding, Point, Report, format_amount, format_d
 
 __all__ = ["cost", "draw", "ratios", "roofline"]
 
-PEER_STYLES = {  # Okabe and Ito's colours, for every kind of colour vision, and a marker each
+PEER_STYLES = {  # (colour, marker) of each contender; the colours of Okabe and Ito suit every kind of colour vision
     "sightline": (plotting.BLUE, "o"),
     "torch": (plotting.ORANGE, "s"),
     "flex": ("#cc79a7", "D"),
@@ -26,14 +26,14 @@ PEER_STYLES = {  # Okabe and Ito's colours, for every kind of colour vision, and
     "efficient": ("#e69f00", "v"),
 }
 GREY, LIGHT_GREY = "#555555", "#e6e6e6"
-MIN_AXIS_RATIO = 30.0  # of the largest number to the smallest on a logarithmic axis
+MIN_AXIS_RATIO = 30.0  # least ratio of the largest number to the smallest number on a logarithmic axis
 CEILINGS = {"bfloat16": "bfloat16 dot", "float32": "float32 FMA", "matmul": "bfloat16 matmul"}
-BANDWIDTHS = {"read": "read", "copy": "copied"}  # labels of bandwidths by the name of the peak
-ROOFLINE_PEERS = ("torch", "cudnn")  # peers that the roofline draws, with a line to Sightline's dot
+BANDWIDTHS = {"read": "read", "copy": "copied"}  # label of a bandwidth, by the name of its peak
+ROOFLINE_PEERS = ("torch", "cudnn")  # the peers that the roofline draws; a line joins a peer's dot and Sightline's
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
-    """Write every figure that the report has findings for, and return the paths."""
+    """Write every figure for which the report has findings, and return the paths of the files."""
     figures: dict[str, Any] = {}
     if any(finding.best for finding in _compared_findings(report)):
         figures["roofline"] = roofline(report)
@@ -47,7 +47,7 @@ def draw(report: Report, folder: Path) -> list[Path]:
 
 
 def _compared_findings(report: Report) -> list[Finding]:
-    """Return the report's findings that hold times of both Sightline and a library in PEER_STYLES."""
+    """Return the report's findings that have times of Sightline and of at least one other contender in PEER_STYLES."""
     timed = [f for f in report.findings if f.entry("sightline")]
     return [f for f in timed if any(entry.name in PEER_STYLES and entry.seconds for entry in f.entries[1:])]
 
@@ -56,7 +56,7 @@ def _compared_findings(report: Report) -> list[Finding]:
 
 
 def roofline(report: Report) -> Any:
-    """Draw FLOP/s against FLOPs per byte with the machine's limits, and at the right each problem's share of the peak.
+    """Draw FLOP/s against FLOPs per byte with the device's measured limits; at the right, each share of the peak.
 
     Source: Williams, Waterman and Patterson, "Roofline", 2009.
     """
@@ -77,13 +77,16 @@ def roofline(report: Report) -> Any:
     left.set_title("FLOP/s against FLOPs per byte of inputs and outputs", loc="left", fontsize=9)
     _draw_shares(right, findings)
     figure.suptitle(f"Exact attention and the machine's measured peaks, {report.device}", fontsize=11)
-    figure.draw_without_rendering()  # computes the positions of the dots, which the numbers need
+    figure.draw_without_rendering()  # this computes the positions of the dots, which the numbers beside them need
     _number_dots(left, dots)
     return figure
 
 
 def _number_dots(axis: Any, dots: Sequence[tuple[float, float]]) -> None:
-    """Number the dots; each number takes the nearest position (in points) that overlaps no dot and no number."""
+    """Number the dots of the roofline. A number is put at the nearest place that overlaps no dot and no other number.
+
+    Places are in points.
+    """
     positions = [np.array(axis.transData.transform(dot)) * (72 / axis.figure.dpi) for dot in dots]
     taken = list(positions)
     angles = np.linspace(0, 2 * np.pi, 16, endpoint=False)
@@ -147,7 +150,7 @@ def _draw_shares(axis: Any, findings: Sequence[Finding]) -> None:
 
 
 def ratios(report: Report) -> Any:
-    """Draw every peer's time over Sightline's, one row per problem; a target is a bar in the peer's colour."""
+    """Draw every peer's time over Sightline's, one row per problem. A bar in a peer's colour is a target."""
     findings = _compared_findings(report)
     figure = plotting.new_figure(8.6, 1.5 + 0.3 * max(len(findings), 3))
     axis = figure.subplots()
@@ -179,7 +182,10 @@ def ratios(report: Report) -> Any:
 
 
 def cost(finding: Finding) -> Any:
-    """Draw time and memory of a series: time per token against n, or per call against the share of allowed pairs."""
+    """Draw the time and the memory of a series against the coordinate of its points.
+
+    If the coordinate is n, the time is per token. If it is the share of allowed pairs, the time is per call.
+    """
     figure = plotting.new_figure(9.2, 4.3)
     time, memory = figure.subplots(1, 2)
     names = {entry.name: entry for point in finding.points for entry in point.entries if entry.seconds}
@@ -194,7 +200,10 @@ def cost(finding: Finding) -> Any:
 
 
 def _extra_bytes(entry: Entry, point: Point) -> float | None:
-    """Return the bytes beyond inputs and outputs, at least a page, since a logarithmic axis has no 0."""
+    """Return the bytes of memory that a call uses beyond its inputs and outputs; None if the memory was not measured.
+
+    The result is at least one page of memory, since a logarithmic axis has no 0.
+    """
     return None if entry.memory is None else max(entry.memory - point.outputs, PAGE)
 
 
@@ -215,7 +224,7 @@ def _format_axes(axis: Any, finding: Finding, title: str, label: Callable[[float
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=base)
     low, high = axis.get_ylim()
-    if high / low < MIN_AXIS_RATIO:  # so that constant values look constant
+    if high / low < MIN_AXIS_RATIO:  # a wider axis shows nearly constant numbers as nearly constant
         middle = (low * high) ** 0.5
         axis.set_ylim(middle / MIN_AXIS_RATIO**0.5, middle * MIN_AXIS_RATIO**0.5)
     points = [point.coordinate for point in finding.points]
@@ -249,7 +258,7 @@ def _set_decade_ticks(axis: Any, label: Callable[[float], str]) -> None:
 def _draw_dot(axis: Any, x: float, row: float, entry: Entry, first: str = "") -> None:
     colour, marker = PEER_STYLES[entry.name]
     size, order = (7, 3) if entry.name == first else (5, 2)
-    face = "white" if entry.wrong else colour  # hollow if the results exceed the rounding-error budget
+    face = "white" if entry.wrong else colour  # a dot is hollow if the results exceed the rounding-error budget
     axis.plot(x, row, marker, color=colour, markerfacecolor=face, markersize=size, zorder=order, alpha=0.9)
 
 

@@ -1,7 +1,7 @@
 """Time the first call of a new problem in a fresh process: `python -m sightline.bench.first_call N D` prints seconds.
 
-A call of another problem comes first, to load what a process loads once: llvmlite and LLVM's targets. The time of that
-call is printed too.
+A call of another problem comes first. It loads llvmlite and LLVM's targets, which a process loads only once. The
+seconds of that call are printed too.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import numpy as np
 
 __all__ = ["measure_seconds"]
 
-CACHE_VARIABLE = "SIGHTLINE_CACHE"  # "off", or the folder of compiled kernels
+CACHE_VARIABLE = "SIGHTLINE_CACHE"  # environment variable: "off", or the folder of the disk cache of compiled kernels
 
 
 def measure_seconds(n: int, d: int, processes: int) -> dict[str, list[float]]:
-    """Return seconds of first calls, with one number for every fresh process.
+    """Return the seconds of first calls, a list for each kind of first call with one number per fresh process.
 
     Returns
     -------
     dict
-        "compiled": the disk cache is off. "from disk": the disk cache has the kernel. "first of all": the process's
-        very first call, of another problem, with the disk cache off.
+        "compiled": the new problem's first call with the disk cache off. "from disk": the new problem's first call if
+        the disk cache has its kernel. "first of all": the process's very first call, which computes another problem,
+        with the disk cache off.
     """
     found: dict[str, list[float]] = {"compiled": [], "from disk": [], "first of all": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +51,7 @@ def _run_process(n: int, d: int, cache: str) -> tuple[float, float]:
 
 
 def main(n: int, d: int) -> None:
-    """Print JSON: [seconds of the process's very first call, seconds of the first call of the new problem]."""
+    """Print as JSON [seconds of the process's very first call, seconds of the first call of the new problem]."""
     import sightline
     from sightline import i, j
 

@@ -1,4 +1,4 @@
-"""The interface of contenders, and the variants of Sightline. Other libraries are in `peers`."""
+"""The interface of the benchmarks' contenders, and the variants of Sightline. `peers` has the other libraries."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = [
     "to_tensor_on",
 ]
 
-# float32 NumPy arrays by name: "output", and the gradients "query", "key", "value", "bias", heads before positions;
-# by the repr of a statistic the tuple of its arrays
+# The results of a contender by name, in float32 NumPy arrays with the axis of heads before the axis of positions:
+# "output", and the gradients "query", "key", "value" and "bias". The repr of a statistic names the tuple of its arrays.
 Results = dict[str, Any]
 
 
@@ -43,12 +43,13 @@ class PreparedCall:
 
     Parameters
     ----------
-    call : the timed function of the result of `setup`
-    results : converts the result of `call` to `Results`; not timed
-    setup : run before every call, not timed; when the backward pass is timed, the forward pass
+    call : the timed function; its argument is the result of `setup`
+    results : the function that converts the result of `call` to `Results`; it is not timed
+    setup : the function that runs before every call; it is not timed. If only the backward pass is timed, `setup` runs
+        the forward pass.
     threads : number of threads that torch uses during the call
-    close : releases the contender's memory
-    set_d_output : replaces d_output; None in forward passes and for contenders that cannot
+    close : the function that releases the contender's memory
+    set_d_output : the function that replaces d_output; None for forward passes, and if the contender cannot replace it
     """
 
     call: Callable[[Any], Any]
@@ -60,46 +61,49 @@ class PreparedCall:
 
 
 class Implementation(ABC):
-    """A contender: a small class with an entry in `peers.PEERS` or `VARIANTS`."""
+    """A contender. Each contender is a small subclass with an instance in `VARIANTS` or among a device's peers."""
 
     name: str
     label: str
-    packages: tuple[str, ...] = ()  # modules that must be installed
-    pip: str = ""  # what pip installs for them
-    note: str = ""  # remark on what is timed
-    has_arena: bool = False  # reuses memory between calls, so that the peak of a call cannot be measured
-    device: str = "cpu"  # torch's name of the device of the tensors
+    packages: tuple[str, ...] = ()  # names of the modules that must be installed
+    pip: str = ""  # arguments of `pip install` that install the modules in `packages`
+    note: str = ""  # printed remark on what the times include
+    has_arena: bool = False  # True if the library reuses memory between calls, which hides a call's peak memory
+    device: str = "cpu"  # torch's name of the device that has the contender's tensors
 
     def skip_reason(self) -> str | None:
-        """Return why the contender cannot run here at all, or None."""
+        """Return why the contender cannot run at all: a missing package. None if every package is installed."""
         missing = [package for package in self.packages if find_spec(package) is None]
         return f"not installed: pip install {self.pip}" if missing else None
 
     @abstractmethod
     def refuses(self, workload: Workload) -> str | None:
-        """Return why the contender cannot run this workload, or None."""
+        """Return why the contender cannot compute this workload; None if it can."""
 
     def reference_workload(self, workload: Workload) -> Workload | None:
-        """Return the workload to check the output against; None if the output depends on the peer's random numbers."""
+        """Return the workload whose true results the contender's results are checked against.
+
+        None, for no check, if the results depend on random numbers of the peer.
+        """
         return workload
 
     @abstractmethod
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
-        """Do the work that is done once: conversion, compilation, layout."""
+        """Do the work that is done once and not timed, such as conversion, compilation and layout; return the call."""
 
 
 # -- torch ----------------------------------------------------------------------------------------------------------
 
 
 def to_tensor(array: Any, dtype: str, device: str = "cpu") -> Any:
-    """Return a NumPy array as a tensor of that dtype."""
+    """Return a NumPy array as a torch tensor of the given dtype on the given device."""
     import torch
 
     return torch.from_numpy(array).to(device, getattr(torch, dtype))
 
 
 def to_tensor_on(device: str) -> ToTable:
-    """Return a function that makes an array a tensor on the device, which FlexAttention's functions can index."""
+    """Return a function from a NumPy array to a torch tensor on the device. FlexAttention's functions index tensors."""
     import torch
 
     return lambda array: torch.as_tensor(array, device=device)
@@ -111,7 +115,10 @@ def to_float32(result: Any) -> Any:
 
 
 def name_results(workload: Workload, result: Any) -> Results:
-    """Return the results of a forward pass from its output, or from (output, statistics) if the workload has some."""
+    """Return the `Results` of a forward pass.
+
+    `result` is the output, or (output, statistics) if the workload has statistics.
+    """
     output, statistics = result if workload.see else (result, ())
     return {"output": to_float32(output)} | {
         repr(statistic): tuple(map(to_float32, arrays_of(arrays)))
@@ -122,9 +129,10 @@ def name_results(workload: Workload, result: Any) -> Results:
 def prepare_with_autograd(
     workload: Workload, inputs: Inputs, forward: Callable[..., Any], threads: int, device: str = "cpu"
 ) -> PreparedCall:
-    """Prepare `forward`, a function of tensors (query, key, value, bias or None), for the passes of the workload.
+    """Prepare a torch function for the passes of the workload, with gradients by torch.autograd.
 
-    For "backward" only torch.autograd.grad is timed; the forward pass before it is not.
+    `forward` is a function of the tensors (query, key, value, bias); the bias is None if the workload has no bias. If
+    the workload's passes are "backward", only torch.autograd.grad is timed, not the forward pass before it.
     """
     import torch
 
@@ -137,7 +145,9 @@ def prepare_with_autograd(
         return PreparedCall(lambda _: forward(*arguments), partial(name_results, workload), threads=threads)
     for leaf in leaves.values():
         leaf.requires_grad_()
-    seed = to_tensor(inputs.d_output, workload.dtype, device).clone()  # a copy, since `set_d_output` writes to it
+    seed = to_tensor(
+        inputs.d_output, workload.dtype, device
+    ).clone()  # a copy of d_output, since `set_d_output` overwrites it
 
     def gradients(output: Any) -> Any:
         return output.detach(), torch.autograd.grad(output, list(leaves.values()), seed)
@@ -167,7 +177,7 @@ class Sightline(Implementation):
     device: str = "cpu"
 
     def refuses(self, workload: Workload) -> str | None:
-        """Backward passes without torch, since NumPy has no gradients."""
+        """Refuse backward passes if torch is not installed, since Sightline has no gradients on NumPy arrays."""
         if workload.passes != "forward" and find_spec("torch") is None:
             return "gradients need torch: pip install torch"
         return None
@@ -193,7 +203,7 @@ class Sightline(Implementation):
         return Table(to_tensor_on(self.device)(array))
 
     def prepare_on_numpy(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
-        """Prepare the forward pass on NumPy arrays."""
+        """Prepare Sightline's forward pass on NumPy arrays."""
         kind = resolve_dtype(np, workload.dtype)
         query, key, value = (x.astype(kind) for x in (inputs.query, inputs.key, inputs.value))
         score = inputs.score if workload.score is None else workload.score_formula
@@ -205,19 +215,19 @@ class Sightline(Implementation):
             "see": list(workload.see) or None,
         } | self.options
         if workload.formula is None and score is None and not (workload.dropout or workload.see):
-            options = {}  # the call as a user writes it: for tiny problems the arguments cost time
+            options = {}  # a user would pass no options here, and passing them takes time that shows in tiny problems
         call = partial(attention, query, key, value, threads=threads, **options)
         return PreparedCall(lambda _: call(), partial(name_results, workload), threads=threads)
 
 
 class Numpy(Sightline):
-    """Sightline on NumPy arrays."""
+    """Sightline on NumPy arrays, even if torch is installed."""
 
     def __init__(self) -> None:
         super().__init__("numpy", "Sightline on NumPy")
 
     def refuses(self, workload: Workload) -> str | None:
-        """Backward passes."""
+        """Refuse backward passes, since Sightline has no gradients on NumPy arrays."""
         return None if workload.passes == "forward" else "NumPy has no gradients"
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
@@ -225,7 +235,7 @@ class Numpy(Sightline):
 
 
 class OneThread(Sightline):
-    """An implementation: Sightline on one thread, whatever the workload's number of threads."""
+    """Sightline on one thread, whatever number of threads the other contenders use."""
 
     def __init__(self) -> None:
         super().__init__("one thread", "one thread")
@@ -235,24 +245,24 @@ class OneThread(Sightline):
 
 
 class WithoutDropout(Sightline):
-    """Sightline on the same workload without dropout."""
+    """Sightline on a workload from which dropout is removed."""
 
     def __init__(self) -> None:
         super().__init__("without dropout", "without dropout", {"dropout": 0.0, "seed": None})
 
     def reference_workload(self, workload: Workload) -> Workload:
-        """Return the workload without dropout."""
+        """Return the given workload without dropout."""
         return replace(workload, dropout=0.0)
 
 
 class WithoutStatistics(Sightline):
-    """Sightline on the same workload without statistics."""
+    """Sightline on a workload from which the statistics are removed."""
 
     def __init__(self, options: dict[str, Any] | None = None, device: str = "cpu") -> None:
         super().__init__("without statistics", "without statistics", options or {}, device)
 
     def reference_workload(self, workload: Workload) -> Workload:
-        """Return the workload without statistics."""
+        """Return the given workload without statistics."""
         return replace(workload, see=())
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
@@ -265,7 +275,7 @@ VARIANTS: dict[str, Sightline] = {
 
 
 def set_threads(threads: int) -> None:
-    """Set torch's number of threads if torch is loaded; other libraries get theirs in `Implementation.prepare`."""
+    """Set torch's number of threads if torch is loaded. `Implementation.prepare` sets that of other libraries."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != threads:
         torch.set_num_threads(threads)

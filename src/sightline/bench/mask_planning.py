@@ -1,4 +1,4 @@
-"""Time the host's work for a new mask: finding the tile ranges and copying the schedule to the device."""
+"""Time the host's work for a new mask: to find its tile ranges, and to copy the kernel's schedule to the device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 __all__ = ["measure_seconds"]
 
-TILE = (128, 128)  # queries and keys in a tile of the forward kernel on Hopper
+TILE = (128, 128)  # (queries, keys) in a tile of the forward kernel on Hopper GPUs
 
 
 def measure_seconds(benchmark: Planning, device: Device, times: int) -> dict[str, list[float]]:
-    """Return {"new mask": seconds}, with one number for each of `times` masks.
+    """Return {"new mask": seconds}, a list with one number for each of `times` masks.
 
-    Every mask has another width, so that no result is in a cache. The timed work is to make the problem, to compute its
-    schedule and to copy the schedule to the device. One more mask comes first as a warm-up and is not counted.
+    Every mask has a different width, so that no cache has its schedule. The timed work is to make the problem, to
+    compute its schedule and to copy the schedule to the device. One more mask comes first as a warm-up; its seconds are
+    left out.
 
     Raises
     ------
@@ -49,11 +50,14 @@ def measure_seconds(benchmark: Planning, device: Device, times: int) -> dict[str
 
 
 def _check_tile_count(schedule_arrays: Any, tiles: dict[str, int]) -> None:
-    """Raise ValueError unless the schedule has as many full and partial tiles as the mask; all heads are alike."""
+    """Raise ValueError unless the schedule has all full and partial tiles of the mask; `tiles` counts these by kind.
+
+    All heads have the same tiles, so the mask's number of tiles may be a multiple of the schedule's number.
+    """
     rows, pairs = (
         part.cpu().numpy().reshape(-1, width) for part, width in zip(schedule_arrays[:2], (3, 2), strict=True)
     )
-    tiles_before = np.concatenate([[0], (pairs[:, 1] - pairs[:, 0]).cumsum()])  # tiles before each range
+    tiles_before = np.concatenate([[0], (pairs[:, 1] - pairs[:, 0]).cumsum()])  # number of tiles before each tile range
     scheduled = int((tiles_before[rows[:, 2]] - tiles_before[rows[:, 0]]).sum())
     expected = tiles["full"] + tiles["partial"]
     if expected % scheduled:

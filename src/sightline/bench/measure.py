@@ -1,4 +1,4 @@
-"""Measure benchmarks: contenders are timed alternately, in rounds, until the problem's time budget is used."""
+"""Measure benchmarks. In every round each contender is timed once, until the problem's timing budget is used."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .workloads import Benchmark, FirstCall, Inputs, Planning, Series, Workload
 
 __all__ = ["Settings", "run"]
 
-MIN_TIMED_SECONDS = 0.005  # of one turn: shorter calls are repeated within a turn
-FRESH_PROCESSES = 5  # processes that time first calls
-PEAK_TRIES = 3  # tries of the peak after every problem
+MIN_TIMED_SECONDS = 0.005  # least seconds of a contender's turn; a shorter call is repeated within the turn
+FRESH_PROCESSES = 5  # number of processes that time first calls
+PEAK_TRIES = 3  # number of tries of the device's peak after every problem
 MIN_ROUNDS = 5
 
 
 @dataclass
 class Settings:
-    """Settings of a run."""
+    """The settings of a benchmark run."""
 
     device: Device
     seconds: float = 10.0  # timing budget of one problem
-    quick: bool = False  # small sizes, two rounds
-    peers: Sequence[Implementation] | None = None  # replaces the device's peers
-    on_progress: Callable[[str], Any] = lambda message: None  # called with a description of each step
+    quick: bool = False  # True for small versions of the problems and at least two rounds instead of `MIN_ROUNDS`
+    peers: Sequence[Implementation] | None = None  # the peers of this run; None for those of the device
+    on_progress: Callable[[str], Any] = lambda message: None  # a function called with a description of each step
 
     @property
     def threads(self) -> int:
@@ -49,13 +49,13 @@ class Settings:
         return 2 if self.quick else MIN_ROUNDS
 
     def implementation(self, name: str) -> Implementation | None:
-        """Return the variant of Sightline or the peer of that name; None if this run has none."""
+        """Return the variant of Sightline or the peer called `name`; None if this run has no contender of that name."""
         peers = self.device.peers.values() if self.peers is None else self.peers
         return self.device.variants.get(name) or next((peer for peer in peers if peer.name == name), None)
 
 
 def run(benchmark: Benchmark, settings: Settings) -> Finding:
-    """Measure a benchmark. If an output of Sightline is wrong, the finding has no times."""
+    """Measure a benchmark and return its finding. If an output of Sightline is wrong, the finding reports no times."""
     selected = benchmark.small() if settings.quick else benchmark
     if isinstance(selected, Workload):
         return _measure_workload(selected, settings)
@@ -79,7 +79,7 @@ def _measure_workload(workload: Workload, settings: Settings) -> Finding:
         finding.entries = _measure_entries(workload, settings, settings.seconds)
         if workload.peak:
             settings.peaks.measure(workload.peak, PEAK_TRIES)
-    except Exception as error:  # the run continues with the other problems
+    except Exception as error:  # the failure is recorded, and the run continues with the other problems
         _record_failure(finding, error)
     finding.best = settings.peaks.best.get(finding.peak)
     return finding
@@ -99,7 +99,7 @@ def _measure_series(series: Series, settings: Settings) -> Finding:
 
 
 def _measure_host(benchmark: FirstCall | Planning, settings: Settings) -> Finding:
-    """Measure a benchmark without contenders: first calls, or the planning of masks."""
+    """Measure a benchmark without contenders: the first calls of a problem, or the host's work for new masks."""
     settings.on_progress(benchmark.name)
     finding = Finding(benchmark.name, benchmark.description, threads=settings.threads)
     try:
@@ -116,7 +116,11 @@ def _measure_host(benchmark: FirstCall | Planning, settings: Settings) -> Findin
 
 
 class WrongAnswerError(Exception):
-    """Sightline has no correct output: it is `wrong`, the problem is `refused`, or an error was raised."""
+    """Sightline has no correct output.
+
+    `wrong` is True if there is a wrong output, `refused` if Sightline cannot compute the problem here. If both are
+    False, Sightline raised an error.
+    """
 
     def __init__(self, message: str, *, wrong: bool = False, refused: bool = False) -> None:
         super().__init__(message)
@@ -124,7 +128,7 @@ class WrongAnswerError(Exception):
 
 
 def _record_failure(finding: Finding, error: Exception, prefix: str = "") -> None:
-    """Store in the finding why the problem has no times."""
+    """Store in the finding why its problem has no times, as a text that starts with `prefix`."""
     if isinstance(error, WrongAnswerError):
         finding.failed, finding.wrong, finding.refused = f"{prefix}{error}", error.wrong, error.refused
     else:
@@ -132,7 +136,7 @@ def _record_failure(finding: Finding, error: Exception, prefix: str = "") -> Non
 
 
 def _measure_entries(workload: Workload, settings: Settings, seconds: float, prefix: str = "") -> list[Entry]:
-    """Check and time every contender of a workload; the entry of Sightline is the first."""
+    """Check and time every contender of a workload. Return the contenders' entries, Sightline's first."""
     inputs = Inputs.of(workload)
     entries: list[Entry] = []
     prepared: dict[str, PreparedCall] = {}
@@ -162,16 +166,16 @@ def _measure_entries(workload: Workload, settings: Settings, seconds: float, pre
 
 
 def _skip_reason(implementation: Implementation, workload: Workload) -> str | None:
-    """Return why a contender cannot run the workload here, which is not an error; None if it can."""
+    """Return why a contender cannot run the workload here; None if it can. Such a refusal is not an error."""
     return implementation.skip_reason() or implementation.refuses(workload)
 
 
 def _prepare_and_check(
     implementation: Implementation, workload: Workload, inputs: Inputs, settings: Settings, entry: Entry
 ) -> PreparedCall | None:
-    """Return the contender's call after a first call and a check of its output.
+    """Return the contender's call after a first call and a check of its results.
 
-    None if there is no output; then the entry has the reason.
+    None if the contender refuses the workload or raises an error; then `entry.skip_reason` says why.
     """
     entry.skip_reason = _skip_reason(implementation, workload)
     if entry.skip_reason:
@@ -190,16 +194,19 @@ def _prepare_and_check(
         prepared, note = device.prepare_for_timing(prepared, workload)
         entry.note = "; ".join(message for message in (entry.note, note) if message)
         reference = implementation.reference_workload(workload)
-        if reference is not None:  # the check uses the call in the form that is timed
+        if reference is not None:  # the checked call has the form that is timed, such as a CUDA graph
             entry.budget = _budget_used(prepared, reference, inputs)
-    except Exception as error:  # peers raise many kinds of errors; for Sightline, `_measure_entries` ends the problem
+    except Exception as error:  # peers raise many kinds of errors; if Sightline raises one, `_measure_entries` stops
         entry.skip_reason = _format_error(error)
         return None
     return prepared
 
 
 def _budget_used(prepared: PreparedCall, workload: Workload, inputs: Inputs) -> float:
-    """Return the share of the rounding-error budget that a contender uses; a long d_output is sampled."""
+    """Return the share of the rounding-error budget that a contender's results use.
+
+    If the contender can replace d_output, a d_output of many queries is replaced by a sample of them.
+    """
     checked_inputs = inputs if prepared.set_d_output is None else inputs.with_sampled_d_output
     if prepared.set_d_output is not None:
         prepared.set_d_output(checked_inputs.d_output)
@@ -210,12 +217,15 @@ def _budget_used(prepared: PreparedCall, workload: Workload, inputs: Inputs) -> 
 
 
 def _format_error(error: Exception) -> str:
-    """Return the type and the whole message, since the last line may hold the cure."""
+    """Return the error's type and its whole message, since the last line of a message may say what to do."""
     return f"{type(error).__name__}: {str(error).strip()}"
 
 
 def _interleave(prepared: dict[str, PreparedCall], settings: Settings, seconds: float) -> dict[str, list[float]]:
-    """Return the seconds per call of every contender, one number per round; the order rotates from round to round."""
+    """Return the seconds per call of every contender by name, one number per round.
+
+    The order of the contenders within a round rotates from round to round.
+    """
     names = list(prepared)
     times: dict[str, list[float]] = {name: [] for name in names}
     repeats = {name: _calibrate_repeats(prepared[name], settings.device) for name in names}
@@ -236,7 +246,7 @@ def _interleave(prepared: dict[str, PreparedCall], settings: Settings, seconds: 
 
 
 def _calibrate_repeats(prepared: PreparedCall, device: Device) -> int:
-    """Return the number of calls that take at least `MIN_TIMED_SECONDS`."""
+    """Return a number of calls that together take at least `MIN_TIMED_SECONDS`."""
     count = 1
     while (taken := device.time_calls(prepared, count) * count) < MIN_TIMED_SECONDS:
         count = max(2 * count, min(int(count * MIN_TIMED_SECONDS / max(taken, 1e-9)), 100 * count))

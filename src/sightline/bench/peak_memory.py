@@ -1,7 +1,8 @@
-"""Peak memory of a call, from the peak resident set size that Linux counts.
+"""Peak memory of a call, from the peak resident set size of the process, which Linux counts.
 
-Before the call, memory that the allocator has not returned is trimmed and the peak is reset; after the call the peak is
-read. The measurement includes the memory of every library, but not the reuse of an arena that a library owns.
+Before the call, memory that the allocator keeps without need is returned to the system, and the peak is reset. After
+the call the peak is read. The measurement includes the memory that any library allocates, but not memory that a library
+reuses from an arena of its own.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ __all__ = ["can_measure", "peak_memory"]
 
 CLEAR_REFS, STATUS = "/proc/self/clear_refs", "/proc/self/status"
 MAX_TRIES, MAX_SECONDS = 4, 2.0
-PEAK_OF_RESIDENT = "5"  # proc(5): reset the peak resident set size
+PEAK_OF_RESIDENT = "5"  # written to clear_refs, this resets the peak resident set size; see proc(5)
 
 
 def can_measure() -> bool:
-    """True if this system counts the peak resident set size and can reset it."""
+    """True if this system counts the peak resident set size of a process and can reset the peak."""
     try:
         _reset_peak()
         _read_resident_bytes()
@@ -30,10 +31,10 @@ def can_measure() -> bool:
 
 
 def peak_memory(call: Callable[[Any], Any], setup: Callable[[], Any] = lambda: None) -> int | None:
-    """Return the peak bytes of `call(setup())` beyond the memory in use before the call, including its result.
+    """Return the peak bytes of `call(setup())` beyond the memory in use before the call, including the call's result.
 
-    The result is the minimum of up to `MAX_TRIES` tries within `MAX_SECONDS`, since pages of code that Linux loads
-    again only add to a try. None if the system cannot measure it.
+    None if `can_measure()` is False. The bytes are the minimum of up to `MAX_TRIES` tries within `MAX_SECONDS`, since
+    pages of code that Linux loads again only add to the bytes of a try.
     """
     if not can_measure():
         return None
@@ -63,7 +64,7 @@ def _reset_peak() -> None:
 
 
 def _read_resident_bytes() -> dict[str, int]:
-    """Return {"VmRSS": current, "VmHWM": peak} resident set sizes in bytes."""
+    """Return {"VmRSS": the current resident set size, "VmHWM": the peak resident set size} of the process in bytes."""
     with open(STATUS) as lines:
         parts = [line.split() for line in lines if line.startswith(("VmRSS", "VmHWM"))]
     return {name.rstrip(":"): int(count) * 1024 for name, count, *_ in parts}

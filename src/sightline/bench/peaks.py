@@ -1,13 +1,13 @@
-"""Peaks of this machine, measured with kernels generated for it; shares of the peak refer to these numbers.
+"""Peaks of the host's CPU, measured with kernels generated for it. A share of the peak is a rate over one of these.
 
     float32, float64   independent chains of fused multiply-adds in registers, 2 FLOPs per lane
-    bfloat16           chains of AVX-512's dot product of pairs, 4 FLOPs per float32 lane; the float32 peak if that is
-                       higher, since a kernel may widen to float32 and some processors have a quarter of the dot
-                       products per cycle
-    read               the sum of a buffer far larger than the caches
+    bfloat16           chains of AVX-512's dot product of pairs, 4 FLOPs per float32 lane; the float32 peak if it is
+                       higher, since a kernel may widen to float32 and some processors do only a quarter as many dot
+                       products as multiply-adds per cycle
+    read               the sum of a buffer far larger than the caches, in bytes read
 
-Every peak uses as many threads as the contenders. A peak is the best of all tries in a run, since a disturbance only
-makes a try slower.
+Every peak is measured with as many threads as the contenders use. A peak is the highest rate of all tries in a run,
+since a disturbance only makes a try slower.
 """
 
 from __future__ import annotations
@@ -26,30 +26,33 @@ from ..cpu.runtime import thread_team as team
 __all__ = ["UNITS", "Peaks", "has_bfloat16_dot"]
 
 TRIES = 7
-TRY_SECONDS = 0.03  # length of a try: longer than threads take to wake, shorter than a scheduler's time slice
-BUFFER_BYTES = 1 << 28  # bytes summed: 256 MiB, several times the caches of a processor
-PIECE_BYTES = 1 << 20  # bytes that a thread takes at a time
+TRY_SECONDS = 0.03  # least length of a try: more than threads take to wake, less than a scheduler's time slice
+BUFFER_BYTES = 1 << 28  # size of the buffer that is summed: 256 MiB, several times the caches of a processor
+PIECE_BYTES = 1 << 20  # size of the piece of the buffer that a thread takes at a time
 UNROLL = 4
 DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 UNITS = {"float32": "FLOP/s", "float64": "FLOP/s", "bfloat16": "FLOP/s", "read": "B/s"}
-UNITS |= {"matmul": "FLOP/s", "copy": "B/s"}  # peaks of a GPU, see `cuda`
+UNITS |= {"matmul": "FLOP/s", "copy": "B/s"}  # units of the peaks of a GPU, which `cuda` measures
 
 
 @dataclass
 class Peaks:
-    """Peaks of this machine with a number of threads; each is measured at the first `measure` call for it."""
+    """The peaks of a device with a number of threads. A peak is measured when `measure` is called with its name."""
 
     threads: int = 1
-    best: dict[str, float] = field(default_factory=dict)  # in `UNITS`
+    best: dict[str, float] = field(default_factory=dict)  # highest rate so far, by the name of the peak, in `UNITS`
     _tries: dict[str, Callable[[], float]] = field(default_factory=dict, repr=False)
     names: ClassVar[tuple[str, ...]] = ("float32", "float64", "bfloat16", "read")
 
     def measured_name(self, name: str) -> str:
-        """Return the peak to measure for a name: a 16-bit format without its own dot product is widened to float32."""
+        """Return the name of the peak that is measured for the peak `name`.
+
+        A 16-bit format has the float32 peak if the processor has no dot product for it, since kernels then widen it.
+        """
         return "float32" if name == "float16" or (name == "bfloat16" and not has_bfloat16_dot()) else name
 
     def measure(self, name: str, tries: int = TRIES) -> float:
-        """Run `tries` more tries and return the best rate so far."""
+        """Run `tries` more tries of a peak and return its highest rate so far."""
         name = self.measured_name(name)
         if name not in self._tries:
             self._tries[name] = self._prepare_try(name)
@@ -60,7 +63,7 @@ class Peaks:
         return self.best[name]
 
     def _prepare_try(self, name: str) -> Callable[[], float]:
-        """Return a function that makes one try and returns its rate."""
+        """Return a function that makes one try of the peak and returns the try's rate."""
         return _bandwidth_try(self.threads) if name == "read" else _flops_try(name, self.threads)
 
 
@@ -72,11 +75,11 @@ def has_bfloat16_dot() -> bool:
 
 
 def _flops_try(name: str, threads: int) -> Callable[[], float]:
-    """Return a try of a loop of independent instructions; its rate is in FLOP/s."""
+    """Return a function that makes one try of a loop of independent instructions and returns its rate in FLOP/s."""
     from ..cpu.runtime.compile import compile_module
     from ..cpu.runtime.machine import host
 
-    chains = host().vector_registers - 4  # leaves registers for operands
+    chains = host().vector_registers - 4  # the other four registers are for operands
     if name == "bfloat16":
         module, lanes, flops = _dot_product_loop(chains), 16, 4
     else:
@@ -98,7 +101,10 @@ def _flops_try(name: str, threads: int) -> Callable[[], float]:
 
 
 def _multiply_add_loop(name: str, chains: int, lanes: int) -> Any:
-    """for _ in range(arguments[0]): each chain = chain · x + x, UNROLL times, with x loaded from arguments[1]."""
+    """Return an LLVM module with the loop of multiply-adds: for _ in range(arguments[0]), UNROLL times each chain.
+
+    A step of a chain is chain = chain · x + x, with the vector x loaded from the address arguments[1].
+    """
     from llvmlite import ir
 
     from ..cpu.codegen.builder import Builder, Variable
@@ -120,7 +126,10 @@ def _multiply_add_loop(name: str, chains: int, lanes: int) -> Any:
 
 
 def _dot_product_loop(chains: int) -> str:
-    """Return the same loop with dot products as LLVM text, since llvmlite has no bfloat type."""
+    """Return the loop of `_multiply_add_loop` with dot products of bfloat16 pairs instead of multiply-adds.
+
+    The loop is LLVM text, since llvmlite has no bfloat type.
+    """
     rows, names = [], [f"%s{k}" for k in range(chains)]
     for step in range(UNROLL):
         for name in names:
@@ -161,7 +170,10 @@ def _dot_product_loop(chains: int) -> str:
 
 
 def _bandwidth_try(threads: int) -> Callable[[], float]:
-    """Return a try of summing the buffer, whose pieces threads take from a counter; its rate is in bytes/s."""
+    """Return a function that makes one try of summing a large buffer and returns its rate in bytes/s.
+
+    A shared counter tells each thread which piece of the buffer to sum next.
+    """
     from ..cpu.runtime.compile import compile_module
     from ..cpu.runtime.machine import host
 
@@ -180,7 +192,10 @@ def _bandwidth_try(threads: int) -> Callable[[], float]:
 
 
 def _sum_loop(width: int) -> Any:
-    """while (k = counter++) < pieces: sum piece k in 16 chains, which hide the latency of an addition."""
+    """Return an LLVM module with the loop: while (k = counter++) < number of pieces, sum piece k of the buffer.
+
+    The sum has 16 independent chains, which hide the latency of an addition. `width` is a vector's bytes.
+    """
     from llvmlite import ir
 
     from ..cpu.codegen.builder import Builder, Variable

@@ -1,7 +1,8 @@
-"""The peers: attention of other libraries, one small class each. Peers that are not installed are listed as missing.
+"""The peers on a CPU: attention of other libraries, one small class for each peer.
 
-All peers get the same numbers and the same number of threads. Conversion to a peer's preferred layout is not timed. A
-mask that a peer has no option for is passed as a dense array.
+`sightline bench` lists peers that are not installed as missing. All peers get the same numbers as Sightline and the
+same number of threads. Conversion to a peer's preferred layout is not timed. If a peer has no option for a mask, it
+gets the mask as a dense array.
 """
 
 from __future__ import annotations
@@ -19,26 +20,29 @@ from .workloads import Inputs, Workload
 
 __all__ = ["PEERS"]
 
-OPENVINO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # OpenVINO's names of dtypes
+OPENVINO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # OpenVINO's names of Sightline's dtypes
 
 
 def dense_mask(workload: Workload) -> Any:
-    """Return the mask as a bool array (1, 1, n, m), True where allowed; the masks of the benchmarks read no b or h."""
+    """Return the workload's mask as a bool array (1, 1, n, m), True for allowed pairs.
+
+    The array has one batch and one head, since the masks of the benchmarks do not read b or h.
+    """
     assert workload.formula is not None
-    return np.array(workload.formula.array(workload.n, workload.m)[None, None])  # writable, which torch requires
+    return np.array(workload.formula.array(workload.n, workload.m)[None, None])  # a writable copy, as torch requires
 
 
 class Torch(Implementation):
-    """torch.nn.functional.scaled_dot_product_attention; masks other than the causal one are bool arrays."""
+    """torch.nn.functional.scaled_dot_product_attention, which gets a mask other than the causal one as a bool array."""
 
     name, label, packages, pip = "torch", "torch", ("torch",), "torch"
 
     def refuses(self, workload: Workload) -> str | None:
-        """Refuse nothing."""
+        """Return None: torch computes every workload."""
         return None
 
     def reference_workload(self, workload: Workload) -> Workload | None:
-        """None with dropout, since torch's own generator decides which weights are dropped."""
+        """Return the workload; None if it has dropout, since torch's own generator chooses the dropped weights."""
         return None if workload.dropout else workload
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
@@ -57,12 +61,12 @@ class Torch(Implementation):
 
 
 class Flex(Implementation):
-    """torch's FlexAttention, compiled, which needs a C++ compiler."""
+    """torch's FlexAttention, compiled. The compilation needs a C++ compiler."""
 
     name, label, packages, pip, note = "flex", "FlexAttention", ("torch",), "torch", "its compilation is not timed"
 
     def refuses(self, workload: Workload) -> str | None:
-        """Backward passes, dropout and biases."""
+        """Refuse backward passes, dropout and biases."""
         if workload.passes != "forward":
             return "no backward pass on CPUs"
         if workload.dropout or workload.bias:
@@ -90,7 +94,7 @@ class Flex(Implementation):
 
 
 class MultiHead(Implementation):
-    """torch.nn.MultiheadAttention with identity projections: four more products of (n, H d) by (H d, H d).
+    """torch.nn.MultiheadAttention with identity projections, which add four products of (n, H d) by (H d, H d).
 
     Statistics are computed from the weights that the layer returns.
     """
@@ -99,7 +103,10 @@ class MultiHead(Implementation):
     note = "the times include its four projections, here identities"
 
     def refuses(self, workload: Workload) -> str | None:
-        """Everything but plain forward passes; statistics of scores."""
+        """Refuse all but plain forward passes, statistics of scores, and pooled cells of unequal sizes.
+
+        A plain forward pass has no mask, dropout or bias, and its queries, keys and V have one shape.
+        """
         is_plain = workload.passes == "forward" and workload.mask is None and not (workload.dropout or workload.bias)
         shapes_fit = workload.G == workload.H and workload.d_k == workload.d_v and workload.n == workload.m
         if not (is_plain and shapes_fit):
@@ -132,7 +139,10 @@ class MultiHead(Implementation):
 
 
 class OnnxRuntime(Implementation):
-    """ONNX Runtime's MultiHeadAttention in a model of one operator; masks other than the causal one are added."""
+    """ONNX Runtime's MultiHeadAttention in a model of one operator.
+
+    A mask other than the causal one is added to the scores as a bias of 0 and −∞.
+    """
 
     name, label, packages, pip = "onnxruntime", "ONNX Runtime", ("onnxruntime", "onnx"), "onnxruntime onnx"
     has_arena = True
@@ -161,7 +171,7 @@ class OnnxRuntime(Implementation):
         )
 
     def model(self, workload: Workload) -> bytes:
-        """Return the serialised model."""
+        """Return the ONNX model of one operator, serialised."""
         from onnx import TensorProto, helper
 
         B, H, n, m = workload.extent
@@ -169,7 +179,7 @@ class OnnxRuntime(Implementation):
         names = list(shapes)
         if workload.bias or workload.needs_mask_array:
             shapes["bias"] = [1, H if workload.bias else 1, n, m]
-            names += ["", "", "bias"]  # inputs 3 and 4, not used here, are the projections' bias and the padding mask
+            names += ["", "", "bias"]  # "" omits inputs 3 and 4: the bias of the projections, and the padding mask
         tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
         output = helper.make_tensor_value_info("output", TensorProto.FLOAT, [B, n, H * workload.d_v])
         options = {"domain": "com.microsoft", "num_heads": H, "unidirectional": int(workload.is_causal)}
@@ -187,7 +197,7 @@ class OpenVino(Implementation):
     has_arena = True
 
     def refuses(self, workload: Workload) -> str | None:
-        """Backward passes, dropout, float64, grouped heads."""
+        """Refuse backward passes, dropout, float64 and grouped heads."""
         if workload.passes != "forward" or workload.dropout:
             return "only inference"
         if workload.dtype not in OPENVINO_DTYPES:
@@ -221,7 +231,7 @@ class OpenVino(Implementation):
         return PreparedCall(lambda _: call(), results, threads=threads, close=input_tensors.clear)
 
     def model(self, workload: Workload, kind: Any) -> Any:
-        """Return the model of one operator."""
+        """Return the OpenVINO model of one operator; `kind` is OpenVINO's type of the arrays."""
         import openvino
         from openvino import opset13
 
@@ -237,13 +247,13 @@ class OpenVino(Implementation):
 
 
 class Jax(Implementation):
-    """jax.nn.dot_product_attention under jax.jit, with gradients by jax.vjp."""
+    """jax.nn.dot_product_attention compiled by jax.jit, with gradients by jax.vjp."""
 
     name, label, packages, pip = "jax", "JAX", ("jax",), "jax"
     has_arena = True
 
     def refuses(self, workload: Workload) -> str | None:
-        """Dropout, float16, d_v ≠ d_k, and both passes in one call."""
+        """Refuse dropout, float16, d_v ≠ d_k, and forward and backward passes timed as one call."""
         if workload.dropout or workload.dtype == "float16":
             return "no dropout" if workload.dropout else "no float16 on CPUs"
         if workload.d_k != workload.d_v:
@@ -251,7 +261,7 @@ class Jax(Implementation):
         return "not implemented" if workload.passes == "forward and backward" else None
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
-        os.environ.setdefault("NPROC", str(threads))  # XLA reads NPROC at the first use of jax
+        os.environ.setdefault("NPROC", str(threads))  # XLA reads NPROC when a process first uses jax
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         import jax
 
@@ -301,22 +311,22 @@ PEERS: dict[str, Implementation] = {
 
 
 def merge_heads(array: Any) -> Any:
-    """Return (B, H, n, d) as contiguous (B, n, H d)."""
+    """Return an array (B, H, n, d) as a contiguous array (B, n, H d)."""
     B, H, n, d = array.shape
     return np.ascontiguousarray(array.swapaxes(1, 2)).reshape(B, n, H * d)
 
 
 def split_heads(array: Any, workload: Workload) -> Any:
-    """Return (B, n, H d_v) as (B, H, n, d_v)."""
+    """Return an array (B, n, H d_v) as an array (B, H, n, d_v)."""
     return array.reshape(workload.B, workload.n, workload.H, workload.d_v).swapaxes(1, 2)
 
 
 def to_16_bit_words(array: Any, dtype: str) -> Any:
-    """Return float32 numbers as the bits of a 16-bit dtype, in uint16."""
+    """Return float32 numbers rounded to a 16-bit dtype, with their bits as a uint16 array."""
     return array.astype(resolve_dtype(np, dtype)).view(np.uint16)
 
 
 def widen_to_float32(array: Any, dtype: str) -> Any:
-    """Return a float32 copy of an array that has that dtype, or another dtype with the bits of that dtype."""
+    """Return a float32 copy of an array. The array holds numbers of `dtype`, possibly as the bits of another dtype."""
     kind = resolve_dtype(np, dtype)
     return (array if array.dtype == kind else array.view(kind)).astype(np.float32)

@@ -1,7 +1,7 @@
-"""The results of a run: times, ratios, verdicts, and their JSON file. `cli.bench_command` prints, `figures` draws them.
+"""The results of a benchmark run: times, ratios, verdicts, and the JSON file that stores them.
 
-Times are medians over rounds. The ratio of two contenders is the median of their ratios in each round, since a
-disturbance of a round affects both contenders.
+`cli.bench_command` prints the results, and `figures` draws them. Times are medians over rounds. The ratio of two
+contenders is the median over the rounds of their ratio in a round, since a disturbance of a round affects both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .workloads import BEST, Target
 
 __all__ = ["PAGE", "Entry", "Finding", "Point", "Report", "Verdict", "format_amount", "format_duration"]
 
-PAGE = 4096  # bytes
+PAGE = 4096  # size of a page of memory in bytes
 LIBRARIES = ("numpy", "llvmlite", "torch", "triton", "onnxruntime", "openvino", "jax")
 
 
@@ -33,11 +33,11 @@ class Entry:
 
     name: str
     label: str
-    seconds: list[float] = field(default_factory=list)  # per call, one number per round
-    first_seconds: float | None = None  # of preparation and first call, including compilation
-    memory: int | None = None  # peak bytes of a call beyond the memory in use before it, including its outputs
+    seconds: list[float] = field(default_factory=list)  # seconds per call, one number per round
+    first_seconds: float | None = None  # seconds of preparation and first call with compilation; None without a call
+    memory: int | None = None  # peak bytes of a call beyond those in use before it, with its outputs; None if unknown
     budget: float | None = None  # share of the rounding-error budget that the results use; None if not checked
-    skip_reason: str | None = None  # why there are no times
+    skip_reason: str | None = None  # why the contender has no times; None if it has times
     note: str = ""
 
     @property
@@ -49,13 +49,13 @@ class Entry:
         return self.budget is not None and not self.budget <= 1
 
     def speedup_over(self, other: Entry) -> float:
-        """Return the other contender's time over this contender's."""
+        """Return the other contender's time over this contender's time."""
         return statistics.median(y / x for x, y in zip(self.seconds, other.seconds, strict=True))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target with the measured value, which is None if there is no measurement."""
+    """A target and the measured quantity that it limits; `value` is None if the quantity was not measured."""
 
     target: Target
     value: float | None
@@ -67,16 +67,16 @@ class Verdict:
 
 @dataclass
 class Point:
-    """One point of a series."""
+    """The results of one point of a series."""
 
     coordinate: float  # n, or the share of pairs that the mask allows
     n: int
-    outputs: int  # bytes of the output and the statistics
-    entries: list[Entry]
+    outputs: int  # bytes of the output and the statistics together
+    entries: list[Entry]  # the contenders' results, Sightline's first
 
     @property
     def extra_bytes(self) -> int | None:
-        """Peak bytes of Sightline's call beyond its inputs and outputs; None if unknown."""
+        """The peak bytes of Sightline's call beyond its inputs and outputs; None if they were not measured."""
         used = self.entries[0].memory
         return None if used is None else max(used - self.outputs, 0)
 
@@ -87,50 +87,53 @@ class Finding:
 
     name: str
     description: str
-    entries: list[Entry] = field(default_factory=list)  # Sightline's first
-    points: list[Point] = field(default_factory=list)  # of a series
+    entries: list[Entry] = field(default_factory=list)  # the contenders' results, Sightline's first; [] for a series
+    points: list[Point] = field(default_factory=list)  # the points of a series; [] for other benchmarks
     verdicts: list[Verdict] = field(default_factory=list)
-    flops: int = 0  # of one call
-    bytes_moved: int = 0  # by one call
-    peak: str = ""  # name of the peak that a share refers to
+    flops: int = 0  # FLOPs of one call; 0 if no peak is given
+    bytes_moved: int = 0  # bytes of the inputs and outputs of one call
+    peak: str = ""  # name of the peak in a share of the peak; "" for no share
     threads: int = 1
-    axis: str = ""  # of a series
-    failed: str | None = None  # why there are no times: Sightline's output is wrong or missing
-    wrong: bool = False  # Sightline's output is wrong
-    refused: bool = False  # the output is missing because this machine lacks something, which is not an error
-    best: float | None = None  # the peak, FLOP/s or bytes/s, best of the run
-    published: str = ""  # a published figure to print, with its source
+    axis: str = ""  # coordinate of the points of a series: "n" or "allowed"; "" for other benchmarks
+    failed: str | None = None  # why there are no times: Sightline's output is wrong or missing; None if there are times
+    wrong: bool = False  # True if Sightline's output is wrong
+    refused: bool = False  # True if Sightline refuses the workload on this host, which is not an error
+    best: float | None = None  # highest rate of the peak in the run, in `unit`; None if the peak was not measured
+    published: str = ""  # a published figure to print, with its source; "" for none
     peers: tuple[str, ...] = ()  # names of the contenders that are other libraries
 
     @property
     def unit(self) -> str:
-        """The unit of a rate: "FLOP/s" or "B/s"."""
+        """The unit of a contender's rate: "B/s" if the peak is a bandwidth, else "FLOP/s"."""
         return UNITS.get(self.peak, "FLOP/s")
 
     @property
     def work(self) -> int:
-        """The FLOPs of a call, or its bytes if the peak is a bandwidth."""
+        """The FLOPs of a call; if the peak is a bandwidth, the bytes that the call moves."""
         return self.bytes_moved if self.unit == "B/s" else self.flops
 
     def entry(self, name: str) -> Entry | None:
-        """Return the entry of that name if it has times, else None."""
+        """Return the results of the contender called `name`; None if it has no times or is not in the finding."""
         return next((entry for entry in self.entries if entry.name == name and entry.seconds), None)
 
     def target_entry(self, target: Target) -> Entry | None:
-        """Return the entry that a target names, if it has times; the best peer is the fastest with correct results."""
+        """Return the results of the contender that a target names; None if that contender has no times.
+
+        `BEST` names the fastest peer whose results are not wrong.
+        """
         if target.implementation != BEST:
             return self.entry(target.implementation)
         timed = [entry for entry in map(self.entry, self.peers) if entry is not None and not entry.wrong]
         return min(timed, key=lambda entry: entry.median, default=None)
 
     def share(self, entry: Entry) -> float | None:
-        """Return the entry's rate over the machine's peak; None if a part of it is unknown."""
+        """Return the contender's rate over the measured peak; None if the rate or the peak is unknown."""
         if not (self.best and entry.seconds and self.work):
             return None
         return self.work / entry.median / self.best
 
     def evaluate(self, targets: Iterable[Target]) -> None:
-        """Set `verdicts` by comparing the measurements with the targets; shares need `best`."""
+        """Set `verdicts` by comparing the measurements with the targets. A target for a share needs `best`."""
         self.verdicts = [Verdict(target, None if self.failed else self._measure(target)) for target in targets]
 
     def _measure(self, target: Target) -> float | None:
@@ -150,12 +153,15 @@ class Finding:
         return ours.speedup_over(other)
 
     def _time_spread(self) -> float | None:
-        """Return the largest time per token over the smallest."""
+        """Return the largest of Sightline's times per token over the smallest; None for fewer than two times."""
         times = [point.entries[0].median / point.n for point in self.points if point.entries[0].seconds]
         return max(times) / min(times) if len(times) > 1 else None
 
     def _memory_growth(self) -> float | None:
-        """Return the extra bytes of the last point over those of the first; less than a page counts as a page."""
+        """Return `extra_bytes` of the last point over `extra_bytes` of the first, each at least a page.
+
+        None if there are fewer than two points or the bytes of either point are unknown.
+        """
         extra = [point.extra_bytes for point in self.points]
         if len(extra) < 2 or extra[0] is None or extra[-1] is None:
             return None
@@ -164,20 +170,20 @@ class Finding:
 
 @dataclass
 class Report:
-    """The results of a whole run."""
+    """The results of a whole benchmark run."""
 
     threads: int
-    seconds: float  # timing budget of one problem
+    seconds: float  # timing budget of one problem, in seconds
     quick: bool
     peaks: dict[str, float]
     findings: list[Finding] = field(default_factory=list)
-    device: str = ""  # its description
-    machine: dict[str, Any] = field(default_factory=dict)  # further properties that times depend on
+    device: str = ""  # description of the device that was measured
+    machine: dict[str, Any] = field(default_factory=dict)  # properties of the device that times depend on
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
     def failed(self) -> bool:
-        """True if Sightline was wrong or raised an error in any benchmark."""
+        """True if in any benchmark Sightline's output was wrong or Sightline raised an error."""
         return any(finding.failed and not finding.refused for finding in self.findings)
 
     @property
@@ -185,7 +191,10 @@ class Report:
         return [verdict for finding in self.findings for verdict in finding.verdicts]
 
     def save(self, path: str | Path) -> Path:
-        """Write the report as JSON with the time of every round. The file is replaced atomically."""
+        """Write the report as JSON with the times of every round, and return the path.
+
+        An existing file is replaced atomically.
+        """
         document = asdict(self)
         for finding, saved in zip(self.findings, document["findings"], strict=True):
             for verdict, row in zip(finding.verdicts, saved["verdicts"], strict=True):
@@ -203,7 +212,7 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """Return the properties of the machine and the versions of the libraries that times depend on."""
+    """Return what times depend on: the host's properties, and the version of each library, None if not installed."""
     properties: dict[str, Any] = {"processors": os.cpu_count(), "machine": platform.machine(), "sightline": __version__}
     for name in LIBRARIES:
         try:
@@ -214,7 +223,7 @@ def machine() -> dict[str, Any]:
 
 
 def format_duration(seconds: float) -> str:
-    """Return seconds with three digits in s, ms, µs or ns."""
+    """Return a number of seconds as text, with three digits and the unit s, ms, µs or ns."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)):
         if seconds >= size or unit == "ns":
             return f"{_three_digits(seconds / size)} {unit}"
@@ -222,7 +231,10 @@ def format_duration(seconds: float) -> str:
 
 
 def format_amount(value: float, unit: str) -> str:
-    """Return a number of FLOP/s, B/s or B with three digits and a prefix: powers of 1024 for B, else of 1000."""
+    """Return a number of FLOP/s, B/s or B as text, with three digits, a prefix and the unit.
+
+    The prefixes are powers of 1024 for B and powers of 1000 for other units.
+    """
     step, prefixes = (1024, ("", "Ki", "Mi", "Gi")) if unit == "B" else (1000, ("", "k", "M", "G", "T"))
     power = 0
     while abs(value) >= step and power < len(prefixes) - 1:

@@ -1,8 +1,8 @@
 """Check statistics against their float64 definitions, within the rounding-error budget of `sightline.testing`.
 
-Statistics per query are checked in the rows that `check.sample` draws, pooled statistics in some whole rows of cells,
-statistics per key with all queries of the last head. The definitions here use dense matrices and share no code with
-`sightline.statistics`.
+A statistic per query is checked for the queries that `check.sample` draws. A pooled statistic is checked in some whole
+rows of cells. A statistic per key is checked for the last head, with all its queries. The definitions here use dense
+matrices and share no code with `sightline.statistics`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["ExpectedStatistic", "SampledPositions", "WeightMatrix", "queries_to_
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-LOG_STATISTICS = ("lse", "max_score")  # their errors grow with the size of the scores, not with their own size
+LOG_STATISTICS = ("lse", "max_score")  # statistics whose errors grow with the scores, not with the statistic itself
 
 
 @dataclass(frozen=True)
 class SampledPositions:
-    """Some heads, queries (rows) and keys (columns) of a workload."""
+    """The indices of some heads, queries (rows) and keys (columns) of a workload."""
 
     workload: Workload
     heads: Array
@@ -37,13 +37,13 @@ class SampledPositions:
 
 @dataclass(frozen=True)
 class WeightMatrix:
-    """Weights and scores at the sampled positions, (1, heads, rows, columns)."""
+    """The weights and the scores at sampled positions, each (1, heads, rows, columns)."""
 
     at: SampledPositions
     weights: Array
-    scores: Array  # −∞ where hidden
+    scores: Array  # the scores of hidden pairs are −∞
     lse: Array  # (1, heads, rows)
-    is_sequential: bool = False  # `sum` adds term by term, as kernels do, instead of pairwise
+    is_sequential: bool = False  # True if `sum` adds term by term, as kernels do, instead of pairwise
 
     def sum(self, array: Array, axis: int) -> Array:
         if not self.is_sequential:
@@ -53,21 +53,21 @@ class WeightMatrix:
 
 @dataclass(frozen=True)
 class ExpectedStatistic:
-    """The true values of a statistic at the sampled positions, and the values of a plain computation."""
+    """What a statistic should be at the sampled positions, by the float64 definition and by plain computations."""
 
     statistic: Statistic
     at: SampledPositions
-    values: Array
-    rough: Array  # (summation orders, ...)
-    lookup: Array | None  # scores or weights, if the statistic returns keys
+    values: Array  # the statistic by the float64 definition
+    rough: Array  # (orders of summation, ...): the statistic by dense computations in the accumulator's dtype
+    lookup: Array | None  # true scores or weights, if the statistic returns positions of keys; else None
 
     @classmethod
     def of(cls, statistic: Statistic, truth: WeightMatrix, problem: Problem) -> ExpectedStatistic:
-        """Return the values from the true matrix; `problem` is the sampled problem."""
+        """Return what `statistic` should be, given the true weights and scores `truth` of the sampled `problem`."""
         define, _ = DEFINITIONS[statistic.name]
         scores, rough = _accumulator_scores(problem, np.isneginf(truth.scores)), list[Array]()
         for order in summation_orders(problem):
-            if order in LOOP_ORDERS:  # loops take minutes
+            if order in LOOP_ORDERS:  # a summation in loops takes minutes
                 continue
             _, lse, weights = dense_attention(problem, problem.accumulator, order)
             rough.append(define(statistic, WeightMatrix(truth.at, weights, scores, lse, order % 2 == 1)))
@@ -75,7 +75,10 @@ class ExpectedStatistic:
         return cls(statistic, truth.at, define(statistic, truth), np.stack(rough), lookup)
 
     def share(self, found: Sequence[Array]) -> float:
-        """Return the largest budget share of the statistic's arrays `found`, which are those of the whole workload."""
+        """Return the largest share of the rounding-error budget that the arrays in `found` use.
+
+        `found` are the statistic's arrays as a contender returns them, for the whole workload.
+        """
         _, select = DEFINITIONS[self.statistic.name]
         values, *where = (select(array, self.statistic, self.at) for array in found)
         compared = [values, *(self._look_up(keys) for keys in where)]
@@ -89,7 +92,10 @@ class ExpectedStatistic:
         return budget_used(found, self.values, self.rough)
 
     def _look_up(self, where: Array) -> Array:
-        """Return the true scores or weights of the keys in `where`; NaN for a key that is not in the sample."""
+        """Return the true scores or weights at the key positions in `where`.
+
+        A key outside the sample has NaN. Position −1, no key, has the score −∞ or the weight 0.
+        """
         assert self.lookup is not None
         columns, missing = self.at.columns, -np.inf if self.statistic.name == "max_score" else 0.0
         keys = where.astype(np.int64).reshape(*self.lookup.shape[:-1], -1)
@@ -99,9 +105,9 @@ class ExpectedStatistic:
 
 
 def queries_to_check(statistic: Statistic, workload: Workload, rows: int) -> Array | None:
-    """Return the queries needed to check a statistic, or None for random ones.
+    """Return the queries that are needed to check a statistic; None if random queries suffice.
 
-    A statistic per key needs all queries; a pooled statistic about `rows` queries in whole rows of cells.
+    A statistic per key needs all queries. A pooled statistic needs whole rows of cells, of about `rows` queries in all.
     """
     if isinstance(statistic, Received):
         return np.arange(workload.n)
@@ -114,14 +120,14 @@ def queries_to_check(statistic: Statistic, workload: Workload, rows: int) -> Arr
 
 
 def _accumulator_scores(problem: Problem, hidden: Array) -> Array:
-    """Return the scaled scores in the accumulator's dtype, −∞ where `hidden`."""
+    """Return the scaled scores in the accumulator's dtype. The scores of `hidden` pairs are −∞."""
     query, key = (np.asarray(x, problem.accumulator) for x in (problem.query, problem.key))
     products = query @ np.repeat(key, problem.group, axis=-3).swapaxes(-1, -2)
     return np.where(hidden, -np.inf, products * products.dtype.type(problem.scale))
 
 
 def _edges(length: int, cells: int) -> Array:
-    """Return the first position of every cell, followed by the length."""
+    """Return the first position of every pooled cell along an axis, followed by the length of the axis."""
     return np.arange(cells + 1) * length // cells
 
 
@@ -152,7 +158,7 @@ def _received(statistic: Any, of: WeightMatrix) -> Array:
 
 
 def _cell_rows(statistic: Any, at: SampledPositions) -> Array:
-    """Return the index of each query's row of cells."""
+    """Return for each sampled query the index of its row of pooled cells."""
     return np.searchsorted(_edges(at.workload.n, statistic.down)[1:], at.rows, side="right")
 
 
@@ -187,4 +193,4 @@ DEFINITIONS: dict[str, tuple[Callable[[Any, WeightMatrix], Array], Callable[[Arr
     "received": (_received, _by_key),
     "pooled": (_pooled, _by_cell),
 }
-"""By a statistic's name: its definition, and a function that selects the sampled positions from its arrays."""
+"""For each statistic by name: its definition, and a function that selects the sampled positions from its arrays."""

@@ -1,12 +1,12 @@
-"""The kinds of benchmarks (workload, first call, series, planning), their targets, inputs and FLOP counts.
+"""The kinds of benchmarks (workload, first call, series, planning), their targets, inputs and numbers of FLOPs.
 
-FLOPs. A multiplication and an addition count as two. With A the allowed pairs (i, j) of a head,
+A multiplication followed by an addition counts as two FLOPs. With A the number of allowed pairs (i, j), a pass takes
 
     forward    2 A (d_k + d_v)         S = Q Kᵀ, O = P V
     backward   2 A (3 d_k + 2 d_v)     S once more, dP = dO Vᵀ, dV = Pᵀ dO, dQ = dS K, dK = dSᵀ Q
 
-The softmax counts nothing, as is usual (Dao, "FlashAttention-2", 2023, section 4.1, where the backward pass is 2.5
-times the forward). Hidden pairs count nothing, even for a contender that computes them.
+FLOPs. The softmax is not counted, as is usual (Dao, "FlashAttention-2", 2023, section 4.1, where the backward pass has
+2.5 times the FLOPs of the forward pass). Hidden pairs are not counted, even if a contender computes them.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ __all__ = [
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
+ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes of one number of each dtype
 SEED = 1706
-SMALL_LENGTH = 150  # queries and keys of small versions; not a multiple of any tile size
-SMALL_CELLS = 50  # pooled cells per side of small versions; all cells have one size, as at full size
+SMALL_LENGTH = 150  # largest number of queries and of keys in a small version; not a multiple of any tile size
+SMALL_CELLS = 50  # largest number of pooled cells per side in a small version; it divides `SMALL_LENGTH`
 BEST = "best peer"
-CHECKED_GRADIENT_ROWS = 1024  # queries whose contribution to the gradients is checked
-COUNTING_TILE = 64  # side of the tiles in which allowed pairs are counted
+CHECKED_GRADIENT_ROWS = 1024  # number of queries whose contributions to the gradients are checked
+COUNTING_TILE = 64  # number of queries and of keys in the tiles in which allowed pairs are counted
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,14 @@ class Target:
     Parameters
     ----------
     measure
-        Lower limits. "share": the rate over the machine's peak. "faster": another contender's time over Sightline's.
-        "efficiency": the speedup over one thread, divided by the number of threads.
-        Upper limits. "slower": Sightline's time over another contender's. "seconds": a contender's time. "spread": the
-        largest time per token over the smallest. "growth": memory beyond inputs and outputs, last point over first.
-    limit : the limit
-    implementation : name of the other contender of a ratio, or of the contender whose seconds count; `BEST` is the
-        fastest peer
+        The measured quantity. These have a lower limit: "share", the rate over the device's peak; "faster", another
+        contender's time over Sightline's; "efficiency", the speedup over one thread, divided by the number of threads.
+        These have an upper limit: "slower", Sightline's time over another contender's; "seconds", a contender's time;
+        "spread", the largest time per token of a series over the smallest; "growth", the memory beyond inputs and
+        outputs at the last point of a series over that at the first point.
+    limit : the lower or upper limit of the quantity
+    implementation : name of the other contender in a ratio, or of the contender whose seconds are limited; `BEST` is
+        the fastest peer
     """
 
     measure: Literal["share", "faster", "slower", "efficiency", "seconds", "spread", "growth"]
@@ -82,48 +83,48 @@ class Target:
         return self.measure in ("share", "faster", "efficiency")
 
     def is_met(self, value: float) -> bool:
-        """True if the measured value is within the limit."""
+        """True if the measured quantity `value` is within the limit."""
         return bool(value >= self.limit if self.at_least else value <= self.limit)
 
 
-# Converts a NumPy array for formulas. Sightline's formulas index a Table; FlexAttention's functions index a tensor.
+# A function that converts a NumPy array to what a formula can index: a Table for Sightline, a tensor for FlexAttention.
 ToTable = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask as a function that Sightline and FlexAttention accept.
+    """A mask as a function that both Sightline and FlexAttention accept.
 
     Parameters
     ----------
-    description : name for tables
-    make_function : (n, to_table) to a function of (b, h, i, j)
+    description : name of the mask in printed tables
+    make_function : a function (n, to_table) that returns the mask as a function of (b, h, i, j)
     """
 
     description: str
     make_function: Callable[[int, ToTable], Callable[..., Any]]
 
     def formula(self, n: int, to_table: ToTable = Table) -> Expression:
-        """Return the mask as a formula."""
+        """Return the mask as a formula of Sightline."""
         formula: Expression = self.make_function(n, to_table)(*(SYMBOLS[name] for name in "bhij"))
         return formula
 
 
 @dataclass(frozen=True)
 class Score:
-    """A change of the scaled scores as a function that Sightline and FlexAttention accept.
+    """A change of the scaled scores as a function that both Sightline and FlexAttention accept.
 
     Parameters
     ----------
-    description : name for tables
-    make_function : (H, to_table) to a function of (s, b, h, i, j)
+    description : name of the change in printed tables
+    make_function : a function (H, to_table) that returns the changed score as a function of (s, b, h, i, j)
     """
 
     description: str
     make_function: Callable[[int, ToTable], Callable[..., Any]]
 
     def formula(self, H: int, to_table: ToTable = Table) -> Expression:
-        """Return the score as a formula."""
+        """Return the changed score as a formula of Sightline."""
         formula: Expression = self.make_function(H, to_table)(*(SYMBOLS[name] for name in "sbhij"))
         return formula
 
@@ -133,9 +134,9 @@ Passes = Literal["forward", "backward", "forward and backward"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A problem that contenders compute, alternating, on the same arrays.
+    """A benchmark problem. The contenders compute it in turns, all on equal arrays.
 
-    The names of axes are those of `sightline.problem`. G = 0 means H, m = 0 means n, d_v = 0 means d_k.
+    The lengths of the axes have the names of `sightline.problem`. G = 0 is replaced by H, m = 0 by n, d_v = 0 by d_k.
     """
 
     name: str
@@ -151,13 +152,13 @@ class Workload:
     d_v: int = 0
     mask: Mask | None = None
     score: Score | None = None
-    bias: bool = False  # (1, H, n, m), added to the scores; backward passes compute its gradient
+    bias: bool = False  # True adds a (1, H, n, m) bias to the scores; backward passes compute the bias's gradient
     dropout: float = 0.0
-    see: tuple[Statistic, ...] = ()  # only in forward passes
-    peak: str = "float32"  # name of the peak in `peaks.Peaks` that a share refers to; "" for no share
-    baselines: tuple[str, ...] = ("torch",)  # names of other contenders: peers, or variants of Sightline
-    cuda_graph: bool = False  # on a GPU, time a CUDA graph: the device's time of a short call is below the host's
-    published: str = ""  # a published figure to print, with its source
+    see: tuple[Statistic, ...] = ()  # statistics of the forward pass; () if there is a backward pass
+    peak: str = "float32"  # name in `peaks.Peaks` of the peak in a share of the peak; "" for no share
+    baselines: tuple[str, ...] = ("torch",)  # names of the other contenders: peers, or variants of Sightline
+    cuda_graph: bool = False  # True times a CUDA graph on a GPU, since a short call takes the host longer than the GPU
+    published: str = ""  # a published figure to print, with its source; "" for none
 
     def __post_init__(self) -> None:
         for name, value in (("G", self.H), ("m", self.n), ("d_v", self.d_k)):
@@ -166,7 +167,7 @@ class Workload:
 
     @property
     def description(self) -> str:
-        """The shape and options in one line."""
+        """The shape and the options of the workload in one line."""
         parts = [f"{self.B} × {self.H} heads" + (f" on {self.G}" if self.G != self.H else "")]
         parts.append(f"n {self.n:,}" + (f", m {self.m:,}" if self.m != self.n else ""))
         parts.append(f"d {self.d_k}" if self.d_k == self.d_v else f"d_k {self.d_k}, d_v {self.d_v}")
@@ -181,7 +182,7 @@ class Workload:
 
     @property
     def formula(self) -> Expression | None:
-        """The mask as a formula, or None."""
+        """The mask as a formula; None if the workload has no mask."""
         return None if self.mask is None else self.mask.formula(self.n)
 
     @property
@@ -191,29 +192,32 @@ class Workload:
 
     @property
     def needs_mask_array(self) -> bool:
-        """True if there is a mask other than i ≥ j."""
+        """True if the workload has a mask other than i ≥ j."""
         return self.mask is not None and not self.is_causal
 
     @property
     def score_formula(self) -> Expression | None:
-        """The score as a formula, or None; a bias is not part of it."""
+        """The changed score as a formula, without the bias; None if the workload has no score."""
         return None if self.score is None else self.score.formula(self.H)
 
     @cached_property
     def allowed(self) -> int:
-        """The number of pairs that the mask allows, over all batches and heads."""
+        """The number of pairs (i, j) that the mask allows, summed over all batches and heads."""
         return allowed_pairs(self.formula, self.extent)
 
     @property
     def flops(self) -> int:
-        """The FLOPs of one call, counted as this module's docstring says."""
+        """The number of FLOPs of one call, counted as the docstring of the module `workloads` says."""
         forward, backward = 2 * (self.d_k + self.d_v), 2 * (3 * self.d_k + 2 * self.d_v)
         each = {"forward": forward, "backward": backward, "forward and backward": forward + backward}
         return self.allowed * each[self.passes]
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes of inputs and outputs, each moved once; a gradient has the bytes of its array."""
+        """The bytes of the inputs and outputs of one call, each array moved once.
+
+        A gradient has as many bytes as the array it belongs to.
+        """
         queries, keys = self.B * self.H * self.n, self.B * self.G * self.m
         inputs = (queries + keys) * self.d_k + keys * self.d_v + self.bias * self.H * self.n * self.m
         output = queries * self.d_v
@@ -222,20 +226,20 @@ class Workload:
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of the output and of the statistics."""
+        """The bytes of the output and of the statistics together."""
         arrays = [array for statistic in self.see for array in statistic.outputs(self._meta_problem)]
         statistics = sum(math.prod(shape) * np.dtype(resolve_dtype(np, dtype)).itemsize for shape, dtype in arrays)
         return int(self.B * self.H * self.n * self.d_v * ITEM_SIZES[self.dtype] + statistics)
 
     @property
     def _meta_problem(self) -> Problem:
-        """The problem with broadcast arrays of its shapes, which take no memory."""
+        """The workload as a `Problem` whose arrays are one broadcast number, so that they take no memory."""
         zero = np.zeros((), resolve_dtype(np, self.dtype))
         shapes = [(self.H, self.n, self.d_k), (self.G, self.m, self.d_k), (self.G, self.m, self.d_v)]
         return make_problem(*(np.broadcast_to(zero, (self.B, *shape)) for shape in shapes))
 
     def small(self) -> Workload:
-        """Return the same problem with small sizes for tests, without targets."""
+        """Return the workload with small lengths and without targets, for tests."""
         heads = min(self.H, 4)
         group = self.H // self.G
         n, m = min(self.n, SMALL_LENGTH), min(self.m, SMALL_LENGTH)
@@ -244,7 +248,7 @@ class Workload:
 
 
 def _limit_cells(statistic: Statistic) -> Statistic:
-    """Return the statistic; if it is pooled, with at most `SMALL_CELLS` cells per side."""
+    """Return the statistic. A pooled statistic is returned with at most `SMALL_CELLS` cells per side."""
     if not isinstance(statistic, Pooled):
         return statistic
     return replace(statistic, down=min(statistic.down, SMALL_CELLS), across=min(statistic.across, SMALL_CELLS))
@@ -252,7 +256,10 @@ def _limit_cells(statistic: Statistic) -> Statistic:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstCall:
-    """The first call of a new problem, in a process that has called another one: compiled, and loaded from disk."""
+    """A benchmark of the first call of a new problem, in a process that has computed another problem before.
+
+    The kernel of the new problem is compiled in one measurement and loaded from the disk cache in another.
+    """
 
     name: str
     n: int = 256
@@ -269,12 +276,12 @@ class FirstCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One problem at several sizes, to measure how time and memory grow.
+    """A benchmark of one problem at several sizes, to measure how its time and memory grow.
 
     Parameters
     ----------
-    axis : "n", or "allowed": the share of pairs that the mask allows
-    points : the problem at each point, in ascending order
+    axis : what differs from point to point: "n", or "allowed", the share of pairs that the mask allows
+    points : the problem at each point, by ascending n or share
     """
 
     name: str
@@ -296,10 +303,10 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """The host's work for a new mask: finding the tile ranges and copying the schedule to the device."""
+    """A benchmark of the host's work for a new mask: to find its tile ranges and to copy the schedule to the device."""
 
     name: str
-    mask: Callable[[int], Mask]  # from a width; every width gives a different mask
+    mask: Callable[[int], Mask]  # a function of a width that returns a mask; every width gives a different mask
     width: int
     n: int
     H: int = 16
@@ -318,17 +325,20 @@ Benchmark = Workload | FirstCall | Planning | Series
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The arrays of a workload: float32 numbers that its dtype represents, so that every contender gets the same."""
+    """The input arrays of a workload, in float32.
+
+    The workload's dtype represents every number exactly, so that every contender gets equal numbers.
+    """
 
     query: Array
     key: Array
     value: Array
-    d_output: Array | None  # None in forward passes
-    bias: Array | None
+    d_output: Array | None  # None if the workload has only a forward pass
+    bias: Array | None  # None if the workload has no bias
 
     @classmethod
     def of(cls, workload: Workload) -> Inputs:
-        """Draw standard normal numbers, the same in every run."""
+        """Draw the arrays of a workload: standard normal numbers, which are the same in every run."""
         rng, dtype = np.random.default_rng(SEED), resolve_dtype(np, workload.dtype)
 
         def draw(heads: int, *shape: int, B: int = workload.B) -> Array:
@@ -343,7 +353,10 @@ class Inputs:
 
     @cached_property
     def with_sampled_d_output(self) -> Inputs:
-        """The inputs with d_output 0 except at random queries, which suffice as gradients are linear in d_output."""
+        """The inputs with d_output set to 0 except at `CHECKED_GRADIENT_ROWS` random queries.
+
+        These queries suffice for a check of the gradients, because gradients are linear in d_output.
+        """
         if self.d_output is None or self.d_output.shape[-2] <= CHECKED_GRADIENT_ROWS:
             return self
         rows = np.random.default_rng(SEED).choice(self.d_output.shape[-2], CHECKED_GRADIENT_ROWS, replace=False)
@@ -353,20 +366,23 @@ class Inputs:
 
     @property
     def score(self) -> Expression | None:
-        """The bias as a score formula, or None."""
+        """The bias as a score formula; None if there is no bias."""
         return None if self.bias is None else bias(self.bias)
 
 
 def evaluate_at(formula: Expression, n: int, m: int, **symbols: Any) -> Any:
-    """Return the formula's values, bool or float64, at arrays of the symbols that broadcast against each other."""
+    """Return an array with what the formula gives, bool or float64.
+
+    `symbols` are arrays of b, h, i, j and s, as far as the formula reads them; they broadcast against each other.
+    """
     symbols = {name: np.asarray(value) for name, value in symbols.items()} | {"n": n, "m": m}
     return evaluate(formula, symbols, xp=np, float_dtype=np.dtype("float64"), like=symbols["i"])
 
 
 def allowed_pairs(mask: Expression | None, extent: tuple[int, int, int, int]) -> int:
-    """Return the number of pairs that a mask allows, over all batches and heads.
+    """Return the number of pairs (i, j) that a mask allows, summed over all batches and heads.
 
-    A full tile counts by its size; in a partial tile the mask is evaluated.
+    All pairs of a full tile are allowed. In a partial tile the mask is evaluated.
     """
     B, H, n, m = extent
     if mask is None:
@@ -386,7 +402,7 @@ def allowed_pairs(mask: Expression | None, extent: tuple[int, int, int, int]) ->
 
 
 def _tile_spans(tile_ranges: Any) -> Iterator[tuple[int, tuple[int, int, bool]]]:
-    """Yield for every range its row of tiles and (first tile, last tile + 1, True if all tiles are full)."""
+    """Yield for every tile range the index of its row of tiles, and (first tile, last tile + 1, are all tiles full)."""
     owner = np.repeat(np.arange(tile_ranges.start.size - 1), np.diff(tile_ranges.start))
     for row, first, last, full in zip(owner, tile_ranges.first, tile_ranges.last, tile_ranges.full, strict=True):
         yield int(row), (int(first), int(last), bool(full))
