@@ -14,10 +14,10 @@ __all__ = ["arcs"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MAX_LABELS = 64  # tokens up to which every token is labelled
-MAX_POSITIONS = 256  # places along the line; several tokens of a longer text share a place
-MAX_ARCS = 1500  # number of arcs drawn
-ARC_SEGMENTS = 48  # points of the polyline of an arc
+MAX_LABELS = 64  # largest number of tokens at which every token is labelled
+MAX_POSITIONS = 256  # largest number of places along the line; several tokens of a longer text share a place
+MAX_ARCS = 1500  # largest number of arcs that are drawn
+ARC_SEGMENTS = 48  # number of points of the polyline that draws an arc
 
 
 def arcs(
@@ -34,21 +34,23 @@ def arcs(
     Parameters
     ----------
     weights, where : (n, k) arrays; leading axes of length 1 are dropped
-        Weights and key positions, as `top_k(k)` returns them: `arcs(*top)`. An entry with position −1 is empty.
+        The weights and the key positions, as `top_k(k)` returns them: `arcs(*top)`. Position −1 means that there is no
+        key, and nothing is drawn for it.
     labels : sequence of str, optional
         The tokens. Up to 64 tokens are labelled.
     axis : matplotlib axis, optional
         The axis to draw on; by default that of a new figure, which is `axis.figure`.
     least : float, default 0.02
-        Weights below this value are not drawn.
+        Weights below this number are not drawn.
     title : str, optional
 
     Returns
     -------
     matplotlib axis
-        The opacity and the width of an arc grow with its weight. The weight of a query on itself is a dot. At most the
-        1500 heaviest arcs are drawn. More than 256 tokens are binned to 256 places: the weights between two places are
-        summed, an arc shows its share of the largest sum, and the weight within a place is a dot.
+        The opacity and the width of an arc grow with its weight. The weight of a query on its own position is drawn as
+        a dot. Of more than 1500 arcs, the 1500 heaviest are drawn. A text of more than 256 tokens is binned to 256
+        places along the line: the weights from one place to another are summed, an arc shows the share of this sum in
+        the largest sum, and the weight within a place is drawn as a dot.
 
     Raises
     ------
@@ -85,7 +87,10 @@ def _as_matrix(given: Any) -> Array:
 
 
 def _merge_arcs(weights: Array, where: Array, n: int, least: float) -> tuple[Array, Array, Array]:
-    """Return the start, end and weight of every arc, by ascending weight; arcs of a long text are merged by place."""
+    """Return the starts, the ends and the weights of the arcs, by ascending weight.
+
+    Arcs of a text with more than `MAX_POSITIONS` tokens are merged if they join the same two places.
+    """
     i, entry = np.nonzero((where >= 0) & (weights >= least))
     j, weight = where[i, entry], np.asarray(weights[i, entry], np.float64)
     starts, ends = i.astype(np.float64), j.astype(np.float64)
@@ -102,7 +107,7 @@ def _draw(axis: Any, starts: Array, ends: Array, shares: Array) -> None:
     from matplotlib.colors import to_rgba
 
     angle = np.linspace(0, np.pi, ARC_SEGMENTS)
-    middle, half = (starts + ends) / 2, (starts - ends) / 2  # half < 0: the key is later, the arc is below
+    middle, half = (starts + ends) / 2, (starts - ends) / 2  # half < 0 if the key is later; its arc is below
     lines = np.stack([middle[:, None] + half[:, None] * np.cos(angle), half[:, None] * np.sin(angle)], -1)
     dots = half == 0
     colours = np.array([to_rgba(plotting.BLUE if h > 0 else plotting.ORANGE) for h in half]).reshape(-1, 4)

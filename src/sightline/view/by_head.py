@@ -1,4 +1,4 @@
-"""Pictures of all heads, by layer and head: small maps of the weights, and the mean entropy."""
+"""Pictures with a place for every head, by layer and head: small maps of the weights, and the mean entropy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["entropy_by_head", "head_grid"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MAX_CELLS = 64  # cells per side of a small map; longer axes are pooled
-GAP = 0.08  # gap between small maps; 1 is the distance from one map to the next
-MAX_ANNOTATED = 24  # layers or heads up to which each cell shows its number
+MAX_CELLS = 64  # largest number of cells per side of a small map; more queries or keys are pooled
+GAP = 0.08  # width of the gap between small maps, in units of the distance from one map to the next
+MAX_ANNOTATED = 24  # largest number of layers and of heads at which every cell shows its number
 
 
 def head_grid(weights: Any, axis: Any = None, *, names: Sequence[str] | None = None, title: str | None = None) -> Any:
@@ -28,8 +28,8 @@ def head_grid(weights: Any, axis: Any = None, *, names: Sequence[str] | None = N
     ----------
     weights : (H, n, m) array, a list with one such array per layer, or (L, H, n, m); leading axes of length 1 are
         dropped
-        Weights, or their cells as `pooled(...)` returns them. More than 64 queries or keys are pooled: a cell is the
-        mean of its weights.
+        The weights, or the cells of weights that the statistic `pooled(...)` returns. More than 64 queries or keys are
+        pooled: a cell then shows the mean of the weights that it covers.
     axis : matplotlib axis, optional
         The axis to draw on; by default that of a new figure, which is `axis.figure`.
     names : sequence of str, optional
@@ -39,8 +39,8 @@ def head_grid(weights: Any, axis: Any = None, *, names: Sequence[str] | None = N
     Returns
     -------
     matplotlib axis
-        Colours follow the square root of the weight and are scaled by the largest weight of each head. Weights of 0 are
-        grey.
+        The colours of a map follow the square root of the weight, and are scaled by the largest weight of the head.
+        Weights of 0 are grey.
 
     Raises
     ------
@@ -71,8 +71,8 @@ def entropy_by_head(
     Parameters
     ----------
     entropy : list of (..., H, n) arrays, one for each layer, or (L, H) array
-        In nats, as `seen["entropy"]` of a watched model. The mean is taken over all axes except the heads. An (L, H)
-        array has the means already.
+        Entropies in nats, as `seen["entropy"]` of a watched model returns them. The mean is taken over all axes except
+        the axis of heads. An (L, H) array holds means and is drawn as it is.
     axis : matplotlib axis, optional
         The axis to draw on; by default that of a new figure, which is `axis.figure`.
     names : sequence of str, optional
@@ -111,7 +111,7 @@ def entropy_by_head(
 
 
 def _mean_by_head(entropy: Any) -> list[Array]:
-    """Return the (H,) mean entropies of every layer."""
+    """Return for every layer an (H,) array with the mean entropy of each head."""
     if hasattr(entropy, "ndim") and entropy.ndim == 2:
         return list(np.asarray(to_numpy(entropy), np.float64))
     found = []
@@ -135,7 +135,7 @@ def _as_layers(weights: Any) -> list[Array]:
 
 
 def _label_axes(axis: Any, layers: int, heads: int, names: Sequence[str] | None, middle: float) -> None:
-    """Label the heads below and the layers at the left, at most 48 labels per side."""
+    """Label the heads below the picture and the layers at its left, with at most 48 labels per side."""
     if names is not None and len(names) != layers:
         raise ShapeError(f"{len(names)} names for {layers} layers", "one name for each layer", "names=None")
     labels = list(map(str, range(layers))) if names is None else list(names)

@@ -15,9 +15,9 @@ __all__ = ["heatmap", "pooled"]
 Array = np.ndarray[Any, np.dtype[Any]]
 Labels = Sequence[str]
 
-MAX_ANNOTATED = 14  # tokens per side up to which every cell shows its weight
-MAX_LABELS = 64  # tokens per side up to which every token is labelled
-MAX_CELLS = 512  # cells per side; longer axes are pooled
+MAX_ANNOTATED = 14  # largest number of tokens per side at which every cell shows its weight by default
+MAX_LABELS = 64  # largest number of tokens per side at which every token is labelled
+MAX_CELLS = 512  # largest number of cells per side; more queries or keys are pooled
 
 
 def heatmap(
@@ -34,18 +34,19 @@ def heatmap(
     Parameters
     ----------
     weights : (n, m) array; leading axes of length 1 are dropped
-        Weights of exactly 0, which are hidden pairs, are grey. Colours follow the square root of the weight, so that
-        small weights are visible. More than 512 rows or columns are pooled: a cell is the mean of its weights.
+        Weights of exactly 0, such as those of hidden pairs, are grey. Colours follow the square root of the weight, so
+        that small weights are visible. More than 512 rows or columns are pooled: a cell then shows the mean of the
+        weights that it covers.
     labels : sequence of str, or (labels of the queries, labels of the keys), optional
         The tokens. Up to 64 tokens per side are labelled.
     axis : matplotlib axis, optional
         The axis to draw on; by default that of a new figure, which is `axis.figure`.
     title : str, optional
     annotate : bool, optional
-        True writes each weight into its cell. By default weights are written for up to 14 tokens per side.
+        True writes each weight into its cell. By default the weights are written if there are up to 14 tokens per side.
     shape : (queries, keys), optional
-        The numbers of queries and keys that the cells stand for, if `weights` are cells of `pooled(...)` or only some
-        rows.
+        The numbers of queries and keys that the rows and columns stand for, if `weights` are the cells of
+        `pooled(...)` or only some rows of the weights.
 
     Returns
     -------
@@ -81,7 +82,10 @@ def heatmap(
 
 
 def pooled(values: Any, max_cells: int) -> Any:
-    """Return the matrix pooled to at most `max_cells` rows and columns: means over blocks of nearly equal size."""
+    """Return the matrix `values` pooled to at most `max_cells` rows and columns.
+
+    A pooled cell is the mean of a rectangle of the matrix; all rectangles have nearly equal sizes.
+    """
     for axis in (0, 1):
         length = values.shape[axis]
         if length > max_cells:
@@ -125,7 +129,7 @@ def _label_sides(axis: Any, sides: tuple[Labels | None, Labels | None], shape: t
 
 
 def _annotate(axis: Any, image: Any, values: Array) -> None:
-    """Write each weight with two digits into its cell, in black or white."""
+    """Write each weight with two digits into its cell, in black or white, a weight of 0 in grey."""
     for (i, j), value in np.ndenumerate(values):
         text = "0" if value == 0 else f"{value:.2f}".lstrip("0") if value < 0.995 else f"{value:.1f}"
         colour = plotting.text_colour(image, value) if value else "#9a9a94"

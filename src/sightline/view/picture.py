@@ -1,8 +1,8 @@
-"""Pictures of formulas at any length: the allowed pairs of a mask, or the number that a score adds.
+"""Pictures of formulas for any numbers of queries and keys: the allowed pairs of a mask, or what a score adds.
 
-The number of cells is limited by the size of the picture; each cell stands for a rectangle of (i, j). Interval bounds
-show which cells are empty and which are full, at any length. The other cells are sampled. Memory is proportional to the
-number of cells.
+A picture is drawn in cells, and the size of the picture limits their number. Each cell stands for a rectangle of pairs
+(i, j). Interval bounds show which cells of a mask have no allowed pair and which have only allowed pairs. The other
+cells are sampled. The memory is proportional to the number of cells.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["Picture", "formula_picture", "validate_extent"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-SAMPLES_PER_SIDE = 8  # sampled points per side of a cell
-FILE_CELLS = 256  # cells per side in files; a terminal has TERMINAL_CELLS, or twice as many with colours
-TERMINAL_CELLS = 32
-MAX_COUNTED_PAIRS = 1 << 20  # pairs up to which the allowed pairs of a mask are counted
+SAMPLES_PER_SIDE = 8  # largest number of sampled points per side of a cell
+FILE_CELLS = 256  # largest number of cells per side of a picture in a file
+TERMINAL_CELLS = 32  # largest number of cells per side in a terminal without colours; twice as many with colours
+MAX_COUNTED_PAIRS = 1 << 20  # largest number of pairs at which the allowed pairs of a mask are counted
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Picture:
-    """A picture of n queries and m keys. It prints itself, shows itself in notebooks, and can be saved.
+    """A picture of a formula for n queries and m keys. It prints itself, shows itself in notebooks, and can be saved.
 
     Parameters
     ----------
@@ -44,9 +44,11 @@ class Picture:
     n, m : int
         Numbers of queries and keys.
     kind : {"mask", "numbers"}
-        Meaning of the cells: shares of allowed pairs from 0 to 1, or values with NaN for hidden cells.
+        What a cell holds. "mask": the share of allowed pairs, from 0 to 1. "numbers": the mean of what the formula
+        gives, NaN if all sampled pairs are hidden.
     cells : function
-        (rows, columns) → a float64 matrix of at most that many cells. A cell covers a power of two positions per side.
+        (rows, columns) → a float64 matrix with at most `rows` rows and `columns` columns of cells. A cell covers a
+        power of two queries and a power of two keys, fewer at the ends.
     """
 
     title: str
@@ -56,12 +58,12 @@ class Picture:
     cells: Callable[[int, int], Array]
 
     def text(self, colour: bool | None = None) -> str:
-        """Return the drawing as lines of at most 80 characters.
+        """Return the picture as text for a terminal, in lines of at most 80 characters unless the title is longer.
 
         Parameters
         ----------
         colour : bool, optional
-            True uses 24-bit colours, False block shades; by default colours if standard output shows them.
+            True draws 24-bit colours, False block shades. By default colours are drawn if standard output shows them.
 
         Returns
         -------
@@ -81,7 +83,7 @@ class Picture:
         return "\n".join([head] if len(head) <= 80 else [self.title, note]) + "\n" + "\n".join(lines)
 
     def save(self, path: str | Path) -> Path:
-        """Write PNG, SVG or PDF, chosen by the ending of the path, and return the path.
+        """Write the picture to a file and return the path. The ending .png, .svg or .pdf chooses the format.
 
         Parameters
         ----------
@@ -142,7 +144,10 @@ class Picture:
             bar.ax.tick_params(labelsize=8, length=0)
 
     def _normalise(self, values: Array) -> tuple[Array, float, float]:
-        """Return the values scaled to 0 to 1, and the minimum and the maximum of the original values."""
+        """Return the cells as they are drawn, from 0 to 1, and the minimum and the maximum that the colours stand for.
+
+        The minimum and the maximum are NaN if every cell is hidden.
+        """
         if self.kind == "mask":
             return _displayed_shares(values), 0.0, 1.0
         if not np.isfinite(values).any():
@@ -171,7 +176,7 @@ class Picture:
         return buffer.getvalue()
 
     def _repr_html_(self) -> str | None:
-        """Return block shades for notebooks without matplotlib; with matplotlib the notebook shows the PNG."""
+        """Return the picture in block shades as HTML; None if matplotlib is installed, since notebooks show the PNG."""
         if plotting.has_matplotlib():
             return None
         text = self.text(colour=False).replace("&", "&amp;").replace("<", "&lt;")
@@ -179,7 +184,7 @@ class Picture:
 
 
 def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head: int = 0) -> Picture:
-    """Return the picture of a mask, or of the number that a formula gives for s = 0, which is what a score adds.
+    """Return the picture of a mask, or of what a score formula adds: the number that it gives for s = 0.
 
     Parameters
     ----------
@@ -188,7 +193,7 @@ def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head
     n, m : int
         Numbers of queries and keys.
     batch, head : int, default 0
-        The values of b and h.
+        The batch b and the head h of the picture.
 
     Returns
     -------
@@ -199,7 +204,7 @@ def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head
     ParameterError
         n, m, batch or head is not a whole number of at least 0.
     TableError, ShapeError
-        The formula reads outside its tables at these lengths, or a table does not fit its axes.
+        The formula reads outside its tables for some i or j below n or m, or a table does not fit its axes.
     """
     if not all(hasattr(number, "__index__") and number >= 0 for number in (n, m, batch, head)):
         raise ParameterError(f"n={n}, m={m}, batch={batch}, head={head}", "whole numbers ≥ 0", "formula.show(64)")
@@ -220,22 +225,25 @@ def formula_picture(formula: Expression, n: int, m: int, *, batch: int = 0, head
 
 
 def validate_extent(formula: Expression, n: int, m: int, batch: int, head: int) -> tuple[int, int, int, int]:
-    """Return an extent (B, H, n, m) that contains b and h, after checking that the formula's tables fit it."""
+    """Return an extent (B, H, n, m) with batch < B and head < H, after checking that the formula's tables fit it."""
     extent = (_axis_length(formula, "b", batch), _axis_length(formula, "h", head), n, m)
     check_formulas(formula, None, extent)
     return extent
 
 
 def _axis_length(formula: Expression, name: str, shown: int) -> int:
-    """Return a length of the axis b or h that contains the given index and fits the tables that must span the axis."""
+    """Return a length of the axis `name`, b or h, that is above the index `shown`.
+
+    The length fits the formula's tables that must span the axis.
+    """
     spans = (pair for table in formula.tables for pair in zip(table.axes or (), table.shape, strict=False))
     return max(shown + 1, *(length for axis, length in spans if axis == name), 0)
 
 
 def _cell_edges(length: int, max_cells: int) -> Array:
-    """Return the first position of every cell, and the end of the last one.
+    """Return the first position of every cell along an axis, followed by the length of the axis.
 
-    The width of a cell is a power of two, for which the bounds of tables are exact.
+    The width of a cell is a power of two, because interval bounds of tables are exact for such widths.
     """
     width = 1 << max(-(-length // max(max_cells, 1)) - 1, 0).bit_length()
     return np.append(np.arange(0, length, width), length)
@@ -244,7 +252,10 @@ def _cell_edges(length: int, max_cells: int) -> Array:
 def _sample_cells(
     formula: Expression, extent: tuple[int, int, int, int], batch: int, head: int, edges: tuple[Array, Array]
 ) -> Array:
-    """Return values at up to SAMPLES_PER_SIDE² points of every cell, (rows, points, columns, points) float64."""
+    """Return what the formula gives at up to SAMPLES_PER_SIDE² pairs of every cell, in float64.
+
+    The array is (rows, points, columns, points): rows and columns of cells, and points per side of a cell.
+    """
 
     def points(edge: Array) -> Array:
         sizes = edge[1:] - edge[:-1]
@@ -271,13 +282,16 @@ def _sample_cells(
 
 
 def _displayed_shares(share: Array) -> Array:
-    """Return the shares as drawn: 0 as NaN, 1 as 1, others as 0.2 to 0.7, so that a few pairs are visible."""
+    """Return the numbers by which shares of allowed pairs are coloured, so that a few allowed pairs are visible.
+
+    A share of 0 becomes NaN, a share of 1 stays 1, and other shares become numbers from 0.2 to 0.7.
+    """
     displayed: Array = np.where(share == 0, np.nan, np.where(share == 1, 1.0, 0.2 + 0.5 * share))
     return displayed
 
 
 def _finite_mean(values: Array) -> Array:
-    """Return the mean of the finite values at a cell's points; NaN if there is none."""
+    """Return for each cell the mean of the finite numbers at its points; NaN for a cell without finite numbers."""
     finite = np.isfinite(values)
     count = finite.sum(axis=(1, 3))
     total = np.where(finite, values, 0).sum(axis=(1, 3))
@@ -288,9 +302,10 @@ def _finite_mean(values: Array) -> Array:
 def _apply_bounds(
     mask: Expression, extent: tuple[int, int, int, int], batch: int, head: int, edges: tuple[Array, Array], share: Array
 ) -> Array:
-    """Return the shares, corrected by the bounds: 0 if a cell is empty, 1 if it is full.
+    """Return the shares of allowed pairs, corrected by the interval bounds of the mask.
 
-    If neither is proved and not every pair was sampled, the share is at least one sample away from 0 and from 1.
+    The share is 0 if the bounds prove that the cell has no allowed pair, and 1 if they prove that it has no hidden
+    pair. If they prove neither and not every pair was sampled, the share is at least one sample away from 0 and 1.
     """
     i, j = edges
     box = make_box(

@@ -1,4 +1,7 @@
-"""Helpers that all picture files share: matplotlib, imported when the first picture is drawn, sizes and colours."""
+"""Helpers for pictures drawn with matplotlib: figures, axes, colours, labels and files.
+
+matplotlib is imported only when a picture is drawn.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ __all__ = [
     "token_label",
 ]
 
-COLOUR_MAP = "cividis"  # looks the same with a colour vision deficiency (Nuñez et al., 2018)
-HIDDEN_COLOUR = "#e9e9e4"  # for pairs that a mask hides; the colour map does not contain this colour
-BLUE, ORANGE = "#0072b2", "#d55e00"  # from the palette of Okabe and Ito
+COLOUR_MAP = "cividis"  # a map that looks alike with and without a colour vision deficiency (Nuñez et al., 2018)
+HIDDEN_COLOUR = "#e9e9e4"  # colour of pairs that a mask hides; the colour map does not contain this colour
+BLUE, ORANGE = "#0072b2", "#d55e00"  # two colours of the palette of Okabe and Ito
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -44,7 +47,7 @@ def has_matplotlib() -> bool:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure, size in inches, that is not registered in pyplot.
+    """Return an empty matplotlib figure of this width and height in inches. The figure is not registered in pyplot.
 
     Raises
     ------
@@ -63,23 +66,26 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def new_axis(axis: Any, width: float, height: float) -> Any:
-    """Return the given axis, or the axis of a new figure of this size in inches if the given one is None."""
+    """Return the given axis. If `axis` is None, return the axis of a new figure of this width and height in inches."""
     return new_figure(width, height).add_subplot() if axis is None else axis
 
 
 def set_title(axis: Any, text: str | None) -> None:
-    """Set a title at the left if the text is not empty. A $ is printed as a $."""
+    """Set the title of the axis at the left, unless the text is empty or None. A $ in the text is printed as a $."""
     if text:
         axis.set_title(text, loc="left", fontsize=10, pad=8, parse_math=False)
 
 
 def token_label(token: Any) -> str:
-    """Return a token as a label, with visible signs in place of spaces, newlines and tabs."""
+    """Return the token as text, with a visible sign in place of each space, newline and tab."""
     return str(token).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
 
 
 def set_position_ticks(axis: Any, names: Any) -> None:
-    """Put a few whole-number ticks on these axes, "x" or "y" or both, with commas between thousands."""
+    """Put a few ticks at whole numbers, with commas between thousands.
+
+    `names` has the directions that get ticks: "x", "y" or both.
+    """
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     for name in names:
@@ -90,7 +96,7 @@ def set_position_ticks(axis: Any, names: Any) -> None:
 
 
 def add_colour_bar(axis: Any, image: Any, label: str) -> None:
-    """Draw a colour bar without a frame and with a label."""
+    """Draw a colour bar for the image beside the axis, with a label and without a frame."""
     bar = axis.figure.colorbar(image, ax=axis, shrink=0.7, pad=0.02)
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=8)
@@ -98,20 +104,23 @@ def add_colour_bar(axis: Any, image: Any, label: str) -> None:
 
 
 def text_colour(image: Any, value: float) -> str:
-    """Return "black" or "white", whichever contrasts better with the image's colour for the value."""
+    """Return "black" or "white", whichever contrasts better with the colour of the number `value` in the image."""
     red, green, blue, _ = image.cmap(image.norm(value))
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 
 
 def colour_map() -> Any:
-    """Return the colour map of the pictures, with `HIDDEN_COLOUR` for masked cells and NaN."""
+    """Return the colour map of the pictures, which shows masked cells and NaN in `HIDDEN_COLOUR`."""
     from matplotlib import colormaps
 
     return colormaps[COLOUR_MAP].with_extremes(bad=HIDDEN_COLOUR)
 
 
 def draw_weights(axis: Any, cells: Any, frame: tuple[float, ...], aspect: str) -> Any:
-    """Draw a matrix of weights, coloured by the square root, 0 in grey, and return the matplotlib image."""
+    """Draw a matrix of weights and return the matplotlib image.
+
+    Colours follow the square root of the weight; weights of 0 are grey. `frame` is (left, right, bottom, top).
+    """
     from matplotlib.colors import PowerNorm
 
     shown = np.ma.masked_where(cells == 0, cells)
@@ -120,7 +129,7 @@ def draw_weights(axis: Any, cells: Any, frame: tuple[float, ...], aspect: str) -
 
 
 def drop_leading_axes(array: Any, ndim: int) -> Any:
-    """Return a NumPy array without leading axes of length 1, as long as more than `ndim` axes are left."""
+    """Return the array as a NumPy array, without its leading axes of length 1 if it has more than `ndim` axes."""
     array = np.asarray(to_numpy(array))
     while array.ndim > ndim and array.shape[0] == 1:
         array = array[0]
@@ -128,19 +137,19 @@ def drop_leading_axes(array: Any, ndim: int) -> Any:
 
 
 def hide_upper_spines(axis: Any) -> None:
-    """Hide the spines at the top and at the right, and draw the grid behind the data."""
+    """Hide the border lines at the top and at the right of the axis, and draw its grid behind the data."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_axisbelow(True)
 
 
 def hide_frame(axis: Any) -> None:
-    """Hide the frame and the tick marks."""
+    """Hide the frame of the axis and its tick marks."""
     axis.spines[:].set_visible(False)
     axis.tick_params(length=0)
 
 
 def save(figure: Any, path: str | Path) -> Path:
-    """Write a matplotlib figure as PNG, SVG or PDF, chosen by the ending of the path, at 180 dots per inch.
+    """Write a matplotlib figure to a file, with 180 dots per inch. The ending .png, .svg or .pdf chooses the format.
 
     Parameters
     ----------
@@ -155,12 +164,12 @@ def save(figure: Any, path: str | Path) -> Path:
     Raises
     ------
     ParameterError
-        The path has another ending.
+        The path does not end in .png, .svg or .pdf.
     """
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise ParameterError(
             f"a picture at {str(path)!r}", "a path ending in " + ", ".join(FORMATS), f"{path.stem}.png"
         )
-    figure.figure.savefig(path, dpi=180)  # the `figure` of a figure is the figure itself
+    figure.figure.savefig(path, dpi=180)  # works for an axis too: `figure.figure` of a figure is itself
     return path

@@ -1,4 +1,4 @@
-"""Charts of the weight that each key receives, of one head or of several."""
+"""Charts of the weight that each key receives, in one head or in several heads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["received_by_key"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MAX_BARS = 64  # keys up to which every key has a bar and a label
-MAX_POINTS = 1000  # points of the line of a longer text
+MAX_BARS = 64  # largest number of keys at which every key has a bar and a label
+MAX_POINTS = 1000  # largest number of points of the line that is drawn for more than `MAX_BARS` keys
 
 
 def received_by_key(
@@ -26,8 +26,8 @@ def received_by_key(
     Parameters
     ----------
     received : (m,) or (H, m) array; leading axes of length 1 are dropped
-        As `received()` returns it. For several heads the chart shows their mean, and the range from the smallest to the
-        largest.
+        The weight that each key receives, as the statistic `received()` returns it. For several heads the chart shows
+        their mean. Bars also show the range from the smallest head to the largest.
     labels : sequence of str, optional
         The m tokens. Up to 64 tokens are labelled.
     axis : matplotlib axis, optional
@@ -37,8 +37,8 @@ def received_by_key(
     Returns
     -------
     matplotlib axis
-        Bars for up to 64 keys, otherwise a line. More than 1000 keys are pooled to 1000 points: the line is the mean of
-        the keys of a point, and the shaded area reaches to the largest value among these keys and the heads.
+        The axis has bars for up to 64 keys, otherwise a line. More than 1000 keys are pooled to 1000 points. The line
+        shows the mean over the keys of a point and the heads; a shaded area reaches up to their maximum.
 
     Raises
     ------

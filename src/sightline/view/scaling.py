@@ -1,8 +1,8 @@
-"""Why scores are divided by √d_k: the effect of the division on softmax.
+"""Why scores are divided by √d_k: measurements of the effect that the division has on softmax.
 
-If the components of q and k are independent with mean 0 and variance 1, the dot product has variance d_k (Vaswani et
-al., 2017, footnote 4). Without the division the largest score receives nearly all the weight and softmax's gradient
-vanishes.
+If the components of q and k are independent with mean 0 and variance 1, the dot product q · k has variance d_k (Vaswani
+et al., 2017, footnote 4). Without the division, at large d_k, the key with the largest score receives nearly all the
+weight and the gradient of softmax vanishes.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ PLAIN, SCALED = "q · k", "q · k / √d_k"
 
 @dataclass(frozen=True)
 class SoftmaxEffect:
-    """Means over queries of the weights that softmax gives to `KEYS` keys."""
+    """Properties of the weights that softmax gives to `KEYS` keys, as means over the queries."""
 
-    ranked: Array  # (KEYS,): weights in descending order
+    ranked: Array  # (KEYS,): the weights of each query in descending order
     keys: float  # exp(entropy), the number of keys over which the weight is spread, 1 to KEYS
     gradient: float  # Frobenius norm of d weights / d scores = diag(p) − p pᵀ, in 1/logit
 
 
 @dataclass(frozen=True)
 class ScalingEffect:
-    """The effect at one width d_k.
+    """The softmax of random scores with and without division by √d_k, at one width d_k.
 
     Parameters
     ----------
     d_k : int
         Number of components of a query and a key.
     plain : SoftmaxEffect
-        Of the scores q · k.
+        The effect of softmax on the scores q · k.
     scaled : SoftmaxEffect
-        Of the scores q · k / √d_k.
+        The effect of softmax on the scores q · k / √d_k.
     """
 
     d_k: int
@@ -53,19 +53,19 @@ class ScalingEffect:
 
 
 def effect_of_scaling(widths: Sequence[int] = WIDTHS, seed: int = 0) -> list[ScalingEffect]:
-    """Measure softmax over 16 keys on random scores q · k, 512 queries, with and without division by √d_k.
+    """Measure the softmax of random scores of 512 queries on 16 keys each, with and without division by √d_k.
 
     Parameters
     ----------
     widths : sequence of int, default (1, 16, 64, 256, 512)
-        The values of d_k.
+        The widths d_k to measure.
     seed : int, default 0
         Seed of the generator that draws q and k from the standard normal distribution.
 
     Returns
     -------
     list of ScalingEffect
-        One for each width.
+        One measurement for each width.
     """
     rng = np.random.default_rng(seed)
     effects = []
@@ -86,12 +86,15 @@ def _effect(scores: Array) -> SoftmaxEffect:
 
 
 def scaling_figure(effects: Sequence[ScalingEffect] | None = None) -> Any:
-    """Draw the effect of scaling: above, the weights at each width; below, the spread of the weights and the gradient.
+    """Draw the effect of scaling on softmax.
+
+    The upper panels show the weights at each width. The lower panels show by width how many keys the weight is spread
+    over, and the size of the gradient.
 
     Parameters
     ----------
     effects : sequence of ScalingEffect, optional
-        As `effect_of_scaling` returns them; by default those of its default widths and seed.
+        The effects that `effect_of_scaling` returns; by default those that it returns without arguments.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Matrices drawn with characters: block shades in any terminal, 24-bit colours where the terminal has them."""
+"""Matrices drawn with characters: in block shades, or in 24-bit colours if the terminal has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 RGB = tuple[int, int, int]
 
 SHADES = "░▒▓█"
-HIDDEN_CELL = " ·"  # visible, unlike a blank
+HIDDEN_CELL = " ·"  # text of a hidden cell, visible unlike a blank
 CIVIDIS: tuple[RGB, ...] = (
     (0, 34, 78),
     (0, 49, 112),
@@ -41,7 +41,7 @@ def has_true_colour() -> bool:
 
 
 def colour_of(value: float) -> RGB:
-    """Return the colour of a value from 0 to 1 in the cividis map; grey for NaN, which is a hidden cell."""
+    """Return the colour of a number from 0 to 1 in the colour map cividis; grey for NaN, which marks a hidden cell."""
     if np.isnan(value):
         return GREY
     at = min(max(value, 0.0), 1.0) * (len(CIVIDIS) - 1)
@@ -56,10 +56,10 @@ def text_colour_on(colour: RGB) -> RGB:
 
 
 def draw_blocks(values: Array, colour: bool) -> list[str]:
-    """Return the lines of a matrix of values from 0 to 1, with NaN for hidden cells.
+    """Return lines of text that draw a matrix of numbers from 0 to 1, with NaN for hidden cells.
 
     A shaded cell is two characters wide. A coloured cell is two characters wide if the matrix has at most 32 rows and
-    columns, and otherwise one character wide and half a character high.
+    at most 32 columns; otherwise it is one character wide and half a character high.
     """
     if not colour:
         return ["".join(_shade(value) for value in row) for row in values]
@@ -78,9 +78,9 @@ def draw_blocks(values: Array, colour: bool) -> list[str]:
 
 
 def frame_lines(lines: list[str], width: int, rows: tuple[int, int], columns: tuple[int, int]) -> list[str]:
-    """Return the lines in a frame, with the numbers of the first and last row and column.
+    """Return the lines in a frame, with the numbers of the first and last row and of the first and last column.
 
-    `width` is the number of characters in a line.
+    `width` is the number of visible characters in a line. `rows` and `columns` are (first number, last number).
     """
     first, last = f"{rows[0]:,}", f"{rows[1]:,}"
     margin = max(len(first), len(last), 2)

@@ -1,4 +1,4 @@
-"""Pictures of a mask's tiles, as kernels process them: empty, full or partial."""
+"""Pictures of a mask's tiles, the rectangles of pairs that kernels process: empty, full or partial."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["tile_kinds", "tile_map"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MAX_TILES = 512  # tiles per side; longer axes get larger tiles
-MAX_LINED_TILES = 64  # tiles per side up to which lines separate them
+MAX_TILES = 512  # largest number of tiles per side; more queries or keys get larger tiles
+MAX_LINED_TILES = 64  # largest number of tiles per side at which lines separate the tiles
 EMPTY, PARTIAL, FULL = 0, 1, 2
 KINDS = {EMPTY: ("empty", plotting.HIDDEN_COLOUR), PARTIAL: ("partial", "#7fb8d8"), FULL: ("full", plotting.BLUE)}
 
 
 def tile_kinds(mask: Expression, n: int, m: int, block: int, *, batch: int = 0, head: int = 0) -> Array:
-    """Return the kind of every tile of `block` queries and `block` keys as a (rows, columns) uint8 array.
+    """Return the kind of every tile of a mask as a uint8 array, with one number per tile of `block` queries and keys.
 
-    0 is empty, 1 is partial, 2 is full.
+    0 is an empty tile, 1 a partial tile, 2 a full tile.
     """
     tile_ranges = find_tile_ranges(mask, (batch + 1, head + 1, n, m), block, block)
     kinds = np.zeros((tile_ranges.query_blocks, tile_ranges.key_blocks), np.uint8)
@@ -52,22 +52,22 @@ def tile_map(
     Parameters
     ----------
     mask : formula, function (b, h, i, j) or boolean array
-        As `sightline.attention` accepts it.
+        The mask, in any form that `sightline.attention` accepts.
     n, m : int
-        Numbers of queries and keys; m is n by default.
+        The numbers of queries and keys; by default m is n.
     axis : matplotlib axis, optional
         The axis to draw on; by default that of a new figure, which is `axis.figure`.
     block : int, default 64
-        Number of queries and of keys in a tile; doubled until there are at most 512 tiles per side.
+        The number of queries and of keys in a tile. It is doubled until there are at most 512 tiles per side.
     batch, head : int, default 0
-        The values of b and h.
+        The batch b and the head h whose tiles are drawn.
     title : str, optional
         By default the formula of the mask.
 
     Returns
     -------
     matplotlib axis
-        Its legend has the share of tiles of each kind.
+        The axis has a legend with the share of tiles of each kind.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def tile_map(
     ParameterError
         n, m or block is below 1, or batch or head is negative.
     TableError, ShapeError
-        The mask reads outside its tables at these lengths, or a table does not fit its axes.
+        The mask reads outside its tables for some i or j below n or m, or a table does not fit its axes.
     MissingExtraError
         matplotlib is not installed.
     """
