@@ -1,4 +1,7 @@
-"""The data of the explorer page: texts with tokens, and for every layer its map, entropy, received weight and links."""
+"""The data of the explorer page: texts with tokens, and each layer's map, entropy, received weight and links.
+
+A link is one weight with its query and its key.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +32,24 @@ __all__ = [
 Array = np.ndarray[Any, np.dtype[Any]]
 Tokens = Sequence[str] | Sequence[Sequence[str]]
 
-PAGE_BYTES = 32 << 20  # such a page opens quickly and fits into a mail
-TOP_ENTRIES = 8  # entries stored per row and column if a page cannot hold all weights
-MAP_SIDES = (32, 1024)  # least and most cells per side of a pooled map: fewer show nothing, more are slow to draw
-BASE64_RATIO = 4 / 3  # base64 characters per byte
+PAGE_BYTES = 32 << 20  # default limit of a page's size; such a page opens quickly and fits into a mail
+TOP_ENTRIES = 8  # default number of weights stored exactly per query and per key if a page cannot hold all weights
+MAP_SIDES = (32, 1024)  # (least, most) cells per side of a pooled map: fewer show nothing, more are slow to draw
+BASE64_RATIO = 4 / 3  # number of base64 characters that encode one byte
 
 
 @dataclass(frozen=True)
 class Links:
-    """The heaviest entries of each row, or of each column, in descending order and exact.
+    """The k heaviest weights of each query, or of each key, exact and in descending order.
 
     Parameters
     ----------
-    weights : (H, n, k) float32
-    where : (H, n, k) int32
-        The key (for a row) or the query (for a column) of each entry; −1 for an empty entry, whose weight is 0.
+    weights : (H, n, k) float32, or (H, m, k) for keys
+    where : int32 array of the shape of `weights`
+        The key position of each weight of a query, or the query position of each weight of a key. An unused place has
+        position −1 and weight 0.
     complete : bool
-        False if the entries of a column are only those that are also among the heaviest of their rows.
+        False if the weights of a key include only weights that are also among the k heaviest of their queries.
     """
 
     weights: Array
@@ -55,21 +59,21 @@ class Links:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's heads on one text.
+    """What the page shows of the heads of one layer on one text.
 
     Parameters
     ----------
     name : str
     queries, keys : tuples of str
-        The tokens; the same in self-attention.
+        The tokens of the queries and of the keys, which are the same in self-attention.
     cells : (H, rows, columns) float16 or float32
         The weights, or the weights pooled to fewer rows and columns. Cell (r, c) covers the queries from ⌊r·n/rows⌋ up
-        to, not including, ⌊(r+1)·n/rows⌋, and the keys likewise.
+        to, not including, ⌊(r+1)·n/rows⌋, and the keys from ⌊c·m/columns⌋ up to, not including, ⌊(c+1)·m/columns⌋.
     how : {"whole", "mean", "max"}
-        The value of a cell: one weight, or the mean or the maximum of the weights it covers.
+        What a cell holds: one weight, or the mean or the maximum of the weights that the cell covers.
     entropy : (H, n) float32, in nats
     received : (H, m) float32
-        Weights summed over the queries.
+        The weight that each key receives: the sum of its weights over the queries.
     looks, seen_by : Links, optional
         The heaviest keys of each query, and the heaviest queries of each key; None if `cells` are the weights.
     heads : tuple of H ints, optional
@@ -106,7 +110,7 @@ class Text:
     Parameters
     ----------
     name : str
-        Shown where the reader chooses a text.
+        The name of the text, shown where the reader chooses a text.
     layers : tuple of Layer
     """
 
@@ -116,14 +120,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Exploration:
-    """The data of one page.
+    """The data of one explorer page.
 
     Parameters
     ----------
     title : str
     texts : tuple of Text
     notes : tuple of str
-        Lines at the foot of the page, which say what the page leaves out.
+        Lines of text at the foot of the page, which say what the page leaves out.
     """
 
     title: str
@@ -146,20 +150,20 @@ def from_weights(
     Parameters
     ----------
     tokens : sequence of n str, or one such sequence for each text of a batch
-        The tokens of the queries. If a text has fewer tokens than the weights have rows, the other rows are padding at
-        the end and are left out; columns likewise.
-    weights : (H, n, m) or (B, H, n, m) array, or one for each layer
-        Normalised weights, of NumPy or torch.
-    keys : like tokens, optional
-        The tokens of the keys, in cross-attention.
+        The tokens of the queries. If a text has fewer tokens than the weights have rows, the rows after the tokens are
+        padding and are left out. Columns without a token of a key are left out too.
+    weights : (H, n, m) or (B, H, n, m) array, or a sequence with one such array for each layer
+        Normalised weights, as NumPy arrays or torch tensors.
+    keys : sequence of m str, or one such sequence for each text of a batch, optional
+        The tokens of the keys in cross-attention; by default those of the queries.
     names : sequence of str, optional
-        One for each layer; by default "Layer 0", "Layer 1" and so on.
+        The name of each layer; by default "Layer 0", "Layer 1" and so on.
     title : str, default "Attention"
     limit : int, default 32 MiB
-        Largest size of a page in bytes. If the weights are larger, the map is pooled to means, and only the heaviest
-        entries of each query and key are stored exactly; the page says so.
+        Largest size of a page in bytes. If the weights are larger, the map shows means of weights, only the heaviest
+        weights of each query and of each key are stored exactly, and the page says so.
     top : int, default 8
-        Largest number of these entries per query and per key.
+        Largest number of weights that are stored exactly per query and per key if the map shows means.
 
     Returns
     -------
@@ -194,9 +198,10 @@ def from_weights(
 def make_exploration(
     title: str, texts: Sequence[Sequence[DenseLayer]], limit: int = PAGE_BYTES, top: int = TOP_ENTRIES
 ) -> Exploration:
-    """Return the data of a page of at most `limit` bytes.
+    """Return the data of a page whose size is about `limit` bytes at most.
 
-    The page has all weights if they fit, else pooled maps and the `top` heaviest entries of each query and key.
+    The page has all weights if they fit. Otherwise it has pooled maps, and up to `top` of the heaviest weights of each
+    query and of each key.
     """
     if not all(isinstance(number, int | float) and number >= 1 for number in (limit, top)):
         raise ParameterError(f"limit={limit!r}, top={top!r}", "numbers ≥ 1", f"limit={PAGE_BYTES}, top={TOP_ENTRIES}")
@@ -209,14 +214,17 @@ def make_exploration(
 
 
 def text_name(tokens: Sequence[str]) -> str:
-    """Return the first 80 characters of a text, joined from its tokens."""
+    """Return the first 80 characters of the text that the tokens form, as a name of the text."""
     has_spaces = any(token.startswith(("Ġ", "▁", " ")) for token in tokens)
     text = "".join(tokens) if has_spaces else " ".join(tokens).replace(" ##", "")
     return text.replace("Ġ", " ").replace("▁", " ").strip()[:80]
 
 
 def _as_layers(weights: Any) -> list[Array]:
-    """Return (B, H, n, m) weights for every layer; float16 stays float16, other dtypes later become float32."""
+    """Return an array of weights (B, H, n, m) for every layer.
+
+    The dtype of an array does not change here. Later float16 stays float16, and other dtypes become float32.
+    """
     given = weights if isinstance(weights, Sequence) else [weights]
     arrays: list[Array] = [np.asarray(to_numpy(array)) for array in given]
     shapes = [array.shape for array in arrays]
@@ -235,7 +243,7 @@ def _as_layers(weights: Any) -> list[Array]:
 
 
 def _as_texts(tokens: Tokens) -> list[tuple[str, ...]]:
-    """Return a tuple of tokens for each text."""
+    """Return for each text a tuple of its tokens."""
     return [tuple(one) for one in labels_by_entry(tokens)]
 
 
@@ -254,18 +262,23 @@ def _check(queries: Sequence[Any], keys: Sequence[Any], arrays: Sequence[Array])
 
 
 def _split_budget(limit: int, all_weights: Sequence[Array], top: int) -> tuple[int, int]:
-    """Return the number of exact entries per row and column, and the side of the pooled maps.
+    """Return (number of exact weights per query and per key, largest number of cells per side of a pooled map).
 
-    The exact entries get at most half of the limit, and at least one entry per row and column; the maps get the rest.
+    The exact weights get half of the limit, or less if fewer than `top` of them do not fill it, but there is at least
+    one per query and per key. The maps get the rest.
     """
     lists, heads = sum(len(p) * sum(p.shape[1:]) for p in all_weights), sum(map(len, all_weights))
-    count = int(min(max(limit / 2 / BASE64_RATIO / (8 * lists), 1), top))  # 8 bytes: a float32 and an int32
-    left = max(limit / BASE64_RATIO - 8 * count * lists, 0) / 2  # 2 bytes: a float16
+    count = int(min(max(limit / 2 / BASE64_RATIO / (8 * lists), 1), top))  # 8 bytes: float32 weight, int32 position
+    left = max(limit / BASE64_RATIO - 8 * count * lists, 0) / 2  # 2 bytes: a cell in float16
     return count, int(np.clip(np.sqrt(left / heads), *MAP_SIDES))
 
 
 def _make_layer(layer: DenseLayer, count: int, side: int) -> Layer:
-    """Return a layer of the page, computed head by head, so that only one head at a time is copied to float64."""
+    """Return a layer of the page. Heads are computed one by one, so that only one head's weights are copied at a time.
+
+    If `count` is 0, the layer has all weights. Otherwise it has maps of at most `side` cells per side, and the `count`
+    heaviest weights of each query and of each key.
+    """
     p, names = layer.weights, (layer.name, layer.queries, layer.keys)
     dtype = np.float16 if p.dtype == np.float16 else np.float32
     entropy = np.stack([_entropy(head) for head in p]).astype(np.float32)
@@ -278,22 +291,25 @@ def _make_layer(layer: DenseLayer, count: int, side: int) -> Layer:
 
 
 def _entropy(p: Array) -> Array:
-    """Return −Σ_j P_ij ln P_ij in nats, computed in float64 in blocks of 256 rows."""
+    """Return for each query i the entropy −Σ_j P_ij ln P_ij in nats, computed in float64 on 256 queries at a time."""
     blocks = (p[start : start + 256].astype(np.float64) for start in range(0, len(p), 256))
     return np.concatenate([-(rows * np.log(np.where(rows > 0, rows, 1))).sum(-1) + 0.0 for rows in blocks])
 
 
 def top_links(p: Array, k: int) -> tuple[Array, Array]:
-    """Return the weights and columns, each (n, k), of the k heaviest entries above 0 in every row of an (n, m) matrix.
+    """Return the k heaviest weights of every row of an (n, m) matrix, and their columns, each as an (n, k) array.
 
-    Of equal entries the first column comes first. Empty entries have weight 0 and column −1.
+    Of equal weights the one in the first column comes first. A row with fewer than k weights above 0 is filled up with
+    weight 0 and column −1. If m < k, k is m.
     """
     n, m = p.shape
     k = min(k, m)
     weights, where = np.zeros((n, k), np.float32), np.full((n, k), -1, np.int32)
     for start in range(0, n, 256):
         rows = np.ascontiguousarray(p[start : start + 256], np.float32)
-        ordered = (rows.view(np.int32).astype(np.int64) << 32) - np.arange(m)  # floats ≥ 0 are ordered as their bits
+        ordered = (rows.view(np.int32).astype(np.int64) << 32) - np.arange(
+            m
+        )  # bits of floats ≥ 0 have the floats' order
         best = np.argpartition(ordered, m - k, axis=1)[:, m - k :]
         best = np.take_along_axis(best, np.argsort(-np.take_along_axis(ordered, best, 1), axis=1), 1)
         weights[start : start + 256] = np.take_along_axis(rows, best, 1)
@@ -302,7 +318,7 @@ def top_links(p: Array, k: int) -> tuple[Array, Array]:
 
 
 def stack_heads(pairs: Iterable[tuple[Array, Array]]) -> Links:
-    """Stack the (weights, where) of every head into one Links."""
+    """Return one Links of all heads, given (weights, where) of each head."""
     weights, where = zip(*pairs, strict=True)
     return Links(np.stack(weights), np.stack(where))
 

@@ -1,4 +1,7 @@
-"""Conversion of a watched model's `Seen` to the data of the explorer page, from weights or from pooled statistics."""
+"""Conversion of the `Seen` of a watched model to the data of the explorer page.
+
+The data come from the statistic `weights()`, or from pooled statistics if the weights were not recorded.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,14 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
     Parameters
     ----------
     seen : Seen
-        Every call has the statistic `weights()`, or all of `pooled(...)`, `top_k(...)`, `entropy()` and `received()`.
-        With weights, the steps of a generation are concatenated, and the last run of each layer counts. Otherwise the
-        last call of each layer counts.
+        The recording. Every call has the statistic `weights()`, or every call has all of `pooled(...)`, `top_k(...)`,
+        `entropy()` and `received()`. With `weights()`, the page shows the last run of each layer: a forward pass and
+        the generation steps after it, joined. With the other statistics, the page shows the last call of each layer.
     title : str, default "Attention"
     limit : int, default 32 MiB
         Largest size of a page in bytes; see `from_weights`.
     top : int, default 8
-        Largest number of exact entries per query and per key; see `from_weights`.
+        Largest number of weights that are stored exactly per query and per key; see `from_weights`.
 
     Returns
     -------
@@ -52,7 +55,7 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
     Raises
     ------
     ParameterError
-        The argument is not a `Seen`, there are no calls, or the calls lack these statistics.
+        The argument is not a `Seen`, the `Seen` has no calls, or its calls lack the statistics named above.
     """
     if not hasattr(seen, "calls"):
         raise ParameterError(
@@ -77,13 +80,19 @@ def _first(result: Any) -> Any:
 
 
 def _last_run(calls: Sequence[Any]) -> list[Any]:
-    """Return the last calls that start at the first position: a forward pass and the generation steps after it."""
+    """Return the calls of a layer's last run: the last call that starts at position 0, and the calls after it.
+
+    These are a forward pass and the generation steps after it. If no call starts at position 0, all calls are returned.
+    """
     run_starts = [place for place, call in enumerate(calls) if not call.query_start and call.kind == "self"]
     return list(calls[run_starts[-1] if run_starts else 0 :])
 
 
 def _check(call: Any, names: Sequence[str]) -> None:
-    """Raise ParameterError unless the call has the pooled statistics, over all pairs and as sums."""
+    """Raise ParameterError unless the call has every statistic in `REQUIRED_STATISTICS`.
+
+    The pooled weights must cover all pairs, and the received weight must be a sum.
+    """
     missing = [name for name in REQUIRED_STATISTICS if name not in names]
     if missing:
         raise ParameterError(
@@ -99,7 +108,7 @@ def _check(call: Any, names: Sequence[str]) -> None:
 
 
 def _dense(seen: Any, run: Sequence[Any], entry: int) -> DenseLayer:
-    """Return a layer's weights on one text; the steps of a generation are concatenated."""
+    """Return a layer's weights on one text of the batch. The steps of a generation are joined into one matrix."""
     parts = [to_numpy(call["weights"])[entry] for call in run]
     start = min(call.key_start for call in run)
     m, n = max(call.key_start + call.m for call in run) - start, sum(call.n for call in run)
@@ -118,7 +127,10 @@ def _dense(seen: Any, run: Sequence[Any], entry: int) -> DenseLayer:
 
 
 def _pooled(seen: Any, call: Any, entry: int, top: int) -> Layer:
-    """Return a layer from the statistics of one call. Padding stays, because the pooled cells include it."""
+    """Return a layer of the page from the pooled statistics of one call on one text of the batch.
+
+    Padding tokens stay, because the pooled cells include them.
+    """
     queries, keys = _labels(seen, call, entry)
     how = call.statistics[[statistic.name for statistic in call.statistics].index("pooled")].how
     cells, entropy, received = (to_numpy(call[name])[entry] for name in ("pooled", "entropy", "received"))
@@ -139,7 +151,7 @@ def _pooled(seen: Any, call: Any, entry: int, top: int) -> Layer:
 
 
 def _labels(seen: Any, call: Any, entry: int) -> tuple[list[str], list[str]]:
-    """Return the tokens of queries and keys, or their positions if the tokens are unknown."""
+    """Return the tokens of the queries and the tokens of the keys. Unknown tokens are replaced by their positions."""
     queries, keys = seen.labels(call, entry)
     first = call.key_start + (call.query_start or 0)
     queries = [str(first + i) for i in range(call.n)] if queries is None else list(queries)
@@ -148,7 +160,7 @@ def _labels(seen: Any, call: Any, entry: int) -> tuple[list[str], list[str]]:
 
 
 def _unpadded_length(tokens: Sequence[str]) -> int:
-    """Return the number of tokens without the empty labels at the end, which are padding; at least 1."""
+    """Return the number of tokens before the padding, which is the empty labels at the end; at least 1."""
     count = len(tokens)
     while count > 1 and not tokens[count - 1]:
         count -= 1
@@ -156,9 +168,9 @@ def _unpadded_length(tokens: Sequence[str]) -> int:
 
 
 def links_by_key(looks: Links, m: int, k: int) -> Links:
-    """Return the k heaviest queries of each of m keys, among the entries of `looks`.
+    """Return the k heaviest queries of each of m keys, found among the heaviest keys of each query in `looks`.
 
-    A query that is not listed among the heaviest entries of its own row is missing, so the result is not complete.
+    A query is missing if the key is not among that query's heaviest keys. Therefore `complete` of the result is False.
     """
     pairs = zip(looks.weights, looks.where, strict=True)
     found = stack_heads(_links_by_key(weights, where, m, k) for weights, where in pairs)

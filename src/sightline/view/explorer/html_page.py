@@ -1,4 +1,7 @@
-"""The HTML page of the explorer: one file with its style, program and data; the page makes no network requests."""
+"""The HTML page of the explorer: one file that contains the style sheet, the JavaScript program and the data.
+
+The page makes no network requests.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from .from_recording import from_seen
 
 __all__ = ["html", "program", "save_html", "serialise", "short_name", "style"]
 
-# the page's scripts, in the order in which they are concatenated
+# names of the page's JavaScript files, in the order in which `program` joins them
 SCRIPTS = ("numbers", "layers", "grid", "map", "strip", "panel", "vector", "explorer")
 TYPE_CODES = {"float16": "f2", "float32": "f4", "int32": "i4"}
 
 
 def html(data: Exploration | Any) -> str:
-    """Return the page as text. The page is self-contained and opens from a disk as well as from a server.
+    """Return the HTML of the explorer page. The page is self-contained and opens from a disk as well as from a server.
 
     Parameters
     ----------
@@ -56,7 +59,7 @@ def html(data: Exploration | Any) -> str:
 
 
 def save_html(data: Exploration | Any, path: str | Path) -> Path:
-    """Write the page of `html` to a file and return the path.
+    """Write the page that `html` returns to a file, and return the path of the file.
 
     Parameters
     ----------
@@ -73,7 +76,7 @@ def save_html(data: Exploration | Any, path: str | Path) -> Path:
         data is neither an Exploration nor a Seen, the Seen lacks statistics that the page needs, or the file cannot be
         written.
     """
-    page = html(data).encode("utf-8", "replace")  # before the file is opened; folder names may hold lone surrogates
+    page = html(data).encode("utf-8", "replace")  # "replace", as a folder's name may hold lone surrogates
     try:
         path = Path(path)
         path.write_bytes(page)
@@ -95,9 +98,9 @@ def style() -> str:
 
 
 def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
-    """Return the manifest, which is JSON-compatible, and the arrays, little-endian in base64.
+    """Return the manifest of the page and its arrays as texts: the bytes of each array, little-endian, in base64.
 
-    The manifest refers to an array by its index.
+    The manifest is JSON-compatible and refers to an array by the array's index in the list.
     """
     arrays: list[str] = []
     tokens: dict[tuple[str, ...], int] = {}
@@ -134,9 +137,9 @@ def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
 
 
 def short_name(name: str, place: int) -> str:
-    """Return a short name of a layer: the first number in its name, or else `place`.
+    """Return a short name of a layer: the first number in its name, or `place` if its name has no number.
 
-    A cross-attention layer has the prefix ×, a decoder layer the prefix d.
+    The short name of a cross-attention layer starts with ×, that of another decoder layer with d.
     """
     parts = name.lower().replace(" ", ".").split(".")
     is_cross = any(marker in name.lower() for marker in ("cross", "encdec", "encoder_attn"))
@@ -149,7 +152,7 @@ def _read(name: str) -> str:
 
 
 def _csp_hash(text: str) -> str:
-    """Return the hash by which a Content-Security-Policy allows an inline script or style."""
+    """Return the hash of an inline script or style, by which a Content-Security-Policy allows it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
 
 

@@ -1,4 +1,4 @@
-"""The explorer in a notebook cell, through anywidget, or else in a browser."""
+"""The explorer in a notebook cell, where anywidget shows it, or in a browser if there is no notebook."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .html_page import program, save_html, serialise, style
 
 __all__ = ["explore"]
 
-HEIGHT = 760  # of the widget in a notebook cell, in pixels
+HEIGHT = 760  # height of the widget in a notebook cell, in pixels
 
 MODULE = """
 export default {
@@ -32,7 +32,7 @@ export default {
 
 
 def explore(data: Exploration | Any) -> Any:
-    """Show the page: as a widget in a notebook, else as a file in the browser.
+    """Show the explorer page: in a notebook as a widget, elsewhere as a file that the browser opens.
 
     Parameters
     ----------
@@ -41,12 +41,12 @@ def explore(data: Exploration | Any) -> Any:
     Returns
     -------
     anywidget.AnyWidget or Path
-        The widget, or the path of the file that was opened.
+        The widget in a notebook; elsewhere the path of the file that the browser opens.
 
     Raises
     ------
     MissingExtraError
-        In a notebook, anywidget is not installed.
+        The page should be shown in a notebook, but anywidget is not installed.
     ParameterError
         data is neither an Exploration nor a Seen, or the Seen lacks statistics that the page needs; see `from_seen`.
     """
@@ -59,7 +59,7 @@ def explore(data: Exploration | Any) -> Any:
 
 
 def widget(data: Exploration) -> Any:
-    """Return the page as a widget that runs the page's program in a notebook cell."""
+    """Return a widget that shows the explorer page in a notebook cell, by running the page's JavaScript program."""
     try:
         import anywidget
         import traitlets
@@ -82,6 +82,6 @@ def widget(data: Exploration) -> Any:
 
 
 def _in_notebook() -> bool:
-    """True if IPython runs with a kernel, which displays the value of a cell."""
+    """True if IPython runs with a notebook kernel, which displays the result of a cell."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and hasattr(shell, "kernel")
