@@ -1,7 +1,7 @@
-"""Every stage of attention on a short text, with numbers: the source of `sightline explain`.
+"""Every stage of attention on a short text, with numbers. `sightline explain` prints these stages.
 
-Text → tokens → embeddings → query, key, value → rotation → scores → scaling → mask → softmax → weighted values. The
-last five stages are those of the definition, `sightline.reference.forward`. Embeddings and projections are random, not
+Text → tokens → embeddings → query, key, value → rotation → scores → scaling → mask → softmax → weighted rows of V. The
+definition, `sightline.reference.forward`, computes the last five stages. Embeddings and projections are random, not
 trained: the numbers show how attention works, not what a model knows.
 
 The tokens come from byte-pair encoding (Gage, 1994; Sennrich et al., 2016) over the space, six letters and three
@@ -12,7 +12,7 @@ merges: a + t, t + h, and space + th + e. The third merge makes a whole word. As
 
 These are eleven tokens, because the second "the" contains the space before it. If no merge included the space, that
 space would be a token of its own, a 0 before the second 9, and there would be twelve tokens. "the" inside a word
-becomes th, e, so that `detokenize` restores every text exactly.
+becomes the two tokens th and e, so that `detokenize` restores every text exactly.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MASKS = "none, causal or window:N"
 
 
 def tokenize(text: str) -> list[int]:
-    """Return the text as token numbers of `VOCABULARY`.
+    """Return the tokens of the text, as their numbers in `VOCABULARY`.
 
     Raises
     ------
@@ -70,13 +70,13 @@ def tokenize(text: str) -> list[int]:
 
 
 def detokenize(tokens: list[int]) -> str:
-    """Return the text that `tokenize` turned into these tokens."""
+    """Return the text of which `tokenize` gives these tokens."""
     pieces = [PIECES[token] for token in tokens]
     return "".join(" " + piece if piece in WHOLE_WORDS else piece for piece in pieces)[1:]
 
 
 def _merge_pieces(pieces: list[str], merge: tuple[str, ...]) -> list[str]:
-    """Return the pieces after joining every occurrence of the sequence `merge`, from left to right."""
+    """Return the pieces of text, with every occurrence of the sequence `merge` joined to one piece, from the left."""
     result: list[str] = []
     start = 0
     while start < len(pieces):
@@ -87,14 +87,14 @@ def _merge_pieces(pieces: list[str], merge: tuple[str, ...]) -> list[str]:
 
 
 def named_mask(name: str) -> Expression | None:
-    """Return the mask with this name: "none", "causal" or "window:N".
+    """Return the mask called `name`: "none", "causal" or "window:N". For "none" the result is None.
 
-    "window:N" allows the query's own key and the N − 1 keys before it.
+    "window:N" allows the key at the query's own position and the N − 1 keys before it.
 
     Raises
     ------
     ParameterError
-        The name is another one.
+        The name is none of these, or N is not a whole number of at least 1.
     """
     kind, _, length = name.partition(":")
     if name == "none":
@@ -108,7 +108,7 @@ def named_mask(name: str) -> Expression | None:
 
 @dataclass(frozen=True)
 class Step:
-    """The value of one stage for one pair (query, key)."""
+    """The number that one stage of attention gives for one pair (query, key)."""
 
     name: str
     formula: str
@@ -129,7 +129,7 @@ class Walkthrough:
     value: Array  # V = X W_V (n, d_k)
     rotated_query: Array  # (n, d_k)
     rotated_key: Array  # (n, d_k)
-    stages: Stages  # scores, scaled, masked, weights, output, lse
+    stages: Stages  # the stages of the definition: scores, scaled, masked, weights, output, lse
     pair: tuple[int, int]  # the query and the key that `follow` reports
 
     @property
@@ -147,7 +147,7 @@ class Walkthrough:
         return bool(self.stages.masked[self.pair] > -np.inf)
 
     def follow(self) -> list[Step]:
-        """Return the values of `pair`, stage by stage."""
+        """Return the number that each stage gives for `self.pair`, in the order of the stages."""
         query, key = self.pair
         stages = self.stages
         weight = float(stages.weights[query, key])
@@ -176,7 +176,7 @@ def walk_through(
     Parameters
     ----------
     text : str
-        Written with the characters of `VOCABULARY`.
+        The text, written with the characters of `VOCABULARY`.
     d_model, d_k : int
         The width of embeddings, and the width of query, key and value. d_k is even, because rotation needs pairs.
     seed : int
@@ -196,8 +196,8 @@ def walk_through(
     Raises
     ------
     ParameterError
-        The text leaves the vocabulary, a width, the seed or the mask is out of range, or the pair lies outside the
-        text.
+        The text is empty or has a character outside the vocabulary, there is no such mask, a width or the seed is out
+        of range, or the pair lies outside the text.
     """
     tokens = tokenize(text)
     formula = named_mask(mask)

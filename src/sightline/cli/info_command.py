@@ -1,4 +1,4 @@
-"""`sightline info`: print the machine, the installed libraries, and which problems each kernel supports."""
+"""`sightline info`: print the host's properties, the installed libraries, and which problems each kernel supports."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ SAMPLES: dict[str, dict[str, Any]] = {
 
 
 def _make_sample(device: str | None = None, dtype: str = "float32", **options: Any) -> Problem:
-    """Return a problem of 4 query heads, 2 key heads, 8 tokens and width 8; torch tensors if a device is given."""
+    """Return a problem of 4 query heads, 2 key heads, 8 tokens and width 8.
+
+    Its arrays are torch tensors on `device`, or NumPy arrays if `device` is None.
+    """
     ones: Callable[..., Any]
     if device is not None:
         import torch
@@ -70,9 +73,10 @@ def _make_sample(device: str | None = None, dtype: str = "float32", **options: A
 
 
 def support(kernels: tuple[Kernel, ...] = KERNELS, device: str | None = None) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return by kernel and by sample problem the reasons why the kernel refuses; an empty tuple if it supports it.
+    """Return, by name of the kernel and name of the sample problem, the reasons why the kernel refuses the problem.
 
-    The samples are NumPy arrays, or torch tensors on `device`.
+    The tuple of reasons is empty if the kernel supports the problem. The arrays of the sample problems are torch
+    tensors on `device`, or NumPy arrays if `device` is None.
     """
     problems = {}
     for name, options in SAMPLES.items():
@@ -85,7 +89,7 @@ def support(kernels: tuple[Kernel, ...] = KERNELS, device: str | None = None) ->
 
 
 def info(console: Console | None = None) -> None:
-    """Print all sections."""
+    """Print all sections of `sightline info`."""
     console = console or make_console()
     console.print(Text(f"sightline {__version__}", style="bold"))
     section(console, "Machine")
@@ -139,7 +143,10 @@ def _machine() -> dict[str, str]:
 
 
 def has_gpu() -> bool:
-    """True if torch finds a GPU. torch takes long to import, so it is imported only if a GPU driver is installed."""
+    """True if torch finds a GPU.
+
+    The import of torch takes long, so torch is imported only if a GPU driver is installed.
+    """
     if not any(path.exists() for path in cache.DRIVER_VERSION_FILES) or find_spec("torch") is None:
         return False
     import torch
@@ -148,7 +155,7 @@ def has_gpu() -> bool:
 
 
 def _gpu_name() -> str:
-    """Return the GPU's name and the number of kernels tuned for it."""
+    """Return the GPU's name with the number of tuned kernels in the tuning cache, or a text if torch finds no GPU."""
     if not has_gpu():
         return "none found by torch"
     import torch
@@ -159,7 +166,11 @@ def _gpu_name() -> str:
 
 
 def _generated() -> dict[str, str]:
-    """Return the number of threads with its origin, and the folder, size and errors of the disk cache."""
+    """Return what concerns generated kernels, as texts by name.
+
+    "threads" is the number of threads and where the number comes from. "cache" is the folder, the size and the error of
+    the disk cache.
+    """
     number, origin = thread_count.resolve_thread_count()
     state = disk_cache.state()
     cached = f"in memory only: {state.error}"

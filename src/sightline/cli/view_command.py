@@ -22,7 +22,7 @@ __all__ = ["collect_texts", "load_model", "view"]
 EXAMPLE = 'sightline view --model ./my-model "the cat ate the rat"'
 MODEL_FOLDER = "a directory that save_pretrained wrote"
 STEPS = ("loading the model", "running the model", "writing the page")
-MAX_MAP_SIDE = 256  # cells per side of the pooled map that replaces weights too large for a page
+MAX_MAP_SIDE = 256  # largest number of cells per side of the pooled map that replaces weights too large for a page
 
 
 def view(
@@ -34,19 +34,22 @@ def view(
     console: Console | None = None,
     load: Callable[[Path], tuple[Any, Any]] | None = None,
 ) -> Path:
-    """Run the model in the folder on the texts, write the page and return the page's path.
+    """Run the model in the folder on the texts, write the explorer page and return the path of the page.
 
     Parameters
     ----------
     folder : str
         A directory that `save_pretrained` wrote: configuration, weights and tokenizer. Nothing is downloaded.
     texts : list of str
-        Several texts are padded to one length; the page lets the reader choose one.
+        The texts. Several texts are padded to one length, and the page lets the reader choose a text.
     output : str, default "sightline-view.html"
+        The path of the page.
     open_browser : bool
-        Open the page in the browser.
-    load : function of the folder, optional
-        Returns (model, tokenizer); the default is `load_model`.
+        If True, the browser opens the page.
+    console : Console, optional
+        The console to print on; by default standard output.
+    load : function, optional
+        A function that returns (model, tokenizer) for the path of the folder; the default is `load_model`.
 
     Raises
     ------
@@ -94,7 +97,7 @@ def collect_texts(given: Sequence[str], file: str | None) -> list[str]:
 
 
 def _import_transformers() -> Any:
-    """Import `sightline.transformers`, which needs transformers and torch."""
+    """Import and return `sightline.transformers`, which needs transformers and torch."""
     try:
         return import_module("sightline.transformers")
     except MissingExtraError:
@@ -108,7 +111,7 @@ def _import_transformers() -> Any:
 
 
 def load_model(path: Path) -> tuple[Any, Any]:
-    """Return the folder's (model, tokenizer); nothing is downloaded."""
+    """Return the (model, tokenizer) that the folder `path` contains. Nothing is downloaded."""
     transformers = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -122,16 +125,16 @@ def load_model(path: Path) -> tuple[Any, Any]:
 
 
 def _run_model(model: Any, tokenizer: Any, texts: Sequence[str], watch: Any) -> Any:
-    """Return the recording of the model on the texts, which are padded on the right to one length."""
+    """Run the model on the texts, which are padded on the right to one length, and return the recording."""
     torch = import_module("torch")
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)  # masked, so any token serves
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)  # hidden, so any token does
     inputs = tokenizer(list(texts), return_tensors="pt", padding=len(texts) > 1, truncation=True)
     lengths = inputs["attention_mask"].sum(-1).tolist()
     pairs = zip(inputs["input_ids"].tolist(), lengths, strict=True)
     labels: Any = [tokenizer.convert_ids_to_tokens(numbers[:length]) for numbers, length in pairs]
-    if model.config.is_encoder_decoder:  # the decoder gets the same text
+    if model.config.is_encoder_decoder:  # the decoder gets the encoder's text
         inputs["decoder_input_ids"] = inputs["input_ids"]
         labels = {"encoder": labels, "decoder": labels}
     see = _statistics(model.config, *inputs["input_ids"].shape)
@@ -141,7 +144,7 @@ def _run_model(model: Any, tokenizer: Any, texts: Sequence[str], watch: Any) -> 
 
 
 def _statistics(config: Any, batch: int, n: int) -> list[Any]:
-    """Return [weights] if the weights of all heads fit on a page, else statistics that need no n² memory."""
+    """Return the statistics to record: `weights()` if all weights fit on a page, else statistics without n² memory."""
     heads = getattr(config, "num_hidden_layers", 1) * getattr(config, "num_attention_heads", 1)
     if 4 * BASE64_RATIO * batch * heads * n * n <= PAGE_BYTES:
         return [sightline.weights()]

@@ -25,7 +25,7 @@ class Layer:
     key: Array  # (B, H, n, d_k)
     value: Array  # (B, H, n, d_v)
     output: Array  # (B, H, n, d_v), as the model computed it
-    weights: Array | None  # (B, H, n, n), as the model computed them; None if the file does not store them
+    weights: Array | None  # (B, H, n, n), as the model computed them; None if the data file lacks the layer's weights
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Activations:
     """
 
     texts: tuple[str, ...]
-    tokens: tuple[tuple[str, ...], ...]  # B rows of n
-    lengths: Array  # (B,) int64: the number of real tokens of each row; the tokens after them are padding
-    layers: dict[int, Layer]
+    tokens: tuple[tuple[str, ...], ...]  # for each of the B texts its n tokens, with padding
+    lengths: Array  # (B,) int64: number of real tokens of each text; the tokens after these are padding
+    layers: dict[int, Layer]  # by the number of the layer in the model
 
 
 def load(name: str) -> Activations:
-    """Return the activations of this name.
+    """Return the shipped activations called `name`.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def load(name: str) -> Activations:
     Raises
     ------
     ParameterError
-        The name is another one.
+        The name is not in `NAMES`.
 
     Examples
     --------
