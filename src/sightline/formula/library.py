@@ -52,7 +52,7 @@ def causal(align: Literal["upper left", "lower right"] = "upper left") -> Expres
 
 
 def window(left: int, right: int = 0) -> Expression:
-    """Return the mask −right ≤ i − j < left: the last `left` keys up to the query's position, and `right` keys after it.
+    """Return the mask −right ≤ i − j < left: `left` keys up to the query's position, and `right` keys after it.
 
     `window(256)` is a causal window of 256 keys, the same as (i ≥ j) ∧ (i − j < 256).
 

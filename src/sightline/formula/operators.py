@@ -22,7 +22,7 @@ def _widest_kind(kinds: tuple[Kind, ...]) -> Kind:
 
 
 def promote(kinds: tuple[Kind, ...]) -> Kind:
-    """Return the kind of an arithmetic result: the widest of its arguments' kinds (bool < int < float), at least int."""
+    """Return the kind of an arithmetic result: int, or float if one of the arguments' kinds is float."""
     return _widest_kind((*kinds, "int"))
 
 

@@ -18,9 +18,7 @@ NOT_ASSOCIATIVE = {"subtract", "divide", "floor_divide", "remainder", "power"}
 def format_formula(formula: Expression) -> str:
     """Return the formula as one line of text. A single table is named t; several are named t₁, t₂, and so on."""
     names = _table_names(formula.tables)
-    formatted: dict[
-        int, tuple[str, int]
-    ] = {}  # by id of a node: its text, and the precedence of the outermost operator
+    formatted: dict[int, tuple[str, int]] = {}  # by a node's id: its text, and the precedence of its outermost operator
     for node in walk(formula):
         text, precedence = _format_node(node, [formatted[id(a)] for a in node.arguments], names)
         formatted[id(node)] = (

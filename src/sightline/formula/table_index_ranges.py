@@ -1,6 +1,4 @@
-"""Facts that interval arithmetic proves about a formula: a bound of its whole numbers, and which indices may leave a
-table.
-"""
+"""Facts that interval arithmetic proves: a bound of a formula's whole numbers, and which indices may leave a table."""
 
 from __future__ import annotations
 

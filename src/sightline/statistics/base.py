@@ -116,9 +116,7 @@ class StatisticBase:
     """
 
     name: ClassVar[str]
-    tile_inputs: ClassVar[tuple[str, ...]] = (
-        "weights",
-    )  # attributes of a `Tile` that `add` reads; () if it needs none
+    tile_inputs: ClassVar[tuple[str, ...]] = ("weights",)  # the attributes of a `Tile` that `add` reads; () for none
     fill_values: ClassVar[tuple[float, ...]] = (0.0,)  # the number that each array is filled with at first
     has_own_problem: bool = False  # True if the result comes from a separate problem, `make_own_problem`
     supports_mean: bool = True  # False if a mean over heads or batch has no meaning

@@ -207,8 +207,8 @@ def max_score() -> Statistic:
 
     The result is a named tuple: `score` (..., H, n) in the accumulator's dtype (float64 for float64, else float32), in
     nats, and `where` (..., H, n) int64. For a query that sees no key, `score` is −∞ and `where` is −1. The gradient of
-    `score` goes to the score of the pair (i, `where`). QK-clip bounds the largest score for stable training. Source:
-    Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, section 2.1.
+    `score` goes to the score of the pair (i, `where`). QK-clip bounds the largest score to keep training stable.
+    Source: Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, section 2.1.
     """
     return MaxScore()
 

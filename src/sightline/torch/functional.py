@@ -97,7 +97,8 @@ def scaled_dot_product_attention(
 def align_mask(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return a mask that broadcasts to the scores (..., H, n, m) as a mask that broadcasts to (B, H, n, m).
 
-    B is the product of the lengths of the leading axes. A mask (B, n, m) for arrays without heads gets an axis of one head.
+    B is the product of the lengths of the leading axes. For arrays without heads, a mask (B, n, m) gets an axis of one
+    head.
     """
     if query.ndim == 3 and mask.ndim == 3:
         return mask[:, None]
