@@ -129,7 +129,7 @@ class Cuda(Device):
             self.synchronize()
             with self.runtime.graph(graph):
                 output = prepared.call(prepared.setup())
-        except Exception as error:  # libraries raise many kinds of errors during a capture
+        except Exception as error:  # libraries raise many kinds of errors during the capture of a CUDA graph
             self.synchronize()
             return prepared, f"not a CUDA graph ({type(error).__name__}): includes time of the host"
 

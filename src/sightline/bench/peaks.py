@@ -194,7 +194,8 @@ def _bandwidth_try(threads: int) -> Callable[[], float]:
 def _sum_loop(width: int) -> Any:
     """Return an LLVM module with the loop: while (k = counter++) < number of pieces, sum piece k of the buffer.
 
-    The sum has 16 independent chains, which hide the latency of an addition. `width` is a vector's bytes.
+    The threads share the counter. Each sum has 16 independent chains, which hide the latency of an addition.
+    `width` is a vector's bytes.
     """
     from llvmlite import ir
 

@@ -107,7 +107,7 @@ def _run_benchmarks(
                 console.print(Text(f"The device no longer responds; the run stops here: {error}", style="red"))
                 break
     for finding, benchmark in zip(report.findings, benchmarks, strict=False):  # fewer findings if the device failed
-        finding.best = settings.peaks.best.get(finding.peak)  # the highest rate of the peak in the whole run
+        finding.best = settings.peaks.best.get(finding.peak)  # the highest rate measured for the peak in the whole run
         finding.evaluate(() if settings.quick else benchmark.targets)
 
 

@@ -90,7 +90,7 @@ class OperatorArguments(NamedTuple):
         return validate(self.build_problem(mask, score, 0 if self.seed is None else int(self.seed) % 2**64))
 
     def build_problem(self, mask: Expression | None = None, score: Expression | None = None, seed: int = 0) -> Problem:
-        """Return a problem with this mask, score and seed. The defaults read no tensor and are enough for shapes."""
+        """Return a problem with this mask, score and seed. The defaults suffice to infer shapes and read no tensor."""
         return Problem(
             self.query,
             self.key,

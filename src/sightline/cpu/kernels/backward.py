@@ -76,7 +76,7 @@ class Backward(Block):
         self.first_tile, self.last_tile = start, builder.minimum(start + args.split_size, last)
 
         def loop_range(index: Value, parallel: Value, count: Value) -> tuple[Value, Value]:
-            """Return the range of only this index if each index has its own items, else the range of all indices."""
+            """Return (first, end) of an item's loop: only `index` if each index has its own items, else all `count`."""
             is_parallel = parallel == count
             first = builder.where(is_parallel, index, 0)
             return first, builder.where(is_parallel, first + 1, count)
