@@ -89,7 +89,7 @@ def test_names_of_test_files_and_helpers_are_unique():
 def test_no_folder_of_tests_is_importable():
     """tests/keras would be imported as keras if keras is not installed."""
     for folder in TESTS.rglob("*"):
-        if folder.is_dir() and folder != HELPERS and folder.name.isidentifier():
+        if folder.is_dir() and folder != HELPERS and folder.name.isidentifier() and folder.name != "__pycache__":
             spec = find_spec(folder.name)
             places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or [])]
             assert not [place for place in places if Path(place).is_relative_to(TESTS)], folder
