@@ -8,7 +8,7 @@ from typing import Any
 from . import streaming
 from .cpu import Cpu
 from .gpu import Triton
-from .kernel import Gradients, Kernel, Plan, Result, choose
+from .kernel import Gradients, Kernel, Plan, Result, choose, is_lse_precise
 from .problem import Problem
 from .reference import Reference
 from .statistics import Statistic, arrays_of, solve_selections_separately, statistic_gradients
@@ -42,7 +42,7 @@ def differentiate(
     """Return the gradients of a result, by the backward pass of the plan's kernel or else by that of streaming.
 
     Streaming computes them if the kernel refuses the backward pass (`Plan.backward_refusals`), if a gradient is NaN or
-    ∞, or if an |lse| is above `streaming.MAX_LSE`. In this last case streaming repeats the forward pass; in the other
+    ∞, or if an |lse| is above `kernel.MAX_LSE`. In this last case streaming repeats the forward pass; in the other
     cases it uses the saved output and lse.
 
     Parameters
@@ -62,7 +62,7 @@ def differentiate(
     gradients = plan.kernel.backward(problem, d_output, d_lse, saved, wanted_tables, threads, added)
     if gradients is not None:
         return gradients
-    if streaming.is_lse_precise(saved[1], problem.accumulator):
+    if is_lse_precise(saved[1], problem.accumulator):
         return streaming.backward(problem, d_output, d_lse, (), saved, added)
     return streaming.backward(problem, d_output, d_lse, d_seen)
 

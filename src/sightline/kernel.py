@@ -12,11 +12,16 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from .arrays import to_numpy
 from .errors import KernelRefusedError, ParameterError
 from .problem import Problem
 from .statistics import StatisticGradients
 
-__all__ = ["Gradients", "Kernel", "Plan", "Refusal", "Result", "choose"]
+__all__ = ["MAX_LSE", "Gradients", "Kernel", "Plan", "Refusal", "Result", "choose", "is_lse_precise"]
+
+MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above this lse, adjacent floats of the dtype differ by 1 or more
 
 
 @dataclass(frozen=True)
@@ -166,3 +171,12 @@ def choose(kernels: Sequence[Kernel], problem: Problem, forced: str | None = Non
         kernels,
         tuple(kernel.refuses_backward(problem)) if needs_gradients else (),
     )
+
+
+def is_lse_precise(lse: Any, accumulator: str) -> bool:
+    """True if every finite |lse| is at most `MAX_LSE`, so that the weights exp(score − lse) of a query sum to 1.
+
+    Above `MAX_LSE` the scores of the backward pass are rounded differently from the scores that made the lse.
+    """
+    magnitudes = np.abs(to_numpy(lse))
+    return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) <= MAX_LSE[accumulator])

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import framework, namespace, resolve_dtype, to_numpy
+from .arrays import framework, namespace, resolve_dtype
 from .dropout import keep_factor
 from .formula.derivative import derivative
 from .formula.evaluate_array import evaluate
@@ -24,11 +24,10 @@ from .kernel import Gradients, Kernel, Refusal, Result
 from .problem import Problem
 from .statistics import StatisticGradients, Tile, accumulate_statistics, statistic_gradients
 
-__all__ = ["MAX_LSE", "Streaming", "TileOps", "backward", "compute_statistics", "forward", "is_lse_precise", "tiles"]
+__all__ = ["Streaming", "TileOps", "backward", "compute_statistics", "forward", "tiles"]
 
 TILE_ELEMENTS = 1 << 20  # the most scores of one tile, over all batches and heads; a tile of one row may have more
 KEY_BLOCK = 512
-MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above this lse, adjacent floats of the dtype differ by 1 or more
 
 
 class TileOps:
@@ -410,12 +409,3 @@ class Streaming(Kernel):
         statistic_gradients: StatisticGradients | None = None,
     ) -> Gradients:
         return backward(problem, d_output, d_lse, saved=saved, added=statistic_gradients or StatisticGradients())
-
-
-def is_lse_precise(lse: Any, accumulator: str) -> bool:
-    """True if every finite |lse| is at most `MAX_LSE`, so that the weights exp(score − lse) of a query sum to 1.
-
-    Above `MAX_LSE` the scores of the backward pass are rounded differently from the scores that made the lse.
-    """
-    magnitudes = np.abs(to_numpy(lse))
-    return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) <= MAX_LSE[accumulator])

@@ -16,7 +16,7 @@ Array = Any
 def allocate(like: Array, batch: int, capacity: int, dtype: str) -> Array:
     """Return zeros of shape (batch, G, capacity, d), with the library, the device, G and d of `like`.
 
-    Uninitialised memory may hold NaN, and NaN in hidden positions would make a kernel check them a second time.
+    Uninitialised memory may hold NaN. A kernel that meets NaN at hidden positions must check them a second time.
     """
     xp = namespace(like)
     shape = (batch, like.shape[1], capacity, like.shape[3])

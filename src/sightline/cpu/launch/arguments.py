@@ -20,7 +20,6 @@ from ..runtime.machine import Machine
 from ..runtime.processor import Processor
 
 __all__ = [
-    "MAX_LSE",
     "TARGET_ITEMS",
     "KernelArguments",
     "compile_kernel",
@@ -32,8 +31,6 @@ __all__ = [
     "zeros",
 ]
 
-# by dtype of the accumulator: a larger score has a unit in the last place of 1 or more
-MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}
 TARGET_ITEMS = 16  # work items per call, about; fixed, since sums must not depend on the number of threads
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...arrays import convert, detach, empty, layout, namespace, resolve_dtype, to_numpy
 from ...formula.expression import SYMBOLS, Lookup, walk
-from ...kernel import Gradients
+from ...kernel import Gradients, is_lse_precise
 from ...problem import Problem
 from ...statistics import Mass, StatisticGradients
 from ..codegen.abi import BACKWARD_FIELDS, pack
@@ -21,7 +21,7 @@ from ..kernels.backward import Backward
 from ..kernels.kernel_spec import KEY_BLOCK, lanes_per_vector, round_up
 from ..runtime.processor import Processor
 from ..runtime.thread_count import thread_count
-from .arguments import MAX_LSE, TARGET_ITEMS, compile_kernel, has_unit_stride, operand_fields, prepare, zeros
+from .arguments import TARGET_ITEMS, compile_kernel, has_unit_stride, operand_fields, prepare, zeros
 from .forward import forward
 from .statistics import FusedStatistics
 
@@ -74,8 +74,8 @@ def backward(
 ) -> Gradients | None:
     """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse.
 
-    Returns None if a gradient is NaN or ∞, or if an lse exceeds `MAX_LSE`. The kernel `Streaming` must then compute the
-    gradients.
+    Returns None if a gradient is NaN or ∞, or if an lse exceeds `kernel.MAX_LSE`. The kernel `Streaming` must then
+    compute the gradients.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def backward(
     wanted_tables : slots in `Problem.tables` of the tables that need gradients
     statistic_gradients : the gradients of weights, scores and lse that come from statistics
     """
-    if _exceeds_max_lse(saved[1], problem.accumulator):
+    if not is_lse_precise(saved[1], problem.accumulator):
         return None
     d_lse = _add_statistics_to_d_lse(problem, d_lse, statistic_gradients, threads, processor)
     roles = {"weights": statistic_gradients.weights, "scores": statistic_gradients.scores}
@@ -157,12 +157,6 @@ def _add_statistics_to_d_lse(
         forward(narrow, output, lse, threads, processor, fused)
         terms.append(convert(-fused.arrays[0].astype(np.float64), problem.query))
     return functools.reduce(operator.add, terms) if terms else None
-
-
-def _exceeds_max_lse(lse: Any, accumulator: str) -> bool:
-    """True if |lse| is so large that the weights exp(score − lse), with both rounded, would not sum to 1."""
-    magnitudes = np.abs(to_numpy(lse))
-    return bool(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0.0) > MAX_LSE[accumulator])
 
 
 def _find_table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterator[TableGradient]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays import convert, empty, layout, namespace, resolve_dtype, to_numpy
+from ...kernel import MAX_LSE
 from ...problem import Problem
 from ...statistics.matrix import cell_lengths
 from ..codegen.abi import pack
@@ -22,7 +23,7 @@ from ..kernels.weights_by_query import TopK, WeightTiles
 from ..kernels.weights_pass import WeightsPass
 from ..runtime.processor import HOST, Processor
 from ..runtime.thread_count import thread_count
-from .arguments import MAX_LSE, TARGET_ITEMS, compile_kernel, prepare, zeros
+from .arguments import TARGET_ITEMS, compile_kernel, prepare, zeros
 
 __all__ = ["MAX_TOP_K", "has_nonfinite", "pooled", "received", "top_k", "weights"]
 
