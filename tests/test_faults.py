@@ -372,7 +372,7 @@ def test_every_fault_in_the_weights_pass_is_seen(fault, monkeypatch, fresh_kerne
 def test_a_wrong_interval_is_seen(monkeypatch):
     """Wrong bounds report partial tiles as full, so that hidden pairs get weight."""
     rule = bounds.BOUND_RULES["greater_equal"]
-    monkeypatch.setitem(bounds.BOUND_RULES, "greater_equal", lambda x, y: (rule(x, y)[1], rule(x, y)[1]))
+    monkeypatch.setitem(bounds.BOUND_RULES, "greater_equal", lambda xp, x, y: (rule(xp, x, y)[1], rule(xp, x, y)[1]))
     rng = np.random.default_rng(4)
     x = rng.normal(size=(1, 1, 100, 8)).astype(np.float32)
     with pytest.raises(AssertionError, match="budget"):

@@ -243,6 +243,8 @@ def test_a_shifted_document_boundary_is_found(rng):
 
 def test_loose_bounds_are_found(monkeypatch):
     """With bounds that cannot separate documents the results are right, but every tile is computed."""
-    monkeypatch.setitem(bounds.BOUND_RULES, "equal", lambda x, y: (0 * bounds._equal(x, y)[0], 1 + 0 * x[0] + 0 * y[0]))
+    monkeypatch.setitem(
+        bounds.BOUND_RULES, "equal", lambda xp, x, y: (0 * bounds._equal(xp, x, y)[0], 1 + 0 * x[0] + 0 * y[0])
+    )
     with pytest.raises(AssertionError):
         test_a_packed_axis_costs_its_documents(LENGTHS)

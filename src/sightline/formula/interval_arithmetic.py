@@ -4,198 +4,232 @@ An interval is a pair (low, high) of float64 arrays with one number for each rec
 and False as 0: low = 1 means that the condition is certainly True, and high = 0 that it is certainly False. The
 endpoints of + − · / √ are rounded as the formula itself is. Rounding is monotone, so the intervals of these operators
 are exact. The intervals of transcendental functions are widened by a few units in the last place.
+
+The rules call the functions of a namespace `xp`. The namespace is NumPy, or an object with NumPy's functions for
+another kind of number: `cpu.codegen.render_bounds` renders the same rules into generated code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
 from .expression import Apply, Constant, Expression, Lookup, Symbol, walk
 
-__all__ = ["BOUND_RULES", "Interval", "compute_intervals"]
+__all__ = ["BOUND_RULES", "Interval", "compute_interval", "compute_intervals"]
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
-Interval = tuple[Array, Array]
+Interval = tuple[Any, Any]  # NumPy arrays, or numbers of another namespace
+
+EPSILON = float(np.finfo(np.float64).eps)
+LIBRARY_ERROR = 8 * EPSILON  # relative error of math libraries in exp, exp2, log, log2, tanh and power
+SMALLEST = 5e-324  # the smallest positive float64, for results near 0
 
 
-def compute_intervals(formula: Expression, box: Mapping[str, Interval]) -> dict[int, Interval]:
+def compute_intervals(
+    formula: Expression,
+    box: Mapping[str, Interval],
+    xp: Any = np,
+    read_table: Callable[[Lookup, list[Interval]], Interval] | None = None,
+) -> dict[int, Interval]:
     """Return the interval (low, high) of every node of the formula, by the id of the node.
 
-    `box` has the interval of every symbol, by its name. Both ends of an interval are included.
+    Parameters
+    ----------
+    box : the interval of every symbol, by its name; both ends of an interval are included
+    xp : NumPy, or an object with its functions; see the module
+    read_table : (lookup, intervals of its indices) → interval of its entries; by default `TableBounds.over`
     """
     bounds: dict[int, Interval] = {}
     with np.errstate(all="ignore"):
         for node in walk(formula):
-            if isinstance(node, Symbol):
-                bounds[id(node)] = box[node.name]
-            elif isinstance(node, Constant):
-                value = np.float64(node.value)
-                bounds[id(node)] = (value, value)  # type: ignore[assignment]
-            elif isinstance(node, Lookup):
-                bounds[id(node)] = _unbound_nan(node.table.bounds.over([bounds[id(a)] for a in node.arguments]))
-            elif isinstance(node, Apply):
-                bounds[id(node)] = _apply(node, [bounds[id(a)] for a in node.arguments])
+            bounds[id(node)] = compute_interval(node, bounds, box, xp, read_table or _read_table)
     return bounds
 
 
-def _apply(node: Apply, inputs: list[Interval]) -> Interval:
-    low, high = _unbound_nan(BOUND_RULES[node.operator](*inputs))
+def compute_interval(
+    node: Expression,
+    bounds: Mapping[int, Interval],
+    box: Mapping[str, Interval],
+    xp: Any,
+    read_table: Callable[[Lookup, list[Interval]], Interval],
+) -> Interval:
+    """Return the interval of one node; `bounds` has the intervals of its arguments. See `compute_intervals`."""
+    if isinstance(node, Symbol):
+        return box[node.name]
+    if isinstance(node, Constant):
+        return (xp.float64(node.value),) * 2
+    inputs = [bounds[id(argument)] for argument in node.arguments]
+    if isinstance(node, Lookup):
+        return _unbound_nan(xp, read_table(node, inputs))
+    assert isinstance(node, Apply)
+    return _apply(xp, node, inputs)
+
+
+def _read_table(node: Lookup, indices: list[Interval]) -> Interval:
+    return node.table.bounds.over(indices)
+
+
+def _apply(xp: Any, node: Apply, inputs: list[Interval]) -> Interval:
+    low, high = _unbound_nan(xp, BOUND_RULES[node.operator](xp, *inputs))
     if node.kind == "int" and node.operator in ("floor_divide", "remainder"):
         # Whole numbers: |x // y| ≤ |x| and |x mod y| ≤ |y|; division by 0 gives 0.
         first, last = inputs[node.operator == "remainder"]
-        limit = np.maximum(np.abs(first), np.abs(last))
-        low, high = np.maximum(np.ceil(low), -limit), np.minimum(np.floor(high), limit)
+        limit = xp.maximum(xp.abs(first), xp.abs(last))
+        low, high = xp.maximum(xp.ceil(low), -limit), xp.minimum(xp.floor(high), limit)
     if node.operator != "where":
         for argument, (a, z) in zip(node.arguments, inputs, strict=True):
             if argument.kind == "float":  # an unbounded argument may be NaN, and NaN propagates
                 unknown = (a == -np.inf) & (z == np.inf)
-                if unknown.any():
+                if xp.any(unknown):
                     widest = (0.0, 1.0) if node.kind == "bool" else (-np.inf, np.inf)
-                    low, high = _replace_where(unknown, (low, high), widest)
+                    low, high = _replace_where(xp, unknown, (low, high), widest)
     return low, high
 
 
-def _replace_where(condition: Any, interval: Interval, other: Any = (-np.inf, np.inf)) -> Interval:
-    return np.where(condition, other[0], interval[0]), np.where(condition, other[1], interval[1])
+def _replace_where(xp: Any, condition: Any, interval: Interval, other: Any = (-np.inf, np.inf)) -> Interval:
+    return xp.where(condition, other[0], interval[0]), xp.where(condition, other[1], interval[1])
 
 
-def _unbound_nan(interval: Interval) -> Interval:
+def _unbound_nan(xp: Any, interval: Interval) -> Interval:
     """Return the interval, with (−∞, ∞) wherever an end is NaN, as from ∞ − ∞, 0 · ∞ or ln of a negative number."""
-    unknown = np.isnan(interval[0]) | np.isnan(interval[1])
-    return _replace_where(unknown, interval) if unknown.any() else interval
+    unknown = xp.isnan(interval[0]) | xp.isnan(interval[1])
+    return _replace_where(xp, unknown, interval) if xp.any(unknown) else interval
 
 
-def _hull(*candidates: Array) -> Interval:
-    arrays = np.broadcast_arrays(*candidates)
-    return np.minimum.reduce(arrays), np.maximum.reduce(arrays)
+def _hull(xp: Any, *candidates: Any) -> Interval:
+    return reduce(xp.minimum, candidates), reduce(xp.maximum, candidates)
 
 
-def _multiply(x: Interval, y: Interval) -> Interval:
-    return _hull(*(a * b for a in x for b in y))
+def _multiply(xp: Any, x: Interval, y: Interval) -> Interval:
+    return _hull(xp, *(a * b for a in x for b in y))
 
 
-def _divide(x: Interval, y: Interval) -> Interval:
-    return _replace_where((y[0] <= 0) & (y[1] >= 0), _hull(*(a / b for a in x for b in y)))
+def _divide(xp: Any, x: Interval, y: Interval) -> Interval:
+    return _replace_where(xp, (y[0] <= 0) & (y[1] >= 0), _hull(xp, *(a / b for a in x for b in y)))
 
 
-def _floor_divide(x: Interval, y: Interval) -> Interval:
-    low, high = _divide(x, y)
-    return np.floor(low), np.floor(high)
+def _floor_divide(xp: Any, x: Interval, y: Interval) -> Interval:
+    low, high = _divide(xp, x, y)
+    return xp.floor(low), xp.floor(high)
 
 
-def _remainder(x: Interval, y: Interval) -> Interval:
+def _remainder(xp: Any, x: Interval, y: Interval) -> Interval:
     """Return the interval of x − ⌊x / y⌋ y.
 
     For positive y the value lies in [0, y], up to rounding. If the quotient is one constant c, the value is x − c y.
     """
-    low, high = _floor_divide(x, y)
-    is_constant = (low == high) & (y[0] == y[1]) & np.isfinite(low)
-    shift = np.where(is_constant, low, 0) * np.where(is_constant, y[0], 0)
-    size = np.maximum(np.abs(x[0]), np.abs(x[1]))
-    rounding = size * np.finfo(np.float64).eps
-    unknown = ((y[0] <= 0) & (y[1] >= 0)) | np.isinf(size) | np.isinf(y[0]) | np.isinf(y[1])
-    wide = np.minimum(y[0], 0) - rounding, np.maximum(y[1], 0) + rounding
-    return _replace_where(unknown, _replace_where(is_constant, wide, (x[0] - shift, x[1] - shift)))
+    low, high = _floor_divide(xp, x, y)
+    is_constant = (low == high) & (y[0] == y[1]) & xp.isfinite(low)
+    shift = xp.where(is_constant, low, 0.0) * xp.where(is_constant, y[0], 0.0)
+    size = xp.maximum(xp.abs(x[0]), xp.abs(x[1]))
+    rounding = size * EPSILON
+    unknown = ((y[0] <= 0) & (y[1] >= 0)) | xp.isinf(size) | xp.isinf(y[0]) | xp.isinf(y[1])
+    wide = xp.minimum(y[0], 0.0) - rounding, xp.maximum(y[1], 0.0) + rounding
+    return _replace_where(xp, unknown, _replace_where(xp, is_constant, wide, (x[0] - shift, x[1] - shift)))
 
 
-def _absolute(x: Interval) -> Interval:
-    low, high = _hull(np.abs(x[0]), np.abs(x[1]))
-    return np.where((x[0] <= 0) & (x[1] >= 0), 0.0, low), high
+def _absolute(xp: Any, x: Interval) -> Interval:
+    low, high = _hull(xp, xp.abs(x[0]), xp.abs(x[1]))
+    return xp.where((x[0] <= 0) & (x[1] >= 0), 0.0, low), high
 
 
-def _equal(x: Interval, y: Interval) -> Interval:
+def _equal(xp: Any, x: Interval, y: Interval) -> Interval:
     same = (x[0] == x[1]) & (y[0] == y[1]) & (x[0] == y[0])
-    return _to_float(same), _to_float((x[0] <= y[1]) & (y[0] <= x[1]))
+    return xp.float64(same), xp.float64((x[0] <= y[1]) & (y[0] <= x[1]))
 
 
-def _to_float(condition: Any) -> Array:
-    return np.asarray(condition, np.float64)
+def _less(xp: Any, x: Interval, y: Interval) -> Interval:
+    return xp.float64(x[1] < y[0]), xp.float64(x[0] < y[1])
 
 
-def _less(x: Interval, y: Interval) -> Interval:
-    return _to_float(x[1] < y[0]), _to_float(x[0] < y[1])
+def _less_equal(xp: Any, x: Interval, y: Interval) -> Interval:
+    return xp.float64(x[1] <= y[0]), xp.float64(x[0] <= y[1])
 
 
-def _less_equal(x: Interval, y: Interval) -> Interval:
-    return _to_float(x[1] <= y[0]), _to_float(x[0] <= y[1])
-
-
-def _logical_not(x: Interval) -> Interval:
+def _logical_not(xp: Any, x: Interval) -> Interval:
     return 1 - x[1], 1 - x[0]
 
 
-def _xor(x: Interval, y: Interval) -> Interval:
+def _xor(xp: Any, x: Interval, y: Interval) -> Interval:
     known = (x[0] == x[1]) & (y[0] == y[1])
-    value = np.abs(x[0] - y[0])
-    return np.where(known, value, 0.0), np.where(known, value, 1.0)
+    value = xp.abs(x[0] - y[0])
+    return xp.where(known, value, 0.0), xp.where(known, value, 1.0)
 
 
-def _where(c: Interval, x: Interval, y: Interval) -> Interval:
-    low = np.where(c[0] == 1, x[0], np.where(c[1] == 0, y[0], np.minimum(x[0], y[0])))
-    high = np.where(c[0] == 1, x[1], np.where(c[1] == 0, y[1], np.maximum(x[1], y[1])))
+def _where(xp: Any, c: Interval, x: Interval, y: Interval) -> Interval:
+    low = xp.where(c[0] == 1, x[0], xp.where(c[1] == 0, y[0], xp.minimum(x[0], y[0])))
+    high = xp.where(c[0] == 1, x[1], xp.where(c[1] == 0, y[1], xp.maximum(x[1], y[1])))
     return low, high
 
 
-def _monotone(function: Callable[..., Any], ulps: int = 0) -> Callable[..., Interval]:
-    """Return the rule of a function that does not decrease in any argument.
+def _monotone(name: str) -> Callable[..., Interval]:
+    """Return the rule of the function xp.`name`, which does not decrease in any argument."""
 
-    `ulps` widens the interval at both ends, to cover the rounding error of the math library.
-    """
-
-    def rule(*inputs: Interval) -> Interval:
-        low, high = function(*(low for low, _ in inputs)), function(*(high for _, high in inputs))
-        for _ in range(ulps):
-            low, high = np.nextafter(low, -np.inf), np.nextafter(high, np.inf)
-        return low, high
+    def rule(xp: Any, *inputs: Interval) -> Interval:
+        function = getattr(xp, name)
+        return function(*(low for low, _ in inputs)), function(*(high for _, high in inputs))
 
     return rule
 
 
-def _sinusoid(x: Interval) -> Interval:
-    reach = np.where(np.isinf(x[0]) | np.isinf(x[1]), np.inf, 1.0)  # sin(±∞) is NaN
-    return -reach, reach
+def _monotone_inexact(name: str) -> Callable[..., Interval]:
+    """Return the rule of a function that does not decrease, widened to cover the rounding error of math libraries."""
+
+    def rule(xp: Any, x: Interval) -> Interval:
+        low, high = (getattr(xp, name)(end) for end in x)
+        below, above = (xp.abs(end) * LIBRARY_ERROR + SMALLEST for end in (low, high))
+        return xp.where(xp.isinf(low), low, low - below), xp.where(xp.isinf(high), high, high + above)
+
+    return rule
 
 
-def _power(x: Interval, y: Interval) -> Interval:
+def _sinusoid(xp: Any, x: Interval) -> Interval:
+    limit = xp.where(xp.isinf(x[0]) | xp.isinf(x[1]), xp.float64(np.inf), 1.0)  # sin(±∞) is NaN
+    return -limit, limit
+
+
+def _power(xp: Any, x: Interval, y: Interval) -> Interval:
     """Return the interval of x^y. It is (−∞, ∞) unless x > 0, where x^y = exp(y ln x) is monotone in each argument."""
-    low, high = _hull(*(np.power(a, b) for a in x for b in y))
-    return np.where(x[0] > 0, low * (1 - 1e-15), -np.inf), np.where(x[0] > 0, high * (1 + 1e-15), np.inf)
+    low, high = _hull(xp, *(xp.power(a, b) for a in x for b in y))
+    is_positive = x[0] > 0
+    low, high = low * (1 - LIBRARY_ERROR), high * (1 + LIBRARY_ERROR)
+    return xp.where(is_positive, low, -np.inf), xp.where(is_positive, high, np.inf)
 
 
 BOUND_RULES: dict[str, Callable[..., Interval]] = {
-    "add": _monotone(np.add),
-    "subtract": lambda x, y: (x[0] - y[1], x[1] - y[0]),
+    "add": _monotone("add"),
+    "subtract": lambda xp, x, y: (x[0] - y[1], x[1] - y[0]),
     "multiply": _multiply,
     "divide": _divide,
     "floor_divide": _floor_divide,
     "remainder": _remainder,
-    "negative": lambda x: (-x[1], -x[0]),
+    "negative": lambda xp, x: (-x[1], -x[0]),
     "power": _power,
     "absolute": _absolute,
-    "minimum": _monotone(np.minimum),
-    "maximum": _monotone(np.maximum),
+    "minimum": _monotone("minimum"),
+    "maximum": _monotone("maximum"),
     "less": _less,
     "less_equal": _less_equal,
-    "greater": lambda x, y: _less(y, x),
-    "greater_equal": lambda x, y: _less_equal(y, x),
+    "greater": lambda xp, x, y: _less(xp, y, x),
+    "greater_equal": lambda xp, x, y: _less_equal(xp, y, x),
     "equal": _equal,
-    "not_equal": lambda x, y: _logical_not(_equal(x, y)),
+    "not_equal": lambda xp, x, y: _logical_not(xp, _equal(xp, x, y)),
     "logical_not": _logical_not,
-    "logical_and": _monotone(np.minimum),
+    "logical_and": _monotone("minimum"),
     "logical_xor": _xor,
-    "logical_or": _monotone(np.maximum),
+    "logical_or": _monotone("maximum"),
     "where": _where,
-    "exp": _monotone(np.exp, 4),
-    "exp2": _monotone(np.exp2, 4),
-    "log": _monotone(np.log, 4),
-    "log2": _monotone(np.log2, 4),
-    "sqrt": _monotone(np.sqrt),
-    "tanh": _monotone(np.tanh, 4),
+    "exp": _monotone_inexact("exp"),
+    "exp2": _monotone_inexact("exp2"),
+    "log": _monotone_inexact("log"),
+    "log2": _monotone_inexact("log2"),
+    "sqrt": _monotone("sqrt"),
+    "tanh": _monotone_inexact("tanh"),
     "sin": _sinusoid,
     "cos": _sinusoid,
-    "floor": _monotone(np.floor),
-    "ceil": _monotone(np.ceil),
+    "floor": _monotone("floor"),
+    "ceil": _monotone("ceil"),
 }
