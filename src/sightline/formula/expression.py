@@ -30,6 +30,7 @@ __all__ = [
     "Constant",
     "Expression",
     "Lookup",
+    "Parameter",
     "Symbol",
     "apply",
     "as_expression",
@@ -272,6 +273,11 @@ class Expression:
         return tuple(found.values())
 
     @cached_property
+    def has_parameters(self) -> bool:
+        """True if the formula contains a `Parameter`."""
+        return any(isinstance(node, Parameter) for node in walk(self))
+
+    @cached_property
     def free_symbols(self) -> frozenset[str]:
         """The names of the symbols that the formula contains."""
         return frozenset(node.name for node in walk(self) if isinstance(node, Symbol))
@@ -345,6 +351,21 @@ class Constant(Expression):
 
     def own_values(self) -> tuple[Any, ...]:
         return self.kind, repr(self.value)  # the kind tells 1 from True, and `repr` tells −0.0 from 0.0
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Parameter(Expression):
+    """A number that is an argument of a kernel instead of a constant in its code; see `parameters.structure_of`."""
+
+    slot: int
+    kind: Kind
+    arguments: tuple[Expression, ...] = ()
+
+    def own_values(self) -> tuple[Any, ...]:
+        return self.slot, self.kind
+
+    def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
+        return ["parameter", self.slot, self.kind]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -1,4 +1,4 @@
-"""The argument block of a kernel: one array of 64-bit words.
+"""The argument block of a kernel: one array of 64-bit words, first the fields, then the tables, then the numbers.
 
 `pack` writes the words on the host. `LoadedArguments` reads the words in the kernel, in the order in which `pack` wrote
 them.
@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ __all__ = [
     "LoadedArguments",
     "TableArguments",
     "pack",
+    "to_word",
 ]
 
 
@@ -102,7 +104,14 @@ class TableArguments(NamedTuple):
 class LoadedArguments:
     """The argument block as `Value`s of the kernel. Each word is loaded once, and each field is an attribute."""
 
-    def __init__(self, builder: Builder, packed: Value, fields: Mapping[str, Any], table_ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        builder: Builder,
+        packed: Value,
+        fields: Mapping[str, Any],
+        table_ranks: Sequence[int],
+        number_types: Sequence[Any] = (),
+    ) -> None:
         self._values = {name: packed.at(8 * index).load(kind, 8) for index, (name, kind) in enumerate(fields.items())}
         self.tables: list[TableArguments] = []
         index = len(fields)
@@ -111,6 +120,7 @@ class LoadedArguments:
             pointer = packed.at(8 * index).load(POINTER, 8)
             self.tables.append(TableArguments(pointer, tuple(entries[:rank]), tuple(entries[rank:])))
             index += 1 + 2 * rank
+        self.numbers = [packed.at(8 * (index + k)).load(kind, 8) for k, kind in enumerate(number_types)]
 
     def __getattr__(self, name: str) -> Value:
         try:
@@ -125,11 +135,23 @@ class LoadedArguments:
         return self._values[name].at(offset).at(head * self._values[f"{name}_head_stride"])
 
 
-def pack(fields: Mapping[str, Any], values: Mapping[str, Any], tables: Sequence[tuple[int, ...]]) -> Any:
+def pack(
+    fields: Mapping[str, Any],
+    values: Mapping[str, Any],
+    tables: Sequence[tuple[int, ...]],
+    numbers: Sequence[float] = (),
+) -> Any:
     """Return the argument block as an int64 array. Each of `tables` is (address, *strides, *lengths).
 
-    The number of a DOUBLE field is stored as its 64 bits.
+    The number of a DOUBLE field, and each float of `numbers`, is stored as its 64 bits.
     """
-    pairs = ((values[name], kind) for name, kind in fields.items())
-    words = [np.float64(value).view(np.int64) if kind is DOUBLE else value for value, kind in pairs]
-    return np.array([*words, *itertools.chain(*tables)], np.int64)
+    words = [to_word(float(values[name])) if kind is DOUBLE else values[name] for name, kind in fields.items()]
+    return np.array([*words, *itertools.chain(*tables), *map(to_word, numbers)], np.int64)
+
+
+def to_word(number: float) -> int:
+    """Return the 64-bit word that holds a number: an int itself, or the bits of a float."""
+    return number if isinstance(number, int) else int(_WORD.unpack(_DOUBLE.pack(number))[0])
+
+
+_DOUBLE, _WORD = struct.Struct("d"), struct.Struct("q")

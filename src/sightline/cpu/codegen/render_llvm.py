@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...formula.expression import Apply, Constant, Expression, Lookup, Symbol, walk
+from ...formula.expression import Apply, Constant, Expression, Lookup, Parameter, Symbol, walk
 from ...formula.operators import Kind, common_kind
 from . import math
 from .builder import Builder
-from .values import BOOL, INT64, Value, element_type, is_float, lanes_of
+from .values import BOOL, DOUBLE, INT64, Value, element_type, is_float, lanes_of
 
-__all__ = ["LLVM_RULES", "NodeValues", "Renderer", "TableSource"]
+__all__ = ["LLVM_RULES", "NodeValues", "Renderer", "TableSource", "parameter_types"]
 
 NodeValues = dict[int, Value]  # values of nodes of a formula, by id of the node
 
@@ -40,6 +40,7 @@ class Renderer:
     floats, integers : LLVM types of the formula's floats and of its integers
     sources : the `TableSource` of each table, by id of the table
     clamped : (number of a lookup in `walk`, axis) of each table index that may be out of range at a hidden pair
+    numbers : the numbers of the formula's parameters, by slot
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class Renderer:
         integers: Any,
         sources: dict[int, TableSource],
         clamped: tuple[tuple[int, int], ...],
+        numbers: Sequence[Value] = (),
     ) -> None:
         self.builder, self.formula, self.sources, self.clamped = builder, formula, sources, clamped
+        self.numbers = numbers
         self.types: dict[Kind, Any] = {"bool": BOOL, "int": integers, "float": floats}
         self.nodes = walk(formula)
         self.node_index = {id(node): index for index, node in enumerate(self.nodes)}
@@ -84,6 +87,8 @@ class Renderer:
             return symbols[node.name].to(self.types[node.kind])
         if isinstance(node, Constant):
             return self.builder.value(node.value, self.types[node.kind])
+        if isinstance(node, Parameter):
+            return self.numbers[node.slot].to(self.types[node.kind])
         if isinstance(node, Lookup):
             return self._load_lookup(node, [values[id(a)] for a in node.arguments])
         assert isinstance(node, Apply)
@@ -121,6 +126,13 @@ class Renderer:
                 offsets = index * stride.to(integers)
                 lane_offsets = offsets if lane_offsets is None else lane_offsets + offsets
         return base, lane_offsets
+
+
+def parameter_types(formulas: Sequence[Expression | None]) -> list[Any]:
+    """Return the type of the argument word of each parameter of these formulas, by slot."""
+    nodes = walk(*[formula for formula in formulas if formula is not None])
+    types = {node.slot: DOUBLE if node.kind == "float" else INT64 for node in nodes if isinstance(node, Parameter)}
+    return [types[slot] for slot in range(len(types))]
 
 
 def _floor_divide(builder: Builder, x: Value, y: Value) -> tuple[Value, Value]:

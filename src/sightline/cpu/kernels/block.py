@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from llvmlite import ir
 
 from ...formula.expression import Expression
+from ...formula.parameters import TableParameter
 from ..codegen.abi import LoadedArguments
 from ..codegen.builder import Builder, Variable
 from ..codegen.formats import FloatFormat, format_of
@@ -24,15 +25,13 @@ from ..codegen.math import exp2_by_scaling, exp2_of_negative, exp_of_negative
 from ..codegen.operand_tiles import OperandTile
 from ..codegen.philox import random_words
 from ..codegen.register_tile import RegisterTiles
-from ..codegen.render_llvm import NodeValues, Renderer, TableSource
-from ..codegen.values import BFLOAT, BOOL, BYTE, DOUBLE, FLOAT, INT16, INT32, INT64, Value, vector
+from ..codegen.render_llvm import NodeValues, Renderer, TableSource, parameter_types
+from ..codegen.values import BFLOAT, BOOL, BYTE, DOUBLE, INT16, INT32, INT64, Value, vector
 from ..runtime.machine import Machine
 from .kernel_spec import KEY_BLOCK, KernelSpec
-from .tables import TileTables
+from .tables import TABLE_TYPES, TileTables
 
 __all__ = ["Block"]
-
-_TABLE_TYPES = {"bool": BYTE, "int32": INT32, "int64": INT64, "float32": FLOAT, "float64": DOUBLE}
 
 
 class Block:
@@ -51,14 +50,15 @@ class Block:
         self.float = self.format.accumulator_type
         self.paired = spec.dtype == "bfloat16" and machine.has_bf16_dot
         self.integer = INT64 if spec.needs_int64 else INT32
-        self.formulas = tuple(formulas)  # mask, score, then the extra formulas
+        self.formulas = tuple(formulas)  # the structures of mask, score and the extra formulas
         self.module = ir.Module("sightline")
 
     def write(self, name: str) -> Any:
         """Return the module with the kernel. An atomic counter gives each thread its next work item."""
         self.builder = builder = Builder(self.module, name)
         axes = [axes for _, axes in self.spec.tables] + [1] * self.spec.num_output_arrays
-        self.args = LoadedArguments(builder, builder.arguments[0], self.fields, axes)
+        numbers = parameter_types(self.formulas)
+        self.args = LoadedArguments(builder, builder.arguments[0], self.fields, axes, numbers)
         self.tiles = tiles = RegisterTiles(builder, self.float, self.machine, self.paired)
         self.vectors, self.lanes, self.vector = range(tiles.vectors), tiles.lanes, tiles.vector
         self.factor = self.args.factor.to(self.float)
@@ -233,11 +233,11 @@ class Block:
     def prepare_formulas(self) -> None:
         """Create the renderer and the tile tables of every formula."""
         sources = [
-            TableSource(t.pointer, t.strides, t.lengths, _TABLE_TYPES[dtype])
+            TableSource(t.pointer, t.strides, t.lengths, TABLE_TYPES[dtype])
             for t, (dtype, _) in zip(self.args.tables, self.spec.tables, strict=False)
         ]
-        tables = [table for f in self.formulas if f is not None for table in f.tables]
-        self.sources = {id(t): sources[slot] for t, slot in zip(tables, self.spec.slots, strict=True)}
+        tables = [cast(TableParameter, table) for f in self.formulas if f is not None for table in f.tables]
+        self.sources = {id(table): sources[table.slot] for table in tables}
         self.renderers = [
             None if f is None else self.make_renderer(f, DOUBLE if f.kind == "bool" else self.float, clamped)
             for f, clamped in zip(self.formulas, self.spec.clamped, strict=True)
@@ -247,7 +247,7 @@ class Block:
 
     def make_renderer(self, formula: Expression, floats: Any, clamped: tuple[tuple[int, int], ...]) -> Renderer:
         """Return the renderer of a formula whose floats have the given type."""
-        return Renderer(self.builder, formula, floats, self.integer, self.sources, clamped)
+        return Renderer(self.builder, formula, floats, self.integer, self.sources, clamped, self.args.numbers)
 
     def evaluate_block(self) -> None:
         """Evaluate the formulas' nodes that depend on neither j nor s, for each vector of queries."""

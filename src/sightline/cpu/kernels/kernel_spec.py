@@ -14,17 +14,19 @@ KEY_BLOCK = 64  # number of keys in a tile: its scores and its rows of K and V s
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """Everything that is compiled into a kernel. Lengths, strides, scale and table data are the kernel's arguments."""
+    """Everything that is compiled into a kernel.
+
+    Lengths, strides, the scale, tables and the numbers of formulas are the kernel's arguments.
+    """
 
     kernel: str
     dtype: str
     d_k: int
     d_v: int
     unit_stride: tuple[bool, ...]  # for query, key and value: True if columns are adjacent in memory
-    mask: str | None
+    mask: str | None  # the formulas are the structures of `formula.parameters`
     score: str | None
-    tables: tuple[tuple[str, int], ...]  # dtype and number of axes of each table
-    slots: tuple[int, ...]  # index in `tables` of each table of the mask, then of the score, then of the other formulas
+    tables: tuple[tuple[str, int], ...]  # dtype and number of axes of each table, by its slot in the structure
     needs_int64: bool  # True if integers of formulas have 64 bits, False if 32
     clamped: tuple[tuple[tuple[int, int], ...], ...]  # for each formula; see `Renderer`
     has_sinks: bool

@@ -14,13 +14,15 @@ from ...formula.derivative import derivative
 from ...formula.expression import Expression, Lookup, walk
 from ..codegen.abi import TableArguments
 from ..codegen.render_llvm import NodeValues, Renderer
-from ..codegen.values import DOUBLE, INT64, Value, bytes_of, element_type, vector
+from ..codegen.values import BYTE, DOUBLE, FLOAT, INT32, INT64, Value, bytes_of, element_type, vector
 from .kernel_spec import CACHE_LINE_BYTES, KEY_BLOCK
 
 if TYPE_CHECKING:
     from .block import Block
 
-__all__ = ["TableGradientCode", "TileTables"]
+__all__ = ["TABLE_TYPES", "TableGradientCode", "TileTables"]
+
+TABLE_TYPES = {"bool": BYTE, "int32": INT32, "int64": INT64, "float32": FLOAT, "float64": DOUBLE}
 
 
 class TileTables:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
 from ...arrays import detach, empty, layout, to_numpy
 from ...dropout import threshold
 from ...formula.expression import SYMBOLS, Expression, Lookup, walk
+from ...formula.parameters import TableParameter, structure_of
 from ...formula.table_index_ranges import find_index_ranges
 from ...formula.tile_ranges import find_tile_ranges
 from ...problem import Problem
+from ..codegen.abi import pack
 from ..kernels.block import Block
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector
 from ..runtime.machine import Machine
@@ -23,6 +25,7 @@ __all__ = [
     "TARGET_ITEMS",
     "KernelArguments",
     "compile_kernel",
+    "convert_table",
     "has_unit_stride",
     "make_spec",
     "operand_fields",
@@ -44,17 +47,24 @@ class KernelArguments:
 
     def __init__(self, problem: Problem, query_block: int, extra_formulas: Sequence[Expression] = ()) -> None:
         self.problem, self.query_block = problem, query_block
-        self.formulas = (problem.mask, problem.score, *extra_formulas)
+        # the formulas of the problem, and their structures, which are compiled into the kernel
+        self.problem_formulas = (problem.mask, problem.score, *extra_formulas)
+        structure = structure_of(*self.problem_formulas)
+        self.formulas, self.numbers = structure.formulas, structure.numbers
         self.arrays = {name: detach(getattr(problem, name)) for name in ("query", "key", "value")}
-        unique_tables = {id(table): table for f in self.formulas if f is not None for table in f.tables}
-        self.slots = {table: slot for slot, table in enumerate(unique_tables)}
-        self.tables = [_convert_table(table.array) for table in unique_tables.values()]
+        self.tables = [convert_table(table.array) for table in structure.tables]
         self.tile_ranges = find_tile_ranges(problem.mask, problem.extent, query_block, KEY_BLOCK)
         self.keep_alive: list[Any] = [self.arrays, self.tables]  # the memory that the arguments point to
 
     def table_fields(self) -> list[tuple[int, ...]]:
         """Return (address, *strides, *lengths) of every table."""
         return [(t.ctypes.data, *t.strides, *t.shape) for t in self.tables]
+
+    def pack(
+        self, fields: Mapping[str, Any], values: Mapping[str, Any], outputs: Sequence[tuple[int, ...]] = ()
+    ) -> Any:
+        """Return the argument block; `outputs` are the words of the output arrays, which follow the tables."""
+        return pack(fields, values, [*self.table_fields(), *outputs], self.numbers)
 
     def constant_arrays(self, *changing: Any) -> tuple[Any, ...]:
         """Return the retained NumPy arrays that are neither the problem's nor among `changing`."""
@@ -122,10 +132,10 @@ def prepare(
 
 def make_spec(kernel: str, arguments: KernelArguments, **more: Any) -> KernelSpec:
     """Return the spec of a kernel; `more` has the fields of the spec that do not follow from the arguments."""
-    problem, formulas = arguments.problem, arguments.formulas
-    ranges = [find_index_ranges(f, problem.extent) for f in formulas]
+    problem = arguments.problem
+    ranges = [find_index_ranges(f, problem.extent) for f in arguments.problem_formulas]
     clamped = tuple(outside for _, outside in ranges)
-    mask, score, *extra_formulas = (None if f is None else f.text for f in formulas)
+    mask, score, *extra_formulas = (None if f is None else f.text for f in arguments.formulas)
     extents = [largest for largest, _ in ranges] + [_extent_in_bytes(table) for table in arguments.tables]
     return KernelSpec(
         kernel=kernel,
@@ -137,7 +147,6 @@ def make_spec(kernel: str, arguments: KernelArguments, **more: Any) -> KernelSpe
         score=score,
         extra_formulas=tuple(text for text in extra_formulas if text is not None),
         tables=tuple((str(t.dtype), t.ndim) for t in arguments.tables),
-        slots=tuple(arguments.slots[id(table)] for f in formulas if f is not None for table in f.tables),
         needs_int64=max(extents) >= 2**31 - 1,
         clamped=clamped,
         has_sinks=problem.sinks is not None,
@@ -174,7 +183,7 @@ def _find_tile_lookups(arguments: KernelArguments, clamped: tuple[Any, ...]) -> 
     """Yield by formula the `walk` indices of lookups t[..., i, j] with entries adjacent along j; see `TileTables`."""
 
     def is_tile_lookup(node: Lookup) -> bool:
-        array, indices = arguments.tables[arguments.slots[id(node.table)]], node.arguments
+        array, indices = arguments.tables[cast(TableParameter, node.table).slot], node.arguments
         return (
             len(indices) > 1
             and indices[-2] is SYMBOLS["i"]
@@ -191,7 +200,7 @@ def _find_tile_lookups(arguments: KernelArguments, clamped: tuple[Any, ...]) -> 
         yield tuple(index for index, node in lookups if is_tile_lookup(node))
 
 
-def _convert_table(array: Any) -> Any:
+def convert_table(array: Any) -> Any:
     """Return a table as bool, int32, int64, float32 or float64; the array itself if it has one of these dtypes."""
     array = to_numpy(array)
     if array.size == 0:  # only hidden pairs read the table, and any number serves a hidden pair

@@ -16,7 +16,7 @@ from ...formula.expression import SYMBOLS, Lookup, walk
 from ...kernel import Gradients, is_lse_precise
 from ...problem import Problem
 from ...statistics import Mass, StatisticGradients
-from ..codegen.abi import BACKWARD_FIELDS, pack
+from ..codegen.abi import BACKWARD_FIELDS
 from ..kernels.backward import Backward
 from ..kernels.kernel_spec import KEY_BLOCK, lanes_per_vector, round_up
 from ..runtime.processor import Processor
@@ -121,7 +121,7 @@ def backward(
         (array.ctypes.data, 0 if gradient.is_per_key else array.strides[0], 0)
         for array, gradient in zip(table_sums, table_gradients, strict=True)
     ]
-    packed = pack(BACKWARD_FIELDS, fields, [*arguments.table_fields(), *table_sum_fields])
+    packed = arguments.pack(BACKWARD_FIELDS, fields, table_sum_fields)
     kernel = compile_kernel(spec, arguments, Backward, processor)
     keep_alive = (*arguments.keep_alive, *sums_by_name.values(), *table_sums, problem)
     processor.call(kernel, packed, min(thread_count(threads), fields["items"]), keep_alive)

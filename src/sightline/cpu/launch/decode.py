@@ -8,7 +8,7 @@ import numpy as np
 
 from ...arrays import layout
 from ...problem import Problem
-from ..codegen.abi import DECODE_FIELDS, pack
+from ..codegen.abi import DECODE_FIELDS
 from ..kernels.decode import MAX_ROWS_PER_ITEM, UNROLL, Decode
 from ..kernels.kernel_spec import KEY_BLOCK, lanes_per_vector
 from ..runtime.processor import Processor
@@ -85,7 +85,7 @@ class BoundDecodeCall(BoundCall):
         fields = dict.fromkeys(DECODE_FIELDS, 0) | arguments.fields(spec)
         fields |= {"batches": problem.B, "sinks": arguments.retain_sinks()}
         kernel = compile_kernel(spec, arguments, Decode, processor)
-        packed, max_threads = pack(DECODE_FIELDS, fields, arguments.table_fields()), self.items_per_split * num_splits
+        packed, max_threads = arguments.pack(DECODE_FIELDS, fields), self.items_per_split * num_splits
         super().__init__(kernel, packed, max_threads, workspace, arguments.constant_arrays())
 
     def split_keys(self, m: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import numpy as np
 from ...arrays import convert, empty, layout
 from ...kernel import Result
 from ...problem import Problem
-from ..codegen.abi import FORWARD_FIELDS, pack
+from ..codegen.abi import FORWARD_FIELDS
 from ..kernels.forward import Forward
 from ..kernels.kernel_spec import KernelSpec
 from ..runtime.processor import Processor
@@ -70,7 +70,7 @@ def forward(
         "sinks": arguments.retain_sinks(),
     }
     statistic_fields = [(x.ctypes.data, 0, 0) for x in fused.arrays]
-    packed = pack(FORWARD_FIELDS, fields, [*arguments.table_fields(), *statistic_fields])
+    packed = arguments.pack(FORWARD_FIELDS, fields, statistic_fields)
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
     max_threads = 1 if work < MIN_PARALLEL_MULTIPLICATIONS else int(fields["items"])
     keep_alive = (*arguments.keep_alive, output, *fused.arrays)

@@ -16,7 +16,6 @@ from ...arrays import convert, empty, layout, namespace, resolve_dtype, to_numpy
 from ...kernel import MAX_LSE
 from ...problem import Problem
 from ...statistics.matrix import cell_lengths
-from ..codegen.abi import pack
 from ..kernels.kernel_spec import KEY_BLOCK
 from ..kernels.weights_by_key import MAX_COLUMNS_PER_ITEM, MAX_SPLIT_SIZE, Pooled, Received
 from ..kernels.weights_by_query import TopK, WeightTiles
@@ -59,7 +58,7 @@ class WeightsPassCall:
             "last_query": queries[1],
             "query_blocks": -(-queries[1] // self.block),
         }
-        packed = pack(self.writer.fields, self.common_fields | fields, self.arguments.table_fields())
+        packed = self.arguments.pack(self.writer.fields, self.common_fields | fields)
         keep_alive = (*self.arguments.keep_alive, counter, output, *arrays)
         self.processor.call(self.kernel, packed, min(thread_count(threads), items), keep_alive)
 

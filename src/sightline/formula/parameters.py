@@ -1,0 +1,98 @@
+"""Formulas with parameters in place of their tables and numbers, so that formulas of one structure share a kernel.
+
+`window(256)` and `window(300)` differ in one number: (i ≥ j) ∧ (i − j < p₀) is the structure of both. A kernel is
+compiled for the structure, and the numbers and tables are arguments of each call.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+from .expression import Apply, Constant, Expression, Lookup, Parameter, intern, walk
+from .operators import Kind
+from .tables import Table
+
+__all__ = ["Structure", "TableParameter", "structure_of"]
+
+# Operators whose constant operands stay in the code: a division by a constant needs no division, and the derivative
+# of a power depends on the exponent.
+OPERATORS_WITH_CONSTANTS = ("floor_divide", "remainder", "power")
+CODE_CONSTANTS = (-1, 0, 1, math.inf, -math.inf)  # their values change the form of the code
+
+
+@dataclass(frozen=True, eq=False)
+class TableParameter:
+    """The place of a table in a structure."""
+
+    slot: int
+    kind: Kind
+
+    def __repr__(self) -> str:
+        return f"t{self.slot}"
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """Formulas whose tables and numbers are parameters, and the tables and numbers that they had.
+
+    formulas : their `Lookup`s read `TableParameter`s, and `Parameter`s stand for numbers; equal structures share them
+    tables : the tables by the slot of their parameter: those of the first formula first, each once
+    numbers : the numbers by the slot of their parameter
+    """
+
+    formulas: tuple[Expression | None, ...]
+    tables: tuple[Table, ...]
+    numbers: tuple[float, ...]
+
+
+def structure_of(*formulas: Expression | None) -> Structure:
+    """Return the structure of formulas that belong to one call.
+
+    Node k of `walk` of a formula of the structure stands for node k of `walk` of the formula itself.
+    """
+    has_tables = any(formula is not None and formula.tables for formula in formulas)
+    return (_build if has_tables else _build_cached)(*formulas)
+
+
+def _build(*formulas: Expression | None) -> Structure:
+    nodes = walk(*[formula for formula in formulas if formula is not None])
+    kept = {id(argument) for node in nodes if _keeps_constants(node) for argument in node.arguments}
+    slots: dict[int, int] = {}
+    tables: list[Table] = []
+    numbers: list[float] = []
+    built: dict[int, Expression] = {}
+    for node in nodes:
+        arguments = tuple([built[id(argument)] for argument in node.arguments])
+        if isinstance(node, Lookup):
+            slot = slots.setdefault(id(node.table), len(tables))
+            if slot == len(tables):
+                tables.append(node.table)
+            built[id(node)] = intern(Lookup(cast(Any, _table_parameter(slot, node.kind)), arguments))
+        elif isinstance(node, Constant) and _is_argument(node) and id(node) not in kept:
+            built[id(node)] = intern(Parameter(len(numbers), node.kind))
+            numbers.append(node.value)
+        else:
+            built[id(node)] = node.rebuild(arguments, {})
+    return Structure(
+        tuple([None if formula is None else built[id(formula)] for formula in formulas]), tuple(tables), tuple(numbers)
+    )
+
+
+_build_cached = lru_cache(1024)(_build)  # formulas without tables are interned, so they are keys
+
+
+def _is_argument(constant: Constant) -> bool:
+    """True if the value of a constant does not change the form of the code."""
+    return constant.kind != "bool" and constant.value not in CODE_CONSTANTS
+
+
+def _keeps_constants(node: Expression) -> bool:
+    return isinstance(node, Lookup) or (isinstance(node, Apply) and node.operator in OPERATORS_WITH_CONSTANTS)
+
+
+@lru_cache(None)
+def _table_parameter(slot: int, kind: Kind) -> TableParameter:
+    return TableParameter(slot, kind)
