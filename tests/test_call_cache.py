@@ -19,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sightline
 from sightline import call_cache, i, j, m, n, s, where
 from sightline.accuracy import compute_baseline, term_sizes
+from sightline.call_cache import CachedCall
 from sightline.cpu import Cpu
-from sightline.cpu.launch.bound_call import BoundCall
 from sightline.cpu.launch.decode import BoundDecodeCall
 from sightline.errors import SightlineError
-from sightline.formula.expression import Expression
 from sightline.problem import make_problem
 from sightline.reference import compute_stages
 from sightline.testing import assert_within_budget
@@ -66,10 +65,22 @@ def uncached(arrays, **options):
 
 
 def record_hits(monkeypatch):
-    """Return a list that grows by one with every call from the cache."""
-    found, run = [], BoundCall.run
-    monkeypatch.setattr(BoundCall, "run", lambda *given: found.append(1) or run(*given))
+    """Return a list that grows by one with every call that the cache answers."""
+    found, run = [], CachedCall.run
+
+    def spy(*given):
+        answer = run(*given)
+        found.extend([1] * (answer is not None))
+        return answer
+
+    monkeypatch.setattr(CachedCall, "run", spy)
     return found
+
+
+def request_of(query, key, value, **options):
+    """The request of a call of `sightline.attention` with these arguments; None if the call cannot be cached."""
+    nothing = dict.fromkeys(("mask", "score", "scale", "sinks", "seed", "see", "kernel", "threads")) | {"dropout": 0.0}
+    return call_cache.make_request(query, key, value, **(nothing | options))
 
 
 # -- the same answer -----------------------------------------------------------------------------------------------
@@ -154,11 +165,11 @@ def test_many_threads_at_once(rng):
 def test_the_cache_has_a_limited_size(rng, monkeypatch):
     monkeypatch.setattr(call_cache, "MAX_CACHED_CALLS", 3)
     q, k, v = arrays(rng)
-    for width in range(1, 4):
-        sightline.attention(q, k, v, mask=i - j < width)
-    sightline.attention(q, k, v, mask=i - j < 1)  # used again: the second is now the oldest
-    sightline.attention(q, k, v, mask=i - j < 4)
-    left = {i - j < width for width in (3, 1, 4)}
+    for stride in range(2, 5):
+        sightline.attention(q, k, v, mask=i % stride == 0)
+    sightline.attention(q, k, v, mask=i % 2 == 0)  # used again: the second is now the oldest
+    sightline.attention(q, k, v, mask=i % 5 == 0)
+    left = {(i % stride == 0, None) for stride in (4, 2, 5)}
     assert {key[1] for key in call_cache.bound_calls()} == left
 
 
@@ -194,7 +205,7 @@ DIFFERENT_CALLS = {  # two calls whose results differ and whose keys differ in o
         {"score": s * (1.0 / where(j > 2, 0.0, 1.0))},
         {"score": s * (1.0 / where(j > 2, -0.0, 1.0))},
     ),
-    "score": ({"score": s * 2}, {"score": s * 3}),
+    "a score's number": ({"score": s * 2}, {"score": s * 3}),
     "order of arguments": ({"score": s + (i - j) * 1.0}, {"score": s + (j - i) * 1.0}),
     "grouping": ({"score": s + 1.0 * (i - (j - i))}, {"score": s + 1.0 * ((i - j) - i)}),
     "scale": ({"scale": 0.5}, {"scale": 0.25}),
@@ -236,11 +247,9 @@ def test_a_requested_kernel_runs(rng):
 def test_a_call_for_another_machine_is_a_miss(rng, monkeypatch):
     given = arrays(rng)
     sightline.attention(*given)
-    key = call_cache.make_key(*given, None, None, None, None, 0.0, None, None, None, None)
-    assert call_cache.lookup(key) is not None
+    assert call_cache.lookup(request_of(*given)) is not None
     monkeypatch.setenv("SIGHTLINE_CPU", "sse2")
-    other = call_cache.make_key(*given, None, None, None, None, 0.0, None, None, None, None)
-    assert call_cache.lookup(other) is None
+    assert call_cache.lookup(request_of(*given)) is None
 
 
 def test_fresh_kernels_do_not_use_cached_calls(rng, fresh_kernels):
@@ -278,13 +287,15 @@ def test_invalid_input_after_a_cached_call_is_an_error(rng, fault):
         sightline.attention(**(named_machine | fault))
 
 
-def test_calls_with_tables_are_not_cached(rng):
+def test_tables_changed_in_place_are_read_again(rng, monkeypatch):
     given, values = arrays(rng), np.ones(9, bool)
     mask = sightline.table(values)[j]
-    before = sightline.attention(*given, mask=mask)
+    sightline.attention(*given, mask=mask)
+    found = record_hits(monkeypatch)
     values[4:] = False
-    assert (sightline.attention(*given, mask=mask) != before).any()
-    assert not call_cache.bound_calls()
+    changed = sightline.attention(*given, mask=mask)
+    assert found
+    assert bits(changed) == bits(uncached(given, mask=mask))
 
 
 def test_equal_long_formulas_share_a_cached_call(rng, monkeypatch):
@@ -312,12 +323,13 @@ PARTS = {  # the part of the key in which the calls of a case differ: in the lay
     "value's shape": [6],
     "value's strides": [7],
     "dtype": [2, 5, 8],
-    **{key: [9] for key in ("mask", "a mask's numbers", "no mask")},
-    "mask or score": [9, 10],
+    "no mask": [9, 10],
     **{
-        key: [10]
-        for key in ("a whole number or a float", "the sign of nought", "score", "order of arguments", "grouping")
+        key: [9]
+        for key in ("mask", "mask or score", "a whole number or a float", "the sign of nought", "order of arguments")
     },
+    "grouping": [9],
+    **{key: [] for key in ("a mask's numbers", "a score's number")},  # numbers are arguments of one cached call
     **{key: [11] for key in ("scale", "scale's sign", "no scale")},
 }
 
@@ -325,12 +337,11 @@ PARTS = {  # the part of the key in which the calls of a case differ: in the lay
 @pytest.mark.parametrize("case", DIFFERENT_CALLS)
 def test_every_part_of_the_key_is_needed(case):
     """Without its part of the key, the two calls of a case have equal keys."""
-    base = {"query": X, "key": X[::-1].copy(), "value": np.roll(X, 1).copy(), "dropout": 0.0}
-    nothing = dict.fromkeys(("mask", "score", "scale", "sinks", "seed", "see", "kernel", "threads"))
+    base = {"query": X, "key": X[::-1].copy(), "value": np.roll(X, 1).copy()}
 
     def key(changes):
-        layouts, *others = call_cache.make_key(**(nothing | base | changes))
-        return [id(part) if isinstance(part, Expression) else part for part in (*layouts, *others)]
+        layouts, formulas, *others = request_of(**(base | changes)).key
+        return [*layouts, None if formulas is None else [*map(id, formulas)], *others]
 
     first, second = map(key, DIFFERENT_CALLS[case])
     assert [place for place, (x, y) in enumerate(zip(first, second, strict=True)) if x != y] == PARTS[case]
@@ -341,12 +352,12 @@ def test_a_stale_argument_block_is_found(rng, monkeypatch):
     given = arrays(rng)
     expected = uncached(given)
     prepared = next(iter(call_cache.bound_calls().values())).bound_call
-    output = np.full_like(expected, np.nan)
-    places = [x.ctypes.data for x in (*given, output)]
-    prepared.run(1, *places, ())
+    output, lse = np.full_like(expected, np.nan), np.empty(expected.shape[:-1])
+    operands = [x.ctypes.data for x in (*given, output, lse)]
+    prepared.run(1, prepared.make_inputs(operands, None, 0, (), (), (), 9, ()))
     assert bits(output) == bits(expected)
-    _whole, words, address = prepared.free_buffers[-1]
-    assert words[prepared.counter_offset] != 0
+    _whole, words, address = prepared.buffers.unused[-1]
+    assert words[prepared.buffers.offsets["counter"]] != 0
     output[...] = np.nan
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(prepared.kernel)(address)
     assert np.isnan(output).all()
@@ -412,7 +423,7 @@ def test_transforms_and_modes(rng):
     keys = []
 
     def note(q):
-        keys.append(call_cache.make_key(q, k, v, None, None, None, None, 0.0, None, None, None, None))
+        keys.append(request_of(q, k, v))
         return q.sum()
 
     note(q)
@@ -450,7 +461,7 @@ def test_tensor_subclasses_are_not_cached(rng):
     before = len(call_cache.bound_calls())
     for place in range(3):
         given = [x.as_subclass(Mine) if at == place else x for at, x in enumerate((q, k, v))]
-        assert call_cache.make_key(*given, None, None, None, None, 0.0, None, None, None, None) is None
+        assert request_of(*given) is None
     assert len(call_cache.bound_calls()) == before
 
 
@@ -493,9 +504,11 @@ def decoded(monkeypatch):
     """A list with the result of each cached call of the decoding kernel: True if it computed the output."""
     found, run = [], BoundDecodeCall.run
 
-    def spy(*given):
-        found.append(run(*given))
-        return found[-1]
+    def spy(*given, is_first=False):
+        status = run(*given, is_first=is_first)
+        if not is_first:
+            found.append(status is not None)
+        return status
 
     monkeypatch.setattr(BoundDecodeCall, "run", spy)
     return found
@@ -535,8 +548,7 @@ def test_a_hidden_nan_falls_back_and_the_next_call_hits(rng, monkeypatch):
     found = decoded(monkeypatch)
     assert np.isfinite(sightline.attention(q, k, spoilt, mask=mask)).all()
     assert bits(sightline.attention(q, k, v, mask=mask)) == expected
-    assert found[0] is False
-    assert found[-1] is True
+    assert found == [False, True]
 
 
 def test_decoding_from_many_threads_at_once(rng):
@@ -615,7 +627,7 @@ def test_gradients_equal_those_of_the_operator(rng, formula, shape, monkeypatch)
     assert found or len(shape) < 4  # calls that are reshaped first are not cached
     call_cache.bound_calls().clear()
     assert outputs_and_gradients(other, direction, **options()) == prepared
-    monkeypatch.setattr(call_cache, "make_key", lambda *given: None)
+    monkeypatch.setattr(call_cache, "make_request", lambda *given: None)
     assert outputs_and_gradients(other, direction, **options()) == prepared
 
 

@@ -94,29 +94,27 @@ def attention(
            [0.26, 0.26, 0.47]], dtype=float32)
     """
     plain_arrays = as_arrays(query, key, mask) if value is None and type(key) is KVCache else (key, value, mask)
-    cache_key = call_cache.make_key(query, *plain_arrays, score, scale, sinks, dropout, seed, see, kernel, threads)
-    if cache_key is not None:
+    request = call_cache.make_request(query, *plain_arrays, score, scale, sinks, dropout, seed, see, kernel, threads)
+    if request is not None:
         key, value, mask = plain_arrays
-        cached_call = call_cache.lookup(cache_key)
-        if cached_call is not None:
-            answer = cached_call(query, key, value, threads)
-            if answer is not None:
-                return answer
+        cached_call = call_cache.lookup(request)
+        answer = None if cached_call is None else cached_call.run(request, query, key, value, threads)
+        if answer is not None:
+            return answer[0] if see is None else answer
+        mask, score = request.formulas()
     check_choice(kernel, threads)
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     options |= {"see": () if see is None else see}
     if arrays.framework(query) == "torch":
         from .torch.dispatch import run  # a plain import, because torch.compile can trace one
 
-        answer = run(query, key, value, options, kernel, threads, cache_key)
+        answer = run(query, key, value, options, kernel, threads, request)
     else:
         problem = make_problem(query, key, value, **options)
         result = solve(problem, kernel, threads)
         answer = to_caller_layout(problem, result)
-        if cache_key is not None:
-            call_cache.insert(
-                cache_key, (query, key, value), answer[0], result, call_cache.finish_with_lse if see else None
-            )
+        if request is not None:
+            call_cache.insert(request, (mask, score), (query, key, value), problem, result)
     output, seen = answer
     return output if see is None else (output, seen)
 

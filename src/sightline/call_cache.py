@@ -1,40 +1,53 @@
-"""A cache of attention calls: a repeated call finds the bound call of its kernel by a cache key.
+"""A cache of attention calls: a call whose structure was met before goes straight to its kernel.
 
-    attention(q, k, v, mask=i >= j)  →  cache key  →  bound call  →  kernel
+    attention(q, k, v, mask=j < table(lengths)[b])  →  Request  →  CachedCall  →  kernel
 
-A cache key holds everything that the dispatch of a call depends on, except the arrays' contents. A call has no cache
-key, and goes through the full dispatch, if one of the following holds. The call depends on contents of arrays (tables,
-sinks, masks given as arrays). The mask or score is a function. The call has dropout, or requests a statistic other than
-lse. The type of an array is not exactly NumPy's ndarray or torch's Tensor. torch itself must see the call.
+The key of a request is the structure of the call. The structure has everything that the dispatch depends on: shapes,
+strides and dtypes of all arrays, formulas without their numbers and tables, and options. The key never has contents of
+arrays, so new tables at each call are as fast as the same ones. A call has no request, and goes through the full
+dispatch, if one of the following holds. It needs statistics that the forward kernel does not compute. Its scale is an
+array. The type of an array is not exactly NumPy's ndarray or torch's Tensor. torch itself must see the call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .arrays import dtype_name
 from .cpu.runtime.compile import bound_calls
 from .cpu.runtime.machine import CPU_VARIABLE
+from .formula import from_function, library
 from .formula.expression import Expression
+from .formula.parameters import structure_of
 from .kernel import Result
-from .statistics import Lse
+from .problem import Problem
+from .statistics import Entropy, Lse, MaxScore, Statistic
 
 if TYPE_CHECKING:
     from .cpu.launch.bound_call import BoundCall
 
-__all__ = ["ADAPTERS", "ArrayAdapter", "insert", "lookup", "make_key"]
+__all__ = [
+    "ADAPTERS",
+    "ArrayAdapter",
+    "CachedCall",
+    "KernelTables",
+    "Request",
+    "addresses_of",
+    "insert",
+    "lookup",
+    "make_request",
+]
 
-MAX_CACHED_CALLS = 256  # the least recently used bound call is dropped beyond this number
+MAX_CACHED_CALLS = 256  # the least recently used call is dropped beyond this number
 KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX = 3, 6  # indices in the result of `ArrayAdapter.layouts`
-
-_lock = threading.Lock()
-Finisher = Callable[[Any, Any, Any, Any, Any], Any]
+FORWARD_STATISTICS = (Lse, MaxScore, Entropy)  # the statistics of cached calls; others need further passes
+DIRECT_TABLE_DTYPES = ("bool", "int32", "int64", "float32", "float64")  # other tables are converted at each call
 
 
 @dataclass(frozen=True)
@@ -44,48 +57,51 @@ class ArrayAdapter:
     Parameters
     ----------
     layouts : (query, key, value) → shape, strides and dtype of each array; None if the call needs the full dispatch
+    layout : array → shape, strides and dtype of a table or of sinks; None if the call needs the full dispatch
     address : array → address of the array's first entry
     empty : (query, output) → function (query) that allocates an array like the output
-    empty_float64 : shape → float64 array of that shape
+    empty_array : (shape, name of the dtype) → new array
+    finish_lse : (lse float64, output) → lse as users receive it
+    draw_seed : () → a seed of dropout; None if the caller must give one
     """
 
     layouts: Callable[[Any, Any, Any], tuple[Any, ...] | None]
+    layout: Callable[[Any], tuple[Any, ...] | None]
     address: Callable[[Any], int]
     empty: Callable[[Any, Any], Callable[[Any], Any]]
-    empty_float64: Callable[[Any], Any]
+    empty_array: Callable[[tuple[int, ...], str], Any]
+    finish_lse: Callable[[Any, Any], Any]
+    draw_seed: Callable[[], int] | None
 
 
 ADAPTERS: dict[type, ArrayAdapter] = {}
 
 
-@dataclass(frozen=True)
-class _Entry:
-    adapter: ArrayAdapter
-    empty: Callable[[Any], Any]
-    bound_call: BoundCall
+class Request(NamedTuple):
+    """A call in the form in which the cache looks it up and runs it.
 
-    def run(self, query: Any, key: Any, value: Any, threads: int | None) -> Any:
-        """Return the output of the bound call; None if the bound call declines and the full dispatch must run."""
-        address, output = self.adapter.address, self.empty(query)
-        addresses = address(query), address(key), address(value), address(output)
-        return output if self.bound_call.run(threads, *addresses, (query, key, value, output)) else None
+    key : the structure of the call
+    mask, score : the formulas; `mask` may be a boolean array
+    tables : the arrays of the tables, in the order of `Structure.tables`; a mask that is an array comes first
+    numbers : the numbers of the formulas
+    sinks, seed : as in `attention`
+    """
 
+    key: tuple[Any, ...]
+    mask: Any
+    score: Any
+    tables: tuple[Any, ...]
+    numbers: tuple[float, ...]
+    sinks: Any
+    seed: int | None
 
-@dataclass(frozen=True)
-class _EntryWithLse(_Entry):
-    """A cached call that also computes lse. `finish` makes the call's result from query, key, value, output and lse."""
-
-    lse_shape: tuple[int, ...]
-    finish: Finisher
-
-    def run(self, query: Any, key: Any, value: Any, threads: int | None) -> Any:
-        address, output, lse = self.adapter.address, self.empty(query), self.adapter.empty_float64(self.lse_shape)
-        addresses = address(query), address(key), address(value), address(output)
-        arguments = query, key, value, output, lse
-        return self.finish(*arguments) if self.bound_call.run(threads, *addresses, arguments, address(lse)) else None
+    def formulas(self) -> tuple[Expression | None, Expression | None]:
+        """Return mask and score as formulas. Their tables are those of `tables`, in the same order."""
+        mask = library.dense(self.mask) if type(self.mask) in ADAPTERS else self.mask
+        return mask, self.score
 
 
-def make_key(
+def make_request(
     query: Any,
     key: Any,
     value: Any,
@@ -98,88 +114,283 @@ def make_key(
     see: Any,
     kernel: Any,
     threads: Any,
-) -> tuple[Any, ...] | None:
-    """Return the cache key of a call with these arguments; None if the call cannot be cached (see the module)."""
+) -> Request | None:
+    """Return the request of a call with these arguments; None if the call cannot be cached (see the module)."""
     adapter = ADAPTERS.get(type(query))
-    if adapter is None or sinks is not None or seed is not None:
-        return None
-    if see is not None and (type(see) is not list or len(see) != 1 or type(see[0]) is not Lse):
-        return None
-    layouts = adapter.layouts(query, key, value)
-    if layouts is None:
+    layouts = None if adapter is None else adapter.layouts(query, key, value)
+    if adapter is None or layouts is None:
         return None
     # Only exact types and no zeros are accepted, because in a key True equals 1 and −0.0 equals 0.0.
-    if type(dropout) is not float or dropout != 0:
-        return None
-    if scale is not None and (type(scale) is not float or scale == 0):
+    if (scale is not None and (type(scale) is not float or scale == 0)) or type(dropout) is not float:
         return None
     if (kernel is not None and type(kernel) is not str) or (threads is not None and type(threads) is not int):
         return None
-    for formula in (mask, score):  # equal formulas are one object, so a formula is a key
-        if formula is not None and not (isinstance(formula, Expression) and not formula.tables):
-            return None
-    return layouts, mask, score, scale, kernel, threads, os.environ.get(CPU_VARIABLE), see is None
-
-
-def lookup(cache_key: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
-    """Return the cached call with this key, as a function of (query, key, value, threads); None if none is cached.
-
-    A call cached without its number of keys is found too; see `without_key_length`.
-    """
-    return _lookup_exact(cache_key) or _lookup_exact(without_key_length(cache_key))
-
-
-def _lookup_exact(cache_key: tuple[Any, ...]) -> Callable[[Any, Any, Any, int | None], Any] | None:
-    entries = bound_calls()
-    try:
-        entry: _Entry = entries[cache_key]
-        entries.move_to_end(cache_key)
-    except KeyError:  # the call was never inserted, or another thread has just dropped it
+    if not (dropout == 0 if seed is None and adapter.draw_seed is None else 0 <= dropout < 1):
         return None
-    return entry.run
+    if seed is not None and not (type(seed) is int and 0 <= seed < 2**64):
+        return None
+    kinds = None if see is None else _statistic_kinds(see)
+    if kinds is False:
+        return None
+    options = (scale, dropout, kernel, threads, os.environ.get(CPU_VARIABLE), kinds)
+    if mask is None and score is None and sinks is None:
+        return Request((layouts, None, None, *options), None, None, (), (), None, seed)
+    return _request_with_formulas(adapter, layouts, options, mask, score, sinks, seed)
 
 
-def without_key_length(cache_key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the cache key without m, the length of the key sequence, for a bound call that serves every m."""
-    layouts, *others = cache_key
+def _statistic_kinds(see: Any) -> tuple[type, ...] | bool:
+    """Return the classes of the statistics; False if a statistic is not computed in the forward kernel."""
+    if type(see) is not list:
+        return False
+    kinds = tuple([type(statistic) for statistic in see])
+    return kinds if all(kind in FORWARD_STATISTICS for kind in kinds) else False
+
+
+def _request_with_formulas(
+    adapter: ArrayAdapter,
+    layouts: tuple[Any, ...],
+    options: tuple[Any, ...],
+    mask: Any,
+    score: Any,
+    sinks: Any,
+    seed: int | None,
+) -> Request | None:
+    has_array_mask = type(mask) in ADAPTERS
+    if not has_array_mask and not (mask is None or isinstance(mask, Expression)):
+        mask = from_function.to_formula(mask, "mask", "b h i j") if callable(mask) else mask
+    if not (score is None or isinstance(score, Expression)):
+        score = from_function.to_formula(score, "score", "s b h i j") if callable(score) else score
+    if not all(x is None or isinstance(x, Expression) for x in (None if has_array_mask else mask, score)):
+        return None
+    structure = structure_of(None if has_array_mask else mask, score)
+    tables = tuple([table.array for table in structure.tables])
+    axes = tuple([table.axes for table in structure.tables])
+    if has_array_mask:
+        tables = (mask, *tables)
+    found = []
+    for array in tables if sinks is None else (*tables, sinks):
+        own = ADAPTERS.get(type(array))
+        layout = None if own is None else own.layout(array)
+        if layout is None:
+            return None
+        found.append(layout)
+    key = layouts, structure.formulas, (has_array_mask, axes, sinks is None, *found), *options
+    return Request(key, mask, score, tables, structure.numbers, sinks, seed)
+
+
+def lookup(request: Request) -> CachedCall | None:
+    """Return the cached call of a request; None if none is cached.
+
+    A call cached without its number of keys is found too; see `_without_key_length`.
+    """
+    entries = bound_calls()
+    for key in (request.key, _without_key_length(request.key)):
+        try:
+            call: CachedCall = entries[key]
+            entries.move_to_end(key)
+        except KeyError:  # the call was never inserted, or another thread has just dropped it
+            continue
+        return call
+    return None
+
+
+def _without_key_length(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the key without m, the length of the key sequence, for a call that serves every m."""
+    layouts, *others = key
     shortened = list(layouts)
     for index in (KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX):
         shortened[index] = (*layouts[index][:-2], layouts[index][-1])
     return (tuple(shortened), *others)
 
 
+class CallResult(NamedTuple):
+    """The arrays that a cached call computed.
+
+    arrays : the outputs of the forward kernel's statistics, in its order
+    is_lse_imprecise : False if `kernel.is_lse_precise` is true of lse
+    seed : the seed of dropout
+    """
+
+    output: Any
+    lse: Any
+    arrays: Sequence[Any]
+    is_lse_imprecise: bool
+    seed: int
+
+
+def addresses_of(arrays: Sequence[Any]) -> list[int]:
+    """Return the addresses of arrays whose types are in `ADAPTERS`."""
+    return [ADAPTERS[type(array)].address(array) for array in arrays]
+
+
+@dataclass(frozen=True)
+class KernelTables:
+    """Which tables of a request are the tables of a bound call.
+
+    slots : for each table of the kernel, its index in `Request.tables`
+    converters : for each table of the kernel, a function that returns the copy that the kernel reads; None if the
+        kernel reads the array itself
+    """
+
+    slots: tuple[int, ...]
+    converters: tuple[Callable[[Any], Any] | None, ...]
+
+    @classmethod
+    def bind(
+        cls, bound_call: BoundCall, request: Request, formulas: tuple[Expression | None, Expression | None]
+    ) -> KernelTables | None:
+        """Return the tables of a call that was made for a request; None if it has tables that the request has not.
+
+        `formulas` are those of the call, from `Request.formulas`.
+        """
+        origins = [id(table) for table in structure_of(*formulas).tables]
+        if not set(bound_call.table_origins) <= set(origins):
+            return None
+        slots = tuple([origins.index(origin) for origin in bound_call.table_origins])
+        is_direct = [dtype_name(request.tables[slot]) in DIRECT_TABLE_DTYPES for slot in slots]
+        return cls(slots, tuple([None if direct else bound_call.convert_table for direct in is_direct]))
+
+    def of(self, request: Request) -> list[Any]:
+        """Return the arrays that the kernel reads as its tables."""
+        tables = request.tables
+        return [
+            tables[slot] if convert is None else convert(tables[slot])
+            for slot, convert in zip(self.slots, self.converters, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class CachedCall:
+    """A call that only lacks its inputs.
+
+    Parameters
+    ----------
+    adapter : the adapter of query, key, value and output
+    empty : function (query) that allocates the output
+    tables : the tables of the kernel
+    see : the statistics
+    shape : the shape of lse, and of every statistic of a query, in the layout of the caller's arrays
+    has_dropout : True if the call needs a seed
+    attach : function that joins the results to a graph of gradients; None for arrays without gradients
+        It takes the request, query, key, value and a `CallResult`, and returns the result with joined arrays.
+    """
+
+    adapter: ArrayAdapter
+    empty: Callable[[Any], Any]
+    bound_call: BoundCall
+    tables: KernelTables
+    see: tuple[Statistic, ...]
+    shape: tuple[int, ...]
+    has_dropout: bool
+    attach: Attacher | None
+
+    def run(self, request: Request, query: Any, key: Any, value: Any, threads: int | None) -> Any:
+        """Return (output, seen) of the call; None if the call needs the full dispatch."""
+        result = self._compute(request, query, key, value, threads)
+        if result is None:
+            return None
+        if self.attach is not None:
+            result = self.attach(request, query, key, value, result)
+        return result.output, self._build_seen(result)
+
+    def _compute(self, request: Request, query: Any, key: Any, value: Any, threads: int | None) -> CallResult | None:
+        adapter, bound = self.adapter, self.bound_call
+        address, output = adapter.address, self.empty(query)
+        lse = adapter.empty_array(self.shape, "float64")
+        arrays = self._empty_statistics() if self.see else ()
+        tables = self.tables.of(request)
+        seed = request.seed
+        if self.has_dropout and seed is None and adapter.draw_seed is not None:
+            seed = adapter.draw_seed()
+        inputs = bound.make_inputs(
+            (address(query), address(key), address(value), address(output), address(lse)),
+            request.sinks,
+            seed or 0,
+            addresses_of(tables),
+            request.numbers,
+            addresses_of(arrays),
+            key.shape[-2],
+            (query, key, value, output, lse, tables, arrays),
+        )
+        status = bound.run(threads, inputs)
+        if status is None or (status and self.see):
+            return None
+        return CallResult(output, lse, arrays, bool(status), seed or 0)
+
+    def _empty_statistics(self) -> list[Any]:
+        """Return new arrays for the statistics that the forward kernel computes, in the order of its outputs."""
+        kinds = {type(statistic) for statistic in self.see}
+        accumulator = self.bound_call.accumulator
+        dtypes = [accumulator, "int64"] * (MaxScore in kinds) + [accumulator] * (Entropy in kinds)
+        return [self.adapter.empty_array(self.shape, dtype) for dtype in dtypes]
+
+    def _build_seen(self, result: CallResult) -> tuple[Any, ...]:
+        """Return the result of each statistic."""
+        if not self.see:
+            return ()
+        arrays = list(result.arrays)
+        by_kind: dict[type, Sequence[Any]] = {Lse: [self.adapter.finish_lse(result.lse, result.output)]}
+        if len(arrays) > 1:
+            by_kind[MaxScore], arrays = arrays[:2], arrays[2:]
+        by_kind[Entropy] = arrays
+        return tuple([statistic.build_result(by_kind[type(statistic)]) for statistic in self.see])
+
+
+Attacher = Callable[[Request, Any, Any, Any, CallResult], CallResult]
+
+
 def insert(
-    cache_key: tuple[Any, ...],
+    request: Request,
+    formulas: tuple[Expression | None, Expression | None],
     arrays: tuple[Any, Any, Any],
-    output: Any,
+    problem: Problem,
     result: Result,
-    finish: Finisher | None = None,
+    attach: Attacher | None = None,
 ) -> None:
     """Store a call that went through the full dispatch.
 
-    The call is stored only if its kernel returned a bound call, and if that bound call read the caller's own arrays,
-    not copies. `finish` makes the call's result from query, key, value, output and lse. Without `finish`, the result is
-    the output alone.
+    The call is stored only if its kernel returned a bound call, and if that bound call read the caller's own arrays:
+    query, key and value at the same addresses, and no tables but those of the request.
+
+    Parameters
+    ----------
+    formulas : the formulas of the call, from `Request.formulas`
+    arrays : the caller's query, key and value
+    problem, result : the problem that was made from the formulas, and its result
+    attach : see `CachedCall`
     """
-    bound_call, adapter = result.bound_call, ADAPTERS[type(output)]
-    if bound_call is None or not bound_call.matches_addresses(*map(adapter.address, arrays)):
+    bound_call, adapter = result.bound_call, ADAPTERS[type(arrays[0])]
+    if bound_call is None or bound_call.first_operands != tuple(map(adapter.address, arrays)):
         return
+    tables = KernelTables.bind(bound_call, request, formulas)
+    if tables is None:
+        return
+    output = problem.squeeze_heads(result.output, 2)
+    entry = CachedCall(
+        adapter,
+        adapter.empty(arrays[0], output),
+        bound_call,
+        tables,
+        problem.see,
+        tuple(output.shape[:-1]),
+        problem.dropout > 0,
+        attach,
+    )
+    key = _without_key_length(request.key) if bound_call.has_dynamic_key_length else request.key
     entries = bound_calls()
-    if bound_call.has_dynamic_key_length:
-        cache_key = without_key_length(cache_key)
-    common = adapter, adapter.empty(arrays[0], output), bound_call
-    with _lock:
-        entries[cache_key] = _Entry(*common) if finish is None else _EntryWithLse(*common, output.shape[:-1], finish)
-        while len(entries) > MAX_CACHED_CALLS:
+    entries[key] = entry  # each operation on the dict is atomic, so that no thread waits for a lock
+    while len(entries) > MAX_CACHED_CALLS:
+        try:
             entries.popitem(last=False)
+        except KeyError:  # other threads have removed the last entries
+            break
 
 
 # -- the adapter of NumPy arrays -----------------------------------------------------------------------------------
 
 
-def finish_with_lse(query: Any, key: Any, value: Any, output: Any, lse: Any) -> tuple[Any, tuple[Any]]:
-    """Return the result of a call with see=[lse()]: (output, (lse,)), with lse in the accumulator's dtype."""
-    return output, (lse.astype(np.float64 if output.dtype == np.float64 else np.float32),)
+def _layout(array: Any) -> tuple[Any, ...] | None:
+    return array.shape, array.strides, array.dtype
 
 
 def _layouts(q: Any, k: Any, v: Any) -> tuple[Any, ...] | None:
@@ -210,10 +421,17 @@ def _empty(query: Any, output: Any) -> Callable[[Any], Any]:
     return lambda _: np.empty(shape, dtype)
 
 
+def _finish_lse(lse: Any, output: Any) -> Any:
+    return lse.astype(np.float64 if output.dtype == np.float64 else np.float32)
+
+
 _probe = np.zeros(1)
 ADAPTERS[np.ndarray] = ArrayAdapter(
     _layouts,
+    _layout,
     _header_address if _header_address(_probe) == _interface_address(_probe) else _interface_address,
     _empty,
     np.empty,
+    _finish_lse,
+    None,
 )

@@ -56,7 +56,8 @@ class Result:
 class Gradients:
     """The gradients of query, key, value and sinks, and a tuple with the gradient of each table of `Problem.tables`.
 
-    `sinks`, or an element of `tables`, is None if that input has no gradient.
+    `sinks`, or an element of `tables`, is None if that input has no gradient. `bound_call` is a
+    `cpu.launch.backward.BoundBackwardCall` that repeats the call; None if the kernel provides none.
     """
 
     query: Any
@@ -64,6 +65,7 @@ class Gradients:
     value: Any
     tables: tuple[Any, ...]
     sinks: Any
+    bound_call: Any = None
 
 
 class Kernel(ABC):

@@ -239,7 +239,7 @@ def validate(problem: Problem) -> Problem:
         for table in formula.tables:
             if id(table) not in moved:
                 check_device("table", table.array, problem.query)
-                moved[id(table)] = Table(to_device(table.array, problem.query), table.axes)
+                moved[id(table)] = Table(to_device(table.array, problem.query), table.axes, table.origin)
         return formula.substitute({}, moved) if formula.tables else formula
 
     def check_condition(condition: Expression) -> Expression:

@@ -1,5 +1,8 @@
 """The mask that a score formula implies: the pairs where the score is −∞ whatever s is are hidden.
 
+An entry of a table in host memory may always be −∞: its entries may change from call to call, and the condition must
+not. The entries of a table on a device are read, since the reading is cached (`tensor_cache`).
+
 `where(c, s, −inf)` and a bias of −∞ hide pairs, as a mask does. If such pairs are added to the mask, kernels can skip
 tiles, and a NaN at a hidden pair does not reach the output.
 """
@@ -8,8 +11,9 @@ from __future__ import annotations
 
 import math
 
+from ..arrays import device
 from .expression import Apply, Constant, Expression, Lookup, as_expression, walk, where
-from .interval_arithmetic import compute_intervals
+from .interval_arithmetic import Interval, compute_intervals
 from .tile_ranges import make_box
 
 __all__ = ["hidden_condition"]
@@ -29,7 +33,7 @@ def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Ex
         if isinstance(node, Constant):
             condition = as_expression(True) if node.value == -math.inf else None
         elif isinstance(node, Lookup) and node.kind == "float":
-            condition = node == -math.inf if (bounds[id(node)][0] == -math.inf).any() else None
+            condition = node == -math.inf if _may_be_hidden(node, bounds[id(node)]) else None
         elif operator in ("add", "minimum"):
             condition = _either(*hidden)
         elif operator == "subtract":
@@ -41,6 +45,10 @@ def hidden_condition(score: Expression, extent: tuple[int, int, int, int]) -> Ex
             condition = where(node.arguments[0], yes, no) if "s" not in node.arguments[0].free_symbols else None
         conditions[id(node)] = condition
     return conditions[id(score)]
+
+
+def _may_be_hidden(node: Lookup, interval: Interval) -> bool:
+    return device(node.table.array) == "cpu" or bool((interval[0] == -math.inf).any())
 
 
 def _either(x: Expression | None, y: Expression | None) -> Expression | None:

@@ -29,6 +29,8 @@ class Table:
     axes : tuple of str or None, optional
         For each axis of the array, the symbol whose whole range the axis must span; the axis may also have length 1.
         None in place of a symbol means that the axis may have any length.
+    origin : int, optional
+        The id of the table that this one was converted from; by default the table's own id.
 
     Raises
     ------
@@ -39,7 +41,7 @@ class Table:
         of up to 32 bits, float16, bfloat16, float32 or float64.
     """
 
-    def __init__(self, array: Any, axes: tuple[str | None, ...] | None = None) -> None:
+    def __init__(self, array: Any, axes: tuple[str | None, ...] | None = None, origin: int | None = None) -> None:
         if isinstance(array, Table):
             array = array.array
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
@@ -57,6 +59,7 @@ class Table:
             raise DtypeError("a sparse tensor as a table", "dense arrays", "table(array.to_dense())")
         self.array: Any = array
         self.axes = axes
+        self.origin = id(self) if origin is None else origin
         self.shape: tuple[int, ...] = tuple(int(length) for length in array.shape)
         self.ndim = len(self.shape)
         self.dtype = array.dtype

@@ -6,41 +6,78 @@ gradients of gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
+from ..call_cache import CallResult, KernelTables, Request, addresses_of
+from ..dispatch import make_plan
 from ..errors import KernelRefusedError
 from ..kernel import Plan, Result
-from ..problem import Problem
+from ..problem import Problem, make_problem
 from . import operator
 from .operator_schema import OperatorArguments, build_result, flatten_result, make_seed
 
+if TYPE_CHECKING:
+    from ..cpu.launch.backward import BoundBackwardCall
+
 __all__ = [
+    "GraphAttacher",
     "attach_to_graph",
     "is_intercepted",
-    "make_graph_attacher",
     "needs_gradients",
     "refuse_tangents",
 ]
 
 
+MAX_BACKWARD_CALLS = 8  # bound calls of the backward pass of one cached call
+
+
+class _Call(ABC):
+    """The data of a call that its backward pass needs, besides the tensors that torch saves.
+
+    kernel : the name that the caller gave
+    """
+
+    kernel: str | None
+    threads: int | None
+    wanted_tables: tuple[int, ...]  # indices in `Problem.tables` of the tables in the graph
+
+    @abstractmethod
+    def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
+        """Return the problem with these tensors as query, key, value, the wanted tables and the sinks."""
+
+    @abstractmethod
+    def plan(self, problem: Problem) -> Plan:
+        """Return the plan of the forward pass."""
+
+    def differentiate_bound(
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], saved: tuple[Tensor, Tensor]
+    ) -> Sequence[Tensor] | None:
+        """Return the gradients of the inputs by a bound call; None if there is none."""
+        return None
+
+    def keep(self, bound_call: BoundBackwardCall, gradients: Sequence[Tensor | None], output: Tensor) -> None:
+        """Keep a bound call for later backward passes with the same layouts of these tensors, if there are any."""
+        return
+
+
 @dataclass(frozen=True)
-class _Call:
-    """The data of a call that its backward pass needs, besides the tensors that torch saves."""
+class _DispatchedCall(_Call):
+    """A call that went through the full dispatch."""
 
     problem: Problem  # its formulas hold the tables; its query, key, value and sinks are replaced by saved tensors
-    plan: Plan
-    kernel: str | None  # the name that the caller gave
+    own_plan: Plan
+    kernel: str | None
     threads: int | None
-    wanted_tables: tuple[int, ...]  # indices in `problem.tables` of the tables in the graph
+    wanted_tables: tuple[int, ...]
 
     def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
-        """Return the problem with these tensors in place of query, key, value, the wanted tables and the sinks."""
         query, key, value, *rest = inputs
         tables = [table.array for table in self.problem.tables]
         saved = dict(zip(self.wanted_tables, rest, strict=False))
@@ -49,6 +86,52 @@ class _Call:
             problem = problem.with_tables([saved.get(index, array) for index, array in enumerate(tables)])
         sinks = None if problem.sinks is None else rest[-1]
         return replace(problem, query=query, key=key, value=value, sinks=sinks)
+
+    def plan(self, problem: Problem) -> Plan:
+        return self.own_plan
+
+
+class _CachedCall(_Call):
+    """A call that the call cache ran."""
+
+    wanted_tables = ()
+
+    def __init__(self, attacher: GraphAttacher, request: Request, seed: int, is_lse_imprecise: bool) -> None:
+        self.attacher, self.request, self.seed = attacher, request, seed
+        self.is_lse_imprecise = is_lse_imprecise
+        self.kernel, self.threads = attacher.kernel, attacher.threads
+
+    def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
+        query, key, value = inputs
+        mask, score = self.formulas = self.request.formulas()
+        options = {"mask": mask, "score": score, "sinks": self.request.sinks, "seed": self.seed}
+        return make_problem(query, key, value, **options, **self.attacher.options)
+
+    def plan(self, problem: Problem) -> Plan:
+        return make_plan(problem, self.kernel)
+
+    def differentiate_bound(
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], saved: tuple[Tensor, Tensor]
+    ) -> Sequence[Tensor] | None:
+        bound = self.attacher.backward_calls.get(_gradient_layout(gradients, saved[0]))
+        if bound is None or self.is_lse_imprecise:
+            return None
+        (call, kernel_tables), (output, lse), d_output = bound, saved, gradients[0]
+        sums = [torch.zeros(shape, dtype=self.attacher.accumulator) for shape in call.sum_shapes]
+        d_lse, tables = torch.zeros(lse.shape, dtype=torch.float64), kernel_tables.of(self.request)
+        arrays = (*inputs, output, d_output, lse, d_lse, *sums)
+        fields = (*addresses_of(arrays), call.to_signed(self.seed))
+        numbers, keep_alive = self.request.numbers, (arrays, tables)
+        if call.run(self.threads, call.inputs_of(fields, addresses_of(tables), numbers, (), 0, keep_alive)) is None:
+            return None
+        found, dtype = call.combine(sums), inputs[0].dtype
+        return found if dtype == self.attacher.accumulator else [gradient.to(dtype) for gradient in found]
+
+    def keep(self, bound_call: BoundBackwardCall, gradients: Sequence[Tensor | None], output: Tensor) -> None:
+        layout, calls = _gradient_layout(gradients, output), self.attacher.backward_calls
+        tables = KernelTables.bind(bound_call, self.request, self.formulas)
+        if layout is not None and tables is not None and len(calls) < MAX_BACKWARD_CALLS:
+            calls[layout] = bound_call, tables
 
 
 class _Attention(torch.autograd.Function):
@@ -73,16 +156,24 @@ class _Attention(torch.autograd.Function):
             or is_intercepted()
             or any(type(gradient) is not Tensor for gradient in given)
         )
-        compute = _differentiate_by_operator if needs_operator else _differentiate
-        return (None, None, *compute(call, call.with_inputs(inputs), gradients, (output, lse)))
+        if needs_operator:
+            return (None, None, *_differentiate_by_operator(call, call.with_inputs(inputs), gradients, (output, lse)))
+        found = call.differentiate_bound(gradients, inputs, (output, lse))
+        if found is None:
+            found = _differentiate(call, call.with_inputs(inputs), gradients, (output, lse))
+        return (None, None, *found)
 
 
 def _differentiate(
     call: _Call, problem: Problem, gradients: Sequence[Tensor | None], saved: tuple[Tensor, Tensor]
 ) -> list[Tensor]:
     """Return the gradients of the inputs by the kernel's backward pass, or by streaming's."""
+    plan, tables = call.plan(problem), call.wanted_tables
     with operator.autocast_disabled(saved[0]):
-        return operator.differentiate_results(problem, call.plan, gradients, saved, call.wanted_tables, call.threads)
+        found = operator.differentiate_results(problem, plan, gradients, saved, tables, call.threads)
+    if found.bound_call is not None:
+        call.keep(found.bound_call, gradients, saved[0])
+    return operator.flatten_gradients(problem, found, tables)
 
 
 def _differentiate_by_operator(
@@ -118,26 +209,45 @@ def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: i
     inputs, wanted = _trainable_inputs(problem)
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return result
-    call = _Call(_without_tensors(problem), plan, kernel, threads, wanted)
+    call = _DispatchedCall(_without_tensors(problem), plan, kernel, threads, wanted)
     results = tuple(flatten_result(problem.see, result))
     attached: tuple[Tensor, ...] = _Attention.apply(call, results, *inputs)  # type: ignore[no-untyped-call]
     return replace(build_result(problem.see, attached), bound_call=result.bound_call)
 
 
-def make_graph_attacher(
-    problem: Problem, plan: Plan, kernel: str | None, threads: int | None
-) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return a function of (query, key, value, output, lse) that returns the output in torch's graph.
+class GraphAttacher:
+    """The function that joins the results of a cached call to torch's graph; see `call_cache.CachedCall`.
 
-    It serves every later call with the structure of this problem, which has no tables, sinks or statistics.
+    Attributes
+    ----------
+    options : the arguments of `make_problem` that are the same in every call
+    backward_calls : the bound calls of the backward pass, with their tables, by the layout of the gradients
     """
-    call = _Call(_without_tensors(problem), plan, kernel, threads, ())
 
-    def attach(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> Tensor:
-        attached: Tensor = _Attention.apply(call, (output, lse), query, key, value)[0]  # type: ignore[no-untyped-call]
-        return attached
+    def __init__(self, problem: Problem, kernel: str | None, threads: int | None) -> None:
+        self.options = {"scale": problem.scale, "dropout": problem.dropout, "see": problem.see}
+        self.kernel, self.threads = kernel, threads
+        self.accumulator = getattr(torch, problem.accumulator)
+        self.backward_calls: dict[Any, tuple[BoundBackwardCall, KernelTables]] = {}
 
-    return attach
+    def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: CallResult) -> CallResult:
+        call = _CachedCall(self, request, result.seed, result.is_lse_imprecise)
+        results = result.output, result.lse, *result.arrays
+        output, lse, *arrays = _Attention.apply(call, results, query, key, value)  # type: ignore[no-untyped-call]
+        return result._replace(output=output, lse=lse, arrays=arrays)
+
+
+def _gradient_layout(gradients: Sequence[Tensor | None], output: Tensor) -> tuple[Any, ...] | None:
+    """Return the strides of d_output and output, and the dtype of d_output; None if a bound call cannot serve.
+
+    A bound call serves if d_output is the only gradient and its columns are adjacent.
+    """
+    d_output, *others = gradients
+    if d_output is None or any(gradient is not None for gradient in others) or d_output.stride()[-1:] != (1,):
+        return None
+    if d_output.dtype != output.dtype or d_output.is_neg() or d_output.is_conj() or not d_output.is_cpu:
+        return None
+    return d_output.stride(), output.stride()
 
 
 def _without_tensors(problem: Problem) -> Problem:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +12,11 @@ from torch.nn import Parameter
 from .. import call_cache
 from ..dispatch import KERNELS, make_plan, to_caller_layout
 from ..formula.expression import SYMBOLS, Expression
-from ..kernel import Kernel, Plan, Result, choose
+from ..kernel import Kernel, Result, choose
 from ..problem import Problem, parse, validate
 from ..statistics import Statistic, solve_selections_separately
 from . import operator
-from .autograd import attach_to_graph, is_intercepted, make_graph_attacher, needs_gradients, refuse_tangents
+from .autograd import GraphAttacher, attach_to_graph, is_intercepted, needs_gradients, refuse_tangents
 from .fused import Fused
 from .operator_schema import OperatorArguments, build_result, make_seed
 
@@ -38,11 +37,11 @@ def run(
     options: dict[str, Any],
     kernel: str | None,
     threads: int | None,
-    cache_key: tuple[Any, ...] | None = None,
+    request: call_cache.Request | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return (output, seen) of `sightline.attention`; `options` are its other arguments.
 
-    `cache_key` is the key of the call in the call cache, or None if the call cannot be cached.
+    `request` is the request to the call cache, or None if the call cannot be cached.
     """
     caller_inputs = query, key, value
     query, key, value = (_apply_autocast(array) for array in (query, key, value))
@@ -57,7 +56,8 @@ def run(
     if kernel == FUSED.name or (kernel is None and _prefers_fused(problem)):
         return to_caller_layout(problem, choose((FUSED,), problem, FUSED.name).kernel.run(problem))
     if _is_eager(problem):
-        return _run_eager(validate(problem), caller_inputs, seed, kernel, threads, cache_key)
+        given = options["mask"], options["score"]
+        return _run_eager(validate(problem), caller_inputs, seed, kernel, threads, request, given)
     return to_caller_layout(
         problem, solve_selections_separately(problem, lambda one: _run_operator(one, seed, kernel, threads))
     )
@@ -107,32 +107,28 @@ def _run_eager(
     seed: int | None,
     kernel: str | None,
     threads: int | None,
-    cache_key: tuple[Any, ...] | None,
+    request: call_cache.Request | None,
+    formulas: tuple[Expression | None, Expression | None],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return (output, seen) without the operator. The call cache stores the call if `cache_key` is given."""
-    plans: list[tuple[Problem, Plan]] = []
+    """Return (output, seen) without the operator. The call cache stores the call if it has a request."""
 
     def run_kernel(one: Problem) -> Result:
         if one.dropout and seed is None:
             one = replace(one, seed=int(make_seed(None)))
         plan = make_plan(one, kernel)
-        plans.append((one, plan))
         with torch.no_grad(), operator.autocast_disabled(one.query):
             result = plan.kernel.run(one, threads)
         return attach_to_graph(one, plan, kernel, threads, result)
 
     result = solve_selections_separately(problem, run_kernel)
-    output, seen = to_caller_layout(problem, result)
-    if cache_key is None:
-        return output, seen
-    if not needs_gradients(*caller_inputs):
-        call_cache.insert(cache_key, caller_inputs, output, result, _finish_with_lse if seen else None)
-    elif not seen and all(
-        x is y for x, y in zip((problem.query, problem.key, problem.value), caller_inputs, strict=True)
-    ):
-        attach = make_graph_attacher(*plans[0], kernel, threads)
-        call_cache.insert(cache_key, caller_inputs, output, result, attach)
-    return output, seen
+    if request is not None:
+        inputs = problem.query, problem.key, problem.value
+        if not needs_gradients(*caller_inputs):
+            call_cache.insert(request, formulas, caller_inputs, problem, result)
+        elif all(x is y for x, y in zip(inputs, caller_inputs, strict=True)):
+            attach = GraphAttacher(problem, kernel, threads)
+            call_cache.insert(request, formulas, caller_inputs, problem, result, attach)
+    return to_caller_layout(problem, result)
 
 
 def _apply_autocast(array: Any) -> Any:
@@ -181,6 +177,13 @@ def _layouts(query: Any, key: Any, value: Any) -> tuple[Any, ...] | None:
     )
 
 
+def _layout(array: Tensor) -> tuple[Any, ...] | None:
+    """Return shape, strides and dtype of a table or of sinks; None if the call needs the full dispatch."""
+    if not array.is_cpu or array.layout is not torch.strided or array.is_neg() or array.is_conj():
+        return None
+    return None if array.requires_grad and torch.is_grad_enabled() else (array.shape, array.stride(), array.dtype)
+
+
 def _empty(query: Tensor, output: Tensor) -> Any:
     shape, dtype = output.shape, output.dtype
     if shape == query.shape and query.is_contiguous():
@@ -188,11 +191,15 @@ def _empty(query: Tensor, output: Tensor) -> Any:
     return lambda _: torch.empty(shape, dtype=dtype)
 
 
-def _finish_with_lse(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> Any:
-    """Return the result of a call with see=[lse()]."""
-    return output, (lse if output.dtype == torch.float64 else lse.float(),)
+def _empty_array(shape: tuple[int, ...], dtype: str) -> Tensor:
+    return torch.empty(shape, dtype=_DTYPES[dtype])
 
 
+def _finish_lse(lse: Tensor, output: Tensor) -> Tensor:
+    return lse if output.dtype == torch.float64 else lse.float()
+
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 call_cache.ADAPTERS[Tensor] = call_cache.ArrayAdapter(
-    _layouts, Tensor.data_ptr, _empty, partial(torch.empty, dtype=torch.float64)
+    _layouts, _layout, Tensor.data_ptr, _empty, _empty_array, _finish_lse, lambda: int(make_seed(None))
 )

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from .. import streaming
 from ..dispatch import differentiate, make_plan, solve
-from ..kernel import Plan
+from ..kernel import Gradients, Plan
 from ..problem import Problem
 from .operator_schema import SCHEMA, OperatorArguments, count_arrays, flatten_result, split_arrays
 
-__all__ = ["attention", "attention_backward", "autocast_disabled", "differentiate_results"]
+__all__ = ["attention", "attention_backward", "autocast_disabled", "differentiate_results", "flatten_gradients"]
 
 
 def autocast_disabled(tensor: Tensor) -> Any:
@@ -113,7 +113,8 @@ def _apply_chain_rule(
     score_tables = () if problem.score is None else problem.score.tables
     table_indices = [index_by_table[id(score_tables[k - arguments.score_offset])] for k in wanted_tables]
     plan = None if saved is None else make_plan(problem, arguments.kernel)
-    return differentiate_results(problem, plan, d_results, saved, table_indices, arguments.threads)
+    found = differentiate_results(problem, plan, d_results, saved, table_indices, arguments.threads)
+    return flatten_gradients(problem, found, table_indices)
 
 
 def differentiate_results(
@@ -123,7 +124,7 @@ def differentiate_results(
     saved: tuple[Tensor, Tensor] | None,
     table_indices: Sequence[int],
     threads: int | None,
-) -> list[Tensor]:
+) -> Gradients:
     """Return the gradients of query, key, value, the tables of the problem at `table_indices`, and the sinks.
 
     `d_results` are the gradients of the results in the order of `flatten_result`, None for 0. Without `plan` and
@@ -134,9 +135,12 @@ def differentiate_results(
         d_output = problem.query.new_zeros((*problem.query.shape[:-1], problem.d_v))
     d_seen = tuple(arrays[0] if arrays else None for arrays in split_arrays(problem.see, d_results))
     if plan is None or saved is None:
-        found = streaming.backward(problem, d_output, d_lse, d_seen)
-    else:
-        found = differentiate(problem, plan, d_output, d_lse, d_seen, saved, table_indices, threads)
+        return streaming.backward(problem, d_output, d_lse, d_seen)
+    return differentiate(problem, plan, d_output, d_lse, d_seen, saved, table_indices, threads)
+
+
+def flatten_gradients(problem: Problem, found: Gradients, table_indices: Sequence[int]) -> list[Tensor]:
+    """Return the gradients of query, key, value, the tables at `table_indices`, and the sinks."""
     tables = [found.tables[index] for index in table_indices]
     return [found.query, found.key, found.value, *tables, *([] if problem.sinks is None else [found.sinks])]
 

@@ -1,14 +1,17 @@
-"""The argument block of a kernel: one array of 64-bit words, first the fields, then the tables, then the numbers.
+"""The argument block of a kernel: one array of 64-bit words.
 
-`pack` writes the words on the host. `LoadedArguments` reads the words in the kernel, in the order in which `pack` wrote
-them.
+    fields | tables' addresses | numbers of formulas | outputs' addresses | tables' layouts | outputs' layouts
+
+The layout of a table is the stride of each axis in bytes, then the length of each axis. The layout of an output is one
+stride. The words between the fields and the layouts are the `call_words`, which change from call to call. `pack` writes
+the block on the host, and `LoadedArguments` reads it in the kernel.
 """
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +25,9 @@ __all__ = [
     "DECODE_FIELDS",
     "FORWARD_FIELDS",
     "LoadedArguments",
+    "OutputArguments",
     "TableArguments",
+    "call_words",
     "pack",
     "to_word",
 ]
@@ -67,6 +72,7 @@ COMMON_FIELDS: dict[str, Any] = {
 FORWARD_FIELDS = COMMON_FIELDS | {
     "output": POINTER,  # (B, H, n, d_v), contiguous
     "sinks": POINTER,  # (H,) float64
+    "imprecise_lse_flag": POINTER,  # set to 1 if an lse is NaN, +∞, or above `kernel.MAX_LSE` in size
 }
 DECODE_FIELDS = FORWARD_FIELDS | {
     "split_output": POINTER,  # (num_splits, B, H, n, d_v) in the accumulator's type
@@ -94,11 +100,18 @@ BACKWARD_FIELDS = COMMON_FIELDS | {
 
 
 class TableArguments(NamedTuple):
-    """The argument words of one table: its address, the stride of each axis in bytes, then the length of each axis."""
+    """The arguments of one table: its address, the stride of each axis in bytes, and the length of each axis."""
 
     pointer: Value
     strides: tuple[Value, ...]
     lengths: tuple[Value, ...]
+
+
+class OutputArguments(NamedTuple):
+    """The arguments of an output array that not every kernel of a class has: its address and one stride in bytes."""
+
+    pointer: Value
+    stride: Value
 
 
 class LoadedArguments:
@@ -111,16 +124,20 @@ class LoadedArguments:
         fields: Mapping[str, Any],
         table_ranks: Sequence[int],
         number_types: Sequence[Any] = (),
+        num_outputs: int = 0,
     ) -> None:
         self._values = {name: packed.at(8 * index).load(kind, 8) for index, (name, kind) in enumerate(fields.items())}
-        self.tables: list[TableArguments] = []
-        index = len(fields)
-        for rank in table_ranks:
-            entries = [packed.at(8 * (index + 1 + k)).load(INT64, 8) for k in range(2 * rank)]
-            pointer = packed.at(8 * index).load(POINTER, 8)
-            self.tables.append(TableArguments(pointer, tuple(entries[:rank]), tuple(entries[rank:])))
-            index += 1 + 2 * rank
-        self.numbers = [packed.at(8 * (index + k)).load(kind, 8) for k, kind in enumerate(number_types)]
+        kinds = [*[POINTER] * len(table_ranks), *number_types, *[POINTER] * num_outputs]
+        kinds += [INT64] * (2 * sum(table_ranks) + num_outputs)
+        words = iter([packed.at(8 * (len(fields) + k)).load(kind, 8) for k, kind in enumerate(kinds)])
+        tables, self.numbers, outputs = (
+            list(islice(words, count)) for count in (len(table_ranks), len(number_types), num_outputs)
+        )
+        self.tables = [
+            TableArguments(pointer, tuple(islice(words, rank)), tuple(islice(words, rank)))
+            for pointer, rank in zip(tables, table_ranks, strict=True)
+        ]
+        self.outputs = [OutputArguments(pointer, next(words)) for pointer in outputs]
 
     def __getattr__(self, name: str) -> Value:
         try:
@@ -138,15 +155,28 @@ class LoadedArguments:
 def pack(
     fields: Mapping[str, Any],
     values: Mapping[str, Any],
-    tables: Sequence[tuple[int, ...]],
+    tables: Sequence[Any],
     numbers: Sequence[float] = (),
+    outputs: Sequence[tuple[int, int]] = (),
 ) -> Any:
-    """Return the argument block as an int64 array. Each of `tables` is (address, *strides, *lengths).
+    """Return the argument block as an int64 array.
 
-    The number of a DOUBLE field, and each float of `numbers`, is stored as its 64 bits.
+    Parameters
+    ----------
+    fields, values : the fields of the kernel, and the value of each; the number of a DOUBLE field is stored as its bits
+    tables : NumPy arrays
+    numbers : numbers of formulas; an int is stored as such, and a float as its bits
+    outputs : (address, stride) of each output
     """
     words = [to_word(float(values[name])) if kind is DOUBLE else values[name] for name, kind in fields.items()]
-    return np.array([*words, *itertools.chain(*tables), *map(to_word, numbers)], np.int64)
+    words += call_words([table.ctypes.data for table in tables], numbers, [address for address, _ in outputs])
+    words += [word for table in tables for word in (*table.strides, *table.shape)]
+    return np.array([*words, *[stride for _, stride in outputs]], np.int64)
+
+
+def call_words(tables: Sequence[int], numbers: Sequence[float], outputs: Sequence[int]) -> list[int]:
+    """Return the words after the fields: the addresses of the tables, the numbers, and the addresses of the outputs."""
+    return [*tables, *map(to_word, numbers), *outputs]
 
 
 def to_word(number: float) -> int:

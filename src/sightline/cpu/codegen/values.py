@@ -84,6 +84,9 @@ class Value:
     def __sub__(self, other: Any) -> Value:
         return self._binary(other, "fsub", "sub")
 
+    def __rsub__(self, other: Any) -> Value:
+        return self.builder.value(other, self.type) - self
+
     def __mul__(self, other: Any) -> Value:
         return self._binary(other, "fmul", "mul")
 

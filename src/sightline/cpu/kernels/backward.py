@@ -361,5 +361,5 @@ class Backward(Block):
         if score is None:
             return
         self.score_derivative = self.make_renderer(derivative(score), self.float, ())
-        outputs = zip(self.args.tables[len(self.spec.tables) :], self.spec.table_gradients, strict=True)
+        outputs = zip(self.args.outputs, self.spec.table_gradients, strict=True)
         self.table_gradients = [TableGradientCode(self, score, sums, *gradient) for sums, gradient in outputs]

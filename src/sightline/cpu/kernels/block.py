@@ -10,6 +10,7 @@ maximum. If there is no score formula and no sink, the factor contains log₂ e,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -18,6 +19,7 @@ from llvmlite import ir
 
 from ...formula.expression import Expression
 from ...formula.parameters import TableParameter
+from ...kernel import MAX_LSE
 from ..codegen.abi import LoadedArguments
 from ..codegen.builder import Builder, Variable
 from ..codegen.formats import FloatFormat, format_of
@@ -56,9 +58,9 @@ class Block:
     def write(self, name: str) -> Any:
         """Return the module with the kernel. An atomic counter gives each thread its next work item."""
         self.builder = builder = Builder(self.module, name)
-        axes = [axes for _, axes in self.spec.tables] + [1] * self.spec.num_output_arrays
-        numbers = parameter_types(self.formulas)
-        self.args = LoadedArguments(builder, builder.arguments[0], self.fields, axes, numbers)
+        ranks, numbers = [rank for _, rank in self.spec.tables], parameter_types(self.formulas)
+        outputs = self.spec.num_output_arrays
+        self.args = LoadedArguments(builder, builder.arguments[0], self.fields, ranks, numbers, outputs)
         self.tiles = tiles = RegisterTiles(builder, self.float, self.machine, self.paired)
         self.vectors, self.lanes, self.vector = range(tiles.vectors), tiles.lanes, tiles.vector
         self.factor = self.args.factor.to(self.float)
@@ -126,6 +128,13 @@ class Block:
         width = (self.spec.d_k, self.spec.d_k, self.spec.d_v)[operand_index]
         unit_stride = self.spec.unit_stride[operand_index]
         return OperandTile(self.tiles, self.format, width, unit_stride, KEY_BLOCK, needs_rows, needs_columns)
+
+    def flag_imprecise_lse(self, lse: Value) -> None:
+        """Set `imprecise_lse_flag` if weights computed from this lse, a float64, would not sum to 1."""
+        limit = MAX_LSE["float64" if self.float is DOUBLE else "float32"]
+        is_precise = (self.builder.call_intrinsic("fabs", lse) <= limit) | (lse == -math.inf)
+        with self.builder.if_then(~is_precise):
+            self.args.imprecise_lse_flag.store(self.builder.value(1, INT64), 8)
 
     # -- transposes -----------------------------------------------------------------------------------------------
     def transpose_queries(self) -> None:
@@ -234,7 +243,7 @@ class Block:
         """Create the renderer and the tile tables of every formula."""
         sources = [
             TableSource(t.pointer, t.strides, t.lengths, TABLE_TYPES[dtype])
-            for t, (dtype, _) in zip(self.args.tables, self.spec.tables, strict=False)
+            for t, (dtype, _) in zip(self.args.tables, self.spec.tables, strict=True)
         ]
         tables = [cast(TableParameter, table) for f in self.formulas if f is not None for table in f.tables]
         self.sources = {id(table): sources[table.slot] for table in tables}

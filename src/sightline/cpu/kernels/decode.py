@@ -300,7 +300,9 @@ class Decode(Block):
             is_empty = total.get() == 0.0
             divisor = builder.where(is_empty, 1.0, total.get())
             lse = running_max.get() + builder.call_intrinsic("log", divisor)
-            args.lse.at(row * 8).store(builder.where(is_empty, -math.inf, lse))
+            lse = builder.where(is_empty, -math.inf, lse)
+            args.lse.at(row * 8).store(lse)
+            self.flag_imprecise_lse(lse)
             with builder.loop(0, self.spec.d_v, self.lanes) as c:
                 weighted = Variable(builder, self.vector, 0.0)
                 with builder.loop(0, args.num_splits) as split:

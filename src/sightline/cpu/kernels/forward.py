@@ -275,6 +275,7 @@ class Forward(Block):
             rows = (sum_row, compensation_row, max_row)
             total, error, largest = (self.lane_address(x, 0, lane).load(self.float).to(DOUBLE) for x in rows)
             unit = math.log(2) if self.spec.is_base_2 else 1.0
-            target = args.lse.at((self.row + lane) * 8)
-            target.store(builder.fma(largest, unit, builder.call_intrinsic("log", total + error)))
+            lse = builder.fma(largest, unit, builder.call_intrinsic("log", total + error))
+            args.lse.at((self.row + lane) * 8).store(lse)
+            self.flag_imprecise_lse(lse)
         self.fused_statistics.store()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ..codegen.abi import TableArguments
+from ..codegen.abi import OutputArguments
 from ..codegen.builder import Variable
 from ..codegen.values import DOUBLE, INT64, Value, bytes_of, element_type, vector
 
@@ -119,7 +119,7 @@ class FusedStatisticsCode:
     def store(self) -> None:
         """Store the statistics. A query that sees no key gets entropy 0, sums 0, maximum −∞ and key −1."""
         block, builder = self.block, self.block.builder
-        outputs = iter(block.args.tables[len(block.spec.tables) :])
+        outputs = iter(block.args.outputs)
         if self.has_max_score:
             self.store_per_query(next(outputs), [score.get() * self.nats_per_unit for score in self.max_score])
             self.store_per_query(next(outputs), [key.get().to(INT64) for key in self.max_score_key])
@@ -137,7 +137,7 @@ class FusedStatisticsCode:
         weighted_exponents = self.weighted_exponents[v].get().to(DOUBLE) * self.nats_per_unit
         return ((product - weighted_exponents) / total).to(self.block.float)
 
-    def store_per_query(self, target: TableArguments, values: list[Value]) -> None:
+    def store_per_query(self, target: OutputArguments, values: list[Value]) -> None:
         """Store one number for each query of the block."""
         block, kind = self.block, element_type(values[0].type)
         size = bytes_of(kind)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...formula.derivative import derivative
 from ...formula.expression import Expression, Lookup, walk
-from ..codegen.abi import TableArguments
+from ..codegen.abi import OutputArguments
 from ..codegen.render_llvm import NodeValues, Renderer
 from ..codegen.values import BYTE, DOUBLE, FLOAT, INT32, INT64, Value, bytes_of, element_type, vector
 from .kernel_spec import CACHE_LINE_BYTES, KEY_BLOCK
@@ -89,7 +89,7 @@ class TableGradientCode:
     """
 
     def __init__(
-        self, block: Block, score: Expression, sums: TableArguments, node_index: int, slot: int, is_per_key: bool
+        self, block: Block, score: Expression, sums: OutputArguments, node_index: int, slot: int, is_per_key: bool
     ) -> None:
         node = walk(score)[node_index]
         assert isinstance(node, Lookup)
@@ -116,7 +116,7 @@ class TableGradientCode:
         assert score is not None
         indices = [score_values[id(argument)] for argument in self.node.arguments]
         base, offsets = score.offsets(self.node, indices, self.strides, self.lengths)
-        self.scatter(self.sums.pointer.at(block.split * self.sums.strides[0]).at(base), offsets, term.to(self.kind))
+        self.scatter(self.sums.pointer.at(block.split * self.sums.stride).at(base), offsets, term.to(self.kind))
 
     def scatter(self, target: Value, offsets: Value | None, terms: Value) -> None:
         """Add each lane's term to the entry at the lane's offset, in the order of the lanes.

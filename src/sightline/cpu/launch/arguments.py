@@ -25,6 +25,7 @@ __all__ = [
     "TARGET_ITEMS",
     "KernelArguments",
     "compile_kernel",
+    "convert_sinks",
     "convert_table",
     "has_unit_stride",
     "make_spec",
@@ -53,21 +54,18 @@ class KernelArguments:
         self.formulas, self.numbers = structure.formulas, structure.numbers
         self.arrays = {name: detach(getattr(problem, name)) for name in ("query", "key", "value")}
         self.tables = [convert_table(table.array) for table in structure.tables]
+        self.table_origins = tuple([table.origin for table in structure.tables])
         self.tile_ranges = find_tile_ranges(problem.mask, problem.extent, query_block, KEY_BLOCK)
         self.keep_alive: list[Any] = [self.arrays, self.tables]  # the memory that the arguments point to
 
-    def table_fields(self) -> list[tuple[int, ...]]:
-        """Return (address, *strides, *lengths) of every table."""
-        return [(t.ctypes.data, *t.strides, *t.shape) for t in self.tables]
-
     def pack(
-        self, fields: Mapping[str, Any], values: Mapping[str, Any], outputs: Sequence[tuple[int, ...]] = ()
+        self, fields: Mapping[str, Any], values: Mapping[str, Any], outputs: Sequence[tuple[int, int]] = ()
     ) -> Any:
-        """Return the argument block; `outputs` are the words of the output arrays, which follow the tables."""
-        return pack(fields, values, [*self.table_fields(), *outputs], self.numbers)
+        """Return the argument block; `outputs` are (address, stride) of each output that is no field."""
+        return pack(fields, values, self.tables, self.numbers, outputs)
 
     def constant_arrays(self, *changing: Any) -> tuple[Any, ...]:
-        """Return the retained NumPy arrays that are neither the problem's nor among `changing`."""
+        """Return the retained NumPy arrays that are neither query, key, value nor among `changing`."""
         excluded = {id(array) for array in (*self.arrays.values(), *changing)}
         return tuple(x for x in self.keep_alive if isinstance(x, np.ndarray) and id(x) not in excluded)
 
@@ -75,11 +73,6 @@ class KernelArguments:
         """Keep a NumPy array alive until the call ends, and return its address."""
         self.keep_alive.append(array)
         return int(array.ctypes.data)
-
-    def retain_sinks(self) -> int:
-        """Keep the sinks alive as float64, or a single 0 without sinks, and return the address."""
-        sinks = self.problem.sinks
-        return self.retain(np.zeros(1) if sinks is None else to_numpy(sinks).astype(np.float64))
 
     def fields(self, spec: KernelSpec) -> dict[str, Any]:
         """Return the values of all fields in `abi.COMMON_FIELDS` except counter, items and lse."""
@@ -165,6 +158,11 @@ def compile_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Bl
     """Return the compiled kernel as `processor.call` takes it."""
     name = f"sightline_{spec.kernel}"
     return processor.kernel(repr(spec), name, lambda: write_kernel(spec, arguments, writer, processor))
+
+
+def convert_sinks(sinks: Any) -> Any:
+    """Return sinks as a contiguous NumPy array of float64."""
+    return np.ascontiguousarray(to_numpy(sinks), np.float64)
 
 
 def has_unit_stride(array: Any) -> bool:

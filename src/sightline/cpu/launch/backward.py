@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,16 +16,19 @@ from ...formula.expression import SYMBOLS, Lookup, walk
 from ...kernel import Gradients, is_lse_precise
 from ...problem import Problem
 from ...statistics import Mass, StatisticGradients
-from ..codegen.abi import BACKWARD_FIELDS
 from ..kernels.backward import Backward
-from ..kernels.kernel_spec import KEY_BLOCK, lanes_per_vector, round_up
+from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round_up
 from ..runtime.processor import Processor
-from ..runtime.thread_count import thread_count
-from .arguments import TARGET_ITEMS, compile_kernel, has_unit_stride, operand_fields, prepare, zeros
+from .arguments import TARGET_ITEMS, KernelArguments, has_unit_stride, operand_fields, prepare, zeros
+from .bound_call import BoundCall, CallInputs, to_signed
 from .forward import forward
 from .statistics import FusedStatistics
 
-__all__ = ["backward"]
+__all__ = ["BoundBackwardCall", "backward"]
+
+MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
+# the fields that each call gives
+CALL_FIELDS = ("query", "key", "value", "output", "d_output", "lse", "d_lse", "d_query", "d_key", "d_value", "seed")
 
 
 @dataclass(frozen=True)
@@ -90,55 +93,100 @@ def backward(
     roles = {"weights": statistic_gradients.weights, "scores": statistic_gradients.scores}
     formulas = {role: formula for role, formula in roles.items() if formula is not None}
     table_gradients = list(_find_table_gradients(problem, wanted_tables))
-    split = Split.from_problem(problem, table_gradients)
-    xp, query, accumulator = namespace(problem.query), problem.query, problem.accumulator
     lookups = tuple((x.node_index, x.slot, x.is_per_key) for x in table_gradients)
     options: dict[str, Any] = {"table_gradients": lookups, "roles": tuple(formulas)}
     arguments, spec = prepare("backward", problem, processor.machine, tuple(formulas.values()), **options)
-    d_output = _with_contiguous_rows(detach(xp.astype(d_output, query.dtype)))
-    lanes, rows = lanes_per_vector(accumulator, processor.machine), (*problem.batch_shape, problem.H, problem.n)
-    sums_by_name = {
-        name: zeros((*problem.batch_shape, problem.G, problem.m, round_up(width, lanes)), accumulator, query)
-        for name, width in (("d_key", problem.d_k), ("d_value", problem.d_v))
-    }
-    sums_by_name["d_query"] = zeros((split.num_splits, *rows, problem.d_k), accumulator, query)
+    xp, split = namespace(problem.query), Split.from_problem(problem, table_gradients)
+    output, d_output = (_with_contiguous_rows(detach(xp.astype(x, problem.query.dtype))) for x in (saved[0], d_output))
     table_sums = [_allocate_table_sums(problem, gradient, split) for gradient in table_gradients]
-    nonfinite_flag = np.zeros(1, np.int64)
-    fields = arguments.fields(spec) | operand_fields("d_output", d_output, arguments.keep_alive)
-    fields |= operand_fields("output", _with_contiguous_rows(detach(saved[0])), arguments.keep_alive)
-    fields |= {
-        "counter": arguments.retain(np.zeros(1, np.int64)),
-        "items": split.num_splits * split.parallel_heads * split.parallel_batches,
-        "lse": arguments.retain(_broadcast_rows(saved[1], rows)),
-        "d_lse": arguments.retain(np.zeros(rows) if d_lse is None else _broadcast_rows(d_lse, rows)),
-        "scale": problem.scale,
-        "nonfinite_flag": arguments.retain(nonfinite_flag),
-        "batches": problem.B,
-        **vars(split),
-    }
-    fields |= {name: layout(array)[0] for name, array in sums_by_name.items()}
-    table_sum_fields = [
-        (array.ctypes.data, 0 if gradient.is_per_key else array.strides[0], 0)
-        for array, gradient in zip(table_sums, table_gradients, strict=True)
+    strides = [
+        0 if gradient.is_per_key else x.strides[0] for gradient, x in zip(table_gradients, table_sums, strict=True)
     ]
-    packed = arguments.pack(BACKWARD_FIELDS, fields, table_sum_fields)
-    kernel = compile_kernel(spec, arguments, Backward, processor)
-    keep_alive = (*arguments.keep_alive, *sums_by_name.values(), *table_sums, problem)
-    processor.call(kernel, packed, min(thread_count(threads), fields["items"]), keep_alive)
-    if nonfinite_flag[0]:
+    call = BoundBackwardCall(arguments, spec, split, (output, d_output), strides, processor)
+    sums = [zeros(shape, problem.accumulator, problem.query) for shape in call.sum_shapes]
+    rows = problem.query.shape[:-1]
+    lse, d_lse_rows = _broadcast_rows(saved[1], rows), np.zeros(rows) if d_lse is None else _broadcast_rows(d_lse, rows)
+    arrays = (*arguments.arrays.values(), output, d_output, lse, d_lse_rows, *sums)
+    fields = [*(layout(array)[0] for array in arrays), to_signed(problem.seed)]
+    tables, outputs = ([x.ctypes.data for x in found] for found in (arguments.tables, table_sums))
+    keep_alive = (*arguments.keep_alive, *arrays, *table_sums, problem)
+    inputs = CallInputs.of(fields, tables, arguments.numbers, outputs, problem.m, keep_alive)
+    if call.run(threads, inputs, is_first=True) is None:
         return None
-
-    def narrow(array: Any, width: int) -> Any:
-        return xp.astype(array[..., :width], query.dtype, copy=array.shape[-1] != width)
-
-    d_query = sums_by_name["d_query"]
+    d_query, d_key, d_value = (xp.astype(x, problem.query.dtype, copy=False) for x in call.combine(sums))
     return Gradients(
-        query=narrow(d_query[0] if split.num_splits == 1 else _sum_in_order(d_query), problem.d_k),
-        key=narrow(sums_by_name["d_key"], problem.d_k),
-        value=narrow(sums_by_name["d_value"], problem.d_v),
+        d_query,
+        d_key,
+        d_value,
         tables=_sum_table_gradients(problem, table_gradients, table_sums),
         sinks=None if problem.sinks is None else _differentiate_sinks(problem, xp, d_output, d_lse, saved),
+        bound_call=call if call.is_cacheable and not table_gradients and not formulas else None,
     )
+
+
+class BoundBackwardCall(BoundCall):
+    """A call of the backward kernel.
+
+    Parameters
+    ----------
+    operands : output and d_output, whose strides are bound
+    strides : see `BoundCall.outputs`
+
+    Attributes
+    ----------
+    sum_shapes : the shapes of the sums that become the gradients of query, key and value; each call begins with zeros
+        of the accumulator's dtype
+    """
+
+    def __init__(
+        self,
+        arguments: KernelArguments,
+        spec: KernelSpec,
+        split: Split,
+        operands: tuple[Any, Any],
+        strides: Sequence[int],
+        processor: Processor,
+    ) -> None:
+        problem = arguments.problem
+        output, d_output = operands
+        lanes, lead = lanes_per_vector(problem.accumulator, processor.machine), problem.batch_shape
+        self.widths = problem.d_k, problem.d_v
+        key_widths = [round_up(width, lanes) for width in self.widths]
+        self.sum_shapes = (
+            (split.num_splits, *lead, problem.H, problem.n, problem.d_k),
+            *[(*lead, problem.G, problem.m, width) for width in key_widths],
+        )
+        values: dict[str, Any] = operand_fields("output", output, arguments.keep_alive)
+        values |= operand_fields("d_output", d_output, arguments.keep_alive)
+        items = split.num_splits * split.parallel_heads * split.parallel_batches
+        values |= {"items": items, "scale": problem.scale, "batches": problem.B} | vars(split)
+        work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
+        super().__init__(
+            arguments,
+            spec,
+            Backward,
+            values,
+            processor,
+            fields=CALL_FIELDS,
+            max_threads=1 if work < MIN_PARALLEL_MULTIPLICATIONS else items,
+            workspace={"counter": 1, "nonfinite_flag": 1},
+            zeroed=("counter", "nonfinite_flag"),
+            outputs=strides,
+            changing=operands,
+        )
+
+    def read_status(self, view: Any) -> int | None:
+        return None if view[self.buffers.offsets["nonfinite_flag"]] else 0
+
+    def combine(self, sums: Sequence[Any]) -> list[Any]:
+        """Return the gradients of query, key and value, in the accumulator's dtype, from the sums of the kernel."""
+        d_query, *others = sums
+        xp = namespace(d_query)
+        narrow = [
+            array if array.shape[-1] == width else xp.astype(array[..., :width], array.dtype)
+            for array, width in zip(others, self.widths, strict=True)
+        ]
+        return [d_query[0] if d_query.shape[0] == 1 else _sum_in_order(d_query), *narrow]
 
 
 def _add_statistics_to_d_lse(

@@ -6,22 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import layout
 from ...problem import Problem
-from ..codegen.abi import DECODE_FIELDS
 from ..kernels.decode import MAX_ROWS_PER_ITEM, UNROLL, Decode
 from ..kernels.kernel_spec import KEY_BLOCK, lanes_per_vector
 from ..runtime.processor import Processor
-from ..runtime.thread_count import thread_count
-from .arguments import TARGET_ITEMS, KernelArguments, compile_kernel, has_unit_stride, make_spec
-from .bound_call import BoundCall
+from .arguments import TARGET_ITEMS, KernelArguments, has_unit_stride, make_spec
+from .bound_call import CALL_FIELDS, BoundCall, CallInputs, first_inputs
 
 __all__ = ["can_decode", "decode"]
 
 MIN_KEYS_PER_SPLIT = 8 * KEY_BLOCK  # with fewer keys a split costs more than it saves
-M_INDEX, ITEMS_INDEX, NUM_SPLITS_INDEX, SPLIT_SIZE_INDEX = map(
-    list(DECODE_FIELDS).index, ("m", "items", "num_splits", "split_size")
-)
+SPLIT_FIELDS = ("m", "items", "num_splits", "split_size")  # the fields that follow from the number of keys
 
 
 def can_decode(problem: Problem, processor: Processor) -> bool:
@@ -49,10 +44,8 @@ def decode(
     """Fill output and lse, and return the bound call. None if an output is NaN or ∞: the forward kernel must run."""
     arguments = KernelArguments(problem, MAX_ROWS_PER_ITEM)
     call = BoundDecodeCall(arguments, processor)
-    arrays = (*arguments.arrays.values(), output)
-    query, key, value, target = (layout(array)[0] for array in arrays)
-    keep_alive = (*arrays, *arguments.keep_alive, lse)
-    return call if call.run(threads, query, key, value, target, keep_alive, lse.ctypes.data) else None
+    inputs = first_inputs(call, arguments, output, lse)
+    return None if call.run(threads, inputs, is_first=True) is None else call
 
 
 class BoundDecodeCall(BoundCall):
@@ -61,32 +54,32 @@ class BoundDecodeCall(BoundCall):
     A KV cache that grows by one key per token has one layout until its storage is full.
     """
 
-    fields = DECODE_FIELDS
-
     def __init__(self, arguments: KernelArguments, processor: Processor) -> None:
-        problem, self.processor = arguments.problem, processor
+        problem = arguments.problem
         self.has_dynamic_key_length = problem.mask is None and problem.score is None
         rows, output_rows = problem.group * problem.n, problem.B * problem.H * problem.n
         self.items_per_split = problem.B * problem.G * -(-rows // MAX_ROWS_PER_ITEM)
         self.target_splits = -(-TARGET_ITEMS // self.items_per_split)  # number of splits, if there are enough keys
         num_splits = self.target_splits if self.has_dynamic_key_length else self.split_keys(problem.m)[1]
         size = np.dtype(problem.accumulator).itemsize
-        workspace = {
-            "counter": 1,
-            "nonfinite_flag": 1,
-            "finished_splits": self.items_per_split,
+        zeroed = {"counter": 1, "imprecise_lse_flag": 1, "nonfinite_flag": 1, "finished_splits": self.items_per_split}
+        workspace = zeroed | {
             "split_lse": num_splits * output_rows,
-            "lse": output_rows,
             "split_output": -(-num_splits * output_rows * problem.d_v * size // 8),
         }
         if self.has_dynamic_key_length:
             workspace["tile_range_last"] = 1  # without a mask there is one tile range, which contains all tiles
-        spec = make_spec("decode", arguments, unroll=min(rows, UNROLL))
-        fields = dict.fromkeys(DECODE_FIELDS, 0) | arguments.fields(spec)
-        fields |= {"batches": problem.B, "sinks": arguments.retain_sinks()}
-        kernel = compile_kernel(spec, arguments, Decode, processor)
-        packed, max_threads = arguments.pack(DECODE_FIELDS, fields), self.items_per_split * num_splits
-        super().__init__(kernel, packed, max_threads, workspace, arguments.constant_arrays())
+        super().__init__(
+            arguments,
+            make_spec("decode", arguments, unroll=min(rows, UNROLL)),
+            Decode,
+            {"batches": problem.B},
+            processor,
+            fields=(*CALL_FIELDS, *SPLIT_FIELDS),
+            max_threads=self.items_per_split * num_splits,
+            workspace=workspace,
+            zeroed=tuple(zeroed),
+        )
 
     def split_keys(self, m: int) -> tuple[int, int]:
         """Return (tiles of keys in a split, number of splits) for m keys."""
@@ -94,24 +87,21 @@ class BoundDecodeCall(BoundCall):
         split_size = -(-blocks // min(self.target_splits, -(-m // MIN_KEYS_PER_SPLIT)))
         return split_size, -(-blocks // split_size)
 
-    def run(
-        self, threads: int | None, q: int, k: int, v: int, output: int, arrays: tuple[Any, ...], lse: int | None = None
-    ) -> bool:
-        """Run the kernel as `BoundCall.run` does. Returns False if there are too few keys or an output is NaN or ∞."""
-        m = arrays[1].shape[-2]
+    def run(self, threads: int | None, inputs: CallInputs, is_first: bool = False) -> int | None:
+        """Run the kernel as `BoundCall.run` does. The result is None too if there are too few keys."""
+        m = inputs.num_keys
         if m < MIN_KEYS_PER_SPLIT:
-            return False
+            return None
         split_size, num_splits = self.split_keys(m)
-        items = self.items_per_split * num_splits
-        buffer = self.acquire_buffer(q, k, v, output, lse)
-        array, view, _ = buffer
-        view[M_INDEX], view[ITEMS_INDEX] = m, items
-        view[NUM_SPLITS_INDEX], view[SPLIT_SIZE_INDEX] = num_splits, split_size
-        array[self.counter_offset : self.offsets["split_lse"]] = 0  # counter, nonfinite_flag and finished_splits
+        splits = m, self.items_per_split * num_splits, num_splits, split_size
+        return super().run(threads, inputs._replace(fields=(*inputs.fields, *splits)), is_first)
+
+    def set_fields(self, buffer: tuple[Any, Any, int], inputs: CallInputs) -> int:
+        _, view, _ = buffer
+        m, items, *_ = inputs.fields[-len(SPLIT_FIELDS) :]
         if self.has_dynamic_key_length:
-            view[self.offsets["tile_range_last"]] = -(-m // KEY_BLOCK)
-        packed, keep_alive = array[: self.template.size], (arrays, self.keep_alive, array)
-        self.processor.call(self.kernel, packed, min(thread_count(threads), items), keep_alive)
-        is_finite = not view[self.offsets["nonfinite_flag"]]
-        self.release_buffer(buffer)
-        return is_finite
+            view[self.buffers.offsets["tile_range_last"]] = -(-m // KEY_BLOCK)
+        return items
+
+    def read_status(self, view: Any) -> int | None:
+        return None if view[self.buffers.offsets["nonfinite_flag"]] else super().read_status(view)

@@ -6,16 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import convert, empty, layout
+from ...arrays import convert, empty
 from ...kernel import Result
 from ...problem import Problem
-from ..codegen.abi import FORWARD_FIELDS
 from ..kernels.forward import Forward
 from ..kernels.kernel_spec import KernelSpec
 from ..runtime.processor import Processor
-from ..runtime.thread_count import thread_count
-from .arguments import KernelArguments, compile_kernel, prepare, write_kernel
-from .bound_call import BoundCall
+from .arguments import KernelArguments, prepare, write_kernel
+from .bound_call import CALL_FIELDS, BoundCall, first_inputs
 from .decode import can_decode, decode
 from .statistics import FusedStatistics, compute_statistics
 
@@ -36,12 +34,9 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
         if bound_call is None:
             call = forward(problem, output, lse, threads, processor, fused_statistics)
             bound_call = None if uses_decode else call  # so the next call tries to decode again
-    has_other_inputs = problem.tables or problem.sinks is not None or problem.dropout or fused_statistics.roles
-    if bound_call is not None and (has_other_inputs or not bound_call.is_cacheable(processor)):
-        bound_call = None
     lse = convert(lse, problem.query)
     seen = compute_statistics(problem, lse, fused_statistics, threads, processor) if problem.see else ()
-    return Result(output, lse, seen, bound_call)
+    return Result(output, lse, seen, bound_call if bound_call is not None and bound_call.is_cacheable else None)
 
 
 def source(problem: Problem, processor: Processor) -> str:
@@ -59,21 +54,19 @@ def forward(
 ) -> BoundCall:
     """Fill output, lse and the arrays of the fused statistics, and return the bound call."""
     arguments, spec = _prepare(problem, processor, fused)
-    kernel = compile_kernel(spec, arguments, Forward, processor)
-    counter = np.zeros(1, np.int64)
-    fields = arguments.fields(spec)
-    fields |= {
-        "counter": arguments.retain(counter),
-        "items": problem.B * problem.H * fields["query_blocks"],
-        "lse": arguments.retain(lse),
-        "output": layout(output)[0],
-        "sinks": arguments.retain_sinks(),
-    }
-    statistic_fields = [(x.ctypes.data, 0, 0) for x in fused.arrays]
-    packed = arguments.pack(FORWARD_FIELDS, fields, statistic_fields)
+    items = problem.B * problem.H * -(-problem.n // arguments.query_block)
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
-    max_threads = 1 if work < MIN_PARALLEL_MULTIPLICATIONS else int(fields["items"])
-    keep_alive = (*arguments.keep_alive, output, *fused.arrays)
-    processor.call(kernel, packed, min(thread_count(threads), max_threads), keep_alive)
-    workspace = {"counter": 1, "lse": lse.size}
-    return BoundCall(kernel, packed, max_threads, workspace, arguments.constant_arrays(lse, counter))
+    call = BoundCall(
+        arguments,
+        spec,
+        Forward,
+        {"items": items},
+        processor,
+        fields=CALL_FIELDS,
+        max_threads=1 if work < MIN_PARALLEL_MULTIPLICATIONS else items,
+        workspace={"counter": 1, "imprecise_lse_flag": 1},
+        zeroed=("counter", "imprecise_lse_flag"),
+        outputs=[0] * len(fused.arrays),
+    )
+    call.run(threads, first_inputs(call, arguments, output, lse, fused.arrays), is_first=True)
+    return call

@@ -1,0 +1,100 @@
+"""The call of the search for tile ranges: the arguments that are the same in every call, and the workspace."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from ...formula.expression import Expression, as_expression
+from ..codegen.render_bounds import EXTREMES_BLOCK, EXTREMES_BYTES
+from ..kernels.kernel_spec import KernelSpec
+from ..kernels.tile_search import (
+    SEARCH_FIELDS,
+    SearchSpec,
+    TileSearch,
+    checked_nodes,
+    has_arguments,
+    tables_with_extremes,
+)
+from ..runtime.processor import Processor
+from .arguments import KernelArguments
+
+__all__ = ["BoundSearch"]
+
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class BoundSearch:
+    """A search whose formulas, lengths and table layouts are bound; its tables and numbers are arguments of each call.
+
+    Attributes
+    ----------
+    packed : the argument block of the search
+    num_words : how many words of `CallInputs.words` the search takes: the tables and the numbers
+    capacity : the number of tile ranges for which a buffer has memory
+    reads_tables : True if the tile ranges, or the checks of the search, depend on the contents of tables
+    """
+
+    def __init__(self, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> None:
+        problem, ranges = arguments.problem, arguments.tile_ranges
+        mask, *others = arguments.formulas
+        formulas = (as_expression(True) if mask is None else mask, *[f for f in others if f is not None])
+        self.rows = ranges.batches * ranges.heads * ranges.query_blocks
+        self.capacity = max(2 * ranges.first.size, self.rows)
+        self.num_extremes = sum(map(_count_blocks, (arguments.tables[k] for k in tables_with_extremes(formulas))))
+        self.num_words = len(arguments.tables) + len(arguments.numbers)
+        self.reads_tables = bool(formulas[0].tables) or any(node.tables for node in checked_nodes(formulas))
+        fields = dict.fromkeys(SEARCH_FIELDS, 0) | {
+            "B": problem.B,
+            "H": problem.H,
+            "n": problem.n,
+            "m": problem.m,
+            "batches": ranges.batches,
+            "heads": ranges.heads,
+            "query_block": arguments.query_block,
+            "max_integer": 2.0**53 if spec.needs_int64 else 2.0**31 - 1,
+        }
+        self.packed = arguments.pack(SEARCH_FIELDS, fields)
+        search_spec = SearchSpec(formulas[0].text, tuple(formula.text for formula in formulas[1:]), spec.tables)
+        self._compile = partial(_compile, search_spec, formulas, processor)
+
+    @classmethod
+    def of(cls, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> BoundSearch | None:
+        """Return the search of a call; None if the tile ranges and the checks do not depend on tables or numbers."""
+        formulas = [formula for formula in arguments.formulas if formula is not None]
+        mask = arguments.formulas[0]
+        if (mask is None or not has_arguments(mask)) and not checked_nodes(formulas):
+            return None
+        return cls(arguments, spec, processor)
+
+    @cached_property
+    def function(self) -> Any:
+        """The search as a function of the address of its argument block. It is compiled for the first repeated call."""
+        return _FUNCTION(self._compile())
+
+    def workspace(self) -> dict[str, int]:
+        """Return the fields that point into a buffer of the call, and the length of each in 8-byte words."""
+        return {
+            "start": self.rows + 1,
+            "first": self.capacity,
+            "last": self.capacity,
+            "full": -(-self.capacity // 8),
+            "extremes": self.num_extremes * EXTREMES_BYTES // 8,
+            "count": 1,
+        }
+
+
+def _compile(spec: SearchSpec, formulas: Sequence[Expression], processor: Processor) -> Any:
+    mask, *others = formulas
+    name = "sightline_tile_search"
+    return processor.kernel(repr(spec), name, lambda: TileSearch(spec, mask, others).write(name))
+
+
+def _count_blocks(table: Any) -> int:
+    """Return how many blocks of a table have extremes; an axis with stride 0 counts as one entry."""
+    lengths = [1 if stride == 0 else length for length, stride in zip(table.shape, table.strides, strict=True)]
+    return int(np.prod(lengths[:-1])) * -(-lengths[-1] // EXTREMES_BLOCK)
