@@ -36,7 +36,7 @@ __all__ = [
     "ADAPTERS",
     "ArrayAdapter",
     "CachedCall",
-    "KernelTables",
+    "KernelInputs",
     "Request",
     "addresses_of",
     "insert",
@@ -47,6 +47,7 @@ __all__ = [
 MAX_CACHED_CALLS = 256  # the least recently used call is dropped beyond this number
 KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX = 3, 6  # indices in the result of `ArrayAdapter.layouts`
 FORWARD_STATISTICS = (Lse, MaxScore, Entropy)  # the statistics of cached calls; others need further passes
+SINKS_INDEX, SEED_INDEX = 5, 6  # indices in `cpu.codegen.abi.FORWARD_CALL_FIELDS`
 DIRECT_TABLE_DTYPES = ("bool", "int32", "int64", "float32", "float64")  # other tables are converted at each call
 
 
@@ -75,6 +76,9 @@ class ArrayAdapter:
 
 
 ADAPTERS: dict[type, ArrayAdapter] = {}
+# `os.environ.get` takes a microsecond, because it encodes the name. On POSIX the dict that it reads is read directly.
+_environment: Any = getattr(os.environ, "_data", os.environ)
+_cpu_variable: Any = CPU_VARIABLE.encode() if b"PATH" in _environment else CPU_VARIABLE
 
 
 class Request(NamedTuple):
@@ -132,10 +136,10 @@ def make_request(
     kinds = None if see is None else _statistic_kinds(see)
     if kinds is False:
         return None
-    options = (scale, dropout, kernel, threads, os.environ.get(CPU_VARIABLE), kinds)
+    key = (*layouts, scale, dropout, kernel, threads, _environment.get(_cpu_variable), kinds)
     if mask is None and score is None and sinks is None:
-        return Request((layouts, None, None, *options), None, None, (), (), None, seed)
-    return _request_with_formulas(adapter, layouts, options, mask, score, sinks, seed)
+        return Request(key, None, None, (), (), None, seed)
+    return _request_with_formulas(key, mask, score, sinks, seed)
 
 
 def _statistic_kinds(see: Any) -> tuple[type, ...] | bool:
@@ -146,15 +150,8 @@ def _statistic_kinds(see: Any) -> tuple[type, ...] | bool:
     return kinds if all(kind in FORWARD_STATISTICS for kind in kinds) else False
 
 
-def _request_with_formulas(
-    adapter: ArrayAdapter,
-    layouts: tuple[Any, ...],
-    options: tuple[Any, ...],
-    mask: Any,
-    score: Any,
-    sinks: Any,
-    seed: int | None,
-) -> Request | None:
+def _request_with_formulas(key: tuple[Any, ...], mask: Any, score: Any, sinks: Any, seed: int | None) -> Request | None:
+    """Return the request of a call with a mask, a score or sinks; `key` is the key of the call without them."""
     has_array_mask = type(mask) in ADAPTERS
     if not has_array_mask and not (mask is None or isinstance(mask, Expression)):
         mask = from_function.to_formula(mask, "mask", "b h i j") if callable(mask) else mask
@@ -162,11 +159,13 @@ def _request_with_formulas(
         score = from_function.to_formula(score, "score", "s b h i j") if callable(score) else score
     if not all(x is None or isinstance(x, Expression) for x in (None if has_array_mask else mask, score)):
         return None
-    structure = structure_of(None if has_array_mask else mask, score)
-    tables = tuple([table.array for table in structure.tables])
-    axes = tuple([table.axes for table in structure.tables])
-    if has_array_mask:
-        tables = (mask, *tables)
+    formulas: tuple[Any, ...] = ()
+    tables: tuple[Any, ...] = (mask,) if has_array_mask else ()
+    numbers: tuple[float, ...] = ()
+    if score is not None or not has_array_mask:
+        structure = structure_of(None if has_array_mask else mask, score)
+        formulas, numbers = (*structure.formulas, *[table.axes for table in structure.tables]), structure.numbers
+        tables += tuple([table.array for table in structure.tables])
     found = []
     for array in tables if sinks is None else (*tables, sinks):
         own = ADAPTERS.get(type(array))
@@ -174,8 +173,7 @@ def _request_with_formulas(
         if layout is None:
             return None
         found.append(layout)
-    key = layouts, structure.formulas, (has_array_mask, axes, sinks is None, *found), *options
-    return Request(key, mask, score, tables, structure.numbers, sinks, seed)
+    return Request((*key, has_array_mask, sinks is None, *found, formulas), mask, score, tables, numbers, sinks, seed)
 
 
 def lookup(request: Request) -> CachedCall | None:
@@ -183,24 +181,25 @@ def lookup(request: Request) -> CachedCall | None:
 
     A call cached without its number of keys is found too; see `_without_key_length`.
     """
+    return _lookup_exact(request.key) or _lookup_exact(_without_key_length(request.key))
+
+
+def _lookup_exact(key: tuple[Any, ...]) -> CachedCall | None:
     entries = bound_calls()
-    for key in (request.key, _without_key_length(request.key)):
-        try:
-            call: CachedCall = entries[key]
-            entries.move_to_end(key)
-        except KeyError:  # the call was never inserted, or another thread has just dropped it
-            continue
-        return call
-    return None
+    try:
+        call: CachedCall = entries[key]
+        entries.move_to_end(key)
+    except KeyError:  # the call was never inserted, or another thread has just dropped it
+        return None
+    return call
 
 
 def _without_key_length(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the key without m, the length of the key sequence, for a call that serves every m."""
-    layouts, *others = key
-    shortened = list(layouts)
+    shortened = list(key)
     for index in (KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX):
-        shortened[index] = (*layouts[index][:-2], layouts[index][-1])
-    return (tuple(shortened), *others)
+        shortened[index] = (*key[index][:-2], key[index][-1])
+    return tuple(shortened)
 
 
 class CallResult(NamedTuple):
@@ -224,39 +223,51 @@ def addresses_of(arrays: Sequence[Any]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class KernelTables:
-    """Which tables of a request are the tables of a bound call.
+class KernelInputs:
+    """Which tables and numbers of a request are those of a bound call.
 
-    slots : for each table of the kernel, its index in `Request.tables`
+    tables : for each table of the kernel, its index in `Request.tables`
     converters : for each table of the kernel, a function that returns the copy that the kernel reads; None if the
         kernel reads the array itself
+    numbers : for each number of the kernel, its index in `Request.numbers`
+    is_identity : True if the tables and numbers are all those of the request, in the same order
     """
 
-    slots: tuple[int, ...]
+    tables: tuple[int, ...]
     converters: tuple[Callable[[Any], Any] | None, ...]
+    numbers: tuple[int, ...]
+    is_identity: bool
 
     @classmethod
     def bind(
         cls, bound_call: BoundCall, request: Request, formulas: tuple[Expression | None, Expression | None]
-    ) -> KernelTables | None:
-        """Return the tables of a call that was made for a request; None if it has tables that the request has not.
+    ) -> KernelInputs | None:
+        """Return the inputs of a call that was made for a request; None if it has others than the request.
 
         `formulas` are those of the call, from `Request.formulas`.
         """
         origins = [id(table) for table in structure_of(*formulas).tables]
-        if not set(bound_call.table_origins) <= set(origins):
+        numbers = [(type(number), number) for number in request.numbers]  # equal numbers are one number of a structure
+        needed = [(type(number), number) for number in bound_call.numbers]
+        if not (set(bound_call.table_origins) <= set(origins) and set(needed) <= set(numbers)):
             return None
-        slots = tuple([origins.index(origin) for origin in bound_call.table_origins])
-        is_direct = [dtype_name(request.tables[slot]) in DIRECT_TABLE_DTYPES for slot in slots]
-        return cls(slots, tuple([None if direct else bound_call.convert_table for direct in is_direct]))
+        tables = tuple([origins.index(origin) for origin in bound_call.table_origins])
+        number_indices = tuple([numbers.index(number) for number in needed])
+        is_direct = [dtype_name(request.tables[table]) in DIRECT_TABLE_DTYPES for table in tables]
+        same_order = tables == tuple(range(len(request.tables))) and number_indices == tuple(range(len(numbers)))
+        converters = tuple([None if direct else bound_call.convert_table for direct in is_direct])
+        return cls(tables, converters, number_indices, same_order and all(is_direct))
 
-    def of(self, request: Request) -> list[Any]:
-        """Return the arrays that the kernel reads as its tables."""
-        tables = request.tables
-        return [
-            tables[slot] if convert is None else convert(tables[slot])
-            for slot, convert in zip(self.slots, self.converters, strict=True)
+    def of(self, request: Request) -> tuple[Sequence[Any], tuple[float, ...]]:
+        """Return the arrays that the kernel reads as its tables, and the numbers of the kernel."""
+        tables, numbers = request.tables, request.numbers
+        if self.is_identity:
+            return tables, numbers
+        arrays = [
+            tables[table] if convert is None else convert(tables[table])
+            for table, convert in zip(self.tables, self.converters, strict=True)
         ]
+        return arrays, tuple([numbers[number] for number in self.numbers])
 
 
 @dataclass(frozen=True)
@@ -267,7 +278,7 @@ class CachedCall:
     ----------
     adapter : the adapter of query, key, value and output
     empty : function (query) that allocates the output
-    tables : the tables of the kernel
+    inputs : the tables and numbers of the kernel; None if it has none
     see : the statistics
     shape : the shape of lse, and of every statistic of a query, in the layout of the caller's arrays
     has_dropout : True if the call needs a seed
@@ -278,7 +289,7 @@ class CachedCall:
     adapter: ArrayAdapter
     empty: Callable[[Any], Any]
     bound_call: BoundCall
-    tables: KernelTables
+    inputs: KernelInputs | None
     see: tuple[Statistic, ...]
     shape: tuple[int, ...]
     has_dropout: bool
@@ -286,36 +297,42 @@ class CachedCall:
 
     def run(self, request: Request, query: Any, key: Any, value: Any, threads: int | None) -> Any:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
-        result = self._compute(request, query, key, value, threads)
-        if result is None:
+        adapter, bound, see, attach = self.adapter, self.bound_call, self.see, self.attach
+        address, output, seed, sinks = adapter.address, self.empty(query), request.seed, None
+        if see or attach is not None:
+            lse = adapter.empty_array(self.shape, "float64")
+            lse_address = address(lse)
+        else:
+            lse = np.empty(self.shape)
+            lse_address = _address(lse)
+        words = [address(query), address(key), address(value), address(output), lse_address, 0, 0]
+        numbers: tuple[float, ...] = ()
+        arrays: Sequence[Any] = ()
+        keep_alive = query, key, value, output, lse
+        if self.has_dropout:
+            seed = adapter.draw_seed() if seed is None and adapter.draw_seed is not None else seed or 0
+            words[SEED_INDEX] = seed - (2**64 if seed >= 2**63 else 0)
+        if request.sinks is not None:
+            sinks = bound.convert_sinks(request.sinks)
+            words[SINKS_INDEX] = _address(sinks)
+        if self.inputs is not None:
+            tables, numbers = self.inputs.of(request)
+            words += addresses_of(tables)
+            if numbers:
+                words += bound.number_words(numbers)
+            keep_alive += (tables, sinks)  # type: ignore[assignment]
+        if see:
+            arrays = self._empty_statistics()
+            words += addresses_of(arrays)
+        status = bound.run(threads, words, numbers, key.shape[-2], keep_alive)
+        if status is None or (status and see):
             return None
-        if self.attach is not None:
-            result = self.attach(request, query, key, value, result)
+        if not see and attach is None:
+            return output, ()
+        result = CallResult(output, lse, arrays, bool(status), seed or 0)
+        if attach is not None:
+            result = attach(request, query, key, value, result)
         return result.output, self._build_seen(result)
-
-    def _compute(self, request: Request, query: Any, key: Any, value: Any, threads: int | None) -> CallResult | None:
-        adapter, bound = self.adapter, self.bound_call
-        address, output = adapter.address, self.empty(query)
-        lse = adapter.empty_array(self.shape, "float64")
-        arrays = self._empty_statistics() if self.see else ()
-        tables = self.tables.of(request)
-        seed = request.seed
-        if self.has_dropout and seed is None and adapter.draw_seed is not None:
-            seed = adapter.draw_seed()
-        inputs = bound.make_inputs(
-            (address(query), address(key), address(value), address(output), address(lse)),
-            request.sinks,
-            seed or 0,
-            addresses_of(tables),
-            request.numbers,
-            addresses_of(arrays),
-            key.shape[-2],
-            (query, key, value, output, lse, tables, arrays),
-        )
-        status = bound.run(threads, inputs)
-        if status is None or (status and self.see):
-            return None
-        return CallResult(output, lse, arrays, bool(status), seed or 0)
 
     def _empty_statistics(self) -> list[Any]:
         """Return new arrays for the statistics that the forward kernel computes, in the order of its outputs."""
@@ -326,13 +343,13 @@ class CachedCall:
 
     def _build_seen(self, result: CallResult) -> tuple[Any, ...]:
         """Return the result of each statistic."""
-        if not self.see:
-            return ()
-        arrays = list(result.arrays)
-        by_kind: dict[type, Sequence[Any]] = {Lse: [self.adapter.finish_lse(result.lse, result.output)]}
-        if len(arrays) > 1:
-            by_kind[MaxScore], arrays = arrays[:2], arrays[2:]
-        by_kind[Entropy] = arrays
+        arrays, by_kind = result.arrays, dict[type, Sequence[Any]]()
+        for statistic in self.see:
+            kind = type(statistic)
+            if kind is Lse:
+                by_kind[kind] = [self.adapter.finish_lse(result.lse, result.output)]
+            elif kind not in by_kind:
+                by_kind[kind] = arrays[:2] if kind is MaxScore else arrays[-1:]
         return tuple([statistic.build_result(by_kind[type(statistic)]) for statistic in self.see])
 
 
@@ -362,15 +379,15 @@ def insert(
     bound_call, adapter = result.bound_call, ADAPTERS[type(arrays[0])]
     if bound_call is None or bound_call.first_operands != tuple(map(adapter.address, arrays)):
         return
-    tables = KernelTables.bind(bound_call, request, formulas)
-    if tables is None:
+    inputs = KernelInputs.bind(bound_call, request, formulas)
+    if inputs is None:
         return
     output = problem.squeeze_heads(result.output, 2)
     entry = CachedCall(
         adapter,
         adapter.empty(arrays[0], output),
         bound_call,
-        tables,
+        inputs if inputs.tables or inputs.numbers else None,
         problem.see,
         tuple(output.shape[:-1]),
         problem.dropout > 0,
@@ -426,10 +443,11 @@ def _finish_lse(lse: Any, output: Any) -> Any:
 
 
 _probe = np.zeros(1)
+_address = _header_address if _header_address(_probe) == _interface_address(_probe) else _interface_address
 ADAPTERS[np.ndarray] = ArrayAdapter(
     _layouts,
     _layout,
-    _header_address if _header_address(_probe) == _interface_address(_probe) else _interface_address,
+    _address,
     _empty,
     np.empty,
     _finish_lse,

@@ -15,7 +15,7 @@ import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
-from ..call_cache import CallResult, KernelTables, Request, addresses_of
+from ..call_cache import CallResult, KernelInputs, Request, addresses_of
 from ..dispatch import make_plan
 from ..errors import KernelRefusedError
 from ..kernel import Plan, Result
@@ -116,22 +116,21 @@ class _CachedCall(_Call):
         bound = self.attacher.backward_calls.get(_gradient_layout(gradients, saved[0]))
         if bound is None or self.is_lse_imprecise:
             return None
-        (call, kernel_tables), (output, lse), d_output = bound, saved, gradients[0]
+        (call, inputs_of), (output, lse), d_output = bound, saved, gradients[0]
         sums = [torch.zeros(shape, dtype=self.attacher.accumulator) for shape in call.sum_shapes]
-        d_lse, tables = torch.zeros(lse.shape, dtype=torch.float64), kernel_tables.of(self.request)
+        d_lse, (tables, numbers) = torch.zeros(lse.shape, dtype=torch.float64), inputs_of.of(self.request)
         arrays = (*inputs, output, d_output, lse, d_lse, *sums)
-        fields = (*addresses_of(arrays), call.to_signed(self.seed))
-        numbers, keep_alive = self.request.numbers, (arrays, tables)
-        if call.run(self.threads, call.inputs_of(fields, addresses_of(tables), numbers, (), 0, keep_alive)) is None:
+        words = [*addresses_of(arrays), call.signed_word(self.seed), *addresses_of(tables), *call.number_words(numbers)]
+        if call.run(self.threads, words, numbers, 0, (arrays, tables)) is None:
             return None
         found, dtype = call.combine(sums), inputs[0].dtype
         return found if dtype == self.attacher.accumulator else [gradient.to(dtype) for gradient in found]
 
     def keep(self, bound_call: BoundBackwardCall, gradients: Sequence[Tensor | None], output: Tensor) -> None:
         layout, calls = _gradient_layout(gradients, output), self.attacher.backward_calls
-        tables = KernelTables.bind(bound_call, self.request, self.formulas)
-        if layout is not None and tables is not None and len(calls) < MAX_BACKWARD_CALLS:
-            calls[layout] = bound_call, tables
+        inputs = KernelInputs.bind(bound_call, self.request, self.formulas)
+        if layout is not None and inputs is not None and len(calls) < MAX_BACKWARD_CALLS:
+            calls[layout] = bound_call, inputs
 
 
 class _Attention(torch.autograd.Function):
@@ -221,14 +220,14 @@ class GraphAttacher:
     Attributes
     ----------
     options : the arguments of `make_problem` that are the same in every call
-    backward_calls : the bound calls of the backward pass, with their tables, by the layout of the gradients
+    backward_calls : the bound calls of the backward pass, with their inputs, by the layout of the gradients
     """
 
     def __init__(self, problem: Problem, kernel: str | None, threads: int | None) -> None:
         self.options = {"scale": problem.scale, "dropout": problem.dropout, "see": problem.see}
         self.kernel, self.threads = kernel, threads
         self.accumulator = getattr(torch, problem.accumulator)
-        self.backward_calls: dict[Any, tuple[BoundBackwardCall, KernelTables]] = {}
+        self.backward_calls: dict[Any, tuple[BoundBackwardCall, KernelInputs]] = {}
 
     def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: CallResult) -> CallResult:
         call = _CachedCall(self, request, result.seed, result.is_lse_imprecise)

@@ -166,15 +166,17 @@ def _layouts(query: Any, key: Any, value: Any) -> tuple[Any, ...] | None:
         or is_intercepted()
     ):
         return None
-    for array in (query, key, value):
-        if array.layout is not torch.strided or array.is_neg() or array.is_conj():
-            return None
-    return (
-        *(query.shape, query.stride(), query.dtype),
-        *(key.shape, key.stride(), key.dtype),
-        *(value.shape, value.stride(), value.dtype),
-        needs_gradients(query, key, value),
-    )
+    if query.is_neg() or key.is_neg() or value.is_neg():
+        return None
+    try:
+        return (
+            *(query.shape, query.stride(), query.dtype),
+            *(key.shape, key.stride(), key.dtype),
+            *(value.shape, value.stride(), value.dtype),
+            needs_gradients(query, key, value),
+        )
+    except RuntimeError:  # tensors that are sparse, nested or opaque have no strides
+        return None
 
 
 def _layout(array: Tensor) -> tuple[Any, ...] | None:

@@ -3,8 +3,8 @@
     fields | tables' addresses | numbers of formulas | outputs' addresses | tables' layouts | outputs' layouts
 
 The layout of a table is the stride of each axis in bytes, then the length of each axis. The layout of an output is one
-stride. The words between the fields and the layouts are the `call_words`, which change from call to call. `pack` writes
-the block on the host, and `LoadedArguments` reads it in the kernel.
+stride. The words that change from call to call are adjacent: the last fields, of `FORWARD_CALL_FIELDS` for example, and
+the `call_words` after them. `pack` writes the block on the host, and `LoadedArguments` reads it in the kernel.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from .builder import Builder
 from .values import DOUBLE, INT64, POINTER, Value
 
 __all__ = [
+    "BACKWARD_CALL_FIELDS",
     "BACKWARD_FIELDS",
     "COMMON_FIELDS",
+    "DECODE_CALL_FIELDS",
     "DECODE_FIELDS",
+    "FORWARD_CALL_FIELDS",
     "FORWARD_FIELDS",
     "LoadedArguments",
     "OutputArguments",
     "TableArguments",
     "call_words",
     "pack",
+    "signed_word",
     "to_word",
 ]
 
@@ -69,12 +73,26 @@ COMMON_FIELDS: dict[str, Any] = {
     "dropout_threshold": INT64,  # a weight is dropped if its random word is below the threshold
     "dropout_scale": DOUBLE,  # factor of the weights that are not dropped
 }
-FORWARD_FIELDS = COMMON_FIELDS | {
+FORWARD_CALL_FIELDS = ("query", "key", "value", "output", "lse", "sinks", "seed")
+DECODE_CALL_FIELDS = (*FORWARD_CALL_FIELDS, "m", "items", "num_splits", "split_size")
+BACKWARD_CALL_FIELDS = (
+    *("query", "key", "value", "output", "d_output", "lse", "d_lse", "d_query", "d_key", "d_value"),
+    "seed",
+)
+
+
+def _end_with(names: Sequence[str], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with those of these names last, in this order."""
+    return {name: kind for name, kind in fields.items() if name not in names} | {name: fields[name] for name in names}
+
+
+_FORWARD_FIELDS = COMMON_FIELDS | {
     "output": POINTER,  # (B, H, n, d_v), contiguous
     "sinks": POINTER,  # (H,) float64
     "imprecise_lse_flag": POINTER,  # set to 1 if an lse is NaN, +∞, or above `kernel.MAX_LSE` in size
 }
-DECODE_FIELDS = FORWARD_FIELDS | {
+FORWARD_FIELDS = _end_with(FORWARD_CALL_FIELDS, _FORWARD_FIELDS)
+_DECODE_FIELDS = _FORWARD_FIELDS | {
     "split_output": POINTER,  # (num_splits, B, H, n, d_v) in the accumulator's type
     "split_lse": POINTER,  # (num_splits, B, H, n) float64
     "finished_splits": POINTER,  # number of finished splits for each batch, key head and group of query rows
@@ -83,7 +101,8 @@ DECODE_FIELDS = FORWARD_FIELDS | {
     "num_splits": INT64,  # number of splits of the keys
     "split_size": INT64,  # tiles of keys per split
 }
-BACKWARD_FIELDS = COMMON_FIELDS | {
+DECODE_FIELDS = _end_with(DECODE_CALL_FIELDS, _DECODE_FIELDS)
+_BACKWARD_FIELDS = COMMON_FIELDS | {
     **_operand_fields("output"),
     **_operand_fields("d_output"),
     "d_lse": POINTER,  # (B, H, n) float64, contiguous
@@ -97,6 +116,7 @@ BACKWARD_FIELDS = COMMON_FIELDS | {
     "parallel_heads": INT64,  # G if each key head is a work item of its own, 1 if an item loops over all key heads
     "parallel_batches": INT64,  # B if each batch is a work item of its own, 1 if an item loops over all batches
 }
+BACKWARD_FIELDS = _end_with(BACKWARD_CALL_FIELDS, _BACKWARD_FIELDS)
 
 
 class TableArguments(NamedTuple):
@@ -182,6 +202,11 @@ def call_words(tables: Sequence[int], numbers: Sequence[float], outputs: Sequenc
 def to_word(number: float) -> int:
     """Return the 64-bit word that holds a number: an int itself, or the bits of a float."""
     return number if isinstance(number, int) else int(_WORD.unpack(_DOUBLE.pack(number))[0])
+
+
+def signed_word(seed: int) -> int:
+    """Return the signed 64-bit word with the bits of a seed, 0 ≤ seed < 2⁶⁴."""
+    return seed - (2**64 if seed >= 2**63 else 0)
 
 
 _DOUBLE, _WORD = struct.Struct("d"), struct.Struct("q")

@@ -79,7 +79,8 @@ class Decode(Block):
         self.tile_range_start = args.tile_range_start.at(row * 8).load(INT64)
         self.tile_range_stop = args.tile_range_start.at(row * 8 + 8).load(INT64)
         self.first_tile = self.split * args.split_size
-        self.last_tile = self.first_tile + args.split_size
+        num_tiles = (args.m + (KEY_BLOCK - 1)) // KEY_BLOCK
+        self.last_tile = builder.minimum(self.first_tile + args.split_size, num_tiles)
 
     def locate_query(self, r: Value) -> tuple[Value, Value]:
         """Return (h, i) of a query row."""

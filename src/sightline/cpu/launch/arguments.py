@@ -15,7 +15,7 @@ from ...formula.parameters import TableParameter, structure_of
 from ...formula.table_index_ranges import find_index_ranges
 from ...formula.tile_ranges import find_tile_ranges
 from ...problem import Problem
-from ..codegen.abi import pack
+from ..codegen.abi import pack, signed_word
 from ..kernels.block import Block
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector
 from ..runtime.machine import Machine
@@ -87,7 +87,7 @@ class KernelArguments:
             "query_blocks": -(-problem.n // self.query_block),
             "tile_range_batch_stride": tile_ranges.heads * tile_ranges.query_blocks if tile_ranges.batches > 1 else 0,
             "tile_range_head_stride": tile_ranges.query_blocks if tile_ranges.heads > 1 else 0,
-            "seed": problem.seed - (2**64 if problem.seed >= 2**63 else 0),
+            "seed": signed_word(problem.seed),
             "dropout_threshold": threshold(problem),
             "dropout_scale": 0.0 if problem.dropout == 1 else 1 / (1 - problem.dropout),
         }

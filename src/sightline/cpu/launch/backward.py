@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,19 +16,18 @@ from ...formula.expression import SYMBOLS, Lookup, walk
 from ...kernel import Gradients, is_lse_precise
 from ...problem import Problem
 from ...statistics import Mass, StatisticGradients
+from ..codegen.abi import BACKWARD_CALL_FIELDS, call_words, signed_word
 from ..kernels.backward import Backward
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round_up
 from ..runtime.processor import Processor
 from .arguments import TARGET_ITEMS, KernelArguments, has_unit_stride, operand_fields, prepare, zeros
-from .bound_call import BoundCall, CallInputs, to_signed
+from .bound_call import BoundCall
 from .forward import forward
 from .statistics import FusedStatistics
 
 __all__ = ["BoundBackwardCall", "backward"]
 
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
-# the fields that each call gives
-CALL_FIELDS = ("query", "key", "value", "output", "d_output", "lse", "d_lse", "d_query", "d_key", "d_value", "seed")
 
 
 @dataclass(frozen=True)
@@ -107,11 +106,11 @@ def backward(
     rows = problem.query.shape[:-1]
     lse, d_lse_rows = _broadcast_rows(saved[1], rows), np.zeros(rows) if d_lse is None else _broadcast_rows(d_lse, rows)
     arrays = (*arguments.arrays.values(), output, d_output, lse, d_lse_rows, *sums)
-    fields = [*(layout(array)[0] for array in arrays), to_signed(problem.seed)]
     tables, outputs = ([x.ctypes.data for x in found] for found in (arguments.tables, table_sums))
+    words = [*(layout(array)[0] for array in arrays), signed_word(problem.seed)]
+    words += call_words(tables, arguments.numbers, outputs)
     keep_alive = (*arguments.keep_alive, *arrays, *table_sums, problem)
-    inputs = CallInputs.of(fields, tables, arguments.numbers, outputs, problem.m, keep_alive)
-    if call.run(threads, inputs, is_first=True) is None:
+    if call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True) is None:
         return None
     d_query, d_key, d_value = (xp.astype(x, problem.query.dtype, copy=False) for x in call.combine(sums))
     return Gradients(
@@ -137,6 +136,8 @@ class BoundBackwardCall(BoundCall):
     sum_shapes : the shapes of the sums that become the gradients of query, key and value; each call begins with zeros
         of the accumulator's dtype
     """
+
+    call_fields = BACKWARD_CALL_FIELDS
 
     def __init__(
         self,
@@ -167,7 +168,6 @@ class BoundBackwardCall(BoundCall):
             Backward,
             values,
             processor,
-            fields=CALL_FIELDS,
             max_threads=1 if work < MIN_PARALLEL_MULTIPLICATIONS else items,
             workspace={"counter": 1, "nonfinite_flag": 1},
             zeroed=("counter", "nonfinite_flag"),
@@ -175,8 +175,8 @@ class BoundBackwardCall(BoundCall):
             changing=operands,
         )
 
-    def read_status(self, view: Any) -> int | None:
-        return None if view[self.buffers.offsets["nonfinite_flag"]] else 0
+    def read_status(self, view: Any, offsets: Mapping[str, int]) -> int | None:
+        return None if view[offsets["nonfinite_flag"]] else 0
 
     def combine(self, sums: Sequence[Any]) -> list[Any]:
         """Return the gradients of query, key and value, in the accumulator's dtype, from the sums of the kernel."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ...arrays import layout
-from ..codegen.abi import call_words
+from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, signed_word
 from ..kernels.block import Block
 from ..kernels.kernel_spec import CACHE_LINE_BYTES, KernelSpec, round_up
 from ..kernels.tile_search import SEARCH_FIELDS
@@ -25,70 +25,16 @@ from ..runtime.thread_count import thread_count
 from .arguments import KernelArguments, compile_kernel, convert_sinks, convert_table
 from .tile_search import BoundSearch
 
-__all__ = ["CALL_FIELDS", "BoundCall", "CallInputs", "first_inputs", "to_signed"]
+__all__ = ["BoundCall", "run_first"]
 
 MAX_CACHED_BYTES = 1 << 20  # the most bytes of tile ranges and offsets that a cached call may keep alive
 MAX_POOLED_BYTES = 1 << 18  # a larger buffer is allocated for each call and not reused
 WORDS_PER_CACHE_LINE = CACHE_LINE_BYTES // 8  # the counter has its own line: threads write it
-# the fields that each forward or decoding call gives
-CALL_FIELDS = ("query", "key", "value", "output", "lse", "sinks", "seed")
 CAPACITY_INDEX = list(SEARCH_FIELDS).index("capacity")
 TILE_RANGE_FIELDS = ("tile_range_start", "tile_range_first", "tile_range_last", "tile_range_full")
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-
-class CallInputs(NamedTuple):
-    """The arguments of one call that a `BoundCall` does not have.
-
-    fields : the values of the call's `fields`, in their order
-    numbers : the numbers of the formulas
-    words : `abi.call_words`: the address of each table, the numbers, the address of each output that is no field
-    num_keys : the number of keys
-    keep_alive : the arrays at these addresses, which must stay alive while threads work
-    """
-
-    fields: Sequence[int]
-    numbers: tuple[float, ...]
-    words: Sequence[int]
-    num_keys: int
-    keep_alive: tuple[Any, ...]
-
-    @classmethod
-    def of(
-        cls,
-        fields: Sequence[int],
-        tables: Sequence[int],
-        numbers: tuple[float, ...],
-        outputs: Sequence[int],
-        num_keys: int,
-        keep_alive: tuple[Any, ...],
-    ) -> CallInputs:
-        """Return the inputs with these addresses of tables and outputs."""
-        words = call_words(tables, numbers, outputs) if tables or numbers or outputs else ()
-        return cls(fields, numbers, words, num_keys, keep_alive)
-
-
-def first_inputs(
-    call: BoundCall, arguments: KernelArguments, output: Any, lse: Any, outputs: Sequence[Any] = ()
-) -> CallInputs:
-    """Return the inputs of a forward or decoding call for the problem of `arguments`. They keep all arrays alive."""
-    problem = arguments.problem
-    query, key, value = arguments.arrays.values()
-    return call.make_inputs(
-        (layout(query)[0], layout(key)[0], layout(value)[0], layout(output)[0], lse.ctypes.data),
-        problem.sinks,
-        problem.seed,
-        [table.ctypes.data for table in arguments.tables],
-        arguments.numbers,
-        [array.ctypes.data for array in outputs],
-        problem.m,
-        (*arguments.keep_alive, output, lse, *outputs),
-    )
-
-
-def to_signed(seed: int) -> int:
-    """Return the signed 64-bit word with the bits of a seed."""
-    return seed - (2**64 if seed >= 2**63 else 0)
+Buffer = tuple[Any, Any, int]  # an array of 64-bit words, a view of it, and its address
 
 
 class Buffers:
@@ -113,9 +59,9 @@ class Buffers:
                 self.size += round_up(length, WORDS_PER_CACHE_LINE)
             self.starts.append(start)
             self.blocks.append((start, packed, pointers))
-        self.unused: list[tuple[Any, Any, int]] = []  # pop and append are atomic
+        self.unused: list[Buffer] = []  # pop and append are atomic
 
-    def acquire(self) -> tuple[Any, Any, int]:
+    def acquire(self) -> Buffer:
         """Return a buffer with the bound arguments: the array, a view of it, and its address."""
         try:
             return self.unused.pop()
@@ -128,7 +74,7 @@ class Buffers:
                 array[index] = address + 8 * offset
         return array, array.data, address
 
-    def release(self, buffer: tuple[Any, Any, int]) -> None:
+    def release(self, buffer: Buffer) -> None:
         """Keep a buffer that no thread reads any more for the next call."""
         if 8 * self.size <= MAX_POOLED_BYTES:
             self.unused.append(buffer)
@@ -141,7 +87,6 @@ class BoundCall:
     ----------
     arguments, spec, writer : what determines the kernel
     values : the values of the bound fields that `arguments` does not know
-    fields : names of the fields that each call gives
     max_threads : the most threads that find work
     workspace : fields that point into a buffer of the call, and the length of each in 8-byte words
     zeroed : the fields of the workspace that are 0 when the kernel starts
@@ -154,7 +99,15 @@ class BoundCall:
     first_operands : the addresses of query, key and value in that call
     """
 
+    call_fields: tuple[str, ...] = FORWARD_CALL_FIELDS  # the last fields of the kernel, which each call gives
     has_dynamic_key_length = False  # True if the call serves any number of keys
+    convert_table, convert_sinks = staticmethod(convert_table), staticmethod(convert_sinks)
+    signed_word = staticmethod(signed_word)
+
+    @staticmethod
+    def number_words(numbers: Sequence[float]) -> list[int]:
+        """Return the words of numbers of formulas."""
+        return call_words((), numbers, ())
 
     def __init__(
         self,
@@ -164,7 +117,6 @@ class BoundCall:
         values: Mapping[str, Any],
         processor: Processor,
         *,
-        fields: Sequence[str],
         max_threads: int,
         workspace: Mapping[str, int],
         zeroed: Sequence[str],
@@ -176,12 +128,11 @@ class BoundCall:
         self.first_operands = tuple([layout(array)[0] for array in arguments.arrays.values()])
         self.kernel = compile_kernel(spec, arguments, writer, processor)
         self.function: Any = _FUNCTION(self.kernel) if isinstance(self.kernel, int) else None  # None for an emulator
-        names = list(writer.fields)
-        self.block_fields, self.workspace, self.zeroed = writer.fields, workspace, zeroed
-        self.field_indices = [names.index(name) for name in fields]
-        self.call_words_at = 8 * len(names)  # bytes from the start of the block to the words after the fields
+        self.block_fields, self.workspace = writer.fields, workspace
+        self.zeroed = [(name, workspace[name]) for name in zeroed]
         bound = {**dict.fromkeys(writer.fields, 0), **arguments.fields(spec), **values}
         self.template = arguments.pack(writer.fields, bound, [(0, stride) for stride in outputs])
+        names, num_tables = list(writer.fields), len(arguments.tables) + len(arguments.numbers)
         self.range_words = [(index, int(self.template[index])) for index in map(names.index, TILE_RANGE_FIELDS)]
         self.search = BoundSearch.of(arguments, spec, processor)
         self.may_leave_tables = any(spec.clamped)
@@ -190,36 +141,16 @@ class BoundCall:
             ranges = {word for _, word in self.range_words}
             self.keep_alive = tuple(array for array in self.keep_alive if array.ctypes.data not in ranges)
         self.buffers = self.make_buffers()
-
-    convert_table, to_signed, inputs_of = staticmethod(convert_table), staticmethod(to_signed), CallInputs.of
-
-    @staticmethod
-    def make_inputs(
-        operands: Sequence[int],
-        sinks: Any,
-        seed: int,
-        tables: Sequence[int],
-        numbers: tuple[float, ...],
-        outputs: Sequence[int],
-        num_keys: int,
-        keep_alive: tuple[Any, ...],
-    ) -> CallInputs:
-        """Return the inputs of a forward or decoding call.
-
-        Parameters
-        ----------
-        operands : the addresses of query, key, value, output and lse
-        sinks : array (H,), or None
-        tables, outputs : the addresses of the tables and of the statistics' arrays
-        keep_alive : the arrays at these addresses
-        """
-        converted = None if sinks is None else convert_sinks(sinks)
-        fields = (*operands, 0 if converted is None else converted.ctypes.data, to_signed(seed))
-        return CallInputs.of(fields, tables, numbers, outputs, num_keys, (*keep_alive, converted))
+        # the words that each call gives, as one run of the argument block, and those among them that the search takes
+        self.write_words = struct.Struct(f"{len(self.call_fields) + num_tables + len(outputs)}q").pack_into
+        self.words_at = 8 * (len(names) - len(self.call_fields))
+        self.search_words = slice(len(self.call_fields), len(self.call_fields) + num_tables)
+        self.write_search_words = struct.Struct(f"{num_tables}q").pack_into
 
     def make_buffers(self) -> Buffers:
         blocks = [(self.template, self.block_fields, self.workspace)]
         if self.search is not None:
+            self.search.packed[CAPACITY_INDEX] = self.search.capacity
             blocks.append((self.search.packed, SEARCH_FIELDS, self.search.workspace()))
         return Buffers(*blocks)
 
@@ -236,78 +167,100 @@ class BoundCall:
             and (self.search is None or not self.may_leave_tables)
         )
 
-    def run(self, threads: int | None, inputs: CallInputs, is_first: bool = False) -> int | None:
+    def run(
+        self,
+        threads: int | None,
+        words: Sequence[int],
+        numbers: tuple[float, ...],
+        num_keys: int,
+        keep_alive: tuple[Any, ...],
+        is_first: bool = False,
+    ) -> int | None:
         """Run the kernel. Return 1 if the kernel set `imprecise_lse_flag`, else 0; None if its outputs are not valid.
 
-        `is_first` is true for the call that this object was made for: its tile ranges are bound. If the outputs are not
-        valid, the call needs the full dispatch.
+        If the outputs are not valid, the call needs the full dispatch.
+
+        Parameters
+        ----------
+        words : the values of `call_fields`, then the `abi.call_words`
+        numbers : the numbers of the formulas
+        num_keys : the number of keys
+        keep_alive : the arrays at the addresses among the words, which must stay alive while threads work
+        is_first : True for the call that this object was made for, whose tile ranges are bound
         """
-        buffer = self.buffers.acquire()
-        search = None if is_first else self.search
-        if search is not None:
-            if search.reads_tables or inputs.numbers != self.numbers:
-                found = self.find_tile_ranges(buffer, inputs)
+        buffers = self.buffers  # another thread may replace them
+        buffer = buffers.acquire()
+        if self.search is not None:
+            if not is_first and (self.search.reads_tables or numbers != self.numbers):
+                found = self.find_tile_ranges(buffers, buffer, words)
                 if found is None:
                     return None
-                buffer = found
+                buffers, buffer = found
             else:
                 for index, word in self.range_words:
                     buffer[1][index] = word
         array, view, address = buffer
-        for index, word in zip(self.field_indices, inputs.fields, strict=True):
-            view[index] = word
-        write_words(array, self.call_words_at, inputs.words)
-        for name in self.zeroed:
-            start, length = self.buffers.offsets[name], self.workspace[name]
+        self.write_words(view, self.words_at, *words)
+        for name, length in self.zeroed:
+            start = buffers.offsets[name]
             if length == 1:
                 view[start] = 0
             else:
                 array[start : start + length] = 0
-        max_threads = self.set_fields(buffer, inputs)
-        if max_threads == 1 and self.function is not None:
+        if self.max_threads == 1 and self.function is not None:
             self.function(address)
         else:
-            packed, keep_alive = array[: self.template.size], (inputs.keep_alive, self.keep_alive, array)
-            self.processor.call(self.kernel, packed, min(thread_count(threads), max_threads), keep_alive)
-        status = self.read_status(view)
-        self.buffers.release(buffer)
+            packed, keep_alive = array[: self.template.size], (keep_alive, self.keep_alive, array)
+            self.processor.call(self.kernel, packed, min(thread_count(threads), self.max_threads), keep_alive)
+        status = self.read_status(view, buffers.offsets)
+        buffers.release(buffer)
         return status
 
-    def set_fields(self, buffer: tuple[Any, Any, int], inputs: CallInputs) -> int:
-        """Set the fields that follow from the call, and return the most threads that find work."""
-        return self.max_threads
-
-    def read_status(self, view: Any) -> int | None:
+    def read_status(self, view: Any, offsets: Mapping[str, int]) -> int | None:
         """Return the result of `run` from the workspace of a finished call."""
-        return int(view[self.buffers.offsets["imprecise_lse_flag"]])
+        status: int = view[offsets["imprecise_lse_flag"]]
+        return status
 
-    def find_tile_ranges(self, buffer: tuple[Any, Any, int], inputs: CallInputs) -> tuple[Any, Any, int] | None:
-        """Write the tile ranges of the call into a buffer, and return the buffer; None if a check of the search fails.
+    def find_tile_ranges(self, buffers: Buffers, buffer: Buffer, words: Sequence[int]) -> tuple[Buffers, Buffer] | None:
+        """Write the tile ranges of the call into the buffer, and return it; None if a check of the search fails.
 
-        If the ranges need more memory than the buffer has, the result is a larger buffer.
+        If the ranges need more memory than the buffer has, the result is a larger buffer, with its `Buffers`.
         """
         search = self.search
         assert search is not None
         while True:
-            array, view, address = buffer
-            at = self.buffers.starts[1]
-            write_words(array, 8 * (at + len(SEARCH_FIELDS)), inputs.words[: search.num_words])
-            view[at + CAPACITY_INDEX] = search.capacity
+            _, view, address = buffer
+            at, offsets = buffers.starts[1], buffers.offsets
+            self.write_search_words(view, 8 * (at + len(SEARCH_FIELDS)), *words[self.search_words])
             search.function(address + 8 * at)
-            offsets = self.buffers.offsets
             count = view[offsets["count"]]
+            if 0 <= count <= view[at + CAPACITY_INDEX]:
+                if view[self.range_words[0][0]] != address + 8 * offsets["start"]:  # else the ranges are bound already
+                    for (index, _), name in zip(self.range_words, ("start", "first", "last", "full"), strict=True):
+                        view[index] = address + 8 * offsets[name]
+                return buffers, buffer
+            buffers.release(buffer)
             if count < 0:
-                self.buffers.release(buffer)
                 return None
-            if count <= search.capacity:
-                for (index, _), name in zip(self.range_words, ("start", "first", "last", "full"), strict=True):
-                    view[index] = address + 8 * offsets[name]
-                return buffer
             search.capacity = 2 * count
-            self.buffers = self.make_buffers()
-            buffer = self.buffers.acquire()
+            buffers = self.buffers = self.make_buffers()
+            buffer = buffers.acquire()
 
 
-def write_words(array: Any, offset: int, words: Sequence[int]) -> None:
-    """Write 64-bit words into the array from this offset in bytes on."""
-    struct.pack_into(f"{len(words)}q", array, offset, *words)
+def run_first(
+    call: BoundCall,
+    arguments: KernelArguments,
+    output: Any,
+    lse: Any,
+    threads: int | None,
+    outputs: Sequence[Any] = (),
+) -> int | None:
+    """Run a forward or decoding call for the problem of `arguments`, and return the result of `BoundCall.run`."""
+    problem = arguments.problem
+    sinks = None if problem.sinks is None else convert_sinks(problem.sinks)
+    operands = [layout(array)[0] for array in (*arguments.arrays.values(), output)]
+    words = [*operands, lse.ctypes.data, 0 if sinks is None else sinks.ctypes.data, signed_word(problem.seed)]
+    tables, addresses = ([array.ctypes.data for array in arrays] for arrays in (arguments.tables, outputs))
+    words += call_words(tables, arguments.numbers, addresses)
+    keep_alive = (*arguments.keep_alive, output, lse, sinks, *outputs)
+    return call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True)

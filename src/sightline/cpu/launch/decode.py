@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ...problem import Problem
+from ..codegen.abi import DECODE_CALL_FIELDS, FORWARD_CALL_FIELDS
 from ..kernels.decode import MAX_ROWS_PER_ITEM, UNROLL, Decode
 from ..kernels.kernel_spec import KEY_BLOCK, lanes_per_vector
 from ..runtime.processor import Processor
 from .arguments import TARGET_ITEMS, KernelArguments, has_unit_stride, make_spec
-from .bound_call import CALL_FIELDS, BoundCall, CallInputs, first_inputs
+from .bound_call import BoundCall, run_first
 
 __all__ = ["can_decode", "decode"]
 
 MIN_KEYS_PER_SPLIT = 8 * KEY_BLOCK  # with fewer keys a split costs more than it saves
-SPLIT_FIELDS = ("m", "items", "num_splits", "split_size")  # the fields that follow from the number of keys
 
 
 def can_decode(problem: Problem, processor: Processor) -> bool:
@@ -44,8 +45,7 @@ def decode(
     """Fill output and lse, and return the bound call. None if an output is NaN or ∞: the forward kernel must run."""
     arguments = KernelArguments(problem, MAX_ROWS_PER_ITEM)
     call = BoundDecodeCall(arguments, processor)
-    inputs = first_inputs(call, arguments, output, lse)
-    return None if call.run(threads, inputs, is_first=True) is None else call
+    return None if run_first(call, arguments, output, lse, threads) is None else call
 
 
 class BoundDecodeCall(BoundCall):
@@ -53,6 +53,8 @@ class BoundDecodeCall(BoundCall):
 
     A KV cache that grows by one key per token has one layout until its storage is full.
     """
+
+    call_fields = DECODE_CALL_FIELDS
 
     def __init__(self, arguments: KernelArguments, processor: Processor) -> None:
         problem = arguments.problem
@@ -67,15 +69,15 @@ class BoundDecodeCall(BoundCall):
             "split_lse": num_splits * output_rows,
             "split_output": -(-num_splits * output_rows * problem.d_v * size // 8),
         }
-        if self.has_dynamic_key_length:
-            workspace["tile_range_last"] = 1  # without a mask there is one tile range, which contains all tiles
+        values = {"batches": problem.B}
+        if self.has_dynamic_key_length:  # without a mask there is one tile range, which contains the tiles of every m
+            values["tile_range_last"] = arguments.retain(np.full(1, 2**62))
         super().__init__(
             arguments,
             make_spec("decode", arguments, unroll=min(rows, UNROLL)),
             Decode,
-            {"batches": problem.B},
+            values,
             processor,
-            fields=(*CALL_FIELDS, *SPLIT_FIELDS),
             max_threads=self.items_per_split * num_splits,
             workspace=workspace,
             zeroed=tuple(zeroed),
@@ -87,21 +89,26 @@ class BoundDecodeCall(BoundCall):
         split_size = -(-blocks // min(self.target_splits, -(-m // MIN_KEYS_PER_SPLIT)))
         return split_size, -(-blocks // split_size)
 
-    def run(self, threads: int | None, inputs: CallInputs, is_first: bool = False) -> int | None:
-        """Run the kernel as `BoundCall.run` does. The result is None too if there are too few keys."""
-        m = inputs.num_keys
-        if m < MIN_KEYS_PER_SPLIT:
+    def run(
+        self,
+        threads: int | None,
+        words: Sequence[int],
+        numbers: tuple[float, ...],
+        num_keys: int,
+        keep_alive: tuple[Any, ...],
+        is_first: bool = False,
+    ) -> int | None:
+        """Run the kernel as `BoundCall.run` does, with `words` as for the forward kernel.
+
+        The result is None too if there are too few keys.
+        """
+        if num_keys < MIN_KEYS_PER_SPLIT:
             return None
-        split_size, num_splits = self.split_keys(m)
-        splits = m, self.items_per_split * num_splits, num_splits, split_size
-        return super().run(threads, inputs._replace(fields=(*inputs.fields, *splits)), is_first)
+        split_size, num_splits = self.split_keys(num_keys)
+        splits = num_keys, self.items_per_split * num_splits, num_splits, split_size
+        at = len(FORWARD_CALL_FIELDS)
+        words = (*words[:at], *splits, *words[at:])
+        return super().run(threads, words, numbers, num_keys, keep_alive, is_first)
 
-    def set_fields(self, buffer: tuple[Any, Any, int], inputs: CallInputs) -> int:
-        _, view, _ = buffer
-        m, items, *_ = inputs.fields[-len(SPLIT_FIELDS) :]
-        if self.has_dynamic_key_length:
-            view[self.buffers.offsets["tile_range_last"]] = -(-m // KEY_BLOCK)
-        return items
-
-    def read_status(self, view: Any) -> int | None:
-        return None if view[self.buffers.offsets["nonfinite_flag"]] else super().read_status(view)
+    def read_status(self, view: Any, offsets: Mapping[str, int]) -> int | None:
+        return None if view[offsets["nonfinite_flag"]] else super().read_status(view, offsets)

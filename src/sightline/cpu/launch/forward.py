@@ -13,7 +13,7 @@ from ..kernels.forward import Forward
 from ..kernels.kernel_spec import KernelSpec
 from ..runtime.processor import Processor
 from .arguments import KernelArguments, prepare, write_kernel
-from .bound_call import CALL_FIELDS, BoundCall, first_inputs
+from .bound_call import BoundCall, run_first
 from .decode import can_decode, decode
 from .statistics import FusedStatistics, compute_statistics
 
@@ -62,11 +62,10 @@ def forward(
         Forward,
         {"items": items},
         processor,
-        fields=CALL_FIELDS,
         max_threads=1 if work < MIN_PARALLEL_MULTIPLICATIONS else items,
         workspace={"counter": 1, "imprecise_lse_flag": 1},
         zeroed=("counter", "imprecise_lse_flag"),
         outputs=[0] * len(fused.arrays),
     )
-    call.run(threads, first_inputs(call, arguments, output, lse, fused.arrays), is_first=True)
+    run_first(call, arguments, output, lse, threads, fused.arrays)
     return call
