@@ -9,12 +9,13 @@ from typing import Any
 from . import arrays, call_cache, streaming
 from .dispatch import KERNELS, solve, to_caller_layout
 from .explanation import Explanation
+from .formula.library import bias
 from .kernel import choose
 from .kv_cache import KVCache, as_arrays
 from .problem import make_problem
 from .statistics import Statistic, Tile
 from .streaming import Streaming
-from .validation import check_choice
+from .validation import check_choice, read_score
 
 __all__ = ["attention", "explain", "tiles"]
 
@@ -93,6 +94,26 @@ def attention(
            [0.36, 0.64, 0.  ],
            [0.26, 0.26, 0.47]], dtype=float32)
     """
+    if score is not None and type(score) in call_cache.ADAPTERS:
+        read_score(score)  # raises an error: only `attend` takes arrays
+    return attend(query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads)
+
+
+def attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    see: Sequence[Statistic] | None = None,
+    kernel: str | None = None,
+    threads: int | None = None,
+) -> Any:
+    """Do what `attention` does. `score` may also be an array (..., n, m), the bias that is added to the scores."""
     plain_arrays = as_arrays(query, key, mask) if value is None and type(key) is KVCache else (key, value, mask)
     request = call_cache.make_request(query, *plain_arrays, score, scale, sinks, dropout, seed, see, kernel, threads)
     if request is not None:
@@ -102,6 +123,8 @@ def attention(
         if answer is not None:
             return answer[0] if see is None else answer
         mask, score = request.formulas()
+    elif score is not None and type(score) in call_cache.ADAPTERS:
+        score = bias(score)
     check_choice(kernel, threads)
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     options |= {"see": () if see is None else see}

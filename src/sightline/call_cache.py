@@ -76,6 +76,7 @@ class ArrayAdapter:
 
 
 ADAPTERS: dict[type, ArrayAdapter] = {}
+BOOLEANS: set[Any] = {np.dtype(bool)}  # the dtypes of boolean arrays
 # `os.environ.get` takes a microsecond, because it encodes the name. On POSIX the dict that it reads is read directly.
 _environment: Any = getattr(os.environ, "_data", os.environ)
 _cpu_variable: Any = CPU_VARIABLE.encode() if b"PATH" in _environment else CPU_VARIABLE
@@ -85,8 +86,9 @@ class Request(NamedTuple):
     """A call in the form in which the cache looks it up and runs it.
 
     key : the structure of the call
-    mask, score : the formulas; `mask` may be a boolean array
-    tables : the arrays of the tables, in the order of `Structure.tables`; a mask that is an array comes first
+    mask, score : the formulas; `mask` may be a boolean array, and `score` an array of biases
+    tables : the arrays of the tables, in the order of `Structure.tables`; a mask that is an array comes first, and then
+        a score that is an array
     numbers : the numbers of the formulas
     sinks, seed : as in `attention`
     """
@@ -102,7 +104,8 @@ class Request(NamedTuple):
     def formulas(self) -> tuple[Expression | None, Expression | None]:
         """Return mask and score as formulas. Their tables are those of `tables`, in the same order."""
         mask = library.dense(self.mask) if type(self.mask) in ADAPTERS else self.mask
-        return mask, self.score
+        score = library.bias(self.score) if type(self.score) in ADAPTERS else self.score
+        return mask, score
 
 
 def make_request(
@@ -152,28 +155,36 @@ def _statistic_kinds(see: Any) -> tuple[type, ...] | bool:
 
 def _request_with_formulas(key: tuple[Any, ...], mask: Any, score: Any, sinks: Any, seed: int | None) -> Request | None:
     """Return the request of a call with a mask, a score or sinks; `key` is the key of the call without them."""
-    has_array_mask = type(mask) in ADAPTERS
-    if not has_array_mask and not (mask is None or isinstance(mask, Expression)):
-        mask = from_function.to_formula(mask, "mask", "b h i j") if callable(mask) else mask
-    if not (score is None or isinstance(score, Expression)):
-        score = from_function.to_formula(score, "score", "s b h i j") if callable(score) else score
-    if not all(x is None or isinstance(x, Expression) for x in (None if has_array_mask else mask, score)):
-        return None
+    has_arrays = type(mask) in ADAPTERS, type(score) in ADAPTERS
+    given = [None if is_array else x for x, is_array in zip((mask, score), has_arrays, strict=True)]
+    arrays = tuple([x for x, is_array in zip((mask, score), has_arrays, strict=True) if is_array])
     formulas: tuple[Any, ...] = ()
-    tables: tuple[Any, ...] = (mask,) if has_array_mask else ()
     numbers: tuple[float, ...] = ()
-    if score is not None or not has_array_mask:
-        structure = structure_of(None if has_array_mask else mask, score)
+    if given[0] is not None or given[1] is not None:
+        if _is_function(given[0]):
+            given[0] = from_function.to_formula(given[0], "mask", "b h i j")
+        if _is_function(given[1]):
+            given[1] = from_function.to_formula(given[1], "score", "s b h i j")
+        if not all(x is None or isinstance(x, Expression) for x in given):
+            return None
+        mask, score = mask if has_arrays[0] else given[0], score if has_arrays[1] else given[1]
+        structure = structure_of(*given)
         formulas, numbers = (*structure.formulas, *[table.axes for table in structure.tables]), structure.numbers
-        tables += tuple([table.array for table in structure.tables])
+        arrays += tuple([table.array for table in structure.tables])
     found = []
-    for array in tables if sinks is None else (*tables, sinks):
+    for array in arrays if sinks is None else (*arrays, sinks):
         own = ADAPTERS.get(type(array))
         layout = None if own is None else own.layout(array)
         if layout is None:
             return None
         found.append(layout)
-    return Request((*key, has_array_mask, sinks is None, *found, formulas), mask, score, tables, numbers, sinks, seed)
+    if has_arrays[0] and not (found[0][0] and found[0][2] in BOOLEANS):
+        return None  # the full dispatch raises the error
+    return Request((*key, has_arrays, sinks is None, *found, formulas), mask, score, arrays, numbers, sinks, seed)
+
+
+def _is_function(x: Any) -> bool:
+    return callable(x) and not isinstance(x, Expression)
 
 
 def lookup(request: Request) -> CachedCall | None:

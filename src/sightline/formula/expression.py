@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -500,17 +500,14 @@ def apply(operator: str, *values: Any) -> Expression:
 def walk(*roots: Expression) -> list[Expression]:
     """Return every node of the graphs of these roots once. The arguments of a node come before the node."""
     done: dict[int, Expression] = {}
-    stack: list[tuple[Expression, Iterator[Expression]]] = []
-    for root in roots:
-        stack.append((root, iter(root.arguments)))
-        while stack:
-            node, rest = stack[-1]
-            following = next((a for a in rest if id(a) not in done), None)
-            if following is None:
-                done.setdefault(id(node), node)
-                stack.pop()
-            else:
-                stack.append((following, iter(following.arguments)))
+    stack = list(reversed(roots))
+    while stack:
+        node = stack[-1]
+        remaining = [argument for argument in node.arguments if id(argument) not in done]
+        if remaining:
+            stack += reversed(remaining)
+        else:
+            done[id(stack.pop())] = node
     return list(done.values())
 
 

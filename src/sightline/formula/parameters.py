@@ -20,6 +20,7 @@ __all__ = ["Structure", "TableParameter", "structure_of"]
 # Operators whose constant operands stay in the code: a division by a constant needs no division, and the derivative
 # of a power depends on the exponent.
 OPERATORS_WITH_CONSTANTS = ("floor_divide", "remainder", "power")
+MAX_STRUCTURES = 1024  # the oldest structure is dropped beyond this number
 CODE_CONSTANTS = (-1, 0, 1, math.inf, -math.inf)  # their values change the form of the code
 
 
@@ -53,8 +54,14 @@ def structure_of(*formulas: Expression | None) -> Structure:
 
     Node k of `walk` of a formula of the structure stands for node k of `walk` of the formula itself.
     """
-    has_tables = any(formula is not None and formula.tables for formula in formulas)
-    return (_build if has_tables else _build_cached)(*formulas)
+    structure = _STRUCTURES.get(formulas)
+    if structure is None:
+        structure = _build(*formulas)
+        if not structure.tables:  # a formula with tables would keep them alive
+            _STRUCTURES[formulas] = structure
+            while len(_STRUCTURES) > MAX_STRUCTURES:
+                _STRUCTURES.pop(next(iter(_STRUCTURES), formulas), None)
+    return structure
 
 
 def _build(*formulas: Expression | None) -> Structure:
@@ -81,7 +88,7 @@ def _build(*formulas: Expression | None) -> Structure:
     )
 
 
-_build_cached = lru_cache(1024)(_build)  # formulas without tables are interned, so they are keys
+_STRUCTURES: dict[tuple[Expression | None, ...], Structure] = {}  # formulas are interned, so they are keys
 
 
 def _is_argument(constant: Constant) -> bool:

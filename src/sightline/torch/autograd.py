@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
@@ -118,7 +119,7 @@ class _CachedCall(_Call):
             return None
         (call, inputs_of), (output, lse), d_output = bound, saved, gradients[0]
         sums = [torch.zeros(shape, dtype=self.attacher.accumulator) for shape in call.sum_shapes]
-        d_lse, (tables, numbers) = torch.zeros(lse.shape, dtype=torch.float64), inputs_of.of(self.request)
+        d_lse, (tables, numbers) = np.zeros(lse.shape), inputs_of.of(self.request)
         arrays = (*inputs, output, d_output, lse, d_lse, *sums)
         words = [*addresses_of(arrays), call.signed_word(self.seed), *addresses_of(tables), *call.number_words(numbers)]
         if call.run(self.threads, words, numbers, 0, (arrays, tables)) is None:

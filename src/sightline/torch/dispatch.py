@@ -202,6 +202,7 @@ def _finish_lse(lse: Tensor, output: Tensor) -> Tensor:
 
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
+call_cache.BOOLEANS.add(torch.bool)
 call_cache.ADAPTERS[Tensor] = call_cache.ArrayAdapter(
     _layouts, _layout, Tensor.data_ptr, _empty, _empty_array, _finish_lse, lambda: int(make_seed(None))
 )

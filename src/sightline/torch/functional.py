@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention
+from ..api import attend
 from ..errors import MaskError, ShapeError
 from ..formula.expression import Expression
-from ..formula.library import bias, causal, dense
+from ..formula.library import causal, dense
 
 __all__ = ["align_mask", "scaled_dot_product_attention"]
+
+CAUSAL = causal()
 
 
 def scaled_dot_product_attention(
@@ -71,26 +73,31 @@ def scaled_dot_product_attention(
     tensor([[1.0000, 0.0000],
             [0.3302, 0.6698]])
     """
-    without_batch = query.ndim == key.ndim == value.ndim == 3
+    ndim = query.ndim
+    without_batch = ndim == key.ndim == value.ndim == 3
     if without_batch:  # as in torch, the first of three axes counts as heads, for masks and for GQA
-        query, key, value = query[None], key[None], value[None]
-    if not enable_gqa and min(query.ndim, key.ndim, value.ndim) > 3:
-        query, key, value = _expand_heads(query, key, value)
-    if not isinstance(attn_mask, Tensor | None):
+        query, key, value, ndim = query[None], key[None], value[None], 4
+    if not enable_gqa and min(ndim, key.ndim, value.ndim) > 3:
+        heads = query.shape[-3]
+        if not (heads == key.shape[-3] == value.shape[-3]):
+            query, key, value = _expand_heads(query, key, value)
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
         raise MaskError(
             "attn_mask is " + ("a formula" if isinstance(attn_mask, Expression) else f"a {type(attn_mask).__name__}"),
             "a torch tensor",
             "sightline.attention(query, key, value, mask=...) for formulas and NumPy arrays",
         )
-    mask: Any = causal() if is_causal else None
-    score: Expression | None = None
+    mask: Any = CAUSAL if is_causal else None
+    score: Any = None
     if attn_mask is not None:
-        array = align_mask(attn_mask, query, key, value)
+        array = attn_mask if ndim == 4 else align_mask(attn_mask, query, key, value)
         if array.is_floating_point():
-            score = bias(array)
+            score = array
+        elif array.dtype is torch.bool and mask is None and array.ndim:
+            mask = array
         else:
             mask = dense(array) if mask is None else mask & dense(array)
-    output: Tensor = attention(query, key, value, mask=mask, score=score, scale=scale, dropout=dropout_p)
+    output: Tensor = attend(query, key, value, mask, score, scale, dropout=dropout_p)
     return output[0] if without_batch else output
 
 

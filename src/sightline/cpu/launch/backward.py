@@ -181,9 +181,8 @@ class BoundBackwardCall(BoundCall):
     def combine(self, sums: Sequence[Any]) -> list[Any]:
         """Return the gradients of query, key and value, in the accumulator's dtype, from the sums of the kernel."""
         d_query, *others = sums
-        xp = namespace(d_query)
         narrow = [
-            array if array.shape[-1] == width else xp.astype(array[..., :width], array.dtype)
+            array if array.shape[-1] == width else _with_contiguous_entries(array[..., :width])
             for array, width in zip(others, self.widths, strict=True)
         ]
         return [d_query[0] if d_query.shape[0] == 1 else _sum_in_order(d_query), *narrow]
@@ -262,6 +261,10 @@ def _with_contiguous_rows(array: Any) -> Any:
     """Return the array if its columns are adjacent, else a copy. The gradient of a sum, for example, is copied."""
     if has_unit_stride(array):
         return array
+    return _with_contiguous_entries(array)
+
+
+def _with_contiguous_entries(array: Any) -> Any:
     return array.contiguous() if hasattr(array, "contiguous") else np.ascontiguousarray(array)
 
 
