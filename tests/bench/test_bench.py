@@ -137,6 +137,17 @@ def test_a_sample_has_the_values_of_the_whole_problem(mask):
     assert part.rows.size < workload.n
 
 
+def test_a_sample_has_every_key_that_any_batch_entry_attends_to():
+    """The first batch entry attends to 30 keys and the second to 55, so no key from 55 on is in the sample."""
+    lengths = np.array([30, 55])
+    mask = Mask("padding", lambda n, to_table: lambda b, h, i, j: j < to_table(lengths)[b])
+    for passes in ("forward", "forward and backward"):
+        workload = Workload(name="x", B=2, H=2, n=60, d_k=8, mask=mask, passes=passes)
+        inputs, results = results_of(VARIANTS["sightline"], workload)
+        assert sample(workload, inputs).columns.size == 55
+        assert share_of_budget(workload, inputs, results) <= 1
+
+
 FAULTS = {
     "output": lambda a: a | {"output": np.roll(a["output"], 1, axis=-2)},
     "nan": lambda a: a | {"output": np.where(np.arange(a["output"].shape[-1]) == 3, np.nan, a["output"])},

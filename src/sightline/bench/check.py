@@ -86,10 +86,11 @@ def sample(workload: Workload, inputs: Inputs, queries: Array | None = None, hea
     rng, kind = np.random.default_rng(SEED), resolve_dtype(np, workload.dtype)
     head_indices = np.unique([0, workload.H - 1] if heads > 1 else [workload.H - 1])
     i = np.sort(rng.choice(workload.n, min(SAMPLED_ROWS, workload.n), replace=False)) if queries is None else queries
-    mask, j = workload.formula, np.arange(workload.m)
-    if mask is not None:  # the masks of the benchmarks do not read b
-        allowed = evaluate_at(mask, workload.n, workload.m, b=0, h=head_indices[:, None, None], i=i[:, None], j=j)
-        j = np.flatnonzero(np.broadcast_to(allowed, (head_indices.size, i.size, j.size)).any((0, 1)))
+    mask, b, j = workload.formula, np.arange(workload.B)[:, None, None, None], np.arange(workload.m)
+    if mask is not None:
+        allowed = evaluate_at(mask, workload.n, workload.m, b=b, h=head_indices[:, None, None], i=i[:, None], j=j)
+        shape = (workload.B, head_indices.size, i.size, j.size)
+        j = np.flatnonzero(np.broadcast_to(allowed, shape).any((0, 1, 2)))
     group = workload.H // workload.G
     key, value = (array[:, head_indices // group][:, :, j].astype(kind) for array in (inputs.key, inputs.value))
     score = workload.score_formula if inputs.bias is None else bias(inputs.bias.astype(kind))
@@ -102,7 +103,7 @@ def sample(workload: Workload, inputs: Inputs, queries: Array | None = None, hea
         sinks=None,
         scale=float(1 / np.sqrt(workload.d_k)),
         dropout=workload.dropout,
-        seed=SEED,
+        seed=workload.seed,
         see=(),
         heads_squeezed=False,
         heads=head_indices,

@@ -17,7 +17,7 @@ from ..arrays import resolve_dtype, to_numpy
 from ..formula.library import bias
 from ..formula.tables import Table
 from ..statistics import arrays_of
-from .workloads import SEED, Inputs, ToTable, Workload
+from .workloads import Inputs, ToTable, Workload
 
 __all__ = [
     "VARIANTS",
@@ -188,7 +188,7 @@ class Sightline(Implementation):
         to_table = Table if self.device == "cpu" else self._device_table
         mask = None if workload.mask is None else workload.mask.formula(workload.n, to_table)
         scores = {} if workload.score is None else {0: workload.score.formula(workload.H, to_table)}
-        seed = SEED if workload.dropout else None
+        seed = workload.seed if workload.dropout else None
 
         def forward(query: Any, key: Any, value: Any, added: Any) -> Any:
             if added is not None and not scores:
@@ -211,7 +211,7 @@ class Sightline(Implementation):
             "mask": workload.formula,
             "score": score,
             "dropout": workload.dropout,
-            "seed": SEED,
+            "seed": workload.seed,
             "see": list(workload.see) or None,
         } | self.options
         if workload.formula is None and score is None and not (workload.dropout or workload.see):

@@ -154,6 +154,7 @@ class Workload:
     score: Score | None = None
     bias: bool = False  # True adds a (1, H, n, m) bias to the scores; backward passes compute the bias's gradient
     dropout: float = 0.0
+    seed: int = SEED  # seed of Sightline's dropout
     see: tuple[Statistic, ...] = ()  # statistics of the forward pass; () if there is a backward pass
     peak: str = "float32"  # name in `peaks.Peaks` of the peak in a share of the peak; "" for no share
     baselines: tuple[str, ...] = ("torch",)  # names of the other contenders: peers, or variants of Sightline
