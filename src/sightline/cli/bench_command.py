@@ -10,11 +10,9 @@ import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from ..bench.benchmarks import select
@@ -22,17 +20,16 @@ from ..bench.cuda import Cuda
 from ..bench.device import Cpu, Device
 from ..bench.measure import Settings, run
 from ..bench.peaks import UNITS
-from ..bench.report import Entry, Finding, Report, Verdict, format_amount, format_duration
+from ..bench.report import Finding, Report, Verdict, format_amount, format_duration
 from ..bench.workloads import Benchmark, Target, Workload
 from ..cpu.runtime.thread_count import usable_processors
 from ..errors import ParameterError
+from .bench_tables import SERIES_MEASURES, series_table, verdict_cells, verdict_row, workload_table
 from .console import key_value_table, make_console, section, table
 
 __all__ = ["bench"]
 
 DEVICES: dict[str, type[Cpu] | type[Cuda]] = {"cpu": Cpu, "cuda": Cuda}
-SERIES_MEASURES = ("spread", "growth")  # quantities that are computed from all points of a series
-MIN_PEAK_SHARE = 0.05  # least share of the peak that is printed; a share with a target is always printed
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -143,80 +140,12 @@ def _print_finding(console: Console, finding: Finding) -> None:
         label = "wrong, not reported: " if finding.wrong else "not measured: "
         console.print(Text(label + finding.failed, style="red" if finding.wrong else "yellow"))
         return
-    console.print(_series_table(finding) if finding.points else _workload_table(finding))
-    rows = [_verdict_row(verdict) for verdict in finding.verdicts if verdict.target.measure in SERIES_MEASURES]
+    console.print(series_table(finding) if finding.points else workload_table(finding))
+    rows = [verdict_row(verdict) for verdict in finding.verdicts if verdict.target.measure in SERIES_MEASURES]
     if rows:
         console.print(table("over all points", "measured", "target", "", rows=rows))
     for note in _notes(finding):
         console.print(Text(note, style="dim"))
-
-
-def _workload_table(finding: Finding) -> Table:
-    """Return a table with one row per contender that has times, without the columns that are empty in every row."""
-    rows = [_workload_row(finding, entry) for entry in finding.entries if entry.seconds]
-    titles = ("", "time", "rate", "memory", "ratio", "target", "")
-    shown = [k for k in range(len(titles)) if k == 0 or any(str(row[k]) for row in rows)]
-    return table(*(titles[k] for k in shown), rows=[[row[k] for k in shown] for row in rows])
-
-
-def _workload_row(finding: Finding, entry: Entry) -> list[Any]:
-    ours, first = finding.entry("sightline"), entry.name == "sightline"
-    verdict = _entry_verdict(finding, entry)
-    measure = verdict.target.measure if verdict else ""
-    share = finding.share(entry)
-    if first:
-        comparison = f"{share:.2f} of peak" if share and (measure == "share" or share >= MIN_PEAK_SHARE) else ""
-    elif ours is None:
-        comparison = ""
-    else:
-        comparison = _format_ratio(entry.speedup_over(ours) if measure == "slower" else ours.speedup_over(entry))
-    rate = format_amount(finding.work / entry.median, finding.unit) if finding.work else ""
-    memory = "" if entry.memory is None else format_amount(entry.memory, "B")
-    name = Text(entry.label, style="bold" if first else "red" if entry.wrong else "")
-    return [name, format_duration(entry.median), rate, memory, comparison, *_verdict_cells(verdict, finding.threads)]
-
-
-def _entry_verdict(finding: Finding, entry: Entry) -> Verdict | None:
-    """Return the verdict whose target is printed in the contender's row; None if no target names the contender."""
-    judged = [v for v in finding.verdicts if v.target.measure not in SERIES_MEASURES]
-    return next((v for v in judged if finding.target_entry(v.target) is entry), None)
-
-
-def _series_table(finding: Finding) -> Table:
-    """Return a table with one row per point of the series. The last columns have the peers' times over Sightline's."""
-    peers = {entry.name: entry.label for point in finding.points for entry in point.entries[1:] if entry.seconds}
-    rows = []
-    for point in finding.points:
-        ours, timed = point.entries[0], {entry.name: entry for entry in point.entries if entry.seconds}
-        at = Text(f"{point.n:,}" if finding.axis == "n" else f"{point.coordinate:.1%}", style="bold")
-        times = format_duration(ours.median), format_duration(ours.median / point.n)
-        memory = "–" if point.extra_bytes is None else format_amount(point.extra_bytes, "B")
-        ratios = [_format_ratio(ours.speedup_over(timed[name])) if name in timed else "–" for name in peers]
-        rows.append((at, *times, memory, *ratios))
-    first = "tokens" if finding.axis == "n" else "pairs allowed"
-    return table(first, "time", "per token", "extra memory", *peers.values(), rows=rows)
-
-
-def _verdict_row(verdict: Verdict) -> list[Any]:
-    labels = {"spread": "time per token, largest over smallest", "growth": "extra memory, last point over first"}
-    value = "–" if verdict.value is None else f"{verdict.value:.3f}"
-    return [labels[verdict.target.measure], value, *_verdict_cells(verdict)]
-
-
-def _verdict_cells(verdict: Verdict | None, threads: int = 1) -> list[Any]:
-    if verdict is None:
-        return ["", ""]
-    sign, style = {True: ("✓", "green"), False: ("✗", "red"), None: ("–", "dim")}[verdict.reached]
-    return [_format_limit(verdict.target, threads), Text(sign, style=style)]
-
-
-def _format_limit(target: Target, threads: int) -> str:
-    """Return the limit of a target as text for the column "target" of a table."""
-    sign = "≥" if target.at_least else "≤"
-    if target.measure == "seconds":
-        return f"{sign} {format_duration(target.limit)}"
-    limit = target.limit * threads if target.measure == "efficiency" else target.limit
-    return f"{sign} {limit:g}" + ("×" if target.measure in ("faster", "slower", "efficiency") else "")
 
 
 def _describe_target(target: Target, device: Device) -> str:
@@ -231,10 +160,6 @@ def _describe_target(target: Target, device: Device) -> str:
         "spread": f"largest time per token at most {limit} times the smallest",
         "growth": f"memory beyond inputs and outputs at most {limit} times the first point's",
     }[target.measure]
-
-
-def _format_ratio(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}×"
 
 
 def _notes(finding: Finding) -> list[str]:
@@ -260,7 +185,7 @@ def _print_summary(console: Console, report: Report, device: Device) -> None:
     counts = {"reached": True, "missed": False, "not measured": None}.items()
     section(console, "Targets", ", ".join(f"{reached.count(answer)} {name}" for name, answer in counts))
     rows = [
-        (finding.name, _describe_target(verdict.target, device), _format_value(verdict), _verdict_cells(verdict)[1])
+        (finding.name, _describe_target(verdict.target, device), _format_value(verdict), verdict_cells(verdict)[1])
         for finding in report.findings
         for verdict in finding.verdicts
         if verdict.reached is not True
