@@ -6,16 +6,18 @@ import gc
 import math
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from . import first_call, mask_planning
+from .cases import Case, CaseContender, CaseGroup
 from .check import share_of_budget
 from .device import Device
 from .implementations import Implementation, PreparedCall
 from .peaks import Peaks
-from .report import Entry, Finding, Point
+from .report import CaseResult, Entry, Finding, Point
 from .workloads import Benchmark, FirstCall, Inputs, Planning, Series, Workload
 
 __all__ = ["Settings", "run"]
@@ -24,6 +26,8 @@ MIN_TIMED_SECONDS = 0.005  # least seconds of a contender's turn; a shorter call
 FRESH_PROCESSES = 5  # number of processes that time first calls
 PEAK_TRIES = 3  # number of tries of the device's peak after every problem
 MIN_ROUNDS = 5
+CALIBRATION_TRIES = 3  # turns of a case's contender by which its calls are counted; a disturbance of one does not count
+CASE_PAUSE = 0.02  # seconds of sleep before a turn in a group of cases, whose contenders share torch's threads
 
 
 @dataclass
@@ -61,6 +65,8 @@ def run(benchmark: Benchmark, settings: Settings) -> Finding:
         return _measure_workload(selected, settings)
     if isinstance(selected, Series):
         return _measure_series(selected, settings)
+    if isinstance(selected, CaseGroup):
+        return _measure_cases(selected, settings)
     return _measure_host(selected, settings)
 
 
@@ -96,6 +102,75 @@ def _measure_series(series: Series, settings: Settings) -> Finding:
         at = workload.n if series.axis == "n" else workload.allowed / math.prod(workload.extent)
         finding.points.append(Point(at, workload.n, workload.output_bytes, entries))
     return finding
+
+
+def _measure_cases(group: CaseGroup, settings: Settings) -> Finding:
+    peers = (group.peer, *([group.subtracted] if group.subtracted else []))
+    finding = Finding(group.name, group.description, threads=settings.threads, group=group.group, peers=peers)
+    finding.subtracted = group.subtracted
+    missing = group.skip_reason()
+    if missing:
+        finding.failed, finding.refused = missing, True
+        return finding
+    with _pause_at_most(settings.device, CASE_PAUSE):
+        for case in group.cases:
+            try:
+                entries = _measure_case(case, settings, settings.seconds / len(group.cases), f"{group.name}: ")
+            except Exception as error:  # as in `_measure_workload`
+                _record_failure(finding, error, f"{case.name}: ")
+                break
+            finding.cases.append(CaseResult(case.name, entries))
+    return finding
+
+
+@contextmanager
+def _pause_at_most(device: Device, seconds: float) -> Iterator[None]:
+    before, device.pause = device.pause, min(device.pause, seconds)
+    try:
+        yield
+    finally:
+        device.pause = before
+
+
+def _measure_case(case: Case, settings: Settings, seconds: float, prefix: str) -> list[Entry]:
+    """Check and time every contender of a case. Return the contenders' entries, Sightline's first."""
+    entries: list[Entry] = []
+    prepared: dict[str, PreparedCall] = {}
+    settings.device.set_threads(settings.threads)
+    with ExitStack() as stack:
+        for contender in case.contenders(settings.threads):
+            stack.callback(contender.prepared.close)
+            settings.on_progress(f"{prefix}{case.name}: {contender.label}, first call and check")
+            entries.append(_check_contender(contender))
+            if entries[-1].skip_reason is None:
+                prepared[contender.name] = contender.prepared
+        settings.on_progress(f"{prefix}{case.name}: timing {len(prepared)} contenders")
+        times = _interleave(prepared, settings, seconds, CALIBRATION_TRIES)
+    for entry in entries:
+        entry.seconds = times.get(entry.name, [])
+    return entries
+
+
+def _check_contender(contender: CaseContender) -> Entry:
+    """Call a contender of a case, check its results and return its entry without times.
+
+    Raises
+    ------
+    WrongAnswerError
+        The contender is Sightline's, and its results are wrong or it raised an error.
+    """
+    entry = Entry(contender.name, contender.label)
+    try:
+        contender.prepared.call(contender.prepared.setup())
+        if contender.share_of_budget is not None:
+            entry.budget = contender.share_of_budget()
+    except Exception as error:  # peers raise many kinds of errors
+        entry.skip_reason = _format_error(error)
+        if not contender.is_peer:
+            raise WrongAnswerError(f"{entry.label} did not run: {entry.skip_reason}") from error
+    if entry.wrong and not contender.is_peer:
+        raise WrongAnswerError(f"{entry.label} uses {entry.budget:.3g} times its rounding-error budget", wrong=True)
+    return entry
 
 
 def _measure_host(benchmark: FirstCall | Planning, settings: Settings) -> Finding:
@@ -221,17 +296,20 @@ def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"
 
 
-def _interleave(prepared: dict[str, PreparedCall], settings: Settings, seconds: float) -> dict[str, list[float]]:
+def _interleave(
+    prepared: dict[str, PreparedCall], settings: Settings, seconds: float, tries: int = 1
+) -> dict[str, list[float]]:
     """Return the seconds per call of every contender by name, one number per round.
 
     The order of the contenders within a round rotates from round to round.
     """
     names = list(prepared)
     times: dict[str, list[float]] = {name: [] for name in names}
-    repeats = {name: _calibrate_repeats(prepared[name], settings.device) for name in names}
+    repeats = {name: _calibrate_repeats(prepared[name], settings.device, tries) for name in names}
     deadline = time.perf_counter() + seconds
     gc_was_enabled = gc.isenabled()
     gc.disable()
+    gc.freeze()  # collections between rounds then visit only the objects of the timed calls
     try:
         round_index = 0
         while round_index < settings.rounds or time.perf_counter() < deadline:
@@ -240,14 +318,15 @@ def _interleave(prepared: dict[str, PreparedCall], settings: Settings, seconds: 
             round_index += 1
             gc.collect()
     finally:
+        gc.unfreeze()
         if gc_was_enabled:
             gc.enable()
     return times
 
 
-def _calibrate_repeats(prepared: PreparedCall, device: Device) -> int:
-    """Return a number of calls that together take at least `MIN_TIMED_SECONDS`."""
+def _calibrate_repeats(prepared: PreparedCall, device: Device, tries: int = 1) -> int:
+    """Return a number of calls that together take at least `MIN_TIMED_SECONDS`, by the shortest of `tries` turns."""
     count = 1
-    while (taken := device.time_calls(prepared, count) * count) < MIN_TIMED_SECONDS:
+    while (taken := min(device.time_calls(prepared, count) for _ in range(tries)) * count) < MIN_TIMED_SECONDS:
         count = max(2 * count, min(int(count * MIN_TIMED_SECONDS / max(taken, 1e-9)), 100 * count))
     return count

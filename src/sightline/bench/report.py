@@ -19,12 +19,13 @@ from typing import Any
 
 from .. import __version__
 from .peaks import UNITS
+from .ratio_summary import RatioSummary, summarise
 from .workloads import BEST, Target
 
-__all__ = ["PAGE", "Entry", "Finding", "Point", "Report", "Verdict", "format_amount", "format_duration"]
+__all__ = ["PAGE", "CaseResult", "Entry", "Finding", "Point", "Report", "Verdict", "format_amount", "format_duration"]
 
 PAGE = 4096  # size of a page of memory in bytes
-LIBRARIES = ("numpy", "llvmlite", "torch", "triton", "onnxruntime", "openvino", "jax")
+LIBRARIES = ("numpy", "llvmlite", "torch", "triton", "transformers", "onnxruntime", "openvino", "jax")
 
 
 @dataclass
@@ -51,6 +52,10 @@ class Entry:
     def speedup_over(self, other: Entry) -> float:
         """Return the other contender's time over this contender's time."""
         return statistics.median(y / x for x, y in zip(self.seconds, other.seconds, strict=True))
+
+    def excess_over(self, other: Entry) -> float:
+        """Return the seconds of this contender minus those of the other contender."""
+        return statistics.median(x - y for x, y in zip(self.seconds, other.seconds, strict=True))
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,23 @@ class Point:
 
 
 @dataclass
+class CaseResult:
+    """The results of one case of a group."""
+
+    name: str
+    entries: list[Entry]  # the contenders' results, Sightline's first
+
+    def entry(self, name: str) -> Entry | None:
+        """Return the results of the contender called `name`; None if it has no times or is not in the case."""
+        return next((entry for entry in self.entries if entry.name == name and entry.seconds), None)
+
+    def ratio(self, entry: Entry, peer: str) -> float | None:
+        """Return the peer's time over the contender's time; None if either has no times."""
+        other = self.entry(peer)
+        return entry.speedup_over(other) if entry.seconds and other is not None else None
+
+
+@dataclass
 class Finding:
     """The results of one benchmark."""
 
@@ -89,6 +111,7 @@ class Finding:
     description: str
     entries: list[Entry] = field(default_factory=list)  # the contenders' results, Sightline's first; [] for a series
     points: list[Point] = field(default_factory=list)  # the points of a series; [] for other benchmarks
+    cases: list[CaseResult] = field(default_factory=list)  # the cases of a group; [] for other benchmarks
     verdicts: list[Verdict] = field(default_factory=list)
     flops: int = 0  # FLOPs of one call; 0 if no peak is given
     bytes_moved: int = 0  # bytes of the inputs and outputs of one call
@@ -101,6 +124,8 @@ class Finding:
     best: float | None = None  # highest rate of the peak in the run, in `unit`; None if the peak was not measured
     published: str = ""  # a published figure to print, with its source; "" for none
     peers: tuple[str, ...] = ()  # names of the contenders that are other libraries
+    group: str = ""  # name of the benchmarks that are summarised together; "" unless the finding has cases
+    subtracted: str = ""  # name of a contender of the cases whose time is subtracted from Sightline's; "" for none
 
     @property
     def unit(self) -> str:
@@ -190,6 +215,12 @@ class Report:
     def verdicts(self) -> list[Verdict]:
         return [verdict for finding in self.findings for verdict in finding.verdicts]
 
+    @property
+    def groups(self) -> dict[str, list[RatioSummary]]:
+        """The summaries of the ratios of every group of cases, by the group's name."""
+        groups = dict.fromkeys(finding.group for finding in self.findings if finding.cases)
+        return {group: summarise([f for f in self.findings if f.group == group]) for group in groups}
+
     def save(self, path: str | Path) -> Path:
         """Write the report as JSON with the times of every round, and return the path.
 
@@ -202,6 +233,12 @@ class Report:
             for entry, row in zip(finding.entries, saved["entries"], strict=True):
                 row["median"] = entry.median if entry.seconds else None
                 row["share"] = finding.share(entry)
+            for case, row in zip(finding.cases, saved["cases"], strict=True):
+                for entry, saved_entry in zip(case.entries, row["entries"], strict=True):
+                    saved_entry["median"] = entry.median if entry.seconds else None
+                    is_peer = entry.name in finding.peers
+                    saved_entry["ratio"] = None if is_peer else case.ratio(entry, finding.peers[0])
+        document["groups"] = {group: list(map(asdict, summaries)) for group, summaries in self.groups.items()}
         document["machine"] = machine() | self.machine
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
 """The kinds of benchmarks (workload, first call, series, planning), their targets, inputs and numbers of FLOPs.
 
+Groups of cases, the fifth kind, are in `cases`.
+
 A multiplication followed by an addition counts as two FLOPs. With A the number of allowed pairs (i, j), a pass takes
 
     forward    2 A (d_k + d_v)         S = Q Kᵀ, O = P V
@@ -27,6 +29,7 @@ from ..formula.tables import Table
 from ..formula.tile_ranges import find_tile_ranges
 from ..problem import Problem, make_problem
 from ..statistics import Pooled, Statistic
+from .cases import CaseGroup
 
 __all__ = [
     "BEST",
@@ -321,7 +324,7 @@ class Planning:
         return replace(self, n=SMALL_LENGTH, width=SMALL_LENGTH // 4, targets=())
 
 
-Benchmark = Workload | FirstCall | Planning | Series
+Benchmark = Workload | FirstCall | Planning | Series | CaseGroup
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,15 +20,25 @@ from ..bench.cuda import Cuda
 from ..bench.device import Cpu, Device
 from ..bench.measure import Settings, run
 from ..bench.peaks import UNITS
-from ..bench.report import Finding, Report, Verdict, format_amount, format_duration
+from ..bench.ratio_summary import RatioSummary
+from ..bench.report import CaseResult, Finding, Point, Report, Verdict, format_amount, format_duration
 from ..bench.workloads import Benchmark, Target, Workload
 from ..cpu.runtime.thread_count import usable_processors
 from ..errors import ParameterError
-from .bench_tables import SERIES_MEASURES, series_table, verdict_cells, verdict_row, workload_table
+from .bench_tables import (
+    SERIES_MEASURES,
+    case_table,
+    format_ratio,
+    series_table,
+    verdict_cells,
+    verdict_row,
+    workload_table,
+)
 from .console import key_value_table, make_console, section, table
 
 __all__ = ["bench"]
 
+QUICK_WARNING = "A quick run: tiny sizes and two rounds. Its times and ratios mean nothing."
 DEVICES: dict[str, type[Cpu] | type[Cuda]] = {"cpu": Cpu, "cuda": Cuda}
 
 
@@ -52,8 +62,13 @@ def bench(options: argparse.Namespace) -> int:
     report = Report(threads, settings.seconds, options.quick, settings.peaks.best, device=device.description)
     report.machine = device.properties()
     console.print(Text("softmax(Q Kᵀ / √d_k + M) V   against other libraries and measured peaks", style="bold"))
+    if options.quick:
+        console.print(Text(QUICK_WARNING, style="yellow"))
     _run_benchmarks(console, selected, settings, report, options.json)
+    _print_groups(console, report)
     _print_summary(console, report, device)
+    if options.quick:
+        console.print(Text(f"\n{QUICK_WARNING}", style="yellow"))
     if options.json:
         console.print(f"Wrote {report.save(options.json)}")
     if options.figures:
@@ -140,7 +155,10 @@ def _print_finding(console: Console, finding: Finding) -> None:
         label = "wrong, not reported: " if finding.wrong else "not measured: "
         console.print(Text(label + finding.failed, style="red" if finding.wrong else "yellow"))
         return
-    console.print(series_table(finding) if finding.points else workload_table(finding))
+    if finding.cases:
+        console.print(case_table(finding))
+    else:
+        console.print(series_table(finding) if finding.points else workload_table(finding))
     rows = [verdict_row(verdict) for verdict in finding.verdicts if verdict.target.measure in SERIES_MEASURES]
     if rows:
         console.print(table("over all points", "measured", "target", "", rows=rows))
@@ -168,13 +186,33 @@ def _notes(finding: Finding) -> list[str]:
     They say why contenders have no times and which outputs are wrong. They include remarks and a published figure.
     """
     notes = []
-    for entry in finding.entries or [entry for point in finding.points for entry in point.entries]:
+    parts: list[Point | CaseResult] = [*finding.points, *finding.cases]
+    for entry in finding.entries or [entry for part in parts for entry in part.entries]:
         note = entry.skip_reason.splitlines()[0] if entry.skip_reason else entry.note  # the JSON file has every line
         if entry.wrong and not entry.skip_reason:
             note = f"wrong, {entry.budget:.3g} times the budget of rounding errors"
         if note:
             notes.append(f"{entry.label}: {note}")
     return [*dict.fromkeys(notes), *([finding.published] if finding.published else [])]
+
+
+def _print_groups(console: Console, report: Report) -> None:
+    """Print a summary of the ratios of every group of cases that several findings belong to."""
+    for group, summaries in report.groups.items():
+        if sum(finding.group == group for finding in report.findings) > 1:
+            section(console, f"All {group}")
+            for summary in summaries:
+                worst = f"{summary.worst_finding}, {summary.worst_case}"
+                console.print(key_value_table(_describe_ratios(summary, worst)))
+
+
+def _describe_ratios(summary: RatioSummary, worst: str) -> list[tuple[str, str]]:
+    """Return the name and the text of each number of the summary; `worst` names the case with the worst ratio."""
+    return [
+        (summary.label, f"{summary.count} cases"),
+        ("  mean", f"{format_ratio(summary.geometric_mean)} (geometric)"),
+        ("  worst", f"{format_ratio(summary.worst)} ({worst})"),
+    ]
 
 
 def _print_summary(console: Console, report: Report, device: Device) -> None:

@@ -1,17 +1,30 @@
-"""The tables of `sightline bench`: a row for each contender of a problem, each point of a series or each verdict."""
+"""The tables of `sightline bench`.
+
+A table has a row for each contender of a problem, each point of a series, each case of a group, or each verdict.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from ..bench.report import Entry, Finding, Verdict, format_amount, format_duration
+from ..bench.ratio_summary import summarise
+from ..bench.report import CaseResult, Entry, Finding, Verdict, format_amount, format_duration
 from ..bench.workloads import Target
 from .console import table
 
-__all__ = ["SERIES_MEASURES", "series_table", "verdict_cells", "verdict_row", "workload_table"]
+__all__ = [
+    "SERIES_MEASURES",
+    "case_table",
+    "format_ratio",
+    "series_table",
+    "verdict_cells",
+    "verdict_row",
+    "workload_table",
+]
 
 SERIES_MEASURES = ("spread", "growth")  # quantities that are computed from all points of a series
 MIN_PEAK_SHARE = 0.05  # least share of the peak that is printed; a share with a target is always printed
@@ -35,7 +48,7 @@ def _workload_row(finding: Finding, entry: Entry) -> list[Any]:
     elif ours is None:
         comparison = ""
     else:
-        comparison = _format_ratio(entry.speedup_over(ours) if measure == "slower" else ours.speedup_over(entry))
+        comparison = format_ratio(entry.speedup_over(ours) if measure == "slower" else ours.speedup_over(entry))
     rate = format_amount(finding.work / entry.median, finding.unit) if finding.work else ""
     memory = "" if entry.memory is None else format_amount(entry.memory, "B")
     name = Text(entry.label, style="bold" if first else "red" if entry.wrong else "")
@@ -57,10 +70,44 @@ def series_table(finding: Finding) -> Table:
         at = Text(f"{point.n:,}" if finding.axis == "n" else f"{point.coordinate:.1%}", style="bold")
         times = format_duration(ours.median), format_duration(ours.median / point.n)
         memory = "–" if point.extra_bytes is None else format_amount(point.extra_bytes, "B")
-        ratios = [_format_ratio(ours.speedup_over(timed[name])) if name in timed else "–" for name in peers]
+        ratios = [format_ratio(ours.speedup_over(timed[name])) if name in timed else "–" for name in peers]
         rows.append((at, *times, memory, *ratios))
     first = "tokens" if finding.axis == "n" else "pairs allowed"
     return table(first, "time", "per token", "extra memory", *peers.values(), rows=rows)
+
+
+def case_table(finding: Finding) -> Table:
+    """Return a table with one row per case: every contender's time, and the peer's time over each other contender's.
+
+    The geometric mean and the worst of these ratios follow. If the finding has a contender to subtract, the last column
+    has Sightline's time beyond that contender's.
+    """
+    labels = {entry.name: entry.label for case in finding.cases for entry in case.entries}
+    compared = [name for name in labels if name not in finding.peers]
+    rows: list[list[Any]] = [
+        [Text(case.name, style="bold"), *_case_cells(finding, case, labels, compared)] for case in finding.cases
+    ]
+    if len(rows) > 1:
+        summaries = {summary.contender: summary for summary in summarise([finding])}
+        means = [format_ratio(summaries[name].geometric_mean) if name in summaries else "" for name in compared]
+        worst = [format_ratio(summaries[name].worst) if name in summaries else "" for name in compared]
+        blank = [""] * len(labels)
+        rows += [[Text("geometric mean", style="dim"), *blank, *means], [Text("worst", style="dim"), *blank, *worst]]
+    titles = ["ratio" if name == "sightline" else f"{labels[name]} ratio" for name in compared]
+    beyond = [f"beyond {labels[finding.subtracted]}"] if finding.subtracted in labels else []
+    width = 1 + len(labels) + len(titles) + len(beyond)
+    return table("", *labels.values(), *titles, *beyond, rows=[[*row, *[""] * (width - len(row))] for row in rows])
+
+
+def _case_cells(finding: Finding, case: CaseResult, labels: Iterable[str], compared: Iterable[str]) -> list[str]:
+    """Return the cells of a case after its name: times, ratios and, if a contender is subtracted, the difference."""
+    entries = {entry.name: entry for entry in case.entries if entry.seconds}
+    cells = [format_duration(entries[name].median) if name in entries else "–" for name in labels]
+    ratios = [case.ratio(entries[name], finding.peers[0]) if name in entries else None for name in compared]
+    cells += [format_ratio(ratio) or "–" for ratio in ratios]
+    if finding.subtracted in entries:
+        cells.append(format_duration(entries["sightline"].excess_over(entries[finding.subtracted])))
+    return cells
 
 
 def verdict_row(verdict: Verdict) -> list[Any]:
@@ -85,5 +132,5 @@ def _format_limit(target: Target, threads: int) -> str:
     return f"{sign} {limit:g}" + ("×" if target.measure in ("faster", "slower", "efficiency") else "")
 
 
-def _format_ratio(ratio: float | None) -> str:
+def format_ratio(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}×"
