@@ -14,7 +14,8 @@ import numpy as np
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS
 from ..statistics import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
-from .workloads import SEED, Benchmark, FirstCall, Mask, Series, Target, ToTable, Workload
+from .short_calls import SHORT_CALLS
+from .workloads import CAUSAL, SEED, Benchmark, FirstCall, Mask, Series, Target, ToTable, Workload
 
 __all__ = [
     "BENCHMARKS",
@@ -55,7 +56,6 @@ def documents(count: int) -> Mask:
     return Mask(f"{count} documents", make_function)
 
 
-CAUSAL = Mask("causal", lambda n, to_table: lambda b, h, i, j: i >= j)
 FLOAT32_PEERS = ("torch", "flex", "onnxruntime", "openvino", "jax")  # peers with a forward pass in float32
 SIXTEEN_BIT_PEERS = ("torch", "flex", "openvino", "jax")  # peers with a forward pass in 16 bits
 
@@ -204,6 +204,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         axis="allowed",
         points=tuple(Workload(name=f"w {w}", mask=window(w), baselines=("torch", "flex")) for w in WINDOW_WIDTHS),
     ),
+    *SHORT_CALLS,
 )
 
 

@@ -33,6 +33,7 @@ from .cases import CaseGroup
 
 __all__ = [
     "BEST",
+    "CAUSAL",
     "SEED",
     "Benchmark",
     "FirstCall",
@@ -111,6 +112,9 @@ class Mask:
         """Return the mask as a formula of Sightline."""
         formula: Expression = self.make_function(n, to_table)(*(SYMBOLS[name] for name in "bhij"))
         return formula
+
+
+CAUSAL = Mask("causal", lambda n, to_table: lambda b, h, i, j: i >= j)
 
 
 @dataclass(frozen=True)
