@@ -12,6 +12,7 @@ from sightline.bench.ratio_summary import summarise
 from sightline.bench.report import CaseResult, Entry, Finding, Report
 from sightline.cli import main
 from sightline.cli.bench_command import QUICK_WARNING
+from sightline.cli.bench_tables import format_ratio
 
 
 class StubCase(Case):
@@ -60,16 +61,22 @@ def test_the_contenders_of_a_case_are_measured_in_turn(settings):
     assert settings.device.pause == pause
 
 
-def test_no_times_are_reported_if_sightline_is_wrong_or_raises(settings):
+def test_a_case_of_which_sightline_is_wrong_or_raises_has_no_times(settings):
+    """The other cases of the group are measured."""
     first, wrong, raising = StubCase("first"), StubCase("second", ours=3.0), StubCase(ours=RuntimeError("no\nkernel"))
-    finding = run(group_of(first, wrong), settings)
-    assert finding.wrong
-    assert finding.failed == "second: sightline uses 3 times its rounding-error budget"
+    finding = run(group_of(raising, wrong, first), settings)
+    assert [case.failed for case in finding.cases] == [
+        "sightline did not run: RuntimeError: no\nkernel",
+        "sightline uses 3 times its rounding-error budget",
+        None,
+    ]
+    assert [case.wrong for case in finding.cases] == [False, True, False]
+    assert [bool(case.entries) for case in finding.cases] == [False, False, True]
     assert wrong.closed == ["sightline"]
-    finding = run(group_of(raising), settings)
-    assert not finding.wrong
-    assert finding.failed == "stub: sightline did not run: RuntimeError: no\nkernel"
-    assert Report(1, 1.0, True, {}, [finding]).failed
+    assert finding.failed is None
+    for case in finding.cases:
+        report = Report(1, 1.0, True, {}, [finding_of(case)])
+        assert report.failed == bool(case.failed)
 
 
 def test_a_wrong_peer_is_marked_and_a_failing_peer_has_its_error(settings):
@@ -129,6 +136,7 @@ def test_cases_are_printed(capsys, monkeypatch):
     cases = [
         case_result("first", sightline=[1e-5], torch=[2e-5], empty=[4e-6]),
         case_result("second", sightline=[2e-5], torch=[1e-5]),
+        CaseResult("third", failed="sightline is off", wrong=True),
     ]
     findings = [
         finding_of(*cases, name=name, peers=("torch", "empty"), subtracted="empty") for name in ("plain", "causal")
@@ -137,7 +145,7 @@ def test_cases_are_printed(capsys, monkeypatch):
     monkeypatch.setattr("sightline.bench.peaks.TRY_SECONDS", 1e-3)
     monkeypatch.setattr("sightline.bench.peaks.BUFFER_BYTES", 1 << 22)
     monkeypatch.setattr("sightline.cli.bench_command.run", lambda benchmark, settings: next(remaining))
-    assert main(["bench", "--quick", "--only", "forward float32 d64", "--only", "forward float32 d128"]) == 0
+    assert main(["bench", "--quick", "--only", "forward float32 d64", "--only", "forward float32 d128"]) == 1
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     rows = [" ".join(line.split()) for line in out.splitlines()]
@@ -145,6 +153,8 @@ def test_cases_are_printed(capsys, monkeypatch):
         "sightline torch empty ratio beyond empty",
         "first 10 µs 20 µs 4 µs 2.00× 6 µs",
         "second 20 µs 10 µs – 0.50×",
+        "third – – – –",
+        "third: wrong, not reported: sightline is off",
         "geometric mean 1.00×",
         "worst 0.50×",
         "All g",
@@ -153,3 +163,10 @@ def test_cases_are_printed(capsys, monkeypatch):
     ):
         assert row in rows, row
     assert rows.count(QUICK_WARNING) == 2
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(0.00123, "0.0012×"), (0.25, "0.25×"), (1.5, "1.50×"), (12.34, "12.3×"), (None, "")]
+)
+def test_ratios_as_text(ratio, text):
+    assert format_ratio(ratio) == text

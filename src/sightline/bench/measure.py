@@ -114,12 +114,12 @@ def _measure_cases(group: CaseGroup, settings: Settings) -> Finding:
         return finding
     with _pause_at_most(settings.device, CASE_PAUSE):
         for case in group.cases:
+            result = CaseResult(case.name)
+            finding.cases.append(result)
             try:
-                entries = _measure_case(case, settings, settings.seconds / len(group.cases), f"{group.name}: ")
+                result.entries = _measure_case(case, settings, settings.seconds / len(group.cases), f"{group.name}: ")
             except Exception as error:  # as in `_measure_workload`
-                _record_failure(finding, error, f"{case.name}: ")
-                break
-            finding.cases.append(CaseResult(case.name, entries))
+                _record_failure(result, error)
     return finding
 
 
@@ -202,12 +202,12 @@ class WrongAnswerError(Exception):
         self.wrong, self.refused = wrong, refused
 
 
-def _record_failure(finding: Finding, error: Exception, prefix: str = "") -> None:
-    """Store in the finding why its problem has no times, as a text that starts with `prefix`."""
+def _record_failure(result: Finding | CaseResult, error: Exception, prefix: str = "") -> None:
+    """Store in the result why its problem has no times, as a text that starts with `prefix`."""
     if isinstance(error, WrongAnswerError):
-        finding.failed, finding.wrong, finding.refused = f"{prefix}{error}", error.wrong, error.refused
+        result.failed, result.wrong, result.refused = f"{prefix}{error}", error.wrong, error.refused
     else:
-        finding.failed = prefix + _format_error(error)
+        result.failed = prefix + _format_error(error)
 
 
 def _measure_entries(workload: Workload, settings: Settings, seconds: float, prefix: str = "") -> list[Entry]:

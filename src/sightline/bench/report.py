@@ -91,7 +91,10 @@ class CaseResult:
     """The results of one case of a group."""
 
     name: str
-    entries: list[Entry]  # the contenders' results, Sightline's first
+    entries: list[Entry] = field(default_factory=list)  # the contenders' results, Sightline's first
+    failed: str | None = None  # why there are no times: Sightline's output is wrong or missing; None if there are times
+    wrong: bool = False  # True if Sightline's output is wrong
+    refused: bool = False  # True if Sightline refuses the case on this host, which is not an error
 
     def entry(self, name: str) -> Entry | None:
         """Return the results of the contender called `name`; None if it has no times or is not in the case."""
@@ -209,7 +212,9 @@ class Report:
     @property
     def failed(self) -> bool:
         """True if in any benchmark Sightline's output was wrong or Sightline raised an error."""
-        return any(finding.failed and not finding.refused for finding in self.findings)
+        cases = (case for finding in self.findings for case in finding.cases)
+        results: list[Finding | CaseResult] = [*self.findings, *cases]
+        return any(result.failed and not result.refused for result in results)
 
     @property
     def verdicts(self) -> list[Verdict]:

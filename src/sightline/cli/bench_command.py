@@ -152,8 +152,7 @@ def _print_finding(console: Console, finding: Finding) -> None:
     """Print the finding of one problem: a table of times, ratios and targets, or the reason why there are no times."""
     section(console, finding.name, finding.description)
     if finding.failed:
-        label = "wrong, not reported: " if finding.wrong else "not measured: "
-        console.print(Text(label + finding.failed, style="red" if finding.wrong else "yellow"))
+        console.print(_describe_failure(finding))
         return
     if finding.cases:
         console.print(case_table(finding))
@@ -164,6 +163,15 @@ def _print_finding(console: Console, finding: Finding) -> None:
         console.print(table("over all points", "measured", "target", "", rows=rows))
     for note in _notes(finding):
         console.print(Text(note, style="dim"))
+    for case in finding.cases:
+        if case.failed:
+            console.print(Text.assemble(f"{case.name}: ", _describe_failure(case)))
+
+
+def _describe_failure(result: Finding | CaseResult) -> Text:
+    """Return why a finding or a case has no times, with what this means."""
+    label = "wrong, not reported: " if result.wrong else "not measured: "
+    return Text(f"{label}{result.failed}", style="red" if result.wrong else "yellow")
 
 
 def _describe_target(target: Target, device: Device) -> str:

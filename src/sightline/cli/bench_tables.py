@@ -133,4 +133,6 @@ def _format_limit(target: Target, threads: int) -> str:
 
 
 def format_ratio(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}×"
+    if ratio is None:
+        return ""
+    return f"{ratio:.2g}×" if ratio < 0.1 else f"{ratio:.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}×"
