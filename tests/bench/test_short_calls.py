@@ -11,7 +11,17 @@ pytest.importorskip("torch")
 import torch
 
 from sightline.bench import short_calls
-from sightline.bench.short_calls import KINDS, SHORT_CALLS, Pool, ShortCall, infer, sightline_functions, train
+from sightline.bench.short_calls import (
+    KINDS,
+    POOL_SIZE,
+    SHORT_CALLS,
+    Pool,
+    ShortCall,
+    infer,
+    share_of_pool,
+    sightline_functions,
+    train,
+)
 
 SHAPE = (2, 2, 9, 8)
 KIND = {kind.name: kind for kind in KINDS}
@@ -80,14 +90,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_result_is_found(name):
-    pool = Pool(ShortCall(KIND[name], SHAPE), short_calls.POOL_SIZE)
-    assert not short_calls._share_of_budget(lambda a: infer(FAULTS[name], a), pool, is_peer=False) <= 1
+    pool = Pool(ShortCall(KIND[name], SHAPE), POOL_SIZE)
+    assert not share_of_pool(lambda a: infer(FAULTS[name], a), pool, is_peer=False) <= 1
 
 
 def test_a_result_for_earlier_contents_is_found():
-    pool = Pool(ShortCall(KIND["padding mask"], SHAPE), short_calls.POOL_SIZE)
+    pool = Pool(ShortCall(KIND["padding mask"], SHAPE), POOL_SIZE)
     function = remembering(sightline_functions()["padding mask"])
-    assert not short_calls._share_of_budget(lambda a: infer(function, a), pool, is_peer=False) <= 1
+    assert not share_of_pool(lambda a: infer(function, a), pool, is_peer=False) <= 1
 
 
 def test_a_wrong_gradient_and_another_seed_are_found():
@@ -95,15 +105,15 @@ def test_a_wrong_gradient_and_another_seed_are_found():
         output, (query, key, value) = train(sightline_functions()["causal"], arguments)
         return output, (query, key * 1.001, value)
 
-    pool = Pool(ShortCall(KIND["training causal"], SHAPE), short_calls.POOL_SIZE)
-    assert not short_calls._share_of_budget(wrong_gradient, pool, is_peer=False) <= 1
+    pool = Pool(ShortCall(KIND["training causal"], SHAPE), POOL_SIZE)
+    assert not share_of_pool(wrong_gradient, pool, is_peer=False) <= 1
 
     def another_seed(arguments):
         torch.manual_seed(5)
         return train(sightline_functions()["dropout"], arguments)
 
-    pool = Pool(ShortCall(KIND["training dropout"], SHAPE), short_calls.POOL_SIZE)
-    assert not short_calls._share_of_budget(another_seed, pool, is_peer=False) <= 1
+    pool = Pool(ShortCall(KIND["training dropout"], SHAPE), POOL_SIZE)
+    assert not share_of_pool(another_seed, pool, is_peer=False) <= 1
 
 
 def test_small_versions_are_small_and_different():

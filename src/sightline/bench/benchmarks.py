@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS
 from ..statistics import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
+from .overheads import OVERHEADS
 from .short_calls import SHORT_CALLS
 from .workloads import CAUSAL, SEED, Benchmark, FirstCall, Mask, Series, Target, ToTable, Workload
 
@@ -205,6 +206,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         points=tuple(Workload(name=f"w {w}", mask=window(w), baselines=("torch", "flex")) for w in WINDOW_WIDTHS),
     ),
     *SHORT_CALLS,
+    *OVERHEADS,
 )
 
 

@@ -23,7 +23,20 @@ from .check import share_of_budget
 from .implementations import PreparedCall, Results, name_results, to_float32
 from .workloads import CAUSAL, SEED, Inputs, Mask, Workload
 
-__all__ = ["KINDS", "SHORT_CALLS", "Pool", "ShortCall", "infer", "sightline_functions", "torch_functions", "train"]
+__all__ = [
+    "KINDS",
+    "POOL_SIZE",
+    "SHORT_CALLS",
+    "CallKind",
+    "Function",
+    "Pool",
+    "ShortCall",
+    "infer",
+    "share_of_pool",
+    "sightline_functions",
+    "torch_functions",
+    "train",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Function = Callable[[Any, Any, Any, Any], Any]  # a function of query, key, value and the extra argument of its kind
@@ -128,27 +141,33 @@ def _functions_with_signature_of_torch(attend: Callable[..., Any]) -> dict[str, 
 class Pool:
     """Prepared inputs of one case, which the calls of a contender use in rotation.
 
-    `workloads` and `inputs` state the same problems for the check.
+    `workloads` and `inputs` state the same problems for the check. The arguments of calls are tensors, or arrays if
+    `on_numpy` is True.
     """
 
-    def __init__(self, case: ShortCall, size: int) -> None:
-        self.workloads, self.inputs, self.tensors = [], [], []
+    def __init__(self, case: ShortCall, size: int, on_numpy: bool = False) -> None:
+        self.workloads: list[Workload] = []
+        self.inputs: list[Inputs] = []
+        self.arguments: list[tuple[Any, ...]] = []
         for index in range(size):
             workload, inputs, extra = _draw(case, np.random.default_rng([SEED, index]))
             self.workloads.append(workload)
             self.inputs.append(inputs)
-            self.tensors.append(_to_tensors(inputs, extra, case.kind.training))
+            arrays = inputs.query, inputs.key, inputs.value, extra, inputs.d_output
+            self.arguments.append(arrays if on_numpy else _to_tensors(arrays, case.kind.training))
         self.position = 0
 
     def next(self) -> tuple[Any, ...]:
         """Return the arguments of the next call."""
-        self.position = (self.position + 1) % len(self.tensors)
+        self.position = (self.position + 1) % len(self.arguments)
         return self.at(self.position)
 
     def at(self, index: int) -> tuple[Any, ...]:
-        """Return (query, key, value, extra argument, d_output) of one call; the extra argument is a new tensor."""
-        query, key, value, extra, d_output = self.tensors[index]
-        return query, key, value, None if extra is None else extra.clone(), d_output
+        """Return (query, key, value, extra argument, d_output) of one call; the extra argument is a new object."""
+        query, key, value, extra, d_output = self.arguments[index]
+        if extra is not None:
+            extra = extra.copy() if isinstance(extra, np.ndarray) else extra.clone()
+        return query, key, value, extra, d_output
 
 
 def _draw(case: ShortCall, rng: np.random.Generator) -> tuple[Workload, Inputs, Array | None]:
@@ -193,12 +212,15 @@ def _draw_lengths(rng: np.random.Generator, B: int, n: int) -> Array:
     return lengths
 
 
-def _to_tensors(inputs: Inputs, extra: Array | None, training: bool) -> tuple[Any, ...]:
+def _to_tensors(arrays: tuple[Array | None, ...], training: bool) -> tuple[Any, ...]:
+    """Return the arrays as tensors. If `training`, the first three, query, key and value, require gradients."""
     import torch
 
-    leaves = [torch.from_numpy(array).requires_grad_(training) for array in (inputs.query, inputs.key, inputs.value)]
-    rest = [None if array is None else torch.from_numpy(array) for array in (extra, inputs.d_output)]
-    return (*leaves, *rest)
+    tensors = [None if array is None else torch.from_numpy(array) for array in arrays]
+    for tensor in tensors[:3]:
+        assert tensor is not None
+        tensor.requires_grad_(training)
+    return tuple(tensors)
 
 
 # -- the cases ------------------------------------------------------------------------------------------------------
@@ -228,7 +250,7 @@ class ShortCall(Case):
             call = partial(train if self.kind.training else infer, functions()[self.kind.function])
             is_peer = name == "torch"
             is_random = is_peer and self.kind.function == "dropout"  # torch draws the dropped weights itself
-            check = None if is_random else partial(_share_of_budget, call, pool, is_peer)
+            check = None if is_random else partial(share_of_pool, call, pool, is_peer)
             yield CaseContender(name, label, PreparedCall(call, to_float32, pool.next, threads), check, is_peer)
 
 
@@ -247,12 +269,12 @@ def train(function: Function, arguments: tuple[Any, ...]) -> Any:
     return output, torch.autograd.grad(output, (query, key, value), d_output)
 
 
-def _share_of_budget(call: Callable[[Any], Any], pool: Pool, is_peer: bool) -> float:
+def share_of_pool(call: Callable[[Any], Any], pool: Pool, is_peer: bool) -> float:
     """Return the largest share of the rounding-error budget that the checked inputs' results use.
 
     All other inputs of the pool are used first, so that the check finds a result which belongs to other inputs.
     """
-    for _ in pool.tensors:
+    for _ in pool.arguments:
         call(pool.next())
     shares = []
     for index in CHECKED_INPUTS:
