@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS
 from ..statistics import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
+from .models import MODELS
 from .overheads import OVERHEADS
 from .short_calls import SHORT_CALLS
 from .workloads import CAUSAL, SEED, Benchmark, FirstCall, Mask, Series, Target, ToTable, Workload
@@ -207,6 +208,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     ),
     *SHORT_CALLS,
     *OVERHEADS,
+    *MODELS,
 )
 
 
