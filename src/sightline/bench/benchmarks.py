@@ -58,8 +58,8 @@ def documents(count: int) -> Mask:
     return Mask(f"{count} documents", make_function)
 
 
-FLOAT32_PEERS = ("torch", "flex", "onnxruntime", "openvino", "jax")  # peers with a forward pass in float32
-SIXTEEN_BIT_PEERS = ("torch", "flex", "openvino", "jax")  # peers with a forward pass in 16 bits
+FLOAT32_PEERS = ("torch", "flex", "onnxruntime", "openvino", "jax", "zentorch")  # peers with a forward pass in float32
+SIXTEEN_BIT_PEERS = ("torch", "flex", "openvino", "jax", "zentorch")  # peers with a forward pass in 16 bits
 
 
 def share(limit: float) -> Target:

@@ -20,6 +20,7 @@ PEER_STYLES = {  # (colour, marker) of each contender; the colours of Okabe and 
     "onnxruntime": ("#009e73", "^"),
     "openvino": ("#e69f00", "v"),
     "jax": ("#56b4e9", "P"),
+    "zentorch": ("#f0e442", "*"),
     "mha": ("#7f7f7f", "X"),
     "flash": (plotting.ORANGE, "s"),
     "cudnn": ("#009e73", "^"),

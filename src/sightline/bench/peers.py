@@ -17,6 +17,7 @@ from ..arrays import resolve_dtype
 from .dense_statistics import WEIGHT_STATISTICS, Dense, dense_statistics, has_uneven_cells
 from .implementations import Implementation, PreparedCall, name_results, prepare_with_autograd, to_tensor, to_tensor_on
 from .workloads import Inputs, Workload
+from .zentorch_peer import Zentorch
 
 __all__ = ["PEERS"]
 
@@ -303,7 +304,7 @@ class Jax(Implementation):
 
 
 PEERS: dict[str, Implementation] = {
-    peer.name: peer for peer in (Torch(), Flex(), OnnxRuntime(), OpenVino(), Jax(), MultiHead(), Dense())
+    peer.name: peer for peer in (Torch(), Flex(), OnnxRuntime(), OpenVino(), Jax(), Zentorch(), MultiHead(), Dense())
 }
 
 
