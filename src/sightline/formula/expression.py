@@ -22,6 +22,7 @@ from .operators import OPERATORS, Kind
 
 if TYPE_CHECKING:
     from ..view.picture import Picture
+    from .parameters import Structure
     from .tables import Table
 
 __all__ = [
@@ -271,6 +272,11 @@ class Expression:
         """The tables that the formula reads, each once, in the order in which `walk` meets them."""
         found = {id(node.table): node.table for node in walk(self) if isinstance(node, Lookup)}
         return tuple(found.values())
+
+    @cached_property
+    def structures(self) -> dict[int, Structure]:
+        """The results of `parameters.structure_of` for calls without another formula, by the number of arguments."""
+        return {}
 
     @cached_property
     def has_parameters(self) -> bool:

@@ -55,12 +55,18 @@ def structure_of(*formulas: Expression | None) -> Structure:
     Node k of `walk` of a formula of the structure stands for node k of `walk` of the formula itself.
     """
     structure = _STRUCTURES.get(formulas)
-    if structure is None:
-        structure = _build(*formulas)
-        if not structure.tables:  # a formula with tables would keep them alive
-            _STRUCTURES[formulas] = structure
-            while len(_STRUCTURES) > MAX_STRUCTURES:
-                _STRUCTURES.pop(next(iter(_STRUCTURES), formulas), None)
+    if structure is not None:
+        return structure
+    # A model passes one mask to all of its layers, so a mask alone keeps its structures.
+    mask, *others = formulas
+    own = mask.structures if mask is not None and all(other is None for other in others) else {}
+    if len(formulas) in own:
+        return own[len(formulas)]
+    own[len(formulas)] = structure = _build(*formulas)
+    if not structure.tables:  # `_STRUCTURES` would keep the tables alive
+        _STRUCTURES[formulas] = structure
+        while len(_STRUCTURES) > MAX_STRUCTURES:
+            _STRUCTURES.pop(next(iter(_STRUCTURES), formulas), None)
     return structure
 
 

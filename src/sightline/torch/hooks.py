@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..api import attention
+from ..api import attend as sightline_attend
 from ..errors import ParameterError
 from ..recording import Call, Kind, Seen, map_arrays, select_names
 from ..statistics import Statistic
@@ -156,12 +156,16 @@ def attend(
     module : the attention module
     kind, query_start, key_start : fields of `Call`
         If `query_start` is None, the last query of self-attention has the position of the last key.
-    see, options : as in `sightline.attention`
+    see, options : as in `sightline.attention`; `score` may also be an array of biases
     """
     own = list(see)
-    watchers = () if torch.compiler.is_compiling() else _WATCHERS.get(module, ())
+    # torch.compile sees no watchers
+    watchers = _WATCHERS.get(module, ()) if _WATCHERS and not torch.compiler.is_compiling() else ()
+    if not (own or watchers):
+        output: Tensor = sightline_attend(query, key, value, **options)
+        return output, ()
     requested = [*own, *(statistic for watcher in watchers for statistic in watcher.requested)]
-    output, seen = attention(query, key, value, see=requested, **options)
+    output, seen = sightline_attend(query, key, value, see=requested, **options)
     results = iter(seen)
     own_results = tuple(islice(results, len(own)))
     for watcher in watchers:

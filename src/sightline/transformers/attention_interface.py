@@ -11,7 +11,7 @@ from transformers.utils import output_capturing
 
 from ..errors import ParameterError
 from ..formula.expression import Expression
-from ..formula.library import bias, dense
+from ..formula.library import bias
 from ..formula.library import softcap as softcap_score
 from ..statistics import weights
 from ..torch.hooks import attend
@@ -93,7 +93,7 @@ def sightline_attention(
                 "masks, biases, soft caps and one sink for each head",
                 'attn_implementation="eager" for this model',
             )
-    score = None if softcap is None else softcap_score(float(softcap))
+    score: Any = None if softcap is None else softcap_score(float(softcap))
     mask: Any = None
     if position_bias is not None:
         score = _add_to_score(position_bias, score)
@@ -102,7 +102,7 @@ def sightline_attention(
     elif attention_mask is not None and attention_mask.is_floating_point():
         score = _add_to_score(attention_mask, score)
     elif attention_mask is not None:
-        mask = dense(attention_mask)
+        mask = attention_mask
     output, seen = attend(
         module,
         query,
@@ -120,10 +120,11 @@ def sightline_attention(
     return output.transpose(1, 2).contiguous(), seen[0] if seen else None
 
 
-def _add_to_score(array: Tensor, score: Expression | None) -> Expression:
-    """Return the score with the entries of `array` added."""
-    added = bias(array)
-    return added if score is None else added.with_scores(score)
+def _add_to_score(array: Tensor, score: Any) -> Any:
+    """Return the score with the entries of `array` added: the array itself if there is no score yet."""
+    if score is None:
+        return array
+    return bias(array).with_scores(score if isinstance(score, Expression) else bias(score))
 
 
 def _needs_weights(module: nn.Module, options: dict[str, Any]) -> bool:
