@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sightline
-from sightline import b, call_cache, i, j, m, n, s, where
+from sightline import b, call_cache, h, i, j, m, n, s, table, where
 from sightline.accuracy import compute_baseline, term_sizes
 from sightline.call_cache import CachedCall
 from sightline.cpu import Cpu
@@ -180,6 +180,114 @@ def test_cached_calls_do_not_keep_arrays_alive(rng):
     sightline.attention(*given)
     del given
     assert [ref() for ref in watched] == [None] * 3
+
+
+# -- tables, dropout, sinks and statistics ---------------------------------------------------------------------------
+
+
+def draw_inputs(rng, kind, B, H, n, m):
+    """Options of a call whose contents are drawn anew at each call, with one structure for each kind."""
+    ids = np.sort(rng.integers(0, 4, (B, max(n, m))), axis=1)
+    bias = rng.normal(size=(1, H, n, m)).astype(np.float32)
+    return {
+        "padding": lambda: {"mask": sightline.padding(rng.integers(0, m + 1, B))},
+        "padding of another dtype": lambda: {"mask": sightline.padding(rng.integers(0, m + 1, B).astype(np.uint8))},
+        "documents": lambda: {"mask": (i >= j) & (table(ids)[b, i] == table(ids)[b, j])},
+        "boolean array": lambda: {"mask": rng.random((B, 1, n, m)) < 0.7},
+        "a row of booleans": lambda: {"mask": rng.random((B, 1, 1, m)) < 0.7},
+        "function": lambda: {"mask": lambda b, h, i, j: (i >= j) | (j < 3)},
+        "bias": lambda: {"score": sightline.bias(bias)},
+        "bias that hides": lambda: {"score": sightline.bias(np.where(rng.random(bias.shape) < 0.3, -np.inf, bias))},
+        "slopes": lambda: {"score": sightline.alibi(rng.random(H)), "mask": i >= j},
+        "window": lambda: {"mask": sightline.window(int(rng.integers(2, 50)), int(rng.integers(2, 9)))},
+        "cap": lambda: {
+            "score": sightline.softcap(float(rng.random() * 9 + 2)),
+            "mask": i - j < int(rng.integers(2, 9)),
+        },
+        "table of floats in half": lambda: {"score": s + table(rng.random((H, 7)).astype(np.float16))[h, (i - j) % 7]},
+        "sinks": lambda: {"sinks": rng.normal(size=H).astype(np.float32), "mask": i >= j},
+        "dropout": lambda: {"dropout": 0.3, "seed": int(rng.integers(2**63, 2**64, dtype=np.uint64))},
+        "statistics": lambda: {"see": [sightline.entropy(), sightline.max_score(), sightline.lse()], "mask": i >= j},
+        "everything": lambda: {
+            "mask": (j < table(rng.integers(1, m + 1, B))[b]) & (i - j < int(rng.integers(2, 99))),
+            "score": s * table(rng.random(H))[h] + float(rng.random() + 2),
+            "sinks": rng.normal(size=H),
+            "dropout": 0.2,
+            "seed": int(rng.integers(2**31)),
+        },
+    }[kind]()
+
+
+KINDS = (
+    *("padding", "padding of another dtype", "documents", "boolean array", "a row of booleans", "function", "bias"),
+    *("bias that hides", "slopes", "window", "cap", "table of floats in half", "sinks", "dropout", "statistics"),
+    "everything",
+)
+
+
+def all_bits(answer):
+    output, seen = answer if isinstance(answer, tuple) else (answer, ())
+    return [bits(output), *[bits(x) for entry in seen for x in (entry if isinstance(entry, tuple) else (entry,))]]
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(KINDS), st.sampled_from([np.float32, np.float64]), st.booleans(), st.integers(0, 999))
+def test_equal_bits_with_other_contents(kind, dtype, in_torch, seed):
+    """The full dispatch is the oracle of cached calls: tables, numbers and seeds are other ones at each call."""
+    rng = np.random.default_rng(seed)
+    B, H, n, m = 2, 3, int(rng.integers(1, 150)), int(rng.integers(1, 150))
+    convert = to_torch if in_torch else np.asarray
+    given = [convert(x) for x in arrays(rng, ((B, H, n, 8), (B, H, m, 8), (B, H, m, 8)), dtype)]
+    sightline.attention(*given, **draw_inputs(rng, kind, B, H, n, m))
+    with pytest.MonkeyPatch.context() as patch:
+        found = record_hits(patch)
+        for _ in range(2):
+            options = draw_inputs(rng, kind, B, H, n, m)
+            answer = sightline.attention(*given, **options)
+            assert all_bits(answer) == all_bits(uncached(given, **options))
+            sightline.attention(*given, **options)
+        assert found
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(KINDS), st.booleans(), st.integers(0, 999))
+def test_equal_bits_with_other_lengths(kind, in_torch, seed):
+    """Calls of one family: other lengths and strides, with other contents."""
+    rng = np.random.default_rng(seed)
+    B, H, n = 2, 4, int(rng.choice([1, 5, 70]))
+    convert = to_torch if in_torch else np.asarray
+
+    def draw(n, m):
+        shapes = ((B, n, H, 16), (B, m, H, 16), (B, m, H, 16)) if rng.random() < 0.5 else None
+        if shapes is None:
+            return [convert(x) for x in arrays(rng, ((B, H, n, 16), (B, H, m, 16), (B, H, m, 16)))]
+        return [convert(x).swapaxes(1, 2) for x in arrays(rng, shapes)]
+
+    def call(n, m):
+        sightline.attention(*draw(n, m), **draw_inputs(rng, kind, B, H, n, m))
+
+    numbers = int(rng.integers(2, 500)), int(rng.integers(512, 1200))
+    for number in numbers:
+        call(n, number)
+    for _ in range(3):
+        queries, keys = (n if n < 64 else int(rng.integers(64, 300))), int(rng.integers(2, 1400))
+        given, options = draw(queries, keys), draw_inputs(rng, kind, B, H, queries, keys)
+        answer = all_bits(sightline.attention(*given, **options))
+        assert answer == all_bits(uncached(given, **options))
+        for number in numbers:  # `uncached` has cleared the cache
+            call(n, number)
+
+
+@pytest.mark.parametrize("kind", ["padding", "window", "boolean array", "sinks", "statistics"])
+def test_other_lengths_need_no_dispatch(rng, kind, monkeypatch):
+    def call(length):
+        given = arrays(rng, ((1, 2, 4, 16), (1, 2, length, 16), (1, 2, length, 16)))
+        sightline.attention(*given, **draw_inputs(rng, kind, 1, 2, 4, length))
+
+    call(90)
+    monkeypatch.setattr("sightline.api.make_problem", None)
+    call(91)
+    call(200)
 
 
 # -- keys --------------------------------------------------------------------------------------------------------

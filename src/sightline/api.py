@@ -118,7 +118,7 @@ def attend(
     request = call_cache.make_request(query, *plain_arrays, score, scale, sinks, dropout, seed, see, kernel, threads)
     if request is not None:
         key, value, mask = plain_arrays
-        cached_call = call_cache.lookup(request)
+        cached_call = call_cache.lookup(request) or call_cache.bind_family(request, query, key, value)
         answer = None if cached_call is None else cached_call.run(request, query, key, value, threads)
         if answer is not None:
             return answer[0] if see is None else answer

@@ -7,6 +7,9 @@ strides and dtypes of all arrays, formulas without their numbers and tables, and
 arrays, so new tables at each call are as fast as the same ones. A call has no request, and goes through the full
 dispatch, if one of the following holds. It needs statistics that the forward kernel does not compute. Its scale is an
 array. The type of an array is not exactly NumPy's ndarray or torch's Tensor. torch itself must see the call.
+
+Calls that differ only in lengths and strides form a family. A call of a family that was met before is bound for its
+lengths without the full dispatch: each step of a decoding loop has another number of keys.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -39,11 +43,14 @@ __all__ = [
     "KernelInputs",
     "Request",
     "addresses_of",
+    "bind_family",
     "insert",
     "lookup",
     "make_request",
 ]
 
+MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
+MIN_MANY_KEYS = 512  # from this number of keys on, the decoding kernel may serve few queries
 MAX_CACHED_CALLS = 256  # the least recently used call is dropped beyond this number
 KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX = 3, 6  # indices in the result of `ArrayAdapter.layouts`
 FORWARD_STATISTICS = (Lse, MaxScore, Entropy)  # the statistics of cached calls; others need further passes
@@ -60,7 +67,7 @@ class ArrayAdapter:
     layouts : (query, key, value) → shape, strides and dtype of each array; None if the call needs the full dispatch
     layout : array → shape, strides and dtype of a table or of sinks; None if the call needs the full dispatch
     address : array → address of the array's first entry
-    empty : (query, output) → function (query) that allocates an array like the output
+    empty : (query, shape of the output) → function (query) that allocates the output
     empty_array : (shape, name of the dtype) → new array
     finish_lse : (lse float64, output) → lse as users receive it
     draw_seed : () → a seed of dropout; None if the caller must give one
@@ -69,7 +76,7 @@ class ArrayAdapter:
     layouts: Callable[[Any, Any, Any], tuple[Any, ...] | None]
     layout: Callable[[Any], tuple[Any, ...] | None]
     address: Callable[[Any], int]
-    empty: Callable[[Any, Any], Callable[[Any], Any]]
+    empty: Callable[[Any, tuple[int, ...]], Callable[[Any], Any]]
     empty_array: Callable[[tuple[int, ...], str], Any]
     finish_lse: Callable[[Any, Any], Any]
     draw_seed: Callable[[], int] | None
@@ -203,6 +210,53 @@ def _lookup_exact(key: tuple[Any, ...]) -> CachedCall | None:
     except KeyError:  # the call was never inserted, or another thread has just dropped it
         return None
     return call
+
+
+def bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCall | None:
+    """Return a cached call for a request whose family was met before, with other lengths; None if there is none."""
+    family_key = _family_key(request.key)
+    member = None if family_key is None else _lookup_exact(family_key)
+    family = None if member is None else member.bound_call.family
+    if member is None or family is None:
+        return None
+    inputs = member.inputs
+    tables = [] if inputs is None else [request.tables[table] for table in inputs.tables]
+    bound_call = family.bind(query, key, value, tables)
+    if bound_call is None:
+        return None
+    shape = (*query.shape[:-1], value.shape[-1])
+    attach = None if member.attach is None else copy(member.attach)
+    empty = member.adapter.empty(query, shape)
+    call = replace(member, bound_call=bound_call, shape=shape[:-1], empty=empty, attach=attach)
+    _store(request.key, call)
+    return call
+
+
+def _family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return the key of the call's family: the key without lengths and strides; None if the call has no family.
+
+    Arrays with other numbers of axes than four, and arrays that broadcast, have no family. What the choice of a kernel
+    depends on is part of the key: the number of queries if it is small, and whether there are many keys.
+    """
+    arrays = [key[at : at + 3] for at in range(0, 9, 3)]
+    (query, *_), (keys, *_), (values, *_) = arrays
+    if not (len(query) == len(keys) == len(values) == 4 and query[0] == keys[0] == values[0]):
+        return None
+    sizes = query[1], keys[1], values[1], query[3], keys[3], values[3], query[0]
+    choice = min(query[2], MAX_SMALL_LENGTH), keys[2] >= MIN_MANY_KEYS
+    parts = [_without_lengths(part) if _is_layout(part) else part for part in (*arrays, *key[9:])]
+    return ("family", sizes, choice, *parts)
+
+
+def _is_layout(part: Any) -> bool:
+    """True if a part of a key is the layout of an array: shape, strides and dtype."""
+    return isinstance(part, tuple) and len(part) == 3 and isinstance(part[0], tuple) and isinstance(part[1], tuple)
+
+
+def _without_lengths(layout: tuple[Any, ...]) -> tuple[Any, ...]:
+    shape, strides, dtype = layout
+    unit = dtype.itemsize if isinstance(dtype, np.dtype) else 1  # torch counts strides in entries
+    return tuple([length == 1 for length in shape]), strides[-1:] == (unit,), dtype
 
 
 def _without_key_length(key: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -396,7 +450,7 @@ def insert(
     output = problem.squeeze_heads(result.output, 2)
     entry = CachedCall(
         adapter,
-        adapter.empty(arrays[0], output),
+        adapter.empty(arrays[0], tuple(output.shape)),
         bound_call,
         inputs if inputs.tables or inputs.numbers else None,
         problem.see,
@@ -404,9 +458,16 @@ def insert(
         problem.dropout > 0,
         attach,
     )
-    key = _without_key_length(request.key) if bound_call.has_dynamic_key_length else request.key
+    _store(_without_key_length(request.key) if bound_call.has_dynamic_key_length else request.key, entry)
+    family_key = None if bound_call.family is None else _family_key(request.key)
+    if family_key is not None:
+        _store(family_key, entry)
+
+
+def _store(key: tuple[Any, ...], call: CachedCall) -> None:
+    """Store a call, and drop the least recently used calls beyond `MAX_CACHED_CALLS`."""
     entries = bound_calls()
-    entries[key] = entry  # each operation on the dict is atomic, so that no thread waits for a lock
+    entries[key] = call  # each operation on the dict is atomic, so that no thread waits for a lock
     while len(entries) > MAX_CACHED_CALLS:
         try:
             entries.popitem(last=False)
@@ -444,8 +505,8 @@ def _interface_address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _empty(query: Any, output: Any) -> Callable[[Any], Any]:
-    shape, dtype = output.shape, output.dtype
+def _empty(query: Any, shape: tuple[int, ...]) -> Callable[[Any], Any]:
+    dtype = query.dtype
     return lambda _: np.empty(shape, dtype)
 
 

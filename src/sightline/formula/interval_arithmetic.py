@@ -75,9 +75,11 @@ def _read_table(node: Lookup, indices: list[Interval]) -> Interval:
 def _apply(xp: Any, node: Apply, inputs: list[Interval]) -> Interval:
     low, high = _unbound_nan(xp, BOUND_RULES[node.operator](xp, *inputs))
     if node.kind == "int" and node.operator in ("floor_divide", "remainder"):
-        # Whole numbers: |x // y| ≤ |x| and |x mod y| ≤ |y|; division by 0 gives 0.
+        # Whole numbers: |x // y| ≤ |x| and |x mod y| ≤ max(|y| − 1, 0); division by 0 gives 0.
         first, last = inputs[node.operator == "remainder"]
         limit = xp.maximum(xp.abs(first), xp.abs(last))
+        if node.operator == "remainder":
+            limit = xp.maximum(limit - 1, 0.0)
         low, high = xp.maximum(xp.ceil(low), -limit), xp.minimum(xp.floor(high), limit)
     if node.operator != "where":
         for argument, (a, z) in zip(node.arguments, inputs, strict=True):

@@ -230,6 +230,12 @@ class GraphAttacher:
         self.accumulator = getattr(torch, problem.accumulator)
         self.backward_calls: dict[Any, tuple[BoundBackwardCall, KernelInputs]] = {}
 
+    def __copy__(self) -> GraphAttacher:
+        """Return an attacher for calls with other lengths: the same options, and no bound backward calls."""
+        other = object.__new__(GraphAttacher)
+        other.__dict__ |= self.__dict__ | {"backward_calls": {}}
+        return other
+
     def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: CallResult) -> CallResult:
         call = _CachedCall(self, request, result.seed, result.is_lse_imprecise)
         results = result.output, result.lse, *result.arrays

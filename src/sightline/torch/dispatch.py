@@ -186,8 +186,8 @@ def _layout(array: Tensor) -> tuple[Any, ...] | None:
     return None if array.requires_grad and torch.is_grad_enabled() else (array.shape, array.stride(), array.dtype)
 
 
-def _empty(query: Tensor, output: Tensor) -> Any:
-    shape, dtype = output.shape, output.dtype
+def _empty(query: Tensor, shape: tuple[int, ...]) -> Any:
+    dtype = query.dtype
     if shape == query.shape and query.is_contiguous():
         return torch.empty_like
     return lambda _: torch.empty(shape, dtype=dtype)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +15,7 @@ from ...dropout import threshold
 from ...formula.expression import SYMBOLS, Expression, Lookup, walk
 from ...formula.parameters import TableParameter, structure_of
 from ...formula.table_index_ranges import find_index_ranges
-from ...formula.tile_ranges import find_tile_ranges
+from ...formula.tile_ranges import TileRanges, find_tile_ranges
 from ...problem import Problem
 from ..codegen.abi import pack, signed_word
 from ..kernels.block import Block
@@ -27,6 +29,7 @@ __all__ = [
     "compile_kernel",
     "convert_sinks",
     "convert_table",
+    "extent_in_bytes",
     "has_unit_stride",
     "make_spec",
     "operand_fields",
@@ -54,9 +57,31 @@ class KernelArguments:
         self.formulas, self.numbers = structure.formulas, structure.numbers
         self.arrays = {name: detach(getattr(problem, name)) for name in ("query", "key", "value")}
         self.tables = [convert_table(table.array) for table in structure.tables]
+        self.problem_tables = structure.tables
         self.table_origins = tuple([table.origin for table in structure.tables])
         self.tile_ranges = find_tile_ranges(problem.mask, problem.extent, query_block, KEY_BLOCK)
+        self.has_tile_ranges = True
         self.keep_alive: list[Any] = [self.arrays, self.tables]  # the memory that the arguments point to
+
+    def without_arrays(self) -> KernelArguments:
+        """Return a copy that keeps no array alive; `with_arrays` gives it arrays again."""
+        light = copy.copy(self)
+        light.problem = replace(
+            self.problem, query=None, key=None, value=None, mask=None, score=None, sinks=None, see=()
+        )
+        light.problem_formulas, light.problem_tables = (), ()
+        light.arrays, light.tables, light.keep_alive = {}, [], []
+        return light
+
+    def with_arrays(self, query: Any, key: Any, value: Any, tables: Sequence[Any]) -> KernelArguments:
+        """Return the arguments for other arrays of the same dtypes and numbers of axes, without tile ranges."""
+        new = copy.copy(self)
+        new.arrays = {"query": detach(query), "key": detach(key), "value": detach(value)}
+        new.problem, new.tables = replace(self.problem, **new.arrays), [convert_table(table) for table in tables]
+        new.keep_alive = [new.arrays, new.tables]
+        new.tile_ranges = _unknown_tile_ranges(self.formulas[0], new.problem.extent, self.query_block)
+        new.has_tile_ranges = False
+        return new
 
     def pack(
         self, fields: Mapping[str, Any], values: Mapping[str, Any], outputs: Sequence[tuple[int, int]] = ()
@@ -129,7 +154,7 @@ def make_spec(kernel: str, arguments: KernelArguments, **more: Any) -> KernelSpe
     ranges = [find_index_ranges(f, problem.extent) for f in arguments.problem_formulas]
     clamped = tuple(outside for _, outside in ranges)
     mask, score, *extra_formulas = (None if f is None else f.text for f in arguments.formulas)
-    extents = [largest for largest, _ in ranges] + [_extent_in_bytes(table) for table in arguments.tables]
+    extents = [largest for largest, _ in ranges] + [extent_in_bytes(table) for table in arguments.tables]
     return KernelSpec(
         kernel=kernel,
         dtype=problem.dtype,
@@ -198,6 +223,17 @@ def _find_tile_lookups(arguments: KernelArguments, clamped: tuple[Any, ...]) -> 
         yield tuple(index for index, node in lookups if is_tile_lookup(node))
 
 
+def _unknown_tile_ranges(mask: Expression | None, extent: tuple[int, int, int, int], query_block: int) -> TileRanges:
+    """Return the tile ranges of a mask without ranges: only the numbers of batches and heads that have their own."""
+    B, H, _, _ = extent
+    symbols = frozenset() if mask is None else mask.free_symbols
+    nothing = np.zeros(0, np.int64)
+    batches, heads = (B if "b" in symbols else 1), (H if "h" in symbols else 1)
+    return TileRanges(
+        extent, query_block, KEY_BLOCK, batches, heads, nothing, nothing, nothing, nothing.astype(np.bool_)
+    )
+
+
 def convert_table(array: Any) -> Any:
     """Return a table as bool, int32, int64, float32 or float64; the array itself if it has one of these dtypes."""
     array = to_numpy(array)
@@ -211,7 +247,7 @@ def convert_table(array: Any) -> Any:
     return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
 
 
-def _extent_in_bytes(array: Any) -> int:
+def extent_in_bytes(array: Any) -> int:
     """Return the larger of two numbers of bytes: the span of the array, and the size of its gradient.
 
     The array may be a view with gaps. The gradient has no gaps, and at most 8 bytes per entry.

@@ -23,6 +23,7 @@ from ..kernels.tile_search import SEARCH_FIELDS
 from ..runtime.processor import HOST, Processor
 from ..runtime.thread_count import thread_count
 from .arguments import KernelArguments, compile_kernel, convert_sinks, convert_table
+from .call_family import CallFamily
 from .tile_search import BoundSearch
 
 __all__ = ["BoundCall", "run_first"]
@@ -101,6 +102,7 @@ class BoundCall:
 
     call_fields: tuple[str, ...] = FORWARD_CALL_FIELDS  # the last fields of the kernel, which each call gives
     has_dynamic_key_length = False  # True if the call serves any number of keys
+    family: CallFamily | None = None  # binds the call again for other lengths
     convert_table, convert_sinks = staticmethod(convert_table), staticmethod(convert_sinks)
     signed_word = staticmethod(signed_word)
 
@@ -137,7 +139,7 @@ class BoundCall:
         self.search = BoundSearch.of(arguments, spec, processor)
         self.may_leave_tables = any(spec.clamped)
         self.keep_alive = arguments.constant_arrays(*changing)
-        if self.search is not None and self.search.reads_tables:  # only the first call reads the bound tile ranges
+        if self.search is not None and self.search.runs_always:  # only the first call reads the bound tile ranges
             ranges = {word for _, word in self.range_words}
             self.keep_alive = tuple(array for array in self.keep_alive if array.ctypes.data not in ranges)
         self.buffers = self.make_buffers()
@@ -191,7 +193,7 @@ class BoundCall:
         buffers = self.buffers  # another thread may replace them
         buffer = buffers.acquire()
         if self.search is not None:
-            if not is_first and (self.search.reads_tables or numbers != self.numbers):
+            if not is_first and (self.search.runs_always or numbers != self.numbers):
                 found = self.find_tile_ranges(buffers, buffer, words)
                 if found is None:
                     return None
@@ -263,4 +265,5 @@ def run_first(
     tables, addresses = ([array.ctypes.data for array in arrays] for arrays in (arguments.tables, outputs))
     words += call_words(tables, arguments.numbers, addresses)
     keep_alive = (*arguments.keep_alive, output, lse, sinks, *outputs)
+    thread_count(threads)  # raises an error if a setting is wrong, even if one thread suffices
     return call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ import numpy as np
 from ...problem import Problem
 from ..codegen.abi import DECODE_CALL_FIELDS, FORWARD_CALL_FIELDS
 from ..kernels.decode import MAX_ROWS_PER_ITEM, UNROLL, Decode
-from ..kernels.kernel_spec import KEY_BLOCK, lanes_per_vector
+from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector
 from ..runtime.processor import Processor
 from .arguments import TARGET_ITEMS, KernelArguments, has_unit_stride, make_spec
 from .bound_call import BoundCall, run_first
+from .call_family import CallFamily
 
 __all__ = ["can_decode", "decode"]
 
@@ -44,8 +46,13 @@ def decode(
 ) -> BoundDecodeCall | None:
     """Fill output and lse, and return the bound call. None if an output is NaN or ∞: the forward kernel must run."""
     arguments = KernelArguments(problem, MAX_ROWS_PER_ITEM)
-    call = BoundDecodeCall(arguments, processor)
-    return None if run_first(call, arguments, output, lse, threads) is None else call
+    spec = make_spec("decode", arguments, unroll=min(problem.group * problem.n, UNROLL))
+    bind = partial(BoundDecodeCall, spec=spec, processor=processor)
+    call = bind(arguments)
+    if run_first(call, arguments, output, lse, threads) is None:
+        return None
+    call.family = CallFamily.of(arguments, spec, bind)
+    return call
 
 
 class BoundDecodeCall(BoundCall):
@@ -56,9 +63,9 @@ class BoundDecodeCall(BoundCall):
 
     call_fields = DECODE_CALL_FIELDS
 
-    def __init__(self, arguments: KernelArguments, processor: Processor) -> None:
+    def __init__(self, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> None:
         problem = arguments.problem
-        self.has_dynamic_key_length = problem.mask is None and problem.score is None
+        self.has_dynamic_key_length = spec.mask is None and spec.score is None and arguments.has_tile_ranges
         rows, output_rows = problem.group * problem.n, problem.B * problem.H * problem.n
         self.items_per_split = problem.B * problem.G * -(-rows // MAX_ROWS_PER_ITEM)
         self.target_splits = -(-TARGET_ITEMS // self.items_per_split)  # number of splits, if there are enough keys
@@ -74,7 +81,7 @@ class BoundDecodeCall(BoundCall):
             values["tile_range_last"] = arguments.retain(np.full(1, 2**62))
         super().__init__(
             arguments,
-            make_spec("decode", arguments, unroll=min(rows, UNROLL)),
+            spec,
             Decode,
             values,
             processor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ..kernels.kernel_spec import KernelSpec
 from ..runtime.processor import Processor
 from .arguments import KernelArguments, prepare, write_kernel
 from .bound_call import BoundCall, run_first
+from .call_family import CallFamily
 from .decode import can_decode, decode
 from .statistics import FusedStatistics, compute_statistics
 
@@ -54,9 +56,18 @@ def forward(
 ) -> BoundCall:
     """Fill output, lse and the arrays of the fused statistics, and return the bound call."""
     arguments, spec = _prepare(problem, processor, fused)
+    bind = partial(_bind, spec=spec, processor=processor, num_outputs=len(fused.arrays))
+    call = bind(arguments)
+    run_first(call, arguments, output, lse, threads, fused.arrays)
+    call.family = None if spec.extra_formulas else CallFamily.of(arguments, spec, bind)
+    return call
+
+
+def _bind(arguments: KernelArguments, spec: KernelSpec, processor: Processor, num_outputs: int) -> BoundCall:
+    problem = arguments.problem
     items = problem.B * problem.H * -(-problem.n // arguments.query_block)
     work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
-    call = BoundCall(
+    return BoundCall(
         arguments,
         spec,
         Forward,
@@ -65,7 +76,5 @@ def forward(
         max_threads=1 if work < MIN_PARALLEL_MULTIPLICATIONS else items,
         workspace={"counter": 1, "imprecise_lse_flag": 1},
         zeroed=("counter", "imprecise_lse_flag"),
-        outputs=[0] * len(fused.arrays),
+        outputs=[0] * num_outputs,
     )
-    run_first(call, arguments, output, lse, threads, fused.arrays)
-    return call

@@ -36,7 +36,7 @@ class BoundSearch:
     packed : the argument block of the search
     num_words : how many words of `CallInputs.words` the search takes: the tables and the numbers
     capacity : the number of tile ranges for which a buffer has memory
-    reads_tables : True if the tile ranges, or the checks of the search, depend on the contents of tables
+    runs_always : True if the tile ranges or the checks of the search depend on tables, or no tile ranges are bound
     """
 
     def __init__(self, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> None:
@@ -47,7 +47,8 @@ class BoundSearch:
         self.capacity = max(2 * ranges.first.size, self.rows)
         self.num_extremes = sum(map(_count_blocks, (arguments.tables[k] for k in tables_with_extremes(formulas))))
         self.num_words = len(arguments.tables) + len(arguments.numbers)
-        self.reads_tables = bool(formulas[0].tables) or any(node.tables for node in checked_nodes(formulas))
+        reads_tables = bool(formulas[0].tables) or any(node.tables for node in checked_nodes(formulas))
+        self.runs_always = reads_tables or not arguments.has_tile_ranges
         fields = dict.fromkeys(SEARCH_FIELDS, 0) | {
             "B": problem.B,
             "H": problem.H,
@@ -64,10 +65,10 @@ class BoundSearch:
 
     @classmethod
     def of(cls, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> BoundSearch | None:
-        """Return the search of a call; None if the tile ranges and the checks do not depend on tables or numbers."""
+        """Return the search of a call; None if the bound tile ranges serve all calls, and nothing must be checked."""
         formulas = [formula for formula in arguments.formulas if formula is not None]
         mask = arguments.formulas[0]
-        if (mask is None or not has_arguments(mask)) and not checked_nodes(formulas):
+        if arguments.has_tile_ranges and (mask is None or not has_arguments(mask)) and not checked_nodes(formulas):
             return None
         return cls(arguments, spec, processor)
 

@@ -1,0 +1,102 @@
+"""Bound calls for other lengths and strides: a decoding loop has another number of keys at each step.
+
+The code of a kernel does not depend on the lengths n and m, on strides, or on the lengths of tables. So the call of one
+problem can be bound again for arrays with other lengths, without the checks and the planning of a new problem. The new
+call always searches for its tile ranges in generated code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...formula.expression import Constant, Expression, Lookup, Symbol, walk
+from ...formula.table_index_ranges import find_index_ranges
+from ..kernels.kernel_spec import KernelSpec
+from .arguments import KernelArguments, extent_in_bytes
+
+if TYPE_CHECKING:
+    from .bound_call import BoundCall
+
+__all__ = ["CallFamily"]
+
+MAX_LENGTH = 1 << 20  # the largest n and m of a family; whole numbers of its formulas fit 32 bits up to this length
+MAX_INT32 = 2**31 - 1
+
+
+class CallFamily:
+    """The calls that differ from the call of one problem only in n, m, strides and the lengths of tables.
+
+    Parameters
+    ----------
+    arguments, spec : those of the problem
+    bind : function that returns the bound call of other arguments with the same spec
+    """
+
+    def __init__(
+        self, arguments: KernelArguments, spec: KernelSpec, bind: Callable[[KernelArguments], BoundCall]
+    ) -> None:
+        self.spec, self.bind_arguments = spec, bind
+        self.axes = [table.axes for table in arguments.problem_tables]
+        self.extent = arguments.problem.extent
+        self.arguments = arguments.without_arrays()
+
+    @classmethod
+    def of(
+        cls, arguments: KernelArguments, spec: KernelSpec, bind: Callable[[KernelArguments], BoundCall]
+    ) -> CallFamily | None:
+        """Return the family of a problem's call; None if other lengths may need other code or new checks.
+
+        Whole numbers must fit 32 bits up to `MAX_LENGTH`. An index of a table must be a symbol, or depend on no length.
+        """
+        B, H, n, m = arguments.problem.extent
+        extent = B, H, max(n, MAX_LENGTH), max(m, MAX_LENGTH)
+        formulas = [formula for formula in arguments.problem_formulas if formula is not None]
+        if spec.needs_int64 or any(spec.clamped) or not all(map(_has_simple_indices, formulas)):
+            return None
+        if any(find_index_ranges(formula, extent)[0] >= MAX_INT32 for formula in formulas):
+            return None
+        return cls(arguments, spec, bind)
+
+    def bind(self, query: Any, key: Any, value: Any, tables: Sequence[Any]) -> BoundCall | None:
+        """Return the bound call of arrays with other lengths; None if they are no member of the family.
+
+        The arrays have the same batch and head axes as those of the problem.
+        """
+        B, H, _, _ = self.extent
+        extent = B, H, query.shape[-2], key.shape[-2]
+        if not (0 < extent[2] <= MAX_LENGTH and 0 < extent[3] <= MAX_LENGTH):
+            return None
+        lengths = dict(zip("bhij", extent, strict=True))
+        for table, axes in zip(tables, self.axes, strict=True):
+            spans = [lengths[name] if name else 0 for name in axes or ()]
+            if any(span and length not in (1, span) for length, span in zip(table.shape, spans, strict=False)):
+                return None
+            if extent_in_bytes(table) >= MAX_INT32:
+                return None
+        arguments = self.arguments.with_arrays(query, key, value, tables)
+        if not _are_indices_inside(arguments, lengths):
+            return None
+        return self.bind_arguments(arguments)
+
+
+def _has_simple_indices(formula: Expression) -> bool:
+    """True if each index of a table is a symbol, a constant, or free of i, j, n and m."""
+    return all(
+        isinstance(index, Symbol | Constant) or index.free_symbols.isdisjoint("ijnm")
+        for node in walk(formula)
+        if isinstance(node, Lookup)
+        for index in node.arguments
+    )
+
+
+def _are_indices_inside(arguments: KernelArguments, lengths: dict[str, int]) -> bool:
+    """True if each index that is a symbol stays inside its table."""
+    for formula in arguments.formulas:
+        for node in walk(formula) if formula is not None else ():
+            if isinstance(node, Lookup):
+                shape = arguments.tables[node.table.slot].shape  # type: ignore[attr-defined]
+                for index, length in zip(node.arguments, shape, strict=True):
+                    if isinstance(index, Symbol) and lengths.get(index.name, 0) > length:
+                        return False
+    return True
