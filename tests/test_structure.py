@@ -101,5 +101,15 @@ def test_no_module_has_the_name_of_a_public_function():
     assert not found, ", ".join(found)
 
 
+def test_no_module_uses_the_cached_property_of_functools():
+    """That of Python 3.11 holds a lock; see `sightline.cached_property`."""
+    texts = {path: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
+    assert [
+        path
+        for path, text in texts.items()
+        if re.search(r"functools import .*\bcached_property|functools\.cached_property\(", text)
+    ] == []
+
+
 def test_dir_shows_the_public_names_and_nothing_else():
     assert dir(sightline) == sorted(sightline.__all__)

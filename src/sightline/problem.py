@@ -18,10 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, cast
 
 from . import arrays, validation
+from .cached_property import cached_property
 from .errors import DeviceError
 from .formula import implied_mask
 from .formula.expression import SYMBOLS, Expression, parse_text

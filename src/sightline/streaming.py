@@ -9,12 +9,12 @@ backward pass use plain operations on new arrays, so torch can differentiate the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from .arrays import framework, namespace, resolve_dtype
+from .cached_property import cached_property
 from .dropout import keep_factor
 from .formula.derivative import derivative
 from .formula.evaluate_array import evaluate

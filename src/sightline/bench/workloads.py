@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
 from ..arrays import resolve_dtype
+from ..cached_property import cached_property
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import bias

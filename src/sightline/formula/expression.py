@@ -14,9 +14,9 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..cached_property import cached_property
 from ..errors import FormulaError, ParameterError
 from .operators import OPERATORS, Kind
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..arrays import min_max, to_numpy
+from ..cached_property import cached_property
 
 __all__ = ["TableBounds"]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
 
 from ..arrays import dtype_name, is_strided, to_host
+from ..cached_property import cached_property
 from ..errors import DtypeError, FormulaError, ShapeError
 from .expression import Expression, Lookup, as_expression, intern
 from .operators import Kind

@@ -7,12 +7,13 @@ the work grows with the number of allowed pairs, not with n².
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from ..arrays import namespace
+from ..cached_property import cached_property
 from .evaluate_array import evaluate
 from .expression import Expression, as_expression
 from .interval_arithmetic import Interval, compute_intervals

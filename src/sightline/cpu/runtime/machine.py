@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 
+from ...cached_property import cached_property
 from ...errors import ParameterError
 
 __all__ = [
