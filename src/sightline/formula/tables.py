@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
 import numpy as np
@@ -51,7 +52,7 @@ class Table:
                 raise ShapeError(
                     "a table of lists of unequal lengths", "a rectangular array", "pad the lists"
                 ) from error
-        if isinstance(array, np.ma.MaskedArray):
+        if _is_masked(array):
             raise DtypeError("a masked array as a table", "plain arrays", "fill it: array.filled(0)")
         if isinstance(array, np.ndarray):
             array = np.asarray(array)
@@ -149,6 +150,14 @@ def table(array: Any) -> Table:
 def learned_number(number: Any) -> Expression:
     """Return a tensor of one number as a read of a one-entry table, so that the number receives its gradient."""
     return Table(number.reshape(1))[0]
+
+
+def _is_masked(array: Any) -> bool:
+    """True if the array is a masked array of NumPy. `numpy.ma` is loaded if there is such an array, and not otherwise.
+
+    An import here would be the first of `numpy.ma`, while a fork in another thread may copy the import's lock.
+    """
+    return isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ()))
 
 
 def _table_kind(array: Any) -> Kind:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,12 +29,15 @@ Value = TypeVar("Value")
 
 
 class TensorCache:
-    """A cache of at most `max_entries` results, which drops the least recently used result first."""
+    """A cache of at most `max_entries` results, which drops the least recently used result first.
+
+    Each method of the dictionary is one atomic function in C, so that no lock is needed. A fork or an interrupt could
+    leave a lock held, and an array may be freed, which calls `evict`, at any time.
+    """
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries
         self.entries: OrderedDict[Hashable, tuple[list[weakref.ref[Any]], Any]] = OrderedDict()
-        self.lock = threading.RLock()  # an array may be freed, which calls `evict`, while the lock is held
 
     def get(self, tag: Hashable, arrays: Sequence[Any], compute: Callable[[], Value]) -> Value:
         """Return the cached result for this tag and these arrays; if there is none, compute and cache it.
@@ -46,22 +49,22 @@ class TensorCache:
         if None in identities:
             return compute()
         key = (tag, tuple(identities))
-        with self.lock:
-            if key in self.entries:
+        entry = self.entries.get(key)
+        if entry is not None:
+            with suppress(KeyError):  # another thread has just dropped the entry
                 self.entries.move_to_end(key)
-                value: Value = self.entries[key][1]
-                return value
+            cached: Value = entry[1]
+            return cached
         value = compute()
         owners = [weakref.ref(_base_tensor(array), lambda _: self.evict(key)) for array in arrays]
-        with self.lock:
-            self.entries[key] = owners, value
+        self.entries[key] = owners, value
+        with suppress(KeyError):  # other threads have dropped all entries
             while len(self.entries) > self.max_entries:
                 self.entries.popitem(last=False)
         return value
 
     def evict(self, key: Hashable) -> None:
-        with self.lock:
-            self.entries.pop(key, None)
+        self.entries.pop(key, None)
 
 
 def to_device(array: Any, like: Any) -> Any:
