@@ -4,7 +4,7 @@
 
 llvmlite runs one call of LLVM at a time. If several threads compile kernels, their calls of LLVM alternate, and one
 thread can build a module while LLVM works for another thread. A fork waits for the current call of LLVM, so that in the
-child LLVM's state is consistent and llvmlite's lock is free.
+child LLVM's state is consistent and llvmlite's lock is free. A fork also waits for imports that first calls make.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from importlib import import_module
 from typing import Any
 
-from . import disk_cache
+from . import disk_cache, llvmlite_lock
 from .machine import Machine
 
 __all__ = ["Address", "bound_calls", "compile_module", "counts", "get_or_compile", "optimised"]
@@ -29,6 +30,9 @@ MAX_KERNELS_IN_MEMORY = 512  # one kernel takes about 80 KB
 # each iteration ends in one jump. LLVM's code generation does the rest: common subexpressions, hoisting, scheduling.
 # LLVM's full pipeline took 25 to 50 times as long, and the kernels were equally fast.
 PASSES = ("always_inliner", "sroa", "loop_rotate", "simplify_cfg")
+# packages with modules that a first call imports
+LAZY_PACKAGES = {"array_api_compat", "llvmlite", "ml_dtypes", "platformdirs", "sightline"}
+MAX_IMPORT_WAITS = 100  # a thread that forks inside an import of its own would wait forever
 
 counts: Counter[str] = Counter()  # number of kernels "compiled", and number "read" from the disk cache
 
@@ -45,7 +49,11 @@ class Address(int):
 
 
 class KernelCache:
-    """The cache in memory: kernels, the least recently used first, and a lock for each kernel being compiled."""
+    """The cache in memory: kernels, the least recently used first, and a lock for each kernel being compiled.
+
+    Each method of a dictionary is one atomic function in C, so that `get` and `put` take no lock. An interrupt or a
+    fork could otherwise leave that lock held, and every later call would wait for it.
+    """
 
     def __init__(self) -> None:
         self._kernels: OrderedDict[str, Address] = OrderedDict()
@@ -53,36 +61,37 @@ class KernelCache:
         self.reset_locks()
 
     def reset_locks(self) -> None:
-        """Create new locks. In a forked child, a lock that another thread of the parent held is never released."""
-        self._lock = threading.Lock()
-        self._kernel_locks: dict[str, threading.Lock] = {}
+        """Forget all locks. In a forked child, a lock that another thread of the parent held is never released."""
+        self._kernel_locks: dict[str, Any] = {}
 
     def get(self, identity: str) -> Address | None:
         """Return the kernel of this identity and mark the kernel as used. Return None if it is not in memory."""
-        with self._lock:
-            address = self._kernels.get(identity)
-            if address is not None:
+        address = self._kernels.get(identity)
+        if address is not None:
+            with suppress(KeyError):  # another thread has just evicted the kernel
                 self._kernels.move_to_end(identity)
         return address
 
     def put(self, identity: str, address: Address) -> None:
-        """Store a kernel, and evict the least recently used kernels beyond `MAX_KERNELS_IN_MEMORY`."""
-        with self._lock:
-            self._kernels[identity] = address
-            evicted = [self._kernels.popitem(last=False) for _ in range(len(self._kernels) - MAX_KERNELS_IN_MEMORY)]
-        del evicted  # outside the lock: the engines of kernels without other references are freed here
+        """Store a kernel, and evict the least recently used kernels beyond `MAX_KERNELS_IN_MEMORY`.
 
-    @contextmanager
-    def compiling(self, identity: str) -> Iterator[None]:
-        """Hold the lock of one kernel, so that only one thread at a time compiles the kernel."""
-        with self._lock:
-            lock = self._kernel_locks.setdefault(identity, threading.Lock())
-        with lock:
-            try:
-                yield
-            finally:
-                with self._lock:
-                    self._kernel_locks.pop(identity, None)
+        The engines of evicted kernels without other references are freed here.
+        """
+        self._kernels[identity] = address
+        with suppress(KeyError):  # other threads have evicted all kernels
+            while len(self._kernels) > MAX_KERNELS_IN_MEMORY:
+                self._kernels.popitem(last=False)
+
+    def kernel_lock(self, identity: str) -> Any:
+        """Return the lock of one kernel. The thread that holds the lock compiles the kernel.
+
+        The lock is reentrant, because a signal handler that runs while the kernel is compiled may call the kernel too.
+        """
+        return self._kernel_locks.setdefault(identity, threading.RLock())
+
+    def discard_lock(self, identity: str) -> None:
+        """Forget the lock of a kernel that is in memory now."""
+        self._kernel_locks.pop(identity, None)
 
 
 _cache = KernelCache()
@@ -117,11 +126,16 @@ def get_or_compile(key: str, name: str, build_module: Callable[[], Any], machine
     identity = f"{name}\n{machine!r}\n{key}"
     address = _cache.get(identity)
     if address is None:
-        with _cache.compiling(identity):
+        with _cache.kernel_lock(identity):  # a lock of C, and no context manager in Python: see `llvmlite_lock`
             address = _cache.get(identity)
             if address is None:
-                address = _load_or_compile(identity, name, build_module, machine)
+                try:
+                    address = _load_or_compile(identity, name, build_module, machine)
+                except BaseException:
+                    llvmlite_lock.repair()
+                    raise
                 _cache.put(identity, address)
+        _cache.discard_lock(identity)
     return address
 
 
@@ -201,26 +215,33 @@ def _llvm() -> Any:
 # -- forks ---------------------------------------------------------------------------------------------------------
 
 
-_acquired_locks: list[Any] = []
+def _imports_in_progress() -> list[str]:
+    """Return the modules of `LAZY_PACKAGES` that threads are importing. Python has a lock for each of them."""
+    locks = getattr(sys.modules.get("_frozen_importlib"), "_module_locks", {})
+    return [name for name in list(locks) if name.partition(".")[0] in LAZY_PACKAGES]
 
 
-def _acquire_llvm_lock() -> None:
-    """Acquire the lock that llvmlite holds during each call of LLVM."""
-    lock = getattr(getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", None), "_lock", None)
-    if lock is not None:
-        lock.__enter__()
-        _acquired_locks.append(lock)
+def _prepare_fork() -> None:
+    """Wait until no other thread is inside LLVM or imports a module of `LAZY_PACKAGES`.
 
-
-def _release_llvm_lock() -> None:
-    if _acquired_locks:
-        _acquired_locks.pop().__exit__(None, None, None)
+    Otherwise the child could wait forever for a lock of LLVM, or for the lock of a module that it imports too.
+    """
+    for _ in range(MAX_IMPORT_WAITS):
+        llvmlite_lock.acquire()
+        names = _imports_in_progress()
+        if not names:
+            return
+        llvmlite_lock.release()  # the import of llvmlite calls LLVM
+        for name in names:
+            with suppress(ImportError):
+                import_module(name)  # returns when the other thread has imported the module
+    llvmlite_lock.acquire()
 
 
 def _reset_after_fork() -> None:
-    _release_llvm_lock()
     _cache.reset_locks()
+    llvmlite_lock.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_acquire_llvm_lock, after_in_parent=_release_llvm_lock, after_in_child=_reset_after_fork)
+    os.register_at_fork(before=_prepare_fork, after_in_parent=llvmlite_lock.release, after_in_child=_reset_after_fork)

@@ -13,6 +13,7 @@ from functools import cache
 
 from ...cached_property import cached_property
 from ...errors import ParameterError
+from . import llvmlite_lock
 
 __all__ = [
     "CPU_VARIABLE",
@@ -163,7 +164,11 @@ def native_machine() -> Machine:
     """Return the machine of this process, as LLVM detects it."""
     import llvmlite.binding as llvm
 
-    return Machine(llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+    try:
+        return Machine(llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+    except BaseException:
+        llvmlite_lock.repair()
+        raise
 
 
 @cache
