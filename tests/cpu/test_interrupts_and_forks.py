@@ -26,6 +26,30 @@ def printed(program, *arguments, timeout):
 # -- interrupts ----------------------------------------------------------------------------------------------------
 
 
+@posix
+def test_calls_work_after_interrupts_at_random_times():
+    assert printed("interrupted_calls.py", "timer", 0, 300, timeout=120) == "interrupts: 300\n"
+
+
+@posix
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_calls_work_after_many_interrupts_at_random_times(seed):
+    assert printed("interrupted_calls.py", "timer", seed, 10_000, timeout=1800) == "interrupts: 10000\n"
+
+
+def test_a_team_works_after_an_interrupt_before_any_instruction():
+    name, number = printed("interrupted_calls.py", "bytecode", "team", timeout=300).split()
+    assert name == "interrupts:"
+    assert int(number) > 100
+
+
+@pytest.mark.soak
+def test_calls_work_after_an_interrupt_before_any_instruction():
+    _, number = printed("interrupted_calls.py", "bytecode", "attention", timeout=3600).split()
+    assert int(number) > 2000
+
+
 def compile_for_this_processor():
     native_machine.cache_clear()
     return constant_kernels.number_of(constant_kernels.kernel(1))

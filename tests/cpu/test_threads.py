@@ -1,12 +1,15 @@
 """The threads of a kernel: their number and team, and calls after forks, after signals and at the interpreter's end."""
 
 import builtins
+import contextlib
 import contextvars
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -145,7 +148,7 @@ def team(request, monkeypatch):
     monkeypatch.setattr(thread_team, "_teams", thread_team.Teams(is_forked=request.param == "pool"))
     assert (thread_team._openmp_team() is None) == (request.param == "pool")
     yield request.param
-    assert (thread_team._teams.pool is None) == (request.param == "openmp")
+    assert (not thread_team._teams.pool.threads) == (request.param == "openmp")
 
 
 def test_every_thread_calls_once(team):
@@ -155,7 +158,7 @@ def test_every_thread_calls_once(team):
 
 def test_one_thread_uses_no_team(monkeypatch):
     monkeypatch.setattr(thread_team, "_openmp_team", None)
-    monkeypatch.setattr(thread_team, "_pool", None)
+    monkeypatch.setattr(thread_team, "_teams", None)
     assert count_calls(1) == 1
 
 
@@ -179,8 +182,62 @@ def test_one_thread_does_all_work_if_no_other_can_start(monkeypatch):
     def refuse(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    monkeypatch.setattr(thread_team, "start_new_thread", refuse)
     assert count_calls(4, expected=1) == 1
+
+
+def test_the_pool_reuses_its_threads():
+    pool, called = thread_team.Pool(), []
+    for _ in range(50):
+        pool.call(lambda _: called.append(threading.get_ident()), 0, 2, ())
+    assert len(pool.threads) <= 2
+    assert {threading.get_ident()} <= set(called) <= {threading.get_ident(), *pool.threads}
+    assert not pool.busy
+
+
+def test_the_pool_has_at_most_max_threads(monkeypatch):
+    monkeypatch.setattr(thread_team, "MAX_THREADS", 3)
+    pool = thread_team.Pool()
+    for _ in range(3):
+        pool.call(lambda _: None, 0, 5, ())
+    assert len(pool.threads) == 3
+
+
+def test_a_call_does_not_wait_for_threads_that_have_not_begun(monkeypatch):
+    monkeypatch.setattr(thread_team, "start_new_thread", lambda *_: 0)
+    pool, called, memory = thread_team.Pool(), [], np.zeros(3)
+    owner = weakref.ref(memory)
+    pool.call(called.append, 7, 2, (memory,))
+    del memory
+    assert owner() is None
+    assert called == [7]
+    pool._help(pool.calls.get())  # a thread that comes late finds no ticket
+    pool._help(pool.calls.get())
+    assert called == [7]
+    assert pool.calls.empty()
+
+
+def test_memory_lives_while_a_thread_of_the_pool_uses_it():
+    """The exception ends the call of this thread while another thread is still inside the kernel."""
+    begun, end, memory = threading.Event(), threading.Event(), np.zeros(3)
+    owner, caller = weakref.ref(memory), threading.get_ident()
+
+    def kernel(_):
+        if threading.get_ident() == caller:
+            assert begun.wait(20)
+            raise KeyboardInterrupt
+        begun.set()
+        end.wait(20)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        thread_team.Pool().call(kernel, 0, 1, (memory,))
+    del memory
+    assert owner() is not None
+    end.set()
+    deadline = time.monotonic() + 20
+    while owner() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def large(heads=4, n=700):
@@ -237,8 +294,7 @@ def child():
     signal.alarm(20)
     assert thread_team._openmp_team() is None
     fine = right() and right()
-    taken = sum(thread.name.startswith("sightline") for thread in threading.enumerate())
-    os._exit(0 if fine and taken else 1)
+    os._exit(0 if fine and thread_team._teams.pool.threads else 1)
 fine = [right()]
 for _ in range(2):
     process = os.fork()

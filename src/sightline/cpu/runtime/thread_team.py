@@ -6,6 +6,10 @@ The threads of OpenMP spin for a while after each operation of torch, so a secon
 for the processors. If the process has loaded an OpenMP runtime, the kernel therefore runs on the runtime's team.
 Otherwise the kernel runs on a thread pool of this module. In a forked child the parent's OpenMP threads no longer
 exist, and libgomp would wait for them forever, so that the child uses the pool too.
+
+A KeyboardInterrupt can arrive between any two bytecode instructions of the main thread, so that a lock that Python code
+takes may stay held. Therefore no code of this module takes a lock: the threads share lists and `queue.SimpleQueue`s,
+each of whose methods is one atomic function in C.
 """
 
 from __future__ import annotations
@@ -13,13 +17,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from _thread import start_new_thread
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from queue import SimpleQueue
+from typing import Any
 
 from .thread_count import MAX_THREADS
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
 
 __all__ = ["call"]
 
@@ -30,7 +33,8 @@ def call(address: int, packed_arguments: Any, threads: int, keep_alive: tuple[An
     The argument of the function is the address of the array `packed_arguments`. Fewer threads than requested call the
     function if no more are available. `keep_alive` has all arrays that `packed_arguments` points to. The pool's threads
     hold references to `keep_alive` and to the code, so that an exception in the calling thread, such as
-    KeyboardInterrupt, cannot free memory that the pool's threads use.
+    KeyboardInterrupt, cannot free memory that the pool's threads use. After an exception, threads of the pool may still
+    run the kernel, so that the arrays must not be reused.
     """
     function, argument = _FUNCTION(address), packed_arguments.ctypes.data
     if threads == 1:
@@ -41,30 +45,80 @@ def call(address: int, packed_arguments: Any, threads: int, keep_alive: tuple[An
     if team is not None:
         team(address, argument, threads, 0)  # returns after every thread has returned
         return
-    futures = _submit_to_pool(threads - 1, function, argument, (address, packed_arguments, keep_alive))
-    function(argument)
-    for future in futures:  # a submitted call that has not started would find no work item
-        if not future.cancel():
-            future.result()
+    _teams.pool.call(function, argument, threads - 1, (address, packed_arguments, keep_alive))
 
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+# One call of the kernel, which one thread of the pool may make: the function, its argument, the references that keep
+# the memory and the code of both alive, and the queue that receives None when the call has returned.
+Ticket = tuple[Any, int, tuple[Any, ...], "SimpleQueue[None]"]
 
 
-def _submit_to_pool(number: int, function: Any, argument: int, keep_alive: tuple[Any, ...]) -> list[Future[None]]:
-    """Submit `number` calls of the function to the pool; fewer if the interpreter is ending or no thread can start."""
-    futures: list[Future[None]] = []
+class Pool:
+    """The pool's threads, which start when a call first needs them, and then wait for calls until the process ends."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[list[Ticket]] = SimpleQueue()  # a call's list of tickets, once for each of its tickets
+        self.threads: list[int] = []  # the identifiers of the started threads
+        self.busy: list[None] = []  # one entry for each thread that runs a kernel
+
+    def call(self, function: Any, argument: int, helpers: int, keep_alive: tuple[Any, ...]) -> None:
+        """Call the function on this thread, and at the same time on at most `helpers` threads of the pool.
+
+        The pool's threads take tickets from a list. When the function has returned on this thread, no work item is
+        left, so that this thread takes back the remaining tickets and waits only for the threads that took one.
+        """
+        finished: SimpleQueue[None] = SimpleQueue()
+        running = self._start_threads(helpers)
+        tickets: list[Ticket] = [(function, argument, keep_alive, finished)] * running
+        for _ in range(running):
+            self.calls.put(tickets)
+        function(argument)
+        while _take_ticket(tickets) is not None:
+            running -= 1
+        for _ in range(running):
+            finished.get()
+
+    def _start_threads(self, helpers: int) -> int:
+        """Start threads until `helpers` threads run no kernel; return how many threads can help, at most `helpers`.
+
+        Fewer threads start if the pool is full, the interpreter is ending, or the system has no more threads.
+        """
+        missing = helpers - (len(self.threads) - len(self.busy))
+        try:
+            while missing > 0 and len(self.threads) < MAX_THREADS:
+                self.threads.append(start_new_thread(self._serve, ()))
+                missing -= 1
+        except RuntimeError:
+            pass
+        return min(helpers, len(self.threads))
+
+    def _serve(self) -> None:
+        """Serve calls. The interpreter does not wait for this thread when it ends."""
+        while True:
+            self._help(self.calls.get())
+
+    def _help(self, tickets: list[Ticket]) -> None:
+        """Make one call of the kernel, unless the thread that requested the call has taken all tickets back."""
+        ticket = _take_ticket(tickets)
+        if ticket is None:
+            return
+        function, argument, keep_alive, finished = ticket
+        self.busy.append(None)
+        try:
+            function(argument)
+        finally:
+            del ticket, function, keep_alive  # so that memory is free, and the thread not busy, when the call returns
+            self.busy.pop()
+            finished.put(None)
+
+
+def _take_ticket(tickets: list[Ticket]) -> Ticket | None:
+    """Remove a ticket from the list and return the ticket; None if the list is empty."""
     try:
-        pool = _pool()
-        for _ in range(number):
-            futures.append(pool.submit(_call_function, function, argument, keep_alive))
-    except RuntimeError:
-        pass
-    return futures
-
-
-def _call_function(function: Any, argument: int, keep_alive: tuple[Any, ...]) -> None:
-    function(argument)
+        return tickets.pop()
+    except IndexError:
+        return None
 
 
 class Teams:
@@ -72,7 +126,7 @@ class Teams:
 
     def __init__(self, is_forked: bool = False) -> None:
         self.is_forked = is_forked
-        self.pool: ThreadPoolExecutor | None = None
+        self.pool = Pool()
         self.openmp: Callable[..., None] | None = None  # the runtime's GOMP_parallel; None if no runtime is loaded
         self.modules = -1  # number of loaded Python modules at the last search for OpenMP
         self.is_from_torch = False  # True if torch's own OpenMP was found, so that no further search is needed
@@ -102,15 +156,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def _pool() -> ThreadPoolExecutor:
-    """Return the thread pool of this process. The first call creates the pool."""
-    if _teams.pool is None:
-        from concurrent.futures import ThreadPoolExecutor
-
-        _teams.pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="sightline")
-    return _teams.pool
-
-
 def _openmp_team() -> Callable[..., None] | None:
     """Return GOMP_parallel(function, data, threads, flags) of the loaded OpenMP runtime.
 
@@ -120,11 +165,12 @@ def _openmp_team() -> Callable[..., None] | None:
     if teams.is_forked:
         return None
     if not teams.is_from_torch and teams.modules != len(sys.modules):
-        teams.modules = len(sys.modules)
+        modules = len(sys.modules)
         extension = getattr(getattr(sys.modules.get("torch"), "_C", None), "__file__", None)
         team = None if extension is None else _find_gomp_parallel(extension)  # of the runtime torch uses
         teams.is_from_torch = team is not None
         teams.openmp = team or next(filter(None, map(_find_gomp_parallel, _openmp_libraries())), None)
+        teams.modules = modules  # set last: another thread or a later call searches too if this search is interrupted
     return teams.openmp
 
 
