@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ...cached_property import cached_property
 from ...formula.expression import Expression, as_expression
 from ..codegen.render_bounds import EXTREMES_BLOCK, EXTREMES_BYTES
 from ..kernels.kernel_spec import KernelSpec
