@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sightline
-from sightline import b, call_cache, h, i, j, m, n, s, table, where
+from sightline import b, call_cache, h, i, j, m, n, s, where
 from sightline.accuracy import compute_baseline, term_sizes
 from sightline.call_cache import CachedCall
 from sightline.cpu import Cpu
@@ -44,7 +44,12 @@ DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 
 @pytest.fixture(autouse=True)
 def clear_cache():
+    clear()
+
+
+def clear():
     call_cache.bound_calls().clear()
+    call_cache.call_families().clear()
 
 
 def arrays(rng, shapes=((1, 2, 9, 8),) * 3, dtype=np.float32):
@@ -60,7 +65,7 @@ def bits(array):
 
 def uncached(arrays, **options):
     """Return the result of a call with an empty call cache."""
-    call_cache.bound_calls().clear()
+    clear()
     return sightline.attention(*arrays, **options)
 
 
@@ -185,19 +190,27 @@ def test_cached_calls_do_not_keep_arrays_alive(rng):
 # -- tables, dropout, sinks and statistics ---------------------------------------------------------------------------
 
 
-def draw_inputs(rng, kind, B, H, n, m):
+def draw_inputs(rng, kind, B, H, n, m, to_table=np.asarray):
     """Options of a call whose contents are drawn anew at each call, with one structure for each kind."""
+
+    def table(array):
+        return sightline.table(to_table(array))
+
     ids = np.sort(rng.integers(0, 4, (B, max(n, m))), axis=1)
     bias = rng.normal(size=(1, H, n, m)).astype(np.float32)
     return {
-        "padding": lambda: {"mask": sightline.padding(rng.integers(0, m + 1, B))},
-        "padding of another dtype": lambda: {"mask": sightline.padding(rng.integers(0, m + 1, B).astype(np.uint8))},
+        "padding": lambda: {"mask": sightline.padding(to_table(rng.integers(0, m + 1, B)))},
+        "padding of another dtype": lambda: {
+            "mask": sightline.padding(to_table(rng.integers(0, m + 1, B).astype(np.uint8)))
+        },
         "documents": lambda: {"mask": (i >= j) & (table(ids)[b, i] == table(ids)[b, j])},
-        "boolean array": lambda: {"mask": rng.random((B, 1, n, m)) < 0.7},
-        "a row of booleans": lambda: {"mask": rng.random((B, 1, 1, m)) < 0.7},
+        "boolean array": lambda: {"mask": to_table(rng.random((B, 1, n, m)) < 0.7)},
+        "a row of booleans": lambda: {"mask": to_table(rng.random((B, 1, 1, m)) < 0.7)},
         "function": lambda: {"mask": lambda b, h, i, j: (i >= j) | (j < 3)},
-        "bias": lambda: {"score": sightline.bias(bias)},
-        "bias that hides": lambda: {"score": sightline.bias(np.where(rng.random(bias.shape) < 0.3, -np.inf, bias))},
+        "bias": lambda: {"score": sightline.bias(to_table(bias))},
+        "bias that hides": lambda: {
+            "score": sightline.bias(to_table(np.where(rng.random(bias.shape) < 0.3, -np.inf, bias)))
+        },
         "slopes": lambda: {"score": sightline.alibi(rng.random(H)), "mask": i >= j},
         "window": lambda: {"mask": sightline.window(int(rng.integers(2, 50)), int(rng.integers(2, 9)))},
         "cap": lambda: {
@@ -205,7 +218,7 @@ def draw_inputs(rng, kind, B, H, n, m):
             "mask": i - j < int(rng.integers(2, 9)),
         },
         "table of floats in half": lambda: {"score": s + table(rng.random((H, 7)).astype(np.float16))[h, (i - j) % 7]},
-        "sinks": lambda: {"sinks": rng.normal(size=H).astype(np.float32), "mask": i >= j},
+        "sinks": lambda: {"sinks": to_table(rng.normal(size=H).astype(np.float32)), "mask": i >= j},
         "dropout": lambda: {"dropout": 0.3, "seed": int(rng.integers(2**63, 2**64, dtype=np.uint64))},
         "statistics": lambda: {"see": [sightline.entropy(), sightline.max_score(), sightline.lse()], "mask": i >= j},
         "everything": lambda: {
@@ -238,11 +251,11 @@ def test_equal_bits_with_other_contents(kind, dtype, in_torch, seed):
     B, H, n, m = 2, 3, int(rng.integers(1, 150)), int(rng.integers(1, 150))
     convert = to_torch if in_torch else np.asarray
     given = [convert(x) for x in arrays(rng, ((B, H, n, 8), (B, H, m, 8), (B, H, m, 8)), dtype)]
-    sightline.attention(*given, **draw_inputs(rng, kind, B, H, n, m))
+    sightline.attention(*given, **draw_inputs(rng, kind, B, H, n, m, convert))
     with pytest.MonkeyPatch.context() as patch:
         found = record_hits(patch)
         for _ in range(2):
-            options = draw_inputs(rng, kind, B, H, n, m)
+            options = draw_inputs(rng, kind, B, H, n, m, convert)
             answer = sightline.attention(*given, **options)
             assert all_bits(answer) == all_bits(uncached(given, **options))
             sightline.attention(*given, **options)
@@ -264,14 +277,14 @@ def test_equal_bits_with_other_lengths(kind, in_torch, seed):
         return [convert(x).swapaxes(1, 2) for x in arrays(rng, shapes)]
 
     def call(n, m):
-        sightline.attention(*draw(n, m), **draw_inputs(rng, kind, B, H, n, m))
+        sightline.attention(*draw(n, m), **draw_inputs(rng, kind, B, H, n, m, convert))
 
     numbers = int(rng.integers(2, 500)), int(rng.integers(512, 1200))
     for number in numbers:
         call(n, number)
     for _ in range(3):
         queries, keys = (n if n < 64 else int(rng.integers(64, 300))), int(rng.integers(2, 1400))
-        given, options = draw(queries, keys), draw_inputs(rng, kind, B, H, queries, keys)
+        given, options = draw(queries, keys), draw_inputs(rng, kind, B, H, queries, keys, convert)
         answer = all_bits(sightline.attention(*given, **options))
         assert answer == all_bits(uncached(given, **options))
         for number in numbers:  # `uncached` has cleared the cache
@@ -332,9 +345,9 @@ def test_keys_distinguish_calls(case, library):
         return named_machine
 
     first, second = map(given, DIFFERENT_CALLS[case])
-    call_cache.bound_calls().clear()
+    clear()
     expected = sightline.attention(**second)
-    call_cache.bound_calls().clear()
+    clear()
     before = sightline.attention(**first)
     assert bits(before) != bits(expected)
     assert bits(sightline.attention(**second)) == bits(expected)
@@ -682,7 +695,7 @@ def test_a_decoding_loop_has_one_cached_call(rng, convert):
     cache = sightline.KVCache(capacity=610)
     cache.append(k[:, :, :600], v[:, :, :600])
     expected = [bits(uncached((q, k[:, :, : t + 1], v[:, :, : t + 1]))) for t in range(600, 600 + tokens)]
-    call_cache.bound_calls().clear()
+    clear()
     found = []
     for t, right in enumerate(expected, 600):
         cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
@@ -729,7 +742,7 @@ def test_gradients_equal_those_of_the_operator(rng, formula, shape, monkeypatch)
     found = record_hits(monkeypatch)
     prepared = outputs_and_gradients(other, direction, **options())
     assert found or len(shape) < 4  # calls that are reshaped first are not cached
-    call_cache.bound_calls().clear()
+    clear()
     assert outputs_and_gradients(other, direction, **options()) == prepared
     monkeypatch.setattr(call_cache, "make_request", lambda *given: None)
     assert outputs_and_gradients(other, direction, **options()) == prepared

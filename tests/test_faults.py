@@ -113,7 +113,9 @@ BACKWARD = {
         backward, "Variable(builder, DOUBLE, -args.d_lse", "Variable(builder, DOUBLE, 0.0 * args.d_lse"
     ),
     "dK scaled twice": Fault(
-        launch_backward, 'narrow(sums_by_name["d_key"],', 'narrow(sums_by_name["d_key"] * problem.scale,'
+        launch_backward,
+        "for x in call.combine(sums))",
+        "for x in call.combine([sums[0], problem.scale * sums[1], sums[2]]))",
     ),
     "missed tail of queries": Fault(
         backward, "builder.loop(0, args.query_blocks)", "builder.loop(0, args.n // self.tiles.block)"

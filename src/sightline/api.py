@@ -94,7 +94,7 @@ def attention(
            [0.36, 0.64, 0.  ],
            [0.26, 0.26, 0.47]], dtype=float32)
     """
-    if score is not None and type(score) in call_cache.ADAPTERS:
+    if hasattr(score, "dtype"):
         read_score(score)  # raises an error: only `attend` takes arrays
     return attend(query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads)
 
@@ -123,7 +123,7 @@ def attend(
         if answer is not None:
             return answer[0] if see is None else answer
         mask, score = request.formulas()
-    elif score is not None and type(score) in call_cache.ADAPTERS:
+    elif hasattr(score, "dtype"):
         score = bias(score)
     check_choice(kernel, threads)
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .arrays import dtype_name
-from .cpu.runtime.compile import bound_calls
+from .cpu.runtime.compile import bound_calls, call_families
 from .cpu.runtime.machine import CPU_VARIABLE
 from .formula import from_function, library
 from .formula.expression import Expression
@@ -94,8 +95,7 @@ class Request(NamedTuple):
 
     key : the structure of the call
     mask, score : the formulas; `mask` may be a boolean array, and `score` an array of biases
-    tables : the arrays of the tables, in the order of `Structure.tables`; a mask that is an array comes first, and then
-        a score that is an array
+    tables : the arrays of the tables, those of the mask first, in the order of `Structure.tables`
     numbers : the numbers of the formulas
     sinks, seed : as in `attention`
     """
@@ -164,7 +164,7 @@ def _request_with_formulas(key: tuple[Any, ...], mask: Any, score: Any, sinks: A
     """Return the request of a call with a mask, a score or sinks; `key` is the key of the call without them."""
     has_arrays = type(mask) in ADAPTERS, type(score) in ADAPTERS
     given = [None if is_array else x for x, is_array in zip((mask, score), has_arrays, strict=True)]
-    arrays = tuple([x for x, is_array in zip((mask, score), has_arrays, strict=True) if is_array])
+    arrays: tuple[Any, ...] = (mask,) if has_arrays[0] else ()
     formulas: tuple[Any, ...] = ()
     numbers: tuple[float, ...] = ()
     if given[0] is not None or given[1] is not None:
@@ -178,6 +178,8 @@ def _request_with_formulas(key: tuple[Any, ...], mask: Any, score: Any, sinks: A
         structure = structure_of(*given)
         formulas, numbers = (*structure.formulas, *[table.axes for table in structure.tables]), structure.numbers
         arrays += tuple([table.array for table in structure.tables])
+    if has_arrays[1]:
+        arrays += (score,)
     found = []
     for array in arrays if sinks is None else (*arrays, sinks):
         own = ADAPTERS.get(type(array))
@@ -199,11 +201,11 @@ def lookup(request: Request) -> CachedCall | None:
 
     A call cached without its number of keys is found too; see `_without_key_length`.
     """
-    return _lookup_exact(request.key) or _lookup_exact(_without_key_length(request.key))
-
-
-def _lookup_exact(key: tuple[Any, ...]) -> CachedCall | None:
     entries = bound_calls()
+    return _lookup(entries, request.key) or _lookup(entries, _without_key_length(request.key))
+
+
+def _lookup(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> CachedCall | None:
     try:
         call: CachedCall = entries[key]
         entries.move_to_end(key)
@@ -215,7 +217,7 @@ def _lookup_exact(key: tuple[Any, ...]) -> CachedCall | None:
 def bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCall | None:
     """Return a cached call for a request whose family was met before, with other lengths; None if there is none."""
     family_key = _family_key(request.key)
-    member = None if family_key is None else _lookup_exact(family_key)
+    member = None if family_key is None else _lookup(call_families(), family_key)
     family = None if member is None else member.bound_call.family
     if member is None or family is None:
         return None
@@ -228,8 +230,13 @@ def bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCal
     attach = None if member.attach is None else copy(member.attach)
     empty = member.adapter.empty(query, shape)
     call = replace(member, bound_call=bound_call, shape=shape[:-1], empty=empty, attach=attach)
-    _store(request.key, call)
+    _store(bound_calls(), _cache_key(request, bound_call), call)
     return call
+
+
+def _cache_key(request: Request, bound_call: BoundCall) -> tuple[Any, ...]:
+    """Return the key under which a call is stored: without its number of keys if the call serves every number."""
+    return _without_key_length(request.key) if bound_call.has_dynamic_key_length else request.key
 
 
 def _family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -245,7 +252,7 @@ def _family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
     sizes = query[1], keys[1], values[1], query[3], keys[3], values[3], query[0]
     choice = min(query[2], MAX_SMALL_LENGTH), keys[2] >= MIN_MANY_KEYS
     parts = [_without_lengths(part) if _is_layout(part) else part for part in (*arrays, *key[9:])]
-    return ("family", sizes, choice, *parts)
+    return sizes, choice, *parts
 
 
 def _is_layout(part: Any) -> bool:
@@ -458,15 +465,14 @@ def insert(
         problem.dropout > 0,
         attach,
     )
-    _store(_without_key_length(request.key) if bound_call.has_dynamic_key_length else request.key, entry)
+    _store(bound_calls(), _cache_key(request, bound_call), entry)
     family_key = None if bound_call.family is None else _family_key(request.key)
     if family_key is not None:
-        _store(family_key, entry)
+        _store(call_families(), family_key, entry)
 
 
-def _store(key: tuple[Any, ...], call: CachedCall) -> None:
+def _store(entries: OrderedDict[Any, Any], key: tuple[Any, ...], call: CachedCall) -> None:
     """Store a call, and drop the least recently used calls beyond `MAX_CACHED_CALLS`."""
-    entries = bound_calls()
     entries[key] = call  # each operation on the dict is atomic, so that no thread waits for a lock
     while len(entries) > MAX_CACHED_CALLS:
         try:

@@ -132,13 +132,13 @@ def test_a_sliding_window_skips_tiles(monkeypatch):
         make_model("Mistral", sliding_window=64, max_position_embeddings=1024, num_hidden_layers=1),
         [],
     )
-    attention = hooks.attention
+    attend = hooks.sightline_attend
 
     def explain_and_run(query, key, value, **options):
         explanations.append(sightline.explain(query, key, value, mask=options["mask"]))
-        return attention(query, key, value, **options)
+        return attend(query, key, value, **options)
 
-    monkeypatch.setattr(hooks, "attention", explain_and_run)
+    monkeypatch.setattr(hooks, "sightline_attend", explain_and_run)
     run_length = 1024
     model.set_attn_implementation("sightline")
     with torch.no_grad():

@@ -74,13 +74,17 @@ class KernelArguments:
         return light
 
     def with_arrays(self, query: Any, key: Any, value: Any, tables: Sequence[Any]) -> KernelArguments:
-        """Return the arguments for other arrays of the same dtypes and numbers of axes, without tile ranges."""
+        """Return the arguments for other arrays of the same dtypes and numbers of axes.
+
+        They have tile ranges only if there is no mask. The tables are results of `convert_table`.
+        """
         new = copy.copy(self)
         new.arrays = {"query": detach(query), "key": detach(key), "value": detach(value)}
-        new.problem, new.tables = replace(self.problem, **new.arrays), [convert_table(table) for table in tables]
+        new.problem, new.tables = replace(self.problem, **new.arrays), list(tables)
         new.keep_alive = [new.arrays, new.tables]
-        new.tile_ranges = _unknown_tile_ranges(self.formulas[0], new.problem.extent, self.query_block)
-        new.has_tile_ranges = False
+        mask = self.formulas[0]
+        new.tile_ranges = _make_tile_ranges(mask, new.problem.extent, self.query_block)
+        new.has_tile_ranges = mask is None
         return new
 
     def pack(
@@ -223,15 +227,17 @@ def _find_tile_lookups(arguments: KernelArguments, clamped: tuple[Any, ...]) -> 
         yield tuple(index for index, node in lookups if is_tile_lookup(node))
 
 
-def _unknown_tile_ranges(mask: Expression | None, extent: tuple[int, int, int, int], query_block: int) -> TileRanges:
-    """Return the tile ranges of a mask without ranges: only the numbers of batches and heads that have their own."""
-    B, H, _, _ = extent
-    symbols = frozenset() if mask is None else mask.free_symbols
-    nothing = np.zeros(0, np.int64)
-    batches, heads = (B if "b" in symbols else 1), (H if "h" in symbols else 1)
-    return TileRanges(
-        extent, query_block, KEY_BLOCK, batches, heads, nothing, nothing, nothing, nothing.astype(np.bool_)
-    )
+def _make_tile_ranges(mask: Expression | None, extent: tuple[int, int, int, int], query_block: int) -> TileRanges:
+    """Return the tile ranges without a mask: every tile. With a mask, there are no ranges in the result.
+
+    Its numbers of batches and heads are those that have ranges of their own.
+    """
+    B, H, n, m = extent
+    symbols = frozenset[str]() if mask is None else mask.free_symbols
+    rows = -(-n // query_block) if mask is None else 0
+    start, first, last = np.arange(rows + 1), np.zeros(rows, np.int64), np.full(rows, -(-m // KEY_BLOCK))
+    counts = (B if "b" in symbols else 1), (H if "h" in symbols else 1)
+    return TileRanges(extent, query_block, KEY_BLOCK, *counts, start, first, last, np.ones(rows, np.bool_))
 
 
 def convert_table(array: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...formula.expression import Constant, Expression, Lookup, Symbol, walk
 from ...formula.table_index_ranges import find_index_ranges
 from ..kernels.kernel_spec import KernelSpec
-from .arguments import KernelArguments, extent_in_bytes
+from .arguments import KernelArguments, convert_table, extent_in_bytes
 
 if TYPE_CHECKING:
     from .bound_call import BoundCall
@@ -68,6 +68,7 @@ class CallFamily:
         if not (0 < extent[2] <= MAX_LENGTH and 0 < extent[3] <= MAX_LENGTH):
             return None
         lengths = dict(zip("bhij", extent, strict=True))
+        tables = [convert_table(table) for table in tables]
         for table, axes in zip(tables, self.axes, strict=True):
             spans = [lengths[name] if name else 0 for name in axes or ()]
             if any(span and length not in (1, span) for length, span in zip(table.shape, spans, strict=False)):

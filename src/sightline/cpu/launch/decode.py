@@ -65,7 +65,7 @@ class BoundDecodeCall(BoundCall):
 
     def __init__(self, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> None:
         problem = arguments.problem
-        self.has_dynamic_key_length = spec.mask is None and spec.score is None and arguments.has_tile_ranges
+        self.has_dynamic_key_length = spec.mask is None and spec.score is None
         rows, output_rows = problem.group * problem.n, problem.B * problem.H * problem.n
         self.items_per_split = problem.B * problem.G * -(-rows // MAX_ROWS_PER_ITEM)
         self.target_splits = -(-TARGET_ITEMS // self.items_per_split)  # number of splits, if there are enough keys

@@ -22,7 +22,7 @@ from typing import Any
 from . import disk_cache, llvmlite_lock
 from .machine import Machine
 
-__all__ = ["Address", "bound_calls", "compile_module", "counts", "get_or_compile", "optimised"]
+__all__ = ["Address", "bound_calls", "call_families", "compile_module", "counts", "get_or_compile", "optimised"]
 
 MAX_KERNELS_IN_MEMORY = 512  # one kernel takes about 80 KB
 # The LLVM passes that each kernel needs. Sightline's generator already unrolls loops for the registers and computes the
@@ -58,6 +58,7 @@ class KernelCache:
     def __init__(self) -> None:
         self._kernels: OrderedDict[str, Address] = OrderedDict()
         self.bound_calls: OrderedDict[Any, Any] = OrderedDict()  # calls with bound arguments; see `call_cache`
+        self.call_families: OrderedDict[Any, Any] = OrderedDict()  # one of these calls for each family
         self.reset_locks()
 
     def reset_locks(self) -> None:
@@ -100,6 +101,11 @@ _cache = KernelCache()
 def bound_calls() -> OrderedDict[Any, Any]:
     """Return the cache of bound calls, the least recently used call first. `call_cache` reads and fills the cache."""
     return _cache.bound_calls
+
+
+def call_families() -> OrderedDict[Any, Any]:
+    """Return the cache of calls that stand for their family, the least recently used first, also for `call_cache`."""
+    return _cache.call_families
 
 
 def get_or_compile(key: str, name: str, build_module: Callable[[], Any], machine: Machine) -> Address:
