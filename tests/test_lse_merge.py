@@ -155,6 +155,27 @@ def test_the_output_of_a_part_without_keys_is_not_read(rng, filler, kind):
     assert np.array_equal(to_numpy(joined), [0.5, 2.0, -np.inf])
 
 
+@pytest.mark.parametrize("filler", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize(("gap", "wide"), [(-1e4, "float32"), (-1e4, "float64"), (-200.0, "float64")])
+def test_the_output_of_a_part_whose_factor_underflows_is_not_read(rng, filler, kind, gap, wide):
+    """exp(gap) is 0 in float32, and for −200 not in float64. Attention over the union of the keys is finite too."""
+    a, b = rng.normal(size=(2, 3, 4)).astype(np.float32)
+    own, other = np.array([0.5, gap, 1.0], wide), np.array([gap, 2.0, 1.0], wide)
+    a[1], b[0] = filler, filler
+    parts = [(a, own), (b, other)]
+    arrays = [torch.from_numpy(x).requires_grad_() for part in parts for x in part]
+    out, joined = merge(parts if kind == "numpy" else [(arrays[0], arrays[1]), (arrays[2], arrays[3])])
+    assert np.array_equal(to_numpy(out)[:2], [a[0], b[1]])
+    assert np.array_equal(to_numpy(joined)[:2], [0.5, 2.0])
+    if kind == "torch":
+        d_a, d_own, d_b, d_other = torch.autograd.grad([out.sum(), joined.sum()], arrays)
+        assert np.array_equal(to_numpy(d_a)[:2], [[1.0] * 4, [0.0] * 4])
+        assert np.array_equal(to_numpy(d_b)[:2], [[0.0] * 4, [1.0] * 4])
+        assert_within_budget(d_own[:2], np.array([1.0, 0.0]), np.array([1.0, 0.0]))
+        assert_within_budget(d_other[:2], np.array([0.0, 1.0]), np.array([0.0, 1.0]))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [-1e30, -1e4, 0.0, 1e4, 1e30, 1.5e38])
 def test_normalisers_of_any_size(rng, size, dtype):
@@ -319,9 +340,9 @@ def test_narrow_outputs_have_a_wide_lse():
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
 FAULTS = {
-    "dropped rescale": ("xp.astype(share / total, acc_dtype)[..., None] * ", ""),
+    "dropped rescale": ("weight * xp.astype(out, acc_dtype)", "xp.astype(out, acc_dtype)"),
     "shares not divided by their sum": ("share / total", "share"),
-    "a part left out": ("out in zip(shares, outs, strict=True)", "out in zip(shares[1:], outs[1:])"),
+    "a part left out": ("sum(terms[1:], start=terms[0])", "sum(terms[2:], start=terms[1])"),
     "lse without the shift": ("shift + xp.log(total)", "xp.log(total)"),
     "lse by the largest alone": ("shift + xp.log(total)", "shift"),
     "blind rows not told": ("xp.where(is_empty, xp.full_like(total, -math.inf), ", "("),

@@ -34,8 +34,8 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
         out is an array (..., n, d_v) of float16, bfloat16, float32 or float64, of NumPy or torch. lse is an array
         (..., n), in nats, in the accumulator's dtype (float64 if out is float64, else float32) or in float64. Shapes
         and dtypes must be equal in all parts; nothing is broadcast. An lse of −∞ means that the query sees no key of
-        the part; then the query's row of out is ignored. The tuple (lse,) that `attention(..., see=[lse()])` returns is
-        accepted in place of lse.
+        the part. The query's row of out is ignored if the factor of the part is 0, because the lse is −∞ or the factor
+        underflows. The tuple (lse,) that `attention(..., see=[lse()])` returns is accepted in place of lse.
 
     Returns
     -------
@@ -91,13 +91,11 @@ def _combine(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
     shares = [xp.exp(lse - shift) for lse in lses]
     total = sum(shares[1:], start=shares[0])
     total = xp.where(is_empty, xp.ones_like(total), total)
-    # If an lse is −∞, its row of out counts as 0, whatever another library wrote there.
-    pairs = zip(outs, lses, strict=True)
-    outs = [xp.where((lse == -math.inf)[..., None], xp.zeros_like(out), out) for out, lse in pairs]
-    out = sum(
-        xp.astype(share / total, acc_dtype)[..., None] * xp.astype(out, acc_dtype)
-        for share, out in zip(shares, outs, strict=True)
-    )
+    weights = [xp.astype(share / total, acc_dtype)[..., None] for share in shares]
+    # A part of weight 0 adds nothing, even if its out is NaN or ∞. If its lse is −∞, its out may hold anything.
+    visible = [xp.where(weight == 0, xp.zeros_like(out), out) for weight, out in zip(weights, outs, strict=True)]
+    terms = [weight * xp.astype(out, acc_dtype) for weight, out in zip(weights, visible, strict=True)]
+    out = sum(terms[1:], start=terms[0])
     lse = xp.where(is_empty, xp.full_like(total, -math.inf), shift + xp.log(total))
     return xp.astype(out, out_dtype), xp.astype(lse, lse_dtype)
 
