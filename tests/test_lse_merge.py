@@ -306,7 +306,16 @@ OUT, LSE = np.zeros((2, 4, 3), np.float32), np.zeros((2, 4), np.float32)
 @pytest.mark.parametrize(
     ("parts", "error", "says"),
     [
+        (None, ParameterError, "merge of a NoneType"),
+        (3.0, ParameterError, "an iterable of pairs"),
+        (np.array(3.0), ParameterError, "merge of a ndarray"),
+        (torch.tensor(3.0), ParameterError, "merge of a Tensor"),
         ([], ParameterError, "no parts"),
+        ([None], ParameterError, "part 0 is a NoneType"),
+        ("ab", ParameterError, "part 0 is a str"),
+        ((OUT, LSE), ParameterError, "part 0 is a ndarray"),
+        ([(None, LSE)], DtypeError, "out of part 0 is a NoneType"),
+        ([(OUT, None)], DtypeError, "lse of part 0 is a NoneType"),
         ([OUT], ParameterError, "part 0 is a ndarray"),
         ([(OUT, LSE, LSE)], ParameterError, "pairs"),
         ([(OUT, 3.0)], DtypeError, "lse of part 0 is a float"),

@@ -55,7 +55,7 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     DeviceError
         Parts come from different libraries or lie on different devices.
     ParameterError
-        There is no part, or a part is not a pair.
+        `parts` is no iterable, there is no part, or a part is not a pair.
 
     References
     ----------
@@ -102,8 +102,12 @@ def _combine(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
 
 def _validate(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
     """Check the parts. Return (list of their outputs, list of their lses)."""
+    try:
+        iterator = iter(parts)
+    except TypeError as error:
+        raise ParameterError(f"merge of a {type(parts).__name__}", "an iterable of pairs (out, lse)", CURE) from error
     outs, lses = [], []
-    for index, part in enumerate(parts):
+    for index, part in enumerate(iterator):
         if not isinstance(part, tuple | list) or len(part) != 2:
             raise ParameterError(f"part {index} is a {type(part).__name__}", "pairs (out, lse)", CURE)
         out, lse = part
