@@ -84,6 +84,22 @@ def test_a_table_entry_shared_by_hidden_pairs_has_no_owner(rng):
     assert owners(1, 201) == [(True, False)]
 
 
+@pytest.mark.parametrize("kernel", [None, "cpu", "streaming"])
+def test_values_without_columns(kernel, rng):
+    """With d_v = 0 the output is empty, so that only statistics and lse have an effect on query, key and sinks."""
+    case = Case(*(rng.normal(size=(2, 4, length, d)).astype(np.float32) for length, d in ((5, 3), (7, 3), (7, 0))))
+    case.options |= {"mask": i >= j - 1, "score": softcap(5.0), "sinks": np.ones(4, np.float32)}
+    check(case, ("numpy", "torch"))  # streaming computes the gradients for every kernel
+    inputs = [torch.from_numpy(array).requires_grad_() for array in (*case.arrays, case.options["sinks"])]
+    options = case.options | {"sinks": inputs[3], "kernel": kernel}
+    for see in ([], [sightline.lse()], [sightline.entropy(), sightline.weights()]):
+        output, seen = attention(*inputs[:3], **options, see=see)
+        gradients = torch.autograd.grad([output.sum(), *(part.sin().sum() for part in seen)], inputs)
+        assert [g.shape for g in gradients] == [x.shape for x in inputs]
+        assert all(torch.isfinite(g).all() for g in gradients)
+        assert all(bool(gradients[k].any()) == bool(see) for k in (0, 1, 3))
+
+
 # -- the reference's own gradients -------------------------------------------------------------------------------------
 
 

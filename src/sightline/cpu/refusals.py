@@ -31,7 +31,8 @@ def refuse_forward(problem: Problem) -> Iterator[Refusal]:
 
 
 def refuse_backward(problem: Problem) -> Iterator[Refusal]:
-    """Yield the refusals of the forward pass, and a refusal for a problem without any pair of query and key."""
+    """Yield the refusals of the forward pass, and a refusal for a problem without pairs or with d_v = 0."""
     yield from refuse_forward(problem)
-    if 0 in problem.extent:
-        yield Refusal(f"no pairs: (B, H, n, m) = {problem.extent}", "give at least one batch, head, query and key")
+    if 0 in problem.extent or problem.d_v == 0:
+        shape = f"(B, H, n, m) = {problem.extent}, d_v {problem.d_v}"
+        yield Refusal(f"no pairs or no columns: {shape}", "give at least one of each")
