@@ -123,6 +123,8 @@ def test_sinusoidal_is_that_of_the_paper():
         (ParameterError, {"pairing": "both"}, "half"),
         (ParameterError, {"base": 0.0}, "10000"),
         (ParameterError, {"base": math.inf}, "10000"),
+        (ParameterError, {"base": "10000"}, "base='10000'"),
+        (ParameterError, {"base": True}, "base=True"),
         (ShapeError, {"positions": np.arange(4)}, r"positions\[:, None, :\]"),
         (ShapeError, {"positions": np.zeros((1, 2, 3, 5))}, r"\(n,\)"),
         (DtypeError, {"positions": np.zeros(5, bool)}, "cast"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import numpy as np
 
 from .arrays import accumulator, check_float_dtype, convert, dtype_name, namespace, resolve_dtype
 from .errors import DtypeError, ParameterError, ShapeError
+from .validation import to_float
 
 __all__ = ["rotary", "sinusoidal"]
 
@@ -173,5 +175,5 @@ def _validate(x: Any, base: float, pairing: str, dimensions: int | None) -> int:
 
 
 def _check_base(base: float) -> None:
-    if not 0 < base < float("inf"):
+    if not 0 < to_float(base) < math.inf:
         raise ParameterError(f"base={base!r}", "a finite number above 0", "base=10000.0")

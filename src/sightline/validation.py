@@ -33,6 +33,7 @@ __all__ = [
     "read_sinks",
     "read_statistics",
     "scalar_formula",
+    "to_float",
 ]
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
@@ -184,18 +185,30 @@ def scalar_formula(what: str, array: Any) -> Expression:
     return learned_number(array)
 
 
-def _to_float(number: Any) -> float:
-    """Return the number as a Python float; NaN if `number` is no number or exceeds the range of floats."""
+def to_float(number: Any) -> float:
+    """Return the number as a Python float; NaN if `number` is no real number or exceeds the range of floats.
+
+    `float` would also read texts, True and False.
+    """
+    if isinstance(number, bool | str | bytes | bytearray):
+        return math.nan
+    # torch.compile cannot trace `hasattr` of a number that is a symbol
+    if not isinstance(number, int | float) and hasattr(number, "dtype") and not _is_real(arrays.dtype_name(number)):
+        return math.nan
     try:
         return float(number)
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
+def _is_real(dtype_name: str) -> bool:
+    return dtype_name.startswith(("int", "uint", "float", "bfloat"))
+
+
 def read_scale(scale: Any, query: Any) -> float:
     if scale is None:
         return 1 / math.sqrt(query.shape[-1])
-    value = _to_float(scale)
+    value = to_float(scale)
     largest = MAX_SCALE[arrays.accumulator(arrays.dtype_name(query))]
     if not abs(value) <= largest:
         raise ParameterError(
@@ -205,7 +218,7 @@ def read_scale(scale: Any, query: Any) -> float:
 
 
 def read_dropout(dropout: Any) -> float:
-    value = _to_float(dropout)
+    value = to_float(dropout)
     if not 0 <= value <= 1:
         raise ParameterError(f"dropout={dropout!r}", "a probability from 0 to 1", "dropout=0.1 drops a tenth")
     return value

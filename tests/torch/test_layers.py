@@ -107,9 +107,10 @@ def test_an_unknown_mask_meaning_is_refused():
         ScaledDotProductAttention(mask_means="maybe")
 
 
-def test_a_width_instead_of_dropout_is_refused():
-    with pytest.raises(ParameterError, match="dropout=64"):
-        ScaledDotProductAttention(64)
+@pytest.mark.parametrize("given", [64, "0.1", True])
+def test_a_dropout_that_is_no_probability_is_refused(given):
+    with pytest.raises(ParameterError, match=f"dropout={given!r}\\n"):
+        ScaledDotProductAttention(given)
 
 
 # -- SelfAttention -----------------------------------------------------------------------------------------------------

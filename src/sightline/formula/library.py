@@ -307,7 +307,8 @@ def softcap(t: float) -> Expression:
     ParameterError
         t is not positive and finite.
     """
-    if not (isinstance(t, int | float | np.integer | np.floating) and math.isfinite(t) and t > 0):
+    is_number = isinstance(t, int | float | np.integer | np.floating) and not isinstance(t, bool)
+    if not (is_number and math.isfinite(t) and t > 0):
         raise ParameterError(f"softcap({t!r})", "a finite cap above 0", "softcap(30.0)")
     return apply("tanh", s / float(t)) * float(t)
 

@@ -15,6 +15,7 @@ from ..formula.tables import Table
 from ..positions import rotary
 from ..recording import Kind
 from ..statistics import weights as weights_of
+from ..validation import to_float
 from .functional import align_mask
 from .hooks import attend
 
@@ -62,7 +63,7 @@ class ScaledDotProductAttention(nn.Module):
         self, dropout: float = 0.0, *, scale: float | None = None, mask_means: Literal["attend", "ignore"] = "attend"
     ) -> None:
         super().__init__()
-        if not 0 <= dropout <= 1:
+        if not 0 <= to_float(dropout) <= 1:
             raise ParameterError(
                 f"dropout={dropout!r}", "a probability from 0 to 1", "pass no widths: the arrays have them"
             )
