@@ -1,8 +1,12 @@
-"""Every error that Sightline raises: one class for each kind of error.
+"""Every error that Sightline raises: one class for each kind of error. `name_file` names files in Python's errors.
 
 An error message has three parts: what was given, what is allowed, and the cure. Each class also derives from a fitting
 built-in exception, so that `except ValueError` and similar clauses catch these errors too.
 """
+
+import contextlib
+from collections.abc import Iterator
+from os import PathLike
 
 __all__ = [
     "DeviceError",
@@ -15,6 +19,7 @@ __all__ = [
     "ShapeError",
     "SightlineError",
     "TableError",
+    "name_file",
 ]
 
 
@@ -75,3 +80,17 @@ class KernelRefusedError(SightlineError, NotImplementedError):
 
 class MissingExtraError(SightlineError, ImportError):
     """An optional dependency is needed but not installed. Also an ImportError."""
+
+
+@contextlib.contextmanager
+def name_file(path: str | PathLike[str]) -> Iterator[None]:
+    """Name `path` in an OSError of the `with` block that names no file.
+
+    Python names the file if the file cannot be opened, but not if a write fails, for example on a full disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is not None and error.filename is None:
+            error.filename = str(path)
+        raise

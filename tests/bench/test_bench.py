@@ -422,6 +422,9 @@ def test_reports_are_json(tmp_path):
     assert finding["entries"][0]["seconds"] == [1.0]
     assert finding["entries"][0]["share"] == 0.5
     assert saved["machine"]["numpy"] == np.__version__
+    (tmp_path / "full.json.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: .*full\.json\.part"):
+        report.save(tmp_path / "full.json")
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,14 @@ def test_a_file_that_cannot_be_written_is_a_message(run, tmp_path):
     assert "Traceback" not in err
 
 
+def test_a_full_disk_is_a_message(run, tmp_path):
+    (tmp_path / "cat.svg").symlink_to("/dev/full")
+    code, _, err = run("explain", "--figure", str(tmp_path / "cat.svg"))
+    assert code == 2
+    assert "cat.svg': No space left on device" in err
+    assert "Traceback" not in err
+
+
 def test_colours_in_a_terminal(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     console = Console(force_terminal=True, color_system="truecolor", width=90, highlight=False, file=io.StringIO())

@@ -1,7 +1,10 @@
 """Tests of `sightline.tune`: what it measures, accepts and saves, with a fake kernel of chosen times and errors."""
 
+import errno
 import json
+import os
 import shutil
+import tempfile
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -219,6 +222,19 @@ def test_an_unusable_folder_affects_no_call_and_is_an_error_before_tuning(path, 
     with pytest.raises(ParameterError, match=tuning_cache.CACHE_VARIABLE):
         tuned(kernel)
     assert not kernel.ran
+
+
+@pytest.mark.parametrize("when", ["before tuning", "after tuning"])
+def test_a_full_disk_is_an_error_that_names_the_folder(folder, when, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(*((tempfile, "TemporaryFile") if when == "before tuning" else (Path, "write_text")), fail)
+    kernel = FakeTriton({("forward", candidate_list()[0]): 0.5})
+    with pytest.raises(ParameterError, match=f"cannot be saved in {folder}: .*No space left on device"):
+        tuned(kernel)
+    assert bool(kernel.ran) == (when == "after tuning")
+    assert not any(folder.iterdir())
 
 
 def test_a_kernel_s_name_is_refused():

@@ -104,6 +104,13 @@ def test_a_path_that_cannot_be_written(place, tmp_path):
         explorer.save_html(data, None if place is None else tmp_path / place)
 
 
+def test_a_full_disk(tmp_path):
+    (tmp_path / "page.html").symlink_to("/dev/full")
+    data = explorer.from_weights(["a"], np.ones((1, 1, 1)))
+    with pytest.raises(ParameterError, match=r"page\.html': .*No space left on device"):
+        explorer.save_html(data, tmp_path / "page.html")
+
+
 def test_lone_surrogates_are_written(tmp_path):
     """Names of folders that are not valid text contain lone surrogates."""
     data = explorer.from_weights(["\ud800"], np.ones((1, 1, 1)), title="\udc80")

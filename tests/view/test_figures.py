@@ -1,5 +1,7 @@
 """Figures of weights and statistics show the given values, for 20 tokens and for 100,000."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -193,6 +195,13 @@ def test_files(cat, tmp_path):
     assert all(one is axis for one, axis in zip(drawn, axes, strict=True))
     for ending, start in SIGNATURES.items():
         assert save(figure, tmp_path / f"all.{ending}").read_bytes().startswith(start)
+
+
+def test_the_error_of_a_full_disk_names_the_file(tmp_path):
+    path = tmp_path / "map.png"
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match=re.escape(f"No space left on device: {str(path)!r}")):
+        save(tile_map(causal(), 8), path)
 
 
 @pytest.mark.parametrize(

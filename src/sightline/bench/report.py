@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..errors import name_file
 from .peaks import UNITS
 from .ratio_summary import RatioSummary, summarise
 from .workloads import BEST, Target
@@ -248,7 +249,8 @@ class Report:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(document, indent=1, default=str) + "\n")
+        with name_file(part):
+            part.write_text(json.dumps(document, indent=1, default=str) + "\n")
         os.replace(part, path)
         return path
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import to_numpy
-from ..errors import MissingExtraError, ParameterError
+from ..errors import MissingExtraError, ParameterError, name_file
 
 __all__ = [
     "BLUE",
@@ -165,11 +165,14 @@ def save(figure: Any, path: str | Path) -> Path:
     ------
     ParameterError
         The path does not end in .png, .svg or .pdf.
+    OSError
+        The file cannot be written, for example because the folder is missing or the disk is full.
     """
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise ParameterError(
             f"a picture at {str(path)!r}", "a path ending in " + ", ".join(FORMATS), f"{path.stem}.png"
         )
-    figure.figure.savefig(path, dpi=180)  # works for an axis too: `figure.figure` of a figure is itself
+    with name_file(path):
+        figure.figure.savefig(path, dpi=180)  # works for an axis too: `figure.figure` of a figure is itself
     return path

@@ -24,6 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from ...errors import name_file
+
 __all__ = ["CACHE_VARIABLE", "State", "file_name", "read", "state", "write"]
 
 IMPORT_TIME = time.time()  # a source file that changed later may differ from the imported code
@@ -177,7 +179,10 @@ def _folder() -> Path:
 
 @contextlib.contextmanager
 def _open_folder(create: bool) -> Iterator[int]:
-    """Check the folder and yield its descriptor, through which only files of the checked folder are opened."""
+    """Check the folder and yield its descriptor, through which only files of the checked folder are opened.
+
+    An OSError of the `with` block that names no file names the folder.
+    """
     given = _folder()
     path = Path(os.path.realpath(given))
     for step in dict.fromkeys([*reversed(given.parents), given, *reversed(path.parents), path]):
@@ -189,7 +194,8 @@ def _open_folder(create: bool) -> Iterator[int]:
             raise UntrustedError(f"{path} belongs to another user")
         if found.st_mode & WRITABLE_BY_OTHERS:
             raise UntrustedError(f"other users may write to {path}; chmod 700 {path} prevents this")
-        yield folder
+        with name_file(path):
+            yield folder
     finally:
         os.close(folder)
 

@@ -77,24 +77,20 @@ def prepare_folder() -> Path | None:
     Raises
     ------
     ParameterError
-        The folder is not writable, or SIGHTLINE_CACHE is neither "off" nor an absolute path.
+        The folder is not writable, its disk is full, or SIGHTLINE_CACHE is neither "off" nor an absolute path.
     """
-    setting = os.environ.get(CACHE_VARIABLE, "").strip()
     path = folder()
     try:
         if path is None:
-            if setting.lower() != "off":
+            if os.environ.get(CACHE_VARIABLE, "").strip().lower() != "off":
                 raise NotADirectoryError("the setting is neither off nor an absolute path")
             return None
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return path
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"0")
+        return path
     except OSError as error:
-        raise ParameterError(
-            f"{CACHE_VARIABLE}={setting or 'unset'}: results cannot be saved in {path}: {error}",
-            "the absolute path of a writable folder, or off",
-            f"{CACHE_VARIABLE}=off to save nothing",
-        ) from error
+        raise _unwritable(path, error) from error
 
 
 def store(kernel: str, problem: Problem, device: str, entry: Mapping[str, Any]) -> Path | None:
@@ -103,7 +99,7 @@ def store(kernel: str, problem: Problem, device: str, entry: Mapping[str, Any]) 
     Raises
     ------
     ParameterError
-        The folder is not writable.
+        The folder is not writable, or its disk is full.
     """
     writable = prepare_folder()
     if writable is None:
@@ -114,9 +110,11 @@ def store(kernel: str, problem: Problem, device: str, entry: Mapping[str, Any]) 
     try:
         temporary.write_text(json.dumps({"for": key, **entry}, indent=1) + "\n")
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError):
+            raise _unwritable(writable, error) from error
         raise
     clear()
     return path
@@ -143,6 +141,16 @@ def _load(folder: Path, kernel: str, problem_key: str, device: str) -> Mapping[s
     key = _make_key(kernel, problem_key, device)
     entry = _read(folder / _file_name(key))
     return entry if entry is not None and entry.get("for") == key else None
+
+
+def _unwritable(path: Path | None, error: OSError) -> ParameterError:
+    """Return the error that reports that configurations cannot be saved in the folder `path`."""
+    setting = os.environ.get(CACHE_VARIABLE, "").strip()
+    return ParameterError(
+        f"{CACHE_VARIABLE}={setting or 'unset'}: results cannot be saved in {path}: {error}",
+        "the absolute path of a writable folder on a disk with free space, or off",
+        f"{CACHE_VARIABLE}=off to save nothing",
+    )
 
 
 def _read(file: Path) -> dict[str, Any] | None:

@@ -82,7 +82,9 @@ def save_html(data: Exploration | Any, path: str | Path) -> Path:
         path.write_bytes(page)
     except (OSError, TypeError, ValueError) as error:
         raise ParameterError(
-            f"a page at {str(path)!r}: {error}", "a file in a folder that exists", 'save_html(data, "page.html")'
+            f"a page at {str(path)!r}: {error}",
+            "a file that can be written, in a folder that exists",
+            'save_html(data, "page.html")',
         ) from error
     return path
 
