@@ -172,7 +172,7 @@ WEIGHTS_PASS = {
     "missed last key of a cell": Fault(weights_by_key, "end - j0) as key:", "end - j0 - 1) as key:"),
     "a cell too far": Fault(weights_by_key, "(at.get() - args.first_key + 1)", "(at.get() - args.first_key + 30)"),
     "lanes of all cells": Fault(weights_by_key, "(lanes < end.to(integer))", "(lanes >= 0)"),
-    "a list moved down by the wrong score": Fault(weights_by_query, "old.set(above)", "old.set(s)"),
+    "a list moved down by the wrong weight": Fault(weights_by_query, "old.set(above)", "old.set(p)"),
     "keys left where they were": Fault(
         weights_by_query, "builder.where(passes, key_above, ", "builder.where(passes, j, "
     ),

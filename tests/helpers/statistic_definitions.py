@@ -17,7 +17,7 @@ from sightline.problem import Problem
 from sightline.reference import compute_stages
 from sightline.statistics import arrays_of, solve_selections_separately
 from sightline.testing import assert_within_budget
-from strategies import generators, masks
+from strategies import Case, generators, masks
 
 
 @dataclass(frozen=True)
@@ -252,6 +252,38 @@ def check_places(statistic: Any, found: Any, expected: Any, rough: Any, truth: D
     if statistic.name == "top_k":
         places = np.sort(np.where(where < 0, -1 - np.arange(statistic.k), where), axis=-1)
         assert (np.diff(places, axis=-1) > 0).all(), f"{statistic} finds a key twice: out of its budget"
+
+
+KEYS = np.arange(150)
+EQUAL_WEIGHTS = {  # by name: different scores of `KEYS`, the logit of a sink, the keys of larger weight
+    "underflow, ascending": (np.where(KEYS == 37, 0.0, KEYS - 2000.0), -np.inf, [37]),
+    "underflow, in no order": (np.where(KEYS % 70 == 37, -KEYS, -2000.0 - KEYS * 67 % 113), -np.inf, [37, 107]),
+    "a sink with all the weight": (-2000.0 - KEYS * 67 % 113, 0.0, []),
+    "rounding": ((KEYS * 67 % 113) * 1e-20, -np.inf, []),
+}
+
+
+def check_equal_weights(run: Any, name: str, dtype: str, by_formula: bool) -> None:
+    """Check that `top_k` lists keys of equal weight in ascending order, 0 and rounded weights included.
+
+    The scores come from a score formula if `by_formula`, else from products.
+    """
+    logits, sink, largest = EQUAL_WEIGHTS[name]
+    query, key = np.ones((1, 1, 20, 1), dtype), np.zeros((1, 1, KEYS.size, 1), dtype)
+    if not by_formula:
+        key[..., 0] = logits
+    score = sightline.table(logits)[sightline.j] + sightline.s if by_formula else None
+    mask = (sightline.i < 3) | (sightline.j % 9 != 4)
+    options = {"mask": mask, "score": score, "scale": 1.0, "sinks": np.array([sink])}
+    problem = Case(query, key, key, options).as_torch().make_problem(see=[sightline.top_k(9)])
+    ((weights, where),) = run(problem).seen
+    visible = problem.mask.array(20, KEYS.size)
+    rest = [j for j in KEYS.tolist() if j not in largest]
+    expected = [[j for j in (*largest, *rest) if row[j]][:9] for row in visible]
+    np.testing.assert_array_equal(to_numpy(where)[0, 0], expected)
+    assert (np.diff(to_numpy(weights)) <= 0).all()
+    found = np.isin(to_numpy(where), largest) | (name == "rounding")
+    np.testing.assert_array_equal(to_numpy(weights) > 0, found)
 
 
 # -- drawn statistics --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from sightline.arrays import to_numpy
 from sightline.errors import DtypeError, MaskError, ParameterError, ShapeError, TableError
 from sightline.statistics import arrays_of, matrix, per_key, per_query, selection
 from sightline.testing import assert_within_budget
-from statistic_definitions import Dense, check, defined, parts, statistics, usable
+from statistic_definitions import EQUAL_WEIGHTS, Dense, check, check_equal_weights, defined, parts, statistics, usable
 from strategies import DTYPES, ON_HOST, cases
 
 streaming = sys.modules["sightline.streaming"]
@@ -325,6 +325,14 @@ def test_the_first_of_equal_keys_is_found(kernel):
     assert top.where.tolist() == [[[[1, 2, 3], [2, 3, 4], [-1, -1, -1]]]]
     assert np.isneginf(largest.score[0, 0, 2])
     assert not top.weights[0, 0, 2].any()
+
+
+@pytest.mark.parametrize("by_formula", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", EQUAL_WEIGHTS)
+@pytest.mark.parametrize("kernel", ON_HOST, ids=lambda kernel: kernel.name)
+def test_of_equal_weights_the_smaller_key_comes_first(kernel, name, dtype, by_formula):
+    check_equal_weights(kernel.run, name, dtype, by_formula)
 
 
 # -- shapes of results -------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from sightline.gpu.launch.weights_pass import MAX_TOP_K
 from sightline.reference import compute_stages
 from sightline.statistics import arrays_of
 from sightline.streaming import Streaming
-from statistic_definitions import check, parts, statistics, usable
+from statistic_definitions import EQUAL_WEIGHTS, check, check_equal_weights, parts, statistics, usable
 from strategies import DTYPES, Case, cases
 
 RED = "budget|shape"
@@ -133,6 +133,12 @@ def test_of_equal_scores_the_smaller_key_comes_first(triton_kernel, scale):
     np.testing.assert_array_equal(first, expected[..., 0])
     np.testing.assert_array_equal(score, truth.masked.max(-1))
     assert not weights[..., 5, :].any()
+
+
+@pytest.mark.parametrize("by_formula", [True, False])
+@pytest.mark.parametrize("name", EQUAL_WEIGHTS)
+def test_of_equal_weights_the_smaller_key_comes_first(triton_kernel, name, by_formula):
+    check_equal_weights(triton_kernel.run, name, "float32", by_formula)
 
 
 def test_the_first_of_equal_keys_is_found(triton_kernel):
@@ -260,7 +266,7 @@ FAULTS = {
     "a mean of one head": (DENSE, "range(batches * heads)", "range(1)", "weights().mean('heads')"),
     "the last weights": (DENSE, "total + tile_ops.weight(", "0 * total + tile_ops.weight(", "weights().mean('heads')"),
     "a list never full": (TOP_K, "enters = (keys == least_key)", "enters = (keys >= least_key)", "top_k(3)"),
-    "a key found twice": (TOP_K, "s = tl.where(j == key, float", "s = tl.where(j == key + 1, float", "top_k(3)"),
+    "a key found twice": (TOP_K, "p = tl.where(j == key, float", "p = tl.where(j == key + 1, float", "top_k(3)"),
     "lists in no order": (TOP_K, "best = tl.max(values, 1", "best = tl.min(values, 1", "top_k(3)"),
     "an off-by-one cell": (POOLED, "start + 1, tl.int64) * cells -", "start, tl.int64) * cells -", "pooled(6, 11)"),
     "cells of all keys": (POOLED, "position - start + 1", "position + 1", "pooled(2, 3, within=((9, 19), (9, 39)))"),

@@ -44,10 +44,14 @@ class WeightsByQuery(WeightsPass):
 class TopK(WeightsByQuery):
     """Find the `spec.k` largest weights of each query and their keys; of equal weights the smaller key comes first.
 
-    Each lane has a sorted list: the score of rank r and its key are in row r + 1, and row 0 is ∞, which ends every
-    insertion. Keys come in ascending order, and a score is inserted after equal scores. Scores of a tile that may enter
-    a list are first collected for each lane. Then one score of each lane is inserted at a time, because an insertion
-    costs the same for one lane as for all lanes.
+    Each lane has a sorted list: the weight of rank r and its key are in row r + 1, and row 0 is ∞, which ends every
+    insertion. Keys come in ascending order, and a weight is inserted after equal weights. Weights of a tile that may
+    enter a list are first collected for each lane. Then one weight of each lane is inserted at a time, because an
+    insertion costs the same for one lane as for all lanes.
+
+    Different scores may have equal weights, for example 0, so the lists compare weights. A weight is computed only if
+    its score exceeds `bound`. Weights of at most ½ do not fall as the score rises, and only one weight of a query is
+    larger.
     """
 
     fields = WeightsPass.fields | {"where": POINTER}  # `output` and `where` are (B, H, n, k); `where` is int64
@@ -55,12 +59,13 @@ class TopK(WeightsByQuery):
     def allocate_statistic(self) -> None:
         tiles, rows = self.tiles, self.spec.k + 1
         self.index_vector = vector(self.integer, self.lanes)
-        self.top_scores = tiles.matrix(rows)
+        self.top_weights = tiles.matrix(rows)
         row = tiles.block * bytes_of(self.integer)
         self.top_keys = tiles.scratch(rows * row)
-        self.smallest = tiles.variables()  # the smallest score of each list
-        self.pending_scores, self.pending_keys = tiles.matrix(KEY_BLOCK), tiles.scratch(KEY_BLOCK * row)
-        self.pending_counts, self.candidate_scores = tiles.scratch(row), tiles.matrix(1)
+        self.smallest = tiles.variables()  # the smallest weight of each list; −∞ until the list is full
+        self.bound = tiles.variables()  # the largest score whose weight was at most `smallest`
+        self.pending_weights, self.pending_keys = tiles.matrix(KEY_BLOCK), tiles.scratch(KEY_BLOCK * row)
+        self.pending_counts, self.candidate_weights = tiles.scratch(row), tiles.matrix(1)
 
     def key_address(self, row: Any, v: int, keys: Value | None = None) -> Value:
         """Return the address of vector v of a row in the integer matrix `keys`, by default `top_keys`."""
@@ -73,11 +78,12 @@ class TopK(WeightsByQuery):
         builder, tiles = self.builder, self.tiles
         with builder.loop(0, self.spec.k + 1) as row:
             for v in self.vectors:
-                tiles.store(self.top_scores, row, v, builder.value(-math.inf, self.vector))
+                tiles.store(self.top_weights, row, v, builder.value(-math.inf, self.vector))
                 self.key_address(row, v).store(builder.value(-1, self.index_vector))
         for v in self.vectors:
-            tiles.store(self.top_scores, 0, v, builder.value(math.inf, self.vector))
+            tiles.store(self.top_weights, 0, v, builder.value(math.inf, self.vector))
             self.smallest[v].set(-math.inf)
+            self.bound[v].set(-math.inf)
 
     def process_tile(self, j0: Value, masked: bool) -> None:
         builder = self.builder
@@ -87,64 +93,76 @@ class TopK(WeightsByQuery):
             hidden = builder.value(-math.inf, self.vector)
             logits = self.logits(key, j0, masked)
             scores = [s if allowed is None else builder.where(allowed, s, hidden) for _, s, allowed in logits]
-            is_candidate = [s > smallest.get() for s, smallest in zip(scores, self.smallest, strict=True)]
-            with builder.if_then(functools.reduce(lambda x, y: x | y, is_candidate).any()):
+            exceeds = [s > bound.get() for s, bound in zip(scores, self.bound, strict=True)]
+            with builder.if_then(functools.reduce(lambda x, y: x | y, exceeds).any()):
                 for v, s in enumerate(scores):
-                    with builder.if_then(is_candidate[v].any()):
-                        self.append_pending(is_candidate[v], s, (j0 + key).to(self.integer), v)
+                    with builder.if_then(exceeds[v].any()):
+                        self.select_candidates(exceeds[v], s, (j0 + key).to(self.integer), v)
         for v in self.vectors:
             pending_count = self.key_address(0, v, self.pending_counts).load(self.index_vector)
             with builder.loop(0, pending_count.reduce(builder.maximum).to(INT64)) as rank:
                 is_pending = pending_count > rank.to(self.integer)
-                s = builder.where(is_pending, self.tiles.load(self.pending_scores, rank, v), -math.inf)
-                self.insert(s, self.key_address(rank, v, self.pending_keys).load(self.index_vector), v)
+                p = builder.where(is_pending, self.tiles.load(self.pending_weights, rank, v), -math.inf)
+                self.insert(p, self.key_address(rank, v, self.pending_keys).load(self.index_vector), v)
 
-    def append_pending(self, candidates: Value, s: Value, j: Value, v: int) -> None:
-        """Append the scores of one key, in the lanes of the candidates, to the pending scores of each lane."""
+    def select_candidates(self, exceeds: Value, s: Value, j: Value, v: int) -> None:
+        """Append the weights of one key that exceed `smallest` to the pending weights; raise `bound` to other scores.
+
+        Only lanes in which the score exceeds `bound` take part.
+        """
+        builder, bound, smallest = self.builder, self.bound[v], self.smallest[v].get()
+        p = self.compute_weight(s, v)
+        is_candidate = exceeds & (p > smallest)
+        bound.set(builder.where(exceeds & (p <= smallest), s, bound.get()))
+        with builder.if_then(is_candidate.any()):
+            self.append_pending(is_candidate, p, j, v)
+
+    def append_pending(self, candidates: Value, p: Value, j: Value, v: int) -> None:
+        """Append the weights of one key, in the lanes of the candidates, to the pending weights of each lane."""
         builder, tiles, size = self.builder, self.tiles, bytes_of(self.integer)
-        tiles.store(self.candidate_scores, 0, v, s)
+        tiles.store(self.candidate_weights, 0, v, p)
         remaining = Variable(builder, INT64, candidates.bitcast(IntType(self.lanes)).zero_extend(INT64))
         with builder.infinite_loop() as break_if:
             lane = remaining.get().trailing_zeros()
             count_address = self.key_address(0, v, self.pending_counts).at(lane * size)
             count = count_address.load(self.integer)
             position = count.to(INT64)
-            score = tiles.at(self.candidate_scores, 0, v).at(lane * tiles.itemsize).load(self.float)
-            tiles.at(self.pending_scores, position, v).at(lane * tiles.itemsize).store(score)
+            weight = tiles.at(self.candidate_weights, 0, v).at(lane * tiles.itemsize).load(self.float)
+            tiles.at(self.pending_weights, position, v).at(lane * tiles.itemsize).store(weight)
             self.key_address(position, v, self.pending_keys).at(lane * size).store(j)
             count_address.store(count + 1)
             remaining.set(remaining.get() & (remaining.get() - 1))
             break_if(remaining.get() == 0)
 
-    def insert(self, s: Value, j: Value, v: int) -> None:
-        """Insert each lane's score and key into the lane's list if the score exceeds the list's smallest score.
+    def insert(self, p: Value, j: Value, v: int) -> None:
+        """Insert each lane's weight and key into the lane's list if the weight exceeds the list's smallest weight.
 
-        The loop starts at the last rank and moves smaller scores down by one rank.
+        The loop starts at the last rank and moves smaller weights down by one rank.
         """
         builder, tiles, k = self.builder, self.tiles, self.spec.k
         row = Variable(builder, INT64, k)
-        old = Variable(builder, self.vector, tiles.load(self.top_scores, k, v))
+        old = Variable(builder, self.vector, tiles.load(self.top_weights, k, v))
         key = Variable(builder, self.index_vector, self.key_address(k, v).load(self.index_vector))
         with builder.infinite_loop() as break_if:
             at = row.get()
-            above = tiles.load(self.top_scores, at - 1, v)
+            above = tiles.load(self.top_weights, at - 1, v)
             key_above = self.key_address(at - 1, v).load(self.index_vector)
-            enters, passes = s > old.get(), s > above
-            tiles.store(self.top_scores, at, v, builder.where(passes, above, builder.where(enters, s, old.get())))
+            enters, passes = p > old.get(), p > above
+            tiles.store(self.top_weights, at, v, builder.where(passes, above, builder.where(enters, p, old.get())))
             self.key_address(at, v).store(builder.where(passes, key_above, builder.where(enters, j, key.get())))
             break_if(~passes.any())
             row.set(at - 1)
             old.set(above)
             key.set(key_above)
-        self.smallest[v].set(tiles.load(self.top_scores, k, v))
+        self.smallest[v].set(tiles.load(self.top_weights, k, v))
 
     def store(self) -> None:
         builder, args, tiles, k = self.builder, self.args, self.tiles, self.spec.k
         with builder.loop(1, k + 1) as row:
             for v in self.vectors:
-                tiles.store(self.top_scores, row, v, self.compute_weight(tiles.load(self.top_scores, row, v), v))
+                tiles.store(self.top_weights, row, v, builder.maximum(tiles.load(self.top_weights, row, v), 0.0))
         target = args.output.at(self.row * (k * tiles.itemsize))
-        self.store_transposed(tiles.at(self.top_scores, 1), k, target, self.format.accumulator_format)
+        self.store_transposed(tiles.at(self.top_weights, 1), k, target, self.format.accumulator_format)
         size = bytes_of(self.integer)
         with builder.loop(0, self.num_valid) as lane, builder.loop(0, k) as rank:
             key = self.key_address(rank + 1, 0).at(lane * size).load(self.integer)

@@ -152,7 +152,7 @@ def pooled(
 
 
 def top_k(problem: Problem, lse: Any, k: int, threads: int | None = None, processor: Processor = HOST) -> Any:
-    """Return each query's k largest weights, descending, and their keys; of equal scores the smaller key comes first.
+    """Return each query's k largest weights, descending, and their keys; of equal weights the smaller key comes first.
 
     Returns
     -------

@@ -13,26 +13,36 @@ __all__ = ["top_k"]
 
 
 @triton.jit
-def keep_largest(state, s, first, lse, meta):
-    """Return the state after a tile of scores: for each query a list of its K largest scores and their keys.
+def rank_weights(s, block):
+    """Return numbers in the order of the weights of scores s: the weight, ∞ if the weight is NaN, −∞ if s is −∞.
 
-    The state is (scores, keys, least score of each list, its key). The first two have the shape (rows, K), and each
-    list is in any order; the last two have the shape (rows, 1). In every row the best score of the tile replaces the
-    least score of the list, until no score of the tile is better than the least score.
+    Different scores may have equal weights, for example 0.
+    """
+    p = tile_ops.weight(s, block.unit, block.lse)
+    p = tl.where(p == p, p, float("inf"))
+    return tl.where(s == float("-inf"), s, p)
+
+
+@triton.jit
+def keep_largest(state, p, first, meta):
+    """Return the state after a tile of `rank_weights`: for each query a list of its K largest weights and their keys.
+
+    The state is (weights, keys, least weight of each list, its key). The first two have the shape (rows, K), and each
+    list is in any order; the last two have the shape (rows, 1). In every row the best weight of the tile replaces the
+    least weight of the list, until no weight of the tile is better than the least weight.
     """
     values, keys, least, least_key = state
-    j = tl.broadcast_to(first + tl.arange(0, meta.keys)[None, :], s.shape)
-    s = tl.where((lse != lse) & (s != float("-inf")), 0.0, s)  # if lse is NaN, all weights are: the first keys win
-    better = (s > least) | ((s == least) & (j < least_key) & (s > float("-inf")))
+    j = tl.broadcast_to(first + tl.arange(0, meta.keys)[None, :], p.shape)
+    better = (p > least) | ((p == least) & (j < least_key) & (p > float("-inf")))
     while tl.max(tl.max(better.to(tl.int32), 1), 0) > 0:
-        best = tl.max(tl.where(better, s, float("-inf")), 1, keep_dims=True)
-        key = tl.min(tl.where(better & (s == best), j, tile_ops.NO_KEY), 1, keep_dims=True)
+        best = tl.max(tl.where(better, p, float("-inf")), 1, keep_dims=True)
+        key = tl.min(tl.where(better & (p == best), j, tile_ops.NO_KEY), 1, keep_dims=True)
         enters = (keys == least_key) & (key != tile_ops.NO_KEY)
         values, keys = tl.where(enters, best, values), tl.where(enters, key, keys)
         least = tl.min(values, 1, keep_dims=True)
         least_key = tl.max(tl.where(values == least, keys, -1), 1, keep_dims=True)
-        s = tl.where(j == key, float("-inf"), s)
-        better = (s > least) | ((s == least) & (j < least_key) & (s > float("-inf")))
+        p = tl.where(j == key, float("-inf"), p)
+        better = (p > least) | ((p == least) & (j < least_key) & (p > float("-inf")))
     return values, keys, least, least_key
 
 
@@ -41,7 +51,7 @@ def update_top_k_range(state, first, last, block, formulas, OPTIONS: tl.constexp
     """Return the state of `keep_largest` after the tiles of keys `first` ... `last` − 1."""
     for tile in range(first, last):
         s = compute_scores(block, tile * meta.keys, formulas, PARTIAL, meta)
-        state = keep_largest(state, s, tile * meta.keys, block.lse[0], meta)
+        state = keep_largest(state, rank_weights(s, block), tile * meta.keys, meta)
     return state
 
 
@@ -69,7 +79,7 @@ def top_k(
 ):
     """Write the k largest weights of each query of a block, descending, and their keys.
 
-    Of equal scores the one with the smaller key comes first.
+    Of equal weights the one with the smaller key comes first.
 
     Parameters
     ----------
@@ -97,7 +107,7 @@ def top_k(
         best = tl.max(values, 1, keep_dims=True)
         best_key = tl.min(tl.where(values == best, keys, tile_ops.NO_KEY), 1, keep_dims=True)
         some = best > float("-inf")
-        p = tl.where(some, tile_ops.weight(best, block.unit, block.lse), 0.0)
+        p = tl.where(some, tl.where(best == float("inf"), float("nan"), best), 0.0)
         tl.store(output + at + rank, p, mask=inside)
         tl.store(where + at + rank, tl.where(some, best_key, -1).to(tl.int64), mask=inside)
         values = tl.where(keys == best_key, float("-inf"), values)
