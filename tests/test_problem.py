@@ -185,6 +185,12 @@ REFUSED = {
     "an even relative bias": (lambda: relative_bias(np.ones((2, 4))), ShapeError, "2×4", "odd"),
     "a relative bias for 3": (lambda: make(score=relative_bias(np.ones((3, 5)))), ShapeError, "length 3 stands for h"),
     "a cap of 0": (lambda: softcap(0), ParameterError, "softcap(0)", "above 0"),
+    "a bias expanded to a huge gradient": (
+        lambda: sightline.bias(torch.zeros(1, requires_grad=True).expand(10**6, 10**6)),
+        ShapeError,
+        "gradient takes 4,000,000,000,000 bytes",
+        "without expand",
+    ),
     "a cap of True": (lambda: softcap(True), ParameterError, "softcap(True)", "above 0"),
     "a cap as text": (lambda: softcap("30"), ParameterError, "softcap('30')", "above 0"),
     "a cap that is NaN": (lambda: softcap(float("nan")), ParameterError, "finite"),

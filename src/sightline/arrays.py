@@ -6,6 +6,7 @@ without importing torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -21,11 +22,13 @@ __all__ = [
     "convert",
     "detach",
     "device",
+    "drop_repeats",
     "dtype_name",
     "empty",
     "framework",
     "is_strided",
     "layout",
+    "map_entries",
     "min_max",
     "namespace",
     "resolve_dtype",
@@ -136,6 +139,10 @@ def convert(array: Array, like: Array) -> Array:
     """
     if framework(array) == framework(like):
         return array
+    return map_entries(lambda entries: _convert(entries, like), array)
+
+
+def _convert(array: Array, like: Array) -> Array:
     host = to_numpy(array)
     if framework(like) != "torch":
         return host
@@ -147,6 +154,31 @@ def convert(array: Array, like: Array) -> Array:
 def broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
     """Return the array broadcast to that shape, as a view. Lengths in `shape` may be symbols of torch.compile."""
     return array.expand(shape) if hasattr(array, "expand") else np.broadcast_to(array, shape)
+
+
+def drop_repeats(array: Array) -> Array:
+    """Return a view of the array in which every axis of stride 0 has length 1; the array itself if it has none.
+
+    Entries repeat along an axis of stride 0, as `broadcast_to` makes one.
+    """
+    if isinstance(array, np.ndarray):
+        strides: tuple[int, ...] = array.strides
+    elif framework(array) == "torch" and is_strided(array):
+        strides = array.stride()
+    else:
+        return array
+    repeats = [stride == 0 and length > 1 for stride, length in zip(strides, array.shape, strict=True)]
+    return array[tuple([slice(0, 1) if one else slice(None) for one in repeats])] if any(repeats) else array
+
+
+def map_entries(function: Callable[[Array], Array], array: Array) -> Array:
+    """Return function(array), for a function that computes each entry of the result from one entry of the array.
+
+    The function is applied to `drop_repeats(array)`. So a copy does not store entries that repeat, and the result is a
+    view with the same axes of stride 0.
+    """
+    entries = drop_repeats(array)
+    return function(array) if entries is array else broadcast_to(function(entries), tuple(array.shape))
 
 
 def is_strided(array: Array) -> bool:

@@ -5,6 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -117,7 +118,7 @@ def test_intervals_contain_every_value_of_a_formula(formula, data):
 @given(generators(), st.integers(1, 4))
 def test_table_bounds_contain_every_entry_of_a_range(rng, axes):
     lengths = rng.integers(1, [70, 40, 12, 9][:axes][-1] + 1, axes)
-    values = rng.normal(size=lengths)
+    values = np.broadcast_to(rng.normal(size=np.where(rng.random(axes) < 0.2, 1, lengths)), lengths)
     first = [rng.integers(0, length, 30) for length in lengths]
     last = [np.minimum(a + rng.integers(0, length, 30), length - 1) for a, length in zip(first, lengths, strict=True)]
     least, greatest = TableBounds(values).over(list(zip(first, last, strict=True)))
@@ -127,6 +128,18 @@ def test_table_bounds_contain_every_entry_of_a_range(rng, axes):
         assert greatest[k] >= inside.max()
         if all(a[k] == z[k] for a, z in zip(first, last, strict=True)):
             assert least[k] == greatest[k] == inside.min()
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.as_tensor], ids=["NumPy", "torch"])
+def test_the_bounds_of_repeated_entries_need_no_copy(convert):
+    """A copy of every entry would take 8 TB."""
+    row = np.arange(10.0**6)
+    values = convert(row)
+    values = np.broadcast_to(values, (10**6, 10**6)) if convert is np.asarray else values.expand(10**6, 10**6)
+    bounds = TableBounds(values)
+    least, greatest = bounds.over([(np.array([0, 5]), np.array([10**6 - 1, 900_000])), (0, np.array([10**6, 15]))])
+    np.testing.assert_array_equal(least, [0, 0])
+    np.testing.assert_array_equal(greatest, [10**6 - 1, 15])
 
 
 # -- tiles -----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ __all__ = [
     "window",
 ]
 
+MAX_GRADIENT_BYTES = 1 << 40  # a table's gradient has one number for every entry, also if entries repeat in memory
+
 b, h, i, j, s = (SYMBOLS[name] for name in "bhijs")
 n, m = SYMBOLS["n"], SYMBOLS["m"]
 
@@ -231,11 +233,20 @@ def bias(array: Any) -> Expression:
     ParameterError
         The array is boolean; a boolean array is a mask.
     ShapeError
-        When attention is computed: the length of an axis is neither 1 nor the length that (B, H, n, m) requires.
+        The array requires a gradient of more than 1 TiB, because it was expanded. When attention is computed: the
+        length of an axis is neither 1 nor the length that (B, H, n, m) requires.
     """
     table = _broadcast_table(array)
     if table.kind == "bool":
         raise ParameterError(f"bias({table})", "numbers to be added", "pass a condition as mask=")
+    requires_grad = getattr(table.array, "requires_grad", False)
+    size = math.prod(table.shape) * table.array.element_size() if requires_grad else 0
+    if size > MAX_GRADIENT_BYTES:
+        raise ShapeError(
+            f"bias({table}), whose gradient takes {size:,} bytes",
+            f"a gradient of at most {MAX_GRADIENT_BYTES:,} bytes",
+            "pass the array without expand, because axes of length 1 broadcast",
+        )
     return s + _lookup(table)
 
 

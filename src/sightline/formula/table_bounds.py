@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import min_max, to_numpy
+from ..arrays import drop_repeats, min_max, to_numpy
 from ..cached_property import cached_property
 
 __all__ = ["TableBounds"]
@@ -28,7 +28,8 @@ class TableBounds:
     """The pyramid over one array of NumPy or of a framework. A level is computed when it is first needed."""
 
     def __init__(self, array: Any) -> None:
-        self.array, self.values = array, to_numpy(array)
+        self.array = drop_repeats(array)  # `over` clips the indices of an axis that is cut to length 1
+        self.values = to_numpy(self.array)
         self.levels: dict[Level, tuple[Array, Array]] = {}
 
     def over(self, ranges: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..arrays import dtype_name, is_strided, to_host
+from ..arrays import dtype_name, is_strided, map_entries, to_host
 from ..cached_property import cached_property
 from ..errors import DtypeError, FormulaError, ShapeError
 from .expression import Expression, Lookup, as_expression, intern
@@ -110,7 +110,7 @@ class Table:
 
         It keeps what it has computed, so the array must not change after the first access.
         """
-        return _TABLE_BOUNDS.get("bounds", [self.array], lambda: TableBounds(to_host(self.array)))
+        return _TABLE_BOUNDS.get("bounds", [self.array], lambda: TableBounds(map_entries(to_host, self.array)))
 
     def __repr__(self) -> str:
         return f"table({'×'.join(map(str, self.shape))} {self.dtype})"

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ...arrays import detach, empty, layout, to_numpy
+from ...arrays import detach, empty, layout, map_entries, to_numpy
 from ...dropout import threshold
 from ...formula.expression import SYMBOLS, Expression, Lookup, walk
 from ...formula.parameters import TableParameter, structure_of
@@ -242,9 +242,14 @@ def _make_tile_ranges(mask: Expression | None, extent: tuple[int, int, int, int]
 
 def convert_table(array: Any) -> Any:
     """Return a table as bool, int32, int64, float32 or float64; the array itself if it has one of these dtypes."""
-    array = to_numpy(array)
-    if array.size == 0:  # only hidden pairs read the table, and any number serves a hidden pair
+    if 0 in array.shape:  # only hidden pairs read the table, and any number serves a hidden pair
+        array = to_numpy(array)
         array = np.zeros([max(length, 1) for length in array.shape], array.dtype)
+    return map_entries(_convert_entries, array)
+
+
+def _convert_entries(array: Any) -> Any:
+    array = to_numpy(array)
     kind, size = array.dtype.kind, array.dtype.itemsize
     if kind == "b":
         return array
