@@ -109,8 +109,8 @@ REFUSED = {
     "a mask for 4 batches": (
         lambda: make(mask=np.ones((2, 2, 2, 4, 4), bool)),
         ShapeError,
-        "stands for b",
-        "length 1,",
+        "whose leading axes (2, 2) stand for the batch axes (1,)",
+        "broadcast to (1,)",
     ),
     "dense numbers": (lambda: dense(np.ones((4, 4))), MaskError, "True where the query attends", "bias"),
     "lengths of 2 batches": (lambda: make(mask=padding([3, 4])), ShapeError, "axis 0 of length 2 stands for b"),

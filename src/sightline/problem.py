@@ -25,6 +25,7 @@ from . import arrays, validation
 from .cached_property import cached_property
 from .errors import DeviceError
 from .formula import implied_mask
+from .formula.batch_axes import align_batch_axes
 from .formula.expression import SYMBOLS, Expression, parse_text
 from .formula.formula_checks import check_formulas
 from .formula.tables import Table
@@ -208,17 +209,23 @@ def parse(
     if getattr(scale, "requires_grad", False):  # a learned scale becomes a table of one entry, which has a gradient
         scaled = SYMBOLS["s"] * validation.scalar_formula("scale", scale)
         formula, scale = scaled if formula is None else formula.with_scores(scaled), 1.0
+    tables: dict[int, Table] = {}
+
+    def align(formula: Any) -> Any:
+        """Return the formula with its dense arrays broadcast to the batch axes; None for None."""
+        return None if formula is None else align_batch_axes(formula, tuple(query.shape[:-3]), tables)
+
     problem = Problem(
         query,
         key,
         value,
-        mask=_conjoin(validation.read_mask(mask), length_mask),
-        score=formula,
+        mask=_conjoin(align(validation.read_mask(mask)), length_mask),
+        score=align(formula),
         sinks=validation.read_sinks(sinks, query),
         scale=validation.read_scale(scale, query),
         dropout=validation.read_dropout(dropout),
         seed=validation.read_seed(seed, dropout),
-        see=validation.read_statistics(see),
+        see=tuple([statistic.map_formulas(align) for statistic in validation.read_statistics(see)]),
         heads_squeezed=heads_squeezed,
     )
     for statistic in problem.see:
@@ -240,7 +247,8 @@ def validate(problem: Problem) -> Problem:
         for table in formula.tables:
             if id(table) not in moved:
                 check_device("table", table.array, problem.query)
-                moved[id(table)] = Table(to_device(table.array, problem.query), table.axes, table.origin)
+                array = to_device(table.array, problem.query)
+                moved[id(table)] = Table(array, table.axes, table.batch_axes, table.origin)
         return formula.substitute({}, moved) if formula.tables else formula
 
     def check_condition(condition: Expression) -> Expression:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sightline
-from sightline import h, i, j, m, n, s, table, where
+from sightline import bias, h, i, j, m, n, s, table, where
 from sightline.accuracy import compute_baseline, dense_attention, gradient_term_sizes
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
 from sightline.formula.tables import Table
@@ -412,6 +412,24 @@ def test_one_graph_serves_all_lengths():
         x = drawn(2, 4, length, 8, dtype=torch.float32)
         assert torch.equal(compiled(x), call(x))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("leading", [(2, 3), (1, 3), (2, 1), (1, 1)])
+def test_leading_axes_of_a_bias_broadcast_when_compiled(leading):
+    torch.compiler.reset()
+
+    def call(x, added, allowed):
+        return scaled_dot_product_attention(x, x, x, allowed) + sightline.attention(x, x, x, score=bias(added))
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (5, 6):
+        x = drawn(2, 3, 2, length, 4, dtype=torch.float32)
+        added = drawn(*leading, 2, length, length, dtype=torch.float32)
+        allowed = drawn(3, 1, length, length, grad=False) > -0.5  # has one batch axis
+        expected, found = call(x, added, allowed), compiled(x, added, allowed)
+        torch.testing.assert_close(found, expected)
+        for one, other in zip(*(torch.autograd.grad(y.sum(), (x, added)) for y in (found, expected)), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_shape_errors_are_readable_when_compiled():

@@ -45,17 +45,26 @@ def check_formulas(mask: Expression | None, score: Expression | None, extent: Ex
 
 
 def _check_span(table: Any, extent: Extent) -> None:
-    for axis, name in enumerate(table.axes or ()):
-        if name is None:
-            continue
-        length, span = table.shape[axis], extent["bhij".index(name)]
+    for name, length in table.span_lengths:
+        span = extent["bhij".index(name)]
         if length not in (1, span):
             raise ShapeError(
-                f"an array of shape {table.shape}, whose axis {axis} of length {length} stands for {name}",
+                _describe_axis(table, name, length),
                 f"length {span}{' or 1' * (span != 1)}, where (B, H, n, m) = {extent}",
                 "give the array these lengths, or index a table of it yourself: table(array)[...]"
                 + (f"; for the last queries of a KVCache use cache.causal({span})" if name == "i" else ""),
             )
+
+
+def _describe_axis(table: Any, name: str, length: int) -> str:
+    """Return a text about the array of the table and its axis that stands for a symbol."""
+    shape, axis = table.shape, table.axes.index(name)
+    if table.batch_axes is not None:
+        leading = table.batch_axes.shape
+        shape, axis = (*leading, *shape[1:]), len(leading) + axis - 1
+        if name == "b":
+            return f"an array of shape {shape}, whose leading axes, {length} in all, stand for b"
+    return f"an array of shape {shape}, whose axis {axis} of length {length} stands for {name}"
 
 
 def _check_index(

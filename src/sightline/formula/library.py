@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays import namespace, to_numpy
+from ..arrays import to_numpy
 from ..errors import MaskError, ParameterError, ShapeError
+from .batch_axes import merge_leading_axes
 from .expression import SYMBOLS, Expression, Lookup, apply, as_expression, intern
 from .tables import Table
 
@@ -199,15 +200,15 @@ def dense(array: Any) -> Expression:
     Parameters
     ----------
     array : (..., n, m) bool
-        Right-aligned to (B, H, n, m). Axes of length 1 broadcast. If there are more than four axes, the leading ones
-        together are B.
+        Right-aligned to (B, H, n, m), and axes of length 1 broadcast. With more than four axes, right-aligned to
+        (..., H, n, m), with the leading axes of query, key and value.
 
     Raises
     ------
     MaskError
         The array is not boolean.
     ShapeError
-        When attention is computed: the length of an axis is neither 1 nor the length that (B, H, n, m) requires.
+        When attention is computed: the length of an axis is neither 1 nor the length that it must have.
     """
     table = _broadcast_table(array)
     if table.kind != "bool":
@@ -225,8 +226,8 @@ def bias(array: Any) -> Expression:
     Parameters
     ----------
     array : (..., n, m) real numbers, in logits
-        Right-aligned to (B, H, n, m). Axes of length 1 broadcast. If there are more than four axes, the leading ones
-        together are B. The array receives its gradient.
+        Right-aligned to (B, H, n, m), and axes of length 1 broadcast. With more than four axes, right-aligned to
+        (..., H, n, m), with the leading axes of query, key and value. The array receives its gradient.
 
     Raises
     ------
@@ -234,7 +235,7 @@ def bias(array: Any) -> Expression:
         The array is boolean; a boolean array is a mask.
     ShapeError
         The array requires a gradient of more than 1 TiB, because it was expanded. When attention is computed: the
-        length of an axis is neither 1 nor the length that (B, H, n, m) requires.
+        length of an axis is neither 1 nor the length that it must have.
     """
     table = _broadcast_table(array)
     if table.kind == "bool":
@@ -357,16 +358,21 @@ def _is_integer(value: Any) -> bool:
 
 
 def _broadcast_table(array: Any) -> Table:
-    """Return a table whose axes stand for the last of b, h, i, j; leading axes beyond four are merged into b."""
+    """Return a table whose axes stand for the last of b, h, i, j. All axes before the last three stand for b."""
     if not hasattr(array, "shape"):
         array = np.asarray(array)
     if array.ndim > 4:
-        array = namespace(array).reshape(array, (-1, *array.shape[-3:]))
+        return merge_leading_axes(array)
     return Table(array, axes=tuple("bhij"[4 - array.ndim :]))
 
 
 def _lookup(table: Table) -> Expression:
-    """Return the table read at the symbols of its axes; an axis of length 1 is read at 0."""
-    names = "bhij"[4 - table.ndim :]
-    axes = zip(names, table.shape, strict=True)
-    return intern(Lookup(table, tuple(as_expression(0) if length == 1 else SYMBOLS[name] for name, length in axes)))
+    """Return the table read at the symbols of its axes; an axis of length 1 is read at 0.
+
+    Leading axes of an array are read as the batch axes themselves, until `align_batch_axes` broadcasts them.
+    """
+    axes = zip("bhij"[4 - table.ndim :], table.shape, strict=True)
+    indices = [as_expression(0) if length == 1 else SYMBOLS[name] for name, length in axes]
+    if table.batch_axes is not None:
+        indices[0] = table.batch_axes.index(table.batch_axes.shape)
+    return intern(Lookup(table, tuple(indices)))

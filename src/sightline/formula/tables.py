@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from .expression import Expression, Lookup, as_expression, intern
 from .operators import Kind
 from .table_bounds import TableBounds
 from .tensor_cache import TensorCache
+
+if TYPE_CHECKING:
+    from .batch_axes import BatchAxes
 
 __all__ = ["Table", "learned_number", "table"]
 
@@ -32,6 +36,8 @@ class Table:
         None in place of a symbol means that the axis may have any length.
     origin : int, optional
         The id of the table that this one was converted from; by default the table's own id.
+    batch_axes : BatchAxes, optional
+        The leading axes of a dense array, which the first axis of the table merges.
 
     Raises
     ------
@@ -42,7 +48,13 @@ class Table:
         of up to 32 bits, float16, bfloat16, float32 or float64.
     """
 
-    def __init__(self, array: Any, axes: tuple[str | None, ...] | None = None, origin: int | None = None) -> None:
+    def __init__(
+        self,
+        array: Any,
+        axes: tuple[str | None, ...] | None = None,
+        batch_axes: BatchAxes | None = None,
+        origin: int | None = None,
+    ) -> None:
         if isinstance(array, Table):
             array = array.array
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
@@ -59,7 +71,7 @@ class Table:
         elif not is_strided(array):
             raise DtypeError("a sparse tensor as a table", "dense arrays", "table(array.to_dense())")
         self.array: Any = array
-        self.axes = axes
+        self.axes, self.batch_axes = axes, batch_axes
         self.origin = id(self) if origin is None else origin
         self.shape: tuple[int, ...] = tuple(int(length) for length in array.shape)
         self.ndim = len(self.shape)
@@ -103,6 +115,12 @@ class Table:
         raise FormulaError(
             f"{self} used without indices", "table(array)[...]", "index it, as in table(array)[h, i - j]"
         )
+
+    @property
+    def span_lengths(self) -> tuple[tuple[str, int], ...]:
+        """(symbol, length) of each axis that must span the symbol's range; merged axes count with all their entries."""
+        lengths = self.shape if self.batch_axes is None else (math.prod(self.batch_axes.shape), *self.shape[1:])
+        return tuple((axis, length) for axis, length in zip(self.axes or (), lengths, strict=False) if axis is not None)
 
     @cached_property
     def bounds(self) -> TableBounds:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..api import attend
@@ -102,16 +101,15 @@ def scaled_dot_product_attention(
 
 
 def align_mask(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return a mask that broadcasts to the scores (..., H, n, m) as a mask that broadcasts to (B, H, n, m).
+    """Return a mask that broadcasts to the scores (..., H, n, m) as a mask that `dense` and `bias` align to the scores.
 
-    B is the product of the lengths of the leading axes. For arrays without heads, a mask (B, n, m) gets an axis of one
-    head.
+    If there are several batch axes, `dense` counts them together in an array with four axes, so such a mask gets one
+    more axis. For arrays without heads, a mask (B, n, m) gets an axis of one head.
     """
     if query.ndim == 3 and mask.ndim == 3:
         return mask[:, None]
-    if query.ndim > 4 and mask.ndim > 3:
-        batch_shape = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])  # type: ignore[no-untyped-call]
-        return mask.expand(*batch_shape, *mask.shape[-3:])
+    if max(query.ndim, key.ndim, value.ndim) > 4 and mask.ndim == 4:
+        return mask[None]
     return mask
 
 

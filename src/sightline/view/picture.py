@@ -236,7 +236,7 @@ def _axis_length(formula: Expression, name: str, shown: int) -> int:
 
     The length fits the formula's tables that must span the axis.
     """
-    spans = (pair for table in formula.tables for pair in zip(table.axes or (), table.shape, strict=False))
+    spans = (pair for table in formula.tables for pair in table.span_lengths)
     return max(shown + 1, *(length for axis, length in spans if axis == name), 0)
 
 

@@ -1,0 +1,125 @@
+"""The leading axes of dense arrays (..., H, n, m) with more than four axes, which stand for the batch axes of a call.
+
+A formula is written before the batch axes are known. The table of such an array has one axis for all leading axes of
+the array, and `Table.batch_axes` has the lengths of the leading axes. When the batch axes are known,
+`align_batch_axes` broadcasts the leading axes to the batch axes: it replaces the index of the table's first axis.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from ..arrays import broadcast_to, drop_repeats, namespace
+from ..errors import ShapeError
+from .expression import SYMBOLS, Expression, Lookup, as_expression, intern, walk
+from .tables import Table
+
+__all__ = ["BatchAxes", "align_batch_axes", "merge_leading_axes"]
+
+
+@dataclass(frozen=True)
+class BatchAxes:
+    """The leading axes of an array, all axes except the last three, which the first axis of its table merges.
+
+    `shape` has the lengths of these axes in the array. `lengths` has their lengths in the table, where an axis along
+    which the entries repeat has length 1.
+    """
+
+    shape: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def fits(self, batch_shape: tuple[int, ...]) -> bool:
+        """True if the leading axes broadcast to the batch axes."""
+        padded = (1,) * len(self.shape) + batch_shape
+        pairs = zip(self.shape, padded[len(batch_shape) :], strict=True)
+        # `length in (1, batch_length)` would be False for a symbol of torch.compile
+        return not any(length != 1 and length != batch_length for length, batch_length in pairs)
+
+    def index(self, batch_shape: tuple[int, ...]) -> Expression:
+        """Return the index of the table's first axis as a formula of b, for batch axes that `fits` accepts.
+
+        Adjacent batch axes form a run if the table has all of them or none of them. Each run that the table has is one
+        digit of the index. `operator.index` makes a number of a symbol of torch.compile, which a formula cannot hold.
+        """
+        lengths = ((1,) * len(batch_shape) + self.lengths)[len(self.lengths) :]
+        runs: list[tuple[bool, int]] = []  # (True if the table has the axes, product of their lengths)
+        for length, batch_length in zip(lengths, batch_shape, strict=True):
+            if batch_length == 1:
+                continue
+            is_in_table = True
+            if length == 1:  # an expression would be a symbol while torch.compile traces
+                is_in_table = False
+            if runs and runs[-1][0] == is_in_table:
+                runs[-1] = is_in_table, runs[-1][1] * batch_length
+            else:
+                runs.append((is_in_table, batch_length))
+        index: Any = None
+        for k, (is_in_table, length) in enumerate(runs):
+            if is_in_table:
+                others = [size for _, size in runs[k + 1 :]]
+                digit: Any = SYMBOLS["b"]
+                if others:
+                    digit = digit // operator.index(math.prod(others))
+                if k:
+                    digit = digit % operator.index(length)
+                index = digit if index is None else index * operator.index(length) + digit
+        return as_expression(0 if index is None else index)
+
+
+def merge_leading_axes(array: Any) -> Table:
+    """Return the table of an array with more than four axes; see `BatchAxes`.
+
+    The entries are copied only if the strides of the leading axes do not allow one stride for all of them.
+    """
+    entries = drop_repeats(array)
+    axes = BatchAxes(tuple(array.shape[:-3]), tuple(entries.shape[:-3]))
+    count = math.prod(axes.lengths)
+    merged = namespace(entries).reshape(entries, (count, *entries.shape[-3:]))
+    if entries.shape[-3:] != array.shape[-3:]:
+        merged = broadcast_to(merged, (count, *array.shape[-3:]))
+    return Table(merged, axes=("b", "h", "i", "j"), batch_axes=axes)
+
+
+def align_batch_axes(formula: Expression, batch_shape: tuple[int, ...], tables: dict[int, Table]) -> Expression:
+    """Return the formula with the leading axes of its dense arrays broadcast to the batch axes of a call.
+
+    `tables` maps the id of each table with leading axes to the table that replaces it, so that formulas which share a
+    table still share it.
+
+    Raises
+    ------
+    ShapeError
+        The leading axes of an array do not broadcast to the batch axes.
+    """
+    nodes = walk(formula)
+    if not any(isinstance(node, Lookup) and node.table.batch_axes is not None for node in nodes):
+        return formula
+    built: dict[int, Expression] = {}
+    for node in nodes:
+        arguments = tuple([built[id(argument)] for argument in node.arguments])
+        if isinstance(node, Lookup) and node.table.batch_axes is not None:
+            index = _aligned_index(node.table, batch_shape)
+            if id(node.table) not in tables:
+                name = "b" if index is SYMBOLS["b"] else None
+                tables[id(node.table)] = Table(node.table.array, (name, "h", "i", "j"), node.table.batch_axes)
+            built[id(node)] = intern(Lookup(tables[id(node.table)], (index, *arguments[1:])))
+        else:
+            built[id(node)] = node.rebuild(arguments, {})
+    return built[id(formula)]
+
+
+def _aligned_index(table: Table, batch_shape: tuple[int, ...]) -> Expression:
+    """Return the index of the table's first axis for these batch axes; raise ShapeError if they do not fit."""
+    axes = table.batch_axes
+    assert axes is not None
+    if not axes.fits(batch_shape):
+        raise ShapeError(
+            f"an array of shape {(*axes.shape, *table.shape[1:])}, whose leading axes {axes.shape} stand for the batch "
+            f"axes {batch_shape}",
+            f"leading axes that broadcast to {batch_shape}, the leading axes of query, key and value",
+            f"give the array these leading axes, or four axes (B, H, n, m) with B = {math.prod(batch_shape)}",
+        )
+    return axes.index(batch_shape)
