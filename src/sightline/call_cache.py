@@ -55,6 +55,7 @@ MIN_MANY_KEYS = 512  # from this number of keys on, the decoding kernel may serv
 MAX_CACHED_CALLS = 256  # the least recently used call is dropped beyond this number
 KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX = 3, 6  # indices in the result of `ArrayAdapter.layouts`
 FORWARD_STATISTICS = (Lse, MaxScore, Entropy)  # the statistics of cached calls; others need further passes
+MAX_MASK_AXES = 4  # b, h, i and j
 SINKS_INDEX, SEED_INDEX = 5, 6  # indices in `cpu.codegen.abi.FORWARD_CALL_FIELDS`
 DIRECT_TABLE_DTYPES = ("bool", "int32", "int64", "float32", "float64")  # other tables are converted at each call
 
@@ -176,6 +177,8 @@ def _request_with_formulas(key: tuple[Any, ...], mask: Any, score: Any, sinks: A
             return None
         mask, score = mask if has_arrays[0] else given[0], score if has_arrays[1] else given[1]
         structure = structure_of(*given)
+        if any(table.batch_axes is not None for table in structure.tables):
+            return None  # the full dispatch changes the indices of these tables
         formulas, numbers = (*structure.formulas, *[table.axes for table in structure.tables]), structure.numbers
         arrays += tuple([table.array for table in structure.tables])
     if has_arrays[1]:
@@ -187,8 +190,10 @@ def _request_with_formulas(key: tuple[Any, ...], mask: Any, score: Any, sinks: A
         if layout is None:
             return None
         found.append(layout)
-    if has_arrays[0] and not (found[0][0] and found[0][2] in BOOLEANS):
-        return None  # the full dispatch raises the error
+    if has_arrays[0] and not (0 < len(found[0][0]) <= MAX_MASK_AXES and found[0][2] in BOOLEANS):
+        return None  # the full dispatch merges the leading axes, or raises an error
+    if has_arrays[1] and not 0 < score.ndim <= MAX_MASK_AXES:
+        return None
     return Request((*key, has_arrays, sinks is None, *found, formulas), mask, score, arrays, numbers, sinks, seed)
 
 
@@ -314,14 +319,14 @@ class KernelInputs:
     def bind(
         cls, bound_call: BoundCall, request: Request, formulas: tuple[Expression | None, Expression | None]
     ) -> KernelInputs | None:
-        """Return the inputs of a call that was made for a request; None if it has others than the request.
+        """Return the inputs of a call that was made for a request; None if it has other tables or numbers.
 
         `formulas` are those of the call, from `Request.formulas`.
         """
         origins = [id(table) for table in structure_of(*formulas).tables]
         numbers = [(type(number), number) for number in request.numbers]  # equal numbers are one number of a structure
         needed = [(type(number), number) for number in bound_call.numbers]
-        if not (set(bound_call.table_origins) <= set(origins) and set(needed) <= set(numbers)):
+        if not set(bound_call.table_origins) <= set(origins) or set(needed) != set(numbers):
             return None
         tables = tuple([origins.index(origin) for origin in bound_call.table_origins])
         number_indices = tuple([numbers.index(number) for number in needed])
