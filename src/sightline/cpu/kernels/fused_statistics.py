@@ -93,7 +93,8 @@ class FusedStatisticsCode:
         """Add one key and a vector of queries: score s, exponent x, weight p = e^x; for hidden pairs x = −∞, p = 0."""
         block, builder = self.block, self.block.builder
         if self.has_entropy:
-            x = builder.maximum(x, builder.value(MIN_EXPONENT, x.type))
+            # a weight that rounds to 1 has the exponent 0, so that the entropy of one visible key is exactly 0
+            x = builder.where(p == 1.0, 0.0, builder.maximum(x, builder.value(MIN_EXPONENT, x.type)))
             self.weighted_exponents[v].set(builder.fma(p, x, self.weighted_exponents[v].get()))
         if not self.sums:
             return
