@@ -1,6 +1,7 @@
 """Cached calls: equal bits as an uncached call, keys that distinguish calls, and every state of torch is respected."""
 
 import ctypes
+import resource
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +18,12 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sightline
-from sightline import b, call_cache, h, i, j, m, n, s, where
+from sightline import b, call_cache, h, i, j, m, n, s, table, where
 from sightline.accuracy import compute_baseline, term_sizes
 from sightline.call_cache import CachedCall
 from sightline.cpu import Cpu
 from sightline.cpu.launch.decode import BoundDecodeCall
-from sightline.errors import SightlineError
+from sightline.errors import FormulaError, SightlineError, TableError
 from sightline.problem import make_problem
 from sightline.reference import compute_stages
 from sightline.testing import assert_within_budget
@@ -193,8 +194,8 @@ def test_cached_calls_do_not_keep_arrays_alive(rng):
 def draw_inputs(rng, kind, B, H, n, m, to_table=np.asarray):
     """Options of a call whose contents are drawn anew at each call, with one structure for each kind."""
 
-    def table(array):
-        return sightline.table(to_table(array))
+    def read(array):
+        return table(to_table(array))
 
     ids = np.sort(rng.integers(0, 4, (B, max(n, m))), axis=1)
     bias = rng.normal(size=(1, H, n, m)).astype(np.float32)
@@ -203,7 +204,7 @@ def draw_inputs(rng, kind, B, H, n, m, to_table=np.asarray):
         "padding of another dtype": lambda: {
             "mask": sightline.padding(to_table(rng.integers(0, m + 1, B).astype(np.uint8)))
         },
-        "documents": lambda: {"mask": (i >= j) & (table(ids)[b, i] == table(ids)[b, j])},
+        "documents": lambda: {"mask": (i >= j) & (read(ids)[b, i] == read(ids)[b, j])},
         "boolean array": lambda: {"mask": to_table(rng.random((B, 1, n, m)) < 0.7)},
         "a row of booleans": lambda: {"mask": to_table(rng.random((B, 1, 1, m)) < 0.7)},
         "function": lambda: {"mask": lambda b, h, i, j: (i >= j) | (j < 3)},
@@ -217,13 +218,13 @@ def draw_inputs(rng, kind, B, H, n, m, to_table=np.asarray):
             "score": sightline.softcap(float(rng.random() * 9 + 2)),
             "mask": i - j < int(rng.integers(2, 9)),
         },
-        "table of floats in half": lambda: {"score": s + table(rng.random((H, 7)).astype(np.float16))[h, (i - j) % 7]},
+        "table of floats in half": lambda: {"score": s + read(rng.random((H, 7)).astype(np.float16))[h, (i - j) % 7]},
         "sinks": lambda: {"sinks": to_table(rng.normal(size=H).astype(np.float32)), "mask": i >= j},
         "dropout": lambda: {"dropout": 0.3, "seed": int(rng.integers(2**63, 2**64, dtype=np.uint64))},
         "statistics": lambda: {"see": [sightline.entropy(), sightline.max_score(), sightline.lse()], "mask": i >= j},
         "everything": lambda: {
-            "mask": (j < table(rng.integers(1, m + 1, B))[b]) & (i - j < int(rng.integers(2, 99))),
-            "score": s * table(rng.random(H))[h] + float(rng.random() + 2),
+            "mask": (j < read(rng.integers(1, m + 1, B))[b]) & (i - j < int(rng.integers(2, 99))),
+            "score": s * read(rng.random(H))[h] + float(rng.random() + 2),
             "sinks": rng.normal(size=H),
             "dropout": 0.2,
             "seed": int(rng.integers(2**31)),
@@ -301,6 +302,100 @@ def test_other_lengths_need_no_dispatch(rng, kind, monkeypatch):
     monkeypatch.setattr("sightline.api.make_problem", None)
     call(91)
     call(200)
+
+
+def test_contents_that_become_invalid_raise_the_error(rng, monkeypatch):
+    """An index that leaves its table, and a whole number that float64 does not hold exactly."""
+    given, index = arrays(rng, ((1, 2, 9, 8),) * 3), rng.integers(0, 4, 9)
+
+    def options():
+        return {"score": s + table(np.arange(4.0))[table(index)[j]], "mask": table(index)[i] <= table(index)[j] + 4}
+
+    sightline.attention(*given, **options())
+    found = record_hits(monkeypatch)
+    index[0] = 3
+    assert all_bits(sightline.attention(*given, **options())) == all_bits(uncached(given, **options()))
+    sightline.attention(*given, **options())
+    assert found
+    index[2] = 4
+    with pytest.raises(TableError, match="reads outside its table"):
+        sightline.attention(*given, **options())
+    index[2] = 2**60
+    with pytest.raises(FormulaError):
+        sightline.attention(*given, **options())
+    index[2] = 0
+    assert all_bits(sightline.attention(*given, **options())) == all_bits(uncached(given, **options()))
+
+
+def test_a_hidden_read_outside_of_a_table_is_decided_at_each_call(rng):
+    """The mask hides the pairs whose index leaves the table; with other lengths it does not."""
+    given, slots = arrays(rng, ((2, 2, 9, 8),) * 3), np.arange(5.0)
+
+    def call(lengths):
+        return sightline.attention(*given, score=s + table(slots)[j], mask=j < table(np.array(lengths))[b])
+
+    expected = bits(call([5, 3]))
+    assert bits(call([5, 3])) == expected
+    with pytest.raises(TableError):
+        call([5, 6])
+    assert bits(call([5, 3])) == expected
+
+
+def call_structures_from_threads(rng, calls):
+    """Call eight structures from eight threads at once, and compare every answer with the answer of one thread."""
+    kinds = KINDS[:8]
+    given = arrays(rng, ((2, 3, 40, 8),) * 3)
+    questions = [[draw_inputs(rng, kind, 2, 3, 40, 40) for _ in range(3)] for kind in kinds]
+    expected = [[all_bits(uncached(given, **options)) for options in each] for each in questions]
+    start = threading.Barrier(len(kinds))
+
+    def ask(number):
+        start.wait()
+        return all(
+            all_bits(sightline.attention(*given, **questions[number][k % 3])) == expected[number][k % 3]
+            for k in range(calls)
+        )
+
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        assert all(pool.map(ask, range(len(kinds))))
+
+
+def test_eight_structures_from_eight_threads(rng):
+    call_structures_from_threads(rng, 30)
+
+
+@pytest.mark.soak
+def test_ten_thousand_calls_from_eight_threads_keep_the_memory_flat(rng):
+    call_structures_from_threads(rng, 100)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    call_structures_from_threads(rng, 1250)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
+
+
+@pytest.mark.parametrize("kind", ["padding", "boolean array", "bias"])
+def test_a_cached_call_of_another_structure_is_found(rng, kind, monkeypatch):
+    """Planted fault: the key does not have the layouts of tables, so a call reads a table with the wrong strides."""
+    make = call_cache.Request.__new__
+
+    def without_layouts(cls, key, *others):
+        return make(cls, tuple([None if isinstance(part, tuple) and len(part) == 3 else part for part in key]), *others)
+
+    def compare():
+        given = arrays(rng, ((2, 3, 40, 8),) * 3)
+        for convert in (np.asarray, lambda x: np.repeat(x, 2, axis=-1)[..., ::2]):
+            options = draw_inputs(rng, kind, 2, 3, 40, 40, convert)
+            answer = sightline.attention(*given, **options)
+            request = call_cache.make_request
+            monkeypatch.setattr(call_cache, "make_request", lambda *_: None)
+            expected = sightline.attention(*given, **options)
+            monkeypatch.setattr(call_cache, "make_request", request)
+            assert all_bits(answer) == all_bits(expected)
+
+    compare()
+    clear()
+    monkeypatch.setattr(call_cache.Request, "__new__", without_layouts)
+    with pytest.raises(AssertionError):
+        compare()
 
 
 # -- keys --------------------------------------------------------------------------------------------------------
