@@ -21,6 +21,7 @@ import sightline
 from sightline import b, call_cache, h, i, j, m, n, s, table, where
 from sightline.accuracy import compute_baseline, term_sizes
 from sightline.call_cache import CachedCall
+from sightline.call_request import Request, make_request
 from sightline.cpu import Cpu
 from sightline.cpu.launch.decode import BoundDecodeCall
 from sightline.errors import FormulaError, SightlineError, TableError
@@ -86,7 +87,7 @@ def record_hits(monkeypatch):
 def request_of(query, key, value, **options):
     """The request of a call of `sightline.attention` with these arguments; None if the call cannot be cached."""
     nothing = dict.fromkeys(("mask", "score", "scale", "sinks", "seed", "see", "kernel", "threads")) | {"dropout": 0.0}
-    return call_cache.make_request(query, key, value, **(nothing | options))
+    return make_request(query, key, value, **(nothing | options))
 
 
 # -- the same answer -----------------------------------------------------------------------------------------------
@@ -375,7 +376,7 @@ def test_ten_thousand_calls_from_eight_threads_keep_the_memory_flat(rng):
 @pytest.mark.parametrize("kind", ["padding", "boolean array", "bias"])
 def test_a_cached_call_of_another_structure_is_found(rng, kind, monkeypatch):
     """Planted fault: the key does not have the layouts of tables, so a call reads a table with the wrong strides."""
-    make = call_cache.Request.__new__
+    make = Request.__new__
 
     def without_layouts(cls, key, *others):
         return make(cls, tuple([None if isinstance(part, tuple) and len(part) == 3 else part for part in key]), *others)
@@ -385,15 +386,15 @@ def test_a_cached_call_of_another_structure_is_found(rng, kind, monkeypatch):
         for convert in (np.asarray, lambda x: np.repeat(x, 2, axis=-1)[..., ::2]):
             options = draw_inputs(rng, kind, 2, 3, 40, 40, convert)
             answer = sightline.attention(*given, **options)
-            request = call_cache.make_request
-            monkeypatch.setattr(call_cache, "make_request", lambda *_: None)
+            request = make_request
+            monkeypatch.setattr("sightline.api.make_request", lambda *_: None)
             expected = sightline.attention(*given, **options)
-            monkeypatch.setattr(call_cache, "make_request", request)
+            monkeypatch.setattr("sightline.api.make_request", request)
             assert all_bits(answer) == all_bits(expected)
 
     compare()
     clear()
-    monkeypatch.setattr(call_cache.Request, "__new__", without_layouts)
+    monkeypatch.setattr(Request, "__new__", without_layouts)
     with pytest.raises(AssertionError):
         compare()
 
@@ -839,7 +840,7 @@ def test_gradients_equal_those_of_the_operator(rng, formula, shape, monkeypatch)
     assert found or len(shape) < 4  # calls that are reshaped first are not cached
     clear()
     assert outputs_and_gradients(other, direction, **options()) == prepared
-    monkeypatch.setattr(call_cache, "make_request", lambda *given: None)
+    monkeypatch.setattr("sightline.api.make_request", lambda *given: None)
     assert outputs_and_gradients(other, direction, **options()) == prepared
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import arrays, call_cache, streaming
+from .call_request import make_request
 from .dispatch import KERNELS, solve, to_caller_layout
 from .explanation import Explanation
 from .formula.library import bias
@@ -115,7 +116,7 @@ def attend(
 ) -> Any:
     """Do what `attention` does. `score` may also be an array (..., n, m), the bias that is added to the scores."""
     plain_arrays = as_arrays(query, key, mask) if value is None and type(key) is KVCache else (key, value, mask)
-    request = call_cache.make_request(query, *plain_arrays, score, scale, sinks, dropout, seed, see, kernel, threads)
+    request = make_request(query, *plain_arrays, score, scale, sinks, dropout, seed, see, kernel, threads)
     if request is not None:
         key, value, mask = plain_arrays
         cached_call = call_cache.lookup(request) or call_cache.bind_family(request, query, key, value)

@@ -16,7 +16,9 @@ import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
-from ..call_cache import CallResult, KernelInputs, Request, addresses_of
+from ..array_adapters import addresses_of
+from ..call_cache import CallResult, KernelInputs
+from ..call_request import Request
 from ..dispatch import make_plan
 from ..errors import KernelRefusedError
 from ..kernel import Plan, Result

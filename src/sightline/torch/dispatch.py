@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import call_cache
+from ..array_adapters import ADAPTERS, BOOLEANS, ArrayAdapter
+from ..call_request import Request
 from ..dispatch import KERNELS, make_plan, to_caller_layout
 from ..formula.expression import SYMBOLS, Expression
 from ..kernel import Kernel, Result, choose
@@ -37,7 +39,7 @@ def run(
     options: dict[str, Any],
     kernel: str | None,
     threads: int | None,
-    request: call_cache.Request | None = None,
+    request: Request | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return (output, seen) of `sightline.attention`; `options` are its other arguments.
 
@@ -107,7 +109,7 @@ def _run_eager(
     seed: int | None,
     kernel: str | None,
     threads: int | None,
-    request: call_cache.Request | None,
+    request: Request | None,
     formulas: tuple[Expression | None, Expression | None],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return (output, seen) without the operator. The call cache stores the call if it has a request."""
@@ -202,7 +204,7 @@ def _finish_lse(lse: Tensor, output: Tensor) -> Tensor:
 
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
-call_cache.BOOLEANS.add(torch.bool)
-call_cache.ADAPTERS[Tensor] = call_cache.ArrayAdapter(
+BOOLEANS.add(torch.bool)
+ADAPTERS[Tensor] = ArrayAdapter(
     _layouts, _layout, Tensor.data_ptr, _empty, _empty_array, _finish_lse, lambda: int(make_seed(None))
 )

@@ -1,0 +1,179 @@
+"""Requests: calls in the form in which the call cache looks them up.
+
+The key of a request is the structure of the call. The structure has everything that the dispatch depends on: shapes,
+strides and dtypes of all arrays, formulas without their numbers and tables, and options. The key never has contents of
+arrays, so new tables at each call are as fast as the same ones. A call has no request, and goes through the full
+dispatch, if one of the following holds. It needs statistics that the forward kernel does not compute. Its scale is an
+array. The type of an array is not exactly NumPy's ndarray or torch's Tensor. torch itself must see the call.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .array_adapters import ADAPTERS, BOOLEANS
+from .cpu.runtime.machine import CPU_VARIABLE
+from .formula import from_function, library
+from .formula.expression import Expression
+from .formula.parameters import structure_of
+from .statistics import Entropy, Lse, MaxScore
+
+__all__ = ["Request", "family_key", "make_request", "without_key_length"]
+
+KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX = 3, 6  # indices in the result of `ArrayAdapter.layouts`
+FORWARD_STATISTICS = (Lse, MaxScore, Entropy)  # the statistics of cached calls; others need further passes
+MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
+MIN_MANY_KEYS = 512  # from this number of keys on, the decoding kernel may serve few queries
+MAX_MASK_AXES = 4  # b, h, i and j
+
+# `os.environ.get` takes a microsecond, because it encodes the name. On POSIX the dict that it reads is read directly.
+_environment: Any = getattr(os.environ, "_data", os.environ)
+_cpu_variable: Any = CPU_VARIABLE.encode() if b"PATH" in _environment else CPU_VARIABLE
+
+
+class Request(NamedTuple):
+    """A call in the form in which the cache looks it up and runs it.
+
+    key : the structure of the call
+    mask, score : the formulas; `mask` may be a boolean array, and `score` an array of biases
+    tables : the arrays of the tables, those of the mask first, in the order of `Structure.tables`
+    numbers : the numbers of the formulas
+    sinks, seed : as in `attention`
+    """
+
+    key: tuple[Any, ...]
+    mask: Any
+    score: Any
+    tables: tuple[Any, ...]
+    numbers: tuple[float, ...]
+    sinks: Any
+    seed: int | None
+
+    def formulas(self) -> tuple[Expression | None, Expression | None]:
+        """Return mask and score as formulas. Their tables are those of `tables`, in the same order."""
+        mask = library.dense(self.mask) if type(self.mask) in ADAPTERS else self.mask
+        score = library.bias(self.score) if type(self.score) in ADAPTERS else self.score
+        return mask, score
+
+
+def make_request(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    score: Any,
+    scale: Any,
+    sinks: Any,
+    dropout: Any,
+    seed: Any,
+    see: Any,
+    kernel: Any,
+    threads: Any,
+) -> Request | None:
+    """Return the request of a call with these arguments; None if the call cannot be cached (see the module)."""
+    adapter = ADAPTERS.get(type(query))
+    layouts = None if adapter is None else adapter.layouts(query, key, value)
+    if adapter is None or layouts is None:
+        return None
+    # Only exact types and no zeros are accepted, because in a key True equals 1 and −0.0 equals 0.0.
+    if (scale is not None and (type(scale) is not float or scale == 0)) or type(dropout) is not float:
+        return None
+    if (kernel is not None and type(kernel) is not str) or (threads is not None and type(threads) is not int):
+        return None
+    if not (dropout == 0 if seed is None and adapter.draw_seed is None else 0 <= dropout < 1):
+        return None
+    if seed is not None and not (type(seed) is int and 0 <= seed < 2**64):
+        return None
+    kinds = None if see is None else _statistic_kinds(see)
+    if kinds is False:
+        return None
+    key = (*layouts, scale, dropout, kernel, threads, _environment.get(_cpu_variable), kinds)
+    if mask is None and score is None and sinks is None:
+        return Request(key, None, None, (), (), None, seed)
+    return _request_with_formulas(key, mask, score, sinks, seed)
+
+
+def _statistic_kinds(see: Any) -> tuple[type, ...] | bool:
+    """Return the classes of the statistics; False if a statistic is not computed in the forward kernel."""
+    if type(see) is not list:
+        return False
+    kinds = tuple([type(statistic) for statistic in see])
+    return kinds if all(kind in FORWARD_STATISTICS for kind in kinds) else False
+
+
+def _request_with_formulas(key: tuple[Any, ...], mask: Any, score: Any, sinks: Any, seed: int | None) -> Request | None:
+    """Return the request of a call with a mask, a score or sinks; `key` is the key of the call without them."""
+    has_arrays = type(mask) in ADAPTERS, type(score) in ADAPTERS
+    given = [None if is_array else x for x, is_array in zip((mask, score), has_arrays, strict=True)]
+    arrays: tuple[Any, ...] = (mask,) if has_arrays[0] else ()
+    formulas: tuple[Any, ...] = ()
+    numbers: tuple[float, ...] = ()
+    if given[0] is not None or given[1] is not None:
+        if _is_function(given[0]):
+            given[0] = from_function.to_formula(given[0], "mask", "b h i j")
+        if _is_function(given[1]):
+            given[1] = from_function.to_formula(given[1], "score", "s b h i j")
+        if not all(x is None or isinstance(x, Expression) for x in given):
+            return None
+        mask, score = mask if has_arrays[0] else given[0], score if has_arrays[1] else given[1]
+        structure = structure_of(*given)
+        if any(table.batch_axes is not None for table in structure.tables):
+            return None  # the full dispatch changes the indices of these tables
+        formulas, numbers = (*structure.formulas, *[table.axes for table in structure.tables]), structure.numbers
+        arrays += tuple([table.array for table in structure.tables])
+    if has_arrays[1]:
+        arrays += (score,)
+    found = []
+    for array in arrays if sinks is None else (*arrays, sinks):
+        own = ADAPTERS.get(type(array))
+        layout = None if own is None else own.layout(array)
+        if layout is None:
+            return None
+        found.append(layout)
+    if has_arrays[0] and not (0 < len(found[0][0]) <= MAX_MASK_AXES and found[0][2] in BOOLEANS):
+        return None  # the full dispatch merges the leading axes, or raises an error
+    if has_arrays[1] and not 0 < score.ndim <= MAX_MASK_AXES:
+        return None
+    return Request((*key, has_arrays, sinks is None, *found, formulas), mask, score, arrays, numbers, sinks, seed)
+
+
+def _is_function(x: Any) -> bool:
+    return callable(x) and not isinstance(x, Expression)
+
+
+def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return the key of the call's family: the key without lengths and strides; None if the call has no family.
+
+    Arrays with other numbers of axes than four, and arrays that broadcast, have no family. What the choice of a kernel
+    depends on is part of the key: the number of queries if it is small, and whether there are many keys.
+    """
+    arrays = [key[at : at + 3] for at in range(0, 9, 3)]
+    (query, *_), (keys, *_), (values, *_) = arrays
+    if not (len(query) == len(keys) == len(values) == 4 and query[0] == keys[0] == values[0]):
+        return None
+    sizes = query[1], keys[1], values[1], query[3], keys[3], values[3], query[0]
+    choice = min(query[2], MAX_SMALL_LENGTH), keys[2] >= MIN_MANY_KEYS
+    parts = [_without_lengths(part) if _is_layout(part) else part for part in (*arrays, *key[9:])]
+    return sizes, choice, *parts
+
+
+def _is_layout(part: Any) -> bool:
+    """True if a part of a key is the layout of an array: shape, strides and dtype."""
+    return isinstance(part, tuple) and len(part) == 3 and isinstance(part[0], tuple) and isinstance(part[1], tuple)
+
+
+def _without_lengths(layout: tuple[Any, ...]) -> tuple[Any, ...]:
+    shape, strides, dtype = layout
+    unit = dtype.itemsize if isinstance(dtype, np.dtype) else 1  # torch counts strides in entries
+    return tuple([length == 1 for length in shape]), strides[-1:] == (unit,), dtype
+
+
+def without_key_length(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the key without m, the length of the key sequence, for a call that serves every m."""
+    shortened = list(key)
+    for index in (KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX):
+        shortened[index] = (*key[index][:-2], key[index][-1])
+    return tuple(shortened)
