@@ -120,7 +120,7 @@ class _CachedCall(_Call):
         if bound is None or self.is_lse_imprecise:
             return None
         (call, inputs_of), (output, lse), d_output = bound, saved, gradients[0]
-        sums = [torch.zeros(shape, dtype=self.attacher.accumulator) for shape in call.sum_shapes]
+        sums = [torch.empty(shape, dtype=self.attacher.accumulator) for shape in call.sum_shapes]
         d_lse, (tables, numbers) = np.zeros(lse.shape), inputs_of.of(self.request)
         arrays = (*inputs, output, d_output, lse, d_lse, *sums)
         words = [*addresses_of(arrays), call.signed_word(self.seed), *addresses_of(tables), *call.number_words(numbers)]

@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from ...formula.derivative import derivative
@@ -86,11 +87,15 @@ class Backward(Block):
         with builder.loop(b0, b1) as b, builder.loop(g0, g1) as g:
             self.locate_keys(b, g, self.key, self.value)
             self.first_key_row = (b * heads + g) * args.m
+            self.clear_key_gradients()
             first = g * args.group
             with builder.loop(first, first + args.group) as h, builder.loop(0, args.query_blocks) as query_block:
                 self.locate(b, h, query_block)
-                with builder.if_then(self.overlaps_tiles(self.first_tile, self.last_tile)):
-                    self.process_query_block()
+                with builder.if_else(self.overlaps_tiles(self.first_tile, self.last_tile)) as (yes, no):
+                    with yes:
+                        self.process_query_block()
+                    with no:
+                        self.clear_query_gradients()
             self.flag_nonfinite_key_gradients()
 
     def process_query_block(self) -> None:
@@ -162,12 +167,28 @@ class Backward(Block):
 
     def store_query_gradients(self) -> None:
         """Store the split's term of dQ by row."""
-        args, tiles = self.args, self.tiles
-        width, size = self.spec.d_k, tiles.itemsize
+        width = self.spec.d_k
         self.flag_nonfinite(self.dq_t, width * len(self.vectors))
+        self.store_transposed(self.dq_t, width, self.locate_query_gradients(), self.format.accumulator_format)
+
+    def locate_query_gradients(self) -> Value:
+        """Return the address of the block's first row in the split's term of dQ."""
+        args = self.args
         rows = args.batches * args.H * args.n
-        target = args.d_query.at((self.split * rows + self.row) * (width * size))
-        self.store_transposed(self.dq_t, width, target, self.format.accumulator_format)
+        return args.d_query.at((self.split * rows + self.row) * (self.spec.d_k * self.tiles.itemsize))
+
+    def clear_query_gradients(self) -> None:
+        """Set the split's term of dQ to 0, for a block of queries that sees no key of the split."""
+        builder, target = self.builder, self.locate_query_gradients()
+        with builder.loop(0, self.num_valid * self.spec.d_k) as at:
+            target.at(at * self.tiles.itemsize).store(builder.value(0.0, self.float))
+
+    def clear_key_gradients(self) -> None:
+        """Set the split's rows of dK and dV to 0."""
+        builder = self.builder
+        for rows, count in self.key_gradient_vectors():
+            with builder.loop(0, count) as at:
+                rows.at(at * self.tiles.align).store(builder.value(0.0, self.vector))
 
     def flag_nonfinite(self, vectors: Value, count: Any) -> None:
         """Set `nonfinite_flag` if any of the `count` vectors contains NaN or ∞."""
@@ -181,14 +202,17 @@ class Backward(Block):
 
     def flag_nonfinite_key_gradients(self) -> None:
         """Set `nonfinite_flag` if the split's rows of dK or dV contain NaN or ∞."""
-        builder, args = self.builder, self.args
+        for rows, count in self.key_gradient_vectors():
+            self.flag_nonfinite(rows, count)
+
+    def key_gradient_vectors(self) -> Iterator[tuple[Value, Value]]:
+        """Yield the address of the split's first row of dK, then of dV, and how many vectors its rows have."""
+        args = self.args
         first = self.first_tile * KEY_BLOCK
-        count = builder.minimum(self.last_tile * KEY_BLOCK, args.m) - first
-        with builder.if_then(count > 0):
-            for target, width in ((args.d_key, self.spec.d_k), (args.d_value, self.spec.d_v)):
-                vectors = round_up(width, self.lanes) // self.lanes
-                rows = target.at((self.first_key_row + first) * (vectors * self.tiles.align))
-                self.flag_nonfinite(rows, count * vectors)
+        count = self.builder.minimum(self.last_tile * KEY_BLOCK, args.m) - first
+        for target, width in ((args.d_key, self.spec.d_k), (args.d_value, self.spec.d_v)):
+            vectors = round_up(width, self.lanes) // self.lanes
+            yield target.at((self.first_key_row + first) * (vectors * self.tiles.align)), count * vectors
 
     # -- tiles ----------------------------------------------------------------------------------------------------
     def key_tile(self, j0: Value, partial: Value) -> None:

@@ -20,7 +20,7 @@ from ..codegen.abi import BACKWARD_CALL_FIELDS, call_words, signed_word
 from ..kernels.backward import Backward
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round_up
 from ..runtime.processor import Processor
-from .arguments import TARGET_ITEMS, KernelArguments, has_unit_stride, operand_fields, prepare, zeros
+from .arguments import TARGET_ITEMS, KernelArguments, has_unit_stride, operand_fields, prepare
 from .bound_call import BoundCall
 from .forward import forward
 from .statistics import FusedStatistics
@@ -102,7 +102,7 @@ def backward(
         0 if gradient.is_per_key else x.strides[0] for gradient, x in zip(table_gradients, table_sums, strict=True)
     ]
     call = BoundBackwardCall(arguments, spec, split, (output, d_output), strides, processor)
-    sums = [zeros(shape, problem.accumulator, problem.query) for shape in call.sum_shapes]
+    sums = [empty(shape, problem.accumulator, problem.query) for shape in call.sum_shapes]
     rows = problem.query.shape[:-1]
     lse, d_lse_rows = _broadcast_rows(saved[1], rows), np.zeros(rows) if d_lse is None else _broadcast_rows(d_lse, rows)
     arrays = (*arguments.arrays.values(), output, d_output, lse, d_lse_rows, *sums)
@@ -133,8 +133,7 @@ class BoundBackwardCall(BoundCall):
 
     Attributes
     ----------
-    sum_shapes : the shapes of the sums that become the gradients of query, key and value; each call begins with zeros
-        of the accumulator's dtype
+    sum_shapes : the shapes of the sums that become the gradients of query, key and value, in the accumulator's dtype
     """
 
     call_fields = BACKWARD_CALL_FIELDS
