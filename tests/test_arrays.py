@@ -7,7 +7,7 @@ import torch
 
 import sightline
 from sightline.arrays import convert, drop_repeats, map_entries, to_numpy
-from sightline.cpu.launch.arguments import _convert_table
+from sightline.cpu.launch.arguments import convert_table
 
 MILLION = 10**6
 ROW = np.arange(3) - 1.0
@@ -46,7 +46,7 @@ def test_converted_arrays_repeat_as_before(name, like):
 @pytest.mark.parametrize("dtype", [bool, np.int8, np.uint32, np.int64, np.float16, ml_dtypes.bfloat16, np.float64])
 def test_tables_of_the_cpu_kernels_repeat_as_before(dtype):
     row = np.array([0, 1, 1], dtype)
-    found = _convert_table(np.broadcast_to(row, (MILLION, MILLION, 3)))
+    found = convert_table(np.broadcast_to(row, (MILLION, MILLION, 3)))
     assert found.shape == (MILLION, MILLION, 3)
     assert found.strides[:2] == (0, 0)
     np.testing.assert_array_equal(found[-1, 0], row.astype(found.dtype))
