@@ -154,6 +154,8 @@ class CachedCall:
     inputs : the tables and numbers of the kernel; None if it has none
     see : the statistics
     shape : the shape of lse, and of every statistic of a query, in the layout of the caller's arrays
+    needs_lse : True if the caller or the gradients need lse
+    statistic_dtypes : the names of the dtypes of the forward kernel's outputs for statistics, in its order
     has_dropout : True if the call needs a seed
     attach : function that joins the results to a graph of gradients; None for arrays without gradients
         It takes the request, query, key, value and a `CallResult`, and returns the result with joined arrays.
@@ -165,6 +167,8 @@ class CachedCall:
     inputs: KernelInputs | None
     see: tuple[Statistic, ...]
     shape: tuple[int, ...]
+    needs_lse: bool
+    statistic_dtypes: tuple[str, ...]
     has_dropout: bool
     attach: Attacher | None
 
@@ -172,7 +176,7 @@ class CachedCall:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
         adapter, bound, see, attach = self.adapter, self.bound_call, self.see, self.attach
         address, output, seed, sinks = adapter.address, self.empty(query), request.seed, None
-        if see or attach is not None:
+        if self.needs_lse:
             lse = adapter.empty_array(self.shape, "float64")
             lse_address = address(lse)
         else:
@@ -180,8 +184,7 @@ class CachedCall:
             lse_address = numpy_address(lse)
         words = [address(query), address(key), address(value), address(output), lse_address, 0, 0]
         numbers: tuple[float, ...] = ()
-        arrays: Sequence[Any] = ()
-        keep_alive = query, key, value, output, lse
+        tables: Sequence[Any] = ()
         if self.has_dropout:
             seed = adapter.draw_seed() if seed is None and adapter.draw_seed is not None else seed or 0
             words[SEED_INDEX] = seed - (2**64 if seed >= 2**63 else 0)
@@ -193,10 +196,9 @@ class CachedCall:
             words += addresses_of(tables)
             if numbers:
                 words += bound.number_words(numbers)
-            keep_alive += (tables, sinks)  # type: ignore[assignment]
-        if see:
-            arrays = self._empty_statistics()
-            words += addresses_of(arrays)
+        arrays = [adapter.empty_array(self.shape, dtype) for dtype in self.statistic_dtypes]
+        words += [address(array) for array in arrays]
+        keep_alive = query, key, value, output, lse, sinks, tables, arrays
         status = bound.run(threads, words, numbers, key.shape[-2], keep_alive)
         if status is None or (status and see):
             return None
@@ -207,23 +209,21 @@ class CachedCall:
             result = attach(request, query, key, value, result)
         return result.output, self._build_seen(result)
 
-    def _empty_statistics(self) -> list[Any]:
-        """Return new arrays for the statistics that the forward kernel computes, in the order of its outputs."""
-        kinds = {type(statistic) for statistic in self.see}
-        accumulator = self.bound_call.accumulator
-        dtypes = [accumulator, "int64"] * (MaxScore in kinds) + [accumulator] * (Entropy in kinds)
-        return [self.adapter.empty_array(self.shape, dtype) for dtype in dtypes]
-
     def _build_seen(self, result: CallResult) -> tuple[Any, ...]:
         """Return the result of each statistic."""
-        arrays, by_kind = result.arrays, dict[type, Sequence[Any]]()
-        for statistic in self.see:
-            kind = type(statistic)
+
+        def arrays_of(kind: type[Statistic]) -> Sequence[Any]:
             if kind is Lse:
-                by_kind[kind] = [self.adapter.finish_lse(result.lse, result.output)]
-            elif kind not in by_kind:
-                by_kind[kind] = arrays[:2] if kind is MaxScore else arrays[-1:]
-        return tuple([statistic.build_result(by_kind[type(statistic)]) for statistic in self.see])
+                return [self.adapter.finish_lse(result.lse, result.output)]
+            return result.arrays[:2] if kind is MaxScore else result.arrays[-1:]
+
+        return tuple([statistic.build_result(arrays_of(type(statistic))) for statistic in self.see])
+
+
+def _statistic_dtypes(see: Sequence[Statistic], accumulator: str) -> tuple[str, ...]:
+    """Return the names of the dtypes of the forward kernel's outputs for these statistics, in its order."""
+    kinds = {type(statistic) for statistic in see}
+    return (accumulator, "int64") * (MaxScore in kinds) + (accumulator,) * (Entropy in kinds)
 
 
 Attacher = Callable[[Request, Any, Any, Any, CallResult], CallResult]
@@ -263,6 +263,8 @@ def insert(
         inputs if inputs.tables or inputs.numbers else None,
         problem.see,
         tuple(output.shape[:-1]),
+        attach is not None or any(isinstance(statistic, Lse) for statistic in problem.see),
+        _statistic_dtypes(problem.see, problem.accumulator),
         problem.dropout > 0,
         attach,
     )
