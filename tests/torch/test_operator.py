@@ -1,6 +1,7 @@
 """Tests of `sightline.attention` on torch tensors: the operator, its gradients, compilation and torch's signature."""
 
 import math
+import operator
 import sys
 
 import numpy as np
@@ -412,6 +413,40 @@ def test_one_graph_serves_all_lengths():
         x = drawn(2, 4, length, 8, dtype=torch.float32)
         assert torch.equal(compiled(x), call(x))
     assert len(graphs) == 1
+
+
+CHANGING_NUMBERS = {
+    "window": lambda x, w: {"mask": sightline.window(w, w - 1)},
+    "prefix": lambda x, w: {"mask": (i >= j) | sightline.prefix(w)},
+    "softcap": lambda x, w: {"score": sightline.softcap(w / 2)},
+    "offset": lambda x, w: {"mask": i + w >= j},
+    "reflected operators": lambda x, w: {"mask": w - i < 2 + j, "score": w * s + where(i > j, w, 0)},
+    "divisor": lambda x, w: {"mask": (i - j) % w == 0},
+    "power": lambda x, w: {"score": s**w},
+    "float": lambda x, w: {"score": s * (w * 0.1)},
+    "index": lambda x, w: {"score": s + table(SLOPES)[(i + w) % 4]},
+    "length": lambda x, w: {"score": s * x.shape[2] - i // x.shape[2]},
+    "logarithm of a length": lambda x, w: {"score": s * math.log(x.shape[2])},
+    "comparison by torch's functions": lambda x, w: {"mask": torch.lt(i - j, x.shape[2] // 2) & torch.ne(j, w)},
+    "comparison with an index": lambda x, w: {
+        "mask": (i - j < operator.index(x.shape[2] // 2)) & (operator.index(w) != j)
+    },
+    "mask function": lambda x, w: {"mask": lambda b, h, i, j: i - j - w < 0},
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+@pytest.mark.parametrize("name", CHANGING_NUMBERS)
+def test_changing_numbers_in_formulas_compile(name, dynamic):
+    torch.compiler.reset()
+
+    def call(x, w):
+        return sightline.attention(x, x, x, **CHANGING_NUMBERS[name](x, w))
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for length, w in ((6, 2), (6, 3), (9, 4), (10, 2)):
+        x = drawn(1, 2, length, 4, dtype=torch.float32)
+        assert torch.equal(compiled(x, w), call(x, w))
 
 
 @pytest.mark.parametrize("leading", [(2, 3), (1, 3), (2, 1), (1, 1)])

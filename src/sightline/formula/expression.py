@@ -462,19 +462,22 @@ def as_expression(value: Any) -> Expression:
     """
     if isinstance(value, Expression):
         return value
-    if not isinstance(value, int):  # torch.compile cannot trace `getattr` of a length that is a symbol
+    if not isinstance(value, int | float):  # torch.compile cannot trace `getattr` of a number that is a symbol
         if getattr(value, "requires_grad", False) and tuple(value.shape) == ():
             return PASSES.learned_number(value)
         if getattr(value, "shape", None) == () and hasattr(value, "item"):
             value = value.item()
     if isinstance(value, bool):
         return intern(Constant(value, "bool"))
+    if isinstance(value, int | float) and _is_compiling():
+        # A symbol becomes its value, and a guard makes torch.compile compile again for another value.
+        value = sys.modules["torch.fx.experimental.symbolic_shapes"].guard_scalar(value)
     if isinstance(value, int):
         if abs(value) > MAX_EXACT_INTEGER:
             raise FormulaError(f"the whole number {value} in a formula", "at most 2⁵³ in size", "write it as a float")
         return intern(Constant(value, "int"))
     if isinstance(value, float):
-        return intern(Constant(value, "float"))
+        return intern(Constant(float(value), "float"))
     if hasattr(value, "to_expression"):
         refused: NoReturn = value.to_expression()
         return refused

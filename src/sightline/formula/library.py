@@ -77,7 +77,8 @@ def window(left: int, right: int = 0) -> Expression:
             "whole numbers, left ≥ 1 and right ≥ 0",
             "window(1) allows only the key at i",
         )
-    return (i - j < left) & (j - i <= right)
+    # Not `i - j < left`: torch.compile cannot trace a comparison between a formula and a number that is a symbol.
+    return apply("less", i - j, left) & apply("less_equal", j - i, right)
 
 
 def padding(lengths: Any) -> Expression:
@@ -191,7 +192,7 @@ def prefix(length: int) -> Expression:
     """
     if not (_is_integer(length) and length >= 0):
         raise ParameterError(f"prefix({length!r})", "a whole number ≥ 0", "prefix(0) is empty")
-    return j < length
+    return apply("less", j, length)  # see `window`
 
 
 def dense(array: Any) -> Expression:
@@ -320,7 +321,7 @@ def softcap(t: float) -> Expression:
         t is not positive and finite.
     """
     is_number = isinstance(t, int | float | np.integer | np.floating) and not isinstance(t, bool)
-    if not (is_number and math.isfinite(t) and t > 0):
+    if not (is_number and 0 < t < math.inf):  # torch.compile cannot trace `math.isfinite` of a number that is a symbol
         raise ParameterError(f"softcap({t!r})", "a finite cap above 0", "softcap(30.0)")
     return apply("tanh", s / float(t)) * float(t)
 
