@@ -17,7 +17,7 @@ import numpy as np
 from .array_adapters import ADAPTERS, BOOLEANS
 from .cpu.runtime.machine import CPU_VARIABLE
 from .formula import from_function, library
-from .formula.expression import Expression
+from .formula.expression import Expression, is_compiling
 from .formula.parameters import structure_of
 from .statistics import Entropy, Lse, MaxScore
 
@@ -74,6 +74,10 @@ def make_request(
     threads: Any,
 ) -> Request | None:
     """Return the request of a call with these arguments; None if the call cannot be cached (see the module)."""
+    # This check comes before `ADAPTERS` is read: the first trace adds torch's adapter, and torch.compile fails if a
+    # second trace of the call takes another path.
+    if is_compiling():
+        return None
     adapter = ADAPTERS.get(type(query))
     layouts = None if adapter is None else adapter.layouts(query, key, value)
     if adapter is None or layouts is None:

@@ -36,6 +36,7 @@ __all__ = [
     "apply",
     "as_expression",
     "intern",
+    "is_compiling",
     "parse_text",
     "walk",
     "where",
@@ -423,7 +424,7 @@ def intern(node: Expression) -> Expression:
     references. It needs no lock, because `dict.setdefault` is atomic. While torch.compile traces, this node itself is
     returned.
     """
-    if _is_compiling():
+    if is_compiling():
         return node
     key = (type(node), *node.own_values(), *map(id, node.arguments))
     reference = weakref.ref(node, lambda dead: _INTERNED.pop(key, None) if _INTERNED.get(key) is dead else None)
@@ -434,7 +435,8 @@ def intern(node: Expression) -> Expression:
     return existing
 
 
-def _is_compiling() -> bool:
+def is_compiling() -> bool:
+    """True while torch.compile traces."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.compiler.is_compiling())
 
@@ -469,7 +471,7 @@ def as_expression(value: Any) -> Expression:
             value = value.item()
     if isinstance(value, bool):
         return intern(Constant(value, "bool"))
-    if isinstance(value, int | float) and _is_compiling():
+    if isinstance(value, int | float) and is_compiling():
         # A symbol becomes its value, and a guard makes torch.compile compile again for another value.
         value = sys.modules["torch.fx.experimental.symbolic_shapes"].guard_scalar(value)
     if isinstance(value, int):

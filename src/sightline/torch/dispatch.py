@@ -157,11 +157,11 @@ def _layouts(query: Any, key: Any, value: Any) -> tuple[Any, ...] | None:
     """Return the part of the cache key that describes the tensors; None if the call cannot be cached.
 
     A call can be cached if its tensors are plain tensors on the CPU and torch does not follow it: torch does not
-    compile, trace or transform, computes no forward derivative, and no mode is active.
+    trace or transform, computes no forward derivative, and no mode is active. `make_request` has checked that torch
+    does not compile.
     """
     if (
-        torch.compiler.is_compiling()
-        or type(key) is not Tensor
+        type(key) is not Tensor
         or type(value) is not Tensor
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
         or torch.is_autocast_enabled("cpu")
