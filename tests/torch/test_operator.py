@@ -458,7 +458,10 @@ QUICK_NUMBERS = ("window", "reflected operators", "comparison by torch's functio
     ("name", "dynamic"),
     [
         ("window", None),
-        *[(name, True) if name in QUICK_NUMBERS else pytest.param(name, True, marks=pytest.mark.soak) for name in CHANGING_NUMBERS],
+        *[
+            (name, True) if name in QUICK_NUMBERS else pytest.param(name, True, marks=pytest.mark.soak)
+            for name in CHANGING_NUMBERS
+        ],
     ],
 )
 def test_changing_numbers_in_formulas_compile(name, dynamic):
