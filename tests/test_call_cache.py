@@ -267,7 +267,7 @@ def test_equal_bits_with_other_contents(kind, dtype, in_torch, seed):
 @settings(max_examples=25)
 @given(st.sampled_from(KINDS), st.booleans(), st.integers(0, 999))
 def test_equal_bits_with_other_lengths(kind, in_torch, seed):
-    """Calls of one family: other lengths and strides, with other contents."""
+    """Calls of one family have other lengths, other strides and other contents; the full dispatch is the oracle."""
     rng = np.random.default_rng(seed)
     B, H, n = 2, 4, int(rng.choice([1, 5, 70]))
     convert = to_torch if in_torch else np.asarray

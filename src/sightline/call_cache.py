@@ -187,7 +187,7 @@ class CachedCall:
         tables: Sequence[Any] = ()
         if self.has_dropout:
             seed = adapter.draw_seed() if seed is None and adapter.draw_seed is not None else seed or 0
-            words[SEED_INDEX] = seed - (2**64 if seed >= 2**63 else 0)
+            words[SEED_INDEX] = bound.signed_word(seed)
         if request.sinks is not None:
             sinks = bound.convert_sinks(request.sinks)
             words[SINKS_INDEX] = numpy_address(sinks)

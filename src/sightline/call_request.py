@@ -151,8 +151,8 @@ def _is_function(x: Any) -> bool:
 def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return the key of the call's family: the key without lengths and strides; None if the call has no family.
 
-    Arrays with other numbers of axes than four, and arrays that broadcast, have no family. What the choice of a kernel
-    depends on is part of the key: the number of queries if it is small, and whether there are many keys.
+    A call has a family only if its three arrays have four axes and equal batch axes. The choice of a kernel depends on
+    the number of queries if that number is small, and on whether there are many keys. Both facts are part of the key.
     """
     arrays = [key[at : at + 3] for at in range(0, 9, 3)]
     (query, *_), (keys, *_), (values, *_) = arrays

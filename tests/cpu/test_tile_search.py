@@ -134,7 +134,7 @@ def test_bad_contents_are_refused(bad):
 
 
 def test_a_bound_that_is_one_off_is_found(monkeypatch, fresh_kernels):
-    """Planted fault: the last key of a tile is left out of the bounds."""
+    """Planted fault: the search computes the bounds of a tile without the tile's last key."""
     monkeypatch.setattr(tile_search, "KEY_BLOCK", KEY_BLOCK - 1)
     with pytest.raises(AssertionError):
         test_equal_tile_ranges("causal")

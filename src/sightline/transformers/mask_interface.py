@@ -145,8 +145,8 @@ def sightline_mask(
 def _position_formulas(query_start: int, key_start: int, cached: int) -> tuple[Expression, Expression]:
     """Return the positions of queries and keys in the sequence, as formulas of i and j.
 
-    A number in a formula is compiled into its kernel, so numbers that change from call to call are not constants here:
-    the number of keys in a growing cache is m − n, and other offsets are tables with one entry.
+    All offsets give formulas of one structure, so that they share a kernel: the number of keys in a growing cache is
+    m − n, and other offsets are tables with one entry. As constants, the offsets 0 and 1 would give other kernels.
     """
     row: Expression = i
     column: Expression = j

@@ -126,7 +126,7 @@ class BoundCall:
         changing: Sequence[Any] = (),
     ) -> None:
         self.processor, self.max_threads, self.numbers = processor, max_threads, arguments.numbers
-        self.table_origins, self.accumulator = arguments.table_origins, arguments.problem.accumulator
+        self.table_origins = arguments.table_origins
         self.first_operands = tuple([layout(array)[0] for array in arguments.arrays.values()])
         self.kernel = compile_kernel(spec, arguments, writer, processor)
         self.function: Any = _FUNCTION(self.kernel) if isinstance(self.kernel, int) else None  # None for an emulator
