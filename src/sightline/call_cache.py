@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .array_adapters import ADAPTERS, ArrayAdapter, addresses_of, numpy_address
+from . import array_layouts
+from .array_adapters import ADAPTERS, ArrayAdapter, addresses_of
+from .array_layouts import numpy_address
 from .arrays import dtype_name
 from .call_request import Request, family_key, without_key_length
 from .cpu.runtime.compile import bound_calls, call_families
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["CachedCall", "KernelInputs", "bind_family", "insert", "lookup"]
 
 MAX_CACHED_CALLS = 256  # the least recently used call is dropped beyond this number
+FIRST_TABLE = 4  # index of the first table in `Request.addresses`, after the layouts, query, key and value
 SINKS_INDEX, SEED_INDEX = 5, 6  # indices in `cpu.codegen.abi.FORWARD_CALL_FIELDS`
 DIRECT_TABLE_DTYPES = ("bool", "int32", "int64", "float32", "float64")  # other tables are converted at each call
 
@@ -131,16 +134,16 @@ class KernelInputs:
         converters = tuple([None if direct else bound_call.convert_table for direct in is_direct])
         return cls(tables, converters, number_indices, same_order and all(is_direct))
 
-    def of(self, request: Request) -> tuple[Sequence[Any], tuple[float, ...]]:
-        """Return the arrays that the kernel reads as its tables, and the numbers of the kernel."""
+    def of(self, request: Request) -> tuple[Sequence[Any], Sequence[int], tuple[float, ...]]:
+        """Return the arrays that the kernel reads as its tables, their addresses, and the numbers of the kernel."""
         tables, numbers = request.tables, request.numbers
         if self.is_identity:
-            return tables, numbers
+            return tables, request.addresses[FIRST_TABLE : FIRST_TABLE + len(tables)], numbers
         arrays = [
             tables[table] if convert is None else convert(tables[table])
             for table, convert in zip(self.tables, self.converters, strict=True)
         ]
-        return arrays, tuple([numbers[number] for number in self.numbers])
+        return arrays, addresses_of(arrays), tuple([numbers[number] for number in self.numbers])
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,7 @@ class CachedCall:
         else:
             lse = np.empty(self.shape)
             lse_address = numpy_address(lse)
-        words = [address(query), address(key), address(value), address(output), lse_address, 0, 0]
+        words = [*request.addresses[1:FIRST_TABLE], address(output), lse_address, 0, 0]
         numbers: tuple[float, ...] = ()
         tables: Sequence[Any] = ()
         if self.has_dropout:
@@ -192,8 +195,8 @@ class CachedCall:
             sinks = bound.convert_sinks(request.sinks)
             words[SINKS_INDEX] = numpy_address(sinks)
         if self.inputs is not None:
-            tables, numbers = self.inputs.of(request)
-            words += addresses_of(tables)
+            tables, addresses, numbers = self.inputs.of(request)
+            words += addresses
             if numbers:
                 words += bound.number_words(numbers)
         arrays = [adapter.empty_array(self.shape, dtype) for dtype in self.statistic_dtypes]
@@ -250,11 +253,12 @@ def insert(
     attach : see `CachedCall`
     """
     bound_call, adapter = result.bound_call, ADAPTERS[type(arrays[0])]
-    if bound_call is None or bound_call.first_operands != tuple(map(adapter.address, arrays)):
+    if bound_call is None or bound_call.first_operands != request.addresses[1:FIRST_TABLE]:
         return
     inputs = KernelInputs.bind(bound_call, request, formulas)
     if inputs is None:
         return
+    _use_generated_reader()
     output = problem.squeeze_heads(result.output, 2)
     entry = CachedCall(
         adapter,
@@ -272,6 +276,17 @@ def insert(
     shared_key = None if bound_call.family is None else family_key(request.key)
     if shared_key is not None:
         _store(call_families(), shared_key, entry)
+
+
+def _use_generated_reader() -> None:
+    """Read arrays in generated code from now on, where that is possible."""
+    if array_layouts.read_arrays is not array_layouts.read_in_python:
+        return
+    from .cpu.launch.array_reader import make_array_reader  # loads llvmlite, which a call with a kernel has loaded
+
+    reader = make_array_reader(array_layouts.tensors())
+    if reader is not None:
+        array_layouts.use(reader)
 
 
 def _store(entries: OrderedDict[Any, Any], key: tuple[Any, ...], call: CachedCall) -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from . import array_layouts
 from .array_adapters import ADAPTERS, BOOLEANS
 from .cpu.runtime.machine import CPU_VARIABLE
 from .formula import from_function, library
@@ -23,7 +22,6 @@ from .statistics import Entropy, Lse, MaxScore
 
 __all__ = ["Request", "family_key", "make_request", "without_key_length"]
 
-KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX = 3, 6  # indices in the result of `ArrayAdapter.layouts`
 FORWARD_STATISTICS = (Lse, MaxScore, Entropy)  # the statistics of cached calls; others need further passes
 MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
 MIN_MANY_KEYS = 512  # from this number of keys on, the decoding kernel may serve few queries
@@ -40,6 +38,7 @@ class Request(NamedTuple):
     key : the structure of the call
     mask, score : the formulas; `mask` may be a boolean array, and `score` an array of biases
     tables : the arrays of the tables, those of the mask first, in the order of `Structure.tables`
+    addresses : the result of `array_layouts.read_arrays` for query, key, value, the tables and the sinks
     numbers : the numbers of the formulas
     sinks, seed : as in `attention`
     """
@@ -51,6 +50,7 @@ class Request(NamedTuple):
     numbers: tuple[float, ...]
     sinks: Any
     seed: int | None
+    addresses: tuple[Any, ...]
 
     def formulas(self) -> tuple[Expression | None, Expression | None]:
         """Return mask and score as formulas. Their tables are those of `tables`, in the same order."""
@@ -79,8 +79,7 @@ def make_request(
     if is_compiling():
         return None
     adapter = ADAPTERS.get(type(query))
-    layouts = None if adapter is None else adapter.layouts(query, key, value)
-    if adapter is None or layouts is None:
+    if adapter is None:
         return None
     # Only exact types and no zeros are accepted, because in a key True equals 1 and −0.0 equals 0.0.
     if (scale is not None and (type(scale) is not float or scale == 0)) or type(dropout) is not float:
@@ -94,10 +93,11 @@ def make_request(
     kinds = None if see is None else _statistic_kinds(see)
     if kinds is False:
         return None
-    key = (*layouts, scale, dropout, kernel, threads, _environment.get(_cpu_variable), kinds)
+    options = scale, dropout, kernel, threads, _environment.get(_cpu_variable), kinds
     if mask is None and score is None and sinks is None:
-        return Request(key, None, None, (), (), None, seed)
-    return _request_with_formulas(key, mask, score, sinks, seed)
+        found = array_layouts.read_arrays(query, key, value)
+        return None if found is None else Request((found[0], options), None, None, (), (), None, seed, found)
+    return _request_with_formulas((query, key, value), options, mask, score, sinks, seed)
 
 
 def _statistic_kinds(see: Any) -> tuple[type, ...] | bool:
@@ -108,8 +108,10 @@ def _statistic_kinds(see: Any) -> tuple[type, ...] | bool:
     return kinds if all(kind in FORWARD_STATISTICS for kind in kinds) else False
 
 
-def _request_with_formulas(key: tuple[Any, ...], mask: Any, score: Any, sinks: Any, seed: int | None) -> Request | None:
-    """Return the request of a call with a mask, a score or sinks; `key` is the key of the call without them."""
+def _request_with_formulas(
+    operands: tuple[Any, Any, Any], options: tuple[Any, ...], mask: Any, score: Any, sinks: Any, seed: int | None
+) -> Request | None:
+    """Return the request of a call with a mask, a score or sinks; `operands` are query, key and value."""
     has_arrays = type(mask) in ADAPTERS, type(score) in ADAPTERS
     given = [None if is_array else x for x, is_array in zip((mask, score), has_arrays, strict=True)]
     arrays: tuple[Any, ...] = (mask,) if has_arrays[0] else ()
@@ -130,18 +132,15 @@ def _request_with_formulas(key: tuple[Any, ...], mask: Any, score: Any, sinks: A
         arrays += tuple([table.array for table in structure.tables])
     if has_arrays[1]:
         arrays += (score,)
-    found = []
-    for array in arrays if sinks is None else (*arrays, sinks):
-        own = ADAPTERS.get(type(array))
-        layout = None if own is None else own.layout(array)
-        if layout is None:
-            return None
-        found.append(layout)
-    if has_arrays[0] and not (0 < len(found[0][0]) <= MAX_MASK_AXES and found[0][2] in BOOLEANS):
+    if has_arrays[0] and not (0 < mask.ndim <= MAX_MASK_AXES and mask.dtype in BOOLEANS):
         return None  # the full dispatch merges the leading axes, or raises an error
     if has_arrays[1] and not 0 < score.ndim <= MAX_MASK_AXES:
         return None
-    return Request((*key, has_arrays, sinks is None, *found, formulas), mask, score, arrays, numbers, sinks, seed)
+    found = array_layouts.read_arrays(*operands, *arrays, *(() if sinks is None else (sinks,)))
+    if found is None:
+        return None
+    key = found[0], options, has_arrays, sinks is None, formulas
+    return Request(key, mask, score, arrays, numbers, sinks, seed, found)
 
 
 def _is_function(x: Any) -> bool:
@@ -154,30 +153,24 @@ def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
     A call has a family only if its three arrays have four axes and equal batch axes. The choice of a kernel depends on
     the number of queries if that number is small, and on whether there are many keys. Both facts are part of the key.
     """
-    arrays = [key[at : at + 3] for at in range(0, 9, 3)]
-    (query, *_), (keys, *_), (values, *_) = arrays
+    layouts, *others = key
+    arrays = array_layouts.parse(layouts)
+    query, keys, values = [array.shape for array in arrays[:3]]
     if not (len(query) == len(keys) == len(values) == 4 and query[0] == keys[0] == values[0]):
         return None
     sizes = query[1], keys[1], values[1], query[3], keys[3], values[3], query[0]
     choice = min(query[2], MAX_SMALL_LENGTH), keys[2] >= MIN_MANY_KEYS
-    parts = [_without_lengths(part) if _is_layout(part) else part for part in (*arrays, *key[9:])]
-    return sizes, choice, *parts
+    return sizes, choice, *map(_without_lengths, arrays), *others
 
 
-def _is_layout(part: Any) -> bool:
-    """True if a part of a key is the layout of an array: shape, strides and dtype."""
-    return isinstance(part, tuple) and len(part) == 3 and isinstance(part[0], tuple) and isinstance(part[1], tuple)
-
-
-def _without_lengths(layout: tuple[Any, ...]) -> tuple[Any, ...]:
-    shape, strides, dtype = layout
-    unit = dtype.itemsize if isinstance(dtype, np.dtype) else 1  # torch counts strides in entries
-    return tuple([length == 1 for length in shape]), strides[-1:] == (unit,), dtype
+def _without_lengths(layout: array_layouts.Layout) -> tuple[Any, ...]:
+    has_unit_stride = layout.strides[-1:] == (layout.itemsize,)
+    return layout.kind, tuple([length == 1 for length in layout.shape]), has_unit_stride
 
 
 def without_key_length(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the key without m, the length of the key sequence, for a call that serves every m."""
-    shortened = list(key)
-    for index in (KEY_SHAPE_INDEX, VALUE_SHAPE_INDEX):
-        shortened[index] = (*key[index][:-2], key[index][-1])
-    return tuple(shortened)
+    layouts, *others = key
+    for index in (1, 2):  # key and value
+        layouts = array_layouts.without_length(layouts, index)
+    return layouts, *others

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..cpu.launch.backward import BoundBackwardCall
 
 __all__ = [
+    "INTERCEPTIONS",
     "GraphAttacher",
     "attach_to_graph",
     "is_intercepted",
@@ -121,9 +122,9 @@ class _CachedCall(_Call):
             return None
         (call, inputs_of), (output, lse), d_output = bound, saved, gradients[0]
         sums = [torch.empty(shape, dtype=self.attacher.accumulator) for shape in call.sum_shapes]
-        d_lse, (tables, numbers) = np.zeros(lse.shape), inputs_of.of(self.request)
+        d_lse, (tables, addresses, numbers) = np.zeros(lse.shape), inputs_of.of(self.request)
         arrays = (*inputs, output, d_output, lse, d_lse, *sums)
-        words = [*addresses_of(arrays), call.signed_word(self.seed), *addresses_of(tables), *call.number_words(numbers)]
+        words = [*addresses_of(arrays), call.signed_word(self.seed), *addresses, *call.number_words(numbers)]
         if call.run(self.threads, words, numbers, 0, (arrays, tables)) is None:
             return None
         found, dtype = call.combine(sums), inputs[0].dtype
@@ -281,12 +282,15 @@ def refuse_tangents(arguments: OperatorArguments) -> None:
         )
 
 
+INTERCEPTIONS = (  # functions whose results are true if a mode, a transform, a tracer or a forward derivative is active
+    _C._len_torch_function_stack,
+    _C._len_torch_dispatch_stack,
+    _C._functorch.peek_interpreter_stack,
+    _C._get_tracing_state,
+    lambda: forward_ad._current_level >= 0,
+)
+
+
 def is_intercepted() -> bool:
     """True if a mode, a transform, a tracer or a forward derivative is active in this thread."""
-    return bool(
-        _C._len_torch_function_stack()
-        or _C._len_torch_dispatch_stack()
-        or _C._functorch.peek_interpreter_stack() is not None
-        or _C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    )
+    return any(function() for function in INTERCEPTIONS)

@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 from torch.nn import Parameter
 
 from .. import call_cache
 from ..array_adapters import ADAPTERS, BOOLEANS, ArrayAdapter
+from ..array_layouts import Layout, Tensors, make_kind, serve_tensors
 from ..call_request import Request
 from ..dispatch import KERNELS, make_plan, to_caller_layout
 from ..formula.expression import SYMBOLS, Expression
@@ -18,7 +19,7 @@ from ..kernel import Kernel, Result, choose
 from ..problem import Problem, parse, validate
 from ..statistics import Statistic, solve_selections_separately
 from . import operator
-from .autograd import GraphAttacher, attach_to_graph, is_intercepted, needs_gradients, refuse_tangents
+from .autograd import INTERCEPTIONS, GraphAttacher, attach_to_graph, is_intercepted, needs_gradients, refuse_tangents
 from .fused import Fused
 from .operator_schema import OperatorArguments, build_result, make_seed
 
@@ -153,39 +154,18 @@ def _build_formula(formula: Any, symbols: str) -> Any:
 # -- the call cache -----------------------------------------------------------------------------------------------
 
 
-def _layouts(query: Any, key: Any, value: Any) -> tuple[Any, ...] | None:
-    """Return the part of the cache key that describes the tensors; None if the call cannot be cached.
-
-    A call can be cached if its tensors are plain tensors on the CPU and torch does not follow it: torch does not
-    trace or transform, computes no forward derivative, and no mode is active. `make_request` has checked that torch
-    does not compile.
-    """
-    if (
-        type(key) is not Tensor
-        or type(value) is not Tensor
-        or not (query.is_cpu and key.is_cpu and value.is_cpu)
-        or torch.is_autocast_enabled("cpu")
-        or is_intercepted()
-    ):
+def _read(tensor: Tensor) -> tuple[Layout, int] | None:
+    """Return the layout and the address of a tensor; None if the call needs the full dispatch."""
+    if not tensor.is_cpu or tensor.dtype not in _DLPACK_CODES or tensor.is_neg():
         return None
-    if query.is_neg() or key.is_neg() or value.is_neg():
-        return None
+    size = tensor.dtype.itemsize
+    dtype = 1 << 16 | 8 * size << 8 | _DLPACK_CODES[tensor.dtype]
+    needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
     try:
-        return (
-            *(query.shape, query.stride(), query.dtype),
-            *(key.shape, key.stride(), key.dtype),
-            *(value.shape, value.stride(), value.dtype),
-            needs_gradients(query, key, value),
-        )
+        strides = tuple([size * stride for stride in tensor.stride()])
+        return Layout(make_kind(size, dtype, needs_gradient, True), tuple(tensor.shape), strides), tensor.data_ptr()
     except RuntimeError:  # tensors that are sparse, nested or opaque have no strides
         return None
-
-
-def _layout(array: Tensor) -> tuple[Any, ...] | None:
-    """Return shape, strides and dtype of a table or of sinks; None if the call needs the full dispatch."""
-    if not array.is_cpu or array.layout is not torch.strided or array.is_neg() or array.is_conj():
-        return None
-    return None if array.requires_grad and torch.is_grad_enabled() else (array.shape, array.stride(), array.dtype)
 
 
 def _empty(query: Tensor, shape: tuple[int, ...]) -> Any:
@@ -204,7 +184,21 @@ def _finish_lse(lse: Tensor, output: Tensor) -> Tensor:
 
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
+_DLPACK_CODES = {  # the code of each dtype in the struct DLDataType of DLPack
+    **dict.fromkeys((torch.int8, torch.int16, torch.int32, torch.int64), 0),
+    **dict.fromkeys((torch.uint8, torch.uint16, torch.uint32, torch.uint64), 1),
+    **dict.fromkeys((torch.float16, torch.float32, torch.float64), 2),
+    torch.bfloat16: 4,
+    torch.bool: 6,
+}
 BOOLEANS.add(torch.bool)
-ADAPTERS[Tensor] = ArrayAdapter(
-    _layouts, _layout, Tensor.data_ptr, _empty, _empty_array, _finish_lse, lambda: int(make_seed(None))
+ADAPTERS[Tensor] = ArrayAdapter(Tensor.data_ptr, _empty, _empty_array, _finish_lse, lambda: int(make_seed(None)))
+serve_tensors(
+    Tensors(
+        Tensor,
+        _read,
+        (*INTERCEPTIONS, _C._is_any_autocast_enabled),
+        torch.is_grad_enabled,
+        getattr(Tensor, "__dlpack_c_exchange_api__", None),
+    )
 )

@@ -7,13 +7,13 @@ into a register. Every address is computed with GEP, in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
 
-from .values import INT32, INT64, POINTER, Type, Value, intrinsic_suffix, is_float, lanes_of, vector
+from .values import INT32, INT64, POINTER, VOID, Type, Value, intrinsic_suffix, is_float, lanes_of, vector
 
 __all__ = ["Builder", "Variable"]
 
@@ -35,21 +35,35 @@ class Variable:
         self.builder.irbuilder.store(value.raw, self.slot)
 
 
-class Builder:
-    """Builds one function of a module. Every argument of the function is a pointer, and the function returns void."""
+class _Callee:
+    """A function at an address that is known only at run time. llvmlite calls only functions with names."""
 
-    def __init__(self, module: Any, name: str, arguments: int = 1) -> None:
+    def __init__(self, address: Any, signature: Any) -> None:
+        self.function_type, self.type, self.get_reference = signature, address.type, address.get_reference
+
+
+class Builder:
+    """Builds one function of a module. By default, its only argument is a pointer, and it returns nothing."""
+
+    def __init__(self, module: Any, name: str, arguments: Sequence[Type] = (POINTER,), result: Type = VOID) -> None:
         self.module = module
-        self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER] * arguments), name)
+        self.function = ir.Function(module, ir.FunctionType(result, arguments), name)
         self.entry = ir.IRBuilder(self.function.append_basic_block("entry"))
         self.irbuilder = ir.IRBuilder(self.function.append_basic_block("body"))
         self.body = self.irbuilder.block
         self.arguments = [Value(self, argument) for argument in self.function.args]
 
-    def finish(self) -> None:
-        """End the function, and branch from the stack slots of the entry block to the body."""
-        self.irbuilder.ret_void()
+    def finish(self, result: Value | None = None) -> None:
+        """End the function with its result, and branch from the stack slots of the entry block to the body."""
+        self.return_(result)
         self.entry.branch(self.body)
+
+    def return_(self, result: Value | None = None) -> None:
+        """Return from the function. In a conditional block, nothing may follow."""
+        if result is None:
+            self.irbuilder.ret_void()
+        else:
+            self.irbuilder.ret(result.raw)
 
     # -- values ---------------------------------------------------------------------------------------------------
     def value(self, x: Any, kind: Type) -> Value:
@@ -87,6 +101,12 @@ class Builder:
         if name in self.module.globals:
             return self.module.globals[name]
         return ir.Function(self.module, signature, name)
+
+    def call(self, function: str | Value, result: Type, *values: Value) -> Value:
+        """Call a C function, by the name of a symbol of this process or by its address."""
+        signature = ir.FunctionType(result, [value.type for value in values])
+        callee = self.declare(function, signature) if isinstance(function, str) else _Callee(function.raw, signature)
+        return Value(self, self.irbuilder.call(callee, [value.raw for value in values]))
 
     def call_intrinsic(self, name: str, *values: Any) -> Value:
         """Call the intrinsic llvm.`name` of operands that share one type."""

@@ -28,7 +28,7 @@ class _BFloatType(ir.types.Type):  # type: ignore[misc]
 
 BOOL, BYTE, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 HALF, BFLOAT, FLOAT, DOUBLE = ir.HalfType(), _BFloatType(), ir.FloatType(), ir.DoubleType()
-POINTER = ir.PointerType()
+POINTER, VOID = ir.PointerType(), ir.VoidType()
 
 
 def vector(kind: Type, lanes: int) -> Type:

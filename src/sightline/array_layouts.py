@@ -1,0 +1,181 @@
+"""The layouts of arrays as keys of the call cache, read together with the addresses of the arrays.
+
+    read_arrays(query, key, value, ...)  →  (layouts, address of query, address of key, address of value, ...)
+
+`layouts` is a bytes object of 64-bit words. Equal layouts mean equal types, dtypes, shapes and strides. Each array has
+its head, then the length of each axis, then the stride of each axis in bytes:
+
+    head = itemsize · 2⁴⁸ + dtype · 2¹⁶ + number of axes · 2⁸ + requires_grad · 2 + is_tensor
+
+`dtype` is type_num · 2⁸ + byteorder for NumPy, and the struct DLDataType of DLPack for torch.
+
+The result is None, and the call needs the full dispatch, if one of the following holds. The type of an array is neither
+exactly NumPy's ndarray nor torch's Tensor. A tensor is not in the processor's memory, has no strides, is a negative
+view, or has a dtype without a code in DLPack. torch itself must see the call: torch traces or transforms it, computes
+forward derivatives, or a mode is active. An array after the first three, query, key and value, requires a gradient.
+
+The functions of this module define the layouts. `cpu.launch.array_reader` replaces `read_arrays` by generated code,
+which does the same in a third of the time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = [
+    "MAX_ARRAYS",
+    "MAX_AXES",
+    "MAX_GRADIENTS",
+    "Layout",
+    "Tensors",
+    "make_kind",
+    "numpy_address",
+    "parse",
+    "read_arrays",
+    "read_in_python",
+    "serve_tensors",
+    "tensors",
+    "use",
+    "without_length",
+]
+
+MAX_ARRAYS, MAX_AXES = 16, 8  # the most arrays, and the most axes of an array
+MAX_GRADIENTS = 3  # how many of the arrays may require a gradient
+TENSOR_BIT, GRADIENT_BIT = 1, 2
+
+
+class Layout(NamedTuple):
+    """The layout of one array. `kind` is its head without the number of axes; strides are in bytes."""
+
+    kind: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return self.kind >> 48
+
+    @property
+    def requires_gradient(self) -> bool:
+        return bool(self.kind & GRADIENT_BIT)
+
+
+class Tensors(NamedTuple):
+    """How tensors of torch are read.
+
+    Parameters
+    ----------
+    type : the type of tensors
+    read : function (tensor) that returns its `Layout` and its address; None if the call needs the full dispatch
+    conditions : functions without arguments; if the result of one is true, torch must see the call
+    is_grad_enabled : function without arguments; if its result is false, no tensor requires a gradient
+    exchange : the capsule with DLPack's exchange functions of tensors; None if this torch has none
+    """
+
+    type: type
+    read: Callable[[Any], tuple[Layout, int] | None]
+    conditions: Sequence[Callable[[], Any]]
+    is_grad_enabled: Callable[[], bool]
+    exchange: Any
+
+
+def parse(layouts: bytes) -> list[Layout]:
+    """Return the layout of each array from the result of `read_arrays`."""
+    words, found = iter(struct.unpack(f"{len(layouts) // 8}q", layouts)), []
+    for head in words:
+        axes = head >> 8 & 0xFF
+        shape, strides = tuple(islice(words, axes)), tuple(islice(words, axes))
+        found.append(Layout(head - (axes << 8), shape, strides))
+    return found
+
+
+def without_length(layouts: bytes, index: int) -> bytes:
+    """Return the layouts with −1 in place of the length of the last axis but one of array number `index`."""
+    words = list(struct.unpack(f"{len(layouts) // 8}q", layouts))
+    start = 0
+    for _ in range(index):
+        start += 1 + 2 * (words[start] >> 8 & 0xFF)
+    words[start + (words[start] >> 8 & 0xFF) - 1] = -1
+    return struct.pack(f"{len(words)}q", *words)
+
+
+def make_kind(itemsize: int, dtype: int, requires_gradient: bool = False, is_tensor: bool = False) -> int:
+    """Return `Layout.kind`."""
+    return itemsize << 48 | dtype << 16 | requires_gradient * GRADIENT_BIT | is_tensor * TENSOR_BIT
+
+
+def read_in_python(*arrays: Any) -> tuple[Any, ...] | None:
+    """Return (layouts, addresses ...); None if the call needs the full dispatch. See the module."""
+    types = {type(array) for array in arrays}
+    if len(arrays) > MAX_ARRAYS or not types <= {np.ndarray, _tensors.type}:
+        return None
+    if _tensors.type in types and any(condition() for condition in _tensors.conditions):
+        return None
+    words: list[int] = []
+    addresses = []
+    for index, array in enumerate(arrays):
+        found = _read_ndarray(array) if type(array) is np.ndarray else _tensors.read(array)
+        if found is None or len(found[0].shape) > MAX_AXES or (found[0].requires_gradient and index >= MAX_GRADIENTS):
+            return None
+        (kind, shape, strides), address = found
+        words += [kind | len(shape) << 8, *shape, *strides]
+        addresses.append(address)
+    return struct.pack(f"{len(words)}q", *words), *addresses
+
+
+def _read_ndarray(array: Any) -> tuple[Layout, int]:
+    dtype = array.dtype
+    kind = make_kind(dtype.itemsize, dtype.num << 8 | ord(dtype.byteorder))
+    return Layout(kind, array.shape, array.strides), numpy_address(array)
+
+
+_pointer_at = ctypes.c_void_p.from_address
+_HEAD = object.__basicsize__
+
+
+def _header_address(array: Any) -> int:
+    """Return the address of a NumPy array's first entry: the field `data` of PyArrayObject in NumPy's C API.
+
+    The field follows the head of the Python object. This read takes a quarter of the time that `__array_interface__`
+    takes.
+    """
+    return _pointer_at(id(array) + _HEAD).value or 0
+
+
+def _interface_address(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+_probe = np.zeros(1)
+numpy_address = _header_address if _header_address(_probe) == _interface_address(_probe) else _interface_address
+
+
+def serve_tensors(tensors: Tensors) -> None:
+    """Read tensors of torch from now on."""
+    global _tensors, read_arrays
+    _tensors, read_arrays = tensors, read_in_python
+
+
+def tensors() -> Tensors:
+    """Return how tensors of torch are read."""
+    return _tensors
+
+
+def use(reader: Callable[..., tuple[Any, ...] | None]) -> None:
+    """Replace `read_arrays` by a function that does the same in less time."""
+    global read_arrays
+    read_arrays = reader
+
+
+class _NoTensor:
+    """The type of tensors before torch is served: no array has it."""
+
+
+_tensors = Tensors(_NoTensor, lambda _: None, (), lambda: False, None)
+read_arrays: Callable[..., tuple[Any, ...] | None] = read_in_python

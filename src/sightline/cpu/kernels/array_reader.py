@@ -1,0 +1,168 @@
+"""A function that reads arrays of NumPy and torch, in generated code that Python calls as a function of C.
+
+`sightline.array_layouts.read_in_python` is the definition: the function returns the same. It reads NumPy's arrays by
+the structs of NumPy's C API, and tensors by the exchange functions of DLPack 1.3 (`DLPackExchangeAPI`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from ...array_layouts import GRADIENT_BIT, MAX_ARRAYS, MAX_AXES, MAX_GRADIENTS, TENSOR_BIT
+from ..codegen.builder import Builder, Variable
+from ..codegen.values import BOOL, BYTE, INT32, INT64, POINTER, VOID, Value
+
+__all__ = ["CONTEXT_FIELDS", "ArrayReader"]
+
+DLPACK_CPU = 1  # DLDeviceType kDLCPU
+
+# the words of the context: addresses of Python objects and of C functions, and counts
+CONTEXT_FIELDS = (
+    "none",  # the objects None and True
+    "true",
+    "head_size",  # bytes of the head of a Python object
+    "ndarray",  # the type of NumPy's arrays
+    "tensor",  # the type of tensors; 0 if torch is not served
+    "read_tensor",  # the function `dltensor_from_py_object_no_sync`
+    "requires_grad",  # the names of attributes, as Python objects
+    "is_neg",
+    "is_grad_enabled",  # a Python function without arguments
+    "num_conditions",
+    "conditions",  # Python functions without arguments; if the result of one is true, tensors are not read
+)
+
+
+class ArrayReader(Builder):
+    """Builds the function, a `PyCFunction` with the flag METH_FASTCALL whose `self` is a capsule of the context."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        super().__init__(module, name, (POINTER, POINTER, INT64), POINTER)
+        capsule, self.arrays, self.count = self.arguments
+        context = self.call("PyCapsule_GetPointer", POINTER, capsule, self.null())
+        self.context = {
+            field: context.at(8 * index).load(INT64 if field in ("head_size", "num_conditions") else POINTER)
+            for index, field in enumerate(CONTEXT_FIELDS)
+        }
+        self.words = self.alloca_array(INT64, MAX_ARRAYS * (1 + 2 * MAX_AXES))
+        self.addresses = self.alloca_array(POINTER, MAX_ARRAYS)
+        self.tensor = self.alloca_array(INT64, 6)  # a DLTensor
+        self.num_words = Variable(self, INT64, 0)
+        self.grad_enabled = Variable(self, BOOL, False)
+
+    def null(self) -> Value:
+        return Value(self, ir.Constant(POINTER, None))
+
+    def build(self) -> None:
+        """Build the function."""
+        self.return_none_if(self.count > MAX_ARRAYS)
+        self.check_types()
+        with self.loop(0, self.count) as index:
+            array = self.arrays.at(index * 8).load(POINTER)
+            with self.if_else(self.type_of(array) == self.context["ndarray"]) as (yes, no):
+                with yes:
+                    self.read_ndarray(array, index)
+                with no:
+                    self.read_tensor(array, index)
+        result = self.call("PyTuple_New", POINTER, self.count + 1)
+        with self.if_then(result == self.null()):
+            self.return_(result)
+        layouts = self.call("PyBytes_FromStringAndSize", POINTER, self.words, self.num_words.get() * 8)
+        self.call("PyTuple_SetItem", INT32, result, self.value(0, INT64), layouts)
+        with self.loop(0, self.count) as index:
+            number = self.call("PyLong_FromVoidPtr", POINTER, self.addresses.at(index * 8).load(POINTER))
+            self.call("PyTuple_SetItem", INT32, result, index + 1, number)
+        self.finish(result)
+
+    def return_none_if(self, condition: Value) -> None:
+        with self.if_then(condition):
+            self.call("Py_IncRef", VOID, self.context["none"])
+            self.return_(self.context["none"])
+
+    def type_of(self, array: Value) -> Value:
+        """Return the type of a Python object: the last field of the object's head."""
+        return array.at(self.context["head_size"] - 8).load(POINTER)
+
+    # -- conditions ------------------------------------------------------------------------------------------------
+    def check_types(self) -> None:
+        """Return None if an array is neither NumPy's nor torch's, or if torch must see a call with its tensors."""
+        has_tensor = Variable(self, BOOL, False)
+        with self.loop(0, self.count) as index:
+            kind = self.type_of(self.arrays.at(index * 8).load(POINTER))
+            is_tensor = kind == self.context["tensor"]
+            self.return_none_if(~(is_tensor | (kind == self.context["ndarray"])))
+            has_tensor.set(has_tensor.get() | is_tensor)
+        with self.if_then(has_tensor.get()):
+            with self.loop(0, self.context["num_conditions"]) as index:
+                self.return_none_if(self.is_true_result(self.context["conditions"].at(index * 8).load(POINTER)))
+            self.grad_enabled.set(self.is_true_result(self.context["is_grad_enabled"]))
+
+    def is_true_result(self, function: Value) -> Value:
+        """True if the Python function returns an object that is true, or raises an error."""
+        result = Variable(self, INT32, 1)
+        answer = self.call("PyObject_CallNoArgs", POINTER, function)
+        self.clear_error_if(answer == self.null())
+        with self.if_then(answer != self.null()):
+            result.set(self.call("PyObject_IsTrue", INT32, answer))
+            self.call("Py_DecRef", VOID, answer)
+        return result.get() != 0
+
+    def clear_error_if(self, condition: Value) -> None:
+        with self.if_then(condition):
+            self.call("PyErr_Clear", VOID)
+
+    # -- arrays ----------------------------------------------------------------------------------------------------
+    def read_ndarray(self, array: Value, index: Value) -> None:
+        """Read the struct PyArrayObject, and of the dtype's struct PyArray_Descr the number and the byte order."""
+        body = array.at(self.context["head_size"])
+        axes = body.at(8).load(INT32).to(INT64)
+        dtype = body.at(40).load(POINTER).at(self.context["head_size"])
+        number, order = dtype.at(12).load(INT32).zero_extend(INT64), dtype.at(10).load(BYTE).zero_extend(INT64)
+        head = (dtype.at(24).load(INT64) << 48) | (((number << 8) | order) << 16)
+        self.store(index, body.load(POINTER), head, axes, body.at(16).load(POINTER), body.at(24).load(POINTER), 1)
+
+    def read_tensor(self, array: Value, index: Value) -> None:
+        """Read the tensor's DLTensor, and whether the tensor requires a gradient."""
+        tensor = self.tensor
+        status = self.call(self.context["read_tensor"], INT32, array, tensor)
+        self.clear_error_if(status != 0)
+        is_negative = self.is_true_method(self.arrays.at(index * 8), "is_neg")
+        self.return_none_if((status != 0) | (tensor.at(8).load(INT32) != DLPACK_CPU) | is_negative)
+        needs_gradient = self.grad_enabled.get() & self.is_true_attribute(array, "requires_grad")
+        self.return_none_if(needs_gradient & (index >= MAX_GRADIENTS))
+        axes, dtype = tensor.at(16).load(INT32).to(INT64), tensor.at(20).load(INT32).zero_extend(INT64)
+        unit = tensor.at(21).load(BYTE).zero_extend(INT64) >> 3
+        head = (unit << 48) | (dtype << 16) | needs_gradient.to(INT64) * GRADIENT_BIT | TENSOR_BIT
+        address = tensor.load(POINTER).at(tensor.at(40).load(INT64))
+        self.store(index, address, head, axes, tensor.at(24).load(POINTER), tensor.at(32).load(POINTER), unit)
+
+    def is_true_attribute(self, array: Value, name: str) -> Value:
+        """True if the attribute is the object True."""
+        return self.is_true_object(self.call("PyObject_GetAttr", POINTER, array, self.context[name]))
+
+    def is_true_method(self, array: Value, name: str) -> Value:
+        """True if the method without arguments returns the object True. `array` is the address of the argument."""
+        one, no_names = self.value(1, INT64), self.null()
+        return self.is_true_object(
+            self.call("PyObject_VectorcallMethod", POINTER, self.context[name], array, one, no_names)
+        )
+
+    def is_true_object(self, answer: Value) -> Value:
+        self.return_none_if(answer == self.null())
+        self.call("Py_DecRef", VOID, answer)
+        return answer == self.context["true"]
+
+    def store(
+        self, index: Value, address: Value, head: Value, axes: Value, shape: Value, strides: Value, unit: Any
+    ) -> None:
+        """Store the words of an array. `shape` and `strides` are addresses, and `unit` is the unit of the strides."""
+        self.return_none_if(axes > MAX_AXES)
+        self.addresses.at(index * 8).store(address)
+        start = self.num_words.get()
+        self.words.at(start * 8).store(head | (axes << 8))
+        with self.loop(0, axes) as axis:
+            at = start + axis + 1
+            self.words.at(at * 8).store(shape.at(axis * 8).load(INT64))
+            self.words.at((at + axes) * 8).store(strides.at(axis * 8).load(INT64) * unit)
+        self.num_words.set(start + axes * 2 + 1)

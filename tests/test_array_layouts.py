@@ -1,0 +1,124 @@
+"""Arrays read by generated code and by the Python functions that define their layouts: equal keys and addresses."""
+
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+import sightline
+from sightline import array_layouts
+from sightline.array_layouts import MAX_ARRAYS, MAX_AXES, parse, read_in_python
+from sightline.cpu.launch.array_reader import make_array_reader
+from strategies import to_torch
+
+DTYPES = ["bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64"]
+
+
+@pytest.fixture(scope="module")
+def read():
+    """The generated function; a call of a tensor has told the readers of torch."""
+    sightline.attention(*[torch.ones(1, 1)] * 3)
+    return make_array_reader(array_layouts.tensors())
+
+
+@st.composite
+def views(draw):
+    """An array of NumPy or torch with any strides."""
+    shape = draw(st.lists(st.integers(0, 3), min_size=1, max_size=MAX_AXES))
+    array = np.zeros([2 * length for length in shape], draw(st.sampled_from([*DTYPES, "bfloat16"])))
+    if draw(st.booleans()):
+        array = to_torch(array)
+        array = array.permute(draw(st.permutations(range(array.ndim))))
+    else:
+        array = array.transpose(draw(st.permutations(range(array.ndim))))
+    return array[tuple(slice(None, None, draw(st.sampled_from([1, 2]))) for _ in shape)]
+
+
+@settings(max_examples=100)
+@given(st.lists(views(), max_size=5))
+def test_equal_layouts_and_addresses(read, arrays):
+    found = read(*arrays)
+    assert found == read_in_python(*arrays)
+    for array, layout, address in zip(arrays, parse(found[0]), found[1:], strict=True):
+        is_tensor = isinstance(array, torch.Tensor)
+        unit = array.element_size() if is_tensor else 1
+        assert layout.shape == tuple(array.shape)
+        assert layout.strides == tuple(unit * stride for stride in (array.stride() if is_tensor else array.strides))
+        assert layout.itemsize == array.dtype.itemsize
+        assert address == (array.data_ptr() if is_tensor else array.ctypes.data)
+
+
+def test_dtypes_have_different_layouts(read):
+    kinds = [np.zeros(2, dtype) for dtype in [*DTYPES, ml_dtypes.bfloat16, ">f4", ">f8", "complex64"]]
+    kinds += [torch.zeros(2, dtype=getattr(torch, dtype)) for dtype in [*DTYPES, "bfloat16"]]
+    found = [read(array)[0] for array in kinds]
+    assert len(set(found)) == len(kinds)
+    assert found == [read_in_python(array)[0] for array in kinds]
+
+
+X = torch.ones(2, 3)
+UNREADABLE = {
+    "a list": lambda: ([1.0],),
+    "a subclass of ndarray": lambda: (np.zeros(2).view(np.matrix),),
+    "a parameter": lambda: (Parameter(X),),
+    "sparse": lambda: (X.to_sparse(),),
+    "meta": lambda: (X.to("meta"),),
+    "negative": lambda: (torch.imag(torch.conj(torch.ones(2, dtype=torch.complex64))),),
+    "nine axes": lambda: (np.zeros((1,) * 9),),
+    "too many arrays": lambda: (X,) * (MAX_ARRAYS + 1),
+    "a table with a gradient": lambda: (X, X, X, X.clone().requires_grad_()),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_arrays_that_only_the_full_dispatch_can_read(read, name):
+    arrays = UNREADABLE[name]()
+    assert read(*arrays) is None
+    assert read_in_python(*arrays) is None
+
+
+def test_gradients(read):
+    x = X.clone().requires_grad_()
+    assert [layout.requires_gradient for layout in parse(read(X, x, X)[0])] == [False, True, False]
+    assert read(X, x, X) == read_in_python(X, x, X)
+    with torch.no_grad():
+        assert read(x)[0] == read_in_python(x)[0] == read(X)[0]
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("state", [forward_ad.dual_level, Mode, lambda: torch.autocast("cpu")])
+def test_states_in_which_torch_must_see_the_call(read, state):
+    with state():
+        assert read(X) is None
+        assert read_in_python(X) is None
+        assert read(X.numpy()) == read_in_python(X.numpy())
+    assert torch.vmap(lambda x: x * (read(x) is None) * (read_in_python(x) is None))(X).equal(X)
+
+
+def test_calls_use_the_generated_function(rng, monkeypatch):
+    monkeypatch.setattr(array_layouts, "read_arrays", read_in_python)
+    x = rng.normal(size=(4, 8))
+    sightline.attention(x, x, x)
+    assert type(array_layouts.read_arrays).__name__ == "builtin_function_or_method"
+
+
+def test_references_are_balanced(read):
+    """Objects that the function receives and returns have the references that they had."""
+    arrays = np.ones(3), torch.ones(3), torch.ones(3, requires_grad=True)
+    objects = [*arrays, None, True, torch.is_grad_enabled, *array_layouts.tensors().conditions]
+    before = [sys.getrefcount(x) for x in objects]
+    for _ in range(1000):
+        read(*arrays)
+        read(*arrays, arrays[2])
+    assert all(abs(sys.getrefcount(x) - count) < 100 for x, count in zip(objects, before, strict=True))
