@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 import sightline
 from sightline import array_layouts
 from sightline.array_layouts import MAX_ARRAYS, MAX_AXES, parse, read_in_python
-from sightline.cpu.launch.array_reader import make_array_reader
+from sightline.cpu.launch.python_functions import make_array_reader
 from strategies import to_torch
 
 DTYPES = ["bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64"]

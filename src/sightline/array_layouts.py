@@ -14,7 +14,7 @@ exactly NumPy's ndarray nor torch's Tensor. A tensor is not in the processor's m
 view, or has a dtype without a code in DLPack. torch itself must see the call: torch traces or transforms it, computes
 forward derivatives, or a mode is active. An array after the first three, query, key and value, requires a gradient.
 
-The functions of this module define the layouts. `cpu.launch.array_reader` replaces `read_arrays` by generated code,
+The functions of this module define the layouts. `cpu.launch.python_functions` replaces `read_arrays` by generated code,
 which does the same in a third of the time.
 """
 

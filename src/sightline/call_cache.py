@@ -157,7 +157,7 @@ class CachedCall:
     inputs : the tables and numbers of the kernel; None if it has none
     see : the statistics
     shape : the shape of lse, and of every statistic of a query, in the layout of the caller's arrays
-    needs_lse : True if the caller or the gradients need lse
+    needs_lse : True if statistics or gradients need lse
     statistic_dtypes : the names of the dtypes of the forward kernel's outputs for statistics, in its order
     has_dropout : True if the call needs a seed
     attach : function that joins the results to a graph of gradients; None for arrays without gradients
@@ -179,13 +179,8 @@ class CachedCall:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
         adapter, bound, see, attach = self.adapter, self.bound_call, self.see, self.attach
         address, output, seed, sinks = adapter.address, self.empty(query), request.seed, None
-        if self.needs_lse:
-            lse = adapter.empty_array(self.shape, "float64")
-            lse_address = address(lse)
-        else:
-            lse = np.empty(self.shape)
-            lse_address = numpy_address(lse)
-        words = [*request.addresses[1:FIRST_TABLE], address(output), lse_address, 0, 0]
+        lse = adapter.empty_array(self.shape, "float64") if self.needs_lse else None
+        words = [*request.addresses[1:FIRST_TABLE], address(output), 0 if lse is None else address(lse), 0, 0]
         numbers: tuple[float, ...] = ()
         tables: Sequence[Any] = ()
         if self.has_dropout:
@@ -202,7 +197,7 @@ class CachedCall:
         arrays = [adapter.empty_array(self.shape, dtype) for dtype in self.statistic_dtypes]
         words += [address(array) for array in arrays]
         keep_alive = query, key, value, output, lse, sinks, tables, arrays
-        status = bound.run(threads, words, numbers, key.shape[-2], keep_alive)
+        status = bound.run(threads, words, numbers, key, keep_alive)
         if status is None or (status and see):
             return None
         if not see and attach is None:
@@ -267,7 +262,7 @@ def insert(
         inputs if inputs.tables or inputs.numbers else None,
         problem.see,
         tuple(output.shape[:-1]),
-        attach is not None or any(isinstance(statistic, Lse) for statistic in problem.see),
+        attach is not None or bool(problem.see),
         _statistic_dtypes(problem.see, problem.accumulator),
         problem.dropout > 0,
         attach,
@@ -282,7 +277,7 @@ def _use_generated_reader() -> None:
     """Read arrays in generated code from now on, where that is possible."""
     if array_layouts.read_arrays is not array_layouts.read_in_python:
         return
-    from .cpu.launch.array_reader import make_array_reader  # loads llvmlite, which a call with a kernel has loaded
+    from .cpu.launch.python_functions import make_array_reader  # loads llvmlite, which a call with a kernel has loaded
 
     reader = make_array_reader(array_layouts.tensors())
     if reader is not None:

@@ -125,7 +125,7 @@ class _CachedCall(_Call):
         d_lse, (tables, addresses, numbers) = np.zeros(lse.shape), inputs_of.of(self.request)
         arrays = (*inputs, output, d_output, lse, d_lse, *sums)
         words = [*addresses_of(arrays), call.signed_word(self.seed), *addresses, *call.number_words(numbers)]
-        if call.run(self.threads, words, numbers, 0, (arrays, tables)) is None:
+        if call.run(self.threads, words, numbers, inputs[1], (arrays, tables)) is None:
             return None
         found, dtype = call.combine(sums), inputs[0].dtype
         return found if dtype == self.attacher.accumulator else [gradient.to(dtype) for gradient in found]

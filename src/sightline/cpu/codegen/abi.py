@@ -53,7 +53,7 @@ COMMON_FIELDS: dict[str, Any] = {
     **_operand_fields("query"),
     **_operand_fields("key"),
     **_operand_fields("value"),
-    "lse": POINTER,  # (B, H, n) float64, contiguous
+    "lse": POINTER,  # (B, H, n) float64, contiguous; null if a forward kernel need not store it
     # products of query and key are multiplied by `factor`: |scale|, or 1 if it is 0; times log₂ e for scores in base 2
     "factor": DOUBLE,
     "scale_sign": DOUBLE,  # sign of the scale: −1, 0 or 1; queries are multiplied by the sign

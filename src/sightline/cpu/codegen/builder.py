@@ -74,6 +74,10 @@ class Builder:
         lanes = lanes_of(kind)
         return Value(self, ir.Constant(kind, [number] * lanes if lanes > 1 else number))
 
+    def null(self) -> Value:
+        """Return the null pointer."""
+        return Value(self, ir.Constant(POINTER, None))
+
     def promote(self, x: Any, y: Any) -> tuple[Value, Value]:
         """Return both operands in one type: a Python number takes the other's type, and a scalar becomes a vector."""
         kind = x.type if isinstance(x, Value) else y.type
@@ -180,6 +184,10 @@ class Builder:
         """Prefetch the cache line at the pointer into the second-level cache. An invalid address is harmless."""
         function = self.declare("llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [POINTER, INT32, INT32, INT32]))
         self.irbuilder.call(function, [pointer.raw, INT32(0), INT32(2), INT32(1)])
+
+    def atomic_exchange(self, pointer: Value, new: Value) -> Value:
+        """Store a value atomically, and return the value before. The operation orders all others of the thread."""
+        return Value(self, self.irbuilder.atomic_rmw("xchg", pointer.raw, new.raw, "seq_cst"))
 
     def atomic_increment(self, pointer: Value, ordering: str = "monotonic") -> Value:
         """Add 1 to a counter atomically, and return its value before the addition.

@@ -1,4 +1,4 @@
-"""A function that reads arrays of NumPy and torch, in generated code that Python calls as a function of C.
+"""A generated function that reads arrays of NumPy and torch, and that Python calls as a function of C.
 
 `sightline.array_layouts.read_in_python` is the definition: the function returns the same. It reads NumPy's arrays by
 the structs of NumPy's C API, and tensors by the exchange functions of DLPack 1.3 (`DLPackExchangeAPI`).
@@ -8,58 +8,47 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-
 from ...array_layouts import GRADIENT_BIT, MAX_ARRAYS, MAX_AXES, MAX_GRADIENTS, TENSOR_BIT
-from ..codegen.builder import Builder, Variable
+from ..codegen.builder import Variable
+from ..codegen.python_function import PythonFunction
 from ..codegen.values import BOOL, BYTE, INT32, INT64, POINTER, VOID, Value
 
 __all__ = ["CONTEXT_FIELDS", "ArrayReader"]
 
 DLPACK_CPU = 1  # DLDeviceType kDLCPU
 
-# the words of the context: addresses of Python objects and of C functions, and counts
-CONTEXT_FIELDS = (
-    "none",  # the objects None and True
-    "true",
-    "head_size",  # bytes of the head of a Python object
-    "ndarray",  # the type of NumPy's arrays
-    "tensor",  # the type of tensors; 0 if torch is not served
-    "read_tensor",  # the function `dltensor_from_py_object_no_sync`
-    "requires_grad",  # the names of attributes, as Python objects
-    "is_neg",
-    "is_grad_enabled",  # a Python function without arguments
-    "num_conditions",
-    "conditions",  # Python functions without arguments; if the result of one is true, tensors are not read
-)
+CONTEXT_FIELDS = {
+    "none": POINTER,  # the objects None and True
+    "true": POINTER,
+    "head_size": INT64,  # bytes of the head of a Python object
+    "ndarray": POINTER,  # the type of NumPy's arrays
+    "tensor": POINTER,  # the type of tensors, or a type that no array has
+    "read_tensor": POINTER,  # the function `dltensor_from_py_object_no_sync`
+    "requires_grad": POINTER,  # the names of attributes, as Python objects
+    "is_neg": POINTER,
+    "is_grad_enabled": POINTER,  # a Python function without arguments
+    "num_conditions": INT64,
+    "conditions": POINTER,  # Python functions without arguments; if the result of one is true, tensors are not read
+}
 
 
-class ArrayReader(Builder):
-    """Builds the function, a `PyCFunction` with the flag METH_FASTCALL whose `self` is a capsule of the context."""
+class ArrayReader(PythonFunction):
+    """Builds the function. Its arguments are the arrays."""
 
     def __init__(self, module: Any, name: str) -> None:
-        super().__init__(module, name, (POINTER, POINTER, INT64), POINTER)
-        capsule, self.arrays, self.count = self.arguments
-        context = self.call("PyCapsule_GetPointer", POINTER, capsule, self.null())
-        self.context = {
-            field: context.at(8 * index).load(INT64 if field in ("head_size", "num_conditions") else POINTER)
-            for index, field in enumerate(CONTEXT_FIELDS)
-        }
+        super().__init__(module, name, CONTEXT_FIELDS)
         self.words = self.alloca_array(INT64, MAX_ARRAYS * (1 + 2 * MAX_AXES))
         self.addresses = self.alloca_array(POINTER, MAX_ARRAYS)
         self.tensor = self.alloca_array(INT64, 6)  # a DLTensor
         self.num_words = Variable(self, INT64, 0)
         self.grad_enabled = Variable(self, BOOL, False)
 
-    def null(self) -> Value:
-        return Value(self, ir.Constant(POINTER, None))
-
     def build(self) -> None:
         """Build the function."""
         self.return_none_if(self.count > MAX_ARRAYS)
         self.check_types()
         with self.loop(0, self.count) as index:
-            array = self.arrays.at(index * 8).load(POINTER)
+            array = self.argument(index)
             with self.if_else(self.type_of(array) == self.context["ndarray"]) as (yes, no):
                 with yes:
                     self.read_ndarray(array, index)
@@ -75,11 +64,6 @@ class ArrayReader(Builder):
             self.call("PyTuple_SetItem", INT32, result, index + 1, number)
         self.finish(result)
 
-    def return_none_if(self, condition: Value) -> None:
-        with self.if_then(condition):
-            self.call("Py_IncRef", VOID, self.context["none"])
-            self.return_(self.context["none"])
-
     def type_of(self, array: Value) -> Value:
         """Return the type of a Python object: the last field of the object's head."""
         return array.at(self.context["head_size"] - 8).load(POINTER)
@@ -89,7 +73,7 @@ class ArrayReader(Builder):
         """Return None if an array is neither NumPy's nor torch's, or if torch must see a call with its tensors."""
         has_tensor = Variable(self, BOOL, False)
         with self.loop(0, self.count) as index:
-            kind = self.type_of(self.arrays.at(index * 8).load(POINTER))
+            kind = self.type_of(self.argument(index))
             is_tensor = kind == self.context["tensor"]
             self.return_none_if(~(is_tensor | (kind == self.context["ndarray"])))
             has_tensor.set(has_tensor.get() | is_tensor)
@@ -104,13 +88,8 @@ class ArrayReader(Builder):
         answer = self.call("PyObject_CallNoArgs", POINTER, function)
         self.clear_error_if(answer == self.null())
         with self.if_then(answer != self.null()):
-            result.set(self.call("PyObject_IsTrue", INT32, answer))
-            self.call("Py_DecRef", VOID, answer)
+            result.set(self.is_true(answer))
         return result.get() != 0
-
-    def clear_error_if(self, condition: Value) -> None:
-        with self.if_then(condition):
-            self.call("PyErr_Clear", VOID)
 
     # -- arrays ----------------------------------------------------------------------------------------------------
     def read_ndarray(self, array: Value, index: Value) -> None:
@@ -127,7 +106,7 @@ class ArrayReader(Builder):
         tensor = self.tensor
         status = self.call(self.context["read_tensor"], INT32, array, tensor)
         self.clear_error_if(status != 0)
-        is_negative = self.is_true_method(self.arrays.at(index * 8), "is_neg")
+        is_negative = self.is_true_method(self.given.at(index * 8), "is_neg")
         self.return_none_if((status != 0) | (tensor.at(8).load(INT32) != DLPACK_CPU) | is_negative)
         needs_gradient = self.grad_enabled.get() & self.is_true_attribute(array, "requires_grad")
         self.return_none_if(needs_gradient & (index >= MAX_GRADIENTS))

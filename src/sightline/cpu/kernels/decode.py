@@ -302,8 +302,9 @@ class Decode(Block):
             divisor = builder.where(is_empty, 1.0, total.get())
             lse = running_max.get() + builder.call_intrinsic("log", divisor)
             lse = builder.where(is_empty, -math.inf, lse)
-            args.lse.at(row * 8).store(lse)
-            self.flag_imprecise_lse(lse)
+            with builder.if_then(args.lse != builder.null()):
+                args.lse.at(row * 8).store(lse)
+                self.flag_imprecise_lse(lse)
             with builder.loop(0, self.spec.d_v, self.lanes) as c:
                 weighted = Variable(builder, self.vector, 0.0)
                 with builder.loop(0, args.num_splits) as split:

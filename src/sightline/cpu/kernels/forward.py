@@ -257,21 +257,24 @@ class Forward(Block):
         return functools.reduce(operator.or_, [(mark.get() != 0.0).any() for mark in marks])
 
     def store(self) -> None:
-        """Store O = Oᵀ / l and lse = m ln 2 + ln l by row. A query that sees no key gets output 0 and lse −∞."""
+        """Store O = Oᵀ / l by row and, if the call needs it, lse = m ln 2 + ln l.
+
+        A query that sees no key gets output 0 and lse −∞.
+        """
         builder, args, tiles = self.builder, self.args, self.tiles
         sum_row, compensation_row, max_row = tiles.matrix(1), tiles.matrix(1), tiles.matrix(1)
-        keep = args.dropout_scale.to(self.float)
         for v in self.vectors:
             is_empty = self.running_sum[v].get() == 0.0
             sums = builder.where(is_empty, 1.0, self.running_sum[v].get())
+            share = args.dropout_scale.to(self.float) / sums
             tiles.store(sum_row, 0, v, sums)
             tiles.store(compensation_row, 0, v, self.compensation[v].get())
             tiles.store(max_row, 0, v, builder.where(is_empty, -math.inf, self.running_max[v].get()))
             with builder.loop(0, self.spec.d_v) as d:
-                tiles.store(self.o_t, d, v, tiles.load(self.o_t, d, v) * keep / sums)
+                tiles.store(self.o_t, d, v, tiles.load(self.o_t, d, v) * share)
         output = args.output.at(self.row * (self.spec.d_v * self.format.itemsize))
         self.store_transposed(self.o_t, self.spec.d_v, output, self.format)
-        with builder.loop(0, self.num_valid) as lane:
+        with builder.if_then(args.lse != builder.null()), builder.loop(0, self.num_valid) as lane:
             rows = (sum_row, compensation_row, max_row)
             total, error, largest = (self.lane_address(x, 0, lane).load(self.float).to(DOUBLE) for x in rows)
             unit = math.log(2) if self.spec.is_base_2 else 1.0

@@ -110,7 +110,7 @@ def backward(
     words = [*(layout(array)[0] for array in arrays), signed_word(problem.seed)]
     words += call_words(tables, arguments.numbers, outputs)
     keep_alive = (*arguments.keep_alive, *arrays, *table_sums, problem)
-    if call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True) is None:
+    if call.run(threads, words, arguments.numbers, problem.key, keep_alive, is_first=True) is None:
         return None
     d_query, d_key, d_value = (xp.astype(x, problem.query.dtype, copy=False) for x in call.combine(sums))
     return Gradients(
@@ -137,6 +137,7 @@ class BoundBackwardCall(BoundCall):
     """
 
     call_fields = BACKWARD_CALL_FIELDS
+    status_field = "nonfinite_flag"
 
     def __init__(
         self,
@@ -174,8 +175,8 @@ class BoundBackwardCall(BoundCall):
             changing=operands,
         )
 
-    def read_status(self, view: Any, offsets: Mapping[str, int]) -> int | None:
-        return None if view[offsets["nonfinite_flag"]] else 0
+    def result_of(self, status: int) -> int | None:
+        return None if status else 0
 
     def combine(self, sums: Sequence[Any]) -> list[Any]:
         """Return the gradients of query, key and value, in the accumulator's dtype, from the sums of the kernel."""

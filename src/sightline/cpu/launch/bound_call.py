@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays import layout
+from ...cached_property import cached_property
 from ..codegen.abi import FORWARD_CALL_FIELDS, call_words, signed_word
 from ..kernels.block import Block
 from ..kernels.kernel_spec import CACHE_LINE_BYTES, KernelSpec, round_up
@@ -24,6 +25,8 @@ from ..runtime.processor import HOST, Processor
 from ..runtime.thread_count import thread_count
 from .arguments import KernelArguments, compile_kernel, convert_sinks, convert_table
 from .call_family import CallFamily
+from .launch_record import LaunchRecord
+from .python_functions import launcher
 from .tile_search import BoundSearch
 
 __all__ = ["BoundCall", "run_first"]
@@ -101,6 +104,7 @@ class BoundCall:
     """
 
     call_fields: tuple[str, ...] = FORWARD_CALL_FIELDS  # the last fields of the kernel, which each call gives
+    status_field: Any = "imprecise_lse_flag"  # the result of `run`; None if it has several fields
     has_dynamic_key_length = False  # True if the call serves any number of keys
     family: CallFamily | None = None  # binds the call again for other lengths
     convert_table, convert_sinks = staticmethod(convert_table), staticmethod(convert_sinks)
@@ -143,8 +147,11 @@ class BoundCall:
             ranges = {word for _, word in self.range_words}
             self.keep_alive = tuple(array for array in self.keep_alive if array.ctypes.data not in ranges)
         self.buffers = self.make_buffers()
+        is_launched = max_threads == 1 and processor is HOST and self.status_field is not None
+        self.launch = launcher() if is_launched else None
         # the words that each call gives, as one run of the argument block, and those among them that the search takes
-        self.write_words = struct.Struct(f"{len(self.call_fields) + num_tables + len(outputs)}q").pack_into
+        self.num_words = len(self.call_fields) + num_tables + len(outputs)
+        self.write_words = struct.Struct(f"{self.num_words}q").pack_into
         self.words_at = 8 * (len(names) - len(self.call_fields))
         self.search_words = slice(len(self.call_fields), len(self.call_fields) + num_tables)
         self.write_search_words = struct.Struct(f"{num_tables}q").pack_into
@@ -174,7 +181,7 @@ class BoundCall:
         threads: int | None,
         words: Sequence[int],
         numbers: tuple[float, ...],
-        num_keys: int,
+        key: Any,
         keep_alive: tuple[Any, ...],
         is_first: bool = False,
     ) -> int | None:
@@ -186,14 +193,20 @@ class BoundCall:
         ----------
         words : the values of `call_fields`, then the `abi.call_words`
         numbers : the numbers of the formulas
-        num_keys : the number of keys
+        key : the array of keys
         keep_alive : the arrays at the addresses among the words, which must stay alive while threads work
         is_first : True for the call that this object was made for, whose tile ranges are bound
         """
+        searches = not is_first and self.search is not None and (self.search.runs_always or numbers != self.numbers)
+        if self.launch is not None and not is_first:
+            record = self.searching_record if searches else self.record
+            status = self.launch(record.address, *words)
+            if status is not None:
+                return self.result_of(status)
         buffers = self.buffers  # another thread may replace them
         buffer = buffers.acquire()
         if self.search is not None:
-            if not is_first and (self.search.runs_always or numbers != self.numbers):
+            if searches:
                 found = self.find_tile_ranges(buffers, buffer, words)
                 if found is None:
                     return None
@@ -220,8 +233,21 @@ class BoundCall:
 
     def read_status(self, view: Any, offsets: Mapping[str, int]) -> int | None:
         """Return the result of `run` from the workspace of a finished call."""
-        status: int = view[offsets["imprecise_lse_flag"]]
+        return self.result_of(view[offsets[self.status_field]])
+
+    def result_of(self, status: int) -> int | None:
+        """Return the result of `run` from the value of `status_field`."""
         return status
+
+    @cached_property
+    def record(self) -> LaunchRecord:
+        """The record for calls with the tile ranges of the first call."""
+        return LaunchRecord(self, searches=False)
+
+    @cached_property
+    def searching_record(self) -> LaunchRecord:
+        """The record for calls that find their tile ranges."""
+        return LaunchRecord(self, searches=True)
 
     def find_tile_ranges(self, buffers: Buffers, buffer: Buffer, words: Sequence[int]) -> tuple[Buffers, Buffer] | None:
         """Write the tile ranges of the call into the buffer, and return it; None if a check of the search fails.
@@ -237,9 +263,8 @@ class BoundCall:
             search.function(address + 8 * at)
             count = view[offsets["count"]]
             if 0 <= count <= view[at + CAPACITY_INDEX]:
-                if view[self.range_words[0][0]] != address + 8 * offsets["start"]:  # else the ranges are bound already
-                    for (index, _), name in zip(self.range_words, ("start", "first", "last", "full"), strict=True):
-                        view[index] = address + 8 * offsets[name]
+                if view[self.range_words[0][0]] != address + 8 * offsets["start"]:  # else the ranges are used already
+                    self.use_found_ranges(view, {name: address + 8 * offset for name, offset in offsets.items()})
                 return buffers, buffer
             buffers.release(buffer)
             if count < 0:
@@ -247,6 +272,11 @@ class BoundCall:
             search.capacity = 2 * count
             buffers = self.buffers = self.make_buffers()
             buffer = buffers.acquire()
+
+    def use_found_ranges(self, view: Any, addresses: Mapping[str, int]) -> None:
+        """Let the kernel read the tile ranges that the search writes into the buffer's workspace."""
+        for (index, _), name in zip(self.range_words, ("start", "first", "last", "full"), strict=True):
+            view[index] = addresses[name]
 
 
 def run_first(
@@ -266,4 +296,4 @@ def run_first(
     words += call_words(tables, arguments.numbers, addresses)
     keep_alive = (*arguments.keep_alive, output, lse, sinks, *outputs)
     thread_count(threads)  # raises an error if a setting is wrong, even if one thread suffices
-    return call.run(threads, words, arguments.numbers, problem.m, keep_alive, is_first=True)
+    return call.run(threads, words, arguments.numbers, problem.key, keep_alive, is_first=True)

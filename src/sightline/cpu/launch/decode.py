@@ -62,6 +62,7 @@ class BoundDecodeCall(BoundCall):
     """
 
     call_fields = DECODE_CALL_FIELDS
+    status_field = None
 
     def __init__(self, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> None:
         problem = arguments.problem
@@ -101,7 +102,7 @@ class BoundDecodeCall(BoundCall):
         threads: int | None,
         words: Sequence[int],
         numbers: tuple[float, ...],
-        num_keys: int,
+        key: Any,
         keep_alive: tuple[Any, ...],
         is_first: bool = False,
     ) -> int | None:
@@ -109,13 +110,14 @@ class BoundDecodeCall(BoundCall):
 
         The result is None too if there are too few keys.
         """
+        num_keys = key.shape[-2]
         if num_keys < MIN_KEYS_PER_SPLIT:
             return None
         split_size, num_splits = self.split_keys(num_keys)
         splits = num_keys, self.items_per_split * num_splits, num_splits, split_size
         at = len(FORWARD_CALL_FIELDS)
         words = (*words[:at], *splits, *words[at:])
-        return super().run(threads, words, numbers, num_keys, keep_alive, is_first)
+        return super().run(threads, words, numbers, key, keep_alive, is_first)
 
     def read_status(self, view: Any, offsets: Mapping[str, int]) -> int | None:
-        return None if view[offsets["nonfinite_flag"]] else super().read_status(view, offsets)
+        return None if view[offsets["nonfinite_flag"]] else view[offsets["imprecise_lse_flag"]]

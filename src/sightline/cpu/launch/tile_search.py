@@ -75,8 +75,13 @@ class BoundSearch:
 
     @cached_property
     def function(self) -> Any:
-        """The search as a function of the address of its argument block. It is compiled for the first repeated call."""
-        return _FUNCTION(self._compile())
+        """The search as a function of the address of its argument block."""
+        return _FUNCTION(self.address)
+
+    @cached_property
+    def address(self) -> Any:
+        """The address of the search's code. It is compiled for the first repeated call."""
+        return self._compile()
 
     def workspace(self) -> dict[str, int]:
         """Return the fields that point into a buffer of the call, and the length of each in 8-byte words."""

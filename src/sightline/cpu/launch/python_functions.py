@@ -1,9 +1,10 @@
-"""The generated function that reads arrays, as a function of Python; see `kernels.array_reader`."""
+"""The generated functions that Python calls as functions of C; see `kernels.array_reader` and `kernels.launcher`."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,12 @@ from llvmlite import ir
 
 from ...array_layouts import MAX_ARRAYS, MAX_AXES, MAX_GRADIENTS, Tensors
 from ..kernels.array_reader import CONTEXT_FIELDS, ArrayReader
+from ..kernels.launcher import Launcher
 from ..runtime.processor import HOST
 from ..runtime.python_function import make_function, python_library
 
-__all__ = ["make_array_reader"]
+__all__ = ["launcher", "make_array_reader"]
 
-NAME = "sightline_read_arrays"
 READ_TENSOR_INDEX = 5  # of `dltensor_from_py_object_no_sync` among the words of DLPackExchangeAPI
 DLPACK_MAJOR_VERSION = 1
 
@@ -42,14 +43,26 @@ def make_array_reader(tensors: Tensors) -> Any:
         "conditions": addresses.ctypes.data,
     }
     context = np.array([values[name] for name in CONTEXT_FIELDS], np.int64)
-    kernel = HOST.kernel(f"{MAX_ARRAYS} {MAX_AXES} {MAX_GRADIENTS}", NAME, _build)
+    kernel = _compile(ArrayReader, "sightline_read_arrays", f"{MAX_ARRAYS} {MAX_AXES} {MAX_GRADIENTS}")
     return make_function(kernel, "read_arrays", context, (tensors, conditions, names, addresses))
 
 
-def _build() -> Any:
-    module = ir.Module(NAME)
-    ArrayReader(module, NAME).build()
-    return module
+@cache
+def launcher() -> Any:
+    """Return the function `launch` of `kernels.launcher`; None if this Python cannot be served."""
+    if sys.implementation.name != "cpython":
+        return None
+    context = np.array([id(None)], np.int64)
+    return make_function(_compile(Launcher, "sightline_launch", ""), "launch", context, ())
+
+
+def _compile(writer: type[ArrayReader] | type[Launcher], name: str, key: str) -> Any:
+    def build() -> Any:
+        module = ir.Module(name)
+        writer(module, name).build()
+        return module
+
+    return HOST.kernel(key, name, build)
 
 
 def _exchange_function(capsule: Any) -> int | None:

@@ -1,0 +1,54 @@
+"""Functions that Python calls directly, as it calls the functions of a C extension: the flag METH_FASTCALL.
+
+    PyObject *function(PyObject *capsule, PyObject **arguments, Py_ssize_t count)
+
+The capsule points to the function's context: 64-bit words with addresses of Python objects and of C functions, and with
+numbers. Generated code does not have these addresses, so that it can be stored on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .builder import Builder
+from .values import INT32, INT64, POINTER, VOID, Value
+
+__all__ = ["PythonFunction"]
+
+
+class PythonFunction(Builder):
+    """Builds one such function. The context's first field is `none`, the object None.
+
+    Parameters
+    ----------
+    fields : the names and types of the context's words
+    """
+
+    def __init__(self, module: Any, name: str, fields: Mapping[str, Any]) -> None:
+        super().__init__(module, name, (POINTER, POINTER, INT64), POINTER)
+        capsule, self.given, self.count = self.arguments
+        context = self.call("PyCapsule_GetPointer", POINTER, capsule, self.null())
+        self.context = {name: context.at(8 * k).load(kind) for k, (name, kind) in enumerate(fields.items())}
+
+    def argument(self, index: Any) -> Value:
+        """Return the address of a Python object, one of the function's arguments."""
+        return self.given.at(self.value(index, INT64) * 8).load(POINTER)
+
+    def return_none_if(self, condition: Value) -> None:
+        with self.if_then(condition):
+            self.return_none()
+
+    def return_none(self) -> None:
+        self.call("Py_IncRef", VOID, self.context["none"])
+        self.return_(self.context["none"])
+
+    def clear_error_if(self, condition: Value) -> None:
+        with self.if_then(condition):
+            self.call("PyErr_Clear", VOID)
+
+    def is_true(self, answer: Value) -> Value:
+        """True as INT32 if a new object is true; the object is freed."""
+        result = self.call("PyObject_IsTrue", INT32, answer)
+        self.call("Py_DecRef", VOID, answer)
+        return result

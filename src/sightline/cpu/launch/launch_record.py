@@ -1,0 +1,58 @@
+"""The record of a bound call for the generated function `launch`; see `kernels.launcher`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..kernels.launcher import RECORD_FIELDS
+from ..kernels.tile_search import SEARCH_FIELDS
+
+if TYPE_CHECKING:
+    from .bound_call import BoundCall
+
+__all__ = ["LaunchRecord"]
+
+
+class LaunchRecord:
+    """One record, and the buffer that belongs to it.
+
+    Parameters
+    ----------
+    call : the bound call
+    searches : True if the tile ranges are found for each call, False if they are those of the first call
+
+    Attributes
+    ----------
+    address : the address of the record
+    """
+
+    def __init__(self, call: BoundCall, searches: bool) -> None:
+        self.buffers = call.make_buffers()
+        array, view, block = self.buffer = self.buffers.acquire()
+        addresses = {name: block + 8 * offset for name, offset in self.buffers.offsets.items()}
+        fields: dict[str, Any] = dict.fromkeys(RECORD_FIELDS, 0) | {
+            "kernel": call.kernel,
+            "block": block,
+            "words": block + call.words_at,
+            "num_words": call.num_words,
+            "status": addresses[call.status_field],
+            "num_zeroed": len(call.zeroed),
+        }
+        for k, (name, length) in enumerate(call.zeroed):
+            fields |= {f"zeroed_{k}": addresses[name], f"zeroed_words_{k}": length}
+        if searches and call.search is not None:
+            search_block = block + 8 * self.buffers.starts[1]
+            fields |= {
+                "search": call.search.address,
+                "search_block": search_block,
+                "search_words": search_block + 8 * len(SEARCH_FIELDS),
+                "first_search_word": call.search_words.start,
+                "num_search_words": call.search_words.stop - call.search_words.start,
+                "count": addresses["count"],
+                "capacity": call.search.capacity,
+            }
+            call.use_found_ranges(view, addresses)
+        self.array = np.array([fields[name] for name in RECORD_FIELDS], np.int64)
+        self.address = int(self.array.ctypes.data)
