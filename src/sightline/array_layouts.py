@@ -42,12 +42,13 @@ __all__ = [
     "serve_tensors",
     "tensors",
     "use",
-    "without_length",
+    "without_key_length",
 ]
 
 MAX_ARRAYS, MAX_AXES = 16, 8  # the most arrays, and the most axes of an array
 MAX_GRADIENTS = 3  # how many of the arrays may require a gradient
 TENSOR_BIT, GRADIENT_BIT = 1, 2
+ANY_LENGTH = struct.pack("q", -1)
 
 
 class Layout(NamedTuple):
@@ -95,14 +96,17 @@ def parse(layouts: bytes) -> list[Layout]:
     return found
 
 
-def without_length(layouts: bytes, index: int) -> bytes:
-    """Return the layouts with −1 in place of the length of the last axis but one of array number `index`."""
-    words = list(struct.unpack(f"{len(layouts) // 8}q", layouts))
-    start = 0
-    for _ in range(index):
-        start += 1 + 2 * (words[start] >> 8 & 0xFF)
-    words[start + (words[start] >> 8 & 0xFF) - 1] = -1
-    return struct.pack(f"{len(words)}q", *words)
+def without_key_length(layouts: bytes) -> bytes:
+    """Return the layouts with −1 in place of m, the length of the last axis but one of the second and third array."""
+    key = _bytes_of(layouts, 0)
+    value = key + _bytes_of(layouts, key)
+    first, second = (start + 8 * (layouts[start + 1] - 1) for start in (key, value))
+    return b"".join((layouts[:first], ANY_LENGTH, layouts[first + 8 : second], ANY_LENGTH, layouts[second + 8 :]))
+
+
+def _bytes_of(layouts: bytes, start: int) -> int:
+    """Return the length of the layout that starts at byte `start`. The next byte is the number of axes."""
+    return 8 * (1 + 2 * layouts[start + 1])
 
 
 def make_kind(itemsize: int, dtype: int, requires_gradient: bool = False, is_tensor: bool = False) -> int:

@@ -15,8 +15,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from . import array_layouts
 from .array_adapters import ADAPTERS, ArrayAdapter, addresses_of
 from .array_layouts import numpy_address
@@ -43,10 +41,18 @@ DIRECT_TABLE_DTYPES = ("bool", "int32", "int64", "float32", "float64")  # other 
 def lookup(request: Request) -> CachedCall | None:
     """Return the cached call of a request; None if none is cached.
 
-    A call cached without its number of keys is found too; see `without_key_length`.
+    A call cached without its number of keys is found too, see `without_key_length`. It is stored under this key as
+    well, because the layers of a model make the same call one after another.
     """
     entries = bound_calls()
-    return _lookup(entries, request.key) or _lookup(entries, without_key_length(request.key))
+    call = _lookup(entries, request.key)
+    if call is None:
+        call = _lookup(entries, without_key_length(request.key))
+        if call is not None:
+            _store(entries, request.key, call)
+    if call is not None and array_layouts.read_arrays is array_layouts.read_in_python:
+        _use_generated_reader()
+    return call
 
 
 def _lookup(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> CachedCall | None:
@@ -253,7 +259,6 @@ def insert(
     inputs = KernelInputs.bind(bound_call, request, formulas)
     if inputs is None:
         return
-    _use_generated_reader()
     output = problem.squeeze_heads(result.output, 2)
     entry = CachedCall(
         adapter,
@@ -275,8 +280,6 @@ def insert(
 
 def _use_generated_reader() -> None:
     """Read arrays in generated code from now on, where that is possible."""
-    if array_layouts.read_arrays is not array_layouts.read_in_python:
-        return
     from .cpu.launch.python_functions import make_array_reader  # loads llvmlite, which a call with a kernel has loaded
 
     reader = make_array_reader(array_layouts.tensors())

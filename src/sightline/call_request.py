@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from . import array_layouts
 from .array_adapters import ADAPTERS, BOOLEANS
+from .cpu.kernels.kernel_spec import min_decode_keys
 from .cpu.runtime.machine import CPU_VARIABLE
 from .formula import from_function, library
 from .formula.expression import Expression, is_compiling
@@ -24,7 +25,6 @@ __all__ = ["Request", "family_key", "make_request", "without_key_length"]
 
 FORWARD_STATISTICS = (Lse, MaxScore, Entropy)  # the statistics of cached calls; others need further passes
 MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
-MIN_MANY_KEYS = 512  # from this number of keys on, the decoding kernel may serve few queries
 MAX_MASK_AXES = 4  # b, h, i and j
 
 # `os.environ.get` takes a microsecond, because it encodes the name. On POSIX the dict that it reads is read directly.
@@ -159,7 +159,7 @@ def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
     if not (len(query) == len(keys) == len(values) == 4 and query[0] == keys[0] == values[0]):
         return None
     sizes = query[1], keys[1], values[1], query[3], keys[3], values[3], query[0]
-    choice = min(query[2], MAX_SMALL_LENGTH), keys[2] >= MIN_MANY_KEYS
+    choice = min(query[2], MAX_SMALL_LENGTH), keys[2] >= min_decode_keys(query[2])
     return sizes, choice, *map(_without_lengths, arrays), *others
 
 
@@ -170,7 +170,4 @@ def _without_lengths(layout: array_layouts.Layout) -> tuple[Any, ...]:
 
 def without_key_length(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the key without m, the length of the key sequence, for a call that serves every m."""
-    layouts, *others = key
-    for index in (1, 2):  # key and value
-        layouts = array_layouts.without_length(layouts, index)
-    return layouts, *others
+    return array_layouts.without_key_length(key[0]), *key[1:]

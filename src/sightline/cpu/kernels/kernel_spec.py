@@ -6,10 +6,22 @@ from dataclasses import dataclass
 
 from ..runtime.machine import Machine
 
-__all__ = ["CACHE_LINE_BYTES", "KEY_BLOCK", "KernelSpec", "lanes_per_vector", "round_up"]
+__all__ = [
+    "CACHE_LINE_BYTES",
+    "KEY_BLOCK",
+    "MAX_FEW_QUERIES",
+    "MIN_KEYS_PER_SPLIT",
+    "KernelSpec",
+    "lanes_per_vector",
+    "min_decode_keys",
+    "round_up",
+]
 
 CACHE_LINE_BYTES = 64
 KEY_BLOCK = 64  # number of keys in a tile: its scores and its rows of K and V stay in the first two caches
+MIN_KEYS_PER_SPLIT = 8 * KEY_BLOCK  # with fewer keys a split of the keys costs more than it saves
+MAX_FEW_QUERIES = 4  # up to this number of queries, the decoding kernel is faster than the forward kernel, which ...
+MIN_KEYS_PER_QUERY = 16  # ... wins again with fewer keys per query
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,11 @@ class KernelSpec:
 def lanes_per_vector(dtype: str, machine: Machine) -> int:
     """Return how many numbers of the dtype's accumulator type fit one vector."""
     return machine.vector_bytes // (8 if dtype == "float64" else 4)
+
+
+def min_decode_keys(n: int) -> int:
+    """Return the number of keys from which on the decoding kernel may serve n queries."""
+    return MIN_KEYS_PER_QUERY * n if n <= MAX_FEW_QUERIES else MIN_KEYS_PER_SPLIT
 
 
 def round_up(count: int, multiple: int) -> int:

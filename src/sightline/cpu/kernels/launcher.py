@@ -1,17 +1,18 @@
 """A generated function that runs a bound call on the calling thread, and that Python calls as a function of C.
 
-    launch(address of the record, word, word, ...)  →  the word `status` of the finished kernel
+    launch(address of the record, word, word, ...)  →  1 if the kernel set `imprecise_lse_flag`, plus 2 if it set
+                                                       `nonfinite_flag`
 
-The words are those that each call gives; see `launch.bound_call`. The record describes the call and its buffer. A thread
-that finds the buffer in use by another thread, or whose search for tile ranges fails, receives None and runs the call
-without this function. The function does in half a microsecond what takes Python two. Python's global lock is released
-while the kernel runs.
+The words are those that each call gives; see `launch.bound_call`. The record describes the call and its buffer. The
+result is None, and the caller runs the call without this function, if another thread uses the buffer, or if the search
+for tile ranges fails. Python's global lock is released while the kernel runs.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ..codegen.builder import Variable
 from ..codegen.python_function import PythonFunction
 from ..codegen.values import INT64, POINTER, VOID, Value
 
@@ -25,7 +26,8 @@ RECORD_FIELDS: dict[str, Any] = {
     "block": POINTER,  # the kernel's argument block
     "words": POINTER,  # where the words of the call begin in it
     "num_words": INT64,
-    "status": POINTER,
+    "imprecise_lse_flag": POINTER,  # null if the kernel does not set this flag
+    "nonfinite_flag": POINTER,
     "search": POINTER,  # the search for tile ranges; 0 if the tile ranges are bound
     "search_block": POINTER,  # the argument block of the search
     "search_words": POINTER,  # where the words that the search takes begin in it
@@ -54,7 +56,7 @@ class Launcher(PythonFunction):
         self.find_tile_ranges()
         state = self.call("PyEval_SaveThread", POINTER)
         self.call(self.field("kernel"), VOID, self.field("block"))
-        status = self.field("status").load(INT64)
+        status = self.flag("imprecise_lse_flag") + self.flag("nonfinite_flag") * 2
         self.call("PyEval_RestoreThread", VOID, state)
         self.exchange_busy(0)
         self.finish(self.call("PyLong_FromLongLong", POINTER, status))
@@ -64,6 +66,13 @@ class Launcher(PythonFunction):
 
     def field(self, name: str) -> Value:
         return self.address_of(name).load(RECORD_FIELDS[name], 8)
+
+    def flag(self, name: str) -> Value:
+        """Return the value of a flag of the workspace; 0 if there is none."""
+        value, pointer = Variable(self, INT64, 0), self.field(name)
+        with self.if_then(pointer != self.null()):
+            value.set(pointer.load(INT64))
+        return value.get()
 
     def exchange_busy(self, new: int) -> Value:
         """Set `is_busy` and return its value before that, in one atomic operation."""

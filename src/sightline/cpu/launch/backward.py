@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,7 +137,6 @@ class BoundBackwardCall(BoundCall):
     """
 
     call_fields = BACKWARD_CALL_FIELDS
-    status_field = "nonfinite_flag"
 
     def __init__(
         self,
@@ -174,9 +173,6 @@ class BoundBackwardCall(BoundCall):
             outputs=strides,
             changing=operands,
         )
-
-    def result_of(self, status: int) -> int | None:
-        return None if status else 0
 
     def combine(self, sums: Sequence[Any]) -> list[Any]:
         """Return the gradients of query, key and value, in the accumulator's dtype, from the sums of the kernel."""

@@ -25,7 +25,7 @@ from ..runtime.processor import HOST, Processor
 from ..runtime.thread_count import thread_count
 from .arguments import KernelArguments, compile_kernel, convert_sinks, convert_table
 from .call_family import CallFamily
-from .launch_record import LaunchRecord
+from .launch_record import FLAGS, LaunchRecord
 from .python_functions import launcher
 from .tile_search import BoundSearch
 
@@ -104,7 +104,6 @@ class BoundCall:
     """
 
     call_fields: tuple[str, ...] = FORWARD_CALL_FIELDS  # the last fields of the kernel, which each call gives
-    status_field: Any = "imprecise_lse_flag"  # the result of `run`; None if it has several fields
     has_dynamic_key_length = False  # True if the call serves any number of keys
     family: CallFamily | None = None  # binds the call again for other lengths
     convert_table, convert_sinks = staticmethod(convert_table), staticmethod(convert_sinks)
@@ -147,8 +146,6 @@ class BoundCall:
             ranges = {word for _, word in self.range_words}
             self.keep_alive = tuple(array for array in self.keep_alive if array.ctypes.data not in ranges)
         self.buffers = self.make_buffers()
-        is_launched = max_threads == 1 and processor is HOST and self.status_field is not None
-        self.launch = launcher() if is_launched else None
         # the words that each call gives, as one run of the argument block, and those among them that the search takes
         self.num_words = len(self.call_fields) + num_tables + len(outputs)
         self.write_words = struct.Struct(f"{self.num_words}q").pack_into
@@ -198,11 +195,11 @@ class BoundCall:
         is_first : True for the call that this object was made for, whose tile ranges are bound
         """
         searches = not is_first and self.search is not None and (self.search.runs_always or numbers != self.numbers)
-        if self.launch is not None and not is_first:
+        if not is_first and (self.max_threads == 1 or threads == 1) and self.launch is not None:
             record = self.searching_record if searches else self.record
             status = self.launch(record.address, *words)
             if status is not None:
-                return self.result_of(status)
+                return None if status >= 2 else status
         buffers = self.buffers  # another thread may replace them
         buffer = buffers.acquire()
         if self.search is not None:
@@ -233,11 +230,13 @@ class BoundCall:
 
     def read_status(self, view: Any, offsets: Mapping[str, int]) -> int | None:
         """Return the result of `run` from the workspace of a finished call."""
-        return self.result_of(view[offsets[self.status_field]])
+        imprecise, nonfinite = (view[offsets[name]] if name in offsets else 0 for name in FLAGS)
+        return None if nonfinite else imprecise
 
-    def result_of(self, status: int) -> int | None:
-        """Return the result of `run` from the value of `status_field`."""
-        return status
+    @cached_property
+    def launch(self) -> Any:
+        """The function of `kernels.launcher`; None if it cannot run this call."""
+        return launcher() if self.processor is HOST else None
 
     @cached_property
     def record(self) -> LaunchRecord:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,14 @@ import numpy as np
 from ...problem import Problem
 from ..codegen.abi import DECODE_CALL_FIELDS, FORWARD_CALL_FIELDS
 from ..kernels.decode import MAX_ROWS_PER_ITEM, UNROLL, Decode
-from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector
+from ..kernels.kernel_spec import (
+    KEY_BLOCK,
+    MAX_FEW_QUERIES,
+    MIN_KEYS_PER_SPLIT,
+    KernelSpec,
+    lanes_per_vector,
+    min_decode_keys,
+)
 from ..runtime.processor import Processor
 from .arguments import TARGET_ITEMS, KernelArguments, has_unit_stride, make_spec
 from .bound_call import BoundCall, run_first
@@ -19,20 +26,23 @@ from .call_family import CallFamily
 
 __all__ = ["can_decode", "decode"]
 
-MIN_KEYS_PER_SPLIT = 8 * KEY_BLOCK  # with fewer keys a split costs more than it saves
+MIN_PARALLEL_MULTIPLICATIONS = 1 << 19  # with fewer multiplications a second thread costs more than it saves
+NUM_FORWARD_WORDS = len(FORWARD_CALL_FIELDS)
+MAX_FEW_HEADS = 4  # up to this number of heads of all batches, splits of the keys keep more threads busy
 
 
 def can_decode(problem: Problem, processor: Processor) -> bool:
     """True if the decoding kernel serves the problem.
 
-    The kernel needs at most MAX_ROWS_PER_ITEM queries, at least MIN_KEYS_PER_SPLIT keys, d_k and d_v that fill whole
-    vectors, adjacent columns of K and V, and a mask that does not depend on the head. The kernel has no dropout.
+    The kernel needs at most MAX_ROWS_PER_ITEM queries, d_k and d_v that fill whole vectors, adjacent columns of K and
+    V, and a mask that does not depend on the head. The kernel has no dropout. It is faster than the forward kernel for
+    few queries and many keys. More queries are served if few heads would leave threads without work.
     """
     uses_bf16_pairs = problem.dtype == "bfloat16" and processor.machine.has_bf16_dot
     columns = lanes_per_vector(problem.dtype, processor.machine) * (1 + uses_bf16_pairs)
     return (
-        problem.n <= MAX_ROWS_PER_ITEM
-        and problem.m >= MIN_KEYS_PER_SPLIT
+        problem.n <= (MAX_ROWS_PER_ITEM if problem.B * problem.H <= MAX_FEW_HEADS else MAX_FEW_QUERIES)
+        and problem.m >= min_decode_keys(problem.n)
         and not problem.dropout
         and problem.d_k % columns == problem.d_v % columns == 0
         and has_unit_stride(problem.key)
@@ -62,10 +72,12 @@ class BoundDecodeCall(BoundCall):
     """
 
     call_fields = DECODE_CALL_FIELDS
-    status_field = None
 
     def __init__(self, arguments: KernelArguments, spec: KernelSpec, processor: Processor) -> None:
         problem = arguments.problem
+        self.splits = 0, 0, 0, 0  # the words of `run` for the last number of keys
+        self.min_keys = min_decode_keys(problem.n)
+        self.work_per_key = problem.B * problem.H * problem.n * (problem.d_k + problem.d_v)  # multiplications
         self.has_dynamic_key_length = spec.mask is None and spec.score is None
         rows, output_rows = problem.group * problem.n, problem.B * problem.H * problem.n
         self.items_per_split = problem.B * problem.G * -(-rows // MAX_ROWS_PER_ITEM)
@@ -111,13 +123,13 @@ class BoundDecodeCall(BoundCall):
         The result is None too if there are too few keys.
         """
         num_keys = key.shape[-2]
-        if num_keys < MIN_KEYS_PER_SPLIT:
-            return None
-        split_size, num_splits = self.split_keys(num_keys)
-        splits = num_keys, self.items_per_split * num_splits, num_splits, split_size
-        at = len(FORWARD_CALL_FIELDS)
-        words = (*words[:at], *splits, *words[at:])
+        splits = self.splits
+        if splits[0] != num_keys:
+            if num_keys < self.min_keys:
+                return None
+            split_size, num_splits = self.split_keys(num_keys)
+            splits = self.splits = num_keys, self.items_per_split * num_splits, num_splits, split_size
+        if num_keys * self.work_per_key < MIN_PARALLEL_MULTIPLICATIONS:
+            threads = 1
+        words = [*words[:NUM_FORWARD_WORDS], *splits, *words[NUM_FORWARD_WORDS:]]
         return super().run(threads, words, numbers, key, keep_alive, is_first)
-
-    def read_status(self, view: Any, offsets: Mapping[str, int]) -> int | None:
-        return None if view[offsets["nonfinite_flag"]] else view[offsets["imprecise_lse_flag"]]

@@ -12,7 +12,9 @@ from ..kernels.tile_search import SEARCH_FIELDS
 if TYPE_CHECKING:
     from .bound_call import BoundCall
 
-__all__ = ["LaunchRecord"]
+__all__ = ["FLAGS", "LaunchRecord"]
+
+FLAGS = ("imprecise_lse_flag", "nonfinite_flag")  # fields of a workspace
 
 
 class LaunchRecord:
@@ -30,16 +32,16 @@ class LaunchRecord:
 
     def __init__(self, call: BoundCall, searches: bool) -> None:
         self.buffers = call.make_buffers()
-        array, view, block = self.buffer = self.buffers.acquire()
+        self.buffer = _, view, block = self.buffers.acquire()
         addresses = {name: block + 8 * offset for name, offset in self.buffers.offsets.items()}
         fields: dict[str, Any] = dict.fromkeys(RECORD_FIELDS, 0) | {
             "kernel": call.kernel,
             "block": block,
             "words": block + call.words_at,
             "num_words": call.num_words,
-            "status": addresses[call.status_field],
             "num_zeroed": len(call.zeroed),
         }
+        fields |= {name: addresses[name] for name in FLAGS if name in addresses}
         for k, (name, length) in enumerate(call.zeroed):
             fields |= {f"zeroed_{k}": addresses[name], f"zeroed_words_{k}": length}
         if searches and call.search is not None:
