@@ -588,6 +588,25 @@ def tensors(rng, **options):
     return [torch.from_numpy(x).requires_grad_(**options) if options else torch.from_numpy(x) for x in arrays(rng)]
 
 
+def test_hooks_may_change_the_layout_of_saved_tensors(rng):
+    """A bound backward call reads the tensors that hooks return, which need not have the strides of the inputs."""
+    given = [to_torch(x).transpose(1, 2).requires_grad_() for x in arrays(rng, ((2, 9, 4, 16),) * 3)]
+    gradient = to_torch(rng.normal(size=(2, 4, 9, 16)).astype(np.float32))
+
+    def gradients():
+        return [bits(x) for x in torch.autograd.grad(sightline.attention(*given), given, gradient)]
+
+    expected = gradients()
+    assert gradients() == expected
+    make_contiguous = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x
+    )
+    with make_contiguous:
+        assert gradients() == expected
+        assert gradients() == expected
+    assert gradients() == expected
+
+
 def test_gradients_are_computed_if_requested(rng):
     q, k, v = tensors(rng)
     sightline.attention(q, k, v, mask=i >= j)

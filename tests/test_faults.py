@@ -67,7 +67,7 @@ DROPOUT = {
         methods=("dropout_keep_mask",),
     ),
     "weights not made larger": Fault(
-        forward, "tiles.load(self.o_t, d, v) * keep / sums", "tiles.load(self.o_t, d, v) / sums"
+        forward, "args.dropout_scale.to(self.float) / sums", "builder.value(1.0, self.float) / sums"
     ),
     "sum of the weights after dropout": Fault(
         forward,

@@ -7,16 +7,15 @@ gradients of gradients.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
 
-from ..array_adapters import addresses_of
+from .. import array_layouts
 from ..call_cache import CallResult, KernelInputs
 from ..call_request import Request
 from ..dispatch import make_plan
@@ -66,7 +65,13 @@ class _Call(ABC):
         """Return the gradients of the inputs by a bound call; None if there is none."""
         return None
 
-    def keep(self, bound_call: BoundBackwardCall, gradients: Sequence[Tensor | None], output: Tensor) -> None:
+    def keep(
+        self,
+        bound_call: BoundBackwardCall,
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+        saved: tuple[Tensor, Tensor],
+    ) -> None:
         """Keep a bound call for later backward passes with the same layouts of these tensors, if there are any."""
         return
 
@@ -117,72 +122,120 @@ class _CachedCall(_Call):
     def differentiate_bound(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], saved: tuple[Tensor, Tensor]
     ) -> Sequence[Tensor] | None:
-        bound = self.attacher.backward_calls.get(_gradient_layout(gradients, saved[0]))
-        if bound is None or self.is_lse_imprecise:
+        found = self.read(gradients, inputs, saved)
+        bound = None if found is None else self.attacher.backward_calls.get(found[0])
+        if found is None or bound is None or self.is_lse_imprecise:
             return None
-        (call, inputs_of), (output, lse), d_output = bound, saved, gradients[0]
-        sums = [torch.empty(shape, dtype=self.attacher.accumulator) for shape in call.sum_shapes]
-        d_lse, (tables, addresses, numbers) = np.zeros(lse.shape), inputs_of.of(self.request)
-        arrays = (*inputs, output, d_output, lse, d_lse, *sums)
-        words = [*addresses_of(arrays), call.signed_word(self.seed), *addresses, *call.number_words(numbers)]
-        if call.run(self.threads, words, numbers, inputs[1], (arrays, tables)) is None:
+        call = bound.call
+        sums = [make(x) for make, x in zip(bound.make_sums, inputs, strict=True)]
+        tables, addresses, numbers = bound.inputs.of(self.request)
+        words = [*found[1:-1], 0, *[x.data_ptr() for x in sums], call.signed_word(self.seed), *addresses]
+        words += call.number_words(numbers)
+        if call.run(self.threads, words, numbers, inputs[1], (inputs, saved, found, sums, tables)) is None:
             return None
-        found, dtype = call.combine(sums), inputs[0].dtype
-        return found if dtype == self.attacher.accumulator else [gradient.to(dtype) for gradient in found]
+        results, dtype = call.combine(sums), inputs[0].dtype
+        return results if dtype == self.attacher.accumulator else [gradient.to(dtype) for gradient in results]
 
-    def keep(self, bound_call: BoundBackwardCall, gradients: Sequence[Tensor | None], output: Tensor) -> None:
-        layout, calls = _gradient_layout(gradients, output), self.attacher.backward_calls
-        inputs = KernelInputs.bind(bound_call, self.request, self.formulas)
-        if layout is not None and inputs is not None and len(calls) < MAX_BACKWARD_CALLS:
-            calls[layout] = bound_call, inputs
+    def read(
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], saved: tuple[Tensor, Tensor]
+    ) -> tuple[Any, ...] | None:
+        """Return the layouts and addresses of the inputs, output, d_output and lse, and then d_output.
+
+        Hooks on saved tensors may have changed the layouts of the inputs. The result is None if a bound call cannot
+        serve: d_output must be the only gradient.
+        """
+        d_output, *others = gradients
+        if d_output is None or any(gradient is not None for gradient in others):
+            return None
+        if type(d_output) is Tensor and d_output.is_cpu and d_output.stride(-1) != 1:
+            d_output = d_output.contiguous()
+        found = array_layouts.read_arrays(*inputs, saved[0], d_output, saved[1])
+        return None if found is None else (*found, d_output)
+
+    def keep(
+        self,
+        bound_call: BoundBackwardCall,
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+        saved: tuple[Tensor, Tensor],
+    ) -> None:
+        found, calls = self.read(gradients, inputs, saved), self.attacher.backward_calls
+        own = KernelInputs.bind(bound_call, self.request, self.formulas)
+        if found is None or own is None or len(calls) >= MAX_BACKWARD_CALLS:
+            return
+        layouts, *addresses, d_output = found
+        output, lse = saved
+        reads_caller = bound_call.first_operands == tuple(addresses[:3]) and output.stride(-1) == 1
+        if reads_caller and d_output.dtype == output.dtype and lse.dtype == torch.float64 and lse.is_contiguous():
+            shapes = zip(inputs, bound_call.sum_shapes, strict=True)
+            makers = [_make_empty(x, shape, self.attacher.accumulator) for x, shape in shapes]
+            calls[layouts] = _BackwardCall(bound_call, own, makers)
+
+
+class _BackwardCall(NamedTuple):
+    """A bound call of the backward pass.
+
+    inputs : its tables and numbers
+    make_sums : functions (tensor) that allocate the sums of the gradients of query, key and value
+    """
+
+    call: BoundBackwardCall
+    inputs: KernelInputs
+    make_sums: Sequence[Callable[[Tensor], Tensor]]
+
+
+def _make_empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return a function (like) that allocates a tensor of this shape and dtype."""
+    if like.shape == shape and like.dtype == dtype and like.is_contiguous():
+        return torch.empty_like
+    return lambda _: torch.empty(shape, dtype=dtype)
 
 
 class _Attention(torch.autograd.Function):
     """The function by which torch's graph connects results, which are computed already, to their inputs."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, lse: Tensor, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        ctx.save_for_backward(*inputs, results[0], results[1])
+        ctx.save_for_backward(*inputs, results[0], lse)
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         *inputs, output, lse = ctx.saved_tensors
-        call, given = ctx.call, [gradient for gradient in gradients if gradient is not None]
+        call, saved = ctx.call, (output, lse)
+        given = [gradient for gradient in gradients if gradient is not None]
         if not given:
-            return (None,) * (2 + len(inputs))
-        needs_operator = (
-            torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or is_intercepted()
-            or any(type(gradient) is not Tensor for gradient in given)
-        )
-        if needs_operator:
-            return (None, None, *_differentiate_by_operator(call, call.with_inputs(inputs), gradients, (output, lse)))
-        found = call.differentiate_bound(gradients, inputs, (output, lse))
+            return (None,) * (3 + len(inputs))
+        has_graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        found = None if has_graph else call.differentiate_bound(gradients, inputs, saved)
         if found is None:
-            found = _differentiate(call, call.with_inputs(inputs), gradients, (output, lse))
-        return (None, None, *found)
+            needs_operator = has_graph or is_intercepted() or any(type(gradient) is not Tensor for gradient in given)
+            differentiate = _differentiate_by_operator if needs_operator else _differentiate
+            found = differentiate(call, inputs, gradients, saved)
+        return (None, None, None, *found)
 
 
 def _differentiate(
-    call: _Call, problem: Problem, gradients: Sequence[Tensor | None], saved: tuple[Tensor, Tensor]
+    call: _Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], saved: tuple[Tensor, Tensor]
 ) -> list[Tensor]:
     """Return the gradients of the inputs by the kernel's backward pass, or by streaming's."""
-    plan, tables = call.plan(problem), call.wanted_tables
+    problem, tables = call.with_inputs(inputs), call.wanted_tables
+    plan = call.plan(problem)
+    d_results = [*gradients, None] if len(gradients) == 1 else gradients  # lse is a result only beside statistics
     with operator.autocast_disabled(saved[0]):
-        found = operator.differentiate_results(problem, plan, gradients, saved, tables, call.threads)
+        found = operator.differentiate_results(problem, plan, d_results, saved, tables, call.threads)
     if found.bound_call is not None:
-        call.keep(found.bound_call, gradients, saved[0])
+        call.keep(found.bound_call, gradients, inputs, saved)
     return operator.flatten_gradients(problem, found, tables)
 
 
 def _differentiate_by_operator(
-    call: _Call, problem: Problem, gradients: Sequence[Tensor | None], saved: tuple[Tensor, Tensor]
+    call: _Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], saved: tuple[Tensor, Tensor]
 ) -> list[Tensor]:
     """Return the gradients of the inputs by the registered operator, which can be differentiated again."""
+    problem = call.with_inputs(inputs)
     arguments = OperatorArguments.from_problem(problem, make_seed(problem.seed), call.kernel, call.threads)
     mask_tables = 0 if problem.mask is None else len(problem.mask.tables)
     score_tables = () if problem.score is None else problem.score.tables
@@ -214,7 +267,7 @@ def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: i
         return result
     call = _DispatchedCall(_without_tensors(problem), plan, kernel, threads, wanted)
     results = tuple(flatten_result(problem.see, result))
-    attached: tuple[Tensor, ...] = _Attention.apply(call, results, *inputs)  # type: ignore[no-untyped-call]
+    attached: tuple[Tensor, ...] = _Attention.apply(call, results[1], results, *inputs)  # type: ignore[no-untyped-call]
     return replace(build_result(problem.see, attached), bound_call=result.bound_call)
 
 
@@ -224,14 +277,15 @@ class GraphAttacher:
     Attributes
     ----------
     options : the arguments of `make_problem` that are the same in every call
-    backward_calls : the bound calls of the backward pass, with their inputs, by the layout of the gradients
+    backward_calls : the bound calls of the backward pass by the layouts of the tensors that they read
     """
 
     def __init__(self, problem: Problem, kernel: str | None, threads: int | None) -> None:
         self.options = {"scale": problem.scale, "dropout": problem.dropout, "see": problem.see}
+        self.has_statistics = bool(problem.see)
         self.kernel, self.threads = kernel, threads
         self.accumulator = getattr(torch, problem.accumulator)
-        self.backward_calls: dict[Any, tuple[BoundBackwardCall, KernelInputs]] = {}
+        self.backward_calls: dict[bytes, _BackwardCall] = {}
 
     def __copy__(self) -> GraphAttacher:
         """Return an attacher for calls with other lengths: the same options, and no bound backward calls."""
@@ -241,22 +295,11 @@ class GraphAttacher:
 
     def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: CallResult) -> CallResult:
         call = _CachedCall(self, request, result.seed, result.is_lse_imprecise)
-        results = result.output, result.lse, *result.arrays
-        output, lse, *arrays = _Attention.apply(call, results, query, key, value)  # type: ignore[no-untyped-call]
-        return result._replace(output=output, lse=lse, arrays=arrays)
-
-
-def _gradient_layout(gradients: Sequence[Tensor | None], output: Tensor) -> tuple[Any, ...] | None:
-    """Return the strides of d_output and output, and the dtype of d_output; None if a bound call cannot serve.
-
-    A bound call serves if d_output is the only gradient and its columns are adjacent.
-    """
-    d_output, *others = gradients
-    if d_output is None or any(gradient is not None for gradient in others) or d_output.stride()[-1:] != (1,):
-        return None
-    if d_output.dtype != output.dtype or d_output.is_neg() or d_output.is_conj() or not d_output.is_cpu:
-        return None
-    return d_output.stride(), output.stride()
+        results = (result.output, result.lse, *result.arrays) if self.has_statistics else (result.output,)
+        results = _Attention.apply(call, result.lse, results, query, key, value)  # type: ignore[no-untyped-call]
+        if not self.has_statistics:
+            return result._replace(output=results[0])
+        return result._replace(output=results[0], lse=results[1], arrays=results[2:])
 
 
 def _without_tensors(problem: Problem) -> Problem:

@@ -105,7 +105,7 @@ DECODE_FIELDS = _end_with(DECODE_CALL_FIELDS, _DECODE_FIELDS)
 _BACKWARD_FIELDS = COMMON_FIELDS | {
     **_operand_fields("output"),
     **_operand_fields("d_output"),
-    "d_lse": POINTER,  # (B, H, n) float64, contiguous
+    "d_lse": POINTER,  # (B, H, n) float64, contiguous; null for 0
     "scale": DOUBLE,
     "d_query": POINTER,  # (num_splits, B, H, n, d_k); like d_key and d_value in the accumulator's type
     "d_key": POINTER,  # (B, G, m, d_k rounded up to whole vectors)

@@ -131,7 +131,9 @@ class Backward(Block):
         with builder.loop(0, self.num_valid) as lane:
             d_output_row = self.do.at((self.i0 + lane) * args.d_output_row_stride)
             output_row = self.o.at((self.i0 + lane) * args.output_row_stride)
-            delta = Variable(builder, DOUBLE, -args.d_lse.at((self.row + lane) * 8).load(DOUBLE))
+            delta = Variable(builder, DOUBLE, 0.0)
+            with builder.if_then(args.d_lse != builder.null()):
+                delta.set(-args.d_lse.at((self.row + lane) * 8).load(DOUBLE))
             sums = Variable(builder, vector(DOUBLE, self.lanes), 0.0)
             whole = width // self.lanes * self.lanes
             for total, first, last, lanes in ((sums, 0, whole, self.lanes), (delta, whole, width, 1)):

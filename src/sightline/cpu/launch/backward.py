@@ -104,10 +104,10 @@ def backward(
     call = BoundBackwardCall(arguments, spec, split, (output, d_output), strides, processor)
     sums = [empty(shape, problem.accumulator, problem.query) for shape in call.sum_shapes]
     rows = problem.query.shape[:-1]
-    lse, d_lse_rows = _broadcast_rows(saved[1], rows), np.zeros(rows) if d_lse is None else _broadcast_rows(d_lse, rows)
+    lse, d_lse_rows = _broadcast_rows(saved[1], rows), None if d_lse is None else _broadcast_rows(d_lse, rows)
     arrays = (*arguments.arrays.values(), output, d_output, lse, d_lse_rows, *sums)
     tables, outputs = ([x.ctypes.data for x in found] for found in (arguments.tables, table_sums))
-    words = [*(layout(array)[0] for array in arrays), signed_word(problem.seed)]
+    words = [*(0 if array is None else layout(array)[0] for array in arrays), signed_word(problem.seed)]
     words += call_words(tables, arguments.numbers, outputs)
     keep_alive = (*arguments.keep_alive, *arrays, *table_sums, problem)
     if call.run(threads, words, arguments.numbers, problem.key, keep_alive, is_first=True) is None:
@@ -152,8 +152,9 @@ class BoundBackwardCall(BoundCall):
         lanes, lead = lanes_per_vector(problem.accumulator, processor.machine), problem.batch_shape
         self.widths = problem.d_k, problem.d_v
         key_widths = [round_up(width, lanes) for width in self.widths]
+        self.has_splits = split.num_splits > 1
         self.sum_shapes = (
-            (split.num_splits, *lead, problem.H, problem.n, problem.d_k),
+            (*([split.num_splits] if self.has_splits else []), *lead, problem.H, problem.n, problem.d_k),
             *[(*lead, problem.G, problem.m, width) for width in key_widths],
         )
         values: dict[str, Any] = operand_fields("output", output, arguments.keep_alive)
@@ -181,7 +182,7 @@ class BoundBackwardCall(BoundCall):
             array if array.shape[-1] == width else _with_contiguous_entries(array[..., :width])
             for array, width in zip(others, self.widths, strict=True)
         ]
-        return [d_query[0] if d_query.shape[0] == 1 else _sum_in_order(d_query), *narrow]
+        return [_sum_in_order(d_query) if self.has_splits else d_query, *narrow]
 
 
 def _add_statistics_to_d_lse(
