@@ -15,6 +15,8 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from . import array_layouts
 from .array_adapters import ADAPTERS, ArrayAdapter, addresses_of
 from .array_layouts import numpy_address
@@ -185,8 +187,10 @@ class CachedCall:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
         adapter, bound, see, attach = self.adapter, self.bound_call, self.see, self.attach
         address, output, seed, sinks = adapter.address, self.empty(query), request.seed, None
-        lse = adapter.empty_array(self.shape, "float64") if self.needs_lse else None
-        words = [*request.addresses[1:FIRST_TABLE], address(output), 0 if lse is None else address(lse), 0, 0]
+        lse = None
+        if self.needs_lse:  # without statistics, only the backward pass reads it
+            lse = adapter.empty_array(self.shape, "float64") if see else np.empty(self.shape)
+        words = [*request.addresses[1:FIRST_TABLE], address(output), 0 if lse is None else ADAPTERS[type(lse)].address(lse), 0, 0]
         numbers: tuple[float, ...] = ()
         tables: Sequence[Any] = ()
         if self.has_dropout:

@@ -50,6 +50,7 @@ class _Call(ABC):
     kernel: str | None
     threads: int | None
     wanted_tables: tuple[int, ...]  # indices in `Problem.tables` of the tables in the graph
+    num_inputs: int  # how many of the saved tensors are inputs; output follows, and lse if it is a result
 
     @abstractmethod
     def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
@@ -59,8 +60,12 @@ class _Call(ABC):
     def plan(self, problem: Problem) -> Plan:
         """Return the plan of the forward pass."""
 
+    def lse(self, results: Sequence[Tensor]) -> Any:
+        """Return lse, a tensor or a NumPy array; `results` are output, and lse if it is a result."""
+        return results[1]
+
     def differentiate_bound(
-        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], saved: tuple[Tensor, Tensor]
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
         """Return the gradients of the inputs by a bound call; None if there is none."""
         return None
@@ -70,7 +75,7 @@ class _Call(ABC):
         bound_call: BoundBackwardCall,
         gradients: Sequence[Tensor | None],
         inputs: Sequence[Tensor],
-        saved: tuple[Tensor, Tensor],
+        results: Sequence[Tensor],
     ) -> None:
         """Keep a bound call for later backward passes with the same layouts of these tensors, if there are any."""
         return
@@ -85,6 +90,7 @@ class _DispatchedCall(_Call):
     kernel: str | None
     threads: int | None
     wanted_tables: tuple[int, ...]
+    num_inputs: int
 
     def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
         query, key, value, *rest = inputs
@@ -103,11 +109,12 @@ class _DispatchedCall(_Call):
 class _CachedCall(_Call):
     """A call that the call cache ran."""
 
-    wanted_tables = ()
+    wanted_tables, num_inputs = (), 3
 
-    def __init__(self, attacher: GraphAttacher, request: Request, seed: int, is_lse_imprecise: bool) -> None:
-        self.attacher, self.request, self.seed = attacher, request, seed
-        self.is_lse_imprecise = is_lse_imprecise
+    def __init__(self, attacher: GraphAttacher, request: Request, result: CallResult) -> None:
+        self.attacher, self.request, self.seed = attacher, request, result.seed
+        self.own_lse = None if attacher.has_statistics else result.lse
+        self.is_lse_imprecise = result.is_lse_imprecise
         self.kernel, self.threads = attacher.kernel, attacher.threads
 
     def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
@@ -119,37 +126,44 @@ class _CachedCall(_Call):
     def plan(self, problem: Problem) -> Plan:
         return make_plan(problem, self.kernel)
 
+    def lse(self, results: Sequence[Tensor]) -> Any:
+        return results[1] if self.own_lse is None else self.own_lse
+
     def differentiate_bound(
-        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], saved: tuple[Tensor, Tensor]
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
-        found = self.read(gradients, inputs, saved)
+        found = self.read(gradients, inputs, results)
         bound = None if found is None else self.attacher.backward_calls.get(found[0])
         if found is None or bound is None or self.is_lse_imprecise:
             return None
-        call = bound.call
-        sums = [make(x) for make, x in zip(bound.make_sums, inputs, strict=True)]
-        tables, addresses, numbers = bound.inputs.of(self.request)
-        words = [*found[1:-1], 0, *[x.data_ptr() for x in sums], call.signed_word(self.seed), *addresses]
-        words += call.number_words(numbers)
-        if call.run(self.threads, words, numbers, inputs[1], (inputs, saved, found, sums, tables)) is None:
+        call, (make_d_query, make_d_key, make_d_value) = bound.call, bound.make_sums
+        sums = d_query, d_key, d_value = make_d_query(inputs[0]), make_d_key(inputs[1]), make_d_value(inputs[2])
+        seed = call.signed_word(self.seed) if self.seed else 0
+        words = [*found[1:-1], 0, d_query.data_ptr(), d_key.data_ptr(), d_value.data_ptr(), seed]
+        tables: Sequence[Any] = ()
+        numbers: tuple[float, ...] = ()
+        if bound.inputs is not None:
+            tables, addresses, numbers = bound.inputs.of(self.request)
+            words += [*addresses, *call.number_words(numbers)]
+        if call.run(self.threads, words, numbers, inputs[1], (inputs, results, found, sums, tables)) is None:
             return None
-        results, dtype = call.combine(sums), inputs[0].dtype
-        return results if dtype == self.attacher.accumulator else [gradient.to(dtype) for gradient in results]
+        combined, dtype = call.combine(sums), inputs[0].dtype
+        return combined if dtype is self.attacher.accumulator else [gradient.to(dtype) for gradient in combined]
 
     def read(
-        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], saved: tuple[Tensor, Tensor]
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[Any, ...] | None:
         """Return the layouts and addresses of the inputs, output, d_output and lse, and then d_output.
 
         Hooks on saved tensors may have changed the layouts of the inputs. The result is None if a bound call cannot
         serve: d_output must be the only gradient.
         """
-        d_output, *others = gradients
-        if d_output is None or any(gradient is not None for gradient in others):
+        d_output = gradients[0]
+        if d_output is None or (len(gradients) > 1 and any(gradient is not None for gradient in gradients[1:])):
             return None
         if type(d_output) is Tensor and d_output.is_cpu and d_output.stride(-1) != 1:
             d_output = d_output.contiguous()
-        found = array_layouts.read_arrays(*inputs, saved[0], d_output, saved[1])
+        found = array_layouts.read_arrays(*inputs, results[0], d_output, self.lse(results))
         return None if found is None else (*found, d_output)
 
     def keep(
@@ -157,30 +171,29 @@ class _CachedCall(_Call):
         bound_call: BoundBackwardCall,
         gradients: Sequence[Tensor | None],
         inputs: Sequence[Tensor],
-        saved: tuple[Tensor, Tensor],
+        results: Sequence[Tensor],
     ) -> None:
-        found, calls = self.read(gradients, inputs, saved), self.attacher.backward_calls
+        found, calls = self.read(gradients, inputs, results), self.attacher.backward_calls
         own = KernelInputs.bind(bound_call, self.request, self.formulas)
         if found is None or own is None or len(calls) >= MAX_BACKWARD_CALLS:
             return
         layouts, *addresses, d_output = found
-        output, lse = saved
-        reads_caller = bound_call.first_operands == tuple(addresses[:3]) and output.stride(-1) == 1
-        if reads_caller and d_output.dtype == output.dtype and lse.dtype == torch.float64 and lse.is_contiguous():
+        reads_caller = bound_call.first_operands == tuple(addresses[:3]) and results[0].stride(-1) == 1
+        if reads_caller and d_output.dtype == results[0].dtype:
             shapes = zip(inputs, bound_call.sum_shapes, strict=True)
             makers = [_make_empty(x, shape, self.attacher.accumulator) for x, shape in shapes]
-            calls[layouts] = _BackwardCall(bound_call, own, makers)
+            calls[layouts] = _BackwardCall(bound_call, own if own.tables or own.numbers else None, makers)
 
 
 class _BackwardCall(NamedTuple):
     """A bound call of the backward pass.
 
-    inputs : its tables and numbers
+    inputs : its tables and numbers; None if it has none
     make_sums : functions (tensor) that allocate the sums of the gradients of query, key and value
     """
 
     call: BoundBackwardCall
-    inputs: KernelInputs
+    inputs: KernelInputs | None
     make_sums: Sequence[Callable[[Tensor], Tensor]]
 
 
@@ -195,44 +208,44 @@ class _Attention(torch.autograd.Function):
     """The function by which torch's graph connects results, which are computed already, to their inputs."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, lse: Tensor, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        ctx.save_for_backward(*inputs, results[0], lse)
+        ctx.save_for_backward(*inputs, *results[:2])  # output, and lse if it is a result
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        *inputs, output, lse = ctx.saved_tensors
-        call, saved = ctx.call, (output, lse)
-        given = [gradient for gradient in gradients if gradient is not None]
-        if not given:
-            return (None,) * (3 + len(inputs))
+        call, saved = ctx.call, ctx.saved_tensors
+        inputs, results = saved[: call.num_inputs], saved[call.num_inputs :]
         has_graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        found = None if has_graph else call.differentiate_bound(gradients, inputs, saved)
+        found = None if has_graph else call.differentiate_bound(gradients, inputs, results)
         if found is None:
+            given = [gradient for gradient in gradients if gradient is not None]
+            if not given:
+                return (None,) * (2 + len(inputs))
             needs_operator = has_graph or is_intercepted() or any(type(gradient) is not Tensor for gradient in given)
             differentiate = _differentiate_by_operator if needs_operator else _differentiate
-            found = differentiate(call, inputs, gradients, saved)
-        return (None, None, None, *found)
+            found = differentiate(call, inputs, gradients, results)
+        return (None, None, *found)
 
 
 def _differentiate(
-    call: _Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], saved: tuple[Tensor, Tensor]
+    call: _Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], results: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return the gradients of the inputs by the kernel's backward pass, or by streaming's."""
     problem, tables = call.with_inputs(inputs), call.wanted_tables
-    plan = call.plan(problem)
+    plan, saved = call.plan(problem), (results[0], torch.as_tensor(call.lse(results)))
     d_results = [*gradients, None] if len(gradients) == 1 else gradients  # lse is a result only beside statistics
     with operator.autocast_disabled(saved[0]):
         found = operator.differentiate_results(problem, plan, d_results, saved, tables, call.threads)
     if found.bound_call is not None:
-        call.keep(found.bound_call, gradients, inputs, saved)
+        call.keep(found.bound_call, gradients, inputs, results)
     return operator.flatten_gradients(problem, found, tables)
 
 
 def _differentiate_by_operator(
-    call: _Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], saved: tuple[Tensor, Tensor]
+    call: _Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], results: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return the gradients of the inputs by the registered operator, which can be differentiated again."""
     problem = call.with_inputs(inputs)
@@ -243,7 +256,8 @@ def _differentiate_by_operator(
     wanted = [place[id(problem.tables[index])] for index in call.wanted_tables]
     indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
     given = [gradient for gradient in gradients if gradient is not None]
-    found: list[Tensor] = operator.attention_backward(given, indices, wanted, *saved, *arguments)
+    lse = torch.as_tensor(call.lse(results))
+    found: list[Tensor] = operator.attention_backward(given, indices, wanted, results[0], lse, *arguments)
     return found
 
 
@@ -265,9 +279,9 @@ def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: i
     inputs, wanted = _trainable_inputs(problem)
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return result
-    call = _DispatchedCall(_without_tensors(problem), plan, kernel, threads, wanted)
+    call = _DispatchedCall(_without_tensors(problem), plan, kernel, threads, wanted, len(inputs))
     results = tuple(flatten_result(problem.see, result))
-    attached: tuple[Tensor, ...] = _Attention.apply(call, results[1], results, *inputs)  # type: ignore[no-untyped-call]
+    attached: tuple[Tensor, ...] = _Attention.apply(call, results, *inputs)  # type: ignore[no-untyped-call]
     return replace(build_result(problem.see, attached), bound_call=result.bound_call)
 
 
@@ -282,7 +296,7 @@ class GraphAttacher:
 
     def __init__(self, problem: Problem, kernel: str | None, threads: int | None) -> None:
         self.options = {"scale": problem.scale, "dropout": problem.dropout, "see": problem.see}
-        self.has_statistics = bool(problem.see)
+        self.has_statistics = bool(problem.see)  # if there are none, lse is no result
         self.kernel, self.threads = kernel, threads
         self.accumulator = getattr(torch, problem.accumulator)
         self.backward_calls: dict[bytes, _BackwardCall] = {}
@@ -294,12 +308,11 @@ class GraphAttacher:
         return other
 
     def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: CallResult) -> CallResult:
-        call = _CachedCall(self, request, result.seed, result.is_lse_imprecise)
+        call = _CachedCall(self, request, result)
         results = (result.output, result.lse, *result.arrays) if self.has_statistics else (result.output,)
-        results = _Attention.apply(call, result.lse, results, query, key, value)  # type: ignore[no-untyped-call]
-        if not self.has_statistics:
-            return result._replace(output=results[0])
-        return result._replace(output=results[0], lse=results[1], arrays=results[2:])
+        results = _Attention.apply(call, results, query, key, value)  # type: ignore[no-untyped-call]
+        lse = results[1] if self.has_statistics else None
+        return CallResult(results[0], lse, results[2:], result.is_lse_imprecise, result.seed)
 
 
 def _without_tensors(problem: Problem) -> Problem:

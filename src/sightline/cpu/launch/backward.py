@@ -153,6 +153,7 @@ class BoundBackwardCall(BoundCall):
         self.widths = problem.d_k, problem.d_v
         key_widths = [round_up(width, lanes) for width in self.widths]
         self.has_splits = split.num_splits > 1
+        self.are_gradients = not self.has_splits and tuple(key_widths) == self.widths  # the sums of the kernel
         self.sum_shapes = (
             (*([split.num_splits] if self.has_splits else []), *lead, problem.H, problem.n, problem.d_k),
             *[(*lead, problem.G, problem.m, width) for width in key_widths],
@@ -177,6 +178,8 @@ class BoundBackwardCall(BoundCall):
 
     def combine(self, sums: Sequence[Any]) -> list[Any]:
         """Return the gradients of query, key and value, in the accumulator's dtype, from the sums of the kernel."""
+        if self.are_gradients:
+            return list(sums)
         d_query, *others = sums
         narrow = [
             array if array.shape[-1] == width else _with_contiguous_entries(array[..., :width])
