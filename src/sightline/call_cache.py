@@ -190,7 +190,13 @@ class CachedCall:
         lse = None
         if self.needs_lse:  # without statistics, only the backward pass reads it
             lse = adapter.empty_array(self.shape, "float64") if see else np.empty(self.shape)
-        words = [*request.addresses[1:FIRST_TABLE], address(output), 0 if lse is None else ADAPTERS[type(lse)].address(lse), 0, 0]
+        words = [
+            *request.addresses[1:FIRST_TABLE],
+            address(output),
+            0 if lse is None else ADAPTERS[type(lse)].address(lse),
+            0,
+            0,
+        ]
         numbers: tuple[float, ...] = ()
         tables: Sequence[Any] = ()
         if self.has_dropout:

@@ -493,9 +493,9 @@ def as_expression(value: Any) -> Expression:
 
 def apply(operator: str, *values: Any) -> Expression:
     """Return the operator applied to formulas or numbers. Raise FormulaError if a number stands for a condition."""
-    arguments = tuple(as_expression(value) for value in values)
+    arguments = tuple([value if isinstance(value, Expression) else as_expression(value) for value in values])
     rule = OPERATORS[operator]
-    kinds = tuple(argument.kind for argument in arguments)
+    kinds = tuple([argument.kind for argument in arguments])
     not_bool = [k for k in rule.conditions if kinds[k] != "bool"]
     if not_bool:
         argument = arguments[not_bool[0]]
@@ -515,9 +515,11 @@ def walk(*roots: Expression) -> list[Expression]:
     while stack:
         node = stack[-1]
         remaining = [argument for argument in node.arguments if id(argument) not in done]
-        if remaining:
+        if [argument for argument in remaining if argument.arguments]:
             stack += reversed(remaining)
-        else:
+        else:  # leaves need no place on the stack
+            for argument in remaining:
+                done[id(argument)] = argument
             done[id(stack.pop())] = node
     return list(done.values())
 

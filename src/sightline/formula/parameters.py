@@ -62,39 +62,85 @@ def structure_of(*formulas: Expression | None) -> Structure:
     own = mask.structures if mask is not None and all(other is None for other in others) else {}
     if len(formulas) in own:
         return own[len(formulas)]
-    own[len(formulas)] = structure = _build(*formulas)
+    own[len(formulas)] = structure = _make_structure(formulas)
     if not structure.tables:  # `_STRUCTURES` would keep the tables alive
-        _STRUCTURES[formulas] = structure
-        while len(_STRUCTURES) > MAX_STRUCTURES:
-            _STRUCTURES.pop(next(iter(_STRUCTURES), formulas), None)
+        _store(_STRUCTURES, formulas, structure)
     return structure
 
 
-def _build(*formulas: Expression | None) -> Structure:
+def _make_structure(formulas: tuple[Expression | None, ...]) -> Structure:
+    """Return the structure of formulas. Its formulas are built only once for each signature.
+
+    The signature has one entry for each node: what the node is, and the numbers of its arguments in `walk`.
+    """
     nodes = walk(*[formula for formula in formulas if formula is not None])
-    kept = {id(argument) for node in nodes if _keeps_constants(node) for argument in node.arguments}
+    index: dict[int, int] = {}
     slots: dict[int, int] = {}
     tables: list[Table] = []
     numbers: list[float] = []
+    signature: list[Any] = []
+    kept = _kept_constants(nodes)
+    for node in nodes:
+        kind = type(node)
+        if kind is Apply:
+            signature.append((node.operator, *[index[id(argument)] for argument in node.arguments]))  # type: ignore[attr-defined]
+        elif kind is Lookup:
+            table = node.table  # type: ignore[attr-defined]
+            slot = slots.setdefault(id(table), len(tables))
+            if slot == len(tables):
+                tables.append(table)
+            signature.append((slot, table.kind, *[index[id(argument)] for argument in node.arguments]))
+        elif kind is Constant and id(node) not in kept and _is_argument(cast(Constant, node)):
+            signature.append(node.kind)
+            numbers.append(cast(Constant, node).value)
+        else:
+            signature.append(node)
+        index[id(node)] = len(index)
+    roots = [None if formula is None else index[id(formula)] for formula in formulas]
+    key = (*signature, *roots)
+    built = _BUILT.get(key)
+    if built is None:
+        built = _build(formulas, nodes, kept)
+        _store(_BUILT, key, built)
+    return Structure(built, tuple(tables), tuple(numbers))
+
+
+def _kept_constants(nodes: list[Expression]) -> set[int]:
+    """Return the ids of the constants that stay in the code because of an operator that reads them."""
+    if Constant not in [type(node) for node in nodes]:
+        return set()
+    return {id(argument) for node in nodes if _keeps_constants(node) for argument in node.arguments}
+
+
+def _build(
+    formulas: tuple[Expression | None, ...], nodes: list[Expression], kept: set[int]
+) -> tuple[Expression | None, ...]:
+    """Return the formulas with parameters in place of tables and numbers; `nodes` are their `walk`."""
+    slots: dict[int, int] = {}
     built: dict[int, Expression] = {}
+    num_numbers = 0
     for node in nodes:
         arguments = tuple([built[id(argument)] for argument in node.arguments])
         if isinstance(node, Lookup):
-            slot = slots.setdefault(id(node.table), len(tables))
-            if slot == len(tables):
-                tables.append(node.table)
+            slot = slots.setdefault(id(node.table), len(slots))
             built[id(node)] = intern(Lookup(cast(Any, _table_parameter(slot, node.kind)), arguments))
         elif isinstance(node, Constant) and _is_argument(node) and id(node) not in kept:
-            built[id(node)] = intern(Parameter(len(numbers), node.kind))
-            numbers.append(node.value)
+            built[id(node)] = intern(Parameter(num_numbers, node.kind))
+            num_numbers += 1
         else:
             built[id(node)] = node.rebuild(arguments, {})
-    return Structure(
-        tuple([None if formula is None else built[id(formula)] for formula in formulas]), tuple(tables), tuple(numbers)
-    )
+    return tuple([None if formula is None else built[id(formula)] for formula in formulas])
+
+
+def _store(entries: dict[Any, Any], key: Any, value: Any) -> None:
+    """Store an entry, and drop the oldest entries beyond `MAX_STRUCTURES`."""
+    entries[key] = value
+    while len(entries) > MAX_STRUCTURES:
+        entries.pop(next(iter(entries), key), None)
 
 
 _STRUCTURES: dict[tuple[Expression | None, ...], Structure] = {}  # formulas are interned, so they are keys
+_BUILT: dict[tuple[Any, ...], tuple[Expression | None, ...]] = {}  # the formulas of structures by their signature
 
 
 def _is_argument(constant: Constant) -> bool:
@@ -103,7 +149,7 @@ def _is_argument(constant: Constant) -> bool:
 
 
 def _keeps_constants(node: Expression) -> bool:
-    return isinstance(node, Lookup) or (isinstance(node, Apply) and node.operator in OPERATORS_WITH_CONSTANTS)
+    return type(node) is Lookup or (type(node) is Apply and node.operator in OPERATORS_WITH_CONSTANTS)
 
 
 @lru_cache(None)

@@ -73,7 +73,7 @@ class Table:
         self.array: Any = array
         self.axes, self.batch_axes = axes, batch_axes
         self.origin = id(self) if origin is None else origin
-        self.shape: tuple[int, ...] = tuple(int(length) for length in array.shape)
+        self.shape: tuple[int, ...] = tuple([int(length) for length in array.shape])
         self.ndim = len(self.shape)
         self.dtype = array.dtype
         self.kind: Kind = _table_kind(array)
@@ -90,7 +90,7 @@ class Table:
                 f"one index for each of its {self.ndim} axes",
                 f"write table[{', '.join('bhij'[-self.ndim :])}] or the expressions you mean",
             )
-        arguments = tuple(as_expression(index) for index in indices)
+        arguments = tuple([as_expression(index) for index in indices])
         for argument in arguments:
             if argument.kind != "int":
                 raise FormulaError(
