@@ -109,9 +109,7 @@ PAIRS = {  # the first needs two changes: with one, the other factor of the prod
 BACKWARD = {
     "dropped delta": Fault(backward, "p * builder.fma(dp, scale, -(delta * scale))", "p * (dp * scale)"),
     "dropped delta under a score": Fault(backward, "p * (dp - delta) if extra", "p * dp if extra", shows="tables"),
-    "gradient of lse left out": Fault(
-        backward, "Variable(builder, DOUBLE, -args.d_lse", "Variable(builder, DOUBLE, 0.0 * args.d_lse"
-    ),
+    "gradient of lse left out": Fault(backward, "delta.set(-args.d_lse", "delta.set(0.0 * args.d_lse"),
     "dK scaled twice": Fault(
         launch_backward,
         "for x in call.combine(sums))",
