@@ -225,6 +225,13 @@ def draw_inputs(rng, kind, B, H, n, m, to_table=np.asarray):
         "table of floats in half": lambda: {"score": s + read(rng.random((H, 7)).astype(np.float16))[h, (i - j) % 7]},
         "sinks": lambda: {"sinks": to_table(rng.normal(size=H).astype(np.float32)), "mask": i >= j},
         "dropout": lambda: {"dropout": 0.3, "seed": int(rng.integers(2**63, 2**64, dtype=np.uint64))},
+        "statistics of a weights pass": lambda: {
+            "see": [
+                *(sightline.top_k(3), sightline.received(), sightline.entropy(), sightline.received(how="max")),
+                *(sightline.pooled(min(n, 3), min(m, 2)), sightline.weights(), sightline.lse(), sightline.max_score()),
+            ],
+            "mask": sightline.padding(to_table(rng.integers(0, m + 1, B))),
+        },
         "statistics": lambda: {"see": [sightline.entropy(), sightline.max_score(), sightline.lse()], "mask": i >= j},
         "everything": lambda: {
             "mask": (j < read(rng.integers(1, m + 1, B))[b]) & (i - j < int(rng.integers(2, 99))),
@@ -239,7 +246,7 @@ def draw_inputs(rng, kind, B, H, n, m, to_table=np.asarray):
 KINDS = (
     *("padding", "padding of another dtype", "documents", "boolean array", "a row of booleans", "function", "bias"),
     *("bias that hides", "slopes", "window", "cap", "table of floats in half", "sinks", "dropout", "statistics"),
-    "everything",
+    *("statistics of a weights pass", "everything"),
 )
 
 
@@ -586,6 +593,54 @@ def test_a_stale_argument_block_is_found(rng, monkeypatch):
 
 def tensors(rng, **options):
     return [torch.from_numpy(x).requires_grad_(**options) if options else torch.from_numpy(x) for x in arrays(rng)]
+
+
+SEE = {
+    "entropy before max_score": ([sightline.entropy(), sightline.max_score()], lambda seen: seen[0]),
+    "max_score after entropy": ([sightline.entropy(), sightline.max_score()], lambda seen: seen[1][0]),
+    "lse first": ([sightline.lse(), sightline.entropy()], lambda seen: seen[0]),
+    "the second of two": ([sightline.entropy(), sightline.entropy()], lambda seen: seen[1]),
+    "received": ([sightline.top_k(2), sightline.entropy(), sightline.received()], lambda seen: seen[2]),
+    "entropy after top_k": ([sightline.top_k(2), sightline.entropy()], lambda seen: seen[1]),
+    "pooled": ([sightline.max_score(), sightline.pooled(2, 3), sightline.lse()], lambda seen: seen[1]),
+}
+
+
+@pytest.mark.parametrize("name", SEE)
+def test_gradients_of_statistics_in_any_order(rng, name, monkeypatch):
+    see, pick = SEE[name]
+    given = tensors(rng, requires_grad=True)
+
+    def gradients():
+        _, seen = sightline.attention(*given, see=see)
+        return [bits(x) for x in torch.autograd.grad(pick(seen).square().sum(), given[:2])]
+
+    expected = gradients()
+    found = record_hits(monkeypatch)
+    assert gradients() == gradients() == expected
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    "see",
+    [[sightline.scores()], [sightline.received().mean("heads")], [sightline.top_k(300)], [sightline.lse().rows([1])]],
+)
+def test_statistics_that_no_bound_call_computes(rng, see):
+    given = arrays(rng, ((1, 2, 9, 8), (1, 2, 400, 8), (1, 2, 400, 8)))
+    expected = all_bits(uncached(given, see=see))
+    assert all_bits(sightline.attention(*given, see=see)) == expected
+
+
+def test_parameters_of_statistics_are_parts_of_the_key(rng):
+    given = arrays(rng)
+    for see in ([sightline.top_k(2)], [sightline.top_k(3)], [sightline.received()], [sightline.received(how="max")]):
+        sightline.attention(*given, see=see)
+        assert all_bits(sightline.attention(*given, see=see)) == all_bits(uncached(given, see=see))
+    x = [np.full_like(array, np.nan) for array in given]  # the bound call leaves scores that are NaN to the dispatch
+    for see in ([sightline.top_k(2)], [sightline.received()]):
+        expected = all_bits(uncached(x, see=see))
+        sightline.attention(*given, see=see)
+        assert all_bits(sightline.attention(*x, see=see)) == expected
 
 
 def test_hooks_may_change_the_layout_of_saved_tensors(rng):

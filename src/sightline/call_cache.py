@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from . import array_layouts
 from .array_adapters import ADAPTERS, ArrayAdapter, addresses_of
 from .array_layouts import numpy_address
 from .arrays import dtype_name
-from .call_request import Request, family_key, without_key_length
+from .call_request import WEIGHTS_STATISTICS, Request, family_key, without_key_length
 from .cpu.runtime.compile import bound_calls, call_families
 from .formula.expression import Expression
 from .formula.parameters import structure_of
@@ -36,7 +37,8 @@ __all__ = ["CachedCall", "KernelInputs", "bind_family", "insert", "lookup"]
 
 MAX_CACHED_CALLS = 256  # the least recently used call is dropped beyond this number
 FIRST_TABLE = 4  # index of the first table in `Request.addresses`, after the layouts, query, key and value
-SINKS_INDEX, SEED_INDEX = 5, 6  # indices in `cpu.codegen.abi.FORWARD_CALL_FIELDS`
+# indices in `cpu.codegen.abi.FORWARD_CALL_FIELDS`, and how many fields there are
+QUERY_INDEX, KEY_INDEX, LSE_INDEX, SINKS_INDEX, SEED_INDEX, NUM_FIELDS = 0, 1, 4, 5, 6, 7
 DIRECT_TABLE_DTYPES = ("bool", "int32", "int64", "float32", "float64")  # other tables are converted at each call
 
 
@@ -94,7 +96,7 @@ def _cache_key(request: Request, bound_call: BoundCall) -> tuple[Any, ...]:
 class CallResult(NamedTuple):
     """The arrays that a cached call computed.
 
-    arrays : the outputs of the forward kernel's statistics, in its order
+    arrays : the arrays of every statistic except lse, in the order of `CachedCall.see`
     is_lse_imprecise : False if `kernel.is_lse_precise` is true of lse
     seed : the seed of dropout
     """
@@ -167,6 +169,7 @@ class CachedCall:
     shape : the shape of lse, and of every statistic of a query, in the layout of the caller's arrays
     needs_lse : True if statistics or gradients need lse
     statistic_dtypes : the names of the dtypes of the forward kernel's outputs for statistics, in its order
+    bound_statistics : for each statistic the `BoundStatistic` of its weights pass; None for the forward kernel's
     has_dropout : True if the call needs a seed
     attach : function that joins the results to a graph of gradients; None for arrays without gradients
         It takes the request, query, key, value and a `CallResult`, and returns the result with joined arrays.
@@ -180,6 +183,7 @@ class CachedCall:
     shape: tuple[int, ...]
     needs_lse: bool
     statistic_dtypes: tuple[str, ...]
+    bound_statistics: tuple[Any, ...]
     has_dropout: bool
     attach: Attacher | None
 
@@ -210,28 +214,62 @@ class CachedCall:
             words += addresses
             if numbers:
                 words += bound.number_words(numbers)
-        arrays = [adapter.empty_array(self.shape, dtype) for dtype in self.statistic_dtypes]
-        words += [address(array) for array in arrays]
-        keep_alive = query, key, value, output, lse, sinks, tables, arrays
+        outputs = [adapter.empty_array(self.shape, dtype) for dtype in self.statistic_dtypes]
+        words += [address(array) for array in outputs]
+        keep_alive = query, key, value, output, lse, sinks, tables, outputs
         status = bound.run(threads, words, numbers, key, keep_alive)
         if status is None or (status and see):
             return None
         if not see and attach is None:
             return output, ()
+        arrays = (
+            self._compute_statistics(outputs, words, numbers, len(tables), threads, query, keep_alive) if see else []
+        )
+        if arrays is None:
+            return None
         result = CallResult(output, lse, arrays, bool(status), seed or 0)
         if attach is not None:
             result = attach(request, query, key, value, result)
         return result.output, self._build_seen(result)
 
+    def _compute_statistics(
+        self,
+        outputs: Sequence[Any],
+        words: Sequence[int],
+        numbers: tuple[float, ...],
+        num_tables: int,
+        threads: int | None,
+        query: Any,
+        keep_alive: tuple[Any, ...],
+    ) -> list[Any] | None:
+        """Return the arrays of every statistic except lse, in the order of `see`; None for the full dispatch.
+
+        `outputs` are the forward kernel's arrays, and `words` are its words.
+        """
+        found: list[Any] = []
+        operands = words[QUERY_INDEX], words[KEY_INDEX], words[LSE_INDEX]
+        inputs = words[NUM_FIELDS : NUM_FIELDS + num_tables + len(numbers)]
+        for statistic, bound in zip(self.see, self.bound_statistics, strict=True):
+            if bound is not None:
+                arrays = bound.run(threads, operands, inputs, numbers, query, keep_alive)
+                if arrays is None:
+                    return None
+                found += arrays
+            elif not isinstance(statistic, Lse):
+                found += outputs[:2] if isinstance(statistic, MaxScore) else outputs[-1:]
+        return found
+
     def _build_seen(self, result: CallResult) -> tuple[Any, ...]:
         """Return the result of each statistic."""
-
-        def arrays_of(kind: type[Statistic]) -> Sequence[Any]:
-            if kind is Lse:
-                return [self.adapter.finish_lse(result.lse, result.output)]
-            return result.arrays[:2] if kind is MaxScore else result.arrays[-1:]
-
-        return tuple([statistic.build_result(arrays_of(type(statistic))) for statistic in self.see])
+        seen, arrays = [], iter(result.arrays)
+        for statistic in self.see:
+            if isinstance(statistic, Lse):
+                own = [self.adapter.finish_lse(result.lse, result.output)]
+            else:
+                own = list(islice(arrays, len(statistic.fill_values)))
+            is_constant = self.attach is not None and not statistic.is_differentiable
+            seen.append(statistic.build_result([array.detach() for array in own] if is_constant else own))
+        return tuple(seen)
 
 
 def _statistic_dtypes(see: Sequence[Statistic], accumulator: str) -> tuple[str, ...]:
@@ -267,7 +305,8 @@ def insert(
     if bound_call is None or bound_call.first_operands != request.addresses[1:FIRST_TABLE]:
         return
     inputs = KernelInputs.bind(bound_call, request, formulas)
-    if inputs is None:
+    passes = [statistic for statistic in problem.see if isinstance(statistic, WEIGHTS_STATISTICS)]
+    if inputs is None or len(passes) != len(result.bound_statistics) - result.bound_statistics.count(None):
         return
     output = problem.squeeze_heads(result.output, 2)
     entry = CachedCall(
@@ -279,11 +318,12 @@ def insert(
         tuple(output.shape[:-1]),
         attach is not None or bool(problem.see),
         _statistic_dtypes(problem.see, problem.accumulator),
+        result.bound_statistics,
         problem.dropout > 0,
         attach,
     )
     _store(bound_calls(), _cache_key(request, bound_call), entry)
-    shared_key = None if bound_call.family is None else family_key(request.key)
+    shared_key = None if bound_call.family is None or passes else family_key(request.key)
     if shared_key is not None:
         _store(call_families(), shared_key, entry)
 

@@ -3,8 +3,8 @@
 The key of a request is the structure of the call. The structure has everything that the dispatch depends on: shapes,
 strides and dtypes of all arrays, formulas without their numbers and tables, and options. The key never has contents of
 arrays, so new tables at each call are as fast as the same ones. A call has no request, and goes through the full
-dispatch, if one of the following holds. It needs statistics that the forward kernel does not compute. Its scale is an
-array. The type of an array is not exactly NumPy's ndarray or torch's Tensor. torch itself must see the call.
+dispatch, if one of the following holds. It needs statistics that no kernel computes, or means of statistics. Its scale
+is an array. The type of an array is not exactly NumPy's ndarray or torch's Tensor. torch itself must see the call.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from .cpu.runtime.machine import CPU_VARIABLE
 from .formula import from_function, library
 from .formula.expression import Expression, is_compiling
 from .formula.parameters import structure_of
-from .statistics import Entropy, Lse, MaxScore
+from .statistics import Entropy, Lse, MaxScore, Pooled, Received, TopK, Weights
 
 __all__ = ["Request", "family_key", "make_request", "without_key_length"]
 
-FORWARD_STATISTICS = (Lse, MaxScore, Entropy)  # the statistics of cached calls; others need further passes
+# the statistics of cached calls: the forward kernel computes some, and a weights pass each of the others
+FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy), (Received, Pooled, TopK, Weights)
 MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
 MAX_MASK_AXES = 4  # b, h, i and j
 
@@ -90,22 +91,34 @@ def make_request(
         return None
     if seed is not None and not (type(seed) is int and 0 <= seed < 2**64):
         return None
-    kinds = None if see is None else _statistic_kinds(see)
-    if kinds is False:
+    statistics = None if see is None else _statistics_key(see)
+    if statistics is False:
         return None
-    options = scale, dropout, kernel, threads, _environment.get(_cpu_variable), kinds
+    options = scale, dropout, kernel, threads, _environment.get(_cpu_variable), statistics
     if mask is None and score is None and sinks is None:
         found = array_layouts.read_arrays(query, key, value)
         return None if found is None else Request((found[0], options), None, None, (), (), None, seed, found)
     return _request_with_formulas((query, key, value), options, mask, score, sinks, seed)
 
 
-def _statistic_kinds(see: Any) -> tuple[type, ...] | bool:
-    """Return the classes of the statistics; False if a statistic is not computed in the forward kernel."""
+def _statistics_key(see: Any) -> tuple[Any, ...] | bool:
+    """Return the classes and parameters of the statistics; False if a statistic is not one of cached calls."""
     if type(see) is not list:
         return False
-    kinds = tuple([type(statistic) for statistic in see])
-    return kinds if all(kind in FORWARD_STATISTICS for kind in kinds) else False
+    key = []
+    for statistic in see:
+        kind = type(statistic)
+        key.append(kind)
+        if kind in WEIGHTS_STATISTICS:
+            parameters = [getattr(statistic, name) for name in kind.__match_args__]
+            key += [*map(type, parameters), *parameters]
+        elif kind not in FORWARD_STATISTICS:
+            return False
+    try:
+        hash(tuple(key))
+    except TypeError:  # a list as a parameter; the full dispatch raises an error
+        return False
+    return tuple(key)
 
 
 def _request_with_formulas(

@@ -44,12 +44,15 @@ class Result:
     seen : the result of each statistic of `problem.see`
     bound_call : a `cpu.launch.bound_call.BoundCall` that repeats the call for other arrays of the same layout; None if
         the kernel provides none
+    bound_statistics : with `bound_call`, for each statistic of `problem.see` the
+        `cpu.launch.weights_pass.BoundStatistic` that computed it; None if the forward kernel did
     """
 
     output: Any
     lse: Any
     seen: tuple[Any, ...] = ()
     bound_call: Any = None
+    bound_statistics: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -282,7 +282,9 @@ def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: i
     call = _DispatchedCall(_without_tensors(problem), plan, kernel, threads, wanted, len(inputs))
     results = tuple(flatten_result(problem.see, result))
     attached: tuple[Tensor, ...] = _Attention.apply(call, results, *inputs)  # type: ignore[no-untyped-call]
-    return replace(build_result(problem.see, attached), bound_call=result.bound_call)
+    return replace(
+        build_result(problem.see, attached), bound_call=result.bound_call, bound_statistics=result.bound_statistics
+    )
 
 
 class GraphAttacher:

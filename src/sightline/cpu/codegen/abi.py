@@ -27,10 +27,12 @@ __all__ = [
     "DECODE_FIELDS",
     "FORWARD_CALL_FIELDS",
     "FORWARD_FIELDS",
+    "WEIGHTS_CALL_FIELDS",
     "LoadedArguments",
     "OutputArguments",
     "TableArguments",
     "call_words",
+    "end_with",
     "pack",
     "signed_word",
     "to_word",
@@ -79,9 +81,10 @@ BACKWARD_CALL_FIELDS = (
     *("query", "key", "value", "output", "d_output", "lse", "d_lse", "d_query", "d_key", "d_value"),
     "seed",
 )
+WEIGHTS_CALL_FIELDS = ("query", "key", "lse", "output", "where")
 
 
-def _end_with(names: Sequence[str], fields: Mapping[str, Any]) -> dict[str, Any]:
+def end_with(names: Sequence[str], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields with those of these names last, in this order."""
     return {name: kind for name, kind in fields.items() if name not in names} | {name: fields[name] for name in names}
 
@@ -91,7 +94,7 @@ _FORWARD_FIELDS = COMMON_FIELDS | {
     "sinks": POINTER,  # (H,) float64
     "imprecise_lse_flag": POINTER,  # set to 1 if an lse is NaN, +∞, or above `kernel.MAX_LSE` in size
 }
-FORWARD_FIELDS = _end_with(FORWARD_CALL_FIELDS, _FORWARD_FIELDS)
+FORWARD_FIELDS = end_with(FORWARD_CALL_FIELDS, _FORWARD_FIELDS)
 _DECODE_FIELDS = _FORWARD_FIELDS | {
     "split_output": POINTER,  # (num_splits, B, H, n, d_v) in the accumulator's type
     "split_lse": POINTER,  # (num_splits, B, H, n) float64
@@ -101,7 +104,7 @@ _DECODE_FIELDS = _FORWARD_FIELDS | {
     "num_splits": INT64,  # number of splits of the keys
     "split_size": INT64,  # tiles of keys per split
 }
-DECODE_FIELDS = _end_with(DECODE_CALL_FIELDS, _DECODE_FIELDS)
+DECODE_FIELDS = end_with(DECODE_CALL_FIELDS, _DECODE_FIELDS)
 _BACKWARD_FIELDS = COMMON_FIELDS | {
     **_operand_fields("output"),
     **_operand_fields("d_output"),
@@ -116,7 +119,7 @@ _BACKWARD_FIELDS = COMMON_FIELDS | {
     "parallel_heads": INT64,  # G if each key head is a work item of its own, 1 if an item loops over all key heads
     "parallel_batches": INT64,  # B if each batch is a work item of its own, 1 if an item loops over all batches
 }
-BACKWARD_FIELDS = _end_with(BACKWARD_CALL_FIELDS, _BACKWARD_FIELDS)
+BACKWARD_FIELDS = end_with(BACKWARD_CALL_FIELDS, _BACKWARD_FIELDS)
 
 
 class TableArguments(NamedTuple):

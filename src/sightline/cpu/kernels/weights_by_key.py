@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import ClassVar
 
 from ..codegen.builder import Variable
 from ..codegen.values import DOUBLE, INT32, INT64, Value
@@ -22,7 +23,7 @@ class Received(WeightsPass):
     which is reduced once at the end.
     """
 
-    fields = WeightsPass.fields | {  # `output` has shape (num_ranges, B, H, m)
+    own_fields: ClassVar = {  # `output` has shape (num_ranges, B, H, m)
         "batches": INT64,
         "split_size": INT64,  # tiles of keys in a split
         "num_ranges": INT64,
@@ -66,7 +67,7 @@ class Pooled(WeightsPass):
     both compute its weights.
     """
 
-    fields = WeightsPass.fields | {  # the caller fills `output`, (B, H, rows, columns) float64, with 0
+    own_fields: ClassVar = {  # the caller fills `output`, (B, H, rows, columns) float64, with 0
         "batches": INT64,
         "rows": INT64,
         "rows_per_item": INT64,

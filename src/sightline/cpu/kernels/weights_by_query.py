@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from llvmlite.ir import IntType
 
 from ..codegen.builder import Variable
-from ..codegen.values import INT64, POINTER, Value, bytes_of, vector
+from ..codegen.values import INT64, Value, bytes_of, vector
 from .kernel_spec import KEY_BLOCK
 from .weights_pass import WeightsPass
 
@@ -54,7 +54,7 @@ class TopK(WeightsByQuery):
     larger.
     """
 
-    fields = WeightsPass.fields | {"where": POINTER}  # `output` and `where` are (B, H, n, k); `where` is int64
+    # `output` and `where` are (B, H, n, k); `where` is int64
 
     def allocate_statistic(self) -> None:
         tiles, rows = self.tiles, self.spec.k + 1
@@ -173,7 +173,7 @@ class WeightTiles(WeightsByQuery):
     """Write P in the input's dtype, for a range of queries and of keys. Weights of hidden tiles are not written."""
 
     # the caller fills `output`, (B, H, queries, keys), with 0
-    fields = WeightsPass.fields | {"first_key": INT64, "last_key": INT64}
+    own_fields: ClassVar = {"first_key": INT64, "last_key": INT64}
 
     def key_range(self) -> tuple[Value, Value]:
         return self.args.first_key, self.args.last_key

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from ..codegen.abi import COMMON_FIELDS
+from ..codegen.abi import COMMON_FIELDS, WEIGHTS_CALL_FIELDS, end_with
 from ..codegen.values import DOUBLE, INT64, POINTER, Value
 from .block import Block
 from .kernel_spec import KEY_BLOCK
@@ -31,11 +32,16 @@ class WeightsPass(Block):
     `spec.kernel` ends in "max" if the statistic is a maximum of weights instead of a sum.
     """
 
-    fields = COMMON_FIELDS | {
+    own_fields: ClassVar[Mapping[str, Any]] = {}  # the fields of the subclass
+    weights_fields: ClassVar = COMMON_FIELDS | {
         "output": POINTER,  # in the accumulator's type unless the subclass documents another
+        "where": POINTER,  # a second output of some subclasses
         "first_query": INT64,  # weights of queries outside first_query <= i < last_query are 0
         "last_query": INT64,
     }
+
+    def __init_subclass__(cls) -> None:
+        cls.fields = end_with(WEIGHTS_CALL_FIELDS, {**cls.weights_fields, **cls.own_fields})
 
     def allocate(self) -> None:
         tiles = self.tiles

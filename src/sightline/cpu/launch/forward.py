@@ -37,8 +37,11 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
             call = forward(problem, output, lse, threads, processor, fused_statistics)
             bound_call = None if uses_decode else call  # so the next call tries to decode again
     lse = convert(lse, problem.query)
-    seen = compute_statistics(problem, lse, fused_statistics, threads, processor) if problem.see else ()
-    return Result(output, lse, seen, bound_call if bound_call is not None and bound_call.is_cacheable else None)
+    seen, passes = compute_statistics(problem, lse, fused_statistics, threads, processor) if problem.see else ((), ())
+    calls = [bound_call, *[bound.call for bound in passes if bound is not None]]
+    if any(call is None or not call.is_cacheable for call in calls):
+        return Result(output, lse, seen)
+    return Result(output, lse, seen, bound_call, passes)
 
 
 def source(problem: Problem, processor: Processor) -> str:

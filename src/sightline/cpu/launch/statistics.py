@@ -8,7 +8,7 @@ import numpy as np
 
 from ...arrays import convert
 from ...problem import Problem
-from ...statistics import Entropy, Mass, MaxScore, Pooled, Received, Statistic, TopK, Weights, unwrap_mean
+from ...statistics import Entropy, Mass, MaxScore, Statistic, unwrap_mean
 from ...statistics.computation import dispatch_statistics
 from ...streaming import Streaming
 from ..runtime.processor import Processor
@@ -50,13 +50,15 @@ class FusedStatistics:
 
 def compute_statistics(
     problem: Problem, lse: Any, fused_statistics: FusedStatistics, threads: int | None, processor: Processor
-) -> tuple[Any, ...]:
-    """Return the result of every statistic of `problem.see`.
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the result of every statistic of `problem.see`, and the bound weights passes that computed them.
 
     The kernel `Streaming` computes the statistics that no CPU kernel computes. If `has_nonfinite` is true of lse, then
-    `Streaming` computes every statistic that needs weights.
+    `Streaming` computes every statistic that needs weights. A statistic that no weights pass computed has None in place
+    of its `BoundStatistic`.
     """
     is_nonfinite = weights_pass.has_nonfinite(problem, lse)
+    passes: dict[int, Any] = {}
 
     def compute_arrays(statistic: Statistic) -> list[Any] | None:
         if is_nonfinite:
@@ -64,26 +66,11 @@ def compute_statistics(
         fused_arrays = fused_statistics.arrays_of(statistic)
         if fused_arrays is not None:
             return [convert(array, problem.query) for array in fused_arrays]
-        return _run_weights_pass(problem, lse, statistic, threads, processor)
+        bound = weights_pass.bind(problem, statistic, processor)
+        arrays = weights_pass.run_first(problem, lse, bound, threads)
+        if bound is not None and arrays is not None:
+            passes[id(statistic)] = bound[1]
+        return arrays
 
-    return dispatch_statistics(problem, lse, compute_arrays, lambda rest: Streaming().run(rest).seen)
-
-
-def _run_weights_pass(
-    problem: Problem, lse: Any, statistic: Statistic, threads: int | None, processor: Processor
-) -> list[Any] | None:
-    """Return a statistic's arrays from its weights pass; None if `Streaming` must compute it."""
-    options: dict[str, Any] = {"threads": threads, "processor": processor}
-    if isinstance(statistic, TopK):
-        pair = weights_pass.top_k(problem, lse, statistic.k, **options)
-        return None if pair is None else list(pair)
-    if isinstance(statistic, Received):
-        result = weights_pass.received(problem, lse, statistic.how, **options)
-    elif isinstance(statistic, Pooled):
-        grid = statistic.down, statistic.across, statistic.how, statistic.within
-        result = weights_pass.pooled(problem, lse, *grid, **options)
-    elif isinstance(statistic, Weights):
-        result = weights_pass.weights(problem, lse, **options)
-    else:
-        return None
-    return None if result is None else [result]
+    seen = dispatch_statistics(problem, lse, compute_arrays, lambda rest: Streaming().run(rest).seen)
+    return seen, tuple([passes.get(id(statistic)) for statistic in problem.see])

@@ -2,12 +2,14 @@
 
 The functions `received`, `pooled`, `top_k` and `weights` take lse (..., H, n), float64 in nats, of the forward pass.
 They return None if `has_nonfinite` is true: if an lse, and therefore a score, is NaN or +∞, or if an lse is so large
-that the weights would not sum to 1. The kernel `Streaming` must then compute the statistic.
+that the weights would not sum to 1. The kernel `Streaming` must then compute the statistic. `bind` returns the same
+computation as a `BoundStatistic`, which repeats it for other arrays.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,52 +17,160 @@ import numpy as np
 from ...arrays import convert, empty, layout, namespace, resolve_dtype, to_numpy
 from ...kernel import MAX_LSE
 from ...problem import Problem
+from ...statistics import Pooled, Received, Statistic, TopK, Weights
 from ...statistics.matrix import cell_lengths
+from ..codegen.abi import WEIGHTS_CALL_FIELDS, call_words
+from ..kernels import weights_by_key, weights_by_query
 from ..kernels.kernel_spec import KEY_BLOCK
-from ..kernels.weights_by_key import MAX_COLUMNS_PER_ITEM, MAX_SPLIT_SIZE, Pooled, Received
-from ..kernels.weights_by_query import TopK, WeightTiles
+from ..kernels.weights_by_key import MAX_COLUMNS_PER_ITEM, MAX_SPLIT_SIZE
 from ..kernels.weights_pass import WeightsPass
 from ..runtime.processor import HOST, Processor
 from ..runtime.thread_count import thread_count
-from .arguments import TARGET_ITEMS, compile_kernel, prepare, zeros
+from .arguments import TARGET_ITEMS, KernelArguments, prepare, zeros
+from .bound_call import BoundCall
 
-__all__ = ["MAX_TOP_K", "has_nonfinite", "pooled", "received", "top_k", "weights"]
+__all__ = [
+    "MAX_TOP_K",
+    "BoundStatistic",
+    "bind",
+    "has_nonfinite",
+    "pooled",
+    "received",
+    "run_first",
+    "top_k",
+    "weights",
+]
 
 MAX_TOP_K = 256  # the largest k of `top_k`: the lists for a block of queries are on a thread's stack
+MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
 
 Range = tuple[int, int]
+Output = tuple[tuple[int, ...], str, bool]  # shape, dtype, and True if the kernel expects zeros
 
 
-class WeightsPassCall:
-    """A weights pass: its compiled kernel, and the fields that are the same in every call."""
+class WeightsPassCall(BoundCall):
+    """A call of a weights pass. `arguments` are those of the problem that it was made for.
+
+    The field `output` may be followed by a second array, `where`.
+    """
+
+    call_fields = WEIGHTS_CALL_FIELDS
 
     def __init__(
-        self, problem: Problem, lse: Any, writer: type[WeightsPass], kernel: str, processor: Processor, k: int = 0
+        self, arguments: KernelArguments, spec: Any, writer: type[WeightsPass], items: int, **more: Any
     ) -> None:
-        self.processor, self.writer = processor, writer
-        self.arguments, spec = prepare(kernel, problem, processor.machine, k=k)
-        self.block = self.arguments.query_block
-        # The kernel does not read V, the given lse includes the sinks, and the weights are those before dropout.
-        # So problems that differ only in V, sinks or dropout share one kernel.
-        spec = replace(spec, d_v=1, unit_stride=(*spec.unit_stride[:2], True), has_sinks=False, has_dropout=False)
-        self.kernel = compile_kernel(spec, self.arguments, writer, processor)
-        lse_address = self.arguments.retain(np.ascontiguousarray(to_numpy(lse), np.float64))
-        self.common_fields = self.arguments.fields(spec) | {"lse": lse_address, "batches": problem.B}
+        problem, processor = arguments.problem, more.pop("processor")
+        work = problem.B * problem.H * problem.n * problem.m * problem.d_k
+        values = {"items": items, "batches": problem.B} | more
+        super().__init__(
+            arguments,
+            spec,
+            writer,
+            values,
+            processor,
+            max_threads=1 if work < MIN_PARALLEL_MULTIPLICATIONS else items,
+            workspace={"counter": 1},
+            zeroed=("counter",),
+        )
 
-    def call(self, queries: Range, items: int, output: Any, threads: int | None, *arrays: Any, **fields: int) -> None:
-        """Fill the output. The output and `arrays` stay alive until all threads are done."""
-        counter = np.zeros(1, np.int64)  # a counter per call: threads of an interrupted call may still use the old one
-        fields |= {
-            "counter": counter.ctypes.data,
-            "output": layout(output)[0],
-            "items": items,
-            "first_query": queries[0],
-            "last_query": queries[1],
-            "query_blocks": -(-queries[1] // self.block),
-        }
-        packed = self.arguments.pack(self.writer.fields, self.common_fields | fields)
-        keep_alive = (*self.arguments.keep_alive, counter, output, *arrays)
-        self.processor.call(self.kernel, packed, min(thread_count(threads), items), keep_alive)
+
+@dataclass(frozen=True)
+class BoundStatistic:
+    """The weights pass of one statistic for one structure.
+
+    Parameters
+    ----------
+    outputs : the arrays that the kernel fills
+    finish : function (arrays) that returns the statistic's arrays
+    """
+
+    call: WeightsPassCall
+    outputs: tuple[Output, ...]
+    finish: Callable[[list[Any]], list[Any]]
+
+    def run(
+        self,
+        threads: int | None,
+        operands: Sequence[int],
+        inputs: Sequence[int],
+        numbers: tuple[float, ...],
+        query: Any,
+        keep_alive: tuple[Any, ...],
+        is_first: bool = False,
+    ) -> list[Any] | None:
+        """Return the statistic's arrays; None if the call needs the full dispatch.
+
+        Parameters
+        ----------
+        operands : the addresses of query, key and lse
+        inputs : the addresses of the tables, and the words of the numbers of the formulas
+        query : an array in whose library, and on whose device, the outputs are allocated
+        numbers, keep_alive, is_first : as in `BoundCall.run`
+        """
+        arrays = [(zeros if is_zeroed else empty)(shape, dtype, query) for shape, dtype, is_zeroed in self.outputs]
+        addresses = [*[layout(array)[0] for array in arrays], 0][:2]
+        words = [*operands, *addresses, *inputs]
+        if self.call.run(threads, words, numbers, None, (keep_alive, arrays), is_first) is None:
+            return None
+        return self.finish(arrays)
+
+
+Bound = tuple[KernelArguments, BoundStatistic]
+
+
+def _bind(
+    problem: Problem, writer: type[WeightsPass], kernel: str, processor: Processor, k: int = 0
+) -> tuple[KernelArguments, Callable[..., WeightsPassCall]]:
+    """Return the arguments of a weights pass, and a function (items, **fields) that binds its call."""
+    arguments, spec = prepare(kernel, problem, processor.machine, k=k)
+    # The kernel does not read V, the given lse includes the sinks, and the weights are those before dropout. So
+    # problems that differ only in V, sinks or dropout share one kernel.
+    spec = replace(spec, d_v=1, unit_stride=(*spec.unit_stride[:2], True), has_sinks=False, has_dropout=False)
+
+    def bind_call(queries: Range, items: int, **fields: int) -> WeightsPassCall:
+        blocks = -(-queries[1] // arguments.query_block)
+        fields |= {"first_query": queries[0], "last_query": queries[1], "query_blocks": blocks}
+        return WeightsPassCall(arguments, spec, writer, items, processor=processor, **fields)
+
+    return arguments, bind_call
+
+
+def bind(problem: Problem, statistic: Statistic, processor: Processor = HOST) -> Bound | None:
+    """Return a statistic's bound weights pass and its arguments.
+
+    The result is None if there is no weights pass for the statistic, or nothing to compute.
+    """
+    if 0 in problem.extent:
+        return None
+    if isinstance(statistic, TopK):
+        return (
+            _bind_top_k(problem, statistic.k, processor)
+            if min(statistic.k, problem.m) in range(1, MAX_TOP_K + 1)
+            else None
+        )
+    if isinstance(statistic, Received):
+        return _bind_received(problem, statistic.how, processor)
+    if isinstance(statistic, Pooled):
+        grid = statistic.down, statistic.across
+        return _bind_pooled(problem, *grid, statistic.how, statistic.within, processor) if all(grid) else None
+    if isinstance(statistic, Weights):
+        return _bind_weights(problem, (0, problem.n), (0, problem.m), processor)
+    return None
+
+
+def run_first(problem: Problem, lse: Any, bound: Bound | None, threads: int | None) -> list[Any] | None:
+    """Return the arrays of a statistic for the problem that it was bound for; None if `has_nonfinite` is true."""
+    if bound is None or has_nonfinite(problem, lse):
+        return None
+    arguments, statistic = bound
+    thread_count(threads)  # raises an error if a setting is wrong, even if one thread suffices
+    lse = np.ascontiguousarray(to_numpy(lse), np.float64)
+    operands = [layout(arguments.arrays[name])[0] for name in ("query", "key")]
+    inputs = call_words([table.ctypes.data for table in arguments.tables], arguments.numbers, ())
+    keep_alive = (*arguments.keep_alive, lse)
+    return statistic.run(
+        threads, [*operands, lse.ctypes.data], inputs, arguments.numbers, problem.query, keep_alive, is_first=True
+    )
 
 
 def has_nonfinite(problem: Problem, lse: Any) -> bool:
@@ -82,24 +192,34 @@ def received(
     -------
     (..., H, m) in the accumulator's dtype; None if `has_nonfinite` is true: streaming must compute the result
     """
-    if has_nonfinite(problem, lse):
-        return None
-    n, m, heads, accumulator = problem.n, problem.m, problem.B * problem.H, problem.accumulator
-    if 0 in problem.extent:
-        return zeros((*problem.batch_shape, problem.H, m), accumulator, problem.query)
-    weights_pass = WeightsPassCall(problem, lse, Received, "received_max" if how == "max" else "received", processor)
-    key_blocks, query_blocks = -(-m // KEY_BLOCK), -(-n // weights_pass.block)
+    if 0 in problem.extent and not has_nonfinite(problem, lse):
+        return zeros((*problem.batch_shape, problem.H, problem.m), problem.accumulator, problem.query)
+    found = run_first(problem, lse, _bind_received(problem, how, processor), threads)
+    return None if found is None else found[0]
+
+
+def _bind_received(problem: Problem, how: str, processor: Processor) -> Bound:
+    arguments, bind_call = _bind(
+        problem, weights_by_key.Received, "received_max" if how == "max" else "received", processor
+    )
+    n, m, heads = problem.n, problem.m, problem.B * problem.H
+    key_blocks, query_blocks = -(-m // KEY_BLOCK), -(-n // arguments.query_block)
     split_size = min(-(-key_blocks // min(-(-TARGET_ITEMS // heads), key_blocks)), MAX_SPLIT_SIZE)
     num_splits = -(-key_blocks // split_size)
     range_size = -(-query_blocks // min(-(-TARGET_ITEMS // (num_splits * heads)), query_blocks))
     num_ranges = -(-query_blocks // range_size)
-    parts = empty((num_ranges, *problem.batch_shape, problem.H, m), accumulator, problem.query)
     fields = {"split_size": split_size, "num_ranges": num_ranges, "range_size": range_size}
-    weights_pass.call((0, n), num_splits * num_ranges * heads, parts, threads, **fields)
-    total = parts[0]
-    for part in parts[1:]:  # the parts are combined in the order of their queries
-        total = namespace(parts).maximum(total, part) if how == "max" else total + part
-    return total / n if how == "mean" else total
+    call = bind_call((0, n), num_splits * num_ranges * heads, **fields)
+
+    def finish(arrays: list[Any]) -> list[Any]:
+        (parts,) = arrays
+        total = parts[0]
+        for part in parts[1:]:  # the parts are combined in the order of their queries
+            total = namespace(parts).maximum(total, part) if how == "max" else total + part
+        return [total / n if how == "mean" else total]
+
+    shape = num_ranges, *problem.batch_shape, problem.H, m
+    return arguments, BoundStatistic(call, ((shape, problem.accumulator, False),), finish)
 
 
 def pooled(
@@ -126,29 +246,39 @@ def pooled(
     -------
     (..., H, rows, columns) in the accumulator's dtype; None if `has_nonfinite` is true
     """
-    if has_nonfinite(problem, lse):
-        return None
-    queries, keys = ((0, problem.n), (0, problem.m)) if within is None else within
-    xp = namespace(problem.query)
-    if 0 in (*problem.extent, rows, columns):
+    if 0 in (*problem.extent, rows, columns) and not has_nonfinite(problem, lse):
         return zeros((*problem.batch_shape, problem.H, rows, columns), problem.accumulator, problem.query)
-    weights_pass = WeightsPassCall(problem, lse, Pooled, "pooled_max" if how == "max" else "pooled", processor)
+    found = run_first(problem, lse, _bind_pooled(problem, rows, columns, how, within, processor), threads)
+    return None if found is None else found[0]
+
+
+def _bind_pooled(
+    problem: Problem, rows: int, columns: int, how: str, within: tuple[Range, Range] | None, processor: Processor
+) -> Bound:
+    queries, keys = ((0, problem.n), (0, problem.m)) if within is None else within
+    arguments, bind_call = _bind(problem, weights_by_key.Pooled, "pooled_max" if how == "max" else "pooled", processor)
     heads, columns_per_item = problem.B * problem.H, min(columns, MAX_COLUMNS_PER_ITEM)
     column_items = -(-columns // columns_per_item)
     # Two items that share a block of queries both compute it, so an item has at least 4 blocks.
-    max_rows = max((queries[1] - queries[0]) // (4 * weights_pass.block), 1)
+    max_rows = max((queries[1] - queries[0]) // (4 * arguments.query_block), 1)
     subdivisions = max(min(-(-TARGET_ITEMS // (heads * column_items * rows)), max_rows // rows), 1)
     fine_rows = rows * subdivisions  # the kernel divides each row of cells into finer rows
     rows_per_item = min(max(-(-fine_rows * heads * column_items // TARGET_ITEMS), -(-fine_rows // max_rows)), fine_rows)
     fields = {"rows": fine_rows, "rows_per_item": rows_per_item, "first_key": keys[0], "last_key": keys[1]}
     fields |= {"columns": columns, "columns_per_item": columns_per_item}
-    cells = zeros((*problem.batch_shape, problem.H, fine_rows, columns), "float64", problem.query)
-    weights_pass.call(queries, heads * column_items * -(-fine_rows // rows_per_item), cells, threads, **fields)
-    cells = xp.reshape(cells, (*problem.batch_shape, problem.H, rows, subdivisions, columns))
-    cells = xp.max(cells, axis=-2) if how == "max" else xp.sum(cells, axis=-2)
-    if how == "mean":
-        cells /= convert(cell_lengths(*queries, rows)[:, None] * cell_lengths(*keys, columns), problem.query)
-    return xp.astype(cells, resolve_dtype(xp, problem.accumulator), copy=False)
+    call = bind_call(queries, heads * column_items * -(-fine_rows // rows_per_item), **fields)
+    lead, accumulator = (*problem.batch_shape, problem.H), problem.accumulator
+    cell_sizes = cell_lengths(*queries, rows)[:, None] * cell_lengths(*keys, columns)
+
+    def finish(arrays: list[Any]) -> list[Any]:
+        (cells,), xp = arrays, namespace(arrays[0])
+        cells = xp.reshape(cells, (*lead, rows, subdivisions, columns))
+        cells = xp.max(cells, axis=-2) if how == "max" else xp.sum(cells, axis=-2)
+        if how == "mean":
+            cells /= convert(cell_sizes, cells)
+        return [xp.astype(cells, resolve_dtype(xp, accumulator), copy=False)]
+
+    return arguments, BoundStatistic(call, (((*lead, fine_rows, columns), "float64", True),), finish)
 
 
 def top_k(problem: Problem, lse: Any, k: int, threads: int | None = None, processor: Processor = HOST) -> Any:
@@ -163,20 +293,35 @@ def top_k(problem: Problem, lse: Any, k: int, threads: int | None = None, proces
     num_ranks = min(k, problem.m)
     if has_nonfinite(problem, lse) or num_ranks > MAX_TOP_K:
         return None
-    shape = (*problem.batch_shape, problem.H, problem.n)
-    weights, where = (empty((*shape, k), name, problem.query) for name in (problem.accumulator, "int64"))
-    weights[..., num_ranks:], where[..., num_ranks:] = 0, -1
     if 0 in (problem.B, problem.H, problem.n, num_ranks):
-        return weights, where
-    weights_pass = WeightsPassCall(problem, lse, TopK, "top_k", processor, num_ranks)
-    ranked = (weights, where)
-    if num_ranks < k:
-        ranked = tuple(empty((*shape, num_ranks), name, problem.query) for name in (problem.accumulator, "int64"))
-    items = problem.B * problem.H * -(-problem.n // weights_pass.block)
-    weights_pass.call((0, problem.n), items, ranked[0], threads, ranked[1], where=layout(ranked[1])[0])
-    if num_ranks < k:
-        weights[..., :num_ranks], where[..., :num_ranks] = ranked
-    return weights, where
+        shape = (*problem.batch_shape, problem.H, problem.n, k)
+        weights, where = (zeros(shape, name, problem.query) for name in (problem.accumulator, "int64"))
+        return weights, where - 1
+    found = run_first(problem, lse, _bind_top_k(problem, k, processor), threads)
+    return None if found is None else tuple(found)
+
+
+def _bind_top_k(problem: Problem, k: int, processor: Processor) -> Bound:
+    num_ranks = min(k, problem.m)
+    arguments, bind_call = _bind(problem, weights_by_query.TopK, "top_k", processor, num_ranks)
+    blocks = -(-problem.n // arguments.query_block)
+    call = bind_call((0, problem.n), problem.B * problem.H * blocks)
+    shape = (*problem.batch_shape, problem.H, problem.n)
+
+    def finish(arrays: list[Any]) -> list[Any]:
+        """Return the arrays with ranks beyond the number of keys: weight 0 and key −1."""
+        if num_ranks == k:
+            return arrays
+        padded: list[Any] = []
+        for array, filler in zip(arrays, (0, -1), strict=True):
+            wide = empty((*shape, k), dtypes[len(padded)], array)
+            wide[..., :num_ranks], wide[..., num_ranks:] = array, filler
+            padded.append(wide)
+        return padded
+
+    dtypes = problem.accumulator, "int64"
+    outputs = tuple([((*shape, num_ranks), dtype, False) for dtype in dtypes])
+    return arguments, BoundStatistic(call, outputs, finish)
 
 
 def weights(
@@ -201,13 +346,18 @@ def weights(
         return None
     queries, keys = _resolve_slice(rows, problem.n), _resolve_slice(columns, problem.m)
     shape = (*problem.batch_shape, problem.H, queries[1] - queries[0], keys[1] - keys[0])
-    output = zeros(shape, problem.dtype, problem.query)
     if 0 in shape:
-        return output
-    weights_pass = WeightsPassCall(problem, lse, WeightTiles, "weights", processor)
-    blocks = -(-queries[1] // weights_pass.block) - queries[0] // weights_pass.block
-    weights_pass.call(queries, problem.B * problem.H * blocks, output, threads, first_key=keys[0], last_key=keys[1])
-    return output
+        return zeros(shape, problem.dtype, problem.query)
+    found = run_first(problem, lse, _bind_weights(problem, queries, keys, processor), threads)
+    return None if found is None else found[0]
+
+
+def _bind_weights(problem: Problem, queries: Range, keys: Range, processor: Processor) -> Bound:
+    arguments, bind_call = _bind(problem, weights_by_query.WeightTiles, "weights", processor)
+    blocks = -(-queries[1] // arguments.query_block) - queries[0] // arguments.query_block
+    call = bind_call(queries, problem.B * problem.H * blocks, first_key=keys[0], last_key=keys[1])
+    shape = (*problem.batch_shape, problem.H, queries[1] - queries[0], keys[1] - keys[0])
+    return arguments, BoundStatistic(call, ((shape, problem.dtype, True),), list)
 
 
 def _resolve_slice(selection: slice, length: int) -> Range:
