@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 import sightline
 from sightline import array_layouts
 from sightline.array_layouts import MAX_ARRAYS, MAX_AXES, parse, read_in_python
+from sightline.cpu.launch import python_functions
 from sightline.cpu.launch.python_functions import make_array_reader
 from strategies import to_torch
 
@@ -112,6 +113,20 @@ def test_calls_use_the_generated_function(rng, monkeypatch):
     for _ in range(2):
         sightline.attention(x, x, x)
     assert type(array_layouts.read_arrays).__name__ == "builtin_function_or_method"
+
+
+def test_a_torch_without_exchange_functions_is_read_in_python(read):
+    assert make_array_reader(array_layouts.tensors()._replace(exchange=None)) is None
+
+
+def test_a_python_without_a_function_is_not_served(monkeypatch):
+    monkeypatch.setattr(python_functions, "PYTHON_API", {"PyLong_FromLongLong", "PyNothing_New"})
+    python_functions._is_supported.cache_clear()
+    try:
+        assert make_array_reader(array_layouts.tensors()) is None
+        assert python_functions.launcher.__wrapped__() is None
+    finally:
+        python_functions._is_supported.cache_clear()
 
 
 def test_references_are_balanced(read):

@@ -29,7 +29,7 @@ from strategies import DTYPES, Case, cases, to_torch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_problems(dtype):
-    @settings(max_examples=24)
+    @settings(max_examples=20)
     @given(cases(dtypes=(dtype,), poison=False, layouts=("contiguous", "positions before heads"), largest=2000))
     def conforms(case):
         check(case, ("numpy", "torch"))
@@ -40,7 +40,7 @@ def test_drawn_problems(dtype):
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_problems_by_the_generated_kernel(dtype, framework):
-    @settings(max_examples=12 if framework == "numpy" else 6)  # each example compiles two kernels
+    @settings(max_examples=9 if framework == "numpy" else 5)  # each example compiles two kernels
     @given(cases(dtypes=(dtype,), poison=False, largest=20000))
     def conforms(case):
         check(case, framework, by_cpu)

@@ -33,6 +33,7 @@ __all__ = [
     "MAX_AXES",
     "MAX_GRADIENTS",
     "Layout",
+    "NoTensor",
     "Tensors",
     "make_kind",
     "numpy_address",
@@ -177,9 +178,9 @@ def use(reader: Callable[..., tuple[Any, ...] | None]) -> None:
     read_arrays = reader
 
 
-class _NoTensor:
+class NoTensor:
     """The type of tensors before torch is served: no array has it."""
 
 
-_tensors = Tensors(_NoTensor, lambda _: None, (), lambda: False, None)
+_tensors = Tensors(NoTensor, lambda _: None, (), lambda: False, None)
 read_arrays: Callable[..., tuple[Any, ...] | None] = read_in_python

@@ -38,7 +38,7 @@ def samples(rng, low, high, whole):
 def test_intervals_contain_every_value_of_an_operator(name):
     rule = OPERATORS[name]
 
-    @settings(max_examples=160)
+    @settings(max_examples=120)
     @given(st.data(), st.booleans(), generators())
     def holds(data, whole, rng):
         inputs, taken = [], []
@@ -95,7 +95,7 @@ def at_every_pair(formula):
     return formula.array(EXTENT[2], EXTENT[3], batch=EXTENT[0], heads=EXTENT[1])
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(st.one_of(masks(EXTENT), wholes(EXTENT), reals(EXTENT)), st.data())
 def test_intervals_contain_every_value_of_a_formula(formula, data):
     """Over a rectangle of (b, h, i, j), for every part of the formula."""

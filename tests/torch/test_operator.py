@@ -476,7 +476,9 @@ def test_changing_numbers_in_formulas_compile(name, dynamic):
         assert torch.equal(compiled(x, w), call(x, w))
 
 
-@pytest.mark.parametrize("leading", [(2, 3), (1, 3), (2, 1), (1, 1)])
+@pytest.mark.parametrize(
+    "leading", [(2, 1), *[pytest.param(each, marks=pytest.mark.soak) for each in ((2, 3), (1, 3), (1, 1))]]
+)
 def test_leading_axes_of_a_bias_broadcast_when_compiled(leading):
     torch.compiler.reset()
 

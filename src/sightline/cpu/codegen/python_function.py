@@ -14,7 +14,17 @@ from typing import Any
 from .builder import Builder
 from .values import INT32, INT64, POINTER, VOID, Value
 
-__all__ = ["PythonFunction"]
+__all__ = ["PYTHON_API", "PythonFunction"]
+
+# The functions of Python's C API that generated functions call. LLVM ends the process if one does not exist.
+PYTHON_API = frozenset(
+    {
+        *("PyBytes_FromStringAndSize", "PyCapsule_GetPointer", "PyErr_Clear", "PyErr_Occurred", "PyEval_RestoreThread"),
+        *("PyEval_SaveThread", "PyLong_AsLongLong", "PyLong_AsVoidPtr", "PyLong_FromLongLong", "PyLong_FromVoidPtr"),
+        *("PyObject_CallNoArgs", "PyObject_GetAttr", "PyObject_IsTrue", "PyObject_VectorcallMethod"),
+        *("PyTuple_New", "PyTuple_SetItem", "Py_DecRef", "Py_IncRef"),
+    }
+)
 
 
 class PythonFunction(Builder):
@@ -30,6 +40,10 @@ class PythonFunction(Builder):
         capsule, self.given, self.count = self.arguments
         context = self.call("PyCapsule_GetPointer", POINTER, capsule, self.null())
         self.context = {name: context.at(8 * k).load(kind) for k, (name, kind) in enumerate(fields.items())}
+
+    def call(self, function: str | Value, result: Any, *values: Value) -> Value:
+        assert isinstance(function, Value) or function in PYTHON_API, function
+        return super().call(function, result, *values)
 
     def argument(self, index: Any) -> Value:
         """Return the address of a Python object, one of the function's arguments."""

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from ...array_layouts import MAX_ARRAYS, MAX_AXES, MAX_GRADIENTS, Tensors
+from ...array_layouts import MAX_ARRAYS, MAX_AXES, MAX_GRADIENTS, NoTensor, Tensors
+from ..codegen.python_function import PYTHON_API
 from ..kernels.array_reader import CONTEXT_FIELDS, ArrayReader
 from ..kernels.launcher import Launcher
 from ..runtime.processor import HOST
@@ -25,7 +26,7 @@ DLPACK_MAJOR_VERSION = 1
 def make_array_reader(tensors: Tensors) -> Any:
     """Return `array_layouts.read_in_python` in generated code; None if this Python or this torch cannot be served."""
     read_tensor = None if tensors.exchange is None else _exchange_function(tensors.exchange)
-    if sys.implementation.name != "cpython" or (read_tensor is None and tensors.exchange is not None):
+    if not _is_supported() or (read_tensor is None and tensors.type is not NoTensor):
         return None
     conditions = list(tensors.conditions)
     names = ["requires_grad", "is_neg"]
@@ -50,10 +51,16 @@ def make_array_reader(tensors: Tensors) -> Any:
 @cache
 def launcher() -> Any:
     """Return the function `launch` of `kernels.launcher`; None if this Python cannot be served."""
-    if sys.implementation.name != "cpython":
+    if not _is_supported():
         return None
     context = np.array([id(None)], np.int64)
     return make_function(_compile(Launcher, "sightline_launch", ""), "launch", context, ())
+
+
+@cache
+def _is_supported() -> bool:
+    """True if this is CPython, and its C API has every function that the generated functions call."""
+    return sys.implementation.name == "cpython" and all(hasattr(python_library(), name) for name in PYTHON_API)
 
 
 def _compile(writer: type[ArrayReader] | type[Launcher], name: str, key: str) -> Any:
