@@ -25,7 +25,9 @@ from sightline.call_cache import CachedCall
 from sightline.call_request import Request, make_request
 from sightline.cpu import Cpu
 from sightline.cpu.kernels.kernel_spec import min_decode_keys
+from sightline.cpu.kernels.launcher import Launcher
 from sightline.cpu.launch.decode import BoundDecodeCall
+from sightline.cpu.launch.python_functions import launcher
 from sightline.errors import FormulaError, SightlineError, TableError
 from sightline.problem import make_problem
 from sightline.reference import compute_stages
@@ -373,6 +375,56 @@ def call_structures_from_threads(rng, calls):
 
 def test_eight_structures_from_eight_threads(rng):
     call_structures_from_threads(rng, 30)
+
+
+def test_one_structure_from_eight_threads(rng):
+    """The threads compete for the buffer of one bound call; those that do not get it use another."""
+    given = [arrays(rng) for _ in range(8)]
+    options = [{"mask": sightline.padding(rng.integers(1, 10, 1)), "see": [sightline.top_k(2)]} for _ in given]
+    expected = [all_bits(uncached(x, **more)) for x, more in zip(given, options, strict=True)]
+    start = threading.Barrier(8)
+
+    def ask(number):
+        start.wait()
+        return all(
+            all_bits(sightline.attention(*given[number], **options[number])) == expected[number] for _ in range(200)
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(ask, range(8)))
+
+
+def test_a_buffer_in_use_is_left_to_its_user(rng):
+    given = arrays(rng)
+    expected = bits(uncached(given))
+    sightline.attention(*given)
+    bound = next(iter(call_cache.bound_calls().values())).bound_call
+    busy = bound.record.array
+    busy[0] = 1
+    assert bits(sightline.attention(*given)) == expected
+    assert busy[0] == 1
+    assert bound.launch(bound.record.address, *[0] * bound.num_words) is None
+    busy[0] = 0
+    assert bits(sightline.attention(*given)) == expected
+    with pytest.raises(OverflowError):
+        bound.launch(bound.record.address, *[2**70] * bound.num_words)
+    assert busy[0] == 0
+    assert bound.launch(bound.record.address, 0) is None  # another number of words
+
+
+def test_a_workspace_that_is_not_cleared_is_found(rng, monkeypatch, fresh_kernels):
+    """Planted fault: the kernel of the second launch finds the counter of the first, and computes nothing."""
+    given = arrays(rng)
+    expected = bits(sightline.attention(*given))
+    monkeypatch.setattr(Launcher, "clear_workspace", lambda self: None)
+    launcher.cache_clear()
+    try:
+        answers = [sightline.attention(*given) for _ in range(3)]
+        for answer in answers:
+            answer[:] = np.where(np.isfinite(answer), answer, 0)
+        assert any(bits(answer) != expected for answer in answers)
+    finally:
+        launcher.cache_clear()
 
 
 @pytest.mark.soak

@@ -191,16 +191,11 @@ class CachedCall:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
         adapter, bound, see, attach = self.adapter, self.bound_call, self.see, self.attach
         address, output, seed, sinks = adapter.address, self.empty(query), request.seed, None
-        lse = None
+        lse, lse_address = None, 0
         if self.needs_lse:  # without statistics, only the backward pass reads it
             lse = adapter.empty_array(self.shape, "float64") if see else np.empty(self.shape)
-        words = [
-            *request.addresses[1:FIRST_TABLE],
-            address(output),
-            0 if lse is None else ADAPTERS[type(lse)].address(lse),
-            0,
-            0,
-        ]
+            lse_address = ADAPTERS[type(lse)].address(lse)
+        words = [*request.addresses[1:FIRST_TABLE], address(output), lse_address, 0, 0]
         numbers: tuple[float, ...] = ()
         tables: Sequence[Any] = ()
         if self.has_dropout:
@@ -222,9 +217,9 @@ class CachedCall:
             return None
         if not see and attach is None:
             return output, ()
-        arrays = (
-            self._compute_statistics(outputs, words, numbers, len(tables), threads, query, keep_alive) if see else []
-        )
+        arrays: list[Any] | None = []
+        if see:
+            arrays = self._compute_statistics(outputs, words, numbers, len(tables), threads, query, keep_alive)
         if arrays is None:
             return None
         result = CallResult(output, lse, arrays, bool(status), seed or 0)
