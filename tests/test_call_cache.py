@@ -695,6 +695,20 @@ def test_parameters_of_statistics_are_parts_of_the_key(rng):
         assert all_bits(sightline.attention(*x, see=see)) == expected
 
 
+@pytest.mark.parametrize("see", [[sightline.received()], [sightline.top_k(2)], [sightline.pooled(1, 4)]])
+@pytest.mark.parametrize("mask", [None, j > 2])
+def test_statistics_of_a_growing_cache(rng, see, mask):
+    """A bound decoding call may serve any number of keys, but the weights passes of its statistics serve one."""
+    q, k, v = decoding_arrays(rng, 600)
+    lengths = (100, 101, 550, 551, 551, 100)
+    expected = [all_bits(uncached((q, k[:, :, :m], v[:, :, :m]), see=see, mask=mask)) for m in lengths]
+    clear()
+    for _ in range(2):
+        for length, right in zip(lengths, expected, strict=True):
+            given = q, k[:, :, :length], v[:, :, :length]
+            assert all_bits(sightline.attention(*given, see=see, mask=mask)) == right
+
+
 def test_hooks_may_change_the_layout_of_saved_tensors(rng):
     """A bound backward call reads the tensors that hooks return, which need not have the strides of the inputs."""
     given = [to_torch(x).transpose(1, 2).requires_grad_() for x in arrays(rng, ((2, 9, 4, 16),) * 3)]

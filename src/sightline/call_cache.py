@@ -317,7 +317,7 @@ def insert(
         problem.dropout > 0,
         attach,
     )
-    _store(bound_calls(), _cache_key(request, bound_call), entry)
+    _store(bound_calls(), request.key if passes else _cache_key(request, bound_call), entry)
     shared_key = None if bound_call.family is None or passes else family_key(request.key)
     if shared_key is not None:
         _store(call_families(), shared_key, entry)

@@ -18,7 +18,6 @@ from sightline.cpu.kernels import (
 )
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch import forward as launch_forward
-from sightline.cpu.launch import weights_pass as launch_weights_pass
 
 PLACES = {  # for each module: the modules and the names through which its classes are looked up
     forward: [(launch_forward, "Forward")],
@@ -28,8 +27,8 @@ PLACES = {  # for each module: the modules and the names through which its class
     launch_backward: [(launch_backward, "backward")],
     tables: [(backward, "TableGradientCode")],
     fused_statistics: [(forward, "FusedStatisticsCode")],
-    weights_by_key: [(launch_weights_pass, "Received"), (launch_weights_pass, "Pooled")],
-    weights_by_query: [(launch_weights_pass, "TopK"), (launch_weights_pass, "WeightTiles")],
+    weights_by_key: [(weights_by_key, "Received"), (weights_by_key, "Pooled")],
+    weights_by_query: [(weights_by_query, "TopK"), (weights_by_query, "WeightTiles")],
     streaming: [],
 }
 
