@@ -318,7 +318,7 @@ def test_other_lengths_need_no_dispatch(rng, kind, monkeypatch):
 
 
 def test_contents_that_become_invalid_raise_the_error(rng, monkeypatch):
-    """An index that leaves its table, and a whole number that float64 does not hold exactly."""
+    """Two new contents are invalid: an index outside its table, and a whole number that is not exact in float64."""
     given, index = arrays(rng, ((1, 2, 9, 8),) * 3), rng.integers(0, 4, 9)
 
     def options():
@@ -341,7 +341,7 @@ def test_contents_that_become_invalid_raise_the_error(rng, monkeypatch):
 
 
 def test_a_hidden_read_outside_of_a_table_is_decided_at_each_call(rng):
-    """The mask hides the pairs whose index leaves the table; with other lengths it does not."""
+    """With the first lengths, the mask hides the pairs whose index leaves the table. With others it shows them."""
     given, slots = arrays(rng, ((2, 2, 9, 8),) * 3), np.arange(5.0)
 
     def call(lengths):
@@ -425,6 +425,25 @@ def test_a_workspace_that_is_not_cleared_is_found(rng, monkeypatch, fresh_kernel
         assert any(bits(answer) != expected for answer in answers)
     finally:
         launcher.cache_clear()
+
+
+def test_a_record_grows_with_the_number_of_tile_ranges(rng, monkeypatch):
+    """The first contents need few tile ranges. Others need more than the record's buffer can have."""
+    n = 64
+    given = arrays(rng, ((1, 1, n, 8), (1, 1, 4096, 8), (1, 1, 4096, 8)))
+
+    def mask(step):
+        return table((np.arange(4096) // 64 % step == 0).astype(np.int64))[j] > 0
+
+    sightline.attention(*given, mask=mask(64), threads=1)
+    expected = bits(uncached(given, mask=mask(2), threads=1))
+    clear()
+    sightline.attention(*given, mask=mask(64), threads=1)
+    bound = next(iter(call_cache.bound_calls().values())).bound_call
+    for _ in range(2):
+        assert bits(sightline.attention(*given, mask=mask(2), threads=1)) == expected
+    monkeypatch.setattr(type(bound), "find_tile_ranges", None)  # the grown record serves the call alone
+    assert bits(sightline.attention(*given, mask=mask(2), threads=1)) == expected
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""The layouts of arrays as keys of the call cache, read together with the addresses of the arrays.
+"""Layouts of arrays, which are part of the keys of the call cache, and the addresses of the arrays.
 
     read_arrays(query, key, value, ...)  →  (layouts, address of query, address of key, address of value, ...)
 
@@ -106,7 +106,7 @@ def without_key_length(layouts: bytes) -> bytes:
 
 
 def _bytes_of(layouts: bytes, start: int) -> int:
-    """Return the length of the layout that starts at byte `start`. The next byte is the number of axes."""
+    """Return the length in bytes of the layout at byte `start`. Its second byte is the number of axes."""
     return 8 * (1 + 2 * layouts[start + 1])
 
 
@@ -116,7 +116,7 @@ def make_kind(itemsize: int, dtype: int, requires_gradient: bool = False, is_ten
 
 
 def read_in_python(*arrays: Any) -> tuple[Any, ...] | None:
-    """Return (layouts, addresses ...); None if the call needs the full dispatch. See the module."""
+    """Return the layouts and addresses of the arrays; None if the call needs the full dispatch, see the module."""
     types = {type(array) for array in arrays}
     if len(arrays) > MAX_ARRAYS or not types <= {np.ndarray, _tensors.type}:
         return None

@@ -2,7 +2,7 @@
 
     attention(q, k, v, mask=j < table(lengths)[b])  →  Request  →  CachedCall  →  kernel
 
-`call_request` has the structure of a call, which is the key. Calls that differ only in lengths and strides form a
+`call_request` computes the structure of a call, which is the key. Calls that differ only in lengths and strides form a
 family. A call of a family that was met before is bound for its lengths without the full dispatch: each step of a
 decoding loop has another number of keys.
 """

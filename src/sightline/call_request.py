@@ -1,4 +1,4 @@
-"""Requests: calls in the form in which the call cache looks them up.
+"""Requests. A request is a call in the form that the call cache looks up.
 
 The key of a request is the structure of the call. The structure has everything that the dispatch depends on: shapes,
 strides and dtypes of all arrays, formulas without their numbers and tables, and options. The key never has contents of

@@ -2,8 +2,8 @@
 
     PyObject *function(PyObject *capsule, PyObject **arguments, Py_ssize_t count)
 
-The capsule points to the function's context: 64-bit words with addresses of Python objects and of C functions, and with
-numbers. Generated code does not have these addresses, so that it can be stored on disk.
+The capsule points to the function's context, an array of 64-bit words. A word is a number, or the address of a Python
+object or of a C function. The generated code itself has no such address, so that it can be stored on disk.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ __all__ = ["CONTEXT_FIELDS", "ArrayReader"]
 DLPACK_CPU = 1  # DLDeviceType kDLCPU
 
 CONTEXT_FIELDS = {
-    "none": POINTER,  # the objects None and True
-    "true": POINTER,
+    "none": POINTER,  # the object None
+    "true": POINTER,  # the object True
     "head_size": INT64,  # bytes of the head of a Python object
     "ndarray": POINTER,  # the type of NumPy's arrays
     "tensor": POINTER,  # the type of tensors, or a type that no array has

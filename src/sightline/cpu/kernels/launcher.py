@@ -16,7 +16,7 @@ from ..codegen.builder import Variable
 from ..codegen.python_function import PythonFunction
 from ..codegen.values import INT64, POINTER, VOID, Value
 
-__all__ = ["LAUNCH_CONTEXT", "RECORD_FIELDS", "Launcher"]
+__all__ = ["LAUNCH_CONTEXT", "MAX_ZEROED", "RECORD_FIELDS", "Launcher"]
 
 LAUNCH_CONTEXT = {"none": POINTER}
 MAX_ZEROED = 4  # the most fields of a workspace that are set to 0

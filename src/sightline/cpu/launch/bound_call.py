@@ -270,6 +270,7 @@ class BoundCall:
                 return None
             search.capacity = 2 * count
             buffers = self.buffers = self.make_buffers()
+            vars(self).pop("searching_record", None)  # the next record has memory for as many tile ranges
             buffer = buffers.acquire()
 
     def use_found_ranges(self, view: Any, addresses: Mapping[str, int]) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..kernels.launcher import RECORD_FIELDS
+from ..kernels.launcher import MAX_ZEROED, RECORD_FIELDS
 from ..kernels.tile_search import SEARCH_FIELDS
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ class LaunchRecord:
     """
 
     def __init__(self, call: BoundCall, searches: bool) -> None:
-        self.buffers = call.make_buffers()
-        self.buffer = _, view, block = self.buffers.acquire()
-        addresses = {name: block + 8 * offset for name, offset in self.buffers.offsets.items()}
+        assert len(call.zeroed) <= MAX_ZEROED
+        buffers = call.make_buffers()
+        self.buffer = _, view, block = buffers.acquire()
+        addresses = {name: block + 8 * offset for name, offset in buffers.offsets.items()}
         fields: dict[str, Any] = dict.fromkeys(RECORD_FIELDS, 0) | {
             "kernel": call.kernel,
             "block": block,
@@ -45,7 +46,7 @@ class LaunchRecord:
         for k, (name, length) in enumerate(call.zeroed):
             fields |= {f"zeroed_{k}": addresses[name], f"zeroed_words_{k}": length}
         if searches and call.search is not None:
-            search_block = block + 8 * self.buffers.starts[1]
+            search_block = block + 8 * buffers.starts[1]
             fields |= {
                 "search": call.search.address,
                 "search_block": search_block,

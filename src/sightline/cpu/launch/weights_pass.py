@@ -309,7 +309,7 @@ def _bind_top_k(problem: Problem, k: int, processor: Processor) -> Bound:
     shape = (*problem.batch_shape, problem.H, problem.n)
 
     def finish(arrays: list[Any]) -> list[Any]:
-        """Return the arrays with ranks beyond the number of keys: weight 0 and key −1."""
+        """Return the arrays with k ranks. Ranks beyond the number of keys have weight 0 and key −1."""
         if num_ranks == k:
             return arrays
         padded: list[Any] = []
