@@ -21,7 +21,7 @@ CACHE_LINE_BYTES = 64
 KEY_BLOCK = 64  # number of keys in a tile: its scores and its rows of K and V stay in the first two caches
 MIN_KEYS_PER_SPLIT = 8 * KEY_BLOCK  # with fewer keys a split of the keys costs more than it saves
 MAX_FEW_QUERIES = 4  # up to this number of queries, the decoding kernel is faster than the forward kernel, which ...
-MIN_KEYS_PER_QUERY = 16  # ... wins again with fewer keys per query
+MIN_DECODE_KEYS = (1, 8, 16, 32)  # ... wins again with fewer keys than these, for 1 to 4 queries
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def lanes_per_vector(dtype: str, machine: Machine) -> int:
 
 def min_decode_keys(n: int) -> int:
     """Return the number of keys from which on the decoding kernel may serve n queries."""
-    return MIN_KEYS_PER_QUERY * n if n <= MAX_FEW_QUERIES else MIN_KEYS_PER_SPLIT
+    return MIN_DECODE_KEYS[n - 1] if 0 < n <= MAX_FEW_QUERIES else MIN_KEYS_PER_SPLIT
 
 
 def round_up(count: int, multiple: int) -> int:
