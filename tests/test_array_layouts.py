@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 import sightline
 from sightline import array_layouts
-from sightline.array_layouts import MAX_ARRAYS, MAX_AXES, parse, read_in_python
+from sightline.array_layouts import MAX_ARRAYS, MAX_AXES, find_in_python, parse, read_in_python
 from sightline.cpu.launch import python_functions
-from sightline.cpu.launch.python_functions import make_array_reader
+from sightline.cpu.launch.python_functions import make_array_functions
 from strategies import to_torch
 
 DTYPES = ["bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64"]
@@ -26,7 +26,7 @@ DTYPES = ["bool", "int8", "uint8", "int32", "int64", "float16", "float32", "floa
 def read():
     """The generated function; a call of a tensor has told the readers of torch."""
     sightline.attention(*[torch.ones(1, 1)] * 3)
-    return make_array_reader(array_layouts.tensors())
+    return make_array_functions(array_layouts.tensors())[0]
 
 
 @st.composite
@@ -109,21 +109,23 @@ def test_states_in_which_torch_must_see_the_call(read, state):
 
 def test_calls_use_the_generated_function(rng, monkeypatch):
     monkeypatch.setattr(array_layouts, "read_arrays", read_in_python)
+    monkeypatch.setattr(array_layouts, "run_or_find", find_in_python)
     x = rng.normal(size=(4, 8))
     for _ in range(2):
         sightline.attention(x, x, x)
-    assert type(array_layouts.read_arrays).__name__ == "builtin_function_or_method"
+    for function in (array_layouts.read_arrays, array_layouts.run_or_find):
+        assert type(function).__name__ == "builtin_function_or_method"
 
 
 def test_a_torch_without_exchange_functions_is_read_in_python(read):
-    assert make_array_reader(array_layouts.tensors()._replace(exchange=None)) is None
+    assert make_array_functions(array_layouts.tensors()._replace(exchange=None)) is None
 
 
 def test_a_python_without_a_function_is_not_served(monkeypatch):
     monkeypatch.setattr(python_functions, "PYTHON_API", {"PyLong_FromLongLong", "PyNothing_New"})
     python_functions._is_supported.cache_clear()
     try:
-        assert make_array_reader(array_layouts.tensors()) is None
+        assert make_array_functions(array_layouts.tensors()) is None
         assert python_functions.launcher.__wrapped__() is None
     finally:
         python_functions._is_supported.cache_clear()

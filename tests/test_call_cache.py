@@ -18,14 +18,15 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sightline
-from sightline import b, call_cache, h, i, j, m, n, s, table, where
+from sample_calls import KINDS, all_bits, arrays, bits, draw_inputs
+from sightline import array_layouts, b, call_cache, i, j, m, n, s, table, where
 from sightline.accuracy import compute_baseline, term_sizes
 from sightline.array_layouts import parse
 from sightline.call_cache import CachedCall
-from sightline.call_request import Request, make_request
+from sightline.call_request import describe
 from sightline.cpu import Cpu
 from sightline.cpu.kernels.kernel_spec import min_decode_keys
-from sightline.cpu.kernels.launcher import Launcher
+from sightline.cpu.kernels.launcher import RecordCode
 from sightline.cpu.launch.decode import BoundDecodeCall
 from sightline.cpu.launch.python_functions import launcher
 from sightline.errors import FormulaError, SightlineError, TableError
@@ -46,6 +47,7 @@ FORMULAS = {
     "one thread": lambda: {"threads": 1, "kernel": "cpu"},
     "two threads": lambda: {"threads": 2},
 }
+NEVER = 10**9
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 
 
@@ -59,17 +61,6 @@ def clear():
     call_cache.call_families().clear()
 
 
-def arrays(rng, shapes=((1, 2, 9, 8),) * 3, dtype=np.float32):
-    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
-
-
-def bits(array):
-    """The array's bytes in C order, for arrays of NumPy and torch."""
-    if isinstance(array, torch.Tensor):
-        array = array.detach().contiguous().view(torch.uint8).numpy()
-    return np.ascontiguousarray(array).tobytes()
-
-
 def uncached(arrays, **options):
     """Return the result of a call with an empty call cache."""
     clear()
@@ -77,7 +68,8 @@ def uncached(arrays, **options):
 
 
 def record_hits(monkeypatch):
-    """Return a list that grows by one with every call that the cache answers."""
+    """Return a list that grows by one with every call that the cache answers. No call becomes direct."""
+    monkeypatch.setattr(call_cache, "RUNS_BEFORE_RECORD", NEVER)
     found, run = [], CachedCall.run
 
     def spy(*given):
@@ -89,10 +81,12 @@ def record_hits(monkeypatch):
     return found
 
 
-def request_of(query, key, value, **options):
-    """The request of a call of `sightline.attention` with these arguments; None if the call cannot be cached."""
+def key_of(query, key, value, **options):
+    """The key of a call of `sightline.attention` with these arguments; None if the call cannot be cached."""
     nothing = dict.fromkeys(("mask", "score", "scale", "sinks", "seed", "see", "kernel", "threads")) | {"dropout": 0.0}
-    return make_request(query, key, value, **(nothing | options))
+    description = describe(query, **(nothing | options))
+    found = None if description is None else array_layouts.read_arrays(query, key, value, *description.arrays)
+    return None if found is None else (found[0], description.structure)
 
 
 # -- the same answer -----------------------------------------------------------------------------------------------
@@ -182,7 +176,7 @@ def test_the_cache_has_a_limited_size(rng, monkeypatch):
     sightline.attention(q, k, v, mask=i % 2 == 0)  # used again: the second is now the oldest
     sightline.attention(q, k, v, mask=i % 5 == 0)
     left = {(i % stride == 0, None) for stride in (4, 2, 5)}
-    assert {key[-1] for key in call_cache.bound_calls()} == left
+    assert {key[1][-1] for key in call_cache.bound_calls()} == left
 
 
 def test_cached_calls_do_not_keep_arrays_alive(rng):
@@ -195,66 +189,6 @@ def test_cached_calls_do_not_keep_arrays_alive(rng):
 
 
 # -- tables, dropout, sinks and statistics ---------------------------------------------------------------------------
-
-
-def draw_inputs(rng, kind, B, H, n, m, to_table=np.asarray):
-    """Options of a call whose contents are drawn anew at each call, with one structure for each kind."""
-
-    def read(array):
-        return table(to_table(array))
-
-    ids = np.sort(rng.integers(0, 4, (B, max(n, m))), axis=1)
-    bias = rng.normal(size=(1, H, n, m)).astype(np.float32)
-    return {
-        "padding": lambda: {"mask": sightline.padding(to_table(rng.integers(0, m + 1, B)))},
-        "padding of another dtype": lambda: {
-            "mask": sightline.padding(to_table(rng.integers(0, m + 1, B).astype(np.uint8)))
-        },
-        "documents": lambda: {"mask": (i >= j) & (read(ids)[b, i] == read(ids)[b, j])},
-        "boolean array": lambda: {"mask": to_table(rng.random((B, 1, n, m)) < 0.7)},
-        "a row of booleans": lambda: {"mask": to_table(rng.random((B, 1, 1, m)) < 0.7)},
-        "function": lambda: {"mask": lambda b, h, i, j: (i >= j) | (j < 3)},
-        "bias": lambda: {"score": sightline.bias(to_table(bias))},
-        "bias that hides": lambda: {
-            "score": sightline.bias(to_table(np.where(rng.random(bias.shape) < 0.3, -np.inf, bias)))
-        },
-        "slopes": lambda: {"score": sightline.alibi(rng.random(H)), "mask": i >= j},
-        "window": lambda: {"mask": sightline.window(int(rng.integers(2, 50)), int(rng.integers(2, 9)))},
-        "cap": lambda: {
-            "score": sightline.softcap(float(rng.random() * 9 + 2)),
-            "mask": i - j < int(rng.integers(2, 9)),
-        },
-        "table of floats in half": lambda: {"score": s + read(rng.random((H, 7)).astype(np.float16))[h, (i - j) % 7]},
-        "sinks": lambda: {"sinks": to_table(rng.normal(size=H).astype(np.float32)), "mask": i >= j},
-        "dropout": lambda: {"dropout": 0.3, "seed": int(rng.integers(2**63, 2**64, dtype=np.uint64))},
-        "statistics of a weights pass": lambda: {
-            "see": [
-                *(sightline.top_k(3), sightline.received(), sightline.entropy(), sightline.received(how="max")),
-                *(sightline.pooled(min(n, 3), min(m, 2)), sightline.weights(), sightline.lse(), sightline.max_score()),
-            ],
-            "mask": sightline.padding(to_table(rng.integers(0, m + 1, B))),
-        },
-        "statistics": lambda: {"see": [sightline.entropy(), sightline.max_score(), sightline.lse()], "mask": i >= j},
-        "everything": lambda: {
-            "mask": (j < read(rng.integers(1, m + 1, B))[b]) & (i - j < int(rng.integers(2, 99))),
-            "score": s * read(rng.random(H))[h] + float(rng.random() + 2),
-            "sinks": rng.normal(size=H),
-            "dropout": 0.2,
-            "seed": int(rng.integers(2**31)),
-        },
-    }[kind]()
-
-
-KINDS = (
-    *("padding", "padding of another dtype", "documents", "boolean array", "a row of booleans", "function", "bias"),
-    *("bias that hides", "slopes", "window", "cap", "table of floats in half", "sinks", "dropout", "statistics"),
-    *("statistics of a weights pass", "everything"),
-)
-
-
-def all_bits(answer):
-    output, seen = answer if isinstance(answer, tuple) else (answer, ())
-    return [bits(output), *[bits(x) for entry in seen for x in (entry if isinstance(entry, tuple) else (entry,))]]
 
 
 @settings(max_examples=25)
@@ -416,7 +350,7 @@ def test_a_workspace_that_is_not_cleared_is_found(rng, monkeypatch, fresh_kernel
     """Planted fault: the kernel of the second launch finds the counter of the first, and computes nothing."""
     given = arrays(rng)
     expected = bits(sightline.attention(*given))
-    monkeypatch.setattr(Launcher, "clear_workspace", lambda self: None)
+    monkeypatch.setattr(RecordCode, "clear_workspace", lambda self: None)
     launcher.cache_clear()
     try:
         answers = [sightline.attention(*given) for _ in range(3)]
@@ -457,26 +391,27 @@ def test_ten_thousand_calls_from_eight_threads_keep_the_memory_flat(rng):
 @pytest.mark.parametrize("kind", ["padding", "boolean array", "bias"])
 def test_a_cached_call_of_another_structure_is_found(rng, kind, monkeypatch):
     """Planted fault: the key does not have the layouts of tables, so a call reads a table with the wrong strides."""
-    make = Request.__new__
+    read = array_layouts.read_arrays
 
-    def without_layouts(cls, key, *others):
-        layouts, *options = key
-        return make(cls, (layouts[: 3 * OPERAND_BYTES], *options), *others)
+    def without_layouts(*given):
+        layouts, *addresses = read(*given)
+        return layouts[: 3 * OPERAND_BYTES], *addresses
 
     def compare():
         given = arrays(rng, ((2, 3, 40, 8),) * 3)
         for convert in (np.asarray, lambda x: np.repeat(x, 2, axis=-1)[..., ::2]):
             options = draw_inputs(rng, kind, 2, 3, 40, 40, convert)
             answer = sightline.attention(*given, **options)
-            request = make_request
-            monkeypatch.setattr("sightline.api.make_request", lambda *_: None)
+            monkeypatch.setattr("sightline.api.describe", lambda *_: None)
             expected = sightline.attention(*given, **options)
-            monkeypatch.setattr("sightline.api.make_request", request)
+            monkeypatch.setattr("sightline.api.describe", describe)
             assert all_bits(answer) == all_bits(expected)
 
     compare()
     clear()
-    monkeypatch.setattr(Request, "__new__", without_layouts)
+    monkeypatch.setattr(array_layouts, "read_arrays", without_layouts)
+    monkeypatch.setattr(array_layouts, "run_or_find", array_layouts.find_in_python)
+    monkeypatch.setattr(call_cache, "_use_generated_functions", lambda: None)
     with pytest.raises(AssertionError):
         compare()
 
@@ -546,9 +481,9 @@ def test_a_requested_kernel_runs(rng):
 def test_a_call_for_another_machine_is_a_miss(rng, monkeypatch):
     given = arrays(rng)
     sightline.attention(*given)
-    assert call_cache.lookup(request_of(*given)) is not None
+    assert key_of(*given) in call_cache.bound_calls()
     monkeypatch.setenv("SIGHTLINE_CPU", "sse2")
-    assert call_cache.lookup(request_of(*given)) is None
+    assert key_of(*given) not in call_cache.bound_calls()
 
 
 def test_fresh_kernels_do_not_use_cached_calls(rng, fresh_kernels):
@@ -635,7 +570,7 @@ def test_every_part_of_the_key_is_needed(case):
     base = {"query": X, "key": X[::-1].copy(), "value": np.roll(X, 1).copy()}
 
     def key(changes):
-        layouts, options, *others, formulas = request_of(**({"mask": b >= 0} | base | changes)).key
+        layouts, (options, *others, formulas) = key_of(**({"mask": b >= 0} | base | changes))
         parts = [part for kind, shape, strides in parse(layouts) for part in (shape, strides, kind)]
         return [*parts, *options, *others, [*map(id, formulas)]]
 
@@ -800,7 +735,7 @@ def test_transforms_and_modes(rng):
     keys = []
 
     def note(q):
-        keys.append(request_of(q, k, v))
+        keys.append(key_of(q, k, v))
         return q.sum()
 
     note(q)
@@ -838,7 +773,7 @@ def test_tensor_subclasses_are_not_cached(rng):
     before = len(call_cache.bound_calls())
     for place in range(3):
         given = [x.as_subclass(Mine) if at == place else x for at, x in enumerate((q, k, v))]
-        assert request_of(*given) is None
+        assert key_of(*given) is None
     assert len(call_cache.bound_calls()) == before
 
 
@@ -878,12 +813,13 @@ def test_growing_keys_hit_one_cached_call(rng, dtype, convert, monkeypatch):
 
 
 def count_calls():
-    """The number of cached calls; a call may be stored under several keys."""
-    return len({id(call) for call in call_cache.bound_calls().values()})
+    """The number of bound calls; a call may be stored under several keys."""
+    return len({id(call.bound_call) for call in call_cache.bound_calls().values()})
 
 
 def decoded(monkeypatch):
     """A list with the result of each cached call of the decoding kernel: True if it computed the output."""
+    monkeypatch.setattr(call_cache, "RUNS_BEFORE_RECORD", NEVER)
     found, run = [], BoundDecodeCall.run
 
     def spy(*given, is_first=False):
@@ -1010,7 +946,7 @@ def test_gradients_equal_those_of_the_operator(rng, formula, shape, monkeypatch)
     assert found or len(shape) < 4  # calls that are reshaped first are not cached
     clear()
     assert outputs_and_gradients(other, direction, **options()) == prepared
-    monkeypatch.setattr("sightline.api.make_request", lambda *given: None)
+    monkeypatch.setattr("sightline.api.describe", lambda *given: None)
     assert outputs_and_gradients(other, direction, **options()) == prepared
 
 

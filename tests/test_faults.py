@@ -161,8 +161,11 @@ WEIGHTS_PASS = {
         block, "j = (j0 + key).to(self.integer)", "j = (j0 + key + 1).to(self.integer)", methods=("logits",)
     ),
     "wrong head of a group": Fault(weights_pass, "self.h // args.group", "self.h % args.group", methods=("attend",)),
-    "queries before the first": Fault(
-        weights_pass, "builder.maximum(first - self.i0, 0)", "first * 0", methods=("clip_lanes",)
+    "missed first query": Fault(  # queries before the first would be written outside the output
+        weights_pass,
+        "builder.maximum(first - self.i0, 0)",
+        "builder.maximum(first - self.i0 + 1, 0)",
+        methods=("clip_lanes",),
     ),
     "missed last block of queries": Fault(
         weights_by_key, "builder.minimum(first + args.range_size, args.query_blocks)", "args.query_blocks - 1"

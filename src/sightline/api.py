@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import arrays, call_cache, streaming
-from .call_request import make_request
+from .call_request import describe
 from .dispatch import KERNELS, solve, to_caller_layout
 from .explanation import Explanation
 from .formula.library import bias
@@ -116,13 +116,14 @@ def attend(
 ) -> Any:
     """Do what `attention` does. `score` may also be an array (..., n, m), the bias that is added to the scores."""
     plain_arrays = as_arrays(query, key, mask) if value is None and type(key) is KVCache else (key, value, mask)
-    request = make_request(query, *plain_arrays, score, scale, sinks, dropout, seed, see, kernel, threads)
-    if request is not None:
-        key, value, mask = plain_arrays
-        cached_call = call_cache.lookup(request) or call_cache.bind_family(request, query, key, value)
-        answer = None if cached_call is None else cached_call.run(request, query, key, value, threads)
+    description = describe(query, plain_arrays[2], score, scale, sinks, dropout, seed, see, kernel, threads)
+    request = None
+    if description is not None:
+        answer, request = call_cache.answer(description, query, *plain_arrays[:2], sinks, seed, threads)
         if answer is not None:
-            return answer[0] if see is None else answer
+            return answer[0] if see is None and type(answer) is tuple else answer
+    if request is not None:
+        key, value, _ = plain_arrays
         mask, score = request.formulas()
     elif hasattr(score, "dtype"):
         score = bias(score)

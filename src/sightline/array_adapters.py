@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,14 +25,14 @@ class ArrayAdapter:
     ----------
     address : array → address of the array's first entry
     empty : (query, shape of the output) → function (query) that allocates the output
-    empty_array : (shape, name of the dtype) → new array
+    make_empty : (shape, name of the dtype) → function () that allocates an array
     finish_lse : (lse float64, output) → lse as users receive it
     draw_seed : () → a seed of dropout; None if the caller must give one
     """
 
     address: Callable[[Any], int]
     empty: Callable[[Any, tuple[int, ...]], Callable[[Any], Any]]
-    empty_array: Callable[[tuple[int, ...], str], Any]
+    make_empty: Callable[[tuple[int, ...], str], Callable[[], Any]]
     finish_lse: Callable[[Any, Any], Any]
     draw_seed: Callable[[], int] | None
 
@@ -57,4 +58,8 @@ def _finish_lse(lse: Any, output: Any) -> Any:
     return lse.astype(np.float64 if output.dtype == np.float64 else np.float32)
 
 
-ADAPTERS[np.ndarray] = ArrayAdapter(numpy_address, _empty, np.empty, _finish_lse, None)
+def _make_empty(shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+    return partial(np.empty, shape, dtype)
+
+
+ADAPTERS[np.ndarray] = ArrayAdapter(numpy_address, _empty, _make_empty, _finish_lse, None)

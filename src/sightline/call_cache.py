@@ -1,18 +1,22 @@
 """A cache of attention calls: a call whose structure was met before goes straight to its kernel.
 
-    attention(q, k, v, mask=j < table(lengths)[b])  →  Request  →  CachedCall  →  kernel
+    attention(q, k, v, mask=j < table(lengths)[b])  →  Description  →  Request  →  CachedCall  →  kernel
 
-`call_request` computes the structure of a call, which is the key. Calls that differ only in lengths and strides form a
-family. A call of a family that was met before is bound for its lengths without the full dispatch: each step of a
-decoding loop has another number of keys.
+`call_request` computes the structure of a call, which is a part of the key. `answer` looks the call up and runs it. A
+call that was run a few times becomes direct if one thread is enough for its work: then generated code does all that
+follows the description; see `cpu.kernels.direct_call`. Calls that differ only in lengths and strides form a family. A
+call of a family that was met before is bound for its lengths without the full dispatch: each step of a decoding loop
+has another number of keys.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +26,7 @@ from . import array_layouts
 from .array_adapters import ADAPTERS, ArrayAdapter, addresses_of
 from .array_layouts import numpy_address
 from .arrays import dtype_name
-from .call_request import WEIGHTS_STATISTICS, Request, family_key, without_key_length
+from .call_request import WEIGHTS_STATISTICS, Description, Request, family_key, without_key_length
 from .cpu.runtime.compile import bound_calls, call_families
 from .formula.expression import Expression
 from .formula.parameters import structure_of
@@ -32,43 +36,71 @@ from .statistics import Entropy, Lse, MaxScore, Statistic
 
 if TYPE_CHECKING:
     from .cpu.launch.bound_call import BoundCall
+    from .cpu.launch.launch_record import LaunchRecord
 
-__all__ = ["CachedCall", "KernelInputs", "bind_family", "insert", "lookup"]
+__all__ = ["CachedCall", "KernelInputs", "answer", "insert"]
 
-MAX_CACHED_CALLS = 256  # the least recently used call is dropped beyond this number
-FIRST_TABLE = 4  # index of the first table in `Request.addresses`, after the layouts, query, key and value
+# Beyond this number of calls, the least recently used one is dropped. The uses of direct calls are not counted.
+MAX_CACHED_CALLS = 256
+RUNS_BEFORE_RECORD = 3  # a record for direct calls, and its buffer, are made for a call that was run so often
+FIRST_TABLE = 3  # index of the first table in `Request.addresses`, after query, key and value
 # indices in `cpu.codegen.abi.FORWARD_CALL_FIELDS`, and how many fields there are
 QUERY_INDEX, KEY_INDEX, LSE_INDEX, SINKS_INDEX, SEED_INDEX, NUM_FIELDS = 0, 1, 4, 5, 6, 7
 DIRECT_TABLE_DTYPES = ("bool", "int32", "int64", "float32", "float64")  # other tables are converted at each call
 
 
-def lookup(request: Request) -> CachedCall | None:
-    """Return the cached call of a request; None if none is cached.
+def answer(
+    description: Description, query: Any, key: Any, value: Any, sinks: Any, seed: int | None, threads: int | None
+) -> tuple[Any, Request | None]:
+    """Return (output, seen) of a call, and None; None and its request if it needs the full dispatch.
 
-    A call cached without its number of keys is found too, see `without_key_length`. It is stored under this key as
-    well, because the layers of a model make the same call one after another.
+    If a direct call computed the output, the result is the output alone in place of (output, seen).
     """
+    structure, mask, score, tables, numbers, arrays = description
     entries = bound_calls()
-    call = _lookup(entries, request.key)
+    found = array_layouts.run_or_find(entries, structure, numbers, query, key, value, *arrays)
+    if type(found) is not tuple:
+        return found, None
+    call, results, layouts, *addresses = found
+    request = Request((layouts, structure), tuple(addresses), mask, score, tables, numbers, sinks, seed)
     if call is None:
-        call = _lookup(entries, without_key_length(request.key))
-        if call is not None:
-            _store(entries, request.key, call)
-    if call is not None and array_layouts.read_arrays is array_layouts.read_in_python:
-        _use_generated_reader()
+        call = _find_any_key_length(entries, request) or _bind_family(request, query, key, value)
+    else:
+        _mark_as_used(entries, request.key)
+        if array_layouts.run_or_find is array_layouts.find_in_python:
+            _use_generated_functions()
+    if results is not None:
+        return call.finish(request, query, key, value, results), None
+    result = None if call is None else call.run(request, query, key, value, threads)
+    return (None, request) if result is None else (result, None)
+
+
+def _find_any_key_length(entries: OrderedDict[Any, Any], request: Request) -> CachedCall | None:
+    """Return a call that was cached without its number of keys; None if none is cached. See `without_key_length`.
+
+    It is stored under the key of the request as well, because the layers of a model make the same call one after
+    another.
+    """
+    call = _lookup(entries, without_key_length(request.key))
+    if call is not None:
+        call = copy(call)
+        _store(entries, request.key, call)
     return call
 
 
 def _lookup(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> CachedCall | None:
-    try:
-        call: CachedCall = entries[key]
-        entries.move_to_end(key)
-    except KeyError:  # the call was never inserted, or another thread has just dropped it
-        return None
+    call: CachedCall | None = entries.get(key)
+    if call is not None:
+        _mark_as_used(entries, key)
     return call
 
 
-def bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCall | None:
+def _mark_as_used(entries: OrderedDict[Any, Any], key: tuple[Any, ...]) -> None:
+    with suppress(KeyError):  # another thread has just dropped the call
+        entries.move_to_end(key)
+
+
+def _bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCall | None:
     """Return a cached call for a request whose family was met before, with other lengths; None if there is none."""
     shared_key = family_key(request.key)
     member = None if shared_key is None else _lookup(call_families(), shared_key)
@@ -83,7 +115,7 @@ def bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCal
     shape = (*query.shape[:-1], value.shape[-1])
     attach = None if member.attach is None else copy(member.attach)
     empty = member.adapter.empty(query, shape)
-    call = replace(member, bound_call=bound_call, shape=shape[:-1], empty=empty, attach=attach)
+    call = replace(member, bound_call=bound_call, shape=shape[:-1], empty=empty, attach=attach, record=None, num_runs=0)
     _store(bound_calls(), _cache_key(request, bound_call), call)
     return call
 
@@ -156,7 +188,7 @@ class KernelInputs:
         return arrays, addresses_of(arrays), tuple([numbers[number] for number in self.numbers])
 
 
-@dataclass(frozen=True)
+@dataclass
 class CachedCall:
     """A call that only lacks its inputs.
 
@@ -167,12 +199,14 @@ class CachedCall:
     inputs : the tables and numbers of the kernel; None if it has none
     see : the statistics
     shape : the shape of lse, and of every statistic of a query, in the layout of the caller's arrays
-    needs_lse : True if statistics or gradients need lse
+    needs_lse : True if a statistic or the backward pass reads lse
     statistic_dtypes : the names of the dtypes of the forward kernel's outputs for statistics, in its order
     bound_statistics : for each statistic the `BoundStatistic` of its weights pass; None for the forward kernel's
     has_dropout : True if the call needs a seed
     attach : function that joins the results to a graph of gradients; None for arrays without gradients
         It takes the request, query, key, value and a `CallResult`, and returns the result with joined arrays.
+    num_runs : how often `run` was called, up to `RUNS_BEFORE_RECORD`
+    record : the record for direct calls; None if there is none
     """
 
     adapter: ArrayAdapter
@@ -186,16 +220,28 @@ class CachedCall:
     bound_statistics: tuple[Any, ...]
     has_dropout: bool
     attach: Attacher | None
+    num_runs: int = 0
+    record: LaunchRecord | None = None
+
+    def __post_init__(self) -> None:
+        make_empty = self.adapter.make_empty
+        self.make_lse = None
+        if self.needs_lse:  # without statistics, only the backward pass reads it
+            self.make_lse = make_empty(self.shape, "float64") if self.see else partial(np.empty, self.shape)
+        self.make_outputs = tuple([make_empty(self.shape, dtype) for dtype in self.statistic_dtypes])
+        # what `kernels.direct_call` reads, besides `empty`
+        self.direct_record = 0 if self.record is None else self.record.address
+        self.make_others = self.make_outputs if self.make_lse is None else (self.make_lse, *self.make_outputs)
 
     def run(self, request: Request, query: Any, key: Any, value: Any, threads: int | None) -> Any:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
         adapter, bound, see, attach = self.adapter, self.bound_call, self.see, self.attach
         address, output, seed, sinks = adapter.address, self.empty(query), request.seed, None
         lse, lse_address = None, 0
-        if self.needs_lse:  # without statistics, only the backward pass reads it
-            lse = adapter.empty_array(self.shape, "float64") if see else np.empty(self.shape)
+        if self.make_lse is not None:
+            lse = self.make_lse()
             lse_address = ADAPTERS[type(lse)].address(lse)
-        words = [*request.addresses[1:FIRST_TABLE], address(output), lse_address, 0, 0]
+        words = [*request.addresses[:FIRST_TABLE], address(output), lse_address, 0, 0]
         numbers: tuple[float, ...] = ()
         tables: Sequence[Any] = ()
         if self.has_dropout:
@@ -209,23 +255,53 @@ class CachedCall:
             words += addresses
             if numbers:
                 words += bound.number_words(numbers)
-        outputs = [adapter.empty_array(self.shape, dtype) for dtype in self.statistic_dtypes]
+        outputs = [make() for make in self.make_outputs]
         words += [address(array) for array in outputs]
         keep_alive = query, key, value, output, lse, sinks, tables, outputs
         status = bound.run(threads, words, numbers, key, keep_alive)
         if status is None or (status and see):
             return None
+        if self.num_runs < RUNS_BEFORE_RECORD or self.needs_larger_record:
+            self.prepare_direct_call(request, key, threads)
         if not see and attach is None:
             return output, ()
-        arrays: list[Any] | None = []
-        if see:
-            arrays = self._compute_statistics(outputs, words, numbers, len(tables), threads, query, keep_alive)
+        arrays = self._compute_statistics(outputs, words, numbers, len(tables), threads, query, keep_alive)
         if arrays is None:
             return None
-        result = CallResult(output, lse, arrays, bool(status), seed or 0)
-        if attach is not None:
-            result = attach(request, query, key, value, result)
-        return result.output, self._build_seen(result)
+        return self._join(request, query, key, value, CallResult(output, lse, arrays, bool(status), seed or 0))
+
+    def finish(self, request: Request, query: Any, key: Any, value: Any, results: tuple[Any, ...]) -> Any:
+        """Return (output, seen) of a direct call with several results; see `cpu.kernels.direct_call`."""
+        output, *arrays = results
+        lse = None if self.make_lse is None else arrays.pop(0)
+        return self._join(request, query, key, value, CallResult(output, lse, self._select(arrays), False, 0))
+
+    def _join(self, request: Request, query: Any, key: Any, value: Any, result: CallResult) -> Any:
+        """Return (output, seen), joined to a graph of gradients if there is one."""
+        if self.attach is not None:
+            result = self.attach(request, query, key, value, result)
+        return result.output, self._build_seen(result) if self.see else ()
+
+    @property
+    def needs_larger_record(self) -> bool:
+        """True if the bound call now has memory for more tile ranges than the record has."""
+        search, record = self.bound_call.search, self.record
+        return search is not None and record is not None and 0 < record.capacity < search.capacity
+
+    def prepare_direct_call(self, request: Request, key: Any, threads: int | None) -> None:
+        """Count one more run. If the call was run often enough, store a copy of it with a record for direct calls.
+
+        The call itself is not changed, because another thread may use its record.
+        """
+        self.num_runs += 1
+        if self.num_runs < RUNS_BEFORE_RECORD or self.has_dropout or request.sinks is not None:
+            return
+        if any(self.bound_statistics) or not (self.inputs is None or self.inputs.is_identity):
+            return
+        num_others, has_lse = len(self.make_others), self.make_lse is not None
+        record = self.bound_call.make_direct_record(threads, key.shape[-2], num_others, has_lse)
+        if record is not None:
+            _store(bound_calls(), request.key, replace(self, record=record))
 
     def _compute_statistics(
         self,
@@ -241,6 +317,8 @@ class CachedCall:
 
         `outputs` are the forward kernel's arrays, and `words` are its words.
         """
+        if not any(self.bound_statistics):
+            return self._select(outputs)
         found: list[Any] = []
         operands = words[QUERY_INDEX], words[KEY_INDEX], words[LSE_INDEX]
         inputs = words[NUM_FIELDS : NUM_FIELDS + num_tables + len(numbers)]
@@ -250,9 +328,13 @@ class CachedCall:
                 if arrays is None:
                     return None
                 found += arrays
-            elif not isinstance(statistic, Lse):
-                found += outputs[:2] if isinstance(statistic, MaxScore) else outputs[-1:]
+            else:
+                found += _arrays_of(statistic, outputs)
         return found
+
+    def _select(self, outputs: Sequence[Any]) -> list[Any]:
+        """Return the arrays of every statistic except lse, in the order of `see`, from the forward kernel's outputs."""
+        return [array for statistic in self.see for array in _arrays_of(statistic, outputs)]
 
     def _build_seen(self, result: CallResult) -> tuple[Any, ...]:
         """Return the result of each statistic."""
@@ -265,6 +347,13 @@ class CachedCall:
             is_constant = self.attach is not None and not statistic.is_differentiable
             seen.append(statistic.build_result([array.detach() for array in own] if is_constant else own))
         return tuple(seen)
+
+
+def _arrays_of(statistic: Statistic, outputs: Sequence[Any]) -> Sequence[Any]:
+    """Return the forward kernel's outputs that are arrays of the statistic."""
+    if isinstance(statistic, MaxScore):
+        return outputs[:2]
+    return outputs[-1:] if isinstance(statistic, Entropy) else ()
 
 
 def _statistic_dtypes(see: Sequence[Statistic], accumulator: str) -> tuple[str, ...]:
@@ -297,7 +386,7 @@ def insert(
     attach : see `CachedCall`
     """
     bound_call, adapter = result.bound_call, ADAPTERS[type(arrays[0])]
-    if bound_call is None or bound_call.first_operands != request.addresses[1:FIRST_TABLE]:
+    if bound_call is None or bound_call.first_operands != request.addresses[:FIRST_TABLE]:
         return
     inputs = KernelInputs.bind(bound_call, request, formulas)
     passes = [statistic for statistic in problem.see if isinstance(statistic, WEIGHTS_STATISTICS)]
@@ -311,7 +400,7 @@ def insert(
         inputs if inputs.tables or inputs.numbers else None,
         problem.see,
         tuple(output.shape[:-1]),
-        attach is not None or bool(problem.see),
+        attach is not None or bool(passes) or any(isinstance(statistic, Lse) for statistic in problem.see),
         _statistic_dtypes(problem.see, problem.accumulator),
         result.bound_statistics,
         problem.dropout > 0,
@@ -323,13 +412,13 @@ def insert(
         _store(call_families(), shared_key, entry)
 
 
-def _use_generated_reader() -> None:
-    """Read arrays in generated code from now on, where that is possible."""
-    from .cpu.launch.python_functions import make_array_reader  # loads llvmlite, which a call with a kernel has loaded
+def _use_generated_functions() -> None:
+    """Read arrays and run direct calls in generated code from now on, where that is possible."""
+    from .cpu.launch.python_functions import make_array_functions  # loads llvmlite, as each call of a kernel does
 
-    reader = make_array_reader(array_layouts.tensors())
-    if reader is not None:
-        array_layouts.use(reader)
+    functions = make_array_functions(array_layouts.tensors())
+    if functions is not None:
+        array_layouts.use(*functions)
 
 
 def _store(entries: OrderedDict[Any, Any], key: tuple[Any, ...], call: CachedCall) -> None:

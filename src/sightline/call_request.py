@@ -1,10 +1,13 @@
 """Requests. A request is a call in the form that the call cache looks up.
 
-The key of a request is the structure of the call. The structure has everything that the dispatch depends on: shapes,
-strides and dtypes of all arrays, formulas without their numbers and tables, and options. The key never has contents of
-arrays, so new tables at each call are as fast as the same ones. A call has no request, and goes through the full
-dispatch, if one of the following holds. It needs statistics that no kernel computes, or means of statistics. Its scale
-is an array. The type of an array is not exactly NumPy's ndarray or torch's Tensor. torch itself must see the call.
+    describe(...)  →  Description  →  run_or_find(...)  →  Request
+
+The key of a request has everything that the dispatch depends on: the layouts of all arrays, and the structure. Layouts
+are shapes, strides and dtypes. The structure is the formulas without their numbers and tables, and the options. The key
+never has contents of arrays, so new tables at each call are as fast as the same ones. A call has no request, and goes
+through the full dispatch, if one of the following holds. It needs statistics that no kernel computes, or means of
+statistics. Its scale is an array. The type of an array is not exactly NumPy's ndarray or torch's Tensor. torch itself
+must see the call.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from .formula.expression import Expression, is_compiling
 from .formula.parameters import structure_of
 from .statistics import Entropy, Lse, MaxScore, Pooled, Received, TopK, Weights
 
-__all__ = ["Request", "family_key", "make_request", "without_key_length"]
+__all__ = ["Description", "Request", "describe", "family_key", "without_key_length"]
 
 # the statistics of cached calls: the forward kernel computes some, and a weights pass each of the others
 FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy), (Received, Pooled, TopK, Weights)
@@ -33,25 +36,46 @@ _environment: Any = getattr(os.environ, "_data", os.environ)
 _cpu_variable: Any = CPU_VARIABLE.encode() if b"PATH" in _environment else CPU_VARIABLE
 
 
+class Description(NamedTuple):
+    """A call without its layouts.
+
+    structure : the formulas without their numbers and tables, and the options
+    mask, score : the formulas; `mask` may be a boolean array, and `score` an array of biases
+    tables : the arrays of the tables, those of the mask first, in the order of `Structure.tables`
+    numbers : the numbers of the formulas
+    arrays : the tables, and then the sinks if there are any
+    """
+
+    structure: tuple[Any, ...]
+    mask: Any
+    score: Any
+    tables: tuple[Any, ...]
+    numbers: tuple[float, ...]
+    arrays: tuple[Any, ...]
+
+
+def _new_description(*members: Any) -> Description:
+    """Return `Description(*members)` in half the time."""
+    return tuple.__new__(Description, members)
+
+
 class Request(NamedTuple):
     """A call in the form in which the cache looks it up and runs it.
 
-    key : the structure of the call
-    mask, score : the formulas; `mask` may be a boolean array, and `score` an array of biases
-    tables : the arrays of the tables, those of the mask first, in the order of `Structure.tables`
-    addresses : the result of `array_layouts.read_arrays` for query, key, value, the tables and the sinks
-    numbers : the numbers of the formulas
+    key : the layouts of query, key, value and `Description.arrays`, and the structure
+    addresses : the addresses of these arrays
+    mask, score, tables, numbers : as in `Description`
     sinks, seed : as in `attention`
     """
 
     key: tuple[Any, ...]
+    addresses: tuple[int, ...]
     mask: Any
     score: Any
     tables: tuple[Any, ...]
     numbers: tuple[float, ...]
     sinks: Any
     seed: int | None
-    addresses: tuple[Any, ...]
 
     def formulas(self) -> tuple[Expression | None, Expression | None]:
         """Return mask and score as formulas. Their tables are those of `tables`, in the same order."""
@@ -60,10 +84,8 @@ class Request(NamedTuple):
         return mask, score
 
 
-def make_request(
+def describe(
     query: Any,
-    key: Any,
-    value: Any,
     mask: Any,
     score: Any,
     scale: Any,
@@ -73,8 +95,8 @@ def make_request(
     see: Any,
     kernel: Any,
     threads: Any,
-) -> Request | None:
-    """Return the request of a call with these arguments; None if the call cannot be cached (see the module)."""
+) -> Description | None:
+    """Return the description of a call with these arguments; None if the call cannot be cached (see the module)."""
     # This check comes before `ADAPTERS` is read: the first trace adds torch's adapter, and torch.compile fails if a
     # second trace of the call takes another path.
     if is_compiling():
@@ -82,23 +104,32 @@ def make_request(
     adapter = ADAPTERS.get(type(query))
     if adapter is None:
         return None
-    # Only exact types and no zeros are accepted, because in a key True equals 1 and −0.0 equals 0.0.
-    if (scale is not None and (type(scale) is not float or scale == 0)) or type(dropout) is not float:
-        return None
-    if (kernel is not None and type(kernel) is not str) or (threads is not None and type(threads) is not int):
-        return None
-    if not (dropout == 0 if seed is None and adapter.draw_seed is None else 0 <= dropout < 1):
-        return None
-    if seed is not None and not (type(seed) is int and 0 <= seed < 2**64):
-        return None
-    statistics = None if see is None else _statistics_key(see)
-    if statistics is False:
-        return None
-    options = scale, dropout, kernel, threads, _environment.get(_cpu_variable), statistics
+    options: tuple[Any, ...]
+    if scale is seed is see is kernel is threads is None and type(dropout) is float and dropout == 0:
+        options = None, 0.0, None, None, _environment.get(_cpu_variable), None
+    else:
+        statistics = None if see is None else _statistics_key(see)
+        if statistics is False or not _are_valid(scale, dropout, seed, kernel, threads, adapter.draw_seed is not None):
+            return None
+        options = scale, dropout, kernel, threads, _environment.get(_cpu_variable), statistics
     if mask is None and score is None and sinks is None:
-        found = array_layouts.read_arrays(query, key, value)
-        return None if found is None else Request((found[0], options), None, None, (), (), None, seed, found)
-    return _request_with_formulas((query, key, value), options, mask, score, sinks, seed)
+        return _new_description((options,), None, None, (), (), ())
+    return _describe_formulas(options, mask, score, sinks)
+
+
+def _are_valid(scale: Any, dropout: Any, seed: Any, kernel: Any, threads: Any, draws_seed: bool) -> bool:
+    """True if the key may have these options.
+
+    Only exact types and no zeros are accepted, because in a key True equals 1 and −0.0 equals 0.0.
+    """
+    return (
+        (scale is None or (type(scale) is float and scale != 0))
+        and type(dropout) is float
+        and (0 <= dropout < 1 if seed is not None or draws_seed else dropout == 0)
+        and (seed is None or (type(seed) is int and 0 <= seed < 2**64))
+        and (kernel is None or type(kernel) is str)
+        and (threads is None or type(threads) is int)
+    )
 
 
 def _statistics_key(see: Any) -> tuple[Any, ...] | bool:
@@ -121,43 +152,39 @@ def _statistics_key(see: Any) -> tuple[Any, ...] | bool:
     return tuple(key)
 
 
-def _request_with_formulas(
-    operands: tuple[Any, Any, Any], options: tuple[Any, ...], mask: Any, score: Any, sinks: Any, seed: int | None
-) -> Request | None:
-    """Return the request of a call with a mask, a score or sinks; `operands` are query, key and value."""
+def _describe_formulas(options: tuple[Any, ...], mask: Any, score: Any, sinks: Any) -> Description | None:
+    """Return the description of a call with a mask, a score or sinks; None if the call cannot be cached."""
     has_arrays = type(mask) in ADAPTERS, type(score) in ADAPTERS
-    given = [None if is_array else x for x, is_array in zip((mask, score), has_arrays, strict=True)]
-    arrays: tuple[Any, ...] = (mask,) if has_arrays[0] else ()
-    formulas: tuple[Any, ...] = ()
+    tables: tuple[Any, ...] = ()
+    key: tuple[Any, ...] | None = ()
     numbers: tuple[float, ...] = ()
-    if given[0] is not None or given[1] is not None:
-        if _is_function(given[0]):
-            given[0] = from_function.to_formula(given[0], "mask", "b h i j")
-        if _is_function(given[1]):
-            given[1] = from_function.to_formula(given[1], "score", "s b h i j")
-        if not all(x is None or isinstance(x, Expression) for x in given):
+    if has_arrays[0]:
+        if not (0 < mask.ndim <= MAX_MASK_AXES and mask.dtype in BOOLEANS):
+            return None  # the full dispatch merges the leading axes, or raises an error
+        tables = (mask,)
+    elif not (mask is None or isinstance(mask, Expression)):
+        if not callable(mask):
             return None
-        mask, score = mask if has_arrays[0] else given[0], score if has_arrays[1] else given[1]
-        structure = structure_of(*given)
-        if any(table.batch_axes is not None for table in structure.tables):
-            return None  # the full dispatch changes the indices of these tables
-        formulas, numbers = (*structure.formulas, *[table.axes for table in structure.tables]), structure.numbers
-        arrays += tuple([table.array for table in structure.tables])
+        mask = from_function.to_formula(mask, "mask", "b h i j")
     if has_arrays[1]:
-        arrays += (score,)
-    if has_arrays[0] and not (0 < mask.ndim <= MAX_MASK_AXES and mask.dtype in BOOLEANS):
-        return None  # the full dispatch merges the leading axes, or raises an error
-    if has_arrays[1] and not 0 < score.ndim <= MAX_MASK_AXES:
-        return None
-    found = array_layouts.read_arrays(*operands, *arrays, *(() if sinks is None else (sinks,)))
-    if found is None:
-        return None
-    key = found[0], options, has_arrays, sinks is None, formulas
-    return Request(key, mask, score, arrays, numbers, sinks, seed, found)
-
-
-def _is_function(x: Any) -> bool:
-    return callable(x) and not isinstance(x, Expression)
+        if not 0 < score.ndim <= MAX_MASK_AXES:
+            return None
+    elif not (score is None or isinstance(score, Expression)):
+        if not callable(score):
+            return None
+        score = from_function.to_formula(score, "score", "s b h i j")
+    formulas = None if has_arrays[0] else mask, None if has_arrays[1] else score
+    if formulas[0] is not None or formulas[1] is not None:
+        structure = structure_of(*formulas)
+        key, numbers = structure.key, structure.numbers
+        if key is None:
+            return None  # the full dispatch changes the indices of the tables
+        if structure.tables:
+            tables += tuple([table.array for table in structure.tables])
+    if has_arrays[1]:
+        tables += (score,)
+    arrays = tables if sinks is None else (*tables, sinks)
+    return _new_description((options, has_arrays, sinks is None, key), mask, score, tables, numbers, arrays)
 
 
 def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -166,14 +193,14 @@ def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
     A call has a family only if its three arrays have four axes and equal batch axes. The choice of a kernel depends on
     the number of queries if that number is small, and on whether there are many keys. Both facts are part of the key.
     """
-    layouts, *others = key
+    layouts, structure = key
     arrays = array_layouts.parse(layouts)
     query, keys, values = [array.shape for array in arrays[:3]]
     if not (len(query) == len(keys) == len(values) == 4 and query[0] == keys[0] == values[0]):
         return None
     sizes = query[1], keys[1], values[1], query[3], keys[3], values[3], query[0]
     choice = min(query[2], MAX_SMALL_LENGTH), keys[2] >= min_decode_keys(query[2])
-    return sizes, choice, *map(_without_lengths, arrays), *others
+    return sizes, choice, *map(_without_lengths, arrays), structure
 
 
 def _without_lengths(layout: array_layouts.Layout) -> tuple[Any, ...]:
@@ -183,4 +210,5 @@ def _without_lengths(layout: array_layouts.Layout) -> tuple[Any, ...]:
 
 def without_key_length(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the key without m, the length of the key sequence, for a call that serves every m."""
-    return array_layouts.without_key_length(key[0]), *key[1:]
+    layouts, structure = key
+    return array_layouts.without_key_length(layouts), structure

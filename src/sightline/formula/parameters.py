@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
+from ..cached_property import cached_property
 from .expression import Apply, Constant, Expression, Lookup, Parameter, intern, walk
 from .operators import Kind
 from .tables import Table
@@ -47,6 +48,13 @@ class Structure:
     formulas: tuple[Expression | None, ...]
     tables: tuple[Table, ...]
     numbers: tuple[float, ...]
+
+    @cached_property
+    def key(self) -> tuple[Any, ...] | None:
+        """What structures that share a cached call have in common; None if the full dispatch changes their tables."""
+        if any(table.batch_axes is not None for table in self.tables):
+            return None
+        return *self.formulas, *[table.axes for table in self.tables]
 
 
 def structure_of(*formulas: Expression | None) -> Structure:

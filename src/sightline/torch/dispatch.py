@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,8 +176,9 @@ def _empty(query: Tensor, shape: tuple[int, ...]) -> Any:
     return lambda _: torch.empty(shape, dtype=dtype)
 
 
-def _empty_array(shape: tuple[int, ...], dtype: str) -> Tensor:
-    return torch.empty(shape, dtype=_DTYPES[dtype])
+def _make_empty(shape: tuple[int, ...], dtype: str) -> Any:
+    example = torch.empty((), dtype=_DTYPES[dtype]).expand(shape)  # it has the memory of one number
+    return partial(torch.empty_like, example)  # half the time of `torch.empty` with a dtype
 
 
 def _finish_lse(lse: Tensor, output: Tensor) -> Tensor:
@@ -192,7 +194,7 @@ _DLPACK_CODES = {  # the code of each dtype in the struct DLDataType of DLPack
     torch.bool: 6,
 }
 BOOLEANS.add(torch.bool)
-ADAPTERS[Tensor] = ArrayAdapter(Tensor.data_ptr, _empty, _empty_array, _finish_lse, lambda: int(make_seed(None)))
+ADAPTERS[Tensor] = ArrayAdapter(Tensor.data_ptr, _empty, _make_empty, _finish_lse, lambda: int(make_seed(None)))
 serve_tensors(
     Tensors(
         Tensor,

@@ -19,10 +19,11 @@ __all__ = ["PYTHON_API", "PythonFunction"]
 # The functions of Python's C API that generated functions call. LLVM ends the process if one does not exist.
 PYTHON_API = frozenset(
     {
-        *("PyBytes_FromStringAndSize", "PyCapsule_GetPointer", "PyErr_Clear", "PyErr_Occurred", "PyEval_RestoreThread"),
-        *("PyEval_SaveThread", "PyLong_AsLongLong", "PyLong_AsVoidPtr", "PyLong_FromLongLong", "PyLong_FromVoidPtr"),
-        *("PyObject_CallNoArgs", "PyObject_GetAttr", "PyObject_IsTrue", "PyObject_VectorcallMethod"),
-        *("PyTuple_New", "PyTuple_SetItem", "Py_DecRef", "Py_IncRef"),
+        *("PyBytes_FromStringAndSize", "PyCapsule_GetPointer", "PyDict_GetItem", "PyErr_Clear", "PyErr_Occurred"),
+        *("PyEval_RestoreThread", "PyEval_SaveThread", "PyFloat_AsDouble", "PyLong_AsLongLong", "PyLong_AsVoidPtr"),
+        *("PyLong_FromLongLong", "PyLong_FromVoidPtr", "PyObject_CallNoArgs", "PyObject_CallOneArg"),
+        *("PyObject_GetAttr", "PyObject_IsTrue", "PyObject_VectorcallMethod", "PyTuple_GetItem", "PyTuple_New"),
+        *("PyTuple_SetItem", "Py_DecRef", "Py_IncRef"),
     }
 )
 

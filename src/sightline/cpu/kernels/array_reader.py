@@ -6,6 +6,7 @@ the structs of NumPy's C API, and tensors by the exchange functions of DLPack 1.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ...array_layouts import GRADIENT_BIT, MAX_ARRAYS, MAX_AXES, MAX_GRADIENTS, TENSOR_BIT
@@ -13,7 +14,7 @@ from ..codegen.builder import Variable
 from ..codegen.python_function import PythonFunction
 from ..codegen.values import BOOL, BYTE, INT32, INT64, POINTER, VOID, Value
 
-__all__ = ["CONTEXT_FIELDS", "ArrayReader"]
+__all__ = ["CONTEXT_FIELDS", "ArrayFunction", "ArrayReader"]
 
 DLPACK_CPU = 1  # DLDeviceType kDLCPU
 
@@ -32,37 +33,51 @@ CONTEXT_FIELDS = {
 }
 
 
-class ArrayReader(PythonFunction):
-    """Builds the function. Its arguments are the arrays."""
+class ArrayFunction(PythonFunction):
+    """Builds a function that reads its arguments from number `first` on, which are arrays."""
 
-    def __init__(self, module: Any, name: str) -> None:
-        super().__init__(module, name, CONTEXT_FIELDS)
+    def __init__(self, module: Any, name: str, fields: Mapping[str, Any], first: int) -> None:
+        super().__init__(module, name, fields)
+        self.first, self.num_arrays = first, self.count - first
         self.words = self.alloca_array(INT64, MAX_ARRAYS * (1 + 2 * MAX_AXES))
         self.addresses = self.alloca_array(POINTER, MAX_ARRAYS)
         self.tensor = self.alloca_array(INT64, 6)  # a DLTensor
         self.num_words = Variable(self, INT64, 0)
         self.grad_enabled = Variable(self, BOOL, False)
 
-    def build(self) -> None:
-        """Build the function."""
-        self.return_none_if(self.count > MAX_ARRAYS)
+    def read_arrays(self) -> None:
+        """Store the words of all layouts, and all addresses. Return None if the call needs the full dispatch."""
+        self.return_none_if(self.num_arrays > MAX_ARRAYS)
         self.check_types()
-        with self.loop(0, self.count) as index:
-            array = self.argument(index)
+        with self.loop(0, self.num_arrays) as index:
+            array = self.array(index)
             with self.if_else(self.type_of(array) == self.context["ndarray"]) as (yes, no):
                 with yes:
                     self.read_ndarray(array, index)
                 with no:
                     self.read_tensor(array, index)
-        result = self.call("PyTuple_New", POINTER, self.count + 1)
+
+    def array(self, index: Any) -> Value:
+        return self.argument(index + self.first)
+
+    def make_layouts(self) -> Value:
+        """Return the words of all layouts as a new bytes object."""
+        return self.call("PyBytes_FromStringAndSize", POINTER, self.words, self.num_words.get() * 8)
+
+    def make_tuple(self, *objects: Value) -> Value:
+        """Return a new tuple with these objects and the addresses. The tuple takes over the references of the objects.
+
+        The function returns with Python's error if there is no memory for the tuple.
+        """
+        result = self.call("PyTuple_New", POINTER, self.num_arrays + len(objects))
         with self.if_then(result == self.null()):
             self.return_(result)
-        layouts = self.call("PyBytes_FromStringAndSize", POINTER, self.words, self.num_words.get() * 8)
-        self.call("PyTuple_SetItem", INT32, result, self.value(0, INT64), layouts)
-        with self.loop(0, self.count) as index:
+        for place, member in enumerate(objects):
+            self.call("PyTuple_SetItem", INT32, result, self.value(place, INT64), member)
+        with self.loop(0, self.num_arrays) as index:
             number = self.call("PyLong_FromVoidPtr", POINTER, self.addresses.at(index * 8).load(POINTER))
-            self.call("PyTuple_SetItem", INT32, result, index + 1, number)
-        self.finish(result)
+            self.call("PyTuple_SetItem", INT32, result, index + len(objects), number)
+        return result
 
     def type_of(self, array: Value) -> Value:
         """Return the type of a Python object: the last field of the object's head."""
@@ -72,8 +87,8 @@ class ArrayReader(PythonFunction):
     def check_types(self) -> None:
         """Return None if an array is neither NumPy's nor torch's, or if torch must see a call with its tensors."""
         has_tensor = Variable(self, BOOL, False)
-        with self.loop(0, self.count) as index:
-            kind = self.type_of(self.argument(index))
+        with self.loop(0, self.num_arrays) as index:
+            kind = self.type_of(self.array(index))
             is_tensor = kind == self.context["tensor"]
             self.return_none_if(~(is_tensor | (kind == self.context["ndarray"])))
             has_tensor.set(has_tensor.get() | is_tensor)
@@ -103,18 +118,29 @@ class ArrayReader(PythonFunction):
 
     def read_tensor(self, array: Value, index: Value) -> None:
         """Read the tensor's DLTensor, and whether the tensor requires a gradient."""
-        tensor = self.tensor
-        status = self.call(self.context["read_tensor"], INT32, array, tensor)
-        self.clear_error_if(status != 0)
-        is_negative = self.is_true_method(self.given.at(index * 8), "is_neg")
+        tensor, status = self.tensor, self.describe_tensor(array)
+        is_negative = self.is_true_method(self.given.at((index + self.first) * 8), "is_neg")
         self.return_none_if((status != 0) | (tensor.at(8).load(INT32) != DLPACK_CPU) | is_negative)
-        needs_gradient = self.grad_enabled.get() & self.is_true_attribute(array, "requires_grad")
+        requires_gradient = Variable(self, BOOL, False)
+        with self.if_then(self.grad_enabled.get()):
+            requires_gradient.set(self.is_true_attribute(array, "requires_grad"))
+        needs_gradient = requires_gradient.get()
         self.return_none_if(needs_gradient & (index >= MAX_GRADIENTS))
         axes, dtype = tensor.at(16).load(INT32).to(INT64), tensor.at(20).load(INT32).zero_extend(INT64)
         unit = tensor.at(21).load(BYTE).zero_extend(INT64) >> 3
         head = (unit << 48) | (dtype << 16) | needs_gradient.to(INT64) * GRADIENT_BIT | TENSOR_BIT
-        address = tensor.load(POINTER).at(tensor.at(40).load(INT64))
-        self.store(index, address, head, axes, tensor.at(24).load(POINTER), tensor.at(32).load(POINTER), unit)
+        shape, strides = tensor.at(24).load(POINTER), tensor.at(32).load(POINTER)
+        self.store(index, self.tensor_address(), head, axes, shape, strides, unit)
+
+    def describe_tensor(self, array: Value) -> Value:
+        """Write the DLTensor of a tensor to `self.tensor`. The result is not 0 if that is not possible."""
+        status = self.call(self.context["read_tensor"], INT32, array, self.tensor)
+        self.clear_error_if(status != 0)
+        return status
+
+    def tensor_address(self) -> Value:
+        """Return the address of the first entry of the tensor that was described last."""
+        return self.tensor.load(POINTER).at(self.tensor.at(40).load(INT64))
 
     def is_true_attribute(self, array: Value, name: str) -> Value:
         """True if the attribute is the object True."""
@@ -145,3 +171,15 @@ class ArrayReader(PythonFunction):
             self.words.at(at * 8).store(shape.at(axis * 8).load(INT64))
             self.words.at((at + axes) * 8).store(strides.at(axis * 8).load(INT64) * unit)
         self.num_words.set(start + axes * 2 + 1)
+
+
+class ArrayReader(ArrayFunction):
+    """Builds the function. Its arguments are the arrays."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        super().__init__(module, name, CONTEXT_FIELDS, 0)
+
+    def build(self) -> None:
+        """Build the function."""
+        self.read_arrays()
+        self.finish(self.make_tuple(self.make_layouts()))

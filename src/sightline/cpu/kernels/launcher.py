@@ -6,17 +6,19 @@
 The words are those that each call gives; see `launch.bound_call`. The record describes the call and its buffer. The
 result is None, and the caller runs the call without this function, if another thread uses the buffer, or if the search
 for tile ranges fails. Python's global lock is released while the kernel runs.
+
+`kernels.direct_call` runs the kernel of a record too.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..codegen.builder import Variable
+from ..codegen.builder import Builder, Variable
 from ..codegen.python_function import PythonFunction
-from ..codegen.values import INT64, POINTER, VOID, Value
+from ..codegen.values import BOOL, INT64, POINTER, VOID, Value
 
-__all__ = ["LAUNCH_CONTEXT", "MAX_ZEROED", "RECORD_FIELDS", "Launcher"]
+__all__ = ["LAUNCH_CONTEXT", "MAX_ZEROED", "RECORD_FIELDS", "Launcher", "RecordCode"]
 
 LAUNCH_CONTEXT = {"none": POINTER}
 MAX_ZEROED = 4  # the most fields of a workspace that are set to 0
@@ -26,6 +28,11 @@ RECORD_FIELDS: dict[str, Any] = {
     "block": POINTER,  # the kernel's argument block
     "words": POINTER,  # where the words of the call begin in it
     "num_words": INT64,
+    "first_table": INT64,  # the first address of a table among these words; those of the other tables follow ...
+    "num_tables": INT64,
+    "num_numbers": INT64,  # ... then the numbers of the formulas, and the addresses of the arrays of statistics
+    "num_others": INT64,  # how many results a direct call has besides its output
+    "has_lse": INT64,  # 1 if lse is the first of them
     "imprecise_lse_flag": POINTER,  # null if the kernel does not set this flag
     "nonfinite_flag": POINTER,
     "search": POINTER,  # the search for tile ranges; 0 if the tile ranges are bound
@@ -40,6 +47,67 @@ RECORD_FIELDS: dict[str, Any] = {
 }
 
 
+class RecordCode:
+    """The code that runs the kernel of a record.
+
+    Parameters
+    ----------
+    builder : the function
+    record : the address of the record
+    """
+
+    def __init__(self, builder: Builder, record: Value) -> None:
+        self.builder, self.record = builder, record
+
+    def address_of(self, name: str) -> Value:
+        return self.record.at(8 * list(RECORD_FIELDS).index(name))
+
+    def field(self, name: str) -> Value:
+        return self.address_of(name).load(RECORD_FIELDS[name], 8)
+
+    def exchange_busy(self, new: int) -> Value:
+        """Set `is_busy` and return its value before that, in one atomic operation."""
+        return self.builder.atomic_exchange(self.address_of("is_busy"), self.builder.value(new, INT64))
+
+    def clear_workspace(self) -> None:
+        """Set the fields of the workspace to 0 that the kernel expects to be 0."""
+        pairs = self.address_of("zeroed_0")
+        with self.builder.loop(0, self.field("num_zeroed")) as index:
+            pair = pairs.at(index * 16)
+            start = pair.load(POINTER)
+            with self.builder.loop(0, pair.at(8).load(INT64)) as word:
+                start.at(word * 8).store(self.builder.value(0, INT64))
+
+    def find_tile_ranges(self) -> Value:
+        """Run the search for tile ranges, if there is one. The result is false if the search fails."""
+        builder, succeeds = self.builder, Variable(self.builder, BOOL, True)
+        search, words = self.field("search"), self.field("words").at(self.field("first_search_word") * 8)
+        with builder.if_then(search != builder.null()):
+            target = self.field("search_words")
+            with builder.loop(0, self.field("num_search_words")) as index:
+                target.at(index * 8).store(words.at(index * 8).load(INT64))
+            builder.call(search, VOID, self.field("search_block"))
+            count = self.field("count").load(INT64)
+            succeeds.set((count >= 0) & (count <= self.field("capacity")))
+        return succeeds.get()
+
+    def run_kernel(self) -> Value:
+        """Run the kernel without Python's global lock, and return its flags as one number."""
+        builder = self.builder
+        state = builder.call("PyEval_SaveThread", POINTER)
+        builder.call(self.field("kernel"), VOID, self.field("block"))
+        status = self.flag("imprecise_lse_flag") + self.flag("nonfinite_flag") * 2
+        builder.call("PyEval_RestoreThread", VOID, state)
+        return status
+
+    def flag(self, name: str) -> Value:
+        """Return the value of a flag of the workspace; 0 if there is none."""
+        value, pointer = Variable(self.builder, INT64, 0), self.field(name)
+        with self.builder.if_then(pointer != self.builder.null()):
+            value.set(pointer.load(INT64))
+        return value.get()
+
+
 class Launcher(PythonFunction):
     """Builds the function."""
 
@@ -48,63 +116,23 @@ class Launcher(PythonFunction):
 
     def build(self) -> None:
         """Build the function."""
-        self.record = self.call("PyLong_AsVoidPtr", POINTER, self.argument(0))
-        self.return_none_if(self.field("num_words") != self.count - 1)
-        self.return_none_if(self.exchange_busy(1) != 0)
+        self.record = record = RecordCode(self, self.call("PyLong_AsVoidPtr", POINTER, self.argument(0)))
+        self.return_none_if(record.field("num_words") != self.count - 1)
+        self.return_none_if(record.exchange_busy(1) != 0)
         self.write_words()
-        self.clear_workspace()
-        self.find_tile_ranges()
-        state = self.call("PyEval_SaveThread", POINTER)
-        self.call(self.field("kernel"), VOID, self.field("block"))
-        status = self.flag("imprecise_lse_flag") + self.flag("nonfinite_flag") * 2
-        self.call("PyEval_RestoreThread", VOID, state)
-        self.exchange_busy(0)
+        record.clear_workspace()
+        with self.if_then(~record.find_tile_ranges()):
+            record.exchange_busy(0)
+            self.return_none()
+        status = record.run_kernel()
+        record.exchange_busy(0)
         self.finish(self.call("PyLong_FromLongLong", POINTER, status))
-
-    def address_of(self, name: str) -> Value:
-        return self.record.at(8 * list(RECORD_FIELDS).index(name))
-
-    def field(self, name: str) -> Value:
-        return self.address_of(name).load(RECORD_FIELDS[name], 8)
-
-    def flag(self, name: str) -> Value:
-        """Return the value of a flag of the workspace; 0 if there is none."""
-        value, pointer = Variable(self, INT64, 0), self.field(name)
-        with self.if_then(pointer != self.null()):
-            value.set(pointer.load(INT64))
-        return value.get()
-
-    def exchange_busy(self, new: int) -> Value:
-        """Set `is_busy` and return its value before that, in one atomic operation."""
-        return self.atomic_exchange(self.address_of("is_busy"), self.value(new, INT64))
 
     def write_words(self) -> None:
         """Write the arguments into the block. Return with Python's error if an argument is no integer of 64 bits."""
-        words = self.field("words")
-        with self.loop(0, self.field("num_words")) as index:
+        words = self.record.field("words")
+        with self.loop(0, self.record.field("num_words")) as index:
             words.at(index * 8).store(self.call("PyLong_AsLongLong", INT64, self.argument(index + 1)))
         with self.if_then(self.call("PyErr_Occurred", POINTER) != self.null()):
-            self.exchange_busy(0)
+            self.record.exchange_busy(0)
             self.return_(self.null())
-
-    def clear_workspace(self) -> None:
-        """Set the fields of the workspace to 0 that the kernel expects to be 0."""
-        pairs = self.address_of("zeroed_0")
-        with self.loop(0, self.field("num_zeroed")) as index:
-            pair = pairs.at(index * 16)
-            start = pair.load(POINTER)
-            with self.loop(0, pair.at(8).load(INT64)) as word:
-                start.at(word * 8).store(self.value(0, INT64))
-
-    def find_tile_ranges(self) -> None:
-        """Run the search for tile ranges, if there is one. Return None if it fails."""
-        search, words = self.field("search"), self.field("words").at(self.field("first_search_word") * 8)
-        with self.if_then(search != self.null()):
-            target = self.field("search_words")
-            with self.loop(0, self.field("num_search_words")) as index:
-                target.at(index * 8).store(words.at(index * 8).load(INT64))
-            self.call(search, VOID, self.field("search_block"))
-            count = self.field("count").load(INT64)
-            with self.if_then((count < 0) | (count > self.field("capacity"))):
-                self.exchange_busy(0)
-                self.return_none()

@@ -248,6 +248,23 @@ class BoundCall:
         """The record for calls that find their tile ranges."""
         return LaunchRecord(self, searches=True)
 
+    def make_direct_record(
+        self, threads: int | None, num_keys: int, num_others: int, has_lse: bool
+    ) -> LaunchRecord | None:
+        """Return a record for direct calls with so many keys; None if more than one thread would work.
+
+        `num_others` and `has_lse` are those of `LaunchRecord`.
+        """
+        words = self.constant_words(threads, num_keys)
+        if words is None or self.launch is None:
+            return None
+        searches = self.search is not None and (self.search.runs_always or len(self.numbers) > 0)
+        return LaunchRecord(self, searches, words, num_others, has_lse)
+
+    def constant_words(self, threads: int | None, num_keys: int) -> Sequence[int] | None:
+        """Return the words of `call_fields` with 0 for each address and the seed; None if several threads work."""
+        return (0,) * len(self.call_fields) if self.max_threads == 1 or threads == 1 else None
+
     def find_tile_ranges(self, buffers: Buffers, buffer: Buffer, words: Sequence[int]) -> tuple[Buffers, Buffer] | None:
         """Write the tile ranges of the call into the buffer, and return it; None if a check of the search fails.
 

@@ -109,6 +109,20 @@ class BoundDecodeCall(BoundCall):
         split_size = -(-blocks // min(self.target_splits, -(-m // MIN_KEYS_PER_SPLIT)))
         return split_size, -(-blocks // split_size)
 
+    def make_splits(self, num_keys: int) -> tuple[int, int, int, int]:
+        """Return the words that follow those of the forward kernel."""
+        split_size, num_splits = self.split_keys(num_keys)
+        return num_keys, self.items_per_split * num_splits, num_splits, split_size
+
+    def has_little_work(self, num_keys: int) -> bool:
+        """True if a second thread costs more than it saves."""
+        return num_keys * self.work_per_key < MIN_PARALLEL_MULTIPLICATIONS
+
+    def constant_words(self, threads: int | None, num_keys: int) -> Sequence[int] | None:
+        if threads != 1 and not self.has_little_work(num_keys):
+            return None
+        return *(0,) * NUM_FORWARD_WORDS, *self.make_splits(num_keys)
+
     def run(
         self,
         threads: int | None,
@@ -127,9 +141,8 @@ class BoundDecodeCall(BoundCall):
         if splits[0] != num_keys:
             if num_keys < self.min_keys:
                 return None
-            split_size, num_splits = self.split_keys(num_keys)
-            splits = self.splits = num_keys, self.items_per_split * num_splits, num_splits, split_size
-        if num_keys * self.work_per_key < MIN_PARALLEL_MULTIPLICATIONS:
+            splits = self.splits = self.make_splits(num_keys)
+        if self.has_little_work(num_keys):
             threads = 1
         words = [*words[:NUM_FORWARD_WORDS], *splits, *words[NUM_FORWARD_WORDS:]]
         return super().run(threads, words, numbers, key, keep_alive, is_first)

@@ -1,7 +1,8 @@
-"""The record of a bound call for the generated function `launch`; see `kernels.launcher`."""
+"""The record of a bound call for generated functions that run the call; see `kernels.launcher`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,13 +25,18 @@ class LaunchRecord:
     ----------
     call : the bound call
     searches : True if the tile ranges are found for each call, False if they are those of the first call
+    words : for direct calls, the words of `BoundCall.call_fields`; see `kernels.direct_call`
+    num_others, has_lse : for direct calls, how many results there are besides the output, and True if lse is the first
 
     Attributes
     ----------
     address : the address of the record
+    capacity : the most tile ranges for which the buffer has memory; 0 if it searches for none
     """
 
-    def __init__(self, call: BoundCall, searches: bool) -> None:
+    def __init__(
+        self, call: BoundCall, searches: bool, words: Sequence[int] = (), num_others: int = 0, has_lse: bool = False
+    ) -> None:
         assert len(call.zeroed) <= MAX_ZEROED
         buffers = call.make_buffers()
         self.buffer = _, view, block = buffers.acquire()
@@ -40,6 +46,11 @@ class LaunchRecord:
             "block": block,
             "words": block + call.words_at,
             "num_words": call.num_words,
+            "first_table": len(call.call_fields),
+            "num_tables": len(call.table_origins),
+            "num_numbers": len(call.numbers),
+            "num_others": num_others,
+            "has_lse": int(has_lse),
             "num_zeroed": len(call.zeroed),
         }
         fields |= {name: addresses[name] for name in FLAGS if name in addresses}
@@ -57,5 +68,8 @@ class LaunchRecord:
                 "capacity": call.search.capacity,
             }
             call.use_found_ranges(view, addresses)
+        self.capacity = fields["capacity"]
+        for k, word in enumerate(words):
+            view[call.words_at // 8 + k] = word
         self.array = np.array([fields[name] for name in RECORD_FIELDS], np.int64)
         self.address = int(self.array.ctypes.data)

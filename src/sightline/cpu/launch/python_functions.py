@@ -1,4 +1,7 @@
-"""The generated functions that Python calls as functions of C; see `kernels.array_reader` and `kernels.launcher`."""
+"""The generated functions that Python calls as functions of C.
+
+See `kernels.array_reader`, `kernels.direct_call` and `kernels.launcher`.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,27 @@ from llvmlite import ir
 from ...array_layouts import MAX_ARRAYS, MAX_AXES, MAX_GRADIENTS, NoTensor, Tensors
 from ..codegen.python_function import PYTHON_API
 from ..kernels.array_reader import CONTEXT_FIELDS, ArrayReader
+from ..kernels.direct_call import DIRECT_CONTEXT, DirectCall
 from ..kernels.launcher import Launcher
 from ..runtime.processor import HOST
 from ..runtime.python_function import make_function, python_library
 
-__all__ = ["launcher", "make_array_reader"]
+__all__ = ["launcher", "make_array_functions"]
 
 READ_TENSOR_INDEX = 5  # of `dltensor_from_py_object_no_sync` among the words of DLPackExchangeAPI
 DLPACK_MAJOR_VERSION = 1
 
 
-def make_array_reader(tensors: Tensors) -> Any:
-    """Return `array_layouts.read_in_python` in generated code; None if this Python or this torch cannot be served."""
+def make_array_functions(tensors: Tensors) -> tuple[Any, Any] | None:
+    """Return `read_arrays` and `run_or_find` in generated code; None if this Python or this torch cannot be served.
+
+    `array_layouts.read_in_python` and `array_layouts.find_in_python` do the same, but run no call.
+    """
     read_tensor = None if tensors.exchange is None else _exchange_function(tensors.exchange)
     if not _is_supported() or (read_tensor is None and tensors.type is not NoTensor):
         return None
     conditions = list(tensors.conditions)
-    names = ["requires_grad", "is_neg"]
+    names = ["requires_grad", "is_neg", "direct_record", "empty", "make_others"]
     addresses = np.array([id(condition) for condition in conditions], np.int64)
     values = {
         "none": id(None),
@@ -42,10 +49,15 @@ def make_array_reader(tensors: Tensors) -> Any:
         "is_grad_enabled": id(tensors.is_grad_enabled),
         "num_conditions": len(conditions),
         "conditions": addresses.ctypes.data,
+        "float": id(float),
     }
-    context = np.array([values[name] for name in CONTEXT_FIELDS], np.int64)
-    kernel = _compile(ArrayReader, "sightline_read_arrays", f"{MAX_ARRAYS} {MAX_AXES} {MAX_GRADIENTS}")
-    return make_function(kernel, "read_arrays", context, (tensors, conditions, names, addresses))
+    context = np.array([values[name] for name in DIRECT_CONTEXT], np.int64)  # it begins with `CONTEXT_FIELDS`
+    limits, keep_alive = f"{MAX_ARRAYS} {MAX_AXES} {MAX_GRADIENTS}", (tensors, conditions, names, addresses)
+    assert list(DIRECT_CONTEXT)[: len(CONTEXT_FIELDS)] == list(CONTEXT_FIELDS)
+    return (
+        make_function(_compile(ArrayReader, "sightline_read_arrays", limits), "read_arrays", context, keep_alive),
+        make_function(_compile(DirectCall, "sightline_run_or_find", limits), "run_or_find", context, keep_alive),
+    )
 
 
 @cache
@@ -63,7 +75,7 @@ def _is_supported() -> bool:
     return sys.implementation.name == "cpython" and all(hasattr(python_library(), name) for name in PYTHON_API)
 
 
-def _compile(writer: type[ArrayReader] | type[Launcher], name: str, key: str) -> Any:
+def _compile(writer: type[ArrayReader | DirectCall | Launcher], name: str, key: str) -> Any:
     def build() -> Any:
         module = ir.Module(name)
         writer(module, name).build()

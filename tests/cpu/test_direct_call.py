@@ -1,0 +1,266 @@
+"""Direct calls: whole repeated calls in generated code, beside the same calls in Python."""
+
+import gc
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sightline
+from sample_calls import KINDS, all_bits, arrays, bits, draw_inputs
+from sightline import array_layouts, call_cache, i, j, table
+from sightline.cpu.kernels.direct_call import DirectCall
+from sightline.cpu.launch import python_functions
+from sightline.errors import SightlineError
+from sightline.testing import with_guards
+from strategies import to_torch
+
+# dropout and sinks need words that Python computes, and statistics of a weights pass need a second kernel
+PYTHON_KINDS = ("dropout", "sinks", "everything", "statistics of a weights pass")
+CONVERTED_KINDS = ("padding of another dtype", "table of floats in half")  # the kernel reads a copy of the table
+DIRECT_KINDS = [kind for kind in KINDS if kind not in (*PYTHON_KINDS, *CONVERTED_KINDS)]
+
+
+@pytest.fixture(autouse=True)
+def clear_cache():
+    clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call_cache, "RUNS_BEFORE_RECORD", 1)
+        yield
+
+
+def clear():
+    call_cache.bound_calls().clear()
+    call_cache.call_families().clear()
+
+
+class Spy:
+    """Counts the direct calls in a `with` block."""
+
+    def __enter__(self):
+        self.count, self.function = 0, array_layouts.run_or_find
+        array_layouts.run_or_find = self
+        return self
+
+    def __call__(self, *given):
+        found = self.function(*given)
+        is_direct = found[1] is not None if type(found) is tuple else found is not None
+        self.count += is_direct
+        return found
+
+    def __exit__(self, *_):
+        array_layouts.run_or_find = self.function
+
+
+def make_direct(given, draw):
+    """Repeat a call with other contents until it is direct."""
+    for _ in range(3):
+        sightline.attention(*given, **draw())
+
+
+def expect(calls):
+    """The bits of every call through the full dispatch."""
+    found = []
+    for operands, options in calls:
+        clear()
+        found.append(all_bits(sightline.attention(*operands, **options)))
+    clear()
+    return found
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(KINDS), st.sampled_from([np.float32, np.float64]), st.booleans(), st.integers(0, 999))
+def test_equal_bits_with_other_contents(kind, dtype, in_torch, seed):
+    rng = np.random.default_rng(seed)
+    B, H, n, m = 2, 3, int(rng.choice([1, 2, 9, 40])), int(rng.integers(2, 60))
+    convert = to_torch if in_torch else np.asarray
+
+    def draw():
+        return [convert(x) for x in arrays(rng, ((B, H, n, 8), (B, H, m, 8), (B, H, m, 8)), dtype)]
+
+    def options():
+        return draw_inputs(rng, kind, B, H, n, m, convert)
+
+    calls = [(draw(), options()) for _ in range(4)]
+    expected = expect(calls)
+    make_direct(draw(), options)
+    with Spy() as direct:
+        for (given, drawn), right in zip(calls, expected, strict=True):
+            assert all_bits(sightline.attention(*given, **drawn)) == right
+    assert direct.count == (4 if kind in DIRECT_KINDS else 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": i >= j}, {"see": [sightline.entropy()]}], ids=str)
+def test_gradients_and_outputs_in_a_graph(rng, options):
+    given = [to_torch(x).requires_grad_() for x in arrays(rng)]
+
+    def differentiate():
+        answer = sightline.attention(*given, **options)
+        output = answer[0] if "see" in options else answer
+        return [bits(output), *[bits(x) for x in torch.autograd.grad(output.square().sum(), given)]]
+
+    expected = differentiate()
+    make_direct(given, lambda: options)
+    with Spy() as direct:
+        assert differentiate() == expected
+    assert direct.count == 1
+
+
+def test_growing_caches_and_layers(rng):
+    """Each step has another number of keys, and each of several layers makes the same call."""
+    q, k, v = arrays(rng, ((1, 2, 1, 16), (1, 2, 40, 16), (1, 2, 40, 16)))
+    lengths = range(20, 40)
+    expected = expect([((q, k[:, :, :m], v[:, :, :m]), {}) for m in lengths])
+    with Spy() as direct:
+        for m, right in zip(lengths, expected, strict=True):
+            for _ in range(4):
+                assert all_bits(sightline.attention(q, k[:, :, :m], v[:, :, :m])) == right
+    assert direct.count >= len(lengths)
+
+
+def test_eight_threads_share_a_record(rng):
+    calls = [(arrays(rng, ((1, 4, 16, 8),) * 3), {"mask": i >= j}) for _ in range(8)]
+    expected = expect(calls)
+    make_direct(calls[0][0], lambda: calls[0][1])
+
+    def ask(number):
+        given, options = calls[number]
+        return all(all_bits(sightline.attention(*given, **options)) == expected[number] for _ in range(300))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(ask, range(8)))
+
+
+def test_a_busy_record_is_left_to_its_user(rng):
+    given = arrays(rng)
+    (expected,) = expect([(given, {})])
+    make_direct(given, dict)
+    (call,) = call_cache.bound_calls().values()
+    call.record.array[0] = 1
+    with Spy() as direct:
+        assert all_bits(sightline.attention(*given)) == expected
+        assert (direct.count, call.record.array[0]) == (0, 1)
+        call.record.array[0] = 0
+        assert all_bits(sightline.attention(*given)) == expected
+        assert (direct.count, call.record.array[0]) == (1, 0)
+
+
+def test_more_tile_ranges_than_the_record_has_memory_for(rng):
+    given = arrays(rng, ((1, 1, 8, 8), (1, 1, 4096, 8), (1, 1, 4096, 8)))
+
+    def mask(step):
+        return {"mask": table((np.arange(4096) // 64 % step == 0).astype(np.int64))[j] > 0}
+
+    expected = expect([(given, mask(2))])
+    make_direct(given, lambda: mask(64))
+    with Spy() as direct:
+        found = [all_bits(sightline.attention(*given, **mask(2))) for _ in range(4)]
+    assert found == expected * 4
+    assert direct.count == 3  # the first of the four made a larger record
+
+
+def test_contents_that_become_invalid_raise_the_error(rng):
+    given, index = arrays(rng), rng.integers(0, 4, 9)
+
+    def options():
+        return {"score": sightline.s + table(np.arange(4.0))[table(index)[j]]}
+
+    make_direct(given, options)
+    index[3] = 4
+    with pytest.raises(SightlineError, match="reads outside its table"):
+        sightline.attention(*given, **options())
+
+
+def test_hidden_values_that_are_not_finite(rng):
+    """The kernel sets its flag, and Python runs the call."""
+    q, k, v = arrays(rng, ((1, 2, 1, 16), (1, 2, 40, 16), (1, 2, 40, 16)))
+    spoilt = v.copy()
+    spoilt[:, :, 30:] = np.nan
+    expected = expect([((q, k, spoilt), {"mask": j < 30}), ((q, k, v), {"mask": j < 30})])
+    make_direct((q, k, v), lambda: {"mask": j < 30})
+    with Spy() as direct:
+        assert all_bits(sightline.attention(q, k, spoilt, mask=j < 30)) == expected[0]
+        assert direct.count == 0
+        assert all_bits(sightline.attention(q, k, v, mask=j < 30)) == expected[1]
+        assert direct.count == 1
+
+
+def test_a_failed_allocation_is_an_error(rng):
+    def fail(*_):
+        raise MemoryError("no memory")
+
+    given = arrays(rng)
+    for see in (None, [sightline.entropy()]):
+        clear()
+        make_direct(given, lambda see=see: {"see": see})
+        (call,) = call_cache.bound_calls().values()
+        allocations = ("empty", fail, call.empty), ("make_others", (fail,) * len(call.make_others), call.make_others)
+        for name, wrong, right in allocations[: 1 if see is None else 2]:
+            setattr(call, name, wrong)
+            with pytest.raises(MemoryError, match="no memory"):
+                sightline.attention(*given, see=see)
+            setattr(call, name, right)
+            assert call.record.array[0] == 0
+            with Spy() as direct:
+                sightline.attention(*given, see=see)
+            assert direct.count == 1
+
+
+@pytest.mark.parametrize("convert", [np.asarray, to_torch])
+def test_references_are_balanced(rng, convert):
+    given, see = [convert(x) for x in arrays(rng)], [sightline.entropy(), sightline.lse()]
+    mask = i - j < 3
+    for options in ({}, {"mask": mask}, {"see": see}):
+        make_direct(given, lambda options=options: options)
+    calls = list(call_cache.bound_calls().values())
+    objects = [*given, *calls, None, float, mask, *[call.empty for call in calls]]
+
+    def count():
+        gc.collect()
+        return [sys.getrefcount(x) for x in objects]
+
+    before = count()
+    for _ in range(1000):
+        sightline.attention(*given)
+        sightline.attention(*given, mask=mask)
+        sightline.attention(*given, see=see)
+    assert all(abs(x - y) < 100 for x, y in zip(count(), before, strict=True))
+
+
+def test_no_byte_outside_is_read_or_written(rng):
+    q, k, v = arrays(rng, ((1, 2, 9, 8),) * 3)
+    make_direct((q, k, v), lambda: {"mask": i >= j})
+    (k, k_unharmed), (v, v_unharmed) = with_guards(k), with_guards(v)
+    with Spy() as direct:
+        sightline.attention(q, k, v, mask=i >= j)
+    assert direct.count == 1
+    k_unharmed()
+    v_unharmed()
+
+
+def test_a_stale_address_is_found(rng, monkeypatch):
+    """Planted fault: the address of value is never written, so that the kernel reads the value of an earlier call."""
+    store = DirectCall.address
+    monkeypatch.setattr(DirectCall, "address", lambda self, index: store(self, 1 if index == 2 else index))
+    monkeypatch.setattr(python_functions.HOST, "kernel", _compile_anew)
+    functions = python_functions.make_array_functions(array_layouts.tensors())
+    given = arrays(rng)
+    (expected,) = expect([(given, {})])
+    make_direct(given, dict)
+    read, run = array_layouts.read_arrays, array_layouts.run_or_find
+    array_layouts.use(*functions)
+    try:
+        assert all_bits(sightline.attention(*given)) != expected
+    finally:
+        array_layouts.use(read, run)
+
+
+def _compile_anew(key, name, build):
+    from sightline.cpu.runtime.compile import compile_module
+    from sightline.cpu.runtime.processor import HOST
+
+    return compile_module(build(), HOST.machine, name)
