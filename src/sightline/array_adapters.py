@@ -24,15 +24,13 @@ class ArrayAdapter:
     Parameters
     ----------
     address : array → address of the array's first entry
-    empty : (query, shape of the output) → function (query) that allocates the output
-    make_empty : (shape, name of the dtype) → function () that allocates an array
+    make_empty : (shape, dtype or its name) → function () that allocates an array
     finish_lse : (lse float64, output) → lse as users receive it
     draw_seed : () → a seed of dropout; None if the caller must give one
     """
 
     address: Callable[[Any], int]
-    empty: Callable[[Any, tuple[int, ...]], Callable[[Any], Any]]
-    make_empty: Callable[[tuple[int, ...], str], Callable[[], Any]]
+    make_empty: Callable[[tuple[int, ...], Any], Callable[[], Any]]
     finish_lse: Callable[[Any, Any], Any]
     draw_seed: Callable[[], int] | None
 
@@ -49,17 +47,12 @@ def addresses_of(arrays: Sequence[Any]) -> list[int]:
 # -- the adapter of NumPy arrays -----------------------------------------------------------------------------------
 
 
-def _empty(query: Any, shape: tuple[int, ...]) -> Callable[[Any], Any]:
-    dtype = query.dtype
-    return lambda _: np.empty(shape, dtype)
-
-
 def _finish_lse(lse: Any, output: Any) -> Any:
     return lse.astype(np.float64 if output.dtype == np.float64 else np.float32)
 
 
-def _make_empty(shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+def _make_empty(shape: tuple[int, ...], dtype: Any) -> Callable[[], Any]:
     return partial(np.empty, shape, dtype)
 
 
-ADAPTERS[np.ndarray] = ArrayAdapter(numpy_address, _empty, _make_empty, _finish_lse, None)
+ADAPTERS[np.ndarray] = ArrayAdapter(numpy_address, _make_empty, _finish_lse, None)

@@ -114,8 +114,7 @@ def _bind_family(request: Request, query: Any, key: Any, value: Any) -> CachedCa
         return None
     shape = (*query.shape[:-1], value.shape[-1])
     attach = None if member.attach is None else copy(member.attach)
-    empty = member.adapter.empty(query, shape)
-    call = replace(member, bound_call=bound_call, shape=shape[:-1], empty=empty, attach=attach, record=None, num_runs=0)
+    call = replace(member, bound_call=bound_call, shape=shape, attach=attach, record=None, num_runs=0)
     _store(bound_calls(), _cache_key(request, bound_call), call)
     return call
 
@@ -195,10 +194,10 @@ class CachedCall:
     Parameters
     ----------
     adapter : the adapter of query, key, value and output
-    empty : function (query) that allocates the output
+    dtype : their dtype
     inputs : the tables and numbers of the kernel; None if it has none
     see : the statistics
-    shape : the shape of lse, and of every statistic of a query, in the layout of the caller's arrays
+    shape : the shape of the output in the layout of the caller's arrays
     needs_lse : True if a statistic or the backward pass reads lse
     statistic_dtypes : the names of the dtypes of the forward kernel's outputs for statistics, in its order
     bound_statistics : for each statistic the `BoundStatistic` of its weights pass; None for the forward kernel's
@@ -210,7 +209,7 @@ class CachedCall:
     """
 
     adapter: ArrayAdapter
-    empty: Callable[[Any], Any]
+    dtype: Any
     bound_call: BoundCall
     inputs: KernelInputs | None
     see: tuple[Statistic, ...]
@@ -224,24 +223,22 @@ class CachedCall:
     record: LaunchRecord | None = None
 
     def __post_init__(self) -> None:
-        make_empty = self.adapter.make_empty
-        self.make_lse = None
+        make_empty, shape = self.adapter.make_empty, self.shape[:-1]
+        makers = [make_empty(self.shape, self.dtype)]
         if self.needs_lse:  # without statistics, only the backward pass reads it
-            self.make_lse = make_empty(self.shape, "float64") if self.see else partial(np.empty, self.shape)
-        self.make_outputs = tuple([make_empty(self.shape, dtype) for dtype in self.statistic_dtypes])
-        # what `kernels.direct_call` reads, besides `empty`
+            makers.append(make_empty(shape, "float64") if self.see else partial(np.empty, shape))
+        makers += [make_empty(shape, dtype) for dtype in self.statistic_dtypes]
+        # what `kernels.direct_call` reads: functions that allocate the results, and the address of the record
+        self.makers = tuple(makers)
         self.direct_record = 0 if self.record is None else self.record.address
-        self.make_others = self.make_outputs if self.make_lse is None else (self.make_lse, *self.make_outputs)
 
     def run(self, request: Request, query: Any, key: Any, value: Any, threads: int | None) -> Any:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
         adapter, bound, see, attach = self.adapter, self.bound_call, self.see, self.attach
-        address, output, seed, sinks = adapter.address, self.empty(query), request.seed, None
-        lse, lse_address = None, 0
-        if self.make_lse is not None:
-            lse = self.make_lse()
-            lse_address = ADAPTERS[type(lse)].address(lse)
-        words = [*request.addresses[:FIRST_TABLE], address(output), lse_address, 0, 0]
+        results, seed, sinks = [make() for make in self.makers], request.seed, None
+        output, lse, outputs = self._divide(results)
+        output_address, lse_address = adapter.address(output), 0 if lse is None else ADAPTERS[type(lse)].address(lse)
+        words = [*request.addresses[:FIRST_TABLE], output_address, lse_address, 0, 0]
         numbers: tuple[float, ...] = ()
         tables: Sequence[Any] = ()
         if self.has_dropout:
@@ -255,9 +252,8 @@ class CachedCall:
             words += addresses
             if numbers:
                 words += bound.number_words(numbers)
-        outputs = [make() for make in self.make_outputs]
-        words += [address(array) for array in outputs]
-        keep_alive = query, key, value, output, lse, sinks, tables, outputs
+        words += [adapter.address(array) for array in outputs]
+        keep_alive = query, key, value, results, sinks, tables
         status = bound.run(threads, words, numbers, key, keep_alive)
         if status is None or (status and see):
             return None
@@ -272,9 +268,12 @@ class CachedCall:
 
     def finish(self, request: Request, query: Any, key: Any, value: Any, results: tuple[Any, ...]) -> Any:
         """Return (output, seen) of a direct call with several results; see `cpu.kernels.direct_call`."""
-        output, *arrays = results
-        lse = None if self.make_lse is None else arrays.pop(0)
-        return self._join(request, query, key, value, CallResult(output, lse, self._select(arrays), False, 0))
+        output, lse, outputs = self._divide(results)
+        return self._join(request, query, key, value, CallResult(output, lse, self._select(outputs), False, 0))
+
+    def _divide(self, results: Sequence[Any]) -> tuple[Any, Any, Sequence[Any]]:
+        """Return output, lse or None, and the arrays of statistics."""
+        return (results[0], results[1], results[2:]) if self.needs_lse else (results[0], None, results[1:])
 
     def _join(self, request: Request, query: Any, key: Any, value: Any, result: CallResult) -> Any:
         """Return (output, seen), joined to a graph of gradients if there is one."""
@@ -298,8 +297,7 @@ class CachedCall:
             return
         if any(self.bound_statistics) or not (self.inputs is None or self.inputs.is_identity):
             return
-        num_others, has_lse = len(self.make_others), self.make_lse is not None
-        record = self.bound_call.make_direct_record(threads, key.shape[-2], num_others, has_lse)
+        record = self.bound_call.make_direct_record(threads, key.shape[-2], 1 + self.needs_lse)
         if record is not None:
             _store(bound_calls(), request.key, replace(self, record=record))
 
@@ -395,11 +393,11 @@ def insert(
     output = problem.squeeze_heads(result.output, 2)
     entry = CachedCall(
         adapter,
-        adapter.empty(arrays[0], tuple(output.shape)),
+        output.dtype,
         bound_call,
         inputs if inputs.tables or inputs.numbers else None,
         problem.see,
-        tuple(output.shape[:-1]),
+        tuple(output.shape),
         attach is not None or bool(passes) or any(isinstance(statistic, Lse) for statistic in problem.see),
         _statistic_dtypes(problem.see, problem.accumulator),
         result.bound_statistics,

@@ -190,7 +190,7 @@ def test_hidden_values_that_are_not_finite(rng):
 
 
 def test_a_failed_allocation_is_an_error(rng):
-    def fail(*_):
+    def fail():
         raise MemoryError("no memory")
 
     given = arrays(rng)
@@ -198,12 +198,12 @@ def test_a_failed_allocation_is_an_error(rng):
         clear()
         make_direct(given, lambda see=see: {"see": see})
         (call,) = call_cache.bound_calls().values()
-        allocations = ("empty", fail, call.empty), ("make_others", (fail,) * len(call.make_others), call.make_others)
-        for name, wrong, right in allocations[: 1 if see is None else 2]:
-            setattr(call, name, wrong)
+        for place in range(len(call.makers)):
+            right = call.makers
+            call.makers = (*right[:place], fail, *right[place + 1 :])
             with pytest.raises(MemoryError, match="no memory"):
                 sightline.attention(*given, see=see)
-            setattr(call, name, right)
+            call.makers = right
             assert call.record.array[0] == 0
             with Spy() as direct:
                 sightline.attention(*given, see=see)
@@ -217,7 +217,7 @@ def test_references_are_balanced(rng, convert):
     for options in ({}, {"mask": mask}, {"see": see}):
         make_direct(given, lambda options=options: options)
     calls = list(call_cache.bound_calls().values())
-    objects = [*given, *calls, None, float, mask, *[call.empty for call in calls]]
+    objects = [*given, *calls, None, float, mask, *[maker for call in calls for maker in call.makers]]
 
     def count():
         gc.collect()

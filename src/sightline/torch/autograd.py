@@ -9,7 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _C, Tensor
@@ -27,12 +28,14 @@ from .operator_schema import OperatorArguments, build_result, flatten_result, ma
 
 if TYPE_CHECKING:
     from ..cpu.launch.backward import BoundBackwardCall
+    from ..cpu.launch.launch_record import LaunchRecord
 
 __all__ = [
     "INTERCEPTIONS",
     "GraphAttacher",
     "attach_to_graph",
     "is_intercepted",
+    "make_empty",
     "needs_gradients",
     "refuse_tangents",
 ]
@@ -132,39 +135,54 @@ class _CachedCall(_Call):
     def differentiate_bound(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
-        found = self.read(gradients, inputs, results)
-        bound = None if found is None else self.attacher.backward_calls.get(found[0])
-        if found is None or bound is None or self.is_lse_imprecise:
+        d_output = self.read_d_output(gradients)
+        if d_output is None or self.is_lse_imprecise:
             return None
-        call, (make_d_query, make_d_key, make_d_value) = bound.call, bound.make_sums
-        sums = d_query, d_key, d_value = make_d_query(inputs[0]), make_d_key(inputs[1]), make_d_value(inputs[2])
-        seed = call.signed_word(self.seed) if self.seed else 0
-        words = [*found[1:-1], 0, d_query.data_ptr(), d_key.data_ptr(), d_value.data_ptr(), seed]
-        tables: Sequence[Any] = ()
-        numbers: tuple[float, ...] = ()
-        if bound.inputs is not None:
-            tables, addresses, numbers = bound.inputs.of(self.request)
-            words += [*addresses, *call.number_words(numbers)]
-        if call.run(self.threads, words, numbers, inputs[1], (inputs, results, found, sums, tables)) is None:
+        found = self.find(inputs, results, d_output)
+        if found is None or found[0] is None:
             return None
-        combined, dtype = call.combine(sums), inputs[0].dtype
+        bound, sums, _, *addresses = found
+        if sums is None:
+            sums = self.run(bound, addresses[: bound.call.num_operands], (inputs, results, d_output))
+            if sums is None:
+                return None
+        combined, dtype = bound.call.combine(sums), inputs[0].dtype
         return combined if dtype is self.attacher.accumulator else [gradient.to(dtype) for gradient in combined]
 
-    def read(
-        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> tuple[Any, ...] | None:
-        """Return the layouts and addresses of the inputs, output, d_output and lse, and then d_output.
-
-        Hooks on saved tensors may have changed the layouts of the inputs. The result is None if a bound call cannot
-        serve: d_output must be the only gradient.
-        """
+    @staticmethod
+    def read_d_output(gradients: Sequence[Tensor | None]) -> Tensor | None:
+        """Return d_output with adjacent columns; None if it is not the only gradient."""
         d_output = gradients[0]
         if d_output is None or (len(gradients) > 1 and any(gradient is not None for gradient in gradients[1:])):
             return None
         if type(d_output) is Tensor and d_output.is_cpu and d_output.stride(-1) != 1:
-            d_output = d_output.contiguous()
-        found = array_layouts.read_arrays(*inputs, results[0], d_output, self.lse(results))
-        return None if found is None else (*found, d_output)
+            return d_output.contiguous()
+        return d_output
+
+    def find(self, inputs: Sequence[Tensor], results: Sequence[Tensor], d_output: Tensor) -> Any:
+        """Return the result of `run_or_find` for the inputs, output, d_output, lse and the tables.
+
+        Hooks on saved tensors may have changed the layouts of the inputs.
+        """
+        calls, request = self.attacher.backward_calls, self.request
+        arrays = *inputs, results[0], d_output, self.lse(results), *request.tables
+        return array_layouts.run_or_find(calls, (), request.numbers, *arrays)
+
+    def run(self, bound: _BackwardCall, addresses: Sequence[int], keep_alive: tuple[Any, ...]) -> Any:
+        """Run the call, and return the sums of the gradients; None if a sum is not finite."""
+        call, sums = bound.call, [make() for make in bound.makers]
+        seed = call.signed_word(self.seed) if self.seed else 0
+        words = [*addresses, 0, *[array.data_ptr() for array in sums], seed]
+        tables: Sequence[Any] = ()
+        numbers: tuple[float, ...] = ()
+        if bound.inputs is not None:
+            tables, table_addresses, numbers = bound.inputs.of(self.request)
+            words += [*table_addresses, *call.number_words(numbers)]
+        key = keep_alive[0][1]
+        status = call.run(self.threads, words, numbers, key, (*keep_alive, sums, tables))
+        if bound.record is None and not self.seed and (bound.inputs is None or bound.inputs.is_identity):
+            bound.set_record(call.make_direct_record(self.threads, key.shape[-2], len(sums)))
+        return None if status is None else sums
 
     def keep(
         self,
@@ -173,35 +191,43 @@ class _CachedCall(_Call):
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        found, calls = self.read(gradients, inputs, results), self.attacher.backward_calls
+        d_output, calls = self.read_d_output(gradients), self.attacher.backward_calls
         own = KernelInputs.bind(bound_call, self.request, self.formulas)
+        found = None if d_output is None else self.find(inputs, results, d_output)
         if found is None or own is None or len(calls) >= MAX_BACKWARD_CALLS:
             return
-        layouts, *addresses, d_output = found
+        _, _, layouts, *addresses = found
         reads_caller = bound_call.first_operands == tuple(addresses[:3]) and results[0].stride(-1) == 1
-        if reads_caller and d_output.dtype == results[0].dtype:
-            shapes = zip(inputs, bound_call.sum_shapes, strict=True)
-            makers = [_make_empty(x, shape, self.attacher.accumulator) for x, shape in shapes]
-            calls[layouts] = _BackwardCall(bound_call, own if own.tables or own.numbers else None, makers)
+        if reads_caller and d_output is not None and d_output.dtype == results[0].dtype:
+            makers = tuple([make_empty(shape, self.attacher.accumulator) for shape in bound_call.sum_shapes])
+            calls[layouts, ()] = _BackwardCall(bound_call, own if own.tables or own.numbers else None, makers)
 
 
-class _BackwardCall(NamedTuple):
-    """A bound call of the backward pass.
+class _BackwardCall:
+    """A bound call of the backward pass, an entry for `array_layouts.run_or_find`.
 
     inputs : its tables and numbers; None if it has none
-    make_sums : functions (tensor) that allocate the sums of the gradients of query, key and value
+    makers : functions that allocate the sums of the gradients of query, key and value
     """
 
-    call: BoundBackwardCall
-    inputs: KernelInputs | None
-    make_sums: Sequence[Callable[[Tensor], Tensor]]
+    def __init__(
+        self, call: BoundBackwardCall, inputs: KernelInputs | None, makers: tuple[Callable[[], Tensor], ...]
+    ) -> None:
+        self.call, self.inputs, self.makers = call, inputs, makers
+        self.record: LaunchRecord | None = None
+        self.direct_record = 0
+
+    def set_record(self, record: LaunchRecord | None) -> None:
+        """Let generated code run the call. The first record is never replaced, because another thread may use it."""
+        if record is not None and self.record is None:
+            self.record, self.direct_record = record, record.address
 
 
-def _make_empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return a function (like) that allocates a tensor of this shape and dtype."""
-    if like.shape == shape and like.dtype == dtype and like.is_contiguous():
-        return torch.empty_like
-    return lambda _: torch.empty(shape, dtype=dtype)
+def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str) -> Callable[[], Tensor]:
+    """Return a function that allocates a tensor of this shape and dtype."""
+    dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+    example = torch.empty((), dtype=dtype).expand(shape)  # it has the memory of one number
+    return partial(torch.empty_like, example)  # half the time of `torch.empty` with a dtype
 
 
 class _Attention(torch.autograd.Function):
@@ -293,7 +319,7 @@ class GraphAttacher:
     Attributes
     ----------
     options : the arguments of `make_problem` that are the same in every call
-    backward_calls : the bound calls of the backward pass by the layouts of the tensors that they read
+    backward_calls : the bound calls of the backward pass by the layouts of the arrays that they read
     """
 
     def __init__(self, problem: Problem, kernel: str | None, threads: int | None) -> None:
@@ -301,7 +327,7 @@ class GraphAttacher:
         self.has_statistics = bool(problem.see)  # if there are none, lse is no result
         self.kernel, self.threads = kernel, threads
         self.accumulator = getattr(torch, problem.accumulator)
-        self.backward_calls: dict[bytes, _BackwardCall] = {}
+        self.backward_calls: dict[tuple[bytes, tuple[()]], _BackwardCall] = {}
 
     def __copy__(self) -> GraphAttacher:
         """Return an attacher for calls with other lengths: the same options, and no bound backward calls."""

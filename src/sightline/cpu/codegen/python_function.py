@@ -21,9 +21,9 @@ PYTHON_API = frozenset(
     {
         *("PyBytes_FromStringAndSize", "PyCapsule_GetPointer", "PyDict_GetItem", "PyErr_Clear", "PyErr_Occurred"),
         *("PyEval_RestoreThread", "PyEval_SaveThread", "PyFloat_AsDouble", "PyLong_AsLongLong", "PyLong_AsVoidPtr"),
-        *("PyLong_FromLongLong", "PyLong_FromVoidPtr", "PyObject_CallNoArgs", "PyObject_CallOneArg"),
+        *("PyLong_FromLongLong", "PyLong_FromVoidPtr", "PyObject_CallNoArgs"),
         *("PyObject_GetAttr", "PyObject_IsTrue", "PyObject_VectorcallMethod", "PyTuple_GetItem", "PyTuple_New"),
-        *("PyTuple_SetItem", "Py_DecRef", "Py_IncRef"),
+        *("PyTuple_SetItem", "PyTuple_Size", "Py_DecRef", "Py_IncRef"),
     }
 )
 

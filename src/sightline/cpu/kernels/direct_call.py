@@ -1,13 +1,13 @@
 """A generated function that runs a whole repeated call, and that Python calls as a function of C.
 
-    run_or_find(entries, structure, numbers, query, key, value, table, ...)
-        →  the output, or (entry, results, layouts, address of query, address of key, address of value, ...)
+    run_or_find(entries, structure, numbers, operand, ..., table, ...)
+        →  the result, or (entry, results, layouts, address of operand, ..., address of table, ...)
 
-`entries` is the dict of the call cache. The layouts of all arrays and the structure are the key of an entry; see
-`sightline.call_request`. If the entry has a record for direct calls (`direct_record`, an address), the function
-allocates the output and the other results, writes all addresses and the numbers into the record's argument block, and
-runs the kernel. `results` is a tuple of the output, lse if the call needs it, and the arrays of statistics. If the
-output is the only result, the function returns it alone.
+The operands are query, key and value; for the backward pass also output, d_output and lse. `entries` is a dict, as the
+call cache has one. The layouts of all arrays and the structure are the key of an entry; see `sightline.call_request`.
+If the entry has a record for direct calls (`direct_record`, an address), the function allocates the results by the
+functions of the tuple `makers`, writes all addresses and the numbers into the record's argument block, and runs the
+kernel. `results` is a tuple. If there is only one result, the function returns it alone.
 
 `results` is None, and Python runs the call, if there is no such record, if another thread uses it, if the search for
 tile ranges fails, or if the kernel sets a flag. The entry is None if there is none. The function returns None if the
@@ -27,12 +27,9 @@ __all__ = ["DIRECT_CONTEXT", "DirectCall"]
 
 DIRECT_CONTEXT = CONTEXT_FIELDS | {
     "direct_record": POINTER,  # the names of attributes of an entry, as Python objects
-    "empty": POINTER,
-    "make_others": POINTER,
+    "makers": POINTER,
     "float": POINTER,  # Python's type
 }
-NUM_OPERANDS = 3  # query, key and value
-OUTPUT_WORD, LSE_WORD = 3, 4  # the words of a call begin with the addresses of query, key, value, output and lse
 FIRST_ARRAY = 3  # the arguments before the arrays are entries, structure and numbers
 
 
@@ -77,48 +74,39 @@ class DirectCall(ArrayFunction):
     def run(self, entry: Value, layouts: Value, record: RecordCode) -> None:
         """Run the call, and return its results. If it cannot run here, the code after this code follows."""
         with self.if_then(record.exchange_busy(1) == 0):
-            words = record.field("words")
-            results = self.make_output(entry, record, words.at(8 * OUTPUT_WORD), (entry, layouts))
-            has_others = record.field("num_others") > 0
-            outputs = self.write_words(record, words)
-            with self.if_then(has_others):
-                self.make_others(entry, record, words.at(8 * LSE_WORD), outputs, results)
+            makers = self.call("PyObject_GetAttr", POINTER, entry, self.context["makers"])
+            count = self.call("PyTuple_Size", INT64, makers)
+            results = self.call("PyTuple_New", POINTER, count)
+            self.make_results(record, makers, results, count, (entry, layouts))
+            self.release(makers)
             record.clear_workspace()
             succeeds = Variable(self, BOOL, record.find_tile_ranges())
             with self.if_then(succeeds.get()):
                 succeeds.set(record.run_kernel() == 0)
             record.exchange_busy(0)
             with self.if_then(succeeds.get()):
-                with self.if_then(has_others):
-                    self.return_(self.make_tuple(entry, results.get(), layouts))
-                self.release(entry, layouts)
-                self.return_(results.get())
-            self.release(results.get())
+                with self.if_then(count > 1):
+                    self.return_(self.make_tuple(entry, results, layouts))
+                only = self.call("PyTuple_GetItem", POINTER, results, self.value(0, INT64))
+                self.call("Py_IncRef", VOID, only)
+                self.release(results, entry, layouts)
+                self.return_(only)
+            self.release(results)
 
-    def make_output(self, entry: Value, record: RecordCode, word: Value, owned: tuple[Value, ...]) -> Variable:
-        """Allocate the output, and write its address to `word`."""
-        empty = self.call("PyObject_GetAttr", POINTER, entry, self.context["empty"])
-        output = self.call("PyObject_CallOneArg", POINTER, empty, self.array(0))
-        self.release(empty)
-        self.return_if_failed(output, record, owned)
-        word.store(self.address_of_new(output))
-        return Variable(self, POINTER, output)
-
-    def make_others(self, entry: Value, record: RecordCode, lse_word: Value, outputs: Value, results: Variable) -> None:
-        """Allocate lse and the arrays of statistics, write their addresses, and put all results into a tuple."""
-        has_lse, count = record.field("has_lse"), record.field("num_others")
-        output, makers = results.get(), self.call("PyObject_GetAttr", POINTER, entry, self.context["make_others"])
-        found = self.call("PyTuple_New", POINTER, count + 1)
-        self.call("PyTuple_SetItem", INT32, found, self.value(0, INT64), output)
-        results.set(found)
+    def make_results(
+        self, record: RecordCode, makers: Value, results: Value, count: Value, owned: tuple[Value, ...]
+    ) -> None:
+        """Write all words, allocate the results, and put them into the tuple `results`."""
+        words, first, consecutive = record.field("words"), record.field("first_result"), record.field("num_results")
+        outputs = self.write_words(record, words)
         with self.loop(0, count) as index:
             maker = self.call("PyTuple_GetItem", POINTER, makers, index)
             array = self.call("PyObject_CallNoArgs", POINTER, maker)
-            self.return_if_failed(array, record, (found, makers, entry))
-            word = self.where(index < has_lse, lse_word, outputs.at((index - has_lse) * 8))
+            self.return_if_failed(array, record, (results, makers, *owned))
+            self.call("PyTuple_SetItem", INT32, results, index, array)
+            is_field = index < consecutive
+            word = self.where(is_field, words.at((first + index) * 8), outputs.at((index - consecutive) * 8))
             word.store(self.address_of_new(array))
-            self.call("PyTuple_SetItem", INT32, found, index + 1, array)
-        self.release(makers)
 
     def return_if_failed(self, result: Value, record: RecordCode, owned: tuple[Value, ...]) -> None:
         """Return with Python's error if an allocation failed. The references to the objects `owned` are released."""
@@ -136,11 +124,12 @@ class DirectCall(ArrayFunction):
 
         The result is the place of the words that follow: the addresses of the arrays of statistics.
         """
-        for operand in range(NUM_OPERANDS):
-            words.at(8 * operand).store(self.address(operand))
+        num_operands = record.field("num_operands")
+        with self.loop(0, num_operands) as index:
+            words.at(index * 8).store(self.address(index))
         tables = words.at(record.field("first_table") * 8)
         with self.loop(0, record.field("num_tables")) as index:
-            tables.at(index * 8).store(self.address(index + NUM_OPERANDS))
+            tables.at(index * 8).store(self.address(index + num_operands))
         numbers = tables.at(record.field("num_tables") * 8)
         with self.loop(0, record.field("num_numbers")) as index:
             number = self.call("PyTuple_GetItem", POINTER, self.argument(2), index)

@@ -31,8 +31,9 @@ RECORD_FIELDS: dict[str, Any] = {
     "first_table": INT64,  # the first address of a table among these words; those of the other tables follow ...
     "num_tables": INT64,
     "num_numbers": INT64,  # ... then the numbers of the formulas, and the addresses of the arrays of statistics
-    "num_others": INT64,  # how many results a direct call has besides its output
-    "has_lse": INT64,  # 1 if lse is the first of them
+    "num_operands": INT64,  # how many of the words, from the first on, are addresses of a direct call's arguments
+    "first_result": INT64,  # the first address of a result among the words of a direct call
+    "num_results": INT64,  # how many such addresses follow each other; those of the arrays of statistics are others
     "imprecise_lse_flag": POINTER,  # null if the kernel does not set this flag
     "nonfinite_flag": POINTER,
     "search": POINTER,  # the search for tile ranges; 0 if the tile ranges are bound

@@ -104,6 +104,7 @@ class BoundCall:
     """
 
     call_fields: tuple[str, ...] = FORWARD_CALL_FIELDS  # the last fields of the kernel, which each call gives
+    num_operands, first_result = 3, 3  # of `call_fields`: query, key and value; output, and lse if the call needs it
     has_dynamic_key_length = False  # True if the call serves any number of keys
     family: CallFamily | None = None  # binds the call again for other lengths
     convert_table, convert_sinks = staticmethod(convert_table), staticmethod(convert_sinks)
@@ -248,18 +249,16 @@ class BoundCall:
         """The record for calls that find their tile ranges."""
         return LaunchRecord(self, searches=True)
 
-    def make_direct_record(
-        self, threads: int | None, num_keys: int, num_others: int, has_lse: bool
-    ) -> LaunchRecord | None:
+    def make_direct_record(self, threads: int | None, num_keys: int, num_results: int) -> LaunchRecord | None:
         """Return a record for direct calls with so many keys; None if more than one thread would work.
 
-        `num_others` and `has_lse` are those of `LaunchRecord`.
+        `num_results` is that of `LaunchRecord`.
         """
         words = self.constant_words(threads, num_keys)
         if words is None or self.launch is None:
             return None
         searches = self.search is not None and (self.search.runs_always or len(self.numbers) > 0)
-        return LaunchRecord(self, searches, words, num_others, has_lse)
+        return LaunchRecord(self, searches, words, num_results)
 
     def constant_words(self, threads: int | None, num_keys: int) -> Sequence[int] | None:
         """Return the words of `call_fields` with 0 for each address and the seed; None if several threads work."""

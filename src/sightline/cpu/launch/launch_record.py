@@ -26,7 +26,7 @@ class LaunchRecord:
     call : the bound call
     searches : True if the tile ranges are found for each call, False if they are those of the first call
     words : for direct calls, the words of `BoundCall.call_fields`; see `kernels.direct_call`
-    num_others, has_lse : for direct calls, how many results there are besides the output, and True if lse is the first
+    num_results : for direct calls, how many results have their addresses among these words
 
     Attributes
     ----------
@@ -34,9 +34,7 @@ class LaunchRecord:
     capacity : the most tile ranges for which the buffer has memory; 0 if it searches for none
     """
 
-    def __init__(
-        self, call: BoundCall, searches: bool, words: Sequence[int] = (), num_others: int = 0, has_lse: bool = False
-    ) -> None:
+    def __init__(self, call: BoundCall, searches: bool, words: Sequence[int] = (), num_results: int = 0) -> None:
         assert len(call.zeroed) <= MAX_ZEROED
         buffers = call.make_buffers()
         self.buffer = _, view, block = buffers.acquire()
@@ -49,8 +47,9 @@ class LaunchRecord:
             "first_table": len(call.call_fields),
             "num_tables": len(call.table_origins),
             "num_numbers": len(call.numbers),
-            "num_others": num_others,
-            "has_lse": int(has_lse),
+            "num_operands": call.num_operands,
+            "first_result": call.first_result,
+            "num_results": num_results,
             "num_zeroed": len(call.zeroed),
         }
         fields |= {name: addresses[name] for name in FLAGS if name in addresses}

@@ -36,7 +36,7 @@ def make_array_functions(tensors: Tensors) -> tuple[Any, Any] | None:
     if not _is_supported() or (read_tensor is None and tensors.type is not NoTensor):
         return None
     conditions = list(tensors.conditions)
-    names = ["requires_grad", "is_neg", "direct_record", "empty", "make_others"]
+    names = ["requires_grad", "is_neg", "direct_record", "makers"]
     addresses = np.array([id(condition) for condition in conditions], np.int64)
     values = {
         "none": id(None),
