@@ -100,6 +100,8 @@ class Emulator(Processor):
         self.runner.communicate()
         self.file.close()
 
+    links_parts = False
+
     def kernel(self, key: str, name: str, build_module: Callable[[], Any]) -> tuple[Path, str]:
         """Return (shared library with the kernel, the kernel's name)."""
         if key not in self.kernels:

@@ -275,8 +275,11 @@ class Expression:
         return tuple(found.values())
 
     @cached_property
-    def structures(self) -> dict[int, Structure]:
-        """The results of `parameters.structure_of` for calls without another formula, by the number of arguments."""
+    def structures(self) -> dict[tuple[int, int], Structure]:
+        """The results of `parameters.structure_of` for this formula alone.
+
+        The keys are the number of its arguments, and the place of this formula among them.
+        """
         return {}
 
     @cached_property

@@ -65,12 +65,12 @@ def structure_of(*formulas: Expression | None) -> Structure:
     structure = _STRUCTURES.get(formulas)
     if structure is not None:
         return structure
-    # A model passes one mask to all of its layers, so a mask alone keeps its structures.
-    mask, *others = formulas
-    own = mask.structures if mask is not None and all(other is None for other in others) else {}
-    if len(formulas) in own:
-        return own[len(formulas)]
-    own[len(formulas)] = structure = _make_structure(formulas)
+    # A model passes one mask to all of its layers, so a formula alone keeps its structures.
+    given = [(formula, place) for place, formula in enumerate(formulas) if formula is not None]
+    own, key = (given[0][0].structures, (len(formulas), given[0][1])) if len(given) == 1 else ({}, (0, 0))
+    if key in own:
+        return own[key]
+    own[key] = structure = _make_structure(formulas)
     if not structure.tables:  # `_STRUCTURES` would keep the tables alive
         _store(_STRUCTURES, formulas, structure)
     return structure

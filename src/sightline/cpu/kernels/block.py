@@ -43,6 +43,7 @@ class Block:
     q_t: Value  # Qᵀ[d][lane]
     s_t: Value  # Sᵀ[key][lane]
     num_keys: Value  # number of keys in the current tile
+    own_formulas = slice(0, None)  # of the mask, the score and the extra formulas, those that this code evaluates
     split: Value  # index of the split of the keys, in kernels that split the keys
 
     def __init__(self, spec: KernelSpec, formulas: Sequence[Expression | None], machine: Machine) -> None:
@@ -57,14 +58,8 @@ class Block:
 
     def write(self, name: str) -> Any:
         """Return the module with the kernel. An atomic counter gives each thread its next work item."""
-        self.builder = builder = Builder(self.module, name)
-        ranks, numbers = [rank for _, rank in self.spec.tables], parameter_types(self.formulas)
-        outputs = self.spec.num_output_arrays
-        self.args = LoadedArguments(builder, builder.arguments[0], self.fields, ranks, numbers, outputs)
-        self.tiles = tiles = RegisterTiles(builder, self.float, self.machine, self.paired)
-        self.vectors, self.lanes, self.vector = range(tiles.vectors), tiles.lanes, tiles.vector
-        self.factor = self.args.factor.to(self.float)
-        self.prepare_formulas()
+        self.begin(Builder(self.module, name))
+        builder = self.builder
         self.allocate()
         with builder.infinite_loop() as break_if:
             item = builder.atomic_increment(self.args.counter)
@@ -72,6 +67,17 @@ class Block:
             self.process_item(item)
         builder.finish()
         return self.module
+
+    def begin(self, builder: Builder) -> None:
+        """Begin a function whose first argument is the argument block."""
+        self.builder = builder
+        ranks, numbers = [rank for _, rank in self.spec.tables], parameter_types(self.formulas)
+        outputs = self.spec.num_output_arrays
+        self.args = LoadedArguments(builder, builder.arguments[0], self.fields, ranks, numbers, outputs)
+        self.tiles = tiles = RegisterTiles(builder, self.float, self.machine, self.paired)
+        self.vectors, self.lanes, self.vector = range(tiles.vectors), tiles.lanes, tiles.vector
+        self.factor = self.args.factor.to(self.float)
+        self.prepare_formulas()
 
     def allocate(self) -> None:
         """Allocate the kernel's scratch."""
@@ -241,18 +247,20 @@ class Block:
     # -- formulas -------------------------------------------------------------------------------------------------
     def prepare_formulas(self) -> None:
         """Create the renderer and the tile tables of every formula."""
+        own = range(len(self.formulas))[self.own_formulas]
+        formulas = [formula if index in own else None for index, formula in enumerate(self.formulas)]
         sources = [
             TableSource(t.pointer, t.strides, t.lengths, TABLE_TYPES[dtype])
             for t, (dtype, _) in zip(self.args.tables, self.spec.tables, strict=True)
         ]
-        tables = [cast(TableParameter, table) for f in self.formulas if f is not None for table in f.tables]
+        tables = [cast(TableParameter, table) for f in formulas if f is not None for table in f.tables]
         self.sources = {id(table): sources[table.slot] for table in tables}
         self.renderers = [
             None if f is None else self.make_renderer(f, DOUBLE if f.kind == "bool" else self.float, clamped)
-            for f, clamped in zip(self.formulas, self.spec.clamped, strict=True)
+            for f, clamped in zip(formulas, self.spec.clamped, strict=True)
         ]
-        formulas = enumerate(zip(self.renderers, self.spec.tile_lookups, strict=True))
-        self.tile_tables = [TileTables(self, index, renderer, lookups) for index, (renderer, lookups) in formulas]
+        parts = enumerate(zip(self.renderers, self.spec.tile_lookups, strict=True))
+        self.tile_tables = [TileTables(self, index, renderer, lookups) for index, (renderer, lookups) in parts]
 
     def make_renderer(self, formula: Expression, floats: Any, clamped: tuple[tuple[int, int], ...]) -> Renderer:
         """Return the renderer of a formula whose floats have the given type."""

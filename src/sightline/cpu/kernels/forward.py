@@ -6,7 +6,8 @@
     Oᵀ[d_v][lane]  = α Oᵀ + Σ_key V[key][d_v] · P[key][lane]   at the end O = Oᵀ / l
 
 Register tiles compute both products. A work item is one block of queries of one head. An atomic counter distributes
-the items among the threads.
+the items among the threads. `kernels.score_functions` writes the functions that apply score and mask to a tile. They
+may be in a module of their own, so that the rest of the kernel is compiled once for all formulas.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import operator
 
 from ..codegen.abi import FORWARD_FIELDS
 from ..codegen.builder import Variable
-from ..codegen.values import BOOL, DOUBLE, FLOAT, INT32, Value
+from ..codegen.values import BOOL, DOUBLE, FLOAT, INT32, VOID, Value
 from .block import Block
 from .fused_statistics import FusedStatisticsCode
 from .kernel_spec import KEY_BLOCK
+from .score_functions import MASK_FUNCTION, SCORE_FUNCTION
 
 __all__ = ["Forward"]
 
@@ -29,6 +31,7 @@ class Forward(Block):
     """Write the forward kernel into a module."""
 
     fields = FORWARD_FIELDS
+    own_formulas = slice(2, None)
 
     def allocate(self) -> None:
         tiles = self.tiles
@@ -37,6 +40,7 @@ class Forward(Block):
         self.value = self.allocate_operand(2, needs_rows=False, needs_columns=True)
         self.o_t = tiles.matrix(self.spec.d_v)
         self.running_max, self.running_sum, self.tile_max = (tiles.variables() for _ in range(3))
+        self.max_row = tiles.matrix(1)  # in which the functions of the formulas return `tile_max`
         # `compensation` collects the rounding errors of `running_sum`
         self.shift, self.alpha, self.compensation = (tiles.variables() for _ in range(3))
         self.fused_statistics = FusedStatisticsCode(self)
@@ -91,14 +95,13 @@ class Forward(Block):
         for v in self.vectors:
             self.tile_max[v].set(-math.inf)
         self.score_tile()
-        mask, score = self.renderers[:2]
         with builder.if_else(partial) as (yes, no):  # without a mask every tile range is full
             with yes:
-                if mask is not None:
-                    self.modify_scores(j0, masked=True)
+                if self.spec.mask is not None:
+                    self.modify_scores(MASK_FUNCTION, j0)
             with no:
-                if score is not None:
-                    self.modify_scores(j0, masked=False)
+                if self.spec.score is not None:
+                    self.modify_scores(SCORE_FUNCTION, j0)
         self.softmax(j0)
         with builder.if_else(nan_safe) as (yes, no):
             with yes:
@@ -116,20 +119,13 @@ class Forward(Block):
 
         self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, self.tiles.packed_length(self.spec.d_k), finish)
 
-    def modify_scores(self, j0: Value, masked: bool) -> None:
-        """Scale Sᵀ, apply the score formula, set hidden scores to −∞, and recompute each query's maximum."""
-        builder, tiles = self.builder, self.tiles
-        self.transpose_tables(j0, 0 if masked else 1, 2)
+    def modify_scores(self, function: str, j0: Value) -> None:
+        """Call a function of the formulas, which replaces Sᵀ and each query's maximum."""
+        builder = self.builder
+        positions = self.b, self.h, self.i0, j0, self.num_keys
+        builder.call(function, VOID, builder.arguments[0], self.s_t, self.max_row, *positions)
         for v in self.vectors:
-            self.tile_max[v].set(-math.inf)
-        with builder.loop(0, self.num_keys) as key:
-            for tables in self.tile_tables[0 if masked else 1 : 2]:
-                tables.prefetch(key, j0 + KEY_BLOCK)
-            for v, s, allowed in self.logits(key, j0, masked):
-                if allowed is not None:
-                    s = builder.where(allowed, s, builder.value(-math.inf, self.vector))
-                tiles.store(self.s_t, key, v, s)
-                self.tile_max[v].set(builder.maximum(s, self.tile_max[v].get()))
+            self.tile_max[v].set(self.tiles.load(self.max_row, 0, v))
 
     def prescale_large_scores(self) -> Value:
         """Return the factor that Sᵀ and its maximum are multiplied by in the softmax: 1 if Sᵀ is scaled here.
@@ -158,7 +154,7 @@ class Forward(Block):
         If operands are pairs of bfloat16, P is stored as pairs of neighbouring keys.
         """
         builder, tiles = self.builder, self.tiles
-        factor = self.prescale_large_scores() if self.renderers[1] is None else builder.value(1.0, self.float)
+        factor = self.prescale_large_scores() if self.spec.score is None else builder.value(1.0, self.float)
         self.fused_statistics.prepare_tile(j0, factor)
         for v in self.vectors:
             new = builder.maximum(self.tile_max[v].get() * factor, self.running_max[v].get())

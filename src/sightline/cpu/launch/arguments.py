@@ -20,6 +20,8 @@ from ...problem import Problem
 from ..codegen.abi import pack, signed_word
 from ..kernels.block import Block
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector
+from ..kernels.score_functions import ScoreFunctions, without_formulas
+from ..runtime.compile import Part
 from ..runtime.machine import Machine
 from ..runtime.processor import Processor
 
@@ -180,12 +182,25 @@ def make_spec(kernel: str, arguments: KernelArguments, **more: Any) -> KernelSpe
 
 def write_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Block], processor: Processor) -> Any:
     """Return the LLVM module of a kernel."""
-    return writer(spec, arguments.formulas, processor.machine).write(f"sightline_{spec.kernel}")
+    kernel = writer(spec, arguments.formulas, processor.machine)
+    if spec.kernel == "forward":
+        ScoreFunctions(spec, arguments.formulas, processor.machine, kernel.module).write()
+    return kernel.write(f"sightline_{spec.kernel}")
 
 
 def compile_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Block], processor: Processor) -> Any:
-    """Return the compiled kernel as `processor.call` takes it."""
-    name = f"sightline_{spec.kernel}"
+    """Return the compiled kernel as `processor.call` takes it.
+
+    A forward kernel with formulas has two parts. One of them does not depend on the formulas, so that only the other is
+    compiled for new formulas. Statistics are computed between the parts, and their kernels are not divided.
+    """
+    name, machine = f"sightline_{spec.kernel}", processor.machine
+    has_formulas = spec.mask is not None or spec.score is not None
+    if spec.kernel == "forward" and has_formulas and not spec.roles and processor.links_parts:
+        rest = without_formulas(spec)
+        common = Part(repr(rest), lambda: writer(rest, (None, None), machine).write(name))
+        functions = ScoreFunctions(spec, arguments.formulas, machine)
+        return processor.kernel(repr(spec), name, functions.write, common)
     return processor.kernel(repr(spec), name, lambda: write_kernel(spec, arguments, writer, processor))
 
 

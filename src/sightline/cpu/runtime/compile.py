@@ -2,6 +2,9 @@
 
     key → memory → disk → build_module() → LLVM's passes → object code → disk → memory → address
 
+A kernel may have two parts, one of which is common to many kernels. Each part is stored on disk, and both are linked
+when they are loaded.
+
 llvmlite runs one call of LLVM at a time. If several threads compile kernels, their calls of LLVM alternate, and one
 thread can build a module while LLVM works for another thread. A fork waits for the current call of LLVM, so that in the
 child LLVM's state is consistent and llvmlite's lock is free. A fork also waits for imports that first calls make.
@@ -13,17 +16,18 @@ import os
 import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import disk_cache, llvmlite_lock
 from .machine import Machine
 
-__all__ = ["Address", "bound_calls", "call_families", "compile_module", "counts", "get_or_compile", "optimised"]
+__all__ = ["Address", "Part", "bound_calls", "call_families", "compile_module", "counts", "get_or_compile", "optimised"]
 
+MAX_COMMON_CODES = 16  # the oldest is dropped beyond this number
 MAX_KERNELS_IN_MEMORY = 512  # one kernel takes about 80 KB
 # The LLVM passes that each kernel needs. Sightline's generator already unrolls loops for the registers and computes the
 # shared parts of formulas once. The passes inline functions, turn stack slots into registers, and rotate loops so that
@@ -58,6 +62,7 @@ class KernelCache:
     def __init__(self) -> None:
         self._kernels: OrderedDict[str, Address] = OrderedDict()
         self.bound_calls: OrderedDict[Any, Any] = OrderedDict()  # calls with bound arguments; see `call_cache`
+        self.common_codes: dict[str, bytes] = {}  # the object code of common parts
         self.call_families: OrderedDict[Any, Any] = OrderedDict()  # one of these calls for each family
         self.reset_locks()
 
@@ -108,7 +113,16 @@ def call_families() -> OrderedDict[Any, Any]:
     return _cache.call_families
 
 
-def get_or_compile(key: str, name: str, build_module: Callable[[], Any], machine: Machine) -> Address:
+class Part(NamedTuple):
+    """A part of a kernel that other kernels have too: a text as the key of `get_or_compile`, and its `build_module`."""
+
+    key: str
+    build_module: Callable[[], Any]
+
+
+def get_or_compile(
+    key: str, name: str, build_module: Callable[[], Any], machine: Machine, common: Part | None = None
+) -> Address:
     """Return the address of the function `name` of the kernel with this key.
 
     Parameters
@@ -123,6 +137,8 @@ def get_or_compile(key: str, name: str, build_module: Callable[[], Any], machine
         nor the disk has the kernel.
     machine : Machine
         The LLVM target of the kernel.
+    common : Part, optional
+        A part with the function `name`, which calls functions of the module.
 
     Returns
     -------
@@ -136,7 +152,7 @@ def get_or_compile(key: str, name: str, build_module: Callable[[], Any], machine
             address = _cache.get(identity)
             if address is None:
                 try:
-                    address = _load_or_compile(identity, name, build_module, machine)
+                    address = _load_or_compile(identity, name, build_module, machine, common)
                 except BaseException:
                     llvmlite_lock.repair()
                     raise
@@ -145,23 +161,39 @@ def get_or_compile(key: str, name: str, build_module: Callable[[], Any], machine
     return address
 
 
-def _load_or_compile(identity: str, name: str, build_module: Callable[[], Any], machine: Machine) -> Address:
+def _load_or_compile(
+    identity: str, name: str, build_module: Callable[[], Any], machine: Machine, common: Part | None
+) -> Address:
     """Return the kernel: its code is read from disk, or compiled and then stored on disk."""
+    codes = [_read_or_compile(identity, build_module, machine)]
+    if common is not None:
+        shared = f"{name}\n{machine!r}\n{common.key}"
+        code = _cache.common_codes.get(shared)
+        if code is None:
+            code = _cache.common_codes[shared] = _read_or_compile(shared, common.build_module, machine)
+            while len(_cache.common_codes) > MAX_COMMON_CODES:
+                _cache.common_codes.pop(next(iter(_cache.common_codes)), None)
+        codes.append(code)
+    return _load_objects(codes, name, machine)
+
+
+def _read_or_compile(identity: str, build_module: Callable[[], Any], machine: Machine) -> bytes:
+    """Return object code from disk, or compile it and store it on disk."""
     file_name = disk_cache.file_name(identity)
     code = None if file_name is None else disk_cache.read(file_name)
     if code is not None:
         counts["read"] += 1
-        return _load_object(code, name, machine)
+        return code
     code = _compile_object(build_module(), machine)
     counts["compiled"] += 1
     if file_name is not None:
         disk_cache.write(file_name, code)
-    return _load_object(code, name, machine)
+    return code
 
 
 def compile_module(module: Any, machine: Machine, name: str) -> Address:
     """Compile the module without a cache, and return the address of its function `name`."""
-    return _load_object(_compile_object(module, machine), name, machine)
+    return _load_objects([_compile_object(module, machine)], name, machine)
 
 
 def _compile_object(module: Any, machine: Machine) -> bytes:
@@ -191,13 +223,17 @@ def optimised(module: Any, machine: Machine) -> Iterator[tuple[Any, Any]]:
         yield parsed, target
 
 
-def _load_object(code: bytes, name: str, machine: Machine) -> Address:
-    """Return the address of `name` in object code. Its undefined symbols (sinf, memset) are taken from this process."""
+def _load_objects(codes: Sequence[bytes], name: str, machine: Machine) -> Address:
+    """Return the address of `name` in pieces of object code, which are linked.
+
+    Undefined symbols (sinf, memset) are taken from this process.
+    """
     llvm = _llvm()
     empty = llvm.parse_assembly("", llvm.create_context())
     # use_lmm puts all sections of the code close together, because sections refer to each other by 32-bit offsets
     engine = llvm.create_mcjit_compiler(empty, _target_machine(machine), use_lmm=True)
-    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    for code in codes:
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return Address(engine, name)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import thread_team
-from .compile import get_or_compile
+from .compile import Part, get_or_compile
 from .machine import Machine, host
 
 __all__ = ["HOST", "Processor"]
@@ -30,12 +30,14 @@ class Processor:
         """The machine that kernels are compiled for."""
         return host() if self._machine is None else self._machine
 
-    def kernel(self, key: str, name: str, build_module: Callable[[], Any]) -> Any:
+    links_parts = True  # False if `kernel` takes no `common` part
+
+    def kernel(self, key: str, name: str, build_module: Callable[[], Any], common: Part | None = None) -> Any:
         """Return the function `name` of the kernel with this key, as an argument of `call`; see `get_or_compile`.
 
         The function's type is void f(void *).
         """
-        return get_or_compile(key, name, build_module, self.machine)
+        return get_or_compile(key, name, build_module, self.machine, common)
 
     call = staticmethod(thread_team.call)
 
