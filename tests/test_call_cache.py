@@ -907,6 +907,32 @@ def test_a_decoding_loop_has_one_cached_call(rng, convert):
     assert found == [1] * 10 + [2] * 30  # the storage has space for 610
 
 
+@pytest.mark.parametrize("mask", ["none", "causal", "another"])
+def test_steps_of_sequences_of_different_lengths_need_no_dispatch(rng, mask, monkeypatch):
+    """Positions beyond the end of a sequence are hidden; they hold NaN."""
+    B, tokens = 3, 12
+    q, k, v = arrays(rng, ((B, 2, tokens, 16), (B, 2, 40 + tokens, 16), (B, 2, 40 + tokens, 16)))
+    k[:, :, :40][:, :, 25:], v[:, :, :40][:, :, 25:] = np.nan, np.nan
+    cache = sightline.KVCache(capacity=64)
+    cache.append(k[:, :, :40], v[:, :, :40], lengths=[25, 11, 3])
+
+    def options():
+        return {"none": {}, "causal": {"mask": cache.causal()}, "another": {"mask": j >= 2}}[mask]
+
+    for t in range(tokens):
+        cache.append(k[:, :, 40 + t : 41 + t], v[:, :, 40 + t : 41 + t])
+        if t == 2:
+            monkeypatch.setattr("sightline.api.make_problem", None)
+        query = q[:, :, t : t + 1]
+        output = sightline.attention(query, cache, **options())
+        for entry, length in enumerate(cache.lengths):
+            x = [array[entry : entry + 1, :, :length] for array in (cache.key, cache.value)]
+            problem = make_problem(query[entry : entry + 1], *x, mask=j >= 2 if mask == "another" else None)
+            truth, baseline = compute_stages(problem), compute_baseline(problem).output
+            terms = term_sizes(problem, truth.weights)
+            assert_within_budget(output[entry : entry + 1], truth.output, baseline, terms=terms)
+
+
 def test_an_older_mask_of_a_cache_is_respected(rng):
     """A mask that `causal` returned before an append hides the keys appended since."""
     q, k, v = decoding_arrays(rng)

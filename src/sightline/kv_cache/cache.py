@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import FLOATS, check_float_dtype, device, dtype_name, framework, to_numpy
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 from ..formula import library
-from ..formula.expression import SYMBOLS, Expression
+from ..formula.expression import SYMBOLS, Expression, is_compiling
 from ..formula.tables import Table
 from .storage import allocate, grow, reorder_batch, write
 
@@ -375,13 +375,19 @@ class KVCache:
 def as_arrays(query: Any, cache: KVCache, mask: Any) -> tuple[Any, Any, Any]:
     """Return (key, value, mask) of attention on a cache, with plain arrays in place of the cache if they suffice.
 
-    Plain arrays suffice if all sequences have the same length and the query has the cache's array type and dtype. The
+    Plain arrays suffice if the query has the cache's array type and dtype, and if the mask is a formula or None. The
     causal mask is dropped if the query is the newest position of every sequence, because such a query sees every key.
     """
-    if not cache._has_equal_lengths or type(query) is not type(cache._key) or query.dtype != cache._key.dtype:
+    if type(query) is not type(cache._key) or query.dtype != cache._key.dtype:
         return cache, None, mask
     if mask is not None and mask is cache._all_visible_mask and query.shape[-2:-1] == (1,):
         mask = None
+    elif not cache._has_equal_lengths and (mask is None or mask is not cache._issued_mask):
+        is_condition = mask is None or (isinstance(mask, Expression) and mask.kind == "bool")
+        if not is_condition or is_compiling():
+            return cache, None, mask
+        condition = cache.length_mask
+        mask = condition if mask is None or condition is None else mask & condition
     return *cache._view(cache._max_length), mask
 
 
