@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sightline
 from sample_calls import KINDS, all_bits, arrays, bits, draw_inputs
-from sightline import array_layouts, b, call_cache, i, j, m, n, s, table, where
+from sightline import array_layouts, b, call_cache, h, i, j, m, n, s, table, where
 from sightline.accuracy import compute_baseline, term_sizes
 from sightline.array_layouts import parse
 from sightline.call_cache import CachedCall
@@ -974,6 +974,111 @@ def test_gradients_equal_those_of_the_operator(rng, formula, shape, monkeypatch)
     assert outputs_and_gradients(other, direction, **options()) == prepared
     monkeypatch.setattr("sightline.api.describe", lambda *given: None)
     assert outputs_and_gradients(other, direction, **options()) == prepared
+
+
+LEARNED = {  # options of a call whose tables, sinks or scale are learned, by what is learned
+    "bias": lambda x: {"score": sightline.bias(x["bias"])},
+    "an array of biases": lambda x: {"score": s + table(x["bias"])[0, h, i, j], "mask": i >= j},
+    "slopes": lambda x: {"score": sightline.alibi(x["slopes"]), "mask": sightline.padding(x["lengths"])},
+    "relative positions": lambda x: {"score": s + table(x["relative"])[h, i - j + 20]},
+    "sinks": lambda x: {"sinks": x["sinks"]},
+    "scale": lambda x: {"scale": x["scale"], "mask": i >= j},
+    "everything": lambda x: {
+        "score": s + table(x["relative"])[h, i - j + 20] + table(x["slopes"])[h] * i,
+        **{name: x[name] for name in ("sinks", "scale")},
+        "dropout": 0.2,
+        "seed": 7,
+    },
+    "fixed sinks": lambda x: {"sinks": x["sinks"].detach()},
+}
+
+
+def draw_learned(rng, dtype):
+    def draw(*shape):
+        return torch.nn.Parameter(to_torch(rng.normal(size=shape).astype(dtype)))
+
+    learned = {"bias": draw(1, 4, 20, 20), "slopes": draw(4), "relative": draw(4, 41), "sinks": draw(4)}
+    return learned | {
+        "scale": draw(1)[0].detach().requires_grad_(),
+        "lengths": torch.from_numpy(rng.integers(1, 21, 2)),
+    }
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("fixed", [False, True], ids=["operands need gradients too", "fixed operands"])
+def test_learned_tables_sinks_and_scales(rng, name, dtype, fixed, monkeypatch):
+    """Other contents at each step; the oracle is the full dispatch."""
+    if fixed and name == "fixed sinks":
+        pytest.skip("nothing is learned")
+
+    def differentiate(operands, learned):
+        options = LEARNED[name](learned)
+        wanted = [x for x in (*operands, *learned.values()) if x.requires_grad]
+        output = sightline.attention(*operands, **options)
+        gradients = torch.autograd.grad(output.square().sum(), wanted, allow_unused=True)
+        return [bits(output), *[None if x is None else bits(x) for x in gradients]]
+
+    def draw():
+        operands = [to_torch(x).requires_grad_(not fixed) for x in arrays(rng, ((2, 4, 20, 8),) * 3, dtype)]
+        return operands, draw_learned(rng, dtype)
+
+    steps = [draw() for _ in range(4)]
+    expected = []
+    for step in steps:
+        clear()
+        expected.append(differentiate(*step))
+    clear()
+    for step in [draw(), draw()]:
+        differentiate(*step)
+    monkeypatch.setattr("sightline.api.make_problem", None)
+    monkeypatch.setattr("sightline.torch.autograd.make_problem", None)
+    monkeypatch.setattr("sightline.torch.dispatch.parse", None)
+    assert [differentiate(*step) for step in steps] == expected
+
+
+def test_saved_tables_that_hooks_replace(rng):
+    """The backward pass reads the tables that the hooks return, and not the memory of the first ones."""
+    operands, learned = [to_torch(x) for x in arrays(rng, ((2, 4, 20, 8),) * 3)], draw_learned(rng, np.float32)
+
+    def differentiate(bias):
+        return torch.autograd.grad(sightline.attention(*operands, score=sightline.bias(bias)).square().sum(), bias)[0]
+
+    expected = [differentiate(learned["bias"]) for _ in range(3)]
+
+    def pack(x):
+        return x.detach().clone()
+
+    def unpack(x):
+        return x.swapaxes(0, -1).contiguous().swapaxes(0, -1)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        output = sightline.attention(*operands, score=sightline.bias(learned["bias"])).square().sum()
+    with torch.no_grad():
+        saved = learned["bias"].clone()
+        learned["bias"].mul_(0)
+    found = torch.autograd.grad(output, learned["bias"])[0]
+    torch.testing.assert_close(found, expected[-1])
+    with torch.no_grad():
+        learned["bias"].copy_(saved)
+    assert bits(differentiate(learned["bias"])) == bits(expected[0])
+
+
+def test_gradients_of_gradients_of_learned_tables(rng):
+    operands, learned = (
+        [to_torch(x) for x in arrays(rng, ((1, 2, 4, 3),) * 3, np.float64)],
+        draw_learned(rng, np.float64),
+    )
+
+    def attend(slopes, sinks, scale):
+        score = s + table(slopes)[h] * (i - j)
+        return sightline.attention(*operands, score=score, sinks=sinks, scale=scale)
+
+    given = [learned[name][:2].detach().requires_grad_() for name in ("slopes", "sinks")]
+    given.append(learned["scale"])
+    for _ in range(3):
+        assert torch.autograd.gradcheck(attend, given)
+        assert torch.autograd.gradgradcheck(attend, given)
 
 
 def test_recomputed_gradients(rng):

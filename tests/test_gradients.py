@@ -19,7 +19,7 @@ from gradient_checks import (
 from sightline import attention, h, i, j, padding, s, softcap, table
 from sightline.accuracy import summation_orders
 from sightline.arrays import to_numpy
-from sightline.cpu.launch import backward as launch_backward
+from sightline.cpu.launch import table_gradients
 from sightline.problem import make_problem
 from sightline.reference import backward, compute_stages, forward
 from sightline.streaming import backward as streaming_backward
@@ -76,7 +76,7 @@ def test_a_table_entry_shared_by_hidden_pairs_has_no_owner(rng):
         problem = make_problem(query[None], key[None], key[None], mask=(h < heads) & (j < keys), score=score)
         return [
             (table_gradient.is_per_key, table_gradient.is_per_head)
-            for table_gradient in launch_backward._find_table_gradients(problem, [0])
+            for table_gradient in table_gradients.find_table_gradients(problem, [0])
         ]
 
     assert owners(2, 201) == [(True, True)]

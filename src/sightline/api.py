@@ -10,13 +10,14 @@ from . import arrays, call_cache, streaming
 from .call_request import describe
 from .dispatch import KERNELS, solve, to_caller_layout
 from .explanation import Explanation
+from .formula.expression import is_compiling
 from .formula.library import bias
 from .kernel import choose
 from .kv_cache import KVCache, as_arrays
 from .problem import make_problem
 from .statistics import Statistic, Tile
 from .streaming import Streaming
-from .validation import check_choice, read_score
+from .validation import check_choice, fold_scale, read_score
 
 __all__ = ["attention", "explain", "tiles"]
 
@@ -115,6 +116,8 @@ def attend(
     threads: int | None = None,
 ) -> Any:
     """Do what `attention` does. `score` may also be an array (..., n, m), the bias that is added to the scores."""
+    if scale is not None and getattr(scale, "requires_grad", False) and not is_compiling():
+        score, scale = fold_scale(score, scale)
     plain_arrays = as_arrays(query, key, mask) if value is None and type(key) is KVCache else (key, value, mask)
     description = describe(query, plain_arrays[2], score, scale, sinks, dropout, seed, see, kernel, threads)
     request = None

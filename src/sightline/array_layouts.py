@@ -10,9 +10,9 @@ its head, then the length of each axis, then the stride of each axis in bytes:
 `dtype` is type_num · 2⁸ + byteorder for NumPy, and the struct DLDataType of DLPack for torch.
 
 The result is None, and the call needs the full dispatch, if one of the following holds. The type of an array is neither
-exactly NumPy's ndarray nor torch's Tensor. A tensor is not in the processor's memory, has no strides, is a negative
-view, or has a dtype without a code in DLPack. torch itself must see the call: torch traces or transforms it, computes
-forward derivatives, or a mode is active. An array after the first three, query, key and value, requires a gradient.
+exactly NumPy's ndarray nor torch's Tensor or Parameter. A tensor is not in the processor's memory, has no strides, is a
+negative view, or has a dtype without a code in DLPack. torch itself must see the call: torch traces or transforms it,
+computes forward derivatives, or a mode is active.
 
 `run_or_find` looks a call up in the call cache too; see `find_in_python`.
 
@@ -33,7 +33,6 @@ import numpy as np
 __all__ = [
     "MAX_ARRAYS",
     "MAX_AXES",
-    "MAX_GRADIENTS",
     "Layout",
     "NoTensor",
     "Tensors",
@@ -51,7 +50,6 @@ __all__ = [
 ]
 
 MAX_ARRAYS, MAX_AXES = 16, 8  # the most arrays, and the most axes of an array
-MAX_GRADIENTS = 3  # how many of the arrays may require a gradient
 TENSOR_BIT, GRADIENT_BIT = 1, 2
 ANY_LENGTH = struct.pack("q", -1)
 
@@ -77,14 +75,14 @@ class Tensors(NamedTuple):
 
     Parameters
     ----------
-    type : the type of tensors
+    types : the two types of tensors
     read : function (tensor) that returns its `Layout` and its address; None if the call needs the full dispatch
     conditions : functions without arguments; if the result of one is true, torch must see the call
     is_grad_enabled : function without arguments; if its result is false, no tensor requires a gradient
     exchange : the capsule with DLPack's exchange functions of tensors; None if this torch has none
     """
 
-    type: type
+    types: tuple[type, type]
     read: Callable[[Any], tuple[Layout, int] | None]
     conditions: Sequence[Callable[[], Any]]
     is_grad_enabled: Callable[[], bool]
@@ -122,15 +120,15 @@ def make_kind(itemsize: int, dtype: int, requires_gradient: bool = False, is_ten
 def read_in_python(*arrays: Any) -> tuple[Any, ...] | None:
     """Return the layouts and addresses of the arrays; None if the call needs the full dispatch, see the module."""
     types = {type(array) for array in arrays}
-    if len(arrays) > MAX_ARRAYS or not types <= {np.ndarray, _tensors.type}:
+    if len(arrays) > MAX_ARRAYS or not types <= {np.ndarray, *_tensors.types}:
         return None
-    if _tensors.type in types and any(condition() for condition in _tensors.conditions):
+    if types != {np.ndarray} and any(condition() for condition in _tensors.conditions):
         return None
     words: list[int] = []
     addresses = []
-    for index, array in enumerate(arrays):
+    for array in arrays:
         found = _read_ndarray(array) if type(array) is np.ndarray else _tensors.read(array)
-        if found is None or len(found[0].shape) > MAX_AXES or (found[0].requires_gradient and index >= MAX_GRADIENTS):
+        if found is None or len(found[0].shape) > MAX_AXES:
             return None
         (kind, shape, strides), address = found
         words += [kind | len(shape) << 8, *shape, *strides]
@@ -199,6 +197,6 @@ class NoTensor:
     """The type of tensors before torch is served: no array has it."""
 
 
-_tensors = Tensors(NoTensor, lambda _: None, (), lambda: False, None)
+_tensors = Tensors((NoTensor, NoTensor), lambda _: None, (), lambda: False, None)
 read_arrays: Callable[..., tuple[Any, ...] | None] = read_in_python
 run_or_find: Callable[..., Any] = find_in_python

@@ -26,7 +26,7 @@ from .cached_property import cached_property
 from .errors import DeviceError
 from .formula import implied_mask
 from .formula.batch_axes import align_batch_axes
-from .formula.expression import SYMBOLS, Expression, parse_text
+from .formula.expression import Expression, parse_text
 from .formula.formula_checks import check_formulas
 from .formula.tables import Table
 from .formula.tensor_cache import TensorCache, to_device
@@ -206,9 +206,8 @@ def parse(
     heads_squeezed = query.ndim < 4
     query, key, value = validation.broadcast_inputs(named)
     formula = validation.read_score(score)
-    if getattr(scale, "requires_grad", False):  # a learned scale becomes a table of one entry, which has a gradient
-        scaled = SYMBOLS["s"] * validation.scalar_formula("scale", scale)
-        formula, scale = scaled if formula is None else formula.with_scores(scaled), 1.0
+    if getattr(scale, "requires_grad", False):
+        formula, scale = validation.fold_scale(formula, scale)
     tables: dict[int, Table] = {}
 
     def align(formula: Any) -> Any:

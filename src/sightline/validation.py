@@ -25,6 +25,7 @@ __all__ = [
     "check_choice",
     "check_device",
     "check_threads",
+    "fold_scale",
     "read_dropout",
     "read_mask",
     "read_scale",
@@ -183,6 +184,16 @@ def scalar_formula(what: str, array: Any) -> Expression:
             f"{what} of shape {tuple(array.shape)}", "one number", f"score=s * table({what})[h] for one number per head"
         )
     return learned_number(array)
+
+
+def fold_scale(score: Any, scale: Any) -> tuple[Expression, float]:
+    """Return score and scale with a learned scale as a part of the score: a table of one entry, which has a gradient.
+
+    `score` is that of `attention`, or an array of biases.
+    """
+    formula = library.bias(score) if hasattr(score, "dtype") else read_score(score)
+    scaled = SYMBOLS["s"] * scalar_formula("scale", scale)
+    return scaled if formula is None else formula.with_scores(scaled), 1.0
 
 
 def to_float(number: Any) -> float:

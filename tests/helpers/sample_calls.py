@@ -14,7 +14,7 @@ def arrays(rng, shapes=((1, 2, 9, 8),) * 3, dtype=np.float32):
 def bits(array):
     """The array's bytes in C order, for arrays of NumPy and torch."""
     if isinstance(array, torch.Tensor):
-        array = array.detach().contiguous().view(torch.uint8).numpy()
+        array = array.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return np.ascontiguousarray(array).tobytes()
 
 

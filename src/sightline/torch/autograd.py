@@ -21,6 +21,7 @@ from ..call_cache import CallResult, KernelInputs
 from ..call_request import Request
 from ..dispatch import make_plan
 from ..errors import KernelRefusedError
+from ..formula.parameters import structure_of
 from ..kernel import Plan, Result
 from ..problem import Problem, make_problem
 from . import operator
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 
+NUM_OPERANDS = 3  # query, key and value
 MAX_BACKWARD_CALLS = 8  # bound calls of the backward pass of one cached call
 
 
@@ -97,11 +99,7 @@ class _DispatchedCall(_Call):
 
     def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
         query, key, value, *rest = inputs
-        tables = [table.array for table in self.problem.tables]
-        saved = dict(zip(self.wanted_tables, rest, strict=False))
-        problem = self.problem
-        if any(tables[index] is not tensor for index, tensor in saved.items()):
-            problem = problem.with_tables([saved.get(index, array) for index, array in enumerate(tables)])
+        problem = _with_saved_tables(self.problem, dict(zip(self.wanted_tables, rest, strict=False)))
         sinks = None if problem.sinks is None else rest[-1]
         return replace(problem, query=query, key=key, value=value, sinks=sinks)
 
@@ -112,19 +110,20 @@ class _DispatchedCall(_Call):
 class _CachedCall(_Call):
     """A call that the call cache ran."""
 
-    wanted_tables, num_inputs = (), 3
-
     def __init__(self, attacher: GraphAttacher, request: Request, result: CallResult) -> None:
+        self.wanted_tables, self.num_inputs = attacher.wanted_tables, attacher.num_inputs
         self.attacher, self.request, self.seed = attacher, request, result.seed
         self.own_lse = None if attacher.has_statistics else result.lse
         self.is_lse_imprecise = result.is_lse_imprecise
         self.kernel, self.threads = attacher.kernel, attacher.threads
 
     def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
-        query, key, value = inputs
+        query, key, value, *rest = inputs
         mask, score = self.formulas = self.request.formulas()
-        options = {"mask": mask, "score": score, "sinks": self.request.sinks, "seed": self.seed}
-        return make_problem(query, key, value, **options, **self.attacher.options)
+        sinks = rest[-1] if self.attacher.has_learned_sinks else self.request.sinks
+        options = {"mask": mask, "score": score, "sinks": sinks, "seed": self.seed}
+        problem = make_problem(query, key, value, **options, **self.attacher.options)
+        return _with_saved_tables(problem, dict(zip(self.wanted_tables, rest, strict=False)))
 
     def plan(self, problem: Problem) -> Plan:
         return make_plan(problem, self.kernel)
@@ -142,12 +141,38 @@ class _CachedCall(_Call):
         if found is None or found[0] is None:
             return None
         bound, sums, _, *addresses = found
+        table_sums: Sequence[Any] = ()
         if sums is None:
-            sums = self.run(bound, addresses[: bound.call.num_operands], (inputs, results, d_output))
-            if sums is None:
+            computed = self.run(bound, addresses, (inputs, results, d_output))
+            if computed is None:
                 return None
-        combined, dtype = bound.call.combine(sums), inputs[0].dtype
-        return combined if dtype is self.attacher.accumulator else [gradient.to(dtype) for gradient in combined]
+            sums, table_sums = computed
+        combined: list[Tensor] = bound.call.combine(sums)
+        dtype = inputs[0].dtype
+        if dtype is not self.attacher.accumulator:
+            combined = [gradient.to(dtype) for gradient in combined]
+        if self.num_inputs > NUM_OPERANDS:
+            combined += self.differentiate_learned(bound.call, inputs, results, d_output, table_sums)
+        return combined
+
+    def differentiate_learned(
+        self,
+        call: BoundBackwardCall,
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+        d_output: Tensor,
+        table_sums: Sequence[Any],
+    ) -> list[Tensor]:
+        """Return the gradients of the learned tables and of the learned sinks."""
+        from ..cpu.launch.table_gradients import differentiate_sinks, sum_table_gradients
+
+        learned = dict(zip(self.wanted_tables, inputs[NUM_OPERANDS:], strict=False))
+        found = sum_table_gradients(call.table_gradients, table_sums, learned)
+        gradients: list[Tensor] = [found[index] for index in self.wanted_tables]
+        if self.attacher.has_learned_sinks:
+            lse = torch.as_tensor(self.lse(results))
+            gradients.append(differentiate_sinks(inputs[-1], d_output, None, results[0], lse))
+        return gradients
 
     @staticmethod
     def read_d_output(gradients: Sequence[Tensor | None]) -> Tensor | None:
@@ -165,24 +190,43 @@ class _CachedCall(_Call):
         Hooks on saved tensors may have changed the layouts of the inputs.
         """
         calls, request = self.attacher.backward_calls, self.request
-        arrays = *inputs, results[0], d_output, self.lse(results), *request.tables
-        return array_layouts.run_or_find(calls, (), request.numbers, *arrays)
+        operands = *inputs[:NUM_OPERANDS], results[0], d_output, self.lse(results)
+        return array_layouts.run_or_find(calls, (), request.numbers, *operands, *self.read_tables(inputs))
+
+    def read_tables(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return the tables of the request, with the saved tensors in place of the learned ones."""
+        places = self.attacher.learned_places
+        if not places:
+            return self.request.tables
+        tables = list(self.request.tables)
+        for place, tensor in zip(places, inputs[NUM_OPERANDS:], strict=False):
+            tables[place] = tensor
+        return tuple(tables)
 
     def run(self, bound: _BackwardCall, addresses: Sequence[int], keep_alive: tuple[Any, ...]) -> Any:
-        """Run the call, and return the sums of the gradients; None if a sum is not finite."""
-        call, sums = bound.call, [make() for make in bound.makers]
+        """Run the call. Return the sums of the gradients and those of the tables; None if a sum is not finite.
+
+        `addresses` are those of the operands and the tables, and `keep_alive` begins with the inputs.
+        """
+        call, sums, inputs = bound.call, [make() for make in bound.makers], keep_alive[0]
+        table_sums = call.make_table_sums()
         seed = call.signed_word(self.seed) if self.seed else 0
-        words = [*addresses, 0, *[array.data_ptr() for array in sums], seed]
+        words = [*addresses[: call.num_operands], 0, *[array.data_ptr() for array in sums], seed]
         tables: Sequence[Any] = ()
         numbers: tuple[float, ...] = ()
         if bound.inputs is not None:
-            tables, table_addresses, numbers = bound.inputs.of(self.request)
+            operands = self.request.addresses[:NUM_OPERANDS]
+            read = self.request._replace(
+                tables=self.read_tables(inputs), addresses=(*operands, *addresses[call.num_operands :])
+            )
+            tables, table_addresses, numbers = bound.inputs.of(read)
             words += [*table_addresses, *call.number_words(numbers)]
-        key = keep_alive[0][1]
-        status = call.run(self.threads, words, numbers, key, (*keep_alive, sums, tables))
-        if bound.record is None and not self.seed and (bound.inputs is None or bound.inputs.is_identity):
-            bound.set_record(call.make_direct_record(self.threads, key.shape[-2], len(sums)))
-        return None if status is None else sums
+        words += [array_layouts.numpy_address(array) for array in table_sums]
+        status = call.run(self.threads, words, numbers, inputs[1], (*keep_alive, sums, table_sums, tables))
+        is_direct = not table_sums and not self.seed and (bound.inputs is None or bound.inputs.is_identity)
+        if bound.record is None and is_direct:
+            bound.set_record(call.make_direct_record(self.threads, inputs[1].shape[-2], len(sums)))
+        return None if status is None else (sums, table_sums)
 
     def keep(
         self,
@@ -267,7 +311,7 @@ def _differentiate(
         found = operator.differentiate_results(problem, plan, d_results, saved, tables, call.threads)
     if found.bound_call is not None:
         call.keep(found.bound_call, gradients, inputs, results)
-    return operator.flatten_gradients(problem, found, tables)
+    return operator.flatten_gradients(problem, found, tables)[: call.num_inputs]
 
 
 def _differentiate_by_operator(
@@ -284,7 +328,15 @@ def _differentiate_by_operator(
     given = [gradient for gradient in gradients if gradient is not None]
     lse = torch.as_tensor(call.lse(results))
     found: list[Tensor] = operator.attention_backward(given, indices, wanted, results[0], lse, *arguments)
-    return found
+    return found[: call.num_inputs]
+
+
+def _with_saved_tables(problem: Problem, saved: dict[int, Tensor]) -> Problem:
+    """Return the problem with these tensors as its tables of these indices: hooks may have replaced saved tensors."""
+    tables = [table.array for table in problem.tables]
+    if all(tables[index] is tensor for index, tensor in saved.items()):
+        return problem
+    return problem.with_tables([saved.get(index, array) for index, array in enumerate(tables)])
 
 
 def _trainable_inputs(problem: Problem) -> tuple[list[Tensor], tuple[int, ...]]:
@@ -302,9 +354,9 @@ def _trainable_inputs(problem: Problem) -> tuple[list[Tensor], tuple[int, ...]]:
 
 def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: int | None, result: Result) -> Result:
     """Return the result with its arrays in torch's graph, if any input needs a gradient."""
-    inputs, wanted = _trainable_inputs(problem)
-    if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+    if not needs_gradients(problem):
         return result
+    inputs, wanted = _trainable_inputs(problem)
     call = _DispatchedCall(_without_tensors(problem), plan, kernel, threads, wanted, len(inputs))
     results = tuple(flatten_result(problem.see, result))
     attached: tuple[Tensor, ...] = _Attention.apply(call, results, *inputs)  # type: ignore[no-untyped-call]
@@ -319,10 +371,45 @@ class GraphAttacher:
     Attributes
     ----------
     options : the arguments of `make_problem` that are the same in every call
+    wanted_tables : the indices in `Problem.tables` of the learned tables
+    learned_places : the indices in `Request.tables` of the learned tables
+    has_learned_sinks : True if the sinks require a gradient
+    num_inputs : how many inputs the graph has: query, key, value, the learned tables and the learned sinks
     backward_calls : the bound calls of the backward pass by the layouts of the arrays that they read
     """
 
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        formulas: tuple[Any, Any],
+        caller_inputs: Sequence[Tensor],
+        problem: Problem,
+        kernel: str | None,
+        threads: int | None,
+    ) -> GraphAttacher | None:
+        """Return the attacher of a call with gradients; None if the problem's inputs are not those of the caller.
+
+        `formulas` are those of the call, from `Request.formulas`.
+        """
+        inputs, wanted = _trainable_inputs(problem)
+        origins = [id(table) for table in structure_of(*formulas).tables]
+        places = [origins.index(problem.tables[index].origin) for index in wanted]
+        own = [*caller_inputs, *[request.tables[place] for place in places]]
+        has_learned_sinks = problem.sinks is not None and bool(problem.sinks.requires_grad)
+        if has_learned_sinks:
+            own.append(request.sinks)
+        if not all(x is y for x, y in zip(own, inputs, strict=False)):
+            return None
+        attacher = cls(problem, kernel, threads)
+        attacher.wanted_tables, attacher.learned_places = wanted, tuple(places)
+        attacher.has_learned_sinks, attacher.num_inputs = has_learned_sinks, len(own)
+        return attacher
+
     def __init__(self, problem: Problem, kernel: str | None, threads: int | None) -> None:
+        self.wanted_tables: tuple[int, ...] = ()
+        self.learned_places: tuple[int, ...] = ()
+        self.has_learned_sinks, self.num_inputs = False, NUM_OPERANDS
         self.options = {"scale": problem.scale, "dropout": problem.dropout, "see": problem.see}
         self.has_statistics = bool(problem.see)  # if there are none, lse is no result
         self.kernel, self.threads = kernel, threads
@@ -338,7 +425,10 @@ class GraphAttacher:
     def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: CallResult) -> CallResult:
         call = _CachedCall(self, request, result)
         results = (result.output, result.lse, *result.arrays) if self.has_statistics else (result.output,)
-        results = _Attention.apply(call, results, query, key, value)  # type: ignore[no-untyped-call]
+        learned = [request.tables[place] for place in self.learned_places]
+        if self.has_learned_sinks:
+            learned.append(request.sinks)
+        results = _Attention.apply(call, results, query, key, value, *learned)  # type: ignore[no-untyped-call]
         lse = results[1] if self.has_statistics else None
         return CallResult(results[0], lse, results[2:], result.is_lse_imprecise, result.seed)
 
@@ -348,9 +438,9 @@ def _without_tensors(problem: Problem) -> Problem:
     return replace(problem, query=None, key=None, value=None, sinks=None if problem.sinks is None else ())
 
 
-def needs_gradients(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """True if torch records a graph and any of these tensors requires a gradient."""
-    return (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
+def needs_gradients(problem: Problem) -> bool:
+    """True if torch records a graph and any input requires a gradient."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in _trainable_inputs(problem)[0])
 
 
 def refuse_tangents(arguments: OperatorArguments) -> None:

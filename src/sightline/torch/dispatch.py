@@ -133,12 +133,12 @@ def _run_eager(
 
     result = solve_selections_separately(problem, run_kernel)
     if request is not None:
-        inputs = problem.query, problem.key, problem.value
-        if not needs_gradients(*caller_inputs):
+        if not needs_gradients(problem):
             call_cache.insert(request, formulas, caller_inputs, problem, result)
-        elif all(x is y for x, y in zip(inputs, caller_inputs, strict=True)):
-            attach = GraphAttacher(problem, kernel, threads)
-            call_cache.insert(request, formulas, caller_inputs, problem, result, attach)
+        else:
+            attach = GraphAttacher.of(request, formulas, caller_inputs, problem, kernel, threads)
+            if attach is not None:
+                call_cache.insert(request, formulas, caller_inputs, problem, result, attach)
     return to_caller_layout(problem, result)
 
 
@@ -188,10 +188,11 @@ _DLPACK_CODES = {  # the code of each dtype in the struct DLDataType of DLPack
     torch.bool: 6,
 }
 BOOLEANS.add(torch.bool)
-ADAPTERS[Tensor] = ArrayAdapter(Tensor.data_ptr, make_empty, _finish_lse, lambda: int(make_seed(None)))
+_ADAPTER = ArrayAdapter(Tensor.data_ptr, make_empty, _finish_lse, lambda: int(make_seed(None)))
+ADAPTERS.update({Tensor: _ADAPTER, Parameter: _ADAPTER})
 serve_tensors(
     Tensors(
-        Tensor,
+        (Tensor, Parameter),
         _read,
         (*INTERCEPTIONS, _C._is_any_autocast_enabled),
         torch.is_grad_enabled,

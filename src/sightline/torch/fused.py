@@ -151,5 +151,4 @@ class Fused(Kernel):
 
 def _has_nondeterministic_gradients(problem: Problem) -> bool:
     """True if an input needs gradients, and torch's deterministic mode is off."""
-    is_needed = needs_gradients(problem.query, problem.key, problem.value)
-    return is_needed and not torch.are_deterministic_algorithms_enabled()
+    return needs_gradients(problem) and not torch.are_deterministic_algorithms_enabled()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...array_layouts import GRADIENT_BIT, MAX_ARRAYS, MAX_AXES, MAX_GRADIENTS, TENSOR_BIT
+from ...array_layouts import GRADIENT_BIT, MAX_ARRAYS, MAX_AXES, TENSOR_BIT
 from ..codegen.builder import Variable
 from ..codegen.python_function import PythonFunction
 from ..codegen.values import BOOL, BYTE, INT32, INT64, POINTER, VOID, Value
@@ -23,7 +23,8 @@ CONTEXT_FIELDS = {
     "true": POINTER,  # the object True
     "head_size": INT64,  # bytes of the head of a Python object
     "ndarray": POINTER,  # the type of NumPy's arrays
-    "tensor": POINTER,  # the type of tensors, or a type that no array has
+    "tensor": POINTER,  # the types of tensors, or a type that no array has
+    "parameter": POINTER,
     "read_tensor": POINTER,  # the function `dltensor_from_py_object_no_sync`
     "requires_grad": POINTER,  # the names of attributes, as Python objects
     "is_neg": POINTER,
@@ -89,7 +90,7 @@ class ArrayFunction(PythonFunction):
         has_tensor = Variable(self, BOOL, False)
         with self.loop(0, self.num_arrays) as index:
             kind = self.type_of(self.array(index))
-            is_tensor = kind == self.context["tensor"]
+            is_tensor = (kind == self.context["tensor"]) | (kind == self.context["parameter"])
             self.return_none_if(~(is_tensor | (kind == self.context["ndarray"])))
             has_tensor.set(has_tensor.get() | is_tensor)
         with self.if_then(has_tensor.get()):
@@ -125,7 +126,6 @@ class ArrayFunction(PythonFunction):
         with self.if_then(self.grad_enabled.get()):
             requires_gradient.set(self.is_true_attribute(array, "requires_grad"))
         needs_gradient = requires_gradient.get()
-        self.return_none_if(needs_gradient & (index >= MAX_GRADIENTS))
         axes, dtype = tensor.at(16).load(INT32).to(INT64), tensor.at(20).load(INT32).zero_extend(INT64)
         unit = tensor.at(21).load(BYTE).zero_extend(INT64) >> 3
         head = (unit << 48) | (dtype << 16) | needs_gradient.to(INT64) * GRADIENT_BIT | TENSOR_BIT

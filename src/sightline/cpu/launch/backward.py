@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ...arrays import convert, detach, empty, layout, namespace, resolve_dtype, to_numpy
-from ...formula.expression import SYMBOLS, Lookup, walk
+from ...arrays import convert, detach, empty, layout, namespace, to_numpy
 from ...kernel import Gradients, is_lse_precise
 from ...problem import Problem
 from ...statistics import Mass, StatisticGradients
@@ -24,21 +23,11 @@ from .arguments import TARGET_ITEMS, KernelArguments, has_unit_stride, operand_f
 from .bound_call import BoundCall
 from .forward import forward
 from .statistics import FusedStatistics
+from .table_gradients import TableGradient, differentiate_sinks, find_table_gradients, sum_table_gradients
 
 __all__ = ["BoundBackwardCall", "backward"]
 
 MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
-
-
-@dataclass(frozen=True)
-class TableGradient:
-    """A lookup of the score whose table needs a gradient."""
-
-    node_index: int  # index of the lookup in the score's `walk`
-    slot: int  # index of the table in Problem.tables
-    # True if every entry of the table belongs to one key, as in t[h, i, j], so that one split of the keys writes it
-    is_per_key: bool
-    is_per_head: bool  # True if every entry of the table belongs to one query head, as in t[h, j]
 
 
 @dataclass(frozen=True)
@@ -91,17 +80,14 @@ def backward(
     d_lse = _add_statistics_to_d_lse(problem, d_lse, statistic_gradients, threads, processor)
     roles = {"weights": statistic_gradients.weights, "scores": statistic_gradients.scores}
     formulas = {role: formula for role, formula in roles.items() if formula is not None}
-    table_gradients = list(_find_table_gradients(problem, wanted_tables))
+    table_gradients = list(find_table_gradients(problem, wanted_tables))
     lookups = tuple((x.node_index, x.slot, x.is_per_key) for x in table_gradients)
     options: dict[str, Any] = {"table_gradients": lookups, "roles": tuple(formulas)}
     arguments, spec = prepare("backward", problem, processor.machine, tuple(formulas.values()), **options)
     xp, split = namespace(problem.query), Split.from_problem(problem, table_gradients)
     output, d_output = (_with_contiguous_rows(detach(xp.astype(x, problem.query.dtype))) for x in (saved[0], d_output))
-    table_sums = [_allocate_table_sums(problem, gradient, split) for gradient in table_gradients]
-    strides = [
-        0 if gradient.is_per_key else x.strides[0] for gradient, x in zip(table_gradients, table_sums, strict=True)
-    ]
-    call = BoundBackwardCall(arguments, spec, split, (output, d_output), strides, processor)
+    call = BoundBackwardCall(arguments, spec, split, (output, d_output), table_gradients, processor)
+    table_sums = call.make_table_sums()
     sums = [empty(shape, problem.accumulator, problem.query) for shape in call.sum_shapes]
     rows = problem.query.shape[:-1]
     lse, d_lse_rows = _broadcast_rows(saved[1], rows), None if d_lse is None else _broadcast_rows(d_lse, rows)
@@ -113,13 +99,15 @@ def backward(
     if call.run(threads, words, arguments.numbers, problem.key, keep_alive, is_first=True) is None:
         return None
     d_query, d_key, d_value = (xp.astype(x, problem.query.dtype, copy=False) for x in call.combine(sums))
+    tables_by_slot = {slot: table.array for slot, table in enumerate(problem.tables)}
+    table_totals = sum_table_gradients(table_gradients, table_sums, tables_by_slot)
     return Gradients(
         d_query,
         d_key,
         d_value,
-        tables=_sum_table_gradients(problem, table_gradients, table_sums),
-        sinks=None if problem.sinks is None else _differentiate_sinks(problem, xp, d_output, d_lse, saved),
-        bound_call=call if call.is_cacheable and not table_gradients and not formulas else None,
+        tables=tuple([table_totals.get(slot) for slot in tables_by_slot]),
+        sinks=None if problem.sinks is None else differentiate_sinks(problem.sinks, d_output, d_lse, *saved),
+        bound_call=call if call.is_cacheable and not formulas else None,
     )
 
 
@@ -129,11 +117,12 @@ class BoundBackwardCall(BoundCall):
     Parameters
     ----------
     operands : output and d_output, whose strides are bound
-    strides : see `BoundCall.outputs`
+    table_gradients : the gradients of tables that the kernel computes
 
     Attributes
     ----------
     sum_shapes : the shapes of the sums that become the gradients of query, key and value, in the accumulator's dtype
+    table_sums : shape and dtype of the sums that become the gradient of each table; they are 0 before the call
     """
 
     call_fields = BACKWARD_CALL_FIELDS
@@ -145,7 +134,7 @@ class BoundBackwardCall(BoundCall):
         spec: KernelSpec,
         split: Split,
         operands: tuple[Any, Any],
-        strides: Sequence[int],
+        table_gradients: Sequence[TableGradient],
         processor: Processor,
     ) -> None:
         problem = arguments.problem
@@ -159,6 +148,9 @@ class BoundBackwardCall(BoundCall):
             (*([split.num_splits] if self.has_splits else []), *lead, problem.H, problem.n, problem.d_k),
             *[(*lead, problem.G, problem.m, width) for width in key_widths],
         )
+        self.table_gradients = tuple(table_gradients)
+        self.table_sums = [self._describe_table_sums(problem, gradient, split) for gradient in table_gradients]
+        sums = zip(self.table_gradients, self.table_sums, strict=True)
         values: dict[str, Any] = operand_fields("output", output, arguments.keep_alive)
         values |= operand_fields("d_output", d_output, arguments.keep_alive)
         items = split.num_splits * split.parallel_heads * split.parallel_batches
@@ -173,9 +165,19 @@ class BoundBackwardCall(BoundCall):
             max_threads=1 if work < MIN_PARALLEL_MULTIPLICATIONS else items,
             workspace={"counter": 1, "nonfinite_flag": 1},
             zeroed=("counter", "nonfinite_flag"),
-            outputs=strides,
+            outputs=[0 if x.is_per_key else 8 * math.prod(shape[1:]) for x, (shape, _) in sums],
             changing=operands,
         )
+
+    @staticmethod
+    def _describe_table_sums(problem: Problem, gradient: TableGradient, split: Split) -> tuple[tuple[int, ...], str]:
+        """Return shape and dtype: one array if a single split writes each entry, else float64 for each split."""
+        shape = tuple(problem.tables[gradient.slot].shape)
+        return (shape, problem.accumulator) if gradient.is_per_key else ((split.num_splits, *shape), "float64")
+
+    def make_table_sums(self) -> list[Any]:
+        """Return new sums of the tables' gradients."""
+        return [np.zeros(shape, dtype) for shape, dtype in self.table_sums]
 
     def combine(self, sums: Sequence[Any]) -> list[Any]:
         """Return the gradients of query, key and value, in the accumulator's dtype, from the sums of the kernel."""
@@ -207,57 +209,6 @@ def _add_statistics_to_d_lse(
     return functools.reduce(operator.add, terms) if terms else None
 
 
-def _find_table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterator[TableGradient]:
-    if problem.score is None:
-        return
-    slots = {id(table): slot for slot, table in enumerate(problem.tables)}
-    lookups = [
-        (node_index, node, slots[id(node.table)])
-        for node_index, node in enumerate(walk(problem.score))
-        if isinstance(node, Lookup) and node.kind == "float" and slots[id(node.table)] in wanted_tables
-    ]
-
-    def is_indexed_by(slot: int, name: str, length: int) -> bool:
-        """True if all lookups of the table have the symbol itself as the index of the same axis.
-
-        An axis shorter than the symbol's range is not accepted: at hidden pairs, indices past the end of the axis are
-        clamped to the last entry, so that several threads may write that entry.
-        """
-        axes_by_lookup = [
-            {axis for axis, x in enumerate(node.arguments) if x is SYMBOLS[name] and node.table.shape[axis] >= length}
-            for _, node, other in lookups
-            if other == slot
-        ]
-        return bool(set.intersection(*axes_by_lookup))
-
-    for node_index, _, slot in lookups:
-        yield TableGradient(node_index, slot, is_indexed_by(slot, "j", problem.m), is_indexed_by(slot, "h", problem.H))
-
-
-def _allocate_table_sums(problem: Problem, gradient: TableGradient, split: Split) -> Any:
-    """Return zeros for a table's gradient: one array if a single split writes each entry, else float64 per split."""
-    shape = tuple(problem.tables[gradient.slot].shape)
-    if gradient.is_per_key:
-        return np.zeros(shape, problem.accumulator)
-    return np.zeros((split.num_splits, *shape), np.float64)
-
-
-def _sum_table_gradients(problem: Problem, table_gradients: list[TableGradient], sums: list[Any]) -> tuple[Any, ...]:
-    """Return a gradient per table of the problem, in the table's library and dtype; None for a table without gradient.
-
-    The gradients of all lookups of one table are added.
-    """
-    totals: list[Any] = [None] * len(problem.tables)
-    for gradient, array in zip(table_gradients, sums, strict=True):
-        term, total = array if gradient.is_per_key else array.sum(axis=0), totals[gradient.slot]
-        totals[gradient.slot] = term if total is None else total + term
-    arrays = [table.array for table in problem.tables]
-    return tuple(
-        None if total is None else namespace(array).astype(convert(total, array), array.dtype, copy=False)
-        for total, array in zip(totals, arrays, strict=True)
-    )
-
-
 def _with_contiguous_rows(array: Any) -> Any:
     """Return the array if its columns are adjacent, else a copy. The gradient of a sum, for example, is copied."""
     if has_unit_stride(array):
@@ -280,17 +231,3 @@ def _sum_in_order(terms: Any) -> Any:
     for term in terms[2:]:
         total += term
     return total
-
-
-def _differentiate_sinks(problem: Problem, xp: Any, d_output: Any, d_lse: Any, saved: tuple[Any, Any]) -> Any:
-    """Return dsink_h = −Σ exp(sink_h − lse) δ with δ = Σ dO ∘ O − d_lse."""
-    wide = resolve_dtype(xp, problem.accumulator)
-    output, lse = (detach(x) for x in saved)
-    delta = xp.sum(xp.astype(d_output, wide) * xp.astype(output, wide), axis=-1)
-    if d_lse is not None:
-        delta = delta - xp.astype(d_lse, wide)
-    finite_lse = xp.where(lse == -math.inf, xp.zeros_like(lse), lse)
-    sinks = detach(problem.sinks)
-    p = xp.exp(xp.astype(sinks, lse.dtype)[:, None] - finite_lse)
-    sums = xp.sum(-xp.astype(p, wide) * delta, axis=-1)
-    return xp.astype(xp.sum(xp.reshape(sums, (-1, problem.H)), axis=0), sinks.dtype)

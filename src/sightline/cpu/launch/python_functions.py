@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from ...array_layouts import MAX_ARRAYS, MAX_AXES, MAX_GRADIENTS, NoTensor, Tensors
+from ...array_layouts import MAX_ARRAYS, MAX_AXES, NoTensor, Tensors
 from ..codegen.python_function import PYTHON_API
 from ..kernels.array_reader import CONTEXT_FIELDS, ArrayReader
 from ..kernels.direct_call import DIRECT_CONTEXT, DirectCall
@@ -33,7 +33,7 @@ def make_array_functions(tensors: Tensors) -> tuple[Any, Any] | None:
     `array_layouts.read_in_python` and `array_layouts.find_in_python` do the same, but run no call.
     """
     read_tensor = None if tensors.exchange is None else _exchange_function(tensors.exchange)
-    if not _is_supported() or (read_tensor is None and tensors.type is not NoTensor):
+    if not _is_supported() or (read_tensor is None and NoTensor not in tensors.types):
         return None
     conditions = list(tensors.conditions)
     names = ["requires_grad", "is_neg", "direct_record", "makers"]
@@ -43,7 +43,8 @@ def make_array_functions(tensors: Tensors) -> tuple[Any, Any] | None:
         "true": id(True),
         "head_size": object.__basicsize__,
         "ndarray": id(np.ndarray),
-        "tensor": id(tensors.type),
+        "tensor": id(tensors.types[0]),
+        "parameter": id(tensors.types[1]),
         "read_tensor": read_tensor or 0,
         **{name: id(name) for name in names},
         "is_grad_enabled": id(tensors.is_grad_enabled),
@@ -52,7 +53,7 @@ def make_array_functions(tensors: Tensors) -> tuple[Any, Any] | None:
         "float": id(float),
     }
     context = np.array([values[name] for name in DIRECT_CONTEXT], np.int64)  # it begins with `CONTEXT_FIELDS`
-    limits, keep_alive = f"{MAX_ARRAYS} {MAX_AXES} {MAX_GRADIENTS}", (tensors, conditions, names, addresses)
+    limits, keep_alive = f"{MAX_ARRAYS} {MAX_AXES}", (tensors, conditions, names, addresses)
     assert list(DIRECT_CONTEXT)[: len(CONTEXT_FIELDS)] == list(CONTEXT_FIELDS)
     return (
         make_function(_compile(ArrayReader, "sightline_read_arrays", limits), "read_arrays", context, keep_alive),

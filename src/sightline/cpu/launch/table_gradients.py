@@ -1,0 +1,83 @@
+"""Gradients of learned tables and sinks: the sums that the backward kernel fills, and what follows from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...arrays import convert, detach, dtype_name, namespace, resolve_dtype
+from ...formula.expression import SYMBOLS, Lookup, walk
+from ...problem import Problem
+
+__all__ = ["TableGradient", "differentiate_sinks", "find_table_gradients", "sum_table_gradients"]
+
+
+@dataclass(frozen=True)
+class TableGradient:
+    """A lookup of the score whose table needs a gradient."""
+
+    node_index: int  # index of the lookup in the score's `walk`
+    slot: int  # index of the table in Problem.tables
+    # True if every entry of the table belongs to one key, as in t[h, i, j], so that one split of the keys writes it
+    is_per_key: bool
+    is_per_head: bool  # True if every entry of the table belongs to one query head, as in t[h, j]
+
+
+def find_table_gradients(problem: Problem, wanted_tables: Collection[int]) -> Iterator[TableGradient]:
+    """Yield the gradient of each lookup of the score whose table is among `wanted_tables`."""
+    if problem.score is None:
+        return
+    slots = {id(table): slot for slot, table in enumerate(problem.tables)}
+    lookups = [
+        (node_index, node, slots[id(node.table)])
+        for node_index, node in enumerate(walk(problem.score))
+        if isinstance(node, Lookup) and node.kind == "float" and slots[id(node.table)] in wanted_tables
+    ]
+
+    def is_indexed_by(slot: int, name: str, length: int) -> bool:
+        """True if all lookups of the table have the symbol itself as the index of the same axis.
+
+        An axis shorter than the symbol's range is not accepted: at hidden pairs, indices past the end of the axis are
+        clamped to the last entry, so that several threads may write that entry.
+        """
+        axes_by_lookup = [
+            {axis for axis, x in enumerate(node.arguments) if x is SYMBOLS[name] and node.table.shape[axis] >= length}
+            for _, node, other in lookups
+            if other == slot
+        ]
+        return bool(set.intersection(*axes_by_lookup))
+
+    for node_index, _, slot in lookups:
+        yield TableGradient(node_index, slot, is_indexed_by(slot, "j", problem.m), is_indexed_by(slot, "h", problem.H))
+
+
+def sum_table_gradients(
+    table_gradients: Sequence[TableGradient], sums: Sequence[Any], tables: Mapping[int, Any]
+) -> dict[int, Any]:
+    """Return the gradient of each table by its slot, in the table's library and dtype.
+
+    The gradients of all lookups of one table are added. `tables` has the array of each slot.
+    """
+    totals: dict[int, Any] = {}
+    for gradient, array in zip(table_gradients, sums, strict=True):
+        term, total = array if gradient.is_per_key else array.sum(axis=0), totals.get(gradient.slot)
+        totals[gradient.slot] = term if total is None else total + term
+    return {
+        slot: namespace(tables[slot]).astype(convert(total, tables[slot]), tables[slot].dtype, copy=False)
+        for slot, total in totals.items()
+    }
+
+
+def differentiate_sinks(sinks: Any, d_output: Any, d_lse: Any, output: Any, lse: Any) -> Any:
+    """Return dsink_h = −Σ exp(sink_h − lse) δ with δ = Σ dO ∘ O − d_lse. Arrays have the heads before the last axes."""
+    sinks, output, lse, xp = detach(sinks), detach(output), detach(lse), namespace(output)
+    wide = resolve_dtype(xp, "float64" if dtype_name(output) == "float64" else "float32")
+    delta = xp.sum(xp.astype(d_output, wide) * xp.astype(output, wide), axis=-1)
+    if d_lse is not None:
+        delta = delta - xp.astype(d_lse, wide)
+    finite_lse = xp.where(lse == -math.inf, xp.zeros_like(lse), lse)
+    p = xp.exp(xp.astype(sinks, lse.dtype)[:, None] - finite_lse)
+    sums = xp.sum(-xp.astype(p, wide) * delta, axis=-1)
+    return xp.astype(xp.sum(xp.reshape(sums, (-1, sinks.shape[0])), axis=0), sinks.dtype)
