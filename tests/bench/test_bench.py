@@ -341,12 +341,12 @@ def test_the_dot_product_of_pairs_adds_up():
     """The LLVM text of the bfloat16 peak adds two products to each lane, in every chain and iteration."""
     if not has_bfloat16_dot():
         pytest.skip("no AVX-512 bfloat16")
-    from sightline.bench.peaks import UNROLL, _dot_product_loop
+    from sightline.cpu.kernels.product_loops import NAME, UNROLL, _dot_product_loop
     from sightline.cpu.runtime.compile import compile_module
     from sightline.cpu.runtime.machine import host
 
     chains, iterations = 3, 5
-    address = compile_module(_dot_product_loop(chains), host(), "peak")
+    address = compile_module(_dot_product_loop(chains), host(), NAME)
     ones = np.full(32, 0x3F80, np.uint16)  # 1.0
     sums = np.zeros(16, np.float32)
     arguments = np.array([iterations, ones.ctypes.data, sums.ctypes.data], np.int64)

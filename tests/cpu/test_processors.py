@@ -159,7 +159,7 @@ class Printer(Processor):
 
     links_parts = False
 
-    def kernel(self, key, name, build_module):
+    def kernel(self, key, name, build_module, common=None, machine=None):
         llvm.initialize_all_targets()
         llvm.initialize_all_asmprinters()
         with optimised(build_module(), self.machine) as (parsed, target):

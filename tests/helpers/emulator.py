@@ -102,7 +102,9 @@ class Emulator(Processor):
 
     links_parts = False
 
-    def kernel(self, key: str, name: str, build_module: Callable[[], Any]) -> tuple[Path, str]:
+    def kernel(
+        self, key: str, name: str, build_module: Callable[[], Any], common: Any = None, machine: Machine | None = None
+    ) -> tuple[Path, str]:
         """Return (shared library with the kernel, the kernel's name)."""
         if key not in self.kernels:
             self.kernels[key] = self.linked(build_module(), name)

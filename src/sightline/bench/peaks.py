@@ -29,8 +29,6 @@ TRIES = 7
 TRY_SECONDS = 0.03  # least length of a try: more than threads take to wake, less than a scheduler's time slice
 BUFFER_BYTES = 1 << 28  # size of the buffer that is summed: 256 MiB, several times the caches of a processor
 PIECE_BYTES = 1 << 20  # size of the piece of the buffer that a thread takes at a time
-UNROLL = 4
-DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 UNITS = {"float32": "FLOP/s", "float64": "FLOP/s", "bfloat16": "FLOP/s", "read": "B/s"}
 UNITS |= {"matmul": "FLOP/s", "copy": "B/s"}  # units of the peaks of a GPU, which `cuda` measures
 
@@ -76,16 +74,12 @@ def has_bfloat16_dot() -> bool:
 
 def _flops_try(name: str, threads: int) -> Callable[[], float]:
     """Return a function that makes one try of a loop of independent instructions and returns its rate in FLOP/s."""
+    from ..cpu.kernels.product_loops import make_product_loop
     from ..cpu.runtime.compile import compile_module
     from ..cpu.runtime.machine import host
 
-    chains = host().vector_registers - 4  # the other four registers are for operands
-    if name == "bfloat16":
-        module, lanes, flops = _dot_product_loop(chains), 16, 4
-    else:
-        lanes, flops = host().vector_bytes // np.dtype(name).itemsize, 2
-        module = _multiply_add_loop(name, chains, lanes)
-    address = compile_module(module, host(), "peak")
+    loop = make_product_loop(name, host())
+    address = compile_module(loop.module, host(), "products")
     ones = np.ones(64, np.float64)
     sink = np.zeros(64, np.float64)
     arguments = np.array([1, ones.ctypes.data, sink.ctypes.data], np.int64)
@@ -97,76 +91,7 @@ def _flops_try(name: str, threads: int) -> Callable[[], float]:
 
     while run_once() < TRY_SECONDS:
         arguments[0] *= 2
-    return lambda: float(arguments[0]) * chains * UNROLL * lanes * flops * threads / run_once()
-
-
-def _multiply_add_loop(name: str, chains: int, lanes: int) -> Any:
-    """Return an LLVM module with the loop of multiply-adds: for _ in range(arguments[0]), UNROLL times each chain.
-
-    A step of a chain is chain = chain · x + x, with the vector x loaded from the address arguments[1].
-    """
-    from llvmlite import ir
-
-    from ..cpu.codegen.builder import Builder, Variable
-    from ..cpu.codegen.values import DOUBLE, FLOAT, INT64, POINTER, vector
-
-    kind = vector({"float32": FLOAT, "float64": DOUBLE}[name], lanes)
-    builder = Builder(ir.Module("peak"), "peak")
-    (arguments,) = builder.arguments
-    x = arguments.at(8).load(POINTER).load(kind)
-    sums = [Variable(builder, kind, 0) for _ in range(chains)]
-    with builder.loop(0, arguments.load(INT64)):
-        for _ in range(UNROLL):
-            for each in sums:
-                each.set(builder.fma(each.get(), x, x))
-    total = functools.reduce(operator.add, (each.get() for each in sums))
-    arguments.at(16).load(POINTER).store(total)
-    builder.finish()
-    return builder.module
-
-
-def _dot_product_loop(chains: int) -> str:
-    """Return the loop of `_multiply_add_loop` with dot products of bfloat16 pairs instead of multiply-adds.
-
-    The loop is LLVM text, since llvmlite has no bfloat type.
-    """
-    rows, names = [], [f"%s{k}" for k in range(chains)]
-    for step in range(UNROLL):
-        for name in names:
-            before = f"{name}.in" if step == 0 else f"{name}.{step - 1}"
-            product = f"call <16 x float> @{DOT}(<16 x float> {before}, <32 x bfloat> %x, <32 x bfloat> %x)"
-            rows.append(f"  {name}.{step} = {product}")
-    phis = [f"  {x}.in = phi <16 x float> [ zeroinitializer, %entry ], [ {x}.{UNROLL - 1}, %loop ]" for x in names]
-    total, totals = f"{names[0]}.{UNROLL - 1}", []
-    for name in names[1:]:
-        totals.append(f"  {name}.t = fadd <16 x float> {total}, {name}.{UNROLL - 1}")
-        total = f"{name}.t"
-    return "\n".join(
-        [
-            f"declare <16 x float> @{DOT}(<16 x float>, <32 x bfloat>, <32 x bfloat>)",
-            "define void @peak(ptr %arguments) {",
-            "entry:",
-            "  %count = load i64, ptr %arguments",
-            "  %source.address = getelementptr i8, ptr %arguments, i64 8",
-            "  %source = load ptr, ptr %source.address",
-            "  %x = load <32 x bfloat>, ptr %source, align 1",
-            "  br label %loop",
-            "loop:",
-            "  %k = phi i64 [ 0, %entry ], [ %next, %loop ]",
-            *phis,
-            *rows,
-            "  %next = add i64 %k, 1",
-            "  %more = icmp slt i64 %next, %count",
-            "  br i1 %more, label %loop, label %done",
-            "done:",
-            *totals,
-            "  %sink.address = getelementptr i8, ptr %arguments, i64 16",
-            "  %sink = load ptr, ptr %sink.address",
-            f"  store <16 x float> {total}, ptr %sink, align 1",
-            "  ret void",
-            "}",
-        ]
-    )
+    return lambda: float(arguments[0]) * loop.flops * threads / run_once()
 
 
 def _bandwidth_try(threads: int) -> Callable[[], float]:

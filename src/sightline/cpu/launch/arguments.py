@@ -22,8 +22,8 @@ from ..kernels.block import Block
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector
 from ..kernels.score_functions import ScoreFunctions, without_formulas
 from ..runtime.compile import Part
-from ..runtime.machine import Machine
 from ..runtime.processor import Processor
+from .product_rates import machine_for
 
 __all__ = [
     "TARGET_ITEMS",
@@ -145,9 +145,10 @@ def operand_fields(name: str, array: Any, keep_alive: list[Any]) -> dict[str, in
 
 
 def prepare(
-    kernel: str, problem: Problem, machine: Machine, extra_formulas: Sequence[Expression] = (), **more: Any
+    kernel: str, problem: Problem, processor: Processor, extra_formulas: Sequence[Expression] = (), **more: Any
 ) -> tuple[KernelArguments, KernelSpec]:
     """Return the arguments and the spec of a kernel whose register tile is no wider than the problem's queries need."""
+    machine = machine_for(processor, problem.dtype)
     lanes = lanes_per_vector(problem.dtype, machine)
     machine = machine.narrow_tile(-(-problem.n // lanes))
     arguments = KernelArguments(problem, lanes * machine.register_tile[1], extra_formulas)
@@ -182,9 +183,10 @@ def make_spec(kernel: str, arguments: KernelArguments, **more: Any) -> KernelSpe
 
 def write_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Block], processor: Processor) -> Any:
     """Return the LLVM module of a kernel."""
-    kernel = writer(spec, arguments.formulas, processor.machine)
+    machine = machine_for(processor, spec.dtype)
+    kernel = writer(spec, arguments.formulas, machine)
     if spec.kernel == "forward":
-        ScoreFunctions(spec, arguments.formulas, processor.machine, kernel.module).write()
+        ScoreFunctions(spec, arguments.formulas, machine, kernel.module).write()
     return kernel.write(f"sightline_{spec.kernel}")
 
 
@@ -194,14 +196,14 @@ def compile_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Bl
     A forward kernel with formulas has two parts. One of them does not depend on the formulas, so that only the other is
     compiled for new formulas. Statistics are computed between the parts, and their kernels are not divided.
     """
-    name, machine = f"sightline_{spec.kernel}", processor.machine
+    name, machine = f"sightline_{spec.kernel}", machine_for(processor, spec.dtype)
     has_formulas = spec.mask is not None or spec.score is not None
     if spec.kernel == "forward" and has_formulas and not spec.roles and processor.links_parts:
         rest = without_formulas(spec)
         common = Part(repr(rest), lambda: writer(rest, (None, None), machine).write(name))
         functions = ScoreFunctions(spec, arguments.formulas, machine)
-        return processor.kernel(repr(spec), name, functions.write, common)
-    return processor.kernel(repr(spec), name, lambda: write_kernel(spec, arguments, writer, processor))
+        return processor.kernel(repr(spec), name, functions.write, common, machine)
+    return processor.kernel(repr(spec), name, lambda: write_kernel(spec, arguments, writer, processor), None, machine)
 
 
 def convert_sinks(sinks: Any) -> Any:

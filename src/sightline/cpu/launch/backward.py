@@ -83,7 +83,7 @@ def backward(
     table_gradients = list(find_table_gradients(problem, wanted_tables))
     lookups = tuple((x.node_index, x.slot, x.is_per_key) for x in table_gradients)
     options: dict[str, Any] = {"table_gradients": lookups, "roles": tuple(formulas)}
-    arguments, spec = prepare("backward", problem, processor.machine, tuple(formulas.values()), **options)
+    arguments, spec = prepare("backward", problem, processor, tuple(formulas.values()), **options)
     xp, split = namespace(problem.query), Split.from_problem(problem, table_gradients)
     output, d_output = (_with_contiguous_rows(detach(xp.astype(x, problem.query.dtype))) for x in (saved[0], d_output))
     call = BoundBackwardCall(arguments, spec, split, (output, d_output), table_gradients, processor)

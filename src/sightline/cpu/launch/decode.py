@@ -23,6 +23,7 @@ from ..runtime.processor import Processor
 from .arguments import TARGET_ITEMS, KernelArguments, has_unit_stride, make_spec
 from .bound_call import BoundCall, run_first
 from .call_family import CallFamily
+from .product_rates import machine_for
 
 __all__ = ["can_decode", "decode"]
 
@@ -38,8 +39,9 @@ def can_decode(problem: Problem, processor: Processor) -> bool:
     V, and a mask that does not depend on the head. The kernel has no dropout. It is faster than the forward kernel for
     few queries and many keys. More queries are served if few heads would leave threads without work.
     """
-    uses_bf16_pairs = problem.dtype == "bfloat16" and processor.machine.has_bf16_dot
-    columns = lanes_per_vector(problem.dtype, processor.machine) * (1 + uses_bf16_pairs)
+    machine = machine_for(processor, problem.dtype)
+    uses_bf16_pairs = problem.dtype == "bfloat16" and machine.has_bf16_dot
+    columns = lanes_per_vector(problem.dtype, machine) * (1 + uses_bf16_pairs)
     return (
         problem.n <= (MAX_ROWS_PER_ITEM if problem.B * problem.H <= MAX_FEW_HEADS else MAX_FEW_QUERIES)
         and problem.m >= min_decode_keys(problem.n)

@@ -122,7 +122,7 @@ def _bind(
     problem: Problem, writer: type[WeightsPass], kernel: str, processor: Processor, k: int = 0
 ) -> tuple[KernelArguments, Callable[..., WeightsPassCall]]:
     """Return the arguments of a weights pass, and a function (items, **fields) that binds its call."""
-    arguments, spec = prepare(kernel, problem, processor.machine, k=k)
+    arguments, spec = prepare(kernel, problem, processor, k=k)
     # The kernel does not read V, the given lse includes the sinks, and the weights are those before dropout. So
     # problems that differ only in V, sinks or dropout share one kernel.
     spec = replace(spec, d_v=1, unit_stride=(*spec.unit_stride[:2], True), has_sinks=False, has_dropout=False)

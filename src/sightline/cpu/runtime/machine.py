@@ -121,6 +121,16 @@ class Machine:
         """True if the machine multiplies bfloat16 pairs and adds in float32 (llvm.x86.avx512bf16.dpbf16ps.512)."""
         return {"avx512f", "avx512bf16"} <= self.feature_set
 
+    @property
+    def without_bf16_dot(self) -> Machine:
+        """The same machine without instructions for bfloat16."""
+        return _without_feature(self, "avx512bf16")
+
+
+@cache
+def _without_feature(machine: Machine, name: str) -> Machine:
+    return replace(machine, features=",".join(x for x in machine.features.split(",") if x != f"+{name}"))
+
 
 @cache
 def _with_vectors(machine: Machine, vectors: int) -> Machine:

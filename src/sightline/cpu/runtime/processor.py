@@ -32,12 +32,19 @@ class Processor:
 
     links_parts = True  # False if `kernel` takes no `common` part
 
-    def kernel(self, key: str, name: str, build_module: Callable[[], Any], common: Part | None = None) -> Any:
+    def kernel(
+        self,
+        key: str,
+        name: str,
+        build_module: Callable[[], Any],
+        common: Part | None = None,
+        machine: Machine | None = None,
+    ) -> Any:
         """Return the function `name` of the kernel with this key, as an argument of `call`; see `get_or_compile`.
 
-        The function's type is void f(void *).
+        The function's type is void f(void *). `machine` is given if it is not the processor's own.
         """
-        return get_or_compile(key, name, build_module, self.machine, common)
+        return get_or_compile(key, name, build_module, machine or self.machine, common)
 
     call = staticmethod(thread_team.call)
 
