@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sightline
-from sightline import causal, h, i, j, lse, m, n, padding, s, softcap, table
+from sightline import causal, entropy, h, i, j, lse, m, n, padding, s, softcap, table
 from sightline.cpu import Cpu
 from sightline.cpu.kernels import decode
 from sightline.cpu.kernels.kernel_spec import min_decode_keys
@@ -15,6 +15,7 @@ from sightline.cpu.launch import forward as launch_forward
 from sightline.cpu.runtime.processor import HOST
 from sightline.problem import make_problem
 from sightline.testing import assert_conforms, with_guards
+from statistic_definitions import check as check_statistics
 from strategies import DTYPES
 
 MASKS = {
@@ -58,19 +59,62 @@ def test_drawn_problems(dtype, taken):
         width=st.sampled_from([32, 64]),
         mask=st.sampled_from(sorted(MASKS)),
         extra=st.sampled_from([{}, {"scale": -0.4}, {"sinks": 1}, {"score": softcap(3.0)}]),
+        see=st.sampled_from([[lse()], [lse(), entropy()]]),
         seed=st.integers(0, 99),
     )
-    def conforms(sizes, keys, width, mask, extra, seed):
+    def conforms(sizes, keys, width, mask, extra, see, seed):
         group, queries = sizes
         keys = max(keys, min_decode_keys(queries))
         x = arrays(dtype, (), 2 * group, 2, queries, keys, width, 160 - 2 * width, seed)
         if "sinks" in extra:
             extra = {"sinks": np.linspace(-1, 1, 2 * group).astype(np.float32)}
-        assert_conforms(Cpu().run, make_problem(*(y[None] for y in x), mask=MASKS[mask], see=[lse()], **extra))
+        problem = make_problem(*(y[None] for y in x), mask=MASKS[mask], see=see, **extra)
+        assert_conforms(Cpu().run, problem)
+        check_statistics(Cpu().run, problem)
 
     conforms()
     assert all(taken)
     assert len(taken) >= EXAMPLES
+
+
+ENTROPY_FAULTS = {
+    "exponents not rescaled": (
+        "builder.fma(difference, sums.load(self.vector), place.load(self.vector))",
+        "place.load(self.vector)",
+    ),
+    "sums not rescaled": ("place.load(self.vector)) * alpha", "place.load(self.vector))"),
+    "splits without their shares": ("share * (own - difference)", "share * own"),
+    "exponents in base 2": ("exponents.to(DOUBLE) * unit / wide", "exponents.to(DOUBLE) / wide"),
+    "weights of the splits not normalized": ("total.get() - sink_share)) / divisor", "total.get() - sink_share))"),
+}
+
+
+def check_entropy():
+    q, k, v = arrays("float32", (1,), n=2, m=2000)
+    k[..., 1000:, :] *= 2
+    for options in ({}, {"sinks": np.linspace(-1, 1, 8)}):
+        check_statistics(Cpu().run, make_problem(q, k, v, see=[entropy()], **options))
+
+
+def test_the_sound_entropy_passes(taken):
+    check_entropy()
+    assert all(taken)
+
+
+@pytest.mark.parametrize("fault", ENTROPY_FAULTS)
+def test_every_fault_in_the_entropy_is_seen(fault, monkeypatch, fresh_kernels):
+    from fault_planting import broken
+
+    monkeypatch.setattr(launch_decode, "Decode", broken(decode, *ENTROPY_FAULTS[fault]).Decode)
+    with pytest.raises(AssertionError, match="budget"):
+        check_entropy()
+
+
+def test_one_visible_key_has_no_entropy(taken):
+    q, k, v = arrays("float32", n=1, m=700)
+    result = Cpu().run(make_problem(q, k, v, mask=j == 300, see=[entropy()]))
+    assert np.all(result.seen[0] == 0)
+    assert taken == [True]
 
 
 def test_tables_and_heads(taken):
@@ -138,7 +182,7 @@ def test_a_cache_is_read_in_place(taken):
 
 
 FAULTS = {
-    "splits not weighted": ("share = exp(builder, address.load(DOUBLE) - shift)", "share = builder.value(1.0, DOUBLE)"),
+    "splits not weighted": ("share = exp(builder, difference)", "share = builder.value(1.0, DOUBLE)"),
     "a split dropped": (
         "with builder.loop(0, args.num_splits) as split:\n                    share",
         "with builder.loop(1, args.num_splits) as split:\n                    share",

@@ -98,6 +98,7 @@ FORWARD_FIELDS = end_with(FORWARD_CALL_FIELDS, _FORWARD_FIELDS)
 _DECODE_FIELDS = _FORWARD_FIELDS | {
     "split_output": POINTER,  # (num_splits, B, H, n, d_v) in the accumulator's type
     "split_lse": POINTER,  # (num_splits, B, H, n) float64
+    "split_entropy": POINTER,  # like split_lse; null if the entropy is not requested
     "finished_splits": POINTER,  # number of finished splits for each batch, key head and group of query rows
     "nonfinite_flag": POINTER,  # set to 1 if an output is NaN or infinite
     "batches": INT64,

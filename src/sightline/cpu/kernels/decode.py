@@ -10,6 +10,10 @@ The keys are divided into splits, in a way that only the problem determines. Thr
 thread that finishes the last split of some rows merges the splits, always in the order of the keys, as `merge` does
 (Dao et al., "Flash-Decoding", 2023). An output that is NaN or ∞ sets `nonfinite_flag`. The forward kernel, which
 ignores V at hidden keys, then computes the output instead.
+
+The entropy H of a query is merged from the entropies of its splits: with P_p, the weight of split p,
+
+    H = Σ_p P_p (H_p − ln P_p)
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from ..codegen.builder import Variable
 from ..codegen.math import exp
 from ..codegen.values import BFLOAT, DOUBLE, INT16, INT64, Value, vector
 from .block import Block
+from .fused_statistics import MIN_EXPONENT
 from .kernel_spec import CACHE_LINE_BYTES, KEY_BLOCK
 
 __all__ = ["MAX_ROWS_PER_ITEM", "UNROLL", "Decode"]
@@ -50,6 +55,9 @@ class Decode(Block):
         self.output = tiles.scratch(MAX_ROWS_PER_ITEM * self.output_row_bytes)
         self.sums = tiles.scratch(UNROLL * KEY_BLOCK * tiles.align)  # scores before the sum over groups of lanes
         self.running_sums = tiles.scratch(MAX_ROWS_PER_ITEM * tiles.align)
+        self.has_entropy = "entropy" in spec.roles
+        if self.has_entropy:  # T = Σ p x of weights p = e^x
+            self.weighted_exponents = tiles.scratch(MAX_ROWS_PER_ITEM * tiles.align)
         self.running_max, self.alpha = (tiles.scratch(MAX_ROWS_PER_ITEM * tiles.itemsize) for _ in range(2))
 
     def process_item(self, item: Value) -> None:
@@ -109,6 +117,8 @@ class Decode(Block):
                     target.at(d * tiles.itemsize).store(number)
             self.running_max.at(r * tiles.itemsize).store(builder.value(-math.inf, self.float))
             self.running_sums.at(r * tiles.align).store(builder.value(0.0, self.vector))
+            if self.has_entropy:
+                self.weighted_exponents.at(r * tiles.align).store(builder.value(0.0, self.vector))
             with builder.loop(0, self.output_row_bytes // tiles.align) as v:
                 self.output.at(r * self.output_row_bytes + v * tiles.align).store(builder.value(0.0, self.vector))
 
@@ -194,13 +204,30 @@ class Decode(Block):
         running_max.store(new)
         self.alpha.at(r * tiles.itemsize).store(alpha)
         total = self.running_sums.at(r * tiles.align)
-        weights = [self.exponentiate(s - shift) for s in logits]
+        exponents = [s - shift for s in logits]
+        weights = [self.exponentiate(x) for x in exponents]
+        if self.has_entropy:
+            self.add_exponents(r, old_max - shift, alpha, weights, exponents)
         total.store(builder.fma(total.load(self.vector), alpha, sum_pairwise(weights)))
         for v, p in enumerate(weights):
             if self.paired:
                 score_row.at(v * (tiles.align // 2)).store(p.to(BFLOAT))
             else:
                 score_row.at(v * tiles.align).store(p)
+
+    def add_exponents(
+        self, r: Value, difference: Value, alpha: Value, weights: list[Value], exponents: list[Value]
+    ) -> None:
+        """Rescale T from the maximum m to m' = m − difference, with α = e^difference, and add the terms of a tile."""
+        builder, tiles = self.builder, self.tiles
+        place, sums = self.weighted_exponents.at(r * tiles.align), self.running_sums.at(r * tiles.align)
+        difference = builder.maximum(difference, MIN_EXPONENT).broadcast(self.lanes)
+        total = builder.fma(difference, sums.load(self.vector), place.load(self.vector)) * alpha
+        terms = []
+        for p, x in zip(weights, exponents, strict=True):
+            # a weight that rounds to 1 has the exponent 0, so that the entropy of one visible key is exactly 0
+            terms.append(p * builder.where(p == 1.0, 0.0, builder.maximum(x, MIN_EXPONENT)))
+        place.store(total + sum_pairwise(terms))
 
     # -- values ---------------------------------------------------------------------------------------------------
     def accumulate_values(self) -> None:
@@ -265,6 +292,11 @@ class Decode(Block):
             split_row = self.split * (args.batches * args.H * args.n) + self.locate_row(r)
             lse = builder.fma(largest, unit, builder.call_intrinsic("log", divisor.to(DOUBLE)))
             args.split_lse.at(split_row * 8).store(builder.where(is_empty, -math.inf, lse))
+            if self.has_entropy:
+                exponents = self.weighted_exponents.at(r * tiles.align).load(self.vector).sum()
+                wide = divisor.to(DOUBLE)
+                entropy = builder.call_intrinsic("log", wide) - exponents.to(DOUBLE) * unit / wide
+                args.split_entropy.at(split_row * 8).store(entropy)
             target = args.split_output.at(split_row * self.output_row_bytes)
             nonfinite = Variable(builder, self.vector, 0.0)
             step, size = tiles.pair_size * tiles.align, self.output_row_bytes
@@ -292,15 +324,25 @@ class Decode(Block):
                 lse = args.split_lse.at((split * rows + row) * 8).load(DOUBLE)
                 running_max.set(builder.maximum(lse, running_max.get()))
             shift = builder.where(running_max.get() == -math.inf, 0.0, running_max.get())
-            total = Variable(builder, DOUBLE, exp(builder, sink - shift) if self.spec.has_sinks else 0.0)
+            sink_share = exp(builder, sink - shift) if self.spec.has_sinks else builder.value(0.0, DOUBLE)
+            total, entropy = Variable(builder, DOUBLE, sink_share), Variable(builder, DOUBLE, 0.0)
             with builder.loop(0, args.num_splits) as split:
                 address = args.split_lse.at((split * rows + row) * 8)
-                share = exp(builder, address.load(DOUBLE) - shift)
+                difference = address.load(DOUBLE) - shift
+                share = exp(builder, difference)
                 address.store(share)
                 total.set(total.get() + share)
+                if self.has_entropy:
+                    own = args.split_entropy.at((split * rows + row) * 8).load(DOUBLE)
+                    term = builder.where(share == 0.0, 0.0, share * (own - difference))
+                    entropy.set(entropy.get() + term)
             is_empty = total.get() == 0.0
             divisor = builder.where(is_empty, 1.0, total.get())
-            lse = running_max.get() + builder.call_intrinsic("log", divisor)
+            log_total = builder.call_intrinsic("log", divisor)
+            if self.has_entropy:
+                value = (entropy.get() + log_total * (total.get() - sink_share)) / divisor
+                args.outputs[0].pointer.at(row * tiles.itemsize).store(value.to(self.float))
+            lse = running_max.get() + log_total
             lse = builder.where(is_empty, -math.inf, lse)
             with builder.if_then(args.lse != builder.null()):
                 args.lse.at(row * 8).store(lse)

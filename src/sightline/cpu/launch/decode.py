@@ -24,6 +24,7 @@ from .arguments import TARGET_ITEMS, KernelArguments, has_unit_stride, make_spec
 from .bound_call import BoundCall, run_first
 from .call_family import CallFamily
 from .product_rates import machine_for
+from .statistics import FusedStatistics
 
 __all__ = ["can_decode", "decode"]
 
@@ -32,12 +33,13 @@ NUM_FORWARD_WORDS = len(FORWARD_CALL_FIELDS)
 MAX_FEW_HEADS = 4  # up to this number of heads of all batches, splits of the keys keep more threads busy
 
 
-def can_decode(problem: Problem, processor: Processor) -> bool:
-    """True if the decoding kernel serves the problem.
+def can_decode(problem: Problem, processor: Processor, roles: tuple[str, ...] = ()) -> bool:
+    """True if the decoding kernel serves the problem, and the statistics `roles` of the forward kernel.
 
     The kernel needs at most MAX_ROWS_PER_ITEM queries, d_k and d_v that fill whole vectors, adjacent columns of K and
     V, and a mask that does not depend on the head. The kernel has no dropout. It is faster than the forward kernel for
-    few queries and many keys. More queries are served if few heads would leave threads without work.
+    few queries and many keys. More queries are served if few heads would leave threads without work. The only statistic
+    of the kernel is the entropy.
     """
     machine = machine_for(processor, problem.dtype)
     uses_bf16_pairs = problem.dtype == "bfloat16" and machine.has_bf16_dot
@@ -46,6 +48,7 @@ def can_decode(problem: Problem, processor: Processor) -> bool:
         problem.n <= (MAX_ROWS_PER_ITEM if problem.B * problem.H <= MAX_FEW_HEADS else MAX_FEW_QUERIES)
         and problem.m >= min_decode_keys(problem.n)
         and not problem.dropout
+        and roles in ((), ("entropy",))
         and problem.d_k % columns == problem.d_v % columns == 0
         and has_unit_stride(problem.key)
         and has_unit_stride(problem.value)
@@ -54,14 +57,17 @@ def can_decode(problem: Problem, processor: Processor) -> bool:
 
 
 def decode(
-    problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor
+    problem: Problem, output: Any, lse: Any, threads: int | None, processor: Processor, fused: FusedStatistics
 ) -> BoundDecodeCall | None:
-    """Fill output and lse, and return the bound call. None if an output is NaN or ∞: the forward kernel must run."""
+    """Fill output, lse and the arrays of the fused statistics, and return the bound call.
+
+    The result is None if an output is NaN or ∞: the forward kernel must run.
+    """
     arguments = KernelArguments(problem, MAX_ROWS_PER_ITEM)
-    spec = make_spec("decode", arguments, unroll=min(problem.group * problem.n, UNROLL))
+    spec = make_spec("decode", arguments, unroll=min(problem.group * problem.n, UNROLL), roles=fused.roles)
     bind = partial(BoundDecodeCall, spec=spec, processor=processor)
     call = bind(arguments)
-    if run_first(call, arguments, output, lse, threads) is None:
+    if run_first(call, arguments, output, lse, threads, fused.arrays) is None:
         return None
     call.family = CallFamily.of(arguments, spec, bind)
     return call
@@ -91,6 +97,8 @@ class BoundDecodeCall(BoundCall):
             "split_lse": num_splits * output_rows,
             "split_output": -(-num_splits * output_rows * problem.d_v * size // 8),
         }
+        if spec.roles:
+            workspace["split_entropy"] = num_splits * output_rows
         values = {"batches": problem.B}
         if self.has_dynamic_key_length:  # without a mask there is one tile range, which contains the tiles of every m
             values["tile_range_last"] = arguments.retain(np.full(1, 2**62))
@@ -103,6 +111,7 @@ class BoundDecodeCall(BoundCall):
             max_threads=self.items_per_split * num_splits,
             workspace=workspace,
             zeroed=tuple(zeroed),
+            outputs=[0] * spec.num_output_arrays,
         )
 
     def split_keys(self, m: int) -> tuple[int, int]:

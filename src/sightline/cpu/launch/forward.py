@@ -31,8 +31,8 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
     fused_statistics = FusedStatistics(problem)
     bound_call: BoundCall | None = None
     if lse.size:
-        uses_decode = not fused_statistics.roles and can_decode(problem, processor)
-        bound_call = decode(problem, output, lse, threads, processor) if uses_decode else None
+        uses_decode = can_decode(problem, processor, fused_statistics.roles)
+        bound_call = decode(problem, output, lse, threads, processor, fused_statistics) if uses_decode else None
         if bound_call is None:
             call = forward(problem, output, lse, threads, processor, fused_statistics)
             bound_call = None if uses_decode else call  # so the next call tries to decode again
