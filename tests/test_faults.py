@@ -24,6 +24,7 @@ from sightline.cpu.kernels import (
     weights_pass,
 )
 from sightline.cpu.launch import backward as launch_backward
+from sightline.cpu.launch import table_gradients
 from sightline.cpu.runtime.machine import host
 from sightline.formula import interval_arithmetic as bounds
 from sightline.problem import make_problem
@@ -141,9 +142,9 @@ BACKWARD = {
     "lanes with one entry added once": Fault(
         tables, "target.load(kind) + terms.sum()", "target.load(kind) + terms.sum() / 2", shows="tables"
     ),
-    "sinks blind to lse": Fault(launch_backward, "delta = delta - xp.astype(d_lse, wide)", "pass", shows="sinks"),
+    "sinks blind to lse": Fault(table_gradients, "delta = delta - xp.astype(d_lse, wide)", "pass", shows="sinks"),
     "sinks the wrong way": Fault(
-        launch_backward,
+        table_gradients,
         "xp.sum(-xp.astype(p, wide) * delta, axis=-1)",
         "xp.sum(xp.astype(p, wide) * delta, axis=-1)",
         shows="sinks",

@@ -259,7 +259,7 @@ def test_a_stale_address_is_found(rng, monkeypatch):
         array_layouts.use(read, run)
 
 
-def _compile_anew(key, name, build):
+def _compile_anew(key, name, build, *_):
     from sightline.cpu.runtime.compile import compile_module
     from sightline.cpu.runtime.processor import HOST
 

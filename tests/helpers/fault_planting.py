@@ -18,6 +18,7 @@ from sightline.cpu.kernels import (
 )
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch import forward as launch_forward
+from sightline.cpu.launch import table_gradients
 
 PLACES = {  # for each module: the modules and the names through which its classes are looked up
     forward: [(launch_forward, "Forward")],
@@ -25,6 +26,7 @@ PLACES = {  # for each module: the modules and the names through which its class
     register_tile: [(block, "RegisterTiles")],
     operand_tiles: [(block, "OperandTile")],
     launch_backward: [(launch_backward, "backward")],
+    table_gradients: [(launch_backward, "differentiate_sinks")],
     tables: [(backward, "TableGradientCode")],
     fused_statistics: [(forward, "FusedStatisticsCode")],
     weights_by_key: [(weights_by_key, "Received"), (weights_by_key, "Pooled")],
