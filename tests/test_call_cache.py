@@ -29,7 +29,7 @@ from sightline.cpu.kernels.kernel_spec import min_decode_keys
 from sightline.cpu.kernels.launcher import RecordCode
 from sightline.cpu.launch.decode import BoundDecodeCall
 from sightline.cpu.launch.python_functions import launcher
-from sightline.errors import FormulaError, SightlineError, TableError
+from sightline.errors import DtypeError, FormulaError, SightlineError, TableError
 from sightline.problem import make_problem
 from sightline.reference import compute_stages
 from sightline.testing import assert_within_budget
@@ -249,6 +249,42 @@ def test_other_lengths_need_no_dispatch(rng, kind, monkeypatch):
     monkeypatch.setattr("sightline.api.make_problem", None)
     call(91)
     call(200)
+
+
+@pytest.mark.parametrize("queries", [1, 20, 70])
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
+def test_other_lengths_that_do_not_fit_are_errors(rng, queries, convert):
+    """Keys and values of different lengths, and sinks of other lengths, after calls with other lengths that fit."""
+
+    def draw(m, values, sinks):
+        given = arrays(rng, ((1, 4, queries, 16), (1, 4, m, 16), (1, 4, values, 16)))
+        return [convert(x) for x in given], convert(rng.normal(size=sinks).astype(np.float32))
+
+    for m in (80, 90, 700):
+        for _ in range(2):
+            given, sinks = draw(m, m, 4)
+            sightline.attention(*given)
+            sightline.attention(*given, sinks=sinks)
+    for m, values in ((95, 93), (95, 97), (8, 0), (700, 90), (90, 700)):
+        for _ in range(3):
+            given, sinks = draw(m, values, 4)
+            with pytest.raises(SightlineError):
+                sightline.attention(*given)
+            with pytest.raises(SightlineError):
+                sightline.attention(*given, sinks=sinks)
+    for length in (2, 3, 5):
+        given, sinks = draw(101, 101, length)
+        with pytest.raises(SightlineError):
+            sightline.attention(*given, sinks=sinks)
+
+
+def test_a_tensor_without_memory_is_an_error(rng):
+    q, k, v = [torch.from_numpy(x).clone() for x in arrays(rng)]
+    for _ in range(5):
+        sightline.attention(q, k, v)
+    v.untyped_storage().resize_(0)
+    with pytest.raises(DtypeError, match=r"value of shape .* has no memory"):
+        sightline.attention(q, k, v)
 
 
 def test_contents_that_become_invalid_raise_the_error(rng, monkeypatch):
@@ -974,6 +1010,30 @@ def test_gradients_equal_those_of_the_operator(rng, formula, shape, monkeypatch)
     assert outputs_and_gradients(other, direction, **options()) == prepared
     monkeypatch.setattr("sightline.api.describe", lambda *given: None)
     assert outputs_and_gradients(other, direction, **options()) == prepared
+
+
+@pytest.mark.parametrize("spread", ["heads", "queries", "columns", "a sum"])
+def test_gradients_of_outputs_whose_gradient_is_expanded(rng, spread):
+    """The gradient of a sum is a view whose stride is 0."""
+    q, k, v = tensors(rng, requires_grad=True)
+    weights = torch.from_numpy(rng.normal(size=q.shape).astype(np.float32))
+
+    def differentiate():
+        output = sightline.attention(q, k, v)
+        if spread == "a sum":
+            return torch.autograd.grad(output.sum(1).square().sum(), (q, k, v))
+        axis = {"heads": 1, "queries": 2, "columns": 3}[spread]
+        return torch.autograd.grad(output, (q, k, v), weights.narrow(axis, 0, 1).expand_as(output))
+
+    def bits_of(gradients):
+        return [bits(x) for x in gradients]
+
+    expected = bits_of(differentiate())
+    assert [bits_of(differentiate()) for _ in range(6)] == [expected] * 6
+    clear()
+    for _ in range(5):  # other gradients are bound first
+        torch.autograd.grad(sightline.attention(q, k, v), (q, k, v), weights)
+    assert [bits_of(differentiate()) for _ in range(4)] == [expected] * 4
 
 
 LEARNED = {  # options of a call whose tables, sinks or scale are learned, by what is learned

@@ -100,10 +100,15 @@ def parse(layouts: bytes) -> list[Layout]:
 
 
 def without_key_length(layouts: bytes) -> bytes:
-    """Return the layouts with −1 in place of m, the length of the last axis but one of the second and third array."""
+    """Return the layouts with −1 in place of m, the length of the last axis but one of the second and third array.
+
+    The layouts are returned unchanged if the two lengths differ, so that the full dispatch raises the error.
+    """
     key = _bytes_of(layouts, 0)
     value = key + _bytes_of(layouts, key)
     first, second = (start + 8 * (layouts[start + 1] - 1) for start in (key, value))
+    if layouts[first : first + 8] != layouts[second : second + 8]:
+        return layouts
     return b"".join((layouts[:first], ANY_LENGTH, layouts[first + 8 : second], ANY_LENGTH, layouts[second + 8 :]))
 
 

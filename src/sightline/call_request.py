@@ -196,11 +196,17 @@ def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
     layouts, structure = key
     arrays = array_layouts.parse(layouts)
     query, keys, values = [array.shape for array in arrays[:3]]
-    if not (len(query) == len(keys) == len(values) == 4 and query[0] == keys[0] == values[0]):
+    if not (len(query) == len(keys) == len(values) == 4 and query[0] == keys[0] == values[0] and keys[2] == values[2]):
         return None
     sizes = query[1], keys[1], values[1], query[3], keys[3], values[3], query[0]
     choice = min(query[2], MAX_SMALL_LENGTH), keys[2] >= min_decode_keys(query[2])
-    return sizes, choice, *map(_without_lengths, arrays), structure
+    lengths = arrays[-1].shape if has_sinks(structure) else ()  # other sinks need one number for each head too
+    return sizes, choice, lengths, *map(_without_lengths, arrays), structure
+
+
+def has_sinks(structure: tuple[Any, ...]) -> bool:
+    """True if the last of `Description.arrays` are sinks; see `_describe_formulas`."""
+    return len(structure) > 1 and not structure[2]
 
 
 def _without_lengths(layout: array_layouts.Layout) -> tuple[Any, ...]:

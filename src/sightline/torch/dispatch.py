@@ -14,6 +14,7 @@ from ..array_adapters import ADAPTERS, BOOLEANS, ArrayAdapter
 from ..array_layouts import Layout, Tensors, make_kind, serve_tensors
 from ..call_request import Request
 from ..dispatch import KERNELS, make_plan, to_caller_layout
+from ..errors import DtypeError
 from ..formula.expression import SYMBOLS, Expression
 from ..kernel import Kernel, Result, choose
 from ..problem import Problem, parse, validate
@@ -67,6 +68,7 @@ def run(
     if kernel == FUSED.name or (kernel is None and _prefers_fused(problem)):
         return to_caller_layout(problem, choose((FUSED,), problem, FUSED.name).kernel.run(problem))
     if _is_eager(problem):
+        _check_memory({"query": query, "key": key, "value": value})
         given = options["mask"], options["score"]
         return _run_eager(validate(problem), caller_inputs, seed, kernel, threads, request, given)
     return to_caller_layout(
@@ -81,6 +83,17 @@ def _is_eager(problem: Problem) -> bool:
     tables = [table.array for table in problem.tables if isinstance(table.array, Tensor)]
     tensors = [problem.query, problem.key, problem.value, *tables]
     return all(type(x) in (Tensor, Parameter) for x in tensors)
+
+
+def _check_memory(named: dict[str, Any]) -> None:
+    """Raise DtypeError if a tensor has entries but no memory, as after `untyped_storage().resize_(0)`."""
+    for name, array in named.items():
+        if array.is_cpu and array.numel() > 0 and array.data_ptr() == 0:
+            raise DtypeError(
+                f"{name} of shape {tuple(array.shape)} has no memory",
+                "tensors whose entries are in memory",
+                f"restore the storage of {name}, or pass {name}.clone()",
+            )
 
 
 def _prefers_fused(problem: Problem) -> bool:
@@ -171,7 +184,9 @@ def _read(tensor: Tensor) -> tuple[Layout, int] | None:
     needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
     try:
         strides = tuple([size * stride for stride in tensor.stride()])
-        return Layout(make_kind(size, dtype, needs_gradient, True), tuple(tensor.shape), strides), tensor.data_ptr()
+        address = tensor.data_ptr()
+        layout = Layout(make_kind(size, dtype, needs_gradient, True), tuple(tensor.shape), strides)
+        return (layout, address) if address else None
     except RuntimeError:  # tensors that are sparse, nested or opaque have no strides
         return None
 

@@ -54,6 +54,11 @@ class PythonFunction(Builder):
         with self.if_then(condition):
             self.return_none()
 
+    def return_null_if(self, condition: Value) -> None:
+        """Return with Python's error, which is set already."""
+        with self.if_then(condition):
+            self.return_(self.null())
+
     def return_none(self) -> None:
         self.call("Py_IncRef", VOID, self.context["none"])
         self.return_(self.context["none"])

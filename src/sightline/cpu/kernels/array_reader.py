@@ -99,13 +99,13 @@ class ArrayFunction(PythonFunction):
             self.grad_enabled.set(self.is_true_result(self.context["is_grad_enabled"]))
 
     def is_true_result(self, function: Value) -> Value:
-        """True if the Python function returns an object that is true, or raises an error."""
-        result = Variable(self, INT32, 1)
+        """True if the Python function returns an object that is true. Return with Python's error if it raises one.
+
+        A signal handler may run in the function and raise KeyboardInterrupt.
+        """
         answer = self.call("PyObject_CallNoArgs", POINTER, function)
-        self.clear_error_if(answer == self.null())
-        with self.if_then(answer != self.null()):
-            result.set(self.is_true(answer))
-        return result.get() != 0
+        self.return_null_if(answer == self.null())
+        return self.is_true(answer) != 0
 
     # -- arrays ----------------------------------------------------------------------------------------------------
     def read_ndarray(self, array: Value, index: Value) -> None:
@@ -121,7 +121,9 @@ class ArrayFunction(PythonFunction):
         """Read the tensor's DLTensor, and whether the tensor requires a gradient."""
         tensor, status = self.tensor, self.describe_tensor(array)
         is_negative = self.is_true_method(self.given.at((index + self.first) * 8), "is_neg")
-        self.return_none_if((status != 0) | (tensor.at(8).load(INT32) != DLPACK_CPU) | is_negative)
+        # a tensor without memory has no address; only the full dispatch tells an empty tensor from one that lost it
+        has_no_address = tensor.load(POINTER) == self.null()
+        self.return_none_if((status != 0) | (tensor.at(8).load(INT32) != DLPACK_CPU) | is_negative | has_no_address)
         requires_gradient = Variable(self, BOOL, False)
         with self.if_then(self.grad_enabled.get()):
             requires_gradient.set(self.is_true_attribute(array, "requires_grad"))
@@ -154,7 +156,7 @@ class ArrayFunction(PythonFunction):
         )
 
     def is_true_object(self, answer: Value) -> Value:
-        self.return_none_if(answer == self.null())
+        self.return_null_if(answer == self.null())
         self.call("Py_DecRef", VOID, answer)
         return answer == self.context["true"]
 

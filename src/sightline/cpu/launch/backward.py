@@ -85,7 +85,9 @@ def backward(
     options: dict[str, Any] = {"table_gradients": lookups, "roles": tuple(formulas)}
     arguments, spec = prepare("backward", problem, processor, tuple(formulas.values()), **options)
     xp, split = namespace(problem.query), Split.from_problem(problem, table_gradients)
-    output, d_output = (_with_contiguous_rows(detach(xp.astype(x, problem.query.dtype))) for x in (saved[0], d_output))
+    output, d_output = (
+        _with_contiguous_rows(detach(xp.astype(x, problem.query.dtype, copy=False))) for x in (saved[0], d_output)
+    )
     call = BoundBackwardCall(arguments, spec, split, (output, d_output), table_gradients, processor)
     table_sums = call.make_table_sums()
     sums = [empty(shape, problem.accumulator, problem.query) for shape in call.sum_shapes]
@@ -168,6 +170,7 @@ class BoundBackwardCall(BoundCall):
             outputs=[0 if x.is_per_key else 8 * math.prod(shape[1:]) for x, (shape, _) in sums],
             changing=operands,
         )
+        self.first_operands += tuple([layout(array)[0] for array in operands])
 
     @staticmethod
     def _describe_table_sums(problem: Problem, gradient: TableGradient, split: Split) -> tuple[tuple[int, ...], str]:
