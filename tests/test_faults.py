@@ -22,6 +22,8 @@ from sightline.cpu.kernels import (
     weights_by_key,
     weights_by_query,
     weights_pass,
+    weights_statistics,
+    weights_tiles,
 )
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch import table_gradients
@@ -169,17 +171,40 @@ WEIGHTS_PASS = {
         methods=("clip_lanes",),
     ),
     "missed last block of queries": Fault(
-        weights_by_key, "builder.minimum(first + args.range_size, args.query_blocks)", "args.query_blocks - 1"
+        weights_statistics,
+        "builder.minimum(first + args.range_size, args.query_blocks)",
+        "builder.minimum(first + args.range_size, args.query_blocks - 1)",
+    ),
+    "missed last tile of a split": Fault(
+        weights_statistics, "(split + 1) * args.split_size", "(split + 1) * args.split_size - 1"
+    ),
+    "sums of all ranges together": Fault(
+        weights_by_key, "(kernel.range_index * heads + kernel.head_index) * row_bytes", "kernel.head_index * row_bytes"
+    ),
+    "sums of the first keys of a tile": Fault(weights_by_key, "(j0 + first) * tiles", "j0 * tiles"),
+    "sums of hidden pairs": Fault(
+        weights_by_key, "totals = self.kernel.hide(pairs.weights, pairs.conditions, 0.0)", "totals = pairs.weights"
+    ),
+    "cells of all ranges together": Fault(weights_by_key, "row.get() + kernel.range_index", "row.get()"),
+    "columns cleared before they are stored": Fault(
+        weights_by_key,
+        "self.reduce_lanes()\n            self.clear_from",
+        "self.clear_from",
+    ),
+    "a hidden key in a list": Fault(
+        weights_by_query,
+        "weights = self.kernel.hide(pairs.weights, pairs.conditions, -math.inf)",
+        "weights = self.kernel.hide(pairs.weights, pairs.conditions, 0.0)",
     ),
     "missed last key of a cell": Fault(weights_by_key, "end - j0) as key:", "end - j0 - 1) as key:"),
-    "a cell too far": Fault(weights_by_key, "(at.get() - args.first_key + 1)", "(at.get() - args.first_key + 30)"),
+    "cells of the first column": Fault(weights_by_key, "(column.get(), v)", "(self.first_column.get(), v)"),
     "lanes of all cells": Fault(weights_by_key, "(lanes < end.to(integer))", "(lanes >= 0)"),
     "a list moved down by the wrong weight": Fault(weights_by_query, "old.set(above)", "old.set(p)"),
     "keys left where they were": Fault(
         weights_by_query, "builder.where(passes, key_above, ", "builder.where(passes, j, "
     ),
     "missed tail of keys": Fault(
-        weights_by_query, "builder.loop(vector_stop, stop) as key:", "builder.loop(vector_stop, vector_stop) as key:"
+        weights_tiles, "builder.loop(vector_stop, stop) as key:", "builder.loop(vector_stop, vector_stop) as key:"
     ),
 }
 

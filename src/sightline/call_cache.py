@@ -200,7 +200,7 @@ class CachedCall:
     shape : the shape of the output in the layout of the caller's arrays
     needs_lse : True if a statistic or the backward pass reads lse
     statistic_dtypes : the names of the dtypes of the forward kernel's outputs for statistics, in its order
-    bound_statistics : for each statistic the `BoundStatistic` of its weights pass; None for the forward kernel's
+    bound_passes : the `BoundPass` objects of the statistics that the forward kernel does not compute
     has_dropout : True if the call needs a seed
     attach : function that joins the results to a graph of gradients; None for arrays without gradients
         It takes the request, query, key, value and a `CallResult`, and returns the result with joined arrays.
@@ -216,7 +216,7 @@ class CachedCall:
     shape: tuple[int, ...]
     needs_lse: bool
     statistic_dtypes: tuple[str, ...]
-    bound_statistics: tuple[Any, ...]
+    bound_passes: tuple[Any, ...]
     has_dropout: bool
     attach: Attacher | None
     num_runs: int = 0
@@ -295,7 +295,7 @@ class CachedCall:
         self.num_runs += 1
         if self.num_runs < RUNS_BEFORE_RECORD or self.has_dropout or request.sinks is not None:
             return
-        if any(self.bound_statistics) or not (self.inputs is None or self.inputs.is_identity):
+        if self.bound_passes or not (self.inputs is None or self.inputs.is_identity):
             return
         record = self.bound_call.make_direct_record(threads, key.shape[-2], 1 + self.needs_lse)
         if record is not None:
@@ -315,20 +315,18 @@ class CachedCall:
 
         `outputs` are the forward kernel's arrays, and `words` are its words.
         """
-        if not any(self.bound_statistics):
+        if not self.bound_passes:
             return self._select(outputs)
-        found: list[Any] = []
         operands = words[QUERY_INDEX], words[KEY_INDEX], words[LSE_INDEX]
         inputs = words[NUM_FIELDS : NUM_FIELDS + num_tables + len(numbers)]
-        for statistic, bound in zip(self.see, self.bound_statistics, strict=True):
-            if bound is not None:
-                arrays = bound.run(threads, operands, inputs, numbers, query, keep_alive)
-                if arrays is None:
-                    return None
-                found += arrays
-            else:
-                found += _arrays_of(statistic, outputs)
-        return found
+        found = [_arrays_of(statistic, outputs) for statistic in self.see]
+        for bound in self.bound_passes:
+            arrays = bound.run(threads, operands, inputs, numbers, query, keep_alive)
+            if arrays is None:
+                return None
+            for index, own in zip(bound.indices, arrays, strict=True):
+                found[index] = own
+        return [array for arrays in found for array in arrays]
 
     def _select(self, outputs: Sequence[Any]) -> list[Any]:
         """Return the arrays of every statistic except lse, in the order of `see`, from the forward kernel's outputs."""
@@ -388,7 +386,7 @@ def insert(
         return
     inputs = KernelInputs.bind(bound_call, request, formulas)
     passes = [statistic for statistic in problem.see if isinstance(statistic, WEIGHTS_STATISTICS)]
-    if inputs is None or len(passes) != len(result.bound_statistics) - result.bound_statistics.count(None):
+    if inputs is None or len(passes) != sum(len(bound.indices) for bound in result.bound_passes):
         return
     output = problem.squeeze_heads(result.output, 2)
     entry = CachedCall(
@@ -400,7 +398,7 @@ def insert(
         tuple(output.shape),
         attach is not None or bool(passes) or any(isinstance(statistic, Lse) for statistic in problem.see),
         _statistic_dtypes(problem.see, problem.accumulator),
-        result.bound_statistics,
+        result.bound_passes,
         problem.dropout > 0,
         attach,
     )

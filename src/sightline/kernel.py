@@ -44,15 +44,15 @@ class Result:
     seen : the result of each statistic of `problem.see`
     bound_call : a `cpu.launch.bound_call.BoundCall` that repeats the call for other arrays of the same layout; None if
         the kernel provides none
-    bound_statistics : with `bound_call`, for each statistic of `problem.see` the
-        `cpu.launch.weights_pass.BoundStatistic` that computed it; None if the forward kernel did
+    bound_passes : with `bound_call`, the `cpu.launch.weights_pass.BoundPass` objects that computed statistics of
+        `problem.see`; the forward kernel computed the other statistics
     """
 
     output: Any
     lse: Any
     seen: tuple[Any, ...] = ()
     bound_call: Any = None
-    bound_statistics: tuple[Any, ...] = ()
+    bound_passes: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

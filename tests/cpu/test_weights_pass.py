@@ -1,5 +1,6 @@
 """The weights pass against statistics of dense float64 weights, within the error budget of `sightline.testing`."""
 
+import math
 from functools import partial
 
 import numpy as np
@@ -8,15 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sample_problems import arrays
-from sightline import alibi, causal, i, j, padding, s, softcap, table, window
+from sightline import alibi, causal, i, j, padding, s, softcap, table, where, window
 from sightline.arrays import dtype_name, framework, to_numpy
 from sightline.cpu import Cpu
-from sightline.cpu.launch.weights_pass import MAX_TOP_K, pooled, received, top_k, weights
+from sightline.cpu.launch.weights_pass import MAX_TOP_K, bind_passes, pooled, received, top_k, weights
 from sightline.problem import make_problem
 from sightline.reference import compute_stages
+from sightline.statistics import Pooled, Received, TopK, Weights
 from sightline.testing import with_guards
 from strategies import DTYPES, Case, cases
-from weights_pass_checks import check, check_everything, check_pooled, dense_received, largest, narrow
+from weights_pass_checks import (
+    check,
+    check_everything,
+    check_pooled,
+    check_together,
+    compute_together,
+    dense_received,
+    largest,
+    narrow,
+    several,
+)
 
 # -- problems --------------------------------------------------------------------------------------------------------
 
@@ -52,6 +64,42 @@ def drawn(dtype, examples):
             check(problem, weights, lambda p: p[..., rows, columns], dtype=narrow, rows=rows, columns=columns)
 
     conforms()
+
+
+@st.composite
+def requests(draw, problem):
+    """Statistics of a problem that can share passes."""
+    down, across = (st.integers(1, min(length, 40)) for length in (problem.n, problem.m))
+    kinds = [
+        st.builds(Received, st.sampled_from(["sum", "mean", "max"])),
+        st.builds(Pooled, down, across | st.just(problem.m), st.sampled_from(["mean", "max"])),
+        st.builds(TopK, st.integers(1, 12)),
+    ]
+    return draw(st.lists(st.one_of(kinds), min_size=2, max_size=4))
+
+
+def drawn_together(dtype, examples):
+    """Check statistics that share passes, for each of `examples` drawn problems."""
+
+    @settings(max_examples=examples)
+    @given(cases(dtypes=(dtype,), largest=15_000), st.data())
+    def conforms(case, data):
+        problem = case.make_problem()
+        if 0 not in problem.extent:
+            check_together(problem, data.draw(requests(problem)))
+
+    conforms()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_problems_with_several_statistics(dtype):
+    drawn_together(dtype, 10)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_drawn_problems_with_several_statistics(dtype):
+    drawn_together(dtype, 400)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,20 +145,36 @@ def test_any_number_of_threads_gives_the_same_bits():
         partial(pooled, problem, lse, 1, 3),
         partial(top_k, problem, lse, 6),
         partial(weights, problem, lse),
+        lambda threads: compute_together(problem, lse, several(problem), threads),
     ]
     for call in calls:
         once = call(threads=1)
         for threads in (2, 3, 7):
-            np.testing.assert_array_equal(call(threads=threads), once)
+            for found, expected in zip(flat(call(threads=threads)), flat(once), strict=True):
+                np.testing.assert_array_equal(found, expected)
+
+
+def flat(result):
+    """Return the arrays of a result, which may be a tuple or a list of results."""
+    return [array for one in result for array in flat(one)] if isinstance(result, tuple | list) else [result]
+
+
+def test_statistics_share_passes():
+    """Each pass computes received, pooled and top_k at most once; weights and a pooled rectangle are computed alone."""
+    problem = make_problem(*arrays((1, 2, 70, 8), "float32"))
+    statistics = [TopK(2), Pooled(2, 2, "mean", ((0, 9), (0, 9))), Weights(), Received("max"), Pooled(3, 3), TopK(3)]
+    passes = [bound_pass for _, bound_pass in bind_passes(problem, statistics)]
+    assert [bound_pass.indices for bound_pass in passes] == [(0, 3, 4), (1,), (2,), (5,)]
+    assert bind_passes(problem, [TopK(MAX_TOP_K + 1)]) != []  # there are only 70 keys
 
 
 def test_torch_gets_the_same_bits_as_tensors():
     case = Case(*arrays((2, 70, 16), "float32", m=90), {"mask": causal()})
     lse = compute_stages(case.make_problem()).lse
-    for call in (received, partial(pooled, rows=3, columns=4), partial(top_k, k=95), weights):
+    together = partial(compute_together, statistics=several(case.make_problem()))
+    for call in (received, partial(pooled, rows=3, columns=4), partial(top_k, k=95), weights, together):
         ours, theirs = call(case.make_problem(), lse), call(case.as_torch().make_problem(), lse)
-        pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
-        for array, tensor in pairs:
+        for array, tensor in zip(flat(ours), flat(theirs), strict=True):
             assert framework(tensor) == "torch"
             assert dtype_name(array) == dtype_name(tensor)
             np.testing.assert_array_equal(to_numpy(tensor), array)
@@ -128,6 +192,18 @@ def test_of_equal_scores_the_smaller_key_comes_first(dtype, rng):
         truth = compute_stages(problem)
         order = np.argsort(-truth.masked, axis=-1, kind="stable")[..., :40]
         np.testing.assert_array_equal(top_k(problem, truth.lse, 40)[1], order)
+
+
+def test_a_score_of_minus_infinity_is_not_listed(rng):
+    """A visible score of −∞ is no key of `top_k`, whether or not the pass computes other statistics."""
+    q, k = (rng.normal(size=(1, 1, rows, 3)) for rows in (40, 70))
+    problem = make_problem(q, k, k, score=where(j % 9 == 0, s, -math.inf))
+    lse = compute_stages(problem).lse
+    alone = top_k(problem, lse, 10)
+    together, _ = compute_together(problem, lse, [TopK(10), Received()])
+    assert (alone[1] >= 0).sum(-1).tolist() == [[[8] * 40]]
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_weights_do_not_take_on_the_rounding_of_lse(rng):
@@ -151,6 +227,9 @@ def test_the_error_of_sums_does_not_grow_with_their_length():
     lse = np.full((32, 1, n), np.log(m))
     one = weights(problem, lse, slice(0, 1))[:, :, 0].astype(np.float64)
     np.testing.assert_array_equal(received(problem, lse), (one * n).astype(np.float32))
+    together, mean = compute_together(problem, lse, [Received(), Pooled(1, m)])
+    np.testing.assert_array_equal(together, (one * n).astype(np.float32))
+    np.testing.assert_array_equal(mean, one[..., None, :].astype(np.float32))
 
 
 def test_more_keys_requested_than_there_are(rng):

@@ -15,10 +15,13 @@ from sightline.cpu.kernels import (
     weights_by_key,
     weights_by_query,
     weights_pass,
+    weights_statistics,
+    weights_tiles,
 )
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch import forward as launch_forward
 from sightline.cpu.launch import table_gradients
+from sightline.cpu.launch import weights_pass as launch_weights_pass
 
 PLACES = {  # for each module: the modules and the names through which its classes are looked up
     forward: [(launch_forward, "Forward")],
@@ -30,7 +33,9 @@ PLACES = {  # for each module: the modules and the names through which its class
     tables: [(backward, "TableGradientCode")],
     fused_statistics: [(forward, "FusedStatisticsCode")],
     weights_by_key: [(weights_by_key, "Received"), (weights_by_key, "Pooled")],
-    weights_by_query: [(weights_by_query, "TopK"), (weights_by_query, "WeightTiles")],
+    weights_by_query: [(weights_by_query, "TopK")],
+    weights_statistics: [(launch_weights_pass, "WeightStatistics")],
+    weights_tiles: [(launch_weights_pass, "WeightTiles")],
     streaming: [],
 }
 

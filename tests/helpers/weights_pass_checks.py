@@ -6,8 +6,18 @@ import numpy as np
 
 from sightline.accuracy import dense_attention, summation_orders
 from sightline.arrays import dtype_name, to_numpy
-from sightline.cpu.launch.weights_pass import pooled, received, top_k, weights
+from sightline.cpu.launch.weights_pass import (
+    bind_passes,
+    has_nonfinite,
+    pooled,
+    received,
+    run_first,
+    top_k,
+    weights,
+)
+from sightline.cpu.runtime.processor import HOST
 from sightline.reference import compute_stages
+from sightline.statistics import Pooled, Received, TopK
 from sightline.testing import assert_within_budget
 
 # -- statistics of a dense matrix of weights (..., n, m) -------------------------------------------------------------
@@ -61,10 +71,14 @@ def check(problem, call, of_dense, lse=None, dtype=wide, threads=2, **options):
     None, the reference's lse is used. That lse has no rounding of the kernel's scores, so that the relative error of a
     weight is the absolute error of its score.
     """
+    found = call(problem, true(problem).lse if lse is None else lse, threads=threads, **options)
+    return check_result(problem, found, of_dense, call.__name__, lse is None, dtype)
+
+
+def check_result(problem, found, of_dense, name, has_true_lse=True, dtype=wide):
+    """Check what `check` describes for a result that is already computed. `name` is the statistic's."""
     truth = true(problem)
-    sure = 1.0 if lse is not None else np.maximum(np.abs(np.where(np.isfinite(truth.lse), truth.lse, 0.0)), 1.0)
-    lse = truth.lse if lse is None else lse
-    found = call(problem, lse, threads=threads, **options)
+    sure = np.maximum(np.abs(np.where(np.isfinite(truth.lse), truth.lse, 0.0)), 1.0) if has_true_lse else 1.0
     if np.isnan(truth.lse).any() or (truth.lse == np.inf).any():
         assert found is None
         return None
@@ -72,8 +86,8 @@ def check(problem, call, of_dense, lse=None, dtype=wide, threads=2, **options):
     rough = [of_dense(p) for p in plain_weights(problem, dtype(problem))]
     assert dtype_name(values) == dtype(problem)
     sizes = of_dense(truth.weights * np.reshape(sure, (*np.shape(sure), 1)))
-    assert_within_budget(values, of_dense(truth.weights), rough, call.__name__, sizes)
-    if call is top_k:
+    assert_within_budget(values, of_dense(truth.weights), rough, name, sizes)
+    if isinstance(found, tuple):
         check_places(problem, truth, found, rough, sizes)
     return found
 
@@ -101,6 +115,35 @@ def check_pooled(problem, rows, columns, how, within=None, **more):
     return check(problem, pooled, partial(dense_pooled, **options), **options, **more)
 
 
+def compute_together(problem, lse, statistics, threads=2, processor=HOST):
+    """Return the result of each statistic, computed by as few passes as possible; None if `has_nonfinite` is true."""
+    if has_nonfinite(problem, lse):
+        return None
+    passes, found = bind_passes(problem, statistics, processor), {}
+    assert len(passes) == max(sum(type(x) is kind for x in statistics) for kind in map(type, statistics))
+    for bound in passes:
+        found |= zip(bound[1].indices, run_first(problem, lse, bound, threads), strict=True)
+    return [tuple(arrays) if len(arrays) > 1 else arrays[0] for _, arrays in sorted(found.items())]
+
+
+def check_together(problem, statistics, lse=None, threads=2, processor=HOST):
+    """Check statistics that share passes, each within its error budget, and return the results."""
+    found = compute_together(problem, true(problem).lse if lse is None else lse, statistics, threads, processor)
+    for index, statistic in enumerate(statistics):
+        result, of_dense = None if found is None else found[index], dense_definition(statistic)
+        check_result(problem, result, of_dense, f"{statistic!r} of {len(statistics)}", lse is None)
+    return found
+
+
+def dense_definition(statistic):
+    """Return the function that computes a statistic from dense weights."""
+    if isinstance(statistic, TopK):
+        return partial(largest, k=statistic.k)
+    if isinstance(statistic, Received):
+        return partial(dense_received, how=statistic.how)
+    return partial(dense_pooled, rows=statistic.down, columns=statistic.across, how=statistic.how)
+
+
 def check_everything(problem, maxima=False, **more):
     """Check every statistic of a problem with uneven parameters, and return the results as a list of arrays."""
     n, m = problem.n, problem.m
@@ -115,4 +158,12 @@ def check_everything(problem, maxima=False, **more):
     if maxima:
         found.append(check(problem, received, partial(dense_received, how="max"), how="max", **more))
         found.append(check_pooled(problem, 2, 3, "max", within, **more))
+    found += check_together(problem, several(problem), **more) or [None]
     return [array for one in found for array in (one if isinstance(one, tuple) else (one,))]
+
+
+def several(problem):
+    """Return statistics for one pass, and for a second pass the same ones with other parameters."""
+    rows = min(5, problem.n)
+    sums = Received(), Pooled(rows, problem.m), TopK(6)
+    return [*sums, TopK(problem.m + 1), Received("max"), Pooled(rows, min(7, problem.m), "max")]

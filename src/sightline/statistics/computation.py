@@ -12,7 +12,16 @@ from .selection import Mean, Statistic, unwrap_mean
 if TYPE_CHECKING:
     from ..problem import Problem
 
-__all__ = ["dispatch_statistics"]
+__all__ = ["computed_statistic", "dispatch_statistics"]
+
+
+def computed_statistic(statistic: Statistic) -> Statistic:
+    """Return the statistic whose arrays a kernel computes for this one: for most means, the statistic they average.
+
+    A mean of weights or scores is returned as it is, because the matrices of all heads would fill the memory.
+    """
+    is_mean_of_arrays = isinstance(statistic, Mean) and not isinstance(statistic.of, Matrix)
+    return unwrap_mean(statistic) if is_mean_of_arrays else statistic
 
 
 def dispatch_statistics(
@@ -26,17 +35,18 @@ def dispatch_statistics(
     Parameters
     ----------
     compute_arrays : function that computes a statistic's arrays by a kernel; None if no kernel computes the statistic
-        A mean of weights or scores is passed as a `Mean`, because the matrices of all heads would fill the memory. For
-        any other mean, the statistic that it averages is passed, and the arrays are averaged here.
+        The function is called with `computed_statistic` of each statistic. If that is not the statistic itself but what
+        it averages, the arrays are averaged here.
     compute_by_streaming : function that returns the results of all statistics of a problem
         It is called once, with all statistics that no kernel computes.
     """
 
     def average_arrays(statistic: Statistic) -> list[Any] | None:
-        if not isinstance(statistic, Mean) or isinstance(statistic.of, Matrix):
-            return compute_arrays(statistic)
-        arrays = compute_arrays(unwrap_mean(statistic))
-        return None if arrays is None else [statistic.average(array, problem) for array in arrays]
+        computed = computed_statistic(statistic)
+        arrays = compute_arrays(computed)
+        if computed is statistic or arrays is None or not isinstance(statistic, Mean):
+            return arrays
+        return [statistic.average(array, problem) for array in arrays]
 
     results: dict[int, Any] = {}
     for index, statistic in enumerate(problem.see):

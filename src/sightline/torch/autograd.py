@@ -359,9 +359,7 @@ def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: i
     call = _DispatchedCall(_without_tensors(problem), plan, kernel, threads, wanted, len(inputs))
     results = tuple(flatten_result(problem.see, result))
     attached: tuple[Tensor, ...] = _Attention.apply(call, results, *inputs)  # type: ignore[no-untyped-call]
-    return replace(
-        build_result(problem.see, attached), bound_call=result.bound_call, bound_statistics=result.bound_statistics
-    )
+    return replace(build_result(problem.see, attached), bound_call=result.bound_call, bound_passes=result.bound_passes)
 
 
 class GraphAttacher:

@@ -81,7 +81,7 @@ BACKWARD_CALL_FIELDS = (
     *("query", "key", "value", "output", "d_output", "lse", "d_lse", "d_query", "d_key", "d_value"),
     "seed",
 )
-WEIGHTS_CALL_FIELDS = ("query", "key", "lse", "output", "where")
+WEIGHTS_CALL_FIELDS = ("query", "key", "lse")
 
 
 def end_with(names: Sequence[str], fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from ..codegen.abi import DECODE_FIELDS
 from ..codegen.builder import Variable
 from ..codegen.math import exp
+from ..codegen.reduction import reduce_across_groups, reduce_within_groups
 from ..codegen.values import BFLOAT, DOUBLE, INT16, INT64, Value, vector
 from .block import Block
 from .fused_statistics import MIN_EXPONENT
@@ -363,21 +364,3 @@ def sum_pairwise(values: list[Value]) -> Value:
     while len(values) > 1:
         values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]
-
-
-def reduce_within_groups(vectors: list[Value], group_lanes: int) -> list[Value]:
-    """Return one vector per `group_lanes` vectors; lane k of each group of lanes is the group's sum in vector k."""
-    for _ in range(group_lanes.bit_length() - 1):
-        pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        vectors = [a.deinterleave(b, 0, 1, group_lanes) + a.deinterleave(b, 1, 1, group_lanes) for a, b in pairs]
-    return vectors
-
-
-def reduce_across_groups(vectors: list[Value], group_lanes: int) -> Value:
-    """Return one vector that has, for each vector, `group_lanes` lanes: the sums over the vector's groups of lanes."""
-    lanes = group_lanes * len(vectors)
-    while len(vectors) > 1:
-        pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        halves = ([a.deinterleave(b, half, group_lanes, lanes) for half in range(2)] for a, b in pairs)
-        vectors = [even + odd for even, odd in halves]
-    return vectors[0]

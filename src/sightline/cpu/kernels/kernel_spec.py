@@ -11,6 +11,7 @@ __all__ = [
     "KEY_BLOCK",
     "MAX_FEW_QUERIES",
     "MIN_KEYS_PER_SPLIT",
+    "OUTPUTS_PER_ROLE",
     "KernelSpec",
     "lanes_per_vector",
     "min_decode_keys",
@@ -22,6 +23,18 @@ KEY_BLOCK = 64  # number of keys in a tile: its scores and its rows of K and V s
 MIN_KEYS_PER_SPLIT = 8 * KEY_BLOCK  # with fewer keys a split of the keys costs more than it saves
 MAX_FEW_QUERIES = 4  # up to this number of queries, the decoding kernel is faster than the forward kernel, which ...
 MIN_DECODE_KEYS = (1, 8, 16, 32)  # ... wins again with fewer keys than these, for 1 to 4 queries
+
+OUTPUTS_PER_ROLE = {  # how many output arrays the roles of statistics have
+    "max_score": 2,
+    "entropy": 1,
+    "sum": 1,
+    "received": 1,
+    "received_max": 1,
+    "pooled": 1,
+    "pooled_max": 1,
+    "top_k": 2,
+    "weight_tiles": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -49,13 +62,12 @@ class KernelSpec:
     tile_lookups: tuple[tuple[int, ...], ...] = ((), ())  # lookups t[..., i, j] of each formula; see TileTables
     extra_formulas: tuple[str, ...] = ()  # besides mask and score; they may read the final score
     k: int = 0  # number of keys listed for each query; see TopK
-    roles: tuple[str, ...] = ()  # what is computed for statistics; see FusedStatisticsCode and Backward
+    roles: tuple[str, ...] = ()  # what is computed for statistics; see FusedStatisticsCode, Backward, WeightStatistics
 
     @property
     def num_output_arrays(self) -> int:
         """Return how many output arrays follow the tables among the kernel's arguments."""
-        arrays = {"max_score": 2, "entropy": 1, "sum": 1}
-        return len(self.table_gradients) + sum(arrays.get(role, 0) for role in self.roles)
+        return len(self.table_gradients) + sum(OUTPUTS_PER_ROLE.get(role, 0) for role in self.roles)
 
     @property
     def is_base_2(self) -> bool:

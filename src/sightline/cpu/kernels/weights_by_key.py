@@ -1,88 +1,82 @@
-"""Kernels of the weights pass for statistics per key and per cell: weights are combined over queries."""
+"""Statistics of the weights pass per key and per cell: weights are combined over queries."""
 
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from ..codegen.builder import Variable
+from ..codegen.reduction import reduce_across_groups, reduce_within_groups
 from ..codegen.values import DOUBLE, INT32, INT64, Value
 from .kernel_spec import KEY_BLOCK
-from .weights_pass import WeightsPass
+from .weights_pass import KeyPairs, StatisticCode
 
-__all__ = ["MAX_COLUMNS_PER_ITEM", "MAX_SPLIT_SIZE", "Pooled", "Received"]
+__all__ = ["Pooled", "Received"]
 
-MAX_SPLIT_SIZE = 8  # the most tiles of keys in a split: a vector for each key stays in the first two caches
-MAX_COLUMNS_PER_ITEM = 128  # the most columns of cells in an item: each takes scratch for every query of the block
+MAX_COLUMNS = 2 * KEY_BLOCK  # the most columns of cells in scratch; a tile has keys of up to KEY_BLOCK columns
+SHUFFLE_BYTES = 16  # shuffles within groups of this many bytes are fast on every machine
 
 
-class Received(WeightsPass):
+class Received(StatisticCode):
     """Compute the weight each key receives: Σ_i P[i][j], or the maximum over i.
 
-    A work item is (split of the keys, range of the queries, b, h). Each of its keys has a vector of sums, one per lane,
-    which is reduced once at the end.
+    The output is (2, num_ranges, B, H, m rounded up to whole tiles): the sums of each range of queries, then their
+    rounding errors. The lanes of a tile's weights are reduced after the tile, for as many keys at once as a vector has
+    lanes.
     """
 
-    own_fields: ClassVar = {  # `output` has shape (num_ranges, B, H, m)
-        "batches": INT64,
-        "split_size": INT64,  # tiles of keys in a split
-        "num_ranges": INT64,
-        "range_size": INT64,  # blocks of queries in a range
-    }
+    def allocate(self) -> None:
+        self.tile_sums = self.tiles.scratch(KEY_BLOCK * self.tiles.align)  # a vector for each key of a tile
 
-    def allocate_statistic(self) -> None:
-        self.sums = self.allocate_accumulators(MAX_SPLIT_SIZE * KEY_BLOCK)
+    def init_item(self) -> None:
+        """Set the sums of the item, and their errors, to 0."""
+        kernel, builder, args, tiles = self.kernel, self.builder, self.args, self.tiles
+        heads, tile_bytes = args.batches * args.H, KEY_BLOCK * tiles.itemsize
+        row_bytes = (args.m + (KEY_BLOCK - 1)) // KEY_BLOCK * tile_bytes
+        (output,) = self.outputs
+        self.sums = output.at((kernel.range_index * heads + kernel.head_index) * row_bytes)
+        self.errors = self.sums.at(args.num_ranges * heads * row_bytes)
+        with builder.loop(kernel.first_tile * tile_bytes, kernel.last_tile * tile_bytes, tiles.align) as offset:
+            for numbers in (self.sums, self.errors):
+                numbers.at(offset).store(builder.value(0.0, tiles.vector))
 
-    def process_item(self, item: Value) -> None:
-        builder, args, tiles = self.builder, self.args, self.tiles
-        heads = args.batches * args.H
-        head_index, rest = item % heads, item // heads
-        split, range_index = rest // args.num_ranges, rest % args.num_ranges
-        self.first_key = split * args.split_size * KEY_BLOCK
-        keys = builder.minimum(args.split_size * KEY_BLOCK, args.m - self.first_key)
-        self.clear_accumulators(self.sums, keys)
-        first = args.first_query // tiles.block + range_index * args.range_size
-        last = builder.minimum(first + args.range_size, args.query_blocks)
-        span = split * args.split_size, (split + 1) * args.split_size
-        with builder.loop(first, last) as query_block:
-            self.locate(head_index // args.H, head_index % args.H, query_block)
-            with builder.if_then(self.overlaps_tiles(*span)):
-                self.attend((args.first_query, args.last_query), span)
-        target = args.output.at(((range_index * heads + head_index) * args.m + self.first_key) * tiles.itemsize)
-        with builder.loop(0, keys) as key:
-            total = self.accumulator_address(self.sums, key).load(self.vector, tiles.align).reduce(self.combine)
-            target.at(key * tiles.itemsize).store(total)
+    def add_key(self, pairs: KeyPairs) -> None:
+        totals = self.kernel.hide(pairs.weights, pairs.conditions, 0.0)
+        while len(totals) > 1:
+            totals = [functools.reduce(self.combine, totals[k : k + 2]) for k in range(0, len(totals), 2)]
+        self.tile_sums.at(pairs.key * self.tiles.align).store(totals[0], self.tiles.align)
 
-    def process_tile(self, j0: Value, masked: bool) -> None:
-        with self.builder.loop(0, self.num_keys) as key:
-            total = functools.reduce(self.combine, self.compute_weights(key, j0, masked))
-            self.accumulate(self.accumulator_address(self.sums, j0 - self.first_key + key), total)
+    def finish_tile(self, j0: Value) -> None:
+        """Add the tile's sums to those of the item. Numbers past the last key are undefined."""
+        tiles, lanes = self.tiles, self.kernel.lanes
+        group_lanes = SHUFFLE_BYTES // tiles.itemsize
+        with self.builder.loop(0, self.kernel.num_keys, lanes) as first:
+            source = self.tile_sums.at(first * tiles.align)
+            vectors = [source.at(k * tiles.align).load(tiles.vector, tiles.align) for k in range(lanes)]
+            groups = reduce_within_groups(vectors, group_lanes, self.combine)
+            total = reduce_across_groups(groups, group_lanes, self.combine)
+            offset = (j0 + first) * tiles.itemsize
+            self.accumulate(self.sums.at(offset), self.errors.at(offset), total, tiles.itemsize)
 
 
-class Pooled(WeightsPass):
+class Pooled(StatisticCode):
     """Compute the sums or maxima of P over the cells of a grid on a rectangle of queries and keys.
 
     Of R rows and N queries, row r contains the queries [r N / R, (r + 1) N / R), rounded down. Columns divide the keys
-    likewise. A work item is (some rows of cells, some columns of cells, b, h). If two items share a block of queries,
-    both compute its weights.
+    likewise. The caller fills the output, (B, H, R + num_ranges − 1, columns) float64, with 0. Range g of the queries
+    writes its part of row r to row r + g of the output, so that no two ranges write the same row.
     """
 
-    own_fields: ClassVar = {  # the caller fills `output`, (B, H, rows, columns) float64, with 0
-        "batches": INT64,
-        "rows": INT64,
-        "rows_per_item": INT64,
-        "columns": INT64,
-        "columns_per_item": INT64,
-        "first_key": INT64,
-        "last_key": INT64,
-    }
-
-    def allocate_statistic(self) -> None:
-        self.cells = self.allocate_accumulators(MAX_COLUMNS_PER_ITEM * len(self.vectors))
+    def allocate(self) -> None:
+        # of each column: a vector of running sums or maxima for each vector of the block, and their rounding errors
+        self.cells = self.tiles.scratch(2 * MAX_COLUMNS * self.tiles.row_bytes)
+        self.first_column = Variable(self.builder, INT64)  # of the columns in scratch
 
     def cell_address(self, c: Value, v: int) -> Value:
-        """Return the address of vector v of the accumulators of column c."""
-        return self.accumulator_address(self.cells, (c - self.first_column) * len(self.vectors) + v)
+        """Return the address of vector v of column c. The address of its error is `row_bytes` higher."""
+        return self.tiles.at(self.cells, (c - self.first_column.get()) * 2, v)
 
     def row_edge(self, r: Value) -> Value:
         """Return the first query of row r of the cells."""
@@ -94,66 +88,86 @@ class Pooled(WeightsPass):
         args = self.args
         return args.first_key + c * (args.last_key - args.first_key) // args.columns
 
-    def process_item(self, item: Value) -> None:
-        builder, args, tiles = self.builder, self.args, self.tiles
-        heads = args.batches * args.H
-        self.head, rest = item % heads, item // heads
-        item_columns = (args.columns + args.columns_per_item - 1) // args.columns_per_item
-        item_rows = (args.rows + args.rows_per_item - 1) // args.rows_per_item
-        # the last rows of cells, which see most keys under a causal mask, come first
-        r = (item_rows - 1 - rest // item_columns) * args.rows_per_item
-        self.first_column = rest % item_columns * args.columns_per_item
-        self.column_stop = builder.minimum(self.first_column + args.columns_per_item, args.columns)
-        self.key_span = self.column_edge(self.first_column), self.column_edge(self.column_stop)
-        self.queries = self.row_edge(r), self.row_edge(builder.minimum(r + args.rows_per_item, args.rows))
-        span = self.key_span[0] // KEY_BLOCK, (self.key_span[1] + (KEY_BLOCK - 1)) // KEY_BLOCK
-        last = (self.queries[1] + (tiles.block - 1)) // tiles.block
-        with builder.loop(self.queries[0] // tiles.block, last) as query_block:
-            self.locate(self.head // args.H, self.head % args.H, query_block)
-            with builder.if_then(self.overlaps_tiles(*span)):
-                self.clear_accumulators(self.cells, (self.column_stop - self.first_column) * len(self.vectors))
-                self.attend(self.queries, span)
-                self.reduce_lanes()
+    def column_of(self, j: Value) -> Value:
+        """Return the column of key j."""
+        args = self.args
+        return ((j - args.first_key + 1) * args.columns - 1) // (args.last_key - args.first_key)
 
-    def process_tile(self, j0: Value, masked: bool) -> None:
+    def init_block(self) -> None:
+        self.clear_from(0)
+
+    def clear_from(self, column: Any) -> None:
+        """Keep columns from this one on in scratch, and set their cells to 0."""
+        builder, tiles = self.builder, self.tiles
+        self.first_column.set(column)
+        with builder.loop(0, self.num_columns * 2) as row:
+            for v in self.vectors:
+                tiles.store(self.cells, row, v, builder.value(0.0, tiles.vector))
+
+    @property
+    def num_columns(self) -> Value:
+        """The number of columns in scratch."""
+        return self.builder.minimum(self.args.columns - self.first_column.get(), MAX_COLUMNS)
+
+    def init_tile(self, j0: Value) -> None:
+        """Store the columns in scratch if the scratch has no place for the columns of the tile."""
+        builder, args = self.builder, self.args
+        last = builder.minimum(j0 + KEY_BLOCK, args.last_key) - 1
+        with builder.if_then(self.column_of(last) - self.first_column.get() >= MAX_COLUMNS):
+            self.reduce_lanes()
+            self.clear_from(self.column_of(builder.maximum(j0, args.first_key)))
+
+    @contextmanager
+    def loop_keys(self, j0: Value) -> Iterator[Value]:
+        """Write a loop over the keys of a tile, cell by cell, and yield the key."""
         builder, args, tiles = self.builder, self.args, self.tiles
-        at = Variable(builder, INT64, builder.maximum(j0, self.key_span[0]))
-        stop = builder.minimum(j0 + self.num_keys, self.key_span[1])
-        length = args.last_key - args.first_key
-        cell = Variable(builder, INT64, ((at.get() - args.first_key + 1) * args.columns - 1) // length)
+        at = Variable(builder, INT64, builder.maximum(j0, args.first_key))
+        stop = builder.minimum(j0 + self.kernel.num_keys, args.last_key)
+        column = Variable(builder, INT64, self.column_of(at.get()))
         with builder.infinite_loop() as break_if:
             break_if(at.get() >= stop)
-            end = builder.minimum(self.column_edge(cell.get() + 1), stop)
-            totals = tiles.variables(0.0)
+            end = builder.minimum(self.column_edge(column.get() + 1), stop)
+            self.totals = tiles.variables(0.0)
             with builder.loop(at.get() - j0, end - j0) as key:
-                for total, p in zip(totals, self.compute_weights(key, j0, masked), strict=True):
-                    total.set(self.combine(p, total.get()))
-            for v, total in enumerate(totals):
-                self.accumulate(self.cell_address(cell.get(), v), total.get())
+                yield key
+            for v, total in enumerate(self.totals):
+                address = self.cell_address(column.get(), v)
+                self.accumulate(address, address.at(tiles.row_bytes), total.get(), tiles.align)
             at.set(end)
-            cell.set(cell.get() + 1)
+            column.set(column.get() + 1)
+
+    def add_key(self, pairs: KeyPairs) -> None:
+        weights = self.kernel.hide(pairs.weights, pairs.conditions, 0.0)
+        for total, p in zip(self.totals, weights, strict=True):
+            total.set(self.combine(p, total.get()))
+
+    def finish_block(self) -> None:
+        self.reduce_lanes()
 
     def reduce_lanes(self) -> None:
-        """For each cell, combine the lanes of its queries in the block into the output."""
-        builder, args, tiles = self.builder, self.args, self.tiles
-        first, last = self.clip_lanes(*self.queries)
+        """For each cell in scratch, combine the lanes of its queries in the block into the output."""
+        kernel, builder, args, tiles = self.kernel, self.builder, self.args, self.tiles
+        first, last = kernel.clip_lanes(args.first_query, args.last_query)
         length = args.last_query - args.first_query
-        integer = INT64 if self.float is DOUBLE else INT32  # as wide as the floats that `where` selects
-        start = self.i0 + first - args.first_query
+        integer = INT64 if kernel.float is DOUBLE else INT32  # as wide as the floats that `where` selects
+        start = kernel.i0 + first - args.first_query
         row = Variable(builder, INT64, ((start + 1) * args.rows - 1) // length)
         lane = Variable(builder, INT64, first)
+        head_rows = args.rows + args.num_ranges - 1
+        (output,) = self.outputs
         with builder.infinite_loop() as break_if:
             break_if(lane.get() >= last)
-            end = builder.minimum(self.row_edge(row.get() + 1) - self.i0, last)
+            end = builder.minimum(self.row_edge(row.get() + 1) - kernel.i0, last)
             inside = []
             for v in self.vectors:
-                lanes = builder.arange(self.lanes, integer) + v * self.lanes
+                lanes = builder.arange(kernel.lanes, integer) + v * kernel.lanes
                 inside.append((lanes >= lane.get().to(integer)) & (lanes < end.to(integer)))
-            row_start = (self.head * args.rows + row.get()) * args.columns
-            with builder.loop(self.first_column, self.column_stop) as c:
-                vectors = [self.cell_address(c, v).load(self.vector, tiles.align) for v in self.vectors]
-                vectors = [builder.where(inside[v], x, builder.value(0.0, self.vector)) for v, x in enumerate(vectors)]
-                address = args.output.at((row_start + c) * 8)
+            output_row = kernel.head_index * head_rows + row.get() + kernel.range_index
+            first_column = self.first_column.get()
+            with builder.loop(first_column, first_column + self.num_columns) as c:
+                vectors = [self.cell_address(c, v).load(tiles.vector, tiles.align) for v in self.vectors]
+                vectors = [builder.where(inside[v], x, builder.value(0.0, tiles.vector)) for v, x in enumerate(vectors)]
+                address = output.at((output_row * args.columns + c) * 8)
                 total = functools.reduce(self.combine, vectors).reduce(self.combine)
                 address.store(self.combine(address.load(DOUBLE), total.to(DOUBLE)))
             lane.set(end)

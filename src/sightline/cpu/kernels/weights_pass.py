@@ -1,11 +1,12 @@
-"""The weights pass: a second pass over the tiles that recomputes normalised weights from lse for one statistic.
+"""The weights pass: a second pass over the tiles that recomputes normalised weights from lse for statistics.
 
     Sᵀ[j][i] = Σ_d K[j][d] · Qᵀ[d][i]        P = e^(S − lse), 0 for hidden pairs and queries that see no key
 
 lse is represented as a sum of two numbers of the accumulator's type, so that rounding lse does not change the weights.
-Each statistic has its own kernel, a subclass that defines an item of work and processes each tile (weights_by_key.py,
-weights_by_query.py). Every number of the result is written by a single item, in an order that the problem determines,
-so that results are the same for any number of threads.
+There are two kernels. `WeightStatistics` (weights_statistics.py) computes received, pooled and top_k, in one pass if
+they are requested together. Each of them has a `StatisticCode` (weights_by_key.py, weights_by_query.py). `WeightTiles`
+(weights_tiles.py) writes the weights themselves. A single item writes each number of an output, in an order that the
+problem determines, so that results are the same for any number of threads.
 
 The kernels do not treat NaN and ∞: if a visible score is NaN or ∞, lse is too, and the caller uses the kernel
 `Streaming` instead. Hidden scores have no effect, since full tile ranges contain no hidden pair.
@@ -15,27 +16,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..codegen.abi import COMMON_FIELDS, WEIGHTS_CALL_FIELDS, end_with
-from ..codegen.values import DOUBLE, INT64, POINTER, Value
+from ..codegen.values import DOUBLE, INT64, Value
 from .block import Block
 from .kernel_spec import KEY_BLOCK
 
-__all__ = ["WeightsPass"]
+if TYPE_CHECKING:
+    from .weights_statistics import WeightStatistics
+
+__all__ = ["KeyPairs", "StatisticCode", "WeightsPass"]
 
 
 class WeightsPass(Block):
-    """Write a kernel of the weights pass into a module. Each statistic has its own subclass.
-
-    `spec.kernel` ends in "max" if the statistic is a maximum of weights instead of a sum.
-    """
+    """Write a kernel of the weights pass into a module. The outputs follow the tables among the arguments."""
 
     own_fields: ClassVar[Mapping[str, Any]] = {}  # the fields of the subclass
     weights_fields: ClassVar = COMMON_FIELDS | {
-        "output": POINTER,  # in the accumulator's type unless the subclass documents another
-        "where": POINTER,  # a second output of some subclasses
         "first_query": INT64,  # weights of queries outside first_query <= i < last_query are 0
         "last_query": INT64,
     }
@@ -49,49 +48,14 @@ class WeightsPass(Block):
         self.key = self.allocate_operand(1, needs_rows=True, needs_columns=False)
         self.high_matrix, self.low_matrix = tiles.matrix(1), tiles.matrix(1)
         self.lse_high, self.lse_low = tiles.variables(), tiles.variables()
-        self.allocate_statistic()
+        self.allocate_statistics()
 
-    def allocate_statistic(self) -> None:
-        """Allocate the statistic's scratch."""
+    def allocate_statistics(self) -> None:
+        """Allocate the scratch of the statistics."""
 
     def process_tile(self, j0: Value, masked: bool) -> None:
         """Process a tile whose products Q · K are in Sᵀ. If `masked`, some pairs of the tile may be hidden."""
         raise NotImplementedError(type(self).__name__)
-
-    # -- sums and maxima ------------------------------------------------------------------------------------------
-    @property
-    def is_max(self) -> bool:
-        """True if the statistic is a maximum of weights, False if it is a sum."""
-        return self.spec.kernel.endswith("max")
-
-    def combine(self, x: Value, y: Value) -> Value:
-        """Return the sum of the weights, or their maximum; see `is_max`."""
-        return self.builder.maximum(x, y) if self.is_max else x + y
-
-    def allocate_accumulators(self, count: int) -> Value:
-        """Allocate `count` vectors of running sums or maxima, each followed by its vector of rounding errors."""
-        return self.tiles.scratch(2 * count * self.tiles.align)
-
-    def clear_accumulators(self, accumulators: Value, count: Any) -> None:
-        """Set `count` accumulators and their errors to 0."""
-        with self.builder.loop(0, count * 2) as at:
-            accumulators.at(at * self.tiles.align).store(self.builder.value(0.0, self.vector), self.tiles.align)
-
-    def accumulator_address(self, accumulators: Value, index: Any) -> Value:
-        """Return the address of one accumulator."""
-        return accumulators.at(index * (2 * self.tiles.align))
-
-    def accumulate(self, address: Value, x: Value) -> None:
-        """Add x to an accumulator by compensated summation (Kahan, 1965), or set it to the maximum."""
-        align = self.tiles.align
-        old = address.load(self.vector, align)
-        if self.is_max:
-            address.store(self.combine(x, old), align)
-            return
-        x = x - address.at(align).load(self.vector, align)
-        new = old + x
-        address.store(new, align)
-        address.at(align).store((new - old) - x, align)
 
     # -- a block of queries ---------------------------------------------------------------------------------------
     def attend(self, queries: tuple[Value, Value], tiles: tuple[Value, Value]) -> None:
@@ -153,7 +117,89 @@ class WeightsPass(Block):
 
     def compute_weights(self, key: Value, j0: Value, masked: bool) -> list[Value]:
         """Return P of one key for each vector of queries; 0 for hidden pairs."""
-        builder = self.builder
-        pairs = [(self.compute_weight(s, v), allowed) for v, s, allowed in self.logits(key, j0, masked)]
-        zero = builder.value(0.0, self.vector)
-        return [p if allowed is None else builder.where(allowed, p, zero) for p, allowed in pairs]
+        logits = list(self.logits(key, j0, masked))
+        weights = [self.compute_weight(s, v) for v, s, _ in logits]
+        return self.hide(weights, [allowed for _, _, allowed in logits], 0.0)
+
+    def hide(self, vectors: list[Value], conditions: list[Value | None], filler: float) -> list[Value]:
+        """Return the vectors with `filler` in the lanes of hidden pairs; see `KeyPairs.conditions`."""
+        filled, pairs = self.builder.value(filler, self.vector), zip(vectors, conditions, strict=True)
+        return [x if allowed is None else self.builder.where(allowed, x, filled) for x, allowed in pairs]
+
+
+class KeyPairs(NamedTuple):
+    """The pairs of one key with every vector of queries.
+
+    key : index of the key in its tile
+    j : index of the key
+    scores : the scores that `logits` yields
+    weights : P, which is not 0 for hidden pairs
+    conditions : for each vector, the condition of the mask; None if no pair is hidden
+    """
+
+    key: Value
+    j: Value
+    scores: list[Value]
+    weights: list[Value]
+    conditions: list[Value | None]
+
+
+class StatisticCode:
+    """The code of one statistic in the kernel `WeightStatistics`, which calls the methods in this order.
+
+        init_item   for each block of queries:
+            init_block   for each tile of keys:
+                init_tile   for each key: add_key   finish_tile
+            finish_block
+
+    Parameters
+    ----------
+    role : an entry of `spec.roles`; it ends in "max" if the statistic is a maximum of weights instead of a sum
+    outputs : the addresses of the statistic's outputs
+    """
+
+    def __init__(self, kernel: WeightStatistics, role: str, outputs: Sequence[Value]) -> None:
+        self.kernel, self.is_max, self.outputs = kernel, role.endswith("max"), outputs
+        self.builder, self.args, self.tiles, self.vectors = kernel.builder, kernel.args, kernel.tiles, kernel.vectors
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Allocate the statistic's scratch."""
+
+    def init_item(self) -> None:
+        """Prepare a work item."""
+
+    def init_block(self) -> None:
+        """Prepare a block of queries."""
+
+    def init_tile(self, j0: Value) -> None:
+        """Prepare the tile of the keys from j0 on."""
+
+    def add_key(self, pairs: KeyPairs) -> None:
+        """Process the weights of one key."""
+        raise NotImplementedError(type(self).__name__)
+
+    def finish_tile(self, j0: Value) -> None:
+        """Process what the keys of a tile have left in scratch."""
+
+    def finish_block(self) -> None:
+        """Process what the tiles of a block have left in scratch."""
+
+    # -- sums and maxima ------------------------------------------------------------------------------------------
+    def combine(self, x: Value, y: Value) -> Value:
+        """Return the sum of the weights, or their maximum if `is_max`."""
+        return self.builder.maximum(x, y) if self.is_max else x + y
+
+    def accumulate(self, address: Value, error_address: Value, x: Value, align: int) -> None:
+        """Add x to a running sum by compensated summation (Kahan, 1965), or set a running maximum.
+
+        The rounding error of the sum is at `error_address`. `align` is that of both addresses.
+        """
+        old = address.load(x.type, align)
+        if self.is_max:
+            address.store(self.combine(x, old), align)
+            return
+        x = x - error_address.load(x.type, align)
+        new = old + x
+        address.store(new, align)
+        error_address.store((new - old) - x, align)

@@ -38,7 +38,7 @@ def run(problem: Problem, threads: int | None, processor: Processor) -> Result:
             bound_call = None if uses_decode else call  # so the next call tries to decode again
     lse = convert(lse, problem.query)
     seen, passes = compute_statistics(problem, lse, fused_statistics, threads, processor) if problem.see else ((), ())
-    calls = [bound_call, *[bound.call for bound in passes if bound is not None]]
+    calls = [bound_call, *[bound.call for bound in passes]]
     if any(call is None or not call.is_cacheable for call in calls):
         return Result(output, lse, seen)
     return Result(output, lse, seen, bound_call, passes)

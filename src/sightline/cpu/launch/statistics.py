@@ -9,7 +9,7 @@ import numpy as np
 from ...arrays import convert
 from ...problem import Problem
 from ...statistics import Entropy, Mass, MaxScore, Statistic, unwrap_mean
-from ...statistics.computation import dispatch_statistics
+from ...statistics.computation import computed_statistic, dispatch_statistics
 from ...streaming import Streaming
 from ..runtime.processor import Processor
 from . import weights_pass
@@ -51,26 +51,26 @@ class FusedStatistics:
 def compute_statistics(
     problem: Problem, lse: Any, fused_statistics: FusedStatistics, threads: int | None, processor: Processor
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the result of every statistic of `problem.see`, and the bound weights passes that computed them.
+    """Return the result of every statistic of `problem.see`, and the bound weights passes that computed some of them.
 
     The kernel `Streaming` computes the statistics that no CPU kernel computes. If `has_nonfinite` is true of lse, then
-    `Streaming` computes every statistic that needs weights. A statistic that no weights pass computed has None in place
-    of its `BoundStatistic`.
+    `Streaming` computes every statistic that needs weights.
     """
     is_nonfinite = weights_pass.has_nonfinite(problem, lse)
-    passes: dict[int, Any] = {}
+    statistics = [computed_statistic(statistic) for statistic in problem.see]
+    passes: list[Any] = []
+    arrays: dict[int, list[Any]] = {}
+    for bound in [] if is_nonfinite else weights_pass.bind_passes(problem, statistics, processor):
+        found = weights_pass.run_first(problem, lse, bound, threads)
+        if found is not None:
+            passes.append(bound[1])
+            arrays |= {id(statistics[k]): own for k, own in zip(bound[1].indices, found, strict=True)}
 
     def compute_arrays(statistic: Statistic) -> list[Any] | None:
-        if is_nonfinite:
-            return None
-        fused_arrays = fused_statistics.arrays_of(statistic)
+        fused_arrays = None if is_nonfinite else fused_statistics.arrays_of(statistic)
         if fused_arrays is not None:
             return [convert(array, problem.query) for array in fused_arrays]
-        bound = weights_pass.bind(problem, statistic, processor)
-        arrays = weights_pass.run_first(problem, lse, bound, threads)
-        if bound is not None and arrays is not None:
-            passes[id(statistic)] = bound[1]
-        return arrays
+        return arrays.get(id(statistic))
 
     seen = dispatch_statistics(problem, lse, compute_arrays, lambda rest: Streaming().run(rest).seen)
-    return seen, tuple([passes.get(id(statistic)) for statistic in problem.see])
+    return seen, tuple(passes)

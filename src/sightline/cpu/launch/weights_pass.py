@@ -2,15 +2,15 @@
 
 The functions `received`, `pooled`, `top_k` and `weights` take lse (..., H, n), float64 in nats, of the forward pass.
 They return None if `has_nonfinite` is true: if an lse, and therefore a score, is NaN or +∞, or if an lse is so large
-that the weights would not sum to 1. The kernel `Streaming` must then compute the statistic. `bind` returns the same
-computation as a `BoundStatistic`, which repeats it for other arrays.
+that the weights would not sum to 1. The kernel `Streaming` must then compute the statistic. `bind_passes` returns the
+same computation as `BoundPass` objects, which repeat it for other arrays. One pass serves several statistics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,10 +20,10 @@ from ...problem import Problem
 from ...statistics import Pooled, Received, Statistic, TopK, Weights
 from ...statistics.matrix import cell_lengths
 from ..codegen.abi import WEIGHTS_CALL_FIELDS, call_words
-from ..kernels import weights_by_key, weights_by_query
-from ..kernels.kernel_spec import KEY_BLOCK
-from ..kernels.weights_by_key import MAX_COLUMNS_PER_ITEM, MAX_SPLIT_SIZE
+from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, round_up
 from ..kernels.weights_pass import WeightsPass
+from ..kernels.weights_statistics import WeightStatistics
+from ..kernels.weights_tiles import WeightTiles
 from ..runtime.processor import HOST, Processor
 from ..runtime.thread_count import thread_count
 from .arguments import TARGET_ITEMS, KernelArguments, prepare, zeros
@@ -31,8 +31,8 @@ from .bound_call import BoundCall
 
 __all__ = [
     "MAX_TOP_K",
-    "BoundStatistic",
-    "bind",
+    "BoundPass",
+    "bind_passes",
     "has_nonfinite",
     "pooled",
     "received",
@@ -49,15 +49,12 @@ Output = tuple[tuple[int, ...], str, bool]  # shape, dtype, and True if the kern
 
 
 class WeightsPassCall(BoundCall):
-    """A call of a weights pass. `arguments` are those of the problem that it was made for.
-
-    The field `output` may be followed by a second array, `where`.
-    """
+    """A call of a weights pass. `arguments` are those of the problem that it was made for."""
 
     call_fields = WEIGHTS_CALL_FIELDS
 
     def __init__(
-        self, arguments: KernelArguments, spec: Any, writer: type[WeightsPass], items: int, **more: Any
+        self, arguments: KernelArguments, spec: KernelSpec, writer: type[WeightsPass], items: int, **more: Any
     ) -> None:
         problem, processor = arguments.problem, more.pop("processor")
         work = problem.B * problem.H * problem.n * problem.m * problem.d_k
@@ -71,12 +68,13 @@ class WeightsPassCall(BoundCall):
             max_threads=1 if work < MIN_PARALLEL_MULTIPLICATIONS else items,
             workspace={"counter": 1},
             zeroed=("counter",),
+            outputs=[0] * spec.num_output_arrays,
         )
 
 
 @dataclass(frozen=True)
-class BoundStatistic:
-    """The weights pass of one statistic for one structure.
+class StatisticArrays:
+    """The arrays of one statistic in a weights pass.
 
     Parameters
     ----------
@@ -84,9 +82,23 @@ class BoundStatistic:
     finish : function (arrays) that returns the statistic's arrays
     """
 
-    call: WeightsPassCall
     outputs: tuple[Output, ...]
     finish: Callable[[list[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class BoundPass:
+    """The weights pass of one or several statistics for one structure.
+
+    Parameters
+    ----------
+    statistics : the arrays of each statistic of the pass
+    indices : the index of each statistic among those that were given to `bind_passes`
+    """
+
+    call: WeightsPassCall
+    statistics: tuple[StatisticArrays, ...]
+    indices: tuple[int, ...] = (0,)
 
     def run(
         self,
@@ -97,8 +109,8 @@ class BoundStatistic:
         query: Any,
         keep_alive: tuple[Any, ...],
         is_first: bool = False,
-    ) -> list[Any] | None:
-        """Return the statistic's arrays; None if the call needs the full dispatch.
+    ) -> list[list[Any]] | None:
+        """Return the arrays of each statistic of the pass; None if the call needs the full dispatch.
 
         Parameters
         ----------
@@ -107,70 +119,175 @@ class BoundStatistic:
         query : an array in whose library, and on whose device, the outputs are allocated
         numbers, keep_alive, is_first : as in `BoundCall.run`
         """
-        arrays = [(zeros if is_zeroed else empty)(shape, dtype, query) for shape, dtype, is_zeroed in self.outputs]
-        addresses = [*[layout(array)[0] for array in arrays], 0][:2]
-        words = [*operands, *addresses, *inputs]
-        if self.call.run(threads, words, numbers, None, (keep_alive, arrays), is_first) is None:
+        outputs = [
+            [(zeros if is_zeroed else empty)(shape, dtype, query) for shape, dtype, is_zeroed in statistic.outputs]
+            for statistic in self.statistics
+        ]
+        words = [*operands, *inputs, *[layout(array)[0] for arrays in outputs for array in arrays]]
+        if self.call.run(threads, words, numbers, None, (keep_alive, outputs), is_first) is None:
             return None
-        return self.finish(arrays)
+        return [statistic.finish(arrays) for statistic, arrays in zip(self.statistics, outputs, strict=True)]
 
 
-Bound = tuple[KernelArguments, BoundStatistic]
+Bound = tuple[KernelArguments, BoundPass]
 
 
-def _bind(
-    problem: Problem, writer: type[WeightsPass], kernel: str, processor: Processor, k: int = 0
-) -> tuple[KernelArguments, Callable[..., WeightsPassCall]]:
-    """Return the arguments of a weights pass, and a function (items, **fields) that binds its call."""
-    arguments, spec = prepare(kernel, problem, processor, k=k)
-    # The kernel does not read V, the given lse includes the sinks, and the weights are those before dropout. So
-    # problems that differ only in V, sinks or dropout share one kernel.
-    spec = replace(spec, d_v=1, unit_stride=(*spec.unit_stride[:2], True), has_sinks=False, has_dropout=False)
+def bind_passes(problem: Problem, statistics: Sequence[Statistic], processor: Processor = HOST) -> list[Bound]:
+    """Return the bound weights passes of the statistics, and the arguments of each pass.
 
-    def bind_call(queries: Range, items: int, **fields: int) -> WeightsPassCall:
-        blocks = -(-queries[1] // arguments.query_block)
-        fields |= {"first_query": queries[0], "last_query": queries[1], "query_blocks": blocks}
-        return WeightsPassCall(arguments, spec, writer, items, processor=processor, **fields)
-
-    return arguments, bind_call
-
-
-def bind(problem: Problem, statistic: Statistic, processor: Processor = HOST) -> Bound | None:
-    """Return a statistic's bound weights pass and its arguments.
-
-    The result is None if there is no weights pass for the statistic, or nothing to compute.
+    A pass computes each of received, pooled and top_k at most once. `weights`, and a `pooled` within a rectangle, have
+    a pass of their own. There is no pass for a statistic without a weights pass, or if there is nothing to compute.
     """
+    groups: list[list[int]] = []
+    for index, statistic in enumerate(statistics):
+        if not _can_serve(problem, statistic):
+            continue
+        group = next((group for group in groups if _can_join(statistic, [statistics[k] for k in group])), None)
+        if group is None:
+            groups.append([index])
+        else:
+            group.append(index)
+    return [_bind(problem, [statistics[k] for k in group], tuple(group), processor) for group in groups]
+
+
+def _can_serve(problem: Problem, statistic: Statistic) -> bool:
+    """True if there is a weights pass for the statistic, and something to compute."""
     if 0 in problem.extent:
-        return None
+        return False
     if isinstance(statistic, TopK):
-        return (
-            _bind_top_k(problem, statistic.k, processor)
-            if min(statistic.k, problem.m) in range(1, MAX_TOP_K + 1)
-            else None
-        )
-    if isinstance(statistic, Received):
-        return _bind_received(problem, statistic.how, processor)
+        return min(statistic.k, problem.m) in range(1, MAX_TOP_K + 1)
     if isinstance(statistic, Pooled):
-        grid = statistic.down, statistic.across
-        return _bind_pooled(problem, *grid, statistic.how, statistic.within, processor) if all(grid) else None
-    if isinstance(statistic, Weights):
-        return _bind_weights(problem, (0, problem.n), (0, problem.m), processor)
-    return None
+        return statistic.down > 0 and statistic.across > 0
+    return isinstance(statistic, Received | Weights)
 
 
-def run_first(problem: Problem, lse: Any, bound: Bound | None, threads: int | None) -> list[Any] | None:
-    """Return the arrays of a statistic for the problem that it was bound for; None if `has_nonfinite` is true."""
-    if bound is None or has_nonfinite(problem, lse):
-        return None
-    arguments, statistic = bound
+def _can_join(statistic: Statistic, others: Sequence[Statistic]) -> bool:
+    """True if a pass that computes other statistics can compute this one as well."""
+    is_alone = any(isinstance(x, Weights) or (isinstance(x, Pooled) and x.within) for x in (statistic, *others))
+    return not is_alone and type(statistic) not in map(type, others)
+
+
+def _bind(problem: Problem, statistics: Sequence[Statistic], indices: tuple[int, ...], processor: Processor) -> Bound:
+    """Return the bound weights pass of statistics that can share one."""
+    first = statistics[0]
+    if isinstance(first, Weights):
+        return _bind_weights(problem, (0, problem.n), (0, problem.m), indices, processor)
+    k = max(min(x.k, problem.m) if isinstance(x, TopK) else 0 for x in statistics)
+    roles = tuple([x.name + ("_max" if getattr(x, "how", "") == "max" else "") for x in statistics])
+    arguments, spec = _prepare("statistics", problem, processor, roles=roles, k=k)
+    grid = Grid.of(arguments, statistics)
+    arrays = tuple([_arrays_of(x, arguments, grid) for x in statistics])
+    call = WeightsPassCall(arguments, spec, WeightStatistics, grid.items, processor=processor, **grid.fields())
+    return arguments, BoundPass(call, arrays, indices)
+
+
+def _prepare(kernel: str, problem: Problem, processor: Processor, **more: Any) -> tuple[KernelArguments, KernelSpec]:
+    """Return the arguments and the spec of a weights pass.
+
+    The kernel does not read V, the given lse includes the sinks, and the weights are those before dropout. So problems
+    that differ only in V, sinks or dropout share one kernel.
+    """
+    arguments, spec = prepare(kernel, problem, processor, **more)
+    unit_stride = *spec.unit_stride[:2], True
+    return arguments, replace(spec, d_v=1, unit_stride=unit_stride, has_sinks=False, has_dropout=False)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The work items of a pass, and the cells of pooled: see `WeightStatistics`.
+
+    Parameters
+    ----------
+    query_block : queries in a block
+    queries, keys : the rectangle whose weights are computed
+    range_size, num_ranges : blocks in a range of the queries, and the number of ranges
+    split_size, num_splits : tiles in a split of the keys, and the number of splits
+    """
+
+    problem: Problem
+    query_block: int
+    queries: Range
+    keys: Range
+    range_size: int
+    num_ranges: int
+    split_size: int
+    num_splits: int
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, arguments: KernelArguments, statistics: Sequence[Statistic]) -> Grid:
+        """Return the grid of a pass with these statistics. Only received alone divides the keys."""
+        problem, block = arguments.problem, arguments.query_block
+        cells = next((x for x in statistics if isinstance(x, Pooled)), None)
+        queries, keys = (cells and cells.within) or ((0, problem.n), (0, problem.m))
+        heads, key_blocks = problem.B * problem.H, -(-problem.m // KEY_BLOCK)
+        query_blocks = -(-queries[1] // block) - queries[0] // block
+        divides_keys = all(isinstance(x, Received) for x in statistics)
+        split_size = -(-key_blocks // min(-(-TARGET_ITEMS // heads), key_blocks)) if divides_keys else key_blocks
+        num_splits = -(-key_blocks // split_size)
+        range_size = -(-query_blocks // min(-(-TARGET_ITEMS // (num_splits * heads)), query_blocks))
+        if all(isinstance(x, TopK) for x in statistics):
+            range_size = 1
+        num_ranges = -(-query_blocks // range_size)
+        shape = (cells.down, cells.across) if cells else (0, 0)
+        return cls(problem, block, queries, keys, range_size, num_ranges, split_size, num_splits, *shape)
+
+    @property
+    def items(self) -> int:
+        """The number of work items."""
+        return self.problem.B * self.problem.H * self.num_ranges * self.num_splits
+
+    def fields(self) -> dict[str, int]:
+        """Return the values of the kernel's fields."""
+        names = "range_size", "num_ranges", "split_size", "num_splits", "rows", "columns"
+        return {name: getattr(self, name) for name in names} | {
+            "first_query": self.queries[0],
+            "last_query": self.queries[1],
+            "query_blocks": -(-self.queries[1] // self.query_block),
+            "first_key": self.keys[0],
+            "last_key": self.keys[1],
+        }
+
+    def rows_of_range(self, index: int) -> slice:
+        """Return the rows of cells that contain queries of a range."""
+        (first, last), block = self.queries, self.query_block
+        start = (first // block + index * self.range_size) * block
+        edges = max(start, first), min(start + self.range_size * block, last) - 1
+        low, high = (((i - first + 1) * self.rows - 1) // (last - first) for i in edges)
+        return slice(low, high + 1)
+
+
+def _arrays_of(statistic: Statistic, arguments: KernelArguments, grid: Grid) -> StatisticArrays:
+    if isinstance(statistic, TopK):
+        return _top_k_arrays(arguments.problem, statistic.k)
+    if isinstance(statistic, Pooled):
+        return _pooled_arrays(arguments.problem, statistic.how, grid)
+    assert isinstance(statistic, Received)
+    return _received_arrays(arguments.problem, statistic.how, grid)
+
+
+def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> list[list[Any]] | None:
+    """Return the arrays of each statistic of a pass for the problem that it was bound for."""
+    arguments, bound_pass = bound
     thread_count(threads)  # raises an error if a setting is wrong, even if one thread suffices
     lse = np.ascontiguousarray(to_numpy(lse), np.float64)
     operands = [layout(arguments.arrays[name])[0] for name in ("query", "key")]
     inputs = call_words([table.ctypes.data for table in arguments.tables], arguments.numbers, ())
     keep_alive = (*arguments.keep_alive, lse)
-    return statistic.run(
+    return bound_pass.run(
         threads, [*operands, lse.ctypes.data], inputs, arguments.numbers, problem.query, keep_alive, is_first=True
     )
+
+
+def run_alone(
+    problem: Problem, lse: Any, statistic: Statistic, threads: int | None, processor: Processor
+) -> list[Any] | None:
+    """Return the arrays of one statistic by a pass of its own; None if `has_nonfinite` is true."""
+    if has_nonfinite(problem, lse):
+        return None
+    found = run_first(problem, lse, _bind(problem, [statistic], (0,), processor), threads)
+    return None if found is None else found[0]
 
 
 def has_nonfinite(problem: Problem, lse: Any) -> bool:
@@ -180,7 +297,11 @@ def has_nonfinite(problem: Problem, lse: Any) -> bool:
 
 
 def received(
-    problem: Problem, lse: Any, how: str = "sum", threads: int | None = None, processor: Processor = HOST
+    problem: Problem,
+    lse: Any,
+    how: Literal["sum", "mean", "max"] = "sum",
+    threads: int | None = None,
+    processor: Processor = HOST,
 ) -> Any:
     """Return the weight each key receives from the queries: the sum, mean or maximum over i of P_ij.
 
@@ -194,32 +315,25 @@ def received(
     """
     if 0 in problem.extent and not has_nonfinite(problem, lse):
         return zeros((*problem.batch_shape, problem.H, problem.m), problem.accumulator, problem.query)
-    found = run_first(problem, lse, _bind_received(problem, how, processor), threads)
+    found = run_alone(problem, lse, Received(how), threads, processor)
     return None if found is None else found[0]
 
 
-def _bind_received(problem: Problem, how: str, processor: Processor) -> Bound:
-    arguments, bind_call = _bind(
-        problem, weights_by_key.Received, "received_max" if how == "max" else "received", processor
-    )
-    n, m, heads = problem.n, problem.m, problem.B * problem.H
-    key_blocks, query_blocks = -(-m // KEY_BLOCK), -(-n // arguments.query_block)
-    split_size = min(-(-key_blocks // min(-(-TARGET_ITEMS // heads), key_blocks)), MAX_SPLIT_SIZE)
-    num_splits = -(-key_blocks // split_size)
-    range_size = -(-query_blocks // min(-(-TARGET_ITEMS // (num_splits * heads)), query_blocks))
-    num_ranges = -(-query_blocks // range_size)
-    fields = {"split_size": split_size, "num_ranges": num_ranges, "range_size": range_size}
-    call = bind_call((0, n), num_splits * num_ranges * heads, **fields)
+def _received_arrays(problem: Problem, how: str, grid: Grid) -> StatisticArrays:
+    n, m, accumulator = problem.n, problem.m, problem.accumulator
+    lead = *problem.batch_shape, problem.H
 
     def finish(arrays: list[Any]) -> list[Any]:
-        (parts,) = arrays
-        total = parts[0]
-        for part in parts[1:]:  # the parts are combined in the order of their queries
+        """Return the sums or maxima. The parts of the ranges are combined in the order of their queries."""
+        parts = arrays[0][0, ..., :m]
+        total = empty((*lead, m), accumulator, parts)
+        total[...] = parts[0]
+        for part in parts[1:]:
             total = namespace(parts).maximum(total, part) if how == "max" else total + part
         return [total / n if how == "mean" else total]
 
-    shape = num_ranges, *problem.batch_shape, problem.H, m
-    return arguments, BoundStatistic(call, ((shape, problem.accumulator, False),), finish)
+    shape = 2, grid.num_ranges, *lead, round_up(m, KEY_BLOCK)
+    return StatisticArrays(((shape, accumulator, False),), finish)
 
 
 def pooled(
@@ -227,7 +341,7 @@ def pooled(
     lse: Any,
     rows: int,
     columns: int,
-    how: str = "mean",
+    how: Literal["mean", "max"] = "mean",
     within: tuple[Range, Range] | None = None,
     threads: int | None = None,
     processor: Processor = HOST,
@@ -248,37 +362,29 @@ def pooled(
     """
     if 0 in (*problem.extent, rows, columns) and not has_nonfinite(problem, lse):
         return zeros((*problem.batch_shape, problem.H, rows, columns), problem.accumulator, problem.query)
-    found = run_first(problem, lse, _bind_pooled(problem, rows, columns, how, within, processor), threads)
+    found = run_alone(problem, lse, Pooled(rows, columns, how, within), threads, processor)
     return None if found is None else found[0]
 
 
-def _bind_pooled(
-    problem: Problem, rows: int, columns: int, how: str, within: tuple[Range, Range] | None, processor: Processor
-) -> Bound:
-    queries, keys = ((0, problem.n), (0, problem.m)) if within is None else within
-    arguments, bind_call = _bind(problem, weights_by_key.Pooled, "pooled_max" if how == "max" else "pooled", processor)
-    heads, columns_per_item = problem.B * problem.H, min(columns, MAX_COLUMNS_PER_ITEM)
-    column_items = -(-columns // columns_per_item)
-    # Two items that share a block of queries both compute it, so an item has at least 4 blocks.
-    max_rows = max((queries[1] - queries[0]) // (4 * arguments.query_block), 1)
-    subdivisions = max(min(-(-TARGET_ITEMS // (heads * column_items * rows)), max_rows // rows), 1)
-    fine_rows = rows * subdivisions  # the kernel divides each row of cells into finer rows
-    rows_per_item = min(max(-(-fine_rows * heads * column_items // TARGET_ITEMS), -(-fine_rows // max_rows)), fine_rows)
-    fields = {"rows": fine_rows, "rows_per_item": rows_per_item, "first_key": keys[0], "last_key": keys[1]}
-    fields |= {"columns": columns, "columns_per_item": columns_per_item}
-    call = bind_call(queries, heads * column_items * -(-fine_rows // rows_per_item), **fields)
-    lead, accumulator = (*problem.batch_shape, problem.H), problem.accumulator
-    cell_sizes = cell_lengths(*queries, rows)[:, None] * cell_lengths(*keys, columns)
+def _pooled_arrays(problem: Problem, how: str, grid: Grid) -> StatisticArrays:
+    lead, rows, columns = (*problem.batch_shape, problem.H), grid.rows, grid.columns
+    cell_sizes = cell_lengths(*grid.queries, rows)[:, None] * cell_lengths(*grid.keys, columns)
 
     def finish(arrays: list[Any]) -> list[Any]:
-        (cells,), xp = arrays, namespace(arrays[0])
-        cells = xp.reshape(cells, (*lead, rows, subdivisions, columns))
-        cells = xp.max(cells, axis=-2) if how == "max" else xp.sum(cells, axis=-2)
+        """Return the means or maxima. The parts of the ranges are combined in the order of their queries."""
+        (parts,), xp = arrays, namespace(arrays[0])
+        cells = parts[..., :rows, :]
+        if grid.num_ranges > 1:
+            cells = zeros((*lead, rows, columns), "float64", parts)
+        for index in range(grid.num_ranges if grid.num_ranges > 1 else 0):
+            own = grid.rows_of_range(index)
+            part, total = parts[..., own.start + index : own.stop + index, :], cells[..., own, :]
+            cells[..., own, :] = xp.maximum(total, part) if how == "max" else total + part
         if how == "mean":
             cells /= convert(cell_sizes, cells)
-        return [xp.astype(cells, resolve_dtype(xp, accumulator), copy=False)]
+        return [xp.astype(cells, resolve_dtype(xp, problem.accumulator), copy=False)]
 
-    return arguments, BoundStatistic(call, (((*lead, fine_rows, columns), "float64", True),), finish)
+    return StatisticArrays((((*lead, rows + grid.num_ranges - 1, columns), "float64", True),), finish)
 
 
 def top_k(problem: Problem, lse: Any, k: int, threads: int | None = None, processor: Processor = HOST) -> Any:
@@ -297,16 +403,12 @@ def top_k(problem: Problem, lse: Any, k: int, threads: int | None = None, proces
         shape = (*problem.batch_shape, problem.H, problem.n, k)
         weights, where = (zeros(shape, name, problem.query) for name in (problem.accumulator, "int64"))
         return weights, where - 1
-    found = run_first(problem, lse, _bind_top_k(problem, k, processor), threads)
+    found = run_alone(problem, lse, TopK(k), threads, processor)
     return None if found is None else tuple(found)
 
 
-def _bind_top_k(problem: Problem, k: int, processor: Processor) -> Bound:
-    num_ranks = min(k, problem.m)
-    arguments, bind_call = _bind(problem, weights_by_query.TopK, "top_k", processor, num_ranks)
-    blocks = -(-problem.n // arguments.query_block)
-    call = bind_call((0, problem.n), problem.B * problem.H * blocks)
-    shape = (*problem.batch_shape, problem.H, problem.n)
+def _top_k_arrays(problem: Problem, k: int) -> StatisticArrays:
+    num_ranks, shape = min(k, problem.m), (*problem.batch_shape, problem.H, problem.n)
 
     def finish(arrays: list[Any]) -> list[Any]:
         """Return the arrays with k ranks. Ranks beyond the number of keys have weight 0 and key −1."""
@@ -320,8 +422,7 @@ def _bind_top_k(problem: Problem, k: int, processor: Processor) -> Bound:
         return padded
 
     dtypes = problem.accumulator, "int64"
-    outputs = tuple([((*shape, num_ranks), dtype, False) for dtype in dtypes])
-    return arguments, BoundStatistic(call, outputs, finish)
+    return StatisticArrays(tuple([((*shape, num_ranks), dtype, False) for dtype in dtypes]), finish)
 
 
 def weights(
@@ -348,16 +449,21 @@ def weights(
     shape = (*problem.batch_shape, problem.H, queries[1] - queries[0], keys[1] - keys[0])
     if 0 in shape:
         return zeros(shape, problem.dtype, problem.query)
-    found = run_first(problem, lse, _bind_weights(problem, queries, keys, processor), threads)
-    return None if found is None else found[0]
+    found = run_first(problem, lse, _bind_weights(problem, queries, keys, (0,), processor), threads)
+    return None if found is None else found[0][0]
 
 
-def _bind_weights(problem: Problem, queries: Range, keys: Range, processor: Processor) -> Bound:
-    arguments, bind_call = _bind(problem, weights_by_query.WeightTiles, "weights", processor)
-    blocks = -(-queries[1] // arguments.query_block) - queries[0] // arguments.query_block
-    call = bind_call(queries, problem.B * problem.H * blocks, first_key=keys[0], last_key=keys[1])
+def _bind_weights(
+    problem: Problem, queries: Range, keys: Range, indices: tuple[int, ...], processor: Processor
+) -> Bound:
+    arguments, spec = _prepare("weights", problem, processor, roles=("weight_tiles",))
+    last_block = -(-queries[1] // arguments.query_block)
+    items = problem.B * problem.H * (last_block - queries[0] // arguments.query_block)
+    fields = {"first_query": queries[0], "last_query": queries[1], "query_blocks": last_block}
+    fields |= {"first_key": keys[0], "last_key": keys[1]}
+    call = WeightsPassCall(arguments, spec, WeightTiles, items, processor=processor, **fields)
     shape = (*problem.batch_shape, problem.H, queries[1] - queries[0], keys[1] - keys[0])
-    return arguments, BoundStatistic(call, ((shape, problem.dtype, True),), list)
+    return arguments, BoundPass(call, (StatisticArrays(((shape, problem.dtype, True),), list),), indices)
 
 
 def _resolve_slice(selection: slice, length: int) -> Range:

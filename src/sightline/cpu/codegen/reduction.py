@@ -1,0 +1,37 @@
+"""The reduction of the lanes of several vectors at once: a vector with one lane for each vector."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+from .values import Value
+
+__all__ = ["reduce_across_groups", "reduce_within_groups"]
+
+Combine = Callable[[Value, Value], Value]
+
+
+def reduce_within_groups(vectors: list[Value], group_lanes: int, combine: Combine = operator.add) -> list[Value]:
+    """Return one vector per `group_lanes` vectors; lane k of each group of lanes is the group's sum in vector k.
+
+    `combine` replaces the sum.
+    """
+    for _ in range(group_lanes.bit_length() - 1):
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        halves = ([a.deinterleave(b, half, 1, group_lanes) for half in range(2)] for a, b in pairs)
+        vectors = [combine(even, odd) for even, odd in halves]
+    return vectors
+
+
+def reduce_across_groups(vectors: list[Value], group_lanes: int, combine: Combine = operator.add) -> Value:
+    """Return one vector that has, for each vector, `group_lanes` lanes: the sums over the vector's groups of lanes.
+
+    `combine` replaces the sum.
+    """
+    lanes = group_lanes * len(vectors)
+    while len(vectors) > 1:
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        halves = ([a.deinterleave(b, half, group_lanes, lanes) for half in range(2)] for a, b in pairs)
+        vectors = [combine(even, odd) for even, odd in halves]
+    return vectors[0]
