@@ -4,7 +4,7 @@
 
 A guard page cannot be read or written. Query, key, value, tables, outputs and gradients are between two guard pages. In
 every second call an array ends at a guard page, and in the others it begins at one. Each problem runs the forward pass,
-the backward pass and one statistic, and the problems have every dtype. With PAST, keys and values claim PAST more rows
+the backward pass and a weights pass, and the problems have every dtype. With PAST, keys and values claim PAST more rows
 than they have, so that a test can check that the guard pages detect reads outside an array.
 """
 
@@ -23,6 +23,8 @@ from sightline.cpu import Cpu
 from sightline.cpu.launch import backward as launch_backward
 from sightline.cpu.launch import weights_pass as launch_weights_pass
 from sightline.problem import make_problem
+from sightline.statistics import Pooled, Received, TopK
+from weights_pass_checks import compute_together
 
 DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 NONE, BOTH, PRIVATE = 0, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -90,17 +92,19 @@ def random_problem(rng, memory, past):
 
 
 def statistic(rng, problem, lse):
-    """Compute one statistic of the weights pass, with random parameters."""
+    """Compute statistics of the weights pass, with random parameters: one alone, or several in one pass."""
     n, m = problem.n, problem.m
     i0, j0 = rng.integers(0, n), rng.integers(0, m)
     rows, columns = rng.integers(1, n - i0 + 1), rng.integers(1, m - j0 + 1)
     how = ["mean", "max"][rng.integers(2)]
+    together = Received(how), Pooled(int(rng.integers(1, n + 1)), int(rng.integers(1, m + 1)), how), TopK(5)
     return [
         lambda: launch_weights_pass.received(problem, lse, how, 2),
         lambda: launch_weights_pass.pooled(problem, lse, int(rows), int(columns), how, ((i0, n), (j0, m)), 2),
         lambda: launch_weights_pass.top_k(problem, lse, int(rng.integers(1, 12)), 2),
         lambda: launch_weights_pass.weights(problem, lse, slice(i0, n), slice(j0, m), 2),
-    ][rng.integers(4)]()
+        lambda: compute_together(problem, lse, [together[k] for k in rng.permutation(3)[: rng.integers(2, 4)]]),
+    ][rng.integers(5)]()
 
 
 def main(seed, count, past=0):

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 
 from ...arrays import convert, empty, layout, namespace, resolve_dtype, to_numpy
+from ...cached_property import cached_property
 from ...kernel import MAX_LSE
 from ...problem import Problem
 from ...statistics import Pooled, Received, Statistic, TopK, Weights
@@ -119,14 +121,17 @@ class BoundPass:
         query : an array in whose library, and on whose device, the outputs are allocated
         numbers, keep_alive, is_first : as in `BoundCall.run`
         """
-        outputs = [
-            [(zeros if is_zeroed else empty)(shape, dtype, query) for shape, dtype, is_zeroed in statistic.outputs]
-            for statistic in self.statistics
-        ]
-        words = [*operands, *inputs, *[layout(array)[0] for arrays in outputs for array in arrays]]
-        if self.call.run(threads, words, numbers, None, (keep_alive, outputs), is_first) is None:
+        arrays = [(zeros if is_zeroed else empty)(shape, dtype, query) for shape, dtype, is_zeroed in self.outputs]
+        words = [*operands, *inputs, *[layout(array)[0] for array in arrays]]
+        if self.call.run(threads, words, numbers, None, (keep_alive, arrays), is_first) is None:
             return None
-        return [statistic.finish(arrays) for statistic, arrays in zip(self.statistics, outputs, strict=True)]
+        own = iter(arrays)
+        return [statistic.finish(list(islice(own, len(statistic.outputs)))) for statistic in self.statistics]
+
+    @cached_property
+    def outputs(self) -> list[Output]:
+        """The arrays that the kernel fills, in the order of its arguments."""
+        return [output for statistic in self.statistics for output in statistic.outputs]
 
 
 Bound = tuple[KernelArguments, BoundPass]
@@ -320,20 +325,18 @@ def received(
 
 
 def _received_arrays(problem: Problem, how: str, grid: Grid) -> StatisticArrays:
-    n, m, accumulator = problem.n, problem.m, problem.accumulator
-    lead = *problem.batch_shape, problem.H
+    m, divisor = problem.m, problem.n if how == "mean" else 1
 
     def finish(arrays: list[Any]) -> list[Any]:
         """Return the sums or maxima. The parts of the ranges are combined in the order of their queries."""
         parts = arrays[0][0, ..., :m]
-        total = empty((*lead, m), accumulator, parts)
-        total[...] = parts[0]
-        for part in parts[1:]:
+        total = parts[0]
+        for part in parts[1:] if grid.num_ranges > 1 else ():
             total = namespace(parts).maximum(total, part) if how == "max" else total + part
-        return [total / n if how == "mean" else total]
+        return [total / divisor]  # a new array without gaps, also if the divisor is 1
 
-    shape = 2, grid.num_ranges, *lead, round_up(m, KEY_BLOCK)
-    return StatisticArrays(((shape, accumulator, False),), finish)
+    shape = 2, grid.num_ranges, *problem.batch_shape, problem.H, round_up(m, KEY_BLOCK)
+    return StatisticArrays(((shape, problem.accumulator, False),), finish)
 
 
 def pooled(
@@ -373,13 +376,13 @@ def _pooled_arrays(problem: Problem, how: str, grid: Grid) -> StatisticArrays:
     def finish(arrays: list[Any]) -> list[Any]:
         """Return the means or maxima. The parts of the ranges are combined in the order of their queries."""
         (parts,), xp = arrays, namespace(arrays[0])
-        cells = parts[..., :rows, :]
+        cells = parts
         if grid.num_ranges > 1:
             cells = zeros((*lead, rows, columns), "float64", parts)
-        for index in range(grid.num_ranges if grid.num_ranges > 1 else 0):
-            own = grid.rows_of_range(index)
-            part, total = parts[..., own.start + index : own.stop + index, :], cells[..., own, :]
-            cells[..., own, :] = xp.maximum(total, part) if how == "max" else total + part
+            for index in range(grid.num_ranges):
+                own = grid.rows_of_range(index)
+                part, total = parts[..., own.start + index : own.stop + index, :], cells[..., own, :]
+                cells[..., own, :] = xp.maximum(total, part) if how == "max" else total + part
         if how == "mean":
             cells /= convert(cell_sizes, cells)
         return [xp.astype(cells, resolve_dtype(xp, problem.accumulator), copy=False)]
