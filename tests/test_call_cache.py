@@ -260,14 +260,14 @@ def test_other_lengths_that_do_not_fit_are_errors(rng, queries, convert):
         given = arrays(rng, ((1, 4, queries, 16), (1, 4, m, 16), (1, 4, values, 16)))
         return [convert(x) for x in given], convert(rng.normal(size=sinks).astype(np.float32))
 
-    for m in (80, 90, 700):
+    for length in (80, 90, 700):
         for _ in range(2):
-            given, sinks = draw(m, m, 4)
+            given, sinks = draw(length, length, 4)
             sightline.attention(*given)
             sightline.attention(*given, sinks=sinks)
-    for m, values in ((95, 93), (95, 97), (8, 0), (700, 90), (90, 700)):
+    for keys, values in ((95, 93), (95, 97), (8, 0), (700, 90), (90, 700)):
         for _ in range(3):
-            given, sinks = draw(m, values, 4)
+            given, sinks = draw(keys, values, 4)
             with pytest.raises(SightlineError):
                 sightline.attention(*given)
             with pytest.raises(SightlineError):
