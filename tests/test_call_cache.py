@@ -1036,6 +1036,25 @@ def test_gradients_of_outputs_whose_gradient_is_expanded(rng, spread):
     assert [bits_of(differentiate()) for _ in range(4)] == [expected] * 4
 
 
+@pytest.mark.parametrize("kind", ["boolean array", "bias", "padding", "a learned bias"])
+def test_tables_changed_before_the_backward_pass_are_an_error(rng, kind):
+    q, k, v = tensors(rng, requires_grad=True)
+    array = {
+        "boolean array": torch.from_numpy(rng.random((1, 1, 9, 9)) < 0.7),
+        "padding": torch.tensor([5]),
+    }.get(kind, torch.from_numpy(rng.normal(size=(1, 2, 9, 9)).astype(np.float32)))
+    array.requires_grad_(kind == "a learned bias")
+    name = "mask" if kind in ("boolean array", "padding") else "score"
+    formula = {"boolean array": lambda x: x, "padding": sightline.padding}.get(kind, sightline.bias)
+    for _ in range(5):
+        sightline.attention(q, k, v, **{name: formula(array)}).sum().backward()
+        output = sightline.attention(q, k, v, **{name: formula(array)}).sum()
+        with torch.no_grad():
+            array[(-1,) * array.ndim] = 1
+        with pytest.raises(RuntimeError, match=r"in place|inplace"):
+            output.backward()
+
+
 LEARNED = {  # options of a call whose tables, sinks or scale are learned, by what is learned
     "bias": lambda x: {"score": sightline.bias(x["bias"])},
     "an array of biases": lambda x: {"score": s + table(x["bias"])[0, h, i, j], "mask": i >= j},

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from os import PathLike
 
 __all__ = [
+    "ChangedTableError",
     "DeviceError",
     "DtypeError",
     "FormulaError",
@@ -72,6 +73,10 @@ class FormulaError(SightlineError, TypeError):
 
 class TableError(SightlineError, IndexError):
     """A formula reads outside its table. Also an IndexError."""
+
+
+class ChangedTableError(SightlineError, RuntimeError):
+    """A table of a formula was changed in place between forward and backward pass. Also a RuntimeError."""
 
 
 class KernelRefusedError(SightlineError, NotImplementedError):

@@ -20,7 +20,7 @@ from .. import array_layouts
 from ..call_cache import CallResult, KernelInputs
 from ..call_request import Request
 from ..dispatch import make_plan
-from ..errors import KernelRefusedError
+from ..errors import ChangedTableError, KernelRefusedError
 from ..formula.parameters import structure_of
 from ..kernel import Plan, Result
 from ..problem import Problem, make_problem
@@ -65,6 +65,10 @@ class _Call(ABC):
     def plan(self, problem: Problem) -> Plan:
         """Return the plan of the forward pass."""
 
+    @abstractmethod
+    def tables(self) -> Sequence[Any]:
+        """Return the arrays that the formulas read."""
+
     def lse(self, results: Sequence[Tensor]) -> Any:
         """Return lse, a tensor or a NumPy array; `results` are output, and lse if it is a result."""
         return results[1]
@@ -106,6 +110,9 @@ class _DispatchedCall(_Call):
     def plan(self, problem: Problem) -> Plan:
         return self.own_plan
 
+    def tables(self) -> Sequence[Any]:
+        return [table.array for table in self.problem.tables]
+
 
 class _CachedCall(_Call):
     """A call that the call cache ran."""
@@ -127,6 +134,9 @@ class _CachedCall(_Call):
 
     def plan(self, problem: Problem) -> Plan:
         return make_plan(problem, self.kernel)
+
+    def tables(self) -> Sequence[Any]:
+        return self.request.tables
 
     def lse(self, results: Sequence[Tensor]) -> Any:
         return results[1] if self.own_lse is None else self.own_lse
@@ -279,6 +289,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
+        ctx.versions = _versions(call.tables())
         ctx.save_for_backward(*inputs, *results[:2])  # output, and lse if it is a result
         ctx.set_materialize_grads(False)
         return results
@@ -286,6 +297,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         call, saved = ctx.call, ctx.saved_tensors
+        if ctx.versions != _versions(call.tables()):
+            raise ChangedTableError(
+                "a mask, a bias or a table of a formula was changed in place between forward and backward pass",
+                "tables with the entries of the forward pass",
+                "clone the array before the forward pass, or change it after the backward pass",
+            )
         inputs, results = saved[: call.num_inputs], saved[call.num_inputs :]
         has_graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
         found = None if has_graph else call.differentiate_bound(gradients, inputs, results)
@@ -297,6 +314,11 @@ class _Attention(torch.autograd.Function):
             differentiate = _differentiate_by_operator if needs_operator else _differentiate
             found = differentiate(call, inputs, gradients, results)
         return (None, None, *found)
+
+
+def _versions(tables: Sequence[Any]) -> list[int]:
+    """Return how often torch changed each tensor in place. Inference tensors and NumPy arrays have no such number."""
+    return [x._version for x in tables if isinstance(x, Tensor) and not x.is_inference()]
 
 
 def _differentiate(
