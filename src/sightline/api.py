@@ -124,7 +124,7 @@ def attend(
     if description is not None:
         answer, request = call_cache.answer(description, query, *plain_arrays[:2], sinks, seed, threads)
         if answer is not None:
-            return answer[0] if see is None and type(answer) is tuple else answer
+            return answer[0] if see is None else answer
     if request is not None:
         key, value, _ = plain_arrays
         mask, score = request.formulas()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CachedCall", "KernelInputs", "answer", "insert"]
 
-# Beyond this number of calls, the least recently used one is dropped. The uses of direct calls are not counted.
+# The least recently used call is dropped beyond this number. Direct calls that return one array do not count as uses.
 MAX_CACHED_CALLS = 256
 RUNS_BEFORE_RECORD = 3  # a record for direct calls, and its buffer, are made for a call that was run so often
 FIRST_TABLE = 3  # index of the first table in `Request.addresses`, after query, key and value
@@ -52,23 +52,20 @@ DIRECT_TABLE_DTYPES = ("bool", "int32", "int64", "float32", "float64")  # other 
 def answer(
     description: Description, query: Any, key: Any, value: Any, sinks: Any, seed: int | None, threads: int | None
 ) -> tuple[Any, Request | None]:
-    """Return (output, seen) of a call, and None; None and its request if it needs the full dispatch.
-
-    If a direct call computed the output, the result is the output alone in place of (output, seen).
-    """
+    """Return (output, seen) of a call, and None; None and its request if it needs the full dispatch."""
     structure, mask, score, tables, numbers, arrays = description
     entries = bound_calls()
     found = array_layouts.run_or_find(entries, structure, numbers, query, key, value, *arrays)
     if type(found) is not tuple:
-        return found, None
+        return None if found is None else (found, ()), None
     call, results, layouts, *addresses = found
     request = Request((layouts, structure), tuple(addresses), mask, score, tables, numbers, sinks, seed)
     if call is None:
         call = _find_any_key_length(entries, request) or _bind_family(request, query, key, value)
     else:
         _mark_as_used(entries, request.key)
-        if array_layouts.run_or_find is array_layouts.find_in_python:
-            _use_generated_functions()
+    if call is not None and array_layouts.run_or_find is array_layouts.find_in_python:
+        _use_generated_functions()
     if results is not None:
         return call.finish(request, query, key, value, results), None
     result = None if call is None else call.run(request, query, key, value, threads)
@@ -78,8 +75,8 @@ def answer(
 def _find_any_key_length(entries: OrderedDict[Any, Any], request: Request) -> CachedCall | None:
     """Return a call that was cached without its number of keys; None if none is cached. See `without_key_length`.
 
-    It is stored under the key of the request as well, because the layers of a model make the same call one after
-    another.
+    A copy of the call is stored under the key of the request, because the layers of a model make the same call one
+    after another. The copy counts its own runs.
     """
     call = _lookup(entries, without_key_length(request.key))
     if call is not None:

@@ -200,11 +200,11 @@ def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return None
     sizes = query[1], keys[1], values[1], query[3], keys[3], values[3], query[0]
     choice = min(query[2], MAX_SMALL_LENGTH), keys[2] >= min_decode_keys(query[2])
-    lengths = arrays[-1].shape if has_sinks(structure) else ()  # other sinks need one number for each head too
+    lengths = arrays[-1].shape if _has_sinks(structure) else ()  # other lengths of sinks are errors
     return sizes, choice, lengths, *map(_without_lengths, arrays), structure
 
 
-def has_sinks(structure: tuple[Any, ...]) -> bool:
+def _has_sinks(structure: tuple[Any, ...]) -> bool:
     """True if the last of `Description.arrays` are sinks; see `_describe_formulas`."""
     return len(structure) > 1 and not structure[2]
 

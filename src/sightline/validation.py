@@ -187,7 +187,9 @@ def scalar_formula(what: str, array: Any) -> Expression:
 
 
 def fold_scale(score: Any, scale: Any) -> tuple[Expression, float]:
-    """Return score and scale with a learned scale as a part of the score: a table of one entry, which has a gradient.
+    """Return a score that includes a learned scale, and 1.0 as the scale.
+
+    The learned scale becomes a table of one entry, which has a gradient.
 
     `score` is that of `attention`, or an array of biases.
     """

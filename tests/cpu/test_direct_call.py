@@ -110,6 +110,30 @@ def test_gradients_and_outputs_in_a_graph(rng, options):
     assert direct.count == 1
 
 
+def test_an_empty_list_of_statistics(rng):
+    given = arrays(rng)
+    ((expected,),) = expect([(given, {})])
+    for _ in range(6):
+        output, seen = sightline.attention(*given, see=[])
+        assert (bits(output), seen) == (expected, ())
+
+
+def test_other_seeds_after_seed_0(rng):
+    """The seed is no part of the key, so no record may have one."""
+    given = [to_torch(x).requires_grad_() for x in arrays(rng)]
+
+    def differentiate(seed):
+        output = sightline.attention(*given, dropout=0.4, seed=seed, threads=1)
+        return [bits(x) for x in torch.autograd.grad(output.square().sum(), given)]
+
+    expected = []
+    for seed in (0, 5):
+        clear()
+        expected.append(differentiate(seed))
+    clear()
+    assert [differentiate(seed) for seed in (0, 0, 0, 0, 5, 5)] == [*[expected[0]] * 4, *[expected[1]] * 2]
+
+
 def test_growing_caches_and_layers(rng):
     """Each step has another number of keys, and each of several layers makes the same call."""
     q, k, v = arrays(rng, ((1, 2, 1, 16), (1, 2, 40, 16), (1, 2, 40, 16)))

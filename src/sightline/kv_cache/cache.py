@@ -375,8 +375,12 @@ class KVCache:
 def as_arrays(query: Any, cache: KVCache, mask: Any) -> tuple[Any, Any, Any]:
     """Return (key, value, mask) of attention on a cache, with plain arrays in place of the cache if they suffice.
 
-    Plain arrays suffice if the query has the cache's array type and dtype, and if the mask is a formula or None. The
-    causal mask is dropped if the query is the newest position of every sequence, because such a query sees every key.
+    Plain arrays suffice if the query has the cache's array type and dtype, and one of the following holds. All
+    sequences have the same length. The mask is None or a formula, to which a condition is added that hides the
+    positions beyond each sequence's end; torch.compile does not trace this. The mask is the last result of `causal`.
+
+    The causal mask is dropped if the query is the newest position of every sequence, because such a query sees every
+    key.
     """
     if type(query) is not type(cache._key) or query.dtype != cache._key.dtype:
         return cache, None, mask

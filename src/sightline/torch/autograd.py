@@ -199,9 +199,12 @@ class _CachedCall(_Call):
 
         Hooks on saved tensors may have changed the layouts of the inputs.
         """
-        calls, request = self.attacher.backward_calls, self.request
-        operands = *inputs[:NUM_OPERANDS], results[0], d_output, self.lse(results)
-        return array_layouts.run_or_find(calls, (), request.numbers, *operands, *self.read_tables(inputs))
+        calls, arrays = self.attacher.backward_calls, self.read_arrays(inputs, results, d_output)
+        return array_layouts.run_or_find(calls, (), self.request.numbers, *arrays)
+
+    def read_arrays(self, inputs: Sequence[Tensor], results: Sequence[Tensor], d_output: Tensor) -> tuple[Any, ...]:
+        """Return the arrays that a bound call reads."""
+        return *inputs[:NUM_OPERANDS], results[0], d_output, self.lse(results), *self.read_tables(inputs)
 
     def read_tables(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """Return the tables of the request, with the saved tensors in place of the learned ones."""
@@ -233,10 +236,17 @@ class _CachedCall(_Call):
             words += [*table_addresses, *call.number_words(numbers)]
         words += [array_layouts.numpy_address(array) for array in table_sums]
         status = call.run(self.threads, words, numbers, inputs[1], (*keep_alive, sums, table_sums, tables))
-        is_direct = not table_sums and not self.seed and (bound.inputs is None or bound.inputs.is_identity)
-        if bound.record is None and is_direct:
-            bound.set_record(call.make_direct_record(self.threads, inputs[1].shape[-2], len(sums)))
+        self.prepare_direct_call(bound, inputs[1].shape[-2])
         return None if status is None else (sums, table_sums)
+
+    def prepare_direct_call(self, bound: _BackwardCall, num_keys: int) -> None:
+        """Store a copy of the call with a record for direct calls, if generated code can run the call."""
+        call, has_dropout = bound.call, bool(self.attacher.options["dropout"])
+        reads_given_inputs = bound.inputs is None or bound.inputs.is_identity
+        if bound.needs_record and reads_given_inputs and not call.table_sums and not has_dropout:
+            record = call.make_direct_record(self.threads, num_keys, len(bound.makers))
+            if record is not None:
+                self.attacher.backward_calls[bound.key] = replace(bound, record=record)
 
     def keep(
         self,
@@ -247,33 +257,41 @@ class _CachedCall(_Call):
     ) -> None:
         d_output, calls = self.read_d_output(gradients), self.attacher.backward_calls
         own = KernelInputs.bind(bound_call, self.request, self.formulas)
-        found = None if d_output is None else self.find(inputs, results, d_output)
-        if found is None or own is None or len(calls) >= MAX_BACKWARD_CALLS:
+        if d_output is None or own is None or len(calls) >= MAX_BACKWARD_CALLS:
             return
-        _, _, layouts, *addresses = found
-        if d_output is not None and bound_call.first_operands == tuple(addresses[: len(bound_call.first_operands)]):
-            makers = tuple([make_empty(shape, self.attacher.accumulator) for shape in bound_call.sum_shapes])
-            calls[layouts, ()] = _BackwardCall(bound_call, own if own.tables or own.numbers else None, makers)
+        found = array_layouts.read_arrays(*self.read_arrays(inputs, results, d_output))
+        if found is None or found[1:][: len(bound_call.first_operands)] != bound_call.first_operands:
+            return
+        makers = tuple([make_empty(shape, self.attacher.accumulator) for shape in bound_call.sum_shapes])
+        key = found[0], ()
+        calls.setdefault(key, _BackwardCall(key, bound_call, own if own.tables or own.numbers else None, makers))
 
 
+@dataclass(frozen=True)
 class _BackwardCall:
     """A bound call of the backward pass, an entry for `array_layouts.run_or_find`.
 
+    key : its key in `GraphAttacher.backward_calls`
     inputs : its tables and numbers; None if it has none
     makers : functions that allocate the sums of the gradients of query, key and value
+    record : the record for direct calls; None if there is none
     """
 
-    def __init__(
-        self, call: BoundBackwardCall, inputs: KernelInputs | None, makers: tuple[Callable[[], Tensor], ...]
-    ) -> None:
-        self.call, self.inputs, self.makers = call, inputs, makers
-        self.record: LaunchRecord | None = None
-        self.direct_record = 0
+    key: tuple[bytes, tuple[()]]
+    call: BoundBackwardCall
+    inputs: KernelInputs | None
+    makers: tuple[Callable[[], Tensor], ...]
+    record: LaunchRecord | None = None
 
-    def set_record(self, record: LaunchRecord | None) -> None:
-        """Let generated code run the call. The first record is never replaced, because another thread may use it."""
-        if record is not None and self.record is None:
-            self.record, self.direct_record = record, record.address
+    @property
+    def direct_record(self) -> int:
+        return 0 if self.record is None else self.record.address
+
+    @property
+    def needs_record(self) -> bool:
+        """True if the call has no record, or one with memory for fewer tile ranges than the bound call has."""
+        search = self.call.search
+        return self.record is None or (search is not None and 0 < self.record.capacity < search.capacity)
 
 
 def make_empty(shape: tuple[int, ...], dtype: torch.dtype | str) -> Callable[[], Tensor]:
@@ -317,8 +335,12 @@ class _Attention(torch.autograd.Function):
 
 
 def _versions(tables: Sequence[Any]) -> list[int]:
-    """Return how often torch changed each tensor in place. Inference tensors and NumPy arrays have no such number."""
-    return [x._version for x in tables if isinstance(x, Tensor) and not x.is_inference()]
+    """Return how often torch changed each tensor in place.
+
+    torch itself checks the saved tensors, those that require a gradient. Inference tensors and NumPy arrays have no
+    such number.
+    """
+    return [x._version for x in tables if isinstance(x, Tensor) and not (x.requires_grad or x.is_inference())]
 
 
 def _differentiate(
@@ -425,10 +447,11 @@ class GraphAttacher:
         attacher.has_learned_sinks, attacher.num_inputs = has_learned_sinks, len(own)
         return attacher
 
+    wanted_tables: tuple[int, ...] = ()
+    learned_places: tuple[int, ...] = ()
+    has_learned_sinks, num_inputs = False, NUM_OPERANDS
+
     def __init__(self, problem: Problem, kernel: str | None, threads: int | None) -> None:
-        self.wanted_tables: tuple[int, ...] = ()
-        self.learned_places: tuple[int, ...] = ()
-        self.has_learned_sinks, self.num_inputs = False, NUM_OPERANDS
         self.options = {"scale": problem.scale, "dropout": problem.dropout, "see": problem.see}
         self.has_statistics = bool(problem.see)  # if there are none, lse is no result
         self.kernel, self.threads = kernel, threads

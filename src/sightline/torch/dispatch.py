@@ -68,7 +68,7 @@ def run(
     if kernel == FUSED.name or (kernel is None and _prefers_fused(problem)):
         return to_caller_layout(problem, choose((FUSED,), problem, FUSED.name).kernel.run(problem))
     if _is_eager(problem):
-        _check_memory({"query": query, "key": key, "value": value})
+        _check_memory({"query": problem.query, "key": problem.key, "value": problem.value})
         given = options["mask"], options["score"]
         return _run_eager(validate(problem), caller_inputs, seed, kernel, threads, request, given)
     return to_caller_layout(

@@ -35,7 +35,7 @@ CONTEXT_FIELDS = {
 
 
 class ArrayFunction(PythonFunction):
-    """Builds a function that reads its arguments from number `first` on, which are arrays."""
+    """Builds a function whose arguments from number `first` on are arrays, and which reads these arrays."""
 
     def __init__(self, module: Any, name: str, fields: Mapping[str, Any], first: int) -> None:
         super().__init__(module, name, fields)

@@ -43,6 +43,7 @@ class DirectCall(ArrayFunction):
         """Build the function."""
         self.read_arrays()
         layouts = self.make_layouts()
+        self.return_null_if(layouts == self.null())
         entry = self.find_entry(layouts)
         record = RecordCode(self, self.record_of(entry))
         with self.if_then(record.record != self.null()):
@@ -53,6 +54,7 @@ class DirectCall(ArrayFunction):
     def find_entry(self, layouts: Value) -> Value:
         """Return a new reference to the entry; to None if there is no entry."""
         key = self.call("PyTuple_New", POINTER, self.value(2, INT64))
+        self.return_null_if(key == self.null())
         for index, member in enumerate((layouts, self.argument(1))):
             self.call("Py_IncRef", VOID, member)
             self.call("PyTuple_SetItem", INT32, key, self.value(index, INT64), member)
@@ -107,6 +109,11 @@ class DirectCall(ArrayFunction):
             is_field = index < consecutive
             word = self.where(is_field, words.at((first + index) * 8), outputs.at((index - consecutive) * 8))
             word.store(self.address_of_new(array))
+        error = self.call("PyErr_Occurred", POINTER)  # of a number that is no integer of 64 bits
+        with self.if_then(error != self.null()):
+            record.exchange_busy(0)
+            self.release(results, makers, *owned)
+            self.return_(self.null())
 
     def return_if_failed(self, result: Value, record: RecordCode, owned: tuple[Value, ...]) -> None:
         """Return with Python's error if an allocation failed. The references to the objects `owned` are released."""
@@ -150,6 +157,6 @@ class DirectCall(ArrayFunction):
             with yes:
                 address.set(array.at(self.context["head_size"]).load(POINTER))
             with no:
-                self.describe_tensor(array)
-                address.set(self.tensor_address())
+                status = self.describe_tensor(array)
+                address.set(self.where(status == 0, self.tensor_address(), self.null()))
         return address.get()

@@ -73,6 +73,9 @@ class ScoreFunctions(Block):
 
 
 def without_formulas(spec: KernelSpec) -> KernelSpec:
-    """Return the spec of the kernel without the functions: "" replaces the score, and also the mask."""
+    """Return the spec of the part that does not depend on the formulas.
+
+    The mask is "", so that the kernel calls `MASK_FUNCTION`. The score is "" if there is one.
+    """
     score = None if spec.score is None else ""
     return replace(spec, mask="", score=score, tables=(), needs_int64=False, clamped=((), ()), tile_lookups=((), ()))

@@ -193,8 +193,8 @@ def write_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Bloc
 def compile_kernel(spec: KernelSpec, arguments: KernelArguments, writer: type[Block], processor: Processor) -> Any:
     """Return the compiled kernel as `processor.call` takes it.
 
-    A forward kernel with formulas has two parts. One of them does not depend on the formulas, so that only the other is
-    compiled for new formulas. Statistics are computed between the parts, and their kernels are not divided.
+    A forward kernel with formulas has two parts. Only one part depends on the formulas, so only this part is compiled
+    for new formulas. A kernel that also computes statistics is not divided.
     """
     name, machine = f"sightline_{spec.kernel}", machine_for(processor, spec.dtype)
     has_formulas = spec.mask is not None or spec.score is not None

@@ -100,7 +100,7 @@ class BoundCall:
     Attributes
     ----------
     table_origins : `Table.origin` of each table of the call that this object was made for
-    first_operands : the addresses of query, key and value in that call
+    first_operands : the addresses of query, key and value in that call; for a backward call also output and d_output
     """
 
     call_fields: tuple[str, ...] = FORWARD_CALL_FIELDS  # the last fields of the kernel, which each call gives

@@ -71,7 +71,10 @@ def sum_table_gradients(
 
 
 def differentiate_sinks(sinks: Any, d_output: Any, d_lse: Any, output: Any, lse: Any) -> Any:
-    """Return dsink_h = −Σ exp(sink_h − lse) δ with δ = Σ dO ∘ O − d_lse. Arrays have the heads before the last axes."""
+    """Return dsink_h = −Σ exp(sink_h − lse) δ with δ = Σ dO ∘ O − d_lse.
+
+    d_output and output are (..., H, n, d_v); lse and d_lse are (..., H, n).
+    """
     sinks, output, lse, xp = detach(sinks), detach(output), detach(lse), namespace(output)
     wide = resolve_dtype(xp, "float64" if dtype_name(output) == "float64" else "float32")
     delta = xp.sum(xp.astype(d_output, wide) * xp.astype(output, wide), axis=-1)

@@ -62,7 +62,7 @@ class KernelCache:
     def __init__(self) -> None:
         self._kernels: OrderedDict[str, Address] = OrderedDict()
         self.bound_calls: OrderedDict[Any, Any] = OrderedDict()  # calls with bound arguments; see `call_cache`
-        self.common_codes: dict[str, bytes] = {}  # the object code of common parts
+        self.common_codes: OrderedDict[str, bytes] = OrderedDict()  # the object code of common parts
         self.call_families: OrderedDict[Any, Any] = OrderedDict()  # one of these calls for each family
         self.reset_locks()
 
@@ -171,8 +171,9 @@ def _load_or_compile(
         code = _cache.common_codes.get(shared)
         if code is None:
             code = _cache.common_codes[shared] = _read_or_compile(shared, common.build_module, machine)
-            while len(_cache.common_codes) > MAX_COMMON_CODES:
-                _cache.common_codes.pop(next(iter(_cache.common_codes)), None)
+            with suppress(KeyError):  # other threads have dropped all
+                while len(_cache.common_codes) > MAX_COMMON_CODES:
+                    _cache.common_codes.popitem(last=False)
         codes.append(code)
     return _load_objects(codes, name, machine)
 
