@@ -42,7 +42,7 @@ __all__ = ["CachedCall", "KernelInputs", "answer", "insert"]
 
 # The least recently used call is dropped beyond this number. Direct calls that return one array do not count as uses.
 MAX_CACHED_CALLS = 256
-RUNS_BEFORE_RECORD = 3  # a record for direct calls, and its buffer, are made for a call that was run so often
+RUNS_BEFORE_RECORD = 6  # a record for direct calls, and its buffer, are made for a call that was run so often
 FIRST_TABLE = 3  # index of the first table in `Request.addresses`, after query, key and value
 # indices in `cpu.codegen.abi.FORWARD_CALL_FIELDS`, and how many fields there are
 QUERY_INDEX, KEY_INDEX, LSE_INDEX, SINKS_INDEX, SEED_INDEX, NUM_FIELDS = 0, 1, 4, 5, 6, 7
