@@ -68,7 +68,7 @@ class ArrayFunction(PythonFunction):
     def make_tuple(self, *objects: Value) -> Value:
         """Return a new tuple with these objects and the addresses. The tuple takes over the references of the objects.
 
-        The function returns with Python's error if there is no memory for the tuple.
+        If there is no memory for the tuple, the generated function returns, and Python raises MemoryError.
         """
         result = self.call("PyTuple_New", POINTER, self.num_arrays + len(objects))
         with self.if_then(result == self.null()):

@@ -43,7 +43,7 @@ class Block:
     q_t: Value  # Qᵀ[d][lane]
     s_t: Value  # Sᵀ[key][lane]
     num_keys: Value  # number of keys in the current tile
-    own_formulas = slice(0, None)  # of the mask, the score and the extra formulas, those that this code evaluates
+    own_formulas = slice(0, None)  # which of the formulas (mask, score, extra formulas) this code evaluates
     split: Value  # index of the split of the keys, in kernels that split the keys
 
     def __init__(self, spec: KernelSpec, formulas: Sequence[Expression | None], machine: Machine) -> None:

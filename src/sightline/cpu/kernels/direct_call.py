@@ -109,7 +109,7 @@ class DirectCall(ArrayFunction):
             is_field = index < consecutive
             word = self.where(is_field, words.at((first + index) * 8), outputs.at((index - consecutive) * 8))
             word.store(self.address_of_new(array))
-        error = self.call("PyErr_Occurred", POINTER)  # of a number that is no integer of 64 bits
+        error = self.call("PyErr_Occurred", POINTER)  # set if a number does not fit 64 bits
         with self.if_then(error != self.null()):
             record.exchange_busy(0)
             self.release(results, makers, *owned)

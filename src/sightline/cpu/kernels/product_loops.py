@@ -39,7 +39,7 @@ def make_product_loop(dtype: str, machine: Machine) -> ProductLoop:
 def _multiply_add_loop(name: str, chains: int, lanes: int) -> Any:
     """Return the loop of multiply-adds: for _ in range(arguments[0]), UNROLL times each chain.
 
-    A step of a chain is chain = chain · x + x, with the vector x loaded from the address arguments[1].
+    Each chain is a vector c, and one step computes c = c · x + x. The vector x is at the address arguments[1].
     """
     kind = vector({"float32": FLOAT, "float64": DOUBLE}[name], lanes)
     builder = Builder(ir.Module(NAME), NAME)

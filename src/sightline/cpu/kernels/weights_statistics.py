@@ -29,7 +29,7 @@ class WeightStatistics(WeightsPass):
         "range_size": INT64,  # blocks of queries in a range
         "num_splits": INT64,
         "split_size": INT64,  # tiles of keys in a split
-        "first_key": INT64,  # keys outside first_key <= j < last_key are ignored; pooled alone may have such keys
+        "first_key": INT64,  # only keys first_key <= j < last_key count; only a pass for pooled alone omits keys
         "last_key": INT64,
         "rows": INT64,  # of the cells of pooled
         "columns": INT64,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,12 +31,21 @@ def machine_for(processor: Processor, dtype: str) -> Machine:
     return machine
 
 
-@cache
 def prefers_widening(machine: Machine) -> bool:
     """True if this processor makes fewer FLOPs per second by dot products of pairs than by multiply-adds.
 
-    The measurement takes about 5 ms, once in a process.
+    The measurement takes about 5 ms, once in a process. If several threads measure at once, the first answer counts for
+    all. The answer may differ between processes, and then so may the last bits of bfloat16 results.
     """
+    if machine not in _ANSWERS:
+        _ANSWERS.setdefault(machine, _measure(machine))  # `setdefault` is atomic
+    return _ANSWERS[machine]
+
+
+_ANSWERS: dict[Machine, bool] = {}
+
+
+def _measure(machine: Machine) -> bool:
     loops = {dtype: _prepare(dtype, machine) for dtype in ("bfloat16", "float32")}
     rates = {dtype: max(measure() for _ in range(TRIES)) for dtype, measure in loops.items()}
     return bool(rates["bfloat16"] < rates["float32"])

@@ -328,7 +328,7 @@ def _received_arrays(problem: Problem, how: str, grid: Grid) -> StatisticArrays:
     m, divisor = problem.m, problem.n if how == "mean" else 1
 
     def finish(arrays: list[Any]) -> list[Any]:
-        """Return the sums or maxima. The parts of the ranges are combined in the order of their queries."""
+        """Return the sums or maxima. Each range of queries has its own part, and the parts are combined in order."""
         parts = arrays[0][0, ..., :m]
         total = parts[0]
         for part in parts[1:] if grid.num_ranges > 1 else ():
@@ -374,7 +374,7 @@ def _pooled_arrays(problem: Problem, how: str, grid: Grid) -> StatisticArrays:
     cell_sizes = cell_lengths(*grid.queries, rows)[:, None] * cell_lengths(*grid.keys, columns)
 
     def finish(arrays: list[Any]) -> list[Any]:
-        """Return the means or maxima. The parts of the ranges are combined in the order of their queries."""
+        """Return the means or maxima. Each range of queries has its own part, and the parts are combined in order."""
         (parts,), xp = arrays, namespace(arrays[0])
         cells = parts
         if grid.num_ranges > 1:
