@@ -645,6 +645,7 @@ SEE = {
     "received": ([sightline.top_k(2), sightline.entropy(), sightline.received()], lambda seen: seen[2]),
     "entropy after top_k": ([sightline.top_k(2), sightline.entropy()], lambda seen: seen[1]),
     "pooled": ([sightline.max_score(), sightline.pooled(2, 3), sightline.lse()], lambda seen: seen[1]),
+    "mass": ([sightline.entropy(), sightline.mass(j < 3), sightline.mass(i > j)], lambda seen: seen[2]),
 }
 
 
@@ -665,7 +666,15 @@ def test_gradients_of_statistics_in_any_order(rng, name, monkeypatch):
 
 @pytest.mark.parametrize(
     "see",
-    [[sightline.scores()], [sightline.received().mean("heads")], [sightline.top_k(300)], [sightline.lse().rows([1])]],
+    [
+        *(
+            [sightline.scores()],
+            [sightline.weights().mean("heads")],
+            [sightline.top_k(300)],
+            [sightline.lse().rows([1])],
+        ),
+        [sightline.mass(np.eye(9, 400) > 0)],
+    ],
 )
 def test_statistics_that_no_bound_call_computes(rng, see):
     given = arrays(rng, ((1, 2, 9, 8), (1, 2, 400, 8), (1, 2, 400, 8)))
@@ -673,9 +682,49 @@ def test_statistics_that_no_bound_call_computes(rng, see):
     assert all_bits(sightline.attention(*given, see=see)) == expected
 
 
+@pytest.mark.parametrize("shape", [(9, 8), (3, 9, 8)], ids=str)
+def test_statistics_of_arrays_without_heads(rng, shape):
+    given = arrays(rng, (shape,) * 3)
+    passes = [sightline.received(), sightline.top_k(2), sightline.pooled(3, 3), sightline.weights()]
+    see = [*passes, sightline.entropy(), sightline.mass(j < 3), passes[0].mean("heads"), passes[2].mean("batch")]
+    expected = all_bits(uncached(given, see=see))
+    for _ in range(10):
+        assert all_bits(sightline.attention(*given, see=see)) == expected
+    assert len(call_cache.bound_calls()) == 1
+
+
+def test_gradients_of_means(rng, monkeypatch):
+    """torch computes the gradient of the mean itself, so the sums have another order."""
+    given = tensors(rng, requires_grad=True)
+    see = [sightline.lse().mean("batch"), sightline.entropy().mean("heads"), sightline.mass(j < 3).mean("heads")]
+
+    def gradients():
+        output, seen = sightline.attention(*given, see=see)
+        return torch.autograd.grad(output.sum() + sum(x.square().sum() for x in seen), given)
+
+    expected = gradients()
+    found = record_hits(monkeypatch)
+    for x, right in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(x, right, rtol=1e-5, atol=1e-6)
+    assert found
+
+
+def test_a_cached_call_keeps_no_table_of_a_condition_alive(rng):
+    given, ids = arrays(rng), rng.random(9) < 0.5
+    watched = weakref.ref(ids)
+    sightline.attention(*given, see=[sightline.mass(table(ids)[j])])
+    assert len(call_cache.bound_calls()) == 1
+    del ids
+    assert watched() is None
+
+
 def test_parameters_of_statistics_are_parts_of_the_key(rng):
     given = arrays(rng)
-    for see in ([sightline.top_k(2)], [sightline.top_k(3)], [sightline.received()], [sightline.received(how="max")]):
+    for see in (
+        *([sightline.top_k(2)], [sightline.top_k(3)], [sightline.received()], [sightline.received(how="max")]),
+        *([sightline.received().mean(axis)] for axis in ("heads", "batch")),
+        *([sightline.mass(condition)] for condition in (j < 3, j < 4, j > 3)),
+    ):
         sightline.attention(*given, see=see)
         assert all_bits(sightline.attention(*given, see=see)) == all_bits(uncached(given, see=see))
     x = [np.full_like(array, np.nan) for array in given]  # the bound call leaves scores that are NaN to the dispatch

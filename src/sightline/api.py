@@ -127,7 +127,7 @@ def attend(
             return answer[0] if see is None else answer
     if request is not None:
         key, value, _ = plain_arrays
-        mask, score = request.formulas()
+        formulas = mask, score, *_ = request.formulas()
     elif hasattr(score, "dtype"):
         score = bias(score)
     check_choice(kernel, threads)
@@ -142,7 +142,7 @@ def attend(
         result = solve(problem, kernel, threads)
         answer = to_caller_layout(problem, result)
         if request is not None:
-            call_cache.insert(request, (mask, score), (query, key, value), problem, result)
+            call_cache.insert(request, formulas, (query, key, value), problem, result)
     output, seen = answer
     return output if see is None else (output, seen)
 

@@ -32,7 +32,7 @@ from .formula.expression import Expression
 from .formula.parameters import structure_of
 from .kernel import Result
 from .problem import Problem
-from .statistics import Entropy, Lse, MaxScore, Statistic
+from .statistics import Entropy, Lse, Mass, MaxScore, Mean, Statistic, average_over, unwrap_mean
 
 if TYPE_CHECKING:
     from .cpu.launch.bound_call import BoundCall
@@ -53,13 +53,13 @@ def answer(
     description: Description, query: Any, key: Any, value: Any, sinks: Any, seed: int | None, threads: int | None
 ) -> tuple[Any, Request | None]:
     """Return (output, seen) of a call, and None; None and its request if it needs the full dispatch."""
-    structure, mask, score, tables, numbers, arrays = description
+    structure, mask, score, see, tables, numbers, arrays = description
     entries = bound_calls()
     found = array_layouts.run_or_find(entries, structure, numbers, query, key, value, *arrays)
     if type(found) is not tuple:
         return None if found is None else (found, ()), None
     call, results, layouts, *addresses = found
-    request = Request((layouts, structure), tuple(addresses), mask, score, tables, numbers, sinks, seed)
+    request = Request((layouts, structure), tuple(addresses), mask, score, see, tables, numbers, sinks, seed)
     if call is None:
         call = _find_any_key_length(entries, request) or _bind_family(request, query, key, value)
     else:
@@ -124,7 +124,8 @@ def _cache_key(request: Request, bound_call: BoundCall) -> tuple[Any, ...]:
 class CallResult(NamedTuple):
     """The arrays that a cached call computed.
 
-    arrays : the arrays of every statistic except lse, in the order of `CachedCall.see`
+    arrays : the arrays of every statistic except lse, in the order of `CachedCall.statistics`; of a mean, the arrays
+        that it averages
     is_lse_imprecise : False if `kernel.is_lse_precise` is true of lse
     seed : the seed of dropout
     """
@@ -154,7 +155,7 @@ class KernelInputs:
 
     @classmethod
     def bind(
-        cls, bound_call: BoundCall, request: Request, formulas: tuple[Expression | None, Expression | None]
+        cls, bound_call: BoundCall, request: Request, formulas: Sequence[Expression | None]
     ) -> KernelInputs | None:
         """Return the inputs of a call that was made for a request; None if it has other tables or numbers.
 
@@ -184,6 +185,19 @@ class KernelInputs:
         return arrays, addresses_of(arrays), tuple([numbers[number] for number in self.numbers])
 
 
+class CachedStatistic(NamedTuple):
+    """A statistic of a cached call.
+
+    statistic : the statistic without its formula; of a mean, the statistic that is averaged
+    outputs : the places of its arrays among the forward kernel's outputs; empty if the kernel does not compute it
+    mean_axes : the axes over which the arrays are averaged; None if the statistic is no mean
+    """
+
+    statistic: Statistic
+    outputs: slice
+    mean_axes: tuple[int, ...] | None
+
+
 @dataclass
 class CachedCall:
     """A call that only lacks its inputs.
@@ -193,11 +207,12 @@ class CachedCall:
     adapter : the adapter of query, key, value and output
     dtype : their dtype
     inputs : the tables and numbers of the kernel; None if it has none
-    see : the statistics
+    statistics : the statistics
     shape : the shape of the output in the layout of the caller's arrays
     needs_lse : True if a statistic or the backward pass reads lse
     statistic_dtypes : the names of the dtypes of the forward kernel's outputs for statistics, in its order
     bound_passes : the `BoundPass` objects of the statistics that the forward kernel does not compute
+    squeezed_axis : the axis of the heads in their arrays if the caller's arrays have no such axis; else None
     has_dropout : True if the call needs a seed
     attach : function that joins the results to a graph of gradients; None for arrays without gradients
         It takes the request, query, key, value and a `CallResult`, and returns the result with joined arrays.
@@ -209,11 +224,12 @@ class CachedCall:
     dtype: Any
     bound_call: BoundCall
     inputs: KernelInputs | None
-    see: tuple[Statistic, ...]
+    statistics: tuple[CachedStatistic, ...]
     shape: tuple[int, ...]
     needs_lse: bool
     statistic_dtypes: tuple[str, ...]
     bound_passes: tuple[Any, ...]
+    squeezed_axis: int | None
     has_dropout: bool
     attach: Attacher | None
     num_runs: int = 0
@@ -223,7 +239,7 @@ class CachedCall:
         make_empty, shape = self.adapter.make_empty, self.shape[:-1]
         makers = [make_empty(self.shape, self.dtype)]
         if self.needs_lse:  # without statistics, only the backward pass reads it
-            makers.append(make_empty(shape, "float64") if self.see else partial(np.empty, shape))
+            makers.append(make_empty(shape, "float64") if self.statistics else partial(np.empty, shape))
         makers += [make_empty(shape, dtype) for dtype in self.statistic_dtypes]
         # what `kernels.direct_call` reads: functions that allocate the results, and the address of the record
         self.makers = tuple(makers)
@@ -231,7 +247,7 @@ class CachedCall:
 
     def run(self, request: Request, query: Any, key: Any, value: Any, threads: int | None) -> Any:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
-        adapter, bound, see, attach = self.adapter, self.bound_call, self.see, self.attach
+        adapter, bound, attach = self.adapter, self.bound_call, self.attach
         results, seed, sinks = [make() for make in self.makers], request.seed, None
         output, lse, outputs = self._divide(results)
         output_address, lse_address = adapter.address(output), 0 if lse is None else ADAPTERS[type(lse)].address(lse)
@@ -252,11 +268,11 @@ class CachedCall:
         words += [adapter.address(array) for array in outputs]
         keep_alive = query, key, value, results, sinks, tables
         status = bound.run(threads, words, numbers, key, keep_alive)
-        if status is None or (status and see):
+        if status is None or (status and self.statistics):
             return None
         if self.num_runs < RUNS_BEFORE_RECORD or self.needs_larger_record:
             self.prepare_direct_call(request, key, threads)
-        if not see and attach is None:
+        if not self.statistics and attach is None:
             return output, ()
         arrays = self._compute_statistics(outputs, words, numbers, len(tables), threads, query, keep_alive)
         if arrays is None:
@@ -276,7 +292,7 @@ class CachedCall:
         """Return (output, seen), joined to a graph of gradients if there is one."""
         if self.attach is not None:
             result = self.attach(request, query, key, value, result)
-        return result.output, self._build_seen(result) if self.see else ()
+        return result.output, self._build_seen(result) if self.statistics else ()
 
     @property
     def needs_larger_record(self) -> bool:
@@ -308,51 +324,70 @@ class CachedCall:
         query: Any,
         keep_alive: tuple[Any, ...],
     ) -> list[Any] | None:
-        """Return the arrays of every statistic except lse, in the order of `see`; None for the full dispatch.
+        """Return `CallResult.arrays`; None for the full dispatch.
 
         `outputs` are the forward kernel's arrays, and `words` are its words.
         """
         if not self.bound_passes:
             return self._select(outputs)
         operands = words[QUERY_INDEX], words[KEY_INDEX], words[LSE_INDEX]
-        inputs = words[NUM_FIELDS : NUM_FIELDS + num_tables + len(numbers)]
-        found = [_arrays_of(statistic, outputs) for statistic in self.see]
+        tables = words[NUM_FIELDS : NUM_FIELDS + num_tables]
+        found = [outputs[statistic.outputs] for statistic in self.statistics]
         for bound in self.bound_passes:
-            arrays = bound.run(threads, operands, inputs, numbers, query, keep_alive)
+            arrays = bound.run(threads, operands, tables, numbers, query, keep_alive)
             if arrays is None:
                 return None
             for index, own in zip(bound.indices, arrays, strict=True):
-                found[index] = own
+                axis = self.squeezed_axis
+                found[index] = own if axis is None else [array.squeeze(axis) for array in own]
         return [array for arrays in found for array in arrays]
 
     def _select(self, outputs: Sequence[Any]) -> list[Any]:
-        """Return the arrays of every statistic except lse, in the order of `see`, from the forward kernel's outputs."""
-        return [array for statistic in self.see for array in _arrays_of(statistic, outputs)]
+        """Return `CallResult.arrays` from the forward kernel's outputs."""
+        return [array for statistic in self.statistics for array in outputs[statistic.outputs]]
 
     def _build_seen(self, result: CallResult) -> tuple[Any, ...]:
         """Return the result of each statistic."""
         seen, arrays = [], iter(result.arrays)
-        for statistic in self.see:
+        for statistic, _, mean_axes in self.statistics:
             if isinstance(statistic, Lse):
                 own = [self.adapter.finish_lse(result.lse, result.output)]
             else:
                 own = list(islice(arrays, len(statistic.fill_values)))
-            is_constant = self.attach is not None and not statistic.is_differentiable
-            seen.append(statistic.build_result([array.detach() for array in own] if is_constant else own))
+            if self.attach is not None and not statistic.is_differentiable:
+                own = [array.detach() for array in own]
+            if mean_axes is not None:
+                own = [average_over(array, mean_axes) for array in own]
+            seen.append(statistic.build_result(own))
         return tuple(seen)
 
 
-def _arrays_of(statistic: Statistic, outputs: Sequence[Any]) -> Sequence[Any]:
-    """Return the forward kernel's outputs that are arrays of the statistic."""
-    if isinstance(statistic, MaxScore):
-        return outputs[:2]
-    return outputs[-1:] if isinstance(statistic, Entropy) else ()
+def _describe_statistics(problem: Problem) -> tuple[tuple[CachedStatistic, ...], tuple[str, ...]]:
+    """Return the statistics of a problem, and the names of the dtypes of the forward kernel's outputs for them.
 
-
-def _statistic_dtypes(see: Sequence[Statistic], accumulator: str) -> tuple[str, ...]:
-    """Return the names of the dtypes of the forward kernel's outputs for these statistics, in its order."""
-    kinds = {type(statistic) for statistic in see}
-    return (accumulator, "int64") * (MaxScore in kinds) + (accumulator,) * (Entropy in kinds)
+    These outputs are two of max_score, one of entropy, and one of each mass.
+    """
+    statistics = [unwrap_mean(statistic) for statistic in problem.see]
+    kinds = [type(statistic) for statistic in statistics]
+    first_entropy = 2 * (MaxScore in kinds)
+    first_mass = next_mass = first_entropy + (Entropy in kinds)
+    batch_axes, head_axes = range(len(problem.batch_shape)), (len(problem.batch_shape),) * (not problem.heads_squeezed)
+    described = []
+    for given, statistic in zip(problem.see, statistics, strict=True):
+        outputs, mean_axes = slice(0, 0), None
+        if isinstance(statistic, MaxScore):
+            outputs = slice(0, first_entropy)
+        elif isinstance(statistic, Entropy):
+            outputs = slice(first_entropy, first_mass)
+        elif isinstance(statistic, Mass):
+            outputs = slice(next_mass, next_mass + 1)
+            next_mass += 1
+        if isinstance(given, Mean):
+            mean_axes = (*batch_axes,) * given.over_batch + head_axes * given.over_heads
+        described.append(CachedStatistic(statistic.map_formulas(lambda _: None), outputs, mean_axes))
+    accumulator = problem.accumulator
+    dtypes = (accumulator, "int64") * (MaxScore in kinds) + (accumulator,) * (next_mass - first_entropy)
+    return tuple(described), dtypes
 
 
 Attacher = Callable[[Request, Any, Any, Any, CallResult], CallResult]
@@ -360,7 +395,7 @@ Attacher = Callable[[Request, Any, Any, Any, CallResult], CallResult]
 
 def insert(
     request: Request,
-    formulas: tuple[Expression | None, Expression | None],
+    formulas: Sequence[Expression | None],
     arrays: tuple[Any, Any, Any],
     problem: Problem,
     result: Result,
@@ -382,20 +417,22 @@ def insert(
     if bound_call is None or bound_call.first_operands != request.addresses[:FIRST_TABLE]:
         return
     inputs = KernelInputs.bind(bound_call, request, formulas)
-    passes = [statistic for statistic in problem.see if isinstance(statistic, WEIGHTS_STATISTICS)]
+    passes = [statistic for statistic in map(unwrap_mean, problem.see) if isinstance(statistic, WEIGHTS_STATISTICS)]
     if inputs is None or len(passes) != sum(len(bound.indices) for bound in result.bound_passes):
         return
     output = problem.squeeze_heads(result.output, 2)
+    statistics, statistic_dtypes = _describe_statistics(problem)
     entry = CachedCall(
         adapter,
         output.dtype,
         bound_call,
         inputs if inputs.tables or inputs.numbers else None,
-        problem.see,
+        statistics,
         tuple(output.shape),
-        attach is not None or bool(passes) or any(isinstance(statistic, Lse) for statistic in problem.see),
-        _statistic_dtypes(problem.see, problem.accumulator),
+        attach is not None or bool(passes) or any(isinstance(one.statistic, Lse) for one in statistics),
+        statistic_dtypes,
         result.bound_passes,
+        len(problem.batch_shape) if problem.heads_squeezed else None,
         problem.dropout > 0,
         attach,
     )

@@ -5,14 +5,15 @@
 The key of a request has everything that the dispatch depends on: the layouts of all arrays, and the structure. Layouts
 are shapes, strides and dtypes. The structure is the formulas without their numbers and tables, and the options. The key
 never has contents of arrays, so new tables at each call are as fast as the same ones. A call has no request, and goes
-through the full dispatch, if one of the following holds. It needs statistics that no kernel computes, or means of
-statistics. Its scale is an array. The type of an array is not exactly NumPy's ndarray or torch's Tensor. torch itself
+through the full dispatch, if one of the following holds. It needs statistics that no kernel computes, or
+selections of statistics. Its scale is an array. The type of an array is not exactly NumPy's ndarray or torch's Tensor. torch itself
 must see the call.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from . import array_layouts
@@ -22,12 +23,13 @@ from .cpu.runtime.machine import CPU_VARIABLE
 from .formula import from_function, library
 from .formula.expression import Expression, is_compiling
 from .formula.parameters import structure_of
-from .statistics import Entropy, Lse, MaxScore, Pooled, Received, TopK, Weights
+from .statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights, unwrap_mean
+from .statistics.computation import computed_statistic
 
-__all__ = ["Description", "Request", "describe", "family_key", "without_key_length"]
+__all__ = ["Description", "Request", "conditions_of", "describe", "family_key", "without_key_length"]
 
 # the statistics of cached calls: the forward kernel computes some, and a weights pass each of the others
-FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy), (Received, Pooled, TopK, Weights)
+FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy, Mass), (Received, Pooled, TopK, Weights)
 MAX_SMALL_LENGTH = 64  # up to this number of queries, the number may change the kernel's code
 MAX_MASK_AXES = 4  # b, h, i and j
 
@@ -41,7 +43,9 @@ class Description(NamedTuple):
 
     structure : the formulas without their numbers and tables, and the options
     mask, score : the formulas; `mask` may be a boolean array, and `score` an array of biases
-    tables : the arrays of the tables, those of the mask first, in the order of `Structure.tables`
+    see : the statistics
+    tables : the arrays of the tables in the order of `Structure.tables`: those of the mask first, then those of the
+        score, then those of the conditions of `see`
     numbers : the numbers of the formulas
     arrays : the tables, and then the sinks if there are any
     """
@@ -49,6 +53,7 @@ class Description(NamedTuple):
     structure: tuple[Any, ...]
     mask: Any
     score: Any
+    see: tuple[Statistic, ...]
     tables: tuple[Any, ...]
     numbers: tuple[float, ...]
     arrays: tuple[Any, ...]
@@ -64,7 +69,7 @@ class Request(NamedTuple):
 
     key : the layouts of query, key, value and `Description.arrays`, and the structure
     addresses : the addresses of these arrays
-    mask, score, tables, numbers : as in `Description`
+    mask, score, see, tables, numbers : as in `Description`
     sinks, seed : as in `attention`
     """
 
@@ -72,16 +77,17 @@ class Request(NamedTuple):
     addresses: tuple[int, ...]
     mask: Any
     score: Any
+    see: tuple[Statistic, ...]
     tables: tuple[Any, ...]
     numbers: tuple[float, ...]
     sinks: Any
     seed: int | None
 
-    def formulas(self) -> tuple[Expression | None, Expression | None]:
-        """Return mask and score as formulas. Their tables are those of `tables`, in the same order."""
+    def formulas(self) -> tuple[Expression | None, ...]:
+        """Return mask, score and the conditions of `see` as formulas. Their tables are `tables`, in the same order."""
         mask = library.dense(self.mask) if type(self.mask) in ADAPTERS else self.mask
         score = library.bias(self.score) if type(self.score) in ADAPTERS else self.score
-        return mask, score
+        return mask, score, *conditions_of(self.see)
 
 
 def describe(
@@ -107,14 +113,16 @@ def describe(
     options: tuple[Any, ...]
     if scale is seed is see is kernel is threads is None and type(dropout) is float and dropout == 0:
         options = None, 0.0, None, None, _environment.get(_cpu_variable), None
+        statistics: tuple[Statistic, ...] = ()
     else:
-        statistics = None if see is None else _statistics_key(see)
-        if statistics is False or not _are_valid(scale, dropout, seed, kernel, threads, adapter.draw_seed is not None):
+        described = (None, ()) if see is None else _describe_statistics(see)
+        if described is None or not _are_valid(scale, dropout, seed, kernel, threads, adapter.draw_seed is not None):
             return None
-        options = scale, dropout, kernel, threads, _environment.get(_cpu_variable), statistics
-    if mask is None and score is None and sinks is None:
-        return _new_description((options,), None, None, (), (), ())
-    return _describe_formulas(options, mask, score, sinks)
+        statistics_key, statistics = described
+        options = scale, dropout, kernel, threads, _environment.get(_cpu_variable), statistics_key
+    if mask is None and score is None and sinks is None and not (statistics and conditions_of(statistics)):
+        return _new_description((options,), None, None, statistics, (), (), ())
+    return _describe_formulas(options, mask, score, statistics, sinks)
 
 
 def _are_valid(scale: Any, dropout: Any, seed: Any, kernel: Any, threads: Any, draws_seed: bool) -> bool:
@@ -132,28 +140,40 @@ def _are_valid(scale: Any, dropout: Any, seed: Any, kernel: Any, threads: Any, d
     )
 
 
-def _statistics_key(see: Any) -> tuple[Any, ...] | bool:
-    """Return the classes and parameters of the statistics; False if a statistic is not one of cached calls."""
+def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ...]] | None:
+    """Return the classes and parameters of the statistics, and the statistics; None if one is not of cached calls."""
     if type(see) is not list:
-        return False
-    key = []
+        return None
+    key: list[Any] = []
     for statistic in see:
         kind = type(statistic)
+        if kind is Mean and computed_statistic(statistic) is not statistic:
+            key += kind, statistic.over_heads, statistic.over_batch
+            statistic = statistic.of
+            kind = type(statistic)
         key.append(kind)
         if kind in WEIGHTS_STATISTICS:
             parameters = [getattr(statistic, name) for name in kind.__match_args__]
             key += [*map(type, parameters), *parameters]
-        elif kind not in FORWARD_STATISTICS:
-            return False
+        elif kind not in FORWARD_STATISTICS or (kind is Mass and not isinstance(statistic.mask, Expression)):
+            return None
     try:
         hash(tuple(key))
     except TypeError:  # a list as a parameter; the full dispatch raises an error
-        return False
-    return tuple(key)
+        return None
+    return tuple(key), tuple(see)
 
 
-def _describe_formulas(options: tuple[Any, ...], mask: Any, score: Any, sinks: Any) -> Description | None:
-    """Return the description of a call with a mask, a score or sinks; None if the call cannot be cached."""
+def conditions_of(see: Sequence[Statistic]) -> list[Expression]:
+    """Return the formulas of the statistics `mass` among these."""
+    statistics = map(unwrap_mean, see)
+    return [statistic.mask for statistic in statistics if type(statistic) is Mass]
+
+
+def _describe_formulas(
+    options: tuple[Any, ...], mask: Any, score: Any, see: tuple[Statistic, ...], sinks: Any
+) -> Description | None:
+    """Return the description of a call with formulas or sinks; None if the call cannot be cached."""
     has_arrays = type(mask) in ADAPTERS, type(score) in ADAPTERS
     tables: tuple[Any, ...] = ()
     key: tuple[Any, ...] | None = ()
@@ -173,8 +193,9 @@ def _describe_formulas(options: tuple[Any, ...], mask: Any, score: Any, sinks: A
         if not callable(score):
             return None
         score = from_function.to_formula(score, "score", "s b h i j")
-    formulas = None if has_arrays[0] else mask, None if has_arrays[1] else score
-    if formulas[0] is not None or formulas[1] is not None:
+    conditions = conditions_of(see)
+    formulas = None if has_arrays[0] else mask, None if has_arrays[1] else score, *conditions
+    if any(formula is not None for formula in formulas):
         structure = structure_of(*formulas)
         key, numbers = structure.key, structure.numbers
         if key is None:
@@ -182,9 +203,12 @@ def _describe_formulas(options: tuple[Any, ...], mask: Any, score: Any, sinks: A
         if structure.tables:
             tables += tuple([table.array for table in structure.tables])
     if has_arrays[1]:
-        tables += (score,)
+        place = len(tables)
+        if conditions:
+            place = has_arrays[0] + (0 if formulas[0] is None else len(structure_of(formulas[0]).tables))
+        tables = (*tables[:place], score, *tables[place:])
     arrays = tables if sinks is None else (*tables, sinks)
-    return _new_description((options, has_arrays, sinks is None, key), mask, score, tables, numbers, arrays)
+    return _new_description((options, has_arrays, sinks is None, key), mask, score, see, tables, numbers, arrays)
 
 
 def family_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -19,12 +19,17 @@ def bits(array):
 
 
 def all_bits(answer):
+    """The shape and the bytes of each array of an answer."""
     output, seen = answer if isinstance(answer, tuple) else (answer, ())
-    return [bits(output), *[bits(x) for entry in seen for x in (entry if isinstance(entry, tuple) else (entry,))]]
+    found = [output, *[x for entry in seen for x in (entry if isinstance(entry, tuple) else (entry,))]]
+    return [(tuple(x.shape), bits(x)) for x in found]
 
 
 def draw_inputs(rng, kind, B, H, n, m, to_table=np.asarray):
-    """Options of a call whose contents are drawn anew at each call, with one structure for each kind."""
+    """Options of a call whose contents are drawn anew at each call, with one structure for each kind.
+
+    The numbers of one call differ: two equal numbers would be one number of the structure.
+    """
 
     def read(array):
         return table(to_table(array))
@@ -45,7 +50,7 @@ def draw_inputs(rng, kind, B, H, n, m, to_table=np.asarray):
             "score": sightline.bias(to_table(np.where(rng.random(bias.shape) < 0.3, -np.inf, bias)))
         },
         "slopes": lambda: {"score": sightline.alibi(rng.random(H)), "mask": i >= j},
-        "window": lambda: {"mask": sightline.window(int(rng.integers(2, 50)), int(rng.integers(2, 9)))},
+        "window": lambda: {"mask": sightline.window(int(rng.integers(10, 50)), int(rng.integers(2, 9)))},
         "cap": lambda: {
             "score": sightline.softcap(float(rng.random() * 9 + 2)),
             "mask": i - j < int(rng.integers(2, 9)),
@@ -61,6 +66,18 @@ def draw_inputs(rng, kind, B, H, n, m, to_table=np.asarray):
             "mask": sightline.padding(to_table(rng.integers(0, m + 1, B))),
         },
         "statistics": lambda: {"see": [sightline.entropy(), sightline.max_score(), sightline.lse()], "mask": i >= j},
+        "means of a weights pass": lambda: {
+            "see": [sightline.received().mean("heads"), sightline.pooled(min(n, 3), 1, "max").mean("batch")],
+            "mask": i - j < int(rng.integers(2, 9)),
+        },
+        "mass and means": lambda: {
+            "see": [
+                *(sightline.mass(read(ids)[b, j] < 2), sightline.max_score(), sightline.entropy().mean("heads")),
+                *(sightline.mass(i - j < int(rng.integers(3, 9))).mean("batch"), sightline.lse().mean("heads")),
+            ],
+            "mask": (i >= j) | (j < int(rng.integers(10, 20))),
+            "score": sightline.bias(to_table(bias)),
+        },
         "everything": lambda: {
             "mask": (j < read(rng.integers(1, m + 1, B))[b]) & (i - j < int(rng.integers(2, 99))),
             "score": s * read(rng.random(H))[h] + float(rng.random() + 2),
@@ -74,5 +91,5 @@ def draw_inputs(rng, kind, B, H, n, m, to_table=np.asarray):
 KINDS = (
     *("padding", "padding of another dtype", "documents", "boolean array", "a row of booleans", "function", "bias"),
     *("bias that hides", "slopes", "window", "cap", "table of floats in half", "sinks", "dropout", "statistics"),
-    *("statistics of a weights pass", "everything"),
+    *("statistics of a weights pass", "means of a weights pass", "mass and means", "everything"),
 )

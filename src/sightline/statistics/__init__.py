@@ -22,7 +22,7 @@ from .base import (
 from .matrix import Pooled, Scores, Weights, pooled, scores, weights
 from .per_key import Received, received
 from .per_query import Entropy, Lse, Mass, MaxScore, TopK, entropy, lse, mass, max_score, top_k
-from .selection import Mean, Statistic, solve_selections_separately, unwrap_mean
+from .selection import Mean, Statistic, average_over, solve_selections_separately, unwrap_mean
 from .weighted_sums import weighted_sum
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "Weights",
     "accumulate_statistics",
     "arrays_of",
+    "average_over",
     "deserialize",
     "entropy",
     "itemsize",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..kernel import Result
     from ..problem import Problem
 
-__all__ = ["Mean", "Selection", "Statistic", "restrict", "solve_selections_separately", "unwrap_mean"]
+__all__ = ["Mean", "Selection", "Statistic", "average_over", "restrict", "solve_selections_separately", "unwrap_mean"]
 
 Indices = tuple[int, ...] | slice
 
@@ -205,9 +205,7 @@ class Mean(Statistic):
     def average(self, array: Any, problem: Problem) -> Any:
         """Return the mean of an array (*batch_shape, H, ...) over the axes that this statistic averages over."""
         batch_ndim = len(problem.batch_shape)
-        axes = (*range(batch_ndim),) * self.over_batch + (batch_ndim,) * self.over_heads
-        count = math.prod([array.shape[axis] for axis in axes])
-        return namespace(array).sum(array, axis=axes, dtype=array.dtype) / max(count, 1) if axes else array
+        return average_over(array, (*range(batch_ndim),) * self.over_batch + (batch_ndim,) * self.over_heads)
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
         problem = context.problem
@@ -245,6 +243,12 @@ def _select(of: Statistic, rows: Any = None, heads: Any = None) -> Selection:
             )
     queries = of.queries if queries is None else queries
     return Selection(of.of, queries, of.query_heads if query_heads is None else query_heads)
+
+
+def average_over(array: Any, axes: tuple[int, ...]) -> Any:
+    """Return the mean of an array over these axes; the mean over no heads is 0."""
+    count = math.prod([array.shape[axis] for axis in axes])
+    return namespace(array).sum(array, axis=axes, dtype=array.dtype) / max(count, 1) if axes else array
 
 
 def unwrap_mean(statistic: Statistic) -> Statistic:

@@ -24,6 +24,7 @@ from ..errors import ChangedTableError, KernelRefusedError
 from ..formula.parameters import structure_of
 from ..kernel import Plan, Result
 from ..problem import Problem, make_problem
+from ..statistics import unwrap_mean
 from . import operator
 from .operator_schema import OperatorArguments, build_result, flatten_result, make_seed
 
@@ -126,9 +127,10 @@ class _CachedCall(_Call):
 
     def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
         query, key, value, *rest = inputs
-        mask, score = self.formulas = self.request.formulas()
+        mask, score, *_ = self.formulas = self.request.formulas()
         sinks = rest[-1] if self.attacher.has_learned_sinks else self.request.sinks
-        options = {"mask": mask, "score": score, "sinks": sinks, "seed": self.seed}
+        see = [unwrap_mean(statistic) for statistic in self.request.see]
+        options = {"mask": mask, "score": score, "see": see, "sinks": sinks, "seed": self.seed}
         problem = make_problem(query, key, value, **options, **self.attacher.options)
         return _with_saved_tables(problem, dict(zip(self.wanted_tables, rest, strict=False)))
 
@@ -423,7 +425,7 @@ class GraphAttacher:
     def of(
         cls,
         request: Request,
-        formulas: tuple[Any, Any],
+        formulas: Sequence[Any],
         caller_inputs: Sequence[Tensor],
         problem: Problem,
         kernel: str | None,
@@ -452,7 +454,7 @@ class GraphAttacher:
     has_learned_sinks, num_inputs = False, NUM_OPERANDS
 
     def __init__(self, problem: Problem, kernel: str | None, threads: int | None) -> None:
-        self.options = {"scale": problem.scale, "dropout": problem.dropout, "see": problem.see}
+        self.options = {"scale": problem.scale, "dropout": problem.dropout}
         self.has_statistics = bool(problem.see)  # if there are none, lse is no result
         self.kernel, self.threads = kernel, threads
         self.accumulator = getattr(torch, problem.accumulator)

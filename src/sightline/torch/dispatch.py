@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn import Parameter
 from .. import call_cache
 from ..array_adapters import ADAPTERS, BOOLEANS, ArrayAdapter
 from ..array_layouts import Layout, Tensors, make_kind, serve_tensors
-from ..call_request import Request
+from ..call_request import Request, conditions_of
 from ..dispatch import KERNELS, make_plan, to_caller_layout
 from ..errors import DtypeError
 from ..formula.expression import SYMBOLS, Expression
@@ -69,7 +70,7 @@ def run(
         return to_caller_layout(problem, choose((FUSED,), problem, FUSED.name).kernel.run(problem))
     if _is_eager(problem):
         _check_memory({"query": problem.query, "key": problem.key, "value": problem.value})
-        given = options["mask"], options["score"]
+        given = options["mask"], options["score"], *conditions_of(options["see"])
         return _run_eager(validate(problem), caller_inputs, seed, kernel, threads, request, given)
     return to_caller_layout(
         problem, solve_selections_separately(problem, lambda one: _run_operator(one, seed, kernel, threads))
@@ -132,7 +133,7 @@ def _run_eager(
     kernel: str | None,
     threads: int | None,
     request: Request | None,
-    formulas: tuple[Expression | None, Expression | None],
+    formulas: Sequence[Expression | None],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return (output, seen) without the operator. The call cache stores the call if it has a request."""
 

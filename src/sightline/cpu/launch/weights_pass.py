@@ -21,7 +21,7 @@ from ...kernel import MAX_LSE
 from ...problem import Problem
 from ...statistics import Pooled, Received, Statistic, TopK, Weights
 from ...statistics.matrix import cell_lengths
-from ..codegen.abi import WEIGHTS_CALL_FIELDS, call_words
+from ..codegen.abi import WEIGHTS_CALL_FIELDS
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, round_up
 from ..kernels.weights_pass import WeightsPass
 from ..kernels.weights_statistics import WeightStatistics
@@ -106,7 +106,7 @@ class BoundPass:
         self,
         threads: int | None,
         operands: Sequence[int],
-        inputs: Sequence[int],
+        tables: Sequence[int],
         numbers: tuple[float, ...],
         query: Any,
         keep_alive: tuple[Any, ...],
@@ -117,10 +117,13 @@ class BoundPass:
         Parameters
         ----------
         operands : the addresses of query, key and lse
-        inputs : the addresses of the tables, and the words of the numbers of the formulas
+        tables, numbers : the addresses of the tables, and the numbers, of all formulas of the call
+            The pass reads only the first of them, those of mask and score. Those of other formulas follow.
         query : an array in whose library, and on whose device, the outputs are allocated
-        numbers, keep_alive, is_first : as in `BoundCall.run`
+        keep_alive, is_first : as in `BoundCall.run`
         """
+        numbers = numbers[: len(self.call.numbers)]
+        inputs = *tables[: len(self.call.table_origins)], *self.call.number_words(numbers)
         arrays = [(zeros if is_zeroed else empty)(shape, dtype, query) for shape, dtype, is_zeroed in self.outputs]
         words = [*operands, *inputs, *[layout(array)[0] for array in arrays]]
         if self.call.run(threads, words, numbers, None, (keep_alive, arrays), is_first) is None:
@@ -278,10 +281,10 @@ def run_first(problem: Problem, lse: Any, bound: Bound, threads: int | None) -> 
     thread_count(threads)  # raises an error if a setting is wrong, even if one thread suffices
     lse = np.ascontiguousarray(to_numpy(lse), np.float64)
     operands = [layout(arguments.arrays[name])[0] for name in ("query", "key")]
-    inputs = call_words([table.ctypes.data for table in arguments.tables], arguments.numbers, ())
+    tables = [table.ctypes.data for table in arguments.tables]
     keep_alive = (*arguments.keep_alive, lse)
     return bound_pass.run(
-        threads, [*operands, lse.ctypes.data], inputs, arguments.numbers, problem.query, keep_alive, is_first=True
+        threads, [*operands, lse.ctypes.data], tables, arguments.numbers, problem.query, keep_alive, is_first=True
     )
 
 
