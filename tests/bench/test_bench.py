@@ -409,11 +409,12 @@ def test_verdicts_of_series():
         return Point(n, n, 8 * n, [Entry("sightline", "Sightline", [seconds], memory=memory)])
 
     finding = Finding("x", "about", axis="n", points=[point(10, 1.0, 10_080), point(20, 2.4, 12_160)])
-    finding.evaluate((Target("spread", 1.15), Target("growth", 1.25)))
-    spread, growth = finding.verdicts
+    finding.evaluate((Target("spread", 1.15), Target("growth", 1.25), Target("extra", 100)))
+    spread, growth, extra = finding.verdicts
     assert spread.value == pytest.approx(1.2)
     assert growth.value == pytest.approx(12_000 / 10_000)
-    assert [spread.reached, growth.reached] == [False, True]
+    assert extra.value == pytest.approx(10_000 / 80)
+    assert [spread.reached, growth.reached, extra.reached] == [False, True, False]
 
 
 def test_reports_are_json(tmp_path):

@@ -23,9 +23,21 @@ from .peaks import UNITS
 from .ratio_summary import RatioSummary, summarise
 from .workloads import BEST, Target
 
-__all__ = ["PAGE", "CaseResult", "Entry", "Finding", "Point", "Report", "Verdict", "format_amount", "format_duration"]
+__all__ = [
+    "PAGE",
+    "SERIES_MEASURES",
+    "CaseResult",
+    "Entry",
+    "Finding",
+    "Point",
+    "Report",
+    "Verdict",
+    "format_amount",
+    "format_duration",
+]
 
 PAGE = 4096  # size of a page of memory in bytes
+SERIES_MEASURES = ("spread", "growth", "extra")  # quantities that are computed from all points of a series
 LIBRARIES = ("numpy", "llvmlite", "torch", "triton", "transformers", "onnxruntime", "openvino", "jax")
 
 
@@ -171,8 +183,9 @@ class Finding:
             return other.median if other else None
         if target.measure == "share":
             return self.share(ours) if ours else None
-        if target.measure in ("spread", "growth"):
-            return self._time_spread() if target.measure == "spread" else self._memory_growth()
+        if target.measure in SERIES_MEASURES:
+            measures = {"spread": self._time_spread, "growth": self._memory_growth, "extra": self._extra_share}
+            return measures[target.measure]()
         if ours is None or other is None:
             return None
         if target.measure == "slower":
@@ -195,6 +208,11 @@ class Finding:
         if len(extra) < 2 or extra[0] is None or extra[-1] is None:
             return None
         return max(extra[-1], PAGE) / max(extra[0], PAGE)
+
+    def _extra_share(self) -> float | None:
+        """Return the largest `extra_bytes` of a point over the bytes of its outputs; None if they are unknown."""
+        shares = [point.extra_bytes / point.outputs for point in self.points if point.extra_bytes is not None]
+        return max(shares, default=None)
 
 
 @dataclass

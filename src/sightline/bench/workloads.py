@@ -72,13 +72,14 @@ class Target:
         contender's time over Sightline's; "efficiency", the speedup over one thread, divided by the number of threads.
         These have an upper limit: "slower", Sightline's time over another contender's; "seconds", a contender's time;
         "spread", the largest time per token of a series over the smallest; "growth", the memory beyond inputs and
-        outputs at the last point of a series over that at the first point.
+        outputs at the last point of a series over that at the first point; "extra", the largest memory beyond inputs
+        and outputs of a series over that of the outputs.
     limit : the lower or upper limit of the quantity
     implementation : name of the other contender in a ratio, or of the contender whose seconds are limited; `BEST` is
         the fastest peer
     """
 
-    measure: Literal["share", "faster", "slower", "efficiency", "seconds", "spread", "growth"]
+    measure: Literal["share", "faster", "slower", "efficiency", "seconds", "spread", "growth", "extra"]
     limit: float
     implementation: str = "sightline"
 

@@ -21,12 +21,11 @@ from ..bench.device import Cpu, Device
 from ..bench.measure import Settings, run
 from ..bench.peaks import UNITS
 from ..bench.ratio_summary import RatioSummary
-from ..bench.report import CaseResult, Finding, Point, Report, Verdict, format_amount, format_duration
+from ..bench.report import SERIES_MEASURES, CaseResult, Finding, Point, Report, Verdict, format_amount, format_duration
 from ..bench.workloads import Benchmark, Target, Workload
 from ..cpu.runtime.thread_count import usable_processors
 from ..errors import ParameterError
 from .bench_tables import (
-    SERIES_MEASURES,
     case_table,
     format_ratio,
     series_table,
@@ -185,6 +184,7 @@ def _describe_target(target: Target, device: Device) -> str:
         "seconds": f"{label}: at most {format_duration(target.limit)}",
         "spread": f"largest time per token at most {limit} times the smallest",
         "growth": f"memory beyond inputs and outputs at most {limit} times the first point's",
+        "extra": f"memory beyond inputs and outputs at most {limit} of the outputs",
     }[target.measure]
 
 

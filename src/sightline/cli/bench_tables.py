@@ -12,12 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..bench.ratio_summary import summarise
-from ..bench.report import CaseResult, Entry, Finding, Verdict, format_amount, format_duration
+from ..bench.report import SERIES_MEASURES, CaseResult, Entry, Finding, Verdict, format_amount, format_duration
 from ..bench.workloads import Target
 from .console import table
 
 __all__ = [
-    "SERIES_MEASURES",
     "case_table",
     "format_ratio",
     "series_table",
@@ -26,7 +25,6 @@ __all__ = [
     "workload_table",
 ]
 
-SERIES_MEASURES = ("spread", "growth")  # quantities that are computed from all points of a series
 MIN_PEAK_SHARE = 0.05  # least share of the peak that is printed; a share with a target is always printed
 
 
@@ -111,7 +109,11 @@ def _case_cells(finding: Finding, case: CaseResult, labels: Iterable[str], compa
 
 
 def verdict_row(verdict: Verdict) -> list[Any]:
-    labels = {"spread": "time per token, largest over smallest", "growth": "extra memory, last point over first"}
+    labels = {
+        "spread": "time per token, largest over smallest",
+        "growth": "extra memory, last point over first",
+        "extra": "extra memory over outputs, largest",
+    }
     value = "–" if verdict.value is None else f"{verdict.value:.3f}"
     return [labels[verdict.target.measure], value, *verdict_cells(verdict)]
 
