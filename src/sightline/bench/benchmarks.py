@@ -58,8 +58,9 @@ def documents(count: int) -> Mask:
     return Mask(f"{count} documents", make_function)
 
 
-FLOAT32_PEERS = ("torch", "flex", "onnxruntime", "openvino", "jax", "zentorch")  # peers with a forward pass in float32
-SIXTEEN_BIT_PEERS = ("torch", "flex", "openvino", "jax", "zentorch")  # peers with a forward pass in 16 bits
+# peers with a forward pass in float32, and in 16 bits
+FLOAT32_PEERS = ("torch", "flex", "onnxruntime", "openvino", "jax", "zentorch", "vllm")
+SIXTEEN_BIT_PEERS = ("torch", "flex", "openvino", "jax", "zentorch", "vllm")
 
 
 def share(limit: float) -> Target:
@@ -167,7 +168,12 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     # B is 2 here: K and V of a single bfloat16 sequence would fit the last-level cache of the processor
     _decode(dtype="bfloat16", B=2),
     _forward(
-        "overhead", faster("torch", 1.0), Target("seconds", 1e-5, "numpy"), n=16, peak="", baselines=("torch", "numpy")
+        "overhead",
+        faster("torch", 1.0),
+        Target("seconds", 1e-5, "numpy"),
+        n=16,
+        peak="",
+        baselines=("torch", "numpy", "zentorch", "vllm"),
     ),
     FirstCall(name="first call", targets=(Target("seconds", 0.3, "compiled"), Target("seconds", 0.03, "from disk"))),
     Workload(name="threads forward", targets=(Target("efficiency", 0.95, "one thread"),), baselines=ONE_THREAD),

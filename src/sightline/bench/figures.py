@@ -21,6 +21,7 @@ PEER_STYLES = {  # (colour, marker) of each contender; the colours of Okabe and 
     "openvino": ("#e69f00", "v"),
     "jax": ("#56b4e9", "P"),
     "zentorch": ("#f0e442", "*"),
+    "vllm": ("#999999", "h"),
     "mha": ("#7f7f7f", "X"),
     "flash": (plotting.ORANGE, "s"),
     "cudnn": ("#009e73", "^"),

