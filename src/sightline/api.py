@@ -41,7 +41,7 @@ def attention(
 
     Parameters
     ----------
-    query : (..., H, n, d_k) float16, bfloat16, float32 or float64, NumPy or torch
+    query : (..., H, n, d_k) float16, bfloat16, float32 or float64, NumPy, torch or JAX
     key : (..., G, m, d_k), the same dtype
         H is a multiple of G. Query head h attends to key head h // (H / G).
     value : (..., G, m, d_v), the same dtype
@@ -133,10 +133,15 @@ def attend(
     check_choice(kernel, threads)
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
     options |= {"see": () if see is None else see}
-    if arrays.framework(query) == "torch":
+    framework = arrays.framework(query)
+    if framework == "torch":
         from .torch.dispatch import run  # a plain import, because torch.compile can trace one
 
         answer = run(query, key, value, options, kernel, threads, request)
+    elif framework == "jax":
+        from .jax import dispatch as jax_dispatch
+
+        answer = jax_dispatch.run(query, key, value, options, kernel, threads)
     else:
         problem = make_problem(query, key, value, **options)
         result = solve(problem, kernel, threads)

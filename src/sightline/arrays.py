@@ -62,7 +62,9 @@ def namespace(array: Array) -> Any:
 
 
 def device(array: Array) -> str:
-    """Return the device of the array as text: "cpu", "cuda:0"."""
+    """Return the device of the array as text: "cpu", "cuda:0"; "jax" for JAX, which places its arrays itself."""
+    if framework(array) == "jax":
+        return "jax"
     return str(getattr(array, "device", "cpu"))
 
 
@@ -153,7 +155,11 @@ def _convert(array: Array, like: Array) -> Array:
 
 def broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
     """Return the array broadcast to that shape, as a view. Lengths in `shape` may be symbols of torch.compile."""
-    return array.expand(shape) if hasattr(array, "expand") else np.broadcast_to(array, shape)
+    if hasattr(array, "expand"):
+        return array.expand(shape)
+    return (
+        np.broadcast_to(array, shape) if isinstance(array, np.ndarray) else namespace(array).broadcast_to(array, shape)
+    )
 
 
 def drop_repeats(array: Array) -> Array:

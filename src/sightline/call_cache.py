@@ -18,7 +18,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -214,6 +214,7 @@ class CachedCall:
     bound_passes : the `BoundPass` objects of the statistics that the forward kernel does not compute
     squeezed_axis : the axis of the heads in their arrays if the caller's arrays have no such axis; else None
     has_dropout : True if the call needs a seed
+    keeps_lse : True if `join` reads lse, whether or not a statistic or the backward pass does
     attach : function that joins the results to a graph of gradients; None for arrays without gradients
         It takes the request, query, key, value and a `CallResult`, and returns the result with joined arrays.
     num_runs : how often `run` was called, up to `RUNS_BEFORE_RECORD`
@@ -234,6 +235,7 @@ class CachedCall:
     attach: Attacher | None
     num_runs: int = 0
     record: LaunchRecord | None = None
+    keeps_lse: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         make_empty, shape = self.adapter.make_empty, self.shape[:-1]
@@ -247,7 +249,7 @@ class CachedCall:
 
     def run(self, request: Request, query: Any, key: Any, value: Any, threads: int | None) -> Any:
         """Return (output, seen) of the call; None if the call needs the full dispatch."""
-        adapter, bound, attach = self.adapter, self.bound_call, self.attach
+        adapter, bound = self.adapter, self.bound_call
         results, seed, sinks = [make() for make in self.makers], request.seed, None
         output, lse, outputs = self._divide(results)
         output_address, lse_address = adapter.address(output), 0 if lse is None else ADAPTERS[type(lse)].address(lse)
@@ -272,27 +274,27 @@ class CachedCall:
             return None
         if self.num_runs < RUNS_BEFORE_RECORD or self.needs_larger_record:
             self.prepare_direct_call(request, key, threads)
-        if not self.statistics and attach is None:
+        if not (self.statistics or self.needs_lse):
             return output, ()
         arrays = self._compute_statistics(outputs, words, numbers, len(tables), threads, query, keep_alive)
         if arrays is None:
             return None
-        return self._join(request, query, key, value, CallResult(output, lse, arrays, bool(status), seed or 0))
+        return self.join(request, query, key, value, CallResult(output, lse, arrays, bool(status), seed or 0))
 
     def finish(self, request: Request, query: Any, key: Any, value: Any, results: tuple[Any, ...]) -> Any:
         """Return (output, seen) of a direct call with several results; see `cpu.kernels.direct_call`."""
         output, lse, outputs = self._divide(results)
-        return self._join(request, query, key, value, CallResult(output, lse, self._select(outputs), False, 0))
+        return self.join(request, query, key, value, CallResult(output, lse, self._select(outputs), False, 0))
 
     def _divide(self, results: Sequence[Any]) -> tuple[Any, Any, Sequence[Any]]:
         """Return output, lse or None, and the arrays of statistics."""
         return (results[0], results[1], results[2:]) if self.needs_lse else (results[0], None, results[1:])
 
-    def _join(self, request: Request, query: Any, key: Any, value: Any, result: CallResult) -> Any:
+    def join(self, request: Request, query: Any, key: Any, value: Any, result: CallResult) -> Any:
         """Return (output, seen), joined to a graph of gradients if there is one."""
         if self.attach is not None:
             result = self.attach(request, query, key, value, result)
-        return result.output, self._build_seen(result) if self.statistics else ()
+        return result.output, self.build_seen(result) if self.statistics else ()
 
     @property
     def needs_larger_record(self) -> bool:
@@ -346,7 +348,7 @@ class CachedCall:
         """Return `CallResult.arrays` from the forward kernel's outputs."""
         return [array for statistic in self.statistics for array in outputs[statistic.outputs]]
 
-    def _build_seen(self, result: CallResult) -> tuple[Any, ...]:
+    def build_seen(self, result: CallResult) -> tuple[Any, ...]:
         """Return the result of each statistic."""
         seen, arrays = [], iter(result.arrays)
         for statistic, _, mean_axes in self.statistics:
@@ -400,6 +402,7 @@ def insert(
     problem: Problem,
     result: Result,
     attach: Attacher | None = None,
+    kind: type[CachedCall] = CachedCall,
 ) -> None:
     """Store a call that went through the full dispatch.
 
@@ -412,6 +415,7 @@ def insert(
     arrays : the caller's query, key and value
     problem, result : the problem that was made from the formulas, and its result
     attach : see `CachedCall`
+    kind : the class of the stored call
     """
     bound_call, adapter = result.bound_call, ADAPTERS[type(arrays[0])]
     if bound_call is None or bound_call.first_operands != request.addresses[:FIRST_TABLE]:
@@ -422,14 +426,15 @@ def insert(
         return
     output = problem.squeeze_heads(result.output, 2)
     statistics, statistic_dtypes = _describe_statistics(problem)
-    entry = CachedCall(
+    needs_lse = kind.keeps_lse or attach is not None or bool(passes)
+    entry = kind(
         adapter,
         output.dtype,
         bound_call,
         inputs if inputs.tables or inputs.numbers else None,
         statistics,
         tuple(output.shape),
-        attach is not None or bool(passes) or any(isinstance(one.statistic, Lse) for one in statistics),
+        needs_lse or any(isinstance(one.statistic, Lse) for one in statistics),
         statistic_dtypes,
         result.bound_passes,
         len(problem.batch_shape) if problem.heads_squeezed else None,

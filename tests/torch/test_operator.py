@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sightline
 from sightline import bias, h, i, j, m, n, s, table, where
 from sightline.accuracy import compute_baseline, dense_attention, gradient_term_sizes
+from sightline.call_text import to_text
 from sightline.errors import DeviceError, DtypeError, KernelRefusedError, MaskError, ParameterError, ShapeError
 from sightline.formula.tables import Table
 from sightline.problem import make_problem, parse
@@ -25,7 +26,7 @@ from sightline.testing import assert_within_budget
 from sightline.torch import kernels, scaled_dot_product_attention
 from sightline.torch.operator import attention as attention_operator
 from sightline.torch.operator import attention_backward
-from sightline.torch.operator_schema import OperatorArguments, to_text
+from sightline.torch.operator_schema import OperatorArguments
 
 SHAPES = ((4, 4, 3), (2, 5, 3), (2, 5, 2))  # two query heads share a key head, and d_v differs from d_k
 DOCUMENTS = torch.tensor([0, 0, 1, 1, 2])

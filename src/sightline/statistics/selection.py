@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..arrays import namespace
+import numpy as np
+
+from ..arrays import framework, namespace
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Constant, Expression, Lookup, intern, walk
 from ..formula.tables import Table
@@ -350,9 +352,13 @@ def contiguous_span(indices: Indices, count: int) -> tuple[int, int] | None:
 
 
 def _index_array(indices: Indices, count: int, like: Any) -> Any:
-    """Return the indices counted from 0 as an int64 array in the library and on the device of `like`."""
-    xp = namespace(like)
-    options = {"dtype": xp.int64, "device": like.device}
+    """Return the indices counted from 0 as an int64 array in the library and on the device of `like`.
+
+    For JAX, which may have no int64, the result is a NumPy array.
+    """
+    is_jax = framework(like) == "jax"
+    xp = np if is_jax else namespace(like)
+    options = {"dtype": xp.int64} | ({} if is_jax else {"device": like.device})
     span = contiguous_span(indices, count)
     if span is not None:
         return xp.arange(*span, **options)

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from .. import array_layouts
 from ..call_cache import CallResult, KernelInputs
 from ..call_request import Request
+from ..call_text import flatten_result
 from ..dispatch import make_plan
 from ..errors import ChangedTableError, KernelRefusedError
 from ..formula.parameters import structure_of
@@ -26,7 +27,7 @@ from ..kernel import Plan, Result
 from ..problem import Problem, make_problem
 from ..statistics import unwrap_mean
 from . import operator
-from .operator_schema import OperatorArguments, build_result, flatten_result, make_seed
+from .operator_schema import OperatorArguments, build_result, make_seed
 
 if TYPE_CHECKING:
     from ..cpu.launch.backward import BoundBackwardCall

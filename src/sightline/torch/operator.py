@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from .. import streaming
+from ..call_text import count_arrays, flatten_result, split_arrays
 from ..dispatch import differentiate, make_plan, solve
 from ..kernel import Gradients, Plan
 from ..problem import Problem
-from .operator_schema import SCHEMA, OperatorArguments, count_arrays, flatten_result, split_arrays
+from .operator_schema import SCHEMA, OperatorArguments
 
 __all__ = ["attention", "attention_backward", "autocast_disabled", "differentiate_results", "flatten_gradients"]
 

@@ -6,29 +6,26 @@ A formula becomes text, and the tables that it reads become tensors. torch.compi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..formula.expression import Expression, Lookup, parse_text, walk
+from ..call_text import CallText, split_arrays
+from ..formula.expression import Expression
 from ..formula.tables import Table
 from ..formula.tensor_cache import to_device
 from ..kernel import Result
 from ..problem import Problem, validate
-from ..statistics import Lse, Statistic, arrays_of, deserialize
+from ..statistics import Statistic
 from ..validation import check_device
 
 __all__ = [
     "SCHEMA",
     "OperatorArguments",
     "build_result",
-    "count_arrays",
-    "flatten_result",
     "make_seed",
-    "split_arrays",
-    "to_text",
 ]
 
 SCHEMA = (
@@ -46,14 +43,12 @@ class OperatorArguments(NamedTuple):
     tables: list[Tensor]  # the tables of the mask, then of the score, then of the statistics
     sinks: Tensor | None
     seed: Tensor | None  # int64; a tensor, so that torch's generator can draw it inside a compiled function
-    mask: str  # Expression.text; "" without a mask
+    mask: str  # this and the next five are those of `CallText`
     score: str
-    table_axes: (
-        str  # the axes that each table spans: "hij,.j,|-,|" has a comma after each table and | after mask and score
-    )
+    table_axes: str
     scale: float
     dropout: float
-    see: str  # Statistic.serialize: a line for each statistic, | between its parts
+    see: str
     kernel: str | None
     threads: int | None
 
@@ -62,31 +57,19 @@ class OperatorArguments(NamedTuple):
         cls, problem: Problem, seed: Tensor | None, kernel: str | None, threads: int | None
     ) -> OperatorArguments:
         """Return the arguments for a problem that `problem.parse` has checked. No table is read."""
-        mask, mask_tables = to_text(problem.mask)
-        score, score_tables = to_text(problem.score)
-        statistic_tables: list[Table] = []
-        lines = ["|".join(statistic.serialize(_text_writer(statistic_tables))) for statistic in problem.see]
-        return cls(
-            problem.query,
-            problem.key,
-            problem.value,
-            [_to_tensor(table, problem.query) for table in [*mask_tables, *score_tables, *statistic_tables]],
-            problem.sinks,
-            seed,
-            mask,
-            score,
-            _format_axes(mask_tables) + "|" + _format_axes(score_tables) + "|" + _format_axes(statistic_tables),
-            problem.scale,
-            problem.dropout,
-            "\n".join(lines),
-            kernel,
-            threads,
-        )
+        text, tables = CallText.of(problem)
+        tensors = [_to_tensor(table, problem.query) for table in tables]
+        arrays = problem.query, problem.key, problem.value, tensors, problem.sinks, seed
+        return cls(*arrays, *text, kernel, threads)
+
+    @property
+    def text(self) -> CallText:
+        """The plain values of the call."""
+        return CallText(self.mask, self.score, self.table_axes, self.scale, self.dropout, self.see)
 
     def problem(self) -> Problem:
         """Return the validated problem."""
-        mask = parse_text(self.mask, self._make_tables(0)) if self.mask else None
-        score = parse_text(self.score, self._make_tables(1)) if self.score else None
+        mask, score = self.text.formulas(self.tables)
         return validate(self.build_problem(mask, score, 0 if self.seed is None else int(self.seed) % 2**64))
 
     def build_problem(self, mask: Expression | None = None, score: Expression | None = None, seed: int = 0) -> Problem:
@@ -101,30 +84,19 @@ class OperatorArguments(NamedTuple):
             scale=self.scale,
             dropout=self.dropout,
             seed=seed,
-            see=_parse_statistics(self.see, self._make_tables(2)),
+            see=self.text.statistics(self.tables),
             heads_squeezed=False,
         )
-
-    def _make_tables(self, section: int) -> list[Table]:
-        """Return the tables of the mask (section 0), of the score (1) or of the statistics (2)."""
-        sections = self.table_axes.split("|")
-        first = sum([before.count(",") for before in sections[:section]])
-        tables = []
-        for tensor, axes in zip(self.tables[first:], sections[section].split(",")[:-1], strict=False):
-            names = [None if axis == "." else axis for axis in axes]
-            tables.append(Table(tensor, None if axes == "-" else tuple(names)))
-        return tables
 
     @property
     def differentiable_tables(self) -> list[int]:
         """The indices of the tables that may have gradients: tables of floats that the score reads."""
-        masks, scores = self.score_offset, self.table_axes.split("|")[1].count(",")
-        return [k for k in range(masks, masks + scores) if self.tables[k].is_floating_point()]
+        return [k for k in self.text.score_tables if self.tables[k].is_floating_point()]
 
     @property
     def score_offset(self) -> int:
         """The index of the score's first table, which is the number of the mask's tables."""
-        return self.table_axes.split("|")[0].count(",")
+        return self.text.score_tables.start
 
     def inputs(self, wanted_tables: Sequence[int]) -> list[Tensor]:
         """Return the tensors that may have gradients: query, key, value, the tables at `wanted_tables`, the sinks."""
@@ -146,42 +118,6 @@ class OperatorArguments(NamedTuple):
         return (query, key, value, tables, rest[0] if rest else None) + (None,) * (len(self) - 5)
 
 
-def to_text(formula: Expression | None) -> tuple[str, list[Table]]:
-    """Return `formula.text` and `formula.tables`. This function writes the text again for torch.compile to trace."""
-    if formula is None:
-        return "", []
-    if not torch.compiler.is_compiling():
-        return formula.text, list(formula.tables)
-    nodes = walk(formula)
-    number = {id(node): k for k, node in enumerate(nodes)}
-    tables = list({id(node.table): node.table for node in nodes if isinstance(node, Lookup)}.values())
-    slot = {id(table): k for k, table in enumerate(tables)}
-    lines = []
-    for node in nodes:
-        texts = [str(word) if isinstance(word, int) else f'"{word}"' for word in node.node_record(number, slot)]
-        lines.append("[" + ",".join(texts) + "]")
-    return "[" + ",".join(lines) + "]", tables
-
-
-def _text_writer(tables: list[Table]) -> Callable[[Expression], str]:
-    """Return a function that converts a statistic's condition to text that `_parse_statistics` reads.
-
-    The function appends the tables of the condition to `tables`.
-    """
-
-    def write_text(condition: Expression) -> str:
-        text, own = to_text(condition)
-        start = len(tables)
-        tables.extend(own)
-        return f"{start} {len(own)} {text}"
-
-    return write_text
-
-
-def _format_axes(tables: list[Table]) -> str:
-    return "".join(["-," if t.axes is None else "".join([axis or "." for axis in t.axes]) + "," for t in tables])
-
-
 def _to_tensor(table: Table, query: Tensor) -> Tensor:
     if isinstance(table.array, Tensor):
         check_device("table", table.array, query)
@@ -192,17 +128,6 @@ def _to_tensor(table: Table, query: Tensor) -> Tensor:
     return tensor
 
 
-def _parse_statistics(see: str, tables: list[Table]) -> tuple[Statistic, ...]:
-    """Parse one statistic from each line of `see`."""
-
-    def condition(text: str) -> Expression:
-        """Parse "start count text": the condition reads `count` of the tables, from index `start`."""
-        start, count, formula = text.split(" ")
-        return parse_text(formula, tables[int(start) :][: int(count)])
-
-    return tuple(deserialize(line.split("|"), condition) for line in see.splitlines())
-
-
 def make_seed(seed: int | None) -> Tensor:
     """Return the seed as an int64 tensor. None draws a seed from torch's generator, which torch.manual_seed sets."""
     if seed is None:
@@ -211,27 +136,6 @@ def make_seed(seed: int | None) -> Tensor:
 
 
 # -- results -------------------------------------------------------------------------------------------------------
-
-
-def count_arrays(statistic: Statistic) -> int:
-    """Return how many arrays the statistic adds to the operator's results: none for `lse()`."""
-    return 0 if isinstance(statistic, Lse) else len(statistic.fill_values)
-
-
-def flatten_result(see: Sequence[Statistic], result: Result) -> list[Tensor]:
-    """Return [output, lse, *arrays]: the arrays of every requested statistic except `lse()`."""
-    seen = zip(see, result.seen, strict=True)
-    others = [array for statistic, entry in seen if count_arrays(statistic) for array in arrays_of(entry)]
-    return [result.output, result.lse, *others]
-
-
-def split_arrays(see: Sequence[Statistic], results: Sequence[Any]) -> list[Sequence[Any]]:
-    """Return each statistic's arrays, of values in the order of `flatten_result`."""
-    shares, offset = [], 2
-    for statistic in see:
-        shares.append(results[offset : offset + count_arrays(statistic)])
-        offset += count_arrays(statistic)
-    return shares
 
 
 def build_result(see: Sequence[Statistic], results: Sequence[Tensor]) -> Result:

@@ -1,0 +1,124 @@
+"""A generated function that XLA calls for each execution of a custom call, and that calls Python.
+
+    XLA_FFI_Error *handler(XLA_FFI_CallFrame *frame)
+
+The function takes the addresses of all arguments and results from the frame, and the text of the call from the string
+attribute `ATTRIBUTE`. It passes them to a function of Python, the C symbol `CALLBACK`. If that function returns a
+message, XLA raises an error with this message.
+
+XLA lets its threads flush denormal numbers to 0. The function sets the floating-point modes of the C language while
+Python runs, so that a kernel computes the same bits as elsewhere.
+
+Source of the structs: xla/ffi/api/c_api.h, which jaxlib ships.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from ..codegen.builder import Builder, Variable
+from ..codegen.values import INT32, INT64, POINTER, VOID, Value
+
+__all__ = ["ATTRIBUTE", "CALLBACK", "MAX_BUFFERS", "XlaHandler"]
+
+ATTRIBUTE = "call"
+CALLBACK = "sightline_xla_callback"
+MAX_BUFFERS = 64  # the most arguments and results of a custom call
+
+# offsets in bytes
+EXTENSION, API, ARGUMENTS, RESULTS, ATTRIBUTES = 8, 16, 40, 80, 120  # in XLA_FFI_CallFrame
+SIZE, ITEMS = 16, 32  # in XLA_FFI_Args and XLA_FFI_Rets
+NAMES, VALUES = 32, 40  # in XLA_FFI_Attrs
+DATA = 24  # in XLA_FFI_Buffer
+EXTENSION_TYPE, METADATA, MAJOR, MINOR = 8, 24, 24, 28  # in XLA_FFI_Metadata_Extension and XLA_FFI_Metadata
+CREATE_ERROR = 48  # in XLA_FFI_Api
+METADATA_TYPE = 1  # XLA_FFI_Extension_Metadata
+ERROR_BYTES, MESSAGE, CODE = 32, 16, 24  # of XLA_FFI_Error_Create_Args, and in it
+INTERNAL_ERROR = 13  # XLA_FFI_Error_Code_INTERNAL
+
+
+class XlaHandler(Builder):
+    """Builds the function.
+
+    Parameters
+    ----------
+    version : the major and minor version of XLA's FFI
+    architecture : "x86_64", "aarch64" or another; only for these two are the floating-point modes set
+    """
+
+    def __init__(self, module: Any, name: str, version: tuple[int, int], architecture: str) -> None:
+        super().__init__(module, name, (POINTER,), POINTER)
+        self.frame, self.version, self.architecture = self.arguments[0], version, architecture
+
+    def build(self) -> None:
+        """Build the function."""
+        self.answer_metadata()
+        buffers = self.alloca_array(INT64, MAX_BUFFERS)
+        num_arguments, num_results = (self.word(at + SIZE) for at in (ARGUMENTS, RESULTS))
+        self.copy_addresses(ARGUMENTS, num_arguments, buffers)
+        self.copy_addresses(RESULTS, num_results, buffers.at(num_arguments * 8))
+        text = self.frame.at(ATTRIBUTES + VALUES).load(POINTER).load(POINTER)  # the only attribute
+        start, length = text.load(POINTER), text.at(8).load(INT64)
+        modes = self.exchange_modes(None)
+        message = self.call(CALLBACK, POINTER, start, length, buffers, num_arguments, num_results)
+        self.exchange_modes(modes)
+        with self.if_then(message == self.null()):
+            self.return_(self.null())
+        self.finish(self.make_error(message))
+
+    def word(self, offset: int) -> Value:
+        return self.frame.at(offset).load(INT64)
+
+    def answer_metadata(self) -> None:
+        """If XLA asks for the version that the function was written for, write the version and return."""
+        extension = self.frame.at(EXTENSION).load(POINTER)
+        kind = Variable(self, INT32, 0)
+        with self.if_then(extension != self.null()):
+            kind.set(extension.at(EXTENSION_TYPE).load(INT32))
+        with self.if_then(kind.get() == METADATA_TYPE):
+            metadata = extension.at(METADATA).load(POINTER)
+            for offset, number in zip((MAJOR, MINOR), self.version, strict=True):
+                metadata.at(offset).store(self.value(number, INT32))
+            self.return_(self.null())
+
+    def copy_addresses(self, group: int, count: Value, target: Value) -> None:
+        """Write the addresses of the arguments' or the results' memory to `target`."""
+        items = self.frame.at(group + ITEMS).load(POINTER)
+        with self.loop(0, count) as index:
+            buffer = items.at(index * 8).load(POINTER)
+            target.at(index * 8).store(buffer.at(DATA).load(INT64))
+
+    def exchange_modes(self, modes: Value | None) -> Value | None:
+        """Set the floating-point modes, by default those of the C language, and return the modes before that."""
+        if self.architecture == "x86_64":
+            slot = Variable(self, INT32)
+            address = Value(self, slot.slot)
+            self.call("llvm.x86.sse.stmxcsr", VOID, address)
+            before = slot.get()
+            slot.set(0x1F80 if modes is None else modes)
+            self.call("llvm.x86.sse.ldmxcsr", VOID, address)
+            return before
+        if self.architecture == "aarch64":
+            before = self.call("llvm.aarch64.get.fpcr", INT64)
+            self.call("llvm.aarch64.set.fpcr", VOID, self.value(0, INT64) if modes is None else modes)
+            return before
+        return None
+
+    def make_error(self, message: Value) -> Value:
+        """Return XLA's error object with this message."""
+        block = self.alloca_array(INT64, ERROR_BYTES // 8)
+        for offset in range(0, ERROR_BYTES, 8):
+            block.at(offset).store(self.value(ERROR_BYTES if offset == 0 else 0, INT64))
+        block.at(MESSAGE).store(message)
+        block.at(CODE).store(self.value(INTERNAL_ERROR, INT32))
+        create = self.frame.at(API).load(POINTER).at(CREATE_ERROR).load(POINTER)
+        return self.call(create, POINTER, block)
+
+
+def build_module(name: str, version: tuple[int, int], architecture: str) -> Any:
+    """Return the LLVM module of the function."""
+    module = ir.Module(name)
+    XlaHandler(module, name, version, architecture).build()
+    return module

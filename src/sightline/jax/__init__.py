@@ -1,0 +1,23 @@
+"""Sightline for JAX: attention inside compiled programs, with gradients.
+
+`sightline.attention` takes JAX arrays and tracers. The import registers the custom call of XLA by which programs run
+attention, so a process that loads an exported program imports this package first. The import raises MissingExtraError
+if JAX is not installed.
+"""
+
+from __future__ import annotations
+
+from ..errors import MissingExtraError
+
+try:
+    import jax  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError(
+        "sightline.jax without JAX", "JAX 0.5 or later", 'pip install "sightline-attention[jax]"'
+    ) from error
+
+from .target import register
+
+register()
+
+__all__: list[str] = []

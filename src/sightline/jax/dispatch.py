@@ -1,0 +1,75 @@
+"""`sightline.attention` for JAX arrays and tracers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..call_text import CallText, count_arrays
+from ..dispatch import to_caller_layout
+from ..errors import DtypeError
+from ..kernel import Result
+from ..problem import Problem, parse
+from ..statistics import solve_selections_separately
+from ..validation import fold_scale, read_seed
+from .host_calls import FIRST_ARRAY, LSE
+from .options import CallOptions
+from .primitives import attention
+
+__all__ = ["run"]
+
+
+def run(
+    query: Any, key: Any, value: Any, options: dict[str, Any], kernel: str | None, threads: int | None
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return (output, seen) of `sightline.attention`; `options` are its other arguments."""
+    seed, scale = options["seed"], options["scale"]
+    if isinstance(scale, jax.Array):
+        score, scale = fold_scale(options["score"], scale)
+        options = options | {"score": score, "scale": scale}
+    problem = parse(query, key, value, **(options | {"seed": None if seed is None else 0}))
+    words = _read_seed(seed) if problem.dropout else None
+    result = solve_selections_separately(problem, lambda one: _run_primitive(one, words, kernel, threads))
+    return to_caller_layout(problem, result)
+
+
+def _run_primitive(problem: Problem, seed: Any, kernel: str | None, threads: int | None) -> Result:
+    text, tables = CallText.of(problem)
+    inputs = [problem.query, problem.key, problem.value, *[_to_jax(table.array) for table in tables]]
+    inputs += [array for array in (problem.sinks, seed) if array is not None]
+    options = CallOptions(text, len(tables), problem.sinks is not None, seed is not None, kernel, threads)
+    results = attention(inputs, options)
+    seen, index = [], FIRST_ARRAY
+    for statistic in problem.see:
+        count = count_arrays(statistic)
+        arrays = results[index : index + count] if count else [results[LSE]]
+        index += count
+        if not statistic.is_differentiable:
+            arrays = [jax.lax.stop_gradient(array) for array in arrays]
+        seen.append(statistic.build_result(arrays))
+    return Result(results[0], results[LSE], tuple(seen))
+
+
+def _to_jax(array: Any) -> Any:
+    """Return a table as a JAX array. Raise DtypeError if JAX has no integers that hold its entries."""
+    converted = jnp.asarray(array)
+    if converted.dtype != array.dtype and array.dtype.kind in "iu" and not np.array_equal(converted, array):
+        raise DtypeError(
+            f"a table of {array.dtype} with entries beyond {converted.dtype}",
+            f"entries that fit {converted.dtype}, or JAX with 64-bit integers",
+            'jax.config.update("jax_enable_x64", True)',
+        )
+    return converted
+
+
+def _read_seed(seed: Any) -> Any:
+    """Return the seed as two words of 32 bits, the lower first. A traced seed has 32 bits if JAX has no int64."""
+    if isinstance(seed, jax.Array):
+        if jax.numpy.iinfo(seed.dtype).bits == 64:
+            return jax.lax.bitcast_convert_type(seed, jnp.uint32)
+        return jnp.stack([jax.lax.bitcast_convert_type(seed.astype(jnp.int32), jnp.uint32), jnp.zeros((), jnp.uint32)])
+    seed = read_seed(seed, dropout=1.0)
+    return jnp.asarray([seed % 2**32, seed // 2**32], jnp.uint32)

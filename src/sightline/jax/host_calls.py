@@ -1,0 +1,226 @@
+"""Calls of attention that XLA makes: NumPy arrays at given addresses, and results that are written to given addresses.
+
+A call is described by its text, which `ForwardCall` and `BackwardCall` write and `parse_call` reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import call_cache
+from ..arrays import resolve_dtype
+from ..cached_property import cached_property
+from ..call_cache import CachedCall, CallResult
+from ..call_request import Description, conditions_of
+from ..call_text import CallText, count_arrays, flatten_result
+from ..dispatch import differentiate, make_plan
+from ..formula.expression import Expression
+from ..formula.parameters import structure_of
+from ..kernel import Result
+from ..problem import Problem, validate
+from ..statistics import Statistic
+
+__all__ = [
+    "FIRST_ARRAY",
+    "LSE",
+    "NUM_OPERANDS",
+    "OUTPUT",
+    "PRECISE_LSE",
+    "ArrayType",
+    "BackwardCall",
+    "ForwardCall",
+    "HostCall",
+    "parse_call",
+]
+
+
+NUM_OPERANDS = 3  # query, key and value
+OUTPUT, LSE, PRECISE_LSE, FIRST_ARRAY = range(4)  # indices of results
+
+
+class ArrayType(NamedTuple):
+    """The shape and the name of the dtype of an array in C order."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def at(self, address: int) -> Any:
+        """Return the NumPy array at an address."""
+        dtype = np.dtype(resolve_dtype(np, self.dtype))
+        memory = (ctypes.c_char * (math.prod(self.shape) * dtype.itemsize)).from_address(address)
+        return np.ndarray(self.shape, dtype, memory)
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call: query, key, value, the tables, the sinks and the seed."""
+
+    query: Any
+    key: Any
+    value: Any
+    tables: list[Any]
+    sinks: Any
+    seed: int
+
+
+@dataclass(frozen=True)
+class HostCall(ABC):
+    """A call without its arrays.
+
+    Parameters
+    ----------
+    text : formulas and options
+    arguments, results : the types of the arrays that XLA passes
+    num_tables, has_sinks, has_seed : which arguments follow query, key and value
+    kernel, threads : as in `attention`
+    """
+
+    text: CallText
+    arguments: tuple[ArrayType, ...]
+    results: tuple[ArrayType, ...]
+    num_tables: int
+    has_sinks: bool
+    has_seed: bool
+    kernel: str | None
+    threads: int | None
+
+    def to_text(self) -> str:
+        return json.dumps([type(self).__name__, asdict(self)], separators=(",", ":"))
+
+    def run(self, arguments: Sequence[int], results: Sequence[int]) -> None:
+        """Run the call on the arrays at these addresses."""
+        arrays = [kind.at(address) for kind, address in zip(self.arguments, arguments, strict=True)]
+        targets = [kind.at(address) for kind, address in zip(self.results, results, strict=True)]
+        for target, array in zip(targets, self.compute(arrays), strict=True):
+            np.copyto(target, array, casting="unsafe")  # int64 becomes int32 if JAX has no int64
+
+    @abstractmethod
+    def compute(self, arrays: list[Any]) -> Sequence[Any]:
+        """Return the results."""
+
+    def divide(self, arrays: list[Any]) -> tuple[Inputs, list[Any]]:
+        """Return the inputs of the forward pass among the arrays, and the other arrays."""
+        (query, key, value), rest = arrays[:3], arrays[3:]
+        tables, rest = rest[: self.num_tables], rest[self.num_tables :]
+        sinks = rest.pop(0) if self.has_sinks else None
+        seed = int(rest.pop(0).view(np.uint64)[0]) if self.has_seed else 0
+        return Inputs(query, key, value, tables, sinks, seed), rest
+
+    def make_problem(self, inputs: Inputs, formulas: tuple[Expression | None, Expression | None]) -> Problem:
+        mask, score = formulas
+        return validate(
+            Problem(
+                inputs.query,
+                inputs.key,
+                inputs.value,
+                mask=mask,
+                score=score,
+                sinks=inputs.sinks,
+                scale=self.text.scale,
+                dropout=self.text.dropout,
+                seed=inputs.seed,
+                see=self.text.statistics(inputs.tables),
+                heads_squeezed=False,
+            )
+        )
+
+
+class ForwardCall(HostCall):
+    """A forward pass. Its results are output, lse in float32 or float64, lse in float64, and the statistics' arrays."""
+
+    def compute(self, arrays: list[Any]) -> Sequence[Any]:
+        inputs, _ = self.divide(arrays)
+        query, key, value, tables, sinks, seed = inputs
+        given = (*tables, sinks) if self.has_sinks else tuple(tables)
+        structure = (self.text, self.kernel, self.threads), (False, False), not self.has_sinks
+        description = Description(structure, None, None, self.see, tuple(tables), self.numbers, given)
+        result, request = call_cache.answer(description, query, key, value, sinks, seed, self.threads)
+        if result is None:
+            formulas = self.text.formulas(tables)
+            problem = self.make_problem(inputs, formulas)
+            result = make_plan(problem, self.kernel).kernel.run(problem, self.threads)
+            if request is not None:
+                read = *formulas, *conditions_of(problem.see)
+                call_cache.insert(request, read, (query, key, value), problem, result, kind=_CachedHostCall)
+        output, lse, *others = flatten_result(self.see, result)
+        return [output, lse, lse[..., None].view(np.uint32), *others]
+
+    @cached_property
+    def see(self) -> tuple[Statistic, ...]:
+        """The statistics. Their conditions read tables without contents."""
+        return self.text.statistics(self.example_tables)
+
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers of the formulas."""
+        return structure_of(*self.text.formulas(self.example_tables), *conditions_of(self.see)).numbers
+
+    @cached_property
+    def example_tables(self) -> list[Any]:
+        """Tables of the call's types, of one number that repeats."""
+        kinds = self.arguments[NUM_OPERANDS : NUM_OPERANDS + self.num_tables]
+        return [np.broadcast_to(np.zeros((), resolve_dtype(np, kind.dtype)), kind.shape) for kind in kinds]
+
+
+class _CachedHostCall(CachedCall):
+    """A cached call whose result has lse in float64."""
+
+    keeps_lse = True
+
+    def join(self, request: Any, query: Any, key: Any, value: Any, result: CallResult) -> Result:
+        return Result(result.output, result.lse, self.build_seen(result))
+
+
+@dataclass(frozen=True)
+class BackwardCall(HostCall):
+    """A backward pass. `given` are the indices of the results with gradients, `wanted` those of the arguments.
+
+    The arguments are those of the forward pass, its output, its lse in float64, and the gradients of results. The
+    results are the gradients of arguments.
+    """
+
+    wanted: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
+
+    def compute(self, arrays: list[Any]) -> Sequence[Any]:
+        inputs, (output, lse_words, *gradients) = self.divide(arrays)
+        problem = self.make_problem(inputs, self.text.formulas(inputs.tables))
+        found = dict(zip(self.given, gradients, strict=True))
+        d_output = found[OUTPUT] if OUTPUT in found else np.zeros(output.shape, output.dtype)
+        d_seen, index = [], FIRST_ARRAY
+        for statistic in problem.see:
+            d_seen.append(found.get(index) if count_arrays(statistic) else None)
+            index += count_arrays(statistic)
+        saved = output, lse_words.view(np.float64)[..., 0]
+        slots = self.table_slots(problem)
+        wanted_tables = [slots[k] for k in self.wanted if k in slots]
+        plan = make_plan(problem, self.kernel)
+        sums = differentiate(problem, plan, d_output, found.get(LSE), tuple(d_seen), saved, wanted_tables, self.threads)
+        own = dict(enumerate((sums.query, sums.key, sums.value))) | {k: sums.tables[slot] for k, slot in slots.items()}
+        own[NUM_OPERANDS + self.num_tables] = sums.sinks
+        return [own[k] for k in self.wanted]
+
+    def table_slots(self, problem: Problem) -> dict[int, int]:
+        """Return the index in `Problem.tables` of each argument that is a table of the score."""
+        slot = {id(table): index for index, table in enumerate(problem.tables)}
+        tables = () if problem.score is None else problem.score.tables
+        return {NUM_OPERANDS + k: slot[id(table)] for k, table in zip(self.text.score_tables, tables, strict=True)}
+
+
+def parse_call(text: bytes) -> HostCall:
+    """Return the call that has this text."""
+    kind, values = json.loads(text)
+    values["text"] = CallText(*values["text"])
+    for name in ("arguments", "results"):
+        values[name] = tuple([ArrayType(tuple(shape), dtype) for shape, dtype in values[name]])
+    for name in {"wanted", "given"} & set(values):
+        values[name] = tuple(values[name])
+    classes: dict[str, type[HostCall]] = {"ForwardCall": ForwardCall, "BackwardCall": BackwardCall}
+    return classes[kind](**values)

@@ -1,0 +1,78 @@
+"""The plain values of a call that the primitives carry, and what follows from them and from the arrays' types."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..call_text import CallText, count_arrays
+from ..problem import Problem
+from .host_calls import FIRST_ARRAY, LSE, NUM_OPERANDS, OUTPUT
+
+__all__ = ["CallOptions", "example"]
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """What the primitives need to know of a call besides its arrays.
+
+    Parameters
+    ----------
+    text : formulas and options
+    num_tables, has_sinks, has_seed : which arguments follow query, key and value
+    kernel, threads : as in `attention`
+    """
+
+    text: CallText
+    num_tables: int
+    has_sinks: bool
+    has_seed: bool
+    kernel: str | None
+    threads: int | None
+
+    @property
+    def num_inputs(self) -> int:
+        """The number of arguments of the forward pass."""
+        return NUM_OPERANDS + self.num_tables + self.has_sinks + self.has_seed
+
+    @property
+    def table_places(self) -> range:
+        """The indices of the tables among the arguments."""
+        return range(NUM_OPERANDS, NUM_OPERANDS + self.num_tables)
+
+    def tables(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return tables of the arguments' types, each of one number that repeats."""
+        return [example(inputs[k].shape, inputs[k].dtype) for k in self.table_places]
+
+    def problem(self, inputs: Sequence[Any]) -> Problem:
+        """Return a problem without contents: for arguments of these types, without formulas."""
+        query, key, value = (example(x.shape, x.dtype) for x in inputs[:NUM_OPERANDS])
+        see = self.text.statistics(self.tables(inputs))
+        return Problem(query, key, value, None, None, None, self.text.scale, self.text.dropout, 0, see, False)
+
+    def result_types(self, inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Return the shape and dtype of each result of the forward pass for arguments of these types."""
+        problem = self.problem(inputs)
+        rows = (*problem.batch_shape, problem.H, problem.n)
+        types = [((*rows, problem.d_v), problem.dtype), (rows, problem.accumulator), ((*rows, 2), "uint32")]
+        for statistic in problem.see:
+            types += statistic.outputs(problem) if count_arrays(statistic) else ()
+        return [jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype)) for shape, dtype in types]
+
+    def differentiable_results(self, inputs: Sequence[Any]) -> list[int]:
+        """Return the indices of the results that have gradients: output, lse and one array of some statistics."""
+        indices, index = [OUTPUT, LSE], FIRST_ARRAY
+        for statistic in self.problem(inputs).see:
+            if count_arrays(statistic) and statistic.is_differentiable:
+                indices.append(index)
+            index += count_arrays(statistic)
+        return indices
+
+
+def example(shape: Sequence[int], dtype: Any) -> Any:
+    """Return a NumPy array of one number that repeats."""
+    return np.broadcast_to(np.zeros((), dtype), tuple(shape))

@@ -1,0 +1,179 @@
+"""The primitives of JAX for attention: the forward pass, its derivative in some direction, and the backward pass.
+
+    attention   (query, key, value, table, ..., sinks, seed)  →  (output, lse, lse in float64, statistics' arrays ...)
+    tangent     (the same, output, lse in float64, tangents)  →  tangents of output, lse and the arrays with a gradient
+    backward    (the same, output, lse in float64, gradients) →  gradients of the wanted arguments
+
+`tangent` is the derivative of `attention`, and `backward` is the transpose of `tangent`. lse in float64 travels as two
+words of 32 bits, because JAX has no float64 unless `jax_enable_x64` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from ..errors import KernelRefusedError
+from .batching import batch
+from .host_calls import OUTPUT, PRECISE_LSE, ArrayType, BackwardCall, ForwardCall, HostCall
+from .options import CallOptions
+from .target import MAX_BUFFERS, register
+
+__all__ = ["attention"]
+
+# the attribute of an abstract array that has the axes of `jax.shard_map` over which the array varies
+MANUAL_AXES = "manual_axis_type" if hasattr(jax.core.ShapedArray((), "float32"), "manual_axis_type") else "vma"
+
+
+def _array_type(aval: Any) -> ArrayType:
+    return ArrayType(tuple(aval.shape), str(aval.dtype))
+
+
+def _define(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *arrays, **options: _compiled(primitive, tuple(sorted(options.items())))(*arrays))
+    return primitive
+
+
+@cache
+def _compiled(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """Return the primitive as a compiled function, for arrays that are not traced."""
+    compiled: Callable[..., Any] = jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(options)))
+    return compiled
+
+
+attention_p = _define("sightline_attention")
+tangent_p = _define("sightline_attention_tangent")
+backward_p = _define("sightline_attention_backward")
+
+
+# -- forward ---------------------------------------------------------------------------------------------------------
+
+
+def attention(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
+    """Return output, lse, lse in float64 as words, and the arrays of the statistics except lse."""
+    results: list[Any] = attention_p.bind(*_vary_together(inputs), options=options)
+    return results
+
+
+def _vary_together(inputs: Sequence[Any]) -> list[Any]:
+    """Return the arrays with equal varying axes, as `jax.shard_map` demands of a primitive.
+
+    An array that is the same on all devices of an axis receives the sum of the devices' gradients.
+    """
+    axes = [_varying_axes(jax.typeof(x)) for x in inputs]
+    joined = frozenset().union(*axes)
+    return [
+        x if own == joined else jax.lax.pcast(x, tuple(joined - own), to="varying")
+        for x, own in zip(inputs, axes, strict=True)
+    ]
+
+
+def _varying_axes(aval: Any) -> frozenset[Any]:
+    kind = getattr(aval, MANUAL_AXES, None)
+    found: frozenset[Any] = getattr(kind, "varying", kind or frozenset())
+    return found
+
+
+def _shaped(types: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Return abstract arrays of these shapes and dtypes that vary over the axes of the inputs."""
+    options: dict[str, Any] = {}
+    if _varying_axes(inputs[0]):
+        sharding = jax.sharding.NamedSharding(inputs[0].sharding.mesh, jax.sharding.PartitionSpec())
+        options = {"sharding": sharding, MANUAL_AXES: getattr(inputs[0], MANUAL_AXES)}
+    return [jax.core.ShapedArray(x.shape, x.dtype, **options) for x in types]
+
+
+def _attention_types(*inputs: Any, options: CallOptions) -> list[Any]:
+    return _shaped(options.result_types(inputs), inputs)
+
+
+attention_p.def_abstract_eval(_attention_types)
+
+
+def _lower(make_call: Callable[..., HostCall], ctx: Any, *operands: Any, options: CallOptions, **more: Any) -> Any:
+    """Return the custom call of XLA."""
+    arguments, results = (tuple(map(_array_type, avals)) for avals in (ctx.avals_in, ctx.avals_out))
+    if len(arguments) + len(results) > MAX_BUFFERS:
+        raise KernelRefusedError(
+            f"a call with {len(arguments)} arrays and {len(results)} results",
+            f"at most {MAX_BUFFERS} in a compiled program",
+            "join tables, or ask for fewer statistics",
+        )
+    call = make_call(arguments=arguments, results=results, **(vars(options) | more))
+    return jax.ffi.ffi_lowering(register())(ctx, *operands, call=call.to_text())
+
+
+mlir.register_lowering(attention_p, partial(_lower, ForwardCall), platform="cpu")
+
+
+# -- derivatives -------------------------------------------------------------------------------------------------------
+
+
+def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], options: CallOptions) -> tuple[Any, Any]:
+    """Return the results of `attention` and their tangents."""
+    results = attention_p.bind(*primals, options=options)
+    wanted = tuple(k for k, tangent in enumerate(tangents) if type(tangent) is not ad.Zero)
+    given = [tangents[k] for k in wanted]
+    found = tangent_p.bind(*primals, results[OUTPUT], results[PRECISE_LSE], *given, options=options, wanted=wanted)
+    own = dict(zip(options.differentiable_results(primals), found, strict=True))
+    return results, [own.get(k, _zero(result)) for k, result in enumerate(results)]
+
+
+def _zero(primal: Any) -> Any:
+    """Return the tangent of a result that is a constant."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+ad.primitive_jvps[attention_p] = lambda primals, tangents, options: _differentiate(primals, tangents, options)
+
+
+def _tangent_types(*inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
+    types = options.result_types(inputs)
+    return _shaped([types[k] for k in options.differentiable_results(inputs)], inputs)
+
+
+def _refuse_tangents(*_: Any, **__: Any) -> Any:
+    raise KernelRefusedError(
+        "forward derivatives or second derivatives of attention in JAX",
+        "first derivatives backward, as of jax.grad, jax.vjp and jax.jacrev",
+        "torch.autograd.functional.jvp and hessian serve torch tensors",
+    )
+
+
+tangent_p.def_abstract_eval(_tangent_types)
+mlir.register_lowering(tangent_p, _refuse_tangents)
+ad.primitive_jvps[tangent_p] = ad.primitive_jvps[backward_p] = _refuse_tangents
+
+
+def _transpose(cotangents: Sequence[Any], *inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
+    """Return the gradients of the tangents among the inputs of `tangent`, and None for each other input."""
+    constants = inputs[: options.num_inputs + 2]
+    indices = options.differentiable_results(constants)
+    present = [k for k, x in enumerate(cotangents) if type(x) is not ad.Zero]
+    given = tuple(indices[k] for k in present)
+    found = backward_p.bind(*constants, *(cotangents[k] for k in present), options=options, wanted=wanted, given=given)
+    return [None] * len(constants) + list(found)
+
+
+ad.primitive_transposes[tangent_p] = _transpose
+
+
+def _backward_types(*inputs: Any, options: CallOptions, wanted: tuple[int, ...], given: tuple[int, ...]) -> list[Any]:
+    return _shaped([inputs[k] for k in wanted], inputs)
+
+
+backward_p.def_abstract_eval(_backward_types)
+mlir.register_lowering(backward_p, partial(_lower, BackwardCall), platform="cpu")
+
+
+# -- vmap --------------------------------------------------------------------------------------------------------------
+
+for _primitive in (attention_p, tangent_p, backward_p):
+    batching.primitive_batchers[_primitive] = partial(batch, _primitive)

@@ -1,0 +1,72 @@
+"""The custom call of XLA by which compiled programs run attention on the CPU.
+
+    program  →  XLA  →  handler (generated code)  →  callback (Python)  →  HostCall  →  kernel
+
+A program has the text of a call, and no address. The process that executes the program makes the call of the text when
+the program first runs, so that a program may be stored and loaded by another process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import llvmlite.binding as llvm
+
+from ..cpu.kernels.xla_handler import CALLBACK, MAX_BUFFERS, build_module
+from ..cpu.runtime.processor import HOST
+from .host_calls import HostCall, parse_call
+
+__all__ = ["MAX_BUFFERS", "TARGET", "register"]
+
+TARGET = "sightline_attention"
+
+_calls: dict[bytes, HostCall] = {}  # the calls of this process by their text; a program may run as long as it exists
+_errors = threading.local()  # keeps the last message of each thread alive until XLA has copied it
+
+
+def _run_call(text: int, length: int, buffers: int, num_arguments: int, num_results: int) -> int | None:
+    """Run the call with this text on the arrays at these addresses. Return the address of a message if it fails."""
+    try:
+        key = ctypes.string_at(text, length)
+        call = _calls.get(key)
+        if call is None:
+            call = _calls[key] = parse_call(key)
+        addresses = (ctypes.c_int64 * (num_arguments + num_results)).from_address(buffers)
+        call.run(addresses[:num_arguments], addresses[num_arguments:])
+    except BaseException as error:
+        _errors.message = ctypes.create_string_buffer(f"{type(error).__name__}: {error}".encode())
+        return ctypes.addressof(_errors.message)
+    return None
+
+
+_SIGNATURE = ctypes.CFUNCTYPE(
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
+)
+_callback = _SIGNATURE(_run_call)
+
+
+@cache
+def register() -> str:
+    """Register the custom call with XLA, once for a process, and return its name."""
+    llvm.add_symbol(CALLBACK, ctypes.cast(_callback, ctypes.c_void_p).value)
+    version, architecture = _read_version(), HOST.machine.architecture
+    key, name = f"{version} {architecture}", "sightline_xla_handler"
+    address: Any = HOST.kernel(key, name, lambda: build_module(name, version, architecture))
+    handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
+    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="cpu")
+    return TARGET
+
+
+def _read_version() -> tuple[int, int]:
+    """Return the version of XLA's FFI from the header that jaxlib ships."""
+    header = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
+    major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR"))
+    assert major is not None
+    assert minor is not None
+    return int(major[1]), int(minor[1])

@@ -1,0 +1,353 @@
+"""Attention on JAX arrays: the bits of NumPy's results, the bits of torch's gradients, and JAX's transformations."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import sightline
+from sample_calls import KINDS, all_bits, draw_inputs
+from sightline import b, h, i, j, s, table
+from sightline.errors import KernelRefusedError, SightlineError
+from sightline.jax import batching, host_calls
+from strategies import to_torch
+
+B, H, N, D = 2, 4, 20, 8
+SHAPE = (B, H, N, D)
+SEE = [sightline.entropy(), sightline.lse(), sightline.mass(j < 3), sightline.received().mean("heads")]
+
+
+@pytest.fixture
+def operands(rng):
+    return [jnp.asarray(rng.normal(size=SHAPE), jnp.float32) for _ in range(3)]
+
+
+def same_bits(found, expected):
+    """True if both answers have the same arrays; JAX has int32 in place of int64."""
+    found, expected = (jax.tree.leaves(jax.tree.map(np.asarray, answer)) for answer in (found, expected))
+    return all(
+        x.shape == y.shape and np.array_equal(x, y.astype(x.dtype), equal_nan=True)
+        for x, y in zip(found, expected, strict=True)
+    )
+
+
+def stack(answers):
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *answers)
+
+
+# -- the same answer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_have_the_bits_of_numpy(rng, kind, operands):
+    """Each call has other contents, and later calls go through the call cache."""
+    plain = [np.asarray(x) for x in operands]
+    for _ in range(4):
+        state = rng.bit_generator.state
+        options = draw_inputs(rng, kind, B, H, N, N, jnp.asarray)
+        rng.bit_generator.state = state
+        expected = sightline.attention(*plain, **draw_inputs(rng, kind, B, H, N, N))
+        assert same_bits(sightline.attention(*operands, **options), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes(rng, dtype):
+    given = [jnp.asarray(rng.normal(size=(2, 3, 70, 16)), dtype) for _ in range(3)]
+    compiled = jax.jit(partial(sightline.attention, mask=i >= j, see=[sightline.top_k(3)]))
+    expected = sightline.attention(*map(np.asarray, given), mask=i >= j, see=[sightline.top_k(3)])
+    assert same_bits(compiled(*given), expected)
+
+
+def test_float64():
+    program = """
+import jax, numpy as np, sightline
+jax.config.update("jax_enable_x64", True)
+x = np.random.default_rng(0).normal(size=(1, 2, 9, 8))
+found = jax.jit(lambda x: sightline.attention(x, x, x, see=[sightline.max_score()]))(x)
+expected = sightline.attention(x, x, x, see=[sightline.max_score()])
+assert found[0].dtype == "float64" and found[1][0].where.dtype == "int64"
+assert np.array_equal(found[0], expected[0]) and np.array_equal(found[1][0].where, expected[1][0].where)"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("shape", [(9, 8), (3, 9, 8), (1, 2, 9, 8), (2, 1, 2, 9, 8)], ids=str)
+def test_any_number_of_axes(rng, shape):
+    given = [jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(3)]
+    see = [sightline.received(), sightline.entropy().rows([-1])]
+    expected = sightline.attention(*map(np.asarray, given), see=see)
+    assert same_bits(sightline.attention(*given, see=see), expected)
+
+
+def test_traced_tables_sinks_scale_and_seed(rng, operands):
+    lengths, slopes = jnp.asarray([5, 17]), jnp.asarray(rng.random(H), jnp.float32)
+    sinks, scale, seed = jnp.asarray(rng.normal(size=H), jnp.float32), jnp.float32(0.3), jnp.int32(7)
+
+    def call(query, key, value, lengths, slopes, sinks, scale, seed):
+        options = {"mask": sightline.padding(lengths), "score": sightline.alibi(slopes), "sinks": sinks}
+        return sightline.attention(query, key, value, scale=scale, dropout=0.3, seed=seed, **options)
+
+    given = *operands, lengths, slopes, sinks
+    expected = call(*map(np.asarray, given), 1.0, 7)
+    assert same_bits(jax.jit(call, static_argnums=6)(*given, 1.0, seed), expected)
+    close = call(*map(np.asarray, given), 0.3, 7)
+    np.testing.assert_allclose(jax.jit(call)(*given, scale, seed), close, rtol=1e-5, atol=1e-6)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def loss_of(answer):
+    output, seen = answer
+    return (output * output).sum() + sum((x * x).sum() for x in seen)
+
+
+def test_gradients_have_the_bits_of_torch(rng, operands):
+    slopes, sinks = (jnp.asarray(rng.normal(size=H), jnp.float32) for _ in range(2))
+
+    def loss(query, key, value, slopes, sinks):
+        score = s - table(slopes)[h] * (i - j)
+        return loss_of(sightline.attention(query, key, value, mask=i >= j, score=score, sinks=sinks, see=SEE[:3]))
+
+    given = *operands, slopes, sinks
+    tensors = [to_torch(np.asarray(x)).requires_grad_() for x in given]
+    expected = torch.autograd.grad(loss(*tensors), tensors)
+    for differentiate in (jax.grad(loss, range(5)), jax.jit(jax.grad(loss, range(5)))):
+        for x, right in zip(differentiate(*given), expected, strict=True):
+            np.testing.assert_allclose(x, right.numpy(), rtol=2e-5, atol=2e-5)
+
+
+def test_gradients_of_some_arguments_and_results(operands):
+    query, key, value = operands
+    whole = jax.grad(lambda *given: sightline.attention(*given).sum(), (0, 1, 2))(*operands)
+    assert same_bits(jax.grad(lambda value: sightline.attention(query, key, value).sum())(value), whole[2])
+    of_lse = jax.grad(lambda key: sightline.attention(query, key, value, see=[sightline.lse()])[1][0].sum())(key)
+    expected = jax.grad(lambda key: jax.nn.logsumexp(query @ key.mT / np.sqrt(D), -1).sum())(key)
+    np.testing.assert_allclose(of_lse, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_forward_and_second_derivatives_are_refused(operands):
+    attend = partial(sightline.attention, mask=i >= j)
+    with pytest.raises(KernelRefusedError, match="forward derivatives"):
+        jax.jvp(attend, operands, operands)
+    with pytest.raises(KernelRefusedError, match="second derivatives"):
+        jax.hessian(lambda query: attend(query, *operands[1:]).sum())(operands[0])
+
+
+# -- vmap --------------------------------------------------------------------------------------------------------------
+
+
+def padded(query, key, value, lengths, slopes):
+    """Attention whose formulas read b, and tables of it."""
+    mask, score = (j < table(lengths)[b]) | (i == j), s * 1.5 + table(slopes)[h] * (i - j) + 0.1 * b
+    see = [sightline.entropy(), sightline.mass(j < table(lengths)[b] // 2), sightline.lse().mean("heads")]
+    return sightline.attention(query, key, value, mask=mask, score=score, see=see)
+
+
+@pytest.fixture
+def elements(rng):
+    given = [jnp.asarray(rng.normal(size=(3, *SHAPE)), jnp.float32) for _ in range(3)]
+    return [*given, jnp.asarray(rng.integers(1, N, (3, B))), jnp.asarray(rng.normal(size=(3, H)), jnp.float32)]
+
+
+AXES = [(0, 0, 0, 0, 0), (0, None, 0, 0, None), (1, 0, 0, None, 0), (0, 0, 0, None, None), (None,) * 3 + (0, None)]
+
+
+def select(elements, axes, number):
+    return [jnp.take(x, number, 0 if axis is None else axis) for x, axis in zip(elements, axes, strict=True)]
+
+
+def given_to(elements, axes):
+    """The arguments of a mapped call: the first element of what is not mapped."""
+    moved = [x if not axis else jnp.moveaxis(x, 0, axis) for x, axis in zip(elements, axes, strict=True)]
+    return [x[0] if axis is None else x for x, axis in zip(moved, axes, strict=True)]
+
+
+def each(function, given, axes):
+    rows = range(3)
+    return stack(
+        [function(*[x if a is None else jnp.take(x, k, a) for x, a in zip(given, axes, strict=True)]) for k in rows]
+    )
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_vmap_is_one_call_for_all_elements(elements, axes, monkeypatch):
+    given = given_to(elements, axes)
+    expected = each(padded, given, axes)
+    monkeypatch.setattr(batching, "_compute_in_turn", None)
+    assert same_bits(jax.jit(jax.vmap(padded, axes))(*given), expected)
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_gradients_in_vmap(elements, axes):
+    given = given_to(elements, axes)
+    gradients = jax.grad(lambda *given: loss_of(padded(*given)), (0, 1, 2, 4))
+    found, expected = jax.vmap(gradients, axes)(*given), each(gradients, given, axes)
+    for x, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, right, rtol=1e-5, atol=1e-5)
+    if axes[0] is not None:
+        total = jax.grad(lambda *given: loss_of(jax.vmap(padded, axes)(*given)))(*given)
+        np.testing.assert_allclose(jnp.moveaxis(total, axes[0], 0), expected[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"dropout": 0.4, "seed": 3}, {"sinks": "mapped"}, {"see": [sightline.entropy().mean("batch")]}], ids=str
+)
+def test_what_one_call_cannot_express_is_computed_in_turn(rng, elements, options):
+    sinks = jnp.asarray(rng.normal(size=(3, H)), jnp.float32)
+
+    def call(query, key, value, sinks):
+        own = {"sinks": sinks} if "sinks" in options else {}
+        return sightline.attention(query, key, value, mask=i >= j, **(options | own))
+
+    given, axes = [*elements[:3], sinks], (0, 0, 0, 0)
+    assert same_bits(jax.vmap(call)(*given), each(call, given, axes))
+
+
+def test_nested_vmap(elements):
+    given = [x[:, :, :, None] for x in elements[:3]]  # vmap over elements, batch and heads; one head is left
+    attend = partial(sightline.attention, mask=(i >= j) & (b == 0))
+    found = jax.vmap(jax.vmap(jax.vmap(attend)))(*given)
+    assert same_bits(found[:, :, :, 0], sightline.attention(*elements[:3], mask=i >= j))
+
+
+# -- other transformations ---------------------------------------------------------------------------------------------
+
+
+def attend(query, key, value):
+    return sightline.attention(query, key, value, mask=i >= j)
+
+
+def test_scan_cond_checkpoint_and_jacrev(operands):
+    query, key, value = operands
+    once = attend(query, key, value)
+    twice = attend(once, key, value)
+    found, _ = jax.lax.scan(lambda x, _: (attend(x, key, value), None), query, None, length=2)
+    assert same_bits(found, twice)
+    assert same_bits(jax.lax.cond(True, attend, lambda query, *_: query, *operands), once)
+    loss = lambda query, function: (function(query, key, value) ** 2).sum()  # noqa: E731
+    expected = jax.grad(loss)(query, attend)
+    assert same_bits(jax.grad(loss)(query, jax.checkpoint(attend)), expected)
+    rows = jax.jacrev(lambda query: attend(query, key, value)[0, 0, :2, 0])(query)
+    one = jax.grad(lambda query: attend(query, key, value)[0, 0, 1, 0])(query)
+    np.testing.assert_allclose(rows[1], one, rtol=1e-5, atol=1e-7)
+
+
+def test_donation_and_ahead_of_time_compilation(operands):
+    query, key, value = operands
+    expected = attend(*operands)
+    compiled = jax.jit(attend, donate_argnums=0).lower(*operands).compile()
+    assert same_bits(compiled(query + 0, key, value), expected)
+
+
+SHARDED = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import threading
+import jax, jax.numpy as jnp, numpy as np, sightline
+from functools import partial
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from sightline import i, j
+x = [jnp.asarray(np.random.default_rng(k).normal(size=(4, 2, 30, 8)), jnp.float32) for k in range(3)]
+attend = partial(sightline.attention, mask=i >= j)
+def loss(*x):
+    return (attend(*x) ** 2).sum()
+expected, right = attend(*x), jax.grad(loss)(*x)
+mesh = Mesh(np.array(jax.devices()), "x")
+sharded = jax.shard_map(attend, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+assert np.array_equal(sharded(*x), expected)
+assert np.array_equal(jax.jit(sharded)(*x), expected)
+assert np.allclose(jax.grad(lambda *x: (sharded(*x) ** 2).sum())(*x), right, atol=1e-5)
+split = [jax.device_put(y, NamedSharding(mesh, P("x"))) for y in x]
+assert np.array_equal(jax.jit(attend)(*split), expected)
+assert np.allclose(jax.jit(jax.grad(loss))(*split), right, atol=1e-5)
+devices, failed = jax.devices(), []
+def call(number):
+    own = [jax.device_put(y, devices[number % 4]) for y in x]
+    for _ in range(50):
+        if not np.array_equal(jax.jit(attend)(*own), expected):
+            failed.append(number)
+threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert not failed
+"""
+
+
+def test_several_devices_and_threads():
+    subprocess.run([sys.executable, "-c", SHARDED], check=True, timeout=300)
+
+
+EXPORTED = """
+import sys
+import jax, numpy as np
+if sys.argv[2] == "with":
+    import sightline.jax
+program = jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+x = np.random.default_rng(0).normal(size=(1, 2, 9, 8)).astype(np.float32)
+np.save(sys.argv[1] + ".npy", program.call(x, x, x))
+"""
+
+
+@pytest.mark.parametrize("registers", ["with", "without"])
+def test_an_exported_program_runs_in_another_process(tmp_path, registers):
+    x = np.random.default_rng(0).normal(size=(1, 2, 9, 8)).astype(np.float32)
+    checks = [jax.export.DisabledSafetyCheck.custom_call("sightline_attention")]
+    exported = jax.export.export(jax.jit(attend), disabled_checks=checks)(x, x, x)
+    path = tmp_path / "program"
+    path.write_bytes(exported.serialize())
+    command = [sys.executable, "-c", EXPORTED, str(path), registers]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (result.returncode == 0) == (registers == "with"), result.stderr
+    if registers == "with":
+        assert same_bits(np.load(f"{path}.npy"), attend(x, x, x))
+    else:
+        assert "sightline_attention" in result.stderr
+
+
+# -- errors and faults -------------------------------------------------------------------------------------------------
+
+
+def test_an_error_during_the_program_has_its_message(operands):
+    compiled = jax.jit(lambda *given, ids: sightline.attention(*given, mask=table(ids)[table(ids)[i]] > 0))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="TableError"):
+        jax.block_until_ready(compiled(*operands, ids=jnp.full(N, 99)))
+    assert np.isfinite(attend(*operands)).all()
+
+
+def test_bad_arguments_are_errors_while_the_program_is_traced(operands):
+    query, key, value = operands
+    with pytest.raises(SightlineError):
+        jax.jit(sightline.attention)(query, key[..., :4], value)
+    with pytest.raises(SightlineError, match="all from NumPy, torch or JAX"):
+        sightline.attention(query, np.asarray(key), value)
+
+
+def test_a_fault_in_the_batching_rule_is_found(elements, monkeypatch):
+    monkeypatch.setattr(batching, "_join_formulas", lambda options, *_: options)
+    axes = (0, 0, 0, None, None)
+    given = given_to(elements, axes)
+    expected = each(padded, given, axes)
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
+        assert same_bits(jax.vmap(padded, axes)(*given), expected)
+
+
+def test_a_fault_in_the_order_of_arguments_is_found(operands, monkeypatch):
+    plain = [np.asarray(x) for x in operands]
+    divide = host_calls.HostCall.divide
+    monkeypatch.setattr(
+        host_calls.HostCall, "divide", lambda self, arrays: divide(self, [arrays[1], arrays[0], *arrays[2:]])
+    )
+    assert not same_bits(sightline.attention(*operands, mask=i >= j), sightline.attention(*plain, mask=i >= j))
+
+
+def test_the_text_of_a_call_is_json(operands):
+    text = jax.jit(attend).lower(*operands).as_text()
+    assert "sightline_attention" in text
+    assert json.loads('["ForwardCall"]') == ["ForwardCall"]
+    assert all_bits(np.asarray(attend(*operands)))
