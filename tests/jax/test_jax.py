@@ -131,6 +131,31 @@ def test_gradients_of_some_arguments_and_results(operands):
     np.testing.assert_allclose(of_lse, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_later_backward_passes_need_no_dispatch(rng, dtype, monkeypatch):
+    operands = [jnp.asarray(rng.normal(size=SHAPE), dtype) for _ in range(3)]
+    given = [*operands, *(jnp.asarray(rng.normal(size=H), dtype) for _ in range(2))]
+
+    @jax.jit
+    def differentiate(*given):
+        def loss(query, key, value, slopes, sinks):
+            options = {"mask": i - j < 9, "score": s * 1.5 - table(slopes)[h] * (i - j), "sinks": sinks}
+            output, (lse,) = sightline.attention(query, key, value, see=[sightline.lse()], **options)
+            return (output.astype(jnp.float32) ** 2).sum() + lse.sum()
+
+        return jax.grad(loss, range(5))(*given)
+
+    expected = jax.block_until_ready(differentiate(*given))
+    others = [x[::-1] for x in given]
+    monkeypatch.setattr(host_calls.BackwardCall, "compute_by_dispatch", None)
+    assert same_bits(differentiate(*given), expected)
+    found = jax.block_until_ready(differentiate(*others))
+    monkeypatch.undo()
+    monkeypatch.setattr(host_calls.BoundGradients, "run", lambda *_: None)
+    assert same_bits(differentiate(*others), found)
+    assert not same_bits(found, expected)
+
+
 def test_forward_and_second_derivatives_are_refused(operands):
     attend = partial(sightline.attention, mask=i >= j)
     with pytest.raises(KernelRefusedError, match="forward derivatives"):

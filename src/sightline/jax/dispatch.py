@@ -15,9 +15,9 @@ from ..kernel import Result
 from ..problem import Problem, parse
 from ..statistics import solve_selections_separately
 from ..validation import fold_scale, read_seed
-from .host_calls import FIRST_ARRAY, LSE
 from .options import CallOptions
 from .primitives import attention
+from .result_indices import FIRST_ARRAY, LSE
 
 __all__ = ["run"]
 

@@ -27,23 +27,10 @@ from ..formula.parameters import structure_of
 from ..kernel import Result
 from ..problem import Problem, validate
 from ..statistics import Statistic
+from .bound_gradients import BoundGradients, Inputs
+from .result_indices import FIRST_ARRAY, LSE, NUM_OPERANDS, OUTPUT
 
-__all__ = [
-    "FIRST_ARRAY",
-    "LSE",
-    "NUM_OPERANDS",
-    "OUTPUT",
-    "PRECISE_LSE",
-    "ArrayType",
-    "BackwardCall",
-    "ForwardCall",
-    "HostCall",
-    "parse_call",
-]
-
-
-NUM_OPERANDS = 3  # query, key and value
-OUTPUT, LSE, PRECISE_LSE, FIRST_ARRAY = range(4)  # indices of results
+__all__ = ["ArrayType", "BackwardCall", "ForwardCall", "HostCall", "parse_call"]
 
 
 class ArrayType(NamedTuple):
@@ -57,17 +44,6 @@ class ArrayType(NamedTuple):
         dtype = np.dtype(resolve_dtype(np, self.dtype))
         memory = (ctypes.c_char * (math.prod(self.shape) * dtype.itemsize)).from_address(address)
         return np.ndarray(self.shape, dtype, memory)
-
-
-class Inputs(NamedTuple):
-    """The arrays of a call: query, key, value, the tables, the sinks and the seed."""
-
-    query: Any
-    key: Any
-    value: Any
-    tables: list[Any]
-    sinks: Any
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -191,18 +167,28 @@ class BackwardCall(HostCall):
 
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         inputs, (output, lse_words, *gradients) = self.divide(arrays)
-        problem = self.make_problem(inputs, self.text.formulas(inputs.tables))
         found = dict(zip(self.given, gradients, strict=True))
-        d_output = found[OUTPUT] if OUTPUT in found else np.zeros(output.shape, output.dtype)
+        if OUTPUT not in found:
+            found[OUTPUT] = np.zeros(output.shape, output.dtype)
+        saved = output, lse_words.view(np.float64)[..., 0]
+        bound: BoundGradients | None = vars(self).get("bound")
+        own = None if bound is None else bound.run(inputs, saved, found, self.threads)
+        return self.compute_by_dispatch(inputs, saved, found) if own is None else [own[k] for k in self.wanted]
+
+    def compute_by_dispatch(self, inputs: Inputs, saved: tuple[Any, Any], found: dict[int, Any]) -> Sequence[Any]:
+        problem = self.make_problem(inputs, self.text.formulas(inputs.tables))
         d_seen, index = [], FIRST_ARRAY
         for statistic in problem.see:
             d_seen.append(found.get(index) if count_arrays(statistic) else None)
             index += count_arrays(statistic)
-        saved = output, lse_words.view(np.float64)[..., 0]
         slots = self.table_slots(problem)
         wanted_tables = [slots[k] for k in self.wanted if k in slots]
         plan = make_plan(problem, self.kernel)
-        sums = differentiate(problem, plan, d_output, found.get(LSE), tuple(d_seen), saved, wanted_tables, self.threads)
+        sums = differentiate(
+            problem, plan, found[OUTPUT], found.get(LSE), tuple(d_seen), saved, wanted_tables, self.threads
+        )
+        if sums.bound_call is not None:
+            vars(self)["bound"] = BoundGradients.of(sums.bound_call, problem, inputs, slots)
         own = dict(enumerate((sums.query, sums.key, sums.value))) | {k: sums.tables[slot] for k, slot in slots.items()}
         own[NUM_OPERANDS + self.num_tables] = sums.sinks
         return [own[k] for k in self.wanted]

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..call_text import CallText, count_arrays
 from ..problem import Problem
-from .host_calls import FIRST_ARRAY, LSE, NUM_OPERANDS, OUTPUT
+from .result_indices import FIRST_ARRAY, LSE, NUM_OPERANDS, OUTPUT
 
 __all__ = ["CallOptions", "example"]
 

@@ -20,8 +20,9 @@ from jax.interpreters import ad, batching, mlir
 
 from ..errors import KernelRefusedError
 from .batching import batch
-from .host_calls import OUTPUT, PRECISE_LSE, ArrayType, BackwardCall, ForwardCall, HostCall
+from .host_calls import ArrayType, BackwardCall, ForwardCall, HostCall
 from .options import CallOptions
+from .result_indices import OUTPUT, PRECISE_LSE
 from .target import MAX_BUFFERS, register
 
 __all__ = ["attention"]
