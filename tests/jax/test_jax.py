@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 
 import sightline
 from sample_calls import KINDS, all_bits, draw_inputs
 from sightline import b, h, i, j, s, table
 from sightline.errors import KernelRefusedError, SightlineError
 from sightline.jax import batching, host_calls
-from strategies import to_torch
+from strategies import cases, to_torch
 
 B, H, N, D = 2, 4, 20, 8
 SHAPE = (B, H, N, D)
@@ -62,6 +63,31 @@ def test_dtypes(rng, dtype):
     compiled = jax.jit(partial(sightline.attention, mask=i >= j, see=[sightline.top_k(3)]))
     expected = sightline.attention(*map(np.asarray, given), mask=i >= j, see=[sightline.top_k(3)])
     assert same_bits(compiled(*given), expected)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "streaming"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_drawn_problems(kernel, dtype):
+    """The NumPy call conforms to the float64 definition; see tests/test_conformance.py."""
+
+    @settings(max_examples=8)
+    @given(cases(dtypes=(dtype,), dropout=True))
+    def conforms(case):
+        plain = [np.ascontiguousarray(x) for x in case.arrays]
+        options = case.options | {"kernel": kernel, "see": [sightline.lse(), sightline.entropy()]}
+        expected = sightline.attention(*plain, **options)
+        assert same_bits(sightline.attention(*map(jnp.asarray, plain), **options), expected)
+
+    conforms()
+
+
+def test_wide_numbers_of_numpy_tables_are_exact(operands):
+    numbers = np.arange(N) + 2**40
+    mask = (table(numbers)[i] - 2**40 >= j) & (table(np.linspace(0, 1, N) + 1e-12)[j] > 0.5)
+    expected = sightline.attention(*map(np.asarray, operands), mask=mask)
+    assert same_bits(jax.jit(partial(sightline.attention, mask=mask))(*operands), expected)
+    found = jax.vmap(partial(sightline.attention, mask=mask))(*(x[:, None] for x in operands))
+    assert same_bits(found[:, 0], expected)
 
 
 def test_float64():

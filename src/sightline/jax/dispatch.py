@@ -10,7 +10,6 @@ import numpy as np
 
 from ..call_text import CallText, count_arrays
 from ..dispatch import to_caller_layout
-from ..errors import DtypeError
 from ..kernel import Result
 from ..problem import Problem, parse
 from ..statistics import solve_selections_separately
@@ -38,9 +37,11 @@ def run(
 
 def _run_primitive(problem: Problem, seed: Any, kernel: str | None, threads: int | None) -> Result:
     text, tables = CallText.of(problem)
-    inputs = [problem.query, problem.key, problem.value, *[_to_jax(table.array) for table in tables]]
+    converted = [_to_jax(table.array) for table in tables]
+    inputs = [problem.query, problem.key, problem.value, *[array for array, _ in converted]]
     inputs += [array for array in (problem.sinks, seed) if array is not None]
-    options = CallOptions(text, len(tables), problem.sinks is not None, seed is not None, kernel, threads)
+    wide_tables = tuple([dtype for _, dtype in converted])
+    options = CallOptions(text, wide_tables, problem.sinks is not None, seed is not None, kernel, threads)
     results = attention(inputs, options)
     seen, index = [], FIRST_ARRAY
     for statistic in problem.see:
@@ -53,16 +54,15 @@ def _run_primitive(problem: Problem, seed: Any, kernel: str | None, threads: int
     return Result(results[0], results[LSE], tuple(seen))
 
 
-def _to_jax(array: Any) -> Any:
-    """Return a table as a JAX array. Raise DtypeError if JAX has no integers that hold its entries."""
-    converted = jnp.asarray(array)
-    if converted.dtype != array.dtype and array.dtype.kind in "iu" and not np.array_equal(converted, array):
-        raise DtypeError(
-            f"a table of {array.dtype} with entries beyond {converted.dtype}",
-            f"entries that fit {converted.dtype}, or JAX with 64-bit integers",
-            'jax.config.update("jax_enable_x64", True)',
-        )
-    return converted
+def _to_jax(array: Any) -> tuple[Any, str]:
+    """Return a table as a JAX array, and "".
+
+    If JAX has no 64-bit numbers, a table of NumPy with such numbers becomes words of 32 bits in a new last axis. The
+    name of its dtype is returned too.
+    """
+    if isinstance(array, np.ndarray) and array.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+        return jnp.asarray(np.ascontiguousarray(array)[..., None].view(np.uint32)), str(array.dtype)
+    return jnp.asarray(array), ""
 
 
 def _read_seed(seed: Any) -> Any:

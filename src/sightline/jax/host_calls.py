@@ -54,14 +54,14 @@ class HostCall(ABC):
     ----------
     text : formulas and options
     arguments, results : the types of the arrays that XLA passes
-    num_tables, has_sinks, has_seed : which arguments follow query, key and value
+    wide_tables, has_sinks, has_seed : as in `CallOptions`
     kernel, threads : as in `attention`
     """
 
     text: CallText
     arguments: tuple[ArrayType, ...]
     results: tuple[ArrayType, ...]
-    num_tables: int
+    wide_tables: tuple[str, ...]
     has_sinks: bool
     has_seed: bool
     kernel: str | None
@@ -84,7 +84,8 @@ class HostCall(ABC):
     def divide(self, arrays: list[Any]) -> tuple[Inputs, list[Any]]:
         """Return the inputs of the forward pass among the arrays, and the other arrays."""
         (query, key, value), rest = arrays[:3], arrays[3:]
-        tables, rest = rest[: self.num_tables], rest[self.num_tables :]
+        given = zip(rest, self.wide_tables, strict=False)
+        tables, rest = [x.view(wide)[..., 0] if wide else x for x, wide in given], rest[len(self.wide_tables) :]
         sinks = rest.pop(0) if self.has_sinks else None
         seed = int(rest.pop(0).view(np.uint64)[0]) if self.has_seed else 0
         return Inputs(query, key, value, tables, sinks, seed), rest
@@ -141,7 +142,8 @@ class ForwardCall(HostCall):
     @cached_property
     def example_tables(self) -> list[Any]:
         """Tables of the call's types, of one number that repeats."""
-        kinds = self.arguments[NUM_OPERANDS : NUM_OPERANDS + self.num_tables]
+        given = zip(self.arguments[NUM_OPERANDS:], self.wide_tables, strict=False)
+        kinds = [ArrayType(kind.shape[:-1], wide) if wide else kind for kind, wide in given]
         return [np.broadcast_to(np.zeros((), resolve_dtype(np, kind.dtype)), kind.shape) for kind in kinds]
 
 
@@ -190,7 +192,7 @@ class BackwardCall(HostCall):
         if sums.bound_call is not None:
             vars(self)["bound"] = BoundGradients.of(sums.bound_call, problem, inputs, slots)
         own = dict(enumerate((sums.query, sums.key, sums.value))) | {k: sums.tables[slot] for k, slot in slots.items()}
-        own[NUM_OPERANDS + self.num_tables] = sums.sinks
+        own[NUM_OPERANDS + len(self.wide_tables)] = sums.sinks
         return [own[k] for k in self.wanted]
 
     def table_slots(self, problem: Problem) -> dict[int, int]:
@@ -206,7 +208,7 @@ def parse_call(text: bytes) -> HostCall:
     values["text"] = CallText(*values["text"])
     for name in ("arguments", "results"):
         values[name] = tuple([ArrayType(tuple(shape), dtype) for shape, dtype in values[name]])
-    for name in {"wanted", "given"} & set(values):
+    for name in {"wide_tables", "wanted", "given"} & set(values):
         values[name] = tuple(values[name])
     classes: dict[str, type[HostCall]] = {"ForwardCall": ForwardCall, "BackwardCall": BackwardCall}
     return classes[kind](**values)

@@ -23,12 +23,13 @@ class CallOptions:
     Parameters
     ----------
     text : formulas and options
-    num_tables, has_sinks, has_seed : which arguments follow query, key and value
+    wide_tables : for each table, the name of its dtype if it is passed as words of 32 bits, else ""
+    has_sinks, has_seed : which arguments follow query, key, value and the tables
     kernel, threads : as in `attention`
     """
 
     text: CallText
-    num_tables: int
+    wide_tables: tuple[str, ...]
     has_sinks: bool
     has_seed: bool
     kernel: str | None
@@ -37,16 +38,20 @@ class CallOptions:
     @property
     def num_inputs(self) -> int:
         """The number of arguments of the forward pass."""
-        return NUM_OPERANDS + self.num_tables + self.has_sinks + self.has_seed
+        return NUM_OPERANDS + len(self.wide_tables) + self.has_sinks + self.has_seed
 
     @property
     def table_places(self) -> range:
         """The indices of the tables among the arguments."""
-        return range(NUM_OPERANDS, NUM_OPERANDS + self.num_tables)
+        return range(NUM_OPERANDS, NUM_OPERANDS + len(self.wide_tables))
 
     def tables(self, inputs: Sequence[Any]) -> list[Any]:
         """Return tables of the arguments' types, each of one number that repeats."""
-        return [example(inputs[k].shape, inputs[k].dtype) for k in self.table_places]
+        given = zip(self.table_places, self.wide_tables, strict=True)
+        return [
+            example(inputs[k].shape[:-1], wide) if wide else example(inputs[k].shape, inputs[k].dtype)
+            for k, wide in given
+        ]
 
     def problem(self, inputs: Sequence[Any]) -> Problem:
         """Return a problem without contents: for arguments of these types, without formulas."""
