@@ -197,6 +197,8 @@ def explain(
     'streaming'
     """
     check_choice(kernel, threads)
+    if arrays.framework(query) == "jax":  # compiled programs run the kernel for NumPy arrays
+        query, key, value = (arrays.to_example(x) for x in (query, key, value))
     problem = make_problem(
         query,
         key,

@@ -32,6 +32,7 @@ __all__ = [
     "min_max",
     "namespace",
     "resolve_dtype",
+    "to_example",
     "to_host",
     "to_numpy",
 ]
@@ -62,9 +63,9 @@ def namespace(array: Array) -> Any:
 
 
 def device(array: Array) -> str:
-    """Return the device of the array as text: "cpu", "cuda:0"; "jax" for JAX, which places its arrays itself."""
+    """Return the device of the array as text: "cpu", "cuda:0"; "cpu" for JAX, which places its arrays itself."""
     if framework(array) == "jax":
-        return "jax"
+        return "cpu"
     return str(getattr(array, "device", "cpu"))
 
 
@@ -151,6 +152,11 @@ def _convert(array: Array, like: Array) -> Array:
     if not host.flags.writeable or any(stride < 0 for stride in host.strides):
         host = host.copy()  # torch cannot share read-only memory or negative strides
     return namespace(like).asarray(host, device=like.device)
+
+
+def to_example(array: Array) -> Array:
+    """Return a NumPy array of zeros with the shape and dtype of an array that may have no entries yet."""
+    return np.zeros(array.shape, resolve_dtype(np, dtype_name(array)))
 
 
 def broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:

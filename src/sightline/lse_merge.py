@@ -31,7 +31,7 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     Parameters
     ----------
     parts : iterable of (out, lse), at least one pair
-        out is an array (..., n, d_v) of float16, bfloat16, float32 or float64, of NumPy or torch. lse is an array
+        out is an array (..., n, d_v) of float16, bfloat16, float32 or float64, of NumPy, torch or JAX. lse is an array
         (..., n), in nats, in the accumulator's dtype (float64 if out is float64, else float32) or in float64. Shapes
         and dtypes must be equal in all parts; nothing is broadcast. An lse of −∞ means that the query sees no key of
         the part. The query's row of out is ignored if the factor of the part is 0, because the lse is −∞ or the factor
@@ -44,7 +44,8 @@ def merge(parts: Iterable[tuple[Any, Any]]) -> tuple[Any, Any]:
     lse : (..., n)
         The merged lse, in the dtype of the parts' lse; −∞ for a query that sees no key in any part.
 
-    In torch, out and lse have gradients of any order. A part's gradients are 0 where a query sees no key of the part.
+    In torch and JAX, out and lse have gradients of any order. A part's gradients are 0 where a query sees no key of the
+    part.
 
     Raises
     ------
@@ -130,8 +131,8 @@ def _validate(parts: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
 
 
 def _check_array(what: str, array: Any) -> None:
-    if framework(array) not in ("numpy", "torch") or not hasattr(array, "dtype"):
-        raise DtypeError(f"{what} is a {type(array).__name__}", "arrays of NumPy or torch", CURE)
+    if framework(array) not in ("numpy", "torch", "jax") or not hasattr(array, "dtype"):
+        raise DtypeError(f"{what} is a {type(array).__name__}", "arrays of NumPy, torch or JAX", CURE)
     check_float_dtype(what, array)
 
 

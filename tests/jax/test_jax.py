@@ -15,7 +15,7 @@ from hypothesis import given, settings
 import sightline
 from sample_calls import KINDS, all_bits, draw_inputs
 from sightline import b, h, i, j, s, table
-from sightline.errors import KernelRefusedError, SightlineError
+from sightline.errors import KernelRefusedError, ParameterError, SightlineError
 from sightline.jax import batching, host_calls
 from strategies import cases, to_torch
 
@@ -371,8 +371,30 @@ def test_an_error_during_the_program_has_its_message(operands):
     assert np.isfinite(attend(*operands)).all()
 
 
+def test_explain_names_the_kernel_of_the_program(operands):
+    lengths = jnp.asarray([5, 17])
+    explained = sightline.explain(*operands, mask=sightline.padding(lengths))
+    assert explained.kernel == "cpu"
+    assert sightline.explain(*operands, kernel="streaming").kernel == "streaming"
+
+
+def test_merge(operands):
+    def join(query, key, value):
+        parts = [slice(0, 7), slice(7, N)]
+        see = [sightline.lse()]
+        return sightline.merge([sightline.attention(query, key[:, :, x], value[:, :, x], see=see) for x in parts])[0]
+
+    np.testing.assert_allclose(jax.jit(join)(*operands), sightline.attention(*operands), rtol=1e-5, atol=1e-6)
+    loss = lambda function: jax.grad(lambda *given: (function(*given) ** 2).sum(), (0, 1, 2))(*operands)  # noqa: E731
+    for x, right in zip(loss(join), loss(sightline.attention), strict=True):
+        np.testing.assert_allclose(x, right, rtol=1e-4, atol=1e-5)
+
+
 def test_bad_arguments_are_errors_while_the_program_is_traced(operands):
     query, key, value = operands
+    for kernel in ("triton", "nothing"):
+        with pytest.raises(ParameterError, match="for JAX arrays"):
+            sightline.attention(*operands, kernel=kernel)
     with pytest.raises(SightlineError):
         jax.jit(sightline.attention)(query, key[..., :4], value)
     with pytest.raises(SightlineError, match="all from NumPy, torch or JAX"):
@@ -402,3 +424,17 @@ def test_the_text_of_a_call_is_json(operands):
     assert "sightline_attention" in text
     assert json.loads('["ForwardCall"]') == ["ForwardCall"]
     assert all_bits(np.asarray(attend(*operands)))
+
+
+def test_the_code_of_the_custom_call_lives_as_long_as_the_process():
+    """XLA holds its address, and the cache of kernels may drop it."""
+    program = """
+import gc, jax, numpy as np, sightline
+from sightline.cpu.runtime import compile
+x = np.ones((1, 2, 9, 8), np.float32)
+attend = jax.jit(lambda x: sightline.attention(x, x, x))
+expected = attend(jax.numpy.asarray(x))
+compile._cache = compile.KernelCache()
+gc.collect()
+assert np.array_equal(attend(jax.numpy.asarray(x)), expected)"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..call_text import CallText, count_arrays
 from ..dispatch import to_caller_layout
+from ..errors import ParameterError
 from ..kernel import Result
 from ..problem import Problem, parse
 from ..statistics import solve_selections_separately
@@ -20,11 +21,17 @@ from .result_indices import FIRST_ARRAY, LSE
 
 __all__ = ["run"]
 
+HOST_KERNELS = ("cpu", "streaming", "reference")
+
 
 def run(
     query: Any, key: Any, value: Any, options: dict[str, Any], kernel: str | None, threads: int | None
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return (output, seen) of `sightline.attention`; `options` are its other arguments."""
+    if kernel is not None and kernel not in HOST_KERNELS:
+        raise ParameterError(
+            f"kernel={kernel!r} for JAX arrays", f"one of {HOST_KERNELS}, or None", "leave kernel=None"
+        )
     seed, scale = options["seed"], options["scale"]
     if isinstance(scale, jax.Array):
         score, scale = fold_scale(options["score"], scale)

@@ -27,6 +27,7 @@ __all__ = ["MAX_BUFFERS", "TARGET", "register"]
 TARGET = "sightline_attention"
 
 _calls: dict[bytes, HostCall] = {}  # the calls of this process by their text; a program may run as long as it exists
+_code: list[Any] = []  # keeps the handler's code alive: XLA calls it as long as the process runs
 _errors = threading.local()  # keeps the last message of each thread alive until XLA has copied it
 
 
@@ -58,6 +59,7 @@ def register() -> str:
     version, architecture = _read_version(), HOST.machine.architecture
     key, name = f"{version} {architecture}", "sightline_xla_handler"
     address: Any = HOST.kernel(key, name, lambda: build_module(name, version, architecture))
+    _code.append(address)
     handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="cpu")
     return TARGET
