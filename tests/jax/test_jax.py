@@ -15,12 +15,13 @@ from hypothesis import given, settings
 import sightline
 from sample_calls import KINDS, all_bits, draw_inputs
 from sightline import b, h, i, j, s, table
-from sightline.errors import KernelRefusedError, ParameterError, SightlineError
+from sightline.errors import KernelRefusedError, ParameterError, ShapeError, SightlineError
 from sightline.jax import batching, host_calls
 from strategies import cases, to_torch
 
 B, H, N, D = 2, 4, 20, 8
 SHAPE = (B, H, N, D)
+FAILED = jax.errors.JaxRuntimeError, ValueError  # what JAX raises for an error of a custom call
 SEE = [sightline.entropy(), sightline.lse(), sightline.mass(j < 3), sightline.received().mean("heads")]
 
 
@@ -155,6 +156,24 @@ def test_gradients_of_some_arguments_and_results(operands):
     of_lse = jax.grad(lambda key: sightline.attention(query, key, value, see=[sightline.lse()])[1][0].sum())(key)
     expected = jax.grad(lambda key: jax.nn.logsumexp(query @ key.mT / np.sqrt(D), -1).sum())(key)
     np.testing.assert_allclose(of_lse, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reads", ["the mask", "a condition", "mask and score"])
+def test_arrays_that_only_masks_read_have_no_gradient(rng, operands, reads):
+    lengths = jnp.asarray([5.0, 17.0])
+
+    def loss(query, lengths):
+        mask = j < table(lengths)[b]
+        options = {"the mask": {"mask": mask}, "a condition": {"see": [sightline.mass(mask)]}}
+        both = {"mask": mask, "score": s * table(lengths)[b]}
+        answer = sightline.attention(query, *operands[1:], **options.get(reads, both))
+        return answer[1][0].sum() if reads == "a condition" else (answer * answer).sum()
+
+    of_query, of_lengths = jax.grad(loss, (0, 1))(operands[0], lengths)
+    assert same_bits(jax.grad(loss)(operands[0], lengths), of_query)
+    only = jax.grad(loss, 1)(operands[0], lengths)
+    assert same_bits(only, of_lengths)
+    assert bool((only != 0).any()) == (reads == "mask and score")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -366,9 +385,43 @@ def test_an_exported_program_runs_in_another_process(tmp_path, registers):
 
 def test_an_error_during_the_program_has_its_message(operands):
     compiled = jax.jit(lambda *given, ids: sightline.attention(*given, mask=table(ids)[table(ids)[i]] > 0))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="TableError"):
+    with pytest.raises(FAILED, match="TableError"):
         jax.block_until_ready(compiled(*operands, ids=jnp.full(N, 99)))
     assert np.isfinite(attend(*operands)).all()
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise TypeError
+
+
+@pytest.mark.parametrize("error", [UnprintableError(), OSError("\udcff")], ids=["no text", "a surrogate"])
+def test_an_error_without_a_text_is_an_error(operands, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(host_calls.ForwardCall, "compute", fail)
+    with pytest.raises(FAILED, match=type(error).__name__):
+        jax.block_until_ready(attend(*operands))
+
+
+@pytest.mark.parametrize("seed", ["x", jnp.float32(1), jnp.asarray([1, 2])], ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_seeds_that_are_no_whole_numbers_are_errors(operands, seed, dropout):
+    with pytest.raises(ParameterError, match="seed"):
+        sightline.attention(*operands, seed=seed, dropout=dropout)
+
+
+def test_the_processor_of_each_call_is_respected(operands, monkeypatch):
+    attend(*operands)
+    monkeypatch.setenv("SIGHTLINE_CPU", "nothing")
+    with pytest.raises(FAILED, match="SIGHTLINE_CPU"):
+        jax.block_until_ready(attend(*operands))
+
+
+def test_shapes_of_tables_are_checked_while_the_program_is_traced(operands):
+    with pytest.raises(ShapeError):
+        jax.jit(lambda *given: sightline.attention(*given, mask=jnp.ones((N, N + 1), bool)))(*operands)
 
 
 def test_explain_names_the_kernel_of_the_program(operands):
@@ -406,15 +459,15 @@ def test_a_fault_in_the_batching_rule_is_found(elements, monkeypatch):
     axes = (0, 0, 0, None, None)
     given = given_to(elements, axes)
     expected = each(padded, given, axes)
-    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
+    with pytest.raises((AssertionError, *FAILED)):
         assert same_bits(jax.vmap(padded, axes)(*given), expected)
 
 
 def test_a_fault_in_the_order_of_arguments_is_found(operands, monkeypatch):
     plain = [np.asarray(x) for x in operands]
-    divide = host_calls.HostCall.divide
+    divide = host_calls.HostCall.split_arguments
     monkeypatch.setattr(
-        host_calls.HostCall, "divide", lambda self, arrays: divide(self, [arrays[1], arrays[0], *arrays[2:]])
+        host_calls.HostCall, "split_arguments", lambda self, arrays: divide(self, [arrays[1], arrays[0], *arrays[2:]])
     )
     assert not same_bits(sightline.attention(*operands, mask=i >= j), sightline.attention(*plain, mask=i >= j))
 

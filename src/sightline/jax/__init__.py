@@ -13,7 +13,7 @@ try:
     import jax  # noqa: F401
 except ImportError as error:
     raise MissingExtraError(
-        "sightline.jax without JAX", "JAX 0.5 or later", 'pip install "sightline-attention[jax]"'
+        "sightline.jax without JAX", "JAX 0.7 to 0.10", 'pip install "sightline-attention[jax]"'
     ) from error
 
 from .target import register

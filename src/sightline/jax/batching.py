@@ -1,7 +1,7 @@
 """`jax.vmap` of attention: the mapped axis becomes a leading batch axis, so that one call serves all elements.
 
 In the formulas, b counts the batches of one element. In the joined call, b counts those of all elements: b is replaced
-by b mod B, where B is the number of batches of one element, and a mapped table is read at b ÷ B in a new first axis.
+by b mod B, where B is the number of batches of one element, and a mapped table is read at ⌊b / B⌋ in a new first axis.
 The elements are computed one after another if a formula cannot express the call: with dropout, with mapped sinks, with
 gradients of sinks, and with means over the batch.
 """
@@ -103,5 +103,6 @@ def _join_formulas(
     mask, score = (None if formula is None else rewrite(formula) for formula in options.text.formulas(old))
     see = tuple([statistic.map_formulas(rewrite) for statistic in options.text.statistics(old)])
     text, found = CallText.of(replace(options.problem(joined), mask=mask, score=score, see=see))
-    assert [id(table.array) for table in found] == list(map(id, new))
+    if [id(table.array) for table in found] != list(map(id, new)):
+        raise RuntimeError("the joined formulas read their tables in another order")
     return replace(options, text=text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..call_text import CallText, count_arrays
-from ..dispatch import to_caller_layout
+from ..dispatch import KERNELS, to_caller_layout
 from ..errors import ParameterError
+from ..formula.expression import Expression
+from ..formula.formula_checks import check_spans
+from ..gpu import Triton
 from ..kernel import Result
 from ..problem import Problem, parse
 from ..statistics import solve_selections_separately
@@ -21,25 +25,31 @@ from .result_indices import FIRST_ARRAY, LSE
 
 __all__ = ["run"]
 
-HOST_KERNELS = ("cpu", "streaming", "reference")
-
 
 def run(
     query: Any, key: Any, value: Any, options: dict[str, Any], kernel: str | None, threads: int | None
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return (output, seen) of `sightline.attention`; `options` are its other arguments."""
-    if kernel is not None and kernel not in HOST_KERNELS:
-        raise ParameterError(
-            f"kernel={kernel!r} for JAX arrays", f"one of {HOST_KERNELS}, or None", "leave kernel=None"
-        )
+    names = [each.name for each in KERNELS if not isinstance(each, Triton)]
+    if kernel is not None and kernel not in names:
+        listed = ", ".join(map(repr, names))
+        raise ParameterError(f"kernel={kernel!r} for JAX arrays", f"one of {listed}, or None", "leave kernel=None")
     seed, scale = options["seed"], options["scale"]
     if isinstance(scale, jax.Array):
         score, scale = fold_scale(options["score"], scale)
         options = options | {"score": score, "scale": scale}
     problem = parse(query, key, value, **(options | {"seed": None if seed is None else 0}))
-    words = _read_seed(seed) if problem.dropout else None
-    result = solve_selections_separately(problem, lambda one: _run_primitive(one, words, kernel, threads))
+    problem.map_formulas(partial(_check, extent=problem.extent))
+    pair = _read_seed(seed, problem.dropout)
+    result = solve_selections_separately(problem, lambda one: _run_primitive(one, pair, kernel, threads))
     return to_caller_layout(problem, result)
+
+
+def _check(formula: Expression, extent: Any) -> Expression:
+    """Check the shapes of a formula's tables, and return the formula."""
+    if 0 not in extent:
+        check_spans(formula, extent)
+    return formula
 
 
 def _run_primitive(problem: Problem, seed: Any, kernel: str | None, threads: int | None) -> Result:
@@ -72,11 +82,22 @@ def _to_jax(array: Any) -> tuple[Any, str]:
     return jnp.asarray(array), ""
 
 
-def _read_seed(seed: Any) -> Any:
-    """Return the seed as two words of 32 bits, the lower first. A traced seed has 32 bits if JAX has no int64."""
+def _read_seed(seed: Any, dropout: float) -> Any:
+    """Return the seed as a pair of uint32, the lower half first; None without dropout.
+
+    A traced seed of 32 bits is read as an unsigned number.
+    """
     if isinstance(seed, jax.Array):
-        if jax.numpy.iinfo(seed.dtype).bits == 64:
-            return jax.lax.bitcast_convert_type(seed, jnp.uint32)
-        return jnp.stack([jax.lax.bitcast_convert_type(seed.astype(jnp.int32), jnp.uint32), jnp.zeros((), jnp.uint32)])
-    seed = read_seed(seed, dropout=1.0)
-    return jnp.asarray([seed % 2**32, seed // 2**32], jnp.uint32)
+        if seed.shape or not jnp.issubdtype(seed.dtype, jnp.integer):
+            raise ParameterError(
+                f"a seed of shape {seed.shape} and dtype {seed.dtype}", "one whole number", "jax.random.bits(key)"
+            )
+    else:
+        seed = read_seed(seed, dropout)
+    if not dropout:
+        return None
+    if not isinstance(seed, jax.Array):
+        return jnp.asarray([seed % 2**32, seed // 2**32], jnp.uint32)
+    if jnp.iinfo(seed.dtype).bits == 64:
+        return jax.lax.bitcast_convert_type(seed, jnp.uint32)
+    return jnp.stack([seed.astype(jnp.uint32), jnp.zeros((), jnp.uint32)])

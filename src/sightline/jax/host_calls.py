@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from .. import call_cache
 from ..arrays import resolve_dtype
 from ..cached_property import cached_property
 from ..call_cache import CachedCall, CallResult
-from ..call_request import Description, conditions_of
+from ..call_request import Description, conditions_of, machine_setting
 from ..call_text import CallText, count_arrays, flatten_result
 from ..dispatch import differentiate, make_plan
 from ..formula.expression import Expression
@@ -32,6 +33,8 @@ from .result_indices import FIRST_ARRAY, LSE, NUM_OPERANDS, OUTPUT
 
 __all__ = ["ArrayType", "BackwardCall", "ForwardCall", "HostCall", "parse_call"]
 
+MAX_CALLS = 1024  # calls of this process; the least recently used is parsed again
+
 
 class ArrayType(NamedTuple):
     """The shape and the name of the dtype of an array in C order."""
@@ -40,7 +43,7 @@ class ArrayType(NamedTuple):
     dtype: str
 
     def at(self, address: int) -> Any:
-        """Return the NumPy array at an address."""
+        """Return the NumPy array at an address. The array does not own the memory, so it must not be kept."""
         dtype = np.dtype(resolve_dtype(np, self.dtype))
         memory = (ctypes.c_char * (math.prod(self.shape) * dtype.itemsize)).from_address(address)
         return np.ndarray(self.shape, dtype, memory)
@@ -81,9 +84,9 @@ class HostCall(ABC):
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         """Return the results."""
 
-    def divide(self, arrays: list[Any]) -> tuple[Inputs, list[Any]]:
+    def split_arguments(self, arrays: list[Any]) -> tuple[Inputs, list[Any]]:
         """Return the inputs of the forward pass among the arrays, and the other arrays."""
-        (query, key, value), rest = arrays[:3], arrays[3:]
+        (query, key, value), rest = arrays[:NUM_OPERANDS], arrays[NUM_OPERANDS:]
         given = zip(rest, self.wide_tables, strict=False)
         tables, rest = [x.view(wide)[..., 0] if wide else x for x, wide in given], rest[len(self.wide_tables) :]
         sinks = rest.pop(0) if self.has_sinks else None
@@ -113,10 +116,11 @@ class ForwardCall(HostCall):
     """A forward pass. Its results are output, lse in float32 or float64, lse in float64, and the statistics' arrays."""
 
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
-        inputs, _ = self.divide(arrays)
+        inputs, _ = self.split_arguments(arrays)
         query, key, value, tables, sinks, seed = inputs
         given = (*tables, sinks) if self.has_sinks else tuple(tables)
-        structure = (self.text, self.kernel, self.threads), (False, False), not self.has_sinks
+        # as in `call_request`, for a call without a boolean mask and without an array of biases
+        structure = (self.text, self.kernel, self.threads, machine_setting()), (False, False), not self.has_sinks
         description = Description(structure, None, None, self.see, tuple(tables), self.numbers, given)
         result, request = call_cache.answer(description, query, key, value, sinks, seed, self.threads)
         if result is None:
@@ -168,14 +172,19 @@ class BackwardCall(HostCall):
     given: tuple[int, ...] = ()
 
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
-        inputs, (output, lse_words, *gradients) = self.divide(arrays)
+        inputs, (output, lse_words, *gradients) = self.split_arguments(arrays)
         found = dict(zip(self.given, gradients, strict=True))
         if OUTPUT not in found:
             found[OUTPUT] = np.zeros(output.shape, output.dtype)
         saved = output, lse_words.view(np.float64)[..., 0]
-        bound: BoundGradients | None = vars(self).get("bound")
+        bound = self.bound.get(machine_setting())
         own = None if bound is None else bound.run(inputs, saved, found, self.threads)
         return self.compute_by_dispatch(inputs, saved, found) if own is None else [own[k] for k in self.wanted]
+
+    @cached_property
+    def bound(self) -> dict[Any, BoundGradients]:
+        """The bound call of this process for each `machine_setting`."""
+        return {}
 
     def compute_by_dispatch(self, inputs: Inputs, saved: tuple[Any, Any], found: dict[int, Any]) -> Sequence[Any]:
         problem = self.make_problem(inputs, self.text.formulas(inputs.tables))
@@ -189,8 +198,9 @@ class BackwardCall(HostCall):
         sums = differentiate(
             problem, plan, found[OUTPUT], found.get(LSE), tuple(d_seen), saved, wanted_tables, self.threads
         )
-        if sums.bound_call is not None:
-            vars(self)["bound"] = BoundGradients.of(sums.bound_call, problem, inputs, slots)
+        bound = None if sums.bound_call is None else BoundGradients.of(sums.bound_call, problem, inputs, slots)
+        if bound is not None:
+            self.bound[machine_setting()] = bound
         own = dict(enumerate((sums.query, sums.key, sums.value))) | {k: sums.tables[slot] for k, slot in slots.items()}
         own[NUM_OPERANDS + len(self.wide_tables)] = sums.sinks
         return [own[k] for k in self.wanted]
@@ -202,6 +212,7 @@ class BackwardCall(HostCall):
         return {NUM_OPERANDS + k: slot[id(table)] for k, table in zip(self.text.score_tables, tables, strict=True)}
 
 
+@lru_cache(MAX_CALLS)
 def parse_call(text: bytes) -> HostCall:
     """Return the call that has this text."""
     kind, values = json.loads(text)

@@ -1,4 +1,4 @@
-"""The plain values of a call that the primitives carry, and what follows from them and from the arrays' types."""
+"""The static parameters of the primitives, and what follows from them and from the arrays' types."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CallOptions", "example"]
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What the primitives need to know of a call besides its arrays.
+    """The static parameters of the primitives.
 
     Parameters
     ----------
@@ -44,6 +44,12 @@ class CallOptions:
     def table_places(self) -> range:
         """The indices of the tables among the arguments."""
         return range(NUM_OPERANDS, NUM_OPERANDS + len(self.wide_tables))
+
+    @property
+    def differentiable_inputs(self) -> list[int]:
+        """The indices of the arguments that may have gradients: query, key, value, the score's tables and the sinks."""
+        tables = [NUM_OPERANDS + k for k in self.text.score_tables]
+        return [*range(NUM_OPERANDS), *tables, *([self.table_places.stop] if self.has_sinks else [])]
 
     def tables(self, inputs: Sequence[Any]) -> list[Any]:
         """Return tables of the arguments' types, each of one number that repeats."""

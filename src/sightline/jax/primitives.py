@@ -11,7 +11,7 @@ words of 32 bits, because JAX has no float64 unless `jax_enable_x64` is set.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from .target import MAX_BUFFERS, register
 
 __all__ = ["attention"]
 
+MAX_COMPILED = 256  # programs of calls outside of `jit`; the least recently used is dropped beyond this number
 # the attribute of an abstract array that has the axes of `jax.shard_map` over which the array varies
 MANUAL_AXES = "manual_axis_type" if hasattr(jax.core.ShapedArray((), "float32"), "manual_axis_type") else "vma"
 
@@ -42,7 +43,7 @@ def _define(name: str) -> Primitive:
     return primitive
 
 
-@cache
+@lru_cache(MAX_COMPILED)
 def _compiled(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     """Return the primitive as a compiled function, for arrays that are not traced."""
     compiled: Callable[..., Any] = jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(options)))
@@ -70,10 +71,13 @@ def _vary_together(inputs: Sequence[Any]) -> list[Any]:
     """
     axes = [_varying_axes(jax.typeof(x)) for x in inputs]
     joined = frozenset().union(*axes)
-    return [
-        x if own == joined else jax.lax.pcast(x, tuple(joined - own), to="varying")
-        for x, own in zip(inputs, axes, strict=True)
-    ]
+    return [x if own == joined else _vary(x, tuple(joined - own)) for x, own in zip(inputs, axes, strict=True)]
+
+
+def _vary(array: Any, axes: tuple[Any, ...]) -> Any:
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(array, axes, to="varying")
+    return jax.lax.pvary(array, axes)  # its name in JAX 0.7
 
 
 def _varying_axes(aval: Any) -> frozenset[Any]:
@@ -111,7 +115,16 @@ def _lower(make_call: Callable[..., HostCall], ctx: Any, *operands: Any, options
     return jax.ffi.ffi_lowering(register())(ctx, *operands, call=call.to_text())
 
 
+def _refuse_platform(*_: Any, **__: Any) -> Any:
+    raise KernelRefusedError(
+        "attention in JAX on a device that is no CPU",
+        "programs on the CPU",
+        'compile it for jax.devices("cpu")[0], as with jax.default_device',
+    )
+
+
 mlir.register_lowering(attention_p, partial(_lower, ForwardCall), platform="cpu")
+mlir.register_lowering(attention_p, _refuse_platform)
 
 
 # -- derivatives -------------------------------------------------------------------------------------------------------
@@ -120,7 +133,9 @@ mlir.register_lowering(attention_p, partial(_lower, ForwardCall), platform="cpu"
 def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], options: CallOptions) -> tuple[Any, Any]:
     """Return the results of `attention` and their tangents."""
     results = attention_p.bind(*primals, options=options)
-    wanted = tuple(k for k, tangent in enumerate(tangents) if type(tangent) is not ad.Zero)
+    wanted = tuple(k for k in options.differentiable_inputs if type(tangents[k]) is not ad.Zero)
+    if not wanted:  # only masks read the arrays with tangents
+        return results, [_zero(result) for result in results]
     given = [tangents[k] for k in wanted]
     found = tangent_p.bind(*primals, results[OUTPUT], results[PRECISE_LSE], *given, options=options, wanted=wanted)
     own = dict(zip(options.differentiable_results(primals), found, strict=True))
@@ -172,6 +187,7 @@ def _backward_types(*inputs: Any, options: CallOptions, wanted: tuple[int, ...],
 
 backward_p.def_abstract_eval(_backward_types)
 mlir.register_lowering(backward_p, partial(_lower, BackwardCall), platform="cpu")
+mlir.register_lowering(backward_p, _refuse_platform)
 
 
 # -- vmap --------------------------------------------------------------------------------------------------------------

@@ -20,13 +20,14 @@ import llvmlite.binding as llvm
 
 from ..cpu.kernels.xla_handler import CALLBACK, MAX_BUFFERS, build_module
 from ..cpu.runtime.processor import HOST
-from .host_calls import HostCall, parse_call
+from ..errors import MissingExtraError
+from .host_calls import parse_call
 
 __all__ = ["MAX_BUFFERS", "TARGET", "register"]
 
 TARGET = "sightline_attention"
+MIN_MINOR, MAX_MINOR = 1, 3  # of XLA's FFI 0.x: the versions whose structs `xla_handler` knows
 
-_calls: dict[bytes, HostCall] = {}  # the calls of this process by their text; a program may run as long as it exists
 _code: list[Any] = []  # keeps the handler's code alive: XLA calls it as long as the process runs
 _errors = threading.local()  # keeps the last message of each thread alive until XLA has copied it
 
@@ -35,13 +36,15 @@ def _run_call(text: int, length: int, buffers: int, num_arguments: int, num_resu
     """Run the call with this text on the arrays at these addresses. Return the address of a message if it fails."""
     try:
         key = ctypes.string_at(text, length)
-        call = _calls.get(key)
-        if call is None:
-            call = _calls[key] = parse_call(key)
+        call = parse_call(key)
         addresses = (ctypes.c_int64 * (num_arguments + num_results)).from_address(buffers)
         call.run(addresses[:num_arguments], addresses[num_arguments:])
     except BaseException as error:
-        _errors.message = ctypes.create_string_buffer(f"{type(error).__name__}: {error}".encode())
+        try:
+            message = f"{type(error).__name__}: {error}"
+        except Exception:  # the error cannot be written as text
+            message = type(error).__name__
+        _errors.message = ctypes.create_string_buffer(message.encode(errors="replace"))
         return ctypes.addressof(_errors.message)
     return None
 
@@ -68,7 +71,12 @@ def register() -> str:
 def _read_version() -> tuple[int, int]:
     """Return the version of XLA's FFI from the header that jaxlib ships."""
     header = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
-    major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR"))
-    assert major is not None
-    assert minor is not None
-    return int(major[1]), int(minor[1])
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR")]
+    major, minor = (-1 if match is None else int(match[1]) for match in found)
+    if major != 0 or not MIN_MINOR <= minor <= MAX_MINOR:
+        raise MissingExtraError(
+            f"jax {jax.__version__}, whose FFI has the version {major}.{minor}",
+            f"the versions 0.{MIN_MINOR} to 0.{MAX_MINOR}",
+            'pip install "jax>=0.7,<0.11"',
+        )
+    return major, minor

@@ -72,7 +72,7 @@ class XlaHandler(Builder):
         return self.frame.at(offset).load(INT64)
 
     def answer_metadata(self) -> None:
-        """If XLA asks for the version that the function was written for, write the version and return."""
+        """If XLA asks for the version of its interface, write the version of the installed jaxlib and return."""
         extension = self.frame.at(EXTENSION).load(POINTER)
         kind = Variable(self, INT32, 0)
         with self.if_then(extension != self.null()):
@@ -91,7 +91,10 @@ class XlaHandler(Builder):
             target.at(index * 8).store(buffer.at(DATA).load(INT64))
 
     def exchange_modes(self, modes: Value | None) -> Value | None:
-        """Set the floating-point modes, by default those of the C language, and return the modes before that."""
+        """Set the floating-point modes, and return the modes before that.
+
+        The default is rounding to the nearest number, without flushing of denormal numbers to 0.
+        """
         if self.architecture == "x86_64":
             slot = Variable(self, INT32)
             address = Value(self, slot.slot)

@@ -128,7 +128,7 @@ class BoundBackwardCall(BoundCall):
     """
 
     call_fields = BACKWARD_CALL_FIELDS
-    num_operands, first_result = 6, 7  # the field between them, d_lse, is 0 in bound calls
+    num_operands, first_result = 6, 7  # the field between them, d_lse, is 0 in direct calls
 
     def __init__(
         self,
