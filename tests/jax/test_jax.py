@@ -6,6 +6,7 @@ import sys
 from functools import partial
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -356,6 +357,7 @@ def test_several_devices_and_threads():
 EXPORTED = """
 import sys
 import jax, numpy as np
+import jax.export
 if sys.argv[2] == "with":
     import sightline.jax
 program = jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
