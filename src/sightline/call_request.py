@@ -26,7 +26,16 @@ from .formula.parameters import structure_of
 from .statistics import Entropy, Lse, Mass, MaxScore, Mean, Pooled, Received, Statistic, TopK, Weights, unwrap_mean
 from .statistics.computation import computed_statistic
 
-__all__ = ["Description", "Request", "conditions_of", "describe", "family_key", "machine_setting", "without_key_length"]
+__all__ = [
+    "Description",
+    "Request",
+    "conditions_of",
+    "describe",
+    "family_key",
+    "has_cached_kinds",
+    "machine_setting",
+    "without_key_length",
+]
 
 # the statistics of cached calls: the forward kernel computes some, and a weights pass each of the others
 FORWARD_STATISTICS, WEIGHTS_STATISTICS = (Lse, MaxScore, Entropy, Mass), (Received, Pooled, TopK, Weights)
@@ -167,6 +176,11 @@ def _describe_statistics(see: Any) -> tuple[tuple[Any, ...], tuple[Statistic, ..
     except TypeError:  # a list as a parameter; the full dispatch raises an error
         return None
     return tuple(key), tuple(see)
+
+
+def has_cached_kinds(see: Sequence[Statistic]) -> bool:
+    """True if every statistic is one of cached calls."""
+    return _describe_statistics(list(see)) is not None
 
 
 def conditions_of(see: Sequence[Statistic]) -> list[Expression]:

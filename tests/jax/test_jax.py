@@ -280,6 +280,21 @@ def test_what_one_call_cannot_express_is_computed_in_turn(rng, elements, options
     assert same_bits(jax.vmap(call)(*given), each(call, given, axes))
 
 
+@pytest.mark.parametrize("kind", ["dropout", "sinks", "means over the batch"])
+def test_gradients_of_what_is_computed_in_turn(rng, elements, kind):
+    sinks = jnp.asarray(rng.normal(size=(3, H)), jnp.float32)
+
+    def loss(query, key, value, sinks):
+        options = {"dropout": {"dropout": 0.4, "seed": 3}, "sinks": {"sinks": sinks}}
+        see = [sightline.entropy().mean("batch")]
+        return loss_of(sightline.attention(query, key, value, see=see, **options.get(kind, {})))
+
+    given, axes = [*elements[:3], sinks], (0, 0, 0, 0)
+    gradients = jax.grad(loss, range(4))
+    for x, right in zip(jax.vmap(gradients)(*given), each(gradients, given, axes), strict=True):
+        np.testing.assert_allclose(x, right, rtol=1e-5, atol=1e-6)
+
+
 def test_nested_vmap(elements):
     given = [x[:, :, :, None] for x in elements[:3]]  # vmap over elements, batch and heads; one head is left
     attend = partial(sightline.attention, mask=(i >= j) & (b == 0))
@@ -354,6 +369,28 @@ def test_several_devices_and_threads():
     subprocess.run([sys.executable, "-c", SHARDED], check=True, timeout=300)
 
 
+def test_without_jit(operands):
+    with jax.disable_jit():
+        assert same_bits(attend(*operands), sightline.attention(*map(np.asarray, operands), mask=i >= j))
+
+
+PENDING = """
+import sys
+import jax, jax.numpy as jnp, sightline
+x = jnp.ones((2, 8, 2048, 64))
+attend = jax.jit(lambda x: sightline.attention(x, x, x))
+attend(x).block_until_ready()
+pending = [attend(x + k) for k in range(5)]
+if sys.argv[1] == "dropped":
+    del pending
+"""
+
+
+@pytest.mark.parametrize("results", ["kept", "dropped"])
+def test_the_process_ends_while_programs_are_pending(results):
+    subprocess.run([sys.executable, "-c", PENDING, results], check=True, timeout=60)
+
+
 EXPORTED = """
 import sys
 import jax, numpy as np
@@ -390,6 +427,22 @@ def test_an_error_during_the_program_has_its_message(operands):
     with pytest.raises(FAILED, match="TableError"):
         jax.block_until_ready(compiled(*operands, ids=jnp.full(N, 99)))
     assert np.isfinite(attend(*operands)).all()
+
+
+def test_an_error_on_a_thread_of_xla_has_its_message():
+    operand, entries = jnp.ones((2, 4, 70, 16)), jnp.zeros(3)
+    program = jax.jit(lambda x, t: jnp.sin(sightline.attention(x, x, x, score=s + table(t)[j]) @ jnp.ones((16, 16))))
+    for _ in range(3):
+        with pytest.raises(FAILED, match="TableError: t\\[j\\] reads outside"):
+            jax.block_until_ready(program(operand, entries))
+
+
+def test_statistics_that_no_cached_call_has(operands):
+    plain = [np.asarray(x) for x in operands]
+    for see in ([sightline.scores()], [sightline.entropy(), sightline.weights().mean("heads"), sightline.lse()]):
+        expected = sightline.attention(*plain, see=see)
+        for _ in range(3):
+            assert same_bits(sightline.attention(*operands, see=see), expected)
 
 
 class UnprintableError(Exception):

@@ -55,7 +55,7 @@ def batch(
     return results, [0] * len(results)
 
 
-def _compute_in_turn(primitive: Primitive, given: list[Any], is_mapped: list[bool], **options: Any) -> list[Any]:
+def _compute_in_turn(primitive: Primitive, given: list[Any], is_mapped: list[bool], /, **options: Any) -> list[Any]:
     """Return the results of a call for each element."""
     mapped = [x for x, one in zip(given, is_mapped, strict=True) if one]
 

@@ -20,7 +20,7 @@ from .. import call_cache
 from ..arrays import resolve_dtype
 from ..cached_property import cached_property
 from ..call_cache import CachedCall, CallResult
-from ..call_request import Description, conditions_of, machine_setting
+from ..call_request import Description, conditions_of, has_cached_kinds, machine_setting
 from ..call_text import CallText, count_arrays, flatten_result
 from ..dispatch import differentiate, make_plan
 from ..formula.expression import Expression
@@ -127,11 +127,16 @@ class ForwardCall(HostCall):
             formulas = self.text.formulas(tables)
             problem = self.make_problem(inputs, formulas)
             result = make_plan(problem, self.kernel).kernel.run(problem, self.threads)
-            if request is not None:
+            if request is not None and self.can_be_cached:
                 read = *formulas, *conditions_of(problem.see)
                 call_cache.insert(request, read, (query, key, value), problem, result, kind=_CachedHostCall)
         output, lse, *others = flatten_result(self.see, result)
         return [output, lse, lse[..., None].view(np.uint32), *others]
+
+    @cached_property
+    def can_be_cached(self) -> bool:
+        """True if every statistic is one of cached calls."""
+        return has_cached_kinds(self.see)
 
     @cached_property
     def see(self) -> tuple[Statistic, ...]:

@@ -39,7 +39,12 @@ def _array_type(aval: Any) -> ArrayType:
 def _define(name: str) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(lambda *arrays, **options: _compiled(primitive, tuple(sorted(options.items())))(*arrays))
+
+    def compute(*arrays: Any, **options: Any) -> Any:
+        with jax.disable_jit(False):  # else `jit` would call this function
+            return _compiled(primitive, tuple(sorted(options.items())))(*arrays)
+
+    primitive.def_impl(compute)
     return primitive
 
 

@@ -8,9 +8,11 @@ the program first runs, so that a program may be stored and loaded by another pr
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import re
-import threading
+import time
+from collections import deque
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import jax
 import llvmlite.binding as llvm
 
-from ..cpu.kernels.xla_handler import CALLBACK, MAX_BUFFERS, build_module
+from ..cpu.kernels.xla_handler import CALLBACK, CLOSE, MAX_BUFFERS, build_module
 from ..cpu.runtime.processor import HOST
 from ..errors import MissingExtraError
 from .host_calls import parse_call
@@ -29,7 +31,7 @@ TARGET = "sightline_attention"
 MIN_MINOR, MAX_MINOR = 1, 3  # of XLA's FFI 0.x: the versions whose structs `xla_handler` knows
 
 _code: list[Any] = []  # keeps the handler's code alive: XLA calls it as long as the process runs
-_errors = threading.local()  # keeps the last message of each thread alive until XLA has copied it
+_messages: deque[Any] = deque(maxlen=256)  # keeps messages alive until XLA has copied them
 
 
 def _run_call(text: int, length: int, buffers: int, num_arguments: int, num_results: int) -> int | None:
@@ -44,8 +46,9 @@ def _run_call(text: int, length: int, buffers: int, num_arguments: int, num_resu
             message = f"{type(error).__name__}: {error}"
         except Exception:  # the error cannot be written as text
             message = type(error).__name__
-        _errors.message = ctypes.create_string_buffer(message.encode(errors="replace"))
-        return ctypes.addressof(_errors.message)
+        buffer = ctypes.create_string_buffer(message.encode(errors="replace"))
+        _messages.append(buffer)
+        return ctypes.addressof(buffer)
     return None
 
 
@@ -53,6 +56,12 @@ _SIGNATURE = ctypes.CFUNCTYPE(
     ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
 )
 _callback = _SIGNATURE(_run_call)
+
+
+def _wait(close: Any) -> None:
+    """Let no more calls enter Python, and wait for those that have: XLA's threads end while the interpreter does."""
+    while close():
+        time.sleep(0.001)
 
 
 @cache
@@ -64,6 +73,7 @@ def register() -> str:
     address: Any = HOST.kernel(key, name, lambda: build_module(name, version, architecture))
     _code.append(address)
     handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
+    atexit.register(_wait, ctypes.CFUNCTYPE(ctypes.c_int64)(address.engine.get_function_address(CLOSE)))
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="cpu")
     return TARGET
 

@@ -21,11 +21,15 @@ from llvmlite import ir
 from ..codegen.builder import Builder, Variable
 from ..codegen.values import INT32, INT64, POINTER, VOID, Value
 
-__all__ = ["ATTRIBUTE", "CALLBACK", "MAX_BUFFERS", "XlaHandler"]
+__all__ = ["ATTRIBUTE", "CALLBACK", "CLOSE", "MAX_BUFFERS", "XlaHandler", "build_module"]
 
 ATTRIBUTE = "call"
 CALLBACK = "sightline_xla_callback"
+CLOSE = "sightline_xla_close"  # a second function, which lets no more calls enter Python
 MAX_BUFFERS = 64  # the most arguments and results of a custom call
+
+IS_CLOSED = "is_closed"  # a variable of the module, not 0 if no more calls enter Python
+NUM_CALLS = "num_calls"  # another, how many calls are in Python or about to enter it
 
 # offsets in bytes
 EXTENSION, API, ARGUMENTS, RESULTS, ATTRIBUTES = 8, 16, 40, 80, 120  # in XLA_FFI_CallFrame
@@ -61,12 +65,25 @@ class XlaHandler(Builder):
         self.copy_addresses(RESULTS, num_results, buffers.at(num_arguments * 8))
         text = self.frame.at(ATTRIBUTES + VALUES).load(POINTER).load(POINTER)  # the only attribute
         start, length = text.load(POINTER), text.at(8).load(INT64)
-        modes = self.exchange_modes(None)
-        message = self.call(CALLBACK, POINTER, start, length, buffers, num_arguments, num_results)
-        self.exchange_modes(modes)
+        answer = Variable(self, POINTER, self.text("the interpreter is ending"))
+        add_to(self, NUM_CALLS, 1)
+        with self.if_then(add_to(self, IS_CLOSED, 0) == 0):
+            modes = self.exchange_modes(None)
+            answer.set(self.call(CALLBACK, POINTER, start, length, buffers, num_arguments, num_results))
+            self.exchange_modes(modes)
+        add_to(self, NUM_CALLS, -1)
+        message = answer.get()
         with self.if_then(message == self.null()):
             self.return_(self.null())
         self.finish(self.make_error(message))
+
+    def text(self, text: str) -> Value:
+        """Return the address of a constant text."""
+        encoded = bytearray(text.encode() + b"\0")
+        constant = ir.Constant(ir.ArrayType(ir.IntType(8), len(encoded)), encoded)
+        variable = ir.GlobalVariable(self.module, constant.type, "ending")
+        variable.initializer, variable.global_constant, variable.linkage = constant, True, "internal"
+        return Value(self, self.irbuilder.bitcast(variable, POINTER))
 
     def word(self, offset: int) -> Value:
         return self.frame.at(offset).load(INT64)
@@ -120,8 +137,21 @@ class XlaHandler(Builder):
         return self.call(create, POINTER, block)
 
 
+def add_to(builder: Builder, name: str, number: int) -> Value:
+    """Add a number to a variable of the module, and return its value before that, in one atomic operation."""
+    variable = builder.module.globals.get(name)
+    if variable is None:
+        variable = ir.GlobalVariable(builder.module, INT64, name)
+        variable.initializer, variable.linkage = ir.Constant(INT64, 0), "internal"
+    found = builder.irbuilder.atomic_rmw("add", variable, ir.Constant(INT64, number), "seq_cst")
+    return Value(builder, found)
+
+
 def build_module(name: str, version: tuple[int, int], architecture: str) -> Any:
     """Return the LLVM module of the function."""
     module = ir.Module(name)
     XlaHandler(module, name, version, architecture).build()
+    close = Builder(module, CLOSE, (), INT64)
+    add_to(close, IS_CLOSED, 1)
+    close.finish(add_to(close, NUM_CALLS, 0))
     return module
