@@ -64,6 +64,23 @@ class CallText(NamedTuple):
 
         return tuple(deserialize(line.split("|"), condition) for line in self.see.splitlines())
 
+    def problem(
+        self,
+        operands: tuple[Any, Any, Any],
+        arrays: Sequence[Any],
+        formulas: tuple[Expression | None, Expression | None] = (None, None),
+        sinks: Any = None,
+        seed: int = 0,
+    ) -> Problem:
+        """Return the problem of query, key and value, which is not validated.
+
+        `arrays` are those of the tables, and `formulas` are the result of the method `formulas`. To infer shapes, the
+        defaults suffice, and no array is read.
+        """
+        mask, score = formulas
+        see = self.statistics(arrays)
+        return Problem(*operands, mask, score, sinks, self.scale, self.dropout, seed, see, heads_squeezed=False)
+
     def tables(self, arrays: Sequence[Any], section: int) -> list[Table]:
         """Return the tables of the mask (section 0), of the score (1) or of the statistics (2)."""
         sections = self.table_axes.split("|")
@@ -132,9 +149,9 @@ def flatten_result(see: Sequence[Statistic], result: Result) -> list[Any]:
     return [result.output, result.lse, *others]
 
 
-def split_arrays(see: Sequence[Statistic], results: Sequence[Any]) -> list[Sequence[Any]]:
-    """Return each statistic's arrays, of values in the order of `flatten_result`."""
-    shares, offset = [], 2
+def split_arrays(see: Sequence[Statistic], results: Sequence[Any], first: int = 2) -> list[Sequence[Any]]:
+    """Return each statistic's arrays, of values in the order of `flatten_result` with the first array at `first`."""
+    shares, offset = [], first
     for statistic in see:
         shares.append(results[offset : offset + count_arrays(statistic)])
         offset += count_arrays(statistic)

@@ -47,7 +47,7 @@ def batch(
         results = _compute_in_turn(primitive, given, is_mapped, options=options, **more)
         return results, [0] * len(results)
     for k in range(len(given)):
-        # the gradient of a table is that of each element, so a table with a gradient has an entry for each
+        # `vmap` returns the table's gradient of every element, so the joined call needs one table for each element
         if not is_mapped[k] and k not in others and (k not in tables or k in wanted):
             given[k], is_mapped[k] = jnp.broadcast_to(given[k], (size, *given[k].shape)), True
     joined = _join_formulas(options, element, [is_mapped[k] for k in tables], given)

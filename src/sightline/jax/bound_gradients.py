@@ -62,7 +62,7 @@ class BoundGradients:
     ) -> dict[int, Any] | None:
         """Return the gradient of each argument; None if the call needs the full dispatch.
 
-        `saved` are output and lse, and `gradients` are those of the results by their indices.
+        `saved` is (output, lse) of the forward pass. `gradients` maps the index of a result to its gradient.
         """
         call, (output, lse) = self.call, saved
         d_output, d_lse, dtype = gradients[OUTPUT], gradients.get(LSE), accumulator(dtype_name(output))

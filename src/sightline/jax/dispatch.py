@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..call_text import CallText, count_arrays
+from ..call_text import CallText, split_arrays
 from ..dispatch import KERNELS, to_caller_layout
 from ..errors import ParameterError
 from ..formula.expression import Expression
@@ -60,11 +60,9 @@ def _run_primitive(problem: Problem, seed: Any, kernel: str | None, threads: int
     wide_tables = tuple([dtype for _, dtype in converted])
     options = CallOptions(text, wide_tables, problem.sinks is not None, seed is not None, kernel, threads)
     results = attention(inputs, options)
-    seen, index = [], FIRST_ARRAY
-    for statistic in problem.see:
-        count = count_arrays(statistic)
-        arrays = results[index : index + count] if count else [results[LSE]]
-        index += count
+    seen = []
+    for statistic, own in zip(problem.see, split_arrays(problem.see, results, FIRST_ARRAY), strict=True):
+        arrays = own or [results[LSE]]
         if not statistic.is_differentiable:
             arrays = [jax.lax.stop_gradient(array) for array in arrays]
         seen.append(statistic.build_result(arrays))

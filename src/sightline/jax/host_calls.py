@@ -21,7 +21,7 @@ from ..arrays import resolve_dtype
 from ..cached_property import cached_property
 from ..call_cache import CachedCall, CallResult
 from ..call_request import Description, conditions_of, has_cached_kinds, machine_setting
-from ..call_text import CallText, count_arrays, flatten_result
+from ..call_text import CallText, count_arrays, flatten_result, split_arrays
 from ..dispatch import differentiate, make_plan
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
@@ -85,7 +85,7 @@ class HostCall(ABC):
         """Return the results."""
 
     def split_arguments(self, arrays: list[Any]) -> tuple[Inputs, list[Any]]:
-        """Return the inputs of the forward pass among the arrays, and the other arrays."""
+        """Return the arguments of the forward pass, and then the other arguments."""
         (query, key, value), rest = arrays[:NUM_OPERANDS], arrays[NUM_OPERANDS:]
         given = zip(rest, self.wide_tables, strict=False)
         tables, rest = [x.view(wide)[..., 0] if wide else x for x, wide in given], rest[len(self.wide_tables) :]
@@ -94,22 +94,8 @@ class HostCall(ABC):
         return Inputs(query, key, value, tables, sinks, seed), rest
 
     def make_problem(self, inputs: Inputs, formulas: tuple[Expression | None, Expression | None]) -> Problem:
-        mask, score = formulas
-        return validate(
-            Problem(
-                inputs.query,
-                inputs.key,
-                inputs.value,
-                mask=mask,
-                score=score,
-                sinks=inputs.sinks,
-                scale=self.text.scale,
-                dropout=self.text.dropout,
-                seed=inputs.seed,
-                see=self.text.statistics(inputs.tables),
-                heads_squeezed=False,
-            )
-        )
+        operands = inputs.query, inputs.key, inputs.value
+        return validate(self.text.problem(operands, inputs.tables, formulas, inputs.sinks, inputs.seed))
 
 
 class ForwardCall(HostCall):
@@ -193,10 +179,8 @@ class BackwardCall(HostCall):
 
     def compute_by_dispatch(self, inputs: Inputs, saved: tuple[Any, Any], found: dict[int, Any]) -> Sequence[Any]:
         problem = self.make_problem(inputs, self.text.formulas(inputs.tables))
-        d_seen, index = [], FIRST_ARRAY
-        for statistic in problem.see:
-            d_seen.append(found.get(index) if count_arrays(statistic) else None)
-            index += count_arrays(statistic)
+        places = split_arrays(problem.see, range(FIRST_ARRAY + sum(map(count_arrays, problem.see))), FIRST_ARRAY)
+        d_seen = [found.get(own[0]) if own else None for own in places]
         slots = self.table_slots(problem)
         wanted_tables = [slots[k] for k in self.wanted if k in slots]
         plan = make_plan(problem, self.kernel)

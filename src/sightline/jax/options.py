@@ -62,8 +62,7 @@ class CallOptions:
     def problem(self, inputs: Sequence[Any]) -> Problem:
         """Return a problem without contents: for arguments of these types, without formulas."""
         query, key, value = (example(x.shape, x.dtype) for x in inputs[:NUM_OPERANDS])
-        see = self.text.statistics(self.tables(inputs))
-        return Problem(query, key, value, None, None, None, self.text.scale, self.text.dropout, 0, see, False)
+        return self.text.problem((query, key, value), self.tables(inputs))
 
     def result_types(self, inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """Return the shape and dtype of each result of the forward pass for arguments of these types."""

@@ -43,7 +43,8 @@ class OperatorArguments(NamedTuple):
     tables: list[Tensor]  # the tables of the mask, then of the score, then of the statistics
     sinks: Tensor | None
     seed: Tensor | None  # int64; a tensor, so that torch's generator can draw it inside a compiled function
-    mask: str  # this and the next five are those of `CallText`
+    # the six fields of `CallText`, because an operator of torch takes each value as an argument of its own
+    mask: str
     score: str
     table_axes: str
     scale: float
@@ -74,19 +75,8 @@ class OperatorArguments(NamedTuple):
 
     def build_problem(self, mask: Expression | None = None, score: Expression | None = None, seed: int = 0) -> Problem:
         """Return a problem with this mask, score and seed. The defaults suffice to infer shapes and read no tensor."""
-        return Problem(
-            self.query,
-            self.key,
-            self.value,
-            mask=mask,
-            score=score,
-            sinks=self.sinks,
-            scale=self.scale,
-            dropout=self.dropout,
-            seed=seed,
-            see=self.text.statistics(self.tables),
-            heads_squeezed=False,
-        )
+        operands = self.query, self.key, self.value
+        return self.text.problem(operands, self.tables, (mask, score), self.sinks, seed)
 
     @property
     def differentiable_tables(self) -> list[int]:

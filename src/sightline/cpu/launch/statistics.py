@@ -51,7 +51,9 @@ class FusedStatistics:
 def compute_statistics(
     problem: Problem, lse: Any, fused_statistics: FusedStatistics, threads: int | None, processor: Processor
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the result of every statistic of `problem.see`, and the bound weights passes that computed some of them.
+    """Return two tuples: the result of each statistic of `problem.see`, and the bound weights passes.
+
+    A weights pass computes the statistics that the forward kernel does not compute.
 
     The kernel `Streaming` computes the statistics that no CPU kernel computes. If `has_nonfinite` is true of lse, then
     `Streaming` computes every statistic that needs weights.
