@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from . import streaming
@@ -38,6 +38,7 @@ def differentiate(
     saved: tuple[Any, Any],
     wanted_tables: Collection[int],
     threads: int | None = None,
+    saved_arrays: Sequence[Sequence[Any]] = (),
 ) -> Gradients:
     """Return the gradients of a result, by the backward pass of the plan's kernel or else by that of streaming.
 
@@ -51,6 +52,7 @@ def differentiate(
     d_output, d_lse, d_seen : gradients of output, of lse and of each statistic's first array; None if a gradient is 0
     saved : (output, lse) of the forward pass
     wanted_tables : indices in `Problem.tables` of the tables whose gradients are requested
+    saved_arrays : each statistic's arrays from the forward pass, () for arrays that were not saved
     """
     added = statistic_gradients(
         problem,
@@ -58,6 +60,7 @@ def differentiate(
         lambda: streaming.tiles(streaming.TileOps(problem), saved[1]),
         d_seen,
         lambda statistic: plan.kernel.run(problem.with_statistics(statistic), threads).seen[0],
+        saved_arrays,
     )
     gradients = plan.kernel.backward(problem, d_output, d_lse, saved, wanted_tables, threads, added)
     if gradients is not None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from .arrays import to_numpy
 from .errors import KernelRefusedError, ParameterError
+from .formula.expression import Expression
 from .problem import Problem
 from .statistics import StatisticGradients
 
@@ -60,7 +61,8 @@ class Gradients:
     """The gradients of query, key, value and sinks, and a tuple with the gradient of each table of `Problem.tables`.
 
     `sinks`, or an element of `tables`, is None if that input has no gradient. `bound_call` is a
-    `cpu.launch.backward.BoundBackwardCall` that repeats the call; None if the kernel provides none.
+    `cpu.launch.backward.BoundBackwardCall` that repeats the call; None if the kernel provides none. `bound_formulas`
+    are the formulas that it reads besides mask and score, those of `StatisticGradients.formulas`.
     """
 
     query: Any
@@ -69,6 +71,7 @@ class Gradients:
     tables: tuple[Any, ...]
     sinks: Any
     bound_call: Any = None
+    bound_formulas: tuple[Expression, ...] = ()
 
 
 class Kernel(ABC):

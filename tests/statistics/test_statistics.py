@@ -537,7 +537,7 @@ STATISTICS = {
     ),
 }
 GRADIENTS = {
-    "entropy the wrong way": (per_query, "weights=-(s -", "weights=(s -", "Entropy", "entropy"),
+    "entropy the wrong way": (per_query, "weights = -(s -", "weights = (s -", "Entropy", "entropy"),
     "mass of every key": (
         per_query,
         "where(self.mask, context.gradient_at(i), 0.0)",

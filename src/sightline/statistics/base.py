@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -78,6 +79,7 @@ class BackwardContext:
     compute: Callable[[Statistic], Any]  # returns the result of another statistic of the problem
     gradient: Any  # the gradient of the statistic's first array; its other arrays are integers without gradients
     remaining_axes: str = "bh"  # the leading axes of `gradient`: "bh" without the axes that are averaged over
+    arrays: Sequence[Any] = ()  # the statistic's arrays from the forward pass; () if they were not saved
 
     def lookup(self, array: Any, *index: Expression, remaining_axes: str = "bh") -> Expression:
         """Return the formula that reads an array (*batch_shape, H, ...) at b, h and the index.
@@ -99,13 +101,30 @@ class StatisticGradients:
     """The terms that the statistics' gradients add: `weights` to dP, `scores` to dS, `lse` to d_lse.
 
     `weights` and `scores` are formulas of b, h, i, j and s, the final score; they hold at visible pairs only. A term
-    that the statistics do not add is None.
+    that the statistics do not add is None. `weights_sum` is Σⱼ P ∘ weights of every query, None if it is not known.
     """
 
     weights: Expression | None = None
     scores: Expression | None = None
     lse: Any = None
+    weights_sum: Any = None
     includes_zero_weights: bool = False  # True if `scores` also counts at pairs whose weight underflowed to 0
+
+    @property
+    def formulas(self) -> dict[str, Expression]:
+        """`weights` and `scores`, those that are not None, by name."""
+        named = {"weights": self.weights, "scores": self.scores}
+        return {name: formula for name, formula in named.items() if formula is not None}
+
+    def add_to_d_lse(self, d_lse: Any) -> Any:
+        """Return d_lse + lse − weights_sum; None if all three are absent.
+
+        The last term corrects δ for the row sum of P ∘ dP, since dP includes `weights`.
+        """
+        terms = [term for term in (d_lse, self.lse) if term is not None]
+        if self.weights_sum is not None:
+            terms.append(-self.weights_sum)
+        return reduce(add, terms) if terms else None
 
 
 class StatisticBase:
@@ -121,6 +140,7 @@ class StatisticBase:
     has_own_problem: bool = False  # True if the result comes from a separate problem, `make_own_problem`
     supports_mean: bool = True  # False if a mean over heads or batch has no meaning
     is_differentiable: bool = True
+    backward_reads_arrays: bool = False  # True if `backward` uses the statistic's arrays from the forward pass
 
     @property
     def is_linear(self) -> bool:
@@ -209,30 +229,38 @@ def statistic_gradients(
     tiles: Callable[[], Iterator[Tile]],
     d_seen: Sequence[Any],
     compute: Callable[[Statistic], Any] | None = None,
+    saved: Sequence[Sequence[Any]] = (),
 ) -> StatisticGradients:
     """Return the sum of the terms that the statistics' gradients add to dP, dS and d_lse.
 
     `d_seen` holds, for each statistic, the gradient of the first array of its result; None if that array has no
     gradient. `compute(statistic)` returns the result of a statistic. If `compute` is None, the result is computed from
-    the tiles.
+    the tiles. `saved` holds each statistic's arrays from the forward pass, () for arrays that were not saved.
     """
 
     def compute_from_tiles(statistic: Statistic) -> Any:
         return accumulate_statistics(problem.with_statistics(statistic), lse, tiles)[0]
 
+    given = zip(problem.see, d_seen, saved or [()] * len(d_seen), strict=False)
     gradients = [
-        statistic.backward(BackwardContext(problem, lse, tiles, compute or compute_from_tiles, gradient))
-        for statistic, gradient in zip(problem.see, d_seen, strict=False)
+        statistic.backward(BackwardContext(problem, lse, tiles, compute or compute_from_tiles, gradient, arrays=arrays))
+        for statistic, gradient, arrays in given
         if gradient is not None
     ]
 
     def sum_present(field: str) -> Any:
         terms = [getattr(each, field) for each in gradients]
         present = [term for term in terms if term is not None]
-        return reduce(lambda x, y: x + y, present) if present else None
+        return reduce(add, present) if present else None
 
-    includes_zero_weights = any(each.includes_zero_weights for each in gradients)
-    return StatisticGradients(sum_present("weights"), sum_present("scores"), sum_present("lse"), includes_zero_weights)
+    sums = [each.weights_sum for each in gradients if each.weights is not None]
+    return StatisticGradients(
+        weights=sum_present("weights"),
+        scores=sum_present("scores"),
+        lse=sum_present("lse"),
+        weights_sum=reduce(add, sums) if sums and all(known is not None for known in sums) else None,
+        includes_zero_weights=any(each.includes_zero_weights for each in gradients),
+    )
 
 
 def arrays_of(result: Any) -> tuple[Any, ...]:

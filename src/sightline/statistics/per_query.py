@@ -66,6 +66,7 @@ class MaxScore(Statistic):
     """The largest score of every query, and its key; see `max_score`."""
 
     name = "max_score"
+    backward_reads_arrays = True
     tile_inputs = ("scores",)
     fill_values = (-math.inf, -1)
     supports_mean = False
@@ -82,7 +83,7 @@ class MaxScore(Statistic):
         return MaxScoreResult(*arrays)
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
-        result = context.compute(self)
+        result = self.build_result(context.arrays) if context.arrays else context.compute(self)
         score_gradient = where(j == context.lookup(result.where, i), context.gradient_at(i), 0.0)
         return StatisticGradients(
             scores=score_gradient, includes_zero_weights=_has_underflowed_maximum(context, result.score)
@@ -105,6 +106,7 @@ class Entropy(Statistic):
     """The entropy of every query's weights; see `entropy`."""
 
     name = "entropy"
+    backward_reads_arrays = True
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         xp, p = context.xp, tile.weights
@@ -114,7 +116,10 @@ class Entropy(Statistic):
     def backward(self, context: BackwardContext) -> StatisticGradients:
         xp, lse = namespace(context.lse), context.lse
         finite_lse = xp.where(lse == -math.inf, xp.zeros_like(lse), lse)
-        return StatisticGradients(weights=-(s - context.lookup(finite_lse, i) + 1.0) * context.gradient_at(i))
+        weights = -(s - context.lookup(finite_lse, i) + 1.0) * context.gradient_at(i)
+        # Σⱼ P ∘ weights is gradient · (H − Σⱼ P), and Σⱼ P is 1 without sinks
+        is_known = context.arrays and context.problem.sinks is None
+        return StatisticGradients(weights, weights_sum=context.gradient * (context.arrays[0] - 1) if is_known else None)
 
 
 class TopKResult(NamedTuple):
@@ -172,6 +177,7 @@ class Mass(Statistic):
     mask: Any  # the condition as the user gave it; an Expression once the statistic is part of a problem
 
     name = "mass"
+    backward_reads_arrays = True
 
     def add(self, arrays: list[Any], tile: Tile, context: ForwardContext) -> None:
         xp, problem = context.xp, context.problem
@@ -182,7 +188,8 @@ class Mass(Statistic):
         arrays[0][..., tile.rows] += xp.astype(xp.sum(p, axis=-1), arrays[0].dtype)
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
-        return StatisticGradients(weights=where(self.mask, context.gradient_at(i), 0.0))
+        weights = where(self.mask, context.gradient_at(i), 0.0)
+        return StatisticGradients(weights, weights_sum=context.gradient * context.arrays[0] if context.arrays else None)
 
     def map_formulas(self, change: Callable[[Any], Any]) -> Mass:
         return Mass(change(self.mask))

@@ -214,7 +214,7 @@ class Mean(Statistic):
         count = (problem.B if self.over_batch else 1) * (problem.H if self.over_heads else 1)
         remaining_axes = "b" * (not self.over_batch) + "h" * (not self.over_heads)
         return self.of.backward(
-            replace(context, gradient=context.gradient / max(count, 1), remaining_axes=remaining_axes)
+            replace(context, gradient=context.gradient / max(count, 1), remaining_axes=remaining_axes, arrays=())
         )
 
     def make_own_problem(self, problem: Problem) -> Problem:

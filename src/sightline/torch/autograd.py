@@ -23,10 +23,11 @@ from ..call_text import flatten_result
 from ..dispatch import make_plan
 from ..errors import ChangedTableError, KernelRefusedError
 from ..formula.parameters import structure_of
-from ..kernel import Plan, Result
+from ..kernel import Gradients, Plan, Result
 from ..problem import Problem, make_problem
-from ..statistics import unwrap_mean
+from ..statistics import Statistic, unwrap_mean
 from . import operator
+from .backward_inputs import BackwardInputs, arrays_to_save, read_inputs, split_saved
 from .operator_schema import OperatorArguments, build_result, make_seed
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class _Call(ABC):
     kernel: str | None
     threads: int | None
     wanted_tables: tuple[int, ...]  # indices in `Problem.tables` of the tables in the graph
-    num_inputs: int  # how many of the saved tensors are inputs; output follows, and lse if it is a result
+    num_inputs: int  # how many of the saved tensors are inputs; results follow
 
     @abstractmethod
     def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
@@ -71,8 +72,17 @@ class _Call(ABC):
     def tables(self) -> Sequence[Any]:
         """Return the arrays that the formulas read."""
 
+    @property
+    @abstractmethod
+    def statistics(self) -> Sequence[Statistic]:
+        """The statistics whose arrays are results; of means in cached calls, the averaged statistics."""
+
+    def results_to_save(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """Return the results that the backward pass reads: output, lse if it is a result, and arrays of statistics."""
+        return [*results[:2], *arrays_to_save(self.statistics, results)]
+
     def lse(self, results: Sequence[Tensor]) -> Any:
-        """Return lse, a tensor or a NumPy array; `results` are output, and lse if it is a result."""
+        """Return lse, a tensor or a NumPy array; `results` are those of `results_to_save`."""
         return results[1]
 
     def differentiate_bound(
@@ -83,12 +93,12 @@ class _Call(ABC):
 
     def keep(
         self,
-        bound_call: BoundBackwardCall,
+        found: Gradients,
         gradients: Sequence[Tensor | None],
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        """Keep a bound call for later backward passes with the same layouts of these tensors, if there are any."""
+        """Keep the bound call of `found` for later backward passes with the same layouts, if there are any."""
         return
 
 
@@ -115,6 +125,10 @@ class _DispatchedCall(_Call):
     def tables(self) -> Sequence[Any]:
         return [table.array for table in self.problem.tables]
 
+    @property
+    def statistics(self) -> Sequence[Statistic]:
+        return self.problem.see
+
 
 class _CachedCall(_Call):
     """A call that the call cache ran."""
@@ -128,10 +142,9 @@ class _CachedCall(_Call):
 
     def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
         query, key, value, *rest = inputs
-        mask, score, *_ = self.formulas = self.request.formulas()
+        mask, score = self.formulas = self.request.formulas()[:2]
         sinks = rest[-1] if self.attacher.has_learned_sinks else self.request.sinks
-        see = [unwrap_mean(statistic) for statistic in self.request.see]
-        options = {"mask": mask, "score": score, "see": see, "sinks": sinks, "seed": self.seed}
+        options = {"mask": mask, "score": score, "see": self.statistics, "sinks": sinks, "seed": self.seed}
         problem = make_problem(query, key, value, **options, **self.attacher.options)
         return _with_saved_tables(problem, dict(zip(self.wanted_tables, rest, strict=False)))
 
@@ -141,22 +154,24 @@ class _CachedCall(_Call):
     def tables(self) -> Sequence[Any]:
         return self.request.tables
 
+    @property
+    def statistics(self) -> Sequence[Statistic]:
+        return [unwrap_mean(statistic) for statistic in self.request.see]
+
     def lse(self, results: Sequence[Tensor]) -> Any:
         return results[1] if self.own_lse is None else self.own_lse
 
     def differentiate_bound(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Sequence[Tensor] | None:
-        d_output = self.read_d_output(gradients)
-        if d_output is None or self.is_lse_imprecise:
-            return None
-        found = self.find(inputs, results, d_output)
-        if found is None or found[0] is None:
+        given = None if self.is_lse_imprecise else self.read_inputs(gradients, inputs, results)
+        found = None if given is None else self.find(inputs, results, given)
+        if given is None or found is None or found[0] is None:
             return None
         bound, sums, _, *addresses = found
         table_sums: Sequence[Any] = ()
         if sums is None:
-            computed = self.run(bound, addresses, (inputs, results, d_output))
+            computed = self.run(bound, addresses, given, (inputs, results))
             if computed is None:
                 return None
             sums, table_sums = computed
@@ -165,7 +180,7 @@ class _CachedCall(_Call):
         if dtype is not self.attacher.accumulator:
             combined = [gradient.to(dtype) for gradient in combined]
         if self.num_inputs > NUM_OPERANDS:
-            combined += self.differentiate_learned(bound.call, inputs, results, d_output, table_sums)
+            combined += self.differentiate_learned(bound.call, inputs, results, given, table_sums)
         return combined
 
     def differentiate_learned(
@@ -173,7 +188,7 @@ class _CachedCall(_Call):
         call: BoundBackwardCall,
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
-        d_output: Tensor,
+        given: BackwardInputs,
         table_sums: Sequence[Any],
     ) -> list[Tensor]:
         """Return the gradients of the learned tables and of the learned sinks."""
@@ -184,42 +199,39 @@ class _CachedCall(_Call):
         gradients: list[Tensor] = [found[index] for index in self.wanted_tables]
         if self.attacher.has_learned_sinks:
             lse = torch.as_tensor(self.lse(results))
-            gradients.append(differentiate_sinks(inputs[-1], d_output, None, results[0], lse))
+            gradients.append(differentiate_sinks(inputs[-1], given.d_output, given.d_lse, results[0], lse))
         return gradients
 
-    @staticmethod
-    def read_d_output(gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """Return d_output with adjacent columns; None if it is not the only gradient."""
-        d_output = gradients[0]
-        if d_output is None or (len(gradients) > 1 and any(gradient is not None for gradient in gradients[1:])):
-            return None
-        if type(d_output) is Tensor and d_output.is_cpu and d_output.stride(-1) != 1:
-            return d_output.contiguous()
-        return d_output
+    def read_inputs(
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> BackwardInputs | None:
+        """Return what a bound call reads, with the saved tensors in place of the learned tables; None if none can."""
+        attacher, lse = self.attacher, self.lse(results)
+        given = read_inputs(self.request, attacher.shapes, gradients, inputs[:NUM_OPERANDS], lse, results)
+        if given is None or not attacher.learned_places:
+            return given
+        tables = list(given.tables)
+        for place, tensor in zip(attacher.learned_places, inputs[NUM_OPERANDS:], strict=False):
+            tables[place] = tensor
+        return given._replace(tables=tuple(tables))
 
-    def find(self, inputs: Sequence[Tensor], results: Sequence[Tensor], d_output: Tensor) -> Any:
+    def find(self, inputs: Sequence[Tensor], results: Sequence[Tensor], given: BackwardInputs) -> Any:
         """Return the result of `run_or_find` for the inputs, output, d_output, lse and the tables.
 
         Hooks on saved tensors may have changed the layouts of the inputs.
         """
-        calls, arrays = self.attacher.backward_calls, self.read_arrays(inputs, results, d_output)
-        return array_layouts.run_or_find(calls, (), self.request.numbers, *arrays)
+        calls, arrays = self.attacher.backward_calls, self.read_arrays(inputs, results, given)
+        return array_layouts.run_or_find(calls, given.structure, given.numbers, *arrays)
 
-    def read_arrays(self, inputs: Sequence[Tensor], results: Sequence[Tensor], d_output: Tensor) -> tuple[Any, ...]:
+    def read_arrays(
+        self, inputs: Sequence[Tensor], results: Sequence[Tensor], given: BackwardInputs
+    ) -> tuple[Any, ...]:
         """Return the arrays that a bound call reads."""
-        return *inputs[:NUM_OPERANDS], results[0], d_output, self.lse(results), *self.read_tables(inputs)
+        return *inputs[:NUM_OPERANDS], results[0], given.d_output, self.lse(results), *given.tables
 
-    def read_tables(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Return the tables of the request, with the saved tensors in place of the learned ones."""
-        places = self.attacher.learned_places
-        if not places:
-            return self.request.tables
-        tables = list(self.request.tables)
-        for place, tensor in zip(places, inputs[NUM_OPERANDS:], strict=False):
-            tables[place] = tensor
-        return tuple(tables)
-
-    def run(self, bound: _BackwardCall, addresses: Sequence[int], keep_alive: tuple[Any, ...]) -> Any:
+    def run(
+        self, bound: _BackwardCall, addresses: Sequence[int], given: BackwardInputs, keep_alive: tuple[Any, ...]
+    ) -> Any:
         """Run the call. Return the sums of the gradients and those of the tables; None if a sum is not finite.
 
         `addresses` are those of the operands and the tables, and `keep_alive` begins with the inputs.
@@ -227,25 +239,25 @@ class _CachedCall(_Call):
         call, sums, inputs = bound.call, [make() for make in bound.makers], keep_alive[0]
         table_sums = call.make_table_sums()
         seed = call.signed_word(self.seed) if self.seed else 0
-        words = [*addresses[: call.num_operands], 0, *[array.data_ptr() for array in sums], seed]
+        d_lse = 0 if given.d_lse is None else given.d_lse.data_ptr()
+        words = [*addresses[: call.num_operands], d_lse, *[array.data_ptr() for array in sums], seed]
         tables: Sequence[Any] = ()
         numbers: tuple[float, ...] = ()
         if bound.inputs is not None:
             operands = self.request.addresses[:NUM_OPERANDS]
-            read = self.request._replace(
-                tables=self.read_tables(inputs), addresses=(*operands, *addresses[call.num_operands :])
-            )
+            read_addresses = (*operands, *addresses[call.num_operands :])
+            read = self.request._replace(tables=given.tables, numbers=given.numbers, addresses=read_addresses)
             tables, table_addresses, numbers = bound.inputs.of(read)
             words += [*table_addresses, *call.number_words(numbers)]
         words += [array_layouts.numpy_address(array) for array in table_sums]
-        status = call.run(self.threads, words, numbers, inputs[1], (*keep_alive, sums, table_sums, tables))
+        status = call.run(self.threads, words, numbers, inputs[1], (*keep_alive, given, sums, table_sums, tables))
         self.prepare_direct_call(bound, inputs[1].shape[-2])
         return None if status is None else (sums, table_sums)
 
     def prepare_direct_call(self, bound: _BackwardCall, num_keys: int) -> None:
         """Store a copy of the call with a record for direct calls, if generated code can run the call."""
         call, has_dropout = bound.call, bool(self.attacher.options["dropout"])
-        reads_given_inputs = bound.inputs is None or bound.inputs.is_identity
+        reads_given_inputs = not bound.key[1] and (bound.inputs is None or bound.inputs.is_identity)
         if bound.needs_record and reads_given_inputs and not call.table_sums and not has_dropout:
             record = call.make_direct_record(self.threads, num_keys, len(bound.makers))
             if record is not None:
@@ -253,21 +265,26 @@ class _CachedCall(_Call):
 
     def keep(
         self,
-        bound_call: BoundBackwardCall,
+        found: Gradients,
         gradients: Sequence[Tensor | None],
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        d_output, calls = self.read_d_output(gradients), self.attacher.backward_calls
-        own = KernelInputs.bind(bound_call, self.request, self.formulas)
-        if d_output is None or own is None or len(calls) >= MAX_BACKWARD_CALLS:
+        call, calls, given = (
+            found.bound_call,
+            self.attacher.backward_calls,
+            self.read_inputs(gradients, inputs, results),
+        )
+        if given is None or len(calls) >= MAX_BACKWARD_CALLS:
             return
-        found = array_layouts.read_arrays(*self.read_arrays(inputs, results, d_output))
-        if found is None or found[1:][: len(bound_call.first_operands)] != bound_call.first_operands:
+        request = self.request._replace(tables=given.tables, numbers=given.numbers)
+        own = KernelInputs.bind(call, request, (*self.formulas, *found.bound_formulas))
+        read = array_layouts.read_arrays(*self.read_arrays(inputs, results, given))
+        if own is None or read is None or read[1:][: len(call.first_operands)] != call.first_operands:
             return
-        makers = tuple([make_empty(shape, self.attacher.accumulator) for shape in bound_call.sum_shapes])
-        key = found[0], ()
-        calls.setdefault(key, _BackwardCall(key, bound_call, own if own.tables or own.numbers else None, makers))
+        makers = tuple([make_empty(shape, self.attacher.accumulator) for shape in call.sum_shapes])
+        key = read[0], given.structure
+        calls.setdefault(key, _BackwardCall(key, call, own if own.tables or own.numbers else None, makers))
 
 
 @dataclass(frozen=True)
@@ -280,7 +297,7 @@ class _BackwardCall:
     record : the record for direct calls; None if there is none
     """
 
-    key: tuple[bytes, tuple[()]]
+    key: tuple[bytes, tuple[Any, ...]]
     call: BoundBackwardCall
     inputs: KernelInputs | None
     makers: tuple[Callable[[], Tensor], ...]
@@ -311,7 +328,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.versions = _versions(call.tables())
-        ctx.save_for_backward(*inputs, *results[:2])  # output, and lse if it is a result
+        ctx.save_for_backward(*inputs, *call.results_to_save(results))
         ctx.set_materialize_grads(False)
         return results
 
@@ -326,6 +343,7 @@ class _Attention(torch.autograd.Function):
             )
         inputs, results = saved[: call.num_inputs], saved[call.num_inputs :]
         has_graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        gradients = _with_contiguous_rows(gradients[0]), *gradients[1:]
         found = None if has_graph else call.differentiate_bound(gradients, inputs, results)
         if found is None:
             given = [gradient for gradient in gradients if gradient is not None]
@@ -335,6 +353,13 @@ class _Attention(torch.autograd.Function):
             differentiate = _differentiate_by_operator if needs_operator else _differentiate
             found = differentiate(call, inputs, gradients, results)
         return (None, None, *found)
+
+
+def _with_contiguous_rows(d_output: Tensor | None) -> Tensor | None:
+    """Return a tensor whose columns are adjacent: the gradient of a sum, for example, is one number that repeats."""
+    if type(d_output) is Tensor and d_output.is_cpu and d_output.stride(-1) != 1:
+        return d_output.contiguous()
+    return d_output
 
 
 def _versions(tables: Sequence[Any]) -> list[int]:
@@ -352,11 +377,14 @@ def _differentiate(
     """Return the gradients of the inputs by the kernel's backward pass, or by streaming's."""
     problem, tables = call.with_inputs(inputs), call.wanted_tables
     plan, saved = call.plan(problem), (results[0], torch.as_tensor(call.lse(results)))
+    if gradients[0] is None:
+        gradients = torch.zeros_like(results[0]), *gradients[1:]
     d_results = [*gradients, None] if len(gradients) == 1 else gradients  # lse is a result only beside statistics
     with operator.autocast_disabled(saved[0]):
-        found = operator.differentiate_results(problem, plan, d_results, saved, tables, call.threads)
+        arrays = split_saved(call.statistics, results)
+        found = operator.differentiate_results(problem, plan, d_results, saved, tables, call.threads, arrays)
     if found.bound_call is not None:
-        call.keep(found.bound_call, gradients, inputs, results)
+        call.keep(found, gradients, inputs, results)
     return operator.flatten_gradients(problem, found, tables)[: call.num_inputs]
 
 
@@ -456,10 +484,11 @@ class GraphAttacher:
 
     def __init__(self, problem: Problem, kernel: str | None, threads: int | None) -> None:
         self.options = {"scale": problem.scale, "dropout": problem.dropout}
+        self.shapes = replace(_without_tensors(problem), mask=None, score=None, see=())
         self.has_statistics = bool(problem.see)  # if there are none, lse is no result
         self.kernel, self.threads = kernel, threads
         self.accumulator = getattr(torch, problem.accumulator)
-        self.backward_calls: dict[tuple[bytes, tuple[()]], _BackwardCall] = {}
+        self.backward_calls: dict[tuple[bytes, tuple[Any, ...]], _BackwardCall] = {}
 
     def __copy__(self) -> GraphAttacher:
         """Return an attacher for calls with other lengths: the same options, and no bound backward calls."""

@@ -125,11 +125,12 @@ def differentiate_results(
     saved: tuple[Tensor, Tensor] | None,
     table_indices: Sequence[int],
     threads: int | None,
+    saved_arrays: Sequence[Sequence[Tensor]] = (),
 ) -> Gradients:
     """Return the gradients of query, key, value, the tables of the problem at `table_indices`, and the sinks.
 
     `d_results` are the gradients of the results in the order of `flatten_result`, None for 0. Without `plan` and
-    `saved`, the gradients can be differentiated again.
+    `saved`, the gradients can be differentiated again. `saved_arrays` is that of `dispatch.differentiate`.
     """
     d_output, d_lse = d_results[:2]
     if d_output is None:
@@ -137,7 +138,7 @@ def differentiate_results(
     d_seen = tuple(arrays[0] if arrays else None for arrays in split_arrays(problem.see, d_results))
     if plan is None or saved is None:
         return streaming.backward(problem, d_output, d_lse, d_seen)
-    return differentiate(problem, plan, d_output, d_lse, d_seen, saved, table_indices, threads)
+    return differentiate(problem, plan, d_output, d_lse, d_seen, saved, table_indices, threads, saved_arrays)
 
 
 def flatten_gradients(problem: Problem, found: Gradients, table_indices: Sequence[int]) -> list[Tensor]:

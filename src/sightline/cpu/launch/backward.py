@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays import convert, detach, empty, layout, namespace, to_numpy
+from ...formula.expression import Expression
 from ...kernel import Gradients, is_lse_precise
 from ...problem import Problem
 from ...statistics import Mass, StatisticGradients
@@ -77,9 +76,10 @@ def backward(
     """
     if not is_lse_precise(saved[1], problem.accumulator):
         return None
-    d_lse = _add_statistics_to_d_lse(problem, d_lse, statistic_gradients, threads, processor)
-    roles = {"weights": statistic_gradients.weights, "scores": statistic_gradients.scores}
-    formulas = {role: formula for role, formula in roles.items() if formula is not None}
+    if statistic_gradients.weights is not None and statistic_gradients.weights_sum is None:
+        weights_sum = _sum_over_keys(problem, statistic_gradients.weights, threads, processor)
+        statistic_gradients = replace(statistic_gradients, weights_sum=weights_sum)
+    d_lse, formulas = statistic_gradients.add_to_d_lse(d_lse), statistic_gradients.formulas
     table_gradients = list(find_table_gradients(problem, wanted_tables))
     lookups = tuple((x.node_index, x.slot, x.is_per_key) for x in table_gradients)
     options: dict[str, Any] = {"table_gradients": lookups, "roles": tuple(formulas)}
@@ -109,7 +109,8 @@ def backward(
         d_value,
         tables=tuple([table_totals.get(slot) for slot in tables_by_slot]),
         sinks=None if problem.sinks is None else differentiate_sinks(problem.sinks, d_output, d_lse, *saved),
-        bound_call=call if call.is_cacheable and not formulas else None,
+        bound_call=call if call.is_cacheable else None,
+        bound_formulas=tuple(formulas.values()),
     )
 
 
@@ -194,22 +195,13 @@ class BoundBackwardCall(BoundCall):
         return [_sum_in_order(d_query) if self.has_splits else d_query, *narrow]
 
 
-def _add_statistics_to_d_lse(
-    problem: Problem, d_lse: Any, statistic_gradients: StatisticGradients, threads: int | None, processor: Processor
-) -> Any:
-    """Return d_lse + L − Σⱼ P ∘ W; None if all three terms are absent.
-
-    L and W are the gradients of lse and of the weights that come from statistics. The last term corrects δ for the row
-    sum of P ∘ dP, since dP includes W.
-    """
-    terms = [term for term in (d_lse, statistic_gradients.lse) if term is not None]
-    if statistic_gradients.weights is not None:
-        narrow = replace(problem, value=problem.value[..., :1]).with_statistics(Mass(statistic_gradients.weights))
-        fused, lse = FusedStatistics(narrow), np.empty((*problem.batch_shape, problem.H, problem.n))
-        output = empty((*lse.shape, narrow.d_v), narrow.dtype, narrow.query)
-        forward(narrow, output, lse, threads, processor, fused)
-        terms.append(convert(-fused.arrays[0].astype(np.float64), problem.query))
-    return functools.reduce(operator.add, terms) if terms else None
+def _sum_over_keys(problem: Problem, formula: Expression, threads: int | None, processor: Processor) -> Any:
+    """Return Σⱼ P ∘ formula of every query, by a forward pass with one column of value."""
+    narrow = replace(problem, value=problem.value[..., :1]).with_statistics(Mass(formula))
+    fused, lse = FusedStatistics(narrow), np.empty((*problem.batch_shape, problem.H, problem.n))
+    output = empty((*lse.shape, narrow.d_v), narrow.dtype, narrow.query)
+    forward(narrow, output, lse, threads, processor, fused)
+    return convert(fused.arrays[0].astype(np.float64), problem.query)
 
 
 def _with_contiguous_rows(array: Any) -> Any:

@@ -1,0 +1,165 @@
+"""Gradients of statistics in repeated calls: bound calls of the backward kernel compute them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import sightline
+from fault_planting import broken
+from sightline import i, j, s, table
+from sightline.statistics import per_query
+from sightline.torch import autograd, backward_inputs
+
+SHAPE = 2, 3, 9, 16
+CONDITION = j < 4
+
+# the statistics of a call, and functions that return the same from the weights P, the scores S and the lse
+STATISTICS = {
+    "lse": (sightline.lse, lambda P, S, lse: lse),
+    "entropy": (sightline.entropy, lambda P, S, lse: -(P * P.clamp_min(1e-300).log()).sum(-1)),
+    "mass": (lambda: sightline.mass(CONDITION), lambda P, S, lse: P[..., :4].sum(-1)),
+    "max_score": (sightline.max_score, lambda P, S, lse: S.max(-1).values),
+}
+PROBLEMS = {  # options of a call: (mask as a formula, score as a formula, does it learn a bias, has it sinks)
+    "plain": (None, False, False),
+    "causal": (i >= j, False, False),
+    "a learned bias": (i >= j, True, False),
+    "sinks": (i >= j, False, True),
+}
+USED = [("entropy",), ("lse",), ("mass",), ("max_score",), ("lse", "entropy"), ("entropy", "mass", "max_score"), ()]
+
+
+def define(inputs, has_mask, used):
+    """Return the results of a call in plain torch operations."""
+    q, k, v, bias, sinks = inputs
+    S = q @ k.mT / math.sqrt(q.shape[-1])
+    if bias is not None:
+        S = S + bias
+    if has_mask:
+        S = S.masked_fill(~torch.ones(S.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+    joined = S if sinks is None else torch.cat([S, sinks[:, None, None].expand(*S.shape[:-1], 1)], -1)
+    lse = joined.logsumexp(-1)
+    P = (S - lse[..., None]).exp()
+    return P @ v, [STATISTICS[name][1](P, S, lse) for name in used]
+
+
+def combine(output, seen, factors):
+    """Return a loss of the results, with other gradients for each factor."""
+    return (output * factors[0]).sum() + sum((x * factor).sum() for x, factor in zip(seen, factors[1:], strict=True))
+
+
+def make_inputs(rng, has_bias, has_sinks, dtype=torch.float32):
+    def draw(*shape):
+        return torch.from_numpy(rng.normal(size=shape)).to(dtype).requires_grad_()
+
+    bias = draw(SHAPE[1], SHAPE[2], SHAPE[2]) if has_bias else None
+    return *[draw(*SHAPE) for _ in range(3)], bias, draw(SHAPE[1]) if has_sinks else None
+
+
+def differentiate(inputs, mask, used, factors):
+    q, k, v, bias, sinks = inputs
+    score = None if bias is None else s + table(bias)[sightline.h, i, j]
+    see = [STATISTICS[name][0]() for name in used]
+    output, seen = sightline.attention(q, k, v, mask=mask, score=score, sinks=sinks, see=see)
+    seen = [x.score if hasattr(x, "score") else x for x in seen]
+    return torch.autograd.grad(combine(output, seen, factors), [x for x in inputs if x is not None])
+
+
+def check(rng, problem, used):
+    """Compare four calls of other contents, of which the last ones are bound, with the definition in float64."""
+    mask, has_bias, has_sinks = PROBLEMS[problem]
+    for _ in range(4):
+        inputs = make_inputs(rng, has_bias, has_sinks)
+        factors = [torch.from_numpy(rng.normal(size=SHAPE[:-1])).float() for _ in used]
+        factors = [torch.from_numpy(rng.normal(size=SHAPE)).float(), *factors]
+        doubles = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
+        output, seen = define(doubles, mask is not None, used)
+        loss = combine(output, seen, [factor.double() for factor in factors])
+        expected = torch.autograd.grad(loss, [x for x in doubles if x is not None])
+        for ours, theirs in zip(differentiate(inputs, mask, used, factors), expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+@pytest.fixture(name="dispatched")
+def record_dispatches(monkeypatch):
+    """Return a list that grows with each backward pass that goes through the full dispatch."""
+    passes, dispatch = [], autograd._differentiate
+    monkeypatch.setattr(autograd, "_differentiate", lambda *given: passes.append(1) or dispatch(*given))
+    return passes
+
+
+@pytest.mark.parametrize("used", USED, ids=" ".join)
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_gradients_of_statistics(rng, problem, used, dispatched):
+    check(rng, problem, used)
+    if not (problem == "sinks" and {"entropy", "max_score"} & set(used)):
+        assert len(dispatched) <= 2  # the first call, and the first call that the cache ran
+
+
+def test_only_statistics_have_a_gradient(rng, dispatched):
+    for _ in range(4):
+        *given, _, _ = make_inputs(rng, False, False)
+        _, (entropies, masses) = sightline.attention(*given, see=[sightline.entropy(), sightline.mass(CONDITION)])
+        ours = torch.autograd.grad(entropies.sum() + masses.sum(), given[:2])
+        _, seen = define((*given, None, None), False, ("entropy", "mass"))
+        for x, y in zip(ours, torch.autograd.grad(seen[0].sum() + seen[1].sum(), given[:2]), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+    assert len(dispatched) <= 2
+
+
+def test_some_statistics_have_a_gradient(rng, dispatched):
+    """A statistic without a gradient, here a mass whose condition has a number and a table, changes nothing."""
+    lengths = torch.tensor([3, 5])
+    see = [sightline.mass(j < table(lengths)[sightline.b] - 1.5), sightline.entropy(), sightline.received()]
+    for _ in range(4):
+        *given, _, _ = make_inputs(rng, False, False)
+        output, (_, entropies, _) = sightline.attention(*given, mask=i >= j, see=see)
+        ours = torch.autograd.grad(output.sum() + entropies.sum(), given)
+        alone, (own,) = sightline.attention(*given, mask=i >= j, see=[sightline.entropy()], kernel="streaming")
+        expected = torch.autograd.grad(alone.sum() + own.sum(), given)
+        for x, y in zip(ours, expected, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+    assert len(dispatched) <= 6  # streaming is always dispatched
+
+
+def test_means_and_batched_gradients(rng):
+    *given, _, _ = make_inputs(rng, False, False)
+    for _ in range(3):
+        _, (mean, own) = sightline.attention(*given, see=[sightline.entropy().mean("heads"), sightline.entropy()])
+        first = torch.autograd.grad(mean.sum(), given[0], retain_graph=True)[0]
+        second = torch.autograd.grad(own.mean(1).sum(), given[0], retain_graph=True)[0]
+        np.testing.assert_allclose(first, second, atol=1e-6)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            own.mul_(2).sum().backward(retain_graph=True)
+
+
+FAULTS = {
+    "a row sum of another statistic": (per_query, "context.arrays[0] - 1)", "context.arrays[0])", "Entropy"),
+    "a mass without its row sum": (
+        per_query,
+        "context.gradient * context.arrays[0] if",
+        "0 * context.gradient if",
+        "Mass",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_in_a_row_sum_is_found(rng, fault, monkeypatch):
+    module, before, after, name = FAULTS[fault]
+    monkeypatch.setattr(getattr(module, name), "backward", getattr(broken(module, before, after), name).backward)
+    with pytest.raises(AssertionError, match="tolerance"):
+        check(rng, "causal", (name.lower(),))
+
+
+def test_a_gradient_of_lse_that_is_left_out_is_found(rng, monkeypatch):
+    fault = broken(
+        backward_inputs,
+        "return BackwardInputs(\n        d_output, d_lse,",
+        "return BackwardInputs(\n        d_output, None,",
+    )
+    monkeypatch.setattr(autograd, "read_inputs", fault.read_inputs)
+    with pytest.raises(AssertionError, match="tolerance"):
+        check(rng, "plain", ("lse",))
