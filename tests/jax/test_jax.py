@@ -17,7 +17,7 @@ import sightline
 from sample_calls import KINDS, draw_inputs
 from sightline import b, h, i, j, s, table
 from sightline.call_text import CallText
-from sightline.errors import KernelRefusedError, ParameterError, ShapeError, SightlineError
+from sightline.errors import ParameterError, ShapeError, SightlineError
 from sightline.jax import batching, host_calls
 from sightline.problem import make_problem
 from strategies import cases, to_torch
@@ -202,14 +202,6 @@ def test_later_backward_passes_need_no_dispatch(rng, dtype, monkeypatch):
     monkeypatch.setattr(host_calls.BoundGradients, "run", lambda *_: None)
     assert same_bits(differentiate(*others), found)
     assert not same_bits(found, expected)
-
-
-def test_forward_and_second_derivatives_are_refused(operands):
-    attend = partial(sightline.attention, mask=i >= j)
-    with pytest.raises(KernelRefusedError, match="forward derivatives"):
-        jax.jvp(attend, operands, operands)
-    with pytest.raises(KernelRefusedError, match="second derivatives"):
-        jax.hessian(lambda query: attend(query, *operands[1:]).sum())(operands[0])
 
 
 # -- vmap --------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import convert, namespace, to_numpy
+from ..arrays import convert, framework, namespace, to_numpy
 from ..errors import FormulaError
 from .expression import Apply, Constant, Expression, Lookup, Symbol, walk
 from .operators import Kind, common_kind
@@ -29,7 +29,7 @@ def evaluate(formula: Expression, symbols: Mapping[str, Any], *, xp: Any, float_
     float_dtype : the dtype of every node that is a float
     like : an array of the namespace `xp`; the computation runs on its device
     """
-    device_option = {} if isinstance(like, np.ndarray | np.generic) else {"device": like.device}
+    device_option = {} if framework(like) in ("numpy", "jax") else {"device": like.device}  # a tracer has no device
     dtypes = {"bool": xp.bool, "int": xp.int64, "float": float_dtype}
 
     def cast(value: Any, kind: Kind) -> Any:

@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..errors import KernelRefusedError
+from .array_operations import attend, gradients, tangents
 from .batching import batch
 from .host_calls import ArrayType, BackwardCall, ForwardCall, HostCall
 from .options import CallOptions
@@ -120,16 +121,13 @@ def _lower(make_call: Callable[..., HostCall], ctx: Any, *operands: Any, options
     return jax.ffi.ffi_lowering(register())(ctx, *operands, call=call.to_text())
 
 
-def _refuse_platform(*_: Any, **__: Any) -> Any:
-    raise KernelRefusedError(
-        "attention in JAX on a device that is no CPU",
-        "programs on the CPU",
-        'compile it for jax.devices("cpu")[0], as with jax.default_device',
-    )
+def _lower_operations(function: Callable[..., list[Any]]) -> Any:
+    """Return a lowering to the operations of JAX in a function of the primitive's arguments and options."""
+    return mlir.lower_fun(function, multiple_results=True)
 
 
 mlir.register_lowering(attention_p, partial(_lower, ForwardCall), platform="cpu")
-mlir.register_lowering(attention_p, _refuse_platform)
+mlir.register_lowering(attention_p, _lower_operations(lambda *inputs, options: attend(inputs, options)))
 
 
 # -- derivatives -------------------------------------------------------------------------------------------------------
@@ -160,17 +158,25 @@ def _tangent_types(*inputs: Any, options: CallOptions, wanted: tuple[int, ...]) 
     return _shaped([types[k] for k in options.differentiable_results(inputs)], inputs)
 
 
-def _refuse_tangents(*_: Any, **__: Any) -> Any:
-    raise KernelRefusedError(
-        "forward derivatives or second derivatives of attention in JAX",
-        "first derivatives backward, as of jax.grad, jax.vjp and jax.jacrev",
-        "torch.autograd.functional.jvp and hessian serve torch tensors",
-    )
+def _differentiate_again(
+    function: Callable[..., list[Any]], primals: Sequence[Any], directions: Sequence[Any], **options: Any
+) -> tuple[Any, Any]:
+    """Return the results of a derivative and their tangents, by operations of JAX."""
+    given = [ad.instantiate_zeros(direction) for direction in directions]
+    found: tuple[Any, Any] = jax.jvp(_compile_function(function, tuple(options.items())), list(primals), given)
+    return found
+
+
+@lru_cache(MAX_COMPILED)
+def _compile_function(function: Callable[..., list[Any]], options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """Return the function as one compiled function, else each of its operations is a program outside of `jit`."""
+    compiled: Callable[..., Any] = jax.jit(lambda *arrays: function(*arrays, **dict(options)))
+    return compiled
 
 
 tangent_p.def_abstract_eval(_tangent_types)
-mlir.register_lowering(tangent_p, _refuse_tangents)
-ad.primitive_jvps[tangent_p] = ad.primitive_jvps[backward_p] = _refuse_tangents
+mlir.register_lowering(tangent_p, _lower_operations(tangents))
+ad.primitive_jvps[tangent_p] = partial(_differentiate_again, tangents)
 
 
 def _transpose(cotangents: Sequence[Any], *inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
@@ -192,7 +198,8 @@ def _backward_types(*inputs: Any, options: CallOptions, wanted: tuple[int, ...],
 
 backward_p.def_abstract_eval(_backward_types)
 mlir.register_lowering(backward_p, partial(_lower, BackwardCall), platform="cpu")
-mlir.register_lowering(backward_p, _refuse_platform)
+mlir.register_lowering(backward_p, _lower_operations(gradients))
+ad.primitive_jvps[backward_p] = partial(_differentiate_again, gradients)
 
 
 # -- vmap --------------------------------------------------------------------------------------------------------------

@@ -81,6 +81,10 @@ class BackwardContext:
     remaining_axes: str = "bh"  # the leading axes of `gradient`: "bh" without the axes that are averaged over
     arrays: Sequence[Any] = ()  # the statistic's arrays from the forward pass; () if they were not saved
 
+    @property
+    def xp(self) -> Any:
+        return namespace(self.problem.query)
+
     def lookup(self, array: Any, *index: Expression, remaining_axes: str = "bh") -> Expression:
         """Return the formula that reads an array (*batch_shape, H, ...) at b, h and the index.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..arrays import dtype_name, framework, namespace
+from ..arrays import convert, dtype_name, framework, namespace
 from ..errors import ParameterError, ShapeError
 from ..formula.expression import SYMBOLS, where
 from .base import MAX_RESULT_BYTES, BackwardContext, ForwardContext, Outer, StatisticGradients, Tile, itemsize
@@ -141,20 +141,21 @@ class Pooled(Statistic):
     def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
         if self.how == "max":
             return arrays
-        return [arrays[0] / context.xp.astype(self._cell_sizes(context.problem, arrays[0]), arrays[0].dtype)]
+        sizes = convert(self.cell_sizes(context.problem.n, context.problem.m), arrays[0])
+        return [arrays[0] / context.xp.astype(sizes, arrays[0].dtype)]
 
-    def _cell_sizes(self, problem: Problem, like: Any) -> Any:
-        """Return the number of pairs in each cell, (rows, columns), as an array like `like`."""
-        down, across = self.rectangle(problem.n, problem.m)
-        sizes = np.outer(cell_lengths(*down, self.down), cell_lengths(*across, self.across)).astype(np.float64)
-        return like.new_tensor(sizes) if framework(like) == "torch" else sizes
+    def cell_sizes(self, n: int, m: int) -> Any:
+        """Return the number of pairs in each cell, a NumPy array (rows, columns)."""
+        down, across = self.rectangle(n, m)
+        return np.outer(cell_lengths(*down, self.down), cell_lengths(*across, self.across)).astype(np.float64)
 
     def backward(self, context: BackwardContext) -> StatisticGradients:
         if self.how == "max":
             return StatisticGradients()
         (i0, i1), (j0, j1) = self.rectangle(context.problem.n, context.problem.m)
         r, c = cell_of(i - i0, i1 - i0, self.down), cell_of(j - j0, j1 - j0, self.across)
-        shares = context.gradient / self._cell_sizes(context.problem, context.gradient)
+        sizes = convert(self.cell_sizes(context.problem.n, context.problem.m), context.gradient)
+        shares = context.gradient / context.xp.astype(sizes, context.gradient.dtype)
         inside = (i >= i0) & (i < i1) & (j >= j0) & (j < j1)
         share = context.lookup(shares, r, c, remaining_axes=context.remaining_axes)
         return StatisticGradients(weights=where(inside, share, 0.0))

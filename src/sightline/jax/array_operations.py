@@ -1,0 +1,352 @@
+"""Attention in operations of JAX: for derivatives of every order, and for devices without a generated kernel.
+
+A loop of `jax.lax` computes one block of queries after another, with all of its keys. A derivative computes the block
+again, so the memory is O(n). JAX differentiates these operations in both directions. The values of hidden pairs reach
+neither the results nor the derivatives, NaN and ∞ included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..arrays import resolve_dtype
+from ..call_text import count_arrays
+from ..dropout import MULTIPLIERS, ROUNDS, WEYL, threshold
+from ..formula.evaluate_array import evaluate
+from ..formula.expression import Expression
+from ..problem import Problem
+from ..statistics import (
+    Entropy,
+    Lse,
+    Mass,
+    MaxScore,
+    Mean,
+    Pooled,
+    Received,
+    Scores,
+    Statistic,
+    TopK,
+    Weights,
+    unwrap_mean,
+)
+from ..statistics.matrix import cell_of
+from .options import CallOptions
+from .result_indices import NUM_OPERANDS
+
+__all__ = ["attend", "gradients", "tangents"]
+
+BLOCK_ELEMENTS = 1 << 22  # the most scores of one block, over all batches and heads; one query may have more
+
+
+def attend(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
+    """Return the results of the primitive `attention`. The words of lse in float64 are 0: nothing here reads them."""
+    problem, seed = _make_problem(inputs, options)
+    blocks = _Blocks(problem, seed)
+    rows = min(max(BLOCK_ELEMENTS // max(problem.B * problem.H * problem.m, 1), 1), max(problem.n, 1))
+    count = -(-problem.n // rows)
+    padding = [(0, 0)] * (problem.query.ndim - 2) + [(0, count * rows - problem.n), (0, 0)]
+    query = jnp.pad(problem.query, padding)
+    query = jnp.moveaxis(query.reshape((*query.shape[:-2], count, rows, problem.d_k)), -3, 0)
+    starts = jnp.arange(count) * rows
+    found = jax.lax.map(jax.checkpoint(lambda block: blocks.compute(*block)), (starts, query))
+    axis = len(problem.batch_shape) + 1  # of the queries in an array of one block
+    joined = [_JOIN[join](array, axis, problem.n) for array, join in zip(found, blocks.joins, strict=True)]
+    output, lse, *arrays = joined
+    words = jnp.zeros((*lse.shape, 2), jnp.uint32)
+    types = options.result_types(inputs)
+    results = [output, lse, words, *_finish_statistics(problem, arrays)]
+    return [result.astype(kind.dtype) for result, kind in zip(results, types, strict=True)]
+
+
+def tangents(*inputs: Any, options: CallOptions, wanted: tuple[int, ...]) -> list[Any]:
+    """Return the results of the primitive `tangent`."""
+    primals, given = inputs[: options.num_inputs], inputs[options.num_inputs + 2 :]
+    function = _restrict(primals, options, wanted, options.differentiable_results(primals))
+    found: list[Any] = jax.jvp(function, [primals[k] for k in wanted], list(given))[1]
+    return found
+
+
+def gradients(*inputs: Any, options: CallOptions, wanted: tuple[int, ...], given: tuple[int, ...]) -> list[Any]:
+    """Return the results of the primitive `backward`."""
+    primals, cotangents = inputs[: options.num_inputs], inputs[options.num_inputs + 2 :]
+    function = _restrict(primals, options, wanted, given)
+    return list(jax.vjp(function, *[primals[k] for k in wanted])[1](list(cotangents)))
+
+
+def _restrict(
+    primals: Sequence[Any], options: CallOptions, wanted: Sequence[int], given: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """Return the function from the arguments `wanted` to the results `given`."""
+
+    def function(*chosen: Any) -> list[Any]:
+        replaced = dict(zip(wanted, chosen, strict=True))
+        results = attend([replaced.get(k, x) for k, x in enumerate(primals)], options)
+        return [results[k] for k in given]
+
+    return function
+
+
+def _make_problem(inputs: Sequence[Any], options: CallOptions) -> tuple[Problem, Any]:
+    """Return the problem, and the seed as two words; None without dropout."""
+    rest = list(inputs[options.table_places.stop :])
+    places = zip(options.table_places, options.wide_tables, strict=True)
+    tables = [_narrow(inputs[k], wide) if wide else inputs[k] for k, wide in places]
+    sinks = rest.pop(0) if options.has_sinks else None
+    query, key, value = inputs[:NUM_OPERANDS]
+    problem = options.text.problem((query, key, value), tables, options.text.formulas(tables), sinks)
+    return problem, rest.pop(0) if options.has_seed else None
+
+
+def _narrow(words: Any, dtype: str) -> Any:
+    """Return the numbers of 64 bits in pairs of words, the lower word first, as numbers of 32 bits."""
+    low, high = words[..., 0], words[..., 1]
+    if dtype != "float64":
+        return low.astype(jnp.int32)
+    sign, exponent = jnp.where(high >> 31 == 1, -1.0, 1.0), (high >> 20 & 0x7FF).astype(jnp.int32)
+    fraction = (high & 0xFFFFF).astype(jnp.float32) * 2.0**-20 + low.astype(jnp.float32) * 2.0**-52
+    finite = jnp.ldexp(jnp.where(exponent == 0, fraction, 1 + fraction), jnp.clip(exponent, 1, 2046) - 1023)
+    special = jnp.where(fraction == 0, jnp.inf, jnp.nan)
+    return sign * jnp.where(exponent == 0x7FF, special, finite)
+
+
+# -- one block of queries ----------------------------------------------------------------------------------------------
+
+
+class _Namespace:
+    """`jax.numpy`. Its dtypes of 64 bits are those of 32 bits if `jax_enable_x64` is not set."""
+
+    def __init__(self) -> None:
+        self.int64, self.float64 = (jax.dtypes.canonicalize_dtype(name) for name in ("int64", "float64"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jnp, name)
+
+
+class _Blocks:
+    """The computation of a problem by blocks of queries.
+
+    joins : how the blocks' arrays become one array, by the names of `_JOIN`: of output, lse and each statistic's arrays
+    """
+
+    def __init__(self, problem: Problem, seed: Any) -> None:
+        self.problem, self.seed, self.xp = problem, seed, _Namespace()
+        self.dtype = resolve_dtype(jnp, problem.accumulator)
+        self.key, self.value = (x.astype(self.dtype) for x in (problem.key, problem.value))
+        self.is_finite = jnp.all(jnp.isfinite(self.value))
+        given = [statistic for statistic in problem.see if count_arrays(statistic)]
+        self.statistics = [unwrap_mean(statistic) for statistic in given]
+        joins = [[_join_of(unwrap_mean(statistic))] * count_arrays(statistic) for statistic in given]
+        self.joins = ["concatenate"] * 2 + [join for own in joins for join in own]
+
+    def compute(self, start: Any, query: Any) -> list[Any]:
+        """Return output, lse and the statistics' arrays of the queries from `start`."""
+        problem, xp = self.problem, self.xp
+        i = start + jnp.arange(query.shape[-2], dtype=xp.int64)[:, None]
+        b = jnp.arange(problem.B, dtype=xp.int64).reshape((*problem.batch_shape, 1, 1, 1))
+        h, j = jnp.arange(problem.H, dtype=xp.int64)[:, None, None], jnp.arange(problem.m, dtype=xp.int64)
+        self.symbols = {"b": b, "h": h, "i": i, "j": j, "n": problem.n, "m": problem.m}
+        scores = self.compute_scores(query.astype(self.dtype))
+        weights, lse = self.normalise(scores)
+        factor = _keep_factor(problem, self.seed, self.symbols)
+        output = self.sum_over_keys(weights * factor, self.value)
+        counted = jnp.where(i < problem.n, weights, 0)  # the last block may have queries past the end
+        arrays = [array for one in self.statistics for array in self.compute_statistic(one, scores, counted, lse)]
+        return [output, lse, *arrays]
+
+    def evaluate(self, formula: Expression, dtype: Any, **more: Any) -> Any:
+        return evaluate(formula, self.symbols | more, xp=self.xp, float_dtype=dtype, like=self.problem.query)
+
+    def compute_scores(self, query: Any) -> Any:
+        """Return the final scores, −∞ at hidden pairs, of shape (*batch_shape, H, rows, m)."""
+        problem = self.problem
+        scores = self.dot_products(query) * problem.scale
+        allowed: Any = None
+        if problem.mask is not None:
+            allowed = jnp.broadcast_to(self.evaluate(problem.mask, self.xp.float64), scores.shape)
+        if problem.score is not None:
+            s = scores if allowed is None else jnp.where(allowed, scores, 0)
+            scores = jnp.broadcast_to(self.evaluate(problem.score, self.dtype, s=s), scores.shape).astype(self.dtype)
+        return scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)
+
+    def normalise(self, scores: Any) -> tuple[Any, Any]:
+        """Return the weights before dropout, and lse; 0 and −∞ for a query without visible keys and sink."""
+        sinks = self.problem.sinks
+        largest = jnp.max(scores, axis=-1, initial=-jnp.inf)
+        if sinks is not None:
+            sinks = sinks.astype(self.dtype)[:, None]
+            largest = jnp.maximum(largest, sinks)
+        shift = jax.lax.stop_gradient(jnp.where(largest == -jnp.inf, 0, largest))
+        powers = jnp.exp(scores - shift[..., None])
+        total = jnp.sum(powers, axis=-1) + (0 if sinks is None else jnp.exp(sinks - shift))
+        safe = jnp.where(total == 0, 1, total)
+        return powers / safe[..., None], jnp.where(total == 0, -jnp.inf, jnp.log(safe) + shift)
+
+    def dot_products(self, query: Any) -> Any:
+        """Return Q Kᵀ of shape (*batch_shape, H, rows, m)."""
+        return _dot_products(self.group(query), self.key).reshape((*query.shape[:-1], self.problem.m))
+
+    def sum_over_keys(self, weights: Any, array: Any) -> Any:
+        """Return Σⱼ weights[i, j] · array[j]. A weight of 0 adds 0, even if the array has NaN or ∞."""
+        grouped = jax.lax.stop_gradient(self.group(weights))
+
+        def find_nonfinite() -> Any:
+            """Return NaN, ∞ or −∞ for each sum that reads such a number, else 0."""
+            seen, kinds = (grouped != 0).astype(self.dtype), (jnp.isnan(array), array == jnp.inf, array == -jnp.inf)
+            nan, up, down = (seen @ kind.astype(self.dtype) > 0 for kind in kinds)
+            return jnp.where(nan | (up & down), jnp.nan, jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, 0.0)))
+
+        sums = self.group(weights) @ _zero_nonfinite(array)
+        sums += jax.lax.cond(self.is_finite, lambda: jnp.zeros_like(sums), find_nonfinite)
+        return sums.reshape((*weights.shape[:-1], array.shape[-1]))
+
+    def group(self, array: Any) -> Any:
+        """Reshape (*batch_shape, H, rows, width) to (*batch_shape, G, H / G · rows, width): one matrix per key head."""
+        problem = self.problem
+        return array.reshape((*problem.batch_shape, problem.G, problem.group * array.shape[-2], array.shape[-1]))
+
+    def compute_statistic(self, statistic: Statistic, scores: Any, weights: Any, lse: Any) -> list[Any]:
+        """Return the statistic's arrays for a block, from its final scores, its weights before dropout, and lse."""
+        match statistic:
+            case Lse():
+                return [lse]
+            case Entropy():
+                positive = weights > 0
+                return [jnp.sum(jnp.where(positive, -weights * jnp.log(jnp.where(positive, weights, 1)), 0), axis=-1)]
+            case Mass():
+                counted = self.evaluate(statistic.mask, self.xp.float64)
+                return [jnp.sum(jnp.where(counted, weights, 0), axis=-1)]
+            case MaxScore():
+                first, largest = _first_maximum(scores, -1)
+                return [largest, jnp.where(largest == -jnp.inf, -1, first)]
+            case TopK():
+                visible = scores != -jnp.inf
+                padding = [(0, 0)] * (weights.ndim - 1) + [(0, max(statistic.k - self.problem.m, 0))]
+                marked = jnp.pad(jnp.where(visible, weights, -1), padding, constant_values=-1)
+                largest, keys = jax.lax.top_k(marked, statistic.k)
+                return [jnp.where(largest < 0, 0, largest), jnp.where(largest < 0, -1, keys)]
+            case Weights():
+                return [weights]
+            case Scores():
+                return [scores]
+            case Received():
+                return [_first_maximum(weights, -2)[1] if statistic.how == "max" else jnp.sum(weights, axis=-2)]
+            case Pooled():
+                return [self.pool(statistic, weights)]
+        raise NotImplementedError(f"the statistic {statistic!r} in operations of JAX")
+
+    def pool(self, statistic: Pooled, weights: Any) -> Any:
+        """Return the sum or the maximum of the weights in each cell, (*batch_shape, H, rows, columns)."""
+        reduce = jax.ops.segment_max if statistic.how == "max" else jax.ops.segment_sum
+        spans = statistic.rectangle(self.problem.n, self.problem.m)
+        positions = self.symbols["i"][:, 0], self.symbols["j"]
+        for axis, at, (start, stop), cells in zip(
+            (-2, -1), positions, spans, (statistic.down, statistic.across), strict=True
+        ):
+            inside = (start <= at) & (at < stop)
+            ids = jnp.where(inside, cell_of(at - start, max(stop - start, 1), cells), cells)  # the last cell is dropped
+            pooled = reduce(jnp.moveaxis(weights, axis, 0), ids, num_segments=cells + 1)[:cells]
+            weights = jnp.moveaxis(pooled, 0, axis)
+        return jnp.maximum(weights, 0)  # the maximum of a cell without queries of this block is −∞
+
+
+def _first_maximum(array: Any, axis: int) -> tuple[Any, Any]:
+    """Return the first index of the largest number along an axis, and the number. Its gradient goes to that index."""
+    if array.shape[axis] == 0:
+        shape = [length for k, length in enumerate(array.shape) if k != axis % array.ndim]
+        return jnp.zeros(shape, int), jnp.full(shape, -jnp.inf, array.dtype)
+    first = jnp.argmax(array, axis=axis, keepdims=True)
+    return jnp.squeeze(first, axis), jnp.squeeze(jnp.take_along_axis(array, first, axis=axis), axis)
+
+
+@jax.custom_jvp  # type: ignore[untyped-decorator]
+def _dot_products(query: Any, key: Any) -> Any:
+    """Return query @ keyᵀ. NaN and ∞ count as 0 in its derivative, so that those of hidden keys do not reach it."""
+    return query @ jnp.matrix_transpose(key)
+
+
+@_dot_products.defjvp  # type: ignore[untyped-decorator]
+def _differentiate_dot_products(primals: tuple[Any, Any], directions: tuple[Any, Any]) -> tuple[Any, Any]:
+    (query, key), (d_query, d_key) = primals, directions
+    tangent = d_query @ jnp.matrix_transpose(_zero_nonfinite(key))
+    return _dot_products(query, key), tangent + _zero_nonfinite(query) @ jnp.matrix_transpose(d_key)
+
+
+def _zero_nonfinite(array: Any) -> Any:
+    return jnp.where(jnp.isfinite(array), array, 0)
+
+
+# -- all blocks --------------------------------------------------------------------------------------------------------
+
+
+def _join_of(statistic: Statistic) -> str:
+    """Return the name in `_JOIN` of how the statistic's arrays of the blocks become one array."""
+    if isinstance(statistic, Received | Pooled):
+        return "max" if statistic.how == "max" else "sum"
+    return "concatenate"
+
+
+def _concatenate(array: Any, axis: int, n: int) -> Any:
+    """Return the arrays of all blocks as one array, without the queries past the end."""
+    blocks = jnp.moveaxis(array, 0, axis)
+    joined = blocks.reshape((*blocks.shape[:axis], math.prod(blocks.shape[axis : axis + 2]), *blocks.shape[axis + 2 :]))
+    return jax.lax.slice_in_dim(joined, 0, n, axis=axis)
+
+
+_JOIN: dict[str, Callable[[Any, int, int], Any]] = {
+    "concatenate": _concatenate,
+    "sum": lambda array, axis, n: jnp.sum(array, axis=0),
+    "max": lambda array, axis, n: jnp.maximum(_first_maximum(array, 0)[1], 0),
+}
+
+
+def _finish_statistics(problem: Problem, arrays: Sequence[Any]) -> list[Any]:
+    """Return the arrays of all statistics from the joined arrays of what they average."""
+    rest, finished = iter(arrays), []
+    for statistic in problem.see:
+        own = [next(rest) for _ in range(count_arrays(statistic))]
+        one = unwrap_mean(statistic)
+        if isinstance(one, Received) and one.how == "mean":
+            own = [own[0] / max(problem.n, 1)]
+        if isinstance(one, Pooled) and one.how == "mean":
+            own = [own[0] / jnp.asarray(one.cell_sizes(problem.n, problem.m), own[0].dtype)]
+        finished += [statistic.average(x, problem) for x in own] if isinstance(statistic, Mean) else own
+    return finished
+
+
+# -- dropout -----------------------------------------------------------------------------------------------------------
+
+
+def _keep_factor(problem: Problem, seed: Any, symbols: dict[str, Any]) -> Any:
+    """Return the dropout factors of a block, those of `dropout.keep_factor`, from the two words of the seed."""
+    p = problem.dropout
+    if p in (0, 1):
+        return 1.0 - p
+    quads = jnp.arange(-(-problem.m // 4))
+    counter = [x.astype(jnp.uint32) for x in (symbols["b"], symbols["h"], symbols["i"], quads)]
+    words = jnp.stack(jnp.broadcast_arrays(*_philox(seed, counter)), axis=-1)
+    words = words.reshape((*words.shape[:-2], 4 * len(quads)))[..., : problem.m]
+    return (words >= np.uint32(min(threshold(problem), 2**32 - 1))) / (1 - p)
+
+
+def _philox(seed: Any, counter: Sequence[Any]) -> Sequence[Any]:
+    """Return what `dropout.philox` returns, in uint32."""
+    key, (x0, x1, x2, x3) = [seed[0], seed[1]], counter
+    for _ in range(ROUNDS):
+        (high0, low0), (high1, low1) = _multiply_wide(MULTIPLIERS[0], x0), _multiply_wide(MULTIPLIERS[1], x2)
+        x0, x1, x2, x3 = high1 ^ x1 ^ key[0], low1, high0 ^ x3 ^ key[1], low0
+        key = [k + np.uint32(w) for k, w in zip(key, WEYL, strict=True)]
+    return x0, x1, x2, x3
+
+
+def _multiply_wide(constant: int, x: Any) -> tuple[Any, Any]:
+    """Return the high and low word of constant · x, from products of half words."""
+    (a1, a0), (x1, x0) = map(np.uint32, divmod(constant, 1 << 16)), (x >> 16, x & 0xFFFF)
+    middle = a1 * x0 + (a0 * x0 >> 16)
+    carry = a0 * x1 + (middle & 0xFFFF)
+    return a1 * x1 + (middle >> 16) + (carry >> 16), np.uint32(constant) * x

@@ -1,0 +1,219 @@
+"""Attention in operations of JAX: the results of the other kernels, and derivatives of every order."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import sightline
+from fault_planting import broken
+from sample_calls import draw_inputs
+from sightline import h, i, j, s, table
+from sightline.jax import array_operations, dispatch
+from sightline.kernel import Result
+from sightline.problem import make_problem
+from sightline.testing import assert_conforms
+from strategies import cases
+
+B, H, N, D = 2, 3, 9, 8
+STATISTICS = {
+    "entropy": sightline.entropy(),
+    "mass": sightline.mass(j < 4),
+    "lse": sightline.lse(),
+    "max_score": sightline.max_score(),
+    "top_k": sightline.top_k(3),
+    "more than m": sightline.top_k(12),
+    "received": sightline.received(),
+    "mean received": sightline.received("mean"),
+    "most received": sightline.received("max"),
+    "the last queries": sightline.received(last=3),
+    "pooled": sightline.pooled(3, 2),
+    "most pooled": sightline.pooled(3, 2, "max"),
+    "a part pooled": sightline.pooled(2, 2, within=((1, 8), (2, 7))),
+    "weights": sightline.weights(),
+    "scores": sightline.scores(),
+    "a mean": sightline.entropy().mean("heads"),
+    "a mean of matrices": sightline.weights().mean("heads").mean("batch"),
+}
+
+
+@pytest.fixture
+def operands(rng):
+    return [jnp.asarray(rng.normal(size=(B, H, N, D)), jnp.float32) for _ in range(3)]
+
+
+@pytest.fixture
+def by_operations(monkeypatch):
+    """Return `sightline.attention` with JAX's operations in place of the kernels, in blocks of four queries."""
+    monkeypatch.setattr(array_operations, "BLOCK_ELEMENTS", 4 * B * H * N)
+
+    def attention(*given, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "attention", array_operations.attend)
+            return sightline.attention(*given, **options)
+
+    return attention
+
+
+def assert_close(found, expected, tolerance=2e-5):
+    """Compare every array of two results."""
+    found, expected = (jax.tree.leaves(jax.tree.map(np.asarray, answer)) for answer in (found, expected))
+    for x, y in zip(found, expected, strict=True):
+        assert x.shape == y.shape
+        np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance)
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["documents", "bias that hides", "sinks", "cap", "mass and means"])
+def test_results(rng, kind, operands, by_operations):
+    options = draw_inputs(rng, kind, B, H, N, N, jnp.asarray)
+    assert_close(jax.jit(partial(by_operations, **options))(*operands), sightline.attention(*operands, **options))
+
+
+def test_statistics(operands, by_operations):
+    options = {"mask": i >= j, "see": list(STATISTICS.values())}
+    assert_close(jax.jit(partial(by_operations, **options))(*operands), sightline.attention(*operands, **options))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drawn_problems(dtype, by_operations):
+    """Output and lse are within the error budget that every kernel has; hidden NaN and ∞ are among the values."""
+
+    def run(problem):
+        given = [jnp.asarray(x) for x in (problem.query, problem.key, problem.value)]
+        options = {name: getattr(problem, name) for name in ("mask", "score", "sinks", "scale")}
+        output, (lse,) = by_operations(*given, **options, see=[sightline.lse()])
+        return Result(np.asarray(output), np.asarray(lse))
+
+    @settings(max_examples=8)
+    @given(cases(dtypes=(dtype,), dropout=False))
+    def conforms(case):
+        assert_conforms(run, make_problem(*case.arrays, **case.options))
+
+    conforms()
+
+
+def test_dropout_drops_the_same_weights(operands, by_operations):
+    options = {"dropout": 0.4, "seed": 2**63 + 12345}
+    assert_close(by_operations(*operands, **options), sightline.attention(*operands, **options))
+
+
+def test_wide_numbers_of_numpy_tables(operands, by_operations):
+    numbers = np.array([0.0, -2.5, math.pi, 1e30, -1e-30, math.inf, 7.0, 1.0, 3.0])
+    options = {"mask": table(numbers)[i] * table(np.arange(N))[j] > -3, "score": s + table(numbers.clip(-9, 9))[j]}
+    assert_close(by_operations(*operands, **options), sightline.attention(*operands, **options))
+
+
+# -- derivatives -------------------------------------------------------------------------------------------------------
+
+
+def define(q, k, v, bias, sinks):
+    """Return causal attention with a bias and sinks, its lse and the entropy."""
+    scores = q @ jnp.matrix_transpose(k) / math.sqrt(D) + bias
+    scores = jnp.where(jnp.tril(jnp.ones((N, N), bool)), scores, -jnp.inf)
+    column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+    lse = jax.nn.logsumexp(jnp.concatenate([scores, column], -1), axis=-1)
+    weights = jnp.exp(scores - lse[..., None])
+    return weights @ v, lse, jnp.sum(-weights * jnp.log(jnp.where(weights > 0, weights, 1)), axis=-1)
+
+
+def attend(q, k, v, bias, sinks):
+    see = [sightline.lse(), sightline.entropy()]
+    score = s + table(bias)[h, i, j]
+    output, (lse, entropies) = sightline.attention(q, k, v, mask=i >= j, score=score, sinks=sinks, see=see)
+    return output, lse, entropies
+
+
+def loss(function):
+    """Return a function of the same arguments whose derivatives of every order depend on all results."""
+    return lambda *given: sum(jnp.sum(jnp.sin(x) * (k + 1)) for k, x in enumerate(function(*given)))
+
+
+DERIVATIVES = {
+    "jvp under jit": lambda f, x, t: jax.jit(partial(jax.jvp, f))(x, t),
+    "linearize": lambda f, x, t: jax.linearize(f, *x)[1](*t),
+    "jacfwd": lambda f, x, t: jax.jacfwd(lambda k: f(x[0], k, *x[2:])[0][0, 0, 3])(x[1]),
+    "vmap of jvp": lambda f, x, t: jax.vmap(lambda d: jax.jvp(lambda v: f(*x[:2], v, *x[3:]), x[2:3], (d,)))(
+        jnp.stack([t[2], 2 * t[2]])
+    ),
+    "grad of grad": lambda f, x, t: jax.grad(lambda q: jnp.sum(jax.grad(lambda q: loss(f)(q, *x[1:]))(q) * t[0]))(x[0]),
+    "jvp of grad": lambda f, x, t: jax.jvp(jax.grad(loss(f), argnums=(0, 1, 2, 3, 4)), x, t)[1],
+    "grad of jvp": lambda f, x, t: jax.grad(lambda *x: jnp.sum(jax.jvp(f, x, t)[1][0] ** 2), argnums=(0, 1, 2, 3, 4))(
+        *x
+    ),
+    "hessian": lambda f, x, t: jax.hessian(lambda b: loss(f)(*x[:4], b))(x[4]),
+    "jvp of jvp": lambda f, x, t: jax.jvp(lambda *x: jax.jvp(f, x, t)[1], x, t)[1],
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives(rng, name, operands):
+    """The definition is differentiated by JAX in the same way."""
+    primals = *operands, *[jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((H, N, N), (H,))]
+    directions = tuple(jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in primals)
+    derive = DERIVATIVES[name]
+    assert_close(derive(attend, primals, directions), derive(define, primals, directions), 2e-4)
+
+
+def test_hidden_values_reach_no_derivative(operands):
+    """NaN and ∞ in keys and values that no query sees change neither tangents nor second derivatives."""
+    q, k, v = operands
+
+    def second(k, v):
+        f = partial(sightline.attention, mask=j < N - 2)
+        return jax.jvp(jax.grad(lambda q: jnp.sum(f(q, k, v) ** 2)), (q,), (q,))[1], jax.jvp(
+            lambda q: f(q, k, v), (q,), (q,)
+        )
+
+    k_hidden, v_hidden = k.at[:, :, -1].set(jnp.nan), v.at[:, :, -2].set(jnp.inf)
+    assert_close(second(k_hidden, v_hidden), second(k, v), 1e-6)
+
+
+def test_the_gradient_of_the_operations_is_that_of_the_kernel(operands, by_operations):
+    see = [sightline.received("max"), sightline.pooled(2, 2), sightline.max_score(), sightline.mass(j > 3)]
+
+    def differentiate(attention):
+        def function(*x):
+            output, (received, pooled, largest, mass) = attention(*x, mask=i >= j, see=see)
+            return sum(jnp.sum(jnp.sin(x)) for x in (output, received, pooled, largest.score, mass))
+
+        return jax.grad(function, argnums=(0, 1, 2))(*operands)
+
+    assert_close(differentiate(by_operations), differentiate(sightline.attention))
+
+
+def test_memory_does_not_grow_with_the_product_of_lengths():
+    """The temporary memory of a second derivative, as XLA plans it, is far below that of one n × n matrix."""
+    length = 16384
+    x = jax.ShapeDtypeStruct((1, 1, length, 8), "float32")
+    function = jax.jit(
+        lambda q, k, v: jax.jvp(jax.grad(lambda q: jnp.sum(sightline.attention(q, k, v) ** 2)), (q,), (q,))
+    )
+    memory = function.lower(x, x, x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * length * length / 4
+
+
+FAULTS = {
+    "queries past the end": ("jnp.where(i < problem.n, weights, 0)", "weights", "received"),
+    "a mean that is a sum": ("own[0] / max(problem.n, 1)", "own[0]", "mean received"),
+    "a cell too far": ("cell_of(at - start,", "cell_of(at + 1 - start,", "pooled"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_found(fault, operands, monkeypatch):
+    before, after, statistic = FAULTS[fault]
+    module = broken(array_operations, before, after)
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 4 * B * H * N)
+    monkeypatch.setattr(array_operations, "attend", module.attend)
+    options = {"see": [STATISTICS[statistic]]}
+    expected = sightline.attention(*operands, **options)
+    monkeypatch.setattr(dispatch, "attention", module.attend)
+    with pytest.raises(AssertionError, match="tolerance"):
+        assert_close(sightline.attention(*operands, **options), expected)
