@@ -1,8 +1,9 @@
 """Sightline for JAX: attention inside compiled programs, with gradients.
 
-`sightline.attention` takes JAX arrays and tracers. The import registers the custom call of XLA by which programs run
-attention, so a process that loads an exported program imports this package first. The import raises MissingExtraError
-if JAX is not installed.
+`sightline.attention` takes JAX arrays and tracers. `dot_product_attention` has the signature of JAX's function.
+
+The import registers the custom call of XLA by which programs run attention, so a process that loads an exported program
+imports this package first. The import raises MissingExtraError if JAX is not installed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ except ImportError as error:
         "sightline.jax without JAX", "JAX 0.7 to 0.10", 'pip install "sightline-attention[jax]"'
     ) from error
 
+from .functional import dot_product_attention
 from .target import register
 
 register()
 
-__all__: list[str] = []
+__all__ = ["dot_product_attention"]

@@ -1,0 +1,255 @@
+"""A replacement for `jax.nn.dot_product_attention` with the same signature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..api import attention
+from ..errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError
+from ..formula import library
+from ..formula.expression import SYMBOLS, Expression, walk
+from ..formula.from_function import to_formula
+from ..formula.tables import table
+from ..statistics import lse
+from ..validation import read_mask
+
+__all__ = ["attend_by_position", "dot_product_attention"]
+
+CAUSAL = library.causal()
+IMPLEMENTATIONS = (None, "xla", "cudnn")
+SHAPES = "query (..., T, N, H), key (..., S, K, H), value (..., S, K, H_v) with equal leading axes, N a multiple of K"
+b, i, j, s = (SYMBOLS[name] for name in "bijs")
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """Return softmax(Q Kᵀ · scale + bias) V, with the arguments of `jax.nn.dot_product_attention`.
+
+    The letters are those of JAX: batch B, T queries, S keys, N query heads, K key heads, width H.
+
+    Parameters
+    ----------
+    query : (B, T, N, H) or (T, N, H) float16, bfloat16, float32 or float64
+    key : (B, S, K, H) or (S, K, H), the dtype of query
+        N is a multiple of K. Query head h attends to key head h // (N / K).
+    value : (B, S, K, H_v) or (S, K, H_v), the dtype of query
+        JAX allows only H_v = H.
+    bias : array broadcastable to (B, N, T, S), or formula of b, h, i and j, optional
+        Logits that are added to the scaled scores. The array receives its gradient. An entry of −∞ hides the pair.
+    mask : bool array broadcastable to (B, N, T, S), or formula of b, h, i and j, optional
+        True attends. A formula is faster than an array, because empty tiles are skipped.
+    scale : float or array of one number, default 1/√H
+        An array receives its gradient.
+    is_causal : bool, default False
+        Hide key j from query i if i < j, also if T ≠ S.
+    query_seq_lengths : (B,) integers, optional
+        The number of real queries of each sequence. The output of the other queries is 0.
+    key_value_seq_lengths : (B,) integers, optional
+        The number of real keys of each sequence. The other keys are hidden.
+    local_window_size : int or (int, int), optional
+        (left, right): hide key j from query i unless i − left ≤ j ≤ i + right. One number stands for both.
+    implementation : {"xla", "cudnn"}, optional
+        Checked, and otherwise without effect: every call runs the generated kernel. "cudnn" adds none of the limits
+        of cuDNN.
+    return_residual : bool, default False
+        Return (output, lse). As in JAX, lse has no gradient here; `sightline.attention` returns one that has.
+
+    Returns
+    -------
+    output : (B, T, N, H_v) or (T, N, H_v), the dtype of query
+        0 for a query without visible keys. In JAX it is the mean of all values of that head, hidden values included.
+    lse : (B, T, N) or (T, N), the dtype of query, only with `return_residual`
+        The logarithm of the sum of the exponentials of the scores. −∞ for a query without visible keys.
+
+    Raises
+    ------
+    ShapeError
+        The shapes do not fit the letters above.
+    MaskError
+        `mask` is no condition, or `bias` is one.
+    FormulaError
+        The formula of `bias` reads the score s.
+    ParameterError
+        `implementation` or `local_window_size` has no value of those above, or `bias` is an array of booleans.
+    SightlineError
+        The other errors of `sightline.attention`.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, equation 1.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from sightline.jax import dot_product_attention
+    >>> x = jnp.eye(2)[:, None, :]  # two positions, one head
+    >>> dot_product_attention(x, x, x, is_causal=True)[0]  # the first position attends to itself alone
+    Array([[1., 0.]], dtype=float32)
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ParameterError(
+            f"implementation={implementation!r}", 'None, "xla" or "cudnn"', "leave implementation=None"
+        )
+    operands = [read_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
+    has_batch = operands[0].ndim == 4
+    if any(x.ndim not in (3, 4) for x in operands):
+        given = ", ".join(str(x.shape) for x in operands)
+        raise ShapeError(
+            f"query, key and value of shapes {given}",
+            "three or four axes: (batch, positions, heads, width) or (positions, heads, width)",
+            "x[:, None] for one head; sightline.attention for more axes",
+        )
+    operands = [x if x.ndim == 4 else x[None] for x in operands]
+    batch = operands[0].shape[0]
+    conditions = [mask, CAUSAL if is_causal else None, _read_window(local_window_size)]
+    for name, symbol, lengths in (
+        ("query_seq_lengths", i, query_seq_lengths),
+        ("key_value_seq_lengths", j, key_value_seq_lengths),
+    ):
+        if lengths is not None:
+            conditions.append(symbol < _read_lengths(name, lengths, batch))
+    see = [lse()] if return_residual else []
+    output, seen = attend_by_position(operands, bias, conditions, scale=scale, see=see)
+    results = [output, *(jax.lax.stop_gradient(x.swapaxes(-1, -2).astype(output.dtype)) for x in seen)]
+    results = results if has_batch else [x[0] for x in results]
+    return tuple(results) if return_residual else results[0]
+
+
+def attend_by_position(
+    operands: Sequence[Any], bias: Any = None, conditions: Sequence[Any] = (), **options: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return (output, seen) of `sightline.attention` for arrays with the positions before the heads.
+
+    Parameters
+    ----------
+    operands : query (..., T, N, H), key (..., S, K, H) and value (..., S, K, H_v), with at least one leading axis
+    bias : array broadcastable to (..., N, T, S), formula or None
+    conditions : arrays broadcastable to (..., N, T, S), formulas or None; a pair is visible if all are True
+    **options : scale, dropout, seed and see, as in `sightline.attention`
+
+    Returns
+    -------
+    output : (..., T, N, H_v)
+    seen : as in `sightline.attention`, with the heads before the positions
+
+    Raises
+    ------
+    SightlineError
+        As in `dot_product_attention`.
+    """
+    scores_shape = _check_shapes(*operands)
+    mask: Any = None
+    for condition in conditions:
+        if condition is not None:
+            own = _read_condition(condition, scores_shape)
+            mask = own if mask is None else mask & own
+    score = None if bias is None else _read_bias(bias, scores_shape)
+    by_head = [x.swapaxes(-3, -2) for x in operands]
+    output, seen = attention(*by_head, mask=mask, score=score, **{"see": (), **options})
+    return output.swapaxes(-3, -2), seen
+
+
+def read_array(name: str, value: Any) -> jax.Array:
+    """Return the value as a JAX array; raise DtypeError if JAX cannot read it."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise DtypeError(
+            f"{name} is a {type(value).__name__}", "arrays", f"{name}=jax.numpy.asarray({name})"
+        ) from error
+
+
+def _check_shapes(query: Any, key: Any, value: Any) -> tuple[int, ...]:
+    """Return the shape (..., N, T, S) of the scores."""
+    (*lead, queries, heads, width), (*others, keys, key_heads, key_width) = query.shape, key.shape
+    fits_value = value.shape[:-1] == key.shape[:-1]
+    if lead != others or width != key_width or not fits_value or (heads % key_heads if key_heads else heads):
+        given = f"query {query.shape}, key {key.shape}, value {value.shape}"
+        raise ShapeError(given, SHAPES, "jnp.swapaxes(x, -3, -2) puts positions before heads")
+    return (*lead, heads, queries, keys)
+
+
+def _read_condition(condition: Any, scores_shape: tuple[int, ...]) -> Expression:
+    if isinstance(condition, Expression | bool) or callable(condition):
+        return cast(Expression, read_mask(condition))
+    array = _align("mask", condition, scores_shape)
+    if array.dtype != np.bool_:
+        raise MaskError(
+            f"mask is an array of {array.dtype}",
+            "a boolean array, True attends, or a formula",
+            "mask=array != 0 if it holds zeros and ones; bias=array if it is added to the scores",
+        )
+    return library.dense(array)
+
+
+def _read_bias(bias: Any, scores_shape: tuple[int, ...]) -> Expression:
+    """Return the score s + bias."""
+    if not isinstance(bias, Expression) and not callable(bias):
+        return library.bias(_align("bias", bias, scores_shape))
+    formula = to_formula(bias, "bias", "b h i j")
+    if formula.kind == "bool":
+        raise MaskError(f"bias is {formula}, a condition", "a number to be added", "pass conditions as mask=")
+    if any(node is s for node in walk(formula)):
+        raise FormulaError(
+            f"bias {formula} reads the score s", "formulas of b, h, i and j", "sightline.attention(..., score=formula)"
+        )
+    return s + formula
+
+
+def _align(name: str, value: Any, scores_shape: tuple[int, ...]) -> Any:
+    """Return an array that broadcasts to the scores as an array that `dense` and `bias` align to the scores.
+
+    If there are several leading axes, `dense` counts them together in an array with four axes, so such an array gets
+    one more axis.
+    """
+    array = jnp.atleast_1d(read_array(name, value))
+    padded = (1,) * (len(scores_shape) - array.ndim) + array.shape
+    if len(padded) > len(scores_shape) or any(x not in (1, y) for x, y in zip(padded, scores_shape, strict=True)):
+        raise ShapeError(
+            f"{name} of shape {array.shape}",
+            f"a shape that broadcasts to {scores_shape}, (batch, heads, queries, keys)",
+            f"{name}[:, None] if the heads share it",
+        )
+    return array[None] if len(scores_shape) > 4 and array.ndim == 4 else array
+
+
+def _read_lengths(name: str, lengths: Any, batch: int) -> Expression:
+    array = read_array(name, lengths)
+    if array.shape != (batch,) or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ShapeError(
+            f"{name} of shape {array.shape} and dtype {array.dtype}",
+            f"({batch},) integers, one length for each sequence",
+            f"jnp.full({batch}, length) if all lengths are equal",
+        )
+    return table(array)[b]
+
+
+def _read_window(size: Any) -> Expression | None:
+    if size is None:
+        return None
+    pair = (size, size) if not isinstance(size, tuple | list) else size
+    is_integer = [isinstance(x, int | np.integer) and not isinstance(x, bool) for x in pair]
+    if len(pair) != 2 or not all(is_integer) or min(pair) < 0:
+        raise ParameterError(
+            f"local_window_size={size!r}", "a whole number ≥ 0 or a pair of them", "local_window_size=(255, 0)"
+        )
+    left, right = pair
+    return library.window(int(left) + 1, int(right))
