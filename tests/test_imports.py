@@ -10,7 +10,7 @@ import sightline
 from sightline.errors import MissingExtraError
 
 HEAVY = {"jax", "keras", "llvmlite", "matplotlib", "ml_dtypes", "pandas", "rich", "scipy", "torch", "transformers"}
-HEAVY |= {"tensorflow", "triton"}
+HEAVY |= {"equinox", "flax", "tensorflow", "triton"}
 
 
 def loaded(program):
@@ -28,6 +28,12 @@ def test_import_loads_only_numpy():
 
 def test_this_test_can_fail():
     assert "llvmlite" in loaded("import sightline, llvmlite") & HEAVY
+
+
+def test_flax_loads_with_the_first_layer_that_stores_its_weights():
+    found = loaded("import sightline.flax")
+    assert "jax" in found
+    assert "flax" not in found
 
 
 def test_formulas_and_streaming_need_no_compiler():
