@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+import jax_kernel
 from sample_problems import arrays, serves
 from sightline import alibi, bias, causal, dense, documents, i, j, lse, padding, s, softcap, testing, weights, window
 from sightline.problem import make_problem
@@ -13,7 +14,13 @@ from sightline.testing import assert_conforms, with_guards
 from strategies import DTYPES, LAYOUTS, ON_HOST, Case, cases
 
 TILED = [kernel for kernel in ON_HOST if kernel.name != "reference"]
-EXAMPLES = {"cpu": 16, "streaming": 30, "reference": 16}  # examples per dtype; every example of "cpu" compiles
+CPU = next(kernel for kernel in ON_HOST if kernel.name == "cpu")
+EXAMPLES = {
+    "cpu": 16,
+    "streaming": 30,
+    "reference": 16,
+    "jax": 5,
+}  # for each dtype; every one of "cpu" and JAX compiles
 GUARDED = {"cpu": 16}  # the same, for kernels without bounds checks
 
 
@@ -32,8 +39,12 @@ def each(*frameworks):
 
 
 def check(kernel, case, framework="numpy"):
-    case = case.as_torch() if framework == "torch" else case
-    assert_conforms(kernel.run, case.make_problem(see=[lse(), weights()]))
+    run = jax_kernel.RUNS.get(framework, kernel.run)
+    if framework == "torch":
+        case = case.as_torch()
+    if framework in jax_kernel.RUNS:
+        case = Case(*map(np.ascontiguousarray, case.arrays), case.options)  # as JAX stores arrays
+    assert_conforms(run, case.make_problem(see=[lse(), weights()]))
 
 
 @pytest.fixture
@@ -69,6 +80,23 @@ def drawn(kernel, dtype, framework, examples, **options):
 @each("numpy", "torch")
 def test_drawn_problems(kernel, dtype, framework):
     drawn(kernel, dtype, framework, EXAMPLES.get(kernel.name, 250) // (1 if framework == "numpy" else 2))
+
+
+in_jax = pytest.mark.parametrize("framework", ["jax", "compiled jax"])
+
+
+@in_jax
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_problems_in_jax(dtype, framework):
+    """The results have the bits of the CPU kernel's."""
+    drawn(CPU, dtype, framework, EXAMPLES["jax"])
+
+
+@pytest.mark.soak
+@in_jax
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_drawn_problems_in_jax(dtype, framework):
+    drawn(CPU, dtype, framework, 20 * EXAMPLES["jax"])
 
 
 @pytest.mark.soak

@@ -1,0 +1,73 @@
+"""Planted faults: each fault, written into the source of the batching rule or of XLA's handler, must be seen."""
+
+import jax
+import numpy as np
+import pytest
+
+import jax_kernel
+import sightline
+from fault_planting import broken
+from sightline import b, i, j, lse, s, table
+from sightline.cpu.kernels import xla_handler
+from sightline.errors import SightlineError
+from sightline.jax import batching, primitives, target
+from sightline.problem import make_problem
+from sightline.testing import assert_conforms
+
+BATCHING = {
+    "b of all elements": ("as_expression(node % batches if batches > 1 else 0)", "node"),
+    "a table of another element": ('element = (SYMBOLS["b"] // batches,)', 'element = (SYMBOLS["b"] % batches,)'),
+    "a table that spans the joined batches": ('None if axis == "b" else axis for axis', "axis for axis"),
+}
+COPY = "self.copy_addresses(ARGUMENTS, num_arguments, buffers)"
+HANDLER = {
+    "query and key exchanged": (
+        COPY,
+        f"{COPY}; pair = [buffers.at(k * 8).load(INT64) for k in (1, 0)]; "
+        "[buffers.at(k * 8).store(x) for k, x in enumerate(pair)]",
+    ),
+    "key in place of value": (COPY, f"{COPY}; buffers.at(16).store(buffers.at(8).load(INT64))"),
+}
+
+
+def check_batching():
+    """Check a mapped call whose formulas read b and tables of it, mapped and not."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.normal(size=(3, 3, 2, 4, 20, 8)).astype(np.float32)
+    lengths, slopes = rng.integers(1, 20, (3, 2)), rng.normal(size=2).astype(np.float32)
+
+    def attend(query, key, value, lengths):
+        mask, score = sightline.padding(lengths) | (i == j), s + table(slopes)[b] * (i - j) + 0.5 * b
+        return sightline.attention(query, key, value, mask=mask, score=score)
+
+    found = jax.vmap(attend)(query, key, value, lengths)
+    for element in range(3):
+        expected = attend(query[element], key[element], value[element], lengths[element])
+        assert np.array_equal(found[element], expected), "a mapped element has other bits"
+
+
+def check_handler():
+    x = np.random.default_rng(0).normal(size=(3, 1, 2, 20, 8)).astype(np.float32)
+    assert_conforms(jax_kernel.run_jit, make_problem(*x, mask=i >= j, see=[lse()]))
+
+
+def test_sound_code_passes():
+    check_batching()
+    check_handler()
+
+
+@pytest.mark.parametrize("fault", BATCHING)
+def test_every_fault_in_the_batching_rule_is_seen(fault, monkeypatch):
+    monkeypatch.setattr(batching, "_join_formulas", broken(batching, *BATCHING[fault])._join_formulas)
+    with pytest.raises((AssertionError, SightlineError, jax.errors.JaxRuntimeError)):
+        check_batching()
+
+
+@pytest.mark.parametrize("fault", HANDLER)
+def test_every_fault_in_the_handler_is_seen(fault, monkeypatch, fresh_kernels):
+    """The faulty handler is registered under a name of its own: XLA registers a name once for a process."""
+    monkeypatch.setattr(target, "build_module", broken(xla_handler, *HANDLER[fault]).build_module)
+    monkeypatch.setattr(target, "TARGET", f"sightline: {fault}")
+    monkeypatch.setattr(primitives, "register", target.register.__wrapped__)
+    with pytest.raises(AssertionError, match="bits"):
+        check_handler()
