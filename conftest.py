@@ -13,6 +13,9 @@ if find_spec("transformers") is None:
 if find_spec("triton") is None:
     collect_ignore += ["src/sightline/gpu", "docs/gpu.md"]
 
+if find_spec("tensorflow") is None:
+    collect_ignore += ["src/sightline/keras/tensorflow_attention.py"]
+
 os.environ.setdefault("KERAS_BACKEND", "torch")
 os.environ.pop("SIGHTLINE_THREADS", None)
 

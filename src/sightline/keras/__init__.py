@@ -1,6 +1,7 @@
-"""Sightline for Keras 3 on its torch backend: attention as a layer.
+"""Sightline for Keras 3 on its backends torch, JAX and TensorFlow: attention as a layer.
 
-The import raises MissingExtraError if Keras is not installed, and ParameterError if its backend is not torch.
+The import raises MissingExtraError if Keras is not installed, and ParameterError if Keras has another backend or one
+that is not installed.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ from importlib.util import find_spec
 
 from ..errors import MissingExtraError, ParameterError
 
-CURE = "pip install torch, and set the environment variable KERAS_BACKEND=torch before keras is first imported"
+BACKENDS = ("torch", "jax", "tensorflow")
+ALLOWED = "Keras on its backend torch, jax or tensorflow"
+CURE = "install the backend, and set KERAS_BACKEND, as in KERAS_BACKEND=torch, before keras is first imported"
 
 try:
     import keras
 except ImportError as error:
     if find_spec("keras") is not None:  # Keras is installed, but its backend is not
-        raise ParameterError(f"Keras does not load ({error})", "Keras on its torch backend", CURE) from error
+        raise ParameterError(f"Keras does not load ({error})", ALLOWED, CURE) from error
     raise MissingExtraError(
         "sightline.keras without Keras", "Keras 3.9 or later", 'pip install "sightline-attention[keras]" torch'
     ) from error
-if keras.backend.backend() != "torch":
-    raise ParameterError(f"Keras on its {keras.backend.backend()} backend", "the torch backend", CURE)
+if keras.backend.backend() not in BACKENDS:
+    raise ParameterError(f"Keras on its {keras.backend.backend()} backend", ALLOWED, CURE)
 
 from .layer import ScaledDotProductAttention  # noqa: E402  after the check of the backend
+from .multi_head_attention import MultiHeadAttention  # noqa: E402
 
-__all__ = ["ScaledDotProductAttention"]
+__all__ = ["MultiHeadAttention", "ScaledDotProductAttention"]

@@ -6,10 +6,9 @@ from typing import Any
 
 import keras
 
-from ..api import attention
 from ..errors import ParameterError, ShapeError
-from ..formula.library import dense
-from ..statistics import weights
+from .attention_mask import AttentionMask, expand
+from .backend_attention import attend
 
 __all__ = ["ScaledDotProductAttention"]
 
@@ -69,6 +68,7 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
                 raise ParameterError(f"{name}={width!r}", "a whole number of at least 1", f"{name}=64")
         self.dk, self.dv, self.return_attn, self.use_bias = dk, dv, return_attn, use_bias
         self.supports_masking = True
+        self.supports_jit = keras.backend.backend() != "tensorflow"  # XLA cannot call the kernels from TensorFlow
         self.query, self.key, self.value = (
             keras.layers.Dense(
                 width, use_bias=use_bias, kernel_initializer="glorot_normal", dtype=self.dtype_policy, name=name
@@ -87,12 +87,11 @@ class ScaledDotProductAttention(keras.layers.Layer):  # type: ignore[misc]
 
     def call(self, inputs: Any, mask: Any = None) -> Any:
         """Return the output, or (weights, output) if `return_attn` is true."""
-        query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
-        mask_formula = None if mask is None else dense(keras.ops.cast(mask, "bool")[:, None, None, :])
-        if not self.return_attn:
-            return attention(query, key, value, mask=mask_formula)
-        output, (attention_weights,) = attention(query, key, value, mask=mask_formula, see=[weights()])
-        return attention_weights, output
+        heads = [keras.ops.expand_dims(part(inputs), 1) for part in (self.query, self.key, self.value)]
+        attention_mask = AttentionMask(() if mask is None else (expand(mask, "bj"),))
+        output, weights = attend(*heads, mask=attention_mask, with_weights=self.return_attn)
+        output = keras.ops.squeeze(output, 1)
+        return (keras.ops.squeeze(weights, 1), output) if self.return_attn else output
 
     def compute_output_shape(self, input_shape: Shape) -> Any:
         """Return the shape of the output, or the shapes of (weights, output) if `return_attn` is true."""
