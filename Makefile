@@ -4,7 +4,7 @@ PYTHON ?= python3
 EXTRAS ?= demo
 BIN := .venv/bin
 
-.PHONY: demo test soak
+.PHONY: demo test test-all soak
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sightline needs Python 3.11 or newer; run make PYTHON=python3.12")'
@@ -30,6 +30,17 @@ test: .venv/dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n 2
+
+# TensorFlow takes more than 1 GB, so the tests that need it have an environment of their own.
+.venv-all/done: pyproject.toml
+	$(PYTHON) -m venv .venv-all
+	.venv-all/bin/python -m pip install --quiet --upgrade pip
+	.venv-all/bin/python -m pip install --quiet --editable '.[dev,tensorflow]'
+	@touch $@
+
+test-all: test .venv-all/done
+	KERAS_BACKEND=jax .venv-all/bin/python -m pytest tests/keras
+	KERAS_BACKEND=tensorflow .venv-all/bin/python -m pytest tests/keras
 
 soak: .venv/dev
 	$(BIN)/python -m pytest -n 2 -m soak

@@ -33,7 +33,7 @@ PACKAGES = {
     "llvmlite": "generated kernels",
     "torch": "tensors, layers, gradients; pip install torch",
     "triton": "kernels on GPUs; pip install triton",
-    "keras": "the Keras layer; pip install keras",
+    "keras": "Keras layers; pip install keras",
     "transformers": 'Hugging Face models; pip install "sightline-attention[transformers]"',
     "matplotlib": 'picture files; pip install "sightline-attention[plot]"',
     "anywidget": 'the explorer in a notebook; pip install "sightline-attention[notebook]"',
