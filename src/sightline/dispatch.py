@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from . import streaming
+from . import streaming, streaming_tangent
 from .cpu import Cpu
 from .gpu import Triton
-from .kernel import Gradients, Kernel, Plan, Result, choose, is_lse_precise
+from .kernel import Gradients, Kernel, Plan, Result, Tangents, choose, is_lse_precise
 from .problem import Problem
 from .reference import Reference
 from .statistics import Statistic, arrays_of, solve_selections_separately, statistic_gradients
 from .streaming import Streaming
 
-__all__ = ["KERNELS", "differentiate", "make_plan", "solve", "to_caller_layout"]
+__all__ = ["KERNELS", "differentiate", "make_plan", "push_forward", "solve", "to_caller_layout"]
 
 KERNELS: tuple[Kernel, ...] = (Cpu(), Triton(), Streaming(), Reference())
 
@@ -68,6 +68,17 @@ def differentiate(
     if is_lse_precise(saved[1], problem.accumulator):
         return streaming.backward(problem, d_output, d_lse, (), saved, added)
     return streaming.backward(problem, d_output, d_lse, d_seen)
+
+
+def push_forward(
+    problem: Problem, plan: Plan, tangents: Tangents, saved: tuple[Any, Any], threads: int | None = None
+) -> tuple[Any, Any]:
+    """Return the tangents of output and lse for tangents of the inputs, by the plan's kernel or else by streaming.
+
+    `saved` is (output, lse) of the forward pass by `plan`.
+    """
+    found = plan.kernel.tangent(problem, tangents, saved, threads)
+    return streaming_tangent.tangent(problem, tangents, saved) if found is None else found
 
 
 def to_caller_layout(problem: Problem, result: Result) -> tuple[Any, tuple[Any, ...]]:

@@ -20,7 +20,7 @@ from .formula.expression import Expression
 from .problem import Problem
 from .statistics import StatisticGradients
 
-__all__ = ["MAX_LSE", "Gradients", "Kernel", "Plan", "Refusal", "Result", "choose", "is_lse_precise"]
+__all__ = ["MAX_LSE", "Gradients", "Kernel", "Plan", "Refusal", "Result", "Tangents", "choose", "is_lse_precise"]
 
 MAX_LSE = {"float32": 2.0**23, "float64": 2.0**52}  # above this lse, adjacent floats of the dtype differ by 1 or more
 
@@ -72,6 +72,17 @@ class Gradients:
     sinks: Any
     bound_call: Any = None
     bound_formulas: tuple[Expression, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tangents:
+    """The tangents of the inputs of a problem, in the inputs' shapes; None for 0. `tables` has one of each table."""
+
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    tables: tuple[Any, ...] = ()
+    sinks: Any = None
 
 
 class Kernel(ABC):
@@ -129,6 +140,16 @@ class Kernel(ABC):
         saved : (output, lse) of `run`
         wanted_tables : the indices in `Problem.tables` of the tables whose gradients are requested
         statistic_gradients : the terms that the statistics' gradients add to the gradients of weights, scores and lse
+        """
+        return None
+
+    def tangent(
+        self, problem: Problem, tangents: Tangents, saved: tuple[Any, Any], threads: int | None = None
+    ) -> tuple[Any, Any] | None:
+        """Return the tangents of output and lse for tangents of the inputs; None if the kernel cannot compute them.
+
+        The kernel cannot compute them if it has no code for that, or if a tangent turns out NaN or ∞. `saved` is
+        (output, lse) of `run`.
         """
         return None
 

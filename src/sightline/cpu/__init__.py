@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ..kernel import Gradients, Kernel, Refusal, Result
+from ..kernel import Gradients, Kernel, Refusal, Result, Tangents
 from ..problem import Problem
 from ..statistics import StatisticGradients
 from .refusals import refuse_backward, refuse_forward
@@ -61,3 +61,12 @@ class Cpu(Kernel):
         from .launch.backward import backward
 
         return backward(problem, d_output, d_lse, saved, wanted_tables, threads, statistic_gradients, self.processor)
+
+    def tangent(
+        self, problem: Problem, tangents: Tangents, saved: tuple[Any, Any], threads: int | None = None
+    ) -> tuple[Any, Any] | None:
+        if next(self.refuses_backward(problem), None) is not None:
+            return None
+        from .launch.tangent import tangent
+
+        return tangent(problem, tangents, saved, threads, self.processor)

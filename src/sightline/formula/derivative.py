@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any, cast
 
-from .expression import SYMBOLS, Apply, Expression, apply, as_expression, walk, where
+from .expression import SYMBOLS, Apply, Expression, Lookup, apply, as_expression, intern, walk, where
+from .tables import Table
 
-__all__ = ["DERIVATIVE_RULES", "derivative"]
+__all__ = ["DERIVATIVE_RULES", "derivative", "score_tangent"]
 
 ZERO, ONE = as_expression(0.0), as_expression(1.0)
 
@@ -26,6 +29,21 @@ def derivative(formula: Expression, variable: Expression = SYMBOLS["s"]) -> Expr
             if any(term is not ZERO for term in inner):
                 derivatives[id(node)] = DERIVATIVE_RULES[node.operator](node, *inner)
     return derivatives[id(formula)]
+
+
+def score_tangent(score: Expression | None, tangents: Mapping[Table, Any]) -> Expression | None:
+    """Return the derivative of a score in the direction of tangents of its tables; None if it is 0.
+
+    `tangents` has an array for each table, or None for 0.
+    """
+    terms = []
+    tables = {table: Table(array, table.axes) for table, array in tangents.items() if array is not None}
+    for node in () if score is None else walk(score):
+        if isinstance(node, Lookup) and node.kind == "float" and node.table in tables:
+            slope = derivative(cast(Expression, score), node)
+            if slope is not ZERO:
+                terms.append(_times(intern(Lookup(tables[node.table], node.arguments)), slope))
+    return reduce(_plus, terms) if terms else None
 
 
 def _plus(x: Expression, y: Expression) -> Expression:

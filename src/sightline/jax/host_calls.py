@@ -1,6 +1,6 @@
 """Calls of attention that XLA makes: NumPy arrays at given addresses, and results that are written to given addresses.
 
-A call is described by its text, which `ForwardCall` and `BackwardCall` write and `parse_call` reads.
+A call is described by its text, which `HostCall.to_text` writes and `parse_call` reads.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..cached_property import cached_property
 from ..call_cache import CachedCall, CallResult
 from ..call_request import Description, conditions_of, has_cached_kinds, machine_setting
 from ..call_text import CallText, count_arrays, flatten_result, split_arrays
-from ..dispatch import differentiate, make_plan
+from ..dispatch import differentiate, make_plan, push_forward
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
-from ..kernel import Result
+from ..kernel import Result, Tangents
 from ..problem import Problem, validate
 from ..statistics import Statistic
 from .bound_gradients import BoundGradients, Inputs
 from .result_indices import FIRST_ARRAY, LSE, NUM_OPERANDS, OUTPUT
 
-__all__ = ["ArrayType", "BackwardCall", "ForwardCall", "HostCall", "parse_call"]
+__all__ = ["ArrayType", "BackwardCall", "ForwardCall", "HostCall", "TangentCall", "parse_call"]
 
 MAX_CALLS = 1024  # calls of this process; the least recently used is parsed again
 
@@ -96,6 +96,12 @@ class HostCall(ABC):
     def make_problem(self, inputs: Inputs, formulas: tuple[Expression | None, Expression | None]) -> Problem:
         operands = inputs.query, inputs.key, inputs.value
         return validate(self.text.problem(operands, inputs.tables, formulas, inputs.sinks, inputs.seed))
+
+    def table_slots(self, problem: Problem) -> dict[int, int]:
+        """Return the index in `Problem.tables` of each argument that is a table of the score."""
+        slot = {id(table): index for index, table in enumerate(problem.tables)}
+        tables = () if problem.score is None else problem.score.tables
+        return {NUM_OPERANDS + k: slot[id(table)] for k, table in zip(self.text.score_tables, tables, strict=True)}
 
 
 class ForwardCall(HostCall):
@@ -194,11 +200,31 @@ class BackwardCall(HostCall):
         own[NUM_OPERANDS + len(self.wide_tables)] = sums.sinks
         return [own[k] for k in self.wanted]
 
-    def table_slots(self, problem: Problem) -> dict[int, int]:
-        """Return the index in `Problem.tables` of each argument that is a table of the score."""
-        slot = {id(table): index for index, table in enumerate(problem.tables)}
-        tables = () if problem.score is None else problem.score.tables
-        return {NUM_OPERANDS + k: slot[id(table)] for k, table in zip(self.text.score_tables, tables, strict=True)}
+
+@dataclass(frozen=True)
+class TangentCall(HostCall):
+    """The tangents of output and lse, if no other result has a gradient. `wanted` are the indices of the arguments.
+
+    The arguments are those of the forward pass, its output, its lse in float64, and the tangents of arguments.
+    """
+
+    wanted: tuple[int, ...] = ()
+
+    def compute(self, arrays: list[Any]) -> Sequence[Any]:
+        inputs, (output, lse_words, *directions) = self.split_arguments(arrays)
+        problem = self.make_problem(inputs, self.text.formulas(inputs.tables))
+        found = dict(zip(self.wanted, directions, strict=True))
+        place = {slot: k for k, slot in self.table_slots(problem).items()}
+        query, key, value = (found.get(k) for k in range(NUM_OPERANDS))
+        tangents = Tangents(
+            query,
+            key,
+            value,
+            tables=tuple([found.get(place.get(slot, -1)) for slot in range(len(problem.tables))]),
+            sinks=found.get(NUM_OPERANDS + len(self.wide_tables)) if self.has_sinks else None,
+        )
+        saved = output, lse_words.view(np.float64)[..., 0]
+        return push_forward(problem, make_plan(problem, self.kernel), tangents, saved, self.threads)
 
 
 @lru_cache(MAX_CALLS)
@@ -210,5 +236,5 @@ def parse_call(text: bytes) -> HostCall:
         values[name] = tuple([ArrayType(tuple(shape), dtype) for shape, dtype in values[name]])
     for name in {"wide_tables", "wanted", "given"} & set(values):
         values[name] = tuple(values[name])
-    classes: dict[str, type[HostCall]] = {"ForwardCall": ForwardCall, "BackwardCall": BackwardCall}
+    classes: dict[str, type[HostCall]] = {one.__name__: one for one in (ForwardCall, BackwardCall, TangentCall)}
     return classes[kind](**values)

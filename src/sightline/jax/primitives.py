@@ -21,9 +21,9 @@ from jax.interpreters import ad, batching, mlir
 from ..errors import KernelRefusedError
 from .array_operations import attend, gradients, tangents
 from .batching import batch
-from .host_calls import ArrayType, BackwardCall, ForwardCall, HostCall
+from .host_calls import ArrayType, BackwardCall, ForwardCall, HostCall, TangentCall
 from .options import CallOptions
-from .result_indices import OUTPUT, PRECISE_LSE
+from .result_indices import LSE, OUTPUT, PRECISE_LSE
 from .target import MAX_BUFFERS, register
 
 __all__ = ["attention"]
@@ -175,7 +175,18 @@ def _compile_function(function: Callable[..., list[Any]], options: tuple[tuple[s
 
 
 tangent_p.def_abstract_eval(_tangent_types)
-mlir.register_lowering(tangent_p, _lower_operations(tangents))
+_lower_tangents = _lower_operations(tangents)
+
+
+def _lower_tangents_on_cpu(ctx: Any, *operands: Any, options: CallOptions, wanted: tuple[int, ...]) -> Any:
+    """Return the custom call of XLA, or operations of JAX if statistics have tangents."""
+    if options.differentiable_results(ctx.avals_in) == [OUTPUT, LSE]:
+        return _lower(TangentCall, ctx, *operands, options=options, wanted=wanted)
+    return _lower_tangents(ctx, *operands, options=options, wanted=wanted)
+
+
+mlir.register_lowering(tangent_p, _lower_tangents_on_cpu, platform="cpu")
+mlir.register_lowering(tangent_p, _lower_tangents)
 ad.primitive_jvps[tangent_p] = partial(_differentiate_again, tangents)
 
 

@@ -27,6 +27,8 @@ __all__ = [
     "DECODE_FIELDS",
     "FORWARD_CALL_FIELDS",
     "FORWARD_FIELDS",
+    "TANGENT_CALL_FIELDS",
+    "TANGENT_FIELDS",
     "WEIGHTS_CALL_FIELDS",
     "LoadedArguments",
     "OutputArguments",
@@ -81,6 +83,10 @@ BACKWARD_CALL_FIELDS = (
     *("query", "key", "value", "output", "d_output", "lse", "d_lse", "d_query", "d_key", "d_value"),
     "seed",
 )
+TANGENT_CALL_FIELDS = (
+    *("query", "key", "value", "output", "query_tangent", "key_tangent", "value_tangent", "lse", "sink_tangent"),
+    *("output_tangent", "lse_tangent", "seed"),
+)
 WEIGHTS_CALL_FIELDS = ("query", "key", "lse")
 
 
@@ -121,6 +127,17 @@ _BACKWARD_FIELDS = COMMON_FIELDS | {
     "parallel_batches": INT64,  # B if each batch is a work item of its own, 1 if an item loops over all batches
 }
 BACKWARD_FIELDS = end_with(BACKWARD_CALL_FIELDS, _BACKWARD_FIELDS)
+_TANGENT_FIELDS = COMMON_FIELDS | {
+    **_operand_fields("output"),
+    **_operand_fields("query_tangent"),  # tangents have adjacent columns; null for 0
+    **_operand_fields("key_tangent"),
+    **_operand_fields("value_tangent"),
+    "sink_tangent": POINTER,  # (B, H, n) float64, contiguous: the tangent of lse from the sinks; null for 0
+    "output_tangent": POINTER,  # (B, H, n, d_v), contiguous
+    "lse_tangent": POINTER,  # (B, H, n) float64, contiguous
+    "nonfinite_flag": POINTER,  # set to 1 if a tangent is NaN or infinite
+}
+TANGENT_FIELDS = end_with(TANGENT_CALL_FIELDS, _TANGENT_FIELDS)
 
 
 class TableArguments(NamedTuple):

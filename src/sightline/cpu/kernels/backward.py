@@ -32,14 +32,14 @@ from ..codegen.builder import Variable
 from ..codegen.operand_tiles import interleave_rows, widen_row
 from ..codegen.render_llvm import NodeValues
 from ..codegen.values import DOUBLE, INT64, Value, vector
-from .block import Block
 from .kernel_spec import KEY_BLOCK, round_up
+from .recomputed_weights import RecomputedWeights
 from .tables import TableGradientCode
 
 __all__ = ["Backward"]
 
 
-class Backward(Block):
+class Backward(RecomputedWeights):
     """Write the backward kernel into a module.
 
     `spec.roles` gives the role of each extra formula: statistics add the formula to dP ("weights") or to the gradient
@@ -122,8 +122,7 @@ class Backward(Block):
 
     def transpose_output_gradients(self) -> None:
         """Compute dOᵀ[d][lane], and δ and lse in the scores' base per lane. Past the last query lse is ∞, so P = 0."""
-        builder, args, tiles = self.builder, self.args, self.tiles
-        width, log_unit = self.spec.d_v, math.log2(math.e) if self.spec.is_base_2 else 1.0
+        builder, args, tiles, width = self.builder, self.args, self.tiles, self.spec.d_v
         for v in self.vectors:
             tiles.store(self.delta_matrix, 0, v, builder.value(0.0, self.vector))
             tiles.store(self.lse_matrix, 0, v, builder.value(math.inf, self.vector))
@@ -142,10 +141,8 @@ class Backward(Block):
                     x, y = (self.format.load(row, lanes).to(DOUBLE) for row in rows)
                     total.set(builder.fma(x, y, total.get()))
             delta.set(delta.get() + sums.get().sum())
-            lse = args.lse.at((self.row + lane) * 8).load(DOUBLE)
-            lse = builder.where(lse == -math.inf, 0.0, lse) * log_unit
             self.lane_address(self.delta_matrix, 0, lane).store(delta.get().to(self.float))
-            self.lane_address(self.lse_matrix, 0, lane).store(lse.to(self.float))
+            self.lane_address(self.lse_matrix, 0, lane).store(self.load_lse(lane).to(self.float))
         for v in self.vectors:
             self.lse[v].set(tiles.load(self.lse_matrix, 0, v))
             self.delta[v].set(tiles.load(self.delta_matrix, 0, v))
@@ -279,29 +276,6 @@ class Backward(Block):
                 self.store_weights_and_gradients(key, v, pairs_by_vector[v])
         for table_gradient in self.table_gradients:
             table_gradient.store(j0)
-
-    def compute_weight(
-        self, s: Value, v: int, j: Value, known: list[NodeValues], masked: bool, is_inside: Value | None
-    ) -> Value:
-        """Return P of one key and a vector of queries; 0 where hidden, and if `is_inside` is given and false.
-
-        `known` has the values of the mask and of the score that `values_before_pair` returns.
-        """
-        builder = self.builder
-        mask, score = self.renderers[:2]
-        symbols = self.symbols[v] | {"j": j, "s": s * self.factor}
-        self.pair_symbols = symbols
-        if score is not None:
-            self.score_values = score.evaluate_all(symbols, known[1])
-            self.final_score = self.score_values[id(score.formula)].to(self.float).broadcast(self.lanes)
-            logit = self.final_score - self.lse[v].get()
-        else:
-            self.final_score = symbols["s"] * (math.log(2) if self.spec.is_base_2 else 1.0)
-            logit = builder.fma(s, self.factor, -self.lse[v].get())
-        p, zero = self.exponentiate(logit), builder.value(0.0, self.vector)
-        if masked and mask is not None:
-            p = builder.where(mask.evaluate_pair(symbols, known[0]), p, zero)
-        return p if is_inside is None else builder.where(is_inside.broadcast(self.lanes), p, zero)
 
     def evaluate_statistic_gradients(self, p: Value, key: Value, v: int, rows: list[NodeValues]) -> dict[str, Value]:
         """Return by role what statistics add to dP ("weights") and to the gradient of the final score ("scores")."""

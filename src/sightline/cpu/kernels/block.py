@@ -145,16 +145,16 @@ class Block:
     # -- transposes -----------------------------------------------------------------------------------------------
     def transpose_queries(self) -> None:
         """Compute Qᵀ[d][lane] = Q[i0 + lane][d] · sign of the scale, without rounding; see `transpose`."""
+        strides = self.args.query_row_stride, self.args.query_column_stride
+        self.transpose(self.q, *strides, self.spec.unit_stride[0], self.spec.d_k, self.q_t, self.multiply_by_sign())
+
+    def multiply_by_sign(self) -> Callable[[Value], Value]:
+        """Return a function that multiplies numbers, or pairs of bfloat16, by the sign of the scale."""
         builder, args = self.builder, self.args
         sign_flip = builder.where(args.scale_sign < 0.0, builder.value(0x80008000 - 2**32, INT32), 0)
         zero_mask = builder.where(args.scale_sign == 0.0, builder.value(0, INT32), -1)
         sign = args.scale_sign.to(self.float)
-
-        def signed(numbers: Value) -> Value:
-            return (numbers ^ sign_flip) & zero_mask if self.paired else numbers * sign
-
-        strides = args.query_row_stride, args.query_column_stride
-        self.transpose(self.q, *strides, self.spec.unit_stride[0], self.spec.d_k, self.q_t, signed)
+        return lambda numbers: (numbers ^ sign_flip) & zero_mask if self.paired else numbers * sign
 
     def transpose(
         self,

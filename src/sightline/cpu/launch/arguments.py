@@ -36,6 +36,8 @@ __all__ = [
     "make_spec",
     "operand_fields",
     "prepare",
+    "with_contiguous_entries",
+    "with_contiguous_rows",
     "write_kernel",
     "zeros",
 ]
@@ -214,6 +216,16 @@ def convert_sinks(sinks: Any) -> Any:
 def has_unit_stride(array: Any) -> bool:
     """True if the columns of an array are adjacent in memory."""
     return bool(layout(array)[1][-1] == array.itemsize)
+
+
+def with_contiguous_rows(array: Any) -> Any:
+    """Return the array if its columns are adjacent, else a copy. The gradient of a sum, for example, is copied."""
+    return array if has_unit_stride(array) else with_contiguous_entries(array)
+
+
+def with_contiguous_entries(array: Any) -> Any:
+    """Return the array in C order, without a copy if it is in C order already."""
+    return array.contiguous() if hasattr(array, "contiguous") else np.ascontiguousarray(array)
 
 
 def zeros(shape: tuple[int, ...], dtype: str, like: Any) -> Any:

@@ -18,7 +18,14 @@ from ..codegen.abi import BACKWARD_CALL_FIELDS, call_words, signed_word
 from ..kernels.backward import Backward
 from ..kernels.kernel_spec import KEY_BLOCK, KernelSpec, lanes_per_vector, round_up
 from ..runtime.processor import Processor
-from .arguments import TARGET_ITEMS, KernelArguments, has_unit_stride, operand_fields, prepare
+from .arguments import (
+    TARGET_ITEMS,
+    KernelArguments,
+    operand_fields,
+    prepare,
+    with_contiguous_entries,
+    with_contiguous_rows,
+)
 from .bound_call import BoundCall
 from .forward import forward
 from .statistics import FusedStatistics
@@ -86,7 +93,7 @@ def backward(
     arguments, spec = prepare("backward", problem, processor, tuple(formulas.values()), **options)
     xp, split = namespace(problem.query), Split.from_problem(problem, table_gradients)
     output, d_output = (
-        _with_contiguous_rows(detach(xp.astype(x, problem.query.dtype, copy=False))) for x in (saved[0], d_output)
+        with_contiguous_rows(detach(xp.astype(x, problem.query.dtype, copy=False))) for x in (saved[0], d_output)
     )
     call = BoundBackwardCall(arguments, spec, split, (output, d_output), table_gradients, processor)
     table_sums = call.make_table_sums()
@@ -189,7 +196,7 @@ class BoundBackwardCall(BoundCall):
             return list(sums)
         d_query, *others = sums
         narrow = [
-            array if array.shape[-1] == width else _with_contiguous_entries(array[..., :width])
+            array if array.shape[-1] == width else with_contiguous_entries(array[..., :width])
             for array, width in zip(others, self.widths, strict=True)
         ]
         return [_sum_in_order(d_query) if self.has_splits else d_query, *narrow]
@@ -202,17 +209,6 @@ def _sum_over_keys(problem: Problem, formula: Expression, threads: int | None, p
     output = empty((*lse.shape, narrow.d_v), narrow.dtype, narrow.query)
     forward(narrow, output, lse, threads, processor, fused)
     return convert(fused.arrays[0].astype(np.float64), problem.query)
-
-
-def _with_contiguous_rows(array: Any) -> Any:
-    """Return the array if its columns are adjacent, else a copy. The gradient of a sum, for example, is copied."""
-    if has_unit_stride(array):
-        return array
-    return _with_contiguous_entries(array)
-
-
-def _with_contiguous_entries(array: Any) -> Any:
-    return array.contiguous() if hasattr(array, "contiguous") else np.ascontiguousarray(array)
 
 
 def _broadcast_rows(array: Any, shape: tuple[int, ...]) -> Any:

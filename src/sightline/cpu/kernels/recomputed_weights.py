@@ -1,0 +1,59 @@
+"""The base class of the kernels that compute the weights of a pair again from the saved lse: backward and tangent."""
+
+from __future__ import annotations
+
+import math
+
+from ..codegen.builder import Variable
+from ..codegen.render_llvm import NodeValues
+from ..codegen.values import DOUBLE, Value
+from .block import Block
+
+__all__ = ["RecomputedWeights"]
+
+
+class RecomputedWeights(Block):
+    """A kernel that reads the lse of its queries.
+
+    Attributes
+    ----------
+    lse : per vector of queries, lse in the scores' base; ∞ past the last query, so that P is 0
+    pair_symbols : the symbols of the pairs that `compute_weight` evaluated last
+    score_values : the values of the nodes of their score formula, by node id
+    final_score : their final score, in nats
+    """
+
+    lse: list[Variable]
+
+    @property
+    def log_unit(self) -> float:
+        """The factor from nats to the scores' base."""
+        return math.log2(math.e) if self.spec.is_base_2 else 1.0
+
+    def load_lse(self, lane: Value) -> Value:
+        """Return the lse of one query in the scores' base; 0 for a query that sees no key."""
+        lse = self.args.lse.at((self.row + lane) * 8).load(DOUBLE)
+        return self.builder.where(lse == -math.inf, 0.0, lse) * self.log_unit
+
+    def compute_weight(
+        self, s: Value, v: int, j: Value, known: list[NodeValues], masked: bool, is_inside: Value | None
+    ) -> Value:
+        """Return P of one key and a vector of queries; 0 where hidden, and if `is_inside` is given and false.
+
+        `known` has the values of the mask and of the score that `values_before_pair` returns.
+        """
+        builder = self.builder
+        mask, score = self.renderers[:2]
+        symbols = self.symbols[v] | {"j": j, "s": s * self.factor}
+        self.pair_symbols = symbols
+        if score is not None:
+            self.score_values = score.evaluate_all(symbols, known[1])
+            self.final_score = self.score_values[id(score.formula)].to(self.float).broadcast(self.lanes)
+            logit = self.final_score - self.lse[v].get()
+        else:
+            self.final_score = symbols["s"] * (math.log(2) if self.spec.is_base_2 else 1.0)
+            logit = builder.fma(s, self.factor, -self.lse[v].get())
+        p, zero = self.exponentiate(logit), builder.value(0.0, self.vector)
+        if masked and mask is not None:
+            p = builder.where(mask.evaluate_pair(symbols, known[0]), p, zero)
+        return p if is_inside is None else builder.where(is_inside.broadcast(self.lanes), p, zero)

@@ -1,0 +1,248 @@
+"""The tangent kernel: the derivative of output and lse in the direction of given tangents, from the saved lse.
+
+For a block of queries i and a tile of keys j, with the scale c, the tangents Q̇, K̇, V̇ and the saved output O:
+
+    Sᵀ[j][i] = Σ_d K[j][d] · Qᵀ[d][i]            P  = 2^(Sᵀ − lse), 0 where hidden
+    ṡᵀ[j][i] = c · Σ_d (K[j][d] · Q̇ᵀ[d][i] + K̇[j][d] · Qᵀ[d][i])
+    D  = P ∘ (d score / d s · ṡ + the score's derivative in the direction of its tables)
+    μᵢ = Σ_j D[j][i]                              the tangent of lse
+    Tᵀ[d][i] += Σ_j (V[j][d] · D[j][i] + V̇[j][d] · P[j][i])        at the end Ȯ = T − μ ∘ O
+
+Dropout multiplies D and P in T, but not D in μ. Products with a tangent that is 0 are left out of the code. A work item
+is one block of queries of one head. The kernel does not treat NaN and ∞: a result that is not finite sets
+`nonfinite_flag`, and the caller discards the results.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+from ...formula.derivative import derivative
+from ..codegen.abi import TANGENT_FIELDS
+from ..codegen.builder import Variable
+from ..codegen.operand_tiles import OperandTile
+from ..codegen.values import DOUBLE, INT64, Value, vector
+from .kernel_spec import KEY_BLOCK
+from .recomputed_weights import RecomputedWeights
+
+__all__ = ["SCORE", "Tangent"]
+
+SCORE = "score"  # the role of the formula of b, h, i, j and s, the scaled score, that is added to the score's tangent
+
+
+class Tangent(RecomputedWeights):
+    """Write the tangent kernel into a module.
+
+    `spec.roles` names the tangents that are not 0: "query", "key", "value", and `SCORE` for the extra formula.
+    """
+
+    fields = TANGENT_FIELDS
+
+    def allocate(self) -> None:
+        tiles, spec = self.tiles, self.spec
+        self.q_t, self.s_t = tiles.matrix(tiles.packed_length(spec.d_k)), tiles.matrix(KEY_BLOCK)
+        self.d_t = tiles.matrix(KEY_BLOCK)  # ṡᵀ, and then D
+        self.dq_t = tiles.matrix(tiles.packed_length(spec.d_k)) if "query" in spec.roles else None
+        self.key = self.allocate_operand(1, needs_rows=True, needs_columns=False)
+        self.value = self.allocate_operand(2, needs_rows=False, needs_columns=True)
+        self.key_tangent = self.allocate_tangent("key", spec.d_k, needs_rows=True)
+        self.value_tangent = self.allocate_tangent("value", spec.d_v, needs_rows=False)
+        self.t_t = tiles.matrix(spec.d_v)
+        if self.paired:  # pairs of keys
+            self.p_pairs, self.d_pairs = (tiles.matrix(tiles.packed_length(KEY_BLOCK)) for _ in range(2))
+        self.lse_matrix, self.sum_matrix = tiles.matrix(1), tiles.matrix(1)
+        self.lse, self.tile_sum = tiles.variables(), tiles.variables()
+        self.sums = [Variable(self.builder, vector(DOUBLE, self.lanes), 0.0) for _ in self.vectors]
+        score = self.formulas[1]
+        self.slope = None if score is None else self.make_renderer(derivative(score), self.float, ())
+
+    def allocate_tangent(self, name: str, width: int, needs_rows: bool) -> OperandTile | None:
+        """Allocate the operand tile of the tangent of K or V; return None if the tangent is 0."""
+        if name not in self.spec.roles:
+            return None
+        return OperandTile(self.tiles, self.format, width, True, KEY_BLOCK, needs_rows, not needs_rows)
+
+    # -- a block of queries ---------------------------------------------------------------------------------------
+    def process_item(self, item: Value) -> None:
+        """Compute the tangents of one block of queries of one head."""
+        builder, args, tiles = self.builder, self.args, self.tiles
+        head_index = item // args.query_blocks
+        b, h = head_index // args.H, head_index % args.H
+        self.locate(b, h, args.query_blocks - 1 - item % args.query_blocks)  # causal: those with most keys come first
+        self.locate_operands(b, h, h // args.group)
+        self.transpose_operands()
+        self.load_lse_of_block()
+        self.evaluate_block()
+        for v in self.vectors:
+            self.sums[v].set(builder.value(0.0, vector(DOUBLE, self.lanes)))
+        with builder.loop(0, self.spec.d_v) as d:
+            for v in self.vectors:
+                tiles.store(self.t_t, d, v, builder.value(0.0, self.vector))
+        with self.loop_tiles() as (tile, partial):
+            self.process_tile(tile * KEY_BLOCK, partial)
+        self.store()
+
+    def locate_operands(self, b: Value, h: Value, g: Value) -> None:
+        """Set the addresses of the head's rows of K, V and their tangents."""
+        args = self.args
+        self.locate_keys(b, g, self.key, self.value)
+        for name, tile in (("key_tangent", self.key_tangent), ("value_tangent", self.value_tangent)):
+            if tile is not None:
+                strides = getattr(args, f"{name}_row_stride"), getattr(args, f"{name}_column_stride")
+                tile.locate(args.head_address(name, b, g), *strides)
+
+    def transpose_operands(self) -> None:
+        """Compute Qᵀ and Q̇ᵀ, both times the sign of the scale."""
+        args = self.args
+        self.transpose_queries()
+        if self.dq_t is not None:
+            source = args.head_address("query_tangent", self.b, self.h)
+            strides = args.query_tangent_row_stride, args.query_tangent_column_stride
+            self.transpose(source, *strides, True, self.spec.d_k, self.dq_t, self.multiply_by_sign())
+
+    def load_lse_of_block(self) -> None:
+        """Load lse per lane. Past the last query lse is ∞, so that P is 0."""
+        builder, tiles = self.builder, self.tiles
+        for v in self.vectors:
+            tiles.store(self.lse_matrix, 0, v, builder.value(math.inf, self.vector))
+        with builder.loop(0, self.num_valid) as lane:
+            self.lane_address(self.lse_matrix, 0, lane).store(self.load_lse(lane).to(self.float))
+        for v in self.vectors:
+            self.lse[v].set(tiles.load(self.lse_matrix, 0, v))
+
+    def store(self) -> None:
+        """Store μ, and Ȯ = T − μ ∘ O."""
+        builder, args, tiles, width = self.builder, self.args, self.tiles, self.spec.d_v
+        for v in self.vectors:
+            tiles.store(self.sum_matrix, 0, v, self.sums[v].get().to(self.float))
+        with builder.loop(0, self.num_valid) as lane:
+            total = self.lane_address(self.sum_matrix, 0, lane).load(self.float).to(DOUBLE)
+            given = Variable(builder, DOUBLE, 0.0)
+            with builder.if_then(args.sink_tangent != builder.null()):
+                given.set(args.sink_tangent.at((self.row + lane) * 8).load(DOUBLE))
+            total = total + given.get()
+            self.lane_address(self.sum_matrix, 0, lane).store(total.to(self.float))
+            args.lse_tangent.at((self.row + lane) * 8).store(total)
+        output, size = args.head_address("output", self.b, self.h), self.format.itemsize
+        target = args.output_tangent.at(self.row * (width * size))
+        nonfinite = Variable(builder, self.float, 0.0)
+
+        def write(lane: Value, d: Value, numbers: Value) -> None:
+            lanes = self.lanes if numbers.type == self.vector else 1
+            row = output.at((self.i0 + lane) * args.output_row_stride)
+            total = self.lane_address(self.sum_matrix, 0, lane).load(self.float)
+            scaled = self.format.load(row.at(d * size), lanes) * (total.broadcast(lanes) if lanes > 1 else total)
+            result = numbers - scaled
+            difference = result - result  # 0 if the result is finite, else NaN
+            nonfinite.set(nonfinite.get() + (difference.sum() if lanes > 1 else difference))
+            self.format.store(target.at(lane * (width * size) + d * size), result)
+
+        self.write_transposed_rows(self.t_t, width, write)
+        with builder.if_then(nonfinite.get() != 0.0):
+            args.nonfinite_flag.store(builder.value(1, INT64))
+
+    # -- tiles ----------------------------------------------------------------------------------------------------
+    def process_tile(self, j0: Value, partial: Value) -> None:
+        """Compute P and D of a tile, and add its terms to μ and T."""
+        builder, tiles, spec = self.builder, self.tiles, self.spec
+        self.num_keys = builder.minimum(self.args.m - j0, KEY_BLOCK)
+        operands = [x for x in (self.key, self.value, self.key_tangent, self.value_tangent) if x is not None]
+        for operand in operands:
+            operand.stage(j0, self.num_keys)
+        length = tiles.packed_length(spec.d_k)
+        self.product(self.num_keys, KEY_BLOCK, self.key.row, self.q_t, length, functools.partial(tiles.store, self.s_t))
+        store = functools.partial(tiles.store, self.d_t)
+        if self.dq_t is not None:
+            self.product(self.num_keys, KEY_BLOCK, self.key.row, self.dq_t, length, store)
+        if self.key_tangent is not None:
+            add_or_store = store if self.dq_t is None else self.add_to(self.d_t)
+            self.product(self.num_keys, KEY_BLOCK, self.key_tangent.row, self.q_t, length, add_or_store)
+        with builder.if_else(partial) as (yes, no):
+            with yes:
+                if self.renderers[0] is not None:
+                    self.differentiate(j0, masked=True)
+            with no:
+                self.differentiate(j0, masked=False)
+        num_packed = (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
+        p, d = (self.p_pairs, self.d_pairs) if self.paired else (self.s_t, self.d_t)
+        if self.has_score_tangent:
+            self.product(spec.d_v, spec.d_v, self.value.column, d, num_packed, self.add_to(self.t_t))
+        if self.value_tangent is not None:
+            self.product(spec.d_v, spec.d_v, self.value_tangent.column, p, num_packed, self.add_to(self.t_t))
+
+    @property
+    def has_score_tangent(self) -> bool:
+        """True if D is not 0."""
+        return any(role in self.spec.roles for role in ("query", "key", SCORE))
+
+    def add_to(self, matrix: Value) -> functools.partial[None]:
+        """Return a function (row, v, numbers) that adds numbers to the matrix."""
+
+        def add(row: Value, v: int, numbers: Value) -> None:
+            self.tiles.store(matrix, row, v, self.tiles.load(matrix, row, v) + numbers)
+
+        return functools.partial(add)
+
+    def differentiate(self, j0: Value, masked: bool) -> None:
+        """Replace Sᵀ by P and ṡᵀ by D, both after dropout, and add D before dropout to μ."""
+        builder, tiles, spec = self.builder, self.tiles, self.spec
+        step = 4 if spec.has_dropout else tiles.pair_size
+        self.transpose_tables(j0, 0 if masked else 1)
+        for v in self.vectors:
+            self.tile_sum[v].set(builder.value(0.0, self.vector))
+        with builder.loop(self.num_keys, (self.num_keys + (step - 1)) // step * step) as past:
+            for v in self.vectors:  # the keys of the last step that are past the last key
+                tiles.store(self.s_t, past, v, builder.value(0.0, self.vector))
+                tiles.store(self.d_t, past, v, builder.value(0.0, self.vector))
+        with builder.loop(0, self.num_keys, step) as key:
+            keep_mask = self.dropout_keep_mask(j0 + key) if spec.has_dropout else []
+            pairs = list(self.differentiate_keys(j0, key, step, masked))
+            for k, (v, p, d) in pairs:
+                self.tile_sum[v].set(self.tile_sum[v].get() + d)
+                if keep_mask:
+                    factor = self.args.dropout_scale.to(self.float)
+                    p, d = (builder.where(keep_mask[k][v], x * factor, 0.0) for x in (p, d))
+                tiles.store(self.s_t, key + k, v, p)
+                tiles.store(self.d_t, key + k, v, d)
+            if self.paired:
+                self.store_pairs(key, step)
+        for v in self.vectors:
+            self.sums[v].set(self.sums[v].get() + self.tile_sum[v].get().to(DOUBLE))
+
+    def differentiate_keys(
+        self, j0: Value, key: Value, step: int, masked: bool
+    ) -> Iterator[tuple[int, tuple[int, Value, Value]]]:
+        """Yield (k, (v, P, D)) for `step` keys and every vector v of queries."""
+        builder, tiles = self.builder, self.tiles
+        scale = self.factor * (1 / self.log_unit)
+        for k in range(step):
+            for tables in self.tile_tables[0 if masked else 1 :]:
+                tables.prefetch(key + k, j0 + KEY_BLOCK)
+            j = builder.minimum(j0 + key + k, self.args.m - 1).to(self.integer)
+            rows, inside = self.evaluate_key(j), (key + k < self.num_keys if step > 1 else None)
+            for v in self.vectors:
+                known = [self.values_before_pair(formula, rows, key + k, v) for formula in range(2)]
+                p = self.compute_weight(tiles.load(self.s_t, key + k, v), v, j, known, masked, inside)
+                tangent = builder.value(0.0, self.vector)
+                if self.dq_t is not None or self.key_tangent is not None:
+                    tangent = tiles.load(self.d_t, key + k, v) * scale
+                    if self.slope is not None:
+                        slope = self.slope.evaluate_pair(self.pair_symbols, self.score_values).to(self.float)
+                        tangent = tangent * slope.broadcast(self.lanes)
+                extra = self.renderers[2] if len(self.renderers) > 2 else None
+                if extra is not None:
+                    values = self.values_before_pair(2, rows, key + k, v)
+                    added = extra.evaluate_pair(self.pair_symbols, values).to(self.float)
+                    tangent = tangent + added.broadcast(self.lanes)
+                yield k, (v, p, builder.where(p == 0.0, 0.0, p * tangent))
+
+    def store_pairs(self, key: Value, step: int) -> None:
+        """Store P and D of these keys as pairs of keys in bfloat16."""
+        tiles = self.tiles
+        for source, target in ((self.s_t, self.p_pairs), (self.d_t, self.d_pairs)):
+            for k in range(0, step, 2):
+                for v in self.vectors:
+                    first, second = (tiles.load(source, key + k + u, v) for u in range(2))
+                    tiles.store(target, (key + k) // 2, v, self.pack_pairs(first, second))

@@ -1,0 +1,100 @@
+"""The call of the tangent kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...arrays import convert, detach, empty, layout, to_numpy
+from ...formula.derivative import score_tangent
+from ...formula.expression import Expression
+from ...kernel import Tangents, is_lse_precise
+from ...problem import Problem
+from ..codegen.abi import TANGENT_CALL_FIELDS, call_words, signed_word
+from ..kernels.kernel_spec import KernelSpec
+from ..kernels.tangent import SCORE, Tangent
+from ..runtime.processor import Processor
+from .arguments import KernelArguments, operand_fields, prepare, with_contiguous_rows
+from .bound_call import BoundCall
+
+__all__ = ["tangent"]
+
+MIN_PARALLEL_MULTIPLICATIONS = 1 << 20  # with fewer multiplications a second thread costs more than it saves
+
+
+def tangent(
+    problem: Problem, tangents: Tangents, saved: tuple[Any, Any], threads: int | None, processor: Processor
+) -> tuple[Any, Any] | None:
+    """Return the tangents of output and lse.
+
+    Returns None if a tangent is NaN or ∞, or if an lse exceeds `kernel.MAX_LSE`. The kernel `Streaming` must then
+    compute the tangents.
+    """
+    output, lse = saved
+    if not is_lse_precise(lse, problem.accumulator):
+        return None
+    given = {name: getattr(tangents, name) for name in ("query", "key", "value")}
+    operands = {name: with_contiguous_rows(detach(x)) for name, x in given.items() if x is not None}
+    formula = score_tangent(problem.score, dict(zip(problem.tables, tangents.tables, strict=False)))
+    formulas: tuple[Expression, ...] = () if formula is None else (formula,)
+    roles = (*operands, *([SCORE] if formulas else []))
+    arguments, spec = prepare("tangent", problem, processor, formulas, roles=roles)
+    output = with_contiguous_rows(detach(output))
+    call = _bind(arguments, spec, output, operands, processor)
+    rows = (*problem.batch_shape, problem.H, problem.n)
+    output_tangent, lse_tangent = empty((*rows, problem.d_v), problem.dtype, problem.query), np.empty(rows)
+    arrays = {
+        **arguments.arrays,
+        "output": output,
+        **{f"{name}_tangent": array for name, array in operands.items()},
+        "lse": np.ascontiguousarray(to_numpy(lse), np.float64),
+        "sink_tangent": sink_tangent(problem, tangents.sinks, lse),
+        "output_tangent": output_tangent,
+        "lse_tangent": lse_tangent,
+    }
+    words = [0 if arrays.get(name) is None else layout(arrays[name])[0] for name in TANGENT_CALL_FIELDS[:-1]]
+    words += [signed_word(problem.seed)]
+    words += call_words([table.ctypes.data for table in arguments.tables], arguments.numbers, ())
+    keep_alive = (*arguments.keep_alive, arrays, problem)
+    if call.run(threads, words, arguments.numbers, problem.key, keep_alive, is_first=True) is None:
+        return None
+    return output_tangent, convert(lse_tangent, problem.query)
+
+
+class BoundTangentCall(BoundCall):
+    """A call of the tangent kernel."""
+
+    call_fields = TANGENT_CALL_FIELDS
+
+
+def _bind(
+    arguments: KernelArguments, spec: KernelSpec, output: Any, operands: Mapping[str, Any], processor: Processor
+) -> BoundCall:
+    problem = arguments.problem
+    values: dict[str, Any] = operand_fields("output", output, arguments.keep_alive)
+    for name, array in operands.items():
+        values |= operand_fields(f"{name}_tangent", array, arguments.keep_alive)
+    items = problem.B * problem.H * -(-problem.n // arguments.query_block)
+    work = problem.B * problem.H * problem.n * problem.m * (problem.d_k + problem.d_v)
+    return BoundTangentCall(
+        arguments,
+        spec,
+        Tangent,
+        values | {"items": items},
+        processor,
+        max_threads=1 if work < MIN_PARALLEL_MULTIPLICATIONS else items,
+        workspace={"counter": 1, "nonfinite_flag": 1},
+        zeroed=("counter", "nonfinite_flag"),
+    )
+
+
+def sink_tangent(problem: Problem, tangent: Any, lse: Any) -> Any:
+    """Return the tangent of lse from the sinks, exp(sink − lse) · tangent for every query, in float64; None for 0."""
+    if tangent is None or problem.sinks is None:
+        return None
+    sinks, direction = (np.asarray(to_numpy(x), np.float64)[:, None] for x in (problem.sinks, tangent))
+    lse = np.asarray(to_numpy(lse), np.float64)
+    share = np.exp(sinks - np.where(lse == -np.inf, np.inf, lse))
+    return np.ascontiguousarray(share * direction)
