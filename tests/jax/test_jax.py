@@ -504,7 +504,7 @@ def test_bad_arguments_are_errors_while_the_program_is_traced(operands):
 
 
 def test_a_fault_in_the_batching_rule_is_found(elements, monkeypatch):
-    monkeypatch.setattr(batching, "_join_formulas", lambda options, *_: options)
+    monkeypatch.setattr(batching, "join_text", lambda text, *_: text)
     axes = (0, 0, 0, None, None)
     given = given_to(elements, axes)
     expected = each(padded, given, axes)

@@ -1,9 +1,7 @@
 """`jax.vmap` of attention: the mapped axis becomes a leading batch axis, so that one call serves all elements.
 
-In the formulas, b counts the batches of one element. In the joined call, b counts those of all elements: b is replaced
-by b mod B, where B is the number of batches of one element, and a mapped table is read at ⌊b / B⌋ in a new first axis.
-The elements are computed one after another if a formula cannot express the call: with dropout, with mapped sinks, with
-gradients of sinks, and with means over the batch.
+`call_join` writes the formulas of the joined call. The elements are computed one after another with dropout, with
+mapped sinks, with gradients of sinks, and with means over the batch.
 """
 
 from __future__ import annotations
@@ -16,9 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from ..call_text import CallText
-from ..formula.expression import SYMBOLS, Expression, Lookup, as_expression, intern, walk
-from ..formula.tables import Table
+from ..call_join import join_text
 from ..statistics import Mean
 from .options import CallOptions
 
@@ -50,8 +46,14 @@ def batch(
         # `vmap` returns the table's gradient of every element, so the joined call needs one table for each element
         if not is_mapped[k] and k not in others and (k not in tables or k in wanted):
             given[k], is_mapped[k] = jnp.broadcast_to(given[k], (size, *given[k].shape)), True
-    joined = _join_formulas(options, element, [is_mapped[k] for k in tables], given)
-    results = primitive.bind(*given, options=joined, **more)
+    text = join_text(
+        options.text,
+        options.problem(element),
+        options.tables(element),
+        options.tables(given),
+        [is_mapped[k] for k in tables],
+    )
+    results = primitive.bind(*given, options=replace(options, text=text), **more)
     return results, [0] * len(results)
 
 
@@ -68,41 +70,3 @@ def _compute_in_turn(primitive: Primitive, given: list[Any], is_mapped: list[boo
 
     results: list[Any] = jax.lax.map(compute, mapped)
     return results
-
-
-def _join_formulas(
-    options: CallOptions, inputs: Sequence[Any], is_mapped: Sequence[bool], joined: Sequence[Any]
-) -> CallOptions:
-    """Return the options of the joined call. `inputs` have the types of one element, and `joined` those of the call."""
-    batches = options.problem(inputs).B
-    old, new = options.tables(inputs), options.tables(joined)
-    place = {id(array): k for k, array in enumerate(old)}
-    tables: dict[int, Table] = {}
-
-    def read(table: Table, indices: tuple[Expression, ...]) -> Expression:
-        """Return the read of the joined table for a read of the table of one element."""
-        k = place[id(table.array)]
-        if k not in tables:
-            axes = None if table.axes is None else tuple([None if axis == "b" else axis for axis in table.axes])
-            tables[k] = Table(new[k], (None, *axes) if axes is not None and is_mapped[k] else axes)
-        element = (SYMBOLS["b"] // batches,) if is_mapped[k] else ()
-        return intern(Lookup(tables[k], (*element, *indices)))
-
-    def rewrite(formula: Expression) -> Expression:
-        built: dict[int, Expression] = {}
-        for node in walk(formula):
-            arguments = tuple([built[id(argument)] for argument in node.arguments])
-            if node is SYMBOLS["b"]:
-                built[id(node)] = as_expression(node % batches if batches > 1 else 0)
-            elif isinstance(node, Lookup):
-                built[id(node)] = read(node.table, arguments)
-            else:
-                built[id(node)] = node.rebuild(arguments, {})
-        return built[id(formula)]
-
-    mask, score = (None if formula is None else rewrite(formula) for formula in options.text.formulas(old))
-    see = tuple([statistic.map_formulas(rewrite) for statistic in options.text.statistics(old)])
-    text, found = CallText.of(replace(options.problem(joined), mask=mask, score=score, see=see))
-    if [id(table.array) for table in found] != list(map(id, new)):
-        raise RuntimeError("the joined formulas read their tables in another order")
-    return replace(options, text=text)

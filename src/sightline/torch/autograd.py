@@ -21,13 +21,14 @@ from ..call_cache import CallResult, KernelInputs
 from ..call_request import Request
 from ..call_text import flatten_result
 from ..dispatch import make_plan
-from ..errors import ChangedTableError, KernelRefusedError
+from ..errors import ChangedTableError
 from ..formula.parameters import structure_of
 from ..kernel import Gradients, Plan, Result
 from ..problem import Problem, make_problem
 from ..statistics import Statistic, unwrap_mean
 from . import operator
 from .backward_inputs import BackwardInputs, arrays_to_save, read_inputs, split_saved
+from .derivatives import Derivative, apply, is_transformed, refuse_old_vmap
 from .operator_schema import OperatorArguments, build_result, make_seed
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ __all__ = [
     "is_intercepted",
     "make_empty",
     "needs_gradients",
-    "refuse_tangents",
 ]
 
 
@@ -342,6 +342,7 @@ class _Attention(torch.autograd.Function):
                 "clone the array before the forward pass, or change it after the backward pass",
             )
         inputs, results = saved[: call.num_inputs], saved[call.num_inputs :]
+        refuse_old_vmap(gradients)
         has_graph = torch.is_grad_enabled() or torch.compiler.is_compiling()
         gradients = _with_contiguous_rows(gradients[0]), *gradients[1:]
         found = None if has_graph else call.differentiate_bound(gradients, inputs, results)
@@ -401,6 +402,9 @@ def _differentiate_by_operator(
     indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
     given = [gradient for gradient in gradients if gradient is not None]
     lse = torch.as_tensor(call.lse(results))
+    if is_transformed():
+        derivative, tensors = Derivative.of(arguments, 1, tuple(indices), tuple(wanted))
+        return list(apply(derivative, *given, results[0], lse, *tensors))[: call.num_inputs]
     found: list[Tensor] = operator.attention_backward(given, indices, wanted, results[0], lse, *arguments)
     return found[: call.num_inputs]
 
@@ -515,19 +519,6 @@ def _without_tensors(problem: Problem) -> Problem:
 def needs_gradients(problem: Problem) -> bool:
     """True if torch records a graph and any input requires a gradient."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in _trainable_inputs(problem)[0])
-
-
-def refuse_tangents(arguments: OperatorArguments) -> None:
-    """Raise KernelRefusedError for forward derivatives: torch drops them silently for custom operators."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    tensors = [*arguments[:3], *arguments.tables, *([] if arguments.sinks is None else [arguments.sinks])]
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
-        raise KernelRefusedError(
-            "forward derivatives of attention, as of torch.func.jvp or forward_ad.make_dual",
-            "derivatives backward, to any order",
-            "torch.autograd.functional.jvp, which takes two of them",
-        )
 
 
 INTERCEPTIONS = (  # functions whose results are true if a mode, a transform, a tracer or a forward derivative is active

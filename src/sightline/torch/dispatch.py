@@ -20,6 +20,7 @@ from ..formula.expression import SYMBOLS, Expression
 from ..kernel import Kernel, Result, choose
 from ..problem import Problem, parse, validate
 from ..statistics import Statistic, solve_selections_separately
+from ..validation import fold_scale
 from . import operator
 from .autograd import (
     INTERCEPTIONS,
@@ -28,8 +29,8 @@ from .autograd import (
     is_intercepted,
     make_empty,
     needs_gradients,
-    refuse_tangents,
 )
+from .derivatives import Derivative, apply, is_transformed, refuse_tangents
 from .fused import Fused
 from .operator_schema import OperatorArguments, build_result, make_seed
 
@@ -60,13 +61,16 @@ def run(
     query, key, value = (_apply_autocast(array) for array in (query, key, value))
     formulas = {"mask": _build_formula(options["mask"], "bhij"), "score": _build_formula(options["score"], "sbhij")}
     seed = options["seed"]
+    if isinstance(options["scale"], Tensor) and is_transformed():
+        formulas["score"], scale = fold_scale(formulas["score"], options["scale"])
+        options = options | {"scale": scale}
     see = (
         [_build_conditions(statistic) for statistic in options["see"]]
         if torch.compiler.is_compiling()
         else options["see"]
     )
     problem = parse(query, key, value, **(options | formulas | {"seed": 0 if seed is None else seed, "see": see}))
-    if kernel == FUSED.name or (kernel is None and _prefers_fused(problem)):
+    if kernel == FUSED.name or (kernel is None and not is_transformed() and _prefers_fused(problem)):
         return to_caller_layout(problem, choose((FUSED,), problem, FUSED.name).kernel.run(problem))
     if _is_eager(problem):
         _check_memory({"query": problem.query, "key": problem.key, "value": problem.value})
@@ -113,7 +117,10 @@ def _run_operator(problem: Problem, seed: int | None, kernel: str | None, thread
     """Return the result of the registered operator."""
     seed_tensor = make_seed(None if seed is None else problem.seed) if problem.dropout else None
     arguments = OperatorArguments.from_problem(problem, seed_tensor, kernel, threads)
-    refuse_tangents(arguments)
+    if not torch.compiler.is_compiling() and is_transformed():
+        derivative, tensors = Derivative.of(arguments)
+        return build_result(problem.see, apply(derivative, *tensors))
+    refuse_tangents()
     return build_result(problem.see, operator.attention(*arguments))
 
 

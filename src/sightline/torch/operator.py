@@ -22,7 +22,14 @@ from ..kernel import Gradients, Plan
 from ..problem import Problem
 from .operator_schema import SCHEMA, OperatorArguments
 
-__all__ = ["attention", "attention_backward", "autocast_disabled", "differentiate_results", "flatten_gradients"]
+__all__ = [
+    "apply_chain_rule",
+    "attention",
+    "attention_backward",
+    "autocast_disabled",
+    "differentiate_results",
+    "flatten_gradients",
+]
 
 
 def autocast_disabled(tensor: Tensor) -> Any:
@@ -80,7 +87,7 @@ def compute_gradients(
 
     `gradients` are the gradients of the results at the indices `gradient_indices`; the others are 0.
     """
-    return _apply_chain_rule(gradients, gradient_indices, wanted_tables, OperatorArguments(*args), (output, lse))
+    return apply_chain_rule(gradients, gradient_indices, wanted_tables, OperatorArguments(*args), (output, lse))
 
 
 def _backward_shapes(
@@ -99,7 +106,7 @@ attention_backward = torch.library.custom_op(
 attention_backward.register_fake(_backward_shapes)
 
 
-def _apply_chain_rule(
+def apply_chain_rule(
     gradients: Sequence[Tensor],
     gradient_indices: Sequence[int],
     wanted_tables: Sequence[int],
@@ -179,47 +186,4 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     return arguments.to_argument_order(input_gradients, wanted_tables)
 
 
-def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    gradients, ctx.gradient_indices, ctx.wanted_tables, _, _, *args = inputs
-    _save_arguments(ctx, OperatorArguments(*args), *gradients)
-
-
-def _double_backward(ctx: Any, directions: list[Tensor | None]) -> tuple[Any, ...]:
-    """Differentiate the gradient. The forward pass is repeated, so the saved output and lse receive no gradient."""
-    arguments, gradients = _load_arguments(ctx)
-    create_graph = torch.is_grad_enabled()
-
-    def make_variable(tensor: Tensor) -> Tensor:
-        """Return the tensor as a new variable. It stays in the caller's graph if higher orders may be requested."""
-        if not tensor.requires_grad:
-            return tensor
-        return tensor.view_as(tensor) if create_graph else tensor.detach().requires_grad_()
-
-    with torch.enable_grad():
-        variables = [make_variable(tensor) for tensor in (*gradients, *arguments.inputs(ctx.wanted_tables))]
-        count = len(gradients)
-        fresh_arguments = arguments.with_inputs(variables[count:], ctx.wanted_tables)
-        input_gradients = _apply_chain_rule(
-            variables[:count], ctx.gradient_indices, ctx.wanted_tables, fresh_arguments, None
-        )
-        pairs = [(f, d) for f, d in zip(input_gradients, directions, strict=True) if d is not None and f.requires_grad]
-        leaves = [variable for variable in variables if variable.requires_grad]
-        results = torch.autograd.grad(
-            [f for f, _ in pairs], leaves, [d for _, d in pairs], create_graph=create_graph, allow_unused=True
-        )
-    rest = iter(results)
-    all_gradients = [next(rest) if variable.requires_grad else None for variable in variables]
-    nothing: Any = None if ctx.wanted_tables else []  # torch would take an empty list for a list of tensors
-    return (
-        all_gradients[:count],
-        None,
-        nothing,
-        None,
-        None,
-        *arguments.to_argument_order(all_gradients[count:], ctx.wanted_tables),
-    )
-
-
 attention.register_autograd(_backward, setup_context=_setup_forward)
-attention_backward.register_autograd(_double_backward, setup_context=_setup_backward)

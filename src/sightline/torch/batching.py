@@ -1,0 +1,229 @@
+"""`torch.vmap` of attention and its derivatives: one call for all elements of the mapped axis.
+
+The mapped axis becomes a leading batch axis of query, key, value and the outputs. `call_join` writes the formulas of
+the joined call. A tensor that is the same in every element is expanded with stride 0; a table stays as it is. If sinks
+differ between elements or have gradients, elements and batches become heads.
+
+Dropout with one seed for all elements drops the same weights in each. The random numbers depend on the position in the
+batch, so these elements are computed one after another. A seed that differs between elements gives one call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..call_join import join_text
+from ..call_text import CallText, count_arrays
+from ..problem import Problem
+from ..statistics import Mean, Statistic, unwrap_mean
+
+if TYPE_CHECKING:
+    from .derivatives import Derivative
+
+__all__ = ["batch"]
+
+Type = tuple[tuple[int, ...], torch.dtype]  # the shape and the dtype of a tensor
+
+
+def batch(
+    apply: Callable[..., Sequence[Tensor]],
+    derivative: Derivative,
+    tensors: Sequence[Tensor],
+    dims: Sequence[int | None],
+    size: int,
+) -> list[Tensor]:
+    """Return the outputs of all elements; their first axis is the mapped one.
+
+    Parameters
+    ----------
+    apply : the function that computes a derivative of its tensors
+    dims : the mapped axis of each tensor; None for a tensor that is the same in every element
+    size : the number of elements
+    """
+    if derivative.has_seed and dims[-1] is None:
+        return _compute_in_turn(apply, derivative, tensors, dims, size)
+    join = _Join(derivative, tensors, dims, size)
+    outputs = apply(join.derivative, *join.inputs)
+    return [join.split(kind, output) for kind, output in zip(join.output_kinds, outputs, strict=True)]
+
+
+def _compute_in_turn(
+    apply: Callable[..., Sequence[Tensor]],
+    derivative: Derivative,
+    tensors: Sequence[Tensor],
+    dims: Sequence[int | None],
+    size: int,
+) -> list[Tensor]:
+    """Return the outputs of all elements, by a call for each."""
+    pairs = list(zip(tensors, dims, strict=True))
+    results = [
+        apply(derivative, *[x if dim is None else x.select(dim, index) for x, dim in pairs]) for index in range(size)
+    ]
+    return [torch.stack(list(arrays)) for arrays in zip(*results, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a tensor of a derivative is.
+
+    Parameters
+    ----------
+    name : "rows" for an array with the axes (*batch_shape, H, ...), "table", "sinks" or "seed"
+    over_batch, over_heads : which of these axes a statistic has averaged over
+    """
+
+    name: str
+    over_batch: bool = False
+    over_heads: bool = False
+
+
+ROWS, TABLE, SINKS, SEED = (_Kind(name) for name in ("rows", "table", "sinks", "seed"))
+
+
+class _Join:
+    """The joined call for the elements of a mapped call.
+
+    The inputs of the joined call are linear functions of those of the elements, and its outputs have the transposed
+    functions (`split`). So a derivative of the joined call is the joined call of the derivative. The joined call
+    computes statistics without means over the axes that it joins.
+
+    Attributes
+    ----------
+    derivative, inputs : the joined call
+    output_kinds : the kind of each output
+    """
+
+    def __init__(
+        self, derivative: Derivative, tensors: Sequence[Tensor], dims: Sequence[int | None], size: int
+    ) -> None:
+        first = len(tensors) - derivative.num_arguments
+        types = tuple([_element_type(x, dim) for x, dim in zip(tensors, dims, strict=True)])[first:]
+        problem = _make_problem(derivative, types)
+        self.batch_shape, self.size, self.num_heads = problem.batch_shape, size, problem.H
+        results = [kind for statistic in problem.see for kind in _result_kinds(statistic)]
+        kinds, output_kinds = _kinds(derivative, [ROWS, ROWS, *results])
+        has_gradients = derivative.order > 0
+        self.has_joined_heads = SINKS in kinds and (
+            has_gradients or any(kind is SINKS and dim is not None for kind, dim in zip(kinds, dims, strict=True))
+        )
+        learned = derivative.learned_tables
+        tables = first + derivative.table_places.start
+        is_mapped = tuple([dims[tables + k] is not None or k in learned for k in range(derivative.num_tables)])
+        text = _join_text(derivative.text, types, derivative, is_mapped, size, self.has_joined_heads)
+        self.derivative, self.output_kinds = replace(derivative, text=text), output_kinds
+        stays = {tables + k for k, one in enumerate(is_mapped) if not one}
+        self.inputs = [
+            x if place in stays else self.join(kind, x, dim)
+            for place, (kind, x, dim) in enumerate(zip(kinds, tensors, dims, strict=True))
+        ]
+
+    def join(self, kind: _Kind, tensor: Tensor, dim: int | None) -> Tensor:
+        """Return the input of the joined call for an input of the elements."""
+        if kind is SEED:
+            return tensor.select(dim or 0, 0)
+        if kind is SINKS and not self.has_joined_heads:
+            return tensor
+        tensor = tensor.expand(self.size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        if kind is TABLE:
+            return tensor
+        if kind is SINKS:
+            tensor = tensor[:, None].expand(self.size, self.num_batches, self.num_heads)
+            return tensor.reshape(-1)
+        batch_shape, heads = self.batch_shape, self.num_heads
+        if kind.over_batch:
+            shape = self.size, *batch_shape, *tensor.shape[1:]
+            tensor = (tensor / max(self.num_batches, 1)).view(self.size, *[1] * len(batch_shape), *tensor.shape[1:])
+            tensor = tensor.expand(shape)
+        if not self.has_joined_heads:
+            return tensor
+        axis = 1 + len(batch_shape)
+        if kind.over_heads:
+            tensor = (tensor / max(heads, 1)).unsqueeze(axis)
+            tensor = tensor.expand(*tensor.shape[:axis], heads, *tensor.shape[axis + 1 :])
+        return tensor.flatten(0, axis).unsqueeze(0)
+
+    def split(self, kind: _Kind, tensor: Tensor) -> Tensor:
+        """Return the output of the elements for an output of the joined call."""
+        if kind is TABLE:
+            return tensor
+        if kind is SINKS:
+            return tensor.view(self.size, self.num_batches, self.num_heads).sum(1)
+        axis = 1 + len(self.batch_shape)
+        if self.has_joined_heads:
+            heads = tensor.shape[1] // max(self.size * self.num_batches, 1)  # those of query or those of key
+            tensor = tensor.reshape(self.size, *self.batch_shape, heads, *tensor.shape[2:])
+            if kind.over_heads:
+                tensor = tensor.sum(axis) / max(heads, 1)
+        if kind.over_batch and axis > 1:
+            tensor = tensor.sum(tuple(range(1, axis))) / max(self.num_batches, 1)
+        return tensor
+
+    @property
+    def num_batches(self) -> int:
+        return math.prod(self.batch_shape)
+
+
+def _kinds(derivative: Derivative, results: list[_Kind]) -> tuple[list[_Kind], list[_Kind]]:
+    """Return the kinds of the tensors and of the outputs of a derivative; `results` are those of order 0."""
+    if derivative.order == 0:
+        seed = [SEED] * derivative.has_seed
+        return [ROWS] * 3 + [TABLE] * derivative.num_tables + [SINKS] * derivative.has_sinks + seed, results
+    below, outputs = _kinds(derivative.previous, results)
+    if derivative.order == 1:
+        outputs = [outputs[k] for k in derivative.gradient_indices] + [ROWS, ROWS]
+    kinds = outputs + below
+    return kinds, [kinds[place] for place in derivative.output_places]
+
+
+def _result_kinds(statistic: Statistic) -> list[_Kind]:
+    """Return the kinds of the arrays of a statistic."""
+    kind = _Kind("rows", statistic.over_batch, statistic.over_heads) if isinstance(statistic, Mean) else ROWS
+    return [kind] * count_arrays(statistic)
+
+
+def _element_type(tensor: Tensor, dim: int | None) -> Type:
+    shape = list(tensor.shape)
+    if dim is not None:
+        del shape[dim]
+    return tuple(shape), tensor.dtype
+
+
+def _make_problem(derivative: Derivative, types: Sequence[Type]) -> Problem:
+    """Return a problem without contents for tensors of order 0 of these types."""
+    return derivative.arguments([_example(*each) for each in types]).build_problem()
+
+
+def _example(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of this shape without memory."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+@lru_cache(256)
+def _join_text(
+    text: CallText,
+    types: tuple[Type, ...],
+    derivative: Derivative,
+    is_mapped: tuple[bool, ...],
+    size: int,
+    has_joined_heads: bool,
+) -> CallText:
+    """Return the text of the joined call; `types` are those of the tensors of order 0 of one element."""
+    old = [_example(*types[k]) for k in derivative.table_places]
+    new = [_example((size, *x.shape) if one else x.shape, x.dtype) for x, one in zip(old, is_mapped, strict=True)]
+
+    def change(statistic: Statistic) -> Statistic:
+        """Return the statistic without the mean over the batch, and without the mean over heads if heads are joined."""
+        if not isinstance(statistic, Mean):
+            return statistic
+        of = unwrap_mean(statistic)
+        return of.mean("heads") if statistic.over_heads and not has_joined_heads else of
+
+    options: dict[str, Any] = {"has_joined_heads": has_joined_heads, "change": change}
+    return join_text(text, _make_problem(derivative, types), old, new, is_mapped, **options)

@@ -1,0 +1,377 @@
+"""Attention and its derivatives of every order as one `torch.autograd.Function`, which torch.func can transform.
+
+Order 0 is attention. Order 1 is its backward pass, and order k + 1 is the backward pass of order k. The tensors and
+the outputs of each order are these:
+
+    order 0   query, key, value, tables, sinks, seed    →  output, lse, statistics' arrays
+    order 1   gradients of some outputs of order 0,     →  gradients of query, key, value, the wanted tables, sinks
+              output, lse, tensors of order 0
+    order k   gradients of the outputs of order k − 1,  →  gradients of the differentiable tensors of order k − 1
+              tensors of order k − 1
+
+The generated kernels compute orders 0 and 1. torch differentiates the array operations of `streaming` for the other
+orders. `batching` has the rule of `torch.vmap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import _C, Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from ..call_text import CallText, count_arrays
+from ..errors import KernelRefusedError
+from . import batching, operator
+from .operator_schema import OperatorArguments
+
+__all__ = ["Derivative", "apply", "is_transformed", "refuse_old_vmap", "refuse_tangents"]
+
+NUM_OPERANDS = 3  # query, key and value
+FIRST_ARRAY = 2  # the first array of a statistic among the outputs, after output and lse
+
+
+def is_transformed() -> bool:
+    """True if a transform of torch.func or a forward derivative is active in this thread."""
+    return _C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def refuse_tangents() -> None:
+    """Raise KernelRefusedError if torch.compile traces a forward derivative: an operator would silently have none."""
+    if torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        raise KernelRefusedError(
+            "forward derivatives of attention inside a compiled function",
+            "forward derivatives in eager mode",
+            "torch.func.jvp outside of torch.compile",
+        )
+
+
+def refuse_old_vmap(gradients: Sequence[Tensor | None]) -> None:
+    """Raise KernelRefusedError for gradients that torch.autograd maps: they have no batching rules in Python."""
+    if any(gradient is not None and _C._functorch.is_legacy_batchedtensor(gradient) for gradient in gradients):
+        raise KernelRefusedError(
+            "gradients of attention with is_grads_batched=True or vectorize=True of torch.autograd",
+            "the transforms of torch.func",
+            "torch.func.jacrev, or torch.vmap of torch.func.vjp",
+        )
+
+
+@dataclass(frozen=True)
+class Derivative:
+    """The plain values of a derivative of attention.
+
+    Parameters
+    ----------
+    text, kernel, threads : as in `OperatorArguments`
+    num_tables, has_sinks, has_seed : which tensors follow query, key and value at order 0
+    order : 0 for attention
+    gradient_indices : the outputs of order 0 whose gradients the tensors of order 1 begin with
+    float_tables : the indices of the tables that may have gradients
+    wanted_tables : the indices of the tables whose gradients are outputs of order 1
+    """
+
+    text: CallText
+    kernel: str | None
+    threads: int | None
+    num_tables: int
+    has_sinks: bool
+    has_seed: bool
+    float_tables: tuple[int, ...]
+    order: int = 0
+    gradient_indices: tuple[int, ...] = ()
+    wanted_tables: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, arguments: OperatorArguments, *more: Any) -> tuple[Derivative, list[Tensor]]:
+        """Return the derivative for these arguments, and the tensors of order 0. `more` are the last three fields."""
+        tensors = [arguments.query, arguments.key, arguments.value, *arguments.tables]
+        tensors += [tensor for tensor in (arguments.sinks, arguments.seed) if tensor is not None]
+        has_sinks, has_seed = arguments.sinks is not None, arguments.seed is not None
+        tables = tuple(arguments.differentiable_tables)
+        counts = len(arguments.tables), has_sinks, has_seed
+        return cls(arguments.text, arguments.kernel, arguments.threads, *counts, tables, *more), tensors
+
+    def arguments(self, tensors: Sequence[Tensor]) -> OperatorArguments:
+        """Return the arguments of the operator for the tensors of order 0."""
+        query, key, value, *rest = tensors
+        tables, rest = rest[: self.num_tables], rest[self.num_tables :]
+        sinks, seed = rest[0] if self.has_sinks else None, rest[-1] if self.has_seed else None
+        return OperatorArguments(query, key, value, tables, sinks, seed, *self.text, self.kernel, self.threads)
+
+    # -- the order of tensors and outputs -----------------------------------------------------------------------------
+    @property
+    def num_arguments(self) -> int:
+        """The number of tensors of order 0. They are the last tensors of each order."""
+        return NUM_OPERANDS + self.num_tables + self.has_sinks + self.has_seed
+
+    @property
+    def table_places(self) -> range:
+        """The indices of the tables among the tensors of order 0."""
+        return range(NUM_OPERANDS, NUM_OPERANDS + self.num_tables)
+
+    @property
+    def learned_tables(self) -> tuple[int, ...]:
+        """The indices of the tables whose gradients are outputs."""
+        return () if self.order == 0 else self.wanted_tables if self.order == 1 else self.float_tables
+
+    @property
+    def previous(self) -> Derivative:
+        """The derivative of the order below."""
+        return replace(self, order=self.order - 1)
+
+    @property
+    def num_gradients(self) -> int:
+        """How many of the tensors, from the first, are gradients of the outputs of the order below."""
+        return 0 if self.order == 0 else len(self.gradient_indices) if self.order == 1 else self.previous.num_outputs
+
+    @property
+    def num_own_tensors(self) -> int:
+        """How many tensors precede those of the order below: the gradients, and at order 1 also output and lse."""
+        return self.num_gradients + (2 if self.order == 1 else 0)
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of outputs; the order is at least 1."""
+        return len(self.output_places)
+
+    @property
+    def output_places(self) -> list[int]:
+        """For each output the index of the tensor that the output is the gradient of; the order is at least 1."""
+        below = self.previous
+        places = below._input_places(self.wanted_tables) if self.order == 1 else below.differentiable_places
+        return [self.num_own_tensors + place for place in places]
+
+    @property
+    def differentiable_places(self) -> list[int]:
+        """The indices of the tensors that the next order differentiates by."""
+        if self.order == 0:
+            return self._input_places(self.float_tables)
+        below = self.previous.differentiable_places
+        return [*range(self.num_gradients), *[self.num_own_tensors + place for place in below]]
+
+    def _input_places(self, tables: Sequence[int]) -> list[int]:
+        """Return the indices of query, key, value, these tables and the sinks among the tensors of order 0."""
+        sinks = [NUM_OPERANDS + self.num_tables] if self.has_sinks else []
+        return [*range(NUM_OPERANDS), *[NUM_OPERANDS + table for table in tables], *sinks]
+
+    def differentiable_results(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the outputs of order 0 that have gradients: output, lse and the first array of some statistics."""
+        indices, index = [0, 1], FIRST_ARRAY
+        for statistic in self.arguments(tensors).build_problem().see:
+            if count_arrays(statistic) and statistic.is_differentiable:
+                indices.append(index)
+            index += count_arrays(statistic)
+        return indices
+
+    # -- computation --------------------------------------------------------------------------------------------------
+    def compute(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the outputs. The result is not differentiable."""
+        if self.order == 0:
+            results: list[Tensor] = operator.attention(*self.arguments(tensors))
+            return results
+        if self.order == 1:
+            count = self.num_gradients
+            output, lse, *rest = tensors[count:]
+            tables, indices = list(self.wanted_tables), list(self.gradient_indices)
+            gradients = list(tensors[:count])
+            found: list[Tensor] = operator.attention_backward(
+                gradients, indices, tables, output, lse, *self.arguments(rest)
+            )
+            return found
+        if get_proxy_mode() is not None or any(isinstance(x, FakeTensor) for x in tensors):
+            raise KernelRefusedError(
+                "second or forward derivatives of attention in a traced program",
+                "first derivatives backward",
+                "torch.func.jvp, jacfwd, jacrev and hessian in eager mode, in place of linearize, make_fx or compile",
+            )
+        variables = list(tensors)
+        with torch.enable_grad(), operator.autocast_disabled(tensors[0]):
+            for place in self.differentiable_places:
+                variables[place] = tensors[place].detach().requires_grad_()
+            return self._differentiate(variables, create_graph=False)
+
+    def _differentiate(self, variables: Sequence[Tensor], create_graph: bool) -> list[Tensor]:
+        """Return the outputs of an order of at least 1. The result is differentiable if `create_graph` is True."""
+        count = self.num_gradients
+        gradients = variables[:count]
+        below = variables[self.num_own_tensors :]
+        if self.order == 1:
+            indices, arguments = self.gradient_indices, self.arguments(below)
+            return operator.apply_chain_rule(gradients, indices, self.wanted_tables, arguments, None)
+        outputs = self.previous._differentiate(below, create_graph=True)
+        pairs = [(y, gradient) for y, gradient in zip(outputs, gradients, strict=True) if y.requires_grad]
+        inputs = [variables[place] for place in self.output_places]
+        found: tuple[Tensor, ...] = torch.autograd.grad(
+            [y for y, _ in pairs],
+            inputs,
+            [gradient for _, gradient in pairs],
+            create_graph=create_graph,
+            materialize_grads=True,
+        )
+        return list(found)
+
+    # -- derivatives --------------------------------------------------------------------------------------------------
+    def differentiate(
+        self,
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Return the gradients of the tensors: the backward pass.
+
+        `outputs` are output and lse at order 0, `gradients` those of the outputs, None for 0, and `wanted` has an entry
+        for each tensor.
+        """
+        if self.order == 0:
+            given = [k for k, gradient in enumerate(gradients) if gradient is not None]
+            tables = [k for k in self.float_tables if wanted[NUM_OPERANDS + k]]
+            above = replace(self, order=1, gradient_indices=tuple(given), wanted_tables=tuple(tables))
+            own = [*[gradient for gradient in gradients if gradient is not None], *outputs]
+        else:
+            above = replace(self, order=self.order + 1)
+            own = _fill_zeros(gradients, tensors, self.output_places)
+        places = [place - above.num_own_tensors for place in above.output_places]
+        found = dict(zip(places, apply(above, *own, *tensors), strict=True))
+        return [found.get(place) for place in range(len(tensors))]
+
+    def push_forward(
+        self,
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        tangents: Sequence[Tensor | None],
+        types: Sequence[Any],
+    ) -> list[Tensor | None]:
+        """Return the tangents of the outputs: the forward derivative J t for the tangents t of the tensors.
+
+        The backward pass gives Jᵀ u for gradients u of the outputs. So its own backward pass, two orders above, gives
+        J t as the gradient of u. The result does not depend on u, which is 0. `types` are the shapes and dtypes of the
+        outputs; the other arguments are those of `differentiate`.
+        """
+        if self.order == 0:
+            results = self.differentiable_results(tensors)
+            above = replace(self, order=1, gradient_indices=tuple(results), wanted_tables=self.float_tables)
+        else:
+            results = list(range(self.num_outputs))
+            above = replace(self, order=self.order + 1)
+        zeros = [tensors[0].new_zeros(types[k][0], dtype=types[k][1]) for k in results]
+        inputs = [*zeros, *outputs, *tensors]
+        directions = [tangents[place - above.num_own_tensors] for place in above.output_places]
+        own = _fill_zeros(directions, inputs, above.output_places)
+        found = apply(replace(above, order=above.order + 1), *own, *inputs)
+        tangent_of = dict(zip(results, found, strict=False))
+        return [tangent_of.get(k) for k in range(len(types))]
+
+
+def _fill_zeros(given: Sequence[Tensor | None], tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+    """Return the tensors `given`, with zeros in place of None. Each has the shape of the tensor at its place."""
+    pairs = zip(given, places, strict=True)
+    return [torch.zeros_like(tensors[place]) if one is None else one for one, place in pairs]
+
+
+class _Differentiable(torch.autograd.Function):
+    """A derivative in torch's graph and under torch's transforms."""
+
+    @staticmethod
+    def forward(derivative: Derivative, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(derivative.compute(*tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.derivative, *tensors = inputs
+        ctx.num_tensors, ctx.types = len(tensors), [(x.shape, x.dtype) for x in output]
+        saved = [*tensors, *output[: 2 if ctx.derivative.order == 0 else 0]]
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        tensors, outputs = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
+        if all(gradient is None for gradient in gradients):
+            return (None,) * (1 + len(tensors))
+        return None, *ctx.derivative.differentiate(tensors, outputs, gradients, ctx.needs_input_grad[1:])
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Any, ...]:
+        """Return the tangents of the outputs. A forward derivative by a generated kernel belongs here, at order 0."""
+        tensors, outputs = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
+        return tuple(ctx.derivative.push_forward(tensors, outputs, tangents, ctx.types))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], derivative: Derivative, *tensors: Tensor) -> tuple[Any, Any]:
+        outputs = batching.batch(apply, derivative, tensors, in_dims[1:], info.batch_size)
+        return tuple(outputs), (0,) * len(outputs)
+
+
+def apply(derivative: Derivative, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the outputs of the derivative, in torch's graph."""
+    outputs: tuple[Tensor, ...] = _Differentiable.apply(derivative, *tensors)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+# -- the registered operators, in programs of torch.compile ------------------------------------------------------------
+
+
+def _map_forward(info: Any, in_dims: Sequence[Any], *arguments: Any) -> tuple[list[Tensor], list[int]]:
+    return _map_operator(info.batch_size, [], [], Derivative.of(OperatorArguments(*arguments)), in_dims)
+
+
+def _map_backward(
+    info: Any, in_dims: Sequence[Any], gradients: Any, indices: Any, tables: Any, *rest: Any
+) -> tuple[list[Tensor], list[int]]:
+    output, lse, *arguments = rest
+    of_gradients, _, _, *dims = in_dims
+    found = Derivative.of(OperatorArguments(*arguments), 1, tuple(indices), tuple(tables))
+    return _map_operator(info.batch_size, [*gradients, output, lse], [*of_gradients, *dims[:2]], found, dims[2:])
+
+
+def _map_operator(
+    size: int,
+    own: list[Tensor],
+    own_dims: list[Any],
+    found: tuple[Derivative, list[Tensor]],
+    in_dims: Sequence[Any],
+) -> tuple[list[Tensor], list[int]]:
+    """Return the outputs of a mapped operator, and their mapped axes.
+
+    `own` are the tensors that precede those of order 0. `in_dims` are the axes of the operator's other arguments.
+    """
+    derivative, tensors = found
+    query, key, value, tables, sinks, seed = in_dims[:6]
+    dims = [*own_dims, query, key, value, *tables]
+    dims += [sinks] * derivative.has_sinks + [seed] * derivative.has_seed
+    outputs = batching.batch(Derivative.compute, derivative, [*own, *tensors], dims, size)
+    return outputs, [0] * len(outputs)
+
+
+operator.attention.register_vmap(_map_forward)
+operator.attention_backward.register_vmap(_map_backward)
+
+
+def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    gradients, indices, tables, output, lse, *arguments = inputs
+    ctx.derivative, tensors = Derivative.of(OperatorArguments(*arguments), 1, tuple(indices), tuple(tables))
+    ctx.save_for_backward(*gradients, output, lse, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_backward(ctx: Any, directions: list[Tensor | None]) -> tuple[Any, ...]:
+    """Return the gradients of the arguments. The forward pass is repeated, so output and lse receive none."""
+    derivative, tensors = ctx.derivative, ctx.saved_tensors
+    found = derivative.differentiate(tensors, (), directions, [True] * len(tensors))
+    count = derivative.num_gradients
+    gradients, own = found[:count], found[derivative.num_own_tensors :]
+    query, key, value, *rest = own
+    tables, sinks = rest[: derivative.num_tables], rest[derivative.num_tables] if derivative.has_sinks else None
+    nothing: Any = None if derivative.wanted_tables else []  # torch would take an empty list for a list of tensors
+    others = (None,) * (len(OperatorArguments._fields) - 5)
+    return gradients, None, nothing, None, None, query, key, value, tables, sinks, *others
+
+
+operator.attention_backward.register_autograd(_differentiate_backward, setup_context=_setup_backward)
