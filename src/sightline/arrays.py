@@ -44,9 +44,11 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 def framework(array: Array) -> str:
     """Return the name of the package that defines the array's type: "numpy", "torch", ..."""
+    if hasattr(array, "requires_grad"):  # torch.compile cannot trace the bases of torch.nn.Parameter
+        return "torch"
     for base in type(array).__mro__:
         package = base.__module__.partition(".")[0]
-        if package in ("numpy", "torch", "jax", "jaxlib"):
+        if package in ("numpy", "jax", "jaxlib"):
             return "jax" if package == "jaxlib" else package
     return type(array).__module__.partition(".")[0]
 

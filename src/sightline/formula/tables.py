@@ -73,7 +73,7 @@ class Table:
         self.array: Any = array
         self.axes, self.batch_axes = axes, batch_axes
         self.origin = id(self) if origin is None else origin
-        self.shape: tuple[int, ...] = tuple([int(length) for length in array.shape])
+        self.shape: tuple[int, ...] = tuple(array.shape)  # lengths may be symbols of torch.compile
         self.ndim = len(self.shape)
         self.dtype = array.dtype
         self.kind: Kind = _table_kind(array)

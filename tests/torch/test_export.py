@@ -1,0 +1,77 @@
+"""Tests of torch.export: an exported program is stored, loaded and run with other lengths."""
+
+import io
+
+import pytest
+import torch
+from torch.export import Dim
+
+import sightline
+from sightline import b, h, i, j, s, table
+from sightline.torch import MultiHeadAttention
+
+B, N = Dim("B"), Dim("N")
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Padded(torch.nn.Module):
+    """Attention with lengths as an input, learned slopes, and a statistic."""
+
+    def __init__(self):
+        super().__init__()
+        self.slopes = torch.nn.Parameter(drawn(4, seed=9))
+
+    def forward(self, query, key, value, lengths):
+        mask = (i >= j) & (j < table(lengths)[b])
+        score = s - table(self.slopes)[h] * (i - j)
+        output, (entropy,) = sightline.attention(query, key, value, mask=mask, score=score, see=[sightline.entropy()])
+        return output, entropy
+
+
+def stored(program):
+    """Return the module of the program after a round trip through a file."""
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file).module()
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])
+def test_a_module_with_tables_and_changing_lengths(strict):
+    torch.compiler.reset()
+    module = Padded()
+    example = [*[drawn(2, 4, 9, 8, seed=seed) for seed in range(3)], torch.tensor([3, 9])]
+    shapes = [{0: B, 2: N}] * 3 + [{0: B}]
+    run = stored(torch.export.export(module, tuple(example), dynamic_shapes=shapes, strict=strict))
+    for batch, length in ((2, 9), (3, 12), (1, 70)):
+        given = [drawn(batch, 4, length, 8, seed=seed) for seed in range(3)]
+        lengths = torch.arange(2, 2 + batch)
+        for found, expected in zip(run(*given, lengths), module(*given, lengths), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_a_layer():
+    layer = MultiHeadAttention(8, 2, batch_first=True)
+    x, padding = drawn(2, 9, 8), torch.arange(9) > torch.tensor([[3], [8]])
+    shapes = {"query": {0: B, 1: N}, "key": {0: B, 1: N}, "value": {0: B, 1: N}, "key_padding_mask": {0: B, 1: N}}
+    run = stored(torch.export.export(layer, (x, x, x), {"key_padding_mask": padding}, dynamic_shapes=shapes))
+    for batch, length in ((2, 9), (3, 20)):
+        x = drawn(batch, length, 8)
+        padding = torch.arange(length) > torch.arange(4, 4 + batch)[:, None]
+        found, expected = (one(x, x, x, key_padding_mask=padding) for one in (run, layer))
+        assert torch.equal(found[0], expected[0])
+
+
+def test_a_compiled_module_with_a_parameter_as_a_table():
+    torch.compiler.reset()
+    module = Padded()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, length in ((2, 9), (3, 12)):
+        given = [drawn(batch, 4, length, 8, seed=seed) for seed in range(3)]
+        results = [one(*given, torch.arange(2, 2 + batch)) for one in (compiled, module)]
+        torch.testing.assert_close(*results)
+        gradients = [torch.autograd.grad(output.sin().sum(), module.slopes) for output, _ in results]
+        torch.testing.assert_close(*gradients)
