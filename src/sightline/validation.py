@@ -93,6 +93,12 @@ def check_arrays(named: dict[str, Any]) -> None:
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
             raise DtypeError(f"{name} is a {type(array).__name__}", "arrays", f"{name}=numpy.asarray({name})")
         arrays.check_float_dtype(name, array)
+        if getattr(array, "is_nested", False):
+            raise DtypeError(
+                f"{name} is a nested tensor",
+                "plain arrays; attention takes nested tensors in the jagged layout, and explain and tiles do not",
+                f"pass {name}.values() and mask=sightline.documents(lengths=...)",
+            )
         if not arrays.is_strided(array):
             raise DtypeError(
                 f"{name} is masked or sparse",

@@ -37,7 +37,12 @@ FIRST_ARRAY = 2  # the first array of a statistic among the outputs, after outpu
 
 
 def is_transformed() -> bool:
-    """True if a transform of torch.func or a forward derivative is active in this thread."""
+    """True if a transform of torch.func or a forward derivative is active in this thread.
+
+    The function returns False while torch.compile traces, which does not read these states reliably.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return _C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
@@ -171,6 +176,12 @@ class Derivative:
     # -- computation --------------------------------------------------------------------------------------------------
     def compute(self, *tensors: Tensor) -> list[Tensor]:
         """Return the outputs. The result is not differentiable."""
+        if any(x.is_nested for x in tensors):  # a transform hides this from `dispatch`
+            raise KernelRefusedError(
+                "nested tensors inside torch.func or a forward derivative",
+                "dense tensors",
+                "pass the values, and mask=sightline.documents(lengths=...)",
+            )
         if self.order == 0:
             results: list[Tensor] = operator.attention(*self.arguments(tensors))
             return results

@@ -32,6 +32,7 @@ from .autograd import (
 )
 from .derivatives import Derivative, apply, is_transformed, refuse_tangents
 from .fused import Fused
+from .nested import is_nested, pack, unpack
 from .operator_schema import OperatorArguments, build_result, make_seed
 
 __all__ = ["kernels", "run"]
@@ -57,6 +58,8 @@ def run(
 
     `request` is the request to the call cache, or None if the call cannot be cached.
     """
+    if is_nested(query, key, value):
+        return unpack(query, *run(*pack(query, key, value, options), kernel, threads))
     caller_inputs = query, key, value
     query, key, value = (_apply_autocast(array) for array in (query, key, value))
     formulas = {"mask": _build_formula(options["mask"], "bhij"), "score": _build_formula(options["score"], "sbhij")}
@@ -117,7 +120,7 @@ def _run_operator(problem: Problem, seed: int | None, kernel: str | None, thread
     """Return the result of the registered operator."""
     seed_tensor = make_seed(None if seed is None else problem.seed) if problem.dropout else None
     arguments = OperatorArguments.from_problem(problem, seed_tensor, kernel, threads)
-    if not torch.compiler.is_compiling() and is_transformed():
+    if is_transformed():
         derivative, tensors = Derivative.of(arguments)
         return build_result(problem.see, apply(derivative, *tensors))
     refuse_tangents()

@@ -1,0 +1,189 @@
+"""Attention on nested tensors of torch in the jagged layout: the sequences of a batch, packed on one axis.
+
+A nested tensor of shape (B, H, j, d) has the positions of all sequences in one array (H, total, d). One call computes
+all sequences, and the mask keeps them apart. In the formulas, b, i, j, n and m are those of each sequence: i becomes
+i − start[i], for example, where start is the first position of the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MaskError, ParameterError, ShapeError
+from ..formula.expression import SYMBOLS, Expression, Lookup, apply, walk
+from ..formula.tables import Table
+from ..statistics import Entropy, Lse, Mass, Statistic
+from ..validation import read_mask, read_score, read_statistics
+
+__all__ = ["is_nested", "pack", "unpack"]
+
+STATISTICS = Lse, Entropy, Mass  # one number for each query
+
+
+def is_nested(*arrays: Any) -> bool:
+    """True if an array is a nested tensor. Inside a transform of torch.func, nested tensors look dense."""
+    return any(isinstance(array, Tensor) and array.is_nested for array in arrays)
+
+
+def pack(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Return query, key and value of the packed sequences, and the options of the packed call.
+
+    Parameters
+    ----------
+    query : (B, H, j, d_k) or (B, j, d_k), a nested tensor in the jagged layout; j is the ragged axis
+    key, value : nested tensors of B sequences; key and value have the same lengths
+    options : the other arguments of `sightline.attention`
+
+    Raises
+    ------
+    ShapeError
+        A tensor is not nested, not jagged or has another ragged axis; the numbers of sequences differ; or key and value
+        have other lengths.
+    MaskError
+        A dense array is a mask or a bias: sequences of different lengths have no common matrix of scores.
+    ParameterError
+        A statistic is neither lse, entropy nor mass.
+    """
+    _check({"query": query, "key": key, "value": value})
+    of_query, of_key = _Packing.of(query), _Packing.of(key)
+    symbols = {
+        "b": of_query.read(of_query.sequence.clamp(min=0), "i"),
+        "i": SYMBOLS["i"] - of_query.read(of_query.start, "i"),
+        "j": SYMBOLS["j"] - of_key.read(of_key.start, "j"),
+        "n": of_query.read(of_query.length, "i"),
+        "m": of_key.read(of_key.length, "j"),
+    }
+    mask, score = options["mask"], options["score"]
+    if any(hasattr(formula, "dtype") and not isinstance(formula, Expression) for formula in (mask, score)):
+        raise _dense_array_error()
+    mask, score = read_mask(mask), read_score(score)
+    see = [
+        _check_statistic(x).map_formulas(lambda one: _rewrite(one, symbols)) for x in read_statistics(options["see"])
+    ]
+    own = apply("equal", of_query.read(of_query.sequence, "i"), of_key.read(of_key.key_sequence, "j"))
+    options = options | {
+        "mask": own if mask is None else own & _rewrite(mask, symbols),
+        "score": None if score is None else _rewrite(score, symbols),
+        "see": see,
+    }
+    packed = [x.values()[None] if query.ndim == 4 else x.values() for x in (query, key, value)]
+    return packed[0], packed[1], packed[2], options
+
+
+def unpack(query: Any, output: Tensor, seen: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return (output, seen) of the packed call as nested tensors with the offsets of the nested tensor `query`."""
+    offsets, lengths, ragged = query.offsets(), query.lengths(), query.ndim - 2
+    nested = [
+        torch.nested.nested_tensor_from_jagged(x[0] if query.ndim == 4 else x, offsets, lengths, jagged_dim=ragged)
+        for x in (output, *seen)
+    ]
+    return nested[0], tuple(nested[1:])
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """The sequences of a nested tensor on the packed axis.
+
+    Parameters
+    ----------
+    sequence, start, length : for each position, the number of its sequence, the first position of the sequence and the
+        length of the sequence. `sequence` is −1 at positions of no sequence.
+    """
+
+    sequence: Tensor
+    start: Tensor
+    length: Tensor
+
+    @classmethod
+    def of(cls, nested: Any) -> _Packing:
+        offsets, lengths, ragged = nested.offsets(), nested.lengths(), nested.ndim - 3
+        total = nested.values().shape[ragged]
+        first = offsets[:-1]
+        spans = torch.diff(offsets)
+        lengths = spans if lengths is None else lengths
+        # positions before the first sequence and after the last belong to the nearest one, and to none of its positions
+        positions = torch.arange(total, device=offsets.device)
+        nearest = torch.searchsorted(offsets, positions, right=True).sub_(1).clamp_(0, max(len(spans) - 1, 0))
+        start, length = first[nearest], lengths[nearest]
+        inside = (positions >= start) & (positions < start + length)
+        return cls(torch.where(inside, nearest, -1), start, length)
+
+    @property
+    def key_sequence(self) -> Tensor:
+        """`sequence` with −2 in place of −1, so that no query attends to a key of no sequence."""
+        return torch.where(self.sequence < 0, -2, self.sequence)
+
+    def read(self, entries: Tensor, symbol: str) -> Expression:
+        return Table(entries, axes=(symbol,))[SYMBOLS[symbol]]
+
+
+def _check(named: dict[str, Any]) -> None:
+    """Raise ShapeError unless the three are jagged tensors whose sequences fit together."""
+    layouts = {
+        name: ("jagged" if x.layout is torch.jagged else "strided nested") if is_nested(x) else "dense"
+        for name, x in named.items()
+    }
+    if set(layouts.values()) != {"jagged"}:
+        raise ShapeError(
+            ", ".join(f"{name} {layout}" for name, layout in layouts.items()),
+            "all three nested tensors in the jagged layout, or all three dense",
+            "torch.nested.nested_tensor(list, layout=torch.jagged)",
+        )
+    for name, x in named.items():
+        if x.ndim not in (3, 4) or x._ragged_idx != x.ndim - 2:
+            raise ShapeError(
+                f"{name} nested with {x.ndim} axes, the ragged one at {x._ragged_idx}",
+                "(B, H, j, d) or (B, j, d), where j is the ragged axis",
+                "transpose(1, 2) of (B, j, H, d)",
+            )
+    query, key, value = named.values()
+    if not (query.ndim == key.ndim == value.ndim and len(query.offsets()) == len(key.offsets())):
+        raise ShapeError(
+            ", ".join(f"{name} of {len(x.offsets()) - 1} sequences with {x.ndim} axes" for name, x in named.items()),
+            "equal numbers of sequences and of axes",
+            "give each query sequence a key sequence, which may be empty",
+        )
+    if not (_is_equal(key.offsets(), value.offsets()) and _is_equal(key.lengths(), value.lengths())):
+        raise ShapeError(
+            f"key with offsets {key.offsets().tolist()}, value with offsets {value.offsets().tolist()}",
+            "one value for each key: equal offsets and lengths",
+            "build value with nested_tensor_from_jagged(values, key.offsets())",
+        )
+
+
+def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _check_statistic(statistic: Statistic) -> Statistic:
+    if not isinstance(statistic, STATISTICS):
+        raise ParameterError(
+            f"{statistic!r} of nested tensors",
+            "lse(), entropy() and mass(...)",
+            "call attention for each sequence: query.unbind()",
+        )
+    return statistic
+
+
+def _dense_array_error() -> MaskError:
+    return MaskError(
+        "a dense array as mask or bias of nested tensors",
+        "formulas, whose i and j are positions inside each sequence",
+        "mask=sightline.causal(), or score=s + table(array)[i, j] if the array covers the longest sequence",
+    )
+
+
+def _rewrite(formula: Expression, symbols: dict[str, Expression]) -> Expression:
+    """Return the formula of the packed call."""
+    tables: dict[int, Table] = {}
+    for node in walk(formula):
+        if isinstance(node, Lookup) and node.table.axes is not None:
+            if "i" in node.table.axes or "j" in node.table.axes:
+                raise _dense_array_error()
+            axes = tuple([None if axis == "b" else axis for axis in node.table.axes])
+            tables[id(node.table)] = Table(node.table.array, axes)
+    return formula.substitute(symbols, tables)
