@@ -41,7 +41,8 @@ def attention(
 
     Parameters
     ----------
-    query : (..., H, n, d_k) float16, bfloat16, float32 or float64, NumPy, torch or JAX
+    query : (..., H, n, d_k) float16, bfloat16, float32 or float64
+        An array of NumPy, torch, JAX or any other library with the array API. torch's nested tensors work too.
     key : (..., G, m, d_k), the same dtype
         H is a multiple of G. Query head h attends to key head h // (H / G).
     value : (..., G, m, d_v), the same dtype

@@ -1,4 +1,4 @@
-"""Functions for arrays of NumPy and torch: namespace, dtype, device, memory layout, conversion, copy on the host.
+"""Functions for arrays of any library: namespace, dtype, device, memory layout, conversion, copy on the host.
 
 The module in which an array's type is defined tells NumPy arrays from torch tensors. So this module can tell them apart
 without importing torch.
@@ -26,12 +26,14 @@ __all__ = [
     "dtype_name",
     "empty",
     "framework",
+    "is_known",
     "is_strided",
     "layout",
     "map_entries",
     "min_max",
     "namespace",
     "resolve_dtype",
+    "take",
     "to_example",
     "to_host",
     "to_numpy",
@@ -64,6 +66,15 @@ def namespace(array: Array) -> Any:
     return array_namespace(array)
 
 
+def is_known(array: Array) -> bool:
+    """True if the array comes from NumPy, torch, JAX or another library whose array API array-api-compat knows."""
+    if framework(array) in ("numpy", "torch", "jax"):
+        return True
+    from array_api_compat import is_array_api_obj
+
+    return bool(is_array_api_obj(array))
+
+
 def device(array: Array) -> str:
     """Return the device of the array as text: "cpu", "cuda:0"; "cpu" for JAX, which places its arrays itself."""
     if framework(array) == "jax":
@@ -75,7 +86,7 @@ def dtype_name(array: Array) -> str:
     """Return the name of the array's dtype without a package: "float32" for NumPy and for torch, for example."""
     if type(array) is np.ndarray:
         return _numpy_name(array.dtype)
-    return str(array.dtype).removeprefix("torch.")
+    return str(array.dtype).rpartition(".")[2]
 
 
 @lru_cache(64)
@@ -149,7 +160,7 @@ def convert(array: Array, like: Array) -> Array:
 
 def _convert(array: Array, like: Array) -> Array:
     host = to_numpy(array)
-    if framework(like) != "torch":
+    if framework(like) in ("numpy", "jax"):
         return host
     if not host.flags.writeable or any(stride < 0 for stride in host.strides):
         host = host.copy()  # torch cannot share read-only memory or negative strides
@@ -198,6 +209,14 @@ def map_entries(function: Callable[[Array], Array], array: Array) -> Array:
 def is_strided(array: Array) -> bool:
     """True if the array is plain memory with strides, neither a sparse nor a masked array."""
     return not hasattr(array, "mask") and "strided" in str(getattr(array, "layout", "strided"))
+
+
+def take(array: Array, indices: Any, axis: int) -> Array:
+    """Return the entries at these indices along an axis, which is negative. `indices` are a list or an array."""
+    if framework(array) in ("numpy", "torch", "jax"):
+        return array[(..., indices, *[slice(None)] * (-1 - axis))]
+    xp = namespace(array)
+    return xp.take(array, xp.asarray(indices, device=array.device), axis=axis)
 
 
 def detach(array: Array) -> Array:

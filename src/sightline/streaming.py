@@ -1,9 +1,10 @@
 """The streaming kernel: attention by tiles in plain array operations, in O(n) memory.
 
-The kernel serves NumPy, every device of torch, every dtype and every formula. The forward pass keeps a running maximum
-and a running sum for each query (Milakov and Gimelshein, 2018; Dao et al., "FlashAttention", 2022, algorithm 1). The
-backward pass computes the weights again from the saved lse ("FlashAttention", algorithm 4). The forward and the
-backward pass use plain operations on new arrays, so torch can differentiate them to any order.
+The kernel serves NumPy, every device of torch, every dtype and every formula; and the forward pass of other libraries
+with the array API. The forward pass keeps a running maximum and a running sum for each query (Milakov and Gimelshein,
+2018; Dao et al., "FlashAttention", 2022, algorithm 1). The backward pass computes the weights again from the saved lse
+("FlashAttention", algorithm 4). The forward and the backward pass use plain operations on new arrays, so torch can
+differentiate them to any order.
 """
 
 from __future__ import annotations
@@ -379,7 +380,7 @@ class Streaming(Kernel):
     """The kernel that computes attention by tiles in plain array operations. It serves every problem."""
 
     name = "streaming"
-    description = "tiles in plain array operations (NumPy, torch on any device), O(n) memory"
+    description = "tiles in plain array operations (NumPy, torch on any device, array API), O(n) memory"
 
     def refuses(self, problem: Problem) -> Iterator[Refusal]:
         """Yield nothing: streaming serves every problem."""

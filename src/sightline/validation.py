@@ -106,9 +106,11 @@ def check_arrays(named: dict[str, Any]) -> None:
                 f"hide entries with mask=, and pass {name}.data or {name}.to_dense()",
             )
     kinds = {name: arrays.framework(array) for name, array in named.items()}
-    if set(kinds.values()) - {"numpy", "torch", "jax"} or len(set(kinds.values())) > 1:
+    if len(set(kinds.values())) > 1 or not arrays.is_known(named["query"]):
         raise DeviceError(
-            _format_items(kinds), "query, key and value all from NumPy, torch or JAX", "convert the arrays first"
+            _format_items(kinds),
+            "query, key and value all from NumPy, torch or JAX, or from one library with the array API",
+            "convert the arrays first",
         )
     for what, error, describe in (("dtype", DtypeError, arrays.dtype_name), ("device", DeviceError, arrays.device)):
         found = {name: describe(array) for name, array in named.items()}

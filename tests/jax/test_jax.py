@@ -499,7 +499,7 @@ def test_bad_arguments_are_errors_while_the_program_is_traced(operands):
             sightline.attention(*operands, kernel=kernel)
     with pytest.raises(SightlineError):
         jax.jit(sightline.attention)(query, key[..., :4], value)
-    with pytest.raises(SightlineError, match="all from NumPy, torch or JAX"):
+    with pytest.raises(SightlineError, match="all from NumPy, torch or JAX, or from one"):
         sightline.attention(query, np.asarray(key), value)
 
 

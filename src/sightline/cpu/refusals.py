@@ -17,8 +17,12 @@ MAX_FORMULA_NODES = 400  # the most nodes of mask and score together: LLVM compi
 
 
 def refuse_forward(problem: Problem) -> Iterator[Refusal]:
-    """Yield a refusal if the arrays are not on the CPU, d_k, d_v or a formula is too large, or llvmlite is missing."""
-    if problem.device != "cpu":
+    """Yield a refusal if the arrays are not NumPy's or torch's on the CPU, d_k, d_v or a formula is too large, or
+    llvmlite is missing.
+    """
+    if problem.framework not in ("numpy", "torch"):
+        yield Refusal(f"arrays of {problem.framework}", "convert them, as with numpy.asarray or torch.from_dlpack")
+    elif problem.device != "cpu":
         yield Refusal(f"arrays on {problem.device}", "move them to the CPU")
     if max(problem.d_k, problem.d_v) > MAX_HEAD_WIDTH:
         widths = f"d_k {problem.d_k}, d_v {problem.d_v}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -179,12 +180,14 @@ def reduce_segments(array: Any, segment_ids: Any, axis: int, how: str) -> Any:
 
     `segment_ids` ascend from 0 without gaps.
     """
-    if framework(array) != "torch":
+    if framework(array) == "numpy":
         starts = np.flatnonzero(np.diff(segment_ids, prepend=-1))
         return (np.maximum if how == "max" else np.add).reduceat(array, starts, axis=axis)
-    if how == "max":
-        lengths = np.unique(segment_ids, return_counts=True)[1].tolist()
-        return namespace(array).stack([segment.amax(axis) for segment in array.split(lengths, axis)], axis=axis)
+    if how == "max" or framework(array) != "torch":
+        xp, ends = namespace(array), np.cumsum(np.unique(segment_ids, return_counts=True)[1]).tolist()
+        after = [slice(None)] * (-1 - axis)
+        segments = [array[(..., slice(*pair), *after)] for pair in itertools.pairwise([0, *ends])]
+        return xp.stack([(xp.max if how == "max" else xp.sum)(segment, axis=axis) for segment in segments], axis=axis)
     shape = list(array.shape)
     shape[axis] = int(segment_ids[-1]) + 1
     return array.new_zeros(shape).index_add(axis, array.new_tensor(segment_ids).long(), array)

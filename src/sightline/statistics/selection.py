@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import framework, namespace
+from ..arrays import framework, namespace, take
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS, Constant, Expression, Lookup, intern, walk
 from ..formula.tables import Table
@@ -287,12 +287,12 @@ def restrict(problem: Problem, queries: Indices | None, query_heads: Indices | N
     if query_heads is not None:
         selected = resolve_indices("heads", query_heads, problem.H)
         key_heads = _key_heads([head // problem.group for head in selected])
-        query, key, value = query[..., selected, :, :], key[..., key_heads, :, :], value[..., key_heads, :, :]
-        sinks = None if sinks is None else sinks[selected]
+        query, key, value = take(query, selected, -3), take(key, key_heads, -3), take(value, key_heads, -3)
+        sinks = None if sinks is None else take(sinks, selected, -1)
         symbols["h"] = Table(_index_array(tuple(selected), problem.H, query))[SYMBOLS["h"]]
     if queries is not None:
         positions, span = _index_array(queries, problem.n, query), contiguous_span(queries, problem.n)
-        query = query[..., positions, :] if span is None else query[..., span[0] : span[1], :]
+        query = take(query, positions, -2) if span is None else query[..., span[0] : span[1], :]
         symbols["i"] = Table(positions)[SYMBOLS["i"]]
         symbols["n"] = intern(Constant(problem.n, "int"))
     tables: dict[int, Table] = {}
