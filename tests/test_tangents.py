@@ -1,11 +1,14 @@
 """Forward derivatives of output and lse: the generated kernel and streaming, against a definition in float64."""
 
+import tracemalloc
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from torch.func import jvp
 
+import sightline
 from fault_planting import broken
 from sightline import h, i, j, s, streaming_tangent, table
 from sightline.cpu import Cpu
@@ -13,6 +16,7 @@ from sightline.cpu.kernels import tangent as kernel
 from sightline.cpu.launch import tangent as launch
 from sightline.dispatch import make_plan, push_forward
 from sightline.dropout import keep_factor
+from sightline.errors import DtypeError, ParameterError, ShapeError
 from sightline.kernel import Tangents
 from sightline.problem import make_problem
 
@@ -199,3 +203,75 @@ def test_every_fault_is_found(rng, fault, monkeypatch, fresh_kernels):
     name = "dropout" if "dropout" in fault else "sinks"
     with pytest.raises(AssertionError, match="tolerance"):
         check(Drawn(rng, name, np.float64), by_kernel, ALL, np.float64)
+
+
+# -- the public function -----------------------------------------------------------------------------------------------
+
+
+def test_attention_tangent_of_every_input(rng):
+    drawn = Drawn(rng, "sinks", np.float64)
+    bias = table(drawn.inputs["bias"])
+    options = {"mask": i + drawn.problem.m - drawn.problem.n >= j, "score": 3 * np.tanh(s + bias[h, i, j])}
+    arrays = [drawn.inputs[key] for key in ("query", "key", "value")]
+    given = {key: drawn.directions[key] for key in ("query", "key", "value", "sinks")} | {
+        bias: drawn.directions["bias"]
+    }
+    output, found = sightline.attention_tangent(*arrays, given, sinks=drawn.inputs["sinks"], **options)
+    np.testing.assert_array_equal(output, sightline.attention(*arrays, sinks=drawn.inputs["sinks"], **options))
+    np.testing.assert_allclose(found, drawn.define(ALL)[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("score", [None, lambda s, b, h, i, j: 3 * np.tanh(s)])
+def test_the_tangent_of_the_scale(rng, score):
+    q, k, v = (rng.normal(size=(3, 9, 8)) for _ in range(3))
+    step = 1e-6
+    _, found = sightline.attention_tangent(q, k, v, {"scale": 2.0}, scale=0.3, score=score)
+    after, before = (sightline.attention(q, k, v, scale=0.3 + 2 * x, score=score) for x in (step, -step))
+    np.testing.assert_allclose(found, (after - before) / (2 * step), atol=1e-8)
+
+
+@pytest.mark.parametrize("shape", [(9, 8), (3, 9, 8), (2, 1, 3, 9, 8)], ids=str)
+def test_shapes_of_attention_tangent(rng, shape):
+    x, direction = rng.normal(size=shape), rng.normal(size=shape)
+    output, found = sightline.attention_tangent(x, x, x, {"key": direction}, mask=i >= j)
+    _, expected = jvp(
+        lambda key: sightline.attention(torch.from_numpy(x), key, torch.from_numpy(x), mask=i >= j),
+        (torch.from_numpy(x),),
+        (torch.from_numpy(direction),),
+    )
+    assert output.shape == found.shape == shape
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+WRONG = {
+    "an unknown name": (lambda x: ((x, x, x, {"Q": x}), {}), ParameterError, "tangent of 'Q'"),
+    "sinks that are not given": (
+        lambda x: ((x, x, x, {"sinks": x[0, 0, :1]}), {}),
+        ParameterError,
+        "tangent of 'sinks'",
+    ),
+    "a table that nothing reads": (lambda x: ((x, x, x, {table(x[0, 0]): x[0, 0]}), {}), ParameterError, "tangent of"),
+    "another shape": (lambda x: ((x, x, x, {"query": x[:, :, :3]}), {}), ShapeError, "tangent of query of shape"),
+    "whole numbers": (lambda x: ((x, x, x, {"key": x.astype(int)}), {}), DtypeError, "tangent of key"),
+    "a tensor": (lambda x: ((torch.ones(2, 2),) * 3 + ({},), {}), DtypeError, "torch.func.jvp"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_of_attention_tangent(rng, case):
+    make, error, message = WRONG[case]
+    arguments, options = make(rng.normal(size=(1, 2, 5, 4)))
+    with pytest.raises(error, match=message):
+        sightline.attention_tangent(*arguments, **options)
+
+
+def test_memory_does_not_grow_with_the_product_of_lengths(rng):
+    """The tangents at n 8192 take less memory than a hundredth of one matrix of weights."""
+    x = [rng.normal(size=(1, 1, 8192, 8)).astype(np.float32) for _ in range(3)]
+    given = {"query": x[0], "key": x[1], "value": x[2]}
+    sightline.attention_tangent(*[array[:, :, :64] for array in x], {k: array[:, :, :64] for k, array in given.items()})
+    tracemalloc.start()
+    sightline.attention_tangent(*x, given)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * 8192**2 / 100

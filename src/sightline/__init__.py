@@ -21,6 +21,7 @@ from .formula.library import (
     window,
 )
 from .formula.tables import Table, table
+from .forward_derivative import attention_tangent
 from .gpu.tuning.tuner import tune
 from .kv_cache import KVCache
 from .lse_merge import merge
@@ -33,6 +34,7 @@ __all__ = [
     "alibi",
     "alibi_slopes",
     "attention",
+    "attention_tangent",
     "b",
     "bias",
     "causal",

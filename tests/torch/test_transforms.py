@@ -308,10 +308,62 @@ def test_forward_mode_of_torch_autograd():
         assert forward_ad.unpack_dual(ours(query, key, value)).tangent is None
 
 
-def test_derivatives_in_traced_programs_are_refused():
+def test_forward_mode_in_a_graph():
+    """A loss of the tangent has a gradient. The oracle avoids torch.softmax, which loses its own under `forward_ad`."""
+    ours, _, (query, key, value) = problem("causal")
+
+    def definition(q, k, v):
+        k, v = (x.repeat_interleave(H // G, dim=-3) for x in (k, v))
+        scores = torch.where(COLUMNS <= ROWS + 2, q @ k.mT / math.sqrt(D), -math.inf)
+        powers = torch.exp2(scores * math.log2(math.e))
+        return powers / powers.sum(-1, keepdim=True) @ v
+
+    found = []
+    for call in (ours, definition):
+        leaf = query.clone().requires_grad_()
+        with forward_ad.dual_level():
+            output, tangent = forward_ad.unpack_dual(call(forward_ad.make_dual(leaf, query.cos()), key, value))
+            found.append(torch.autograd.grad((tangent**2).sum() + output.sum(), leaf)[0])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_kernel_computes_tangents(name, monkeypatch):
+    """`jvp` of output and lse calls the operator of the kernel once, and `vmap` of it uses array operations."""
+    calls, compute = [], operator.attention_tangent
+    monkeypatch.setattr(operator, "attention_tangent", lambda *given: calls.append(1) or compute(*given))
+    ours, definition, arguments = problem(name)
+    arguments = [x[0] for x in arguments]
+    moved = [k for k, x in enumerate(arguments) if x.is_floating_point()]
+
+    def push(call):
+        def function(*chosen):
+            given = list(arguments)
+            for k, x in zip(moved, chosen, strict=True):
+                given[k] = x
+            return call(*given)
+
+        primals = tuple(arguments[k] for k in moved)
+        return func.jvp(function, primals, tuple(x.cos() for x in primals))
+
+    for found, expected in zip(push(ours), push(definition), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert len(calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # torch's own
+def test_linearize():
+    ours, definition, (query, key, value) = problem("causal")
+    output, push = func.linearize(lambda q: ours(q, key, value), query)
+    expected, other = func.linearize(lambda q: definition(q, key, value), query)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(push(query.cos()), other(query.cos()))
+
+
+def test_second_derivatives_in_traced_programs_are_refused():
     ours, _, (query, key, value) = problem("causal")
     with pytest.raises(KernelRefusedError, match="traced"):
-        func.linearize(lambda q: ours(q, key, value), query)
+        make_fx(func.grad(lambda q: func.jvp(lambda q: ours(q, key, value), (q,), (q,))[1].sum()))(query)
 
 
 @pytest.mark.parametrize(("transform", "name"), pairs(SECOND, ["causal", "sinks", "slopes"]))

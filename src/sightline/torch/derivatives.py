@@ -29,6 +29,7 @@ from ..call_text import CallText, count_arrays
 from ..errors import KernelRefusedError
 from . import batching, operator
 from .operator_schema import OperatorArguments
+from .tangents import tangents as compute_tangents
 
 __all__ = ["Derivative", "apply", "is_transformed", "refuse_old_vmap", "refuse_tangents"]
 
@@ -310,9 +311,13 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Any, ...]:
-        """Return the tangents of the outputs. A forward derivative by a generated kernel belongs here, at order 0."""
+        """Return the tangents of the outputs: by a kernel those of attention, if no statistic but lse has a tangent."""
+        derivative = ctx.derivative
         tensors, outputs = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
-        return tuple(ctx.derivative.push_forward(tensors, outputs, tangents, ctx.types))
+        if derivative.order == 0 and derivative.differentiable_results(tensors) == [0, 1]:
+            found = compute_tangents(derivative, tensors, outputs, tangents)
+            return *found, *[None] * (len(ctx.types) - len(found))
+        return tuple(derivative.push_forward(tensors, outputs, tangents, ctx.types))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], derivative: Derivative, *tensors: Tensor) -> tuple[Any, Any]:

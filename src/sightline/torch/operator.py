@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .. import streaming
 from ..call_text import count_arrays, flatten_result, split_arrays
-from ..dispatch import differentiate, make_plan, solve
-from ..kernel import Gradients, Plan
+from ..dispatch import differentiate, make_plan, push_forward, solve
+from ..kernel import Gradients, Plan, Tangents
 from ..problem import Problem
 from .operator_schema import SCHEMA, OperatorArguments
 
@@ -26,10 +26,13 @@ __all__ = [
     "apply_chain_rule",
     "attention",
     "attention_backward",
+    "attention_tangent",
     "autocast_disabled",
     "differentiate_results",
     "flatten_gradients",
 ]
+
+NUM_OPERANDS = 3  # query, key and value
 
 
 def autocast_disabled(tensor: Tensor) -> Any:
@@ -104,6 +107,40 @@ attention_backward = torch.library.custom_op(
     f"{SCHEMA}) -> Tensor[]",
 )
 attention_backward.register_fake(_backward_shapes)
+
+
+@_without_autocast
+def _compute_tangents(
+    directions: list[Tensor], places: list[int], output: Tensor, lse: Tensor, *args: Any
+) -> list[Tensor]:
+    """Return the tangents of output and lse.
+
+    `directions` are the tangents of the arguments at `places`, which count query, key, value, the tables and the sinks.
+    The other tangents are 0.
+    """
+    arguments = OperatorArguments(*args)
+    problem = arguments.problem()
+    found = dict(zip(places, directions, strict=True))
+    own_index = {id(table): index for index, table in enumerate(problem.tables)}
+    score_tables = () if problem.score is None else problem.score.tables
+    tables: list[Tensor | None] = [None] * len(own_index)
+    for k, table in enumerate(score_tables, start=NUM_OPERANDS + arguments.score_offset):
+        tables[own_index[id(table)]] = found.get(k)
+    query, key, value = (found.get(k) for k in range(NUM_OPERANDS))
+    given = Tangents(query, key, value, tuple(tables), found.get(NUM_OPERANDS + len(arguments.tables)))
+    plan = make_plan(problem, arguments.kernel)
+    return list(push_forward(problem, plan, given, (output, lse), arguments.threads))
+
+
+attention_tangent = torch.library.custom_op(
+    "sightline::attention_tangent",
+    _compute_tangents,
+    mutates_args=(),
+    schema=f"(Tensor[] directions, int[] places, Tensor output, Tensor lse, {SCHEMA}) -> Tensor[]",
+)
+attention_tangent.register_fake(
+    lambda directions, places, output, lse, *args: [torch.empty_like(output), torch.empty_like(lse)]
+)
 
 
 def apply_chain_rule(
