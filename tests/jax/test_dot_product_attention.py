@@ -297,3 +297,18 @@ def test_other_objects_are_errors(operands):
         dot_product_attention(query, key.astype(np.float16), value)
     with pytest.raises(SightlineError, match="int32"):
         dot_product_attention(*(x.astype(np.int32) for x in operands))
+
+
+@pytest.mark.parametrize("derive", ["forward", "backward", "forward derivative"])
+def test_a_program_copies_no_array(derive):
+    """The custom call reads and writes the arrays where they are, without a transpose."""
+    x = jnp.ones((2, 20, 4, 8))
+    function = {
+        "forward": dot_product_attention,
+        "backward": jax.grad(lambda *given: jnp.sum(dot_product_attention(*given) ** 2), argnums=(0, 1, 2)),
+        "forward derivative": lambda q, k, v: jax.jvp(dot_product_attention, (q, k, v), (k, v, q)),
+    }[derive]
+    text = jax.jit(function).lower(x, x, x).compile().as_text()
+    assert "sightline_attention" in text
+    assert " transpose(" not in text
+    assert " copy(" not in text

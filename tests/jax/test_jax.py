@@ -114,6 +114,13 @@ def test_any_number_of_axes(rng, shape):
     assert same_bits(sightline.attention(*given, see=see), expected)
 
 
+def test_functions_that_read_arrays_of_jax(rng, operands):
+    """A mask function of FlexAttention reads arrays of its scope."""
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, (B, N)), axis=1))
+    found = jax.jit(lambda *x: sightline.attention(*x, mask=lambda b, h, i, j: ids[b, i] == ids[b, j]))(*operands)
+    assert same_bits(found, sightline.attention(*operands, mask=table(ids)[b, i] == table(ids)[b, j]))
+
+
 def test_traced_tables_sinks_scale_and_seed(rng, operands):
     lengths, slopes = jnp.asarray([5, 17]), jnp.asarray(rng.random(H), jnp.float32)
     sinks, scale, seed = jnp.asarray(rng.normal(size=H), jnp.float32), jnp.float32(0.3), jnp.int32(7)

@@ -72,11 +72,13 @@ def _wrap_arrays(function: Any, depth: int = MAX_FUNCTION_DEPTH) -> Any:
 
 
 def _as_table(value: Any, depth: int) -> Any:
-    if framework(value) in ("numpy", "torch") and getattr(value, "ndim", 0) > 0 and hasattr(value, "dtype"):
+    if framework(value) in ("numpy", "torch", "jax") and getattr(value, "ndim", 0) > 0 and hasattr(value, "dtype"):
         return Table(value)
     if isinstance(value, tuple | list) and value and all(isinstance(item, types.FunctionType) for item in value):
         return type(value)(_wrap_arrays(item, depth - 1) for item in value)
-    if isinstance(value, types.FunctionType) and not value.__module__.startswith(("numpy", "torch", "sightline")):
+    if isinstance(value, types.FunctionType) and not value.__module__.startswith(
+        ("numpy", "torch", "jax", "sightline")
+    ):
         return _wrap_arrays(value, depth - 1)
     return value
 

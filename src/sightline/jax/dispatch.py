@@ -27,9 +27,18 @@ __all__ = ["run"]
 
 
 def run(
-    query: Any, key: Any, value: Any, options: dict[str, Any], kernel: str | None, threads: int | None
+    query: Any,
+    key: Any,
+    value: Any,
+    options: dict[str, Any],
+    kernel: str | None,
+    threads: int | None,
+    by_position: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Return (output, seen) of `sightline.attention`; `options` are its other arguments."""
+    """Return (output, seen) of `sightline.attention`; `options` are its other arguments.
+
+    `by_position` is that of `CallOptions`. It changes no result.
+    """
     names = [each.name for each in KERNELS if not isinstance(each, Triton)]
     if kernel is not None and kernel not in names:
         listed = ", ".join(map(repr, names))
@@ -41,7 +50,8 @@ def run(
     problem = parse(query, key, value, **(options | {"seed": None if seed is None else 0}))
     problem.map_formulas(partial(_check, extent=problem.extent))
     pair = _read_seed(seed, problem.dropout)
-    result = solve_selections_separately(problem, lambda one: _run_primitive(one, pair, kernel, threads))
+    run_one = partial(_run_primitive, seed=pair, kernel=kernel, threads=threads, by_position=by_position)
+    result = solve_selections_separately(problem, run_one)
     return to_caller_layout(problem, result)
 
 
@@ -52,13 +62,14 @@ def _check(formula: Expression, extent: Any) -> Expression:
     return formula
 
 
-def _run_primitive(problem: Problem, seed: Any, kernel: str | None, threads: int | None) -> Result:
+def _run_primitive(problem: Problem, seed: Any, kernel: str | None, threads: int | None, by_position: bool) -> Result:
     text, tables = CallText.of(problem)
     converted = [_to_jax(table.array) for table in tables]
     inputs = [problem.query, problem.key, problem.value, *[array for array, _ in converted]]
     inputs += [array for array in (problem.sinks, seed) if array is not None]
     wide_tables = tuple([dtype for _, dtype in converted])
-    options = CallOptions(text, wide_tables, problem.sinks is not None, seed is not None, kernel, threads)
+    has_sinks, has_seed = problem.sinks is not None, seed is not None
+    options = CallOptions(text, wide_tables, has_sinks, has_seed, kernel, threads, by_position)
     results = attention(inputs, options)
     seen = []
     for statistic, own in zip(problem.see, split_arrays(problem.see, results, FIRST_ARRAY), strict=True):

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..api import attention
 from ..errors import DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, walk
@@ -17,6 +16,7 @@ from ..formula.from_function import to_formula
 from ..formula.tables import table
 from ..statistics import lse
 from ..validation import read_mask
+from .dispatch import run
 
 __all__ = ["attend_by_position", "dot_product_attention"]
 
@@ -162,8 +162,9 @@ def attend_by_position(
             own = _read_condition(condition, scores_shape)
             mask = own if mask is None else mask & own
     score = None if bias is None else _read_bias(bias, scores_shape)
-    by_head = [x.swapaxes(-3, -2) for x in operands]
-    output, seen = attention(*by_head, mask=mask, score=score, **{"see": (), **options})
+    query, key, value = (x.swapaxes(-3, -2) for x in operands)
+    given = {"scale": None, "sinks": None, "dropout": 0.0, "seed": None, "see": ()} | options
+    output, seen = run(query, key, value, given | {"mask": mask, "score": score}, None, None, by_position=True)
     return output.swapaxes(-3, -2), seen
 
 

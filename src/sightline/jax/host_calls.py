@@ -37,16 +37,26 @@ MAX_CALLS = 1024  # calls of this process; the least recently used is parsed aga
 
 
 class ArrayType(NamedTuple):
-    """The shape and the name of the dtype of an array in C order."""
+    """The shape and the name of the dtype of an array in C order; `by_position` swaps axes −3 and −2 in memory."""
 
     shape: tuple[int, ...]
     dtype: str
+    by_position: bool = False
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        """The lengths of the axes in the order of memory."""
+        if not self.by_position:
+            return self.shape
+        *lead, heads, positions, width = self.shape
+        return *lead, positions, heads, width
 
     def at(self, address: int) -> Any:
         """Return the NumPy array at an address. The array does not own the memory, so it must not be kept."""
         dtype = np.dtype(resolve_dtype(np, self.dtype))
         memory = (ctypes.c_char * (math.prod(self.shape) * dtype.itemsize)).from_address(address)
-        return np.ndarray(self.shape, dtype, memory)
+        array = np.ndarray(self.memory_shape, dtype, memory)
+        return array.swapaxes(-3, -2) if self.by_position else array
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class HostCall(ABC):
     ----------
     text : formulas and options
     arguments, results : the types of the arrays that XLA passes
-    wide_tables, has_sinks, has_seed : as in `CallOptions`
+    wide_tables, has_sinks, has_seed, by_position : as in `CallOptions`
     kernel, threads : as in `attention`
     """
 
@@ -69,6 +79,7 @@ class HostCall(ABC):
     has_seed: bool
     kernel: str | None
     threads: int | None
+    by_position: bool
 
     def to_text(self) -> str:
         return json.dumps([type(self).__name__, asdict(self)], separators=(",", ":"))
@@ -233,7 +244,7 @@ def parse_call(text: bytes) -> HostCall:
     kind, values = json.loads(text)
     values["text"] = CallText(*values["text"])
     for name in ("arguments", "results"):
-        values[name] = tuple([ArrayType(tuple(shape), dtype) for shape, dtype in values[name]])
+        values[name] = tuple([ArrayType(tuple(shape), *rest) for shape, *rest in values[name]])
     for name in {"wide_tables", "wanted", "given"} & set(values):
         values[name] = tuple(values[name])
     classes: dict[str, type[HostCall]] = {one.__name__: one for one in (ForwardCall, BackwardCall, TangentCall)}

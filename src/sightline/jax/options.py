@@ -26,6 +26,9 @@ class CallOptions:
     wide_tables : for each table, the name of its dtype if it is passed as words of 32 bits, else ""
     has_sinks, has_seed : which arguments follow query, key, value and the tables
     kernel, threads : as in `attention`
+    by_position : True if query, key, value, output and their derivatives lie in memory as (..., n, H, d)
+        Their shapes are those of `attention`, (..., H, n, d). Programs then need no copies of arrays whose axes the
+        caller has swapped.
     """
 
     text: CallText
@@ -34,6 +37,7 @@ class CallOptions:
     has_seed: bool
     kernel: str | None
     threads: int | None
+    by_position: bool = False
 
     @property
     def num_inputs(self) -> int:

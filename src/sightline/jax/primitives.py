@@ -23,7 +23,7 @@ from .array_operations import attend, gradients, tangents
 from .batching import batch
 from .host_calls import ArrayType, BackwardCall, ForwardCall, HostCall, TangentCall
 from .options import CallOptions
-from .result_indices import LSE, OUTPUT, PRECISE_LSE
+from .result_indices import LSE, NUM_OPERANDS, OUTPUT, PRECISE_LSE
 from .target import MAX_BUFFERS, register
 
 __all__ = ["attention"]
@@ -33,8 +33,8 @@ MAX_COMPILED = 256  # programs of calls outside of `jit`; the least recently use
 MANUAL_AXES = "manual_axis_type" if hasattr(jax.core.ShapedArray((), "float32"), "manual_axis_type") else "vma"
 
 
-def _array_type(aval: Any) -> ArrayType:
-    return ArrayType(tuple(aval.shape), str(aval.dtype))
+def _array_type(aval: Any, by_position: bool) -> ArrayType:
+    return ArrayType(tuple(aval.shape), str(aval.dtype), by_position)
 
 
 def _define(name: str) -> Primitive:
@@ -108,9 +108,26 @@ def _attention_types(*inputs: Any, options: CallOptions) -> list[Any]:
 attention_p.def_abstract_eval(_attention_types)
 
 
-def _lower(make_call: Callable[..., HostCall], ctx: Any, *operands: Any, options: CallOptions, **more: Any) -> Any:
-    """Return the custom call of XLA."""
-    arguments, results = (tuple(map(_array_type, avals)) for avals in (ctx.avals_in, ctx.avals_out))
+Places = tuple[set[int], set[int]]  # indices of arguments, and of results
+
+
+def _lower(
+    make_call: Callable[..., HostCall],
+    find_operands: Callable[..., Places],
+    ctx: Any,
+    *operands: Any,
+    options: CallOptions,
+    **more: Any,
+) -> Any:
+    """Return the custom call of XLA.
+
+    `find_operands` returns which arguments and results are query, key, value, output, or derivatives of them.
+    """
+    places = find_operands(options.num_inputs, **more) if options.by_position else (set(), set())
+    arguments, results = (
+        tuple([_array_type(aval, k in own) for k, aval in enumerate(avals)])
+        for avals, own in zip((ctx.avals_in, ctx.avals_out), places, strict=True)
+    )
     if len(arguments) + len(results) > MAX_BUFFERS:
         raise KernelRefusedError(
             f"a call with {len(arguments)} arrays and {len(results)} results",
@@ -118,7 +135,37 @@ def _lower(make_call: Callable[..., HostCall], ctx: Any, *operands: Any, options
             "join tables, or ask for fewer statistics",
         )
     call = make_call(arguments=arguments, results=results, **(vars(options) | more))
-    return jax.ffi.ffi_lowering(register())(ctx, *operands, call=call.to_text())
+    if not options.by_position:
+        return jax.ffi.ffi_lowering(register())(ctx, *operands, call=call.to_text())
+    # XLA removes these transposes together with those of the caller
+    return _lower_operations(partial(_call_by_position, call))(ctx, *operands)
+
+
+def _call_by_position(call: HostCall, *arrays: Any) -> list[Any]:
+    """Return the results of the custom call, of arrays that it reads and writes in another order of memory."""
+    given = [_swap_if(kind.by_position, x) for kind, x in zip(call.arguments, arrays, strict=True)]
+    types = [jax.ShapeDtypeStruct(kind.memory_shape, kind.dtype) for kind in call.results]
+    found = jax.ffi.ffi_call(register(), types)(*given, call=call.to_text())
+    return [_swap_if(kind.by_position, x) for kind, x in zip(call.results, found, strict=True)]
+
+
+def _swap_if(condition: bool, array: Any) -> Any:
+    return jax.numpy.swapaxes(array, -3, -2) if condition else array
+
+
+def _forward_operands(num_inputs: int) -> Places:
+    return set(range(NUM_OPERANDS)), {OUTPUT}
+
+
+def _tangent_operands(num_inputs: int, wanted: tuple[int, ...]) -> Places:
+    directions = {num_inputs + 2 + k for k, place in enumerate(wanted) if place < NUM_OPERANDS}
+    return {*range(NUM_OPERANDS), num_inputs, *directions}, {OUTPUT}
+
+
+def _backward_operands(num_inputs: int, wanted: tuple[int, ...], given: tuple[int, ...]) -> Places:
+    gradients = {num_inputs + 2 + k for k, place in enumerate(given) if place == OUTPUT}
+    found = {k for k, place in enumerate(wanted) if place < NUM_OPERANDS}
+    return {*range(NUM_OPERANDS), num_inputs, *gradients}, found
 
 
 def _lower_operations(function: Callable[..., list[Any]]) -> Any:
@@ -126,7 +173,7 @@ def _lower_operations(function: Callable[..., list[Any]]) -> Any:
     return mlir.lower_fun(function, multiple_results=True)
 
 
-mlir.register_lowering(attention_p, partial(_lower, ForwardCall), platform="cpu")
+mlir.register_lowering(attention_p, partial(_lower, ForwardCall, _forward_operands), platform="cpu")
 mlir.register_lowering(attention_p, _lower_operations(lambda *inputs, options: attend(inputs, options)))
 
 
@@ -181,7 +228,7 @@ _lower_tangents = _lower_operations(tangents)
 def _lower_tangents_on_cpu(ctx: Any, *operands: Any, options: CallOptions, wanted: tuple[int, ...]) -> Any:
     """Return the custom call of XLA, or operations of JAX if statistics have tangents."""
     if options.differentiable_results(ctx.avals_in) == [OUTPUT, LSE]:
-        return _lower(TangentCall, ctx, *operands, options=options, wanted=wanted)
+        return _lower(TangentCall, _tangent_operands, ctx, *operands, options=options, wanted=wanted)
     return _lower_tangents(ctx, *operands, options=options, wanted=wanted)
 
 
@@ -208,7 +255,7 @@ def _backward_types(*inputs: Any, options: CallOptions, wanted: tuple[int, ...],
 
 
 backward_p.def_abstract_eval(_backward_types)
-mlir.register_lowering(backward_p, partial(_lower, BackwardCall), platform="cpu")
+mlir.register_lowering(backward_p, partial(_lower, BackwardCall, _backward_operands), platform="cpu")
 mlir.register_lowering(backward_p, _lower_operations(gradients))
 ad.primitive_jvps[backward_p] = partial(_differentiate_again, gradients)
 
