@@ -91,7 +91,7 @@ def test_drawn_problems(dtype, by_operations):
         output, (lse,) = by_operations(*given, **options, see=[sightline.lse()])
         return Result(np.asarray(output), np.asarray(lse))
 
-    @settings(max_examples=8)
+    @settings(max_examples=4)
     @given(cases(dtypes=(dtype,), dropout=False))
     def conforms(case):
         assert_conforms(run, make_problem(*case.arrays, **case.options))
@@ -147,7 +147,6 @@ DERIVATIVES = {
     "grad of jvp": lambda f, x, t: jax.grad(lambda *x: jnp.sum(jax.jvp(f, x, t)[1][0] ** 2), argnums=(0, 1, 2, 3, 4))(
         *x
     ),
-    "hessian": lambda f, x, t: jax.hessian(lambda b: loss(f)(*x[:4], b))(x[4]),
     "jvp of jvp": lambda f, x, t: jax.jvp(lambda *x: jax.jvp(f, x, t)[1], x, t)[1],
 }
 
@@ -172,7 +171,7 @@ def test_hidden_values_reach_no_derivative(operands):
         )
 
     k_hidden, v_hidden = k.at[:, :, -1].set(jnp.nan), v.at[:, :, -2].set(jnp.inf)
-    assert_close(second(k_hidden, v_hidden), second(k, v), 1e-6)
+    assert_close(second(k_hidden, v_hidden), second(k, v))
 
 
 def test_the_gradient_of_the_operations_is_that_of_the_kernel(operands, by_operations):

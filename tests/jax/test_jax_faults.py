@@ -7,7 +7,7 @@ import pytest
 import jax_kernel
 import sightline
 from fault_planting import broken
-from sightline import b, i, j, lse, s, table
+from sightline import b, call_join, i, j, lse, s, table
 from sightline.cpu.kernels import xla_handler
 from sightline.errors import SightlineError
 from sightline.jax import batching, primitives, target
@@ -15,9 +15,9 @@ from sightline.problem import make_problem
 from sightline.testing import assert_conforms
 
 BATCHING = {
-    "b of all elements": ("as_expression(node % batches if batches > 1 else 0)", "node"),
-    "a table of another element": ('element = (SYMBOLS["b"] // batches,)', 'element = (SYMBOLS["b"] % batches,)'),
-    "a table that spans the joined batches": ('None if axis == "b" else axis for axis', "axis for axis"),
+    "b of all elements": ('return {"b": _remainder(b, batches)}, b // batches', 'return {"b": b}, b // batches'),
+    "a table of another element": ("_remainder(b, batches)}, b // batches", "_remainder(b, batches)}, b % batches"),
+    "a table that spans the joined batches": ("None if axis in symbols else axis for axis", "axis for axis"),
 }
 COPY = "self.copy_addresses(ARGUMENTS, num_arguments, buffers)"
 HANDLER = {
@@ -58,7 +58,7 @@ def test_sound_code_passes():
 
 @pytest.mark.parametrize("fault", BATCHING)
 def test_every_fault_in_the_batching_rule_is_seen(fault, monkeypatch):
-    monkeypatch.setattr(batching, "_join_formulas", broken(batching, *BATCHING[fault])._join_formulas)
+    monkeypatch.setattr(batching, "join_text", broken(call_join, *BATCHING[fault]).join_text)
     with pytest.raises((AssertionError, SightlineError, jax.errors.JaxRuntimeError)):
         check_batching()
 

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ from ..formula.parameters import structure_of
 from ..kernel import Result, Tangents
 from ..problem import Problem, validate
 from ..statistics import Statistic
+from .bound_forward import BoundForward
 from .bound_gradients import BoundGradients, Inputs
 from .result_indices import FIRST_ARRAY, LSE, NUM_OPERANDS, OUTPUT
 
@@ -53,10 +54,23 @@ class ArrayType(NamedTuple):
 
     def at(self, address: int) -> Any:
         """Return the NumPy array at an address. The array does not own the memory, so it must not be kept."""
-        dtype = np.dtype(resolve_dtype(np, self.dtype))
-        memory = (ctypes.c_char * (math.prod(self.shape) * dtype.itemsize)).from_address(address)
-        array = np.ndarray(self.memory_shape, dtype, memory)
+        memory = _memory_type(self.shape, self.numpy_dtype).from_address(address)
+        array = np.ndarray(self.memory_shape, self.numpy_dtype, memory)
         return array.swapaxes(-3, -2) if self.by_position else array
+
+    @property
+    def numpy_dtype(self) -> Any:
+        return _numpy_dtype(self.dtype)
+
+
+@cache
+def _numpy_dtype(name: str) -> Any:
+    return np.dtype(resolve_dtype(np, name))
+
+
+@lru_cache(4096)
+def _memory_type(shape: tuple[int, ...], dtype: Any) -> Any:
+    return ctypes.c_char * (math.prod(shape) * dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -118,6 +132,11 @@ class HostCall(ABC):
 class ForwardCall(HostCall):
     """A forward pass. Its results are output, lse in float32 or float64, lse in float64, and the statistics' arrays."""
 
+    def run(self, arguments: Sequence[int], results: Sequence[int]) -> None:
+        bound = self.bound.get(machine_setting())
+        if bound is None or not bound.run(arguments, results, self.threads):
+            super().run(arguments, results)
+
     def compute(self, arrays: list[Any]) -> Sequence[Any]:
         inputs, _ = self.split_arguments(arrays)
         query, key, value, tables, sinks, seed = inputs
@@ -125,16 +144,31 @@ class ForwardCall(HostCall):
         # as in `call_request`, for a call without a boolean mask and without an array of biases
         structure = (self.text, self.kernel, self.threads, machine_setting()), (False, False), not self.has_sinks
         description = Description(structure, None, None, self.see, tuple(tables), self.numbers, given)
-        result, request = call_cache.answer(description, query, key, value, sinks, seed, self.threads)
+        result = request = None
+        is_first = self.can_be_bound and machine_setting() not in self.bound
+        if not is_first:
+            result, request = call_cache.answer(description, query, key, value, sinks, seed, self.threads)
         if result is None:
             formulas = self.text.formulas(tables)
             problem = self.make_problem(inputs, formulas)
             result = make_plan(problem, self.kernel).kernel.run(problem, self.threads)
+            if is_first:
+                self.bound[machine_setting()] = BoundForward.of(result.bound_call, problem, inputs, self.results)
             if request is not None and self.can_be_cached:
                 read = *formulas, *conditions_of(problem.see)
                 call_cache.insert(request, read, (query, key, value), problem, result, kind=_CachedHostCall)
         output, lse, *others = flatten_result(self.see, result)
         return [output, lse, lse[..., None].view(np.uint32), *others]
+
+    @cached_property
+    def bound(self) -> dict[Any, BoundForward | None]:
+        """The bound call of this process for each `machine_setting`, None if there is none."""
+        return {}
+
+    @cached_property
+    def can_be_bound(self) -> bool:
+        """True if the results are output and lse alone, without dropout and sinks."""
+        return not (self.has_seed or self.has_sinks or any(map(count_arrays, self.see)))
 
     @cached_property
     def can_be_cached(self) -> bool:

@@ -1,0 +1,74 @@
+"""Forward passes of a call that was run before, without arrays of NumPy in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays import layout
+from ..call_cache import DIRECT_TABLE_DTYPES
+from ..cpu.launch.bound_call import BoundCall
+from ..formula.parameters import structure_of
+from ..problem import Problem
+from .result_indices import LSE, NUM_OPERANDS, OUTPUT, PRECISE_LSE
+
+if TYPE_CHECKING:
+    from .bound_gradients import Inputs
+    from .host_calls import ArrayType
+
+__all__ = ["BoundForward"]
+
+
+@dataclass(frozen=True)
+class BoundForward:
+    """A bound call of a forward kernel, for a call without dropout, sinks and statistics other than lse.
+
+    Parameters
+    ----------
+    tables : for each table of the kernel, its index among the arguments
+    number_words : the words of the formulas' numbers
+    results : the types of the results
+    key : an object with the shape of key
+    """
+
+    call: BoundCall
+    tables: tuple[int, ...]
+    number_words: tuple[int, ...]
+    results: tuple[ArrayType, ...]
+    key: Any
+
+    @classmethod
+    def of(
+        cls, call: BoundCall | None, problem: Problem, inputs: Inputs, results: tuple[ArrayType, ...]
+    ) -> BoundForward | None:
+        """Return the forward pass by a call that computed a problem; None if it read copies of the arrays."""
+        if call is None or call.first_operands != tuple([layout(x)[0] for x in inputs[:NUM_OPERANDS]]):
+            return None
+        place = {id(array): NUM_OPERANDS + k for k, array in enumerate(inputs.tables)}
+        tables = {table.origin: table.array for table in structure_of(problem.mask, problem.score).tables}
+        read: list[Any] = [tables.get(origin) for origin in call.table_origins]
+        if not all(id(x) in place and str(x.dtype) in DIRECT_TABLE_DTYPES for x in read):
+            return None
+        key = SimpleNamespace(shape=inputs.key.shape)
+        return cls(call, tuple([place[id(x)] for x in read]), tuple(call.number_words(call.numbers)), results, key)
+
+    def run(self, arguments: Sequence[int], results: Sequence[int], threads: int | None) -> bool:
+        """Run the call on arrays at these addresses. Return False if it needs the full dispatch."""
+        kind, output = self.results[OUTPUT], None
+        address = results[OUTPUT]
+        if kind.by_position:  # the kernel writes its output in C order
+            output = np.empty(kind.shape, kind.numpy_dtype)
+            address = layout(output)[0]
+        tables = [arguments[place] for place in self.tables]
+        words = [*arguments[:NUM_OPERANDS], address, results[PRECISE_LSE], 0, 0, *tables, *self.number_words]
+        if self.call.run(threads, words, self.call.numbers, self.key, ()) is None:
+            return False
+        if output is not None:
+            np.copyto(kind.at(results[OUTPUT]), output)
+        precise = self.results[PRECISE_LSE].at(results[PRECISE_LSE]).view(np.float64)[..., 0]
+        np.copyto(self.results[LSE].at(results[LSE]), precise, casting="same_kind")
+        return True
