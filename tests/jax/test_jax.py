@@ -548,7 +548,7 @@ def test_a_program_has_the_text_of_its_call(operands):
     text, _ = CallText.of(make_problem(*map(np.asarray, operands), mask=i >= j))
     call = host_calls.ForwardCall(text, types, types[:1], (), False, False, None, 2, False)
     _, values = json.loads(call.to_text())
-    assert values["arguments"][0] == [shape, "float32"]
+    assert values["arguments"][0] == [shape, "float32", False]
     assert host_calls.parse_call(call.to_text().encode()) == call
 
 
