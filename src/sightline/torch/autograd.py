@@ -270,11 +270,8 @@ class _CachedCall(_Call):
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        call, calls, given = (
-            found.bound_call,
-            self.attacher.backward_calls,
-            self.read_inputs(gradients, inputs, results),
-        )
+        call, calls = found.bound_call, self.attacher.backward_calls
+        given = self.read_inputs(gradients, inputs, results)
         if given is None or len(calls) >= MAX_BACKWARD_CALLS:
             return
         request = self.request._replace(tables=given.tables, numbers=given.numbers)

@@ -1,8 +1,7 @@
-"""The registered operators `torch.ops.sightline.attention` and `attention_backward`, with gradients to any order.
+"""The registered operators `torch.ops.sightline.attention`, `attention_backward` and `attention_tangent`.
 
 Each operator has a computation and, for tracing, a function of shapes. The gradient of `attention` is the operator
-`attention_backward`. torch differentiates `attention_backward` through `streaming`, whose plain operations have
-gradients of every order.
+`attention_backward`, whose own gradient `derivatives` registers. `tangents` differentiates `attention_tangent`.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ attention.register_fake(_forward_shapes)
 
 
 @_without_autocast
-def compute_gradients(
+def _compute_gradients(
     gradients: list[Tensor],
     gradient_indices: list[int],
     wanted_tables: list[int],
@@ -101,7 +100,7 @@ def _backward_shapes(
 
 attention_backward = torch.library.custom_op(
     "sightline::attention_backward",
-    compute_gradients,
+    _compute_gradients,
     mutates_args=(),
     schema="(Tensor[] gradients, int[] gradient_indices, int[] wanted_tables, Tensor output, Tensor lse, "
     f"{SCHEMA}) -> Tensor[]",
