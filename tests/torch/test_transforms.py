@@ -118,18 +118,21 @@ def test_vmap_makes_one_call(name, calls):
     assert calls == ["attention"]
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("mapped", [(0,), (1, 2), (3,)], ids=["query", "key and value", "table"])
+MAPPED_ARGUMENTS = {"query": (0,), "key and value": (1, 2), "table": (3,)}
+
+
+@pytest.mark.parametrize(
+    ("name", "mapped"),
+    [(name, mapped) for name in PROBLEMS for mapped in MAPPED_ARGUMENTS if (name, mapped) != ("causal", "table")],
+)
 def test_vmap_over_some_arguments(name, mapped, calls):
     def transform(call, arrays):
-        dims = tuple([k in mapped for k in range(len(arrays))])
-        if not any(dims):
-            return None
-        own = [x if one else x[0] for x, one in zip(arrays, dims, strict=True)]
-        return torch.vmap(call, in_dims=tuple([0 if one else None for one in dims]))(*own)
+        dims = tuple([0 if k in MAPPED_ARGUMENTS[mapped] else None for k in range(len(arrays))])
+        own = [x[0] if dim is None else x for x, dim in zip(arrays, dims, strict=True)]
+        return torch.vmap(call, in_dims=dims)(*own)
 
     agree(transform, name, element=False)
-    assert len(calls) <= 1
+    assert calls == ["attention"]
 
 
 def test_a_fault_in_the_batching_rule_is_found(monkeypatch):
@@ -230,7 +233,7 @@ def test_randomness_of_dropout(calls):
     torch.manual_seed(0)
     same = torch.vmap(call, randomness="same")(x)
     torch.manual_seed(0)
-    assert all(torch.equal(each, call(x[0])) for each in [same[0]])
+    assert torch.equal(same[0], call(x[0]))
     assert torch.equal(same, same[:1].expand_as(same))
     seeded = torch.vmap(lambda x: sightline.attention(x, x, x, dropout=0.5, seed=7))(x)
     assert torch.equal(seeded[1], sightline.attention(x[1], x[1], x[1], dropout=0.5, seed=7))
@@ -300,7 +303,7 @@ def test_first_derivatives(transform, name):
 def test_forward_mode_of_torch_autograd():
     ours, definition, (query, key, value) = problem("causal")
     with forward_ad.dual_level():
-        for other in (key, key.requires_grad_()):
+        for other in (key, key.clone().requires_grad_()):
             dual = forward_ad.make_dual(query, query.cos())
             pairs = [forward_ad.unpack_dual(call(dual, other, value)) for call in (ours, definition)]
             torch.testing.assert_close(*[pair.primal for pair in pairs])
