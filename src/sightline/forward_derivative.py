@@ -14,7 +14,7 @@ from .formula.expression import SYMBOLS
 from .formula.tables import Table
 from .kernel import Tangents
 from .problem import Problem, make_problem
-from .validation import broadcast_inputs, read_scale, read_score
+from .validation import broadcast_inputs, check_choice, read_scale, read_score
 
 __all__ = ["attention_tangent"]
 
@@ -84,7 +84,10 @@ def attention_tangent(
     if library != "numpy":
         cure = TRANSFORMS.get(library, "numpy.asarray(query)")
         raise DtypeError(f"attention_tangent of a query of {library}", "NumPy arrays", cure)
-    given: dict[Any, Any] = {name: np.asarray(array) for name, array in tangents.items()}
+    if not isinstance(tangents, Mapping):
+        raise ParameterError(f"tangents={tangents!r}", "a mapping from inputs to tangents", '{"query": array}')
+    check_choice(kernel, threads)
+    given = {name: _read_tangent(name, tangent) for name, tangent in tangents.items()}
     if "scale" in given:
         score, scale, learned = _fold_scale(query, score, scale)
         given[learned] = _check_tangent("scale", given.pop("scale"), ())[None]
@@ -114,14 +117,13 @@ def _read_tangents(problem: Problem, given: dict[Any, Any], inputs: Mapping[str,
         source = inputs.get(name) if isinstance(name, str) else None
         if isinstance(name, Table) and name.origin in slots and name.kind == "float":
             own = slots[name.origin]
-            tables[problem.tables.index(own)] = np.broadcast_to(
-                _check_tangent(repr(name), array, name.shape), own.shape
-            )
+            slot = next(slot for slot, table in enumerate(problem.tables) if table is own)
+            tables[slot] = np.broadcast_to(_check_tangent(repr(name), array, name.shape), own.shape)
         elif source is None:
             raise ParameterError(
                 f"a tangent of {name!r}",
-                '"query", "key", "value", "scale", given "sinks", or a table of floats that the score reads',
-                "give the input, or leave its tangent out",
+                '"query", "key", "value", "scale", given "sinks", or a table of floats (up to four axes) of the score',
+                'tangents={"query": array}; masks have no tangents',
             )
         else:
             operands[str(name)] = _check_tangent(str(name), array, np.shape(source))
@@ -138,7 +140,18 @@ def _check_tangent(name: str, array: Any, shape: tuple[int, ...]) -> Any:
     """Return the tangent, or raise the error of a wrong shape or dtype."""
     if array.shape != tuple(shape):
         raise ShapeError(
-            f"a tangent of {name} of shape {array.shape}", f"the input's shape {tuple(shape)}", "reshape it"
+            f"a tangent of {name} of shape {array.shape}",
+            f"the input's shape {tuple(shape)}",
+            "numpy.broadcast_to(tangent, shape)",
         )
-    check_float_dtype(f"the tangent of {name}", array)
     return array
+
+
+def _read_tangent(name: Any, tangent: Any) -> Any:
+    """Return the tangent as a NumPy array of floats; a Python number is one."""
+    array = np.asarray(float(tangent)) if isinstance(tangent, int | float) else tangent
+    if not isinstance(array, np.ndarray | np.generic) or isinstance(array, np.ma.MaskedArray):
+        kind = type(tangent).__name__
+        raise DtypeError(f"a tangent of {name} that is a {kind}", "NumPy arrays of floats", "numpy.asarray(tangent)")
+    check_float_dtype(f"the tangent of {name}", array)
+    return np.asarray(array)

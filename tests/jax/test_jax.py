@@ -432,6 +432,13 @@ def test_an_exported_program_runs_in_another_process(tmp_path, registers):
 # -- errors and faults -------------------------------------------------------------------------------------------------
 
 
+def test_symbolic_shapes_are_refused(operands):
+    (n,) = jax.export.symbolic_shape("n")
+    x = jax.ShapeDtypeStruct((B, H, n, D), "float32")
+    with pytest.raises(ShapeError, match="symbolic"):
+        jax.export.export(jax.jit(attend))(x, x, x)
+
+
 def test_an_error_during_the_program_has_its_message(operands):
     compiled = jax.jit(lambda *given, ids: sightline.attention(*given, mask=table(ids)[table(ids)[i]] > 0))
     with pytest.raises(FAILED, match="TableError"):

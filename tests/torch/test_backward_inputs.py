@@ -90,8 +90,11 @@ def record_dispatches(monkeypatch):
     return passes
 
 
-@pytest.mark.parametrize("used", USED, ids=" ".join)
-@pytest.mark.parametrize("problem", PROBLEMS)
+# every statistic in the plain problem, and all together in each other problem
+CASES = [("plain", used) for used in USED] + [(problem, USED[-2]) for problem in PROBLEMS if problem != "plain"]
+
+
+@pytest.mark.parametrize(("problem", "used"), [*CASES, ("sinks", ("lse", "mass"))], ids=str)
 def test_gradients_of_statistics(rng, problem, used, dispatched):
     check(rng, problem, used)
     if not (problem == "sinks" and {"entropy", "max_score"} & set(used)):

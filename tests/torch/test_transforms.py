@@ -354,6 +354,19 @@ def test_the_kernel_computes_tangents(name, monkeypatch):
     assert len(calls) == 1
 
 
+def test_second_derivatives_in_inference_mode():
+    ours, definition, (query, key, value) = problem("causal")
+
+    def product(call):
+        gradient = func.grad(lambda q: (call(q, key, value) ** 2).sum())
+        return func.jvp(gradient, (query,), (query.cos(),))[1]
+
+    expected = product(definition)
+    with torch.inference_mode():
+        found = product(ours)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # torch's own
 def test_linearize():
     ours, definition, (query, key, value) = problem("causal")

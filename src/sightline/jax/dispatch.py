@@ -11,7 +11,7 @@ import numpy as np
 
 from ..call_text import CallText, split_arrays
 from ..dispatch import KERNELS, to_caller_layout
-from ..errors import ParameterError
+from ..errors import ParameterError, ShapeError
 from ..formula.expression import Expression
 from ..formula.formula_checks import check_spans
 from ..gpu import Triton
@@ -43,6 +43,9 @@ def run(
     if kernel is not None and kernel not in names:
         listed = ", ".join(map(repr, names))
         raise ParameterError(f"kernel={kernel!r} for JAX arrays", f"one of {listed}, or None", "leave kernel=None")
+    if not all(isinstance(length, int) for array in (query, key, value) for length in np.shape(array)):
+        shapes = ", ".join(str(np.shape(array)) for array in (query, key, value))
+        raise ShapeError(f"arrays of symbolic shapes {shapes}", "fixed shapes", "export one program for each shape")
     seed, scale = options["seed"], options["scale"]
     if isinstance(scale, jax.Array):
         score, scale = fold_scale(options["score"], scale)

@@ -201,10 +201,11 @@ class Derivative:
                 "first derivatives backward",
                 "torch.func.jvp, jacfwd, jacrev and hessian in eager mode, in place of linearize, make_fx or compile",
             )
-        variables = list(tensors)
-        with torch.enable_grad(), operator.autocast_disabled(tensors[0]):
+        # torch records no graph in its inference mode, nor of tensors that were made in it
+        with torch.inference_mode(False), torch.enable_grad(), operator.autocast_disabled(tensors[0]):
+            variables = [x.clone() if x.is_inference() else x for x in tensors]
             for place in self.differentiable_places:
-                variables[place] = tensors[place].detach().requires_grad_()
+                variables[place] = variables[place].detach().requires_grad_()
             return self._differentiate(variables, create_graph=False)
 
     def _differentiate(self, variables: Sequence[Tensor], create_graph: bool) -> list[Tensor]:
