@@ -127,8 +127,13 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
-@pytest.mark.parametrize("dtype", DTYPES)
+def odd_cases():
+    """Return each dtype with each odd problem. Outside of the soak, each dtype has every second problem."""
+    pairs = [(d + k, dtype, name) for d, dtype in enumerate(DTYPES) for k, name in enumerate(ODD)]
+    return [pytest.param(dtype, name, marks=[pytest.mark.soak] if place % 2 else []) for place, dtype, name in pairs]
+
+
+@pytest.mark.parametrize(("dtype", "name"), odd_cases())
 def test_odd_sizes(dtype, name, every_kernel):
     shapes, options = ODD[name]
     every_kernel(Case(*arrays(dtype=dtype, **shapes), options), dtype)

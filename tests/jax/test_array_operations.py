@@ -151,7 +151,12 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize("name", DERIVATIVES)
+RARER = "linearize", "jacfwd", "jvp of jvp"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in RARER else []) for name in DERIVATIVES]
+)
 def test_derivatives(rng, name, operands):
     """The definition is differentiated by JAX in the same way."""
     primals = *operands, *[jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((H, N, N), (H,))]
@@ -185,7 +190,7 @@ def test_the_gradient_of_the_operations_is_that_of_the_kernel(operands, by_opera
             output, (received, pooled, largest, mass) = attention(*x, mask=i >= j, see=see)
             return sum(jnp.sum(jnp.sin(x)) for x in (output, received, pooled, largest.score, mass))
 
-        return jax.grad(function, argnums=(0, 1, 2))(*operands)
+        return jax.jit(jax.grad(function, argnums=(0, 1, 2)))(*operands)
 
     assert_close(differentiate(by_operations), differentiate(sightline.attention))
 

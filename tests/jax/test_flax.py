@@ -208,6 +208,7 @@ class NnxModel(nnx.Module):
         return self.last(x + self.attention(x, is_causal=True))
 
 
+@pytest.mark.soak  # the model of Linen trains in the suite
 def test_a_model_of_nnx_trains_as_with_flax():
     inputs, targets = make_task()
     losses = []
