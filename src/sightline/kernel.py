@@ -76,7 +76,10 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Tangents:
-    """The tangents of the inputs of a problem, in the inputs' shapes; None for 0. `tables` has one of each table."""
+    """The tangents of a problem's inputs. A tangent has the shape of its input; None stands for a tangent that is 0.
+
+    `tables` has a tangent for each table of `Problem.tables`.
+    """
 
     query: Any = None
     key: Any = None

@@ -1,7 +1,7 @@
 """`jax.vmap` of attention: the mapped axis becomes a leading batch axis, so that one call serves all elements.
 
-`call_join` writes the formulas of the joined call. The elements are computed one after another with dropout, with
-mapped sinks, with gradients of sinks, and with means over the batch.
+`call_join` writes the formulas of the joined call. In four cases the elements are computed one after another: with
+dropout, with mapped sinks, with gradients of sinks, and with means over the batch.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def dot_product_attention(
     local_window_size : int or (int, int), optional
         (left, right): hide key j from query i unless i − left ≤ j ≤ i + right. One number stands for both.
     implementation : {"xla", "cudnn"}, optional
-        Checked, and otherwise without effect. "cudnn" adds none of the limits of cuDNN.
+        A value of JAX's function. It selects nothing here: every value runs the same code.
     return_residual : bool, default False
         Return (output, lse). As in JAX, lse has no gradient here; `sightline.attention` returns one that has.
 

@@ -43,16 +43,16 @@ def _define(name: str) -> Primitive:
 
     def compute(*arrays: Any, **options: Any) -> Any:
         with jax.disable_jit(False):  # else `jit` would call this function
-            return _compiled(primitive, tuple(sorted(options.items())))(*arrays)
+            return _compile(primitive.bind, tuple(sorted(options.items())))(*arrays)
 
     primitive.def_impl(compute)
     return primitive
 
 
 @lru_cache(MAX_COMPILED)
-def _compiled(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    """Return the primitive as a compiled function, for arrays that are not traced."""
-    compiled: Callable[..., Any] = jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(options)))
+def _compile(function: Callable[..., Any], options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """Return the function of arrays as one compiled program. Without `jit`, each of its operations would be one."""
+    compiled: Callable[..., Any] = jax.jit(lambda *arrays: function(*arrays, **dict(options)))
     return compiled
 
 
@@ -210,15 +210,8 @@ def _differentiate_again(
 ) -> tuple[Any, Any]:
     """Return the results of a derivative and their tangents, by operations of JAX."""
     given = [ad.instantiate_zeros(direction) for direction in directions]
-    found: tuple[Any, Any] = jax.jvp(_compile_function(function, tuple(options.items())), list(primals), given)
+    found: tuple[Any, Any] = jax.jvp(_compile(function, tuple(sorted(options.items()))), list(primals), given)
     return found
-
-
-@lru_cache(MAX_COMPILED)
-def _compile_function(function: Callable[..., list[Any]], options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    """Return the function as one compiled function, else each of its operations is a program outside of `jit`."""
-    compiled: Callable[..., Any] = jax.jit(lambda *arrays: function(*arrays, **dict(options)))
-    return compiled
 
 
 tangent_p.def_abstract_eval(_tangent_types)

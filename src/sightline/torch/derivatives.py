@@ -327,7 +327,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def apply(derivative: Derivative, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the outputs of the derivative, in torch's graph."""
+    """Return the outputs of the derivative. torch records the call in its graph of gradients."""
     outputs: tuple[Tensor, ...] = _Differentiable.apply(derivative, *tensors)  # type: ignore[no-untyped-call]
     return outputs
 

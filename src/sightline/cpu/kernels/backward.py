@@ -232,12 +232,9 @@ class Backward(RecomputedWeights):
             with no:
                 self.differentiate(j0, masked=False)
 
-        def add_query_gradients(d: Value, v: int, dq: Value) -> None:
-            tiles.store(self.dq_t, d, v, tiles.load(self.dq_t, d, v) + dq)
-
         width, length = spec.d_k, (self.num_keys + (tiles.pair_size - 1)) // tiles.pair_size
         matrix = self.ds_pairs if self.paired else self.dp_t
-        self.product(width, width, self.key.column, matrix, length, add_query_gradients)
+        self.product(width, width, self.key.column, matrix, length, self.add_to(self.dq_t))
         p, ds = (self.p_rows, self.ds_rows) if self.paired else (self.s_t, self.dp_t)
         self.add_to_rows(p, self.do_rows, spec.d_v, self.args.d_value, j0)
         self.add_to_rows(ds, self.q_rows, spec.d_k, self.args.d_key, j0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from ..codegen.builder import Variable
 from ..codegen.render_llvm import NodeValues
@@ -57,3 +58,11 @@ class RecomputedWeights(Block):
         if masked and mask is not None:
             p = builder.where(mask.evaluate_pair(symbols, known[0]), p, zero)
         return p if is_inside is None else builder.where(is_inside.broadcast(self.lanes), p, zero)
+
+    def add_to(self, matrix: Value) -> Callable[[Value, int, Value], None]:
+        """Return a function (row, v, numbers) that adds numbers to the matrix."""
+
+        def add(row: Value, v: int, numbers: Value) -> None:
+            self.tiles.store(matrix, row, v, self.tiles.load(matrix, row, v) + numbers)
+
+        return add

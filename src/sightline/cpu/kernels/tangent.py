@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ...formula.derivative import derivative
 from ..codegen.abi import TANGENT_FIELDS
@@ -176,14 +176,6 @@ class Tangent(RecomputedWeights):
     def has_score_tangent(self) -> bool:
         """True if D is not 0."""
         return any(role in self.spec.roles for role in ("query", "key", SCORE))
-
-    def add_to(self, matrix: Value) -> Callable[[Value, int, Value], None]:
-        """Return a function (row, v, numbers) that adds numbers to the matrix."""
-
-        def add(row: Value, v: int, numbers: Value) -> None:
-            self.tiles.store(matrix, row, v, self.tiles.load(matrix, row, v) + numbers)
-
-        return add
 
     def differentiate(self, j0: Value, masked: bool) -> None:
         """Replace Sᵀ by P and ṡᵀ by D, both after dropout, and add D before dropout to μ."""
