@@ -113,7 +113,7 @@ def make_array(rng, shape, dtype, how):
     return rng.normal(size=shape).astype(dtype)
 
 
-@settings(max_examples=40)
+@settings(max_examples=24)
 @given(layouts(), st.sampled_from(DTYPES), st.sampled_from(sorted(FORMULAS)), st.booleans(), st.integers(0, 99))
 def test_equal_bits_as_an_uncached_call(layout, dtype, formula, in_torch, seed):
     rng = np.random.default_rng(seed)
@@ -191,7 +191,7 @@ def test_cached_calls_do_not_keep_arrays_alive(rng):
 # -- tables, dropout, sinks and statistics ---------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.sampled_from(KINDS), st.sampled_from([np.float32, np.float64]), st.booleans(), st.integers(0, 999))
 def test_equal_bits_with_other_contents(kind, dtype, in_torch, seed):
     """The full dispatch is the oracle of cached calls: tables, numbers and seeds are other ones at each call."""
@@ -210,7 +210,7 @@ def test_equal_bits_with_other_contents(kind, dtype, in_torch, seed):
         assert found
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.sampled_from(KINDS), st.booleans(), st.integers(0, 999))
 def test_equal_bits_with_other_lengths(kind, in_torch, seed):
     """Calls of one family have other lengths, other strides and other contents; the full dispatch is the oracle."""
@@ -1134,7 +1134,9 @@ def draw_learned(rng, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", LEARNED)
-@pytest.mark.parametrize("fixed", [False, True], ids=["operands need gradients too", "fixed operands"])
+@pytest.mark.parametrize(
+    "fixed", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["operands need gradients too", "fixed operands"]
+)
 def test_learned_tables_sinks_and_scales(rng, name, dtype, fixed, monkeypatch):
     """Other contents at each step; the oracle is the full dispatch."""
     if fixed and name == "fixed sinks":

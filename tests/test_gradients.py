@@ -37,15 +37,28 @@ def test_drawn_problems(dtype):
     conforms()
 
 
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_drawn_problems_by_the_generated_kernel(dtype, framework):
-    @settings(max_examples=9 if framework == "numpy" else 5)  # each example compiles two kernels
+def drawn_by_kernel(dtype, framework, examples):
+    """Check so many drawn problems. Each compiles two kernels."""
+
+    @settings(max_examples=examples)
     @given(cases(dtypes=(dtype,), poison=False, largest=20000))
     def conforms(case):
         check(case, framework, by_cpu)
 
     conforms()
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_problems_by_the_generated_kernel(dtype, framework):
+    drawn_by_kernel(dtype, framework, 5 if framework == "numpy" else 3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_drawn_problems_by_the_generated_kernel(dtype, framework):
+    drawn_by_kernel(dtype, framework, 100)
 
 
 PAIRS = {  # tables with an entry per pair, (H, n, m) = (2, 70, 137) or shared, as scores

@@ -43,7 +43,7 @@ from strategies import DTYPES, cases
 from weights_pass_checks import check_everything
 
 SERVED = [dtype for dtype in DTYPES if serves(Cpu(), dtype)]
-EXAMPLES = {True: 16, False: 32}  # problems for an emulated machine and for a real one, over all dtypes
+EXAMPLES = {True: 8, False: 16}  # problems for an emulated machine and for a real one, over all dtypes
 REQUIRED = "SIGHTLINE_EMULATOR"  # if "required", tests fail without an emulator, and are not skipped
 
 

@@ -65,6 +65,12 @@ PROBLEMS = {
 }
 
 
+def quick_and_soak(names, quick):
+    """Return all names as parameters of a test. Those that are not among `quick` run in the soak."""
+    assert set(quick) <= set(names)
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.soak) for name in names]
+
+
 def learned(dtype=torch.float64):
     return [drawn(4, dtype=dtype, seed=3), drawn(4, 5, dtype=dtype, seed=4), drawn(4, dtype=dtype, seed=5)]
 
@@ -97,7 +103,7 @@ def test_output_and_statistics_equal_their_definitions(name):
         assert_within_budget(found, expected, worst, name)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", quick_and_soak(PROBLEMS, ("blind rows", "bias", "one table twice", "sinks", "all")))
 def test_gradients_equal_finite_differences(name):
     see = [sightline.lse(), sightline.weights()] if name in ("curved", "all", "blind rows") else ()
     assert gradcheck(answers(name, see), [*arrays(batch=1), *learned()])
@@ -368,7 +374,10 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
+QUICK_CALLS = "lambda", "score lambda", "slopes", "computed bias", "statistics", "sinks", "dropout", "without heads"
+
+
+@pytest.mark.parametrize("name", quick_and_soak(COMPILED, QUICK_CALLS))
 def test_calls_compile_to_one_graph(name):
     torch.compiler.reset()
     call, tensors = COMPILED[name], arrays(torch.float32)
@@ -438,19 +447,8 @@ CHANGING_NUMBERS = {
 }
 
 
-QUICK_NUMBERS = ("window", "reflected operators", "comparison by torch's functions")  # each case takes seconds
-
-
-@pytest.mark.parametrize(
-    ("name", "dynamic"),
-    [
-        ("window", None),
-        *[
-            (name, True) if name in QUICK_NUMBERS else pytest.param(name, True, marks=pytest.mark.soak)
-            for name in CHANGING_NUMBERS
-        ],
-    ],
-)
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", quick_and_soak(CHANGING_NUMBERS, ["window"]))
 def test_changing_numbers_in_formulas_compile(name, dynamic):
     torch.compiler.reset()
 

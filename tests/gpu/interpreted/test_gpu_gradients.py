@@ -89,7 +89,7 @@ def drawn(kernel, dtype, count):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_problems(triton_kernel, dtype):
-    drawn(triton_kernel, dtype, 3)
+    drawn(triton_kernel, dtype, 2)
 
 
 @pytest.mark.soak
