@@ -26,7 +26,7 @@ def with_guards(seed, count, past=0):
 
 @linux
 def test_no_access_outside_an_array():
-    result = with_guards(0, 8)
+    result = with_guards(0, 4)
     assert (result.returncode, result.stdout) == (0, "unharmed\n"), result.stderr
 
 
@@ -90,7 +90,7 @@ def crowd(count, formulas, rounds):
 
 @linux
 def test_a_crowd_of_threads():
-    crowd(count=16, formulas=2, rounds=1)
+    crowd(count=8, formulas=2, rounds=1)
 
 
 @linux

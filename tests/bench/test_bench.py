@@ -38,8 +38,11 @@ def results_of(implementation, workload):
 # -- the benchmarks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(  # backward passes run only in the soak test: `bench --quick` checks one too
-    "name", [pytest.param(name, marks=pytest.mark.soak if name.startswith("backward") else ()) for name in WORKLOADS]
+RARER = "backward", "both", "threads"  # run only in the soak: `bench --quick` checks one that begins with "both" too
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if name.startswith(RARER) else ()) for name in WORKLOADS]
 )
 def test_small_versions_are_right(name):
     """Every variant of Sightline that is timed stays within the rounding-error budget."""

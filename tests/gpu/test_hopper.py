@@ -176,7 +176,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if k % 3 else ()) for k, name in enumerate(FAULTS)]
+)
 def test_broken_on_purpose(name):
     function, before, after = FAULTS[name]
     faulty = {function: broken(function, before, after)}

@@ -151,7 +151,7 @@ DERIVATIVES = {
 }
 
 
-RARER = "linearize", "jacfwd", "jvp of jvp"
+RARER = "linearize", "jacfwd", "jvp of jvp", "vmap of jvp", "jvp of grad"
 
 
 @pytest.mark.parametrize(
