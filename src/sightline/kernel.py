@@ -62,7 +62,9 @@ class Gradients:
 
     `sinks`, or an element of `tables`, is None if that input has no gradient. `bound_call` is a
     `cpu.launch.backward.BoundBackwardCall` that repeats the call; None if the kernel provides none. `bound_formulas`
-    are the formulas that it reads besides mask and score, those of `StatisticGradients.formulas`.
+    are the formulas that it reads besides mask and score, those of `StatisticGradients.formulas`. `bound_sum` is a
+    `cpu.launch.bound_call.BoundCall` that repeats the sum over keys of the weights times the first of these formulas;
+    None if the call needed no such sum.
     """
 
     query: Any
@@ -72,6 +74,7 @@ class Gradients:
     sinks: Any
     bound_call: Any = None
     bound_formulas: tuple[Expression, ...] = ()
+    bound_sum: Any = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,12 @@ STATISTICS = {
     "entropy": (sightline.entropy, lambda P, S, lse: -(P * P.clamp_min(1e-300).log()).sum(-1)),
     "mass": (lambda: sightline.mass(CONDITION), lambda P, S, lse: P[..., :4].sum(-1)),
     "max_score": (sightline.max_score, lambda P, S, lse: S.max(-1).values),
+    "received": (sightline.received, lambda P, S, lse: P.sum(-2)),
+    "pooled": (
+        lambda: sightline.pooled(3, 3),
+        lambda P, S, lse: P.unflatten(-1, (3, 3)).unflatten(-3, (3, 3)).mean((-3, -1)),
+    ),
+    "weights": (sightline.weights, lambda P, S, lse: P),
 }
 PROBLEMS = {  # options of a call: (mask as a formula, score as a formula, does it learn a bias, has it sinks)
     "plain": (None, False, False),
@@ -28,7 +34,13 @@ PROBLEMS = {  # options of a call: (mask as a formula, score as a formula, does 
     "a learned bias": (i >= j, True, False),
     "sinks": (i >= j, False, True),
 }
-USED = [("entropy",), ("lse",), ("mass",), ("max_score",), ("lse", "entropy"), ("entropy", "mass", "max_score"), ()]
+USED = [
+    *[(name,) for name in STATISTICS],
+    ("lse", "entropy"),
+    ("received", "lse", "pooled"),
+    ("entropy", "mass", "max_score"),
+    (),
+]
 
 
 def define(inputs, has_mask, used):
@@ -72,10 +84,9 @@ def check(rng, problem, used):
     mask, has_bias, has_sinks = PROBLEMS[problem]
     for _ in range(4):
         inputs = make_inputs(rng, has_bias, has_sinks)
-        factors = [torch.from_numpy(rng.normal(size=SHAPE[:-1])).float() for _ in used]
-        factors = [torch.from_numpy(rng.normal(size=SHAPE)).float(), *factors]
         doubles = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
         output, seen = define(doubles, mask is not None, used)
+        factors = [torch.from_numpy(rng.normal(size=x.shape)).float() for x in (output, *seen)]
         loss = combine(output, seen, [factor.double() for factor in factors])
         expected = torch.autograd.grad(loss, [x for x in doubles if x is not None])
         for ours, theirs in zip(differentiate(inputs, mask, used, factors), expected, strict=True):
@@ -91,13 +102,14 @@ def record_dispatches(monkeypatch):
 
 
 # every statistic in the plain problem, and all together in each other problem
-CASES = [("plain", used) for used in USED] + [(problem, USED[-2]) for problem in PROBLEMS if problem != "plain"]
+CASES = [("plain", used) for used in USED]
+CASES += [(problem, used) for used in USED[-3:-1] for problem in PROBLEMS if problem != "plain"]
 
 
 @pytest.mark.parametrize(("problem", "used"), [*CASES, ("sinks", ("lse", "mass"))], ids=str)
 def test_gradients_of_statistics(rng, problem, used, dispatched):
     check(rng, problem, used)
-    if not (problem == "sinks" and {"entropy", "max_score"} & set(used)):
+    if not (problem == "sinks" and "max_score" in used):
         assert len(dispatched) <= 2  # the first call, and the first call that the cache ran
 
 
@@ -157,12 +169,17 @@ def test_every_fault_in_a_row_sum_is_found(rng, fault, monkeypatch):
         check(rng, "causal", (name.lower(),))
 
 
+@pytest.mark.parametrize("used", [("received",), ("received", "lse", "pooled")], ids=str)
+def test_a_row_sum_that_is_not_subtracted_is_found(rng, used, monkeypatch):
+    before, after = ("-sums.to(", "0 * sums.to(") if len(used) == 1 else ("d_lse - sums", "d_lse")
+    fault = broken(backward_inputs, before, after)
+    monkeypatch.setattr(backward_inputs.WeightsSum, "subtract", fault.WeightsSum.subtract)
+    with pytest.raises(AssertionError, match="tolerance"):
+        check(rng, "causal", used)
+
+
 def test_a_gradient_of_lse_that_is_left_out_is_found(rng, monkeypatch):
-    fault = broken(
-        backward_inputs,
-        "return BackwardInputs(\n        d_output, d_lse,",
-        "return BackwardInputs(\n        d_output, None,",
-    )
+    fault = broken(backward_inputs, "return BackwardInputs(d_output, d_lse,", "return BackwardInputs(d_output, None,")
     monkeypatch.setattr(autograd, "read_inputs", fault.read_inputs)
     with pytest.raises(AssertionError, match="tolerance"):
         check(rng, "plain", ("lse",))

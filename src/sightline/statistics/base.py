@@ -115,6 +115,11 @@ class StatisticGradients:
     includes_zero_weights: bool = False  # True if `scores` also counts at pairs whose weight underflowed to 0
 
     @property
+    def needs_weights_sum(self) -> bool:
+        """True if `weights_sum` must be computed."""
+        return self.weights is not None and self.weights_sum is None
+
+    @property
     def formulas(self) -> dict[str, Expression]:
         """`weights` and `scores`, those that are not None, by name."""
         named = {"weights": self.weights, "scores": self.scores}
@@ -145,6 +150,7 @@ class StatisticBase:
     supports_mean: bool = True  # False if a mean over heads or batch has no meaning
     is_differentiable: bool = True
     backward_reads_arrays: bool = False  # True if `backward` uses the statistic's arrays from the forward pass
+    backward_reads_tiles: bool = False  # True if `backward` needs the weights
 
     @property
     def is_linear(self) -> bool:

@@ -44,6 +44,10 @@ class Received(Statistic):
     def finish(self, arrays: list[Any], context: ForwardContext) -> list[Any]:
         return [arrays[0] / max(context.problem.n, 1)] if self.how == "mean" else arrays
 
+    @property
+    def backward_reads_tiles(self) -> bool:  # type: ignore[override]
+        return self.how == "max"
+
     def backward(self, context: BackwardContext) -> StatisticGradients:
         if self.how == "max":
             is_first = i == context.lookup(_first_maximal_query(context), j)

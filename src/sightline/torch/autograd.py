@@ -27,7 +27,7 @@ from ..kernel import Gradients, Plan, Result
 from ..problem import Problem, make_problem
 from ..statistics import Statistic, unwrap_mean
 from . import operator
-from .backward_inputs import BackwardInputs, arrays_to_save, read_inputs, split_saved
+from .backward_inputs import BackwardInputs, WeightsSum, arrays_to_save, read_inputs, split_saved
 from .derivatives import Derivative, apply, is_transformed, refuse_old_vmap
 from .operator_schema import OperatorArguments, build_result, make_seed
 
@@ -46,6 +46,7 @@ __all__ = [
 
 
 NUM_OPERANDS = 3  # query, key and value
+NUM_READ = 6  # what the backward kernel reads besides the tables: these, output, d_output and lse
 MAX_BACKWARD_CALLS = 8  # bound calls of the backward pass of one cached call
 
 
@@ -143,8 +144,7 @@ class _CachedCall(_Call):
     def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
         query, key, value, *rest = inputs
         mask, score = self.formulas = self.request.formulas()[:2]
-        sinks = rest[-1] if self.attacher.has_learned_sinks else self.request.sinks
-        options = {"mask": mask, "score": score, "see": self.statistics, "sinks": sinks, "seed": self.seed}
+        options = {"mask": mask, "score": score, "see": self.statistics, "sinks": self.sinks(inputs), "seed": self.seed}
         problem = make_problem(query, key, value, **options, **self.attacher.options)
         return _with_saved_tables(problem, dict(zip(self.wanted_tables, rest, strict=False)))
 
@@ -169,6 +169,12 @@ class _CachedCall(_Call):
         if given is None or found is None or found[0] is None:
             return None
         bound, sums, _, *addresses = found
+        if bound.weights_sum is not None:
+            request, sinks = self.request_for(given, addresses), self.sinks(inputs)
+            d_lse = bound.weights_sum.subtract(given.d_lse, request, inputs[1], results[0], sinks, self.threads)
+            if d_lse is None:
+                return None
+            given = given._replace(d_lse=d_lse)
         table_sums: Sequence[Any] = ()
         if sums is None:
             computed = self.run(bound, addresses, given, (inputs, results))
@@ -215,6 +221,14 @@ class _CachedCall(_Call):
             tables[place] = tensor
         return given._replace(tables=tuple(tables))
 
+    def request_for(self, given: BackwardInputs, addresses: Sequence[int]) -> Request:
+        """Return the request for arrays at these addresses: those of `read_arrays`."""
+        used = *addresses[:NUM_OPERANDS], *addresses[NUM_READ:]
+        return self.request._replace(tables=given.tables, numbers=given.numbers, addresses=used)
+
+    def sinks(self, inputs: Sequence[Tensor]) -> Any:
+        return inputs[-1] if self.attacher.has_learned_sinks else self.request.sinks
+
     def find(self, inputs: Sequence[Tensor], results: Sequence[Tensor], given: BackwardInputs) -> Any:
         """Return the result of `run_or_find` for the inputs, output, d_output, lse and the tables.
 
@@ -239,15 +253,12 @@ class _CachedCall(_Call):
         call, sums, inputs = bound.call, [make() for make in bound.makers], keep_alive[0]
         table_sums = call.make_table_sums()
         seed = call.signed_word(self.seed) if self.seed else 0
-        d_lse = 0 if given.d_lse is None else given.d_lse.data_ptr()
-        words = [*addresses[: call.num_operands], d_lse, *[array.data_ptr() for array in sums], seed]
+        d_lse_address = 0 if given.d_lse is None else given.d_lse.data_ptr()
+        words = [*addresses[:NUM_READ], d_lse_address, *[array.data_ptr() for array in sums], seed]
         tables: Sequence[Any] = ()
         numbers: tuple[float, ...] = ()
         if bound.inputs is not None:
-            operands = self.request.addresses[:NUM_OPERANDS]
-            read_addresses = (*operands, *addresses[call.num_operands :])
-            read = self.request._replace(tables=given.tables, numbers=given.numbers, addresses=read_addresses)
-            tables, table_addresses, numbers = bound.inputs.of(read)
+            tables, table_addresses, numbers = bound.inputs.of(self.request_for(given, addresses))
             words += [*table_addresses, *call.number_words(numbers)]
         words += [array_layouts.numpy_address(array) for array in table_sums]
         status = call.run(self.threads, words, numbers, inputs[1], (*keep_alive, given, sums, table_sums, tables))
@@ -279,9 +290,14 @@ class _CachedCall(_Call):
         read = array_layouts.read_arrays(*self.read_arrays(inputs, results, given))
         if own is None or read is None or read[1:][: len(call.first_operands)] != call.first_operands:
             return
+        weights_sum = None
+        if given.needs_weights_sum:
+            weights_sum = WeightsSum.bind(found.bound_sum, request, (*self.formulas, found.bound_formulas[0]))
+            if weights_sum is None:
+                return
         makers = tuple([make_empty(shape, self.attacher.accumulator) for shape in call.sum_shapes])
         key = read[0], given.structure
-        calls.setdefault(key, _BackwardCall(key, call, own if own.tables or own.numbers else None, makers))
+        calls.setdefault(key, _BackwardCall(key, call, own if own.tables or own.numbers else None, makers, weights_sum))
 
 
 @dataclass(frozen=True)
@@ -291,6 +307,7 @@ class _BackwardCall:
     key : its key in `GraphAttacher.backward_calls`
     inputs : its tables and numbers; None if it has none
     makers : functions that allocate the sums of the gradients of query, key and value
+    weights_sum : the sum that is subtracted from d_lse; None if no sum is
     record : the record for direct calls; None if there is none
     """
 
@@ -298,6 +315,7 @@ class _BackwardCall:
     call: BoundBackwardCall
     inputs: KernelInputs | None
     makers: tuple[Callable[[], Tensor], ...]
+    weights_sum: WeightsSum | None = None
     record: LaunchRecord | None = None
 
     @property

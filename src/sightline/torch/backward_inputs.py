@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..array_layouts import numpy_address
+from ..call_cache import FIRST_TABLE, KernelInputs
 from ..call_request import Request, conditions_of
 from ..call_text import count_arrays, split_arrays
 from ..formula.parameters import structure_of
 from ..problem import Problem
-from ..statistics import Entropy, Mass, MaxScore, Statistic, StatisticGradients, statistic_gradients, unwrap_mean
+from ..statistics import Statistic, StatisticGradients, statistic_gradients, unwrap_mean
 
-__all__ = ["BackwardInputs", "arrays_to_save", "read_inputs", "split_saved"]
+if TYPE_CHECKING:
+    from ..cpu.launch.bound_call import BoundCall
 
-# The statistics whose gradients bound calls compute, besides lse: their arrays determine Σⱼ P ∘ weights.
-BOUND_STATISTICS = (Entropy, Mass, MaxScore)
+__all__ = ["BackwardInputs", "WeightsSum", "arrays_to_save", "read_inputs", "split_saved"]
 
 
 class BackwardInputs(NamedTuple):
@@ -29,6 +31,7 @@ class BackwardInputs(NamedTuple):
     tables, numbers : those of mask and score, and of the formulas that the statistics add
     structure : the formulas that the statistics add, and what else the kernel depends on; () if only the output has a
         gradient
+    needs_weights_sum : True if a `WeightsSum` must be subtracted from d_lse; see `StatisticGradients`
     """
 
     d_output: Tensor
@@ -36,6 +39,7 @@ class BackwardInputs(NamedTuple):
     tables: tuple[Any, ...]
     numbers: tuple[float, ...]
     structure: tuple[Any, ...]
+    needs_weights_sum: bool = False
 
 
 def read_inputs(
@@ -74,9 +78,8 @@ def read_inputs(
         d_lse = d_lse.expand(results[0].shape[:-1]).to(torch.float64).contiguous()
     structure = structure_of(*request.formulas()[:2], *added.formulas.values())
     tables = tuple([table.array for table in structure.tables])
-    return BackwardInputs(
-        d_output, d_lse, tables, structure.numbers, (d_lse is None, *added.formulas, *structure.formulas)
-    )
+    key = d_lse is None, added.needs_weights_sum, *added.formulas, *structure.formulas
+    return BackwardInputs(d_output, d_lse, tables, structure.numbers, key, added.needs_weights_sum)
 
 
 def _add_statistics(
@@ -90,18 +93,52 @@ def _add_statistics(
     """Return the terms that the gradients of the statistics add; None if a bound call cannot compute them."""
     see = tuple([unwrap_mean(statistic) for statistic in request.see])
     d_seen = [arrays[0] if arrays else None for arrays in split_arrays(see, gradients)]
-    if any(d is not None and type(one) not in BOUND_STATISTICS for one, d in zip(see, d_seen, strict=True)):
+    if any(d is not None and statistic.backward_reads_tiles for statistic, d in zip(see, d_seen, strict=True)):
         return None
     query, key, value = operands
     problem = replace(shapes, query=query, key=key, value=value, see=see)
     added = statistic_gradients(problem, lse, _no_tiles, d_seen, saved=split_saved(see, results))
-    if added.includes_zero_weights or (added.weights is not None and added.weights_sum is None):
-        return None
-    return added
+    return None if added.includes_zero_weights else added
 
 
 def _no_tiles() -> Iterator[Any]:
-    raise NotImplementedError("the statistics of BOUND_STATISTICS need no tiles")
+    raise NotImplementedError("a statistic without `backward_reads_tiles` needs no tiles")
+
+
+@dataclass(frozen=True)
+class WeightsSum:
+    """A bound forward pass that computes Σⱼ P ∘ weights, where `weights` is a formula that statistics add.
+
+    inputs : its tables and numbers
+    """
+
+    call: BoundCall
+    inputs: KernelInputs
+
+    @classmethod
+    def bind(cls, call: BoundCall, request: Request, formulas: Sequence[Any]) -> WeightsSum | None:
+        """Return the sum by a call that computed it for a request with these formulas; None if it read other tables."""
+        inputs = KernelInputs.bind(call, request, formulas)
+        return None if inputs is None else cls(call, inputs)
+
+    def subtract(
+        self, d_lse: Tensor | None, request: Request, key: Tensor, output: Tensor, sinks: Any, threads: int | None
+    ) -> Tensor | None:
+        """Return d_lse minus the sum, (..., H, n) float64; None if the sum needs the full dispatch.
+
+        `request` has the addresses of query, key, value and the tables. `output` is the result of the forward pass.
+        """
+        tables, addresses, numbers = self.inputs.of(request)
+        column = torch.empty((*output.shape[:-1], 1), dtype=output.dtype)
+        sums = torch.empty(output.shape[:-1], dtype=torch.promote_types(output.dtype, torch.float32))
+        own_sinks = None if sinks is None else self.call.convert_sinks(sinks)
+        sinks_address = 0 if own_sinks is None else numpy_address(own_sinks)
+        words = [*request.addresses[:FIRST_TABLE], column.data_ptr(), 0, sinks_address, 0]
+        words += [*addresses, *self.call.number_words(numbers), sums.data_ptr()]
+        status = self.call.run(threads, words, numbers, key, (request, column, sums, tables, own_sinks))
+        if status != 0:
+            return None
+        return -sums.to(torch.float64) if d_lse is None else d_lse - sums
 
 
 def arrays_to_save(see: Sequence[Statistic], results: Sequence[Tensor]) -> list[Tensor]:

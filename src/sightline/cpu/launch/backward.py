@@ -83,8 +83,9 @@ def backward(
     """
     if not is_lse_precise(saved[1], problem.accumulator):
         return None
-    if statistic_gradients.weights is not None and statistic_gradients.weights_sum is None:
-        weights_sum = _sum_over_keys(problem, statistic_gradients.weights, threads, processor)
+    bound_sum = None
+    if statistic_gradients.needs_weights_sum:
+        weights_sum, bound_sum = _sum_over_keys(problem, statistic_gradients.weights, threads, processor)
         statistic_gradients = replace(statistic_gradients, weights_sum=weights_sum)
     d_lse, formulas = statistic_gradients.add_to_d_lse(d_lse), statistic_gradients.formulas
     table_gradients = list(find_table_gradients(problem, wanted_tables))
@@ -116,8 +117,9 @@ def backward(
         d_value,
         tables=tuple([table_totals.get(slot) for slot in tables_by_slot]),
         sinks=None if problem.sinks is None else differentiate_sinks(problem.sinks, d_output, d_lse, *saved),
-        bound_call=call if call.is_cacheable else None,
+        bound_call=call if call.is_cacheable and (bound_sum is None or bound_sum.is_cacheable) else None,
         bound_formulas=tuple(formulas.values()),
+        bound_sum=bound_sum,
     )
 
 
@@ -202,13 +204,15 @@ class BoundBackwardCall(BoundCall):
         return [_sum_in_order(d_query) if self.has_splits else d_query, *narrow]
 
 
-def _sum_over_keys(problem: Problem, formula: Expression, threads: int | None, processor: Processor) -> Any:
-    """Return Σⱼ P ∘ formula of every query, by a forward pass with one column of value."""
-    narrow = replace(problem, value=problem.value[..., :1]).with_statistics(Mass(formula))
+def _sum_over_keys(
+    problem: Problem, formula: Expression | None, threads: int | None, processor: Processor
+) -> tuple[Any, BoundCall]:
+    """Return Σⱼ P ∘ formula of every query, and the bound call: a forward pass with one column of value."""
+    narrow = replace(problem, value=problem.value[..., :1], dropout=0.0).with_statistics(Mass(formula))
     fused, lse = FusedStatistics(narrow), np.empty((*problem.batch_shape, problem.H, problem.n))
     output = empty((*lse.shape, narrow.d_v), narrow.dtype, narrow.query)
-    forward(narrow, output, lse, threads, processor, fused)
-    return convert(fused.arrays[0].astype(np.float64), problem.query)
+    call = forward(narrow, output, lse, threads, processor, fused)
+    return convert(fused.arrays[0].astype(np.float64), problem.query), call
 
 
 def _broadcast_rows(array: Any, shape: tuple[int, ...]) -> Any:
