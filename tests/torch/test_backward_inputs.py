@@ -113,6 +113,25 @@ def test_gradients_of_statistics(rng, problem, used, dispatched):
         assert len(dispatched) <= 2  # the first call, and the first call that the cache ran
 
 
+@pytest.mark.parametrize("leading", [(), (3,)])
+@pytest.mark.parametrize(
+    "see", [[], [sightline.entropy(), sightline.lse()], [sightline.received(), sightline.weights()]]
+)
+def test_training_without_a_head_axis(rng, leading, see, dispatched):
+    """The gradients are those of a head axis of one head."""
+    for _ in range(4):
+        inputs = [torch.from_numpy(rng.normal(size=(*leading, 9, 16))).float().requires_grad_() for _ in range(3)]
+        gradients = []
+        for has_heads in (False, True):
+            given = [x.detach().unsqueeze(-3).requires_grad_() for x in inputs] if has_heads else inputs
+            output, seen = sightline.attention(*given, mask=i >= j, see=see, kernel="streaming" if has_heads else None)
+            factors = [torch.arange(x.numel()).reshape(x.shape).cos() for x in (output, *seen)]
+            gradients.append(torch.autograd.grad(combine(output, seen, factors), given))
+        for ours, expected in zip(*gradients, strict=True):
+            np.testing.assert_allclose(ours, expected.squeeze(-3), atol=2e-5, rtol=1e-4)
+    assert len(dispatched) <= 2 + 4  # streaming is always dispatched
+
+
 def test_only_statistics_have_a_gradient(rng, dispatched):
     for _ in range(4):
         *given, _, _ = make_inputs(rng, False, False)

@@ -466,6 +466,7 @@ class GraphAttacher:
     learned_places : the indices in `Request.tables` of the learned tables
     has_learned_sinks : True if the sinks require a gradient
     num_inputs : how many inputs the graph has: query, key, value, the learned tables and the learned sinks
+    squeezed_axis : the axis of the heads in the graph's results if the caller's arrays have no such axis; else None
     backward_calls : the bound calls of the backward pass by the layouts of the arrays that they read
     """
 
@@ -490,7 +491,10 @@ class GraphAttacher:
         has_learned_sinks = problem.sinks is not None and bool(problem.sinks.requires_grad)
         if has_learned_sinks:
             own.append(request.sinks)
-        if not all(x is y for x, y in zip(own, inputs, strict=False)):
+        pairs = list(zip(own, inputs, strict=False))
+        if problem.heads_squeezed and all(_differ_by_heads(x, y) for x, y in pairs[:NUM_OPERANDS]):
+            pairs = pairs[NUM_OPERANDS:]
+        if not all(x is y for x, y in pairs):
             return None
         attacher = cls(problem, kernel, threads)
         attacher.wanted_tables, attacher.learned_places = wanted, tuple(places)
@@ -505,6 +509,7 @@ class GraphAttacher:
         self.options = {"scale": problem.scale, "dropout": problem.dropout}
         self.shapes = replace(_without_tensors(problem), mask=None, score=None, see=())
         self.has_statistics = bool(problem.see)  # if there are none, lse is no result
+        self.squeezed_axis = len(problem.batch_shape) if problem.heads_squeezed else None
         self.kernel, self.threads = kernel, threads
         self.accumulator = getattr(torch, problem.accumulator)
         self.backward_calls: dict[tuple[bytes, tuple[Any, ...]], _BackwardCall] = {}
@@ -516,14 +521,26 @@ class GraphAttacher:
         return other
 
     def __call__(self, request: Request, query: Tensor, key: Tensor, value: Tensor, result: CallResult) -> CallResult:
-        call = _CachedCall(self, request, result)
-        results = (result.output, result.lse, *result.arrays) if self.has_statistics else (result.output,)
+        axis, lse, operands = self.squeezed_axis, result.lse, (query, key, value)
+        results = (result.output, lse, *result.arrays) if self.has_statistics else (result.output,)
+        if axis is not None:  # the graph has the head axis
+            operands = query.unsqueeze(-3), key.unsqueeze(-3), value.unsqueeze(-3)
+            results, lse = tuple([x.unsqueeze(axis) for x in results]), lse[..., None, :]
+        call = _CachedCall(self, request, result._replace(lse=lse))
         learned = [request.tables[place] for place in self.learned_places]
         if self.has_learned_sinks:
             learned.append(request.sinks)
-        results = _Attention.apply(call, results, query, key, value, *learned)  # type: ignore[no-untyped-call]
+        results = _Attention.apply(call, results, *operands, *learned)  # type: ignore[no-untyped-call]
+        if axis is not None:
+            results = tuple([x.squeeze(axis) for x in results])
         lse = results[1] if self.has_statistics else None
         return CallResult(results[0], lse, results[2:], result.is_lse_imprecise, result.seed)
+
+
+def _differ_by_heads(array: Tensor, operand: Tensor) -> bool:
+    """True if `operand` is the view of the array with a head axis of one head."""
+    has_shape = operand.ndim == array.ndim + 1 and operand.numel() == array.numel()
+    return has_shape and operand.data_ptr() == array.data_ptr() and operand.requires_grad == array.requires_grad
 
 
 def _without_tensors(problem: Problem) -> Problem:
