@@ -70,7 +70,7 @@ def test_merged_parts_equal_the_whole():
 
 
 @given(st.data(), cases(dropout=False, poison=False, largest=4000))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_parts_of_any_problem_merge(data, case):
     """Every dtype, mask and shape; a part may have no key, and a query may attend to no key in some or all parts.
 

@@ -473,8 +473,8 @@ def test_an_error_without_a_text_is_an_error(operands, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(host_calls.ForwardCall, "run", fail)
-    with pytest.raises(FAILED, match=type(error).__name__):
-        jax.block_until_ready(attend(*operands))
+    with pytest.raises(FAILED, match=type(error).__name__):  # a call with this scale was not made before
+        jax.block_until_ready(sightline.attention(*operands, scale=0.123))
 
 
 @pytest.mark.parametrize("seed", ["x", jnp.float32(1), jnp.asarray([1, 2])], ids=str)

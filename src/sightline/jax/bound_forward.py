@@ -17,6 +17,7 @@ from ..problem import Problem
 from .result_indices import LSE, NUM_OPERANDS, OUTPUT, PRECISE_LSE
 
 if TYPE_CHECKING:
+    from ..cpu.launch.launch_record import LaunchRecord
     from .bound_gradients import Inputs
     from .host_calls import ArrayType
 
@@ -55,6 +56,16 @@ class BoundForward:
             return None
         key = SimpleNamespace(shape=inputs.key.shape)
         return cls(call, tuple([place[id(x)] for x in read]), tuple(call.number_words(call.numbers)), results, key)
+
+    def make_record(self) -> LaunchRecord | None:
+        """Return the record for generated code; None if the call has work for more than one thread."""
+        record = self.call.make_direct_record(None, self.key.shape[-2], 2)
+        if record is not None:
+            _, words, _ = record.buffer
+            first = self.call.words_at // 8 + len(self.call.call_fields) + len(self.tables)
+            for index, word in enumerate(self.number_words, first):
+                words[index] = word
+        return record
 
     def run(self, arguments: Sequence[int], results: Sequence[int], threads: int | None) -> bool:
         """Run the call on arrays at these addresses. Return False if it needs the full dispatch."""

@@ -1,6 +1,7 @@
 """The custom call of XLA by which compiled programs run attention on the CPU.
 
     program  →  XLA  →  handler (generated code)  →  callback (Python)  →  HostCall  →  kernel
+                                                  →  kernel, if the call was run before; see `direct_entries`
 
 A program has the text of a call, and no address. The process that executes the program makes the call of the text when
 the program first runs, so that a program may be stored and loaded by another process.
@@ -20,9 +21,11 @@ from typing import Any
 import jax
 import llvmlite.binding as llvm
 
-from ..cpu.kernels.xla_handler import CALLBACK, CLOSE, MAX_BUFFERS, build_module
+from ..cpu.kernels.xla_handler import CALLBACK, CLOSE, INSTALL, MAX_BUFFERS, build_module
+from ..cpu.runtime.machine import CPU_VARIABLE
 from ..cpu.runtime.processor import HOST
 from ..errors import MissingExtraError
+from .direct_entries import DirectEntries
 from .host_calls import parse_call
 
 __all__ = ["MAX_BUFFERS", "TARGET", "register"]
@@ -31,6 +34,7 @@ TARGET = "sightline_attention"
 MIN_MINOR, MAX_MINOR = 1, 3  # of XLA's FFI 0.x: the versions whose structs `xla_handler` knows
 
 _code: list[Any] = []  # keeps the handler's code alive: XLA calls it as long as the process runs
+_entries = DirectEntries()
 _messages: deque[Any] = deque(maxlen=256)  # keeps messages alive until XLA has copied them
 
 
@@ -41,6 +45,7 @@ def _run_call(text: int, length: int, buffers: int, num_arguments: int, num_resu
         call = parse_call(key)
         addresses = (ctypes.c_int64 * (num_arguments + num_results)).from_address(buffers)
         call.run(addresses[:num_arguments], addresses[num_arguments:])
+        _entries.count(key, call)
     except BaseException as error:
         try:
             message = f"{type(error).__name__}: {error}"
@@ -70,8 +75,9 @@ def register() -> str:
     llvm.add_symbol(CALLBACK, ctypes.cast(_callback, ctypes.c_void_p).value)
     version, architecture = _read_version(), HOST.machine.architecture
     key, name = f"{version} {architecture}", "sightline_xla_handler"
-    address: Any = HOST.kernel(key, name, lambda: build_module(name, version, architecture))
+    address: Any = HOST.kernel(key, name, lambda: build_module(name, version, architecture, CPU_VARIABLE))
     _code.append(address)
+    _entries.install = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address.engine.get_function_address(INSTALL))
     handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
     atexit.register(_wait, ctypes.CFUNCTYPE(ctypes.c_int64)(address.engine.get_function_address(CLOSE)))
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="cpu")

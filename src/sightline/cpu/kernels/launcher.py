@@ -92,13 +92,17 @@ class RecordCode:
             succeeds.set((count >= 0) & (count <= self.field("capacity")))
         return succeeds.get()
 
-    def run_kernel(self) -> Value:
-        """Run the kernel without Python's global lock, and return its flags as one number."""
+    def run_kernel(self, holds_lock: bool = True) -> Value:
+        """Run the kernel without Python's global lock, and return its flags as one number.
+
+        `holds_lock` is true if the thread has this lock.
+        """
         builder = self.builder
-        state = builder.call("PyEval_SaveThread", POINTER)
+        state = builder.call("PyEval_SaveThread", POINTER) if holds_lock else None
         builder.call(self.field("kernel"), VOID, self.field("block"))
         status = self.flag("imprecise_lse_flag") + self.flag("nonfinite_flag") * 2
-        builder.call("PyEval_RestoreThread", VOID, state)
+        if state is not None:
+            builder.call("PyEval_RestoreThread", VOID, state)
         return status
 
     def flag(self, name: str) -> Value:

@@ -1,13 +1,14 @@
-"""A generated function that XLA calls for each execution of a custom call, and that calls Python.
+"""A generated function that XLA calls for each execution of a custom call.
 
     XLA_FFI_Error *handler(XLA_FFI_CallFrame *frame)
 
 The function takes the addresses of all arguments and results from the frame, and the text of the call from the string
-attribute `ATTRIBUTE`. It passes them to a function of Python, the C symbol `CALLBACK`. If that function returns a
-message, XLA raises an error with this message.
+attribute `ATTRIBUTE`. `xla_direct_call` runs the call if it was run before. Else the handler passes the addresses and
+the text to a function of Python, the C symbol `CALLBACK`. If that function returns a message, XLA raises an error with
+this message.
 
-XLA lets its threads flush denormal numbers to 0. The function sets the floating-point modes of the C language while
-Python runs, so that a kernel computes the same bits as elsewhere.
+XLA lets its threads flush denormal numbers to 0. The function sets the floating-point modes of the C language while the
+call runs, so that a kernel computes the same bits as elsewhere.
 
 Source of the structs: xla/ffi/api/c_api.h, which jaxlib ships.
 """
@@ -20,12 +21,14 @@ from llvmlite import ir
 
 from ..codegen.builder import Builder, Variable
 from ..codegen.values import INT32, INT64, POINTER, VOID, Value
+from .xla_direct_call import XlaDirectCall, build_install
 
-__all__ = ["ATTRIBUTE", "CALLBACK", "CLOSE", "MAX_BUFFERS", "XlaHandler", "build_module"]
+__all__ = ["ATTRIBUTE", "CALLBACK", "CLOSE", "INSTALL", "MAX_BUFFERS", "XlaHandler", "build_module"]
 
 ATTRIBUTE = "call"
 CALLBACK = "sightline_xla_callback"
 CLOSE = "sightline_xla_close"  # a second function, which lets no more calls enter Python
+INSTALL = "sightline_xla_install"  # a third function, `xla_direct_call.build_install`
 MAX_BUFFERS = 64  # the most arguments and results of a custom call
 
 IS_CLOSED = "is_closed"  # a variable of the module, not 0 if no more calls enter Python
@@ -50,11 +53,13 @@ class XlaHandler(Builder):
     ----------
     version : the major and minor version of XLA's FFI
     architecture : "x86_64", "aarch64" or another; only for these two are the floating-point modes set
+    variable : the name of the environment variable on which the choice of a kernel depends
     """
 
-    def __init__(self, module: Any, name: str, version: tuple[int, int], architecture: str) -> None:
+    def __init__(self, module: Any, name: str, version: tuple[int, int], architecture: str, variable: str) -> None:
         super().__init__(module, name, (POINTER,), POINTER)
         self.frame, self.version, self.architecture = self.arguments[0], version, architecture
+        self.variable = variable
 
     def build(self) -> None:
         """Build the function."""
@@ -65,11 +70,14 @@ class XlaHandler(Builder):
         self.copy_addresses(RESULTS, num_results, buffers.at(num_arguments * 8))
         text = self.frame.at(ATTRIBUTES + VALUES).load(POINTER).load(POINTER)  # the only attribute
         start, length = text.load(POINTER), text.at(8).load(INT64)
-        answer = Variable(self, POINTER, self.text("the interpreter is ending"))
+        answer = Variable(self, POINTER, self.text("ending", "the interpreter is ending"))
         add_to(self, NUM_CALLS, 1)
         with self.if_then(add_to(self, IS_CLOSED, 0) == 0):
             modes = self.exchange_modes(None)
-            answer.set(self.call(CALLBACK, POINTER, start, length, buffers, num_arguments, num_results))
+            answer.set(self.null())
+            is_done = XlaDirectCall(self, self.text("variable", self.variable)).run(start, length, buffers)
+            with self.if_then(~is_done):
+                answer.set(self.call(CALLBACK, POINTER, start, length, buffers, num_arguments, num_results))
             self.exchange_modes(modes)
         add_to(self, NUM_CALLS, -1)
         message = answer.get()
@@ -77,11 +85,11 @@ class XlaHandler(Builder):
             self.return_(self.null())
         self.finish(self.make_error(message))
 
-    def text(self, text: str) -> Value:
-        """Return the address of a constant text."""
+    def text(self, name: str, text: str) -> Value:
+        """Return the address of a constant text, which has this name in the module."""
         encoded = bytearray(text.encode() + b"\0")
         constant = ir.Constant(ir.ArrayType(ir.IntType(8), len(encoded)), encoded)
-        variable = ir.GlobalVariable(self.module, constant.type, "ending")
+        variable = ir.GlobalVariable(self.module, constant.type, name)
         variable.initializer, variable.global_constant, variable.linkage = constant, True, "internal"
         return Value(self, self.irbuilder.bitcast(variable, POINTER))
 
@@ -147,10 +155,11 @@ def add_to(builder: Builder, name: str, number: int) -> Value:
     return Value(builder, found)
 
 
-def build_module(name: str, version: tuple[int, int], architecture: str) -> Any:
-    """Return the LLVM module of the function."""
+def build_module(name: str, version: tuple[int, int], architecture: str, variable: str) -> Any:
+    """Return the LLVM module of the function; the parameters are those of `XlaHandler`."""
     module = ir.Module(name)
-    XlaHandler(module, name, version, architecture).build()
+    XlaHandler(module, name, version, architecture, variable).build()
+    build_install(module, INSTALL)
     close = Builder(module, CLOSE, (), INT64)
     add_to(close, IS_CLOSED, 1)
     close.finish(add_to(close, NUM_CALLS, 0))

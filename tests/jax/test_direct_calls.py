@@ -1,0 +1,164 @@
+"""Repeated forward passes of compiled programs, which generated code runs without Python."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sightline
+from fault_planting import broken
+from sightline import b, h, i, j, s, table
+from sightline.cpu.kernels import xla_direct_call, xla_handler
+from sightline.jax import direct_entries, dot_product_attention, primitives, target
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="the code reads the environment of POSIX")
+B, H, N, M, D = 2, 3, 9, 14, 16
+RUNS = direct_entries.RUNS_BEFORE_ENTRY + 1
+
+CALLS = {  # functions of query, key, value, lengths (B,) and a bias (H, N, M)
+    "plain": lambda q, k, v, lengths, bias: sightline.attention(q, k, v),
+    "lse": lambda q, k, v, lengths, bias: sightline.attention(q, k, v, mask=i >= j, see=[sightline.lse()]),
+    "numbers": lambda q, k, v, lengths, bias: sightline.attention(q, k, v, mask=sightline.window(5), scale=0.3),
+    "tables": lambda q, k, v, lengths, bias: sightline.attention(
+        q, k, v, mask=j < table(lengths)[b], score=s + table(bias)[h, i, j], see=[sightline.lse()]
+    ),
+    "decoding": lambda q, k, v, lengths, bias: sightline.attention(q[:, :, :1], k, v, mask=j < table(lengths)[b]),
+    "heads after positions": lambda q, k, v, lengths, bias: attend_by_position(q, k, v),
+}
+
+
+def attend_by_position(query, key, value):
+    if isinstance(query, np.ndarray):
+        return sightline.attention(query, key, value, mask=i >= j).swapaxes(1, 2)
+    return dot_product_attention(*(x.swapaxes(1, 2) for x in (query, key, value)), is_causal=True)
+
+
+@pytest.fixture
+def draw(rng):
+    def inputs():
+        arrays = [rng.normal(size=shape).astype(np.float32) for shape in ((B, H, N, D), (B, H, M, D), (B, H, M, D))]
+        return *map(jnp.asarray, arrays), jnp.asarray(rng.integers(1, M, B)), jnp.asarray(rng.normal(size=(H, N, M)))
+
+    return inputs
+
+
+@pytest.fixture(name="python_calls")
+def count_python_calls(monkeypatch):
+    """Return a list that grows with each call that runs in Python."""
+    calls, parse = [], target.parse_call
+    monkeypatch.setattr(target, "parse_call", lambda text: calls.append(text) or parse(text))
+    return calls
+
+
+def same(found, expected):
+    return all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True))
+
+
+def compiled(name):
+    """Return the call as a program of its own: JAX keeps the programs of a function."""
+    return jax.jit(lambda *given: CALLS[name](*given))
+
+
+def on_numpy(name, given):
+    return CALLS[name](*map(np.asarray, given))
+
+
+def check(name, draw):
+    """Compare calls with other contents, the last of them without Python, with calls on arrays of NumPy."""
+    attend = compiled(name)
+    for _ in range(RUNS + 3):
+        given = draw()
+        assert same(attend(*given), on_numpy(name, given)), "other bits"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_bits_are_those_of_python(draw, name, python_calls):
+    attend = compiled(name)
+    for _ in range(RUNS):
+        attend(*draw())
+    given = draw()
+    python_calls.clear()
+    assert same(attend(*given), on_numpy(name, given))
+    assert not python_calls
+
+
+def test_float64(draw):
+    with jax.enable_x64(True):
+        check("lse", lambda: [x.astype(jnp.float64) for x in draw()])
+
+
+def test_many_threads(draw):
+    """Threads that find the record in use run the call in Python."""
+    attend, inputs = compiled("tables"), [draw() for _ in range(8)]
+    expected = [on_numpy("tables", given) for given in inputs]
+    for _ in range(RUNS):
+        attend(*inputs[0])
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            for found, own in zip(pool.map(lambda given: attend(*given), inputs), expected, strict=True):
+                assert same(found, own)
+
+
+def test_another_setting_of_the_processor(draw, monkeypatch, python_calls):
+    """SIGHTLINE_CPU is read at each call: a setting that no processor has is an error, also after direct calls."""
+    attend, given = compiled("plain"), draw()
+    for _ in range(RUNS):
+        attend(*given)
+    monkeypatch.setenv("SIGHTLINE_CPU", "no such processor")
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="no such processor"):
+        jax.block_until_ready(attend(*given))
+    monkeypatch.delenv("SIGHTLINE_CPU")
+    python_calls.clear()
+    attend(*given)
+    assert not python_calls
+
+
+def test_a_result_that_is_not_finite_is_computed_in_python(draw):
+    attend = compiled("tables")
+    for _ in range(RUNS):
+        attend(*draw())
+    q, k, v, lengths, bias = draw()
+    lengths = jnp.full_like(lengths, M - 1)
+    given = q, k.at[:, :, -1].set(jnp.nan), v.at[:, :, -1].set(jnp.inf), lengths, bias
+    assert same(attend(*given), on_numpy("tables", given))
+
+
+def check_all(draw):
+    for name in ("lse", "tables", "heads after positions"):
+        check(name, draw)
+    for scale in (0.25, 0.75):  # the texts of both calls have the same length
+        attend, given = jax.jit(lambda q, k, v, scale=scale: sightline.attention(q, k, v, scale=scale)), draw()[:3]
+        for _ in range(RUNS):
+            assert same(attend(*given), sightline.attention(*map(np.asarray, given), scale=scale)), "other bits"
+
+
+FAULTS = {
+    "query and key exchanged": ("words.at(8 * operand)", "words.at(8 * ((3 - operand) % 3))"),
+    "a table of another argument": ("self.buffers.at(place * 8)", "self.buffers.at(place * 0)"),
+    "lse as it was": ("lse.at(row * 4).store(number.to(FLOAT))", "pass"),
+    "heads and positions exchanged": ("(first + query * heads + head)", "(first + head * queries + query)"),
+    "an entry of another text": ("(difference == 0) & (own == current)", "own == current"),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_every_fault_is_seen(fault, draw, monkeypatch, fresh_kernels):
+    """The handler is registered under a name of its own, because XLA registers a name once for a process.
+
+    All texts of one length have the same hash.
+    """
+    code = xla_direct_call if fault is None else broken(xla_direct_call, *FAULTS[fault])
+    for module in {xla_direct_call, code}:
+        monkeypatch.setattr(module, "PRIME", 0)
+    monkeypatch.setattr(xla_handler, "XlaDirectCall", code.XlaDirectCall)
+    monkeypatch.setattr(target, "TARGET", f"sightline direct: {fault}")
+    monkeypatch.setattr(target, "_entries", direct_entries.DirectEntries())
+    monkeypatch.setattr(primitives, "register", target.register.__wrapped__)
+    if fault is None:
+        check_all(draw)
+        return
+    with pytest.raises(AssertionError, match="bits"):
+        check_all(draw)
