@@ -1,6 +1,7 @@
 """The formula language: printing, values, NumPy's and torch's functions, derivatives, and formulas as text."""
 
 import json
+import math
 import time
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sightline
 from sightline import Table, b, causal, documents, h, i, j, m, n, padding, prefix, s, softcap, table, where, window
 from sightline.arrays import namespace
 from sightline.errors import FormulaError
@@ -17,6 +19,7 @@ from sightline.formula.evaluate_array import ARRAY_RULES, evaluate, evaluate_den
 from sightline.formula.expression import apply, parse_text
 from sightline.formula.interval_arithmetic import BOUND_RULES
 from sightline.formula.operators import OPERATORS
+from sightline.formula.parameters import structure_of
 from sightline.validation import read_mask, read_score
 from strategies import conditions, lookups, masks, reals, scores, wholes
 
@@ -392,3 +395,59 @@ def test_deep_formulas_do_not_hit_the_recursion_limit():
         deep = deep + k
     every_pass(deep)
     assert values(deep).max() == 0.75 + 5000 * 4999 / 2
+
+
+# -- formulas from templates -------------------------------------------------------------------------------------------
+
+FILLED = {  # a function of the library, and the same formula written out
+    "padding": (lambda x: sightline.padding(x(3).astype(int)), lambda x: j < Table(x(3).astype(int), axes=("b",))[b]),
+    "alibi": (lambda x: sightline.alibi(x(2)), lambda x: s - Table(x(2), axes=("h",))[h] * (i - j)),
+    "bias": (lambda x: sightline.bias(x(2, 4, 5)), lambda x: s + Table(x(2, 4, 5), axes=("h", "i", "j"))[h, i, j]),
+    "bias of one row": (lambda x: sightline.bias(x(1, 5)), lambda x: s + Table(x(1, 5), axes=("i", "j"))[0, j]),
+    "bias of integers": (
+        lambda x: sightline.bias(x(4, 5).astype(np.int32)),
+        lambda x: s + Table(x(4, 5).astype(np.int32), axes=("i", "j"))[i, j],
+    ),
+}
+
+
+def same_structure(found, expected):
+    """True if both calls have one kernel and one cached call, with the same tables and numbers."""
+    axes = [[table.axes for table in structure.tables] for structure in (found, expected)]
+    arrays = zip(found.tables, expected.tables, strict=True)
+    return (
+        all(x is y for x, y in zip(found.formulas, expected.formulas, strict=True))
+        and len(found.key) == len(expected.key)
+        and axes[0] == axes[1]
+        and all(np.array_equal(x.array, y.array) for x, y in arrays)
+        and found.numbers == expected.numbers
+    )
+
+
+PLACES = (  # the formulas of a call, one of which is x
+    lambda x: (x,),
+    lambda x: (x, None),
+    lambda x: (i >= j, x),
+    lambda x: (table(np.arange(5))[j] < 3, x),
+    lambda x: (None, where(x > 1, x, 0)),
+)
+
+
+@pytest.mark.parametrize("name", FILLED)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_filled_template_is_the_formula_written_out(name, seed):
+    contents = np.abs(np.random.default_rng(seed).normal(size=40)) * 4
+    filled, written = (make(lambda *shape: contents[: math.prod(shape)].reshape(shape)) for make in FILLED[name])
+    assert (filled.text, filled.free_symbols) == (written.text, written.free_symbols)
+    for place in PLACES:
+        assert same_structure(structure_of(*place(filled)), structure_of(*place(written)))
+
+
+def test_two_formulas_of_one_template_keep_their_own_tables(rng):
+    x = rng.normal(size=(2, 1, 6, 8)).astype(np.float32)
+    for first, second in (([3, 5], [1, 2]), ([6, 4], [2, 3])):
+        see = [sightline.mass(sightline.padding(second)), sightline.weights()]
+        _, (mass, weights) = sightline.attention(x, x, x, mask=sightline.padding(first), see=see)
+        for batch in range(2):
+            np.testing.assert_allclose(weights[batch, :, :, first[batch] :], 0)
+            np.testing.assert_allclose(mass[batch], weights[batch, ..., : second[batch]].sum(-1), rtol=1e-5)

@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..cached_property import cached_property
 from ..errors import FormulaError, ParameterError
@@ -70,6 +70,7 @@ class Expression:
 
     kind: Kind
     arguments: tuple[Expression, ...]
+    template: ClassVar[Expression | None] = None  # the formula that `parameters.fill` copied
 
     # -- arithmetic ------------------------------------------------------------------------------------------------
     def __add__(self, other: Any) -> Expression:

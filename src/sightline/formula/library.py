@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +11,9 @@ import numpy as np
 from ..arrays import to_numpy
 from ..errors import MaskError, ParameterError, ShapeError
 from .batch_axes import merge_leading_axes
-from .expression import SYMBOLS, Expression, Lookup, apply, as_expression, intern
+from .expression import SYMBOLS, Expression, Lookup, apply, as_expression, intern, is_compiling
+from .operators import Kind
+from .parameters import fill
 from .tables import Table
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "window",
 ]
 
+EXAMPLE_DTYPES = {"bool": np.bool_, "int": np.int64, "float": np.float64}
 MAX_GRADIENT_BYTES = 1 << 40  # a table's gradient has one number for every entry, also if entries repeat in memory
 
 b, h, i, j, s = (SYMBOLS[name] for name in "bhijs")
@@ -99,7 +103,12 @@ def padding(lengths: Any) -> Expression:
     table = None if np.ndim(lengths) == 0 else Table(lengths, axes=("b",))
     if table is None or table.ndim != 1 or table.kind != "int":
         raise ShapeError(f"lengths {table or lengths}", "(B,) integers, one length per sequence", "padding([7, 20])")
-    return j < table[b]
+    return fill(_padding_template(), table)
+
+
+@cache
+def _padding_template() -> Expression:
+    return j < Table(np.zeros(1, np.int64), axes=("b",))[b]
 
 
 def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) -> Expression:
@@ -249,7 +258,15 @@ def bias(array: Any) -> Expression:
             f"a gradient of at most {MAX_GRADIENT_BYTES:,} bytes",
             "pass the array without expand, because axes of length 1 broadcast",
         )
-    return s + _lookup(table)
+    if table.batch_axes is not None or table.ndim == 0 or is_compiling():
+        return s + _lookup(table)
+    return fill(_bias_template(table.kind, tuple([min(length, 2) for length in table.shape])), table)
+
+
+@cache
+def _bias_template(kind: Kind, shape: tuple[int, ...]) -> Expression:
+    """Return the formula for a table of this kind. The shape has 2 for each axis of more than one entry."""
+    return s + _lookup(_broadcast_table(np.zeros(shape, EXAMPLE_DTYPES[kind])))
 
 
 def alibi_slopes(heads: int) -> Any:
@@ -304,7 +321,12 @@ def alibi(slopes: Any) -> Expression:
     table = Table(alibi_slopes(slopes) if np.ndim(slopes) == 0 else slopes, axes=("h",))
     if table.ndim != 1:
         raise ShapeError(f"slopes {table}", "(H,) floats, or a number of heads", "alibi(8)")
-    return s - table[h] * (i - j)
+    return fill(_alibi_template(table.kind), table)
+
+
+@cache
+def _alibi_template(kind: Kind) -> Expression:
+    return s - Table(np.zeros(1, EXAMPLE_DTYPES[kind]), axes=("h",))[h] * (i - j)
 
 
 def softcap(t: float) -> Expression:

@@ -2,6 +2,8 @@
 
 `window(256)` and `window(300)` differ in one number: (i ≥ j) ∧ (i − j < p₀) is the structure of both. A kernel is
 compiled for the structure, and the numbers and tables are arguments of each call.
+
+`fill` makes formulas like `padding(lengths)` anew for each array. They take their structure from a template.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from functools import lru_cache
 from typing import Any, cast
 
 from ..cached_property import cached_property
-from .expression import Apply, Constant, Expression, Lookup, Parameter, intern, walk
+from .expression import Apply, Constant, Expression, Lookup, Parameter, intern, is_compiling, walk
 from .operators import Kind
 from .tables import Table
 
-__all__ = ["Structure", "TableParameter", "structure_of"]
+__all__ = ["Structure", "TableParameter", "fill", "structure_of"]
 
 # Operators whose constant operands stay in the code: a division by a constant needs no division, and the derivative
 # of a power depends on the exponent.
@@ -70,9 +72,56 @@ def structure_of(*formulas: Expression | None) -> Structure:
     own, key = (given[0][0].structures, (len(formulas), given[0][1])) if len(given) == 1 else ({}, (0, 0))
     if key in own:
         return own[key]
-    own[key] = structure = _make_structure(formulas)
+    structure = _structure_of_templates(formulas)
+    own[key] = structure = structure or _make_structure(formulas)
     if not structure.tables:  # `_STRUCTURES` would keep the tables alive
         _store(_STRUCTURES, formulas, structure)
+    return structure
+
+
+def fill(template: Expression, table: Table) -> Expression:
+    """Return the template with this table in place of its only table, which has the same kind and axes.
+
+    Nothing is checked again, and `structure_of` does not walk the formula.
+    """
+    if is_compiling():
+        return template.with_tables([table])
+    filled = _replace_table(template, table)
+    vars(filled).update(template=template, tables=(table,))
+    return filled
+
+
+def _replace_table(node: Expression, table: Table) -> Expression:
+    if type(node) is Lookup:
+        return Lookup(table, node.arguments)
+    arguments = [_replace_table(argument, table) if argument.tables else argument for argument in node.arguments]
+    return Apply(cast(Apply, node).operator, tuple(arguments), node.kind)
+
+
+def _structure_of_templates(formulas: tuple[Expression | None, ...]) -> Structure | None:
+    """Return the structure of formulas that are made from templates, or that have no tables; None if others are given.
+
+    Two formulas of one template have different tables in place of one, so they are others too.
+    """
+    key: list[Expression | None] = []
+    tables: dict[int, Table] = {}  # by the ids of the templates' tables
+    for formula in formulas:
+        template = None if formula is None else formula.template
+        if formula is not None and template is not None and id(template.tables[0]) not in tables:
+            tables[id(template.tables[0])] = formula.tables[0]
+            key.append(template)
+        elif formula is None or not formula.tables:
+            key.append(formula)
+        else:
+            return None
+    if not tables:
+        return None
+    common = _STRUCTURES.get(tuple(key))
+    if common is None:
+        common = _make_structure(tuple(key))
+        _store(_STRUCTURES, tuple(key), common)  # templates live as long as the process
+    structure = Structure(common.formulas, tuple([tables[id(table)] for table in common.tables]), common.numbers)
+    vars(structure)["key"] = common.key
     return structure
 
 
