@@ -14,9 +14,11 @@ import numpy as np
 from ..errors import ParameterError
 from ..formula.expression import SYMBOLS
 from ..statistics import Statistic, entropy, lse, mass, max_score, pooled, received, top_k
+from .jax_cases import JAX_CASES
 from .models import MODELS
 from .overheads import OVERHEADS
 from .short_calls import SHORT_CALLS
+from .tangents import TANGENTS
 from .workloads import CAUSAL, SEED, Benchmark, FirstCall, Mask, Series, Target, ToTable, Workload
 
 __all__ = [
@@ -217,6 +219,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     *SHORT_CALLS,
     *OVERHEADS,
     *MODELS,
+    *JAX_CASES,
+    *TANGENTS,
 )
 
 
