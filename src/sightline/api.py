@@ -198,6 +198,7 @@ def explain(
     'streaming'
     """
     check_choice(kernel, threads)
+    given = query
     if arrays.framework(query) == "jax":  # compiled programs run the kernel for NumPy arrays
         query, key, value = (arrays.to_example(x) for x in (query, key, value))
     problem = make_problem(
@@ -212,6 +213,10 @@ def explain(
         seed=seed or 0,
         see=see or (),
     )
+    if arrays.framework(given) == "jax":
+        from .jax.dispatch import explain as explain_jax
+
+        return explain_jax(given, problem, kernel, source)
     kernels = KERNELS
     if problem.framework == "torch":
         from .torch.dispatch import kernels as with_torch

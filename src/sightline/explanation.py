@@ -40,8 +40,11 @@ class Explanation:
     sources: dict[str, str]
 
     @classmethod
-    def of(cls, problem: Problem, plan: Plan, source: bool = False) -> Explanation:
-        """Return the explanation of a plan, with the generated code if `source` is true."""
+    def of(cls, problem: Problem, plan: Plan, source: bool = False, device: str = "") -> Explanation:
+        """Return the explanation of a plan, with the generated code if `source` is true.
+
+        `device` is the name of the device that has the arrays; by default the device of the problem.
+        """
         B, H, n, m = problem.extent
         tiles = find_tile_ranges(problem.mask, problem.extent, *TILE).tiles
         total = sum(tiles.values())
@@ -52,7 +55,7 @@ class Explanation:
         seen = sum(math.prod(shape) * itemsize(dtype) for s in problem.see for shape, dtype in s.outputs(problem))
         return cls(
             shape=f"{B} × {H} heads on {problem.G}, {n:,} queries on {m:,} keys, d_k {problem.d_k}, d_v {problem.d_v}, "
-            f"{problem.dtype} on {problem.device}",
+            f"{problem.dtype} on {device or problem.device}",
             formulas=_formula_lines(problem),
             kernel=plan.kernel.name,
             description=plan.kernel.description,

@@ -17,7 +17,7 @@ from sample_calls import KINDS, draw_inputs
 from sightline import b, h, i, j, s, table
 from sightline.call_text import CallText
 from sightline.errors import ParameterError, ShapeError, SightlineError
-from sightline.jax import batching, host_calls
+from sightline.jax import batching, dispatch, host_calls
 from sightline.problem import make_problem
 from strategies import to_torch
 
@@ -501,6 +501,16 @@ def test_explain_names_the_kernel_of_the_program(operands):
     explained = sightline.explain(*operands, mask=sightline.padding(lengths))
     assert explained.kernel == "cpu"
     assert sightline.explain(*operands, kernel="streaming").kernel == "streaming"
+    explain_traced = jax.jit(lambda *x: sightline.explain(*x).shape == "" or x[0])
+    assert same_bits(explain_traced(*operands), operands[0])
+
+
+def test_explain_says_why_no_kernel_serves_another_device(operands, monkeypatch):
+    monkeypatch.setattr(dispatch, "_platform", lambda array: "tpu")
+    explained = sightline.explain(*operands, mask=i >= j)
+    assert explained.kernel == "jax"
+    assert "'tpu'" in explained.refusals["cpu"][0]
+    assert "operations of JAX" in str(explained)
 
 
 def test_merge(operands):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,11 @@ import numpy as np
 from ..call_text import CallText, split_arrays
 from ..dispatch import KERNELS, to_caller_layout
 from ..errors import ParameterError, ShapeError
+from ..explanation import Explanation
 from ..formula.expression import Expression
 from ..formula.formula_checks import check_spans
 from ..gpu import Triton
-from ..kernel import Result
+from ..kernel import Kernel, Plan, Refusal, Result, choose
 from ..problem import Problem, parse
 from ..statistics import solve_selections_separately
 from ..validation import fold_scale, read_seed
@@ -23,7 +25,39 @@ from .options import CallOptions
 from .primitives import attention
 from .result_indices import FIRST_ARRAY, LSE
 
-__all__ = ["run"]
+__all__ = ["explain", "run"]
+
+
+class JaxOperations(Kernel):
+    """The operations of JAX that compiled programs run on devices other than the CPU; see `array_operations`."""
+
+    name = "jax"
+    description = "blocks of queries in a loop, by operations of JAX"
+
+    def refuses(self, problem: Problem) -> Iterator[Refusal]:
+        yield from ()
+
+    def cost(self, problem: Problem) -> float:
+        return 1.0
+
+    def run(self, problem: Problem, threads: int | None = None) -> Result:
+        raise NotImplementedError("compiled programs run these operations")
+
+
+def explain(query: Any, problem: Problem, kernel: str | None, source: bool) -> Explanation:
+    """Return the explanation of a call with this query; `problem` has arrays of NumPy in place of those of JAX."""
+    platform: str = jax.default_backend() if isinstance(query, jax.core.Tracer) else _platform(query)
+    if platform == "cpu":
+        return Explanation.of(problem, choose(KERNELS, problem, kernel), source)
+    cure = 'put them on the CPU: jax.device_put(array, jax.devices("cpu")[0])'
+    refusal = Refusal(f"the arrays are on the platform {platform!r}", cure)
+    refusals: dict[str, tuple[Refusal, ...]] = {JaxOperations.name: (), "cpu": (refusal,)}
+    return Explanation.of(problem, Plan(JaxOperations(), refusals, False), source, platform)
+
+
+def _platform(array: Any) -> Any:
+    """Return the name of the platform that has the array."""
+    return next(iter(array.devices())).platform
 
 
 def run(
