@@ -1,6 +1,8 @@
 """Repeated forward passes of compiled programs, which generated code runs without Python."""
 
+import gc
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -11,8 +13,10 @@ import pytest
 import sightline
 from fault_planting import broken
 from sightline import b, h, i, j, s, table
+from sightline.call_request import machine_setting
 from sightline.cpu.kernels import xla_direct_call, xla_handler
 from sightline.jax import direct_entries, dot_product_attention, primitives, target
+from sightline.jax.host_calls import parse_call
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the code reads the environment of POSIX")
 B, H, N, M, D = 2, 3, 9, 14, 16
@@ -100,6 +104,20 @@ def test_many_threads(draw):
         for _ in range(20):
             for found, own in zip(pool.map(lambda given: attend(*given), inputs), expected, strict=True):
                 assert same(found, own)
+
+
+def test_entries_own_what_they_read(draw, python_calls):
+    """The cache of parsed calls drops calls that were not used recently, and direct calls do not count as uses."""
+    attend, (q, k, v, *_) = jax.jit(lambda q, k, v: sightline.attention(q, k, v, mask=sightline.window(4, 3))), draw()
+    for _ in range(RUNS):
+        attend(q, k, v)
+    call = weakref.ref(parse_call(python_calls[-1]).bound[machine_setting()].call)
+    parse_call.cache_clear()
+    gc.collect()
+    assert call() is not None, "the entry reads the memory of a call that is gone"
+    python_calls.clear()
+    attend(q, k, v)
+    assert not python_calls
 
 
 def test_another_setting_of_the_processor(draw, monkeypatch, python_calls):

@@ -79,4 +79,5 @@ def _make_entry(text: bytes, setting: bytes | None, call: ForwardCall) -> tuple[
         "queries": queries,
         "row_bytes": width * output.numpy_dtype.itemsize,
     }
-    return np.array([fields[name] for name in ENTRY_FIELDS], np.int64), record, scratch, tables, texts
+    # the bound call owns its tile ranges and the machine code; `parse_call` drops calls that were not used recently
+    return np.array([fields[name] for name in ENTRY_FIELDS], np.int64), record, bound, scratch, tables, texts
