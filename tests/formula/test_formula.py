@@ -402,6 +402,11 @@ def test_deep_formulas_do_not_hit_the_recursion_limit():
 FILLED = {  # a function of the library, and the same formula written out
     "padding": (lambda x: sightline.padding(x(3).astype(int)), lambda x: j < Table(x(3).astype(int), axes=("b",))[b]),
     "alibi": (lambda x: sightline.alibi(x(2)), lambda x: s - Table(x(2), axes=("h",))[h] * (i - j)),
+    "one length": (
+        lambda x: sightline.padding(x(1).astype(int)),
+        lambda x: j < Table(x(1).astype(int), axes=("b",))[0],
+    ),
+    "one slope": (lambda x: sightline.alibi(x(1)), lambda x: s - Table(x(1), axes=("h",))[0] * (i - j)),
     "bias": (lambda x: sightline.bias(x(2, 4, 5)), lambda x: s + Table(x(2, 4, 5), axes=("h", "i", "j"))[h, i, j]),
     "bias of one row": (lambda x: sightline.bias(x(1, 5)), lambda x: s + Table(x(1, 5), axes=("i", "j"))[0, j]),
     "bias of integers": (
@@ -451,3 +456,18 @@ def test_two_formulas_of_one_template_keep_their_own_tables(rng):
         for batch in range(2):
             np.testing.assert_allclose(weights[batch, :, :, first[batch] :], 0)
             np.testing.assert_allclose(mass[batch], weights[batch, ..., : second[batch]].sum(-1), rtol=1e-5)
+
+
+SHARED = {  # formulas of arrays whose first axis stands for b or h, one entry of which serves all
+    "padding": lambda x, count: {"mask": sightline.padding(np.repeat(np.array([4]), count))},
+    "documents": lambda x, count: {"mask": sightline.documents(np.repeat(x[:1, :6] > 0, count, 0).astype(int))},
+    "alibi": lambda x, count: {"score": sightline.alibi(np.repeat(x[0, :1], count))},
+    "relative bias": lambda x, count: {"score": sightline.relative_bias(np.repeat(x[:1, :5], count, 0))},
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_one_entry_serves_every_batch_or_head(rng, name):
+    x, contents = rng.normal(size=(3, 3, 6, 8)).astype(np.float32), rng.normal(size=(2, 8))
+    found, expected = (sightline.attention(x, x, x, **SHARED[name](contents, count)) for count in (1, 3))
+    np.testing.assert_array_equal(found, expected)

@@ -481,6 +481,25 @@ def test_leading_axes_of_a_bias_broadcast_when_compiled(leading):
             torch.testing.assert_close(one, other)
 
 
+FORMULAS_OF_TENSORS = {  # formulas of a vector with one number for each head
+    "padding": lambda x: {"mask": sightline.padding(x[:2].detach().abs().long() + 1)},
+    "documents": lambda x: {"mask": sightline.documents((x[:2, None].detach() > 0).long().expand(2, 6))},
+    "alibi": lambda x: {"score": sightline.alibi(x)},
+    "relative bias": lambda x: {"score": sightline.relative_bias(x[:, None] * x[:3])},
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS_OF_TENSORS)
+def test_formulas_of_traced_tensors_compile(name):
+    torch.compiler.reset()
+
+    def call(x, own):
+        return sightline.attention(x, x, x, **FORMULAS_OF_TENSORS[name](own))
+
+    x, own = drawn(2, 4, 6, 8, dtype=torch.float32), drawn(4, dtype=torch.float32)
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(x, own), call(x, own))
+
+
 def test_shape_errors_are_readable_when_compiled():
     torch.compiler.reset()
     compiled = torch.compile(lambda q, k: sightline.attention(q, k, k), fullgraph=True, backend="eager")

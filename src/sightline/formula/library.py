@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
@@ -100,15 +101,14 @@ def padding(lengths: Any) -> Expression:
         lengths does not have exactly one axis, or its entries are not integers. When attention is computed: the number
         of lengths is neither 1 nor B.
     """
-    table = None if np.ndim(lengths) == 0 else Table(lengths, axes=("b",))
+    table = None if _ndim(lengths) == 0 else Table(lengths, axes=("b",))
     if table is None or table.ndim != 1 or table.kind != "int":
         raise ShapeError(f"lengths {table or lengths}", "(B,) integers, one length per sequence", "padding([7, 20])")
-    return fill(_padding_template(), table)
+    return _from_template(_padding_by, table)
 
 
-@cache
-def _padding_template() -> Expression:
-    return j < Table(np.zeros(1, np.int64), axes=("b",))[b]
+def _padding_by(lengths: Table) -> Expression:
+    return j < lengths[_first_index(lengths, b)]
 
 
 def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) -> Expression:
@@ -169,10 +169,10 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
         return apply("equal", Table(query_ids, axes=("i",))[i], Table(key_ids, axes=("j",))[j])
     if lengths is not None:
         ids = _document_ids("lengths", lengths)
-    table = Table(ids, axes=(None,) if np.ndim(ids) == 1 else ("b", None))
+    table = Table(ids, axes=(None,) if _ndim(ids) == 1 else ("b", None))
     if table.ndim not in (1, 2) or table.kind != "int":
         raise ShapeError(f"document ids {table}", "(n,) or (B, n) integers", "documents(ids) or documents(lengths=...)")
-    batch_index = () if table.ndim == 1 else (b if table.shape[0] != 1 else 0,)
+    batch_index = () if table.ndim == 1 else (_first_index(table, b),)
     return apply("equal", table[(*batch_index, i)], table[(*batch_index, j)])
 
 
@@ -258,15 +258,11 @@ def bias(array: Any) -> Expression:
             f"a gradient of at most {MAX_GRADIENT_BYTES:,} bytes",
             "pass the array without expand, because axes of length 1 broadcast",
         )
-    if table.batch_axes is not None or table.ndim == 0 or is_compiling():
-        return s + _lookup(table)
-    return fill(_bias_template(table.kind, tuple([min(length, 2) for length in table.shape])), table)
+    return _bias_by(table) if table.batch_axes is not None else _from_template(_bias_by, table)
 
 
-@cache
-def _bias_template(kind: Kind, shape: tuple[int, ...]) -> Expression:
-    """Return the formula for a table of this kind. The shape has 2 for each axis of more than one entry."""
-    return s + _lookup(_broadcast_table(np.zeros(shape, EXAMPLE_DTYPES[kind])))
+def _bias_by(array: Table) -> Expression:
+    return s + _lookup(array)
 
 
 def alibi_slopes(heads: int) -> Any:
@@ -318,15 +314,14 @@ def alibi(slopes: Any) -> Expression:
     ShapeError
         The slopes do not have exactly one axis. When attention is computed: the number of slopes is neither 1 nor H.
     """
-    table = Table(alibi_slopes(slopes) if np.ndim(slopes) == 0 else slopes, axes=("h",))
+    table = Table(alibi_slopes(slopes) if _ndim(slopes) == 0 else slopes, axes=("h",))
     if table.ndim != 1:
         raise ShapeError(f"slopes {table}", "(H,) floats, or a number of heads", "alibi(8)")
-    return fill(_alibi_template(table.kind), table)
+    return _from_template(_alibi_by, table)
 
 
-@cache
-def _alibi_template(kind: Kind) -> Expression:
-    return s - Table(np.zeros(1, EXAMPLE_DTYPES[kind]), axes=("h",))[h] * (i - j)
+def _alibi_by(slopes: Table) -> Expression:
+    return s - slopes[_first_index(slopes, h)] * (i - j)
 
 
 def softcap(t: float) -> Expression:
@@ -364,7 +359,7 @@ def relative_bias(table: Any) -> Expression:
         The number of distances is even, or the table has more than two axes. When attention is computed: the table has
         neither one row nor H rows.
     """
-    wrapped = Table(table, axes=(None,) if np.ndim(table) == 1 else ("h", None))
+    wrapped = Table(table, axes=(None,) if _ndim(table) == 1 else ("h", None))
     if wrapped.ndim > 2 or wrapped.shape[-1] % 2 == 0:
         raise ShapeError(
             f"relative_bias({wrapped})",
@@ -373,7 +368,32 @@ def relative_bias(table: Any) -> Expression:
         )
     max_distance = wrapped.shape[-1] // 2
     distance = apply("minimum", apply("maximum", j - i + max_distance, 0), 2 * max_distance)
-    return s + wrapped[distance if wrapped.ndim == 1 else (h, distance)]
+    return s + wrapped[distance if wrapped.ndim == 1 else (_first_index(wrapped, h), distance)]
+
+
+def _from_template(write: Callable[[Table], Expression], table: Table) -> Expression:
+    """Return the formula that `write` returns for a table, which depends on the axes of length 1 and on no number."""
+    if is_compiling():
+        return write(table)
+    return fill(_template(write, table.kind, table.axes, tuple([min(length, 2) for length in table.shape])), table)
+
+
+@cache
+def _template(
+    write: Callable[[Table], Expression], kind: Kind, axes: tuple[str | None, ...], shape: tuple[int, ...]
+) -> Expression:
+    """Return the formula for a table of this kind. The shape has 2 for each axis of more than one entry."""
+    return write(Table(np.zeros(shape, EXAMPLE_DTYPES[kind]), axes=axes))
+
+
+def _first_index(table: Table, symbol: Expression) -> Any:
+    """Return the index along the first axis: the symbol, or 0 if one entry serves every value of the symbol."""
+    return 0 if table.shape[0] == 1 else symbol
+
+
+def _ndim(array: Any) -> int:
+    """Return the number of axes of an array or a nested list."""
+    return array.ndim if hasattr(array, "ndim") else np.ndim(array)  # torch.compile cannot trace np.ndim of a tensor
 
 
 def _is_integer(value: Any) -> bool:

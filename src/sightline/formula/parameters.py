@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from ..cached_property import cached_property
-from .expression import Apply, Constant, Expression, Lookup, Parameter, intern, is_compiling, walk
+from .expression import Apply, Constant, Expression, Lookup, Parameter, intern, walk
 from .operators import Kind
 from .tables import Table
 
@@ -84,8 +84,6 @@ def fill(template: Expression, table: Table) -> Expression:
 
     Nothing is checked again, and `structure_of` does not walk the formula.
     """
-    if is_compiling():
-        return template.with_tables([table])
     filled = _replace_table(template, table)
     vars(filled).update(template=template, tables=(table,))
     return filled
