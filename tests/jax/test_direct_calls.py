@@ -120,6 +120,23 @@ def test_entries_own_what_they_read(draw, python_calls):
     assert not python_calls
 
 
+def test_a_call_with_more_tile_ranges_than_before(rng, python_calls):
+    """Every second block of keys is hidden in the later calls, so that the tiles form more ranges."""
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 1, length, 8)), jnp.float32) for length in (64, 1900, 1900))
+    blocks = np.arange(1900) // 200 % 2 == 0
+
+    def attend(q, k, v, visible):
+        return sightline.attention(q, k, v, mask=table(visible)[j])
+
+    program = jax.jit(lambda *given: attend(*given))
+    for contents, runs in ((np.ones(1900, bool), RUNS), (blocks, RUNS)):
+        for _ in range(runs):
+            assert same(program(q, k, v, jnp.asarray(contents)), attend(*map(np.asarray, (q, k, v)), contents))
+    python_calls.clear()
+    program(q, k, v, jnp.asarray(blocks))
+    assert not python_calls
+
+
 def test_another_setting_of_the_processor(draw, monkeypatch, python_calls):
     """SIGHTLINE_CPU is read at each call: a setting that no processor has is an error, also after direct calls."""
     attend, given = compiled("plain"), draw()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,11 @@ from ..call_request import machine_setting
 from ..cpu.kernels.xla_direct_call import ENTRY_FIELDS
 from .host_calls import ForwardCall, HostCall
 from .result_indices import LSE, OUTPUT
+
+if TYPE_CHECKING:
+    from ..cpu.launch.bound_call import BoundCall
+    from ..cpu.launch.launch_record import LaunchRecord
+    from .bound_forward import BoundForward
 
 __all__ = ["DirectEntries"]
 
@@ -32,7 +37,8 @@ class DirectEntries:
 
     def __init__(self) -> None:
         self.runs: Counter[tuple[bytes, Any]] = Counter()  # of the calls without an entry
-        self.entries: dict[tuple[bytes, Any], Any] = {}
+        self.entries: dict[tuple[bytes, Any], _Entry | None] = {}
+        self.outgrown: list[_Entry] = []  # entries that others replaced: another thread may still read them
 
     def count(self, text: bytes, call: HostCall) -> None:
         """Count a call with this text that ran in Python. If it ran often enough, install its entry."""
@@ -47,12 +53,32 @@ class DirectEntries:
             self.runs.pop(key, None)
             self.entries.setdefault(key, _make_entry(text, setting, call))  # another thread may have made one
         entry = self.entries[key]
+        if entry is not None and entry.is_outgrown_by(call.bound[setting]):
+            self.outgrown.append(entry)
+            entry = self.entries[key] = _make_entry(text, setting, call)
         if entry is not None:  # an entry of another text may have replaced it
-            self.install(entry[0].ctypes.data)
+            self.install(entry.array.ctypes.data)
 
 
-def _make_entry(text: bytes, setting: bytes | None, call: ForwardCall) -> tuple[Any, ...] | None:
-    """Return the entry, and the objects whose memory it reads; None if the call is large."""
+class _Entry(NamedTuple):
+    """An entry: its fields, its record, the bound call, and other memory that the code reads.
+
+    The bound call owns its tile ranges and the machine code. `parse_call` drops calls that were not used recently.
+    """
+
+    array: Any
+    record: LaunchRecord
+    call: BoundCall
+    memory: tuple[Any, ...]
+
+    def is_outgrown_by(self, bound: BoundForward | None) -> bool:
+        """True if the bound call has memory for more tile ranges than the record has."""
+        search = None if bound is None else bound.call.search
+        return search is not None and 0 < self.record.capacity < search.capacity
+
+
+def _make_entry(text: bytes, setting: bytes | None, call: ForwardCall) -> _Entry | None:
+    """Return the entry; None if the call is large."""
     bound = call.bound.get(setting)
     record = None if bound is None else bound.make_record()
     if bound is None or record is None:
@@ -79,5 +105,5 @@ def _make_entry(text: bytes, setting: bytes | None, call: ForwardCall) -> tuple[
         "queries": queries,
         "row_bytes": width * output.numpy_dtype.itemsize,
     }
-    # the bound call owns its tile ranges and the machine code; `parse_call` drops calls that were not used recently
-    return np.array([fields[name] for name in ENTRY_FIELDS], np.int64), record, bound, scratch, tables, texts
+    array = np.array([fields[name] for name in ENTRY_FIELDS], np.int64)
+    return _Entry(array, record, bound.call, (scratch, tables, texts))
