@@ -90,6 +90,12 @@ def scaled_dot_product_attention(
     mask: Any = CAUSAL if is_causal else None
     score: Any = None
     if attn_mask is not None:
+        if not (attn_mask.is_floating_point() or attn_mask.dtype is torch.bool):
+            raise MaskError(
+                f"attn_mask is a tensor of {str(attn_mask.dtype).removeprefix('torch.')}",
+                "booleans, True attends, or floats that are added to the scores",
+                "attn_mask=mask != 0 if it holds zeros and ones",
+            )
         array = attn_mask if ndim == 4 else align_mask(attn_mask, query, key, value)
         if array.is_floating_point():
             score = array
