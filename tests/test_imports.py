@@ -36,6 +36,31 @@ def test_flax_loads_with_the_first_layer_that_stores_its_weights():
     assert "flax" not in found
 
 
+@pytest.mark.parametrize("name", sightline.SUBMODULES)
+def test_submodules_load_when_they_are_first_accessed(name):
+    program = f"""
+import os
+os.environ["KERAS_BACKEND"] = "torch"
+import sightline
+print(sightline.{name}.__name__)"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split()[-1] == f"sightline.{name}"
+
+
+@pytest.mark.parametrize("name", ["jax", "flax", "equinox"])
+def test_an_import_without_jax_names_the_extra(name):
+    program = f"""
+import sys
+sys.modules["jax"] = None
+import sightline.errors
+try:
+    import sightline.{name}
+except sightline.errors.MissingExtraError as error:
+    print(error.cure)"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == f'pip install "sightline-attention[{name}]"'
+
+
 def test_formulas_and_streaming_need_no_compiler():
     program = """
 import numpy as np, sightline

@@ -71,7 +71,8 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-SUBMODULES = ("data", "keras", "positions", "torch", "transformers", "view")  # each is imported when first accessed
+# Each is imported when first accessed.
+SUBMODULES = ("data", "equinox", "flax", "jax", "keras", "positions", "torch", "transformers", "view")
 
 b, h, i, j, s, n, m = (SYMBOLS[name] for name in "bhijsnm")
 

@@ -9,10 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
+from .errors import MissingExtraError, ParameterError, ShapeError
+
+try:
+    import jax
+except ImportError as error:
+    raise MissingExtraError(
+        "sightline.flax without JAX", "JAX 0.7 to 0.10", 'pip install "sightline-attention[flax]"'
+    ) from error
+
 import jax.numpy as jnp
 
-from .errors import ParameterError, ShapeError
 from .formula.expression import Expression
 from .formula.library import causal
 from .jax.functional import attend_by_position, read_array
