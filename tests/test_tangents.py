@@ -277,7 +277,7 @@ WRONG = {
     "a table that nothing reads": (lambda x: ((x, x, x, {table(x[0, 0]): x[0, 0]}), {}), ParameterError, "tangent of"),
     "another shape": (lambda x: ((x, x, x, {"query": x[:, :, :3]}), {}), ShapeError, "tangent of query of shape"),
     "whole numbers": (lambda x: ((x, x, x, {"key": x.astype(int)}), {}), DtypeError, "tangent of key"),
-    "no mapping": (lambda x: ((x, x, x, [("query", x)]), {}), ParameterError, "tangents="),
+    "no mapping": (lambda x: ((x, x, x, [("query", x)]), {}), ParameterError, "tangents is a list"),
     "None": (lambda x: ((x, x, x, {"query": None}), {}), DtypeError, "that is a NoneType"),
     "a masked array": (lambda x: ((x, x, x, {"query": np.ma.array(x)}), {}), DtypeError, "that is a MaskedArray"),
     "no threads": (lambda x: ((x, x, x, {}), {"threads": 0}), ParameterError, "threads=0"),

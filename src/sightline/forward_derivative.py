@@ -85,7 +85,9 @@ def attention_tangent(
         cure = TRANSFORMS.get(library, "numpy.asarray(query)")
         raise DtypeError(f"attention_tangent of a query of {library}", "NumPy arrays", cure)
     if not isinstance(tangents, Mapping):
-        raise ParameterError(f"tangents={tangents!r}", "a mapping from inputs to tangents", '{"query": array}')
+        raise ParameterError(
+            f"tangents is a {type(tangents).__name__}", "a mapping from inputs to tangents", '{"query": array}'
+        )
     check_choice(kernel, threads)
     given = {name: _read_tangent(name, tangent) for name, tangent in tangents.items()}
     if "scale" in given:

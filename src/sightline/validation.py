@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import arrays
-from .errors import DeviceError, DtypeError, MaskError, ParameterError, ShapeError
+from .errors import DeviceError, DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from .formula import from_function, library
 from .formula.expression import SYMBOLS, Expression, walk
 from .formula.tables import learned_number
@@ -81,6 +81,12 @@ def read_score(score: Formula) -> Expression | None:
     """Return the score, a formula or a FlexAttention score_mod, as an expression; None if `score` is None."""
     if score is None:
         return None
+    if not isinstance(score, Expression) and tuple(getattr(score, "shape", ())):
+        raise FormulaError(
+            f"score is a {type(score).__name__} of shape {tuple(score.shape)}",
+            "a formula or a function (s, b, h, i, j)",
+            "score=sightline.bias(array) adds it to the scores; score=s + table(array)[h, i - j] reads it by index",
+        )
     expression = from_function.to_formula(score, "score", "s b h i j")
     if expression.kind == "bool":
         raise MaskError(f"score is {expression}, a condition", "a number", "pass conditions as mask=")
@@ -115,8 +121,9 @@ def check_arrays(named: dict[str, Any]) -> None:
     for what, error, describe in (("dtype", DtypeError, arrays.dtype_name), ("device", DeviceError, arrays.device)):
         found = {name: describe(array) for name, array in named.items()}
         if len(set(found.values())) > 1:
+            verb = "cast" if what == "dtype" else "move"
             raise error(
-                f"{what} of {_format_items(found)}", f"one {what} for all", f"move key and value to query's {what}"
+                f"{what} of {_format_items(found)}", f"one {what} for all", f"{verb} key and value to query's {what}"
             )
 
 
@@ -146,7 +153,8 @@ def broadcast_inputs(named: dict[str, Any]) -> list[Any]:
     if k[-3] != v[-3]:
         raise refuse(f"{k[-3]} key heads and {v[-3]} value heads", "give key and value the same heads")
     if (k[-3] == 0 and q[-3] != 0) or (k[-3] and q[-3] % k[-3]):
-        raise refuse(f"{q[-3]} query heads cannot share {k[-3]} key heads evenly", "make H a multiple of G")
+        cure = "make H a multiple of G; heads come before positions: query.swapaxes(-3, -2)"
+        raise refuse(f"{q[-3]} query heads cannot share {k[-3]} key heads evenly", cure)
     if q[:-3] == k[:-3] == v[:-3]:
         return list(named.values())
     try:

@@ -16,7 +16,7 @@ import sightline
 from sample_calls import KINDS, draw_inputs
 from sightline import b, h, i, j, s, table
 from sightline.call_text import CallText
-from sightline.errors import ParameterError, ShapeError, SightlineError
+from sightline.errors import FormulaError, ParameterError, ShapeError, SightlineError
 from sightline.jax import batching, dispatch, host_calls
 from sightline.problem import make_problem
 from strategies import to_torch
@@ -581,3 +581,12 @@ compile._cache = compile.KernelCache()
 gc.collect()
 assert np.array_equal(attend(jax.numpy.asarray(x)), expected)"""
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_traced_numbers_enter_formulas_through_tables():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 6, 4)), jnp.float32)
+    with pytest.raises(FormulaError, match=r"int32, inside a formula\n(.|\n)*table\(number\[None\]\)\[0\]"):
+        jax.jit(lambda width: sightline.attention(x, x, x, mask=i - j < width))(3)
+    by_table = jax.jit(lambda width: sightline.attention(x, x, x, mask=i - j < table(width[None])[0]))
+    for width in (2, 3):
+        assert np.array_equal(by_table(jnp.int32(width)), sightline.attention(x, x, x, mask=i - j < width))

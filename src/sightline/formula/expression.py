@@ -472,7 +472,7 @@ def as_expression(value: Any) -> Expression:
         if getattr(value, "requires_grad", False) and tuple(value.shape) == ():
             return PASSES.learned_number(value)
         if getattr(value, "shape", None) == () and hasattr(value, "item"):
-            value = value.item()
+            value = _read_number(value)
     if isinstance(value, bool):
         return intern(Constant(value, "bool"))
     if isinstance(value, int | float) and is_compiling():
@@ -493,6 +493,18 @@ def as_expression(value: Any) -> Expression:
         "formulas, numbers and tables",
         "read arrays through a table: sightline.table(array)[h, i, j]",
     )
+
+
+def _read_number(array: Any) -> Any:
+    """Return the number of an array without axes. Raise FormulaError if JAX traces the array."""
+    jax = sys.modules.get("jax")
+    if jax is not None and not is_compiling() and isinstance(array, jax.core.Tracer):
+        raise FormulaError(
+            f"a number that JAX traces, of dtype {array.dtype}, inside a formula",
+            "formulas, numbers and tables; the contents of tables may be traced",
+            "table(number[None])[0]",
+        )
+    return array.item()
 
 
 def apply(operator: str, *values: Any) -> Expression:

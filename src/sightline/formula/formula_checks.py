@@ -56,9 +56,18 @@ def _check_span(table: Any, extent: Extent) -> None:
             raise ShapeError(
                 _describe_axis(table, name, length),
                 f"length {span}{' or 1' * (span != 1)}, where (B, H, n, m) = {extent}",
-                "give the array these lengths, or index a table of it yourself: table(array)[...]"
+                _suggest_batch_axis(table, extent)
+                + "give the array these lengths, or index a table of it yourself: table(array)[...]"
                 + (f"; for the last queries of a KVCache use cache.causal({span})" if name == "i" else ""),
             )
+
+
+def _suggest_batch_axis(table: Any, extent: Extent) -> str:
+    """Return the cure for a dense array whose first axis has the length of the batch, and no axis for the heads."""
+    index, axes = {("i", "j"): (":, None, None", "(B, m)"), ("h", "i", "j"): (":, None", "(B, n, m)")}.get(
+        table.axes, ("", "")
+    )
+    return f"array[{index}] if its axes are {axes}; " if index and table.shape[0] == extent[0] else ""
 
 
 def _describe_axis(table: Any, name: str, length: int) -> str:

@@ -79,7 +79,9 @@ class Table:
         self.kind: Kind = _table_kind(array)
         if self.ndim == 0:
             raise ShapeError(
-                "a table without axes, of one number", "one axis or more", "use the Python number in the formula"
+                "a table without axes, of one number",
+                "one axis or more",
+                "use the number in the formula, or table(array[None])[0] for a number that JAX traces",
             )
 
     def __getitem__(self, indices: Any) -> Expression:

@@ -226,7 +226,7 @@ def _align(name: str, value: Any, scores_shape: tuple[int, ...]) -> Any:
         raise ShapeError(
             f"{name} of shape {array.shape}",
             f"a shape that broadcasts to {scores_shape}, (batch, heads, queries, keys)",
-            f"{name}[:, None] if the heads share it",
+            f"{name}[:, None] for (batch, queries, keys), and {name}[:, None, None] for (batch, keys)",
         )
     return array[None] if len(scores_shape) > 4 and array.ndim == 4 else array
 
@@ -237,7 +237,7 @@ def _read_lengths(name: str, lengths: Any, batch: int) -> Expression:
         raise ShapeError(
             f"{name} of shape {array.shape} and dtype {array.dtype}",
             f"({batch},) integers, one length for each sequence",
-            f"jnp.full({batch}, length) if all lengths are equal",
+            f"{name}=lengths.astype(int) for floats, jnp.full({batch}, length) for one length",
         )
     return table(array)[b]
 
