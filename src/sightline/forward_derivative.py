@@ -113,14 +113,14 @@ def _fold_scale(query: Any, score: Any, scale: Any) -> tuple[Any, float, Table]:
 def _read_tangents(problem: Problem, given: dict[Any, Any], inputs: Mapping[str, Any]) -> Tangents:
     """Return the tangents in the layout of the problem's arrays."""
     tables: list[Any] = [None] * len(problem.tables)
-    slots = {} if problem.score is None else {table.origin: table for table in problem.score.tables}
+    slots = {problem.tables[slot].origin: slot for slot in problem.score_table_indices}
     operands: dict[str, Any] = {}
     for name, array in given.items():
         source = inputs.get(name) if isinstance(name, str) else None
         if isinstance(name, Table) and name.origin in slots and name.kind == "float":
-            own = slots[name.origin]
-            slot = next(slot for slot, table in enumerate(problem.tables) if table is own)
-            tables[slot] = np.broadcast_to(_check_tangent(repr(name), array, name.shape), own.shape)
+            slot = slots[name.origin]
+            tangent = _check_tangent(repr(name), array, name.shape)
+            tables[slot] = np.broadcast_to(tangent, problem.tables[slot].shape)
         elif source is None:
             raise ParameterError(
                 f"a tangent of {name!r}",

@@ -124,6 +124,12 @@ class Problem:
         found = {id(t): t for f in (self.mask, self.score) if f is not None for t in f.tables}
         return tuple(found.values())
 
+    @property
+    def score_table_indices(self) -> tuple[int, ...]:
+        """The index in `tables` of each table that the score reads, in the order of `score.tables`."""
+        index = {id(table): k for k, table in enumerate(self.tables)}
+        return () if self.score is None else tuple([index[id(table)] for table in self.score.tables])
+
     def with_statistics(self, *see: Statistic, value: Any = None) -> Problem:
         """Return the problem with these statistics alone, without dropout, and with another `value` if one is given."""
         return replace(self, see=see, value=self.value if value is None else value, dropout=0.0, seed=0)

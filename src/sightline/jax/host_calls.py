@@ -124,9 +124,8 @@ class HostCall(ABC):
 
     def table_slots(self, problem: Problem) -> dict[int, int]:
         """Return the index in `Problem.tables` of each argument that is a table of the score."""
-        slot = {id(table): index for index, table in enumerate(problem.tables)}
-        tables = () if problem.score is None else problem.score.tables
-        return {NUM_OPERANDS + k: slot[id(table)] for k, table in zip(self.text.score_tables, tables, strict=True)}
+        places = [NUM_OPERANDS + k for k in self.text.score_tables]
+        return dict(zip(places, problem.score_table_indices, strict=True))
 
 
 class ForwardCall(HostCall):

@@ -410,10 +410,8 @@ def _differentiate_by_operator(
     """Return the gradients of the inputs by the registered operator, which can be differentiated again."""
     problem = call.with_inputs(inputs)
     arguments = OperatorArguments.from_problem(problem, make_seed(problem.seed), call.kernel, call.threads)
-    mask_tables = 0 if problem.mask is None else len(problem.mask.tables)
-    score_tables = () if problem.score is None else problem.score.tables
-    place = {id(table): mask_tables + index for index, table in enumerate(score_tables)}
-    wanted = [place[id(problem.tables[index])] for index in call.wanted_tables]
+    place = dict(zip(problem.score_table_indices, arguments.text.score_tables, strict=True))
+    wanted = [place[index] for index in call.wanted_tables]
     indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
     given = [gradient for gradient in gradients if gradient is not None]
     lse = torch.as_tensor(call.lse(results))
@@ -434,13 +432,9 @@ def _with_saved_tables(problem: Problem, saved: dict[int, Tensor]) -> Problem:
 
 def _trainable_inputs(problem: Problem) -> tuple[list[Tensor], tuple[int, ...]]:
     """Return the tensors that may need gradients, and the indices in `problem.tables` of the tables among them."""
-    read_by_score = {id(table) for table in (() if problem.score is None else problem.score.tables)}
-    wanted = tuple(
-        index
-        for index, table in enumerate(problem.tables)
-        if id(table) in read_by_score and getattr(table.array, "requires_grad", False)
-    )
-    tables = [problem.tables[index].array for index in wanted]
+    arrays = [table.array for table in problem.tables]
+    wanted = tuple([k for k in problem.score_table_indices if getattr(arrays[k], "requires_grad", False)])
+    tables = [arrays[k] for k in wanted]
     sinks = [] if problem.sinks is None else [problem.sinks]
     return [problem.query, problem.key, problem.value, *tables, *sinks], wanted
 

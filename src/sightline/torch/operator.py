@@ -120,11 +120,9 @@ def _compute_tangents(
     arguments = OperatorArguments(*args)
     problem = arguments.problem()
     found = dict(zip(places, directions, strict=True))
-    own_index = {id(table): index for index, table in enumerate(problem.tables)}
-    score_tables = () if problem.score is None else problem.score.tables
-    tables: list[Tensor | None] = [None] * len(own_index)
-    for k, table in enumerate(score_tables, start=NUM_OPERANDS + arguments.score_offset):
-        tables[own_index[id(table)]] = found.get(k)
+    tables: list[Tensor | None] = [None] * len(problem.tables)
+    for place, index in enumerate(problem.score_table_indices, start=NUM_OPERANDS + arguments.score_offset):
+        tables[index] = found.get(place)
     query, key, value = (found.get(k) for k in range(NUM_OPERANDS))
     given = Tangents(query, key, value, tuple(tables), found.get(NUM_OPERANDS + len(arguments.tables)))
     plan = make_plan(problem, arguments.kernel)
@@ -153,9 +151,8 @@ def apply_chain_rule(
     problem = arguments.problem()
     gradient_by_index = dict(zip(gradient_indices, gradients, strict=True))
     d_results = [gradient_by_index.get(k) for k in range(2 + sum(map(count_arrays, problem.see)))]
-    index_by_table = {id(table): index for index, table in enumerate(problem.tables)}
-    score_tables = () if problem.score is None else problem.score.tables
-    table_indices = [index_by_table[id(score_tables[k - arguments.score_offset])] for k in wanted_tables]
+    score_table_indices = problem.score_table_indices
+    table_indices = [score_table_indices[k - arguments.score_offset] for k in wanted_tables]
     plan = None if saved is None else make_plan(problem, arguments.kernel)
     found = differentiate_results(problem, plan, d_results, saved, table_indices, arguments.threads)
     return flatten_gradients(problem, found, table_indices)
