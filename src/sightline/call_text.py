@@ -15,7 +15,15 @@ from .kernel import Result
 from .problem import Problem
 from .statistics import Lse, Statistic, arrays_of, deserialize
 
-__all__ = ["CallText", "count_arrays", "flatten_result", "split_arrays", "to_text"]
+__all__ = [
+    "CallText",
+    "count_arrays",
+    "find_differentiable_results",
+    "flatten_result",
+    "locate_arrays",
+    "split_arrays",
+    "to_text",
+]
 
 
 class CallText(NamedTuple):
@@ -149,10 +157,24 @@ def flatten_result(see: Sequence[Statistic], result: Result) -> list[Any]:
     return [result.output, result.lse, *others]
 
 
+def locate_arrays(see: Sequence[Statistic], first: int = 2) -> list[range]:
+    """Return the indices of each statistic's arrays among the results; the first array has the index `first`."""
+    places, start = [], first
+    for statistic in see:
+        places.append(range(start, start + count_arrays(statistic)))
+        start += count_arrays(statistic)
+    return places
+
+
 def split_arrays(see: Sequence[Statistic], results: Sequence[Any], first: int = 2) -> list[Sequence[Any]]:
     """Return each statistic's arrays, of values in the order of `flatten_result` with the first array at `first`."""
-    shares, offset = [], first
-    for statistic in see:
-        shares.append(results[offset : offset + count_arrays(statistic)])
-        offset += count_arrays(statistic)
-    return shares
+    return [results[places.start : places.stop] for places in locate_arrays(see, first)]
+
+
+def find_differentiable_results(see: Sequence[Statistic], first: int = 2) -> list[int]:
+    """Return the indices of the results that have gradients: output, lse and the first array of some statistics.
+
+    The arrays of the statistics have the indices of `locate_arrays`.
+    """
+    pairs = zip(see, locate_arrays(see, first), strict=True)
+    return [0, 1, *[places[0] for statistic, places in pairs if places and statistic.is_differentiable]]

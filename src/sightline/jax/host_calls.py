@@ -21,7 +21,7 @@ from ..arrays import resolve_dtype
 from ..cached_property import cached_property
 from ..call_cache import CachedCall, CallResult
 from ..call_request import Description, conditions_of, has_cached_kinds, machine_setting
-from ..call_text import CallText, count_arrays, flatten_result, split_arrays
+from ..call_text import CallText, count_arrays, flatten_result, locate_arrays
 from ..dispatch import differentiate, make_plan, push_forward
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
@@ -229,7 +229,7 @@ class BackwardCall(HostCall):
 
     def compute_by_dispatch(self, inputs: Inputs, saved: tuple[Any, Any], found: dict[int, Any]) -> Sequence[Any]:
         problem = self.make_problem(inputs, self.text.formulas(inputs.tables))
-        places = split_arrays(problem.see, range(FIRST_ARRAY + sum(map(count_arrays, problem.see))), FIRST_ARRAY)
+        places = locate_arrays(problem.see, FIRST_ARRAY)
         d_seen = [found.get(own[0]) if own else None for own in places]
         slots = self.table_slots(problem)
         wanted_tables = [slots[k] for k in self.wanted if k in slots]

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..call_text import CallText, count_arrays
+from ..call_text import CallText, count_arrays, find_differentiable_results
 from ..problem import Problem
-from .result_indices import FIRST_ARRAY, LSE, NUM_OPERANDS, OUTPUT
+from .result_indices import FIRST_ARRAY, NUM_OPERANDS
 
 __all__ = ["CallOptions", "example"]
 
@@ -78,13 +78,8 @@ class CallOptions:
         return [jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype)) for shape, dtype in types]
 
     def differentiable_results(self, inputs: Sequence[Any]) -> list[int]:
-        """Return the indices of the results that have gradients: output, lse and one array of some statistics."""
-        indices, index = [OUTPUT, LSE], FIRST_ARRAY
-        for statistic in self.problem(inputs).see:
-            if count_arrays(statistic) and statistic.is_differentiable:
-                indices.append(index)
-            index += count_arrays(statistic)
-        return indices
+        """Return the indices of the results that have gradients."""
+        return find_differentiable_results(self.problem(inputs).see, FIRST_ARRAY)
 
 
 def example(shape: Sequence[int], dtype: Any) -> Any:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ..call_text import CallText, count_arrays
+from ..call_text import CallText, find_differentiable_results
 from ..errors import KernelRefusedError
 from . import batching, operator
 from .operator_schema import OperatorArguments
@@ -34,7 +34,6 @@ from .tangents import tangents as compute_tangents
 __all__ = ["Derivative", "apply", "is_transformed", "refuse_old_vmap", "refuse_tangents"]
 
 NUM_OPERANDS = 3  # query, key and value
-FIRST_ARRAY = 2  # the first array of a statistic among the outputs, after output and lse
 
 
 def is_transformed() -> bool:
@@ -166,13 +165,8 @@ class Derivative:
         return [*range(NUM_OPERANDS), *[NUM_OPERANDS + table for table in tables], *sinks]
 
     def differentiable_results(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the outputs of order 0 that have gradients: output, lse and the first array of some statistics."""
-        indices, index = [0, 1], FIRST_ARRAY
-        for statistic in self.arguments(tensors).build_problem().see:
-            if count_arrays(statistic) and statistic.is_differentiable:
-                indices.append(index)
-            index += count_arrays(statistic)
-        return indices
+        """Return the outputs of order 0 that have gradients."""
+        return find_differentiable_results(self.arguments(tensors).build_problem().see)
 
     # -- computation --------------------------------------------------------------------------------------------------
     def compute(self, *tensors: Tensor) -> list[Tensor]:
