@@ -31,7 +31,7 @@ from .cpu.runtime.compile import bound_calls, call_families
 from .formula.expression import Expression
 from .formula.parameters import structure_of
 from .kernel import Result
-from .problem import Problem
+from .problem import NUM_OPERANDS, Problem
 from .statistics import Entropy, Lse, Mass, MaxScore, Mean, Statistic, average_over, unwrap_mean
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ __all__ = ["CachedCall", "KernelInputs", "answer", "insert"]
 # The least recently used call is dropped beyond this number. Direct calls that return one array do not count as uses.
 MAX_CACHED_CALLS = 256
 RUNS_BEFORE_RECORD = 6  # a record for direct calls, and its buffer, are made for a call that was run so often
-FIRST_TABLE = 3  # index of the first table in `Request.addresses`, after query, key and value
+FIRST_TABLE = NUM_OPERANDS  # index of the first table in `Request.addresses`
 # indices in `cpu.codegen.abi.FORWARD_CALL_FIELDS`, and how many fields there are
 QUERY_INDEX, KEY_INDEX, LSE_INDEX, SINKS_INDEX, SEED_INDEX, NUM_FIELDS = 0, 1, 4, 5, 6, 7
 DIRECT_TABLE_DTYPES = ("bool", "int32", "int64", "float32", "float64")  # other tables are converted at each call

@@ -34,7 +34,9 @@ from .kv_cache import unpack_cache
 from .statistics import Statistic
 from .validation import Formula, check_device
 
-__all__ = ["Problem", "make_problem", "parse", "validate"]
+__all__ = ["NUM_OPERANDS", "Problem", "make_problem", "parse", "validate"]
+
+NUM_OPERANDS = 3  # query, key and value, the first arrays of every list of arguments
 
 Extent = tuple[int, int, int, int]
 

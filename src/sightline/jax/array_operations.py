@@ -20,7 +20,7 @@ from ..call_text import count_arrays
 from ..dropout import MULTIPLIERS, ROUNDS, WEYL, threshold
 from ..formula.evaluate_array import evaluate
 from ..formula.expression import Expression
-from ..problem import Problem
+from ..problem import NUM_OPERANDS, Problem
 from ..statistics import (
     Entropy,
     Lse,
@@ -37,7 +37,6 @@ from ..statistics import (
 )
 from ..statistics.matrix import cell_of
 from .options import CallOptions
-from .result_indices import NUM_OPERANDS
 
 __all__ = ["attend", "gradients", "tangents"]
 

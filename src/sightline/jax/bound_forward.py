@@ -13,8 +13,8 @@ from ..arrays import layout
 from ..call_cache import DIRECT_TABLE_DTYPES
 from ..cpu.launch.bound_call import BoundCall
 from ..formula.parameters import structure_of
-from ..problem import Problem
-from .result_indices import LSE, NUM_OPERANDS, OUTPUT, PRECISE_LSE
+from ..problem import NUM_OPERANDS, Problem
+from .result_indices import LSE, OUTPUT, PRECISE_LSE
 
 if TYPE_CHECKING:
     from ..cpu.launch.launch_record import LaunchRecord

@@ -13,8 +13,8 @@ from ..cpu.launch.backward import BoundBackwardCall
 from ..cpu.launch.table_gradients import differentiate_sinks, sum_table_gradients
 from ..formula.parameters import structure_of
 from ..kernel import is_lse_precise
-from ..problem import Problem
-from .result_indices import LSE, NUM_OPERANDS, OUTPUT
+from ..problem import NUM_OPERANDS, Problem
+from .result_indices import LSE, OUTPUT
 
 __all__ = ["BoundGradients", "Inputs"]
 

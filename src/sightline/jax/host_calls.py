@@ -26,11 +26,11 @@ from ..dispatch import differentiate, make_plan, push_forward
 from ..formula.expression import Expression
 from ..formula.parameters import structure_of
 from ..kernel import Result, Tangents
-from ..problem import Problem, validate
+from ..problem import NUM_OPERANDS, Problem, validate
 from ..statistics import Statistic
 from .bound_forward import BoundForward
 from .bound_gradients import BoundGradients, Inputs
-from .result_indices import FIRST_ARRAY, LSE, NUM_OPERANDS, OUTPUT
+from .result_indices import FIRST_ARRAY, LSE, OUTPUT
 
 __all__ = ["ArrayType", "BackwardCall", "ForwardCall", "HostCall", "TangentCall", "parse_call"]
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from ..call_text import CallText, count_arrays, find_differentiable_results
-from ..problem import Problem
-from .result_indices import FIRST_ARRAY, NUM_OPERANDS
+from ..problem import NUM_OPERANDS, Problem
+from .result_indices import FIRST_ARRAY
 
 __all__ = ["CallOptions", "example"]
 

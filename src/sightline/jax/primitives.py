@@ -19,11 +19,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..errors import KernelRefusedError
+from ..problem import NUM_OPERANDS
 from .array_operations import attend, gradients, tangents
 from .batching import batch
 from .host_calls import ArrayType, BackwardCall, ForwardCall, HostCall, TangentCall
 from .options import CallOptions
-from .result_indices import LSE, NUM_OPERANDS, OUTPUT, PRECISE_LSE
+from .result_indices import LSE, OUTPUT, PRECISE_LSE
 from .target import MAX_BUFFERS, register
 
 __all__ = ["attention"]

@@ -24,7 +24,7 @@ from ..dispatch import make_plan
 from ..errors import ChangedTableError
 from ..formula.parameters import structure_of
 from ..kernel import Gradients, Plan, Result
-from ..problem import Problem, make_problem
+from ..problem import NUM_OPERANDS, Problem, make_problem
 from ..statistics import Statistic, unwrap_mean
 from . import operator
 from .backward_inputs import BackwardInputs, WeightsSum, arrays_to_save, read_inputs, split_saved
@@ -45,8 +45,7 @@ __all__ = [
 ]
 
 
-NUM_OPERANDS = 3  # query, key and value
-NUM_READ = 6  # what the backward kernel reads besides the tables: these, output, d_output and lse
+NUM_READ = 6  # what the backward kernel reads besides the tables: query, key, value, output, d_output and lse
 MAX_BACKWARD_CALLS = 8  # bound calls of the backward pass of one cached call
 
 

@@ -27,13 +27,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..call_text import CallText, find_differentiable_results
 from ..errors import KernelRefusedError
+from ..problem import NUM_OPERANDS
 from . import batching, operator
 from .operator_schema import OperatorArguments
 from .tangents import tangents as compute_tangents
 
 __all__ = ["Derivative", "apply", "is_transformed", "refuse_old_vmap", "refuse_tangents"]
-
-NUM_OPERANDS = 3  # query, key and value
 
 
 def is_transformed() -> bool:

@@ -18,7 +18,7 @@ from .. import streaming
 from ..call_text import count_arrays, flatten_result, split_arrays
 from ..dispatch import differentiate, make_plan, push_forward, solve
 from ..kernel import Gradients, Plan, Tangents
-from ..problem import Problem
+from ..problem import NUM_OPERANDS, Problem
 from .operator_schema import SCHEMA, OperatorArguments
 
 __all__ = [
@@ -30,8 +30,6 @@ __all__ = [
     "differentiate_results",
     "flatten_gradients",
 ]
-
-NUM_OPERANDS = 3  # query, key and value
 
 
 def autocast_disabled(tensor: Tensor) -> Any:

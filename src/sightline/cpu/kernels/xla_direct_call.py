@@ -12,6 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from ...problem import NUM_OPERANDS
 from ..codegen.abi import FORWARD_CALL_FIELDS
 from ..codegen.builder import Builder, Variable
 from ..codegen.values import BOOL, DOUBLE, FLOAT, INT32, INT64, POINTER, Value
@@ -39,7 +40,6 @@ SLOTS = "sightline_xla_slots"  # a variable of the module: the address of an ent
 NUM_SLOTS = 1024
 PRIME = 0x100000001B3  # of the hash FNV-1a, which is applied to words of 8 bytes
 OUTPUT, LSE, PRECISE_LSE = range(3)  # the results of the custom call
-NUM_OPERANDS = 3
 OUTPUT_WORD, LSE_WORD = (list(FORWARD_CALL_FIELDS).index(name) for name in ("output", "lse"))
 
 
