@@ -37,7 +37,9 @@ def tangent(problem: Problem, tangents: Tangents, saved: tuple[Any, Any]) -> tup
     formula = score_tangent(problem.score, dict(zip(problem.tables, tangents.tables, strict=False)))
     with np.errstate(all="ignore"):  # hidden scores may overflow
         for rows in ops.query_blocks():
-            total, row = _sink_share(ops, tangents, lse[..., rows]), ops.full(0.0)
+            total, row = ops.full(0.0), ops.full(0.0)
+            if tangents.sinks is not None:
+                total = ops.sink_weights(lse[..., rows]) * xp.astype(tangents.sinks, ops.dtype)[:, None]
             for columns, scaled, _, p in row_tiles(ops, rows, lse):
                 d_score = score.slope(scaled, rows, columns) * _product_tangent(ops, tangents, rows, columns)
                 if formula is not None:
@@ -62,12 +64,3 @@ def _product_tangent(ops: TileOps, tangents: Tangents, rows: slice, columns: sli
         if query is not None and key is not None:
             total = total + ops.dot_products(ops.widen(query, rows), ops.widen(key, columns)) * problem.scale
     return total
-
-
-def _sink_share(ops: TileOps, tangents: Tangents, lse: Any) -> Any:
-    """Return the sinks' part of the tangent of lse for these queries: exp(sink − lse) · tangent."""
-    if tangents.sinks is None or ops.problem.sinks is None:
-        return ops.full(0.0)
-    high, low = ops.split_lse(lse)
-    share = ops.xp.exp(ops.sink(lse.shape[-1]) - high[..., 0] - low[..., 0])
-    return share * ops.xp.astype(tangents.sinks, ops.dtype)[:, None]

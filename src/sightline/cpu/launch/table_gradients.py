@@ -11,7 +11,7 @@ from ...arrays import convert, detach, dtype_name, namespace, resolve_dtype
 from ...formula.expression import SYMBOLS, Lookup, walk
 from ...problem import Problem
 
-__all__ = ["TableGradient", "differentiate_sinks", "find_table_gradients", "sum_table_gradients"]
+__all__ = ["TableGradient", "differentiate_sinks", "find_table_gradients", "sink_weights", "sum_table_gradients"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,13 @@ def differentiate_sinks(sinks: Any, d_output: Any, d_lse: Any, output: Any, lse:
     delta = xp.sum(xp.astype(d_output, wide) * xp.astype(output, wide), axis=-1)
     if d_lse is not None:
         delta = delta - xp.astype(d_lse, wide)
-    finite_lse = xp.where(lse == -math.inf, xp.zeros_like(lse), lse)
-    p = xp.exp(xp.astype(sinks, lse.dtype)[:, None] - finite_lse)
+    p = sink_weights(sinks, lse)
     sums = xp.sum(-xp.astype(p, wide) * delta, axis=-1)
     return xp.astype(xp.sum(xp.reshape(sums, (-1, sinks.shape[0])), axis=0), sinks.dtype)
+
+
+def sink_weights(sinks: Any, lse: Any) -> Any:
+    """Return the weight of each sink for each query, exp(sink_h − lse), (..., H, n) in the dtype of lse."""
+    xp = namespace(lse)
+    finite_lse = xp.where(lse == -math.inf, xp.zeros_like(lse), lse)  # the sink is −∞ too, and its weight 0
+    return xp.exp(xp.astype(sinks, lse.dtype)[:, None] - finite_lse)

@@ -18,6 +18,7 @@ from ..kernels.tangent import SCORE, Tangent
 from ..runtime.processor import Processor
 from .arguments import KernelArguments, operand_fields, prepare, with_contiguous_rows
 from .bound_call import BoundCall
+from .table_gradients import sink_weights
 
 __all__ = ["tangent"]
 
@@ -94,7 +95,5 @@ def sink_tangent(problem: Problem, tangent: Any, lse: Any) -> Any:
     """Return the tangent of lse from the sinks, exp(sink − lse) · tangent for every query, in float64; None for 0."""
     if tangent is None or problem.sinks is None:
         return None
-    sinks, direction = (np.asarray(to_numpy(x), np.float64)[:, None] for x in (problem.sinks, tangent))
-    lse = np.asarray(to_numpy(lse), np.float64)
-    share = np.exp(sinks - np.where(lse == -np.inf, np.inf, lse))
-    return np.ascontiguousarray(share * direction)
+    sinks, direction, lse = (np.asarray(to_numpy(x), np.float64) for x in (problem.sinks, tangent, lse))
+    return np.ascontiguousarray(sink_weights(sinks, lse) * direction[:, None])
