@@ -22,16 +22,10 @@ from ..problem import Problem, parse, validate
 from ..statistics import Statistic, solve_selections_separately
 from ..validation import fold_scale
 from . import operator
-from .autograd import (
-    INTERCEPTIONS,
-    GraphAttacher,
-    attach_to_graph,
-    is_intercepted,
-    make_empty,
-    needs_gradients,
-)
+from .autograd import INTERCEPTIONS, attach_to_graph, is_intercepted, needs_gradients
 from .derivatives import Derivative, apply, is_transformed, refuse_tangents
 from .fused import Fused
+from .graph_attacher import GraphAttacher, make_empty
 from .nested import is_nested, pack, unpack
 from .operator_schema import OperatorArguments, build_result, make_seed
 
