@@ -3,7 +3,7 @@
 `window(256)` and `window(300)` differ in one number: (i ≥ j) ∧ (i − j < p₀) is the structure of both. A kernel is
 compiled for the structure, and the numbers and tables are arguments of each call.
 
-`fill` makes formulas like `padding(lengths)` anew for each array. They take their structure from a template.
+`fill` makes formulas such as `padding(lengths)` for new arrays. Such a formula takes its structure from a template.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ def structure_of(*formulas: Expression | None) -> Structure:
     own, key = (given[0][0].structures, (len(formulas), given[0][1])) if len(given) == 1 else ({}, (0, 0))
     if key in own:
         return own[key]
-    structure = _structure_of_templates(formulas)
-    own[key] = structure = structure or _make_structure(formulas)
+    own[key] = structure = _structure_of_templates(formulas) or _make_structure(formulas)
     if not structure.tables:  # `_STRUCTURES` would keep the tables alive
         _store(_STRUCTURES, formulas, structure)
     return structure
 
 
 def fill(template: Expression, table: Table) -> Expression:
-    """Return the template with this table in place of its only table, which has the same kind and axes.
+    """Return the template with this table in place of the template's only table.
 
-    Nothing is checked again, and `structure_of` does not walk the formula.
+    Both tables must have the same kind and axes, which the function does not check. `structure_of` does not walk the
+    returned formula.
     """
     filled = _replace_table(template, table)
     vars(filled).update(template=template, tables=(table,))
@@ -97,27 +97,28 @@ def _replace_table(node: Expression, table: Table) -> Expression:
 
 
 def _structure_of_templates(formulas: tuple[Expression | None, ...]) -> Structure | None:
-    """Return the structure of formulas that are made from templates, or that have no tables; None if others are given.
+    """Return the structure of formulas by the structure of their templates; None if some have no template.
 
-    Two formulas of one template have different tables in place of one, so they are others too.
+    A formula without tables is its own template. None is also returned if two formulas have the same template, because
+    the template's table would stand for two tables, and if no formula has tables.
     """
-    key: list[Expression | None] = []
+    templates: list[Expression | None] = []
     tables: dict[int, Table] = {}  # by the ids of the templates' tables
     for formula in formulas:
-        template = None if formula is None else formula.template
-        if formula is not None and template is not None and id(template.tables[0]) not in tables:
+        template = formula
+        if formula is not None and formula.tables:
+            template = formula.template
+            if template is None or id(template.tables[0]) in tables:
+                return None
             tables[id(template.tables[0])] = formula.tables[0]
-            key.append(template)
-        elif formula is None or not formula.tables:
-            key.append(formula)
-        else:
-            return None
+        templates.append(template)
     if not tables:
         return None
-    common = _STRUCTURES.get(tuple(key))
+    key = tuple(templates)
+    common = _STRUCTURES.get(key)
     if common is None:
-        common = _make_structure(tuple(key))
-        _store(_STRUCTURES, tuple(key), common)  # templates live as long as the process
+        common = _make_structure(key)
+        _store(_STRUCTURES, key, common)  # templates live as long as the process
     structure = Structure(common.formulas, tuple([tables[id(table)] for table in common.tables]), common.numbers)
     vars(structure)["key"] = common.key
     return structure

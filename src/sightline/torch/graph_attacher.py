@@ -127,6 +127,7 @@ class _CachedCall(GraphCall):
         return self.request._replace(tables=given.tables, numbers=given.numbers, addresses=used)
 
     def sinks(self, inputs: Sequence[Tensor]) -> Any:
+        """Return the sinks: the saved tensor if they are learned, else the array of the request."""
         return inputs[-1] if self.attacher.has_learned_sinks else self.request.sinks
 
     def find(self, inputs: Sequence[Tensor], results: Sequence[Tensor], given: BackwardInputs) -> Any:
@@ -207,7 +208,7 @@ class _BackwardCall:
     key : its key in `GraphAttacher.backward_calls`
     inputs : its tables and numbers; None if it has none
     makers : functions that allocate the sums of the gradients of query, key and value
-    weights_sum : the sum that is subtracted from d_lse; None if no sum is
+    weights_sum : the sum that is subtracted from d_lse; None for 0
     record : the record for direct calls; None if there is none
     """
 
@@ -272,7 +273,7 @@ class GraphAttacher:
         if has_learned_sinks:
             own.append(request.sinks)
         pairs = list(zip(own, inputs, strict=False))
-        if problem.heads_squeezed and all(_differ_by_heads(x, y) for x, y in pairs[:NUM_OPERANDS]):
+        if problem.heads_squeezed and all(_adds_head_axis(x, y) for x, y in pairs[:NUM_OPERANDS]):
             pairs = pairs[NUM_OPERANDS:]
         if not all(x is y for x, y in pairs):
             return None
@@ -317,7 +318,7 @@ class GraphAttacher:
         return CallResult(results[0], lse, results[2:], result.is_lse_imprecise, result.seed)
 
 
-def _differ_by_heads(array: Tensor, operand: Tensor) -> bool:
-    """True if `operand` is the view of the array with a head axis of one head."""
+def _adds_head_axis(array: Tensor, operand: Tensor) -> bool:
+    """True if `operand` is the view of the array that has one more axis, the head axis of one head."""
     has_shape = operand.ndim == array.ndim + 1 and operand.numel() == array.numel()
     return has_shape and operand.data_ptr() == array.data_ptr() and operand.requires_grad == array.requires_grad

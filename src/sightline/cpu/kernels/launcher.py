@@ -95,7 +95,7 @@ class RecordCode:
     def run_kernel(self, holds_lock: bool = True) -> Value:
         """Run the kernel without Python's global lock, and return its flags as one number.
 
-        `holds_lock` is true if the thread has this lock.
+        `holds_lock` is True if the calling thread holds this lock.
         """
         builder = self.builder
         state = builder.call("PyEval_SaveThread", POINTER) if holds_lock else None

@@ -208,7 +208,7 @@ def _sum_over_keys(
     problem: Problem, formula: Expression | None, threads: int | None, processor: Processor
 ) -> tuple[Any, BoundCall]:
     """Return Σⱼ P ∘ formula of every query, and the bound call: a forward pass with one column of value."""
-    narrow = replace(problem, value=problem.value[..., :1], dropout=0.0).with_statistics(Mass(formula))
+    narrow = problem.with_statistics(Mass(formula), value=problem.value[..., :1])
     fused, lse = FusedStatistics(narrow), np.empty((*problem.batch_shape, problem.H, problem.n))
     output = empty((*lse.shape, narrow.d_v), narrow.dtype, narrow.query)
     call = forward(narrow, output, lse, threads, processor, fused)
