@@ -1132,7 +1132,7 @@ def draw_learned(rng, dtype):
     }
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize(
     "fixed", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["operands need gradients too", "fixed operands"]

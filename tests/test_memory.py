@@ -37,7 +37,7 @@ def extra_bytes(**what):
     ("kernel", "mask"),
     [
         ("cpu", "None"),
-        ("cpu", "i >= j"),
+        pytest.param("cpu", "i >= j", marks=pytest.mark.soak),
         ("cpu", "(i >= j) & (i - j < 256)"),
         ("streaming", "(i >= j) & (i - j < 256)"),
     ],

@@ -26,7 +26,7 @@ def with_guards(seed, count, past=0):
 
 @linux
 def test_no_access_outside_an_array():
-    result = with_guards(0, 4)
+    result = with_guards(0, 3)
     assert (result.returncode, result.stdout) == (0, "unharmed\n"), result.stderr
 
 

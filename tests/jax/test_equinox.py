@@ -46,7 +46,9 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("no mask", "a formula") else pytest.mark.soak) for name in MASKS]
+)
 def test_results_and_gradients_are_those_of_equinox(inputs, name):
     results = []
     for layer, mask in zip(layers(use_output_bias=True), MASKS[name], strict=True):

@@ -109,7 +109,7 @@ def test_gradients_equal_finite_differences(name):
     assert gradcheck(answers(name, see), [*arrays(batch=1), *learned()])
 
 
-@pytest.mark.parametrize("name", ["blind rows", "one table twice", "all"])
+@pytest.mark.parametrize("name", ["blind rows", "one table twice", pytest.param("all", marks=pytest.mark.soak)])
 def test_gradients_of_gradients_equal_finite_differences(name):
     see = [sightline.lse(), sightline.weights()] if name == "all" else ()
     two_heads = [x[:, : x.shape[1] // 2, :3].detach().requires_grad_() for x in arrays(batch=1)]
@@ -412,6 +412,7 @@ def test_one_graph_serves_all_lengths():
     assert len(graphs) == 1
 
 
+@pytest.mark.soak
 def test_the_first_call_of_a_process_compiles_with_changing_lengths():
     program = """if True:
         import torch, sightline
