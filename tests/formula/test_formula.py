@@ -399,7 +399,7 @@ def test_deep_formulas_do_not_hit_the_recursion_limit():
 
 # -- formulas from templates -------------------------------------------------------------------------------------------
 
-FILLED = {  # a function of the library, and the same formula written out
+FILLED = {  # by name: a function of the library, and a function that builds the same formula from a table
     "padding": (lambda x: sightline.padding(x(3).astype(int)), lambda x: j < Table(x(3).astype(int), axes=("b",))[b]),
     "alibi": (lambda x: sightline.alibi(x(2)), lambda x: s - Table(x(2), axes=("h",))[h] * (i - j)),
     "one length": (

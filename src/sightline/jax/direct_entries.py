@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DirectEntries"]
 
-RUNS_BEFORE_ENTRY = 4  # an entry, and its buffer, are made for a call that was run so often in Python
+RUNS_BEFORE_ENTRY = 4  # after this number of runs in Python, a call gets an entry with a buffer of its own
 MAX_ENTRIES = 1024  # entries live as long as the process
 
 
@@ -38,7 +38,7 @@ class DirectEntries:
     def __init__(self) -> None:
         self.runs: Counter[tuple[bytes, Any]] = Counter()  # of the calls without an entry
         self.entries: dict[tuple[bytes, Any], _Entry | None] = {}
-        self.outgrown: list[_Entry] = []  # entries that others replaced: another thread may still read them
+        self.made: list[_Entry | None] = []  # all entries: a thread may still read one that another has replaced
 
     def count(self, text: bytes, call: HostCall) -> None:
         """Count a call with this text that ran in Python. If it ran often enough, install its entry."""
@@ -51,13 +51,18 @@ class DirectEntries:
             if self.runs[key] < RUNS_BEFORE_ENTRY or len(self.entries) >= MAX_ENTRIES:
                 return
             self.runs.pop(key, None)
-            self.entries.setdefault(key, _make_entry(text, setting, call))  # another thread may have made one
+            self.entries.setdefault(key, self.make(*key, call))  # another thread may have made one
         entry = self.entries[key]
         if entry is not None and entry.is_outgrown_by(call.bound[setting]):
-            self.outgrown.append(entry)
-            entry = self.entries[key] = _make_entry(text, setting, call)
+            entry = self.entries[key] = self.make(*key, call)
         if entry is not None:  # an entry of another text may have replaced it
             self.install(entry.array.ctypes.data)
+
+    def make(self, text: bytes, setting: bytes | None, call: ForwardCall) -> _Entry | None:
+        """Return a new entry that lives as long as the process; None if the call is large."""
+        entry = _make_entry(text, setting, call)
+        self.made.append(entry)
+        return entry
 
 
 class _Entry(NamedTuple):

@@ -124,7 +124,9 @@ class WeightsSum:
     def subtract(
         self, d_lse: Tensor | None, request: Request, key: Tensor, output: Tensor, sinks: Any, threads: int | None
     ) -> Tensor | None:
-        """Return d_lse minus the sum, (..., H, n) float64; None if the sum needs the full dispatch.
+        """Return d_lse minus the sum, with the shape (..., H, n) and the dtype float64.
+
+        The result is None if the bound call cannot compute the sum. Then the gradients need the full dispatch.
 
         `request` has the addresses of query, key, value and the tables. `output` is the result of the forward pass.
         """

@@ -194,7 +194,7 @@ class Derivative:
                 "first derivatives backward",
                 "torch.func.jvp, jacfwd, jacrev and hessian in eager mode, in place of linearize, make_fx or compile",
             )
-        # torch records no graph in its inference mode, nor of tensors that were made in it
+        # in inference mode torch records no graph; for tensors that were created in this mode, it never records one
         with torch.inference_mode(False), torch.enable_grad(), operator.autocast_disabled(tensors[0]):
             variables = [x.clone() if x.is_inference() else x for x in tensors]
             for place in self.differentiable_places:

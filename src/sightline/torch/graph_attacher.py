@@ -319,6 +319,6 @@ class GraphAttacher:
 
 
 def _adds_head_axis(array: Tensor, operand: Tensor) -> bool:
-    """True if `operand` is the view of the array that has one more axis, the head axis of one head."""
+    """True if `operand` is a view of the array with one more axis, a head axis of length 1."""
     has_shape = operand.ndim == array.ndim + 1 and operand.numel() == array.numel()
     return has_shape and operand.data_ptr() == array.data_ptr() and operand.requires_grad == array.requires_grad

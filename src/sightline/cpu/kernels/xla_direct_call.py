@@ -77,7 +77,7 @@ class XlaDirectCall:
         return self.entry.at(8 * list(ENTRY_FIELDS).index(name)).load(ENTRY_FIELDS[name], 8)
 
     def is_entry_of(self, text: Value, length: Value) -> Value:
-        """True if the entry has this text, and the environment variable is what it was."""
+        """True if the entry has this text, and the environment variable has not changed."""
         builder, is_equal = self.builder, Variable(self.builder, BOOL, False)
         with builder.if_then(self.field("length") == length):
             difference = builder.call("memcmp", INT32, self.field("text"), text, length)
