@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 from . import arrays, call_cache, streaming
+from .arrays import swap_heads
 from .call_request import describe
 from .dispatch import KERNELS, solve, to_caller_layout
 from .explanation import Explanation
@@ -14,10 +15,11 @@ from .formula.expression import is_compiling
 from .formula.library import bias
 from .kernel import choose
 from .kv_cache import KVCache, as_arrays
+from .migration import refuse_arguments
 from .problem import make_problem
 from .statistics import Statistic, Tile
 from .streaming import Streaming
-from .validation import check_choice, fold_scale, read_score
+from .validation import Layout, check_choice, fold_scale, read_score, split_names, to_heads_first
 
 __all__ = ["attention", "explain", "tiles"]
 
@@ -26,16 +28,18 @@ def attention(
     query: Any,
     key: Any,
     value: Any = None,
-    *,
+    *positional: Any,
     mask: Any = None,
     score: Any = None,
     scale: float | None = None,
     sinks: Any = None,
     dropout: float = 0.0,
     seed: int | None = None,
-    see: Sequence[Statistic] | None = None,
+    see: Sequence[Statistic] | dict[str, Statistic] | None = None,
     kernel: str | None = None,
     threads: int | None = None,
+    layout: Layout = "BHND",
+    **unknown: Never,
 ) -> Any:
     """Compute exact scaled dot-product attention, softmax(score(Q Kᵀ · scale) + M) V.
 
@@ -62,7 +66,7 @@ def attention(
     seed : int, required with dropout for NumPy arrays
         The same seed drops the same weights with every kernel. For torch tensors the default is a seed from torch's
         generator.
-    see : list of statistics, optional
+    see : list of statistics, or dict from names to statistics, optional
         Statistics of the weights to return, for example `[lse(), top_k(5), received().mean("heads")]`.
     kernel : str, optional
         The only kernel to use: "cpu", "streaming" or "reference"; on a GPU also "triton" or "fused" (torch's own).
@@ -70,18 +74,24 @@ def attention(
         The number of threads of a generated kernel. The default is the first of these that is set: the value of
         `sightline.threads`, the environment variable SIGHTLINE_THREADS, torch's setting if torch is loaded. If none is
         set, the kernel uses every usable processor.
+    layout : {"BHND", "BNHD"}
+        The order of the axes of query, key, value and output. With "BNHD" they are (..., n, H, d), positions before
+        heads, and no array is copied. A KVCache and the statistics keep their axes (..., H, n).
 
     Returns
     -------
     output : (..., H, n, d_v), the dtype of the inputs
         The output of a query without a visible key is 0.
-    seen : tuple, only if `see` is given
+    seen : tuple, or dict if `see` is a dict; only if `see` is given
         The result of each statistic of `see`: an array, or a named tuple of arrays.
 
     Raises
     ------
     SightlineError
         Every error of `sightline.problem.make_problem` and of `sightline.kernel.choose`.
+    UnknownArgumentError
+        An argument that `attention` does not have. For arguments of other libraries, such as `is_causal`, the message
+        says what to write.
 
     References
     ----------
@@ -97,9 +107,20 @@ def attention(
            [0.36, 0.64, 0.  ],
            [0.26, 0.26, 0.47]], dtype=float32)
     """
+    if positional or unknown:
+        refuse_arguments("attention", positional, unknown)
     if hasattr(score, "dtype"):
         read_score(score)  # raises an error: only `attend` takes arrays
-    return attend(query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads)
+    if layout == "BHND" and not isinstance(see, dict):
+        return attend(query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads)
+    query, key, value = to_heads_first(layout, query, key, value)
+    names, statistics = split_names(see)
+    answer = attend(query, key, value, mask, score, scale, sinks, dropout, seed, statistics, kernel, threads)
+    output, seen = (answer, ()) if see is None else answer
+    output = output if layout == "BHND" else swap_heads(output)
+    if see is None:
+        return output
+    return output, seen if names is None else dict(zip(names, seen, strict=True))
 
 
 def attend(
@@ -157,23 +178,25 @@ def explain(
     query: Any,
     key: Any,
     value: Any = None,
-    *,
+    *positional: Any,
     mask: Any = None,
     score: Any = None,
     scale: float | None = None,
     sinks: Any = None,
     dropout: float = 0.0,
     seed: int | None = None,
-    see: Sequence[Statistic] | None = None,
+    see: Sequence[Statistic] | dict[str, Statistic] | None = None,
     kernel: str | None = None,
     threads: int | None = None,
+    layout: Layout = "BHND",
     source: bool = False,
+    **unknown: Never,
 ) -> Explanation:
     """Explain what `attention` would do with the same arguments, without running a kernel.
 
     Parameters
     ----------
-    query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads
+    query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads, layout
         As in `attention`.
     source : bool, default False
         Include the generated code: LLVM assembly for arrays on the CPU, Triton functions for tensors on a GPU.
@@ -197,7 +220,10 @@ def explain(
     >>> sightline.explain(x, x, x, mask=sightline.causal(), kernel="streaming").kernel
     'streaming'
     """
+    if positional or unknown:
+        refuse_arguments("explain", positional, unknown)
     check_choice(kernel, threads)
+    query, key, value = to_heads_first(layout, query, key, value)
     given = query
     if arrays.framework(query) == "jax":  # compiled programs run the kernel for NumPy arrays
         query, key, value = (arrays.to_example(x) for x in (query, key, value))
@@ -211,7 +237,7 @@ def explain(
         sinks=sinks,
         dropout=dropout,
         seed=seed or 0,
-        see=see or (),
+        see=split_names(see)[1] or (),
     )
     if arrays.framework(given) == "jax":
         from .jax.dispatch import explain as explain_jax
@@ -225,13 +251,24 @@ def explain(
     return Explanation.of(problem, choose(kernels, problem, kernel), source)
 
 
-def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[Tile]:
+def tiles(
+    query: Any,
+    key: Any,
+    value: Any = None,
+    *positional: Any,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    layout: Layout = "BHND",
+    **unknown: Never,
+) -> Iterator[Tile]:
     """Yield the normalised weights tile by tile, for problems whose n × m weights do not fit into memory.
 
     Parameters
     ----------
-    query, key, value : as in `attention`
-    **options : mask, score, scale and sinks, as in `attention`
+    query, key, value, mask, score, scale, sinks, layout
+        As in `attention`.
 
     Yields
     ------
@@ -254,7 +291,10 @@ def tiles(query: Any, key: Any, value: Any = None, **options: Any) -> Iterator[T
     >>> [tile.weights.sum().round(2) for tile in sightline.tiles(x, x, x, mask=sightline.causal())]
     [np.float32(3.0)]
     """
-    problem = make_problem(query, key, value, **options)
+    if positional or unknown:
+        refuse_arguments("tiles", positional, unknown)
+    query, key, value = to_heads_first(layout, query, key, value)
+    problem = make_problem(query, key, value, mask=mask, score=score, scale=scale, sinks=sinks)
     plain_arrays = {name: arrays.detach(getattr(problem, name)) for name in ("query", "key", "value")}
     problem = replace(problem, **plain_arrays)
     lse = Streaming().run(problem).lse  # this lse comes from the same scores as the tiles

@@ -33,6 +33,7 @@ __all__ = [
     "min_max",
     "namespace",
     "resolve_dtype",
+    "swap_heads",
     "take",
     "to_example",
     "to_host",
@@ -179,6 +180,13 @@ def broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
     return (
         np.broadcast_to(array, shape) if isinstance(array, np.ndarray) else namespace(array).broadcast_to(array, shape)
     )
+
+
+def swap_heads(array: Array) -> Array:
+    """Return a view (..., n, H, d) of an array (..., H, n, d), or the reverse."""
+    if hasattr(array, "swapaxes"):
+        return array.swapaxes(-3, -2)
+    return namespace(array).moveaxis(array, -3, -2)
 
 
 def drop_repeats(array: Array) -> Array:

@@ -20,6 +20,7 @@ __all__ = [
     "ShapeError",
     "SightlineError",
     "TableError",
+    "UnknownArgumentError",
     "name_file",
 ]
 
@@ -61,6 +62,10 @@ class DeviceError(SightlineError, ValueError):
 
 class ParameterError(SightlineError, ValueError):
     """A parameter has no allowed value, such as scale, dropout, seed or the name of a kernel. Also a ValueError."""
+
+
+class UnknownArgumentError(SightlineError, TypeError):
+    """A function received an argument that it does not have, such as one of another library. Also a TypeError."""
 
 
 class MaskError(SightlineError, TypeError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from .statistics import Statistic, StatisticBase
 
 __all__ = [
     "Formula",
+    "Layout",
     "broadcast_inputs",
     "check_arrays",
     "check_choice",
@@ -34,10 +35,13 @@ __all__ = [
     "read_sinks",
     "read_statistics",
     "scalar_formula",
+    "split_names",
     "to_float",
+    "to_heads_first",
 ]
 
 Formula = Any  # an Expression, a function of the symbols, or for masks a boolean array
+Layout = Literal["BHND", "BNHD"]
 
 MAX_SCALE = {name: float(np.finfo(name).max) for name in ("float32", "float64")}  # for each accumulator's dtype
 
@@ -91,6 +95,36 @@ def read_score(score: Formula) -> Expression | None:
     if expression.kind == "bool":
         raise MaskError(f"score is {expression}, a condition", "a number", "pass conditions as mask=")
     return expression
+
+
+def to_heads_first(layout: Any, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """Return query, key and value with their axes in the order (..., heads, positions, width), as views.
+
+    A `KVCache` in place of key and value has this order already.
+
+    Raises
+    ------
+    ParameterError
+        `layout` is neither "BHND" nor "BNHD".
+    ShapeError
+        An array of the layout "BNHD" has no head axis.
+    """
+    if layout == "BHND":
+        return query, key, value
+    if layout != "BNHD":
+        raise ParameterError(
+            f"layout={layout!r}", '"BHND" for (B, H, n, d), or "BNHD" for (B, n, H, d)', 'layout="BNHD"'
+        )
+    given = {"query": query} if value is None else {"query": query, "key": key, "value": value}
+    shapes = {name: tuple(getattr(array, "shape", ())) for name, array in given.items()}
+    if any(len(shape) < 4 for shape in shapes.values()):
+        raise ShapeError(
+            f'layout="BNHD" with {_format_items(shapes)}',
+            "arrays (B, n, H, d), with a batch axis and a head axis",
+            "add the missing axis, as in query[None], or leave layout out for arrays without heads",
+        )
+    swapped = {name: arrays.swap_heads(array) for name, array in given.items()}
+    return swapped["query"], swapped.get("key", key), swapped.get("value", value)
 
 
 def check_arrays(named: dict[str, Any]) -> None:
@@ -269,6 +303,11 @@ def read_statistics(see: Any) -> tuple[Statistic, ...]:
         if not isinstance(entry, StatisticBase):
             raise ParameterError(f"see={see!r}", "a list of statistics", "see=[sightline.lse(), sightline.weights()]")
     return tuple([statistic.map_formulas(read_mask) for statistic in listed])
+
+
+def split_names(see: Any) -> tuple[tuple[str, ...] | None, Any]:
+    """Return (names, statistics) of a dict of statistics; (None, see) if `see` is no dict."""
+    return (tuple(see), list(see.values())) if isinstance(see, dict) else (None, see)
 
 
 def check_choice(kernel: Any, threads: Any) -> None:
