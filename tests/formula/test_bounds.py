@@ -9,8 +9,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sightline import causal, documents, i, j, padding, prefix, table, where, window
+from sightline import causal, documents, i, j, padding, prefix, s, table, where, window
 from sightline.arrays import namespace
+from sightline.errors import MaskError
 from sightline.formula.evaluate_array import ARRAY_RULES
 from sightline.formula.expression import SYMBOLS, apply, walk
 from sightline.formula.interval_arithmetic import compute_intervals
@@ -210,6 +211,26 @@ def test_find_witness_finds_a_pair_if_there_is_one(condition):
     assert (at is not None) == values.any()
     if at is not None:
         assert values[at]
+
+
+@settings(max_examples=50)
+@given(masks(EXTENT))
+def test_sparsity_is_the_share_of_hidden_pairs(mask):
+    batch, heads, n, m = EXTENT
+    assert mask.sparsity(n, m, batch=batch, heads=heads) == pytest.approx(1 - at_every_pair(mask).mean(), abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "m"), [(300, 200), (1, 1), (0, 5)])
+def test_sparsity_of_whole_and_cut_tiles(n, m):
+    mask = causal() & (j >= 0)
+    allowed = sum(min(i + 1, m) for i in range(n))
+    assert mask.sparsity(n, m) == (1 - allowed / (n * m) if n * m else 0)
+
+
+@pytest.mark.parametrize("formula", [i - j, s < 0], ids=repr)
+def test_only_masks_have_a_sparsity(formula):
+    with pytest.raises(MaskError, match="sparsity"):
+        formula.sparsity(4)
 
 
 @pytest.mark.parametrize("extent", [(0, 2, 5, 5), (1, 0, 5, 5), (1, 1, 0, 5), (1, 1, 5, 0)])

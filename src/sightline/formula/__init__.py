@@ -6,8 +6,10 @@ from .formula_checks import check_formulas
 from .numpy_functions import power, translate_call
 from .printing import format_formula
 from .tables import learned_number
+from .tile_ranges import count_pairs
 
 PASSES.check_formulas = check_formulas
+PASSES.count_pairs = count_pairs
 PASSES.evaluate_dense = evaluate_dense
 PASSES.learned_number = learned_number
 PASSES.format_formula = format_formula

@@ -10,6 +10,7 @@ and a deep formula does not reach Python's recursion limit.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..cached_property import cached_property
-from ..errors import FormulaError, ParameterError
+from ..errors import FormulaError, MaskError, ParameterError
 from .operators import OPERATORS, Kind
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Passes:
 
     translate_call: Callable[[str, Sequence[Any], dict[str, Any], str], Expression]
     check_formulas: Callable[..., None]
+    count_pairs: Callable[[Expression, tuple[int, int, int, int]], int]
     evaluate_dense: Callable[..., Any]
     learned_number: Callable[[Any], Expression]
     format_formula: Callable[[Expression], str]
@@ -245,12 +247,47 @@ class Expression:
         array([[1, 0, 0],
                [1, 1, 0]])
         """
-        extent = (batch, heads, n, n if m is None else m)
-        if not all(hasattr(length, "__index__") and length >= 0 for length in extent):
-            raise ParameterError(f"array of (B, H, n, m) = {extent}", "whole numbers of at least 0", "array(4, 6)")
-        PASSES.check_formulas(self, None, extent)
+        extent = self._check_extent("array", n, m, batch, heads)
         values = PASSES.evaluate_dense(self, extent, s)
         return values[0, 0] if batch == heads == 1 else values
+
+    def sparsity(self, n: int, m: int | None = None, *, batch: int = 1, heads: int = 1) -> float:
+        """Return the share of the pairs (i, j) that a mask hides, from 0 to 1.
+
+        The kernels skip 64 × 64 tiles without a visible pair; `sightline.explain` counts these tiles.
+
+        Parameters
+        ----------
+        n, m : int
+            The number of queries, and the number of keys; m defaults to n.
+        batch, heads : int
+            The number of batch entries b, and the number of heads h, over which the share is the mean.
+
+        Returns
+        -------
+        float
+            1 − allowed / (batch · heads · n · m), counted exactly; 0 if there are no pairs.
+
+        Raises
+        ------
+        MaskError
+            The formula is not a condition, or reads the score s.
+        ParameterError, TableError
+            As in `array`.
+
+        Examples
+        --------
+        >>> import sightline
+        >>> sightline.causal().sparsity(4)
+        0.375
+        >>> round(sightline.window(256).sparsity(16_384), 3)
+        0.984
+        """
+        if self.kind != "bool" or "s" in self.free_symbols:
+            raise MaskError(f"sparsity of {self}", "a condition on b, h, i and j", "(i >= j).sparsity(1000)")
+        extent = self._check_extent("sparsity", n, m, batch, heads)
+        pairs = math.prod(extent)
+        return 1 - PASSES.count_pairs(self, extent) / pairs if pairs else 0.0
 
     def show(self, n: int, m: int | None = None, *, batch: int = 0, head: int = 0) -> Picture:
         """Return a picture of a mask, or of what a score formula adds to the score.
@@ -321,6 +358,14 @@ class Expression:
             else:
                 built[id(node)] = node.rebuild(tuple([built[id(a)] for a in node.arguments]), tables)
         return built[id(self)]
+
+    def _check_extent(self, name: str, n: Any, m: Any, batch: Any, heads: Any) -> tuple[int, int, int, int]:
+        """Return (B, H, n, m) after the checks of a formula that need these lengths."""
+        extent = (batch, heads, n, n if m is None else m)
+        if not all(hasattr(length, "__index__") and length >= 0 for length in extent):
+            raise ParameterError(f"{name} of (B, H, n, m) = {extent}", "whole numbers of at least 0", f"{name}(4, 6)")
+        PASSES.check_formulas(self, None, extent)
+        return extent
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
     def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:

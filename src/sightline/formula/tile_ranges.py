@@ -6,6 +6,7 @@ the work grows with the number of allowed pairs, not with n².
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +19,7 @@ from .evaluate_array import evaluate
 from .expression import Expression, as_expression
 from .interval_arithmetic import Interval, compute_intervals
 
-__all__ = ["TileRanges", "find_tile_ranges", "find_witness"]
+__all__ = ["TileRanges", "count_pairs", "find_tile_ranges", "find_witness"]
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -158,18 +159,44 @@ def find_witness(condition: Expression, extent: tuple[int, int, int, int]) -> tu
 
     The condition is evaluated only in the tiles that the bounds do not prove empty.
     """
+    for (b, h), rows, columns, holds in _evaluate_tiles(condition, extent):
+        at = np.argwhere(np.broadcast_to(holds, (len(rows), len(columns))))
+        if at.size:
+            return b, h, rows.start + int(at[0, 0]), columns.start + int(at[0, 1])
+    return None
+
+
+def count_pairs(mask: Expression, extent: tuple[int, int, int, int]) -> int:
+    """Return the number of (b, h, i, j) that the mask allows. Only partial tiles are evaluated."""
+    ranges = find_tile_ranges(mask, extent, *SEARCH_BLOCK)
+    allowed = sum(
+        int(np.count_nonzero(holds)) * len(rows) * len(columns) // np.size(holds)
+        for _, rows, columns, holds in _evaluate_tiles(mask, extent)
+    )
+    return allowed * (extent[0] // max(ranges.batches, 1)) * (extent[1] // max(ranges.heads, 1))
+
+
+def _evaluate_tiles(
+    condition: Expression, extent: tuple[int, int, int, int]
+) -> Iterator[tuple[tuple[int, int], range, range, Any]]:
+    """Yield ((b, h), rows, columns, values) of every range of tiles that the bounds do not prove empty.
+
+    The values broadcast to (rows, columns); those of full tiles are one True.
+
+    A condition that does not depend on b, or on h, is evaluated for b = 0, or for h = 0, alone.
+    """
     ranges = find_tile_ranges(condition, extent, *SEARCH_BLOCK)
     _, _, n, m = extent
     row_of_entry = np.repeat(np.arange(ranges.start.size - 1), np.diff(ranges.start))
-    for row, first, last in zip(row_of_entry, ranges.first, ranges.last, strict=True):
+    for row, first, last, full in zip(row_of_entry, ranges.first, ranges.last, ranges.full, strict=True):
         group, block = divmod(int(row), ranges.query_blocks)
         b, h = divmod(group, ranges.heads)
-        i = np.arange(block * SEARCH_BLOCK[0], min((block + 1) * SEARCH_BLOCK[0], n))[:, None]
-        j = np.arange(first * SEARCH_BLOCK[1], min(last * SEARCH_BLOCK[1], m))
-        symbols = {"b": np.asarray(b), "h": np.asarray(h), "i": i, "j": j, "n": n, "m": m}
-        with np.errstate(all="ignore"):
-            holds = evaluate(condition, symbols, xp=namespace(i), float_dtype=np.dtype("float64"), like=i)
-        at = np.argwhere(np.broadcast_to(holds, (i.shape[0], j.shape[0])))
-        if at.size:
-            return b, h, int(i[at[0, 0], 0]), int(j[at[0, 1]])
-    return None
+        rows = range(block * SEARCH_BLOCK[0], min((block + 1) * SEARCH_BLOCK[0], n))
+        columns = range(int(first) * SEARCH_BLOCK[1], min(int(last) * SEARCH_BLOCK[1], m))
+        values = np.asarray(True)
+        if not full:
+            i, j = np.arange(rows.start, rows.stop)[:, None], np.arange(columns.start, columns.stop)
+            symbols = {"b": np.asarray(b), "h": np.asarray(h), "i": i, "j": j, "n": n, "m": m}
+            with np.errstate(all="ignore"):
+                values = evaluate(condition, symbols, xp=namespace(i), float_dtype=np.dtype("float64"), like=i)
+        yield (b, h), rows, columns, values
