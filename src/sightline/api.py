@@ -140,7 +140,9 @@ def attend(
     """Do what `attention` does. `score` may also be an array (..., n, m), the bias that is added to the scores."""
     if scale is not None and getattr(scale, "requires_grad", False) and not is_compiling():
         score, scale = fold_scale(score, scale)
-    plain_arrays = as_arrays(query, key, mask) if value is None and type(key) is KVCache else (key, value, mask)
+    plain_arrays = key, value, mask
+    if value is None and type(key) is KVCache:
+        plain_arrays = as_arrays(query, key, mask, score, sinks is not None or bool(see))
     description = describe(query, plain_arrays[2], score, scale, sinks, dropout, seed, see, kernel, threads)
     request = None
     if description is not None:

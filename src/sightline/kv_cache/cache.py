@@ -12,6 +12,7 @@ from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, is_compiling
 from ..formula.tables import Table
+from .row_positions import check_row_positions
 from .storage import allocate, grow, reorder_batch, write
 
 __all__ = ["KVCache", "as_arrays", "unpack_cache"]
@@ -296,6 +297,22 @@ class KVCache:
             self._all_visible_mask = mask
         return mask
 
+    def rows_are_positions(self, n: int) -> bool:
+        """True if row i of n queries is at position i of its sequence: the queries are all positions of the cache."""
+        if n == self.num_newest:
+            return self._newest_start_at_0
+        return self._has_equal_lengths and n == self._max_length
+
+    @property
+    def num_newest(self) -> int:
+        """The number of rows of the newest append."""
+        return int(self._newest_positions.shape[1])
+
+    @property
+    def has_equal_lengths(self) -> bool:
+        """True if all sequences have the same length."""
+        return self._has_equal_lengths
+
     # -- internals --------------------------------------------------------------------------------------------------
     @property
     def length_mask(self) -> Expression | None:
@@ -309,6 +326,7 @@ class KVCache:
         """
         self._lengths, self._newest_positions = lengths, newest
         self._issued_mask = self._all_visible_mask = None
+        self._newest_start_at_0 = bool(((newest == np.arange(newest.shape[1])) | (newest < 0)).all())
         self._max_length = int(lengths.max(initial=0))
         self._has_equal_lengths = bool((lengths == self._max_length).all())
 
@@ -372,18 +390,24 @@ class KVCache:
         self._key, self._value = (grow(old, capacity, self._max_length) for old in (self._key, self._value))
 
 
-def as_arrays(query: Any, cache: KVCache, mask: Any) -> tuple[Any, Any, Any]:
+def as_arrays(
+    query: Any, cache: KVCache, mask: Any, score: Any = None, needs_lse: bool = False
+) -> tuple[Any, Any, Any]:
     """Return (key, value, mask) of attention on a cache, with plain arrays in place of the cache if they suffice.
 
     Plain arrays suffice if the query has the cache's array type and dtype, and one of the following holds. All
     sequences have the same length. The mask is None or a formula, to which a condition is added that hides the
     positions beyond each sequence's end; torch.compile does not trace this. The mask is the last result of `causal`.
 
+    `check_row_positions` checks mask and score.
+
     The causal mask is dropped if the query is the newest position of every sequence, because such a query sees every
     key.
     """
     if type(query) is not type(cache._key) or query.dtype != cache._key.dtype:
         return cache, None, mask
+    if not (score is None and (mask is None or mask is cache._issued_mask)) and query.ndim > 1:
+        check_row_positions(cache, query.shape[-2], mask, score, needs_lse)
     if mask is not None and mask is cache._all_visible_mask and query.shape[-2:-1] == (1,):
         mask = None
     elif not cache._has_equal_lengths and (mask is None or mask is not cache._issued_mask):
@@ -395,7 +419,9 @@ def as_arrays(query: Any, cache: KVCache, mask: Any) -> tuple[Any, Any, Any]:
     return *cache._view(cache._max_length), mask
 
 
-def unpack_cache(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Expression | None]:
+def unpack_cache(
+    query: Any, key: Any, value: Any, mask: Any, score: Any, needs_lse: bool
+) -> tuple[Any, Any, Expression | None]:
     """Return (key, value, condition) for the arguments of attention, with arrays in place of a cache.
 
     The condition hides positions beyond each sequence's end. It is None without a cache, if all sequences have the same
@@ -414,6 +440,8 @@ def unpack_cache(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any,
             )
         return key, value, None
     keys, values = key._view(key._max_length)
+    if getattr(query, "ndim", 0) > 1:
+        check_row_positions(key, query.shape[-2], mask, score, needs_lse)
     if framework(query) == framework(keys) and dtype_name(query) in FLOATS and dtype_name(query) != key.dtype:
         cast = "to" if framework(query) == "torch" else "astype"
         raise DtypeError(

@@ -1,0 +1,124 @@
+"""Formulas on a cache that take the row of a query for the query's position."""
+
+import numpy as np
+import pytest
+import torch
+
+import sightline
+from sightline import b, h, i, j, m, n, s, table
+from sightline.errors import FormulaError
+from sightline.kv_cache.row_positions import compares_rows
+
+B, H, D = 2, 3, 4
+SLOPES = np.array([0.5, 0.25, 0.125])
+WRONG = {
+    "causal": {"mask": sightline.causal()},
+    "causal function": {"mask": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx},
+    "window": {"mask": sightline.window(3)},
+    "distance": {"mask": abs(i - j) < 3},
+    "in an or": {"mask": (j < 2) | (j <= i)},
+    "scaled distance": {"mask": 2 * (i - j) + 1 < 7},
+    "relative bias": {"score": sightline.relative_bias(np.zeros((H, 5)))},
+    "capped alibi": {"score": 5 * np.tanh(sightline.alibi(SLOPES) / 5)},
+    "symmetric alibi": {"score": s - table(SLOPES)[h] * abs(i - j)},
+    "alibi beside sinks": {"score": sightline.alibi(SLOPES), "sinks": np.zeros(H)},
+    "alibi with its lse": {"score": sightline.alibi(SLOPES), "see": [sightline.lse()]},
+    "distance times key": {"score": s - (i - j) * j},
+}
+RIGHT = {
+    "keys alone": {"mask": j < 4},
+    "lower right": {"mask": sightline.causal("lower right")},
+    "alibi": {"score": sightline.alibi(SLOPES)},
+    "shifted": {"mask": i + 5 >= j},
+    "softcap": {"score": sightline.softcap(5.0)},
+    "rows alone": {"mask": (i % 2 == 0) | (j < 3)},
+}
+
+
+def cache_of(rng, *lengths, padding="right"):
+    """Return a cache after one append for each number of positions, or list of numbers."""
+    cache = sightline.KVCache()
+    for length in lengths:
+        array = rng.normal(size=(B, H, np.max(length), D))
+        cache.append(array, array, lengths=None if np.ndim(length) == 0 else length, padding=padding)
+    return cache
+
+
+def query_of(rng, count):
+    return rng.normal(size=(B, H, count, D))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_rows_in_place_of_positions_are_refused(rng, name):
+    with pytest.raises(FormulaError, match=r"row 0 of 1 is at position 5(.|\n)*cache\.positions\(\)"):
+        sightline.attention(query_of(rng, 1), cache_of(rng, 5, 1), **WRONG[name])
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_formulas_that_do_not_need_positions_are_computed(rng, name):
+    cache, query = cache_of(rng, 5, 1), query_of(rng, 1)
+    output = sightline.attention(query, cache, **RIGHT[name])
+    np.testing.assert_array_equal(output, sightline.attention(query, cache.key, cache.value, **RIGHT[name]))
+
+
+def test_the_cure_is_right(rng):
+    cache, query = cache_of(rng, 5, 1), query_of(rng, 1)
+    p = table(cache.positions())[b, i]
+    output = sightline.attention(query, cache, mask=cache.causal() & (p - j < 3))
+    np.testing.assert_array_equal(output, sightline.attention(query, cache, mask=j > 2))
+
+
+@pytest.mark.parametrize("lengths", [5, [5, 3], [0, 5]], ids=str)
+def test_a_prompt_from_position_0_takes_plain_masks(rng, lengths):
+    cache, query = cache_of(rng, lengths), query_of(rng, 5)
+    output = sightline.attention(query, cache, mask=sightline.causal())
+    expected = sightline.attention(query, cache, mask=cache.causal())
+    real = cache.positions() >= 0
+    np.testing.assert_array_equal(output.swapaxes(1, 2)[real], expected.swapaxes(1, 2)[real])
+
+
+def test_a_prompt_with_padding_before_it_is_refused(rng):
+    with pytest.raises(FormulaError, match=r"positions \[0, -1\]"):
+        sightline.attention(query_of(rng, 5), cache_of(rng, [5, 3], padding="left"), mask=sightline.causal())
+
+
+def test_fewer_queries_than_the_newest_append(rng):
+    cache = cache_of(rng, 5)
+    with pytest.raises(FormulaError, match=r"cache\.causal\(2\)"):
+        sightline.attention(query_of(rng, 2), cache, mask=sightline.causal())
+    sightline.attention(query_of(rng, 2), cache, mask=cache.causal(2))
+
+
+def test_all_positions_again(rng):
+    cache = cache_of(rng, 3, 2)
+    output = sightline.attention(query_of(rng, 5), cache, mask=sightline.causal())
+    assert output.shape == (B, H, 5, D)
+
+
+def test_the_lower_right_corner_of_unequal_lengths_is_refused(rng):
+    cache = cache_of(rng, [5, 3], 2)
+    with pytest.raises(FormulaError, match=r"cache\.causal\(\)"):
+        sightline.attention(query_of(rng, 2), cache, mask=i + (m - n) >= j)
+
+
+def test_explain_and_other_queries_refuse_too(rng):
+    cache, query = cache_of(rng, 5, 1), query_of(rng, 1)
+    with pytest.raises(FormulaError, match="KVCache"):
+        sightline.explain(query, cache, mask=sightline.causal())
+    with pytest.raises(FormulaError, match="KVCache"):
+        sightline.attention(np.asfortranarray(query), cache, mask=sightline.causal(), kernel="streaming")
+
+
+def test_torch_refuses_too(rng):
+    cache = sightline.KVCache()
+    for count in (5, 1):
+        cache.append(*torch.zeros(2, B, H, count, D))
+    with pytest.raises(FormulaError, match="KVCache"):
+        sightline.attention(torch.zeros(B, H, 1, D), cache, mask=sightline.window(3))
+
+
+def test_a_linear_use_needs_a_coefficient_that_is_equal_for_all_keys():
+    assert not compares_rows(s - (i - j) / 8.0 + j)
+    assert compares_rows(s - (i - j) * s)
+    assert compares_rows(s - 1.0 / (i - j))
+    assert compares_rows(s - (i - j) * (i - j))
