@@ -11,7 +11,7 @@ from fault_planting import broken
 from sightline import attention, causal, documents, explain, i, j, padding, table
 from sightline.accuracy import compute_baseline, term_sizes
 from sightline.arrays import to_numpy
-from sightline.errors import ParameterError, ShapeError
+from sightline.errors import ParameterError, ShapeError, TableError
 from sightline.formula import interval_arithmetic as bounds
 from sightline.formula import library, tile_ranges
 from sightline.formula.tile_ranges import find_tile_ranges
@@ -215,6 +215,10 @@ X = np.zeros((1, 1, 6, 4), np.float32)
     ("call", "error", "says"),
     [
         (lambda: documents([0, 1], key_lengths=[1, 1]), ParameterError, "no lengths"),
+        (lambda: attention(X, X, X, mask=documents([4, 2])), TableError, r"documents\(lengths=\.\.\.\) if .* sum to 6"),
+        (lambda: attention(X, X, X, mask=documents(lengths=[4, 3])), ShapeError, "lengths must sum to 6"),
+        (lambda: attention(X, X, X, mask=documents(lengths=[4, 1])), ShapeError, "lengths must sum to 6"),
+        (lambda: attention(X[..., :2, :], X, X, mask=documents(lengths=[2])), TableError, "key lengths sum to 6"),
         (lambda: documents(lengths=[1], key_lengths=[1, 2]), ShapeError, "1 lengths and 2 key_lengths"),
         (lambda: documents(lengths=[1], key_lengths=[-1]), ShapeError, r"key_lengths \[-1\]"),
         (lambda: documents(lengths=[[1]], key_lengths=[1]), ShapeError, "lengths"),

@@ -176,6 +176,9 @@ def ready_masks(draw: Any, extent: tuple[int, ...]) -> Any:
         shape = [length if draw(st.booleans()) else 1 for length in extent][draw(st.integers(0, 3)) :]
         return sightline.dense(rng.random(shape) < draw(st.sampled_from([0.1, 0.5, 0.9])))
 
+    def split(length: int) -> Any:
+        return rng.multinomial(length, [0.25] * 4)
+
     make = draw(
         st.sampled_from(
             [
@@ -186,7 +189,9 @@ def ready_masks(draw: Any, extent: tuple[int, ...]) -> Any:
                 lambda: sightline.padding(rng.integers(0, columns + 1, max(B, 1))),
                 lambda: sightline.documents(np.sort(rng.integers(0, 4, longest))),
                 lambda: sightline.documents(rng.integers(0, 3, (max(B, 1), longest))),
-                lambda: sightline.documents(lengths=rng.multinomial(longest, [0.25] * 4)),
+                lambda: sightline.documents(
+                    lengths=split(rows), key_lengths=None if rows == columns else split(columns)
+                ),
                 dense,
             ]
         )

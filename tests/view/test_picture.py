@@ -16,7 +16,7 @@ from sightline.view.terminal import colour_of, has_true_colour, text_colour_on
 MASKS = {
     "causal": causal(),
     "window": causal() & window(3),
-    "documents": documents(lengths=[3, 5, 4] + [2] * 26),
+    "documents": documents(np.repeat(np.arange(29), [3, 5, 4] + [2] * 26)),
     "stripes": (i * j) % 7 == 0,
     "nothing": i < 0,
     "everything": i >= 0,

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import to_numpy
 from ..errors import FormulaError, ShapeError, TableError
 from .expression import MAX_EXACT_INTEGER, Apply, Expression, Lookup, walk
 from .interval_arithmetic import compute_intervals
@@ -57,6 +58,7 @@ def _check_span(table: Any, extent: Extent) -> None:
                 _describe_axis(table, name, length),
                 f"length {span}{' or 1' * (span != 1)}, where (B, H, n, m) = {extent}",
                 _suggest_batch_axis(table, extent)
+                + _suggest_lengths(table, name, span)
                 + "give the array these lengths, or index a table of it yourself: table(array)[...]"
                 + (f"; for the last queries of a KVCache use cache.causal({span})" if name == "i" else ""),
             )
@@ -68,6 +70,25 @@ def _suggest_batch_axis(table: Any, extent: Extent) -> str:
         table.axes, ("", "")
     )
     return f"array[{index}] if its axes are {axes}; " if index and table.shape[0] == extent[0] else ""
+
+
+def _suggest_lengths(table: Any, name: str, span: int) -> str:
+    """Return the cure for an array of document numbers, one for each position."""
+    if table.axes not in (("i",), ("j",)) or table.kind != "int":
+        return ""
+    argument = {"i": "lengths", "j": "key_lengths"}[name]
+    return f"if these are document numbers, {argument} must sum to {span}; "
+
+
+def _suggest_document_lengths(node: Lookup, extent: Extent) -> str:
+    """Return the cure for lengths of documents in place of their numbers: their sum is the number of positions."""
+    table = node.table
+    if table.ndim != 1 or table.kind != "int":
+        return ""
+    if table.axes == ("i",):
+        return f"documents(lengths=..., key_lengths=...), where the key lengths sum to {extent[3]}; "
+    total = int(to_numpy(table.array).sum())
+    return f"documents(lengths=...) if the entries, which sum to {total}, are lengths; " if total == extent[2] else ""
 
 
 def _describe_axis(table: Any, name: str, length: int) -> str:
@@ -99,7 +120,8 @@ def _check_index(
         f"{node} reads outside its table of shape {node.table.shape}: index {index} runs from {low:.0f} to {high:.0f}, "
         f"and leaves axis {axis} at b={b}, h={h}, i={i}, j={j}",
         f"indices from 0 to {length - 1} wherever the mask allows the pair",
-        "shift the index, enlarge the table, or clip: np.clip(index, 0, length - 1)",
+        _suggest_document_lengths(node, extent)
+        + "shift the index, enlarge the table, or clip: np.clip(index, 0, length - 1)",
     )
 
 

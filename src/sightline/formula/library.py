@@ -127,7 +127,7 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
         The document number of every position.
     lengths : (documents,) integers
         In place of ids: the number of positions of each document, in the order of the documents along the axis. The
-        lengths sum to n. A length of 0 is an empty document.
+        lengths sum to n. Without `key_lengths` there are no more keys than queries. A length of 0 is an empty document.
     key_lengths : (documents,) integers, optional
         Only with `lengths`, for cross-attention: the number of keys of each document, if it differs from the document's
         number of queries. The key lengths sum to m. Queries of a document without keys attend to nothing.
@@ -137,8 +137,8 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
     ParameterError
         Both or neither of ids and lengths are given, or key_lengths is given without lengths.
     ShapeError
-        An array does not have the shape and dtype above. When attention is computed: `key_lengths` is given, and the
-        lengths do not sum to n or the key lengths do not sum to m.
+        An array does not have the shape and dtype above. When attention is computed: the lengths do not sum to n, or
+        the key lengths do not sum to m.
 
     Examples
     --------
@@ -172,7 +172,8 @@ def documents(ids: Any = None, *, lengths: Any = None, key_lengths: Any = None) 
             )
         return apply("equal", Table(query_ids, axes=("i",))[i], Table(key_ids, axes=("j",))[j])
     if lengths is not None:
-        ids = _document_ids("lengths", lengths)
+        numbers = Table(_document_ids("lengths", lengths), axes=("i",))
+        return apply("equal", numbers[i], numbers[j])
     table = Table(ids, axes=(None,) if _ndim(ids) == 1 else ("b", None))
     if table.ndim not in (1, 2) or table.kind != "int":
         raise ShapeError(f"document ids {table}", "(n,) or (B, n) integers", "documents(ids) or documents(lengths=...)")
