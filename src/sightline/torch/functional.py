@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..api import attend
 from ..errors import MaskError, ShapeError
@@ -32,7 +33,8 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query : (..., H, L, E) float16, bfloat16, float32 or float64, with any number of leading axes
-        (L, E), a query without heads, is allowed too.
+        (L, E), a query without heads, is allowed too. The leading axes of query, key and value broadcast, also if their
+        numbers differ. Without components, E = 0, all scores are 0.
     key : (..., G, S, E), the dtype of query
     value : (..., G, S, E_v), the dtype of query
     attn_mask : tensor broadcastable to (..., H, L, S), optional
@@ -74,6 +76,9 @@ def scaled_dot_product_attention(
             [0.3302, 0.6698]])
     """
     ndim = query.ndim
+    if not ndim == key.ndim == value.ndim or query.shape[-1] == 0:
+        query, key, value, scale = _complete_axes(query, key, value, scale)
+        ndim = query.ndim
     without_batch = ndim == key.ndim == value.ndim == 3
     if without_batch:  # as in torch, the first of three axes counts as heads, for masks and for GQA
         query, key, value, ndim = query[None], key[None], value[None], 4
@@ -105,6 +110,19 @@ def scaled_dot_product_attention(
             mask = dense(array) if mask is None else mask & dense(array)
     output: Tensor = attend(query, key, value, mask, score, scale, dropout=dropout_p)
     return output[0] if without_batch else output
+
+
+def _complete_axes(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    """Return the arguments with equal numbers of axes, and with one component 0 in place of none."""
+    tensors = [query, key, value]
+    most = max([x.ndim for x in tensors])
+    if min([x.ndim for x in tensors]) >= 2:
+        tensors = [x[(None,) * (most - x.ndim)] for x in tensors]
+    if query.shape[-1] == key.shape[-1] == 0:
+        tensors[:2], scale = [functional.pad(x, (0, 1)) for x in tensors[:2]], 1.0
+    return *tensors, scale
 
 
 def align_mask(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
