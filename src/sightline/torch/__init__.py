@@ -16,12 +16,15 @@ from .dispatch import kernels, run
 from .functional import scaled_dot_product_attention
 from .layers import MultiHeadAttention, ScaledDotProductAttention, SelfAttention
 from .model_watch import watch
+from .replacement import Replacement, replacing
 
 __all__ = [
     "MultiHeadAttention",
+    "Replacement",
     "ScaledDotProductAttention",
     "SelfAttention",
     "kernels",
+    "replacing",
     "run",
     "scaled_dot_product_attention",
     "watch",

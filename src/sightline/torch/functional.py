@@ -13,7 +13,7 @@ from ..errors import MaskError, ShapeError
 from ..formula.expression import Expression
 from ..formula.library import causal, dense
 
-__all__ = ["align_mask", "scaled_dot_product_attention"]
+__all__ = ["align_mask", "convert_arguments", "scaled_dot_product_attention"]
 
 CAUSAL = causal()
 
@@ -75,6 +75,23 @@ def scaled_dot_product_attention(
     tensor([[1.0000, 0.0000],
             [0.3302, 0.6698]])
     """
+    query, key, value, mask, score, scale, without_batch = convert_arguments(
+        query, key, value, attn_mask, is_causal, scale, enable_gqa
+    )
+    output: Tensor = attend(query, key, value, mask, score, scale, dropout=dropout_p)
+    return output[0] if without_batch else output
+
+
+def convert_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor, Tensor, Any, Any, float | None, bool]:
+    """Return (query, key, value, mask, score, scale) of `api.attend`, and whether a batch axis was added."""
     ndim = query.ndim
     if not ndim == key.ndim == value.ndim or query.shape[-1] == 0:
         query, key, value, scale = _complete_axes(query, key, value, scale)
@@ -108,21 +125,19 @@ def scaled_dot_product_attention(
             mask = array
         else:
             mask = dense(array) if mask is None else mask & dense(array)
-    output: Tensor = attend(query, key, value, mask, score, scale, dropout=dropout_p)
-    return output[0] if without_batch else output
+    return query, key, value, mask, score, scale, without_batch
 
 
 def _complete_axes(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, float | None]:
     """Return the arguments with equal numbers of axes, and with one component 0 in place of none."""
-    tensors = [query, key, value]
-    most = max([x.ndim for x in tensors])
-    if min([x.ndim for x in tensors]) >= 2:
-        tensors = [x[(None,) * (most - x.ndim)] for x in tensors]
+    axes = [x.ndim for x in (query, key, value)]
+    if min(axes) >= 2:
+        query, key, value = (x[(None,) * (max(axes) - x.ndim)] for x in (query, key, value))
     if query.shape[-1] == key.shape[-1] == 0:
-        tensors[:2], scale = [functional.pad(x, (0, 1)) for x in tensors[:2]], 1.0
-    return *tensors, scale
+        query, key, scale = functional.pad(query, (0, 1)), functional.pad(key, (0, 1)), 1.0
+    return query, key, value, scale
 
 
 def align_mask(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention  # bound before `replacing` replaces it
 
 from ..gpu.tuning.selection import architecture_of
 from ..kernel import Kernel, Refusal, Result
@@ -141,7 +141,7 @@ class Fused(Kernel):
         if grouped and torch.version.hip is not None:  # some of torch's kernels for AMD support no groups
             key, value = (x.repeat_interleave(problem.group, dim=1) for x in (key, value))
             grouped = False
-        output = functional.scaled_dot_product_attention(query, key, value, scale=problem.scale, enable_gqa=grouped)
+        output = scaled_dot_product_attention(query, key, value, scale=problem.scale, enable_gqa=grouped)
         return Result(output.reshape(*problem.batch_shape, *output.shape[-3:]), lse=None)
 
     def _rule(self, problem: Problem) -> Rule | None:

@@ -1,0 +1,247 @@
+"""`replacing`: this library's attention in place of torch's, in programs that one cannot edit."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.backends import mha
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
+
+from ..errors import SightlineError
+from ..formula.library import bias
+from ..kernel import choose
+from ..problem import make_problem
+from ..streaming import Streaming
+from .dispatch import kernels
+from .functional import convert_arguments, scaled_dot_product_attention
+from .fused import Fused
+from .hooks import restore_on_exit
+from .nested import is_nested
+
+__all__ = ["Replacement", "replacing"]
+
+NAME = "scaled_dot_product_attention"
+OWN_PACKAGES = ("sightline", "torch._C")  # modules that keep torch's function
+MAX_LINES = 12  # kinds of calls that a `Replacement` prints
+MAX_CACHED_REASONS = 4096
+
+
+class ReplacedCall(NamedTuple):
+    """What decides whether this library serves a call of torch's function; `str` describes the call."""
+
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+    device: torch.device
+    mask: tuple[torch.Size, torch.dtype] | None
+    is_causal: bool
+    has_dropout: bool
+    enable_gqa: bool
+    needs_gradients: bool
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> ReplacedCall:
+        """Return the description of a call with these arguments of torch's function."""
+        mask = None if attn_mask is None else (attn_mask.shape, attn_mask.dtype)
+        needs_gradients = torch.is_grad_enabled() and (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (attn_mask is not None and attn_mask.requires_grad)
+        )
+        shapes = query.shape, key.shape, value.shape
+        return cls(shapes, query.dtype, query.device, mask, is_causal, dropout_p > 0, enable_gqa, needs_gradients)
+
+    def __str__(self) -> str:
+        shapes = zip(("query", "key", "value"), self.shapes, strict=True)
+        features = [
+            "" if self.mask is None else f"{_name(self.mask[1])} mask {tuple(self.mask[0])}",
+            "causal" * self.is_causal,
+            "dropout" * self.has_dropout,
+            "gradients" * self.needs_gradients,
+        ]
+        operands = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes)
+        return ", ".join([operands, f"{_name(self.dtype)} on {self.device}", *filter(None, features)])
+
+
+@dataclass(eq=False, repr=False)
+class Replacement:
+    """What `replacing` did: the calls that this library served, and those that it left to torch.
+
+    `print` shows both. Calls in a model that torch.compile has compiled are not counted.
+
+    Attributes
+    ----------
+    served : Counter
+        For the description of a call, the number of such calls.
+    left : Counter
+        For (description of a call, reason), the number of such calls that torch computed.
+    """
+
+    served: Counter[ReplacedCall] = field(default_factory=Counter)
+    left: Counter[tuple[ReplacedCall, str]] = field(default_factory=Counter)
+
+    def __repr__(self) -> str:
+        served, left = self.served.total(), self.left.total()
+        lines = [f"calls of {NAME}: {served:,} served by sightline, {left:,} left to torch"]
+        lines += _format_counts(Counter({str(call): count for call, count in self.served.items()}))
+        if left:
+            reasons = Counter({f"{call}\n      {reason}": count for (call, reason), count in self.left.items()})
+            lines += ["left to torch:", *_format_counts(reasons)]
+        if not served + left:
+            lines.append("  no eager call was seen: the program may compute attention by another function")
+        return "\n".join(lines)
+
+
+def _format_counts(counts: Counter[str]) -> list[str]:
+    """Return one line for each of the most frequent entries, and one for the number of the others."""
+    lines = [f"  {count:,} × {text}" for text, count in counts.most_common(MAX_LINES)]
+    others = len(counts) - len(lines)
+    return lines + [f"  and {others} other kinds of calls"] * (others > 0)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_active: list[Replacement] = []
+_reasons: dict[ReplacedCall, str | None] = {}  # the results of `_reason_to_leave`
+
+
+@contextmanager
+def replacing() -> Iterator[Replacement]:
+    """Compute `torch.nn.functional.scaled_dot_product_attention` by this library while the context lasts.
+
+    This is for programs that one cannot edit, such as models of timm, diffusers and open_clip, models of transformers
+    with attn_implementation="sdpa", and `torch.nn.TransformerEncoder`. The function is replaced in torch.nn.functional
+    and in every loaded module that has imported it by name. torch's fast path of encoder layers does not call the
+    function, so it is off.
+
+    torch computes a call if no generated kernel can, or if the call is an error here. On exit, after an error too,
+    everything is restored. Contexts may be nested.
+
+    Yields
+    ------
+    Replacement
+        The calls that were served, and those that were left to torch, with the reasons. Print it at the end.
+
+    Notes
+    -----
+    `torch.nn.MultiheadAttention` with need_weights=True does not call the function; `sightline.torch.watch` sees its
+    weights. `torch.compile` keeps the function that it has traced: compile inside the context, and call
+    `torch.compiler.reset()` after it. Modules that are first imported inside the context by
+    `from torch.nn.functional import scaled_dot_product_attention` keep the replacement, so import them before.
+
+    Examples
+    --------
+    >>> import torch, sightline.torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> with torch.no_grad(), sightline.torch.replacing() as replacement:
+    ...     _ = layer(torch.ones(1, 5, 8))
+    >>> replacement
+    calls of scaled_dot_product_attention: 1 served by sightline, 0 left to torch
+      1 × query (1, 2, 5, 4), key (1, 2, 5, 4), value (1, 2, 5, 4), float32 on cpu
+    """
+    replacement = Replacement()
+    with ExitStack() as exit_stack:
+        exit_stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        for module, name in _find_references():
+            exit_stack.enter_context(restore_on_exit(module, name))
+            setattr(module, name, _attend)
+        mha.set_fastpath_enabled(False)
+        _active.append(replacement)
+        exit_stack.callback(_active.remove, replacement)
+        yield replacement
+
+
+def _find_references() -> list[tuple[Any, str]]:
+    """Return (module, name) of every attribute of a loaded module that is torch's function or the replacement."""
+    return [
+        (module, name)
+        for module_name, module in list(sys.modules.items())
+        if not module_name.startswith(OWN_PACKAGES)
+        for name, value in list(getattr(module, "__dict__", {}).items())
+        if value is torch_attention or value is _attend
+    ]
+
+
+@wraps(scaled_dot_product_attention)
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    if torch.compiler.is_compiling():
+        return scaled_dot_product_attention(*arguments)
+    call = ReplacedCall.of(*arguments)
+    if call not in _reasons:
+        if len(_reasons) >= MAX_CACHED_REASONS:
+            _reasons.clear()
+        _reasons[call] = _reason_to_leave(*arguments)
+    reason = _reasons[call]
+    if reason is None:
+        try:
+            output = scaled_dot_product_attention(*arguments)
+        except SightlineError as error:  # one of the entries, such as a scale that is not finite
+            reason = error.given
+        else:
+            for replacement in _active:
+                replacement.served[call] += 1
+            return output
+    for replacement in _active:
+        replacement.left[call, reason] += 1
+    return torch_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
+
+
+def _reason_to_leave(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> str | None:
+    """Return why torch should compute the call; None if a generated kernel can."""
+    try:
+        *operands, mask, score, scale, _ = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        if is_nested(*operands):
+            return None  # a generated kernel computes the packed values
+        formula = None if score is None else bias(score)
+        options = {"mask": mask, "score": formula, "scale": scale, "dropout": dropout_p, "seed": 0}
+        problem = make_problem(*operands, **options)
+    except SightlineError as error:
+        return error.given
+    plan = choose(kernels(), problem)
+    if isinstance(plan.kernel, Streaming):
+        refusals = {name: ", ".join(map(str, reasons)) for name, reasons in plan.refusals.items() if reasons}
+        return "; ".join(f"{name}: {reasons}" for name, reasons in refusals.items())
+    if isinstance(plan.kernel, Fused):
+        return "torch's own kernel is the cheapest"
+    if torch.is_grad_enabled() and plan.backward_refusals:
+        return "gradients: " + ", ".join(map(str, plan.backward_refusals))
+    return None
