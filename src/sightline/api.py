@@ -115,9 +115,12 @@ def attention(
         return attend(query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads)
     query, key, value = to_heads_first(layout, query, key, value)
     names, statistics = split_names(see)
-    answer = attend(query, key, value, mask, score, scale, sinks, dropout, seed, statistics, kernel, threads)
+    by_position = layout != "BHND"
+    answer = attend(
+        query, key, value, mask, score, scale, sinks, dropout, seed, statistics, kernel, threads, by_position
+    )
     output, seen = (answer, ()) if see is None else answer
-    output = output if layout == "BHND" else swap_heads(output)
+    output = swap_heads(output) if by_position else output
     if see is None:
         return output
     return output, seen if names is None else dict(zip(names, seen, strict=True))
@@ -136,8 +139,13 @@ def attend(
     see: Sequence[Statistic] | None = None,
     kernel: str | None = None,
     threads: int | None = None,
+    by_position: bool = False,
 ) -> Any:
-    """Do what `attention` does. `score` may also be an array (..., n, m), the bias that is added to the scores."""
+    """Do what `attention` does for arrays with the heads before the positions.
+
+    `score` may also be an array (..., n, m), the bias that is added to the scores. `by_position` is True if the arrays
+    are views of arrays with the positions before the heads; compiled programs of JAX then make no copies.
+    """
     if scale is not None and getattr(scale, "requires_grad", False) and not is_compiling():
         score, scale = fold_scale(score, scale)
     plain_arrays = key, value, mask
@@ -165,7 +173,7 @@ def attend(
     elif framework == "jax":
         from .jax import dispatch as jax_dispatch
 
-        answer = jax_dispatch.run(query, key, value, options, kernel, threads)
+        answer = jax_dispatch.run(query, key, value, options, kernel, threads, by_position)
     else:
         problem = make_problem(query, key, value, **options)
         result = solve(problem, kernel, threads)
