@@ -195,7 +195,7 @@ def _read_condition(condition: Any, scores_shape: tuple[int, ...]) -> Expression
         raise MaskError(
             f"mask is an array of {array.dtype}",
             "a boolean array, True attends, or a formula",
-            "mask=array != 0 if it holds zeros and ones; bias=array if it is added to the scores",
+            "mask=array != 0 if it holds zeros and ones; numbers that are added to the scores are a bias, not a mask",
         )
     return library.dense(array)
 

@@ -454,7 +454,10 @@ def unpack_cache(
 
 def _check_array(name: str, array: Any) -> None:
     if framework(array) not in ("numpy", "torch") or not hasattr(array, "dtype") or hasattr(array, "mask"):
-        raise DtypeError(f"{name} is a {type(array).__name__}", "plain arrays of NumPy or torch", f"convert {name}")
+        cure = f"{name}=numpy.asarray({name})"
+        if framework(array) == "jax":
+            cure += "; programs of JAX keep key and value in arrays of fixed length, and pass mask=j < length"
+        raise DtypeError(f"{name} is a {type(array).__name__}", "plain arrays of NumPy or torch", cure)
     check_float_dtype(name, array)
     if getattr(array, "requires_grad", False):
         raise ParameterError(
