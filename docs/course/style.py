@@ -1,0 +1,140 @@
+"""The look of the figures of the course: sizes, colours and fonts, and the drawing of matrices with their numbers.
+
+Every figure has the same width and a white background, so that letters have the same size everywhere, and pages with
+a dark theme show the figures too. Lines have the colours of Okabe and Ito ("Color Universal Design", 2008). Matrices
+have the colour maps cividis (Nuñez et al., 2018) and PuOr (Brewer, 2002). All of them are readable with a colour vision
+deficiency.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from sightline.view import plotting
+
+BLUE, ORANGE, GREEN, PURPLE = plotting.BLUE, plotting.ORANGE, "#009e73", "#b0569a"
+INK, GREY = "#24292f", "#6e7781"
+WIDTH, DPI = 7.5, 160  # inches, and dots per inch
+
+SETTINGS = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 7,
+    "axes.labelsize": 9,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GREY,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": False,
+    "axes.axisbelow": True,
+    "axes.prop_cycle": matplotlib.cycler(color=[BLUE, ORANGE, GREEN, PURPLE]),
+    "grid.color": "#e4e7eb",
+    "grid.linewidth": 0.7,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "text.color": INK,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+}
+
+
+class Picture:
+    """A finished figure, which notebooks and pages show with its description for readers who do not see it."""
+
+    def __init__(self, png: bytes, description: str) -> None:
+        self.png, self.description = png, description
+
+    def _repr_html_(self) -> str:
+        code, alt = base64.b64encode(self.png).decode("ascii"), html.escape(self.description, quote=True)
+        look = "width:100%;max-width:750px;height:auto;border-radius:6px"
+        return f'<img src="data:image/png;base64,{code}" alt="{alt}" style="{look}">'
+
+    def __repr__(self) -> str:
+        return f"Picture: {self.description}"
+
+
+def use() -> None:
+    """Set matplotlib's defaults for the figures that follow."""
+    matplotlib.rcParams.update(SETTINGS)
+
+
+def new_figure(rows: int = 1, columns: int = 1, height: float = 3.0, **options: Any) -> tuple[Figure, Any]:
+    """Return a figure of the common width and its axes; the height is in inches. `subplots` takes the options."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, wspace=0.04, hspace=0.04)
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def show(figure: Figure, description: str) -> Picture:
+    """Draw the figure. The description says in words what the figure shows."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=DPI)
+    return Picture(file.getvalue(), description)
+
+
+def draw_matrix(
+    axis: Any,
+    values: Any,
+    title: str,
+    *,
+    rows: Any = None,
+    columns: Any = None,
+    numbers: str | None = "{:.2f}",
+    signed: bool = False,
+) -> Any:
+    """Draw a matrix as coloured cells, and return the image.
+
+    Parameters
+    ----------
+    axis : matplotlib axis
+    values : (rows, columns)
+        Cells with NaN, ±∞ or, if the matrix is not signed, 0 are grey.
+    title : str
+    rows, columns : sequences of labels, optional
+    numbers : format of the number in each cell, or None for no numbers
+    signed : bool
+        True: colours show sign and size, for scores, queries, keys and values. False: colours show weights.
+    """
+    values = np.asarray(values, float)
+    if signed:
+        shown = np.ma.masked_invalid(values)
+        limit = max(float(np.abs(shown).max()), 1e-30) if shown.count() else 1.0
+        colours = matplotlib.colormaps["PuOr"].with_extremes(bad=plotting.HIDDEN_COLOUR)
+        image = axis.imshow(shown, cmap=colours, vmin=-1.3 * limit, vmax=1.3 * limit, aspect="auto")
+    else:
+        height, width = values.shape
+        image = plotting.draw_weights(axis, values, (-0.5, width - 0.5, height - 0.5, -0.5), "auto")
+    axis.set_title(title)
+    plotting.hide_frame(axis)
+    for labels, ticks in ((columns, axis.set_xticks), (rows, axis.set_yticks)):
+        if labels is None:
+            ticks([])
+        else:
+            ticks(range(len(labels)), labels)
+    if numbers is not None:
+        _write_numbers(axis, image, values, numbers, signed)
+    return image
+
+
+def _write_numbers(axis: Any, image: Any, values: Any, form: str, signed: bool) -> None:
+    for (row, column), value in np.ndenumerate(values):
+        text = form.format(value).replace("-", "−").replace("inf", "∞")
+        grey = not np.isfinite(value) or (value == 0 and not signed)
+        colour = "black" if grey else plotting.text_colour(image, value)
+        axis.text(column, row, text, ha="center", va="center", fontsize=7.5, color=colour)
