@@ -1,7 +1,7 @@
 """The look of the figures of the course: sizes, colours and fonts, and the drawing of matrices with their numbers.
 
-Every figure has the same width and a white background, so that letters have the same size everywhere, and pages with
-a dark theme show the figures too. Lines have the colours of Okabe and Ito ("Color Universal Design", 2008). Matrices
+Every figure has the same width, so letters have the same size everywhere. The background is white, so the figures are
+readable on light and dark pages. Lines have the colours of Okabe and Ito ("Color Universal Design", 2008). Matrices
 have the colour maps cividis (Nuñez et al., 2018) and PuOr (Brewer, 2002). All of them are readable with a colour vision
 deficiency.
 """
@@ -76,9 +76,20 @@ def use() -> None:
 
 def new_figure(rows: int = 1, columns: int = 1, height: float = 3.0, **options: Any) -> tuple[Figure, Any]:
     """Return a figure of the common width and its axes; the height is in inches. `subplots` takes the options."""
+    figure = _empty_figure(height)
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def new_mosaic(layout: str, height: float, **options: Any) -> tuple[Figure, dict[str, Any]]:
+    """Return a figure and its axes by letter. Each row of the layout, such as "AAB;CCC", is a row of the figure."""
+    figure = _empty_figure(height)
+    return figure, figure.subplot_mosaic(layout, **options)
+
+
+def _empty_figure(height: float) -> Figure:
     figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, wspace=0.04, hspace=0.04)
-    return figure, figure.subplots(rows, columns, **options)
+    return figure
 
 
 def show(figure: Figure, description: str) -> Picture:
@@ -97,6 +108,7 @@ def draw_matrix(
     columns: Any = None,
     numbers: str | None = "{:.2f}",
     signed: bool = False,
+    largest: float | None = None,
 ) -> Any:
     """Draw a matrix as coloured cells, and return the image.
 
@@ -110,6 +122,9 @@ def draw_matrix(
     numbers : format of the number in each cell, or None for no numbers
     signed : bool
         True: colours show sign and size, for scores, queries, keys and values. False: colours show weights.
+    largest : float, optional
+        The weight with the brightest colour, so that several matrices can share their colours. Default: the largest
+        weight of the matrix.
     """
     values = np.asarray(values, float)
     if signed:
@@ -120,6 +135,8 @@ def draw_matrix(
     else:
         height, width = values.shape
         image = plotting.draw_weights(axis, values, (-0.5, width - 0.5, height - 0.5, -0.5), "auto")
+        if largest is not None:
+            image.set_clim(0, largest)
     axis.set_title(title)
     plotting.hide_frame(axis)
     for labels, ticks in ((columns, axis.set_xticks), (rows, axis.set_yticks)):
@@ -134,7 +151,8 @@ def draw_matrix(
 
 def _write_numbers(axis: Any, image: Any, values: Any, form: str, signed: bool) -> None:
     for (row, column), value in np.ndenumerate(values):
-        text = form.format(value).replace("-", "−").replace("inf", "∞")
+        text = form.format(value)
+        text = text.removeprefix("-") if float(text) == 0 else text.replace("-", "−").replace("inf", "∞")
         grey = not np.isfinite(value) or (value == 0 and not signed)
         colour = "black" if grey else plotting.text_colour(image, value)
         axis.text(column, row, text, ha="center", va="center", fontsize=7.5, color=colour)
