@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from sightline.view import plotting
 
@@ -99,6 +100,26 @@ def show(figure: Figure, description: str) -> Picture:
     return Picture(file.getvalue(), description)
 
 
+def draw_arrow(axis: Any, point: Any, label: str, colour: Any) -> None:
+    """Draw an arrow from the origin to a point of the plane, with a label at its end."""
+    look = {"arrowstyle": "-|>", "color": colour, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
+    axis.annotate("", point, (0, 0), arrowprops=look)
+    axis.text(1.16 * point[0], 1.16 * point[1], label, color=colour, ha="center", va="center", fontsize=9.5)
+
+
+def set_plane(axis: Any, x: tuple[float, float], y: tuple[float, float]) -> None:
+    """Show a part of the plane without frame and ticks."""
+    axis.set(xlim=x, ylim=y, aspect="equal", xticks=[], yticks=[])
+    axis.spines[:].set_visible(False)
+
+
+def set_powers_of_two(axis: Any, ticks: Any) -> None:
+    """Make the x axis logarithmic, with these numbers as ticks."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axis.tick_params(axis="x", which="minor", bottom=False)
+
+
 def draw_matrix(
     axis: Any,
     values: Any,
@@ -147,6 +168,18 @@ def draw_matrix(
     if numbers is not None:
         _write_numbers(axis, image, values, numbers, signed)
     return image
+
+
+def mark_crossing(axis: Any, x: float, y: float, label: str) -> None:
+    """Draw a ring around a point, and a label to the lower right of the point."""
+    axis.plot([x], [y], "o", markerfacecolor="none", markeredgecolor=INK, markersize=11)
+    line = {"arrowstyle": "-", "color": INK, "lw": 0.8, "shrinkB": 6}
+    axis.annotate(label, (x, y), (14, -24), textcoords="offset points", arrowprops=line)
+
+
+def frame_row(axis: Any, row: int, width: int) -> None:
+    """Draw a frame around a row of a matrix with this number of columns."""
+    axis.add_patch(Rectangle((-0.5, row - 0.5), width, 1, fill=False, edgecolor=ORANGE, linewidth=1.6))
 
 
 def _write_numbers(axis: Any, image: Any, values: Any, form: str, signed: bool) -> None:
