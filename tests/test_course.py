@@ -1,5 +1,6 @@
 """The notebooks of docs/course: they open, their cells compile, their links exist, and all cells run (soak)."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -74,6 +75,36 @@ def test_jupytext_reads_the_same_cells(path):
     nbformat.validate(notebook)
     read = [cell.source.strip() for cell in notebook.cells if cell.cell_type == "code"]
     assert read == [code.strip() for _, code in cells(path)]
+
+
+@pytest.fixture
+def style():
+    spec = importlib.util.spec_from_file_location("course_style", FOLDER / "style.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_numbers_of_a_matrix_have_the_signs_of_formulas(style):
+    figure, axis = style.new_figure(height=1)
+    style.draw_matrix(axis, [[-1.26, -0.04], [float("-inf"), float("nan")]], "S", numbers="{:.1f}", signed=True)
+    assert [text.get_text() for text in axis.texts] == ["−1.3", "0.0", "−∞", "NaN"]
+    assert figure.get_size_inches()[0] == style.WIDTH
+
+
+def test_several_matrices_can_share_their_colours(style):
+    _, axis = style.new_figure(height=1)
+    alone, shared = (style.draw_matrix(axis, [[0.2, 0.1]], "P", **look) for look in ({}, {"largest": 1}))
+    assert (alone.get_clim(), shared.get_clim()) == ((0, 0.2), (0, 1))
+
+
+def test_a_picture_is_shown_with_its_description(style):
+    figure, axis = style.new_figure(height=1)
+    axis.plot([1, 2])
+    picture = style.show(figure, 'a line, "rising" & straight')
+    assert picture.png.startswith(b"\x89PNG")
+    assert 'alt="a line, &quot;rising&quot; &amp; straight"' in picture._repr_html_()
+    assert "data:image/png;base64,iVBOR" in picture._repr_html_()
 
 
 def write_notebook(path, *codes):

@@ -2,8 +2,8 @@
 
 Every figure has the same width, so letters have the same size everywhere. The background is white, so the figures are
 readable on light and dark pages. Lines have the colours of Okabe and Ito ("Color Universal Design", 2008). Matrices
-have the colour maps cividis (Nuñez et al., 2018) and PuOr (Brewer, 2002). All of them are readable with a colour vision
-deficiency.
+have the colour maps cividis (Nuñez et al., 2018) and PuOr (Harrower and Brewer, "ColorBrewer.org", 2003). All of these
+are readable with a colour vision deficiency.
 """
 
 from __future__ import annotations
@@ -185,7 +185,11 @@ def frame_row(axis: Any, row: int, width: int) -> None:
 def _write_numbers(axis: Any, image: Any, values: Any, form: str, signed: bool) -> None:
     for (row, column), value in np.ndenumerate(values):
         text = form.format(value)
-        text = text.removeprefix("-") if float(text) == 0 else text.replace("-", "−").replace("inf", "∞")
+        text = (
+            text.removeprefix("-")
+            if float(text) == 0
+            else text.replace("-", "−").replace("inf", "∞").replace("nan", "NaN")
+        )
         grey = not np.isfinite(value) or (value == 0 and not signed)
         colour = "black" if grey else plotting.text_colour(image, value)
         axis.text(column, row, text, ha="center", va="center", fontsize=7.5, color=colour)
