@@ -11,7 +11,7 @@ from .arrays import swap_heads
 from .call_request import describe
 from .dispatch import KERNELS, solve, to_caller_layout
 from .explanation import Explanation
-from .formula.expression import is_compiling
+from .formula.expression import Expression, is_compiling
 from .formula.library import bias
 from .kernel import choose
 from .kv_cache import KVCache, as_arrays
@@ -109,7 +109,7 @@ def attention(
     """
     if positional or unknown:
         refuse_arguments("attention", positional, unknown)
-    if hasattr(score, "dtype"):
+    if not (score is None or isinstance(score, Expression)) and hasattr(score, "dtype"):
         read_score(score)  # raises an error: only `attend` takes arrays
     if layout == "BHND" and not isinstance(see, dict):
         return attend(query, key, value, mask, score, scale, sinks, dropout, seed, see, kernel, threads)
