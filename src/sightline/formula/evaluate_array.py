@@ -112,6 +112,7 @@ ARRAY_RULES: dict[str, Callable[..., Any]] = {name: _namespace_function(name) fo
     "exp2": lambda xp, x: xp.pow(xp.asarray(2.0, dtype=x.dtype), x),
     "floor": lambda xp, x: xp.floor(x) if xp.isdtype(x.dtype, "real floating") else x,
     "ceil": lambda xp, x: xp.ceil(x) if xp.isdtype(x.dtype, "real floating") else x,
+    "bitwise_and": _namespace_function("bitwise_and"),
     "floor_divide": _integer_division("floor_divide"),
     "remainder": _integer_division("remainder"),
 }

@@ -50,7 +50,9 @@ class Passes:
     `formula/__init__.py` sets every attribute except `picture`, which `sightline/__init__.py` sets.
     """
 
-    translate_call: Callable[[str, Sequence[Any], dict[str, Any], str], Expression]
+    translate_call: Callable[..., Expression]
+    tensor_attribute: Callable[[Expression, str], Any]
+    bitwise: dict[str, Callable[[Any, Any], Expression]]
     check_formulas: Callable[..., None]
     count_pairs: Callable[[Expression, tuple[int, int, int, int]], int]
     evaluate_dense: Callable[..., Any]
@@ -147,21 +149,33 @@ class Expression:
 
     __hash__ = object.__hash__
 
-    # -- conditions -------------------------------------------------------------------------------------------------
+    # -- conditions, and the bits of integers -----------------------------------------------------------------------
     def __and__(self, other: Any) -> Expression:
-        return apply("logical_and", self, other)
+        return PASSES.bitwise["and"](self, other)
 
     __rand__ = __and__
 
     def __or__(self, other: Any) -> Expression:
-        return apply("logical_or", self, other)
+        return PASSES.bitwise["or"](self, other)
 
     __ror__ = __or__
 
     def __xor__(self, other: Any) -> Expression:
-        return apply("logical_xor", self, other)
+        return PASSES.bitwise["xor"](self, other)
 
     __rxor__ = __xor__
+
+    def __lshift__(self, other: Any) -> Expression:
+        return PASSES.bitwise["lshift"](self, other)
+
+    def __rlshift__(self, other: Any) -> Expression:
+        return PASSES.bitwise["lshift"](other, self)
+
+    def __rshift__(self, other: Any) -> Expression:
+        return PASSES.bitwise["rshift"](self, other)
+
+    def __rrshift__(self, other: Any) -> Expression:
+        return PASSES.bitwise["rshift"](other, self)
 
     def __invert__(self) -> Expression:
         return apply("logical_not", self)
@@ -207,7 +221,13 @@ class Expression:
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Expression:
-        return PASSES.translate_call(function.__name__, inputs, kwargs or {}, "torch")
+        return PASSES.translate_call(function.__name__, inputs, kwargs or {}, "torch", function)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the attribute of a torch tensor that has this name, such as the method in `q_idx.clamp(0, 5)`."""
+            return PASSES.tensor_attribute(self, name)
 
     # -- reading ----------------------------------------------------------------------------------------------------
     def __repr__(self) -> str:

@@ -1,22 +1,31 @@
 """Conversion of Python functions to formulas, so that a FlexAttention mask_mod or score_mod works unchanged.
 
-The function is called once with the symbols. It may index arrays of its surrounding scope, as in `document_id[q_idx]`.
-During the call, these arrays are replaced by tables.
+The function is called once with the symbols. It may index arrays that it finds anywhere, as in `document_id[q_idx]`;
+see `tensor_reads`.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
 from typing import Any
+
+import numpy as np
 
 from ..arrays import framework
 from ..errors import FormulaError, SightlineError
 from .expression import SYMBOLS, Expression, as_expression
 from .tables import Table
+from .tensor_reads import ReadableArray, table_reads
 
 __all__ = ["to_formula"]
 
-MAX_FUNCTION_DEPTH = 4  # arrays become tables in the function, the functions that it calls, ...: this many levels
+MAX_FUNCTION_DEPTH = 4  # NumPy's arrays are found in the function, the functions that it calls, ...: so many levels
+ROLES = {  # by the name of the argument: what FlexAttention calls its function, and the function's parameters there
+    "mask": ("mask_mod", "b, h, q_idx, kv_idx"),
+    "score": ("score_mod", "score, b, h, q_idx, kv_idx"),
+}
 
 
 def to_formula(value: Any, argument: str, symbols: str) -> Expression:
@@ -38,49 +47,113 @@ def to_formula(value: Any, argument: str, symbols: str) -> Expression:
         raise FormulaError(
             f"{argument} is the function {name} itself", "the formula that it returns", f"call it: {name}(...)"
         )
+    _check_parameters(value, argument, names)
     function = _wrap_arrays(value)
     try:
-        result = function(*[SYMBOLS[name] for name in names])
+        with table_reads():
+            result = function(*[SYMBOLS[name] for name in names])
     except SightlineError:
         raise
-    except (TypeError, AttributeError, IndexError) as error:
+    except (TypeError, AttributeError, IndexError, RuntimeError, NotImplementedError) as error:
         listed = ", ".join(names)
         raise FormulaError(
-            f"{argument}={getattr(value, '__name__', value)!r} failed when called with ({listed}): {error}",
+            f"{argument}={_name(value)} failed when called with ({listed}): {error}",
             f"a function f({listed}) of formulas",
             "build the formula from the symbols: from sightline import b, h, i, j, s, table, where",
         ) from error
+    if result is None:
+        raise FormulaError(f"{argument}={_name(value)} returned None", "a formula", "end the function with return ...")
     return as_expression(result)
 
 
+def _name(function: Any) -> str:
+    return repr(getattr(function, "__name__", function))
+
+
+def _check_parameters(function: Any, argument: str, names: list[str]) -> None:
+    """Raise FormulaError unless the function can be called with so many arguments; guess what was meant."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        return
+    if _accepts(signature, len(names)):
+        return
+    parameters = ", ".join(signature.parameters)
+    meant = {4: "mask", 5: "score"}
+    for count, other in meant.items():
+        if _accepts(signature, count) and other != argument and argument in ROLES:
+            raise FormulaError(
+                f"{argument}={_name(function)} takes {count} arguments ({parameters}), as a {ROLES[other][0]} does",
+                f"a function of {len(names)} arguments ({ROLES[argument][1]})",
+                f"{other}={getattr(function, '__name__', 'function')}",
+            )
+    listed = ROLES[argument][1] if argument in ROLES else ", ".join(names)
+    raise FormulaError(
+        f"{argument}={_name(function)} takes the arguments ({parameters})",
+        f"a function of {len(names)} arguments ({listed})",
+        f"lambda {listed}: f(...) with the arguments that the function needs",
+    )
+
+
+def _accepts(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+# -- arrays of NumPy and JAX, which torch's mode does not see ---------------------------------------------------------
+
+
 def _wrap_arrays(function: Any, depth: int = MAX_FUNCTION_DEPTH) -> Any:
-    """Return the function with tables in place of the arrays in its closure, globals and defaults.
+    """Return the function with readable arrays in place of the arrays in its closure, globals and defaults.
 
     Functions that it calls are converted too, down to `depth` levels. Everything else is left unchanged.
     """
+    if isinstance(function, functools.partial):
+        inputs = [_as_readable(value, depth) for value in function.args]
+        return functools.partial(
+            _wrap_arrays(function.func, depth),
+            *inputs,
+            **{name: _as_readable(value, depth) for name, value in function.keywords.items()},
+        )
+    if isinstance(function, types.MethodType):
+        return types.MethodType(_wrap_arrays(function.__func__, depth), function.__self__)
     if not isinstance(function, types.FunctionType) or depth == 0:
         return function
     closure, scope = function.__closure__ or (), function.__globals__
     if not all(map(_is_filled, closure)):
         return function
-    cells = tuple(types.CellType(_as_table(cell.cell_contents, depth)) for cell in closure)
-    changed = {name: _as_table(scope[name], depth) for name in _global_names(function.__code__) if name in scope}
-    defaults = tuple(_as_table(value, depth) for value in function.__defaults__ or ()) or None
+    cells = tuple(types.CellType(_as_readable(cell.cell_contents, depth)) for cell in closure)
+    found = {name: scope[name] for name in _global_names(function.__code__) if name in scope}
+    changed = {name: _as_readable(value, depth) for name, value in found.items()}
+    defaults = tuple(_as_readable(value, depth) for value in function.__defaults__ or ()) or None
     copy = types.FunctionType(function.__code__, {**scope, **changed}, function.__name__, defaults, cells)
-    copy.__kwdefaults__ = {k: _as_table(v, depth) for k, v in (function.__kwdefaults__ or {}).items()}
+    copy.__kwdefaults__ = {k: _as_readable(v, depth) for k, v in (function.__kwdefaults__ or {}).items()}
     return copy
 
 
-def _as_table(value: Any, depth: int) -> Any:
-    if framework(value) in ("numpy", "torch", "jax") and getattr(value, "ndim", 0) > 0 and hasattr(value, "dtype"):
+def _as_readable(value: Any, depth: int) -> Any:
+    """Return an array that can be read at formulas, or the value itself."""
+    if type(value) is np.ndarray and value.ndim > 0:
+        return value.view(ReadableArray)
+    if framework(value) in ("numpy", "jax") and getattr(value, "ndim", 0) > 0 and hasattr(value, "dtype"):
         return Table(value)
-    if isinstance(value, tuple | list) and value and all(isinstance(item, types.FunctionType) for item in value):
-        return type(value)(_wrap_arrays(item, depth - 1) for item in value)
-    if isinstance(value, types.FunctionType) and not value.__module__.startswith(
-        ("numpy", "torch", "jax", "sightline")
-    ):
+    if type(value) in (tuple, list) and depth > 0:
+        return type(value)(_as_readable(item, depth - 1) for item in value)
+    if type(value) is dict and depth > 0:
+        return {key: _as_readable(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, types.FunctionType | functools.partial) and not _is_library(value):
         return _wrap_arrays(value, depth - 1)
     return value
+
+
+def _is_library(function: Any) -> bool:
+    """True for the functions of array libraries, except those by which FlexAttention joins masks."""
+    module = getattr(function, "__module__", "") or ""
+    is_joint = module == "torch.nn.attention.flex_attention" and getattr(function, "__closure__", None)
+    return module.startswith(("numpy", "torch", "jax", "sightline")) and not is_joint
 
 
 def _global_names(code: types.CodeType) -> set[str]:

@@ -161,6 +161,18 @@ def _xor(xp: Any, x: Interval, y: Interval) -> Interval:
     return xp.where(known, value, 0.0), xp.where(known, value, 1.0)
 
 
+def _bitwise_and(xp: Any, x: Interval, y: Interval) -> Interval:
+    """Return the interval of x & y of integers: from 0 to the smaller one if both are at least 0.
+
+    If one of them is at least 0, so is x & y, which is at most that one. If both are negative, x & y ≥ −2^k, where 2^k
+    is the smallest power of 2 of at least −x and −y, so 2^k ≤ 2 max(−x, −y).
+    """
+    low = xp.where((x[0] >= 0) | (y[0] >= 0), 0.0, 2 * xp.minimum(x[0], y[0]))
+    high = xp.maximum(x[1], y[1])
+    high = xp.where(x[0] >= 0, xp.minimum(x[1], xp.where(y[0] >= 0, y[1], x[1])), xp.where(y[0] >= 0, y[1], high))
+    return low, high
+
+
 def _where(xp: Any, c: Interval, x: Interval, y: Interval) -> Interval:
     low = xp.where(c[0] == 1, x[0], xp.where(c[1] == 0, y[0], xp.minimum(x[0], y[0])))
     high = xp.where(c[0] == 1, x[1], xp.where(c[1] == 0, y[1], xp.maximum(x[1], y[1])))
@@ -223,6 +235,7 @@ BOUND_RULES: dict[str, Callable[..., Interval]] = {
     "logical_and": _monotone("minimum"),
     "logical_xor": _xor,
     "logical_or": _monotone("maximum"),
+    "bitwise_and": _bitwise_and,
     "where": _where,
     "exp": _monotone_inexact("exp"),
     "exp2": _monotone_inexact("exp2"),

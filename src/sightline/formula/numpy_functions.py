@@ -2,57 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import sys
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import FormulaError
-from .expression import Expression, apply, as_expression
+from .composed_functions import COMPOSED
+from .expression import Expression, apply
 from .operators import OPERATOR_ALIASES, OPERATORS
+from .tables import Table
+from .tensor_casts import CASTS
+from .tensor_reads import is_reading
 
-__all__ = ["power", "translate_call"]
+__all__ = ["tensor_attribute", "translate_call"]
+
+FUNCTIONS: dict[str, Callable[..., Expression]] = {**COMPOSED, **CASTS}
+METHODS = {*OPERATORS, *OPERATOR_ALIASES, *FUNCTIONS} - {"isin", "dot", "as_tensor", "exp2", "logsigmoid"}
+# The namespaces of torch's own operators, and that of the attention gym, whose approx::tanh is an instruction for tanh.
+OPERATOR_NAMESPACES = ("aten", "approx")
+
+DTYPES = {"bool": "bool", "int": "int64", "float": "float32"}
+ATTRIBUTES: dict[str, Callable[[Any, Expression], Any]] = {  # (torch, formula) → attribute of a tensor
+    "device": lambda torch, value: torch.get_default_device(),
+    "dtype": lambda torch, value: getattr(torch, DTYPES[value.kind]),
+    "ndim": lambda torch, value: 0,
+    "shape": lambda torch, value: torch.Size(()),
+}
 
 
-def power(base: Any, exponent: Any) -> Expression:
-    """Return base ** exponent. Whole exponents from 1 to 8 become products, so that whole numbers stay whole."""
-    if isinstance(exponent, int) and not isinstance(exponent, bool) and 1 <= exponent <= 8:
-        result = first = as_expression(base)
-        for _ in range(exponent - 1):
-            result = apply("multiply", result, first)
-        return result
-    return apply("power", base, exponent)
+def translate_call(
+    name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library: str, function: Any = None
+) -> Expression:
+    """Return the formula that `numpy.name(...)` or `torch.name(...)` means.
+
+    `function` is the function itself. It tells a method of a tensor from the function of the same name, and an operator
+    of another library, such as `torch.ops.library.name`, from torch's own.
+    """
+    qualified = getattr(function, "_qualified_op_name", None) or str(getattr(function, "_schema", "")).split("(")[0]
+    if "::" in qualified and qualified.split("::")[0] not in OPERATOR_NAMESPACES:
+        raise _unsupported(f"the custom operator {qualified}")
+    if name in ("__getitem__", "getitem"):  # while torch.compile traces; `tensor_reads` serves the other calls
+        return Table(inputs[0])[inputs[1]]
+    if name == "where" and isinstance(function, types.MethodDescriptorType):
+        inputs = (inputs[1], inputs[0], *inputs[2:])  # tensor.where(condition, other)
+    return _translate(name, inputs, dict(kwargs), library)
 
 
-def translate_call(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library: str) -> Expression:
-    """Return the formula that `numpy.name(...)` or `torch.name(...)` means."""
+def tensor_attribute(value: Expression, name: str) -> Any:
+    """Return `value.name` as of a torch tensor without axes, such as the method `clamp`.
+
+    Formulas have a dtype and a shape only while a mask or score function is called: elsewhere, an object that has them
+    is an array. AttributeError: formulas have no such attribute.
+    """
+    if name in ATTRIBUTES and is_reading() and "torch" in sys.modules:
+        return ATTRIBUTES[name](sys.modules["torch"], value)
+    if name not in METHODS:
+        raise AttributeError(f"formulas have no attribute {name!r}")
+
+    def method(*inputs: Any, **kwargs: Any) -> Any:
+        first = (inputs[0], value, *inputs[1:]) if name == "where" else (value, *inputs)
+        return _translate(name, first, kwargs, "tensor")
+
+    return method
+
+
+def _translate(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library: str) -> Expression:
+    name = name.removeprefix("__").removesuffix("__")
     name = OPERATOR_ALIASES.get(name, name)
-    if name == "sigmoid" and len(inputs) == 1:
-        return 1 / (1 + apply("exp", apply("negative", inputs[0])))
-    if name == "clip":
-        return _clip(*inputs, **kwargs)
-    if name == "power" and not kwargs and len(inputs) == 2:
-        return power(*inputs)
-    if name == "square" and not kwargs and len(inputs) == 1:
-        return power(inputs[0], 2)
-    if name not in OPERATORS or kwargs or len(inputs) != OPERATORS[name].arity:
-        known = f" with {len(inputs)} arguments" if name in OPERATORS else ""
-        raise _unsupported(f"{library}.{name}{known}" + (f" and {', '.join(sorted(kwargs))}=" if kwargs else ""))
-    return apply(name, *inputs)
+    for keyword, default in (("out", None), ("inplace", False)):
+        if keyword in kwargs and kwargs[keyword] is default:
+            del kwargs[keyword]
+    if name in FUNCTIONS:
+        function = FUNCTIONS[name]
+        try:
+            inspect.signature(function).bind(*inputs, **kwargs)
+        except TypeError:
+            raise _unsupported(f"{library}.{name}{_describe(inputs, kwargs)}") from None
+        return function(*inputs, **kwargs)
+    if name not in OPERATORS:
+        raise _unsupported(f"{library}.{name}")
+    arity = OPERATORS[name].arity
+    keywords = ("condition", "input", "other") if arity == 3 else ("input", "other")[:arity]
+    operands = [*inputs, *[kwargs.pop(keyword) for keyword in keywords[len(inputs) :] if keyword in kwargs]]
+    if kwargs or len(operands) != arity:
+        raise _unsupported(f"{library}.{name}{_describe(inputs, kwargs)}")
+    return apply(name, *operands)
 
 
-def _clip(value: Any, low: Any = None, high: Any = None, **names: Any) -> Expression:
-    low = names.pop("min", names.pop("a_min", low))
-    high = names.pop("max", names.pop("a_max", high))
-    if names:
-        raise _unsupported(f"clip with {sorted(names)}")
-    result = as_expression(value)
-    if low is not None:
-        result = apply("maximum", result, low)
-    return result if high is None else apply("minimum", result, high)
+def _describe(inputs: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    return f" with {len(inputs)} arguments" + (f" and {', '.join(sorted(kwargs))}=" if kwargs else "")
 
 
 def _unsupported(call: str) -> FormulaError:
     """Return the error for a function that the formula language does not have."""
-    names = sorted({*OPERATORS, "clip", "sigmoid", "square"})
+    names = sorted({*OPERATORS, *COMPOSED})
     return FormulaError(
         f"{call} of a formula",
         f"+ - * / // % ** abs, comparisons, & | ^ ~, and {', '.join(names)}",

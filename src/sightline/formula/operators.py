@@ -40,6 +40,10 @@ def _bool_kind(_: tuple[Kind, ...]) -> Kind:
     return "bool"
 
 
+def _int_kind(_: tuple[Kind, ...]) -> Kind:
+    return "int"
+
+
 def _branch_kind(kinds: tuple[Kind, ...]) -> Kind:
     return _widest_kind(kinds[1:])
 
@@ -49,7 +53,7 @@ class Operator:
     """The notation, the arity and the result kind of an operator.
 
     `symbol` is the mathematical sign. A larger `precedence` binds tighter; 0 means function notation. `conditions` has
-    the positions of the arguments that must be conditions.
+    the positions of the arguments that must be conditions. All arguments must be integers if `integers_only` is true.
     """
 
     symbol: str
@@ -57,6 +61,7 @@ class Operator:
     precedence: int
     kind: Callable[[tuple[Kind, ...]], Kind]
     conditions: tuple[int, ...] = ()
+    integers_only: bool = False
 
 
 OPERATORS: dict[str, Operator] = {
@@ -81,6 +86,7 @@ OPERATORS: dict[str, Operator] = {
     "logical_and": Operator("∧", 2, 2, _bool_kind, (0, 1)),
     "logical_xor": Operator("⊻", 2, 1, _bool_kind, (0, 1)),
     "logical_or": Operator("∨", 2, 1, _bool_kind, (0, 1)),
+    "bitwise_and": Operator("&", 2, 4, _int_kind, integers_only=True),
     "where": Operator("where", 3, 0, _branch_kind, (0,)),
     "exp": Operator("exp", 1, 0, _float_kind),
     "exp2": Operator("exp2", 1, 0, _float_kind),
@@ -110,12 +116,20 @@ OPERATOR_ALIASES: dict[str, str] = {
     "le": "less_equal",
     "gt": "greater",
     "ge": "greater_equal",
-    "bitwise_and": "logical_and",
-    "bitwise_or": "logical_or",
-    "bitwise_xor": "logical_xor",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
     "bitwise_not": "logical_not",
     "invert": "logical_not",
     "float_power": "power",
     "pow": "power",
     "clamp": "clip",
+    "fix": "trunc",
+    "sgn": "sign",
+    "truediv": "divide",
+    "floordiv": "floor_divide",
+    "rsub": "reverse_subtract",
+    "logsigmoid": "log_sigmoid",
 }

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterator
+from functools import reduce
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
 from ..arrays import dtype_name, is_strided, map_entries, to_host
 from ..cached_property import cached_property
 from ..errors import DtypeError, FormulaError, ShapeError
-from .expression import Expression, Lookup, as_expression, intern
+from .expression import Constant, Expression, Lookup, apply, as_expression, intern
 from .operators import Kind
 from .table_bounds import TableBounds
 from .tensor_cache import TensorCache
@@ -19,9 +21,10 @@ from .tensor_cache import TensorCache
 if TYPE_CHECKING:
     from .batch_axes import BatchAxes
 
-__all__ = ["Table", "learned_number", "table"]
+__all__ = ["Table", "TableRow", "learned_number", "table"]
 
 _TABLE_BOUNDS = TensorCache(256)
+MAX_DOT_LENGTH = 256  # the products of a dot are written out in the generated code
 
 
 class Table:
@@ -85,12 +88,16 @@ class Table:
             )
 
     def __getitem__(self, indices: Any) -> Expression:
+        """Return the entry at the indices, or the `TableRow` of entries if there are fewer indices than axes."""
         indices = indices if isinstance(indices, tuple) else (indices,)
-        if len(indices) != self.ndim:
+        if indices and (indices[-1] is Ellipsis or (_is_slice(indices[-1]) and indices[-1] == slice(None))):
+            indices = indices[:-1]
+        if len(indices) > self.ndim or any(map(_is_slice, indices)):
             raise FormulaError(
-                f"a table of shape {self.shape} read with {len(indices)} indices",
+                f"a table of shape {self.shape} read with {_describe_indices(indices)}",
                 f"one index for each of its {self.ndim} axes",
-                f"write table[{', '.join('bhij'[-self.ndim :])}] or the expressions you mean",
+                f"write table[{', '.join('bhij'[-self.ndim :])}] or the expressions you mean; "
+                "slice an array before the call",
             )
         arguments = tuple([as_expression(index) for index in indices])
         for argument in arguments:
@@ -100,7 +107,9 @@ class Table:
                     "whole numbers",
                     "use // for division, and sightline.where(condition, 1, 0) for a condition",
                 )
-        return intern(Lookup(self, arguments))
+        if len(arguments) < self.ndim:
+            return cast(Expression, TableRow(self, arguments))
+        return intern(Lookup(self, tuple(map(_count_from_end, arguments, self.shape))))
 
     def __eq__(self, other: object) -> NoReturn:
         raise FormulaError(f"{self} compared as a whole", "table(array)[...]", "index it, as in table(array)[i] == 3")
@@ -136,6 +145,79 @@ class Table:
         return f"table({'×'.join(map(str, self.shape))} {self.dtype})"
 
 
+class TableRow:
+    """The entries of a table at its first indices, as `table[b]` of a table (B, n).
+
+    A row is read by the indices of the other axes. `torch.dot` and `numpy.dot` of two rows are formulas.
+    """
+
+    def __init__(self, table: Table, indices: tuple[Expression, ...]) -> None:
+        self.table, self.indices = table, indices
+        self.shape = table.shape[len(indices) :]
+
+    def __getitem__(self, indices: Any) -> Any:
+        return self.table[(*self.indices, *(indices if isinstance(indices, tuple) else (indices,)))]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def dot(self, other: Any) -> Expression:
+        """Return the sum of the products of the entries of two rows, which have one axis and the same length."""
+        rows = [self, other if isinstance(other, TableRow) else TableRow(Table(other), ())]
+        if len(rows[0].shape) != 1 or rows[0].shape != rows[1].shape or len(self) > MAX_DOT_LENGTH:
+            raise FormulaError(
+                f"dot of rows of shapes {rows[0].shape} and {rows[1].shape}",
+                f"two rows of one axis and the same length, at most {MAX_DOT_LENGTH}",
+                "append the entries of the rows to those of query and key, whose products attention computes",
+            )
+        products = [apply("multiply", x, y) for x, y in zip(*rows, strict=True)]
+        return reduce(lambda x, y: apply("add", x, y), products) if products else as_expression(0.0)
+
+    __matmul__ = dot
+
+    def to_expression(self) -> NoReturn:
+        """Raise FormulaError, because a formula reads one entry of a table."""
+        raise FormulaError(
+            f"a table of shape {self.table.shape} read with {_describe_indices(self.indices)}",
+            f"one index for each of its {self.table.ndim} axes",
+            f"write table[{', '.join('bhij'[-self.table.ndim :])}] or the expressions you mean; torch.dot(x[i], y[j]) "
+            "for the product of two rows",
+        )
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Any:
+        return cls._call(function.__name__, inputs)
+
+    def __array_function__(self, function: Any, _: Any, inputs: Any, kwargs: Any) -> Any:
+        return self._call(function.__name__, inputs)
+
+    @staticmethod
+    def _call(name: str, inputs: Any) -> Any:
+        if name not in ("dot", "inner", "vdot", "matmul", "__matmul__", "__rmatmul__") or len(inputs) != 2:
+            next(row for row in inputs if isinstance(row, TableRow)).to_expression()
+        first, second = inputs
+        return first.dot(second) if isinstance(first, TableRow) else second.dot(first)
+
+
+def _is_slice(index: Any) -> bool:
+    return index is None or index is Ellipsis or isinstance(index, slice)
+
+
+def _describe_indices(indices: tuple[Any, ...]) -> str:
+    slices = "slices or None among " if any(map(_is_slice, indices)) else ""
+    return f"{slices}{len(indices)} indices"
+
+
+def _count_from_end(index: Expression, length: int) -> Expression:
+    """Return the index of an entry; a negative number counts from the end of the axis, as in NumPy and torch."""
+    if isinstance(index, Constant) and -length <= index.value < 0:
+        return as_expression(index.value + length)
+    return index
+
+
 def table(array: Any) -> Table:
     """Wrap an array so that formulas can read it: `table(slopes)[h]`.
 
@@ -147,8 +229,8 @@ def table(array: Any) -> Table:
     Returns
     -------
     Table
-        Index it with one whole-number expression per axis. A read outside the table is an error, unless the mask hides
-        the pair or an enclosing `where` selects the other branch.
+        Index it with one whole-number expression per axis; a negative number counts from the end. A read outside the
+        table is an error, unless the mask hides the pair or an enclosing `where` selects the other branch.
 
     Raises
     ------

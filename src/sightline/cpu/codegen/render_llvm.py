@@ -197,6 +197,7 @@ LLVM_RULES: dict[str, Callable[..., Value]] = {
     "logical_and": lambda builder, x, y: x & y,
     "logical_xor": lambda builder, x, y: x ^ y,
     "logical_or": lambda builder, x, y: x | y,
+    "bitwise_and": lambda builder, x, y: x & y,
     "where": lambda builder, c, x, y: builder.where(c, x, y),
     "exp": math.exp,
     "exp2": math.exp2,

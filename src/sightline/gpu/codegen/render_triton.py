@@ -33,6 +33,7 @@ _INFIX = {
     "logical_and": "&",
     "logical_xor": "^",
     "logical_or": "|",
+    "bitwise_and": "&",
 }
 _SAME_NAME = ("exp2", "log", "log2", "sin", "cos")
 

@@ -1,0 +1,183 @@
+"""Casts and constants by which torch's functions make one number from another: `x.to(dtype)`, `x.new_ones(())`, ...
+
+A formula has a kind (condition, integer or float) and no dtype. A cast changes the kind. The precision stays that of
+the formula: a cast to a narrow float dtype does not round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import FormulaError
+from .composed_functions import as_condition
+from .expression import Apply, Expression, apply, as_expression, where
+from .operators import Kind
+
+__all__ = ["CASTS", "cast"]
+
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("bool",), "bool"),
+    **dict.fromkeys(("int", "long", "int32", "int64"), "int"),
+    **dict.fromkeys(("float", "double", "half", "float16", "bfloat16", "float32", "float64"), "float"),
+}
+
+
+def cast(value: Any, kind: Kind) -> Expression:
+    """Return the value as a condition, an integer or a float, as torch casts it.
+
+    A float becomes an integer only if it is a quotient of integers, or such a quotient rounded by floor, ceil or trunc.
+    These values are integers exactly; other floats depend on the precision in which they are computed.
+    """
+    x = as_expression(value)
+    if kind == "bool":
+        return as_condition(x)
+    if x.kind == "bool":
+        return where(x, 1.0, 0.0) if kind == "float" else where(x, 1, 0)
+    if x.kind == kind:
+        return x
+    return apply("multiply", x, 1.0) if kind == "float" else _to_integer(x)
+
+
+def _to_integer(x: Expression) -> Expression:
+    """Return a float formula rounded toward 0, as an integer."""
+    if getattr(x, "operator", "") == "where":  # as in a truncated quotient, whose branches are rounded
+        condition, yes, no = x.arguments
+        return where(condition, cast(yes, "int"), cast(no, "int"))
+    if getattr(x, "operator", "") in ("floor", "ceil"):
+        quotient = _read_quotient(x.arguments[0])
+        if quotient is not None:
+            down = apply("floor_divide", *quotient)
+            if x.operator == "floor":  # type: ignore[attr-defined]
+                return down
+            return -apply("floor_divide", -quotient[0], quotient[1])
+    quotient = _read_quotient(x)
+    if quotient is not None:
+        size = apply("floor_divide", *map(abs, quotient))
+        return where((quotient[0] < 0) ^ (quotient[1] < 0), -size, size)
+    value = getattr(x, "value", None)
+    if value is not None and abs(value) < float(2**53):
+        return as_expression(int(value))
+    raise FormulaError(
+        f"{x}, a float, cast to an integer",
+        "integers, conditions, and quotients of integers such as (i / 2).int()",
+        "compute with whole numbers: i // 2, i % 2; or compute the integers of all positions before the call, in a "
+        "tensor that the function indexes: bucket[q_idx - kv_idx + n]",
+    )
+
+
+def _read_quotient(x: Expression) -> tuple[Expression, ...] | None:
+    """Return (a, b) if x is a / b for integers a and b, else None."""
+    is_quotient = isinstance(x, Apply) and x.operator == "divide" and all(a.kind == "int" for a in x.arguments)
+    return x.arguments if is_quotient else None
+
+
+def read_kind(dtype: Any) -> Kind:
+    """Return the kind of a dtype of torch or NumPy, of a Python type, or of a dtype's name."""
+    name = getattr(dtype, "__name__", str(dtype)).rpartition(".")[2].rstrip("_")
+    if name in KINDS:
+        return KINDS[name]
+    raise FormulaError(
+        f"a formula cast to {dtype}",
+        "bool, int32, int64, float16, bfloat16, float32, float64",
+        "cast to one of these dtypes: a formula has only three kinds, condition, integer and float",
+    )
+
+
+def _is_dtype(value: Any) -> bool:
+    return type(value).__name__ == "dtype" or isinstance(value, type)
+
+
+def _to(input: Any, *arguments: Any, dtype: Any = None, **options: Any) -> Expression:
+    """Return `input.to(dtype)`, `input.to(device, dtype)` or `input.to(other)`; devices and options do nothing."""
+    unknown = set(options) - {"device", "other", "copy", "non_blocking", "memory_format"}
+    if unknown:
+        raise FormulaError(f"to with {', '.join(sorted(unknown))}=", "to(dtype)", "x.to(torch.float32)")
+    for argument in (*arguments, options.get("other")):
+        if isinstance(argument, Expression):
+            return cast(input, argument.kind)
+        if hasattr(argument, "dtype"):
+            dtype = argument.dtype
+        elif _is_dtype(argument):
+            dtype = argument
+    return as_expression(input) if dtype is None else cast(input, read_kind(dtype))
+
+
+def _type_as(input: Any, other: Any) -> Expression:
+    return _to(input, other)
+
+
+def _constant(input: Any, size: Any, value: Any, dtype: Any) -> Expression:
+    """Return a number of the dtype. A formula has no axes, so `size` must be ()."""
+    if tuple(size) != ():
+        raise FormulaError(f"a tensor of shape {tuple(size)} made from a formula", "shape ()", "x.new_ones(())")
+    return cast(value, as_expression(input).kind if dtype is None else read_kind(dtype))
+
+
+def _new(value: Any) -> Callable[..., Expression]:
+    def function(input: Any, size: Any = (), *, dtype: Any = None, device: Any = None, **_: Any) -> Expression:
+        return _constant(input, size, value, dtype)
+
+    return function
+
+
+def _like(value: Any) -> Callable[..., Expression]:
+    def function(input: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Expression:
+        return _constant(input, (), value, dtype)
+
+    return function
+
+
+def _new_full(input: Any, size: Any, fill_value: Any, *, dtype: Any = None, device: Any = None) -> Expression:
+    return _constant(input, size, fill_value, dtype)
+
+
+def _full_like(input: Any, fill_value: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Expression:
+    return _constant(input, (), fill_value, dtype)
+
+
+def _new_tensor(input: Any, data: Any, *, dtype: Any = None, device: Any = None) -> Expression:
+    number = as_expression(data)
+    return number if dtype is None else cast(number, read_kind(dtype))
+
+
+def _identity(input: Any) -> Expression:
+    return as_expression(input)
+
+
+def _refuse_value(input: Any) -> Expression:
+    raise FormulaError(
+        f"the value of a formula ({input}), read by .item() or .tolist()",
+        "formulas, which stand for all (i, j) at once",
+        "torch.where(condition, x, y) for `x if condition.item() else y`",
+    )
+
+
+def _refuse_detach(input: Any) -> Expression:
+    raise FormulaError(
+        f"detach of a formula ({input})", "detach of tensors", "detach the tensor that the formula reads: t.detach()[h]"
+    )
+
+
+def _cast_method(name: str) -> Callable[[Any], Expression]:
+    return lambda input: cast(input, KINDS[name])
+
+
+CASTS: dict[str, Callable[..., Any]] = {
+    **{name: _cast_method(name) for name in ("bool", "int", "long", "float", "double", "half", "bfloat16")},
+    "to": _to,
+    "astype": _to,
+    "type_as": _type_as,
+    "new_ones": _new(1),
+    "new_zeros": _new(0),
+    "new_full": _new_full,
+    "new_tensor": _new_tensor,
+    "ones_like": _like(1),
+    "zeros_like": _like(0),
+    "full_like": _full_like,
+    "clone": _identity,
+    "contiguous": _identity,
+    "item": _refuse_value,
+    "tolist": _refuse_value,
+    "detach": _refuse_detach,
+}

@@ -1,0 +1,80 @@
+"""Reads of arrays at formulas, as in `document_id[q_idx]`, while a mask or score function is called.
+
+A torch tensor stays a tensor: a mode of torch, which is active during the call, turns the reads alone into lookups of
+a table. So tensors are found wherever the function finds them, in closures, attributes or lists. A NumPy array has no
+such mode. It is replaced by a view that reads in this way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from .expression import Expression
+from .tables import Table
+
+__all__ = ["ReadableArray", "is_reading", "table_reads"]
+
+_IS_READING = ContextVar("_IS_READING", default=False)
+
+
+def is_reading() -> bool:
+    """True while a mask or score function is called."""
+    return _IS_READING.get()
+
+
+@contextmanager
+def table_reads() -> Iterator[None]:
+    """Return a context in which torch tensors can be read at formulas."""
+    token = _IS_READING.set(True)
+    try:
+        if "torch" in sys.modules:
+            with _torch_mode()():
+                yield
+        else:
+            yield
+    finally:
+        _IS_READING.reset(token)
+
+
+def _has_formula(index: Any) -> bool:
+    return any(isinstance(part, Expression) for part in (index if isinstance(index, tuple) else (index,)))
+
+
+@cache
+def _torch_mode() -> Any:
+    """Return the class of the mode. Each object makes one table for each tensor."""
+    torch = sys.modules["torch"]
+
+    class TableReads(torch.overrides.TorchFunctionMode):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables: dict[int, Table] = {}  # by the id of the tensor, which the table keeps alive
+
+        def __torch_function__(self, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.Tensor.__getitem__ and _has_formula(inputs[1]):
+                tensor = inputs[0]
+                if id(tensor) not in self.tables:
+                    self.tables[id(tensor)] = Table(tensor)
+                return self.tables[id(tensor)][inputs[1]]
+            return function(*inputs, **(kwargs or {}))
+
+    return TableReads
+
+
+class ReadableArray(np.ndarray[Any, Any]):
+    """A view of an array whose entries can be read at formulas."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if not _has_formula(index):
+            return super().__getitem__(index)
+        if "table" not in vars(self):
+            vars(self)["table"] = Table(np.asarray(self))
+        table: Table = vars(self)["table"]
+        return table[index]
