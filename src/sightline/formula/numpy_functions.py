@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import FormulaError
 from .composed_functions import COMPOSED
-from .expression import Expression, apply
+from .expression import Expression, apply, is_compiling
 from .operators import OPERATOR_ALIASES, OPERATORS
 from .tables import Table
 from .tensor_casts import CASTS
@@ -40,13 +40,14 @@ def translate_call(
     `function` is the function itself. It tells a method of a tensor from the function of the same name, and an operator
     of another library, such as `torch.ops.library.name`, from torch's own.
     """
-    qualified = getattr(function, "_qualified_op_name", None) or str(getattr(function, "_schema", "")).split("(")[0]
-    if "::" in qualified and qualified.split("::")[0] not in OPERATOR_NAMESPACES:
-        raise _unsupported(f"the custom operator {qualified}")
-    if name in ("__getitem__", "getitem"):  # while torch.compile traces; `tensor_reads` serves the other calls
+    if name == "__getitem__":  # while torch.compile traces; `tensor_reads` serves the other calls
         return Table(inputs[0])[inputs[1]]
-    if name == "where" and isinstance(function, types.MethodDescriptorType):
-        inputs = (inputs[1], inputs[0], *inputs[2:])  # tensor.where(condition, other)
+    if not is_compiling():
+        qualified = getattr(function, "_qualified_op_name", None) or str(getattr(function, "_schema", "")).split("(")[0]
+        if "::" in qualified and qualified.split("::")[0] not in OPERATOR_NAMESPACES:
+            raise _unsupported(f"the custom operator {qualified}")
+        if name == "where" and isinstance(function, types.MethodDescriptorType):
+            inputs = (inputs[1], inputs[0], *inputs[2:])  # tensor.where(condition, other)
     return _translate(name, inputs, dict(kwargs), library)
 
 
@@ -56,7 +57,7 @@ def tensor_attribute(value: Expression, name: str) -> Any:
     Formulas have a dtype and a shape only while a mask or score function is called: elsewhere, an object that has them
     is an array. AttributeError: formulas have no such attribute.
     """
-    if name in ATTRIBUTES and is_reading() and "torch" in sys.modules:
+    if name in ATTRIBUTES and not is_compiling() and is_reading() and "torch" in sys.modules:
         return ATTRIBUTES[name](sys.modules["torch"], value)
     if name not in METHODS:
         raise AttributeError(f"formulas have no attribute {name!r}")
@@ -69,18 +70,14 @@ def tensor_attribute(value: Expression, name: str) -> Any:
 
 
 def _translate(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library: str) -> Expression:
-    name = name.removeprefix("__").removesuffix("__")
     name = OPERATOR_ALIASES.get(name, name)
     for keyword, default in (("out", None), ("inplace", False)):
         if keyword in kwargs and kwargs[keyword] is default:
             del kwargs[keyword]
     if name in FUNCTIONS:
-        function = FUNCTIONS[name]
-        try:
-            inspect.signature(function).bind(*inputs, **kwargs)
-        except TypeError:
-            raise _unsupported(f"{library}.{name}{_describe(inputs, kwargs)}") from None
-        return function(*inputs, **kwargs)
+        if not is_compiling() and not _accepts(FUNCTIONS[name], inputs, kwargs):
+            raise _unsupported(f"{library}.{name}{_describe(inputs, kwargs)}")
+        return FUNCTIONS[name](*inputs, **kwargs)
     if name not in OPERATORS:
         raise _unsupported(f"{library}.{name}")
     arity = OPERATORS[name].arity
@@ -89,6 +86,14 @@ def _translate(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library
     if kwargs or len(operands) != arity:
         raise _unsupported(f"{library}.{name}{_describe(inputs, kwargs)}")
     return apply(name, *operands)
+
+
+def _accepts(function: Callable[..., Any], inputs: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(function).bind(*inputs, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _describe(inputs: Sequence[Any], kwargs: dict[str, Any]) -> str:
