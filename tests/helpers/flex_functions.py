@@ -1,0 +1,673 @@
+"""Mask and score functions that were published for FlexAttention, each written anew from its description.
+
+Sources: the blog posts "FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention" and
+"FlexAttention Part II: FlexAttention for Inference", the attention gym (github.com/meta-pytorch/attention-gym), torch's
+own tests of flex_attention, and the masks of torchtune, gpt-fast and Transformers.
+
+`MASKS` and `SCORES` have one maker for each function. A maker takes `Tensors`, which make the tensors that the function
+captures, and returns the function.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
+
+B, H, N, D = 2, 4, 24, 8  # the lengths of the arrays; `SHAPES` has the exceptions
+SHAPES = {  # (n, m) by the name of a function
+    "flamingo": (12, 9),
+    "offset of a cache": (3, 24),
+    "offset of each sequence": (3, 24),
+    "left padding": (1, 24),
+    "draft tree": (7, 12),
+    "draft training": (12, 17),
+    "natten": (36, 36),
+    "tiled natten": (36, 36),
+    "morton natten": (16, 16),
+    "sliding tiles 2-D": (40, 40),
+    "sliding tiles 3-D": (64, 64),
+    "spatial heads": (30, 30),
+    "temporal heads": (30, 30),
+}
+
+
+@dataclass
+class Tensors:
+    """Makes captured tensors, the same for every dtype. `learned` lists those that require gradients."""
+
+    dtype: torch.dtype = torch.float32
+    learned: list = field(default_factory=list)
+
+    def drawn(self, *shape):
+        generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+        return torch.randn(*shape, generator=generator).to(self.dtype)
+
+    def learn(self, *shape):
+        self.learned.append(self.drawn(*shape).requires_grad_())
+        return self.learned[-1]
+
+
+# -- masks of the blog posts -----------------------------------------------------------------------------------------
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def sliding_window(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx - kv_idx <= 5)
+
+
+def prefix_lm(tensors):
+    def in_prefix(b, h, q_idx, kv_idx):
+        return kv_idx < 6
+
+    return or_masks(in_prefix, causal)
+
+
+def prefix_of_each_sequence(tensors):
+    lengths = torch.tensor([3, 9])
+    return or_masks(lambda b, h, q_idx, kv_idx: kv_idx < lengths[b], causal)
+
+
+def ids_of(lengths):
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+def same_document(tensors):
+    document = ids_of([5, 12, 7])
+    return lambda b, h, q_idx, kv_idx: document[q_idx] == document[kv_idx]
+
+
+def stacked_documents(tensors, inner=causal):
+    offsets = torch.tensor([0, 5, 17, 24])
+    document = ids_of([5, 12, 7])
+
+    def mask(b, h, q_idx, kv_idx):
+        q_inner, kv_inner = (x - offsets[document[x]] for x in (q_idx, kv_idx))
+        return (document[q_idx] == document[kv_idx]) & inner(b, h, q_inner, kv_inner)
+
+    return mask
+
+
+def jagged(tensors):
+    """The adapter of nested tensors: one sequence number for each position, and each sequence's own positions."""
+    offsets = torch.tensor([0, 9, 24], dtype=torch.int32)
+    sequence = torch.searchsorted(offsets[1:], torch.arange(24), right=True)
+
+    def window(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx).abs() <= 4
+
+    def mask(b, h, q_idx, kv_idx):
+        owner_q, owner_kv = sequence[q_idx], sequence[kv_idx]
+        inside = window(b, h, q_idx - offsets[owner_q], kv_idx - offsets[owner_kv])
+        return inside.logical_and(owner_q == owner_kv)
+
+    return mask
+
+
+def padded(tensors):
+    lengths = torch.tensor([24, 10])
+    return and_masks(causal, lambda b, h, q_idx, kv_idx: kv_idx < lengths[b])
+
+
+def offset_of_a_cache(tensors):
+    written = torch.tensor(13)  # a tensor without axes, which a decoding loop advances
+    return lambda b, h, q_idx, kv_idx: causal(b, h, q_idx + written, kv_idx)
+
+
+class OffsetOfEachSequence:
+    """A callable object with its tensors in attributes."""
+
+    def __init__(self):
+        self.state = {"offsets": [torch.tensor([4, 20])]}
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return q_idx + self.state["offsets"][0][b] >= kv_idx
+
+
+class Pages:
+    """Keys in pages: the physical page of a key is mapped to the key's logical position."""
+
+    def __init__(self):
+        self.page_size = 4
+        self.logical_page = torch.tensor([[2, 0, -1, 1, -1, 3], [-1, 1, 0, -1, 2, -1]])
+
+    def _logical(self, b, kv_idx):
+        page = self.logical_page[b, kv_idx // self.page_size]
+        return page, page * self.page_size + kv_idx % self.page_size
+
+    def mask(self, b, h, q_idx, kv_idx):
+        page, position = self._logical(b, kv_idx)
+        return torch.where(page >= 0, causal(b, h, q_idx, position), False)
+
+    def score(self, score, b, h, q_idx, kv_idx):
+        page, position = self._logical(b, kv_idx)
+        return torch.where(page >= 0, score + (position - q_idx) * 0.1, float("-inf"))
+
+
+# -- masks of the attention gym ---------------------------------------------------------------------------------------
+
+
+def dilated_window(b, h, q_idx, kv_idx):
+    distance = torch.abs(q_idx - kv_idx)
+    return (distance <= 9) & (distance % 3 == 0)
+
+
+def batchified(tensors):
+    def mask(b, h, q_idx, kv_idx):
+        inside = causal(b, h, q_idx % 8, kv_idx % 8)
+        return (q_idx // 8 == kv_idx // 8) & inside
+
+    return mask
+
+
+def window_with_sinks(tensors):
+    sinks = torch.tensor([0, 2])
+
+    def is_sink(b, h, q_idx, kv_idx):
+        return torch.isin(kv_idx, sinks)
+
+    def near(b, h, q_idx, kv_idx):
+        return q_idx - kv_idx <= 4
+
+    return and_masks(or_masks(near, is_sink), causal)
+
+
+def neighbourhood(position, width, height, size):
+    """Attention to a square around the query's place on a canvas; the square stays inside the canvas."""
+
+    def mask(b, h, q_idx, kv_idx):
+        (q_x, q_y), (kv_x, kv_y) = position(q_idx), position(kv_idx)
+        half = size // 2
+        centre_x, centre_y = q_x.clamp(half, width - 1 - half), q_y.clamp(half, height - 1 - half)
+        return ((centre_x - kv_x).abs() <= half) & ((centre_y - kv_y).abs() <= half)
+
+    return mask
+
+
+def natten(tensors):
+    return neighbourhood(lambda idx: (idx % 6, idx // 6), 6, 6, 3)
+
+
+def tiled(idx, width=6, tile=2):
+    """(x, y) of a position whose canvas is stored tile by tile."""
+    number, inside = idx // (tile * tile), idx % (tile * tile)
+    tiles = width // tile
+    return number % tiles * tile + inside % tile, number // tiles * tile + inside // tile
+
+
+def tiled_natten(tensors):
+    return neighbourhood(tiled, 6, 6, 3)
+
+
+def even_bits(code):
+    """The number that the bits 0, 2, 4, ... of the code make."""
+    code = code & 0x55555555
+    for shift, keep in ((1, 0x33333333), (2, 0x0F0F0F0F), (4, 0x00FF00FF), (8, 0x0000FFFF)):
+        code = (code | (code >> shift)) & keep
+    return code
+
+
+def morton_natten(tensors):
+    return neighbourhood(lambda idx: (even_bits(idx), even_bits(idx >> 1)), 4, 4, 3)
+
+
+def sliding_tiles(canvas, kernel, tile, text):
+    """Sliding tile attention: the tiles around the query's tile. `text` keys follow, which everyone sees."""
+    tiles = [c // t for c, t in zip(canvas, tile, strict=True)]
+    reach = [k // t for k, t in zip(kernel, tile, strict=True)]
+    seen = math.prod(canvas)
+
+    def place(idx):
+        number = idx // math.prod(tile)
+        found = []
+        for count in reversed(tiles):
+            found.append(number % count)
+            number = number // count
+        return found[::-1]
+
+    def mask(b, h, q_idx, kv_idx):
+        near = (q_idx < seen) & (kv_idx < seen)
+        for q_at, kv_at, count, size in zip(place(q_idx), place(kv_idx), tiles, reach, strict=True):
+            left, right = size // 2, size // 2 + (size % 2 - 1)
+            centre = q_at.clamp(left, count - 1 - right)
+            near = near & (kv_at >= centre - left) & (kv_at <= centre + right)
+        to_text = (q_idx < seen) & (kv_idx >= seen) & (kv_idx < seen + text)
+        return near | to_text | ((q_idx >= seen) & (kv_idx < seen + text))
+
+    return mask
+
+
+def flamingo(tensors):
+    """Text attends to the image whose interval of text positions contains it; an interval is a row of a tensor."""
+    image = torch.arange(3).repeat_interleave(3)
+    intervals = torch.tensor([[0, 7], [1, 7], [7, 12]])
+
+    def mask(b, h, q_idx, kv_idx):
+        interval = intervals[image[kv_idx]]
+        return (q_idx >= interval[0]) & (q_idx < interval[1])
+
+    return mask
+
+
+def transfusion(tensors):
+    """Causal text, and images whose tokens see all tokens of the same image."""
+    spans = torch.tensor([[[2, 5], [12, 6]], [[0, 4], [9, 0]]])  # (B, images, (offset, length))
+
+    def inside(span, idx):
+        return (idx >= span[0]) & (idx < span[0] + span[1])
+
+    def image(number):
+        return lambda b, h, q_idx, kv_idx: inside(spans[b, number], q_idx) & inside(spans[b, number], kv_idx)
+
+    return or_masks(causal, *map(image, range(spans.shape[1])))
+
+
+def spatial_heads(tensors):
+    def mask(b, h, q_idx, kv_idx):
+        width = math.floor(2 * 7 / 4) * 4
+        return (kv_idx < 2 + 7) | (q_idx < 2) | (torch.abs(q_idx - kv_idx) < width)
+
+    return mask
+
+
+def temporal_heads(tensors):
+    def mask(b, h, q_idx, kv_idx):
+        q_token, kv_token = (q_idx - 2) % 7, (kv_idx - 2) % 7
+        return (kv_idx < 2) | (q_idx < 2) | (torch.abs(q_token - kv_token) < 2 * 7 // 4)
+
+    return mask
+
+
+def block_diffusion(b, h, q_idx, kv_idx):
+    q_noised, kv_noised = q_idx < 12, kv_idx < 12
+    q_block, kv_block = q_idx % 12 // 4, kv_idx % 12 // 4
+    own = (q_block == kv_block) & (q_noised == kv_noised)
+    clean = ~kv_noised & ((q_block > kv_block) & q_noised | (q_block >= kv_block) & ~q_noised)
+    return own | clean
+
+
+def window_with_global_tokens(tensors):
+    is_global = torch.zeros(24, dtype=torch.bool)
+    is_global[[0, 8]] = True
+    return or_masks(
+        lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= 3,
+        lambda b, h, q_idx, kv_idx: is_global[q_idx] | is_global[kv_idx],
+    )
+
+
+def draft_tree(tensors):
+    parents = [-1, 0, 1, 1, 3, 3, 0]
+    ancestors = torch.eye(7, dtype=torch.bool)
+    for node, parent in enumerate(parents[1:], 1):
+        ancestors[node] |= ancestors[parent]
+
+    def mask(b, h, q_idx, kv_idx):
+        node = (kv_idx - 5).clamp(min=0, max=6)
+        return (kv_idx < 5) | ((kv_idx >= 5) & (kv_idx < 12) & ancestors[q_idx, node])
+
+    return mask
+
+
+def draft_training(b, h, q_idx, kv_idx):
+    place = kv_idx - 5
+    own = (kv_idx >= 5) & (q_idx // 4 == place // 4) & (place % 4 <= q_idx % 4)
+    return (kv_idx < 5) | own
+
+
+def shared_prefix(tensors):
+    offsets, prefix = torch.tensor([0, 6, 12, 18, 24]), torch.tensor([0, 0, 2, 2])
+    document = ids_of([6, 6, 6, 6])
+
+    def mask(b, h, q_idx, kv_idx):
+        own = document[q_idx]
+        shared = prefix[own]
+        before = (own != shared) & (kv_idx >= offsets[shared]) & (kv_idx < offsets[shared + 1])
+        return (kv_idx >= offsets[own]) & causal(b, h, q_idx, kv_idx) | before
+
+    return mask
+
+
+def selected_tiles(tensors):
+    """The fine pass of video sparse attention: each query tile sees some key tiles."""
+    selected = torch.zeros(B, H, 3, 3, dtype=torch.bool).index_fill_(3, torch.tensor([0, 2]), True)
+    return lambda b, h, q_idx, kv_idx: selected[b, h, q_idx // 8, kv_idx // 8]
+
+
+# -- masks of libraries -----------------------------------------------------------------------------------------------
+
+
+def packed_samples(tensors):
+    document = torch.stack([ids_of([4, 20]), torch.cat([ids_of([9, 9]), torch.full((6,), -1)])])
+
+    def mask(b, h, q_idx, kv_idx):
+        real = (document[b, q_idx] != -1) & (document[b, kv_idx] != -1)
+        return causal(b, h, q_idx, kv_idx) & (document[b, q_idx] == document[b, kv_idx]) & real
+
+    return mask
+
+
+def left_padding(tensors):
+    first, position = torch.tensor([0, 7]), torch.tensor([15])
+
+    def mask(b, h, q, kv):
+        return (kv >= first[b]) & ((q + position[0]) >= kv)
+
+    return mask
+
+
+def chunked_with_padding(tensors):
+    attention_mask = torch.ones(B, 24, dtype=torch.int64)
+    attention_mask[1, 20:] = 0
+
+    def padding(b, h, q_idx, kv_idx):
+        return attention_mask[b, kv_idx].to(torch.bool)
+
+    def same_chunk(b, h, q_idx, kv_idx):
+        return torch.div(q_idx, 7, rounding_mode="floor") == (kv_idx / 7).floor().long()
+
+    def joined(b, h, q_idx, kv_idx):
+        result = q_idx.new_ones((), dtype=torch.bool)
+        for mask in (causal, same_chunk, padding):
+            result = result & mask(b, h, q_idx, kv_idx)
+        return result
+
+    return joined
+
+
+def window_of_each_head(tensors, windows=torch.tensor([2, 4, 8, 24])):  # noqa: B008  a tensor as a default
+    def mask(windows, b, h, q_idx, kv_idx):
+        return torch.logical_and(q_idx.ge(kv_idx), q_idx.sub(kv_idx).lt(windows[h]))
+
+    return functools.partial(mask, windows)
+
+
+def always(function):
+    return lambda tensors: function
+
+
+MASKS = {
+    "no mask": always(noop_mask),
+    "causal": always(causal),
+    "sliding window": always(sliding_window),
+    "prefix": prefix_lm,
+    "prefix of each sequence": prefix_of_each_sequence,
+    "documents": same_document,
+    "stacked documents": stacked_documents,
+    "jagged": jagged,
+    "padding": padded,
+    "offset of a cache": offset_of_a_cache,
+    "offset of each sequence": lambda tensors: OffsetOfEachSequence(),
+    "pages": lambda tensors: Pages().mask,
+    "dilated window": always(dilated_window),
+    "batchified": batchified,
+    "window with sinks": window_with_sinks,
+    "natten": natten,
+    "tiled natten": tiled_natten,
+    "morton natten": morton_natten,
+    "sliding tiles 2-D": lambda tensors: sliding_tiles((6, 6), (6, 2), (2, 2), 4),
+    "sliding tiles 3-D": lambda tensors: sliding_tiles((4, 4, 4), (2, 4, 2), (2, 2, 2), 0),
+    "flamingo": flamingo,
+    "transfusion": transfusion,
+    "spatial heads": spatial_heads,
+    "temporal heads": temporal_heads,
+    "block diffusion": always(block_diffusion),
+    "window with global tokens": window_with_global_tokens,
+    "draft tree": draft_tree,
+    "draft training": always(draft_training),
+    "shared prefix": shared_prefix,
+    "selected tiles": selected_tiles,
+    "packed samples": packed_samples,
+    "left padding": left_padding,
+    "chunks with padding": chunked_with_padding,
+    "window of each head": window_of_each_head,
+}
+
+
+# -- scores of the blog posts and of torch's tests --------------------------------------------------------------------
+
+
+def identity(score, b, h, q_idx, kv_idx):
+    return score
+
+
+def relative(score, b, h, q_idx, kv_idx):
+    return score + (q_idx - kv_idx)
+
+
+def causal_by_score(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx >= kv_idx, score, -float("inf"))
+
+
+def checkerboard(score, b, h, q_idx, kv_idx):
+    score = torch.where(torch.abs(kv_idx - q_idx) % 2 == 1, score * 0.5, score)
+    return torch.where(torch.abs(kv_idx - q_idx) % 2 == 0, score * 2.0, score)
+
+
+def trigonometric(score, b, h, q_idx, kv_idx):
+    return torch.sin(torch.cos(score)) + torch.tan(b * 0.5)
+
+
+def squared(score, b, h, q_idx, kv_idx):
+    score = score * score
+    score += h.float().rsqrt().clamp(max=1.0)
+    return score
+
+
+def alibi(tensors):
+    slopes = torch.exp2(-torch.arange(1.0, H + 1)).to(tensors.dtype)
+    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
+
+
+def alibi_by_formula(score, b, h, q_idx, kv_idx):
+    return score + (kv_idx - q_idx) * torch.exp2(-((h + 1) * 8.0 / H))
+
+
+def softcap(tensors, cap=3.0, tanh=torch.tanh):
+    def score_mod(score, b, h, q_idx, kv_idx):
+        score = score / cap
+        score = tanh(score)
+        return score * cap
+
+    return score_mod
+
+
+class ApproximateTanh(torch.autograd.Function):
+    """The gym's approximation: a custom operator inside a function with a derivative of its own."""
+
+    @staticmethod
+    def forward(x):
+        return torch.ops.approx.tanh(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (result,) = ctx.saved_tensors
+        return gradient * (1 - result * result)
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return torch.tanh(x), 0
+
+
+LIBRARY = torch.library.Library("approx", "DEF")
+LIBRARY.define("tanh(Tensor x) -> Tensor")
+LIBRARY.impl("tanh", torch.tanh, "CompositeExplicitAutograd")
+
+
+def gelu_attention(tensors):
+    """The gym's activation in place of the exponential, as the logarithm of its value."""
+    gelu = functools.partial(F.gelu, approximate="tanh")
+    return lambda score, b, h, q_idx, kv_idx: torch.log(gelu(score) + 1.0)
+
+
+def relu_attention(score, b, h, q_idx, kv_idx):
+    return torch.log(F.relu(score) + torch.full_like(score, 0.5))
+
+
+def sigmoid_attention(score, b, h, q_idx, kv_idx):
+    return torch.log(score.sigmoid() + score.new_full((), 1e-3))
+
+
+# -- learned scores ---------------------------------------------------------------------------------------------------
+
+
+def head_bias(tensors):
+    bias = tensors.learn(H)
+    return lambda score, b, h, q_idx, kv_idx: score + bias[h]
+
+
+class Module(torch.nn.Module):
+    """A layer whose method is the score function; its bias is a parameter and its window a number."""
+
+    def __init__(self, bias, window):
+        super().__init__()
+        self.bias, self.window = torch.nn.Parameter(bias), window
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        return score + self.bias[torch.clamp(q_idx - kv_idx + self.window, 0, 2 * self.window)]
+
+
+def local_window_bias(tensors):
+    layer = Module(tensors.drawn(9), 4)
+    tensors.learned.append(layer.bias)
+    return layer.score_mod
+
+
+def distance_bias(tensors):
+    bias = tensors.learn(2 * N)
+    return lambda score, b, h, q_idx, kv_idx: score + bias[torch.abs(q_idx - kv_idx)]
+
+
+def pair_bias(tensors):
+    bias = tensors.learn(N, N)
+    return lambda score, b, h, q_idx, kv_idx: score + bias[q_idx, kv_idx]
+
+
+def head_pair_bias(tensors):
+    bias = tensors.learn(B, H, N, N)
+    return lambda score, b, h, q_idx, kv_idx: score + bias[b, h, q_idx, kv_idx]
+
+
+def query_factor(tensors):
+    bias = tensors.learn(N)
+    return lambda score, b, h, q_idx, kv_idx: score * bias[q_idx]
+
+
+def chosen_bias(tensors):
+    bias, which = tensors.learn(B, H, 4, N), torch.tensor(2)
+    return lambda score, b, h, q_idx, kv_idx: score + bias[b, h, which, q_idx]
+
+
+def moved_bias(tensors):
+    bias, moved = tensors.learn(N), torch.arange(N).flip(0)
+    return lambda score, b, h, q_idx, kv_idx: score + bias[moved[kv_idx]]
+
+
+def learned_temperature(tensors):
+    temperature = tensors.learn(1)
+    number = temperature.reshape(())  # a learned tensor without axes
+    return lambda score, b, h, q_idx, kv_idx: score * torch.exp(number)
+
+
+def bucketed_bias(tensors):
+    """T5's relative positions: the bucket of every distance is computed before the call."""
+    bias, distance = tensors.learn(8, H), torch.arange(1 - N, N)
+    far = 2 + (distance.abs().clamp(min=2).float() / 2).log() / math.log(24 / 2) * 2
+    bucket = 4 * (distance > 0) + torch.where(distance.abs() < 2, distance.abs(), far.long().clamp(max=3))
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + bias[bucket[kv_idx - q_idx + N - 1], h]
+
+    return score_mod
+
+
+def gates(tensors):
+    gate = tensors.learn(B, H, N)
+    return lambda score, b, h, q_idx, kv_idx: score + F.logsigmoid(gate[b, h, kv_idx])
+
+
+def forgetting(tensors):
+    """Forget gates: the logarithms of the gates between key and query are summed before the call."""
+    total = F.logsigmoid(tensors.learn(B, H, N)).cumsum(-1)
+    return lambda score, b, h, q_idx, kv_idx: score + (total[b, h, q_idx] - total[b, h, kv_idx]).clamp(max=0)
+
+
+def sandwich(tensors):
+    frequencies = 10000.0 ** (-torch.arange(4) / 4)
+    distance = torch.arange(1 - N, N).to(tensors.dtype)
+    bias = torch.cos(distance.abs()[:, None] * frequencies.to(tensors.dtype)).sum(-1)
+    ratio = H / (8.0 * torch.arange(1, H + 1).to(tensors.dtype))
+    return lambda score, b, h, q_idx, kv_idx: score + bias[q_idx - kv_idx + N - 1] * ratio[h]
+
+
+def graph_distances(tensors):
+    bias, distance = tensors.learn(H, 6), (torch.arange(N)[:, None] - torch.arange(N)).abs().clamp(max=5)
+    distance = torch.stack([distance, distance.flip(0)]).to(torch.int32)
+    return lambda score, b, h, q_idx, kv_idx: score + bias[h, distance[b, q_idx, kv_idx]]
+
+
+def graph_edges(tensors):
+    bias = tensors.learn(H, 2, 3)
+    types = torch.arange(B * N * N * 2).reshape(B, N, N, 2) % 3
+    lengths = torch.arange(B * N * N).reshape(B, N, N) % 4 % 3
+    positions = [bias[:, k] for k in range(2)]
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        length, total = lengths[b, q_idx, kv_idx], 0.0
+        for k, table in enumerate(positions):
+            total = total + torch.where(length > k, table[h, types[b, q_idx, kv_idx, k]], 0.0)
+        return score + total / torch.clamp(length, min=1)
+
+    return score_mod
+
+
+def latent_rotary(tensors):
+    """Multi-head latent attention: the products of the rotary parts are added to those of the latent parts."""
+    q_rope, k_rope = tensors.learn(B, H, N, 4), tensors.learn(B, 1, N, 4)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + 0.5 * torch.dot(q_rope[b, h, q_idx], k_rope[b, h // H, kv_idx])
+
+    return score_mod
+
+
+SCORES = {
+    "identity": always(identity),
+    "relative positions": always(relative),
+    "causal by score": always(causal_by_score),
+    "checkerboard": always(checkerboard),
+    "trigonometric": always(trigonometric),
+    "squared": always(squared),
+    "alibi": alibi,
+    "alibi by formula": always(alibi_by_formula),
+    "softcap": softcap,
+    "softcap by a custom operator": lambda tensors: softcap(tensors, tanh=ApproximateTanh.apply),
+    "gelu": gelu_attention,
+    "relu": always(relu_attention),
+    "sigmoid": always(sigmoid_attention),
+    "pages": lambda tensors: Pages().score,
+    "head bias": head_bias,
+    "local window bias": local_window_bias,
+    "distance bias": distance_bias,
+    "pair bias": pair_bias,
+    "head pair bias": head_pair_bias,
+    "query factor": query_factor,
+    "chosen bias": chosen_bias,
+    "moved bias": moved_bias,
+    "learned temperature": learned_temperature,
+    "bucketed bias": bucketed_bias,
+    "gates": gates,
+    "forgetting": forgetting,
+    "sandwich": sandwich,
+    "graph distances": graph_distances,
+    "graph edges": graph_edges,
+    "latent rotary": latent_rotary,
+}
