@@ -14,6 +14,7 @@ import numpy as np
 from . import arrays
 from .errors import DeviceError, DtypeError, FormulaError, MaskError, ParameterError, ShapeError
 from .formula import from_function, library
+from .formula.block_masks import is_block_mask
 from .formula.expression import SYMBOLS, Expression, walk
 from .formula.tables import learned_number
 from .statistics import Statistic, StatisticBase
@@ -85,7 +86,7 @@ def read_score(score: Formula) -> Expression | None:
     """Return the score, a formula or a FlexAttention score_mod, as an expression; None if `score` is None."""
     if score is None:
         return None
-    if not isinstance(score, Expression) and tuple(getattr(score, "shape", ())):
+    if not isinstance(score, Expression) and tuple(getattr(score, "shape", ())) and not is_block_mask(score):
         raise FormulaError(
             f"score is a {type(score).__name__} of shape {tuple(score.shape)}",
             "a formula or a function (s, b, h, i, j)",

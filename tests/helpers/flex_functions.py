@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
 B, H, N, D = 2, 4, 24, 8  # the lengths of the arrays; `SHAPES` has the exceptions
@@ -504,12 +504,12 @@ LIBRARY.impl("tanh", torch.tanh, "CompositeExplicitAutograd")
 
 def gelu_attention(tensors):
     """The gym's activation in place of the exponential, as the logarithm of its value."""
-    gelu = functools.partial(F.gelu, approximate="tanh")
+    gelu = functools.partial(functional.gelu, approximate="tanh")
     return lambda score, b, h, q_idx, kv_idx: torch.log(gelu(score) + 1.0)
 
 
 def relu_attention(score, b, h, q_idx, kv_idx):
-    return torch.log(F.relu(score) + torch.full_like(score, 0.5))
+    return torch.log(functional.relu(score) + torch.full_like(score, 0.5))
 
 
 def sigmoid_attention(score, b, h, q_idx, kv_idx):
@@ -591,12 +591,12 @@ def bucketed_bias(tensors):
 
 def gates(tensors):
     gate = tensors.learn(B, H, N)
-    return lambda score, b, h, q_idx, kv_idx: score + F.logsigmoid(gate[b, h, kv_idx])
+    return lambda score, b, h, q_idx, kv_idx: score + functional.logsigmoid(gate[b, h, kv_idx])
 
 
 def forgetting(tensors):
     """Forget gates: the logarithms of the gates between key and query are summed before the call."""
-    total = F.logsigmoid(tensors.learn(B, H, N)).cumsum(-1)
+    total = functional.logsigmoid(tensors.learn(B, H, N)).cumsum(-1)
     return lambda score, b, h, q_idx, kv_idx: score + (total[b, h, q_idx] - total[b, h, kv_idx]).clamp(max=0)
 
 

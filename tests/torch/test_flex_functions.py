@@ -93,7 +93,9 @@ def test_published_functions(role, name):
     sizes = term_sizes(problem, stages.weights)
     with torch.no_grad():
         assert_within_budget(attention(*inputs, **functions), truth.numpy(), baseline.output, "output", sizes)
-    check_gradients(differentiated_attention, problem, inputs, d_output, functions, learned, made(role, name, torch.float64))
+    check_gradients(
+        differentiated_attention, problem, inputs, d_output, functions, learned, made(role, name, torch.float64)
+    )
 
 
 def check_gradients(attention, problem, inputs, d_output, functions, learned, definition):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from ..cached_property import cached_property
 from ..errors import FormulaError, MaskError, ParameterError
 from .operators import OPERATORS, Kind
+from .truth_errors import truth_value_error
 
 if TYPE_CHECKING:
     from ..view.picture import Picture
@@ -182,11 +183,7 @@ class Expression:
 
     # -- what Python must not do with a formula ---------------------------------------------------------------------
     def __bool__(self) -> NoReturn:
-        raise FormulaError(
-            f"a formula ({self}) was used as one True or False, by `and`, `or`, `not`, `if` or a chained comparison",
-            "conditions over all (i, j) at once, joined by & | ~",
-            "write (a < i) & (i < b) for a < i < b, & for and, | for or, ~ for not, sightline.where(...) for if",
-        )
+        raise truth_value_error(str(self))
 
     def __index__(self) -> NoReturn:
         raise FormulaError(

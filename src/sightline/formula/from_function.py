@@ -15,6 +15,7 @@ import numpy as np
 
 from ..arrays import framework
 from ..errors import FormulaError, SightlineError
+from .block_masks import block_formula, is_block_mask
 from .expression import SYMBOLS, Expression, as_expression
 from .tables import Table
 from .tensor_reads import ReadableArray, table_reads
@@ -39,8 +40,12 @@ def to_formula(value: Any, argument: str, symbols: str) -> Expression:
         The function takes other arguments, does not return a formula, or uses the symbols in a way that has no meaning
         for formulas.
     """
-    if isinstance(value, Expression) or not callable(value):
+    if isinstance(value, Expression) or not (callable(value) or is_block_mask(value)):
         return as_expression(value)
+    if is_block_mask(value):
+        if argument != "mask":
+            raise FormulaError(f"{argument} is a BlockMask", "a formula or a score_mod", "pass the BlockMask as mask=")
+        return block_formula(value, to_formula(value.mask_mod, argument, symbols))
     names = symbols.split()
     if getattr(value, "__module__", "").startswith("sightline."):
         name = f"sightline.{value.__name__}"

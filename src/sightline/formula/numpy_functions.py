@@ -19,7 +19,7 @@ from .tensor_reads import is_reading
 __all__ = ["tensor_attribute", "translate_call"]
 
 FUNCTIONS: dict[str, Callable[..., Expression]] = {**COMPOSED, **CASTS}
-METHODS = {*OPERATORS, *OPERATOR_ALIASES, *FUNCTIONS} - {"isin", "dot", "as_tensor", "exp2", "logsigmoid"}
+METHODS = {*OPERATORS, *OPERATOR_ALIASES, *FUNCTIONS}
 # The namespaces of torch's own operators, and that of the attention gym, whose approx::tanh is an instruction for tanh.
 OPERATOR_NAMESPACES = ("aten", "approx")
 

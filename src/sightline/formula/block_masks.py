@@ -1,0 +1,76 @@
+"""FlexAttention's BlockMask as a formula.
+
+A BlockMask lists blocks of pairs. In a listed block its `mask_mod` decides, in a block listed as full every pair is
+allowed, and in the other blocks every pair is hidden. `create_block_mask` lists the blocks that `mask_mod` allows, so
+there `mask_mod` alone is the mask. Blocks that were listed in another way, as a selection of tiles, are a table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import to_numpy
+from .expression import SYMBOLS, Expression
+from .interval_arithmetic import compute_intervals
+from .tables import Table
+
+__all__ = ["block_formula", "is_block_mask"]
+
+HIDDEN, PARTIAL, FULL = range(3)
+LARGEST_INDEX = float(2**31)  # of b and h, if the BlockMask has one batch entry or one head for all
+
+
+def is_block_mask(value: Any) -> bool:
+    """True if the value is a `torch.nn.attention.flex_attention.BlockMask`."""
+    return type(value).__name__ == "BlockMask" and hasattr(value, "kv_num_blocks") and hasattr(value, "mask_mod")
+
+
+def block_formula(block_mask: Any, mask: Expression) -> Expression:
+    """Return the formula of a BlockMask whose `mask_mod` is the formula `mask`.
+
+    It is `mask` itself if interval arithmetic proves that `mask` hides every pair of the hidden blocks and allows every
+    pair of the full ones.
+    """
+    states = _read_states(block_mask)
+    if _agrees(mask, states, block_mask):
+        return mask
+    rows, columns = block_mask.BLOCK_SIZE
+    b, h, i, j = (SYMBOLS[name] for name in "bhij")
+    first = [symbol if length > 1 else 0 for symbol, length in zip((b, h), states.shape[:2], strict=True)]
+    state = Table(states)[(*first, i // rows, j // columns)]
+    return (state == FULL) | ((state == PARTIAL) & mask)
+
+
+def _read_states(block_mask: Any) -> Any:
+    """Return an array (B, H, blocks of queries, blocks of keys) of HIDDEN, PARTIAL and FULL."""
+    lists = [(block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)]
+    if block_mask.full_kv_num_blocks is not None:
+        lists.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL))
+    columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
+    states = None
+    for counts, indices, state in lists:
+        indices = to_numpy(indices)
+        indices = indices.reshape((1,) * (4 - indices.ndim) + indices.shape)
+        is_listed = np.arange(indices.shape[-1]) < to_numpy(counts).reshape(*indices.shape[:-1], 1)
+        if states is None:
+            states = np.full((*indices.shape[:-1], columns), HIDDEN, np.int32)
+        *places, slot = np.nonzero(is_listed)
+        states[(*places, indices[(*places, slot)])] = state
+    return states
+
+
+def _agrees(mask: Expression, states: Any, block_mask: Any) -> bool:
+    """True if bounds prove that `mask` is False in every hidden block and True in every full block."""
+    axes = np.ogrid[tuple(map(slice, states.shape))]
+    box = {name: (1.0 * length, 1.0 * length) for name, length in zip("nm", block_mask.seq_lengths, strict=True)}
+    for name, at, size, length in zip(
+        "bhij", axes, (1, 1, *block_mask.BLOCK_SIZE), (*states.shape[:2], *block_mask.seq_lengths), strict=True
+    ):
+        low = at * float(size)
+        box[name] = low, np.minimum(low + size, length) - 1.0
+        if name in "bh" and length == 1:
+            box[name] = low, low + LARGEST_INDEX
+    low, high = compute_intervals(mask, box)[id(mask)]
+    return bool(np.all((states != HIDDEN) | (high == 0)) and np.all((states != FULL) | (low == 1)))
