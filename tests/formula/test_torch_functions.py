@@ -12,9 +12,13 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 import sightline
 from flex_functions import MASKS, SHAPES, B, H, N, Tensors
 from sightline import i, j, s
+from sightline.cpu import Cpu
 from sightline.errors import FormulaError
 from sightline.formula.derivative import derivative
-from sightline.testing import assert_within_budget
+from sightline.problem import make_problem
+from sightline.reference import Reference
+from sightline.streaming import Streaming
+from sightline.testing import assert_conforms, assert_within_budget
 from sightline.validation import read_mask, read_score
 
 ROWS, COLUMNS = 9, 11
@@ -153,6 +157,13 @@ def test_custom_operators_are_refused():
     library.define("exp(Tensor x) -> Tensor")
     with pytest.raises(FormulaError, match="custom operator sightline_test::exp"):
         torch.ops.sightline_test.exp(s)
+
+
+@pytest.mark.parametrize("kernel", [Cpu(), Streaming(), Reference()], ids=lambda kernel: kernel.name)
+def test_kernels_compute_bits(kernel):
+    options = {"mask": ((i - 9) & (j | 5)) != 1, "score": s + ((i ^ j) & (2**33 + 6)) / 8}
+    query = np.random.default_rng(0).normal(size=(1, 1, 20, 16)).astype(np.float32)
+    assert_conforms(kernel.run, make_problem(query, query, query, **options))
 
 
 # -- the arguments of the functions ------------------------------------------------------------------------------------

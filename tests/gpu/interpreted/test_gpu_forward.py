@@ -70,6 +70,10 @@ PROBLEMS = {
     "scores beyond the last place of 1": ({"shape": (1, 1, 20, 16), "m": 70}, {"scale": 1e12}),
     "a negative scale": ({"shape": (1, 1, 20, 16), "m": 70}, {"scale": -0.5, "mask": causal()}),
     "whole numbers beyond 32 bits": ({"shape": (1, 1, 20, 16)}, {"mask": (i * 2**33 - j * 2**33) % 3 != 1}),
+    "bits of whole numbers": (
+        {"shape": (1, 1, 20, 16)},
+        {"mask": ((i - 9) & (j | 5)) != 1, "score": s + ((i ^ j) & (2**33 + 6)) / 8},
+    ),
     "wide": ({"shape": (1, 1, 17, 130), "d_v": 250}, {"mask": causal()}),
     "decoding": ({"shape": (2, 4, 1, 24), "groups": 2, "m": 130}, {"mask": padding([130, 1])}),
     "decoding by several queries, sinks": (
