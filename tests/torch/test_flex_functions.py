@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention, noop_mask, or_masks
 
 import flex_functions
 import sightline
@@ -127,7 +127,16 @@ def check_gradients(attention, problem, inputs, d_output, functions, learned, de
         assert_within_budget(found[place], truth[place].double().numpy(), orders, "learned tensor", terms)
 
 
+def test_published_functions_compile_to_one_graph():
+    names = ("no mask", "window with sinks", "packed samples", "left padding")
+    mask = and_masks(*[or_masks(MASKS[name](Tensors()), flex_functions.causal) for name in names])
+    score = SCORES["chosen bias"](Tensors())
+    query, key, value, _ = arrays(N, N)
+    compiled = torch.compile(sightline.attention, backend="eager", fullgraph=True)
+    found, expected = (call(query, key, value, mask=mask, score=score) for call in (compiled, sightline.attention))
+    assert torch.equal(found, expected)
+
+
 def test_enough_functions_are_tested():
     assert len(MASKS) >= 30
     assert len(SCORES) >= 30
-    assert flex_functions.__doc__

@@ -12,7 +12,8 @@ from typing import Any
 
 from ..arrays import to_numpy
 from ..errors import FormulaError
-from .expression import Constant, Expression, apply, as_expression, where
+from .expression import Constant, Expression, apply, as_expression, is_compiling, where
+from .tables import Table
 
 __all__ = ["COMPOSED", "as_condition", "bitwise_and", "bitwise_or", "bitwise_xor", "power", "shift_left", "shift_right"]
 
@@ -38,7 +39,11 @@ def power(input: Any, exponent: Any) -> Expression:
 
 def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Expression:
     """Return the condition that `elements` is one of the entries of `test_elements`, an array or a list of numbers."""
-    entries = sorted(set(to_numpy(test_elements).ravel().tolist()))
+    if is_compiling():  # the entries are not known
+        members = Table(test_elements.reshape(-1))
+        entries = [members[k] for k in range(members.shape[0])]
+    else:
+        entries = sorted(set(to_numpy(test_elements).ravel().tolist()))
     if len(entries) > MAX_SET_SIZE:
         raise FormulaError(
             f"isin of a formula and {len(entries)} numbers",

@@ -531,7 +531,9 @@ def as_expression(value: Any) -> Expression:
     if isinstance(value, Expression):
         return value
     if not isinstance(value, int | float):  # torch.compile cannot trace `getattr` of a number that is a symbol
-        if getattr(value, "requires_grad", False) and tuple(value.shape) == ():
+        # While torch.compile traces, the value of a tensor is not known.
+        is_variable = getattr(value, "requires_grad", False) or (is_compiling() and hasattr(value, "requires_grad"))
+        if is_variable and tuple(value.shape) == ():
             return PASSES.learned_number(value)
         if getattr(value, "shape", None) == () and hasattr(value, "item"):
             value = _read_number(value)

@@ -12,7 +12,6 @@ from ..errors import FormulaError
 from .composed_functions import COMPOSED
 from .expression import Expression, apply, is_compiling
 from .operators import OPERATOR_ALIASES, OPERATORS
-from .tables import Table
 from .tensor_casts import CASTS
 from .tensor_reads import is_reading
 
@@ -40,8 +39,6 @@ def translate_call(
     `function` is the function itself. It tells a method of a tensor from the function of the same name, and an operator
     of another library, such as `torch.ops.library.name`, from torch's own.
     """
-    if name == "__getitem__":  # while torch.compile traces; `tensor_reads` serves the other calls
-        return Table(inputs[0])[inputs[1]]
     if not is_compiling():
         qualified = getattr(function, "_qualified_op_name", None) or str(getattr(function, "_schema", "")).split("(")[0]
         if "::" in qualified and qualified.split("::")[0] not in OPERATOR_NAMESPACES:
@@ -57,6 +54,8 @@ def tensor_attribute(value: Expression, name: str) -> Any:
     Formulas have a dtype and a shape only while a mask or score function is called: elsewhere, an object that has them
     is an array. AttributeError: formulas have no such attribute.
     """
+    if name == "device" and is_compiling():
+        return None
     if name in ATTRIBUTES and not is_compiling() and is_reading() and "torch" in sys.modules:
         return ATTRIBUTES[name](sys.modules["torch"], value)
     if name not in METHODS:

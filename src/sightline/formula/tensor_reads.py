@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from .expression import Expression
+from .expression import Expression, is_compiling
 from .tables import Table
 
-__all__ = ["ReadableArray", "is_reading", "table_reads"]
+__all__ = ["ReadableArray", "is_reading", "table_reads", "torch_mode"]
 
 _IS_READING = ContextVar("_IS_READING", default=False)
 
@@ -35,7 +35,7 @@ def table_reads() -> Iterator[None]:
     token = _IS_READING.set(True)
     try:
         if "torch" in sys.modules:
-            with _torch_mode()():
+            with torch_mode()():
                 yield
         else:
             yield
@@ -48,8 +48,8 @@ def _has_formula(index: Any) -> bool:
 
 
 @cache
-def _torch_mode() -> Any:
-    """Return the class of the mode. Each object makes one table for each tensor."""
+def torch_mode() -> Any:
+    """Return the class of the mode. Each object makes one table for each tensor. torch.compile traces its objects."""
     torch = sys.modules["torch"]
 
     class TableReads(torch.overrides.TorchFunctionMode):  # type: ignore[misc, name-defined]
@@ -60,6 +60,8 @@ def _torch_mode() -> Any:
         def __torch_function__(self, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Any:
             if function is torch.Tensor.__getitem__ and _has_formula(inputs[1]):
                 tensor = inputs[0]
+                if is_compiling():
+                    return Table(tensor)[inputs[1]]
                 if id(tensor) not in self.tables:
                     self.tables[id(tensor)] = Table(tensor)
                 return self.tables[id(tensor)][inputs[1]]

@@ -17,6 +17,7 @@ from ..call_request import Request, conditions_of
 from ..dispatch import KERNELS, make_plan, to_caller_layout
 from ..errors import DtypeError
 from ..formula.expression import SYMBOLS, Expression
+from ..formula.tensor_reads import torch_mode
 from ..kernel import Kernel, Result, choose
 from ..problem import Problem, parse, validate
 from ..statistics import Statistic, solve_selections_separately
@@ -32,6 +33,7 @@ from .operator_schema import OperatorArguments, build_result, make_seed
 __all__ = ["kernels", "run"]
 
 FUSED = Fused()
+TABLE_READS = torch_mode()
 
 
 def kernels() -> tuple[Kernel, ...]:
@@ -174,7 +176,8 @@ def _build_formula(formula: Any, symbols: str) -> Any:
     """While torch.compile traces, call a mask or score function: it cannot trace `formula.from_function`."""
     if not torch.compiler.is_compiling() or isinstance(formula, Expression | Tensor) or not callable(formula):
         return formula
-    return formula(*[SYMBOLS[name] for name in symbols])
+    with TABLE_READS():
+        return formula(*[SYMBOLS[name] for name in symbols])
 
 
 # -- the call cache -----------------------------------------------------------------------------------------------
