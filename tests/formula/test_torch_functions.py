@@ -217,6 +217,17 @@ def test_numpy_arrays_are_found_in_containers_and_keep_their_attributes():
     np.testing.assert_array_equal(found, np.broadcast_to(4.0 + np.arange(3.0)[:, None], (3, 5)))
 
 
+def test_captured_lists_without_arrays_stay_the_same_objects():
+    calls = []
+
+    def counted(b, h, q_idx, kv_idx):
+        calls.append(q_idx)
+        return q_idx >= kv_idx
+
+    read_mask(counted)
+    assert calls[0] is i
+
+
 def test_a_negative_index_counts_from_the_end():
     lengths = torch.tensor([3, 5, 9])
     assert read_mask(lambda b, h, q, kv: kv < lengths[-1] + lengths[q - q - 1 + 1]).array(1, 14).sum() == 12

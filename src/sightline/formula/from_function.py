@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from .tensor_reads import ReadableArray, table_reads
 __all__ = ["to_formula"]
 
 MAX_FUNCTION_DEPTH = 4  # NumPy's arrays are found in the function, the functions that it calls, ...: so many levels
+MAX_CONTAINER_LENGTH = 64  # arrays are not searched for in longer lists, tuples and dicts
 ROLES = {  # by the name of the argument: what FlexAttention calls its function, and the function's parameters there
     "mask": ("mask_mod", "b, h, q_idx, kv_idx"),
     "score": ("score_mod", "score, b, h, q_idx, kv_idx"),
@@ -130,13 +132,31 @@ def _wrap_arrays(function: Any, depth: int = MAX_FUNCTION_DEPTH) -> Any:
     closure, scope = function.__closure__ or (), function.__globals__
     if not all(map(_is_filled, closure)):
         return function
-    cells = tuple(types.CellType(_as_readable(cell.cell_contents, depth)) for cell in closure)
     found = {name: scope[name] for name in _global_names(function.__code__) if name in scope}
-    changed = {name: _as_readable(value, depth) for name, value in found.items()}
-    defaults = tuple(_as_readable(value, depth) for value in function.__defaults__ or ()) or None
-    copy = types.FunctionType(function.__code__, {**scope, **changed}, function.__name__, defaults, cells)
-    copy.__kwdefaults__ = {k: _as_readable(v, depth) for k, v in (function.__kwdefaults__ or {}).items()}
+    given = [
+        {str(k): cell.cell_contents for k, cell in enumerate(closure)},
+        found,
+        {str(k): value for k, value in enumerate(function.__defaults__ or ())},
+        function.__kwdefaults__ or {},
+    ]
+    readable = [{name: _as_readable(value, depth) for name, value in group.items()} for group in given]
+    if all(_is_same(new.values(), old.values()) for new, old in zip(readable, given, strict=True)):
+        return function
+    cells, changed, defaults, keyword_defaults = readable
+    copy = types.FunctionType(
+        function.__code__,
+        {**scope, **changed},
+        function.__name__,
+        tuple(defaults.values()) or None,
+        tuple(map(types.CellType, cells.values())),
+    )
+    copy.__kwdefaults__ = keyword_defaults
     return copy
+
+
+def _is_same(items: Iterable[Any], others: Iterable[Any]) -> bool:
+    """True if the items are the same objects, so that what a function keeps in a container is not lost in a copy."""
+    return all(item is other for item, other in zip(items, others, strict=True))
 
 
 def _as_readable(value: Any, depth: int) -> Any:
@@ -145,10 +165,12 @@ def _as_readable(value: Any, depth: int) -> Any:
         return value.view(ReadableArray)
     if framework(value) in ("numpy", "jax") and getattr(value, "ndim", 0) > 0 and hasattr(value, "dtype"):
         return Table(value)
-    if type(value) in (tuple, list) and depth > 0:
-        return type(value)(_as_readable(item, depth - 1) for item in value)
-    if type(value) is dict and depth > 0:
-        return {key: _as_readable(item, depth - 1) for key, item in value.items()}
+    if type(value) in (tuple, list) and depth > 0 and len(value) <= MAX_CONTAINER_LENGTH:
+        items = [_as_readable(item, depth - 1) for item in value]
+        return value if _is_same(items, value) else type(value)(items)
+    if type(value) is dict and depth > 0 and len(value) <= MAX_CONTAINER_LENGTH:
+        items = [_as_readable(item, depth - 1) for item in value.values()]
+        return value if _is_same(items, value.values()) else dict(zip(value, items, strict=True))
     if isinstance(value, types.FunctionType | functools.partial) and not _is_library(value):
         return _wrap_arrays(value, depth - 1)
     return value
