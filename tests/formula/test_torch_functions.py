@@ -43,6 +43,7 @@ SAME = {  # by name: a function of the float x, the integer y and the condition 
     "float": lambda x, y, c: y.float() / 2 + c.double() + x.to(torch.float64) + y.to(dtype=torch.float64),
     "int": lambda x, y, c: c.int() + y.long() + c.to(torch.int64) + y.to(torch.int32),
     "bool": lambda x, y, c: y.bool() ^ x.bool() ^ y.to(torch.bool) ^ c.to("cpu", torch.bool),
+    "type": lambda x, y, c: y.type(torch.float64) * 0.5 + c.type(torch.int64),
     "type_as": lambda x, y, c: y.type_as(x) * y.to(x) + c.type_as(y),
     "int of a quotient": lambda x, y, c: (y / 3).int() + (y / 3).floor().long() + torch.ceil(y / -3).to(torch.int64),
     "div": lambda x, y, c: torch.div(y, 3, rounding_mode="floor") + torch.div(y, 3, rounding_mode="trunc"),
@@ -98,6 +99,23 @@ def test_functions_of_formulas_equal_functions_of_tensors(name):
     expected = SAME[name](*VALUES, ROW >= COLUMN).broadcast_to(ROWS, COLUMNS).numpy()
     assert kind(found) == kind(expected)
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, "float32", float, np.dtype("float64"), torch.float16])
+def test_names_of_float_dtypes(dtype):
+    assert i.astype(dtype).kind == i.to("cuda", dtype).kind == "float"
+    assert i.to("cuda:0").kind == "int"
+
+
+def test_formulas_have_the_attributes_of_tensors_inside_functions():
+    def hidden_by_the_smallest_number(score, b, h, q_idx, kv_idx):
+        smallest = torch.full((), torch.finfo(score.dtype).min, dtype=score.dtype, device=score.device)
+        return torch.where(q_idx >= kv_idx, score, smallest if q_idx.shape == () and b.ndim == 0 else 0.0)
+
+    q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    found = sightline.attention(q, k, v, score=hidden_by_the_smallest_number)
+    torch.testing.assert_close(found, sightline.attention(q, k, v, mask=i >= j))
+    assert not hasattr(s, "dtype")
 
 
 @pytest.mark.parametrize("name", SMOOTH)
@@ -268,3 +286,8 @@ def test_listed_blocks_are_part_of_the_mask():
     )
     expected = (partial != 0) & (rows >= columns) | (whole != 0)
     np.testing.assert_array_equal(read_mask(block_mask).array(24), expected)
+    query = torch.randn(1, 1, 24, 4)
+    found, written = (
+        sightline.attention(query, query, query, mask=one) for one in (block_mask, torch.tensor(expected))
+    )
+    torch.testing.assert_close(found, written)

@@ -85,7 +85,8 @@ def read_kind(dtype: Any) -> Kind:
 
 
 def _is_dtype(value: Any) -> bool:
-    return type(value).__name__ == "dtype" or isinstance(value, type)
+    """True for a dtype of torch or NumPy, a Python type or a dtype's name; a device has another name."""
+    return type(value).__name__.lower().endswith("dtype") or isinstance(value, type) or str(value) in KINDS
 
 
 def _to(input: Any, *arguments: Any, dtype: Any = None, **options: Any) -> Expression:
@@ -96,10 +97,10 @@ def _to(input: Any, *arguments: Any, dtype: Any = None, **options: Any) -> Expre
     for argument in (*arguments, options.get("other")):
         if isinstance(argument, Expression):
             return cast(input, argument.kind)
-        if hasattr(argument, "dtype"):
-            dtype = argument.dtype
-        elif _is_dtype(argument):
+        if _is_dtype(argument):
             dtype = argument
+        elif hasattr(argument, "dtype"):
+            dtype = argument.dtype
     return as_expression(input) if dtype is None else cast(input, read_kind(dtype))
 
 
@@ -166,6 +167,7 @@ def _cast_method(name: str) -> Callable[[Any], Expression]:
 CASTS: dict[str, Callable[..., Any]] = {
     **{name: _cast_method(name) for name in ("bool", "int", "long", "float", "double", "half", "bfloat16")},
     "to": _to,
+    "type": _to,
     "astype": _to,
     "type_as": _type_as,
     "new_ones": _new(1),
