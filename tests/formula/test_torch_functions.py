@@ -113,8 +113,8 @@ def test_formulas_have_the_attributes_of_tensors_inside_functions():
         return torch.where(q_idx >= kv_idx, score, smallest if q_idx.shape == () and b.ndim == 0 else 0.0)
 
     q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
-    found = sightline.attention(q, k, v, score=hidden_by_the_smallest_number)
-    torch.testing.assert_close(found, sightline.attention(q, k, v, mask=i >= j))
+    options = ({"score": hidden_by_the_smallest_number}, {"mask": i >= j})
+    torch.testing.assert_close(*[sightline.attention(q, k, v, kernel="streaming", **one) for one in options])
     assert not hasattr(s, "dtype")
 
 
@@ -287,7 +287,6 @@ def test_listed_blocks_are_part_of_the_mask():
     expected = (partial != 0) & (rows >= columns) | (whole != 0)
     np.testing.assert_array_equal(read_mask(block_mask).array(24), expected)
     query = torch.randn(1, 1, 24, 4)
-    found, written = (
-        sightline.attention(query, query, query, mask=one) for one in (block_mask, torch.tensor(expected))
-    )
+    masks = block_mask, torch.tensor(expected)
+    found, written = (sightline.attention(query, query, query, mask=mask, kernel="streaming") for mask in masks)
     torch.testing.assert_close(found, written)
