@@ -133,6 +133,8 @@ REFUSED = {
     "int of a float": (lambda: (s * 2).int(), "s·2, a float", "i // 2"),
     "a narrow integer": (lambda: i.to(torch.int8), "torch.int8", "kinds"),
     "an axis": (lambda: i.new_ones((3,)), "shape (3,)", "new_ones(())"),
+    "one axis": (lambda: i.new_zeros(3), "shape (3,)", "new_ones(())"),
+    "ones of another shape": (lambda: np.ones_like(s, shape=(3,)), "shape=", "table"),
     "exact gelu": (lambda: functional.gelu(s), "erf", 'approximate="tanh"'),
     "item": (lambda: (i >= j).item(), ".item()", "torch.where"),
     "detach": (lambda: s.detach(), "detach", "t.detach()[h]"),

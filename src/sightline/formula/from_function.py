@@ -66,7 +66,7 @@ def to_formula(value: Any, argument: str, symbols: str) -> Expression:
         raise FormulaError(
             f"{argument}={_name(value)} failed when called with ({listed}): {error}",
             f"a function f({listed}) of formulas",
-            "build the formula from the symbols: from sightline import b, h, i, j, s, table, where",
+            "use the arguments as tensors of one number: i + 1, i.clamp(0, 5), tensor[i], torch.where(i >= j, x, y)",
         ) from error
     if result is None:
         raise FormulaError(f"{argument}={_name(value)} returned None", "a formula", "end the function with return ...")

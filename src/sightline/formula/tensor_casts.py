@@ -6,12 +6,13 @@ the formula: a cast to a narrow float dtype does not round.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import FormulaError
 from .composed_functions import as_condition
-from .expression import Apply, Expression, apply, as_expression, where
+from .expression import Apply, Constant, Expression, apply, as_expression, where
 from .operators import Kind
 
 __all__ = ["CASTS", "cast"]
@@ -30,6 +31,8 @@ def cast(value: Any, kind: Kind) -> Expression:
     These values are integers exactly; other floats depend on the precision in which they are computed.
     """
     x = as_expression(value)
+    if isinstance(x, Constant) and math.isfinite(x.value):
+        return as_expression({"bool": bool, "int": int, "float": float}[kind](x.value))
     if kind == "bool":
         return as_condition(x)
     if x.kind == "bool":
@@ -55,9 +58,6 @@ def _to_integer(x: Expression) -> Expression:
     if quotient is not None:
         size = apply("floor_divide", *map(abs, quotient))
         return where((quotient[0] < 0) ^ (quotient[1] < 0), -size, size)
-    value = getattr(x, "value", None)
-    if value is not None and abs(value) < float(2**53):
-        return as_expression(int(value))
     raise FormulaError(
         f"{x}, a float, cast to an integer",
         "integers, conditions, and quotients of integers such as (i / 2).int()",
@@ -110,20 +110,25 @@ def _type_as(input: Any, other: Any) -> Expression:
 
 def _constant(input: Any, size: Any, value: Any, dtype: Any) -> Expression:
     """Return a number of the dtype. A formula has no axes, so `size` must be ()."""
-    if tuple(size) != ():
-        raise FormulaError(f"a tensor of shape {tuple(size)} made from a formula", "shape ()", "x.new_ones(())")
+    shape = tuple(size) if hasattr(size, "__len__") else (size,)
+    if shape:
+        raise FormulaError(f"a tensor of shape {shape} made from a formula", "shape ()", "x.new_ones(())")
     return cast(value, as_expression(input).kind if dtype is None else read_kind(dtype))
 
 
 def _new(value: Any) -> Callable[..., Expression]:
-    def function(input: Any, size: Any = (), *, dtype: Any = None, device: Any = None, **_: Any) -> Expression:
+    def function(
+        input: Any, size: Any = (), *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+    ) -> Expression:
         return _constant(input, size, value, dtype)
 
     return function
 
 
 def _like(value: Any) -> Callable[..., Expression]:
-    def function(input: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Expression:
+    def function(
+        input: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, requires_grad: bool = False
+    ) -> Expression:
         return _constant(input, (), value, dtype)
 
     return function
@@ -133,7 +138,9 @@ def _new_full(input: Any, size: Any, fill_value: Any, *, dtype: Any = None, devi
     return _constant(input, size, fill_value, dtype)
 
 
-def _full_like(input: Any, fill_value: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Expression:
+def _full_like(
+    input: Any, fill_value: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None
+) -> Expression:
     return _constant(input, (), fill_value, dtype)
 
 
