@@ -15,6 +15,7 @@ from ...arrays import to_numpy
 from ...errors import DtypeError, ParameterError, ShapeError
 from ...labels import labels_by_entry
 from ..heatmaps import pooled
+from .storage import BASE64_RATIO, MAP_LEVELS, choose_levels
 
 __all__ = [
     "PAGE_BYTES",
@@ -32,10 +33,9 @@ __all__ = [
 Array = np.ndarray[Any, np.dtype[Any]]
 Tokens = Sequence[str] | Sequence[Sequence[str]]
 
-PAGE_BYTES = 32 << 20  # default limit of a page's size; such a page opens quickly and fits into a mail
+PAGE_BYTES = 10_000_000  # default limit of a page's size; such a page opens quickly and fits into a mail
 TOP_ENTRIES = 8  # default number of weights stored exactly per query and per key if a page cannot hold all weights
 MAP_SIDES = (32, 1024)  # (least, most) cells per side of a pooled map: fewer show nothing, more are slow to draw
-BASE64_RATIO = 4 / 3  # number of base64 characters that encode one byte
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,9 @@ class Layer:
         The heaviest keys of each query, and the heaviest queries of each key; None if `cells` are the weights.
     heads : tuple of H ints, optional
         The numbers of the heads in the model; by default 0 to H − 1.
+    levels : int, optional
+        The page stores the cells rounded to this number of levels above 0, as `storage.to_levels` does. None if the
+        page stores every cell exactly.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Layer:
     looks: Links | None = None
     seen_by: Links | None = None
     heads: tuple[int, ...] | None = None
+    levels: int | None = None
 
 
 @dataclass(frozen=True)
@@ -159,9 +163,10 @@ def from_weights(
     names : sequence of str, optional
         The name of each layer; by default "Layer 0", "Layer 1" and so on.
     title : str, default "Attention"
-    limit : int, default 32 MiB
-        Largest size of a page in bytes. If the weights are larger, the map shows means of weights, only the heaviest
-        weights of each query and of each key are stored exactly, and the page says so.
+    limit : int, default 10 MB
+        Largest size of a page in bytes. If exact weights are larger, the page stores each weight rounded to 16 bits or
+        to 8 bits, and shows how exact a weight is. If 8 bits are too large too, the map shows means of weights, and
+        only the heaviest weights of each query and of each key are stored exactly. The page says what it stores.
     top : int, default 8
         Largest number of weights that are stored exactly per query and per key if the map shows means.
 
@@ -200,17 +205,23 @@ def make_exploration(
 ) -> Exploration:
     """Return the data of a page whose size is about `limit` bytes at most.
 
-    The page has all weights if they fit. Otherwise it has pooled maps, and up to `top` of the heaviest weights of each
-    query and of each key.
+    The page has all weights if they fit: exact, or else rounded to the largest number of levels that fits. Otherwise it
+    has pooled maps, and up to `top` of the heaviest weights of each query and of each key.
     """
     if not all(isinstance(number, int | float) and number >= 1 for number in (limit, top)):
         raise ParameterError(f"limit={limit!r}, top={top!r}", "numbers ≥ 1", f"limit={PAGE_BYTES}, top={TOP_ENTRIES}")
     all_weights = [layer.weights for text in texts for layer in text]
     itemsize = 2 if all(array.dtype == np.float16 for array in all_weights) else 4
-    whole = sum(array.size for array in all_weights) * itemsize * BASE64_RATIO <= limit
-    count, side = (0, 0) if whole else _split_budget(limit, all_weights, top)
-    made = [Text(text_name(text[0].queries), tuple(_make_layer(x, count, side) for x in text)) for text in texts]
-    return Exploration(title, tuple(made), () if whole else (_pooling_note(limit, count, side),))
+    count, side, levels, note = 0, 0, None, ""
+    if sum(array.size for array in all_weights) * itemsize * BASE64_RATIO > limit:
+        sums = sum(len(array) * sum(array.shape[1:]) for array in all_weights)  # entropy and received
+        levels = choose_levels(all_weights, limit - 4 * BASE64_RATIO * sums)
+        if levels is None:
+            levels = MAP_LEVELS
+            count, side = _split_budget(limit, all_weights, top)
+        note = _pooling_note(limit, count, side) if count else _levels_note(limit, levels)
+    made = [Text(text_name(text[0].queries), tuple(_make_layer(x, count, side, levels) for x in text)) for text in texts]
+    return Exploration(title, tuple(made), (note,) if note else ())
 
 
 def text_name(tokens: Sequence[str]) -> str:
@@ -269,25 +280,25 @@ def _split_budget(limit: int, all_weights: Sequence[Array], top: int) -> tuple[i
     """
     lists, heads = sum(len(p) * sum(p.shape[1:]) for p in all_weights), sum(map(len, all_weights))
     count = int(min(max(limit / 2 / BASE64_RATIO / (8 * lists), 1), top))  # 8 bytes: float32 weight, int32 position
-    left = max(limit / BASE64_RATIO - 8 * count * lists, 0) / 2  # 2 bytes: a cell in float16
+    left = max(limit / BASE64_RATIO - 8 * count * lists, 0)  # a cell takes one byte
     return count, int(np.clip(np.sqrt(left / heads), *MAP_SIDES))
 
 
-def _make_layer(layer: DenseLayer, count: int, side: int) -> Layer:
+def _make_layer(layer: DenseLayer, count: int, side: int, levels: int | None) -> Layer:
     """Return a layer of the page. Heads are computed one by one, so that only one head's weights are copied at a time.
 
     If `count` is 0, the layer has all weights. Otherwise it has maps of at most `side` cells per side, and the `count`
-    heaviest weights of each query and of each key.
+    heaviest weights of each query and of each key. The page rounds the cells to `levels`.
     """
     p, names = layer.weights, (layer.name, layer.queries, layer.keys)
     dtype = np.float16 if p.dtype == np.float16 else np.float32
     entropy = np.stack([_entropy(head) for head in p]).astype(np.float32)
     received = np.stack([head.sum(0, dtype=np.float64) for head in p]).astype(np.float32)
     if not count:
-        return Layer(*names, p.astype(dtype), "whole", entropy, received, heads=layer.heads)
-    cells = np.stack([pooled(head.astype(np.float32), side) for head in p]).astype(np.float16)
+        return Layer(*names, p.astype(dtype), "whole", entropy, received, heads=layer.heads, levels=levels)
+    cells = np.stack([pooled(head.astype(np.float32), side) for head in p]).astype(np.float32)
     looks, seen_by = (stack_heads([top_links(head, count) for head in matrix]) for matrix in (p, p.swapaxes(1, 2)))
-    return Layer(*names, cells, "mean", entropy, received, looks, seen_by, layer.heads)
+    return Layer(*names, cells, "mean", entropy, received, looks, seen_by, layer.heads, levels)
 
 
 def _entropy(p: Array) -> Array:
@@ -307,9 +318,8 @@ def top_links(p: Array, k: int) -> tuple[Array, Array]:
     weights, where = np.zeros((n, k), np.float32), np.full((n, k), -1, np.int32)
     for start in range(0, n, 256):
         rows = np.ascontiguousarray(p[start : start + 256], np.float32)
-        ordered = (rows.view(np.int32).astype(np.int64) << 32) - np.arange(
-            m
-        )  # bits of floats ≥ 0 have the floats' order
+        bits = rows.view(np.int32).astype(np.int64)  # bits of floats ≥ 0 have the floats' order
+        ordered = (bits << 32) - np.arange(m)
         best = np.argpartition(ordered, m - k, axis=1)[:, m - k :]
         best = np.take_along_axis(best, np.argsort(-np.take_along_axis(ordered, best, 1), axis=1), 1)
         weights[start : start + 256] = np.take_along_axis(rows, best, 1)
@@ -323,8 +333,16 @@ def stack_heads(pairs: Iterable[tuple[Array, Array]]) -> Links:
     return Links(np.stack(weights), np.stack(where))
 
 
+def _levels_note(limit: int, levels: int) -> str:
+    return (
+        f"Exact weights would take more than the {limit / 1e6:.3g} MB of this page. Each weight is rounded to one of "
+        f"{levels + 1:,} levels of its square root, from 0 to the head's largest weight, and is written with the largest "
+        "error of the rounding. 0 is exact, and so are entropy and received."
+    )
+
+
 def _pooling_note(limit: int, count: int, side: int) -> str:
     return (
-        f"All weights would take more than the {limit / 2**20:.0f} MiB of this page. The map shows means, in at most "
+        f"All weights would take more than the {limit / 1e6:.3g} MB of this page. The map shows means, in at most "
         f"{side} × {side} cells. The {count} heaviest keys of each query and queries of each key are exact."
     )

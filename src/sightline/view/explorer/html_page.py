@@ -19,12 +19,13 @@ from ...errors import ParameterError
 from ..terminal import CIVIDIS
 from .data import Exploration, Layer, Links
 from .from_recording import from_seen
+from .storage import pack, to_levels
 
 __all__ = ["html", "program", "save_html", "serialise", "short_name", "style"]
 
 # names of the page's JavaScript files, in the order in which `program` joins them
-SCRIPTS = ("numbers", "layers", "grid", "map", "strip", "panel", "vector", "explorer")
-TYPE_CODES = {"float16": "f2", "float32": "f4", "int32": "i4"}
+SCRIPTS = ("inflate", "numbers", "layers", "grid", "map", "strip", "panel", "vector", "explorer")
+TYPE_CODES = {"uint8": "u1", "uint16": "u2", "float16": "f2", "float32": "f4", "int32": "i4"}
 
 
 def html(data: Exploration | Any) -> str:
@@ -100,18 +101,17 @@ def style() -> str:
 
 
 def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
-    """Return the manifest of the page and its arrays as texts: the bytes of each array, little-endian, in base64.
+    """Return the manifest of the page and its arrays as texts, which `storage.pack` writes.
 
-    The manifest is JSON-compatible and refers to an array by the array's index in the list.
+    The manifest is JSON-compatible and refers to an array by the array's index in the list. Cells are stored key by
+    key, as (H, columns, rows), because the weights that one key receives resemble each other.
     """
     arrays: list[str] = []
     tokens: dict[tuple[str, ...], int] = {}
 
     def store(array: Any) -> dict[str, Any]:
-        array = np.ascontiguousarray(array)
-        letter = TYPE_CODES[array.dtype.name]
-        arrays.append(base64.b64encode(array.astype(f"<{letter}").tobytes()).decode("ascii"))
-        return {"at": len(arrays) - 1, "type": letter, "shape": array.shape}
+        arrays.append(pack(array))
+        return {"at": len(arrays) - 1, "type": TYPE_CODES[array.dtype.name], "shape": array.shape}
 
     def links(found: Links | None) -> dict[str, Any] | None:
         if found is None:
@@ -119,6 +119,7 @@ def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
         return {"weights": store(found.weights), "where": store(found.where), "complete": found.complete}
 
     def layer_record(place: int, layer: Layer) -> dict[str, Any]:
+        cells, largest = (layer.cells, None) if layer.levels is None else to_levels(layer.cells, layer.levels)
         return {
             "name": layer.name,
             "queries": tokens.setdefault(layer.queries, len(tokens)),
@@ -126,7 +127,10 @@ def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
             "how": layer.how,
             "heads": layer.heads,
             "short": short_name(layer.name, place),
-            **{name: store(getattr(layer, name)) for name in ("cells", "entropy", "received")},
+            "cells": store(cells.swapaxes(1, 2)),
+            "levels": layer.levels,
+            "largest": None if largest is None else largest.tolist(),
+            **{name: store(getattr(layer, name)) for name in ("entropy", "received")},
             **{name: links(getattr(layer, name)) for name in ("looks", "seen_by")},
         }
 

@@ -25,8 +25,8 @@ class Explorer {
     this.build();
     this.setTheme(null);
     this.choose({ text: 0 });
-    const observer = new ResizeObserver(() => this.resized());
-    for (const node of [root, this.map.node]) observer.observe(node);
+    this.size = this.shownSize();
+    new ResizeObserver(() => this.resized()).observe(root);
     matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => this.setTheme(this.theme));
   }
 
@@ -75,12 +75,11 @@ class Explorer {
       make('label', 'sl-searchbox', {}, this.search, this.found),
       select('Colour scale', Object.entries(SCALES).map(([name, [text]]) => [name, text]), (scale) => this.recolour({ scale })),
       select('Colours', [['ink', 'ink'], ['cividis', 'cividis']], (colour) => this.recolour({ colour })),
-      button('PNG', 'Save the map as PNG (e)', () => this.export('png')),
-      button('SVG', 'Save the map as SVG (s)', () => this.export('svg')),
       button('◐', 'Switch between light and dark (t)', () => this.toggleTheme(), 'sl-icon'),
       button('?', 'Help (?)', () => this.help.showModal(), 'sl-icon'));
     const zooms = make('div', 'sl-zooms', {}, button('−', 'Zoom out (−)', () => this.map.zoom(0.5), 'sl-icon'),
-      button('+', 'Zoom in (+)', () => this.map.zoom(2), 'sl-icon'), button('Fit', 'Show the whole map (0)', () => this.map.fit()));
+      button('+', 'Zoom in (+)', () => this.map.zoom(2), 'sl-icon'), button('Fit', 'Show the whole map (0)', () => this.map.fit()),
+      button('PNG', 'Save the map as PNG (e)', () => this.export('png')), button('SVG', 'Save the map as SVG (s)', () => this.export('svg')));
     this.help = make('dialog', 'sl-help', {}, make('h2', '', {}, 'Keys'),
       make('dl', '', {}, ...HELP.flatMap(([key, text]) => [make('dt', '', {}, key), make('dd', '', {}, text)])),
       make('p', '', {}, 'A row of the map is a query; blue marks the keys it looks at. A column is a key; orange marks the queries that look at it. Pairs of weight 0 have the background colour.'),
@@ -91,7 +90,6 @@ class Explorer {
       make('section', 'sl-stage', { 'aria-label': 'One head' }, make('div', 'sl-label', {}, this.where, this.readout, zooms), this.map.node, this.legend),
       this.panel.node,
       make('div', 'sl-text', {}, ...Object.values(this.strips).map((strip) => strip.node)),
-      make('footer', 'sl-foot', {}, ...manifest.notes.map((note) => make('p', '', {}, note))),
       this.help);
     this.root.addEventListener('keydown', (event) => this.key(event));
   }
@@ -121,7 +119,7 @@ class Explorer {
       layer.self ? plural(layer.n, 'token') : `${plural(layer.n, 'query').replace('querys', 'queries')} on ${plural(layer.m, 'key')}`].join(' · ');
     this.where.textContent = `${layer.name} · head ${layer.headName(state.head)}`;
     if (!before || change.text !== undefined) this.grid.reset();
-    else this.grid.draw();
+    else [this.grid.draw(), this.grid.reveal()];
     this.map.reset(same);
     this.inited = true;
     this.link();
@@ -146,7 +144,7 @@ class Explorer {
 
   /** Mark a pair that the pointer is on in the lists. */
   hoverPair(pair) {
-    this.state.hover = spot;
+    this.state.hover = pair;
     this.schedule('marks');
   }
 
@@ -196,8 +194,9 @@ class Explorer {
     const { layer, state } = this, over = state.hover, pairs = [];
     const pairNode = (i, j) => {
       const { value, below } = layer.weight(state.head, i, j);
-      const number = make('b', 'sl-number', { 'data-pair': `${i} ${j}`, title: String(value ?? below) }, value === undefined ? `≤ ${digits(below)}` : digits(value));
-      return make('span', '', {}, make('span', 'sl-quoted', {}, visible(layer.queries[i])), ` ${count(i)} → `, make('span', 'sl-quoted', {}, visible(layer.keys[j])), ` ${count(j)}  `, number);
+      const [shown, error] = value === undefined ? [`≤ ${digits(below)}`, ''] : layer.written(state.head, value);
+      const number = make('b', 'sl-number', { 'data-pair': `${i} ${j}` }, shown);
+      return make('span', '', {}, make('span', 'sl-quoted', {}, visible(layer.queries[i])), ` ${count(i)} → `, make('span', 'sl-quoted', {}, visible(layer.keys[j])), ` ${count(j)}  `, number, error && ` ± ${error}`);
     };
     const active = this.active();
     if (over && over.i !== null && over.j !== null && !over.strip) pairs.push(pairNode(over.i, over.j));
@@ -220,13 +219,13 @@ class Explorer {
       this.barColours = this.colours;
       const context = this.bar.getContext('2d');
       for (let x = 0; x < 160; x++) {
-        context.fillStyle = cssColour(this.colours[1 + Math.round((1023 * x) / 159)]);
+        context.fillStyle = cssColour(this.colours[Math.max(paletteIndex(x, 159), 1)]);
         context.fillRect(x, 0, 1, 8);
       }
     }
     const size = (x) => (x === Math.round(x) ? String(x) : x.toFixed(1));
     this.legendMost.textContent = digits(scale.most);
-    this.legendText.textContent = (scale.exact ? 'weights, each exact' : `${layer.how === 'max' ? 'largest' : 'mean'} of ${size(scale.rows)} × ${size(scale.columns)} pairs`)
+    this.legendText.textContent = (scale.exact ? (layer.rounded ? `weights, rounded to ${count(layer.stored.levels + 1)} levels` : 'weights, each exact') : `${layer.how === 'max' ? 'largest' : 'mean'} of ${size(scale.rows)} × ${size(scale.columns)} pairs`)
       + (scale.over ? '; heaviest pairs drawn exactly, from 0 to 1' : '');
   }
 
@@ -306,13 +305,20 @@ class Explorer {
     this.link();
   }
 
+  /** The size that the layout depends on; the height of a narrow page follows from its width. */
+  shownSize() {
+    const { clientWidth, clientHeight } = this.root;
+    return this.narrow() ? `${clientWidth}` : `${clientWidth} ${clientHeight}`;
+  }
+
   resized() {
     this.measure();
-    if (!this.inited || (this.map.width === this.map.node.clientWidth && this.map.height === this.map.node.clientHeight)) return;
-    this.map.reset(false);
-    this.grid.reset();
+    if (this.size === this.shownSize()) return;
+    this.size = this.shownSize();
     for (const strip of Object.values(this.strips)) if (!strip.node.hidden) strip.layout();
-    this.drawMarks();
+    this.grid.reset();
+    this.map.reset(false);
+    this.link();
   }
 
   /** Draw the visible map with its title and its scale on a context with `ratio` pixels per CSS pixel; returns its size. */

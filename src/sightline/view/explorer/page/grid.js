@@ -1,5 +1,9 @@
 // The grid of small maps: rows of heads for each layer.
 
+// In pixels: smallest side of a small map, the same for fingers; and the largest share of the page's width.
+const SMALLEST = 20, FINGER = 44, WIDEST = 0.34;
+const FIRST_PAINT = 1000; // milliseconds in which maps are painted at once, so that they are there as soon as the page is
+
 class Grid {
   constructor(page) {
     this.page = page;
@@ -17,21 +21,26 @@ class Grid {
     this.hovered = null;
   }
 
-  /** Choose the largest cells with which all heads of all layers fit; the heads of a layer may wrap into several rows. */
+  /** Choose the size of the small maps, and the number of columns. The heads of a layer may wrap into rows of equal length. */
   layout() {
-    const layers = this.page.layers, heads = Math.max(...layers.map((layer) => layer.heads));
-    const width = this.scroller.clientWidth, height = Math.max(this.scroller.clientHeight, 200);
+    const { layers, root } = this.page, heads = Math.max(...layers.map((layer) => layer.heads)), narrow = this.page.narrow();
     this.left = layers.length > 1 ? 26 : 0;
+    const width = (narrow ? this.scroller.clientWidth : root.clientWidth * WIDEST) - this.left - 4;
+    const height = this.scroller.clientHeight - 4 - layers.length * 4;
     const rowsOf = (columns) => layers.reduce((sum, layer) => sum + Math.ceil(layer.heads / columns), 0);
-    let best = null;
-    for (let most = heads; most >= 1; most--) {
-      const columns = Math.ceil(heads / Math.ceil(heads / most)); // rows of equal length
-      const step = Math.min((width - this.left) / columns, 104);
-      const fits = rowsOf(columns) * step + layers.length * 4 <= height;
-      if (!best || (fits && step > best.step)) best = { columns, step };
+    const options = [];
+    for (let rows = heads; rows >= 1; rows--) {
+      const columns = Math.ceil(heads / rows), step = Math.floor(Math.min(width / columns, narrow ? 64 : 104));
+      options.push({ columns, step, fitting: Math.floor(Math.min(step, height / rowsOf(columns))) });
     }
-    best.step = Math.max(Math.floor(best.step), 14);
-    Object.assign(this, best, { gap: best.step > 40 ? 4 : 2 });
+    let best = null;
+    if (narrow) best = options.filter(({ step }) => step >= FINGER).at(-1) ?? options[0]; // the reader scrolls through the rows
+    else {
+      best = options.reduce((most, option) => (option.fitting > most.fitting ? option : most));
+      if (best.fitting >= SMALLEST) best.step = best.fitting;
+      else best = options.filter(({ step }) => step >= SMALLEST).at(-1) ?? options[0];
+    }
+    Object.assign(this, { columns: best.columns, step: best.step, gap: best.step > 40 ? 4 : 2 });
     this.places = [];
     let y = 0;
     layers.forEach((layer, l) => {
@@ -42,9 +51,10 @@ class Grid {
       y += Math.ceil(layer.heads / this.columns) * this.step + 4;
     });
     this.size = [this.left + this.columns * this.step, y];
+    root.style.setProperty('--grid-width', `${this.size[0] + (y > this.scroller.clientHeight ? 12 : 0)}px`);
   }
 
-  /** Redraw everything, for other data, another theme or another size. Maps are painted for 8 ms at a time. */
+  /** Redraw everything, for other data, another theme or another size. */
   reset() {
     this.layout();
     const ratio = window.devicePixelRatio || 1, [width, height] = this.size;
@@ -53,23 +63,31 @@ class Grid {
     this.images = new Map();
     const names = this.page.layers.map((layer) => layer.name).join(', ');
     this.canvas.setAttribute('aria-label', `Small maps of every head: ${names}. The left and right keys choose a head, the up and down keys a layer.`);
+    this.paint((this.paintPass = {}), 0, FIRST_PAINT);
+    this.reveal();
+  }
+
+  /** Paint the maps from place k on, for a time in milliseconds. The others follow in short turns, without any event. */
+  paint(paintPass, k, time) {
+    if (paintPass !== this.paintPass) return;
+    const until = performance.now() + time;
+    let next = k;
+    while (next < this.places.length && performance.now() < until) this.image(this.places[next++]);
     this.draw();
-    const paintPass = (this.paintPass = {});
-    const paint = (from) => {
-      if (paintPass !== this.paintPass || !this.node.isConnected) return;
-      const until = performance.now() + 8;
-      let k = from;
-      while (k < this.places.length && performance.now() < until) this.image(this.places[k++]);
-      this.draw();
-      if (k < this.places.length) setTimeout(paint, 0, k);
-    };
-    setTimeout(paint, 0, 0);
+    if (next < this.places.length) setTimeout(() => this.paint(paintPass, next, 8));
+  }
+
+  /** Scroll to the chosen head. */
+  reveal() {
+    const { layer, head } = this.page.state, place = this.places.find((p) => p.layer === layer && p.head === head);
+    const { scrollTop, clientHeight } = this.scroller;
+    if (place.y < scrollTop || place.y + this.step > scrollTop + clientHeight) this.scroller.scrollTop = place.y - (clientHeight - this.step) / 2;
   }
 
   image({ layer, head }) {
     const name = `${layer}.${head}`;
     if (!this.images.has(name)) {
-      const level = this.page.layers[layer].coarse(head, (this.step - this.gap) * (window.devicePixelRatio || 1));
+      const level = this.page.layers[layer].coarse(head, 0.7 * (this.step - this.gap) * (window.devicePixelRatio || 1));
       this.images.set(name, paintLevel(level, this.page.colours));
     }
     return this.images.get(name);

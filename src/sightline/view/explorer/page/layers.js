@@ -1,8 +1,11 @@
 // One layer: the weights of pairs, rows and columns, and the levels of its map from fine to coarse.
 
+const DECODED_HEADS = 4; // of each layer, whose weights are kept as floats
+
 class Layer {
   constructor(manifest, stored, read) {
     Object.assign(this, { name: stored.name, short: stored.short, how: stored.how, stored, read, cache: {}, heads: stored.cells.shape[0] });
+    this.decoded = new Map(); // levels of the heads that were read last
     this.queries = manifest.tokens[stored.queries];
     this.keys = manifest.tokens[stored.keys];
     this.self = stored.queries === stored.keys;
@@ -27,17 +30,28 @@ class Layer {
   entropy(head) { return this.part('entropy', head, this.n); }
   received(head) { return this.part('received', head, this.m); }
 
+  /** The cells of one head, row by row; the page stores them column by column, and rounded ones as levels of the root. */
+  cells(head) {
+    const [, columns, rows] = this.stored.cells.shape, stored = this.part('cells', head, rows * columns);
+    const { levels: count, largest } = this.stored, data = new Float32Array(rows * columns);
+    const values = count && Float32Array.from({ length: count + 1 }, (_, k) => largest[head] * (k / count) ** 2);
+    for (let c = 0, from = 0; c < columns; c++) {
+      for (let r = 0, to = c; r < rows; r++, from++, to += columns) data[to] = count ? values[stored[from]] : stored[from];
+    }
+    return { rows, columns, data };
+  }
+
   /** Levels of one head's map, each half as fine as the previous one: {rows, columns, data, i, j, most}; i and j are the cells' edges. */
   levels(head) {
-    const at = `levels ${head}`;
-    if (this.cache[at]) return this.cache[at];
-    const [, rows, columns] = this.stored.cells.shape;
-    const data = this.part('cells', head, rows * columns);
+    if (this.decoded.has(head)) return this.decoded.get(head);
+    const { rows, columns, data } = this.cells(head);
     const edges = (cells, length) => Uint32Array.from({ length: cells + 1 }, (_, k) => Math.floor((k * length) / cells));
     const found = [{ rows, columns, data, i: edges(rows, this.n), j: edges(columns, this.m) }];
     while (Math.max(found.at(-1).rows, found.at(-1).columns) > 24) found.push(halveLevel(found.at(-1), this.how === 'max'));
     for (const level of found) level.most = largest(level.data) || 1;
-    return (this.cache[at] = found);
+    if (this.decoded.size === DECODED_HEADS) this.decoded.delete(this.decoded.keys().next().value);
+    this.decoded.set(head, found);
+    return found;
   }
 
   /** The coarsest level with at least `cells` cells on its longer side. */
@@ -53,6 +67,18 @@ class Layer {
     if (this.whole) return { value: this.levels(head)[0].data[i * this.m + j] };
     const row = this.row(head, i, Infinity), found = row.find((entry) => entry.at === j);
     return found ? { value: found.weight } : { below: row.at(-1)?.weight ?? 0 };
+  }
+
+  /** Whether the page stores weights of pairs rounded. */
+  get rounded() { return this.whole && Boolean(this.stored.levels); }
+
+  /** A weight as the page writes it: [number, error], with an empty error if the number is exact or an upper bound. */
+  written(head, weight) {
+    if (!this.rounded || weight === 0) return [digits(weight), ''];
+    const count = this.stored.levels, most = this.stored.largest[head], level = Math.round(count * Math.sqrt(weight / most));
+    if (level === count) return [digits(weight), ''];
+    if (level === 1) return [`≤ ${digits((2.26 * most) / count ** 2)}`, '']; // of small weights that are not 0
+    return roundedDigits(weight, (most * (level + 0.25)) / count ** 2);
   }
 
   /** The `most` heaviest keys of query i: [{at, weight}], in descending order. */

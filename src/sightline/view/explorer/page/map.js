@@ -1,7 +1,9 @@
 // The large map of one head: tokens at the left and above, each query's entropy at the right, the weight each key receives below.
 
-// In pixels: height of the bars, least cell size with token labels, largest cell size, largest cell size of the whole map.
-const BARS = 46, MIN_LABELLED = 9, MAX_CELL = 64, FIT = 56;
+// In pixels: least distance of token labels, largest cell size, largest cell size of the whole map.
+const LABEL_STEP = 11.5, MAX_CELL = 64, FIT = 56;
+const THINNED = 3; // every third token is labelled if not all labels fit; if these do not fit either, positions are
+const CORNER = 50; // least width at the left, for positions and for the words in the corner
 const EXACT_CELLS = 12000; // up to this number, cells are drawn one by one on whole pixels; more cells are drawn as one scaled image
 const EXACT_ROWS = 1200; // up to this number of visible queries, stored exact entries are drawn over pooled cells
 
@@ -23,43 +25,58 @@ class HeadMap {
 
   /** Compute the size and the margins for this layer's tokens, and show the whole map or the present view. */
   reset(keepView = false) {
-    const { layer, themeColours } = this.page, ratio = window.devicePixelRatio || 1;
-    this.width = this.node.clientWidth;
-    this.height = this.node.clientHeight;
-    Object.assign(this.canvas, { width: this.width * ratio, height: this.height * ratio });
+    const { layer, themeColours } = this.page, ratio = window.devicePixelRatio || 1, narrow = this.page.narrow();
     const context = this.canvas.getContext('2d');
+    this.node.style.height = '';
+    this.width = this.node.clientWidth;
+    this.height = narrow ? 1.4 * this.width : this.node.clientHeight;
+    this.bars = narrow ? 38 : 46;
     context.font = `11px ${themeColours.font}`;
     const widest = (tokens) => tokens.slice(0, 400).reduce((w, t) => Math.max(w, context.measureText(visible(t)).width), 10);
-    const most = Math.min(this.width * 0.2, 92);
     this.widest = widest(layer.keys);
-    this.full = { left: Math.min(widest(layer.queries), most) + 14, top: Math.min(this.widest, 56) + 14 };
+    this.full = { left: Math.max(Math.min(widest(layer.queries), this.width * 0.2, 92) + 14, CORNER), top: Math.min(this.widest, 64) + 14 };
     this.minScale = null;
     this.painted = new Map();
+    if (narrow) { // no higher than the whole map needs
+      const scale = this.fitScale(), { top } = this.frame({ ...scale, spare: 0 });
+      this.height = Math.ceil(top + layer.n * scale.sy + this.bars + 16);
+      this.node.style.height = `${this.height}px`;
+    }
+    Object.assign(this.canvas, { width: this.width * ratio, height: this.height * ratio });
     if (!keepView || !this.view) this.fit(false);
     else this.setView(this.clamp(this.view));
     this.canvas.setAttribute('aria-label', `Weights of ${layer.n} queries on ${layer.m} keys, ${layer.name}, head ${layer.headName(this.page.state.head)}.`);
   }
 
   /** The position of the map for a scale: margins grow until token labels fit, and free space is split between the sides. */
-  frame({ sx, sy }) {
-    const { n, m } = this.page.layer, share = (s) => Math.max(0, Math.min((s - 6) / (MIN_LABELLED - 6), 1));
-    const left = 40 + (this.full.left - 40) * share(sy), top = 24 + (this.full.top - 24) * share(sx);
-    const space = { w: Math.max(this.width - left - BARS - 14, 40), h: Math.max(this.height - top - BARS - 16, 40) };
-    const spare = (all, used) => Math.max(0, all - used) / 2;
-    return { left: left + spare(space.w, m * sx), top: top + spare(space.h, n * sy) * 0.4, space };
+  frame({ sx, sy, spare = 1 }) {
+    const { n, m } = this.page.layer, least = LABEL_STEP / THINNED, share = (s) => Math.max(0, Math.min((s - least + 0.5) / 0.5, 1));
+    const left = CORNER + (this.full.left - CORNER) * share(sy), top = 32 + (Math.max(this.full.top, 32) - 32) * share(sx);
+    const space = { w: Math.max(this.width - left - this.bars - 14, 40), h: Math.max(this.height - top - this.bars - 16, 40) };
+    const half = (all, used) => (spare * Math.max(0, all - used)) / 2;
+    return { left: left + half(space.w, m * sx), top: top + half(space.h, n * sy) * 0.4, space };
   }
 
-  /** The scales at which the whole map is visible. */
+  /** The scales at which the whole map is visible: the largest with margins for the labels that these scales allow. */
   fitScale() {
     if (this.minScale) return this.minScale;
-    const { n, m } = this.page.layer;
-    const fitting = ({ space }) => {
-      const x = space.w / m, y = space.h / n, s = Math.min(x, y);
-      const square = Math.max(n, m) <= 4 * Math.min(n, m) || s >= 12;
-      return { sx: Math.min(square ? s : x, FIT), sy: Math.min(square ? s : y, FIT) };
+    const { n, m } = this.page.layer, { space } = this.frame({ sx: 0, sy: 0 }), ratio = window.devicePixelRatio || 1;
+    const x = space.w / m, y = space.h / n, s = Math.min(x, y), square = Math.max(n, m) <= 4 * Math.min(n, m) || s >= 12;
+    const scales = (share) => ({ sx: Math.min(share * (square ? s : x), FIT), sy: Math.min(share * (square ? s : y), FIT) });
+    const fits = ({ sx, sy }) => {
+      const { w, h } = this.frame({ sx, sy }).space;
+      return m * sx <= w + 1e-6 && n * sy <= h + 1e-6;
     };
-    const bare = fitting(this.frame({ sx: 0, sy: 0 })), labelled = Math.max(bare.sx, bare.sy) > 6;
-    return (this.minScale = labelled ? fitting(this.frame({ sx: FIT, sy: FIT })) : bare);
+    let low = 0, high = 1;
+    if (fits(scales(1))) low = 1;
+    for (let k = 0; k < 40 && low < 1; k++) {
+      const middle = (low + high) / 2;
+      if (fits(scales(middle))) low = middle;
+      else high = middle;
+    }
+    const found = scales(low), whole = Math.floor(found.sx * ratio) / ratio;
+    if (found.sx === found.sy && whole >= 1 / ratio && whole > 0.88 * found.sx) found.sx = found.sy = whole; // whole pixels
+    return (this.minScale = found);
   }
 
   setView(view) {
@@ -285,7 +302,7 @@ class HeadMap {
 
   /** Draw bars of the entropy at the right and of the received weight below; a pixel with several positions shows their mean. */
   drawBars(context, layer, head, seen, wide, high) {
-    const v = this.view, { themeColours } = this.page, space = BARS - 12;
+    const v = this.view, { themeColours } = this.page, space = this.bars - 12;
     const bars = (values, scale, from, length, draw) => {
       const step = Math.max(scale, 1), most = largest(values) || 1;
       for (let p = scale >= 1 ? -((from - Math.floor(from)) * scale) : 0; p < length; p += step) {
@@ -298,8 +315,8 @@ class HeadMap {
     };
     context.save();
     context.beginPath();
-    context.rect(wide + 6, 0, BARS, high);
-    context.rect(0, high + 6, wide, BARS);
+    context.rect(wide + 6, 0, this.bars, high);
+    context.rect(0, high + 6, wide, this.bars);
     context.clip();
     context.fillStyle = themeColours.looks;
     context.globalAlpha = 0.75;
@@ -316,44 +333,63 @@ class HeadMap {
     context.fillText('received', wide + 7, high + 8);
   }
 
-  /** Draw the token labels if they fit, else the numbers of evenly spaced positions. */
+  /** The step between the positions that are labelled at a scale, and whether the labels are tokens. */
+  labelling(scale) {
+    const thinned = Math.ceil(LABEL_STEP / scale - 1e-6);
+    if (thinned <= THINNED) return { tokens: true, step: thinned };
+    const steps = Array.from({ length: 21 }, (_, k) => [1, 2, 5][k % 3] * 10 ** Math.floor(k / 3));
+    return { tokens: false, step: steps.find((step) => step * scale >= 46) ?? 1e7 };
+  }
+
+  /** Draw labels beside and above the map: the tokens, or every second or third token, or positions; marked ones always. */
   drawLabels(context, layer, seen, wide, high) {
     const v = this.view, { themeColours, state } = this.page, pick = state.pick, over = state.hover;
-    const text = (tokens, at, space) => cut(context, visible(tokens[at]), space);
-    const shown = (scale, from, to) => {
-      if (scale >= MIN_LABELLED) return Array.from({ length: to - from }, (_, k) => from + k);
-      const step = [1, 2, 5].flatMap((d) => [d, d * 10, d * 100, d * 1000, d * 10000, d * 100000]).sort((a, z) => a - z).find((s) => s * scale >= 46) ?? 1e6;
-      return Array.from({ length: Math.floor((to - 1) / step) - Math.ceil(from / step) + 1 }, (_, k) => (Math.ceil(from / step) + k) * step);
+    const marked = (side) => [pick && (pick.side === side || layer.self) ? pick.at : null, over && (side === 'query' ? over.i : over.j)].filter((at) => at !== null && at !== undefined);
+    const font = (size) => { context.font = `${size}px ${themeColours.font}`; };
+    const side = (name, tokens, scale, from, to, start, length, draw) => {
+      const labels = this.labelling(scale), chosen = new Set(marked(name));
+      font(labels.tokens ? Math.max(Math.min(scale * labels.step - 1.5, 11), 10) : 10);
+      const inside = (at) => at >= from && at < to && (at + 0.5 - start) * scale >= 0 && (at + 0.5 - start) * scale <= length;
+      const label = (at, colour, cover) => draw((at + 0.5 - start) * scale, labels.tokens || cover ? visible(tokens[at]) : count(at), colour, cover, labels);
+      for (let at = Math.ceil(from / labels.step) * labels.step; at < to; at += labels.step) {
+        if (inside(at) && !chosen.has(at)) label(at, themeColours.muted, false);
+      }
+      for (const at of chosen) if (inside(at)) label(at, themeColours.ink, true);
     };
-    const chosen = (side, at) => (pick && (pick.side === side || layer.self) && pick.at === at) || (over && (side === 'query' ? over.i : over.j) === at);
-    const ink = (side, at) => (chosen(side, at) ? themeColours.ink : themeColours.muted);
-    const font = (scale) => `${Math.max(Math.min(scale - 1, 11), 8.5)}px ${themeColours.font}`;
+    const cover = (x, y, width, height) => {
+      context.fillStyle = themeColours.ground;
+      context.fillRect(x, y, width, height);
+    };
     context.textBaseline = 'middle';
-    context.textAlign = 'right';
-    context.font = font(v.sy);
-    for (const i of shown(v.sy, seen.i0, seen.i1)) {
-      const y = (i + 0.5 - v.y) * v.sy;
-      if (y < 0 || y > high) continue;
-      context.fillStyle = ink('query', i);
-      context.fillText(v.sy >= MIN_LABELLED ? text(layer.queries, i, this.left - 12) : count(i), -7, y);
-    }
-    context.font = font(v.sx);
-    for (const j of shown(v.sx, seen.j0, seen.j1)) {
-      const x = (j + 0.5 - v.x) * v.sx;
-      if (x < 0 || x > wide) continue;
-      context.fillStyle = ink('key', j);
+    side('query', layer.queries, v.sy, seen.i0, seen.i1, v.y, high, (y, text, colour, marks) => {
+      const shown = cut(context, text, this.left - 12);
+      if (marks) cover(-this.left, y - 7, this.left - 3, 14);
+      context.fillStyle = colour;
+      context.textAlign = 'right';
+      context.fillText(shown, -7, y);
+    });
+    side('key', layer.keys, v.sx, seen.j0, seen.j1, v.x, wide, (x, text, colour, marks, labels) => {
       context.save();
       context.translate(x, -7);
-      if (v.sx >= MIN_LABELLED && v.sx < this.widest + 6) {
-        context.rotate(-Math.PI / 2);
-        context.textAlign = 'left';
-        context.fillText(text(layer.keys, j, this.top - 12), 0, 0);
-      } else {
+      const flat = labels.tokens ? v.sx >= this.widest + 6 : true, shown = cut(context, text, flat && labels.tokens ? v.sx : flat ? 90 : this.top - 12);
+      const width = context.measureText(shown).width;
+      if (flat) {
+        if (marks) cover(-width / 2 - 3, -10, width + 6, 14);
         context.textAlign = 'center';
-        context.fillText(v.sx >= MIN_LABELLED ? text(layer.keys, j, v.sx) : count(j), 0, -2);
+      } else {
+        context.rotate(-Math.PI / 2);
+        if (marks) cover(-3, -7, this.top - 4, 14);
+        context.textAlign = 'left';
       }
+      context.fillStyle = colour;
+      context.fillText(shown, 0, flat ? -2 : 0);
       context.restore();
-    }
+    });
+    font(10);
+    context.fillStyle = themeColours.muted;
+    context.textAlign = 'right';
+    context.fillText('key →', -7, -25);
+    context.fillText('query ↓', -7, -13);
   }
 }
 

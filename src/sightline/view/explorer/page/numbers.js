@@ -8,14 +8,17 @@ function bytesOf(text) {
   return bytes;
 }
 
-/** The numbers of a stored array, with float16 widened. The bytes are little-endian, as on every machine with a browser. */
+/** A stored array: its entries' bytes, all first bytes before all second bytes, compressed, in base64. float16 is widened. */
 function decode(stored, read) {
-  const buffer = bytesOf(read(stored.at)).buffer;
-  if (stored.type === 'f4') return new Float32Array(buffer);
-  if (stored.type === 'i4') return new Int32Array(buffer);
-  const halfBits = new Uint16Array(buffer), wide = new Float32Array(halfBits.length);
-  for (let k = 0; k < halfBits.length; k++) wide[k] = float16Table()[halfBits[k]];
-  return wide;
+  const length = stored.shape.reduce((product, size) => product * size, 1), size = Number(stored.type[1]);
+  const planes = inflate(bytesOf(read(stored.at)), length * size);
+  if (stored.type === 'u1') return planes;
+  const bytes = new Uint8Array(planes.length); // little-endian, as on every machine with a browser
+  for (let place = 0; place < size; place++) {
+    for (let k = 0; k < length; k++) bytes[k * size + place] = planes[place * length + k];
+  }
+  if (stored.type !== 'f2') return new { u2: Uint16Array, f4: Float32Array, i4: Int32Array }[stored.type](bytes.buffer);
+  return Float32Array.from(new Uint16Array(bytes.buffer), (bits) => float16Table()[bits]);
 }
 
 /** The value of every float16 by its bits, computed once. */
@@ -37,6 +40,14 @@ function digits(value) {
   if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString('en');
   if (Math.abs(value) < 1e-4) return value.toExponential(2).replace('-', '−');
   return value.toPrecision(3).replace('-', '−');
+}
+
+/** A rounded number and its largest error, as texts with equal decimals. The error is empty if three digits are not affected. */
+function roundedDigits(value, error) {
+  if (error < 10 ** (Math.floor(Math.log10(value)) - 3)) return [digits(value), ''];
+  const decimals = Math.max(0, Math.min(Math.ceil(-Math.log10(error) - 1e-9), 12)), unit = 10 ** -decimals;
+  const text = value.toFixed(decimals), most = error + Math.abs(value - Number(text)); // the writing rounds once more
+  return [text, (Math.ceil(most / unit - 1e-9) * unit).toFixed(decimals)];
 }
 
 const count = (number) => number.toLocaleString('en');
@@ -74,23 +85,23 @@ const SCALES = {
   log: ['logarithm', (x) => (x <= 1e-4 ? 0 : 1 + Math.log10(x) / 4)],
 };
 
-/** 1025 colours as ImageData stores them, 32 bits each: entry 0 for exactly 0, the others for shares up to 1 in 1024 steps. */
+/** 1025 colours as ImageData stores them, 32 bits each: entry 0 for exactly 0, entry k for the share (k / 1024)². */
 function palette(name, theme, scale, manifest) {
   const colours = ramp(name === 'ink' ? INKS[theme] : manifest.colours);
   const none = theme === 'dark' ? [24, 26, 29] : name === 'ink' ? [250, 250, 248] : [233, 233, 228];
   const packed = new Uint32Array(1025), pack = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
   packed[0] = pack(none);
   for (let k = 1; k <= 1024; k++) {
-    packed[k] = pack(colours[Math.round(255 * Math.min(Math.max(SCALES[scale][1](k / 1024), 0), 1))]);
+    packed[k] = pack(colours[Math.round(255 * Math.min(Math.max(SCALES[scale][1]((k / 1024) ** 2), 0), 1))]);
   }
   return packed;
 }
 
 const cssColour = (packed) => `rgb(${packed & 255},${(packed >> 8) & 255},${(packed >> 16) & 255})`;
 
-/** The index into a palette for a value, where `most` is the largest value. */
+/** The index into a palette for a value, where `most` is the largest value: steps of the root keep small values apart. */
 function paletteIndex(value, most) {
-  return value > 0 ? Math.max(1, Math.min(1024, Math.round((1024 * value) / most))) : 0;
+  return value > 0 ? Math.max(1, Math.min(1024, Math.round(1024 * Math.sqrt(value / most)))) : 0;
 }
 
 /** An element with a class, attributes and children; strings become text nodes, never HTML. */

@@ -1,6 +1,6 @@
 // The panel beside the map: the active token, its statistics, and the heaviest keys and queries with their weights.
 
-const LISTED = 12;
+const LISTED = 24, NARROW_LISTED = 8, ENTRY = 26; // most entries of both lists, of each on a narrow page; an entry's height in pixels
 
 class Panel {
   constructor(page) {
@@ -10,7 +10,8 @@ class Panel {
     this.facts = make('dl', 'sl-facts');
     this.lists = make('div', 'sl-lists');
     this.node = make('aside', 'sl-side', { 'aria-label': 'The token' },
-      make('div', 'sl-card', {}, this.place, this.token, this.facts), this.lists);
+      make('div', 'sl-card', {}, this.place, this.token, this.facts), this.lists,
+      make('footer', 'sl-foot', {}, ...page.manifest.notes.map((note) => make('p', '', {}, note))));
     const entry = (event) => event.target.closest?.('[data-i]');
     this.lists.addEventListener('pointerover', (event) => {
       const row = entry(event);
@@ -36,11 +37,18 @@ class Panel {
     if (asQuery) facts.push(this.entropy(layer.entropy(state.head)[active.at]));
     if (asKey) facts.push(this.received(layer.received(state.head), active.at));
     this.facts.replaceChildren(...facts.flat());
-    const lists = [];
-    if (asQuery) lists.push(this.list('Looks at', 'looks', layer.row(state.head, active.at, LISTED), active.at, layer.keys));
-    if (asKey) lists.push(this.list('Looked at by', 'seen', layer.column(state.head, active.at, LISTED), active.at, layer.queries));
+    const lists = [], most = this.fitting(asQuery && asKey ? 2 : 1);
+    if (asQuery) lists.push(this.list('Looks at', 'looks', layer.row(state.head, active.at, most), active.at, layer.keys));
+    if (asKey) lists.push(this.list('Looked at by', 'seen', layer.column(state.head, active.at, most), active.at, layer.queries));
     this.lists.replaceChildren(...lists);
     return undefined;
+  }
+
+  /** How many entries each of the lists can have without a scrollbar, at least 4. */
+  fitting(lists) {
+    if (this.page.narrow()) return NARROW_LISTED;
+    const space = this.lists.clientHeight - 28 - lists * 46; // padding, headings
+    return Math.max(4, Math.min(Math.floor(space / ENTRY / lists), LISTED / lists));
   }
 
   empty() {
@@ -52,13 +60,13 @@ class Panel {
 
   entropy(nats) {
     const spread = Math.exp(nats);
-    return this.fact('entropy', nats, 'nats', `as if spread evenly over ${spread < 1.005 ? '1 key' : `${digits(spread)} keys`}`);
+    return this.fact('entropy', nats, 'nats', `as if even over ${spread < 1.005 ? '1 key' : `${digits(spread)} keys`}`);
   }
 
   received(all, at) {
     let sum = 0;
     for (const value of all) sum += value;
-    return this.fact('received', all[at], '', `from all queries; the mean over the keys is ${digits(sum / all.length)}`);
+    return this.fact('received', all[at], '', `mean over the keys: ${digits(sum / all.length)}`);
   }
 
   fact(name, value, unit, note) {
@@ -70,15 +78,16 @@ class Panel {
     const most = entries[0]?.weight || 1, { layer } = this.page;
     const rows = entries.map(({ at, weight }) => {
       const [i, j] = kind === 'looks' ? [from, at] : [at, from];
-      const bar = make('span', 'sl-bar');
+      const bar = make('span', 'sl-bar'), [number, error] = layer.written(this.page.state.head, weight);
       bar.style.width = `${Math.max((100 * weight) / most, 1)}%`;
       return make('button', `sl-entry sl-entry-${kind}`,
-        { type: 'button', 'data-i': i, 'data-j': j, 'data-at': at, 'data-side': kind === 'looks' && !layer.self ? 'key' : 'query', 'data-weight': weight, title: `${tokens[at]}   (${at}): ${weight}` },
-        bar, make('span', 'sl-entry-token', {}, visible(tokens[at])), make('span', 'sl-entry-at', {}, count(at)), make('span', 'sl-number', {}, digits(weight)));
+        { type: 'button', 'data-i': i, 'data-j': j, 'data-at': at, 'data-side': kind === 'looks' && !layer.self ? 'key' : 'query', 'data-weight': weight, title: `${tokens[at]}   (${at}): ${error || number.startsWith('≤') ? number : weight}${error && ` ± ${error}`}` },
+        bar, make('span', 'sl-entry-token', {}, visible(tokens[at])), make('span', 'sl-entry-at', {}, count(at)), make('span', 'sl-number', {}, number),
+        ...(error ? [make('span', 'sl-error', {}, `± ${error}`)] : []));
     });
     const links = kind === 'seen' ? layer.stored.seen_by : layer.stored.looks;
     const notes = links && !links.complete ? [make('p', 'sl-note', {}, 'Among the heaviest keys of each query.')] : [];
     const none = entries.length ? [] : [make('p', 'sl-note', {}, links ? 'No entry is stored.' : 'None.')];
-    return make('section', 'sl-list', { 'data-list': kind }, make('h2', '', {}, title), ...rows, ...none, ...notes);
+    return make('section', 'sl-list', { 'data-list': kind }, make('h2', `sl-key sl-key-${kind}`, {}, title), ...rows, ...none, ...notes);
   }
 }

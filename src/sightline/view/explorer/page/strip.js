@@ -1,7 +1,7 @@
 // The text: every token can be hovered over and clicked. A token's shade is its weight as a key of the active token, and
 // its underline its weight as a query. Lines are laid out once; only the visible lines are elements of the page.
 
-const LINE = 30;
+const LINE = 30, MOST_LINES = 4, SCROLLED_LINES = 3; // pixels; lines of a text that is shown whole, and of one that scrolls
 
 class Strip {
   constructor(page, side) {
@@ -10,8 +10,7 @@ class Strip {
     this.body = make('div', 'sl-strip-body');
     this.scroller = make('div', 'sl-strip-scroll', { tabindex: '0', role: 'listbox' }, this.body);
     this.heading = make('h2');
-    this.legend = make('div', 'sl-legend');
-    this.node = make('section', 'sl-strip', {}, make('div', 'sl-label', {}, this.heading, this.legend), this.scroller);
+    this.node = make('section', 'sl-strip', {}, this.heading, this.scroller);
     this.scroller.addEventListener('scroll', () => this.renderVisibleLines(), { passive: true });
     const tokenNode = (event) => event.target.closest?.('[data-at]');
     this.body.addEventListener('pointerover', (event) => {
@@ -32,11 +31,8 @@ class Strip {
   reset(tokens, title) {
     this.tokens = tokens;
     this.heading.textContent = title;
+    this.heading.hidden = this.side === 'both';
     this.scroller.setAttribute('aria-label', title);
-    const marks = [];
-    if (this.side !== 'query') marks.push(make('span', 'sl-key sl-key-looks', {}, 'looks at'));
-    if (this.side !== 'key') marks.push(make('span', 'sl-key sl-key-seen', {}, 'looked at by'));
-    this.legend.replaceChildren(...marks);
     this.layout();
   }
 
@@ -65,7 +61,8 @@ class Strip {
       }
     });
     if (line.length) this.lines.push(line);
-    this.body.style.height = `${this.lines.length * LINE + 8}px`;
+    this.body.style.height = `${this.lines.length * LINE + 6}px`;
+    this.scroller.style.height = `${(this.lines.length > MOST_LINES ? SCROLLED_LINES : this.lines.length) * LINE + 6}px`;
     this.rows = new Map();
     this.body.replaceChildren();
     this.renderVisibleLines();

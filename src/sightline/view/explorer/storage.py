@@ -1,0 +1,94 @@
+"""How the explorer page stores arrays: weights as levels of their square root, and every array compressed, in base64.
+
+A level is an integer from 0 to `count`. A weight w of a head whose largest weight is s has the level
+
+    k = round(count · √(w / s)),    at least 1 if w > 0,
+
+and the level k stands for the weight s · (k / count)². So level 0 is exactly 0, the largest weight of each head is exact,
+and small weights have finer steps than large ones: the stored value differs from w by at most s · (k + ¼) / count².
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["BASE64_RATIO", "LEVELS", "MAP_LEVELS", "choose_levels", "from_levels", "pack", "to_levels"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+BASE64_RATIO = 4 / 3  # number of base64 characters that encode one byte
+LEVELS = (65535, 255, 180, 127, 90, 63)  # numbers of levels, in the order in which they are tried: 16 bits, then 8
+MAP_LEVELS = 255  # number of levels of a pooled map
+SAMPLED_WEIGHTS = 1 << 20  # about this number of weights is compressed to estimate the size of all weights
+
+
+def to_levels(weights: Array, count: int, largest: Array | None = None) -> tuple[Array, Array]:
+    """Return the levels of weights (H, n, m), and the largest weight of each head.
+
+    Parameters
+    ----------
+    weights : (H, n, m) floats, at least 0
+    count : int
+        The highest level.
+    largest : (H,) float32, optional
+        The weight that `count` stands for; by default the largest weight of each head.
+
+    Returns
+    -------
+    levels : (H, n, m) uint8, or uint16 if `count` is above 255
+    largest : (H,) float32
+    """
+    levels = np.empty(weights.shape, np.uint8 if count <= 255 else np.uint16)
+    if largest is None:
+        largest = weights.max((1, 2)).astype(np.float32)
+    for head, (p, top) in enumerate(zip(weights, largest, strict=True)):
+        shares = np.sqrt(p.astype(np.float32) / (top or np.float32(1)))
+        levels[head] = np.maximum(np.rint(count * shares), p > 0)
+    return levels, largest
+
+
+def from_levels(levels: Array, largest: Array, count: int) -> Array:
+    """Return the weights (H, n, m) float64 that levels stand for."""
+    return np.asarray(largest[:, None, None] * (levels.astype(np.float64) / count) ** 2)
+
+
+def choose_levels(weights: Sequence[Array], limit: float) -> int | None:
+    """Return the largest number of levels in `LEVELS` with which all weights fit into `limit` bytes of base64.
+
+    None if the weights do not fit with any of them. The sizes are estimated: the weights of evenly spaced keys are
+    compressed.
+    """
+    total = sum(array.size for array in weights)
+    step = max(total // SAMPLED_WEIGHTS, 1)
+    sampled = [array[:, :, step // 2 % array.shape[2] :: step] for array in weights]
+    largest = [array.max((1, 2)).astype(np.float32) for array in weights]
+    share = total / sum(array.size for array in sampled)
+    for count in LEVELS:
+        pairs = zip(sampled, largest, strict=True)
+        parts = (to_levels(array, count, top)[0].swapaxes(1, 2) for array, top in pairs)
+        if share * BASE64_RATIO * sum(len(_compress(part)) for part in parts) <= limit:
+            return count
+    return None
+
+
+def pack(array: Array) -> str:
+    """Return the compressed bytes of an array in base64.
+
+    The first bytes of all little-endian numbers come first, then all second bytes and so on, because bytes of one place
+    compress better together. The compression is DEFLATE (RFC 1951), without a header.
+    """
+    return base64.b64encode(_compress(array)).decode("ascii")
+
+
+def _compress(array: Array) -> bytes:
+    size = array.dtype.itemsize
+    numbers = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    planes = np.ascontiguousarray(numbers.reshape(-1).view(np.uint8).reshape(-1, size).T)
+    # Z_FILTERED avoids short repeats, which cost more than single bytes in noisy data
+    stream = zlib.compressobj(6, zlib.DEFLATED, -15, 9, zlib.Z_FILTERED)
+    return stream.compress(planes.tobytes()) + stream.flush()
