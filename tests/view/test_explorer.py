@@ -82,7 +82,7 @@ def cell(tab, i, j):
     )
 
 
-def ranked(values, most=12):
+def ranked(values, most):
     order = [at for at in np.argsort(-values, kind="stable")[:most] if values[at] > 0]
     return order, [values[at] for at in order]
 
@@ -98,7 +98,8 @@ def assert_panel_shows(tab, weights, at):
     p = weights.astype(np.float64)
     for kind, values in (("looks", p[at]), ("seen", p[:, at])):
         where, numbers = listed(tab, kind)
-        expected, heaviest = ranked(values)
+        assert 4 <= len(where) <= 12
+        expected, heaviest = ranked(values, len(where))
         assert where == expected
         assert numbers == three_digits(heaviest)
     row = p[at][p[at] > 0]
@@ -145,7 +146,7 @@ def test_every_cell_has_the_colour_of_its_weight(page, written):
     )
     palette = page.js("[...sightline.colours].map((c) => [c & 255, (c >> 8) & 255, (c >> 16) & 255])")
     part, most = weights[1][1][31:41, 25:37].ravel(), float(weights[1][1].max())
-    steps = np.where(part > 0, np.clip(np.floor(1024 * part.astype(np.float64) / most + 0.5), 1, 1024), 0)
+    steps = np.where(part > 0, np.clip(np.floor(1024 * np.sqrt(part.astype(np.float64) / most) + 0.5), 1, 1024), 0)
     assert drawn == [palette[int(step)] for step in steps]
     assert len({tuple(colour) for colour in drawn}) > 20
 
@@ -305,7 +306,7 @@ def test_the_exported_drawing(page, written, tmp_path):
     palette = page.js("[...sightline.colours].map(cssColour)")
     most = float(weights[0][0].max())
     for share in weights[0][0][:3, :3].ravel() / most:
-        assert palette[max(int(np.floor(1024 * float(share) + 0.5)), 1)] in colours
+        assert palette[max(int(np.floor(1024 * float(share) ** 0.5 + 0.5)), 1)] in colours
 
 
 @needs_browser
@@ -406,7 +407,7 @@ def test_two_texts_and_two_sequences(tab, tmp_path, rng):
     tab.js("sightline.pick({ side: 'key', at: 3 }); sightline.choose({ head: 2 })")
     tab.frame()
     where, numbers = listed(tab, "seen")
-    expected, heaviest = ranked(weights[1, 2, :3, 3])
+    expected, heaviest = ranked(weights[1, 2, :3, 3], 12)
     assert (where, numbers) == (expected, three_digits(heaviest))
     assert tab.js("document.querySelectorAll('.sl-strip:not([hidden])').length") == 2
     assert listed(tab, "looks") == ([], [])

@@ -14,7 +14,8 @@ import sightline
 
 from ..errors import MissingExtraError, ParameterError
 from ..view.explorer import Exploration, from_seen, save_html
-from ..view.explorer.data import BASE64_RATIO, PAGE_BYTES, TOP_ENTRIES
+from ..view.explorer.data import PAGE_BYTES, TOP_ENTRIES
+from ..view.explorer.storage import BASE64_RATIO
 from .console import make_console, progress
 
 __all__ = ["collect_texts", "load_model", "view"]
@@ -22,6 +23,7 @@ __all__ = ["collect_texts", "load_model", "view"]
 EXAMPLE = 'sightline view --model ./my-model "the cat ate the rat"'
 MODEL_FOLDER = "a directory that save_pretrained wrote"
 STEPS = ("loading the model", "running the model", "writing the page")
+ROUNDED_BYTES = 0.375  # of a trained model's weight, rounded to 8 bits and compressed
 MAX_MAP_SIDE = 256  # largest number of cells per side of the pooled map that replaces weights too large for a page
 
 
@@ -144,9 +146,9 @@ def _run_model(model: Any, tokenizer: Any, texts: Sequence[str], watch: Any) -> 
 
 
 def _statistics(config: Any, batch: int, n: int) -> list[Any]:
-    """Return the statistics to record: `weights()` if all weights fit on a page, else statistics without n² memory."""
+    """Return the statistics to record: `weights()` if all weights can fit on a page, else statistics without n² memory."""
     heads = getattr(config, "num_hidden_layers", 1) * getattr(config, "num_attention_heads", 1)
-    if 4 * BASE64_RATIO * batch * heads * n * n <= PAGE_BYTES:
+    if ROUNDED_BYTES * BASE64_RATIO * batch * heads * n * n <= PAGE_BYTES:
         return [sightline.weights()]
     side = min(MAX_MAP_SIDE, n)
     top = sightline.top_k(min(TOP_ENTRIES, n))
@@ -158,6 +160,6 @@ def _summary(path: Path, data: Exploration) -> str:
     heads, tokens = max(len(layer.entropy) for layer in layers), max(len(layer.queries) for layer in layers)
     texts = f"{len(data.texts)} texts, " if len(data.texts) > 1 else ""
     return (
-        f"Wrote {path} ({path.stat().st_size / 2**20:.1f} MiB): {texts}{len(layers)} layers of up to {heads} heads, "
+        f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB): {texts}{len(layers)} layers of up to {heads} heads, "
         f"{tokens:,} tokens. Any browser can open the page, without a network."
     )

@@ -5,6 +5,7 @@ The data come from the statistic `weights()`, or from pooled statistics if the w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from .data import (
     stack_heads,
     text_name,
 )
+from .storage import BASE64_RATIO, MAP_LEVELS
 
 __all__ = ["from_seen", "links_by_key"]
 
@@ -43,8 +45,9 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
         `entropy()` and `received()`. With `weights()`, the page shows the last run of each layer: a forward pass and
         the generation steps after it, joined. With the other statistics, the page shows the last call of each layer.
     title : str, default "Attention"
-    limit : int, default 32 MiB
-        Largest size of a page in bytes; see `from_weights`.
+    limit : int, default 10 MB
+        Largest size of a page in bytes; see `from_weights`. A page of pooled statistics may be larger; if its maps take
+        more than half of the limit, their cells are rounded to 8 bits.
     top : int, default 8
         Largest number of weights that are stored exactly per query and per key; see `from_weights`.
 
@@ -70,7 +73,9 @@ def from_seen(seen: Any, *, title: str = "Attention", limit: int = PAGE_BYTES, t
         return make_exploration(title, [[_dense(seen, run, entry) for run in runs] for entry in batch], limit, top)
     for run, names in zip(runs, statistic_names, strict=True):
         _check(run[-1], names)
-    texts = [[_pooled(seen, run[-1], entry, top) for run in runs] for entry in batch]
+    cells = sum(math.prod(run[-1]["pooled"].shape) for run in runs)
+    levels = MAP_LEVELS if 4 * BASE64_RATIO * cells > limit / 2 else None
+    texts = [[_pooled(seen, run[-1], entry, top, levels) for run in runs] for entry in batch]
     note = "The map shows pooled weights. Entropy, received and the heaviest keys of each query are exact."
     return Exploration(title, tuple(Text(text_name(text[0].queries), tuple(text)) for text in texts), (note,))
 
@@ -126,7 +131,7 @@ def _dense(seen: Any, run: Sequence[Any], entry: int) -> DenseLayer:
     return DenseLayer(run[0].layer, tuple(queries[:n]), tuple(keys[:m]), weights[:, :n, :m], run[0].heads)
 
 
-def _pooled(seen: Any, call: Any, entry: int, top: int) -> Layer:
+def _pooled(seen: Any, call: Any, entry: int, top: int, levels: int | None) -> Layer:
     """Return a layer of the page from the pooled statistics of one call on one text of the batch.
 
     Padding tokens stay, because the pooled cells include them.
@@ -147,6 +152,7 @@ def _pooled(seen: Any, call: Any, entry: int, top: int) -> Layer:
         looks,
         links_by_key(looks, call.m, max(top, weights.shape[-1])),
         call.heads,
+        levels,
     )
 
 
