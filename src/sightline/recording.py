@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from .errors import ParameterError
 from .labels import labels_by_entry
@@ -20,6 +20,13 @@ __all__ = ["Call", "Kind", "Seen", "Tokens", "select_names"]
 Kind = Literal["self", "cross"]
 Labels = Sequence[Sequence[str]]  # for each batch entry, the labels of its positions
 Tokens = Labels | Mapping[str, Labels]  # labels of one sequence, or of two: {"encoder": ..., "decoder": ...}
+
+
+class Inputs(Protocol):
+    """The inputs of a model, whose tokens label the positions of its layers."""
+
+    def tokens(self) -> Tokens | None:
+        """Return the labels; None if they are unknown."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,6 +54,8 @@ class Call:
         The recorded statistics.
     results : tuple
         The result of each statistic, of shape (B, heads, …); the statistic defines the other axes.
+    inputs : Inputs, optional
+        The tokens that the model had got when the layer ran, if the watch knows them.
     """
 
     layer: str
@@ -59,6 +68,7 @@ class Call:
     heads: tuple[int, ...]
     statistics: tuple[Statistic, ...]
     results: tuple[Any, ...]
+    inputs: Inputs | None = None
 
     def __getitem__(self, name: str) -> Any:
         """Return the result of the statistic that has this name ("top_k") or prints as this text ("top_k(8)")."""
@@ -96,7 +106,8 @@ class Seen:
     calls : sequence of Call
     tokens : labels of positions, optional
         For each batch entry a list of strings. A model with two sequences has {"encoder": ..., "decoder": ...} with
-        such lists for each sequence. The labels can be set later as `seen.tokens`, for example after generation.
+        such lists for each sequence. The labels can be set later as `seen.tokens`, for example after generation. By
+        default each call has the labels of its `inputs`.
     """
 
     def __init__(self, calls: Sequence[Call] = (), tokens: Tokens | Sequence[str] | None = None) -> None:
@@ -105,10 +116,15 @@ class Seen:
 
     @property
     def tokens(self) -> Tokens | None:
-        """The labels of positions: a list for each batch entry, or a dict of such lists; None if no labels were set.
+        """The labels of positions: a list for each batch entry, or a dict of such lists.
 
-        The dict has the keys "encoder" and "decoder".
+        The dict has the keys "encoder" and "decoder". If no labels were set, they are the tokens of the last call's
+        inputs, or None if these are unknown. Labels have one string for each position. The longest list of a side has
+        as many strings as the recorded calls have positions, or more if the recording has steps of a generation;
+        shorter lists belong to texts with padding at the end. Other labels raise ParameterError.
         """
+        if self._tokens is None and self.calls and self.calls[-1].inputs is not None:
+            return self.calls[-1].inputs.tokens()
         return self._tokens
 
     @tokens.setter
@@ -124,6 +140,24 @@ class Seen:
             raise ParameterError(
                 f"tokens of {sorted(given)}", 'labels of "encoder" and "decoder"', 'tokens={"encoder": [["a", "b"]]}'
             )
+        self.check_tokens()
+
+    def check_tokens(self) -> None:
+        """Raise ParameterError if the labels that were set do not fit the recorded calls."""
+        if self._tokens is None or not self.calls:
+            return
+        texts = len(_first_array(self.calls[0].results))
+        for side, labels in (self._tokens if isinstance(self._tokens, Mapping) else {"": self._tokens}).items():
+            positions, is_generation = _count_positions(self.calls, side)
+            given = max(map(len, labels), default=0)
+            is_too_long = given > positions and not is_generation  # layers do not get the last tokens of a generation
+            if positions and (len(labels) > texts or given < positions or is_too_long):
+                raise ParameterError(
+                    f"tokens of {len(labels)} texts of up to {given} tokens, for calls of {texts} texts of {positions} "
+                    "positions",
+                    "one token for each position, those of padding at the end left out or empty",
+                    "tokens=[tokenizer.convert_ids_to_tokens(row) for row in input_ids.tolist()]",
+                )
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -166,24 +200,29 @@ class Seen:
             and (kind is None or call.kind == kind)
             and (step is None or call.step == (step if step >= 0 else last[call.layer] + 1 + step))
         ]
-        return Seen(calls if heads is None else [call.of_heads(heads) for call in calls], self.tokens)
+        selected = Seen(calls if heads is None else [call.of_heads(heads) for call in calls])
+        selected._tokens = self._tokens  # the labels fit all calls, of which these are a part
+        return selected
 
     def labels(self, call: Call, entry: int = 0) -> tuple[list[str] | None, list[str] | None]:
         """Return (labels of the call's queries, labels of the call's keys) in one batch entry.
 
-        Labels are None if `tokens` has no labels for that sequence or for that batch entry.
+        Labels are None if neither `tokens` nor the call's inputs have labels for that sequence and that batch entry.
         """
-        decoding = "encoder" not in call.layer.split(".")
-        queries = self._labels_of_side("decoder" if decoding else "encoder", entry)
-        keys = queries if call.kind == "self" else self._labels_of_side("encoder", entry)
-        if call.kind == "cross" and not isinstance(self.tokens, Mapping):
+        tokens = self._tokens
+        if tokens is None and call.inputs is not None:
+            tokens = call.inputs.tokens()
+        queries = _labels_of_side(tokens, _side(call), entry)
+        keys = queries if call.kind == "self" else _labels_of_side(tokens, "encoder", entry)
+        if call.kind == "cross" and not isinstance(tokens, Mapping):
             keys = None  # a single list of tokens labels the sequence of the queries
         first = call.key_start + (call.query_start or 0)
+        if (
+            self._tokens is None
+        ):  # inputs of another length belong to another sequence, such as that of an image's patches
+            queries = queries if queries is None or call.kind == "cross" or len(queries) == first + call.n else None
+            keys = queries if call.kind == "self" else keys if keys is None or len(keys) == call.m else None
         return _piece(queries, first, call.n), _piece(keys, call.key_start, call.m)
-
-    def _labels_of_side(self, side: str, entry: int) -> Sequence[str] | None:
-        labels = self.tokens.get(side) if isinstance(self.tokens, Mapping) else self.tokens
-        return None if labels is None or not -len(labels) <= entry < len(labels) else labels[entry]
 
     def __getitem__(self, name: str | int | slice) -> Any:
         """Return the call at an index, the list of calls of a slice, or for a name that statistic's result per call."""
@@ -244,6 +283,30 @@ def map_arrays(function: Callable[[Any], Any], result: Any) -> Any:
     if isinstance(result, tuple):
         return type(result)(*map(function, result))
     return function(result)
+
+
+def _side(call: Call) -> str:
+    """Return the side whose sequence the call's queries are."""
+    return "encoder" if "encoder" in call.layer.split(".") else "decoder"
+
+
+def _count_positions(calls: Sequence[Call], side: str) -> tuple[int, bool]:
+    """Return the number of positions of a side's sequence, and whether it grew in steps. The side "" is every side."""
+    own = [call for call in calls if call.kind == "self" and side in ("", _side(call))]
+    counts = [call.key_start + (call.query_start or 0) + call.n for call in own]
+    if side == "encoder":
+        counts += [call.m for call in calls if call.kind == "cross"]
+    return max(counts, default=0), any(call.query_start for call in own)
+
+
+def _labels_of_side(tokens: Tokens | None, side: str, entry: int) -> Sequence[str] | None:
+    """Return the labels of one batch entry; None if there are none."""
+    labels = tokens.get(side) if isinstance(tokens, Mapping) else tokens
+    return None if labels is None or not -len(labels) <= entry < len(labels) else labels[entry]
+
+
+def _first_array(results: Any) -> Any:
+    return _first_array(results[0]) if isinstance(results, tuple) else results
 
 
 def _of_heads(statistic: Statistic, result: Any, places: list[int]) -> Any:

@@ -161,8 +161,8 @@ def test_calls_are_selected(seen):
 
 def test_labels_follow_positions(seen):
     assert seen.labels(seen[0]) == (None, None)
-    seen.tokens = ["a", "b", "c"]
-    assert seen.labels(seen[0]) == (["c", ""], ["a", "b", "c", ""])
+    seen.tokens = ["a", "b", "c", "d"]
+    assert seen.labels(seen[0]) == (["c", "d"], ["a", "b", "c", "d"])
     assert seen.labels(seen[3]) == (["a", "b"], None)
     seen.tokens = {"encoder": [["w", "x", "y", "z"]], "decoder": [["a", "b", "c", "d"]]}
     assert seen.labels(seen[0]) == (["c", "d"], ["a", "b", "c", "d"])
@@ -170,6 +170,27 @@ def test_labels_follow_positions(seen):
     assert seen.labels(seen[0], entry=1) == (None, None)
     with pytest.raises(ParameterError, match="encoder"):
         seen.tokens = {"left": [["a"]]}
+    assert seen.of(step=0).tokens == seen.tokens
+
+
+def test_tokens_of_a_wrong_length_are_refused(seen):
+    with pytest.raises(ParameterError, match="up to 3 tokens, for calls of 1 texts of 4 positions"):
+        seen.tokens = ["a", "b", "c"]
+    with pytest.raises(ParameterError, match="2 texts of up to 4 tokens, for calls of 1 texts"):
+        seen.tokens = [list("abcd"), list("abcd")]
+    with pytest.raises(ParameterError, match="up to 3 tokens.*4 positions"):
+        seen.tokens = {"encoder": ["a", "b", "c"]}
+    seen.tokens = list("abcde")  # a generation returns its last token, which no layer gets
+    without_cache = Seen([call(query_start=0, n=4)])
+    with pytest.raises(ParameterError, match="up to 5 tokens.*4 positions"):
+        without_cache.tokens = list("abcde")
+    padded = Seen([call(query_start=0, n=4, results=(torch.zeros(2, 2, 4),))])
+    padded.tokens = [list("abcd"), list("ab")]
+    assert padded.labels(padded[0], 1)[0] == ["a", "b", "", ""]
+    module = nn.MultiheadAttention(4, 2, batch_first=True)
+    x = torch.zeros(1, 3, 4)
+    with pytest.raises(ParameterError, match="up to 2 tokens.*3 positions"), watch(module, [LSE], tokens=["a", "b"]):
+        module(x, x, x)
 
 
 def test_statistics_of_several_arrays_and_of_one_name():

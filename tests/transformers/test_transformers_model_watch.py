@@ -1,5 +1,7 @@
 """Tests of `sightline.transformers.watch`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,17 +12,20 @@ from sightline.testing import assert_within_budget
 pytest.importorskip("transformers")
 
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from sightline.torch import hooks
 from sightline.transformers import watch
-from tiny_models import BATCH, LENGTH, make_inputs, make_model, run, to_float64
+from sightline.view import explorer
+from tiny_models import BATCH, LENGTH, VOCABULARY, make_inputs, make_model, run, to_float64
 
 
 def state(model):
     """Return everything that `watch` changes and must restore."""
     configs = [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
     counts = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-    return configs, counts, dict(hooks._WATCHERS)
+    return configs, counts, dict(hooks._WATCHERS), "prepare_inputs_for_generation" in vars(model)
 
 
 @pytest.mark.usefixtures("by_definition")
@@ -74,7 +79,8 @@ def test_a_sliding_cache_records_the_start_of_its_keys():
 def test_encoder_and_decoder_are_distinguished(name):
     model = make_model(name)
     batch = make_inputs(model, "no")
-    sides = {"encoder": [["e"] * LENGTH] * BATCH, "decoder": [["d"] * LENGTH] * BATCH}
+    encoded = model.config.max_source_positions if name == "Whisper" else LENGTH
+    sides = {"encoder": [["e"] * encoded] * BATCH, "decoder": [["d"] * LENGTH] * BATCH}
     with torch.no_grad(), watch(model, [sightline.lse()], tokens=sides) as seen:
         model(**batch.inputs)
     kinds = {(call.kind, "encoder" in call.layer.split(".")) for call in seen}
@@ -136,6 +142,106 @@ def test_layers_and_heads_are_selected():
     (call,) = some
     assert (call.layer, call.heads) == ("model.layers.1.self_attn", (3, 0))
     assert torch.equal(call["lse"], every["lse"][1][:, [3, 0]])
+
+
+@pytest.fixture(scope="module")
+def words():
+    """A tokenizer of the tiny models' vocabulary, without a download: token 7 is "w7"."""
+    vocabulary = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
+
+
+def written(ids):
+    return [[f"w{number}" for number in row] for row in ids.tolist()]
+
+
+def test_tokens_come_from_the_tokenizer_beside_the_model(words, tmp_path):
+    model = make_model("Llama")
+    model.save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    batch = make_inputs(model, "right")
+    with torch.no_grad(), watch(loaded, [sightline.weights()]) as seen:
+        loaded(batch.inputs["input_ids"], batch.inputs["attention_mask"])
+    expected = written(batch.inputs["input_ids"])
+    lengths = batch.inputs["attention_mask"].sum(-1).tolist()
+    assert seen.tokens == [
+        row[:length] + [""] * (LENGTH - length) for row, length in zip(expected, lengths, strict=True)
+    ]
+    assert seen.labels(seen[0], 1) == (seen.tokens[1], seen.tokens[1])
+    layer = explorer.from_seen(seen).texts[1].layers[0]
+    assert layer.queries == tuple(expected[1][: lengths[1]])
+    seen.tokens = [["x"] * LENGTH] * BATCH
+    assert seen.labels(seen[0])[0] == ["x"] * LENGTH
+
+
+def test_without_a_tokenizer_there_are_no_labels(tmp_path):
+    model = make_model("Llama")
+    for name in ("", "no/model", str(tmp_path), "not a name"):
+        model.config.name_or_path = name
+        with torch.no_grad(), watch(model, [sightline.lse()]) as seen:
+            model(**make_inputs(model, "no").inputs)
+        assert seen.tokens is None
+        assert seen.labels(seen[0]) == (None, None)
+    with (
+        pytest.raises(ParameterError, match="tokenizer of type str"),
+        watch(model, [sightline.lse()], tokenizer="bert"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_tokens_of_a_generation(words, beams):
+    """With beams, entries of the batch change places; the labels follow."""
+    model = make_model("Llama")
+    inputs = make_inputs(model, "left").inputs
+    with watch(model, [sightline.lse()], tokenizer=words) as seen:
+        ids = model.generate(**inputs, max_new_tokens=5, do_sample=False, num_beams=beams)
+    last = seen[-1]
+    entries = [seen.labels(last, entry) for entry in range(BATCH * beams)]
+    assert all(queries == keys[-1:] and len(keys) == LENGTH + 4 for queries, keys in entries)
+    for entry, row in enumerate(written(ids[:, :-1])):
+        assert row in [keys for _, keys in entries[entry * beams : (entry + 1) * beams]]
+    assert seen.labels(seen[0])[1] == written(inputs["input_ids"])[0]
+
+
+def test_tokens_after_a_cache_that_the_watch_did_not_see(words):
+    model = make_model("Llama")
+    ids = make_inputs(model, "no").inputs["input_ids"]
+    with torch.no_grad():
+        cache = model(ids[:, :8], use_cache=True).past_key_values
+        with watch(model, [sightline.lse()], tokenizer=words) as seen:
+            model(ids[:, 8:10], past_key_values=cache)
+            model(ids[:, 10:], past_key_values=cache)
+    positions = [str(k) for k in range(8)]
+    assert seen.labels(seen[-1], 2) == (written(ids)[2][10:], positions + written(ids)[2][8:])
+
+
+def test_tokens_of_encoder_and_decoder(words):
+    for name, sides in (("T5", {"encoder", "decoder"}), ("Whisper", {"decoder"})):
+        model = make_model(name)
+        batch = make_inputs(model, "no")
+        with torch.no_grad(), watch(model, [sightline.lse()], tokenizer=words) as seen:
+            model(**batch.inputs)
+        assert set(seen.tokens) == sides
+        decoded = written(batch.inputs["decoder_input_ids"])[1]
+        encoded = written(batch.inputs["input_ids"])[1] if "encoder" in sides else None
+        assert seen.labels(seen.of(kind="cross")[0], 1) == (decoded, encoded)
+        own = {call.layer: seen.labels(call, 1)[0] for call in seen.of(kind="self")}
+        assert {tuple(labels or ()) for layer, labels in own.items() if "encoder" in layer} == {tuple(encoded or ())}
+        assert {tuple(labels or ()) for layer, labels in own.items() if "decoder" in layer} == {tuple(decoded)}
+
+
+def test_sequences_of_other_lengths_have_no_tokens(words):
+    """An image's patches are no tokens, although the model also got token ids."""
+    model = make_model("CLIP's text")
+    ids = torch.arange(6)[None] + 3
+    with torch.no_grad(), watch(model, [sightline.lse()], tokenizer=words) as seen:
+        model(ids)
+    patches = replace(seen[0], n=9, m=9)
+    assert seen.labels(seen[0])[0] == written(ids)[0]
+    assert seen.labels(patches) == (None, None)
 
 
 @pytest.mark.parametrize("heads", [None, [3, 1]])

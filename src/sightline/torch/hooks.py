@@ -35,6 +35,7 @@ class Watcher:
     seen : the recording, to which calls are appended
     names : the path of each watched module in the model
     cross_layers : paths of modules that are known to be cross-attention
+    recorder : object whose `current` are the tokens of the model's inputs; None if they are unknown
     """
 
     def __init__(
@@ -44,13 +45,15 @@ class Watcher:
         seen: Seen,
         names: dict[nn.Module, str],
         cross_layers: Collection[str] = (),
+        recorder: Any = None,
     ) -> None:
         self.see, self.heads, self.seen, self.names, self.cross_layers = tuple(see), heads, seen, names, cross_layers
+        self.recorder = recorder
         self.requested = self.see if heads is None else tuple(statistic.heads(heads) for statistic in see)
         self.steps = dict.fromkeys(names.values(), 0)
 
     def record(
-        self, module: nn.Module, results: Sequence[Any], heads: int, kind: Kind, query_start: int, **fields: int
+        self, module: nn.Module, results: Sequence[Any], heads: int, kind: Kind, query_start: int, **fields: Any
     ) -> None:
         """Append a call of the module to the recording; `fields` has the other attributes of the `Call`."""
         name = self.names[module]
@@ -63,6 +66,7 @@ class Watcher:
             heads=tuple(range(heads)) if self.heads is None else tuple(head % heads for head in self.heads),
             statistics=self.see,
             results=tuple(results),
+            inputs=None if self.recorder is None else self.recorder.current,
             **fields,
         )
         self.steps[name] += 1
@@ -76,16 +80,28 @@ _WATCHERS: WeakKeyDictionary[nn.Module, tuple[Watcher, ...]] = WeakKeyDictionary
 
 @contextmanager
 def record_calls(
-    modules: dict[str, nn.Module], see: Sequence[Statistic], heads: Any, tokens: Any, cross_layers: Collection[str] = ()
+    modules: dict[str, nn.Module],
+    see: Sequence[Statistic],
+    heads: Any,
+    tokens: Any,
+    cross_layers: Collection[str] = (),
+    recorder: Any = None,
 ) -> Iterator[Seen]:
-    """Record the calls of these modules (by path) in the yielded `Seen` while the context lasts."""
+    """Record the calls of these modules (by path) in the yielded `Seen` while the context lasts.
+
+    Raises
+    ------
+    ParameterError
+        At the exit: the tokens do not fit the recorded calls.
+    """
     seen = Seen(tokens=tokens)
-    watcher = Watcher(see, heads, seen, {module: name for name, module in modules.items()}, cross_layers)
+    watcher = Watcher(see, heads, seen, {module: name for name, module in modules.items()}, cross_layers, recorder)
     with ExitStack() as exit_stack:
         for module in watcher.names:
             _WATCHERS[module] = (*_WATCHERS.get(module, ()), watcher)
             exit_stack.callback(_remove_watcher, module, watcher)
         yield seen
+    seen.check_tokens()
 
 
 def _remove_watcher(module: nn.Module, watcher: Watcher) -> None:

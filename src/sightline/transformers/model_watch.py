@@ -16,6 +16,7 @@ from ..recording import Seen, Tokens
 from ..statistics import Statistic
 from ..torch.hooks import check_module, record_calls, restore_on_exit, select_modules
 from .attention_interface import NAME
+from .token_labels import Tokenizer, TokenRecorder
 
 __all__ = ["watch"]
 
@@ -30,6 +31,7 @@ def watch(
     layers: str | int | Sequence[str | int] | None = None,
     heads: Sequence[int] | None = None,
     tokens: Tokens | Sequence[str] | None = None,
+    tokenizer: Any = None,
 ) -> Iterator[Seen]:
     """Record statistics of the attention layers of a transformers model, in forward passes, training and generation.
 
@@ -48,7 +50,10 @@ def watch(
         The query heads to record, default all. Negative numbers count from the last head.
     tokens : labels of positions, optional
         For each batch entry a list of strings, or {"encoder": ..., "decoder": ...} with such a list for each side; see
-        `sightline.recording.Seen`.
+        `sightline.recording.Seen`. By default they are the tokens of the model's `input_ids`.
+    tokenizer : tokenizer of transformers, optional
+        The tokenizer whose tokens label the positions, by default the one in the folder that the model was loaded from.
+        Nothing is downloaded. Without a tokenizer, positions have no labels.
 
     Yields
     ------
@@ -60,8 +65,9 @@ def watch(
     ------
     ParameterError
         `model` is not a module, its attention does not use transformers' attention interface, `layers` matches no
-        layer, `see` is not a nonempty list of statistics, or `heads` or `tokens` has the wrong type. The call of a
-        layer raises the error for a head that the layer does not have.
+        layer, `see` is not a nonempty list of statistics, or `heads`, `tokens` or `tokenizer` has the wrong type. The
+        call of a layer raises the error for a head that the layer does not have, and the exit that for `tokens` of a
+        wrong length.
 
     Examples
     --------
@@ -97,7 +103,18 @@ def watch(
             if submodel.config._attn_implementation != NAME:
                 submodel.set_attn_implementation(NAME)
         cross_layers = {name for name, module in modules.items() if _is_cross_attention(name, module)}
-        yield exit_stack.enter_context(record_calls(modules, see, heads, tokens, cross_layers))
+        recorder = _token_recorder(models, tokenizer) if tokens is None else None
+        if recorder is not None:
+            exit_stack.enter_context(recorder.record())
+        yield exit_stack.enter_context(record_calls(modules, see, heads, tokens, cross_layers, recorder))
+
+
+def _token_recorder(models: list[PreTrainedModel], tokenizer: Any) -> TokenRecorder | None:
+    """Return a recorder of the outermost model's tokens; None if there are several such models, whose texts may differ."""
+    inner = {id(module) for model in models for module in model.modules() if module is not model}
+    outermost = [model for model in models if id(model) not in inner]
+    source = Tokenizer(tokenizer, outermost[0].config.name_or_path)
+    return TokenRecorder(outermost[0], source) if len(outermost) == 1 else None
 
 
 def _uses_attention_interface(kind: Any) -> bool:

@@ -220,7 +220,9 @@ def make_exploration(
             levels = MAP_LEVELS
             count, side = _split_budget(limit, all_weights, top)
         note = _pooling_note(limit, count, side) if count else _levels_note(limit, levels)
-    made = [Text(text_name(text[0].queries), tuple(_make_layer(x, count, side, levels) for x in text)) for text in texts]
+    made = [
+        Text(text_name(text[0].queries), tuple(_make_layer(x, count, side, levels) for x in text)) for text in texts
+    ]
     return Exploration(title, tuple(made), (note,) if note else ())
 
 

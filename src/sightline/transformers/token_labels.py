@@ -1,0 +1,186 @@
+"""The tokens of a watched model's inputs, which label the positions of its recording.
+
+Hooks on the model read the ids of the tokens that the model is called with. A tokenizer turns them into strings when the
+labels are read for the first time, so that a recording whose labels nobody reads costs no tokenizer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from huggingface_hub import try_to_load_from_cache
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
+
+from ..cached_property import cached_property
+from ..errors import ParameterError
+from ..recording import Tokens
+
+__all__ = ["InputIds", "TokenRecorder", "Tokenizer"]
+
+PREPARE = "prepare_inputs_for_generation"
+PADDING = -1  # in place of the id of a padding token at the end of a text
+Ids = list[list[int | None]]  # for each batch entry the ids of its positions; None if the model got the id before
+
+
+class Tokenizer:
+    """The tokenizer of a model: a given one, or else the one in the folder that the model was loaded from.
+
+    Parameters
+    ----------
+    tokenizer : object with `convert_ids_to_tokens`, optional
+    name : str
+        `model.config.name_or_path`. It is used if it is a folder, or the name of a model in the local cache of
+        huggingface_hub. Nothing is downloaded.
+    """
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        if tokenizer is not None and not hasattr(tokenizer, "convert_ids_to_tokens"):
+            raise ParameterError(
+                f"tokenizer of type {type(tokenizer).__name__}",
+                "a tokenizer of transformers",
+                "tokenizer=transformers.AutoTokenizer.from_pretrained(path)",
+            )
+        self.given, self.name, self.was_loaded = tokenizer, name, tokenizer is not None
+
+    def load(self) -> Any:
+        """Return the tokenizer; None if there is none on this machine."""
+        if not self.was_loaded:
+            self.was_loaded, folder = True, _local_folder(self.name)
+            try:
+                self.given = folder and AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            except Exception:  # noqa: BLE001  # a folder without a tokenizer: libraries raise many kinds of errors
+                self.given = None
+        return self.given
+
+    def tokens(self, ids: list[int | None]) -> list[str]:
+        """Return the strings of one text: "" for padding, and the position in place of an unknown id."""
+        known = [number for number in ids if number is not None and number != PADDING]
+        strings = iter(self.load().convert_ids_to_tokens(known))
+        return [
+            str(place) if number is None else "" if number == PADDING else str(next(strings))
+            for place, number in enumerate(ids)
+        ]
+
+
+def _local_folder(name: str) -> Path | None:
+    """Return the folder of a model on this machine."""
+    if not name:
+        return None
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        cached = try_to_load_from_cache(name, "tokenizer_config.json")
+    except ValueError:  # not the name of a model
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+@dataclass(frozen=True)
+class InputIds:
+    """The ids of all positions that were known when a layer ran, by side: "encoder", "decoder", or "" for the only one."""
+
+    by_side: dict[str, Ids]
+    tokenizer: Tokenizer
+
+    def tokens(self) -> Tokens | None:
+        """Return the labels of the positions; None if there is no tokenizer."""
+        return self._tokens
+
+    @cached_property
+    def _tokens(self) -> Tokens | None:
+        if not self.by_side or self.tokenizer.load() is None:
+            return None
+        labels = {side: [self.tokenizer.tokens(row) for row in ids] for side, ids in self.by_side.items()}
+        return labels[""] if "" in labels else labels
+
+
+_RECORDERS: WeakKeyDictionary[PreTrainedModel, list[TokenRecorder]] = WeakKeyDictionary()  # those that record now
+
+
+def _read_generated(model: PreTrainedModel) -> Any:
+    """Return the method of a model that `generate` calls with all ids, which hands the ids to the model's recorders."""
+    prepare = getattr(model, PREPARE)
+
+    @wraps(prepare)
+    def prepare_and_read(input_ids: Any, *inputs: Any, **options: Any) -> Any:
+        for recorder in _RECORDERS.get(model, ()):
+            recorder.generated = input_ids
+        return prepare(input_ids, *inputs, **options)
+
+    return prepare_and_read
+
+
+class TokenRecorder:
+    """Reads the ids of the tokens that a model is called with; `current` are those known so far.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    tokenizer : Tokenizer
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.current = InputIds({}, tokenizer)
+        self.generated: Tensor | None = None  # the sequences of `generate`, before the model gets their last tokens
+
+    @contextmanager
+    def record(self) -> Iterator[TokenRecorder]:
+        """Read the ids while the context lasts."""
+        model, handles = self.model, []
+        if model.config.is_encoder_decoder:
+            sides = [("encoder", model.get_encoder()), ("decoder", model.get_decoder())]
+        else:
+            sides = [("", module) for module in model.modules() if isinstance(module, PreTrainedModel)]
+        for side, module in sides:
+            handles.append(module.register_forward_pre_hook(self._hook(side, module), with_kwargs=True))
+        recorders = _RECORDERS.setdefault(model, [])
+        if not recorders and hasattr(model, PREPARE):
+            setattr(model, PREPARE, _read_generated(model))
+        recorders.append(self)
+        try:
+            yield self
+        finally:
+            recorders.remove(self)
+            if not recorders:
+                vars(model).pop(PREPARE, None)
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, side: str, module: nn.Module) -> Any:
+        signature = inspect.signature(module.forward)
+
+        def read(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+            given = signature.bind_partial(*inputs, **options).arguments
+            given |= given.pop("kwargs", {})
+            ids = given.get("input_ids")
+            if isinstance(ids, Tensor) and ids.ndim == 2:
+                self._add(side, ids, given.get("attention_mask"), given.get("past_key_values"))
+
+        return read
+
+    def _add(self, side: str, ids: Tensor, mask: Any, cache: Any) -> None:
+        """Take over the ids of a call: after those in the cache, or as a new text."""
+        start = int(cache.get_seq_length()) if side != "encoder" and hasattr(cache, "get_seq_length") else 0
+        count, generated = start + ids.shape[1], None if side == "encoder" else self.generated
+        known: Ids = self.current.by_side.get(side, [])
+        if generated is not None and generated.shape == (len(ids), count):
+            rows: Ids = generated.tolist()  # beams change places, so the ids before are read again
+        elif start and len(known) == len(ids):
+            rows = [
+                (row[:start] + [None] * (start - len(row))) + new for row, new in zip(known, ids.tolist(), strict=True)
+            ]
+        else:
+            rows = [[None] * start + new for new in ids.tolist()]
+        if isinstance(mask, Tensor) and mask.shape == (len(ids), count):
+            lengths = [len(real.nonzero()) and int(real.nonzero()[-1]) + 1 for real in mask]
+            rows = [row[:length] + [PADDING] * (count - length) for row, length in zip(rows, lengths, strict=True)]
+        self.current = InputIds({**self.current.by_side, side: rows}, self.tokenizer)
