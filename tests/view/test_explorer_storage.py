@@ -10,25 +10,29 @@ from sightline.view import explorer
 from sightline.view.explorer import html_page, storage
 
 
-@pytest.mark.parametrize("count", storage.LEVELS)
-def test_every_level_keeps_its_bound(count, rng):
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("count", storage.LEVELS[::4])
+def test_every_level_keeps_its_bound(count, relative, rng):
     """The bound is s (k + 1/4) / count²; float32 inputs are given, and the levels are read in float64."""
     weights = (rng.random((3, 40, 50)) ** 12).astype(np.float32)
     weights[1] *= np.float32(1e-3)
     weights[2, 3], weights[2, 4, 5] = 0, np.float32(1e-30)
-    levels, largest = storage.to_levels(weights, count)
-    read = storage.from_levels(levels, largest, count)
-    bound = largest[:, None, None].astype(np.float64) * (levels + 0.25) / count**2
+    weights[0, 0, 0] = 1.5
+    scales = storage.scales_of(weights, relative=relative)
+    levels = storage.to_levels(weights, count, scales)
+    read = storage.from_levels(levels, count, scales)
+    bound = scales[:, None, None].astype(np.float64) * (levels + 0.25) / count**2
     rounding = 4 * np.finfo(np.float32).eps * weights  # the root and the quotient are computed in float32
     assert (abs(read - weights) <= bound + rounding).all()
     assert np.array_equal(read == 0, weights == 0)
-    assert np.array_equal(read.max((1, 2)), weights.max((1, 2)))
+    assert scales.tolist() == ([*map(float, weights.max((1, 2)))] if relative else [1.5, 1, 1])
     assert levels.dtype == (np.uint8 if count < 256 else np.uint16)
 
 
 def test_a_head_of_zeros():
-    levels, largest = storage.to_levels(np.zeros((1, 2, 3), np.float32), 255)
-    assert not storage.from_levels(levels, largest, 255).any()
+    weights = np.zeros((1, 2, 3), np.float32)
+    scales = storage.scales_of(weights, relative=True)
+    assert not storage.from_levels(storage.to_levels(weights, 255, scales), 255, scales).any()
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float16", "float32", "int32"])

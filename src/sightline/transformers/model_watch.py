@@ -110,7 +110,7 @@ def watch(
 
 
 def _token_recorder(models: list[PreTrainedModel], tokenizer: Any) -> TokenRecorder | None:
-    """Return a recorder of the outermost model's tokens; None if there are several such models, whose texts may differ."""
+    """Return a recorder of the outermost model's tokens; None if several models with own texts are outermost."""
     inner = {id(module) for model in models for module in model.modules() if module is not model}
     outermost = [model for model in models if id(model) not in inner]
     source = Tokenizer(tokenizer, outermost[0].config.name_or_path)

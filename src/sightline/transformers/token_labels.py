@@ -1,7 +1,7 @@
 """The tokens of a watched model's inputs, which label the positions of its recording.
 
-Hooks on the model read the ids of the tokens that the model is called with. A tokenizer turns them into strings when the
-labels are read for the first time, so that a recording whose labels nobody reads costs no tokenizer.
+Hooks on the model read the ids of the tokens that the model is called with. A tokenizer turns the ids into strings when
+the labels are read for the first time, so that a recording whose labels nobody reads costs no tokenizer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Tokenizer:
             self.was_loaded, folder = True, _local_folder(self.name)
             try:
                 self.given = folder and AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            except Exception:  # noqa: BLE001  # a folder without a tokenizer: libraries raise many kinds of errors
+            except Exception:  # a folder without a tokenizer: libraries raise many kinds of errors
                 self.given = None
         return self.given
 
@@ -85,7 +85,7 @@ def _local_folder(name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class InputIds:
-    """The ids of all positions that were known when a layer ran, by side: "encoder", "decoder", or "" for the only one."""
+    """The ids of all positions known when a layer ran, by side: "encoder", "decoder", or "" for one sequence."""
 
     by_side: dict[str, Ids]
     tokenizer: Tokenizer
@@ -98,8 +98,8 @@ class InputIds:
     def _tokens(self) -> Tokens | None:
         if not self.by_side or self.tokenizer.load() is None:
             return None
-        labels = {side: [self.tokenizer.tokens(row) for row in ids] for side, ids in self.by_side.items()}
-        return labels[""] if "" in labels else labels
+        labels: Any = {side: [self.tokenizer.tokens(row) for row in ids] for side, ids in self.by_side.items()}
+        return labels.get("", labels)  # type: ignore[no-any-return]
 
 
 _RECORDERS: WeakKeyDictionary[PreTrainedModel, list[TokenRecorder]] = WeakKeyDictionary()  # those that record now

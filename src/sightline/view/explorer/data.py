@@ -220,10 +220,9 @@ def make_exploration(
             levels = MAP_LEVELS
             count, side = _split_budget(limit, all_weights, top)
         note = _pooling_note(limit, count, side) if count else _levels_note(limit, levels)
-    made = [
-        Text(text_name(text[0].queries), tuple(_make_layer(x, count, side, levels) for x in text)) for text in texts
-    ]
-    return Exploration(title, tuple(made), (note,) if note else ())
+    made = [[_make_layer(layer, count, side, levels) for layer in text] for text in texts]
+    named = tuple(Text(text_name(layers[0].queries), tuple(layers)) for layers in made)
+    return Exploration(title, named, (note,) if note else ())
 
 
 def text_name(tokens: Sequence[str]) -> str:
@@ -337,9 +336,8 @@ def stack_heads(pairs: Iterable[tuple[Array, Array]]) -> Links:
 
 def _levels_note(limit: int, levels: int) -> str:
     return (
-        f"Exact weights would take more than the {limit / 1e6:.3g} MB of this page. Each weight is rounded to one of "
-        f"{levels + 1:,} levels of its square root, from 0 to the head's largest weight, and is written with the largest "
-        "error of the rounding. 0 is exact, and so are entropy and received."
+        f"Exact weights would take more than the {limit / 1e6:.3g} MB of this page. The square root of each weight is "
+        f"rounded to a multiple of 1/{levels}; ± is the largest error of the weight. 0, entropy and received are exact."
     )
 
 

@@ -13,13 +13,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-import numpy as np
-
 from ...errors import ParameterError
 from ..terminal import CIVIDIS
 from .data import Exploration, Layer, Links
 from .from_recording import from_seen
-from .storage import pack, to_levels
+from .storage import pack, scales_of, to_levels
 
 __all__ = ["html", "program", "save_html", "serialise", "short_name", "style"]
 
@@ -119,7 +117,10 @@ def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
         return {"weights": store(found.weights), "where": store(found.where), "complete": found.complete}
 
     def layer_record(place: int, layer: Layer) -> dict[str, Any]:
-        cells, largest = (layer.cells, None) if layer.levels is None else to_levels(layer.cells, layer.levels)
+        cells, scales = layer.cells, None
+        if layer.levels is not None:
+            scales = scales_of(cells, relative=layer.how != "whole")
+            cells = to_levels(cells, layer.levels, scales)
         return {
             "name": layer.name,
             "queries": tokens.setdefault(layer.queries, len(tokens)),
@@ -129,7 +130,7 @@ def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
             "short": short_name(layer.name, place),
             "cells": store(cells.swapaxes(1, 2)),
             "levels": layer.levels,
-            "largest": None if largest is None else largest.tolist(),
+            "scales": None if scales is None else scales.tolist(),
             **{name: store(getattr(layer, name)) for name in ("entropy", "received")},
             **{name: links(getattr(layer, name)) for name in ("looks", "seen_by")},
         }

@@ -1,11 +1,13 @@
 """How the explorer page stores arrays: weights as levels of their square root, and every array compressed, in base64.
 
-A level is an integer from 0 to `count`. A weight w of a head whose largest weight is s has the level
+A level is an integer from 0 to `count`. A weight w has the level
 
     k = round(count · √(w / s)),    at least 1 if w > 0,
 
-and the level k stands for the weight s · (k / count)². So level 0 is exactly 0, the largest weight of each head is exact,
-and small weights have finer steps than large ones: the stored value differs from w by at most s · (k + ¼) / count².
+where s is the weight that `count` stands for: 1 for weights of pairs, which are at most 1. The level k stands for the
+weight s · (k / count)². Level 0 is exactly 0. Small weights have finer steps than large ones: the stored value differs
+from w by at most s · (k + ¼) / count², which is about √(s · w) / count. So small weights remain apart from each other and
+from 0, and cost few bits.
 """
 
 from __future__ import annotations
@@ -17,44 +19,49 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BASE64_RATIO", "LEVELS", "MAP_LEVELS", "choose_levels", "from_levels", "pack", "to_levels"]
+__all__ = ["BASE64_RATIO", "LEVELS", "MAP_LEVELS", "choose_levels", "from_levels", "pack", "scales_of", "to_levels"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 BASE64_RATIO = 4 / 3  # number of base64 characters that encode one byte
-LEVELS = (65535, 255, 180, 127, 90, 63)  # numbers of levels, in the order in which they are tried: 16 bits, then 8
+LEVELS = (65535, 255, *range(240, 63, -16))  # numbers of levels in the order in which they are tried: 16 bits, then 8
 MAP_LEVELS = 255  # number of levels of a pooled map
 SAMPLED_WEIGHTS = 1 << 20  # about this number of weights is compressed to estimate the size of all weights
 
 
-def to_levels(weights: Array, count: int, largest: Array | None = None) -> tuple[Array, Array]:
-    """Return the levels of weights (H, n, m), and the largest weight of each head.
+def to_levels(weights: Array, count: int, scales: Array) -> Array:
+    """Return the levels of weights (H, n, m).
 
     Parameters
     ----------
     weights : (H, n, m) floats, at least 0
     count : int
         The highest level.
-    largest : (H,) float32, optional
-        The weight that `count` stands for; by default the largest weight of each head.
+    scales : (H,) float32
+        For each head the weight s that `count` stands for, at least the largest weight of the head.
 
     Returns
     -------
-    levels : (H, n, m) uint8, or uint16 if `count` is above 255
-    largest : (H,) float32
+    (H, n, m) uint8, or uint16 if `count` is above 255
     """
     levels = np.empty(weights.shape, np.uint8 if count <= 255 else np.uint16)
-    if largest is None:
-        largest = weights.max((1, 2)).astype(np.float32)
-    for head, (p, top) in enumerate(zip(weights, largest, strict=True)):
-        shares = np.sqrt(p.astype(np.float32) / (top or np.float32(1)))
-        levels[head] = np.maximum(np.rint(count * shares), p > 0)
-    return levels, largest
+    for head, (p, scale) in enumerate(zip(weights, scales, strict=True)):
+        levels[head] = np.maximum(np.rint(count * np.sqrt(p.astype(np.float32) / scale)), p > 0)
+    return levels
 
 
-def from_levels(levels: Array, largest: Array, count: int) -> Array:
+def scales_of(weights: Array, *, relative: bool) -> Array:
+    """Return the weight (H,) float32 that the highest level of each head stands for.
+
+    It is 1, or the largest weight of the head if `relative` is true or that weight is above 1.
+    """
+    largest = weights.max((1, 2)).astype(np.float32)
+    return np.where(largest > 0, largest, 1) if relative else np.maximum(largest, 1)
+
+
+def from_levels(levels: Array, count: int, scales: Array) -> Array:
     """Return the weights (H, n, m) float64 that levels stand for."""
-    return np.asarray(largest[:, None, None] * (levels.astype(np.float64) / count) ** 2)
+    return np.asarray(scales[:, None, None] * (levels.astype(np.float64) / count) ** 2)
 
 
 def choose_levels(weights: Sequence[Array], limit: float) -> int | None:
@@ -66,11 +73,11 @@ def choose_levels(weights: Sequence[Array], limit: float) -> int | None:
     total = sum(array.size for array in weights)
     step = max(total // SAMPLED_WEIGHTS, 1)
     sampled = [array[:, :, step // 2 % array.shape[2] :: step] for array in weights]
-    largest = [array.max((1, 2)).astype(np.float32) for array in weights]
+    scales = [scales_of(array, relative=False) for array in weights]
     share = total / sum(array.size for array in sampled)
     for count in LEVELS:
-        pairs = zip(sampled, largest, strict=True)
-        parts = (to_levels(array, count, top)[0].swapaxes(1, 2) for array, top in pairs)
+        pairs = zip(sampled, scales, strict=True)
+        parts = (to_levels(array, count, scale).swapaxes(1, 2) for array, scale in pairs)
         if share * BASE64_RATIO * sum(len(_compress(part)) for part in parts) <= limit:
             return count
     return None

@@ -225,7 +225,7 @@ class Explorer {
     }
     const size = (x) => (x === Math.round(x) ? String(x) : x.toFixed(1));
     this.legendMost.textContent = digits(scale.most);
-    this.legendText.textContent = (scale.exact ? (layer.rounded ? `weights, rounded to ${count(layer.stored.levels + 1)} levels` : 'weights, each exact') : `${layer.how === 'max' ? 'largest' : 'mean'} of ${size(scale.rows)} × ${size(scale.columns)} pairs`)
+    this.legendText.textContent = (scale.exact ? (layer.rounded ? `weights, roots rounded to 1/${layer.stored.levels}` : 'weights, each exact') : `${layer.how === 'max' ? 'largest' : 'mean'} of ${size(scale.rows)} × ${size(scale.columns)} pairs`)
       + (scale.over ? '; heaviest pairs drawn exactly, from 0 to 1' : '');
   }
 

@@ -87,7 +87,7 @@ class Grid {
   image({ layer, head }) {
     const name = `${layer}.${head}`;
     if (!this.images.has(name)) {
-      const level = this.page.layers[layer].coarse(head, 0.7 * (this.step - this.gap) * (window.devicePixelRatio || 1));
+      const level = this.page.layers[layer].small(head, (this.step - this.gap) * (window.devicePixelRatio || 1));
       this.images.set(name, paintLevel(level, this.page.colours));
     }
     return this.images.get(name);
@@ -112,7 +112,7 @@ class Grid {
       context.fillStyle = theme.line;
       if (!image) context.fillRect(x, y, side, side);
       else {
-        context.imageSmoothingEnabled = image.width > side;
+        context.imageSmoothingEnabled = image.width > side / 2 && image.width !== side; // else a few rows would be doubled
         context.drawImage(image, x, y, side, side);
       }
       const chosen = place.layer === layer && place.head === head;

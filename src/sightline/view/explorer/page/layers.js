@@ -30,21 +30,44 @@ class Layer {
   entropy(head) { return this.part('entropy', head, this.n); }
   received(head) { return this.part('received', head, this.m); }
 
-  /** The cells of one head, row by row; the page stores them column by column, and rounded ones as levels of the root. */
+  /** The cells of one head, column by column as the page stores them, with the values of rounded ones. */
   cells(head) {
     const [, columns, rows] = this.stored.cells.shape, stored = this.part('cells', head, rows * columns);
-    const { levels: count, largest } = this.stored, data = new Float32Array(rows * columns);
-    const values = count && Float32Array.from({ length: count + 1 }, (_, k) => largest[head] * (k / count) ** 2);
-    for (let c = 0, from = 0; c < columns; c++) {
-      for (let r = 0, to = c; r < rows; r++, from++, to += columns) data[to] = count ? values[stored[from]] : stored[from];
-    }
+    const { levels: count, scales } = this.stored;
+    if (!count) return { rows, columns, data: stored };
+    const values = Float32Array.from({ length: count + 1 }, (_, k) => scales[head] * (k / count) ** 2);
+    const data = new Float32Array(stored.length);
+    for (let k = 0; k < stored.length; k++) data[k] = values[stored[k]];
     return { rows, columns, data };
+  }
+
+  /** A level of a head with at most `most` cells on a side: every cell has the mean, or the maximum, of equally many. */
+  small(head, most) {
+    const { rows, columns, data } = this.cells(head), size = Math.ceil(Math.max(rows, columns) / most), maxima = this.how === 'max';
+    const found = { rows: Math.ceil(rows / size), columns: Math.ceil(columns / size) };
+    found.data = new Float32Array(found.rows * found.columns);
+    for (let c = 0, from = 0; c < columns; c++) {
+      const wide = Math.min(size, columns - (c - (c % size)));
+      for (let r = 0, to = Math.floor(c / size); r < rows; to += found.columns) {
+        const end = Math.min(r + size, rows), area = wide * (end - r);
+        let sum = 0, top = found.data[to];
+        for (; r < end; r++, from++) {
+          sum += data[from];
+          if (data[from] > top) top = data[from];
+        }
+        found.data[to] = maxima ? top : found.data[to] + sum / area;
+      }
+    }
+    return Object.assign(found, { most: largest(found.data) || 1 });
   }
 
   /** Levels of one head's map, each half as fine as the previous one: {rows, columns, data, i, j, most}; i and j are the cells' edges. */
   levels(head) {
     if (this.decoded.has(head)) return this.decoded.get(head);
-    const { rows, columns, data } = this.cells(head);
+    const { rows, columns, data: stored } = this.cells(head), data = new Float32Array(stored.length);
+    for (let c = 0, from = 0; c < columns; c++) {
+      for (let r = 0, to = c; r < rows; r++, from++, to += columns) data[to] = stored[from];
+    }
     const edges = (cells, length) => Uint32Array.from({ length: cells + 1 }, (_, k) => Math.floor((k * length) / cells));
     const found = [{ rows, columns, data, i: edges(rows, this.n), j: edges(columns, this.m) }];
     while (Math.max(found.at(-1).rows, found.at(-1).columns) > 24) found.push(halveLevel(found.at(-1), this.how === 'max'));
@@ -52,14 +75,6 @@ class Layer {
     if (this.decoded.size === DECODED_HEADS) this.decoded.delete(this.decoded.keys().next().value);
     this.decoded.set(head, found);
     return found;
-  }
-
-  /** The coarsest level with at least `cells` cells on its longer side. */
-  coarse(head, cells) {
-    const levels = this.levels(head);
-    let at = levels.length - 1;
-    while (at > 0 && Math.max(levels[at].rows, levels[at].columns) < cells) at--;
-    return levels[at];
   }
 
   /** The weight of a pair: {value}, or an upper bound {below} if the page stores only the row's heaviest entries. */
@@ -75,10 +90,9 @@ class Layer {
   /** A weight as the page writes it: [number, error], with an empty error if the number is exact or an upper bound. */
   written(head, weight) {
     if (!this.rounded || weight === 0) return [digits(weight), ''];
-    const count = this.stored.levels, most = this.stored.largest[head], level = Math.round(count * Math.sqrt(weight / most));
-    if (level === count) return [digits(weight), ''];
-    if (level === 1) return [`≤ ${digits((2.26 * most) / count ** 2)}`, '']; // of small weights that are not 0
-    return roundedDigits(weight, (most * (level + 0.25)) / count ** 2);
+    const count = this.stored.levels, scale = this.stored.scales[head], level = Math.round(count * Math.sqrt(weight / scale));
+    if (level === 1) return [`≤ ${digits((2.26 * scale) / count ** 2)}`, '']; // of small weights that are not 0
+    return roundedDigits(weight, (scale * (level + 0.25)) / count ** 2);
   }
 
   /** The `most` heaviest keys of query i: [{at, weight}], in descending order. */

@@ -47,7 +47,7 @@ class Panel {
   /** How many entries each of the lists can have without a scrollbar, at least 4. */
   fitting(lists) {
     if (this.page.narrow()) return NARROW_LISTED;
-    const space = this.lists.clientHeight - 28 - lists * 46; // padding, headings
+    const space = this.lists.clientHeight - 30 - lists * 24 - (lists - 1) * 18; // padding, headings, the gap between lists
     return Math.max(4, Math.min(Math.floor(space / ENTRY / lists), LISTED / lists));
   }
 
