@@ -242,13 +242,26 @@ class Seen:
         return "\n".join([f"Seen: {len(self)} calls of {len(self.layers)} layers", *(lines if self.calls else [])])
 
     # -- pictures, drawn by sightline.view ---------------------------------------------------------------------------
-    def explore(self) -> Any:
-        """Show the explorer, a page with every layer, head and token, in a notebook or in a browser."""
-        return import_module("sightline.view.explorer").explore(self)
+    def explore(self, **options: Any) -> Any:
+        """Show the explorer, a page with every layer, head and token, in a notebook or in a browser.
 
-    def save_html(self, path: Any) -> None:
-        """Write the explorer's page to an HTML file. A browser is enough to read it."""
-        import_module("sightline.view.explorer").save_html(self, path)
+        Parameters
+        ----------
+        options : the keyword arguments of `sightline.view.explorer.from_seen`, such as `title` and `limit`
+        """
+        explorer = import_module("sightline.view.explorer")
+        return explorer.explore(explorer.from_seen(self, **options))
+
+    def save_html(self, path: Any, **options: Any) -> None:
+        """Write the explorer's page to an HTML file. A browser is enough to read it.
+
+        Parameters
+        ----------
+        path : str or Path
+        options : the keyword arguments of `sightline.view.explorer.from_seen`, such as `title` and `limit`
+        """
+        explorer = import_module("sightline.view.explorer")
+        explorer.save_html(explorer.from_seen(self, **options), path)
 
     show = explore
 

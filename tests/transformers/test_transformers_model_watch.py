@@ -256,9 +256,9 @@ def test_a_recording_is_saved_as_html(see, heads, tmp_path):
     sides = {side: [[f"{side[0]}{k}" for k in range(LENGTH)]] * BATCH for side in ("encoder", "decoder")}
     with torch.no_grad(), watch(model, see, heads=heads, tokens=sides) as seen:
         model(**batch.inputs)
-    seen.save_html(tmp_path / "page.html")
+    seen.save_html(tmp_path / "page.html", title="A title")
     page = (tmp_path / "page.html").read_text()
-    assert all(text in page for text in (*seen.layers, "e11", "d11"))
+    assert all(text in page for text in (*seen.layers, "e11", "d11", "<title>A title</title>"))
 
 
 def test_unsupported_models_and_arguments_are_refused():

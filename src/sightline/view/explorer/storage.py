@@ -6,8 +6,8 @@ A level is an integer from 0 to `count`. A weight w has the level
 
 where s is the weight that `count` stands for: 1 for weights of pairs, which are at most 1. The level k stands for the
 weight s · (k / count)². Level 0 is exactly 0. Small weights have finer steps than large ones: the stored value differs
-from w by at most s · (k + ¼) / count², which is about √(s · w) / count. So small weights remain apart from each other and
-from 0, and cost few bits.
+from w by at most s · (k + ¼) / count², which is about √(s · w) / count. So small weights remain apart from each other
+and from 0, and cost few bits.
 """
 
 from __future__ import annotations
