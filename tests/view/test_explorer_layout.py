@@ -247,3 +247,19 @@ def test_512_tokens_of_72_heads(tab, tmp_path):
     tab.open(path)
     tab.until(lambda: tab.js(PAINTED) == 72)
     assert tab.js("sightline.map.view.sx") == 1
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_pages_of_one_head_and_of_two_sequences(tab, size, tmp_path):
+    queries, keys = list("abcdef"), ["die", "Katze", "saß", "auf", "der", "Matte", "und", "schlief", "ein"]
+    weights = weights_of(9, 2, 3)
+    tab.resize(*size)
+    for name, data in (
+        ("one", explorer.from_weights(keys, weights[0, :1])),
+        ("two", explorer.from_weights(queries, list(weights[:, :, :6]), keys=keys)),
+    ):
+        tab.open(explorer.save_html(data, tmp_path / f"{name}.html"))
+        assert tab.js("document.documentElement.scrollWidth") <= size[0]
+        assert tab.js(CLIPPED) == []
+        assert tab.js(SCROLLING) == []
+        assert tab.complaints() == []

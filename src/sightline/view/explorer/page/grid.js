@@ -40,7 +40,8 @@ class Grid {
       if (best.fitting >= SMALLEST) best.step = best.fitting;
       else best = options.filter(({ step }) => step >= SMALLEST).at(-1) ?? options[0];
     }
-    Object.assign(this, { columns: best.columns, step: best.step, gap: best.step > 40 ? 4 : 2 });
+    const step = Math.max(best.step, SMALLEST); // a page of one head hides the grid, which then has no width
+    Object.assign(this, { columns: best.columns, step, gap: step > 40 ? 4 : 2 });
     this.places = [];
     let y = 0;
     layers.forEach((layer, l) => {
