@@ -75,7 +75,8 @@ class HeadMap {
       else high = middle;
     }
     const found = scales(low), whole = Math.floor(found.sx * ratio) / ratio;
-    if (found.sx === found.sy && whole >= 1 / ratio && whole > 0.88 * found.sx) found.sx = found.sy = whole; // whole pixels
+    const scaled = n * m > EXACT_CELLS && found.sx === found.sy; // one image, sharp if its cells are whole pixels
+    if (scaled && whole > 0.88 * found.sx) found.sx = found.sy = whole;
     return (this.minScale = found);
   }
 
