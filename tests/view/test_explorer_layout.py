@@ -144,7 +144,7 @@ def test_labels_of_the_axes(tab, pages):
         for text, token in zip(own, 2 * expected, strict=True):
             assert text == token or (text.endswith("…") and len(text) > 5 and token.startswith(text[:-1]))
         assert all(float(font.split("px")[0].split()[-1]) >= 10 for _, font, _ in labels)
-        step = tab.js("sightline.map.labelling(sightline.map.view.sx).step * sightline.map.view.sx")
+        step = tab.js("labelling(sightline.map.view.sx).step * sightline.map.view.sx")
         assert step >= 11.5
     tab.resize(*DESKTOP)
     tab.open(pages[512])

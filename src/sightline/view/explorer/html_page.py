@@ -22,7 +22,7 @@ from .storage import pack, scales_of, to_levels
 __all__ = ["html", "program", "save_html", "serialise", "short_name", "style"]
 
 # names of the page's JavaScript files, in the order in which `program` joins them
-SCRIPTS = ("inflate", "numbers", "layers", "grid", "map", "strip", "panel", "vector", "explorer")
+SCRIPTS = ("inflate", "numbers", "layers", "grid", "axes", "map", "strip", "panel", "vector", "explorer")
 TYPE_CODES = {"uint8": "u1", "uint16": "u2", "float16": "f2", "float32": "f4", "int32": "i4"}
 
 

@@ -1,9 +1,6 @@
 // The large map of one head: tokens at the left and above, each query's entropy at the right, the weight each key receives below.
 
-// In pixels: least distance of token labels, largest cell size, largest cell size of the whole map.
-const LABEL_STEP = 11.5, MAX_CELL = 64, FIT = 56;
-const THINNED = 3; // every third token is labelled if not all labels fit; if these do not fit either, positions are
-const CORNER = 50; // least width at the left, for positions and for the words in the corner
+const MAX_CELL = 64, FIT = 56; // in pixels: largest cell size, largest cell size of the whole map
 const EXACT_CELLS = 12000; // up to this number, cells are drawn one by one on whole pixels; more cells are drawn as one scaled image
 const EXACT_ROWS = 1200; // up to this number of visible queries, stored exact entries are drawn over pooled cells
 
@@ -222,7 +219,7 @@ class HeadMap {
     this.drawMarks(context, layer, wide, high);
     context.restore();
     this.drawBars(context, layer, head, seen, wide, high);
-    this.drawLabels(context, layer, seen, wide, high);
+    drawLabels(context, this, seen, wide, high);
     context.strokeStyle = themeColours.line;
     context.lineWidth = 1;
     context.strokeRect(-0.5, -0.5, wide + 1, high + 1);
@@ -333,65 +330,6 @@ class HeadMap {
     context.textBaseline = 'top';
     context.fillText('received', wide + 7, high + 8);
   }
-
-  /** The step between the positions that are labelled at a scale, and whether the labels are tokens. */
-  labelling(scale) {
-    const thinned = Math.ceil(LABEL_STEP / scale - 1e-6);
-    if (thinned <= THINNED) return { tokens: true, step: thinned };
-    const steps = Array.from({ length: 21 }, (_, k) => [1, 2, 5][k % 3] * 10 ** Math.floor(k / 3));
-    return { tokens: false, step: steps.find((step) => step * scale >= 46) ?? 1e7 };
-  }
-
-  /** Draw labels beside and above the map: the tokens, or every second or third token, or positions; marked ones always. */
-  drawLabels(context, layer, seen, wide, high) {
-    const v = this.view, { themeColours, state } = this.page, pick = state.pick, over = state.hover;
-    const marked = (side) => [pick && (pick.side === side || layer.self) ? pick.at : null, over && (side === 'query' ? over.i : over.j)].filter((at) => at !== null && at !== undefined);
-    const font = (size) => { context.font = `${size}px ${themeColours.font}`; };
-    const side = (name, tokens, scale, from, to, start, length, draw) => {
-      const labels = this.labelling(scale), chosen = new Set(marked(name));
-      font(labels.tokens ? Math.max(Math.min(scale * labels.step - 1.5, 11), 10) : 10);
-      const inside = (at) => at >= from && at < to && (at + 0.5 - start) * scale >= 0 && (at + 0.5 - start) * scale <= length;
-      const label = (at, colour, cover) => draw((at + 0.5 - start) * scale, labels.tokens || cover ? visible(tokens[at]) : count(at), colour, cover, labels);
-      for (let at = Math.ceil(from / labels.step) * labels.step; at < to; at += labels.step) {
-        if (inside(at) && !chosen.has(at)) label(at, themeColours.muted, false);
-      }
-      for (const at of chosen) if (inside(at)) label(at, themeColours.ink, true);
-    };
-    const cover = (x, y, width, height) => {
-      context.fillStyle = themeColours.ground;
-      context.fillRect(x, y, width, height);
-    };
-    context.textBaseline = 'middle';
-    side('query', layer.queries, v.sy, seen.i0, seen.i1, v.y, high, (y, text, colour, marks) => {
-      const shown = cut(context, text, this.left - 12);
-      if (marks) cover(-this.left, y - 7, this.left - 3, 14);
-      context.fillStyle = colour;
-      context.textAlign = 'right';
-      context.fillText(shown, -7, y);
-    });
-    side('key', layer.keys, v.sx, seen.j0, seen.j1, v.x, wide, (x, text, colour, marks, labels) => {
-      context.save();
-      context.translate(x, -7);
-      const flat = labels.tokens ? v.sx >= this.widest + 6 : true, shown = cut(context, text, flat && labels.tokens ? v.sx : flat ? 90 : this.top - 12);
-      const width = context.measureText(shown).width;
-      if (flat) {
-        if (marks) cover(-width / 2 - 3, -10, width + 6, 14);
-        context.textAlign = 'center';
-      } else {
-        context.rotate(-Math.PI / 2);
-        if (marks) cover(-3, -7, this.top - 4, 14);
-        context.textAlign = 'left';
-      }
-      context.fillStyle = colour;
-      context.fillText(shown, 0, flat ? -2 : 0);
-      context.restore();
-    });
-    font(10);
-    context.fillStyle = themeColours.muted;
-    context.textAlign = 'right';
-    context.fillText('key →', -7, -25);
-    context.fillText('query ↓', -7, -13);
-  }
 }
 
 /** The index of the last of ascending edges that is ≤ value. */
@@ -403,12 +341,4 @@ function lastUpTo(edges, value) {
     else high = middle - 1;
   }
   return low;
-}
-
-/** The text, cut with … to a width of `space` pixels. */
-function cut(context, text, space) {
-  if (context.measureText(text).width <= space) return text;
-  let length = Math.max(Math.floor(text.length * space / context.measureText(text).width), 1);
-  while (length > 1 && context.measureText(`${text.slice(0, length)}…`).width > space) length--;
-  return `${text.slice(0, length)}…`;
 }
