@@ -209,11 +209,15 @@ def test_statistics_of_several_arrays_and_of_one_name():
 
 def test_the_explorer_is_imported_on_demand(seen, monkeypatch, tmp_path):
     written = []
-    stub = SimpleNamespace(explore=lambda s: "shown", save_html=lambda s, path: written.append((s, path)))
+    stub = SimpleNamespace(
+        from_seen=lambda s, **options: (s, options),
+        explore=lambda data: data,
+        save_html=lambda data, path: written.append((data, path)),
+    )
     monkeypatch.setitem(sys.modules, "sightline.view.explorer", stub)
-    seen.save_html(tmp_path / "page.html")
-    assert written == [(seen, tmp_path / "page.html")]
-    assert seen.explore() == seen.show() == "shown"
+    seen.save_html(tmp_path / "page.html", limit=9)
+    assert written == [((seen, {"limit": 9}), tmp_path / "page.html")]
+    assert seen.explore() == seen.show() == (seen, {})
 
 
 def test_the_recording_prints_as_a_table(seen):
