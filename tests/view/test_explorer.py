@@ -32,10 +32,10 @@ def moby():
 
 
 @pytest.fixture(scope="module")
-def tab():
-    opened = browser.Browser()
-    yield opened
-    opened.close()
+def tab(chromium):
+    chromium.resize(1280, 860)
+    chromium.media()
+    return chromium
 
 
 @pytest.fixture(scope="module")

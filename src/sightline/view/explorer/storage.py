@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import zlib
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ BASE64_RATIO = 4 / 3  # number of base64 characters that encode one byte
 # numbers of levels in the order in which they are tried: 16 bits, then 8
 LEVELS: tuple[int, ...] = (65535, 255, *range(240, 63, -16))
 MAP_LEVELS = 255  # number of levels of a pooled map
-SAMPLED_WEIGHTS = 1 << 20  # about this number of weights is compressed to estimate the size of all weights
+SAMPLED_WEIGHTS = 1 << 19  # about this number of weights is compressed to estimate the size of all weights
 
 
 def to_levels(weights: Array, count: int, scales: Array) -> Array:
@@ -76,12 +77,14 @@ def choose_levels(weights: Sequence[Array], limit: float) -> int | None:
     sampled = [array[:, :, step // 2 % array.shape[2] :: step] for array in weights]
     scales = [scales_of(array, relative=False) for array in weights]
     share = total / sum(array.size for array in sampled)
-    for count in LEVELS:
+
+    def fits(count: int) -> bool:
         pairs = zip(sampled, scales, strict=True)
         parts = (to_levels(array, count, scale).swapaxes(1, 2) for array, scale in pairs)
-        if share * BASE64_RATIO * sum(len(_compress(part)) for part in parts) <= limit:
-            return count
-    return None
+        return share * BASE64_RATIO * sum(len(_compress(part)) for part in parts) <= limit
+
+    first = bisect_left(LEVELS, True, key=fits)  # fewer levels take fewer bytes
+    return LEVELS[first] if first < len(LEVELS) else None
 
 
 def pack(array: Array) -> str:
