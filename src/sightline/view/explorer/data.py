@@ -34,6 +34,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Tokens = Sequence[str] | Sequence[Sequence[str]]
 
 PAGE_BYTES = 10_000_000  # default limit of a page's size; such a page opens quickly and fits into a mail
+ESTIMATED_SHARE = 0.96  # of the limit for rounded weights; the rest is for the error of the estimate and the program
 TOP_ENTRIES = 8  # default number of weights stored exactly per query and per key if a page cannot hold all weights
 MAP_SIDES = (32, 1024)  # (least, most) cells per side of a pooled map: fewer show nothing, more are slow to draw
 
@@ -215,7 +216,7 @@ def make_exploration(
     count, side, levels, note = 0, 0, None, ""
     if sum(array.size for array in all_weights) * itemsize * BASE64_RATIO > limit:
         sums = sum(len(array) * sum(array.shape[1:]) for array in all_weights)  # entropy and received
-        levels = choose_levels(all_weights, limit - 4 * BASE64_RATIO * sums)
+        levels = choose_levels(all_weights, ESTIMATED_SHARE * limit - 4 * BASE64_RATIO * sums)
         if levels is None:
             levels = MAP_LEVELS
             count, side = _split_budget(limit, all_weights, top)
