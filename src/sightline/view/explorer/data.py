@@ -165,8 +165,8 @@ def from_weights(
         The name of each layer; by default "Layer 0", "Layer 1" and so on.
     title : str, default "Attention"
     limit : int, default 10 MB
-        Largest size of a page in bytes. If exact weights are larger, the page stores each weight rounded to 16 bits or
-        to 8 bits, and shows how exact a weight is. If 8 bits are too large too, the map shows means of weights, and
+        Largest size of a page in bytes. If exact weights are larger, the page stores each weight rounded to 16, 12
+        or 8 bits, and shows how exact a weight is. If 8 bits are too large too, the map shows means of weights, and
         only the heaviest weights of each query and of each key are stored exactly. The page says what it stores.
     top : int, default 8
         Largest number of weights that are stored exactly per query and per key if the map shows means.

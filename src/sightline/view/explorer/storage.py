@@ -25,8 +25,8 @@ __all__ = ["BASE64_RATIO", "LEVELS", "MAP_LEVELS", "choose_levels", "from_levels
 Array = np.ndarray[Any, np.dtype[Any]]
 
 BASE64_RATIO = 4 / 3  # number of base64 characters that encode one byte
-# numbers of levels in the order in which they are tried: 16 bits, then 8
-LEVELS: tuple[int, ...] = (65535, 255, *range(240, 63, -16))
+# numbers of levels in the order in which they are tried: 16 bits, 12 bits, 8 bits
+LEVELS: tuple[int, ...] = (65535, 4095, 255, *range(240, 63, -16))
 MAP_LEVELS = 255  # number of levels of a pooled map
 SAMPLED_WEIGHTS = 1 << 19  # about this number of weights is compressed to estimate the size of all weights
 
