@@ -233,6 +233,16 @@ def test_tokens_of_encoder_and_decoder(words):
         assert {tuple(labels or ()) for layer, labels in own.items() if "decoder" in layer} == {tuple(decoded)}
 
 
+@pytest.mark.soak
+def test_a_compiled_model_runs_while_it_is_watched():
+    """`fullgraph` refuses graph breaks, which the reading of ids would cause."""
+    model = make_model("Llama")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad(), watch(model, [sightline.lse()]) as seen:
+        compiled(**make_inputs(model, "no").inputs)
+    assert len(seen) == 0
+
+
 def test_sequences_of_other_lengths_have_no_tokens(words):
     """An image's patches are no tokens, although the model also got token ids."""
     model = make_model("CLIP's text")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
@@ -159,6 +160,8 @@ class TokenRecorder:
         signature = inspect.signature(module.forward)
 
         def read(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling():  # a compiled model records nothing
+                return
             given = signature.bind_partial(*inputs, **options).arguments
             given |= given.pop("kwargs", {})
             ids = given.get("input_ids")
