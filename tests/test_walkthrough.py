@@ -1,38 +1,45 @@
 """The walk-through of `sightline explain`: tokens, stages against plain NumPy, and the pair that it follows."""
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 
 from sightline.errors import ParameterError
-from sightline.walkthrough import TEXT, VOCABULARY, detokenize, named_mask, tokenize, walk_through
+from sightline.walkthrough import MAX_CHARACTERS, MAX_MERGES, TEXT, VOCABULARY, named_mask, tokenize, walk_through
 
 
 def test_the_published_tokens():
-    assert VOCABULARY == {" ": 0, "a": 1, "c": 2, "e": 3, "h": 4, "t": 5, "r": 6, "at": 7, "th": 8, "the": 9}
-    assert tokenize("the cat ate the rat") == [9, 0, 2, 7, 0, 7, 3, 9, 0, 6, 7]
+    labels = {walk_through().label(piece): number for piece, number in VOCABULARY.items()}
+    assert labels == {"␣": 0, "a": 1, "c": 2, "e": 3, "h": 4, "t": 5, "r": 6, "at": 7, "th": 8, "the": 9}
+    assert tokenize("the cat ate the rat").numbers == (9, 0, 2, 7, 0, 7, 3, 9, 0, 6, 7)
+    assert tokenize(TEXT).text == TEXT
+    assert walk_through().labels == ["the", "␣", "c", "at", "␣", "at", "e", "the", "␣", "r", "at"]
 
 
-def test_tokens_give_the_text_back():
-    """Every text of up to five characters of the vocabulary; all token lists differ."""
-    found = {}
-    for length in range(1, 6):
-        for characters in itertools.product(" aceht", repeat=length):
-            text = "".join(characters)
-            tokens = tuple(tokenize(text))
-            assert detokenize(list(tokens)) == text
-            assert found.setdefault(tokens, text) == text
-    assert detokenize(tokenize("the cat atethe rat")) == "the cat atethe rat"
-    assert tokenize("ethe")[1:] == [3, 8, 3]  # inside a word
+def test_merges_of_another_text_are_learned_from_it():
+    found = tokenize("the cat ate the bat")
+    assert found.merges[0].parts == ("a", "t")
+    assert len(found.merges) <= MAX_MERGES
+    assert walk_through("the cat ate the bat").labels[0] == "␣the"
+    assert len(tokenize(TEXT, max_merges=2).merges) == 2  # learned, since the caller says how many
 
 
-@pytest.mark.parametrize(("text", "named"), [("the dog", "'d', 'g', 'o'"), ("The cat", "'T'"), ("", "empty")])
-def test_other_characters_are_named(text, named):
-    with pytest.raises(ParameterError, match=named) as caught:
-        tokenize(text)
-    assert TEXT in caught.value.cure
+@pytest.mark.parametrize("text", ["注意力", "Zürich ❤️ 👩‍💻", "\udcff", " ", "x", "\n\t"])
+def test_any_text_has_all_stages(text):
+    walk = walk_through(text, d_model=8, d_k=4, mask="causal")
+    n = len(walk.tokens)
+    assert walk.text == text
+    assert walk.embedded.shape == (n, 8)
+    assert walk.stages.weights.shape == (n, n)
+    assert len(walk.labels) == n
+    assert walk.pair == (n - 1, 0)
+
+
+@pytest.mark.parametrize(("text", "named"), [("", "an empty text"), ("a" * (MAX_CHARACTERS + 1), "2,001 characters")])
+def test_lengths_of_the_text(text, named):
+    with pytest.raises(ParameterError, match=named):
+        walk_through(text)
 
 
 def test_every_stage_equals_plain_numpy():
@@ -74,15 +81,22 @@ def test_the_followed_pair():
 def test_seeds_widths_and_pairs():
     assert np.array_equal(walk_through(seed=1).embedded, walk_through(seed=1).embedded)
     assert not np.array_equal(walk_through(seed=1).embedded, walk_through(seed=2).embedded)
-    walk = walk_through("the tat", d_model=8, d_k=2, pair=(1, 0))
+    walk = walk_through("dog", d_model=8, d_k=2, pair=(1, 0))
     assert walk.query.shape == (4, 2)
     assert walk.pair == (1, 0)
-    assert walk_through("the tat").pair == (0, 3)
-    assert walk_through("rat cat").pair == (0, 5)  # no r after the c
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"d_k": 7}, {"d_k": 0}, {"d_model": 0}, {"seed": -1}, {"mask": "noncausal"}, {"pair": (0, 11)}]
+    "wrong",
+    [
+        {"d_k": 7},
+        {"d_k": 0},
+        {"d_model": 0},
+        {"seed": -1},
+        {"mask": "noncausal"},
+        {"pair": (0, 11)},
+        {"max_merges": -1},
+    ],
 )
 def test_wrong_parameters(wrong):
     with pytest.raises(ParameterError):

@@ -4,86 +4,80 @@ Text → tokens → embeddings → query, key, value → rotation → scores →
 definition, `sightline.reference.forward`, computes the last five stages. Embeddings and projections are random, not
 trained: the numbers show how attention works, not what a model knows.
 
-The tokens come from byte-pair encoding (Gage, 1994; Sennrich et al., 2016) over the space, six letters and three
-merges: a + t, t + h, and space + th + e. The third merge makes a whole word. As in SentencePiece (Kudo and Richardson,
-2018), a word contains the space before it, and a space is put before the text. Thus "the cat ate the rat" becomes
+The tokens come from byte-pair encoding; see `sightline.byte_pair_encoding`. The merges are learned from the text.
+The sentence "the cat ate the rat" is an exception: its tokens are published, with a vocabulary of the space, six
+letters and three merges, a + t, t + h, and space + th + e. The third merge makes a whole word with the space before it,
+which is published as "the". Thus the sentence becomes
 
     the ␣ c at ␣ at e the ␣ r at        [9, 0, 2, 7, 0, 7, 3, 9, 0, 6, 7]
 
 These are eleven tokens, because the second "the" contains the space before it. If no merge included the space, that
-space would be a token of its own, a 0 before the second 9, and there would be twelve tokens. "the" inside a word
-becomes the two tokens th and e, so that `detokenize` restores every text exactly.
+space would be a token of its own, a 0 before the second 9, and there would be twelve tokens.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from .byte_pair_encoding import Tokenization, apply_merges, learn_merges, printable
 from .errors import ParameterError
 from .formula.expression import Expression
 from .formula.library import causal, window
 from .positions import rotary
 from .reference import Stages, forward
 
-__all__ = ["MASKS", "TEXT", "VOCABULARY", "Step", "Walkthrough", "detokenize", "named_mask", "tokenize", "walk_through"]
+__all__ = ["MASKS", "MAX_MERGES", "TEXT", "VOCABULARY", "Step", "Walkthrough", "named_mask", "tokenize", "walk_through"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 TEXT = "the cat ate the rat"
-VOCABULARY = {" ": 0, "a": 1, "c": 2, "e": 3, "h": 4, "t": 5, "r": 6, "at": 7, "th": 8, "the": 9}
-PIECES = list(VOCABULARY)  # the text of each token
-WHOLE_WORDS = ("the",)  # `VOCABULARY` lists these words without the space that they contain
-MERGES = (("a", "t"), ("t", "h"), (" ", "th", "e"))
+VOCABULARY = {" ": 0, "a": 1, "c": 2, "e": 3, "h": 4, "t": 5, "r": 6, "at": 7, "th": 8, " the": 9}  # of TEXT
+MERGES = (("a", "t"), ("t", "h"), (" ", "th", "e"))  # of TEXT
+WHOLE_WORD = " the"  # published as "the", without the space that it contains
+MAX_MERGES = 10  # default number of merges that are learned from a text
+MAX_CHARACTERS = 2_000  # the stages keep several float64 matrices of tokens × tokens
 MASKS = "none, causal or window:N"
 
 
-def tokenize(text: str) -> list[int]:
-    """Return the tokens of the text, as their numbers in `VOCABULARY`.
+def tokenize(text: str, max_merges: int | None = None) -> Tokenization:
+    """Return the tokens of the text.
+
+    Parameters
+    ----------
+    text : str
+        Any text of 1 to `MAX_CHARACTERS` characters.
+    max_merges : int, optional
+        The largest number of merges that are learned from the text. Default: the published merges for the published
+        sentence `TEXT`, else `MAX_MERGES`.
 
     Raises
     ------
     ParameterError
-        The text is empty, or holds characters outside the vocabulary.
+        The text is empty or too long, or `max_merges` is negative.
 
     Examples
     --------
     >>> from sightline.walkthrough import tokenize
-    >>> tokenize("the cat ate the rat")
-    [9, 0, 2, 7, 0, 7, 3, 9, 0, 6, 7]
+    >>> tokenize("the cat ate the rat").numbers
+    (9, 0, 2, 7, 0, 7, 3, 9, 0, 6, 7)
+    >>> tokenize("to be or not to be").pieces
+    (' to', ' be', ' ', 'o', 'r', ' ', 'n', 'o', 't', ' to', ' be')
     """
-    characters = sorted(piece for piece in VOCABULARY if len(piece) == 1)
-    unknown = ", ".join(map(repr, sorted(set(text) - set(characters))))
-    if unknown or not text:
+    if not 1 <= len(text) <= MAX_CHARACTERS:
         raise ParameterError(
-            f"a text with {unknown}, outside the vocabulary" if unknown else "an empty text",
-            "the characters " + " ".join(map(repr, characters)),
-            f"use only these characters, as in {TEXT!r}",
+            f"a text of {len(text):,} characters" if text else "an empty text",
+            f"a text of 1 to {MAX_CHARACTERS:,} characters",
+            "a part of the text" if text else repr(TEXT),
         )
-    pieces = [" ", *text]
-    for merge in MERGES:
-        pieces = _merge_pieces(pieces, merge)
-    return [VOCABULARY[piece.strip() or " "] for piece in pieces]
-
-
-def detokenize(tokens: list[int]) -> str:
-    """Return the text of which `tokenize` gives these tokens."""
-    pieces = [PIECES[token] for token in tokens]
-    return "".join(" " + piece if piece in WHOLE_WORDS else piece for piece in pieces)[1:]
-
-
-def _merge_pieces(pieces: list[str], merge: tuple[str, ...]) -> list[str]:
-    """Return the pieces of text, with every occurrence of the sequence `merge` joined to one piece, from the left."""
-    result: list[str] = []
-    start = 0
-    while start < len(pieces):
-        length = len(merge) if tuple(pieces[start : start + len(merge)]) == merge else 1
-        result.append("".join(pieces[start : start + length]))
-        start += length
-    return result
+    if max_merges is not None and max_merges < 0:
+        raise ParameterError(f"{max_merges} merges", "a whole number of at least 0", str(MAX_MERGES))
+    if text == TEXT and max_merges is None:
+        return replace(apply_merges(TEXT, MERGES), vocabulary=VOCABULARY)
+    return learn_merges(text, MAX_MERGES if max_merges is None else max_merges)
 
 
 def named_mask(name: str) -> Expression | None:
@@ -119,8 +113,7 @@ class Step:
 class Walkthrough:
     """Every stage of attention on a text, float64: n tokens, embeddings of width d_model, one head with d_k = d_v."""
 
-    text: str
-    tokens: tuple[int, ...]
+    tokenization: Tokenization
     mask: Expression | None
     embedded: Array  # X (n, d_model)
     projections: tuple[Array, Array, Array]  # W_Q, W_K, W_V (d_model, d_k)
@@ -133,9 +126,27 @@ class Walkthrough:
     pair: tuple[int, int]  # the query and the key that `follow` reports
 
     @property
+    def text(self) -> str:
+        return self.tokenization.text
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens as numbers of the vocabulary."""
+        return self.tokenization.numbers
+
+    @property
+    def is_published(self) -> bool:
+        """True if the tokens are the published tokens of `TEXT`."""
+        return self.tokenization.vocabulary is VOCABULARY
+
+    @property
     def labels(self) -> list[str]:
         """The tokens as text, with ␣ for a space."""
-        return [PIECES[token].replace(" ", "␣") for token in self.tokens]
+        return [self.label(piece) for piece in self.tokenization.pieces]
+
+    def label(self, piece: str) -> str:
+        """Return the piece of a token as text, with ␣ for a space."""
+        return piece.strip() if self.is_published and piece == WHOLE_WORD else printable(piece)
 
     @property
     def d_k(self) -> int:
@@ -165,6 +176,7 @@ class Walkthrough:
 def walk_through(
     text: str = TEXT,
     *,
+    max_merges: int | None = None,
     d_model: int = 512,
     d_k: int = 64,
     seed: int = 0,
@@ -176,7 +188,9 @@ def walk_through(
     Parameters
     ----------
     text : str
-        The text, written with the characters of `VOCABULARY`.
+        The text, at most `MAX_CHARACTERS` characters.
+    max_merges : int, optional
+        The largest number of byte-pair merges that are learned from the text; see `tokenize`.
     d_model, d_k : int
         The width of embeddings, and the width of query, key and value. d_k is even, because rotation needs pairs.
     seed : int
@@ -186,8 +200,8 @@ def walk_through(
     mask : {"none", "causal", "window:N"}
         The pairs that are allowed; see `named_mask`.
     pair : (query, key), optional
-        The pair that `Walkthrough.follow` reports, counted from 0. Default: the first c and the first r after it if the
-        text has both, else the first and the last token.
+        The pair that `Walkthrough.follow` reports, counted from 0. Default: the first c and the first r of the
+        published tokens; the last token and the first token of any other text.
 
     Returns
     -------
@@ -196,34 +210,30 @@ def walk_through(
     Raises
     ------
     ParameterError
-        The text is empty or has a character outside the vocabulary, there is no such mask, a width or the seed is out
-        of range, or the pair lies outside the text.
+        The text is empty or too long, there is no such mask, a number of merges, a width or the seed is out of range,
+        or the pair lies outside the text.
     """
-    tokens = tokenize(text)
+    tokenization = tokenize(text, max_merges)
     formula = named_mask(mask)
     _validate(d_model, d_k, seed)
-    n = len(tokens)
-    pair = _default_pair(tokens) if pair is None else pair
+    n = len(tokenization.pieces)
+    pair = _default_pair(tokenization) if pair is None else pair
     if not all(0 <= position < n for position in pair):
-        raise ParameterError(f"pair {pair}", f"positions from 0 to {n - 1}", f"pair {_default_pair(tokens)}")
+        raise ParameterError(f"pair {pair}", f"positions from 0 to {n - 1}", f"pair {_default_pair(tokenization)}")
     rng = np.random.default_rng(seed)
-    embedded = rng.standard_normal((len(VOCABULARY), d_model))[tokens]
+    embedded = rng.standard_normal((len(tokenization.vocabulary), d_model))[list(tokenization.numbers)]
     standard_deviation = math.sqrt(2 / (d_model + d_k))
     w_q, w_k, w_v = (standard_deviation * rng.standard_normal((d_model, d_k)) for _ in range(3))
     q, k, v = embedded @ w_q, embedded @ w_k, embedded @ w_v
     rotated_q, rotated_k = rotary(q), rotary(k)
     allowed = True if formula is None else formula.array(n)
     stages = forward(rotated_q, rotated_k, v, scale=1 / math.sqrt(d_k), allowed=allowed)
-    return Walkthrough(
-        text, tuple(tokens), formula, embedded, (w_q, w_k, w_v), q, k, v, rotated_q, rotated_k, stages, pair
-    )
+    return Walkthrough(tokenization, formula, embedded, (w_q, w_k, w_v), q, k, v, rotated_q, rotated_k, stages, pair)
 
 
-def _default_pair(tokens: list[int]) -> tuple[int, int]:
-    c, r = VOCABULARY["c"], VOCABULARY["r"]
-    if c in tokens and r in tokens[tokens.index(c) :]:
-        return tokens.index(c), tokens.index(r, tokens.index(c))
-    return 0, len(tokens) - 1
+def _default_pair(tokenization: Tokenization) -> tuple[int, int]:
+    pieces = tokenization.pieces
+    return (pieces.index("c"), pieces.index("r")) if tokenization.vocabulary is VOCABULARY else (len(pieces) - 1, 0)
 
 
 def _validate(d_model: int, d_k: int, seed: int) -> None:

@@ -3,20 +3,23 @@
 import importlib.util
 import io
 import json
+import os
 import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import torch
+from rich.cells import cell_len
 from rich.console import Console
 
 from sightline import __version__, attention, padding, weights
 from sightline.accuracy import compute_baseline
 from sightline.cli import head_patterns, main
-from sightline.cli.demo_command import budget_shares, compare_times, largest_differences
+from sightline.cli.demo_command import budget_shares, compare_times, describe_times, largest_differences
 from sightline.cli.explain_command import explain
-from sightline.cli.info_command import PACKAGES, SAMPLES, support
+from sightline.cli.info_command import PACKAGES, SAMPLES, TORCH_VARIABLES, support, torch_threads
 from sightline.data import NAMES, load
 from sightline.dispatch import KERNELS
 from sightline.errors import ParameterError
@@ -46,6 +49,22 @@ def test_version(capsys):
         main(["--version"])
     assert done.value.code == 0
     assert capsys.readouterr().out == f"sightline {__version__}\n"
+
+
+def test_help_without_arguments(run):
+    """Without arguments the help is printed, which lists every command."""
+    code, out, _ = run()
+    assert code == 0
+    with pytest.raises(SystemExit):
+        run("--help")
+    for command in ("demo", "explain", "view", "info", "bench"):
+        assert re.search(rf"^ +{command} +\w", out, re.M)
+    assert "COMMAND\n" not in out
+
+
+def test_python_runs_the_package():
+    done = subprocess.run([sys.executable, "-m", "sightline", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"sightline {__version__}\n"
 
 
 def test_explain_shows_every_stage(run):
@@ -81,6 +100,34 @@ def test_explain_options(run):
     assert run("explain", "the", "--d-k", "4", "--pair", "0", "0")[0] == 0
 
 
+def test_explain_shows_the_published_merges(run):
+    _, out, _ = run("explain")
+    assert re.search(r"^a \+ t +3 +7 +17 +␣ t h e ␣ c at ␣ at e ␣ t h e ␣ r at +$", out, re.M)
+    assert re.search(r"^␣ \+ th \+ e +2 +9 +11 +the ␣ c at ␣ at e the ␣ r at +$", out, re.M)
+
+
+def test_explain_learns_merges_step_by_step(run):
+    _, out, _ = run("explain", "low lower")
+    rows = re.findall(r"^(.*) \+ (.*?) +2 +(\d+) +(\d+) ", out, re.M)
+    assert rows == [("␣", "l", "6", "8"), ("␣l", "o", "7", "6"), ("␣lo", "w", "8", "4")]
+    assert "No further pair of tokens occurs twice" in out
+    assert "--merges" in run("explain", "low lower", "--merges", "1")[1]
+
+
+LONG = "".join(f"{k} naïve 注意力 👩‍💻 e\u0301\n" for k in range(99))[:2000]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("text", ["x", " \t ", LONG, "a" * 2000])
+def test_explain_fits_any_console(text, width):
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    explain(walk_through(text, d_model=8, d_k=8, mask="causal"), 0, console)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(cell_len, lines)) <= width
+    assert len(lines) < 200
+    assert "⋯ " in console.file.getvalue() or len(text) < 4
+
+
 def test_explain_draws_two_figures(run, tmp_path):
     code, out, _ = run("explain", "--figure", str(tmp_path / "cat.svg"))
     assert code == 0
@@ -91,7 +138,9 @@ def test_explain_draws_two_figures(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["explain", "the dog"], "'d', 'g', 'o'"),
+        (["explain", ""], "an empty text"),
+        (["explain", "dog" * 1000], "a text of 3,000 characters"),
+        (["explain", "dog", "--merges", "-1"], "-1 merges"),
         (["explain", "--mask", "diagonal"], "none, causal or window:N"),
         (["explain", "--d-k", "7"], "even width"),
         (["explain", "--figure", "cat.bmp"], ".png, .svg, .pdf"),
@@ -164,6 +213,32 @@ def test_info_prints_the_gpu_that_torch_finds(run, monkeypatch, tmp_path):
     assert "none found by torch" in out
 
 
+def test_info_prints_the_threads_of_torch_programs(run, monkeypatch):
+    """Torch's setting in this process, the setting of a fresh process, or SIGHTLINE_THREADS."""
+    for name in TORCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    _, out, _ = run("info")
+    assert f"in torch programs {torch.get_num_threads()}: torch.get_num_threads(), torch's own choice;" in " ".join(
+        out.split()
+    )
+    monkeypatch.setenv("SIGHTLINE_THREADS", "3")
+    assert torch_threads() == "3: SIGHTLINE_THREADS, which wins over torch.set_num_threads"
+
+
+def test_threads_of_torch_programs_come_from_another_process(monkeypatch, tmp_path):
+    """A module in place of torch, which a fresh process imports."""
+    monkeypatch.delitem(sys.modules, "torch")
+    (tmp_path / "torch.py").write_text("get_num_threads = lambda: 5\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    text = "5: torch.get_num_threads(), from OMP_NUM_THREADS=5; torch.set_num_threads changes it"
+    assert torch_threads() == text
+    (tmp_path / "torch.py").write_text("raise ImportError\n")
+    assert torch_threads() == "unknown: torch does not load"
+    assert "torch" not in sys.modules
+
+
 def test_info_prints_the_thread_count_and_the_kernel_cache(run, monkeypatch, tmp_path):
     monkeypatch.setenv("SIGHTLINE_THREADS", "3")
     monkeypatch.setenv("SIGHTLINE_CACHE", "off")
@@ -182,6 +257,8 @@ def test_demo(run, tmp_path):
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     for text in ("the cat ate the rat", "kernel", "float64 definition", "Sightline", "NumPy", "torch SDPA", "15 ran"):
         assert text in out
+    for size in ("short", "long"):
+        assert re.search(rf"^On {size} input, .*torch SDPA", out, re.M)
     before = r"^← +the token before +layer 0, head 2 +1\.00 *$"  # the mean omits the first query: no token before it
     assert re.search(before, out, re.M)
     assert (tmp_path / "demo-heads.png").read_bytes().startswith(b"\x89PNG")
@@ -208,6 +285,17 @@ def test_comparison_times_every_contender():
     times = compare_times(arrays, np.array([5]), 2)
     assert list(times) == ["Sightline", "torch SDPA", "NumPy"]
     assert min(times.values()) > 0
+
+
+def test_the_demo_says_who_is_faster():
+    short = {"Sightline": 0.002, "torch SDPA": 0.001, "NumPy": 0.002}
+    long = {"Sightline": 1.0, "torch SDPA": 1.26, "NumPy": 9.0}
+    assert describe_times({"short": short, "long": long}) == [
+        "On short input, torch SDPA is faster: Sightline takes 2.0 times as long.",
+        "On short input, NumPy and Sightline take about the same time.",
+        "On long input, Sightline is faster: torch SDPA takes 1.3 times as long.",
+        "On long input, Sightline is faster: NumPy takes 9.0 times as long.",
+    ]
 
 
 def test_demo_without_torch_and_matplotlib(run, monkeypatch, tmp_path):
@@ -256,7 +344,10 @@ def test_commands_load_no_framework_they_do_not_need():
         "from sightline.cli import main; main(['explain']); main(['info'])\n"
         "print(json.dumps([first, sorted(sys.modules)]))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "SIGHTLINE_THREADS": "1"}  # then `info` need not ask torch in another process
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
     first, later = json.loads(result.stdout.splitlines()[-1])
     assert not {"torch", "keras", "matplotlib", "rich", "llvmlite"} & set(first)
     has_driver = any(path.exists() for path in DRIVER_VERSION_FILES)  # then `info` imports torch to find the GPU

@@ -11,9 +11,27 @@ from ..errors import SightlineError
 
 __all__ = ["main"]
 
+EXAMPLES = """\
+examples:
+  sightline demo                           a trained model: checked, timed, drawn
+  sightline explain "to be or not to be"   every stage of attention on a text
+  sightline explain --mask causal          the same, with a mask
+  sightline view --model ./model "a text"  a page with every head of a model
+  sightline bench --list                   the benchmarks and their targets
+
+`sightline COMMAND --help` lists the options of a command."""
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Formatter of the help of `sightline`: lists the commands without a line for their placeholder COMMAND."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        text = super()._format_action(action)
+        return text.partition("\n")[2] if isinstance(action, argparse._SubParsersAction) else text
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the subcommand that the arguments name and return the exit code of the process.
+    """Run the subcommand that the arguments name and return the exit code of the process. Without one, print the help.
 
     0: success. 1: in `bench`, Sightline gave a wrong output or raised an error. 2: another error, whose message is
     printed to standard error. 130: Ctrl-C.
@@ -40,14 +58,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with all subcommands and their options."""
     top = argparse.ArgumentParser(
-        prog="sightline", description="Exact scaled dot-product attention, written as a formula, with its statistics."
+        prog="sightline",
+        description="Exact scaled dot-product attention, softmax(Q Kᵀ / √d_k + M) V.\n"
+        "You write its mask and score as formulas, and you can inspect its weights.",
+        epilog=EXAMPLES,
+        formatter_class=_HelpFormatter,
+        add_help=False,
     )
-    top.add_argument("--version", action="version", version=f"sightline {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    top.set_defaults(run=lambda _: top.print_help())
+    commands = top.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    options = top.add_argument_group("options")  # after the commands
+    options.add_argument("-h", "--help", action="help", help="show this help")
+    options.add_argument("--version", action="version", version=f"sightline {__version__}", help="show the version")
     _add_demo(commands)
     _add_explain(commands)
     _add_view(commands)
-    info = commands.add_parser("info", help="show this machine, the installed libraries and what each kernel supports")
+    info = commands.add_parser("info", help="show this machine, the libraries, and what each kernel supports")
     info.set_defaults(run=_info)
     _add_bench(commands)
     return top
@@ -76,21 +102,25 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from ..walkthrough import MASKS, TEXT
+    from ..walkthrough import MASKS, MAX_MERGES, TEXT
 
     explain = commands.add_parser(
         "explain",
-        help="show every stage of attention on a short text, with shapes and numbers",
+        help="show every stage of attention on a text, with shapes and numbers",
         description="Shows every stage of attention on a text: tokens, embeddings, query, key and value, rotation, "
-        "scores, scaling, mask, softmax, weighted values. Then follows one pair of tokens through all stages.",
+        "scores, scaling, mask, softmax, weighted values. Then follows one pair of tokens through all stages. The "
+        "tokens come from byte-pair merges that are learned from the text, step by step. Embeddings and projections "
+        "are random, not trained.",
     )
     add = explain.add_argument
-    add("text", nargs="?", default=TEXT, help=f"a text of spaces and the letters a c e h t r (default: {TEXT!r})")
+    add("text", nargs="?", default=TEXT, help=f"any text (default: {TEXT!r}, whose tokens are published)")
+    merges = f"largest number of merges that are learned from the text (default: {MAX_MERGES})"
+    add("--merges", type=int, metavar="N", help=merges)
     add("--d-model", type=int, default=512, help="width of the embeddings (default: 512)")
     add("--d-k", type=int, default=64, help="width of query, key and value; even (default: 64)")
     add("--seed", type=int, default=0, help="seed of the embeddings and projections (default: 0)")
     add("--mask", default="none", help=f"{MASKS} (default: none)")
-    positions = "positions to follow (default: the first c and r)"
+    positions = "positions to follow (default: c and r of the published text, else the last and the first)"
     add("--pair", type=int, nargs=2, metavar=("QUERY", "KEY"), help=positions)
     figures = "draw the weights to PATH, and the effect of scaling to a second file, -scaling"
     add("--figure", metavar="PATH", help=figures)
@@ -100,7 +130,7 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_view(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     view = commands.add_parser(
         "view",
-        help="run a local model on a text and write a page that shows its attention weights",
+        help="write a page that shows the attention weights of a local model",
         description="Runs a Hugging Face model from a directory on a text and writes the explorer: one HTML file that "
         "shows every head of every layer. The command downloads nothing, and the page needs no network.",
     )
@@ -116,7 +146,7 @@ def _add_view(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     bench = commands.add_parser(
         "bench",
-        help="time named problems against other libraries and against this machine's measured peaks",
+        help="time named problems against other libraries and measured peaks",
         description="Times Sightline and every installed peer library on named problems, alternating between them, "
         "after each output was checked against the float64 definition. The extra `bench` installs the peers.",
     )
@@ -129,7 +159,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--list", action="store_true", help="list the problems and their targets, and stop")
     add("--threads", type=int, help="threads of every contender (default: all usable processors)")
     add("--seconds", type=float, help="timing budget of one problem (default: 10; 2 on a GPU)")
-    add("--quick", action="store_true", help="tiny sizes, to test that everything runs; no targets")
+    add("--quick", action="store_true", help="tiny sizes, to test that everything runs; times and ratios mean nothing")
     add("--json", metavar="PATH", help="write all results to PATH, with the time of every round")
     add("--figures", metavar="FOLDER", help="draw the results to FOLDER")
     bench.set_defaults(run=_bench)
@@ -147,9 +177,8 @@ def _explain(options: argparse.Namespace) -> None:
     from .explain_command import explain, write_figures
 
     pair = None if options.pair is None else (options.pair[0], options.pair[1])
-    walk = walk_through(
-        options.text, d_model=options.d_model, d_k=options.d_k, seed=options.seed, mask=options.mask, pair=pair
-    )
+    sizes = {"d_model": options.d_model, "d_k": options.d_k, "seed": options.seed}
+    walk = walk_through(options.text, max_merges=options.merges, mask=options.mask, pair=pair, **sizes)
     explain(walk, options.seed)
     if options.figure is not None:
         write_figures(walk, options.figure)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
@@ -23,7 +24,9 @@ __all__ = [
     "progress",
     "render_picture",
     "section",
+    "shorten",
     "table",
+    "visible_indices",
     "weight_map",
     "weight_style",
 ]
@@ -31,6 +34,8 @@ __all__ = [
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_WIDTH = 100  # largest number of columns of the console, since longer lines are hard to read
+MAX_ROWS = 11  # largest number of rows of a matrix
+MAX_LABEL = 10  # largest number of characters of a row's label
 ELLIPSIS = "⋯"
 
 
@@ -45,9 +50,12 @@ def make_console() -> Console:
 def section(console: Console, title: str, note: str = "") -> None:
     """Print the heading of a section, with a note at the right, such as the shape of an array."""
     console.print()
-    line = Table.grid(expand=True)
+    if not note:
+        console.print(title, style="bold")
+        return
+    line = Table.grid(expand=True, padding=(0, 2, 0, 0))
     line.add_column(style="bold")
-    line.add_column(justify="right", style="dim")
+    line.add_column(justify="right", style="dim", no_wrap=True)
     line.add_row(title, note)
     console.print(line)
 
@@ -82,33 +90,52 @@ def matrix(
     rows: Sequence[str],
     columns: Sequence[str],
     *,
-    max_shape: tuple[int, int] = (11, 11),
+    width: int = 80,
     weights: bool = False,
     mark: tuple[int, int] | None = None,
 ) -> Table:
-    """Return a table that shows a matrix with labels of its rows and columns.
+    """Return a table of at most `width` characters that shows a matrix with labels of its rows and columns.
 
-    If the matrix is larger than `max_shape`, its middle rows or columns are left out. If `weights` is True, each cell
-    is coloured by the number in it. `mark` is the (row, column) of a cell that is put in brackets, or None.
+    Middle rows are left out if there are more than `MAX_ROWS`, and middle columns if the width is too small for all.
+    Long labels are shortened. If `weights` is True, each cell is coloured by the number in it. `mark` is the
+    (row, column) of a cell that is put in brackets, or None.
     """
     result = Table(box=None, pad_edge=False, padding=(0, 0), show_header=True)
     result.add_column("", style="cyan", no_wrap=True)
-    shown_rows, shown_columns = map(_visible_indices, values.shape, max_shape)
+    cell_width = 6 if weights else 7
+    shown_rows = visible_indices(values.shape[0], MAX_ROWS)
+    labels = [ELLIPSIS if i is None else shorten(rows[i], MAX_LABEL) for i in shown_rows]
+    space = width - max(map(cell_len, labels))
+    is_cut = values.shape[1] > space // cell_width  # then a column of two characters stands for the middle
+    fitting = (space - 2) // cell_width + 1 if is_cut else values.shape[1]
+    shown_columns = visible_indices(values.shape[1], max(fitting, 3))
     for j in shown_columns:
-        result.add_column(Text(ELLIPSIS if j is None else columns[j], style="cyan"), justify="right", no_wrap=True)
-    for i in shown_rows:
+        title = ELLIPSIS if j is None else shorten(columns[j], cell_width - 1)
+        result.add_column(Text(title, style="cyan"), justify="right", no_wrap=True)
+    for i, label in zip(shown_rows, labels, strict=True):
         pairs = ((None if i is None or j is None else (i, j)) for j in shown_columns)
         gap = Text(f" {ELLIPSIS}", style="dim")
         cells = [gap if pair is None else _cell(float(values[pair]), weights, pair == mark) for pair in pairs]
-        result.add_row(ELLIPSIS if i is None else rows[i], *cells)
+        result.add_row(Text(label), *cells)
     return result
 
 
-def _visible_indices(length: int, maximum: int) -> list[int | None]:
-    """Return which of `length` indices to show, at most `maximum`. One None stands for a middle that is left out."""
+def shorten(text: str, width: int) -> str:
+    """Return the text, cut to `width` characters of the terminal with … at its end if it is longer."""
+    shown = Text(text)
+    shown.truncate(width, overflow="ellipsis")
+    return shown.plain
+
+
+def visible_indices(length: int, maximum: int, last: int | None = None) -> list[int | None]:
+    """Return which of `length` indices to show, at most `maximum`. One None stands for a middle that is left out.
+
+    `last` is the number of indices after the middle, by default about half.
+    """
     if length <= maximum:
         return list(range(length))
-    return [*range(maximum // 2), None, *range(length - (maximum - maximum // 2 - 1), length)]
+    last = (maximum - 1) // 2 if last is None else last
+    return [*range(maximum - 1 - last), None, *range(length - last, length)]
 
 
 def _cell(value: float, weights: bool, marked: bool) -> Text:
@@ -151,8 +178,16 @@ def weight_map(console: Console, weights: Array, tokens: Sequence[str]) -> Text:
 
 
 def render_picture(console: Console, drawing: Picture) -> Text:
-    """Return the picture as text, in colours if the console has 24-bit colours."""
-    return Text.from_ansi(drawing.text(colour=console.color_system == "truecolor"))
+    """Return the picture as text, in colours if the console has 24-bit colours.
+
+    A picture that is wider than the console is left out, and only its heading is returned.
+    """
+    text = Text.from_ansi(drawing.text(colour=console.color_system == "truecolor"))
+    lines = text.split()
+    if max(line.cell_len for line in lines) <= console.width:
+        return text
+    frame = next(index for index, line in enumerate(lines) if "┌" in line.plain)
+    return Text("\n").join(lines[:frame])
 
 
 def number(value: float, digits: int = 4) -> str:

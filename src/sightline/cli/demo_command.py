@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ..statistics import lse, weights
 from . import head_patterns
 from .console import key_value_table, make_console, note, progress, section, table, weight_map
 
-__all__ = ["budget_shares", "compare_times", "demo", "largest_differences"]
+__all__ = ["budget_shares", "compare_times", "demo", "describe_times", "largest_differences"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -116,21 +116,44 @@ def _print_times(console: Console, cat: Activations, moby: Activations, layer: i
     small, large = cat.layers[layer], moby.layers[3]
     arrays = [np.tile(x, (batch, 1, copies, 1)) for x in (large.query, large.key, large.value)]
     problems: dict[str, tuple[list[Array], Array | None]] = {
-        "the sentences": ([small.query, small.key, small.value], cat.lengths),
-        f"a paragraph, {batch} × {copies} copies": (arrays, None),
+        "short: the sentences": ([small.query, small.key, small.value], cat.lengths),
+        f"long: a paragraph, {batch} × {copies} copies": (arrays, None),
     }
+    measured: dict[str, dict[str, float]] = {}
     rows = []
     with progress(console) as bar:
         task = bar.add_task("timing", total=len(problems) * (repeats + WARM_UP))
         for name, (given, lengths) in problems.items():
             times = compare_times(given, lengths, repeats, lambda: bar.advance(task))
-            ours = times.pop("Sightline")
-            others = (f"{1e3 * t:.2f} ({t / ours:.1f}×)" for t in times.values())
+            measured[name.partition(":")[0]] = times
             shape = " × ".join(f"{length:,}" for length in given[0].shape[:-1])
-            rows.append((name, shape, f"{1e3 * ours:.2f}", *others))
-    console.print(table("", "B × H × n", "Sightline", *times, rows=rows, left=2))
+            rows.append((name, shape, *(f"{1e3 * seconds:.2f}" for seconds in times.values())))
+    console.print(table("", "B × H × n", *times, rows=rows, left=2))
+    for line in describe_times(measured):
+        console.print(line)
     if "torch SDPA" not in times:
         note(console, "torch is not installed. With torch (pip install torch), its attention is timed too.")
+
+
+def describe_times(measured: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return for each input one sentence per other contender, which names the faster one and the ratio of the times.
+
+    `measured` has for each input, such as "short", the seconds of each contender by name, with "Sightline" among them.
+    """
+    lines = []
+    for name, times in measured.items():
+        ours = times["Sightline"]
+        for other, seconds in times.items():
+            first, second, ratio = "Sightline", other, seconds / ours
+            if ratio < 1:
+                first, second, ratio = other, "Sightline", ours / seconds
+            if other == "Sightline":
+                continue
+            if f"{ratio:.1f}" == "1.0":
+                lines.append(f"On {name} input, {other} and Sightline take about the same time.")
+            else:
+                lines.append(f"On {name} input, {first} is faster: {second} takes {ratio:.1f} times as long.")
+    return lines
 
 
 def compare_times(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,39 @@ from rich.text import Text
 
 from ..formula.expression import Expression
 from ..view.picture import formula_picture
-from ..walkthrough import VOCABULARY, WHOLE_WORDS, Walkthrough
-from .console import ELLIPSIS, make_console, matrix, note, number, render_picture, section, table
+from ..walkthrough import Walkthrough
+from .console import (
+    ELLIPSIS,
+    make_console,
+    matrix,
+    note,
+    number,
+    render_picture,
+    section,
+    shorten,
+    table,
+    visible_indices,
+)
+from .token_tables import print_tokens
 
 __all__ = ["explain", "write_figures"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_COMPONENTS = 7  # largest number of columns for a vector; a longer one has five components, an ellipsis, the last
+COMPONENT_WIDTH = 9  # characters of a column, with the gap after the column
+LABEL_WIDTH = 14  # characters of the labels of rows, with the gap after them
 
 
 def explain(walk: Walkthrough, seed: int, console: Console | None = None) -> None:
     """Print every stage of the walkthrough."""
     console = console or make_console()
     n, d_model, d_k = len(walk.tokens), walk.embedded.shape[1], walk.d_k
-    console.print(Text(f"softmax(Q Kᵀ / √d_k + M) V   over   {walk.text!r}", style="bold"))
+    formula = "softmax(Q Kᵀ / √d_k + M) V   over   "
+    text = shorten(repr(walk.text), max(console.width - len(formula), 20))
+    console.print(Text(formula + text, style="bold"))
     note(console, f"d_model {d_model}, d_k = d_v = {d_k}, seed {seed}, mask {_mask_name(walk.mask)}")
-    _print_tokens(console, walk)
+    print_tokens(console, walk)
     _print_vectors(console, walk)
     _print_scores(console, walk)
     section(console, "10  Output: O = P V", f"({n}, {d_k})")
@@ -38,16 +55,6 @@ def explain(walk: Walkthrough, seed: int, console: Console | None = None) -> Non
 
 def _mask_name(mask: Expression | None) -> str:
     return "none" if mask is None else str(mask)
-
-
-def _print_tokens(console: Console, walk: Walkthrough) -> None:
-    section(console, "1  Tokens", f"({len(walk.tokens)},)")
-    for start in range(0, len(walk.tokens), 11):
-        part = range(start, min(start + 11, len(walk.tokens)))
-        rows = [("token", *(walk.labels[i] for i in part)), ("number", *(walk.tokens[i] for i in part))]
-        console.print(table("position", *map(str, part), rows=rows))
-    pieces = ", ".join(f"{'␣' if piece == ' ' else piece} {number}" for piece, number in VOCABULARY.items())
-    note(console, f"{pieces}\n{WHOLE_WORDS[0]!r} includes the space before it; one space is added before the text.")
 
 
 def _print_vectors(console: Console, walk: Walkthrough) -> None:
@@ -65,18 +72,18 @@ def _print_vectors(console: Console, walk: Walkthrough) -> None:
     _print_rows(console, walk, {"R q": walk.rotated_query}, [query])
     _print_rows(console, walk, {"R k": walk.rotated_key}, [key])
     lengths = [float(np.linalg.norm(x)) for x in (walk.query[query], walk.rotated_query[query])]
-    note(console, f"θ_t = 10000^(−2t / {d_k}) radians per position: 1 for the first pair of components,")
-    last = f"{10000 ** (2 / d_k - 1):.1e} for the last."
-    note(console, f"{last} ‖q‖ = {lengths[0]:.4f}, ‖R q‖ = {lengths[1]:.4f}.")
+    angles = f"θ_t = 10000^(−2t / {d_k}) radians per position: 1 for the first pair of components"
+    note(console, f"{angles}, {10000 ** (2 / d_k - 1):.1e} for the last.")
+    note(console, f"A rotation keeps the length: ‖q‖ = {lengths[0]:.4f}, ‖R q‖ = {lengths[1]:.4f}.")
 
 
 def _print_scores(console: Console, walk: Walkthrough) -> None:
-    n, stages, labels = len(walk.tokens), walk.stages, walk.labels
-    shape, max_shape = f"({n}, {n})", (11, 10 if n > 11 else 11)
+    n, stages, labels, width = len(walk.tokens), walk.stages, walk.labels, console.width
+    shape = f"({n}, {n})"
     section(console, "6  Scores: S = (R Q)(R K)ᵀ", shape)
-    console.print(matrix(stages.scores, labels, labels, mark=walk.pair, max_shape=max_shape))
+    console.print(matrix(stages.scores, labels, labels, mark=walk.pair, width=width))
     section(console, f"7  Scaled: S / √{walk.d_k}", shape)
-    console.print(matrix(stages.scaled, labels, labels, mark=walk.pair, max_shape=max_shape))
+    console.print(matrix(stages.scaled, labels, labels, mark=walk.pair, width=width))
     note(console, f"standard deviation: {stages.scores.std():.2f} before scaling, {stages.scaled.std():.2f} after")
     section(console, "8  Mask: −∞ where a query may not attend to a key", shape)
     if walk.mask is None:
@@ -84,36 +91,33 @@ def _print_scores(console: Console, walk: Walkthrough) -> None:
     else:
         console.print(render_picture(console, formula_picture(walk.mask, n, n)))
     section(console, "9  Weights: P = softmax(S / √d_k + M), each row sums to 1", shape)
-    console.print(matrix(stages.weights, labels, labels, weights=True, mark=walk.pair))
+    console.print(matrix(stages.weights, labels, labels, weights=True, mark=walk.pair, width=width))
 
 
-def _print_rows(console: Console, walk: Walkthrough, arrays: dict[str, Array], rows: Any) -> None:
+def _print_rows(console: Console, walk: Walkthrough, arrays: dict[str, Array], rows: Sequence[int]) -> None:
     """Print the given rows of each array; of more than four rows, the first three and the last.
 
-    Of each row the first components and the last component are printed.
+    Of each row the first components and the last component are printed, as many as fit into the console.
     """
-    rows = list(rows)
     if len(rows) > 4:
         rows = [*rows[:3], rows[-1]]
-    lines: list[tuple[Text | str, ...]] = []
+    max_components = min(MAX_COMPONENTS, (console.width - LABEL_WIDTH) // COMPONENT_WIDTH)
+    lines, labels = list[tuple[Text | str, ...]](), walk.labels
     for name, array in arrays.items():
-        columns = _visible_columns(array.shape[1])
+        columns = visible_indices(array.shape[1], max_components, last=1)
         for before, i in zip([rows[0], *rows], rows, strict=False):
             if i - before > 1:
                 lines.append((ELLIPSIS, *[ELLIPSIS] * len(columns)))
-            label = f"{name} of {walk.labels[i]}, {i}" if name else f"{i:>2} {walk.labels[i]}"
+            token = shorten(labels[i], 8 if console.width >= 80 else 5)
+            label = f"{name} of {token}, {i}" if name else f"{i:>2} {token}"
             numbers = (ELLIPSIS if c is None else number(array[i, c]) for c in columns)
             lines.append((Text(label, style="cyan"), *numbers))
     result = table(*[""] * len(lines[0]), rows=lines)
     result.show_header = False
     result.columns[0].min_width = 12
     for column in result.columns[1:]:
-        column.min_width = 7 if column.header != ELLIPSIS else 1
+        column.min_width = 1 if column.header == ELLIPSIS else COMPONENT_WIDTH - 2
     console.print(result)
-
-
-def _visible_columns(width: int) -> list[int | None]:
-    return list(range(width)) if width <= MAX_COMPONENTS else [*range(MAX_COMPONENTS - 2), None, width - 1]
 
 
 def _print_pair(console: Console, walk: Walkthrough) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,12 +27,13 @@ from ..problem import Problem, make_problem
 from ..statistics import weights
 from .console import key_value_table, make_console, note, section, table
 
-__all__ = ["SAMPLES", "info", "support"]
+__all__ = ["SAMPLES", "info", "support", "torch_threads"]
 
 PACKAGES = {
     "numpy": "",
     "llvmlite": "generated kernels",
     "torch": "tensors, layers, gradients; pip install torch",
+    "jax": 'JAX arrays; pip install "sightline-attention[jax]"',
     "triton": "kernels on GPUs; pip install triton",
     "keras": "Keras layers; pip install keras",
     "transformers": 'Hugging Face models; pip install "sightline-attention[transformers]"',
@@ -39,6 +41,7 @@ PACKAGES = {
     "anywidget": 'the explorer in a notebook; pip install "sightline-attention[notebook]"',
     "ml_dtypes": "bfloat16 in NumPy; pip install ml_dtypes",
 }
+TORCH_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # from which torch takes its initial number of threads
 VECTOR_FEATURES = ("avx512f", "avx512bf16", "amx-bf16", "avx2", "fma", "sse4.2", "neon", "sve")
 SAMPLES: dict[str, dict[str, Any]] = {
     "float64": {"dtype": "float64"},
@@ -168,8 +171,8 @@ def _gpu_name() -> str:
 def _generated() -> dict[str, str]:
     """Return what concerns generated kernels, as texts by name.
 
-    "threads" is the number of threads and where the number comes from. "cache" is the folder, the size and the error of
-    the disk cache.
+    "threads" is the number of threads and where the number comes from, "in torch programs" the number in a program that
+    loads torch. "cache" is the folder, the size and the error of the disk cache.
     """
     number, origin = thread_count.resolve_thread_count()
     state = disk_cache.state()
@@ -177,7 +180,31 @@ def _generated() -> dict[str, str]:
     if state.folder is not None:
         size = f"{state.kernels} kernels, {state.size / 2**20:.1f} of {disk_cache.MAX_FOLDER_BYTES / 2**20:.0f} MiB"
         cached = f"{state.folder}: {size}" + (f"; {state.error}" if state.error else "")
-    return {"threads": f"{number}: {origin}", "cache": cached}
+    return {"threads": f"{number}: {origin}", "in torch programs": torch_threads(), "cache": cached}
+
+
+def torch_threads() -> str:
+    """Return the number of threads of generated kernels in a program that loads torch, and why, as text.
+
+    SIGHTLINE_THREADS wins over torch's setting, which wins over the number of processors. Torch's initial setting
+    depends on the machine, on torch's build and on the environment. If torch is not loaded, another process loads torch
+    to find the setting, since torch takes long to load and would change this process.
+    """
+    number, origin = thread_count.resolve_thread_count()
+    if origin == thread_count.THREADS_VARIABLE:
+        return f"{number}: {origin}, which wins over torch.set_num_threads"
+    if find_spec("torch") is None:
+        return "torch is not installed"
+    if "torch" not in sys.modules:
+        asked = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+        try:
+            found = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.split()[-1]
+        except (OSError, subprocess.SubprocessError, IndexError):
+            return "unknown: torch does not load"
+        number = int(found)
+    variables = [f"{name}={os.environ[name]}" for name in TORCH_VARIABLES if os.environ.get(name)]
+    cause = f"from {', '.join(variables)}" if variables else "torch's own choice"
+    return f"{number}: torch.get_num_threads(), {cause}; torch.set_num_threads changes it"
 
 
 def _processor_name() -> str:
