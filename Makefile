@@ -4,7 +4,7 @@ PYTHON ?= python3
 EXTRAS ?= demo
 BIN := .venv/bin
 
-.PHONY: demo test test-all soak
+.PHONY: demo test test-all soak wheel-test
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sightline needs Python 3.11 or newer; run make PYTHON=python3.12")'
@@ -44,3 +44,7 @@ test-all: test .venv-all/done
 
 soak: .venv/dev
 	$(BIN)/python -m pytest -n 2 -m soak
+
+# Builds the sdist and the wheel, and checks the wheel in an empty environment.
+wheel-test: .venv/dev
+	$(BIN)/python .ci/wheel/check.py
