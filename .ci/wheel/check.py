@@ -17,6 +17,13 @@ from pathlib import Path
 PROGRAMS = Path(__file__).parent
 ROOT = PROGRAMS.parents[1]
 SOURCE = ROOT / "src"
+EMPTY = """
+from importlib.metadata import version
+from importlib.util import find_spec
+import sightline
+assert not [name for name in ("torch", "jax", "keras", "matplotlib") if find_spec(name)], "the environment is not empty"
+assert version("sightline-attention") == sightline.__version__, "the wheel has two versions"
+"""
 
 
 def main() -> None:
@@ -70,8 +77,7 @@ def create_environment(folder: Path, wheel: Path) -> Path:
 
 def check_without_extras(python: Path, work: Path) -> None:
     """Run the user's program and the commands that need no optional package."""
-    absent = "import importlib.util as u; assert not [n for n in ('torch', 'jax', 'matplotlib') if u.find_spec(n)]"
-    run(python, "-c", absent, cwd=work)
+    run(python, "-c", EMPTY, cwd=work)
     run(python, PROGRAMS / "user_program.py", cwd=work)
     command = python.parent / "sightline"
     for arguments in (["demo", "--repeats", "1"], ["explain", "to be or not to be"], ["info"], ["bench", "--list"]):

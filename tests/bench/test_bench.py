@@ -491,6 +491,7 @@ def test_a_quick_run(capsys, tmp_path):
     assert code == 0
     for text in ("Peaks", "overhead", "both bias n2048", "Sightline on NumPy", "torch", "Wrote"):
         assert text in out
+    assert out.count("Its times and ratios mean nothing.") == 2  # above and below the tables
     ours = json.loads(path.read_text())["findings"][0]["entries"][0]
     assert ours["median"] == statistics.median(ours["seconds"])
     assert ours["budget"] <= 1
