@@ -13,11 +13,11 @@ __all__ = ["main"]
 
 EXAMPLES = """\
 examples:
-  sightline demo                           a trained model: checked, timed, drawn
-  sightline explain "to be or not to be"   every stage of attention on a text
-  sightline explain --mask causal          the same, with a mask
-  sightline view --model ./model "a text"  a page with every head of a model
-  sightline bench --list                   the benchmarks and their targets
+  sightline demo                          a trained model: checked, timed, drawn
+  sightline explain "to be or not to be"  every stage of attention on a text
+  sightline explain --mask causal         the same, with a mask
+  sightline view --model DIR "a text"     a page with every head of a model
+  sightline bench --list                  the benchmarks and their targets
 
 `sightline COMMAND --help` lists the options of a command."""
 
