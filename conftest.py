@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from importlib.util import find_spec
 
-collect_ignore = []
+collect_ignore = ["docs/conf.py", "docs/extensions"]  # for Sphinx, which only `make docs` installs
 if find_spec("transformers") is None:
     collect_ignore += ["src/sightline/transformers", "docs/watching-models.md"]
 

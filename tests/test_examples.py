@@ -77,3 +77,12 @@ def test_every_picture_of_the_page_is_drawn(example, tmp_path):
     drawn = example.main(tmp_path)
     assert {path.name for path in drawn} | {"heads.png"} == shown == {path.name for path in example.FOLDER.iterdir()}
     assert all(map(is_picture, drawn))
+
+
+@pytest.mark.example("draw_tiles")
+def test_every_picture_of_tiles_is_drawn(example, tmp_path):
+    page = (FOLDER.parent / "docs" / "how-it-works.md").read_text()
+    shown = set(re.findall(r"\]\(how-it-works/(.+\.png)\)", page))
+    drawn = example.main(tmp_path)
+    assert {path.name for path in drawn} == shown == {path.name for path in example.FOLDER.iterdir()}
+    assert all(map(is_picture, drawn))

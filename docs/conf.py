@@ -1,0 +1,54 @@
+"""Configuration of the site, which `make docs` builds."""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+sys.path.insert(0, str(ROOT / "src"))
+os.environ.setdefault("KERAS_BACKEND", "torch")
+
+project = "Sightline"
+copyright = author = "The Sightline authors"
+
+nitpicky = True
+extensions = ["myst_nb", "sphinx_copybutton", "api_reference", "literals", "mathml", "pictures", "source_pages"]
+exclude_patterns = ["extensions"]
+
+# Pages are Markdown. Those with a header of jupytext are notebooks: the build executes them, and an error ends it.
+source_suffix = {".md": "myst-nb"}
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 4
+nb_execution_mode = "cache"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+
+html_theme = "furo"
+html_title = "Sightline"
+html_math_renderer = "mathml"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"sidebar_hide_name": False}
+smartquotes = False
+highlight_language = "none"
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+maximum_signature_line_length = 80
+toc_object_entries_show_parents = "hide"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+# For the modules of extensions/: a folder of pictures and the script of examples/ that draws them; the root of the
+# repository; a page and the file of the root whose text it has.
+drawn_pictures = {"looking-inside": "draw_statistics", "how-it-works": "draw_tiles"}
+root_of_sources = str(ROOT)
+mirrored_pages = {"contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}
+
+
+def setup(app):
+    """Leave the course out of the contents of the site while docs/course/ has no page."""
+    if not any(Path(__file__).parent.glob("course/*.md")):
+        app.connect("source-read", lambda app, page, source: source.append(source.pop().replace("\ncourse/*\n", "\n")))

@@ -1,0 +1,79 @@
+"""Documentation: the API reference has every public name, and links and anchors of the pages exist.
+
+Pages are read on a code host and as a site, which `make docs` builds.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import sightline
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+PUBLIC = ("", *sightline.SUBMODULES, "errors", "reference", "view.explorer")  # modules of `sightline` with public names
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+API = re.compile(r"^```\{api\}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def public_names(module):
+    """Return the full names of `__all__` of a module, without an import."""
+    path = Path(sightline.__file__).parent.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return {".".join(filter(None, ("sightline", module, name))) for name in ast.literal_eval(node.value)}
+    return set()
+
+
+def documented_names(texts):
+    """Return the names in the blocks `api` of pages."""
+    blocks = [block for text in texts for block in API.findall(text)]
+    return [line for block in blocks for line in block.split("\n") if line and not line.startswith(":")]
+
+
+def anchors(text):
+    """Return the anchors of a page's headings, as a code host makes them."""
+    lines = BLOCK.sub("", text).split("\n")
+    headings = [line.lstrip("#").strip().lower() for line in lines if re.match(r"#{1,6} ", line)]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page, text):
+    """Return the links of a page to files and anchors that do not exist."""
+    broken = []
+    for link in LINK.findall(re.sub(r"`[^`]*`", "", BLOCK.sub("", text))):
+        if re.match(r"\w+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        path = page.parent / name
+        if not path.exists() or (anchor and anchor not in anchors(path.read_text("utf-8") if name else text)):
+            broken.append(link)
+    return broken
+
+
+def test_the_api_reference_has_every_public_name_once():
+    names = documented_names(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.md")))
+    expected = set().union(*map(public_names, PUBLIC))
+    assert len(expected) > 80
+    assert sorted(expected - set(names)) == []
+    assert sorted(names) == sorted(set(names))
+
+
+def test_names_are_read_from_blocks_of_pages():
+    page = "`sightline.b`\n```{api}\n:members: append\nsightline.KVCache\n```\n```python\nsightline.i\n```\n"
+    assert documented_names([page]) == ["sightline.KVCache"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_of_pages_lead_to_files_and_anchors(page):
+    assert broken_links(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_broken_links_are_found():
+    text = "# A title: `it`\n[a](#a-title-it) [`b`](#b) [c](gone.md) [d](bench.md#tuning) [e](bench.md#gone) `x](y)`\n"
+    assert broken_links(DOCS / "calls.md", text) == ["#b", "gone.md", "bench.md#gone"]
