@@ -20,6 +20,7 @@ from sphinx.util.docutils import SphinxDirective
 
 SHAPE = re.compile(r"(?:(?:, or |, | or )?\([^()]*\))+")
 FIELD = re.compile(r"^    (\w+): (.+?)(?:\s+= (.+?))?(?:  # (.+))?$", re.MULTILINE)
+WORDS = ("and", "or", "the", "other", "others", "options")  # of lists of names and shapes
 HIDDEN = ("self", "positional", "unknown")  # the last two collect arguments for an error message
 TABLES = {"Parameters": "name", "Attributes": "name", "Returns": "result", "Yields": "result"}
 
@@ -83,8 +84,14 @@ def prose(lines: list[str]) -> list[str]:
         if inside and not line.strip():
             inside = False
             out += ["```"]
-        out.append(line)
+        out.append(line if inside or line.startswith("    ") else escape(line))
     return out
+
+
+def escape(text: str) -> str:
+    """Return text in which Markdown's signs outside of code mean themselves."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else re.sub(r"([*$<\[])", r"\\\1", part) for part in parts)
 
 
 def cell(text: str) -> str:
@@ -104,6 +111,11 @@ def code(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
+def codes(text: str) -> str:
+    """Return names or shapes as code, each of them alone, so that lines break between them."""
+    return re.sub(r"\([^()]*\)|[^\s,()]+", lambda part: part.group() if part.group() in WORDS else code(part.group()), text)
+
+
 def split_shape(text: str) -> tuple[str, str]:
     """Split a type such as `(..., H, n, d_k) float32, optional` into its shape and the rest."""
     match = SHAPE.match(text)
@@ -116,7 +128,8 @@ def entries(section: str, items: list[Any], title: str = "") -> list[str]:
     rows = []
     for name, kind, text in items:
         shape, rest = split_shape(kind)
-        rows.append([code(name.replace("\\", "")), code(shape), rest, " ".join(text)])
+        rest = code(rest) if re.fullmatch(r"[A-Z]\w+", rest) else escape(rest)  # the name of a class, or words
+        rows.append([codes(name.replace("\\", "")), codes(shape), rest, escape(" ".join(text))])
     return ["", f"**{title or section}**", *table([first, "shape", "type", "meaning"], rows)]
 
 
@@ -130,7 +143,7 @@ def body(text: str) -> list[str]:
     if found["Call"]:
         lines += calls(list(found["Call"]))
     if found["Raises"]:
-        rows = [[code(kind or name), " ".join(text)] for name, kind, text in found["Raises"]]
+        rows = [[codes(kind or name), escape(" ".join(text))] for name, kind, text in found["Raises"]]
         lines += ["", "**Raises**", *table(["error", "reason"], rows)]
     for section in ("Notes", "References", "Examples"):
         if found[section]:
@@ -145,7 +158,7 @@ def fields(cls: type) -> list[str]:
     for name, kind, default, comment in found:
         if not name.startswith("_"):
             shape, rest = split_shape(comment)
-            rows.append([code(name), code(shape), code(kind.replace('"', "")), code(default), rest])
+            rows.append([code(name), codes(shape), code(kind.replace('"', "")), code(default), escape(rest)])
     return ["", "**Fields**", *table(["name", "shape", "type", "default", "meaning"], rows)] if rows else []
 
 
@@ -185,7 +198,7 @@ class Api(SphinxDirective):
         names = [line.strip() for line in self.content if line.strip()]
         lines: list[str] = []
         if len(names) > 1 and not CONSTANTS.keys() >= set(names):
-            rows = [[f"{{py:obj}}`{name}`", summary(name)] for name in names]
+            rows = [[f"{{py:obj}}`~{name}`", summary(name)] for name in names]
             lines += table(["name", "purpose"], rows)
         for name in names:
             lines += self.entry(name)
