@@ -12,8 +12,17 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 project = "Sightline"
 copyright = author = "The Sightline authors"
 
+extensions = [
+    "myst_nb",
+    "sphinx_copybutton",
+    "api_reference",  # this module and those below it are in the folder extensions/
+    "literals",
+    "mathml",
+    "pictures",
+    "search_from_disk",
+    "source_pages",
+]
 nitpicky = True
-extensions = ["myst_nb", "sphinx_copybutton", "api_reference", "literals", "mathml", "pictures", "source_pages"]
 exclude_patterns = ["extensions"]
 
 # Pages are Markdown. Those with a header of jupytext are notebooks: the build executes them, and an error ends it.
