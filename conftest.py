@@ -11,7 +11,7 @@ if find_spec("transformers") is None:
     collect_ignore += ["src/sightline/transformers", "docs/watching-models.md"]
 
 if find_spec("triton") is None:
-    collect_ignore += ["src/sightline/gpu", "docs/gpu.md"]
+    collect_ignore += ["src/sightline/gpu", "docs/gpu-kernels.md"]
 
 if find_spec("tensorflow") is None:
     collect_ignore += ["src/sightline/keras/tensorflow_attention.py"]
