@@ -55,6 +55,8 @@ mirrored_pages = {"contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"
 
 
 def setup(app):
-    """Leave the course out of the contents of the site while docs/course/ has no page."""
-    if not any(Path(__file__).parent.glob("course/*.md")):
-        app.connect("source-read", lambda app, page, source: source.append(source.pop().replace("\ncourse/*\n", "\n")))
+    """Leave the course out of the contents of the site while docs/course/ does not exist."""
+    if not (Path(__file__).parent / "course" / "index.md").exists():
+        app.connect(
+            "source-read", lambda app, page, source: source.append(source.pop().replace("\ncourse/index\n", "\n"))
+        )

@@ -113,7 +113,9 @@ def code(text: str) -> str:
 
 def codes(text: str) -> str:
     """Return names or shapes as code, each of them alone, so that lines break between them."""
-    return re.sub(r"\([^()]*\)|[^\s,()]+", lambda part: part.group() if part.group() in WORDS else code(part.group()), text)
+    return re.sub(
+        r"\([^()]*\)|[^\s,()]+", lambda part: part.group() if part.group() in WORDS else code(part.group()), text
+    )
 
 
 def split_shape(text: str) -> tuple[str, str]:
