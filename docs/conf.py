@@ -23,7 +23,7 @@ extensions = [
     "source_pages",
 ]
 nitpicky = True
-exclude_patterns = ["extensions"]
+exclude_patterns = ["_build", "extensions"]
 
 # Pages are Markdown. Those with a header of jupytext are notebooks: the build executes them, and an error ends it.
 source_suffix = {".md": "myst-nb"}

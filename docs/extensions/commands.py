@@ -19,7 +19,8 @@ from pathlib import Path
 
 BLOCK = re.compile(r"(?<=^```console\n)(.*?)(?=^```)", re.MULTILINE | re.DOTALL)
 PROGRAM = "import sys; from sightline.cli import main; sys.argv[0] = 'sightline'; sys.exit(main())"
-SETTINGS = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8"}
+SOURCE = str(Path(__file__).parents[2] / "src")
+SETTINGS = {"PYTHONPATH": SOURCE, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8"}
 
 
 def output(command: str) -> str:

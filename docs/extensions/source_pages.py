@@ -14,7 +14,7 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
 
-LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".c": "c"}
+LANGUAGES = {".py": "python", ".md": "markdown", ".toml": "toml", ".json": "json", ".c": "c"}
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)")
 
 
@@ -28,6 +28,13 @@ def mirror(app: Any, docname: str, source: list[str]) -> None:
         source[0] = re.sub(r"\]\(\.\./README\.md(#[\w-]+)?", home, text)
 
 
+def is_file_link(node: nodes.Node) -> bool:
+    """Tell whether a node is a link to a file outside of docs/, as Markdown's parser makes it."""
+    if isinstance(node, addnodes.pending_xref):
+        return bool(node["refdomain"] == "doc") and Path(node["reftarget"]).is_absolute()
+    return isinstance(node, addnodes.download_reference)
+
+
 class LinkFiles(SphinxTransform):
     """Turn links to files outside of docs/ into links to pages."""
 
@@ -37,9 +44,11 @@ class LinkFiles(SphinxTransform):
         root = Path(self.app.srcdir).parent
         pages = {root / name: page for page, name in self.config.mirrored_pages.items()}
         pages[root / "README.md"] = self.config.root_doc
-        for link in list(self.document.findall(addnodes.download_reference)):
-            folder = Path(self.env.doc2path(self.env.docname)).parent
+        folder = Path(self.env.doc2path(self.env.docname)).parent
+        for link in list(self.document.findall(is_file_link)):
             path = (folder / link["reftarget"]).resolve()
+            if isinstance(link, addnodes.pending_xref):  # of a Markdown file, without its ending
+                path = path.with_suffix(".md")
             if (page := pages.get(path)) is None and path.suffix in LANGUAGES:
                 page = f"source/{path.relative_to(root).with_suffix('').as_posix()}{path.suffix}".replace(".", "_")
                 self.env.linked_files[page] = path
