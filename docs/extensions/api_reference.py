@@ -65,7 +65,8 @@ def signature(value: Any) -> str:
         return ""
     empty = inspect.Parameter.empty
     parameters = [p.replace(annotation=empty) for p in found.parameters.values() if p.name not in HIDDEN]
-    return str(found.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    text = str(found.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    return re.sub(r"<function \S+ at 0x[0-9a-f]+>", "...", text)
 
 
 def fence(kind: str, argument: str, lines: list[str], ticks: int) -> list[str]:
@@ -121,7 +122,7 @@ def codes(text: str) -> str:
 def split_shape(text: str) -> tuple[str, str]:
     """Split a type such as `(..., H, n, d_k) float32, optional` into its shape and the rest."""
     match = SHAPE.match(text)
-    return (match.group(), text[match.end() :].lstrip(" ,;")) if match else ("", text)
+    return (match.group(), text[match.end() :].lstrip(" ,;:")) if match else ("", text)
 
 
 def entries(section: str, items: list[Any], title: str = "") -> list[str]:
@@ -238,7 +239,7 @@ class Api(SphinxDirective):
         depth = "../" * (self.env.docname.count("/") + 1)
         self.env.note_dependency(path)
         name = path.relative_to(root / "src").as_posix()
-        return ["", f"Source: [{name}]({depth}src/{name})", ""]
+        return ["", f"Source: [`{name}`]({depth}src/{name})", ""]
 
 
 def documentation(name: str, value: Any) -> str:
