@@ -4,6 +4,7 @@ Pages are read on a code host and as a site, which `make docs` builds.
 """
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -77,3 +78,23 @@ def test_links_of_pages_lead_to_files_and_anchors(page):
 def test_broken_links_are_found():
     text = "# A title: `it`\n[a](#a-title-it) [`b`](#b) [c](gone.md) [d](bench.md#tuning) [e](bench.md#gone) `x](y)`\n"
     assert broken_links(DOCS / "calls.md", text) == ["#b", "gone.md", "bench.md#gone"]
+
+
+@pytest.fixture(scope="module")
+def commands():
+    """The module that checks the outputs of commands on pages."""
+    spec = importlib.util.spec_from_file_location("commands", DOCS / "extensions" / "commands.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_outputs_of_commands_on_pages_are_checked_and_written(commands, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "output", {"sightline --version": "sightline 1.0"}.get)
+    page = tmp_path / "page.md"
+    page.write_text("Text.\n\n```console\n$ sightline --version\nsightline 0.0\n```\n")
+    assert commands.main([page], write=False) == 1
+    assert "page.md:5" in capsys.readouterr().out
+    commands.main([page], write=True)
+    assert page.read_text() == "Text.\n\n```console\n$ sightline --version\nsightline 1.0\n```\n"
+    assert commands.main([page], write=False) == 0

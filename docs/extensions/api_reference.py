@@ -74,6 +74,14 @@ def fence(kind: str, argument: str, lines: list[str], ticks: int) -> list[str]:
     return ["", "`" * ticks + "{" + kind + "} " + argument, *lines, "`" * ticks, ""]
 
 
+def check_parameters(name: str, value: Any) -> None:
+    """Raise an error if the docstring of a function lacks a parameter."""
+    described = " ".join(entry.name for entry in Docstring(inspect.getdoc(value) or "")["Parameters"])
+    named = set(re.findall(r"\w+", described)) | set(HIDDEN)
+    if missing := [parameter for parameter in inspect.signature(value).parameters if parameter not in named]:
+        raise ValueError(f"the docstring of {name} lacks {', '.join(missing)}")
+
+
 def prose(lines: list[str]) -> list[str]:
     """Return text of a docstring as Markdown: examples become blocks of code."""
     out: list[str] = []
@@ -220,6 +228,8 @@ class Api(SphinxDirective):
             kind = "exception" if issubclass(value, Exception) else "class"
         else:
             kind = "data" if name in CONSTANTS else "function"
+        if kind == "function":
+            check_parameters(name, value)
         argument = name + (signature(value) if kind in ("function", "class") else "")
         lines = body(text)
         if kind == "class":

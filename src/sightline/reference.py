@@ -75,6 +75,10 @@ def forward(
     allowed : (..., H, n, m) bool, True where the query attends to the key
     sinks : (H,) logits that take part in the softmax but have no row of V
     keep : dropout factors on the weights: 0 for a dropped weight, else 1/(1 − p)
+
+    Returns
+    -------
+    Stages
     """
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     with np.errstate(all="ignore"):  # hidden scores may overflow
@@ -107,7 +111,18 @@ def backward(
 ) -> StageGradients:
     """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse + Σ d_weights ∘ weights.
 
-    `slope` is d score(s) / d s at the scaled scores. The other arguments are those of `forward`.
+    Parameters
+    ----------
+    stages : result of `forward`
+    query, key, value, scale, keep : as in `forward`
+    d_output : (..., H, n, d_v)
+    slope : (..., H, n, m) d score(s) / d s at the scaled scores
+    d_lse : (..., H, n)
+    d_weights : (..., H, n, m)
+
+    Returns
+    -------
+    StageGradients
     """
     query, key, value, d_output = (np.asarray(x, np.float64) for x in (query, key, value, d_output))
     p = stages.weights

@@ -514,6 +514,12 @@ def _symbol(name: str) -> Symbol:
 def where(condition: Any, yes: Any, no: Any) -> Expression:
     """Return the formula that is `yes` where the condition is true, and `no` elsewhere.
 
+    Parameters
+    ----------
+    condition : formula that is a condition
+    yes, no : formulas or numbers
+        A read outside a table is allowed in the branch that is not taken.
+
     Examples
     --------
     >>> from sightline import i, j, s, where

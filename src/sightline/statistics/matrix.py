@@ -226,8 +226,19 @@ def scores(limit: int = MAX_RESULT_BYTES, insist: bool = False) -> Statistic:
     """Request S_ij, the scores that softmax reads: after scale, score formula and mask.
 
     The result is (..., H, n, m) in the accumulator's dtype (float64 for float64, else float32), in nats; −∞ where
-    hidden. It has a gradient. The mean over heads is −∞ where any head hides the pair. Parameters and errors are those
-    of `weights`.
+    hidden. It has a gradient. The mean over heads is −∞ where any head hides the pair.
+
+    Parameters
+    ----------
+    limit : int, default 2 GiB
+        The largest size of the matrix in bytes.
+    insist : bool, default False
+        Ignore the limit.
+
+    Raises
+    ------
+    ParameterError
+        As for `weights`.
     """
     return Scores(*_check_limit("scores", limit, insist))
 

@@ -50,9 +50,15 @@ def run(
     threads: int | None,
     request: Request | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return (output, seen) of `sightline.attention`; `options` are its other arguments.
+    """Return (output, seen) of `sightline.attention`.
 
-    `request` is the request to the call cache, or None if the call cannot be cached.
+    Parameters
+    ----------
+    query, key, value, kernel, threads : as in `sightline.attention`
+    options : dict
+        The other arguments of `sightline.attention`, by their names.
+    request : Request, optional
+        The request to the call cache; None if the call cannot be cached.
     """
     if is_nested(query, key, value):
         return unpack(query, *run(*pack(query, key, value, options), kernel, threads))
