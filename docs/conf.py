@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -17,9 +18,8 @@ extensions = [
     "sphinx_copybutton",
     "api_reference",  # this module and those below it are in the folder extensions/
     "literals",
-    "mathml",
+    "offline",
     "pictures",
-    "search_from_disk",
     "source_pages",
 ]
 nitpicky = True
@@ -27,7 +27,6 @@ exclude_patterns = ["_build", "extensions"]
 
 # Pages are Markdown. Those with a header of jupytext are notebooks: the build executes them, and an error ends it.
 source_suffix = {".md": "myst-nb"}
-myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
@@ -35,7 +34,6 @@ nb_execution_timeout = 120
 
 html_theme = "furo"
 html_title = "Sightline"
-html_math_renderer = "mathml"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
@@ -55,8 +53,12 @@ mirrored_pages = {"contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"
 
 
 def setup(app):
-    """Leave the course out of the contents of the site while docs/course/ does not exist."""
-    if not (Path(__file__).parent / "course" / "index.md").exists():
-        app.connect(
-            "source-read", lambda app, page, source: source.append(source.pop().replace("\ncourse/index\n", "\n"))
-        )
+    """Leave pages out of the contents of the site while they do not exist."""
+    for page in ("course/index", "versions"):
+        if not (Path(__file__).parent / f"{page}.md").exists():
+            app.connect("source-read", partial(remove_line, page))
+
+
+def remove_line(line, app, page, source):
+    """Remove a line from a page that Sphinx reads."""
+    source[0] = source[0].replace(f"\n{line}\n", "\n")

@@ -1,4 +1,8 @@
-"""Excerpts of search results without a server: the texts of all pages as a script, for static/search_from_disk.js."""
+"""The site opens from a disk, without a server and without a network.
+
+`search_from_disk.js` of the folder static/ shows excerpts of search results. It reads the texts of all pages from a
+script that this module writes. A page that loads anything from a network is an error.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from bs4 import BeautifulSoup
+from sphinx.errors import ExtensionError
+
+LOADED = "script[src], img[src], iframe[src], link[href][rel=stylesheet], link[href][rel=preload]"
 
 
 def page_text(page: Path) -> str:
@@ -25,11 +32,22 @@ def page_text(page: Path) -> str:
     return str(main)
 
 
-def write_texts(app: Any, error: Exception | None) -> None:
-    """Write the script."""
+def check_addresses(page: Path) -> None:
+    """Raise an error if a page loads a script, a style or a picture from a network."""
+    for element in BeautifulSoup(page.read_text(encoding="utf-8"), "html.parser").select(LOADED):
+        address = element.get("src") or element["href"]
+        if address.startswith(("http:", "https:", "//")):
+            raise ExtensionError(f"{page} loads {address}; the site must work without a network")
+
+
+def finish(app: Any, error: Exception | None) -> None:
+    """Check the pages and write the script."""
     if error is None:
         folder = Path(app.outdir)
-        texts = {f"{name}.html": page_text(folder / f"{name}.html") for name in sorted(app.env.found_docs)}
+        pages = [folder / f"{name}.html" for name in sorted(app.env.found_docs)]
+        for page in pages:
+            check_addresses(page)
+        texts = {page.relative_to(folder).as_posix(): page_text(page) for page in pages}
         script = f"const PAGE_TEXTS = {json.dumps(texts, ensure_ascii=False)};\n"
         (folder / "_static" / "page_texts.js").write_text(script, encoding="utf-8")
 
@@ -41,7 +59,7 @@ def add_script(app: Any, pagename: str, *arguments: Any) -> None:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Connect both functions."""
+    """Connect the functions."""
     app.connect("html-page-context", add_script)
-    app.connect("build-finished", write_texts)
+    app.connect("build-finished", finish)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
