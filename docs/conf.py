@@ -53,10 +53,9 @@ mirrored_pages = {"contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"
 
 
 def setup(app):
-    """Leave pages out of the contents of the site while they do not exist."""
-    for page in ("course/index", "versions"):
-        if not (Path(__file__).parent / f"{page}.md").exists():
-            app.connect("source-read", partial(remove_line, page))
+    """Leave a page out of the contents of the site while it does not exist."""
+    if not (Path(__file__).parent / "versions.md").exists():
+        app.connect("source-read", partial(remove_line, "versions"))
 
 
 def remove_line(line, app, page, source):
