@@ -1,7 +1,7 @@
 """The directive `api`: the reference of public objects, written from their docstrings.
 
 Its lines are full names. Each object gets an entry with its signature, and tables of its parameters and results with
-their shapes. `:members:` names the methods to show; by default all public ones that the class itself defines.
+their shapes. `:members:` names the methods to show, or `none`; by default all public ones that the class itself defines.
 """
 
 from __future__ import annotations
@@ -176,6 +176,8 @@ def fields(cls: type) -> list[str]:
 def members(cls: type, names: list[str], full: str) -> list[str]:
     """Return the entries of a class's methods and properties."""
     lines: list[str] = []
+    if names == ["none"]:
+        return lines
     for name in names or [name for name in vars(cls) if not name.startswith("_")]:
         value = inspect.getattr_static(cls, name)
         plain = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
