@@ -1,7 +1,7 @@
 """The directive `api`: the reference of public objects, written from their docstrings.
 
 Its lines are full names. Each object gets an entry with its signature, and tables of its parameters and results with
-their shapes. `:members:` names the methods to show, or `none`; by default all public ones that the class itself defines.
+their shapes. `:members:` names the methods to show, or `none`; by default all public ones of the class are shown.
 """
 
 from __future__ import annotations
@@ -45,16 +45,8 @@ class Docstring(NumpyDocString):
 
 def resolve(name: str) -> Any:
     """Return the object of a full name."""
-    parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        try:
-            found = import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[end:]:
-            found = getattr(found, part)
-        return found
-    raise ImportError(f"no module of {name}")
+    module, _, own_name = name.rpartition(".")
+    return getattr(import_module(module), own_name)
 
 
 def signature(value: Any) -> str:
@@ -187,7 +179,7 @@ def members(cls: type, names: list[str], full: str) -> list[str]:
                 raise ValueError(f"{full}.{name} has no docstring")
             continue
         kind = "property" if isinstance(plain, property) else "method"
-        argument = f"{full}.{name}{'' if kind == 'property' else signature(getattr(cls, name))}"
+        argument = f"{name}{'' if kind == 'property' else signature(getattr(cls, name))}"
         flags = [":classmethod:", ""] if isinstance(value, classmethod) else []
         lines += fence(f"py:{kind}", re.sub(r"\(cls, |\(cls\)", "(", argument), flags + body(text), 5)
     return lines
@@ -232,8 +224,9 @@ class Api(SphinxDirective):
             kind = "data" if name in CONSTANTS else "function"
         if kind == "function":
             check_parameters(name, value)
-        argument = name + (signature(value) if kind in ("function", "class") else "")
-        lines = body(text)
+        module, _, own_name = name.rpartition(".")
+        argument = own_name + (signature(value) if kind in ("function", "class") else "")
+        lines = [f":module: {module}", "", *body(text)]
         if kind == "class":
             if hasattr(value, "__dataclass_fields__"):
                 lines += fields(value)
