@@ -26,10 +26,9 @@ def head_grid(weights: Any, axis: Any = None, *, names: Sequence[str] | None = N
 
     Parameters
     ----------
-    weights : (H, n, m) array, a list with one such array per layer, or (L, H, n, m); leading axes of length 1 are
-        dropped
-        The weights, or the cells of weights that the statistic `pooled(...)` returns. More than 64 queries or keys are
-        pooled: a cell then shows the mean of the weights that it covers.
+    weights : (H, n, m) or (L, H, n, m) array, or a list with one (H, n, m) array for each layer
+        The weights, or the cells of weights that the statistic `pooled(...)` returns. Leading axes of length 1 are
+        dropped. More than 64 queries or keys are pooled: a cell then shows the mean of the weights that it covers.
     axis : matplotlib axis, optional
         The axis to draw on; by default that of a new figure, which is `axis.figure`.
     names : sequence of str, optional
