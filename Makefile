@@ -31,6 +31,20 @@ test: .venv/dev
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n 2
 
+# The site has an environment of its own, with every framework: the examples and commands of the pages run first.
+.venv-docs/done: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --upgrade pip
+	.venv-docs/bin/python -m pip install --quiet --editable '.[docs]'
+	@touch $@
+
+.PHONY: docs
+docs: .venv-docs/done
+	.venv-docs/bin/python -m pytest docs README.md
+	.venv-docs/bin/python docs/extensions/commands.py docs/command-line.md
+	.venv-docs/bin/python -m sphinx --quiet -E -W --keep-going -d docs/_build/doctrees docs docs/_build/html
+	@echo 'Open docs/_build/html/index.html in a browser.'
+
 # TensorFlow takes more than 1 GB, so the tests that need it have an environment of their own.
 .venv-all/done: pyproject.toml
 	$(PYTHON) -m venv .venv-all
