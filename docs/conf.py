@@ -2,7 +2,6 @@
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -50,14 +49,3 @@ copybutton_prompt_is_regexp = True
 drawn_pictures = {"looking-inside": "draw_statistics", "how-it-works": "draw_tiles"}
 root_of_sources = str(ROOT)
 mirrored_pages = {"contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}
-
-
-def setup(app):
-    """Leave a page out of the contents of the site while it does not exist."""
-    if not (Path(__file__).parent / "versions.md").exists():
-        app.connect("source-read", partial(remove_line, "versions"))
-
-
-def remove_line(line, app, page, source):
-    """Remove a line from a page that Sphinx reads."""
-    source[0] = source[0].replace(f"\n{line}\n", "\n")
