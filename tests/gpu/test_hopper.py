@@ -34,7 +34,7 @@ PROBLEMS = {
     "causal": {"mask": causal()},
     "lower right": {"mask": causal("lower right")},
     "window, capped": {"mask": window(20, 3), "score": softcap(20.0)},
-    "packed": {"mask": documents(lengths=[1, 30, 0, 52]) & causal()},
+    "packed": {"mask": documents(lengths=[1, 30, 0, 44], key_lengths=[1, 30, 0, 52]) & causal()},
     "rows that see nothing": {"mask": (i > 40) & (j < 30)},
     "holes everywhere": {"mask": (i * 7 // 3 + j) % 3 != 0, "scale": 0.3},
     "biased, sinks": {"score": alibi(4), "sinks": np.array([-1.0, 0.0, 2.0, -np.inf], np.float32)},
