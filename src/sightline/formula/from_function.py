@@ -54,7 +54,6 @@ def to_formula(value: Any, argument: str, symbols: str) -> Expression:
         raise FormulaError(
             f"{argument} is the function {name} itself", "the formula that it returns", f"call it: {name}(...)"
         )
-    _check_parameters(value, argument, names)
     function = _wrap_arrays(value)
     try:
         with table_reads():
@@ -62,6 +61,7 @@ def to_formula(value: Any, argument: str, symbols: str) -> Expression:
     except SightlineError:
         raise
     except (TypeError, AttributeError, IndexError, RuntimeError, NotImplementedError) as error:
+        _check_parameters(value, argument, names)  # only after an error, because it takes longer than the call
         listed = ", ".join(names)
         raise FormulaError(
             f"{argument}={_name(value)} failed when called with ({listed}): {error}",
