@@ -6,7 +6,7 @@ from typing import Any
 
 from .api import attention, explain, tiles
 from .cpu.runtime.thread_count import threads
-from .formula.expression import PASSES, SYMBOLS, Expression, where
+from .formula.expression import SYMBOLS, Expression, where
 from .formula.library import (
     alibi,
     alibi_slopes,
@@ -20,6 +20,7 @@ from .formula.library import (
     softcap,
     window,
 )
+from .formula.passes import PASSES
 from .formula.tables import Table, table
 from .forward_derivative import attention_tangent
 from .gpu.tuning.tuner import tune

@@ -2,13 +2,15 @@
 
 from . import composed_functions
 from .evaluate_array import evaluate_dense
-from .expression import PASSES
+from .expression import apply
 from .formula_checks import check_formulas
 from .numpy_functions import tensor_attribute, translate_call
+from .passes import PASSES
 from .printing import format_formula
 from .tables import learned_number
 from .tile_ranges import count_pairs
 
+PASSES.apply = apply
 PASSES.check_formulas = check_formulas
 PASSES.count_pairs = count_pairs
 PASSES.evaluate_dense = evaluate_dense

@@ -10,7 +10,6 @@ and a deep formula does not reach Python's recursion limit.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,17 +17,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..cached_property import cached_property
-from ..errors import FormulaError, MaskError, ParameterError
+from ..errors import FormulaError
+from .evaluation_methods import EvaluationMethods
+from .operator_methods import OperatorMethods
 from .operators import OPERATORS, Kind
-from .truth_errors import truth_value_error
+from .passes import PASSES
 
 if TYPE_CHECKING:
-    from ..view.picture import Picture
     from .parameters import Structure
     from .tables import Table
 
 __all__ = [
-    "PASSES",
     "Apply",
     "Constant",
     "Expression",
@@ -44,30 +43,10 @@ __all__ = [
     "where",
 ]
 
-
-class Passes:
-    """The functions of other modules that methods of `Expression` call, because this module cannot import them.
-
-    `formula/__init__.py` sets every attribute except `picture`, which `sightline/__init__.py` sets.
-    """
-
-    translate_call: Callable[..., Expression]
-    tensor_attribute: Callable[[Expression, str], Any]
-    bitwise: dict[str, Callable[[Any, Any], Expression]]
-    check_formulas: Callable[..., None]
-    count_pairs: Callable[[Expression, tuple[int, int, int, int]], int]
-    evaluate_dense: Callable[..., Any]
-    learned_number: Callable[[Any], Expression]
-    format_formula: Callable[[Expression], str]
-    picture: Callable[..., Picture]
-    power: Callable[[Any, Any], Expression]
-
-
-PASSES = Passes()
 MAX_EXACT_INTEGER = 2**53  # bounds of whole numbers are float64, which is not exact for larger integers
 
 
-class Expression:
+class Expression(OperatorMethods, EvaluationMethods):
     """A formula of `b h i j s n m`, such as `sightline.i >= sightline.j`.
 
     `print` shows the formula in mathematical notation, `array` returns a dense array, and `show` draws a picture.
@@ -77,251 +56,9 @@ class Expression:
     arguments: tuple[Expression, ...]
     template: ClassVar[Expression | None] = None  # the formula that `parameters.fill` copied
 
-    # -- arithmetic ------------------------------------------------------------------------------------------------
-    def __add__(self, other: Any) -> Expression:
-        return apply("add", self, other)
-
-    def __radd__(self, other: Any) -> Expression:
-        return apply("add", other, self)
-
-    def __sub__(self, other: Any) -> Expression:
-        return apply("subtract", self, other)
-
-    def __rsub__(self, other: Any) -> Expression:
-        return apply("subtract", other, self)
-
-    def __mul__(self, other: Any) -> Expression:
-        return apply("multiply", self, other)
-
-    def __rmul__(self, other: Any) -> Expression:
-        return apply("multiply", other, self)
-
-    def __truediv__(self, other: Any) -> Expression:
-        return apply("divide", self, other)
-
-    def __rtruediv__(self, other: Any) -> Expression:
-        return apply("divide", other, self)
-
-    def __floordiv__(self, other: Any) -> Expression:
-        return apply("floor_divide", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Expression:
-        return apply("floor_divide", other, self)
-
-    def __mod__(self, other: Any) -> Expression:
-        return apply("remainder", self, other)
-
-    def __rmod__(self, other: Any) -> Expression:
-        return apply("remainder", other, self)
-
-    def __pow__(self, other: Any) -> Expression:
-        return PASSES.power(self, other)
-
-    def __rpow__(self, other: Any) -> Expression:
-        return PASSES.power(other, self)
-
-    def __neg__(self) -> Expression:
-        return apply("negative", self)
-
-    def __pos__(self) -> Expression:
-        return self
-
-    def __abs__(self) -> Expression:
-        return apply("absolute", self)
-
-    # -- comparisons; `==` builds a formula, so identity is the hash ------------------------------------------------
-    def __lt__(self, other: Any) -> Expression:
-        return apply("less", self, other)
-
-    def __le__(self, other: Any) -> Expression:
-        return apply("less_equal", self, other)
-
-    def __gt__(self, other: Any) -> Expression:
-        return apply("greater", self, other)
-
-    def __ge__(self, other: Any) -> Expression:
-        return apply("greater_equal", self, other)
-
-    def __eq__(self, other: object) -> Expression:  # type: ignore[override]
-        return apply("equal", self, other)
-
-    def __ne__(self, other: object) -> Expression:  # type: ignore[override]
-        return apply("not_equal", self, other)
-
-    __hash__ = object.__hash__
-
-    # -- conditions, and the bits of integers -----------------------------------------------------------------------
-    def __and__(self, other: Any) -> Expression:
-        return PASSES.bitwise["and"](self, other)
-
-    __rand__ = __and__
-
-    def __or__(self, other: Any) -> Expression:
-        return PASSES.bitwise["or"](self, other)
-
-    __ror__ = __or__
-
-    def __xor__(self, other: Any) -> Expression:
-        return PASSES.bitwise["xor"](self, other)
-
-    __rxor__ = __xor__
-
-    def __lshift__(self, other: Any) -> Expression:
-        return PASSES.bitwise["lshift"](self, other)
-
-    def __rlshift__(self, other: Any) -> Expression:
-        return PASSES.bitwise["lshift"](other, self)
-
-    def __rshift__(self, other: Any) -> Expression:
-        return PASSES.bitwise["rshift"](self, other)
-
-    def __rrshift__(self, other: Any) -> Expression:
-        return PASSES.bitwise["rshift"](other, self)
-
-    def __invert__(self) -> Expression:
-        return apply("logical_not", self)
-
-    # -- what Python must not do with a formula ---------------------------------------------------------------------
-    def __bool__(self) -> NoReturn:
-        raise truth_value_error(str(self))
-
-    def __index__(self) -> NoReturn:
-        raise FormulaError(
-            f"a formula ({self}) was used as one whole number, as in array[{self}]",
-            "formulas index tables",
-            "wrap the array first: sightline.table(array)[...]",
-        )
-
-    __int__ = __index__
-
-    def __float__(self) -> NoReturn:
-        raise FormulaError(
-            f"a formula ({self}) was used as one number, as Python's math functions do",
-            "NumPy's functions, which stay formulas",
-            "np.tanh(s) for math.tanh(s), and so on",
-        )
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        raise FormulaError(
-            f"a formula ({self}) was turned into an array",
-            "formulas stay formulas until the lengths are known",
-            "formula.array(n, m) for its values; sightline.table(array)[...] to read an array at it",
-        )
-
-    # -- other libraries' functions ---------------------------------------------------------------------------------
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Expression:
-        name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
-        return PASSES.translate_call(name, inputs, kwargs, "numpy")
-
-    def __array_function__(self, function: Any, _: Any, inputs: Any, kwargs: Any) -> Expression:
-        return PASSES.translate_call(function.__name__, inputs, kwargs, "numpy")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Expression:
-        return PASSES.translate_call(function.__name__, inputs, kwargs or {}, "torch", function)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Return the attribute of a torch tensor that has this name, such as the method in `q_idx.clamp(0, 5)`."""
-            return PASSES.tensor_attribute(self, name)
-
     # -- reading ----------------------------------------------------------------------------------------------------
     def __repr__(self) -> str:
         return PASSES.format_formula(self)
-
-    def array(self, n: int, m: int | None = None, *, batch: int = 1, heads: int = 1, s: Any = None) -> Any:
-        """Return the formula's result for every query i and key j, as a dense array.
-
-        Parameters
-        ----------
-        n, m : int
-            The number of queries, and the number of keys; m defaults to n.
-        batch, heads : int
-            The number of batch entries b, and the number of heads h.
-        s : array, optional
-            Scores, broadcastable to (batch, heads, n, m); required if the formula reads s.
-
-        Returns
-        -------
-        numpy.ndarray
-            An array (n, m) if batch = heads = 1, else (batch, heads, n, m). Its dtype is bool for a condition, int64
-            for whole numbers, else float64.
-
-        Raises
-        ------
-        ParameterError
-            A length is not a whole number of at least 0.
-        FormulaError
-            The formula reads s, and `s` is not given.
-        TableError
-            The formula reads outside a table.
-
-        Examples
-        --------
-        >>> from sightline import i, j
-        >>> (i >= j).array(2, 3).astype(int)
-        array([[1, 0, 0],
-               [1, 1, 0]])
-        """
-        extent = self._check_extent("array", n, m, batch, heads)
-        values = PASSES.evaluate_dense(self, extent, s)
-        return values[0, 0] if batch == heads == 1 else values
-
-    def sparsity(self, n: int, m: int | None = None, *, batch: int = 1, heads: int = 1) -> float:
-        """Return the share of the pairs (i, j) that a mask hides, from 0 to 1.
-
-        The kernels skip 64 × 64 tiles without a visible pair; `sightline.explain` counts these tiles.
-
-        Parameters
-        ----------
-        n, m : int
-            The number of queries, and the number of keys; m defaults to n.
-        batch, heads : int
-            The number of batch entries b, and the number of heads h, over which the share is the mean.
-
-        Returns
-        -------
-        float
-            1 − allowed / (batch · heads · n · m), counted exactly; 0 if there are no pairs.
-
-        Raises
-        ------
-        MaskError
-            The formula is not a condition, or reads the score s.
-        ParameterError, TableError
-            As in `array`.
-
-        Examples
-        --------
-        >>> import sightline
-        >>> sightline.causal().sparsity(4)
-        0.375
-        >>> round(sightline.window(256).sparsity(16_384), 3)
-        0.984
-        """
-        if self.kind != "bool" or "s" in self.free_symbols:
-            raise MaskError(f"sparsity of {self}", "a condition on b, h, i and j", "(i >= j).sparsity(1000)")
-        extent = self._check_extent("sparsity", n, m, batch, heads)
-        pairs = math.prod(extent)
-        return 1 - PASSES.count_pairs(self, extent) / pairs if pairs else 0.0
-
-    def show(self, n: int, m: int | None = None, *, batch: int = 0, head: int = 0) -> Picture:
-        """Return a picture of a mask, or of what a score formula adds to the score.
-
-        Parameters
-        ----------
-        n, m : int
-            The number of queries, and the number of keys, of any size; m defaults to n.
-        batch, head : int
-            The batch entry b and the head h that the picture shows.
-
-        Returns
-        -------
-        Picture
-            `print` draws it in a terminal, a notebook displays it, and `.save(path)` writes PNG, SVG or PDF.
-        """
-        return PASSES.picture(self, n, n if m is None else m, batch=batch, head=head)
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
@@ -375,14 +112,6 @@ class Expression:
             else:
                 built[id(node)] = node.rebuild(tuple([built[id(a)] for a in node.arguments]), tables)
         return built[id(self)]
-
-    def _check_extent(self, name: str, n: Any, m: Any, batch: Any, heads: Any) -> tuple[int, int, int, int]:
-        """Return (B, H, n, m) after the checks of a formula that need these lengths."""
-        extent = (batch, heads, n, n if m is None else m)
-        if not all(hasattr(length, "__index__") and length >= 0 for length in extent):
-            raise ParameterError(f"{name} of (B, H, n, m) = {extent}", "whole numbers of at least 0", f"{name}(4, 6)")
-        PASSES.check_formulas(self, None, extent)
-        return extent
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
     def node_record(self, number: dict[int, int], slot: dict[int, int]) -> list[Any]:
