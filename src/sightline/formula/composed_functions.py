@@ -15,7 +15,17 @@ from ..errors import FormulaError
 from .expression import Constant, Expression, apply, as_expression, is_compiling, where
 from .tables import Table
 
-__all__ = ["COMPOSED", "as_condition", "bitwise_and", "bitwise_or", "bitwise_xor", "power", "shift_left", "shift_right"]
+__all__ = [
+    "COMPOSED",
+    "as_condition",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "power",
+    "shift_left",
+    "shift_right",
+    "truncated_quotient",
+]
 
 TRUE, FALSE = as_expression(True), as_expression(False)
 MAX_SET_SIZE = 64  # `isin` compares with every member of the set
@@ -108,7 +118,7 @@ def _read_shift(value: Any) -> int:
     )
 
 
-def _truncated_quotient(x: Any, y: Any) -> Expression:
+def truncated_quotient(x: Any, y: Any) -> Expression:
     """Return x / y, rounded toward 0."""
     x, y = as_expression(x), as_expression(y)
     if "float" in (x.kind, y.kind):
@@ -122,13 +132,13 @@ def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Expre
     if rounding_mode not in (None, "trunc", "floor"):
         raise FormulaError(f"rounding_mode={rounding_mode!r}", 'None, "trunc" or "floor"', 'rounding_mode="floor"')
     if rounding_mode == "trunc":
-        return _truncated_quotient(input, other)
+        return truncated_quotient(input, other)
     return apply("divide" if rounding_mode is None else "floor_divide", input, other)
 
 
 def fmod(input: Any, other: Any) -> Expression:
     """Return the remainder with the sign of `input`, as in C."""
-    return apply("subtract", input, apply("multiply", _truncated_quotient(input, other), other))
+    return apply("subtract", input, apply("multiply", truncated_quotient(input, other), other))
 
 
 # -- rounding and signs ----------------------------------------------------------------------------------------------
@@ -199,6 +209,12 @@ def log_sigmoid(input: Any) -> Expression:
     return where(x < 0, x - log1p(apply("exp", x)), -log1p(apply("exp", -x)))
 
 
+def leaky_relu(input: Any, negative_slope: float = 0.01) -> Expression:
+    """Return x where x > 0, and x · negative_slope elsewhere."""
+    x = as_expression(input)
+    return where(x > 0, x, x * negative_slope)
+
+
 def gelu(input: Any, approximate: str = "none") -> Expression:
     """Return x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))), the approximation "tanh" of GELU."""
     if approximate != "tanh":
@@ -211,7 +227,7 @@ def gelu(input: Any, approximate: str = "none") -> Expression:
     return 0.5 * x * (1 + apply("tanh", math.sqrt(2 / math.pi) * (x + 0.044715 * power(x, 3))))
 
 
-def _compare_conditions(operator: str) -> Callable[[Any, Any], Expression]:
+def _join_conditions(operator: str) -> Callable[[Any, Any], Expression]:
     return lambda input, other: apply(operator, as_condition(input), as_condition(other))
 
 
@@ -237,25 +253,15 @@ def _pairwise(operator: str) -> Callable[[Any, Any], Expression]:
     return function
 
 
-def _select_positive(negative: Callable[..., Expression]) -> Callable[..., Expression]:
-    """Return the function that is x where x > 0, and `negative` elsewhere."""
-
-    def function(input: Any, slope: float | None = None, *, negative_slope: float = 0.01) -> Expression:
-        x = as_expression(input)
-        return where(x > 0, x, negative(x, negative_slope if slope is None else slope))
-
-    return function
-
-
 COMPOSED: dict[str, Callable[..., Any]] = {
     "add": _add_multiple("add"),
     "subtract": _add_multiple("subtract"),
     "reverse_subtract": lambda input, other, *, alpha=1: _add_multiple("subtract")(other, input, alpha=alpha),
     "divide": divide,
     "power": power,
-    "logical_and": _compare_conditions("logical_and"),
-    "logical_or": _compare_conditions("logical_or"),
-    "logical_xor": _compare_conditions("logical_xor"),
+    "logical_and": _join_conditions("logical_and"),
+    "logical_or": _join_conditions("logical_or"),
+    "logical_xor": _join_conditions("logical_xor"),
     "logical_not": lambda input: apply("logical_not", as_condition(input)),
     "bitwise_and": bitwise_and,
     "bitwise_or": bitwise_or,
@@ -289,6 +295,6 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "log_sigmoid": log_sigmoid,
     "silu": lambda input: as_expression(input) * sigmoid(input),
     "relu": lambda input: apply("maximum", 0, input),  # at 0 the derivative is that of the first argument
-    "leaky_relu": _select_positive(lambda x, slope: x * slope),
+    "leaky_relu": leaky_relu,
     "gelu": gelu,
 }

@@ -42,12 +42,12 @@ def to_formula(value: Any, argument: str, symbols: str) -> Expression:
         The function takes other arguments, does not return a formula, or uses the symbols in a way that has no meaning
         for formulas.
     """
-    if isinstance(value, Expression) or not (callable(value) or is_block_mask(value)):
-        return as_expression(value)
     if is_block_mask(value):
         if argument != "mask":
             raise FormulaError(f"{argument} is a BlockMask", "a formula or a score_mod", "pass the BlockMask as mask=")
         return block_formula(value, to_formula(value.mask_mod, argument, symbols))
+    if isinstance(value, Expression) or not callable(value):
+        return as_expression(value)
     names = symbols.split()
     if getattr(value, "__module__", "").startswith("sightline."):
         name = f"sightline.{value.__name__}"

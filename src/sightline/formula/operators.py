@@ -53,7 +53,7 @@ class Operator:
     """The notation, the arity and the result kind of an operator.
 
     `symbol` is the mathematical sign. A larger `precedence` binds tighter; 0 means function notation. `conditions` has
-    the positions of the arguments that must be conditions. All arguments must be integers if `integers_only` is true.
+    the positions of the arguments that must be conditions.
     """
 
     symbol: str
@@ -61,7 +61,6 @@ class Operator:
     precedence: int
     kind: Callable[[tuple[Kind, ...]], Kind]
     conditions: tuple[int, ...] = ()
-    integers_only: bool = False
 
 
 OPERATORS: dict[str, Operator] = {
@@ -86,7 +85,7 @@ OPERATORS: dict[str, Operator] = {
     "logical_and": Operator("∧", 2, 2, _bool_kind, (0, 1)),
     "logical_xor": Operator("⊻", 2, 1, _bool_kind, (0, 1)),
     "logical_or": Operator("∨", 2, 1, _bool_kind, (0, 1)),
-    "bitwise_and": Operator("&", 2, 4, _int_kind, integers_only=True),
+    "bitwise_and": Operator("&", 2, 4, _int_kind),  # of integers alone
     "where": Operator("where", 3, 0, _branch_kind, (0,)),
     "exp": Operator("exp", 1, 0, _float_kind),
     "exp2": Operator("exp2", 1, 0, _float_kind),

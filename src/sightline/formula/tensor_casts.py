@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import FormulaError
-from .composed_functions import as_condition
+from .composed_functions import as_condition, truncated_quotient
 from .expression import Apply, Constant, Expression, apply, as_expression, where
 from .operators import Kind
 
 __all__ = ["CASTS", "cast"]
 
 KINDS: dict[str, Kind] = {
-    **dict.fromkeys(("bool",), "bool"),
+    "bool": "bool",
     **dict.fromkeys(("int", "long", "int32", "int64"), "int"),
     **dict.fromkeys(("float", "double", "half", "float16", "bfloat16", "float32", "float64"), "float"),
 }
@@ -56,8 +56,7 @@ def _to_integer(x: Expression) -> Expression:
             return -apply("floor_divide", -quotient[0], quotient[1])
     quotient = _read_quotient(x)
     if quotient is not None:
-        size = apply("floor_divide", *map(abs, quotient))
-        return where((quotient[0] < 0) ^ (quotient[1] < 0), -size, size)
+        return truncated_quotient(*quotient)
     raise FormulaError(
         f"{x}, a float, cast to an integer",
         "integers, conditions, and quotients of integers such as (i / 2).int()",
