@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays import FLOATS, check_float_dtype, device, dtype_name, framework, to_numpy
+from ..arrays import FLOATS, device, dtype_name, framework, to_numpy
 from ..errors import DeviceError, DtypeError, ParameterError, ShapeError
 from ..formula import library
 from ..formula.expression import SYMBOLS, Expression, is_compiling
 from ..formula.tables import Table
+from .argument_checks import check_array, check_count, check_lengths, to_integers, unsqueeze_to_4d
 from .row_positions import check_row_positions
 from .storage import allocate, grow, reorder_batch, write
 
@@ -81,7 +82,7 @@ class KVCache:
     """
 
     def __init__(self, *, capacity: int = 0, dtype: str | None = None) -> None:
-        self._min_capacity = _check_count("capacity", capacity)
+        self._min_capacity = check_count("capacity", capacity)
         if dtype is not None and dtype not in FLOATS:
             raise DtypeError(f"KVCache(dtype={dtype!r})", ", ".join(map(repr, FLOATS)), 'for example dtype="bfloat16"')
         self._dtype, self._casts_inputs = dtype, dtype is not None
@@ -180,9 +181,9 @@ class KVCache:
                 f"padding={padding!r}", '"right" or "left"', 'padding="left" if padding precedes the tokens'
             )
         axes = key.ndim
-        key, value = _unsqueeze_to_4d(key), _unsqueeze_to_4d(value)
+        key, value = unsqueeze_to_4d(key), unsqueeze_to_4d(value)
         B, _, t, _ = key.shape
-        counts = np.full(B, t) if lengths is None else _check_lengths(lengths, B, t)
+        counts = np.full(B, t) if lengths is None else check_lengths(lengths, B, t)
         if self._key is None:
             self._allocate(key, value, axes)
         self._grow(int((self._lengths + counts).max(initial=0)))
@@ -236,7 +237,7 @@ class KVCache:
             sequences.
         """
         count = self._lengths.size
-        order = _to_integers(indices)
+        order = to_integers(indices)
         if order.ndim != 1 or order.dtype.kind not in "iu" or (order < 0).any() or (order >= count).any():
             raise ShapeError(
                 f"reorder({indices!r})",
@@ -266,7 +267,7 @@ class KVCache:
         """
         if n is None:
             return self._newest_positions.copy()
-        last = self._lengths[:, None] - _check_count("n", n) + np.arange(n)
+        last = self._lengths[:, None] - check_count("n", n) + np.arange(n)
         return np.maximum(last, -1)
 
     def causal(self, n: int | None = None) -> Expression:
@@ -342,7 +343,7 @@ class KVCache:
     def _check(self, key: Any, value: Any) -> None:
         """Raise if key and value do not fit each other or the earlier appends."""
         for name, array in (("key", key), ("value", value)):
-            _check_array(name, array)
+            check_array(name, array)
         if key.ndim not in (2, 3, 4) or tuple(key.shape[:-1]) != tuple(value.shape[:-1]):
             raise ShapeError(
                 f"key {tuple(key.shape)} and value {tuple(value.shape)}", ACCEPTED_SHAPES, "give one value to a key"
@@ -368,7 +369,7 @@ class KVCache:
                 f"cast key and value, or make the cache by KVCache(dtype={self._dtype!r}), which casts every append",
             )
         for name, array, stored in (("key", key, self._key), ("value", value, self._value)):
-            found, wanted = _unsqueeze_to_4d(array).shape, stored.shape
+            found, wanted = unsqueeze_to_4d(array).shape, stored.shape
             if array.ndim != self._ndim or (*found[:2], found[3]) != (*wanted[:2], wanted[3]):
                 shape = [str(length) for length in wanted]
                 shape[2] = "t"
@@ -450,49 +451,6 @@ def unpack_cache(
             f"query.{cast}(cache.key.dtype), or make the cache by KVCache(dtype={dtype_name(query)!r})",
         )
     return keys, values, None if mask is not None and mask is key._issued_mask else key.length_mask
-
-
-def _check_array(name: str, array: Any) -> None:
-    if framework(array) not in ("numpy", "torch") or not hasattr(array, "dtype") or hasattr(array, "mask"):
-        cure = f"{name}=numpy.asarray({name})"
-        if framework(array) == "jax":
-            cure += "; programs of JAX keep key and value in arrays of fixed length, and pass mask=j < length"
-        raise DtypeError(f"{name} is a {type(array).__name__}", "plain arrays of NumPy or torch", cure)
-    check_float_dtype(name, array)
-    if getattr(array, "requires_grad", False):
-        raise ParameterError(
-            f"{name} requires a gradient, which a cache does not store",
-            "tensors that require no gradient",
-            f"append under torch.no_grad(), or {name}.detach(); to train, pass key and value themselves to attention",
-        )
-
-
-def _unsqueeze_to_4d(array: Any) -> Any:
-    """Return the array as (B, G, t, d), with axes of length 1 for missing heads and batch."""
-    return array if array.ndim == 4 else array[..., None, :, :][(None,) * (array.ndim == 2)]
-
-
-def _check_count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
-        raise ParameterError(f"{name}={value!r}", "a whole number ≥ 0", f"for example {name}=1")
-    return int(value)
-
-
-def _to_integers(values: Any) -> Any:
-    """Return numbers as a NumPy array. An empty list becomes int64, although NumPy would read it as floats."""
-    array = to_numpy(values)
-    return array if array.size else array.astype(np.int64)
-
-
-def _check_lengths(lengths: Any, B: int, t: int) -> Any:
-    counts = _to_integers(lengths)
-    if counts.shape != (B,) or counts.dtype.kind not in "iu" or (counts < 0).any() or (counts > t).any():
-        raise ShapeError(
-            f"lengths {lengths!r}",
-            f"({B},) whole numbers from 0 to {t}",
-            "give the number of real positions of each sequence",
-        )
-    return counts.astype(np.int64)
 
 
 def _format_bytes(count: int) -> str:

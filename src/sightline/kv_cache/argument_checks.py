@@ -1,0 +1,58 @@
+"""Checks and conversions of the arguments of `KVCache`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import check_float_dtype, framework, to_numpy
+from ..errors import DtypeError, ParameterError, ShapeError
+
+__all__ = ["check_array", "check_count", "check_lengths", "to_integers", "unsqueeze_to_4d"]
+
+
+def check_array(name: str, array: Any) -> None:
+    """Raise unless the array is a plain float array of NumPy or torch that requires no gradient."""
+    if framework(array) not in ("numpy", "torch") or not hasattr(array, "dtype") or hasattr(array, "mask"):
+        cure = f"{name}=numpy.asarray({name})"
+        if framework(array) == "jax":
+            cure += "; programs of JAX keep key and value in arrays of fixed length, and pass mask=j < length"
+        raise DtypeError(f"{name} is a {type(array).__name__}", "plain arrays of NumPy or torch", cure)
+    check_float_dtype(name, array)
+    if getattr(array, "requires_grad", False):
+        raise ParameterError(
+            f"{name} requires a gradient, which a cache does not store",
+            "tensors that require no gradient",
+            f"append under torch.no_grad(), or {name}.detach(); to train, pass key and value themselves to attention",
+        )
+
+
+def unsqueeze_to_4d(array: Any) -> Any:
+    """Return the array as (B, G, t, d), with axes of length 1 for missing heads and batch."""
+    return array if array.ndim == 4 else array[..., None, :, :][(None,) * (array.ndim == 2)]
+
+
+def check_count(name: str, value: Any) -> int:
+    """Return the value as an int. Raise ParameterError unless it is a whole number of at least 0."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
+        raise ParameterError(f"{name}={value!r}", "a whole number ≥ 0", f"for example {name}=1")
+    return int(value)
+
+
+def to_integers(values: Any) -> Any:
+    """Return numbers as a NumPy array. An empty list becomes int64, although NumPy would read it as floats."""
+    array = to_numpy(values)
+    return array if array.size else array.astype(np.int64)
+
+
+def check_lengths(lengths: Any, B: int, t: int) -> Any:
+    """Return the lengths as an array (B,). Raise ShapeError unless they are B whole numbers from 0 to t."""
+    counts = to_integers(lengths)
+    if counts.shape != (B,) or counts.dtype.kind not in "iu" or (counts < 0).any() or (counts > t).any():
+        raise ShapeError(
+            f"lengths {lengths!r}",
+            f"({B},) whole numbers from 0 to {t}",
+            "give the number of real positions of each sequence",
+        )
+    return counts.astype(np.int64)
