@@ -29,7 +29,7 @@ def mirror(app: Any, docname: str, source: list[str]) -> None:
 
 
 def is_file_link(node: nodes.Node) -> bool:
-    """Tell whether a node is a link to a file outside of docs/, as Markdown's parser makes it."""
+    """True if a node is a link to a file outside of docs/, as Markdown's parser makes it."""
     if isinstance(node, addnodes.pending_xref):
         return bool(node["refdomain"] == "doc") and Path(node["reftarget"]).is_absolute()
     return isinstance(node, addnodes.download_reference)
@@ -50,7 +50,7 @@ class LinkFiles(SphinxTransform):
             if isinstance(link, addnodes.pending_xref):  # of a Markdown file, without its ending
                 path = path.with_suffix(".md")
             if (page := pages.get(path)) is None and path.suffix in LANGUAGES:
-                page = f"source/{path.relative_to(root).with_suffix('').as_posix()}{path.suffix}".replace(".", "_")
+                page = f"source/{path.relative_to(root).as_posix()}".replace(".", "_")
                 self.env.linked_files[page] = path
             if page is not None:
                 uri = self.app.builder.get_relative_uri(self.env.docname, page)
