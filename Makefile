@@ -4,7 +4,7 @@ PYTHON ?= python3
 EXTRAS ?= demo
 BIN := .venv/bin
 
-.PHONY: demo test test-all soak wheel-test
+.PHONY: demo test test-all soak wheel-test docs
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sightline needs Python 3.11 or newer; run make PYTHON=python3.12")'
@@ -38,7 +38,6 @@ test: .venv/dev
 	.venv-docs/bin/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
-.PHONY: docs
 docs: .venv-docs/done
 	.venv-docs/bin/python -m pytest docs README.md
 	.venv-docs/bin/python docs/extensions/commands.py docs/command-line.md
