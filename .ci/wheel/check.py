@@ -58,8 +58,8 @@ def run(*command: str | Path, cwd: Path | None = None, quiet: bool = False, pack
 
 def check_contents(wheel: Path) -> None:
     """Check that the wheel has the files of src/sightline, its own metadata, and nothing else."""
-    kept = {path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    expected = {path.relative_to(SOURCE).as_posix() for path in kept}
+    files = {path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    expected = {path.relative_to(SOURCE).as_posix() for path in files}
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     if found != expected:

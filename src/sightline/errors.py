@@ -95,6 +95,7 @@ class MissingExtraError(SightlineError, ImportError):
 @contextlib.contextmanager
 def name_file(path: str | PathLike[str]) -> Iterator[None]:
     """Name the file in an OSError of the `with` block that names no file.
+
     Python names the file if the file cannot be opened, but not if a write fails, for example on a full disk.
 
     Parameters

@@ -217,9 +217,7 @@ class Seen:
         if call.kind == "cross" and not isinstance(tokens, Mapping):
             keys = None  # a single list of tokens labels the sequence of the queries
         first = call.key_start + (call.query_start or 0)
-        if (
-            self._tokens is None
-        ):  # inputs of another length belong to another sequence, such as that of an image's patches
+        if self._tokens is None:  # inputs of another length label another sequence, such as the patches of an image
             queries = queries if queries is None or call.kind == "cross" or len(queries) == first + call.n else None
             keys = queries if call.kind == "self" else keys if keys is None or len(keys) == call.m else None
         return _piece(queries, first, call.n), _piece(keys, call.key_start, call.m)

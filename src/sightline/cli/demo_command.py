@@ -145,11 +145,10 @@ def describe_times(measured: Mapping[str, Mapping[str, float]]) -> list[str]:
     for name, times in measured.items():
         ours = times["Sightline"]
         for other, seconds in times.items():
-            first, second, ratio = "Sightline", other, seconds / ours
-            if ratio < 1:
-                first, second, ratio = other, "Sightline", ours / seconds
             if other == "Sightline":
                 continue
+            ratio = max(seconds / ours, ours / seconds)
+            first, second = ("Sightline", other) if ours <= seconds else (other, "Sightline")
             if f"{ratio:.1f}" == "1.0":
                 lines.append(f"On {name} input, {other} and Sightline take about the same time.")
             else:

@@ -196,9 +196,9 @@ def torch_threads() -> str:
     if find_spec("torch") is None:
         return "torch is not installed"
     if "torch" not in sys.modules:
-        asked = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+        command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
         try:
-            found = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.split()[-1]
+            found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()[-1]
         except (OSError, subprocess.SubprocessError, IndexError):
             return "unknown: torch does not load"
         number = int(found)

@@ -95,9 +95,9 @@ def _print_blocks(console: Console, walk: Walkthrough) -> None:
     """Print positions, tokens and numbers in blocks as wide as the console. Middle blocks may be left out."""
     labels = [shorten(label, MAX_TOKEN) for label in walk.labels]
     blocks = _split_blocks(console.width, labels, walk.tokens)
-    for index in visible_indices(len(blocks), MAX_BLOCKS):
+    shown = visible_indices(len(blocks), MAX_BLOCKS)
+    for index in shown:
         if index is None:
-            shown = visible_indices(len(blocks), MAX_BLOCKS)
             hidden = sum(len(block) for number, block in enumerate(blocks) if number not in shown)
             note(console, f"{ELLIPSIS} {hidden:,} tokens")
             continue
