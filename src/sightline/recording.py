@@ -25,8 +25,9 @@ Tokens = Labels | Mapping[str, Labels]  # labels of one sequence, or of two: {"e
 class Inputs(Protocol):
     """The inputs of a model, whose tokens label the positions of its layers."""
 
+    @property
     def tokens(self) -> Tokens | None:
-        """Return the labels; None if they are unknown."""
+        """The labels; None if they are unknown."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,7 +125,7 @@ class Seen:
         shorter lists belong to texts with padding at the end. Other labels raise ParameterError.
         """
         if self._tokens is None and self.calls and self.calls[-1].inputs is not None:
-            return self.calls[-1].inputs.tokens()
+            return self.calls[-1].inputs.tokens
         return self._tokens
 
     @tokens.setter
@@ -211,15 +212,17 @@ class Seen:
         """
         tokens = self._tokens
         if tokens is None and call.inputs is not None:
-            tokens = call.inputs.tokens()
+            tokens = call.inputs.tokens
         queries = _labels_of_side(tokens, _side(call), entry)
         keys = queries if call.kind == "self" else _labels_of_side(tokens, "encoder", entry)
         if call.kind == "cross" and not isinstance(tokens, Mapping):
             keys = None  # a single list of tokens labels the sequence of the queries
         first = call.key_start + (call.query_start or 0)
         if self._tokens is None:  # inputs of another length label another sequence, such as the patches of an image
-            queries = queries if queries is None or call.kind == "cross" or len(queries) == first + call.n else None
-            keys = queries if call.kind == "self" else keys if keys is None or len(keys) == call.m else None
+            if call.kind == "self":
+                queries = keys = _of_length(queries, first + call.n)
+            else:
+                keys = _of_length(keys, call.m)
         return _piece(queries, first, call.n), _piece(keys, call.key_start, call.m)
 
     def __getitem__(self, name: str | int | slice) -> Any:
@@ -314,6 +317,11 @@ def _labels_of_side(tokens: Tokens | None, side: str, entry: int) -> Sequence[st
     """Return the labels of one batch entry; None if there are none."""
     labels = tokens.get(side) if isinstance(tokens, Mapping) else tokens
     return None if labels is None or not -len(labels) <= entry < len(labels) else labels[entry]
+
+
+def _of_length(labels: Sequence[str] | None, length: int) -> Sequence[str] | None:
+    """Return the labels if they have this length, else None."""
+    return labels if labels is not None and len(labels) == length else None
 
 
 def _first_array(results: Any) -> Any:

@@ -49,22 +49,23 @@ class Tokenizer:
                 "a tokenizer of transformers",
                 "tokenizer=transformers.AutoTokenizer.from_pretrained(path)",
             )
-        self.given, self.name, self.was_loaded = tokenizer, name, tokenizer is not None
+        self.given, self.name = tokenizer, name
 
-    def load(self) -> Any:
-        """Return the tokenizer; None if there is none on this machine."""
-        if not self.was_loaded:
-            self.was_loaded, folder = True, _local_folder(self.name)
-            try:
-                self.given = folder and AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            except Exception:  # a folder without a tokenizer: libraries raise many kinds of errors
-                self.given = None
-        return self.given
+    @cached_property
+    def loaded(self) -> Any:
+        """The tokenizer; None if there is none on this machine."""
+        if self.given is not None:
+            return self.given
+        folder = _local_folder(self.name)
+        try:
+            return folder and AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception:  # a folder without a tokenizer: libraries raise many kinds of errors
+            return None
 
     def tokens(self, ids: list[int | None]) -> list[str]:
         """Return the strings of one text: "" for padding, and the position in place of an unknown id."""
         known = [number for number in ids if number is not None and number != PADDING]
-        strings = iter(self.load().convert_ids_to_tokens(known))
+        strings = iter(self.loaded.convert_ids_to_tokens(known))
         return [
             str(place) if number is None else "" if number == PADDING else str(next(strings))
             for place, number in enumerate(ids)
@@ -91,13 +92,10 @@ class InputIds:
     by_side: dict[str, Ids]
     tokenizer: Tokenizer
 
-    def tokens(self) -> Tokens | None:
-        """Return the labels of the positions; None if there is no tokenizer."""
-        return self._tokens
-
     @cached_property
-    def _tokens(self) -> Tokens | None:
-        if not self.by_side or self.tokenizer.load() is None:
+    def tokens(self) -> Tokens | None:
+        """The labels of the positions; None if there is no tokenizer."""
+        if not self.by_side or self.tokenizer.loaded is None:
             return None
         labels: Any = {side: [self.tokenizer.tokens(row) for row in ids] for side, ids in self.by_side.items()}
         return labels.get("", labels)  # type: ignore[no-any-return]
@@ -117,6 +115,12 @@ def _read_generated(model: PreTrainedModel) -> Any:
         return prepare(input_ids, *inputs, **options)
 
     return prepare_and_read
+
+
+def _length_without_padding(is_real: Tensor) -> int:
+    """Return the number of positions up to the last one that is not padding."""
+    places = is_real.nonzero()
+    return int(places[-1]) + 1 if len(places) else 0
 
 
 class TokenRecorder:
@@ -184,6 +188,6 @@ class TokenRecorder:
         else:
             rows = [[None] * start + new for new in ids.tolist()]
         if isinstance(mask, Tensor) and mask.shape == (len(ids), count):
-            lengths = [len(real.nonzero()) and int(real.nonzero()[-1]) + 1 for real in mask]
+            lengths = map(_length_without_padding, mask)
             rows = [row[:length] + [PADDING] * (count - length) for row, length in zip(rows, lengths, strict=True)]
         self.current = InputIds({**self.current.by_side, side: rows}, self.tokenizer)
