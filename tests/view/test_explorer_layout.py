@@ -165,7 +165,7 @@ def test_rounded_weights_are_written_with_their_error(tab, pages):
     assert f"roots rounded to 1/{count}" in tab.js("document.querySelector('.sl-scale').textContent")
     pairs = [(i, j) for i in (0, 100, 511) for j in (*range(max(i - 9, 0), min(i + 9, 512)), 0, 300, 511)]
     shown = tab.js(
-        f"{json.dumps(pairs)}.map(([i, j]) => sightline.layer.written(4, sightline.layer.weight(4, i, j).value))"
+        f"{json.dumps(pairs)}.map(([i, j]) => sightline.layer.formatWeight(4, sightline.layer.weight(4, i, j).value))"
     )
     kinds = set()
     for (i, j), (number, error) in zip(pairs, shown, strict=True):

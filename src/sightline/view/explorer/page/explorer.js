@@ -194,7 +194,7 @@ class Explorer {
     const { layer, state } = this, over = state.hover, pairs = [];
     const pairNode = (i, j) => {
       const { value, below } = layer.weight(state.head, i, j);
-      const [shown, error] = value === undefined ? [`≤ ${digits(below)}`, ''] : layer.written(state.head, value);
+      const [shown, error] = value === undefined ? [`≤ ${digits(below)}`, ''] : layer.formatWeight(state.head, value);
       const number = make('b', 'sl-number', { 'data-pair': `${i} ${j}` }, shown);
       return make('span', '', {}, make('span', 'sl-quoted', {}, visible(layer.queries[i])), ` ${count(i)} → `, make('span', 'sl-quoted', {}, visible(layer.keys[j])), ` ${count(j)}  `, number, error && ` ± ${error}`);
     };

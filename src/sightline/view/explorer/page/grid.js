@@ -1,7 +1,7 @@
 // The grid of small maps: rows of heads for each layer.
 
-// In pixels: smallest side of a small map, the same for fingers; and the largest share of the page's width.
-const SMALLEST = 20, FINGER = 44, WIDEST = 0.34;
+const MIN_MAP_SIDE = 20, MIN_TOUCH_SIDE = 44; // smallest side of a small map in pixels, for a mouse and for fingers
+const MAX_GRID_SHARE = 0.34; // of the width of the page
 const FIRST_PAINT = 1000; // milliseconds in which maps are painted at once, so that they are there as soon as the page is
 
 class Grid {
@@ -25,7 +25,7 @@ class Grid {
   layout() {
     const { layers, root } = this.page, heads = Math.max(...layers.map((layer) => layer.heads)), narrow = this.page.narrow();
     this.left = layers.length > 1 ? 26 : 0;
-    const width = (narrow ? this.scroller.clientWidth : root.clientWidth * WIDEST) - this.left - 4;
+    const width = (narrow ? this.scroller.clientWidth : root.clientWidth * MAX_GRID_SHARE) - this.left - 4;
     const height = this.scroller.clientHeight - 4 - layers.length * 4;
     const rowsOf = (columns) => layers.reduce((sum, layer) => sum + Math.ceil(layer.heads / columns), 0);
     const options = [];
@@ -34,13 +34,13 @@ class Grid {
       options.push({ columns, step, fitting: Math.floor(Math.min(step, height / rowsOf(columns))) });
     }
     let best = null;
-    if (narrow) best = options.filter(({ step }) => step >= FINGER).at(-1) ?? options[0]; // the reader scrolls through the rows
+    if (narrow) best = options.filter(({ step }) => step >= MIN_TOUCH_SIDE).at(-1) ?? options[0]; // the reader scrolls through the rows
     else {
       best = options.reduce((most, option) => (option.fitting > most.fitting ? option : most));
-      if (best.fitting >= SMALLEST) best.step = best.fitting;
-      else best = options.filter(({ step }) => step >= SMALLEST).at(-1) ?? options[0];
+      if (best.fitting >= MIN_MAP_SIDE) best.step = best.fitting;
+      else best = options.filter(({ step }) => step >= MIN_MAP_SIDE).at(-1) ?? options[0];
     }
-    const step = Math.max(best.step, SMALLEST); // a page of one head hides the grid, which then has no width
+    const step = Math.max(best.step, MIN_MAP_SIDE); // a page of one head hides the grid, which then has no width
     Object.assign(this, { columns: best.columns, step, gap: step > 40 ? 4 : 2 });
     this.places = [];
     let y = 0;

@@ -23,6 +23,28 @@ function huffmanTable(lengths) {
   return table;
 }
 
+/** The tables of literals and distances that a block begins with. */
+function readTables(take, symbol) {
+  const counts = [take(5) + 257, take(5) + 1], shortLengths = new Array(19).fill(0), lengths = [];
+  for (let k = take(4) + 4, place = 0; place < k; place++) shortLengths[CODE_LENGTH_ORDER[place]] = take(3);
+  const table = huffmanTable(shortLengths);
+  while (lengths.length < counts[0] + counts[1]) {
+    const code = symbol(table);
+    if (code < 16) lengths.push(code);
+    else {
+      const repeated = code === 16 ? lengths.at(-1) : 0;
+      for (let k = code === 16 ? take(2) + 3 : code === 17 ? take(3) + 3 : take(7) + 11; k > 0; k--) lengths.push(repeated);
+    }
+  }
+  return [huffmanTable(lengths.slice(0, counts[0])), huffmanTable(lengths.slice(counts[0]))];
+}
+
+/** The tables of a block that has none of its own. */
+function fixedTables() {
+  const lengths = Array.from({ length: 288 }, (_, k) => (k < 144 ? 8 : k < 256 ? 9 : k < 280 ? 7 : 8));
+  return [huffmanTable(lengths), huffmanTable(new Array(30).fill(5))];
+}
+
 /** The `size` bytes that DEFLATE data stand for. Throws an error if the data are damaged. */
 function inflate(data, size) {
   const out = new Uint8Array(size);
@@ -50,25 +72,6 @@ function inflate(data, size) {
     return entry >> 4;
   };
 
-  const readTables = () => {
-    const counts = [take(5) + 257, take(5) + 1], shortLengths = new Array(19).fill(0), lengths = [];
-    for (let k = take(4) + 4, place = 0; place < k; place++) shortLengths[CODE_LENGTH_ORDER[place]] = take(3);
-    const table = huffmanTable(shortLengths);
-    while (lengths.length < counts[0] + counts[1]) {
-      const code = symbol(table);
-      if (code < 16) lengths.push(code);
-      else {
-        const repeated = code === 16 ? lengths.at(-1) : 0;
-        for (let k = code === 16 ? take(2) + 3 : code === 17 ? take(3) + 3 : take(7) + 11; k > 0; k--) lengths.push(repeated);
-      }
-    }
-    return [huffmanTable(lengths.slice(0, counts[0])), huffmanTable(lengths.slice(counts[0]))];
-  };
-  const fixedTables = () => {
-    const lengths = Array.from({ length: 288 }, (_, k) => (k < 144 ? 8 : k < 256 ? 9 : k < 280 ? 7 : 8));
-    return [huffmanTable(lengths), huffmanTable(new Array(30).fill(5))];
-  };
-
   while (!last) {
     last = take(1) === 1;
     const kind = take(2);
@@ -78,7 +81,7 @@ function inflate(data, size) {
       take(16);
       for (let k = 0; k < length; k++) out[to++] = take(8);
     } else {
-      const [literals, distances] = kind === 1 ? fixedTables() : readTables();
+      const [literals, distances] = kind === 1 ? fixedTables() : readTables(take, symbol);
       for (let code = symbol(literals); code !== 256 && to <= size; code = symbol(literals)) {
         if (code < 256) out[to++] = code;
         else {

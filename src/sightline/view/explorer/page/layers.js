@@ -88,7 +88,7 @@ class Layer {
   get rounded() { return this.whole && Boolean(this.stored.levels); }
 
   /** A weight as the page writes it: [number, error], with an empty error if the number is exact or an upper bound. */
-  written(head, weight) {
+  formatWeight(head, weight) {
     if (!this.rounded || weight === 0) return [digits(weight), ''];
     const count = this.stored.levels, scale = this.stored.scales[head], level = Math.round(count * Math.sqrt(weight / scale));
     if (level === 1) return [`≤ ${digits((2.26 * scale) / count ** 2)}`, '']; // of small weights that are not 0

@@ -78,7 +78,7 @@ class Panel {
     const most = entries[0]?.weight || 1, { layer } = this.page;
     const rows = entries.map(({ at, weight }) => {
       const [i, j] = kind === 'looks' ? [from, at] : [at, from];
-      const bar = make('span', 'sl-bar'), [number, error] = layer.written(this.page.state.head, weight);
+      const bar = make('span', 'sl-bar'), [number, error] = layer.formatWeight(this.page.state.head, weight);
       bar.style.width = `${Math.max((100 * weight) / most, 1)}%`;
       return make('button', `sl-entry sl-entry-${kind}`,
         { type: 'button', 'data-i': i, 'data-j': j, 'data-at': at, 'data-side': kind === 'looks' && !layer.self ? 'key' : 'query', 'data-weight': weight, title: `${tokens[at]}   (${at}): ${error || number.startsWith('≤') ? number : weight}${error && ` ± ${error}`}` },
