@@ -90,15 +90,10 @@ class Table:
     def __getitem__(self, indices: Any) -> Expression:
         """Return the entry at the indices, or the `TableRow` of entries if there are fewer indices than axes."""
         indices = indices if isinstance(indices, tuple) else (indices,)
-        if indices and (indices[-1] is Ellipsis or (_is_slice(indices[-1]) and indices[-1] == slice(None))):
+        if indices and _is_whole_axis(indices[-1]):
             indices = indices[:-1]
-        if len(indices) > self.ndim or any(map(_is_slice, indices)):
-            raise FormulaError(
-                f"a table of shape {self.shape} read with {_describe_indices(indices)}",
-                f"one index for each of its {self.ndim} axes",
-                f"write table[{', '.join('bhij'[-self.ndim :])}] or the expressions you mean; "
-                "slice an array before the call",
-            )
+        if len(indices) > self.ndim or any(map(_is_axis_index, indices)):
+            raise _index_error(self, indices, "slice an array before the call")
         arguments = tuple([as_expression(index) for index in indices])
         for argument in arguments:
             if argument.kind != "int":
@@ -180,12 +175,7 @@ class TableRow:
 
     def to_expression(self) -> NoReturn:
         """Raise FormulaError, because a formula reads one entry of a table."""
-        raise FormulaError(
-            f"a table of shape {self.table.shape} read with {_describe_indices(self.indices)}",
-            f"one index for each of its {self.table.ndim} axes",
-            f"write table[{', '.join('bhij'[-self.table.ndim :])}] or the expressions you mean; torch.dot(x[i], y[j]) "
-            "for the product of two rows",
-        )
+        raise _index_error(self.table, self.indices, "torch.dot(x[i], y[j]) for the product of two rows")
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, inputs: Any = (), kwargs: Any = None) -> Any:
@@ -202,13 +192,23 @@ class TableRow:
         return first.dot(second) if isinstance(first, TableRow) else second.dot(first)
 
 
-def _is_slice(index: Any) -> bool:
+def _is_axis_index(index: Any) -> bool:
+    """True if the index selects no single entry of an axis."""
     return index is None or index is Ellipsis or isinstance(index, slice)
 
 
-def _describe_indices(indices: tuple[Any, ...]) -> str:
-    slices = "slices or None among " if any(map(_is_slice, indices)) else ""
-    return f"{slices}{len(indices)} indices"
+def _is_whole_axis(index: Any) -> bool:
+    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+
+
+def _index_error(table: Table, indices: tuple[Any, ...], cure: str) -> FormulaError:
+    """Return the error for indices that do not name one entry of a table; `cure` is an alternative to other indices."""
+    slices = "slices or None among " if any(map(_is_axis_index, indices)) else ""
+    return FormulaError(
+        f"a table of shape {table.shape} read with {slices}{len(indices)} indices",
+        f"one index for each of its {table.ndim} axes",
+        f"write table[{', '.join('bhij'[-table.ndim :])}] or the expressions you mean; {cure}",
+    )
 
 
 def _count_from_end(index: Expression, length: int) -> Expression:
