@@ -18,7 +18,7 @@ def test_every_level_keeps_its_bound(count, relative, rng):
     weights[1] *= np.float32(1e-3)
     weights[2, 3], weights[2, 4, 5] = 0, np.float32(1e-30)
     weights[0, 0, 0] = 1.5
-    scales = storage.scales_of(weights, relative=relative)
+    scales = storage.compute_scales(weights, relative=relative)
     levels = storage.to_levels(weights, count, scales)
     read = storage.from_levels(levels, count, scales)
     bound = scales[:, None, None].astype(np.float64) * (levels + 0.25) / count**2
@@ -31,7 +31,7 @@ def test_every_level_keeps_its_bound(count, relative, rng):
 
 def test_a_head_of_zeros():
     weights = np.zeros((1, 2, 3), np.float32)
-    scales = storage.scales_of(weights, relative=True)
+    scales = storage.compute_scales(weights, relative=True)
     assert not storage.from_levels(storage.to_levels(weights, 255, scales), 255, scales).any()
 
 

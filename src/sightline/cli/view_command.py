@@ -23,7 +23,7 @@ __all__ = ["collect_texts", "load_model", "view"]
 EXAMPLE = 'sightline view --model ./my-model "the cat ate the rat"'
 MODEL_FOLDER = "a directory that save_pretrained wrote"
 STEPS = ("loading the model", "running the model", "writing the page")
-ROUNDED_BYTES = 0.375  # of a trained model's weight, rounded to 8 bits and compressed
+ROUNDED_BYTES = 0.375  # bytes on the page for one weight of a trained model, rounded to 8 bits and compressed
 MAX_MAP_SIDE = 256  # largest number of cells per side of the pooled map that replaces weights too large for a page
 
 

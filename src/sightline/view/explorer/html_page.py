@@ -17,7 +17,7 @@ from ...errors import ParameterError
 from ..terminal import CIVIDIS
 from .data import Exploration, Layer, Links
 from .from_recording import from_seen
-from .storage import pack, scales_of, to_levels
+from .storage import compute_scales, pack, to_levels
 
 __all__ = ["html", "program", "save_html", "serialise", "short_name", "style"]
 
@@ -119,7 +119,7 @@ def serialise(data: Exploration) -> tuple[dict[str, Any], list[str]]:
     def layer_record(place: int, layer: Layer) -> dict[str, Any]:
         cells, scales = layer.cells, None
         if layer.levels is not None:
-            scales = scales_of(cells, relative=layer.how != "whole")
+            scales = compute_scales(cells, relative=layer.how != "whole")
             cells = to_levels(cells, layer.levels, scales)
         return {
             "name": layer.name,

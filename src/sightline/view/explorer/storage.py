@@ -20,7 +20,16 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BASE64_RATIO", "LEVELS", "MAP_LEVELS", "choose_levels", "from_levels", "pack", "scales_of", "to_levels"]
+__all__ = [
+    "BASE64_RATIO",
+    "LEVELS",
+    "MAP_LEVELS",
+    "choose_levels",
+    "compute_scales",
+    "from_levels",
+    "pack",
+    "to_levels",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -52,7 +61,7 @@ def to_levels(weights: Array, count: int, scales: Array) -> Array:
     return levels
 
 
-def scales_of(weights: Array, *, relative: bool) -> Array:
+def compute_scales(weights: Array, *, relative: bool) -> Array:
     """Return the weight (H,) float32 that the highest level of each head stands for.
 
     It is 1, or the largest weight of the head if `relative` is true or that weight is above 1.
@@ -75,7 +84,7 @@ def choose_levels(weights: Sequence[Array], limit: float) -> int | None:
     total = sum(array.size for array in weights)
     step = max(total // SAMPLED_WEIGHTS, 1)
     sampled = [array[:, :, step // 2 % array.shape[2] :: step] for array in weights]
-    scales = [scales_of(array, relative=False) for array in weights]
+    scales = [compute_scales(array, relative=False) for array in weights]
     share = total / sum(array.size for array in sampled)
 
     def fits(count: int) -> bool:
