@@ -119,7 +119,10 @@ class Explorer {
       layer.self ? plural(layer.n, 'token') : `${plural(layer.n, 'query').replace('querys', 'queries')} on ${plural(layer.m, 'key')}`].join(' · ');
     this.where.textContent = `${layer.name} · head ${layer.headName(state.head)}`;
     if (!before || change.text !== undefined) this.grid.reset();
-    else [this.grid.draw(), this.grid.reveal()];
+    else {
+      this.grid.draw();
+      this.grid.reveal();
+    }
     this.map.reset(same);
     this.inited = true;
     this.link();

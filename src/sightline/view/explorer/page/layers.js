@@ -84,7 +84,7 @@ class Layer {
     return found ? { value: found.weight } : { below: row.at(-1)?.weight ?? 0 };
   }
 
-  /** Whether the page stores weights of pairs rounded. */
+  /** True if the page stores rounded weights of pairs. */
   get rounded() { return this.whole && Boolean(this.stored.levels); }
 
   /** A weight as the page writes it: [number, error], with an empty error if the number is exact or an upper bound. */
