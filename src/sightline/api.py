@@ -150,7 +150,7 @@ def attend(
         score, scale = fold_scale(score, scale)
     plain_arrays = key, value, mask
     if value is None and type(key) is KVCache:
-        plain_arrays = as_arrays(query, key, mask, score, sinks is not None or bool(see))
+        plain_arrays = as_arrays(query, key, mask, score, see, sinks is not None)
     description = describe(query, plain_arrays[2], score, scale, sinks, dropout, seed, see, kernel, threads)
     request = None
     if description is not None:

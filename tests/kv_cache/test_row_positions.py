@@ -10,6 +10,7 @@ from sightline.errors import FormulaError
 from sightline.kv_cache.row_positions import compares_rows
 
 B, H, D = 2, 3, 4
+DOCUMENTS = torch.arange(24) // 4
 SLOPES = np.array([0.5, 0.25, 0.125])
 WRONG = {
     "causal": {"mask": sightline.causal()},
@@ -23,6 +24,17 @@ WRONG = {
     "symmetric alibi": {"score": s - table(SLOPES)[h] * abs(i - j)},
     "alibi beside sinks": {"score": sightline.alibi(SLOPES), "sinks": np.zeros(H)},
     "alibi with its lse": {"score": sightline.alibi(SLOPES), "see": [sightline.lse()]},
+    "shifted key": {"mask": i >= j + 1},
+    "shifted row": {"mask": i + 1 > j},
+    "row as a float": {"mask": 1.0 * i >= j},
+    "blocks": {"mask": i // 4 == j // 4},
+    "smaller position": {"mask": np.minimum(i, j) < 2},
+    "documents": {"mask": sightline.documents(np.arange(24) // 4)},
+    "documents of a function": {"mask": lambda b, h, q_idx, kv_idx: DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]},
+    "bias by position": {"score": s + table(np.zeros((24, 24)))[i, j]},
+    "table of distances": {"mask": table(np.arange(48) % 2 == 0)[i - j + 24]},
+    "condition of a statistic": {"see": [sightline.mass(i - j < 3)]},
+    "condition of a mean": {"see": [sightline.mass(sightline.causal()).rows([0]).mean("heads")]},
     "distance times key": {"score": s - (i - j) * j},
 }
 RIGHT = {
@@ -30,6 +42,15 @@ RIGHT = {
     "lower right": {"mask": sightline.causal("lower right")},
     "alibi": {"score": sightline.alibi(SLOPES)},
     "shifted": {"mask": i + 5 >= j},
+    "window of shifted rows": {"mask": i + 5 - j < 3},
+    "blocks of shifted rows": {"mask": (i + 5) // 4 == j // 4},
+    "shifted keys": {"mask": j - 5 <= i},
+    "shift by m": {"mask": i - j >= n - m},
+    "shift by a table": {"mask": i + table(np.array([5, 5]))[b] >= j},
+    "array of rows": {"mask": np.arange(6)[None] % 4 != 2},
+    "table of rows": {"score": s + table(np.zeros((1, 24)))[i, j]},
+    "sum of separate terms": {"score": s - 0.1 * (i // 4 - j // 4)},
+    "conditions of keys": {"see": [sightline.mass(j < 2), sightline.mass(i + 5 - j < 3)]},
     "softcap": {"score": sightline.softcap(5.0)},
     "rows alone": {"mask": (i % 2 == 0) | (j < 3)},
 }
@@ -57,8 +78,9 @@ def test_rows_in_place_of_positions_are_refused(rng, name):
 @pytest.mark.parametrize("name", RIGHT)
 def test_formulas_that_do_not_need_positions_are_computed(rng, name):
     cache, query = cache_of(rng, 5, 1), query_of(rng, 1)
-    output = sightline.attention(query, cache, **RIGHT[name])
-    np.testing.assert_array_equal(output, sightline.attention(query, cache.key, cache.value, **RIGHT[name]))
+    found = sightline.attention(query, cache, **RIGHT[name])
+    expected = sightline.attention(query, cache.key, cache.value, **RIGHT[name])
+    np.testing.assert_equal(found, expected)
 
 
 def test_the_cure_is_right(rng):

@@ -392,7 +392,7 @@ class KVCache:
 
 
 def as_arrays(
-    query: Any, cache: KVCache, mask: Any, score: Any = None, needs_lse: bool = False
+    query: Any, cache: KVCache, mask: Any, score: Any = None, see: Any = (), has_sinks: bool = False
 ) -> tuple[Any, Any, Any]:
     """Return (key, value, mask) of attention on a cache, with plain arrays in place of the cache if they suffice.
 
@@ -400,15 +400,15 @@ def as_arrays(
     sequences have the same length. The mask is None or a formula, to which a condition is added that hides the
     positions beyond each sequence's end; torch.compile does not trace this. The mask is the last result of `causal`.
 
-    `check_row_positions` checks mask and score.
+    `check_row_positions` checks mask, score and the conditions of `see`.
 
     The causal mask is dropped if the query is the newest position of every sequence, because such a query sees every
     key.
     """
     if type(query) is not type(cache._key) or query.dtype != cache._key.dtype:
         return cache, None, mask
-    if not (score is None and (mask is None or mask is cache._issued_mask)) and query.ndim > 1:
-        check_row_positions(cache, query.shape[-2], mask, score, needs_lse)
+    if not (score is None and not see and (mask is None or mask is cache._issued_mask)) and query.ndim > 1:
+        check_row_positions(cache, query.shape[-2], mask, score, see, has_sinks)
     if mask is not None and mask is cache._all_visible_mask and query.shape[-2:-1] == (1,):
         mask = None
     elif not cache._has_equal_lengths and (mask is None or mask is not cache._issued_mask):
@@ -421,7 +421,7 @@ def as_arrays(
 
 
 def unpack_cache(
-    query: Any, key: Any, value: Any, mask: Any, score: Any, needs_lse: bool
+    query: Any, key: Any, value: Any, mask: Any, score: Any, see: Any, has_sinks: bool
 ) -> tuple[Any, Any, Expression | None]:
     """Return (key, value, condition) for the arguments of attention, with arrays in place of a cache.
 
@@ -442,7 +442,7 @@ def unpack_cache(
         return key, value, None
     keys, values = key._view(key._max_length)
     if getattr(query, "ndim", 0) > 1:
-        check_row_positions(key, query.shape[-2], mask, score, needs_lse)
+        check_row_positions(key, query.shape[-2], mask, score, see, has_sinks)
     if framework(query) == framework(keys) and dtype_name(query) in FLOATS and dtype_name(query) != key.dtype:
         cast = "to" if framework(query) == "torch" else "astype"
         raise DtypeError(

@@ -5,23 +5,25 @@ The row `i` of a query is not the query's position in its sequence if the cache 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from ..errors import FormulaError
 from ..formula import from_function
-from ..formula.expression import SYMBOLS, Apply, Expression, is_compiling, walk
+from ..formula.expression import SYMBOLS, Apply, Constant, Expression, Lookup, is_compiling, walk
 
 if TYPE_CHECKING:
+    from ..formula.tables import Table
     from .cache import KVCache
 
 __all__ = ["check_row_positions", "compares_rows"]
 
-COMPARISONS = ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
 LINEAR = ("add", "subtract", "negative", "multiply", "divide")
 ARGUMENTS = {"mask": "b h i j", "score": "s b h i j"}
+NONE, ROW, KEY, PAIR = range(4)  # whether a number depends on the row i, the key j or both
 
 
-def check_row_positions(cache: KVCache, n: int, mask: Any, score: Any, needs_lse: bool) -> None:
+def check_row_positions(cache: KVCache, n: int, mask: Any, score: Any, see: Any = (), has_sinks: bool = False) -> None:
     """Raise FormulaError if a formula would take the rows of n queries for their positions, and they are not.
 
     The queries of a call are numbered from 0, so in `i >= j` the newest token after 100 others is at i = 0, and would
@@ -31,46 +33,95 @@ def check_row_positions(cache: KVCache, n: int, mask: Any, score: Any, needs_lse
     ----------
     cache : the cache that the call reads
     n : the number of queries
-    mask, score : those of `attention`
-    needs_lse : True if the result depends on lse, by sinks or statistics, and not on the weights alone
+    mask, score, see : those of `attention`; the conditions of `see` are checked as masks are
+    has_sinks : True if `attention` has sinks
     """
     if is_compiling() or cache.rows_are_positions(n):
         return
-    for name, given in (("mask", mask), ("score", score)):
+    needs_lse = has_sinks or bool(see)
+    for name, role, given in (("mask", "mask", mask), ("score", "score", score), *_conditions(see)):
         if given is None or hasattr(given, "dtype") or not (isinstance(given, Expression) or callable(given)):
             continue
-        formula = from_function.to_formula(given, name, ARGUMENTS[name])
-        if compares_rows(formula, needs_lse) or _counts_from_the_end(formula, cache, n):
+        formula = from_function.to_formula(given, role, ARGUMENTS[role])
+        if compares_rows(formula, needs_lse, n, _shift(cache, n)) or _counts_from_the_end(formula, cache, n):
             raise _error(name, formula, cache, n)
 
 
-def compares_rows(formula: Expression, needs_lse: bool = False) -> bool:
-    """True if the formula compares the symbols i and j, or uses i − j in any way but linearly.
+def _conditions(see: Any) -> list[tuple[str, str, Any]]:
+    """Return (name, role, formula) of the condition of each statistic `mass`."""
+    found: list[tuple[str, str, Any]] = []
+
+    def collect(condition: Any) -> Any:
+        found.append(("condition of mass", "mask", condition))
+        return condition
+
+    for statistic in see if isinstance(see, list | tuple) else ():
+        if hasattr(statistic, "map_formulas"):  # other objects are refused later
+            statistic.map_formulas(collect)
+    return found
+
+
+def _shift(cache: KVCache, n: int) -> float:
+    """Return the position of row 0 in all sequences; ∞ if it differs between them."""
+    first = cache.positions(None if n == cache.num_newest else n)[:, 0]
+    return float(first[0]) if first.size and (first == first[0]).all() and first[0] > 0 else math.inf
+
+
+def compares_rows(formula: Expression, needs_lse: bool = False, n: int | None = None, shift: float = math.inf) -> bool:
+    """True if the formula compares the row i of a query with the key j, or joins them in any way but by a sum.
 
     A score that is linear in i − j, such as that of `alibi`, has the same weights if i is shifted by a constant,
     because the shift adds the same number to all scores of a query. It has another lse: True if `needs_lse`.
+
+    Three things make a position of a row. A whole number is added to it that comes from m or from a table, or that is
+    at least `shift`, the position of row 0. The comparison reads m. The row is the index of an axis with n entries, one
+    for each row.
     """
-    pair = {id(SYMBOLS["i"]), id(SYMBOLS["j"])}
-    differences: set[int] = set()  # nodes that are linear in i − j
+    uses: dict[int, int] = {id(SYMBOLS["i"]): ROW, id(SYMBOLS["j"]): KEY}
     for node in walk(formula):
-        arguments = {id(argument) for argument in node.arguments}
-        if isinstance(node, Apply) and arguments == pair:
-            if node.operator in COMPARISONS:
-                return True
-            differences |= {id(node)} if node.operator == "subtract" else set()
-        elif arguments & differences:
-            if not (isinstance(node, Apply) and node.operator in LINEAR and _is_linear(node, differences)):
-                return True
-            differences.add(id(node))
-    return needs_lse and bool(differences)
+        use = uses.get(id(node), NONE)
+        for place, argument in enumerate(node.arguments):
+            is_position = isinstance(node, Lookup) and argument is SYMBOLS["i"] and _has_rows(node.table, place, n)
+            use |= NONE if is_position else uses[id(argument)]
+        if node.arguments and use and _is_shifted(node, shift):
+            use = NONE
+        elif node.arguments and use == PAIR and not _is_linear(node, uses):
+            return True
+        uses[id(node)] = NONE if node.kind == "bool" else use
+    return needs_lse and uses[id(formula)] == PAIR
 
 
-def _is_linear(node: Apply, differences: set[int]) -> bool:
-    """True if a sum, product or quotient is linear in i − j, and its coefficient is the same for all keys."""
+def _has_rows(table: Table, axis: int, n: int | None) -> bool:
+    """True if the axis of a table is for the n rows of a call, and not for the positions of a sequence."""
+    return bool(table.axes and table.axes[axis] == "i") or n is None or table.shape[axis] == n
+
+
+def _is_shifted(node: Expression, shift: float) -> bool:
+    """True if a sum of whole numbers makes a position of a row, or if a comparison reads m, the number of keys."""
+    if not isinstance(node, Apply) or len(node.arguments) != 2:
+        return False
+    if node.kind == "bool":
+        return "m" in node.free_symbols
+    if node.kind != "int" or node.operator not in ("add", "subtract"):
+        return False
+    for other, term in (node.arguments, node.arguments[::-1]):
+        if isinstance(other, Constant):
+            number = -other.value if node.operator == "subtract" else other.value
+            if (term is SYMBOLS["i"] and number >= shift) or (term is SYMBOLS["j"] and -number >= shift):
+                return True
+        elif not {"i", "j"} & other.free_symbols and ("m" in other.free_symbols or other.tables):
+            return True
+    return False
+
+
+def _is_linear(node: Expression, uses: dict[int, int]) -> bool:
+    """True if a sum, product or quotient is linear in a number of rows and keys, with one coefficient for all keys."""
+    if not isinstance(node, Apply) or node.operator not in LINEAR:
+        return False
     if node.operator not in ("multiply", "divide"):
         return True
-    others = [argument for argument in node.arguments if id(argument) not in differences]
-    divides = node.operator == "divide" and id(node.arguments[1]) in differences
+    others = [argument for argument in node.arguments if uses[id(argument)] == NONE]
+    divides = node.operator == "divide" and uses[id(node.arguments[1])] != NONE
     return len(others) == 1 and not divides and not {"i", "j", "s"} & others[0].free_symbols
 
 
