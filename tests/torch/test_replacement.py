@@ -1,5 +1,6 @@
 """`replacing`: attention of this library in programs that call torch's function."""
 
+import pickle
 import sys
 import types
 
@@ -28,6 +29,11 @@ class Block(nn.Module):
         q, k, v = self.qkv(x).reshape(B, N, 3, 4, C // 4).permute(2, 0, 3, 1, 4).unbind(0)
         x = functional.scaled_dot_product_attention(q, k, v)
         return self.out(x.transpose(1, 2).reshape(B, N, C))
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        return functional.scaled_dot_product_attention(x, x, x)
 
 
 @pytest.fixture
@@ -99,6 +105,40 @@ def test_nested_contexts_both_count(x):
         functional.scaled_dot_product_attention(x, x, x)
     assert (outer.served.total(), inner.served.total()) == (2, 1)
     assert functional.scaled_dot_product_attention is torch_attention
+
+
+def test_contexts_end_in_any_order(x):
+    first, second = sightline.torch.replacing(), sightline.torch.replacing()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert functional.scaled_dot_product_attention is replacement_function
+    assert not mha.get_fastpath_enabled()
+    second.__exit__(None, None, None)
+    assert functional.scaled_dot_product_attention is torch_attention
+    assert mha.get_fastpath_enabled()
+
+
+def test_what_keeps_the_replacement_calls_torch_after_the_context(x, monkeypatch):
+    monkeypatch.setitem(sys.modules, "imported_inside", types.ModuleType("imported_inside"))
+    with sightline.torch.replacing() as replacement:
+        kept = functional.scaled_dot_product_attention
+        sys.modules["imported_inside"].attention = kept
+        assert pickle.loads(pickle.dumps(kept)) is kept
+    assert sys.modules["imported_inside"].attention is torch_attention
+    assert torch.equal(kept(x, x, x), torch_attention(x, x, x))
+    assert replacement.served.total() == 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_operands_that_are_no_plain_tensors_go_to_torch(x):
+    nested = torch.nested.nested_tensor([torch.ones(2, 3, 4), torch.ones(2, 5, 4)])
+    with sightline.torch.replacing():
+        functional.scaled_dot_product_attention(nested, nested, nested)
+        traced = torch.fx.symbolic_trace(Attention())
+        with pytest.raises(TypeError, match="argument 'key'"):
+            functional.scaled_dot_product_attention(x, None, x)
+    assert torch.equal(traced(x), torch_attention(x, x, x))
 
 
 def test_what_no_generated_kernel_serves_is_left_to_torch(x):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ from ..streaming import Streaming
 from .dispatch import kernels
 from .functional import convert_arguments, scaled_dot_product_attention
 from .fused import Fused
-from .hooks import restore_on_exit
 from .nested import is_nested
 
 __all__ = ["Replacement", "replacing"]
@@ -121,7 +121,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_lock = threading.Lock()
 _active: list[Replacement] = []
+_had_fast_path: list[bool] = []  # torch's setting before the first active context
 _reasons: dict[ReplacedCall, str | None] = {}  # the results of `_reason_to_leave`
 
 
@@ -146,8 +148,8 @@ def replacing() -> Iterator[Replacement]:
     -----
     `torch.nn.MultiheadAttention` with need_weights=True does not call the function; `sightline.torch.watch` sees its
     weights. `torch.compile` keeps the function that it has traced: compile inside the context, and call
-    `torch.compiler.reset()` after it. Modules that are first imported inside the context by
-    `from torch.nn.functional import scaled_dot_product_attention` keep the replacement, so import them before.
+    `torch.compiler.reset()` after it. `torch.jit.script` cannot compile the replacement. An object that has stored the
+    replacement, and not a module's attribute, calls torch's function after the context.
 
     Examples
     --------
@@ -160,29 +162,33 @@ def replacing() -> Iterator[Replacement]:
       1 × query (1, 2, 5, 4), key (1, 2, 5, 4), value (1, 2, 5, 4), float32 on cpu
     """
     replacement = Replacement()
-    with ExitStack() as exit_stack:
-        exit_stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
-        for module, name in _find_references():
-            exit_stack.enter_context(restore_on_exit(module, name))
-            setattr(module, name, _attend)
-        mha.set_fastpath_enabled(False)
+    with _lock:
+        if not _active:
+            _had_fast_path.append(mha.get_fastpath_enabled())
         _active.append(replacement)
-        exit_stack.callback(_active.remove, replacement)
+    try:
+        with _lock:
+            _set_references(torch_attention, _attend)
+            mha.set_fastpath_enabled(False)
         yield replacement
+    finally:
+        with _lock:
+            _active.remove(replacement)
+            if not _active:  # contexts of several threads may end in any order
+                _set_references(_attend, torch_attention)
+                mha.set_fastpath_enabled(_had_fast_path.pop())
 
 
-def _find_references() -> list[tuple[Any, str]]:
-    """Return (module, name) of every attribute of a loaded module that is torch's function or the replacement."""
-    return [
-        (module, name)
-        for module_name, module in list(sys.modules.items())
-        if not module_name.startswith(OWN_PACKAGES)
-        for name, value in list(getattr(module, "__dict__", {}).items())
-        if value is torch_attention or value is _attend
-    ]
+def _set_references(old: Any, new: Any) -> None:
+    """Set every attribute of a loaded module that is the function `old` to `new`."""
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith(OWN_PACKAGES):
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                if value is old:
+                    setattr(module, name, new)
 
 
-@wraps(scaled_dot_product_attention)
+@wraps(scaled_dot_product_attention, assigned=("__name__", "__doc__"))  # pickle needs this function's own place
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -194,6 +200,8 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    if not _active or not all(map(_is_plain, (query, key, value) if attn_mask is None else arguments[:4])):
+        return torch_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
     if torch.compiler.is_compiling():
         return scaled_dot_product_attention(*arguments)
     call = ReplacedCall.of(*arguments)
@@ -214,6 +222,14 @@ def _attend(
     for replacement in _active:
         replacement.left[call, reason] += 1
     return torch_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
+
+
+def _is_plain(array: Any) -> bool:
+    """True for tensors. torch.fx traces with other objects, and torch's errors name the arguments that are wrong.
+
+    False for nested tensors of the older, strided layout, which have no shape.
+    """
+    return isinstance(array, Tensor) and not (array.is_nested and array.layout is torch.strided)
 
 
 def _reason_to_leave(
