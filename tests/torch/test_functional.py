@@ -37,6 +37,15 @@ def test_agrees_with_torch(name):
     torch.testing.assert_close(found, gradients)
 
 
+@pytest.mark.parametrize("mask", [True, False, -0.5], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_without_axes(mask, is_causal):
+    x = torch.arange(24.0).reshape(3, 8) / 24
+    found = scaled_dot_product_attention(x, x, x, torch.tensor(mask), is_causal=is_causal)
+    expected = functional.scaled_dot_product_attention(x, x, x, is_causal=is_causal)
+    torch.testing.assert_close(found, 0 * expected if mask is False else expected)
+
+
 @pytest.mark.parametrize("shapes", [((1, 8), (8,), (8,)), ((2, 4, 0), (2, 4, 3), (2, 4, 3))], ids=str)
 def test_operands_that_torch_refuses_are_refused(shapes):
     with pytest.raises(ShapeError):

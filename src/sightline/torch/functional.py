@@ -119,12 +119,13 @@ def convert_arguments(
                 "attn_mask=mask != 0 if it holds zeros and ones",
             )
         array = attn_mask if ndim == 4 else align_mask(attn_mask, query, key, value)
+        array = array if array.ndim else array[None]
         if array.is_floating_point():
             score = array
-        elif array.dtype is torch.bool and mask is None and array.ndim:
+        elif mask is None:
             mask = array
         else:
-            mask = dense(array) if mask is None else mask & dense(array)
+            mask = mask & dense(array)
     return query, key, value, mask, score, scale, without_batch
 
 
