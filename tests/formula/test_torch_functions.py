@@ -64,6 +64,9 @@ SAME = {  # by name: a function of the float x, the integer y and the condition 
     "isin": lambda x, y, c: torch.isin(y, torch.tensor([2, -3, 2])) ^ torch.isin(y, torch.tensor([0]), invert=True),
     "isin of nothing": lambda x, y, c: torch.isin(y, torch.tensor([], dtype=torch.int64)),
     "bits": lambda x, y, c: (y & 5) + (y | 6) + (y ^ 3) + (y << 2) + (y >> 1) + torch.bitwise_and(y, y + 3),
+    "bits of a negation": lambda x, y, c: torch.bitwise_not(y) + torch.where(torch.bitwise_not(c), 1, 0),
+    "sums of conditions": lambda x, y, c: torch.where((c + (x > 0)) == 1, 1, 0) + (c + True + c),
+    "products of conditions": lambda x, y, c: c * (x > 0) + c * c,
     "bits of a tensor": lambda x, y, c: torch.tensor(6) & y | torch.tensor(9) ^ y,
     "multiples": lambda x, y, c: torch.add(x, y, alpha=2) - torch.sub(x, y, alpha=0.5) + torch.rsub(x, 1),
     "other orders": lambda x, y, c: TORCH_TENSOR - x + TORCH_TENSOR * y + 2.0 ** (TORCH_TENSOR / (y * y + 1)),
@@ -233,6 +236,25 @@ def test_captured_lists_without_arrays_stay_the_same_objects():
 
     read_mask(counted)
     assert calls[0] is i
+
+
+def test_a_function_without_a_module_is_called():
+    names = {}
+    exec("def mask(b, h, q_idx, kv_idx):\n    return q_idx >= kv_idx", names)  # as code generators do
+    assert names["mask"].__module__ is None
+    assert read_mask(names["mask"]) is (i >= j)
+
+
+def test_a_function_with_arrays_writes_to_its_nonlocal_variables():
+    calls, slopes = 0, np.ones(2)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        nonlocal calls
+        calls += 1
+        return score * slopes[h]
+
+    read_score(score_mod)
+    assert calls == 1
 
 
 def test_a_negative_index_counts_from_the_end():

@@ -90,6 +90,12 @@ def bitwise_xor(input: Any, other: Any) -> Expression:
     return x + y - 2 * apply("bitwise_and", x, y) if x.kind == y.kind == "int" else apply("logical_xor", x, y)
 
 
+def bitwise_not(input: Any) -> Expression:
+    """Return the negation of a condition, and −input − 1 for a whole number."""
+    x = as_expression(input)
+    return -x - 1 if x.kind == "int" else apply("logical_not", x)
+
+
 def shift_left(input: Any, other: Any) -> Expression:
     """Return input · 2^other, for a whole number `other` that is not a formula."""
     return apply("multiply", _check_whole(input, "<<"), 2 ** _read_shift(other))
@@ -266,6 +272,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "bitwise_and": bitwise_and,
     "bitwise_or": bitwise_or,
     "bitwise_xor": bitwise_xor,
+    "bitwise_not": bitwise_not,
     "bitwise_left_shift": shift_left,
     "bitwise_right_shift": shift_right,
     "isin": isin,

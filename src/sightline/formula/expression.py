@@ -43,6 +43,7 @@ __all__ = [
     "where",
 ]
 
+OPERATORS_ON_CONDITIONS = {"add": "logical_or", "multiply": "logical_and"}
 MAX_EXACT_INTEGER = 2**53  # bounds of whole numbers are float64, which is not exact for larger integers
 
 
@@ -307,10 +308,15 @@ def _read_number(array: Any) -> Any:
 
 
 def apply(operator: str, *values: Any) -> Expression:
-    """Return the operator applied to formulas or numbers. Raise FormulaError if a number stands for a condition."""
+    """Return the operator applied to formulas or numbers. Raise FormulaError if a number stands for a condition.
+
+    As in NumPy and torch, the sum of two conditions is `or`, and their product is `and`.
+    """
     arguments = tuple([value if isinstance(value, Expression) else as_expression(value) for value in values])
-    rule = OPERATORS[operator]
     kinds = tuple([argument.kind for argument in arguments])
+    if kinds == ("bool", "bool"):
+        operator = OPERATORS_ON_CONDITIONS.get(operator, operator)
+    rule = OPERATORS[operator]
     not_bool = [k for k in rule.conditions if kinds[k] != "bool"]
     if not_bool:
         argument = arguments[not_bool[0]]

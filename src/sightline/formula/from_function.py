@@ -49,7 +49,7 @@ def to_formula(value: Any, argument: str, symbols: str) -> Expression:
     if isinstance(value, Expression) or not callable(value):
         return as_expression(value)
     names = symbols.split()
-    if getattr(value, "__module__", "").startswith("sightline."):
+    if (getattr(value, "__module__", None) or "").startswith("sightline."):  # None for functions that `exec` made
         name = f"sightline.{value.__name__}"
         raise FormulaError(
             f"{argument} is the function {name} itself", "the formula that it returns", f"call it: {name}(...)"
@@ -143,12 +143,16 @@ def _wrap_arrays(function: Any, depth: int = MAX_FUNCTION_DEPTH) -> Any:
     if all(_is_same(new.values(), old.values()) for new, old in zip(readable, given, strict=True)):
         return function
     cells, changed, defaults, keyword_defaults = readable
+    new_cells = [  # a cell without arrays stays the function's own, which `nonlocal` writes to
+        cell if value is cell.cell_contents else types.CellType(value)
+        for cell, value in zip(closure, cells.values(), strict=True)
+    ]
     copy = types.FunctionType(
         function.__code__,
         {**scope, **changed},
         function.__name__,
         tuple(defaults.values()) or None,
-        tuple(map(types.CellType, cells.values())),
+        tuple(new_cells),
     )
     copy.__kwdefaults__ = keyword_defaults
     return copy
