@@ -7,7 +7,7 @@ import torch
 
 import sightline
 from sightline.errors import ParameterError, ShapeError, UnknownArgumentError
-from sightline.migration import CURES, OPTIONS
+from sightline.migration import CURES, OPTIONS, OPTIONS_OF
 
 B, H, N, M, D = 2, 4, 7, 9, 8
 
@@ -121,6 +121,19 @@ def test_no_cure_stands_for_an_option():
     assert not set(CURES) & set(OPTIONS)
 
 
-def test_the_options_are_those_of_attention():
-    parameters = sightline.attention.__kwdefaults__
-    assert tuple(parameters) == OPTIONS
+def test_the_options_are_those_of_the_functions():
+    assert tuple(sightline.attention.__kwdefaults__) == OPTIONS
+    for function, options in OPTIONS_OF.items():
+        assert tuple(getattr(sightline, function).__kwdefaults__) == options
+
+
+@pytest.mark.parametrize(("function", "name"), [("tiles", "dropout"), ("attention", "source")])
+def test_an_option_of_another_function_is_left_out(arrays, function, name):
+    with pytest.raises(UnknownArgumentError, match=f"leave {name}= out"):
+        getattr(sightline, function)(*arrays, **{name: None})
+
+
+def test_one_statistic_without_a_list(arrays):
+    for convert in (np.asarray, torch.from_numpy):
+        _, (found,) = sightline.attention(*map(convert, arrays), see=sightline.lse())
+        np.testing.assert_array_equal(found, sightline.attention(*arrays, see=[sightline.lse()])[1][0])

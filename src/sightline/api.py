@@ -17,7 +17,7 @@ from .kernel import choose
 from .kv_cache import KVCache, as_arrays
 from .migration import refuse_arguments
 from .problem import make_problem
-from .statistics import Statistic, Tile
+from .statistics import Statistic, StatisticBase, Tile
 from .streaming import Streaming
 from .validation import Layout, check_choice, fold_scale, read_score, split_names, to_heads_first
 
@@ -146,6 +146,8 @@ def attend(
     `score` may also be an array (..., n, m), the bias that is added to the scores. `by_position` is True if the arrays
     are views of arrays with the positions before the heads; compiled programs of JAX then make no copies.
     """
+    if isinstance(see, StatisticBase):
+        see = (see,)
     if scale is not None and getattr(scale, "requires_grad", False) and not is_compiling():
         score, scale = fold_scale(score, scale)
     plain_arrays = key, value, mask

@@ -17,6 +17,7 @@ __all__ = ["OPTIONS", "refuse_arguments"]
 
 # the options of `attention`, in the order of its signature
 OPTIONS = ("mask", "score", "scale", "sinks", "dropout", "seed", "see", "kernel", "threads", "layout")
+OPTIONS_OF = {"explain": (*OPTIONS, "source"), "tiles": ("mask", "score", "scale", "sinks", "layout")}
 
 _CAUSAL = 'mask=sightline.causal(); causal("lower right") if the queries are the last positions of the keys'
 _MASK_ARRAY = (
@@ -44,7 +45,7 @@ CURES: dict[str, str] = {
     "training": "dropout=0.1 in training, and dropout=0 otherwise",
     **dict.fromkeys(("enable_gqa", "num_key_value_groups"), _GROUPS),
     "score_mod": "score=score_mod; a function (score, b, h, q_idx, kv_idx) works unchanged",
-    "block_mask": "mask=mask_mod, the function from which the block mask was made; it needs no create_block_mask",
+    "block_mask": "mask=mask_mod, which needs no create_block_mask; mask=block_mask works too",
     "mask_mod": "mask=mask_mod; a function (b, h, q_idx, kv_idx) works unchanged",
     **dict.fromkeys(("return_lse", "return_softmax_lse", "return_aux", "return_residual"), _LSE),
     **dict.fromkeys(
@@ -84,21 +85,24 @@ def refuse_arguments(function: str, positional: Sequence[Any], unknown: dict[str
       allowed: query, key, value, mask=, score=, scale=, sinks=, dropout=, seed=, see=, kernel=, threads=, layout=
       cure:    for softmax_scale= write scale=number
     """
+    options = OPTIONS_OF.get(function, OPTIONS)
     if unknown:
         given = f"{function}(..., {', '.join(f'{name}=' for name in unknown)})"
-        cure = "; ".join(map(_suggest, unknown))
+        cure = "; ".join(_suggest(name, options) for name in unknown)
     else:
         kinds = ", ".join(type(argument).__name__ for argument in positional)
         given = f"{function} with positional arguments after value: {kinds}"
         cure = POSITIONAL_CURE
-    raise UnknownArgumentError(given, "query, key, value, " + ", ".join(f"{name}=" for name in OPTIONS), cure)
+    raise UnknownArgumentError(given, "query, key, value, " + ", ".join(f"{name}=" for name in options), cure)
 
 
-def _suggest(name: str) -> str:
-    """Return what to write in place of a keyword argument."""
+def _suggest(name: str, options: Sequence[str]) -> str:
+    """Return what to write in place of a keyword argument of a function with these options."""
+    if name in (*OPTIONS, "source"):
+        return f"leave {name}= out, which other functions have"
     if name in CURES:
         return f"for {name}= write {CURES[name]}"
-    similar = get_close_matches(name, OPTIONS, 1) or get_close_matches(name, CURES, 1)
+    similar = get_close_matches(name, options, 1) or get_close_matches(name, CURES, 1)
     if not similar:
         return f"leave {name}= out"
     meant = similar[0]

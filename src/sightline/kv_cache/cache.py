@@ -430,7 +430,9 @@ def unpack_cache(
     """
     if isinstance(value, KVCache) or (isinstance(key, KVCache) and value is not None):
         raise ParameterError(
-            "a KVCache and a key or a value", "a cache in place of both", "append first, then attention(query, cache)"
+            "a KVCache and a key or a value",
+            "a cache in place of both",
+            "append first, then attention(query, cache, mask=...)",
         )
     if not isinstance(key, KVCache):
         if value is None:

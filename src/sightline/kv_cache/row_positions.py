@@ -55,7 +55,7 @@ def _conditions(see: Any) -> list[tuple[str, str, Any]]:
         found.append(("condition of mass", "mask", condition))
         return condition
 
-    for statistic in see if isinstance(see, list | tuple) else ():
+    for statistic in see if isinstance(see, list | tuple) else (see,):
         if hasattr(statistic, "map_formulas"):  # other objects are refused later
             statistic.map_formulas(collect)
     return found
