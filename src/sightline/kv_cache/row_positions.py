@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["check_row_positions", "compares_rows"]
 
 LINEAR = ("add", "subtract", "negative", "multiply", "divide")
+SCORE_STATISTICS = ("lse", "max_score", "scores")
 ARGUMENTS = {"mask": "b h i j", "score": "s b h i j"}
 NONE, ROW, KEY, PAIR = range(4)  # whether a number depends on the row i, the key j or both
 
@@ -38,7 +39,7 @@ def check_row_positions(cache: KVCache, n: int, mask: Any, score: Any, see: Any 
     """
     if is_compiling() or cache.rows_are_positions(n):
         return
-    needs_lse = has_sinks or bool(see)
+    needs_lse = has_sinks or any(map(_reads_scores, _listed(see)))
     for name, role, given in (("mask", "mask", mask), ("score", "score", score), *_conditions(see)):
         if given is None or hasattr(given, "dtype") or not (isinstance(given, Expression) or callable(given)):
             continue
@@ -55,10 +56,21 @@ def _conditions(see: Any) -> list[tuple[str, str, Any]]:
         found.append(("condition of mass", "mask", condition))
         return condition
 
-    for statistic in see if isinstance(see, list | tuple) else (see,):
+    for statistic in _listed(see):
         if hasattr(statistic, "map_formulas"):  # other objects are refused later
             statistic.map_formulas(collect)
     return found
+
+
+def _listed(see: Any) -> Any:
+    return see if isinstance(see, list | tuple) else (see,)
+
+
+def _reads_scores(statistic: Any) -> bool:
+    """True for the statistics that change if a number is added to all scores of a query; the weights do not change."""
+    while hasattr(statistic, "of"):  # a selection or a mean
+        statistic = statistic.of
+    return getattr(statistic, "name", "") in SCORE_STATISTICS
 
 
 def _shift(cache: KVCache, n: int) -> float:
