@@ -227,6 +227,11 @@ def test_sparsity_of_whole_and_cut_tiles(n, m):
     assert mask.sparsity(n, m) == (1 - allowed / (n * m) if n * m else 0)
 
 
+def test_lengths_may_be_integers_of_numpy():
+    n = np.int32(100_000)
+    assert causal().sparsity(n) == causal().sparsity(100_000)
+
+
 @pytest.mark.parametrize("formula", [i - j, s < 0], ids=repr)
 def test_only_masks_have_a_sparsity(formula):
     with pytest.raises(MaskError, match="sparsity"):

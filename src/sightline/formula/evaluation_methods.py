@@ -120,5 +120,6 @@ class EvaluationMethods:
         extent = (batch, heads, n, n if m is None else m)
         if not all(hasattr(length, "__index__") and length >= 0 for length in extent):
             raise ParameterError(f"{name} of (B, H, n, m) = {extent}", "whole numbers of at least 0", f"{name}(4, 6)")
+        extent = (int(batch), int(heads), int(n), int(n if m is None else m))  # NumPy's integers would overflow
         PASSES.check_formulas(self, None, extent)
         return extent
