@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import sightline
 from fault_planting import broken
-from sightline import i, j, s, table
+from sightline import call_cache, i, j, s, table
 from sightline.statistics import per_query
 from sightline.torch import autograd, backward_inputs, graph_attacher
 
@@ -202,3 +203,20 @@ def test_a_gradient_of_lse_that_is_left_out_is_found(rng, monkeypatch):
     monkeypatch.setattr(graph_attacher, "read_inputs", fault.read_inputs)
     with pytest.raises(AssertionError, match="tolerance"):
         check(rng, "plain", ("lse",))
+
+
+@pytest.mark.parametrize("see", [[], [sightline.entropy()]], ids=["no statistics", "entropy"])
+@pytest.mark.parametrize("sinks", [None, torch.ones(2), torch.ones(2, requires_grad=True)], ids=str)
+def test_a_checkpoint_whose_first_call_is_not_cached(sinks, see):
+    call_cache.bound_calls().clear()
+    call_cache.call_families().clear()
+    query, key, value = torch.randn(3, 1, 2, 7, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def run(*arrays):
+        return sightline.attention(*arrays, sinks=sinks, see=see)[0]
+
+    arrays = query, key, value
+    found = torch.autograd.grad(checkpoint(run, *arrays, use_reentrant=False).square().sum(), arrays)
+    expected = torch.autograd.grad(run(*arrays).square().sum(), arrays)
+    for gradient, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, other)

@@ -95,24 +95,28 @@ class GraphCall(ABC):
 class _DispatchedCall(GraphCall):
     """A call that went through the full dispatch."""
 
-    problem: Problem  # its formulas hold the tables; its query, key, value and sinks are replaced by saved tensors
+    problem: Problem  # holds the tables and constant sinks; query, key, value and learned sinks are saved tensors
     own_plan: Plan
     kernel: str | None
     threads: int | None
     wanted_tables: tuple[int, ...]
     num_inputs: int
+    own_lse: Tensor | None  # lse if it is no result
+
+    def lse(self, results: Sequence[Tensor]) -> Any:
+        return results[1] if self.own_lse is None else self.own_lse
 
     def with_inputs(self, inputs: Sequence[Tensor]) -> Problem:
         query, key, value, *rest = inputs
         problem = with_saved_tables(self.problem, dict(zip(self.wanted_tables, rest, strict=False)))
-        sinks = None if problem.sinks is None else rest[-1]
+        sinks = rest[-1] if len(rest) > len(self.wanted_tables) else problem.sinks
         return replace(problem, query=query, key=key, value=value, sinks=sinks)
 
     def plan(self, problem: Problem) -> Plan:
         return self.own_plan
 
     def tables(self) -> Sequence[Any]:
-        return [table.array for table in self.problem.tables]
+        return [*[table.array for table in self.problem.tables], self.problem.sinks]
 
     @property
     def statistics(self) -> Sequence[Statistic]:
@@ -233,9 +237,17 @@ def attach_to_graph(problem: Problem, plan: Plan, kernel: str | None, threads: i
     if not needs_gradients(problem):
         return result
     inputs, wanted = trainable_inputs(problem)
-    call = _DispatchedCall(without_tensors(problem), plan, kernel, threads, wanted, len(inputs))
+    own_problem = without_tensors(problem)
+    if problem.sinks is not None and not problem.sinks.requires_grad:
+        inputs, own_problem = inputs[:-1], replace(own_problem, sinks=problem.sinks)
     results = tuple(flatten_result(problem.see, result))
+    own_lse = None
+    if not problem.see:  # as in cached calls: checkpoints of torch count the saved tensors of both
+        results, own_lse = results[:1], results[1]
+    call = _DispatchedCall(own_problem, plan, kernel, threads, wanted, len(inputs), own_lse)
     attached = connect(call, results, inputs)
+    if own_lse is not None:
+        attached = *attached, own_lse
     return replace(build_result(problem.see, attached), bound_call=result.bound_call, bound_passes=result.bound_passes)
 
 
