@@ -133,6 +133,28 @@ def test_explain_and_other_queries_refuse_too(rng):
         sightline.attention(np.asfortranarray(query), cache, mask=sightline.causal(), kernel="streaming")
 
 
+@pytest.mark.parametrize("change", ["append", "truncate"])
+def test_a_causal_mask_from_before_a_change_is_refused(rng, change):
+    cache, query = cache_of(rng, 5, 1), query_of(rng, 1)
+    mask = cache.causal()
+    if change == "append":
+        cache.append(query, query)
+    else:
+        cache.truncate(4)
+    for outdated in (mask, mask & (j > 1)):
+        with pytest.raises(FormulaError, match=r"call cache\.causal\(\) after every append"):
+            sightline.attention(query, cache, mask=outdated)
+
+
+def test_the_mask_of_one_cache_serves_another(rng):
+    first, second = cache_of(rng, 5, 1), cache_of(rng, 5, 1)
+    query, mask = query_of(rng, 1), first.causal()
+    first.append(query, query)
+    np.testing.assert_array_equal(
+        sightline.attention(query, second, mask=mask), sightline.attention(query, second, mask=second.causal())
+    )
+
+
 def test_torch_refuses_too(rng):
     cache = sightline.KVCache()
     for count in (5, 1):

@@ -75,6 +75,7 @@ class Table:
             raise DtypeError("a sparse tensor as a table", "dense arrays", "table(array.to_dense())")
         self.array: Any = array
         self.axes, self.batch_axes = axes, batch_axes
+        self.cache_state: tuple[int, int] | None = None  # the state of the `KVCache` whose positions these are
         self.origin = id(self) if origin is None else origin
         self.shape: tuple[int, ...] = tuple(array.shape)  # lengths may be symbols of torch.compile
         self.ndim = len(self.shape)

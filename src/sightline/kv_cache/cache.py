@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ __all__ = ["KVCache", "as_arrays", "unpack_cache"]
 GROWTH_FACTOR = 2  # the capacity of a full cache is doubled, so a position is copied about once in total
 ACCEPTED_SHAPES = "key (B, G, t, d_k) and value (B, G, t, d_v), or (B, t, d) or (t, d) without heads"
 
+_NUMBERS = itertools.count()
 b, i, j = (SYMBOLS[name] for name in "bij")
 
 
@@ -90,6 +92,7 @@ class KVCache:
         self._value: Any = None
         self._issued_mask: Expression | None  # the last result of `causal`, which hides all beyond a sequence's end
         self._all_visible_mask: Expression | None  # `_issued_mask` if its single query sees every position, else None
+        self._state = next(_NUMBERS), 0  # the number of this cache, and the number of its changes
         self._ndim = 4  # the number of axes of the appended arrays; 2 and 3 mean that there is no head axis
         self._set_lengths(np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
 
@@ -293,6 +296,7 @@ class KVCache:
         """
         positions = self.positions(n)
         table = Table(positions, axes=("b", "i"))
+        table.cache_state = self._state
         self._issued_mask = mask = j <= table[b if table.shape[0] != 1 else 0, i]
         if positions.shape[1] == 1 and bool((positions == self._lengths.max() - 1).all()) and self._has_equal_lengths:
             self._all_visible_mask = mask
@@ -325,6 +329,7 @@ class KVCache:
 
         `_max_length` and `_has_equal_lengths` are plain Python, so that torch.compile can read them.
         """
+        self._state = self._state[0], self._state[1] + 1
         self._lengths, self._newest_positions = lengths, newest
         self._issued_mask = self._all_visible_mask = None
         self._newest_start_at_0 = bool(((newest == np.arange(newest.shape[1])) | (newest < 0)).all())

@@ -27,6 +27,8 @@ NONE, ROW, KEY, PAIR = range(4)  # whether a number depends on the row i, the ke
 def check_row_positions(cache: KVCache, n: int, mask: Any, score: Any, see: Any = (), has_sinks: bool = False) -> None:
     """Raise FormulaError if a formula would take the rows of n queries for their positions, and they are not.
 
+    A mask of `cache.causal` that was made before the cache changed is an error too.
+
     The queries of a call are numbered from 0, so in `i >= j` the newest token after 100 others is at i = 0, and would
     see the first key alone.
 
@@ -37,7 +39,11 @@ def check_row_positions(cache: KVCache, n: int, mask: Any, score: Any, see: Any 
     mask, score, see : those of `attention`; the conditions of `see` are checked as masks are
     has_sinks : True if `attention` has sinks
     """
-    if is_compiling() or cache.rows_are_positions(n):
+    if is_compiling():
+        return
+    if isinstance(mask, Expression):
+        _check_state(cache, mask)
+    if cache.rows_are_positions(n):
         return
     needs_lse = has_sinks or any(map(_reads_scores, _listed(see)))
     for name, role, given in (("mask", "mask", mask), ("score", "score", score), *_conditions(see)):
@@ -46,6 +52,18 @@ def check_row_positions(cache: KVCache, n: int, mask: Any, score: Any, see: Any 
         formula = from_function.to_formula(given, role, ARGUMENTS[role])
         if compares_rows(formula, needs_lse, n, _shift(cache, n)) or _counts_from_the_end(formula, cache, n):
             raise _error(name, formula, cache, n)
+
+
+def _check_state(cache: KVCache, mask: Expression) -> None:
+    """Raise FormulaError if `cache.causal` made the mask, or a part of the mask, before the newest change."""
+    number, changes = cache._state
+    for table in mask.tables:
+        if table.cache_state is not None and table.cache_state[0] == number and table.cache_state[1] != changes:
+            raise FormulaError(
+                f"the mask {mask} has positions of this KVCache from before its newest append or other change",
+                "a mask that was made after the change",
+                "call cache.causal() after every append",
+            )
 
 
 def _conditions(see: Any) -> list[tuple[str, str, Any]]:
