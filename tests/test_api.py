@@ -33,6 +33,14 @@ def test_a_dict_of_statistics_gives_a_dict_of_results(arrays):
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("convert", [np.asarray, torch.as_tensor])
+def test_one_statistic_is_a_list_of_one(arrays, convert):
+    given = [convert(array) for array in arrays]
+    _, (entropy,) = sightline.attention(*given, see=sightline.entropy())
+    _, (expected,) = sightline.attention(*given, see=[sightline.entropy()])
+    np.testing.assert_array_equal(entropy, expected)
+
+
 def test_a_dict_of_statistics_has_gradients(arrays):
     query, key, value = (torch.tensor(array, requires_grad=True) for array in arrays)
     _, seen = sightline.attention(query, key, value, see={"spread": sightline.entropy()})

@@ -35,7 +35,7 @@ def attention(
     sinks: Any = None,
     dropout: float = 0.0,
     seed: int | None = None,
-    see: Sequence[Statistic] | dict[str, Statistic] | None = None,
+    see: Statistic | Sequence[Statistic] | dict[str, Statistic] | None = None,
     kernel: str | None = None,
     threads: int | None = None,
     layout: Layout = "BHND",
@@ -66,7 +66,7 @@ def attention(
     seed : int, required with dropout for NumPy arrays
         The same seed drops the same weights with every kernel. For torch tensors the default is a seed from torch's
         generator.
-    see : list of statistics, or dict from names to statistics, optional
+    see : list of statistics, or dict from names to statistics, or one statistic, optional
         Statistics of the weights to return, for example `[lse(), top_k(5), received().mean("heads")]`.
     kernel : str, optional
         The only kernel to use: "cpu", "streaming" or "reference"; on a GPU also "triton" or "fused" (torch's own).
@@ -136,7 +136,7 @@ def attend(
     sinks: Any = None,
     dropout: float = 0.0,
     seed: int | None = None,
-    see: Sequence[Statistic] | None = None,
+    see: Statistic | Sequence[Statistic] | None = None,
     kernel: str | None = None,
     threads: int | None = None,
     by_position: bool = False,
@@ -166,7 +166,7 @@ def attend(
         score = bias(score)
     check_choice(kernel, threads)
     options = {"mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed}
-    options |= {"see": () if see is None else see}
+    options |= {"see": () if see is None else [see] if isinstance(see, Statistic) else see}
     framework = arrays.framework(query)
     if framework == "torch":
         from .torch.dispatch import run  # a plain import, because torch.compile can trace one
@@ -197,7 +197,7 @@ def explain(
     sinks: Any = None,
     dropout: float = 0.0,
     seed: int | None = None,
-    see: Sequence[Statistic] | dict[str, Statistic] | None = None,
+    see: Statistic | Sequence[Statistic] | dict[str, Statistic] | None = None,
     kernel: str | None = None,
     threads: int | None = None,
     layout: Layout = "BHND",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any, Literal
 
 import numpy as np
@@ -302,8 +303,16 @@ def read_statistics(see: Any) -> tuple[Statistic, ...]:
     listed = tuple(see) if isinstance(see, Sequence) and not isinstance(see, str) else (see,)
     for entry in listed:
         if not isinstance(entry, StatisticBase):
-            raise ParameterError(f"see={see!r}", "a list of statistics", "see=[sightline.lse(), sightline.weights()]")
+            allowed = "a list of statistics, or a dict from names to statistics"
+            raise ParameterError(f"see={see!r}", allowed, _suggest_statistic(entry))
     return tuple([statistic.map_formulas(read_mask) for statistic in listed])
+
+
+def _suggest_statistic(entry: Any) -> str:
+    """Return the cure for an entry of `see` that is no statistic."""
+    if isinstance(entry, FunctionType) and entry.__module__.startswith("sightline."):
+        return f"call the function: see=[sightline.{entry.__name__}(...)]"
+    return "see=[sightline.lse(), sightline.weights()]"
 
 
 def split_names(see: Any) -> tuple[tuple[str, ...] | None, Any]:
