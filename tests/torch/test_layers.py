@@ -262,6 +262,10 @@ def test_unsuitable_masks_are_refused():
     x = drawn(2, 3, 8)
     with pytest.raises(ShapeError):
         ours(x, x, x, attn_mask=torch.ones(3, 4, dtype=torch.bool))
+    with pytest.raises(MaskError, match=r"attn_mask is a formula(.|\n)*torch.as_tensor\(~mask.array\(n, m\)\)"):
+        ours(x, x, x, attn_mask=i >= j)
+    with pytest.raises(MaskError, match=r"key_padding_mask is a tensor of int64(.|\n)*>= lengths\[:, None\]"):
+        ours(x, x, x, key_padding_mask=torch.tensor([3, 1]))
     with pytest.raises(MaskError):
         functional.scaled_dot_product_attention(x, x, x, torch.ones(3, 3, dtype=torch.int32))
 

@@ -120,7 +120,9 @@ def test_invalid_arguments_have_a_cure(model, options):
 
 
 def test_invalid_models_and_heads_are_refused():
-    with pytest.raises(ParameterError, match="without attention layers"), watch(nn.Linear(2, 2), [LSE]):
+    with pytest.raises(ParameterError, match=r"without attention(.|\n)*in its layers"), watch(nn.Linear(2, 2), [LSE]):
+        pass
+    with pytest.raises(ParameterError, match=r"see.values\(\)"), watch(nn.MultiheadAttention(4, 2), {"a": LSE}):
         pass
     with pytest.raises(ParameterError, match="a model that is a str"), watch("bert-base-uncased", [LSE]):
         pass

@@ -147,7 +147,9 @@ def select_modules(modules: dict[str, nn.Module], see: Any, layers: Any, heads: 
         `see` is not a nonempty list of statistics, `heads` is not a list of integers, or `layers` selects no module.
     """
     if not isinstance(see, Sequence) or not see or not all(isinstance(entry, Statistic) for entry in see):
-        raise ParameterError(f"see={see!r}", "a list of statistics", "see=[sightline.lse()]")
+        is_dict = isinstance(see, dict)
+        cure = "see=list(see.values()), then seen['entropy'] for entropy()" if is_dict else "see=[sightline.lse()]"
+        raise ParameterError(f"see={see!r}", "a list of statistics", cure)
     if heads is not None and not (isinstance(heads, Sequence) and all(isinstance(head, int) for head in heads)):
         raise ParameterError(f"heads={heads!r}", "a list of integers", "heads=[0, 1]")
     return modules if layers is None else {name: modules[name] for name in select_names(list(modules), layers)}

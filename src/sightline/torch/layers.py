@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import ParameterError
+from ..errors import MaskError, ParameterError
 from ..formula.expression import SYMBOLS, Expression
 from ..formula.library import causal, dense
 from ..formula.tables import Table
@@ -258,9 +258,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
         Raises
         ------
+        MaskError
+            attn_mask or key_padding_mask is no tensor, or holds integers.
         SightlineError
             The errors of `sightline.attention`.
         """
+        for name, array in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+            _check_array_mask(name, array)
         kind: Kind = "self" if query is key else "cross"
         batched = query.ndim == 3
         if not batched:
@@ -328,3 +332,25 @@ class MultiHeadAttention(nn.MultiheadAttention):
             else:
                 mask = lookup if mask is None else mask & lookup
         return {"mask": mask, "score": score}
+
+
+def _check_array_mask(name: str, array: Any) -> None:
+    """Raise MaskError unless the mask is None or a tensor of booleans or floats."""
+    if array is None:
+        return
+    if not isinstance(array, Tensor):
+        raise MaskError(
+            f"{name} is " + ("a formula" if isinstance(array, Expression) else f"a {type(array).__name__}"),
+            "a torch tensor, True hides",
+            f"{name}=torch.as_tensor(~mask.array(n, m)) for a formula, or is_causal=True for causal()"
+            if isinstance(array, Expression)
+            else f"{name}=torch.as_tensor(array)",
+        )
+    if not (array.is_floating_point() or array.dtype is torch.bool):
+        zeros_and_ones = f"{name}=mask == 0 if it holds zeros and ones, and 1 attends"
+        lengths = "; key_padding_mask=torch.arange(m) >= lengths[:, None] if it holds lengths"
+        raise MaskError(
+            f"{name} is a tensor of {str(array.dtype).removeprefix('torch.')}",
+            "booleans, True hides, or floats that are added to the scores",
+            zeros_and_ones + lengths * (name == "key_padding_mask"),
+        )

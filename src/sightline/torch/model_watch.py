@@ -80,7 +80,8 @@ def watch(
         raise ParameterError(
             f"a {type(model).__name__} without attention layers",
             "a model with torch.nn.MultiheadAttention or layers of sightline.torch",
-            "sightline.transformers.watch(model, ...) for a Hugging Face model",
+            "sightline.transformers.watch(model, ...) for a Hugging Face model; in a model of your own, call "
+            "sightline.attention(..., see=...) in its layers",
         )
     modules = select_modules(attention_modules, see, layers, heads)
     with ExitStack() as exit_stack:

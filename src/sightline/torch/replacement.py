@@ -106,7 +106,7 @@ class Replacement:
             reasons = Counter({f"{call}\n      {reason}": count for (call, reason), count in self.left.items()})
             lines += ["left to torch:", *_format_counts(reasons)]
         if not served + left:
-            lines.append("  no eager call was seen: the program may compute attention by another function")
+            lines.append("  no eager call was seen: the program may be compiled, or not call this function")
         return "\n".join(lines)
 
 
