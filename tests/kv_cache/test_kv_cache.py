@@ -197,8 +197,13 @@ def test_queries_other_than_the_newest_append_are_an_error(rng):
     with pytest.raises(ShapeError, match=r"stands for i(.|\n)*cache.causal\(3\)"):
         sightline.attention(query[:, :, :3], cache, mask=cache.causal())
     cache.append(key[:, :, :1], value[:, :, :1])
-    with pytest.raises(TableError, match="outside"):
+    with pytest.raises(TableError, match=r"outside(.|\n)*cache.causal\(3\)"):
         sightline.attention(query[:, :, :3], cache, mask=cache.causal())
+
+
+def test_a_mask_needs_an_append_first():
+    with pytest.raises(ParameterError, match="nothing was appended"):
+        KVCache(capacity=8).causal()
 
 
 def test_stale_memory_is_never_read(rng):

@@ -121,6 +121,7 @@ def _check_index(
         f"and leaves axis {axis} at b={b}, h={h}, i={i}, j={j}",
         f"indices from 0 to {length - 1} wherever the mask allows the pair",
         _suggest_document_lengths(node, extent)
+        + (f"cache.causal({extent[2]}) for the last queries of a KVCache; " if node.table.axes == ("b", "i") else "")
         + "shift the index, enlarge the table, or clip: np.clip(index, 0, length - 1)",
     )
 

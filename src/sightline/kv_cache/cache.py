@@ -276,11 +276,18 @@ class KVCache:
     def causal(self, n: int | None = None) -> Expression:
         """Return the mask j ≤ positions[b, i]: a query sees its own and earlier positions; padding sees no position.
 
+        The mask has the positions at the time of this call, so ask for a new mask after each append.
+
         Parameters
         ----------
         n : int, optional
             The queries are the last n positions of every sequence, n ≥ 0 (else ParameterError): j ≤ i + lengths[b] − n.
             Default: the queries are the rows of the newest append; attention raises ShapeError for another number.
+
+        Raises
+        ------
+        ParameterError
+            Nothing was appended yet, so no query has a position.
 
         Examples
         --------
@@ -294,6 +301,8 @@ class KVCache:
         array([[1, 1, 1, 1, 1, 0],
                [1, 1, 1, 1, 1, 1]])
         """
+        if self._key is None:
+            raise _nothing_appended()
         positions = self.positions(n)
         table = Table(positions, axes=("b", "i"))
         table.cache_state = self._state
@@ -339,9 +348,7 @@ class KVCache:
     def _view(self, length: int) -> tuple[Any, Any]:
         """Return key and value of the first `length` positions, even if another thread appends meanwhile."""
         if self._key is None:
-            raise ParameterError(
-                "a KVCache to which nothing was appended", "a cache with positions", "cache.append(key, value)"
-            )
+            raise _nothing_appended()
         index = {4: (), 3: (slice(None), 0), 2: (0, 0)}[self._ndim]
         return self._key[index][..., :length, :], self._value[index][..., :length, :]
 
@@ -394,6 +401,12 @@ class KVCache:
             return
         capacity = max(needed, GROWTH_FACTOR * self.capacity)
         self._key, self._value = (grow(old, capacity, self._max_length) for old in (self._key, self._value))
+
+
+def _nothing_appended() -> ParameterError:
+    return ParameterError(
+        "a KVCache to which nothing was appended", "a cache with positions", "cache.append(key, value) first"
+    )
 
 
 def as_arrays(
