@@ -32,7 +32,10 @@ _WEIGHTS = "see=[sightline.weights()], which returns (output, (weights,))"
 _LSE = "see=[sightline.lse()], which returns (output, (lse,)); sightline.max_score() is the largest score"
 _GROUPS = "nothing: the number of query heads may be any multiple of the number of key heads"
 _DOCUMENTS = "mask=sightline.documents(lengths=numpy.diff(cu_seqlens)), with query, key and value packed on one axis"
-_WINDOW = "mask=sightline.window(left, right), where left counts the query's own position: window(256) is causal"
+_WINDOW = (
+    "mask=sightline.window(left, right), where left counts the query's own position: window(256) is causal, and "
+    "FlashAttention's window_size=(left, right) is window(left + 1, right)"
+)
 _SOFTCAP = "score=sightline.softcap(cap)"
 _NO_OPTION = "nothing: the result is deterministic, and `kernel` or `threads` choose how it is computed"
 

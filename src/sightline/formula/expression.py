@@ -289,10 +289,23 @@ def as_expression(value: Any) -> Expression:
         return refused
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise FormulaError(
-        f"a {type(value).__name__}{shape} inside a formula",
-        "formulas, numbers and tables",
-        "read arrays through a table: sightline.table(array)[h, i, j]",
+        f"a {type(value).__name__}{shape} inside a formula", "formulas, numbers and tables", _suggest_operand(value)
     )
+
+
+def _suggest_operand(value: Any) -> str:
+    """Return what to write in place of an operand that is no formula, number or table."""
+    name = type(value).__name__
+    if callable(value) and not hasattr(value, "shape"):
+        return (
+            "write one function that calls both, as in "
+            "mask=lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx, kv_idx) & (q_idx >= kv_idx)"
+        )
+    if name == "BlockMask":
+        return "combine the functions: torch's and_masks(block_mask.mask_mod, other_mask_mod), passed as mask="
+    if isinstance(value, list | tuple | set | range):
+        return "np.isin(j, [0, 4]) if j is one of several numbers; sightline.table(array)[j] to read an array at j"
+    return "sightline.dense(array) for a mask, True attends; sightline.table(array)[h, i, j] for any array"
 
 
 def _read_number(array: Any) -> Any:

@@ -80,7 +80,7 @@ def window(left: int, right: int = 0) -> Expression:
         raise ParameterError(
             f"window({left!r}, {right!r})",
             "whole numbers, left ≥ 1 and right ≥ 0",
-            "window(1) allows only the key at i",
+            "window(1) allows only the key at i; FlashAttention's window_size=(left, right) is window(left + 1, right)",
         )
     # Not `i - j < left`: torch.compile cannot trace a comparison between a formula and a number that is a symbol.
     return apply("less", i - j, left) & apply("less_equal", j - i, right)

@@ -274,5 +274,5 @@ def _table_kind(array: Any) -> Kind:
     raise DtypeError(
         f"a table of dtype {name}",
         "bool, signed integers up to 64 bits, unsigned up to 32, float16, bfloat16, float32, float64",
-        "cast it",
+        "np.unique(array, return_inverse=True)[1] has a number for each word" if name.startswith("<U") else "cast it",
     )

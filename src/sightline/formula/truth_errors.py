@@ -15,7 +15,10 @@ def truth_value_error(formula: str, depth: int = 2) -> FormulaError:
     frame = sys._getframe(depth)
     operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
     place = "by `and`, `or`, `not`, `if` or a chained comparison"
-    cure = "write (a < i) & (i < b) for a < i < b, & for and, | for or, ~ for not, sightline.where(...) for if"
+    cure = (
+        "write (a < i) & (i < b) for a < i < b and for a < i & i < b, & for and, | for or, ~ for not, "
+        "sightline.where(...) for if"
+    )
     if "CALL" in operation:
         place = "by a function of Python, such as max, min, any, all or sorted"
         cure = (
