@@ -82,6 +82,11 @@ def test_explain_shows_every_stage(run):
     assert f"[{value:.2f}]" in out
 
 
+def test_explain_joins_words_without_quotes(run):
+    small = ("--d-model", "8", "--d-k", "4")
+    assert run("explain", "the", "cat", *small) == run("explain", "the cat", *small)
+
+
 def test_explain_under_the_causal_mask(run):
     code, out, _ = run("explain", "--mask", "causal")
     assert code == 0

@@ -113,7 +113,7 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "are random, not trained.",
     )
     add = explain.add_argument
-    add("text", nargs="?", default=TEXT, help=f"any text (default: {TEXT!r}, whose tokens are published)")
+    add("text", nargs="*", help=f"any text (default: {TEXT!r}, whose tokens are published)")
     merges = f"largest number of merges that are learned from the text (default: {MAX_MERGES})"
     add("--merges", type=int, metavar="N", help=merges)
     add("--d-model", type=int, default=512, help="width of the embeddings (default: 512)")
@@ -173,12 +173,14 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _explain(options: argparse.Namespace) -> None:
-    from ..walkthrough import walk_through
+    from ..walkthrough import TEXT, walk_through
     from .explain_command import explain, write_figures
+
+    text = " ".join(options.text) if options.text else TEXT  # words without quotes are one text
 
     pair = None if options.pair is None else (options.pair[0], options.pair[1])
     sizes = {"d_model": options.d_model, "d_k": options.d_k, "seed": options.seed}
-    walk = walk_through(options.text, max_merges=options.merges, mask=options.mask, pair=pair, **sizes)
+    walk = walk_through(text, max_merges=options.merges, mask=options.mask, pair=pair, **sizes)
     explain(walk, options.seed)
     if options.figure is not None:
         write_figures(walk, options.figure)
