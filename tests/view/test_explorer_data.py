@@ -87,6 +87,13 @@ def test_invalid_texts_and_weights(tokens, weights, error):
         explorer.from_weights(tokens, weights)
 
 
+def test_the_cure_for_one_head_makes_a_page():
+    weights = np.full((3, 3), 1 / 3)
+    with pytest.raises(ShapeError, match=r"\[array\[None\]\] for one head"):
+        explorer.from_weights([list("abc")], weights)
+    assert explorer.from_weights([list("abc")], [weights[None]]).texts[0].layers[0].queries == ("a", "b", "c")
+
+
 @pytest.mark.parametrize("limit", [None, "1", float("nan")])
 def test_a_limit_that_is_not_a_number(limit):
     with pytest.raises(ParameterError, match="numbers ≥ 1"):

@@ -222,6 +222,18 @@ def test_shapes_that_do_not_fit(draw):
         draw()
 
 
+def test_the_cures_for_one_head_draw_it():
+    matrix = np.full((3, 3), 1 / 3)
+    with pytest.raises(ShapeError, match=r"\[array\[None\]\] for one head"):
+        head_grid(matrix)
+    assert head_grid([matrix[None]]).figure is not None
+    query, key, value = np.ones((3, 1, 2, 4, 8), np.float32)
+    _, (top,) = sightline.attention(query, key, value, see=[sightline.top_k(1)])
+    with pytest.raises(ShapeError, match=r"arcs\(top.weights\[0, head\], top.where\[0, head\], tokens\)"):
+        arcs(top, list("abcd"))
+    assert arcs(top.weights[0, 1], top.where[0, 1], list("abcd")).figure is not None
+
+
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match=r'pip install "sightline-attention\[plot\]"'):

@@ -82,7 +82,11 @@ def arcs(
 def _as_matrix(given: Any) -> Array:
     array: Array = plotting.drop_leading_axes(given, 2)
     if array.ndim != 2:
-        raise ShapeError(f"top entries of shape {array.shape}", "(n, k), one head", "arcs(top.weights[0, head], ...)")
+        raise ShapeError(
+            f"top entries of shape {array.shape}",
+            "(n, k), one head",
+            "arcs(top.weights[0, head], top.where[0, head], tokens)",
+        )
     return array
 
 

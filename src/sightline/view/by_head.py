@@ -128,7 +128,9 @@ def _as_layers(weights: Any) -> list[Array]:
     for layer in layers:
         if layer.ndim != 3 or 0 in layer.shape:
             raise ShapeError(
-                f"an array of shape {layer.shape}", "(H, n, m) for each layer", "choose a text: weights[0]"
+                f"an array of shape {layer.shape}",
+                "(H, n, m) for each layer",
+                "[array[None]] for one head (n, m), weights[0] for the first of several texts",
             )
     return layers
 
