@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import sightline
 from sightline import causal, documents, i, j, padding, prefix, s, table, where, window
 from sightline.arrays import namespace
 from sightline.errors import MaskError
@@ -230,6 +231,12 @@ def test_sparsity_of_whole_and_cut_tiles(n, m):
 def test_lengths_may_be_integers_of_numpy():
     n = np.int32(100_000)
     assert causal().sparsity(n) == causal().sparsity(100_000)
+
+
+def test_sparsity_is_the_mean_over_the_sequences_and_heads_of_the_masks_arrays():
+    assert sightline.padding([4, 2]).sparsity(4) == 0.25
+    array = np.arange(2 * 3 * 4 * 4).reshape(2, 3, 4, 4) % 5 == 0
+    assert sightline.dense(array).sparsity(4) == pytest.approx(1 - array.mean(), abs=1e-12)
 
 
 @pytest.mark.parametrize("formula", [i - j, s < 0], ids=repr)

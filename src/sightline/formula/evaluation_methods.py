@@ -12,6 +12,7 @@ from .passes import PASSES
 
 if TYPE_CHECKING:
     from ..view.picture import Picture
+    from .tables import Table
 
 __all__ = ["EvaluationMethods"]
 
@@ -21,6 +22,7 @@ class EvaluationMethods:
 
     kind: Kind
     free_symbols: cached_property[frozenset[str]]
+    tables: cached_property[tuple[Table, ...]]
 
     def array(self, n: int, m: int | None = None, *, batch: int = 1, heads: int = 1, s: Any = None) -> Any:
         """Return the formula's result for every query i and key j, as a dense array.
@@ -60,7 +62,7 @@ class EvaluationMethods:
         values = PASSES.evaluate_dense(self, extent, s)
         return values[0, 0] if batch == heads == 1 else values
 
-    def sparsity(self, n: int, m: int | None = None, *, batch: int = 1, heads: int = 1) -> float:
+    def sparsity(self, n: int, m: int | None = None, *, batch: int | None = None, heads: int | None = None) -> float:
         """Return the share of the pairs (i, j) that a mask hides, from 0 to 1.
 
         The kernels skip 64 × 64 tiles without a visible pair; `sightline.explain` counts these tiles.
@@ -70,7 +72,8 @@ class EvaluationMethods:
         n, m : int
             The number of queries, and the number of keys; m defaults to n.
         batch, heads : int
-            The number of batch entries b, and the number of heads h, over which the share is the mean.
+            The number of batch entries b, and the number of heads h, over which the share is the mean. Default: the
+            lengths of the mask's arrays, as in `padding(lengths)`; 1 without such an array.
 
         Returns
         -------
@@ -91,9 +94,16 @@ class EvaluationMethods:
         0.375
         >>> round(sightline.window(256).sparsity(16_384), 3)
         0.984
+        >>> sightline.padding([4, 2]).sparsity(4)
+        0.25
         """
         if self.kind != "bool" or "s" in self.free_symbols:
             raise MaskError(f"sparsity of {self}", "a condition on b, h, i and j", "(i >= j).sparsity(1000)")
+        spans = [span for table in self.tables for span in table.span_lengths]
+        batch, heads = (
+            max([length for axis, length in spans if axis == name], default=1) if given is None else given
+            for name, given in (("b", batch), ("h", heads))
+        )
         extent = self._check_extent("sparsity", n, m, batch, heads)
         pairs = math.prod(extent)
         return 1 - PASSES.count_pairs(self, extent) / pairs if pairs else 0.0
