@@ -32,7 +32,7 @@ def public_names(module):
 
 
 def documented_names(texts):
-    """Return the names in the blocks `api` of pages."""
+    """Return the names that the `api` blocks of all pages list."""
     blocks = [block for text in texts for block in API.findall(text)]
     return [line for block in blocks for line in block.split("\n") if line and not line.startswith(":")]
 

@@ -67,7 +67,7 @@ def fence(kind: str, argument: str, lines: list[str], ticks: int) -> list[str]:
 
 
 def check_parameters(name: str, value: Any) -> None:
-    """Raise an error if the docstring of a function lacks a parameter."""
+    """Raise an error if the docstring of a function does not describe one of its parameters."""
     described = " ".join(entry.name for entry in Docstring(inspect.getdoc(value) or "")["Parameters"])
     named = set(re.findall(r"\w+", described)) | set(HIDDEN)
     if missing := [parameter for parameter in inspect.signature(value).parameters if parameter not in named]:

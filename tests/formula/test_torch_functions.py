@@ -28,7 +28,7 @@ VALUES = ROW * 0.5 - 2, COLUMN - 5
 VALUES = VALUES[0].double(), VALUES[1]
 TORCH_TENSOR = torch.tensor(0.75, dtype=torch.float64)
 
-SAME = {  # by name: a function of the float x, the integer y and the condition c
+SAME = {  # functions of a float x, an integer y and a condition c, by the name of what they test
     "abs": lambda x, y, c: x.abs() + y.abs() + torch.abs(y),
     "clamp": lambda x, y, c: x.clamp(-1, 1) + y.clamp(min=0) + y.clamp(max=2) + torch.clamp(x, min=-0.5, max=2),
     "clamp_min": lambda x, y, c: x.clamp_min(0) + y.clamp_max(1) + x.clip(0, 1),

@@ -60,7 +60,7 @@ def weights_of(n, layers, heads):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Pages of 15, 84 and 512 tokens; the last has one layer, and its share of the bytes that 12 layers have."""
+    """Pages of 15, 84 and 512 tokens. The last page has one of 12 layers, and a twelfth of the limit in bytes."""
     words = load("minilm_moby").tokens[0]
     folder = tmp_path_factory.mktemp("pages")
     data = {

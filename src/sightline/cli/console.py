@@ -106,7 +106,7 @@ def matrix(
     shown_rows = visible_indices(values.shape[0], MAX_ROWS)
     labels = [ELLIPSIS if i is None else shorten(rows[i], MAX_LABEL) for i in shown_rows]
     space = width - max(map(cell_len, labels))
-    is_cut = values.shape[1] > space // cell_width  # then a column of two characters stands for the middle
+    is_cut = values.shape[1] > space // cell_width  # then one column of two characters replaces the middle columns
     fitting = (space - 2) // cell_width + 1 if is_cut else values.shape[1]
     shown_columns = visible_indices(values.shape[1], max(fitting, 3))
     for j in shown_columns:

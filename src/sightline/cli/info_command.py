@@ -41,7 +41,7 @@ PACKAGES = {
     "anywidget": 'the explorer in a notebook; pip install "sightline-attention[notebook]"',
     "ml_dtypes": "bfloat16 in NumPy; pip install ml_dtypes",
 }
-TORCH_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # from which torch takes its initial number of threads
+TORCH_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # torch reads its initial number of threads from these
 VECTOR_FEATURES = ("avx512f", "avx512bf16", "amx-bf16", "avx2", "fma", "sse4.2", "neon", "sve")
 SAMPLES: dict[str, dict[str, Any]] = {
     "float64": {"dtype": "float64"},

@@ -162,10 +162,10 @@ def _xor(xp: Any, x: Interval, y: Interval) -> Interval:
 
 
 def _bitwise_and(xp: Any, x: Interval, y: Interval) -> Interval:
-    """Return the interval of x & y of integers: from 0 to the smaller one if both are at least 0.
+    """Return the interval of x & y for integers x and y.
 
-    If one of them is at least 0, so is x & y, which is at most that one. If both are negative, x & y ≥ −2^k, where 2^k
-    is the smallest power of 2 of at least −x and −y, so 2^k ≤ 2 max(−x, −y).
+    If x ≥ 0, then 0 ≤ x & y ≤ x. The same holds for y. If both are negative, then x & y ≥ −2^k, where 2^k is the
+    smallest power of 2 that is at least −x and −y. This power is at most 2 max(−x, −y).
     """
     low = xp.where((x[0] >= 0) | (y[0] >= 0), 0.0, 2 * xp.minimum(x[0], y[0]))
     high = xp.maximum(x[1], y[1])

@@ -1,4 +1,4 @@
-"""Casts and constants by which torch's functions make one number from another: `x.to(dtype)`, `x.new_ones(())`, ...
+"""The methods of torch tensors that cast a number or make a constant: `x.to(dtype)`, `x.new_ones(())` and others.
 
 A formula has a kind (condition, integer or float) and no dtype. A cast changes the kind. The precision stays that of
 the formula: a cast to a narrow float dtype does not round.

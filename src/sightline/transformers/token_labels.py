@@ -59,7 +59,7 @@ class Tokenizer:
         folder = _local_folder(self.name)
         try:
             return folder and AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception:  # a folder without a tokenizer: libraries raise many kinds of errors
+        except Exception:  # The folder has no tokenizer. Libraries raise errors of many classes then.
             return None
 
     def tokens(self, ids: list[int | None]) -> list[str]:
