@@ -74,9 +74,14 @@ def _translate(name: str, inputs: Sequence[Any], kwargs: dict[str, Any], library
         if keyword in kwargs and kwargs[keyword] is default:
             del kwargs[keyword]
     if name in FUNCTIONS:
-        if not is_compiling() and not _accepts(FUNCTIONS[name], inputs, kwargs):
-            raise _unsupported(f"{library}.{name}{_describe(inputs, kwargs)}")
-        return FUNCTIONS[name](*inputs, **kwargs)
+        if is_compiling():
+            return FUNCTIONS[name](*inputs, **kwargs)
+        try:
+            return FUNCTIONS[name](*inputs, **kwargs)
+        except TypeError as error:  # the signature is read only after an error, because it takes longer than the call
+            if _accepts(FUNCTIONS[name], inputs, kwargs):
+                raise
+            raise _unsupported(f"{library}.{name}{_describe(inputs, kwargs)}") from error
     if name not in OPERATORS:
         raise _unsupported(f"{library}.{name}")
     arity = OPERATORS[name].arity
