@@ -322,11 +322,6 @@ class KVCache:
         """The number of rows of the newest append."""
         return int(self._newest_positions.shape[1])
 
-    @property
-    def has_equal_lengths(self) -> bool:
-        """True if all sequences have the same length."""
-        return self._has_equal_lengths
-
     # -- internals --------------------------------------------------------------------------------------------------
     @property
     def length_mask(self) -> Expression | None:

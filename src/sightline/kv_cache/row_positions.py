@@ -157,7 +157,7 @@ def _is_linear(node: Expression, uses: dict[int, int]) -> bool:
 
 def _counts_from_the_end(formula: Expression, cache: KVCache, n: int) -> bool:
     """True if the formula uses m as the length of every sequence, and the sequences have different lengths."""
-    return n > 1 and not cache.has_equal_lengths and {"i", "m"} <= formula.free_symbols
+    return n > 1 and not cache._has_equal_lengths and {"i", "m"} <= formula.free_symbols
 
 
 def _error(name: str, formula: Expression, cache: KVCache, n: int) -> FormulaError:
