@@ -13,6 +13,7 @@ from torch.nn import functional
 import sightline.torch
 from sightline.torch.replacement import _attend as replacement_function
 from sightline.torch.replacement import torch_attention
+from tiny_models import make_inputs, make_model
 
 WIDTH, LENGTH = 16, 6
 
@@ -52,6 +53,19 @@ def test_a_model_that_calls_torchs_function(x):
     assert functional.scaled_dot_product_attention is torch_attention
     assert "1 served by sightline, 0 left to torch" in str(replacement)
     assert "float32 on cpu, gradients" in str(replacement)
+
+
+@pytest.mark.parametrize("name", ["BERT", "Llama"])
+def test_models_of_transformers(name):
+    model = make_model(name, attn_implementation="sdpa")
+    given = make_inputs(model, "right")
+    with torch.no_grad():
+        expected = model(**given.inputs).logits
+        with sightline.torch.replacing() as replacement:
+            output = model(**given.inputs).logits
+    torch.testing.assert_close(output[given.real], expected[given.real])
+    assert replacement.served.total() == model.config.num_hidden_layers
+    assert not replacement.left
 
 
 def test_gradients(x):

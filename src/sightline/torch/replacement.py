@@ -30,8 +30,11 @@ __all__ = ["Replacement", "replacing"]
 
 NAME = "scaled_dot_product_attention"
 OWN_PACKAGES = ("sightline", "torch._C")  # modules that keep torch's function
-MAX_LINES = 12  # kinds of calls that a `Replacement` prints
+MAX_LINES = 12  # a printed `Replacement` lists this many different calls
 MAX_CACHED_REASONS = 4096
+
+
+Arguments = tuple[Any, ...]  # the eight arguments of torch's function, in the order of its signature
 
 
 class ReplacedCall(NamedTuple):
@@ -47,25 +50,12 @@ class ReplacedCall(NamedTuple):
     needs_gradients: bool
 
     @classmethod
-    def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> ReplacedCall:
-        """Return the description of a call with these arguments of torch's function."""
+    def of(cls, arguments: Arguments) -> ReplacedCall:
+        """Return the description of a call with these arguments."""
+        query, key, value, attn_mask, dropout_p, is_causal, _, enable_gqa = arguments
         mask = None if attn_mask is None else (attn_mask.shape, attn_mask.dtype)
-        needs_gradients = torch.is_grad_enabled() and (
-            query.requires_grad
-            or key.requires_grad
-            or value.requires_grad
-            or (attn_mask is not None and attn_mask.requires_grad)
-        )
+        tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+        needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         shapes = query.shape, key.shape, value.shape
         return cls(shapes, query.dtype, query.device, mask, is_causal, dropout_p > 0, enable_gqa, needs_gradients)
 
@@ -131,10 +121,12 @@ _reasons: dict[ReplacedCall, str | None] = {}  # the results of `_reason_to_leav
 def replacing() -> Iterator[Replacement]:
     """Compute `torch.nn.functional.scaled_dot_product_attention` by this library while the context lasts.
 
-    This is for programs that one cannot edit, such as models of timm, diffusers and open_clip, models of transformers
-    with attn_implementation="sdpa", and `torch.nn.TransformerEncoder`. The function is replaced in torch.nn.functional
-    and in every loaded module that has imported it by name. torch's fast path of encoder layers does not call the
-    function, so it is off.
+    This is for programs that one cannot edit, such as models of transformers with attn_implementation="sdpa", and
+    `torch.nn.TransformerEncoder`. timm, diffusers and open_clip call the function too. The tests have a vision
+    transformer that is written as in timm, but not these three libraries.
+
+    The function is replaced in torch.nn.functional and in every loaded module that has imported it by name. torch's
+    fast path of encoder layers does not call the function, so it is off.
 
     torch computes a call if no generated kernel can, or if the call is an error here. On exit, after an error too,
     everything is restored. Contexts may be nested.
@@ -204,11 +196,11 @@ def _attend(
         return torch_attention(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
     if torch.compiler.is_compiling():
         return scaled_dot_product_attention(*arguments)
-    call = ReplacedCall.of(*arguments)
+    call = ReplacedCall.of(arguments)
     if call not in _reasons:
         if len(_reasons) >= MAX_CACHED_REASONS:
             _reasons.clear()
-        _reasons[call] = _reason_to_leave(*arguments)
+        _reasons[call] = _reason_to_leave(arguments)
     reason = _reasons[call]
     if reason is None:
         try:
@@ -232,17 +224,9 @@ def _is_plain(array: Any) -> bool:
     return isinstance(array, Tensor) and not (array.is_nested and array.layout is torch.strided)
 
 
-def _reason_to_leave(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> str | None:
+def _reason_to_leave(arguments: Arguments) -> str | None:
     """Return why torch should compute the call; None if a generated kernel can."""
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     try:
         *operands, mask, score, scale, _ = convert_arguments(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         if is_nested(*operands):
