@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import sightline
-from fault_planting import Fault, plant
+from fault_planting import Fault, broken, plant
 from gradient_checks import by_cpu, reference_gradients
 from gradient_checks import check as check_gradients
+from sharded_problems import assert_covers, needed_pairs, run_parts
 from sightline import h, i, j, s, streaming, table, testing
 from sightline.cpu import Cpu
 from sightline.cpu.codegen import operand_tiles, register_tile
@@ -30,6 +31,7 @@ from sightline.cpu.launch import table_gradients
 from sightline.cpu.runtime.machine import host
 from sightline.formula import interval_arithmetic as bounds
 from sightline.problem import make_problem
+from sightline.sharding import divide, part, schedule
 from sightline.streaming import Streaming
 from sightline.testing import assert_conforms
 from statistic_definitions import check as check_statistics
@@ -426,3 +428,60 @@ def test_a_fault_in_the_gradient_is_seen(monkeypatch):
     sound = disagreement()
     monkeypatch.setitem(derivative.DERIVATIVE_RULES, "tanh", lambda node, dx: dx * (node * node - 1))
     assert disagreement() > 1000 * sound
+
+
+PARTS = {
+    "an offset of one key too many": ("SYMBOLS[name] + first", "SYMBOLS[name] + first + (name == 'j')"),
+    "an offset of one query too few": ("SYMBOLS[name] + first", "SYMBOLS[name] + first - (name == 'i')"),
+    "heads that count from 0": ('for name, first in (("h", first_head), (', "for name, first in (("),
+    "the part's own lengths": ('{"n": as_expression(problem.n), "m": as_expression(problem.m)}', "{}"),
+    "dropout of other keys": ("j + first_key)", "j)"),
+}
+
+
+def check_parts(part_of):
+    rng = np.random.default_rng(9)
+    query, key, value = (
+        rng.normal(size=(1, *shape)).astype(np.float32) for shape in ((4, 20, 8), (2, 40, 8), (2, 40, 8))
+    )
+    for options in ({"mask": (i * 2 >= j - h) | (j > sightline.m - 3)}, {"dropout": 0.5, "seed": 3}):
+        problem = make_problem(query, key, value, **options)
+        assert_conforms(lambda whole: run_parts(Streaming().run, whole, head_parts=2, part=part_of), problem)
+
+
+def test_sound_parts_pass():
+    check_parts(part.part_of)
+
+
+@pytest.mark.parametrize("fault", PARTS)
+def test_every_fault_in_parts_is_seen(fault):
+    with pytest.raises(AssertionError, match=RED):
+        check_parts(broken(part, *PARTS[fault]).part_of)
+
+
+SCHEDULE = {
+    "a tile skipped that is not empty": (
+        "(row[kind], ranges.last[kind])",
+        "(row[kind], np.maximum(ranges.last - 1, ranges.first)[kind])",
+    ),
+    "a piece skipped that is partial": ("np.broadcast_to(high, row.shape) != 0", "np.broadcast_to(_, row.shape) == 1"),
+    "the last piece of a span": ("[self.begin[order], self.end[order]]", "[self.begin[order], self.end[order] - 1]"),
+}
+
+
+def check_schedule(find_schedule):
+    for n in (320, 301):
+        x = np.zeros((1, 3, n, 1), np.float32)
+        problem = make_problem(x, x, x, mask=(i - j < 40 * h + 20) & (i >= j))
+        shards = divide(n, 4, "zigzag")
+        assert_covers(find_schedule(problem.mask, problem.extent, shards, shards, 50), needed_pairs(problem))
+
+
+def test_a_sound_schedule_passes():
+    check_schedule(schedule.find_schedule)
+
+
+@pytest.mark.parametrize("fault", SCHEDULE)
+def test_every_fault_in_the_schedule_is_seen(fault):
+    with pytest.raises(AssertionError, match=r"needless|too few"):
+        check_schedule(broken(schedule, *SCHEDULE[fault]).find_schedule)

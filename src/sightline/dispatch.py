@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from . import streaming, streaming_tangent
+from . import backward_parts, streaming, streaming_tangent
 from .cpu import Cpu
 from .gpu import Triton
 from .kernel import Gradients, Kernel, Plan, Result, Tangents, choose, is_lse_precise
@@ -62,7 +62,10 @@ def differentiate(
         lambda statistic: plan.kernel.run(problem.with_statistics(statistic), threads).seen[0],
         saved_arrays,
     )
-    gradients = plan.kernel.backward(problem, d_output, d_lse, saved, wanted_tables, threads, added)
+    if backward_parts.needs_parts(problem, plan.kernel, wanted_tables, added):
+        gradients = backward_parts.backward_in_parts(problem, plan.kernel, d_output, d_lse, saved, threads, added)
+    else:
+        gradients = plan.kernel.backward(problem, d_output, d_lse, saved, wanted_tables, threads, added)
     if gradients is not None:
         return gradients
     if is_lse_precise(saved[1], problem.accumulator):

@@ -1,8 +1,9 @@
 """Dropout by counter: one seed drops the same weights on every backend, for any tiling, in forward and backward passes.
 
 The random numbers come from Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
-Philox's own key is the 64-bit seed, and its counter is (b, h, i, ⌊j / 4⌋). Each counter gives four 32-bit words, one
-for each of four neighbouring key positions j: a weight is dropped if word j mod 4, divided by 2³², is less than p.
+Philox's own key is the 64-bit seed, and its counter is (b, h, i, ⌊j / 4⌋), where
+`Problem.dropout_origin` is added to the positions of the problem. Each counter gives four 32-bit words, one for each of
+four neighbouring key positions j: a weight is dropped if word j mod 4, divided by 2³², is less than p.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def keep_factor(problem: Problem, xp: Any, rows: slice, columns: slice, dtype: A
         return 0.0
     first, last = columns.start // 4, -(-columns.stop // 4)
     b, h, i, quad = problem.positions(xp, rows, slice(first, last))
-    words = xp.stack(xp.broadcast_arrays(*philox(problem.seed, (b, h, i, quad))), axis=-1)
+    first_b, first_h, first_i, first_j = problem.dropout_origin
+    counter = (b + first_b, h + first_h, i + first_i, quad + first_j // 4)
+    words = xp.stack(xp.broadcast_arrays(*philox(problem.seed, counter)), axis=-1)
     words = xp.reshape(words, (*words.shape[:-2], 4 * (last - first)))
     is_kept = words[..., columns.start - 4 * first : columns.stop - 4 * first] >= threshold(problem)
     return xp.astype(is_kept, resolve_dtype(xp, problem.accumulator) if dtype is None else dtype) * (1 / (1 - p))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -61,6 +61,8 @@ class Problem:
     seed: int
     see: tuple[Statistic, ...]
     heads_squeezed: bool  # True if the caller's arrays have no head axis
+    # (b, h, i, j) of the first batch, head, query and key in dropout's counter; the last is a multiple of 4
+    dropout_origin: Extent = field(default=(0, 0, 0, 0), kw_only=True)
 
     @property
     def batch_shape(self) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from .options import CallOptions
 from .result_indices import LSE, OUTPUT, PRECISE_LSE
 from .target import MAX_BUFFERS, register
 
-__all__ = ["attention"]
+__all__ = ["attention", "vary_together"]
 
 MAX_COMPILED = 256  # programs of calls outside of `jit`; the least recently used is dropped beyond this number
 # the attribute of an abstract array that has the axes of `jax.shard_map` over which the array varies
@@ -67,11 +67,11 @@ backward_p = _define("sightline_attention_backward")
 
 def attention(inputs: Sequence[Any], options: CallOptions) -> list[Any]:
     """Return output, lse, lse in float64 as words, and the arrays of the statistics except lse."""
-    results: list[Any] = attention_p.bind(*_vary_together(inputs), options=options)
+    results: list[Any] = attention_p.bind(*vary_together(inputs), options=options)
     return results
 
 
-def _vary_together(inputs: Sequence[Any]) -> list[Any]:
+def vary_together(inputs: Sequence[Any]) -> list[Any]:
     """Return the arrays with equal varying axes, as `jax.shard_map` demands of a primitive.
 
     An array that is the same on all devices of an axis receives the sum of the devices' gradients.

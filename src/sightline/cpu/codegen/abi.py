@@ -74,6 +74,10 @@ COMMON_FIELDS: dict[str, Any] = {
     "tile_range_batch_stride": INT64,  # rows of TileRanges from batch to batch; 0 if all batches share them
     "tile_range_head_stride": INT64,  # rows of TileRanges from head to head; 0 if all heads share them
     "seed": INT64,  # seed of dropout
+    "dropout_b": INT64,  # `Problem.dropout_origin`, the counters of dropout at b = h = i = j = 0
+    "dropout_h": INT64,
+    "dropout_i": INT64,
+    "dropout_j": INT64,
     "dropout_threshold": INT64,  # a weight is dropped if its random word is below the threshold
     "dropout_scale": DOUBLE,  # factor of the weights that are not dropped
 }

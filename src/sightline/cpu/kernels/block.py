@@ -326,9 +326,12 @@ class Block:
     def dropout_keep_mask(self, j: Value) -> list[list[Value]]:
         """Return, per key (four from j on) and vector, a condition: dropout keeps the weight; 4 must divide j."""
         builder, args = self.builder, self.args
+        origin = (args.dropout_b, args.dropout_h, args.dropout_i, args.dropout_j)
         keep_by_query = []
         for symbols in self.symbols:
-            counter = (self.b, self.h, symbols["i"].to(INT64), j.to(INT64) >> 2)
+            position = (self.b, self.h, symbols["i"].to(INT64), j.to(INT64))
+            b, h, i, key = (x + first for x, first in zip(position, origin, strict=True))
+            counter = (b, h, i, key >> 2)
             keep_by_query.append([word >= args.dropout_threshold for word in random_words(builder, args.seed, counter)])
         return [list(key_masks) for key_masks in zip(*keep_by_query, strict=True)]
 

@@ -121,6 +121,7 @@ class KernelArguments:
             "tile_range_batch_stride": tile_ranges.heads * tile_ranges.query_blocks if tile_ranges.batches > 1 else 0,
             "tile_range_head_stride": tile_ranges.query_blocks if tile_ranges.heads > 1 else 0,
             "seed": signed_word(problem.seed),
+            **dict(zip(("dropout_b", "dropout_h", "dropout_i", "dropout_j"), problem.dropout_origin, strict=True)),
             "dropout_threshold": threshold(problem),
             "dropout_scale": 0.0 if problem.dropout == 1 else 1 / (1 - problem.dropout),
         }

@@ -111,13 +111,15 @@ class Operands:
     def dropout_arguments(self) -> dict[str, Any]:
         """Return the arguments `dropout_state` and `dropout_scale`. The state is None if the problem has no dropout.
 
-        The state, which `tile_ops.dropout_mask` reads, is three words: the low and the high 32 bits of the seed, and
-        the largest random word that drops its weight. Triton compiles a kernel again for an integer that is 1, a
-        multiple of 16, or of another width than before. So each word is packed into an odd number of 42 bits.
+        The state, which `tile_ops.dropout_mask` reads, is seven words: the low and the high 32 bits of the seed, the
+        largest random word that drops its weight, and `Problem.dropout_origin` with j in groups of 4 keys. Triton
+        compiles a kernel again for an integer that is 1, a multiple of 16, or of another width than before. So each
+        word is packed into an odd number of 42 bits.
         `dropout_scale` is the factor 1 / (1 − dropout) on weights that are not dropped; 0 if every weight is dropped.
         """
         dropped, seed, dropout = threshold(self.problem) - 1, self.problem.seed, self.problem.dropout
-        words = (seed % 2**32, seed >> 32, dropped) if dropped >= 0 else None
+        b, h, i, j = self.problem.dropout_origin
+        words = (seed % 2**32, seed >> 32, dropped, b, h, i, j // 4) if dropped >= 0 else None
         state = None if words is None else tuple([2**41 + 2 * word + 1 for word in words])
         return {"dropout_state": state, "dropout_scale": 0.0 if dropout == 1 else 1 / (1 - dropout)}
 
