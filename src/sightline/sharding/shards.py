@@ -1,0 +1,96 @@
+"""How the positions of a sequence are divided among ranks.
+
+A rank is one process, or one device, of a group that computes attention together. Its shard is a list of spans of
+consecutive positions; the rows of the rank's arrays are the positions of its spans, one span after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+from ..errors import ParameterError, ShapeError
+
+__all__ = ["ShardLayout", "Shards", "Span", "divide"]
+
+ShardLayout = Literal["contiguous", "zigzag"]
+ALIGNMENT = 4  # spans begin at multiples of 4, because dropout counts the keys in groups of 4
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive positions, from `start` to before `stop`, whose first row in the rank's arrays is `row`."""
+
+    start: int
+    stop: int
+    row: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the rank's arrays that hold these positions."""
+        return slice(self.row, self.row + len(self))
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The division of a sequence: the spans of each rank. Every position belongs to one span."""
+
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @property
+    def length(self) -> int:
+        """The number of positions of the whole sequence."""
+        return sum(self.lengths)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of positions of each rank."""
+        return tuple([sum(map(len, spans)) for spans in self.ranks])
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int]) -> Shards:
+        """Return the division in which rank r holds the next `lengths[r]` positions."""
+        ends = [sum(lengths[: rank + 1]) for rank in range(len(lengths))]
+        return cls(tuple([(Span(end - own, end, 0),) for own, end in zip(lengths, ends, strict=True)]))
+
+    def check_lengths(self, name: str, lengths: Sequence[int], layout: ShardLayout) -> None:
+        """Raise ShapeError if the ranks' arrays do not have the lengths of this division."""
+        if tuple(lengths) != self.lengths:
+            raise ShapeError(
+                f"{name} with {list(lengths)} positions on the ranks, layout={layout!r}",
+                f"{list(self.lengths)} positions",
+                f"shard(x, layout={layout!r}) divides {self.length} positions so",
+            )
+
+
+def divide(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Shards:
+    """Return the division of `length` positions among ranks.
+
+    contiguous
+        Rank r holds the r-th of R parts of about equal length.
+    zigzag
+        The sequence has 2R parts, and rank r holds the parts r and 2R − 1 − r. Under a causal mask every rank then
+        computes about as many pairs as every other rank.
+
+    All parts begin at multiples of 4, so the lengths of two parts may differ by 7.
+
+    Raises
+    ------
+    ParameterError
+        `layout` is another word.
+    """
+    if layout not in get_args(ShardLayout):
+        raise ParameterError(f"layout={layout!r}", '"contiguous" or "zigzag"', 'layout="zigzag" for a causal mask')
+    count = ranks if layout == "contiguous" else 2 * ranks
+    units = -(-length // ALIGNMENT)
+    bounds = [min(ALIGNMENT * (-(-units * part // count)), length) for part in range(count + 1)]
+    parts = list(pairwise(bounds))
+    if layout == "contiguous":
+        return Shards(tuple([(Span(*part, 0),) for part in parts]))
+    pairs = [(parts[rank], parts[count - 1 - rank]) for rank in range(ranks)]
+    return Shards(tuple([(Span(*first, 0), Span(*last, first[1] - first[0])) for first, last in pairs]))
