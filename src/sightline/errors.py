@@ -17,6 +17,7 @@ __all__ = [
     "MaskError",
     "MissingExtraError",
     "ParameterError",
+    "RankError",
     "ShapeError",
     "SightlineError",
     "TableError",
@@ -86,6 +87,10 @@ class ChangedTableError(SightlineError, RuntimeError):
 
 class KernelRefusedError(SightlineError, NotImplementedError):
     """The kernel that the caller named cannot serve the call. The message lists why. Also a NotImplementedError."""
+
+
+class RankError(SightlineError, RuntimeError):
+    """A rank of a distributed call has failed, or passed other arguments than the other ranks. Also a RuntimeError."""
 
 
 class MissingExtraError(SightlineError, ImportError):

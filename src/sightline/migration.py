@@ -17,7 +17,10 @@ __all__ = ["OPTIONS", "refuse_arguments"]
 
 # the options of `attention`, in the order of its signature
 OPTIONS = ("mask", "score", "scale", "sinks", "dropout", "seed", "see", "kernel", "threads", "layout")
-OPTIONS_OF = {"explain": (*OPTIONS, "source"), "tiles": ("mask", "score", "scale", "sinks", "layout")}
+OPTIONS_OF = {
+    "explain": (*OPTIONS, "source", "ranks", "shards", "method", "flops", "bandwidth"),
+    "tiles": ("mask", "score", "scale", "sinks", "layout"),
+}
 
 _CAUSAL = 'mask=sightline.causal(); causal("lower right") if the queries are the last positions of the keys'
 _MASK_ARRAY = (

@@ -1,0 +1,129 @@
+"""The ring in torch's graph: one `torch.autograd.Function` for output, lse and the per-query statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ParameterError
+from ...problem import Problem
+from ...sharding import Shards, Span, find_schedule, key_block_length
+from ...statistics import Mean, Statistic, unwrap_mean
+from .group import Group
+from .ring import Ring, Saved
+from .rows import is_per_query
+
+__all__ = ["attention_by_ring"]
+
+QUERY_BYTES, MIN_ROWS = 4 << 20, 256  # the size of a piece of the queries, about; its number of queries, at least
+
+
+def attention_by_ring(
+    group: Group, problem: Problem, shards: list[Shards], local: list[Tensor], threads: int | None
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """Return the output of this rank's queries, and the arrays of each statistic."""
+    queries, keys = shards
+    B, H, _, _ = problem.extent
+    size = 8 if problem.accumulator == "float64" else 4
+    row_bytes = max(1, B * H * max(problem.d_k, problem.d_v) * size)
+    pieces = _cut(queries, max(MIN_ROWS, QUERY_BYTES // row_bytes // 64 * 64))
+    schedule = find_schedule(problem.mask, problem.extent, pieces, keys, key_block_length(problem))
+    computed = [unwrap_mean(statistic) for statistic in problem.see]
+    per_query = tuple([statistic for statistic in computed if is_per_query(statistic)])
+    ring = Ring(group, replace(problem, see=per_query), schedule, threads)
+    tables = _learned_tables(problem)
+    inputs = [*local, *([] if problem.sinks is None else [problem.sinks]), *tables.values()]
+    over_queries = tuple([statistic for statistic in computed if not is_per_query(statistic)])
+    if over_queries and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        raise ParameterError(
+            f"see={list(over_queries)} with inputs that require gradients",
+            'received and pooled without gradients, or method="heads"',
+            "see them in a call under torch.no_grad()",
+        )
+    output, lse, *arrays = _RingAttention.apply(ring, tuple(tables), *inputs)  # type: ignore[no-untyped-call]
+    rest = iter(arrays)
+    results = {k: _own_arrays(s, lse, rest, problem) for k, s in enumerate(computed) if is_per_query(s)}
+    if over_queries:
+        found = iter(ring.statistics_of_keys(local[0], local[1], lse.double(), over_queries))
+        spans = keys.ranks[group.rank]
+        for k, statistic in enumerate(computed):
+            if k not in results:
+                array = next(found)
+                if statistic.name == "received":
+                    array = torch.cat([array[..., span.start : span.stop] for span in spans], dim=-1)
+                results[k] = [array]
+    return output, [
+        [s.average(array, problem) for array in results[k]] if isinstance(s, Mean) else results[k]
+        for k, s in enumerate(problem.see)
+    ]
+
+
+def _own_arrays(statistic: Statistic, lse: Tensor, rest: Iterator[Tensor], problem: Problem) -> list[Tensor]:
+    """Return the arrays of a per-query statistic in the accumulator's dtype."""
+    dtype = torch.float64 if problem.accumulator == "float64" else torch.float32
+    if statistic.name == "lse":
+        return [lse.to(dtype)]
+    return [array.to(dtype) if array.is_floating_point() else array for array in _take(rest, statistic)]
+
+
+def _take(rest: Iterator[Tensor], statistic: Statistic) -> list[Tensor]:
+    return [next(rest) for _ in statistic.fill_values]
+
+
+def _learned_tables(problem: Problem) -> dict[int, Tensor]:
+    """Return the tables of the score that require a gradient, by their indices in `Problem.tables`."""
+    arrays = [table.array for table in problem.tables]
+    return {k: arrays[k] for k in problem.score_table_indices if getattr(arrays[k], "requires_grad", False)}
+
+
+def _cut(shards: Shards, length: int) -> Shards:
+    """Return the division with spans of at most `length` positions."""
+
+    def pieces(span: Span) -> list[Span]:
+        starts = range(span.start, span.stop, length)
+        return [Span(at, min(at + length, span.stop), span.row + at - span.start) for at in starts]
+
+    return Shards(tuple([tuple([piece for span in spans for piece in pieces(span)]) for spans in shards.ranks]))
+
+
+class _RingAttention(torch.autograd.Function):
+    """Output, lse in float64, and the arrays of the per-query statistics except lse, in torch's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, wanted_tables: tuple[int, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, *rest = inputs
+        sinks = None if ring.problem.sinks is None else rest.pop(0)
+        results = ring.forward(query, key, value, sinks)
+        output = results.output.to(query.dtype)
+        arrays = [array for own in results.statistics for array in own]
+        ctx.ring, ctx.wanted_tables = ring, wanted_tables
+        ctx.save_for_backward(*inputs, output, results.lse, *arrays)
+        ctx.num_inputs = len(inputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[array for array in arrays if not array.is_floating_point()])
+        return output, results.lse, *arrays
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_output: Tensor | None, d_lse: Tensor | None, *d_arrays: Tensor | None) -> tuple[Any, ...]:
+        ring, tensors = ctx.ring, ctx.saved_tensors
+        inputs, (output, lse, *arrays) = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
+        query, key, value, *rest = inputs
+        sinks = None if ring.problem.sinks is None else rest.pop(0)
+        saved_arrays, d_seen, at = [], [], 0
+        for statistic in ring.problem.see:
+            count = 0 if statistic.name == "lse" else len(statistic.fill_values)
+            saved_arrays.append(arrays[at : at + count])
+            d_seen.append(d_arrays[at] if count else None)
+            at += count
+        saved = Saved(query, key, value, sinks, output, lse, saved_arrays)
+        d_output = torch.zeros_like(output) if d_output is None else d_output.contiguous()
+        found = ring.backward(saved, d_output, d_lse, d_seen, ctx.wanted_tables)
+        gradients = [found.query, found.key, found.value, *([] if sinks is None else [found.sinks])]
+        tables = [found.tables.get(index) for index in ctx.wanted_tables]
+        gradients += [torch.zeros_like(x) if one is None else one for x, one in zip(rest, tables, strict=True)]
+        return None, None, *[one.to(x.dtype) for one, x in zip(gradients, inputs, strict=True)]

@@ -1,0 +1,212 @@
+"""The public function `attention`: exact attention over a sequence that is divided among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, Never
+
+import torch
+from torch import Tensor
+
+from ...arrays import dtype_name
+from ...errors import ParameterError
+from ...migration import refuse_arguments
+from ...problem import Problem, make_problem
+from ...sharding import ShardLayout, Shards
+from ...statistics import Statistic, StatisticBase
+from ...validation import (
+    broadcast_inputs,
+    check_arrays,
+    check_choice,
+    read_dropout,
+    read_mask,
+    read_score,
+    read_statistics,
+    split_names,
+)
+from ..operator_schema import make_seed
+from .agreement import agree, describe_array, describe_formula
+from .autograd import attention_by_ring
+from .dtensor import local_tensors, to_dtensor
+from .group import Group
+from .heads import attention_by_heads
+from .rows import check_statistics
+from .shard import check_shards
+
+__all__ = ["attention"]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *positional: Any,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    see: Statistic | Sequence[Statistic] | dict[str, Statistic] | None = None,
+    threads: int | None = None,
+    group: Any = None,
+    layout: ShardLayout = "contiguous",
+    method: Literal["ring", "heads"] = "ring",
+    **unknown: Never,
+) -> Any:
+    """Compute exact attention over a sequence that is divided among the ranks of a process group.
+
+    Every rank calls the function with its shards, and receives the output of its own queries. The result is that of
+    `sightline.attention` for the whole sequence. Formulas are written for the whole sequence: i and j are positions in
+    it, and n and m are its lengths.
+
+    Parameters
+    ----------
+    query : (..., H, n_r, d_k) float16, bfloat16, float32 or float64
+        This rank's queries. A DTensor that is sharded along the positions works too.
+    key : (..., G, m_r, d_k), value : (..., G, m_r, d_v), the same dtype
+        This rank's keys and values. H is a multiple of G. The numbers n_r and m_r may differ from rank to rank.
+    mask, score, scale, sinks, dropout, seed, threads
+        As in `sightline.attention`, and equal on every rank. A table has the entries of the whole sequence; `unshard`
+        makes one from shards. The same seed drops the same weights for any number of ranks. Without a seed, rank 0
+        draws one from torch's generator.
+    see : list of statistics, dict from names to statistics, or one statistic, optional
+        lse, entropy, max_score, mass and top_k are returned for this rank's queries, received for this rank's keys,
+        and pooled for the whole sequence, the same on every rank; and the means of all of these.
+    group : ProcessGroup or DeviceMesh of one axis, optional
+        The ranks. The default is all processes.
+    layout : {"contiguous", "zigzag"}
+        How `shard` has divided the positions. "zigzag" balances the work of a causal mask.
+    method : {"ring", "heads"}
+        "ring" sends blocks of keys to the ranks whose queries see them, while they compute with the block before.
+        "heads" exchanges heads for positions, so that each rank computes whole heads; G must be at least the number of
+        ranks. All statistics have their gradients with "heads".
+
+    Returns
+    -------
+    output : (..., H, n_r, d_v), the dtype of the inputs
+        The output of this rank's queries.
+    seen : tuple, or dict if `see` is a dict; only if `see` is given
+
+    A backward pass is a call of all ranks, too. Gradients of the shards are complete. The gradients of tables and sinks
+    are this rank's part, like the gradient of any parameter that every rank has: DistributedDataParallel averages them,
+    or add them with `torch.distributed.all_reduce`. Second derivatives are not available. With method="ring" the
+    gradients of received and pooled are not available.
+
+    Raises
+    ------
+    SightlineError
+        Every error of `sightline.attention`.
+    RankError
+        The calls of the ranks differ, before anything else is sent; or a rank died or did not answer within the
+        timeout of the group.
+    ParameterError
+        torch.distributed is not initialized, a layout or a method is unknown, a statistic is not available across
+        ranks, or dropout is used with shards of keys that do not begin at multiples of 4.
+
+    References
+    ----------
+    Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3.
+    Jacobs et al., "DeepSpeed Ulysses", 2023, section 3, for method="heads".
+    """
+    if positional or unknown:
+        refuse_arguments("attention", positional, unknown)
+    (query, key, value), group, placement = local_tensors(query, key, value, group)
+    ranks = Group(group)
+    names, statistics = split_names(see)
+    given: list[Any] = [statistics] if isinstance(statistics, StatisticBase) else list(statistics or ())
+    options = {"scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed, "layout": layout, "method": method}
+    named = {"query": query, "key": key, "value": value}
+    describe = partial(_describe, named, mask, score, given, options, threads)
+    numbers = agree(ranks, describe, query.device if isinstance(query, Tensor) else "cpu")
+    shards = [check_shards(name, [row[k] for row in numbers], layout) for k, name in enumerate(("queries", "keys"))]
+    problem = _whole_problem(query, key, value, shards, mask, score, given, options | {"seed": numbers[0][2]})
+    check_statistics(problem.see)
+    _check_dropout(problem, shards[1])
+    local = broadcast_inputs(named)
+    run = attention_by_ring if method == "ring" else attention_by_heads
+    output, seen = run(ranks, problem, shards, local, threads)
+    output = to_dtensor(problem.squeeze_heads(output, 2), placement)
+    if see is None:
+        return output
+    answers = tuple([_squeeze(problem, one, result) for one, result in zip(problem.see, seen, strict=True)])
+    return output, answers if names is None else dict(zip(names, answers, strict=True))
+
+
+def _describe(
+    named: dict[str, Any], mask: Any, score: Any, see: list[Statistic], options: dict[str, Any], threads: int | None
+) -> tuple[tuple[int, ...], dict[str, str]]:
+    """Return the numbers and the description that `agree` compares, after the checks of this rank's arguments."""
+    check_arrays(named)
+    broadcast_inputs(named)
+    check_choice(None, threads)
+    if options["method"] not in ("ring", "heads"):
+        raise ParameterError(f"method={options['method']!r}", '"ring" or "heads"', 'method="ring"')
+    formulas = {"mask": read_mask(mask), "score": read_score(score)}
+    description = {name: describe_formula(formula) for name, formula in formulas.items()}
+    for name, array in named.items():
+        shape = [*array.shape[:-2], "positions", array.shape[-1]]
+        description[name] = f"{dtype_name(array)}{shape} on {array.device.type}"
+        description[f"requires_grad of {name}"] = str(array.requires_grad and torch.is_grad_enabled())
+    parsed = read_statistics(see)
+    description["see"] = "; ".join([_describe_statistic(statistic) for statistic in parsed])
+    sinks = options["sinks"]
+    description["sinks"] = "None" if sinks is None else describe_array(sinks)
+    description |= {name: str(options[name]) for name in ("scale", "dropout", "seed", "layout", "method")}
+    seed = options["seed"]
+    if seed is None:
+        seed = int(make_seed(None)) if read_dropout(options["dropout"]) else 0
+    query, key = named["query"], named["key"]
+    return (query.shape[-2], key.shape[-2], seed - 2**64 if seed >= 2**63 else seed), description
+
+
+def _describe_statistic(statistic: Statistic) -> str:
+    formulas: list[str] = []
+
+    def note(formula: Any) -> Any:
+        expression = read_mask(formula)
+        formulas.append(describe_formula(expression))
+        return expression
+
+    return f"{statistic.map_formulas(note)!r} {formulas}"
+
+
+def _whole_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shards: list[Shards],
+    mask: Any,
+    score: Any,
+    see: list[Statistic],
+    options: dict[str, Any],
+) -> Problem:
+    """Return the problem of the whole sequence. Its arrays have shapes, but one entry in memory."""
+
+    def stand_in(array: Tensor, length: int) -> Tensor:
+        return array.new_zeros(1).expand(*array.shape[:-2], length, array.shape[-1])
+
+    whole = [stand_in(array, shards[k > 0].length) for k, array in enumerate((query, key, value))]
+    own = {name: options[name] for name in ("scale", "sinks", "dropout")}
+    seed = options["seed"] % 2**64 if options["dropout"] else None
+    return make_problem(*whole, mask=mask, score=score, see=see, seed=seed, **own)
+
+
+def _check_dropout(problem: Problem, keys: Shards) -> None:
+    starts = [span.start for spans in keys.ranks for span in spans if len(span)]
+    if problem.dropout and any(start % 4 for start in starts):
+        raise ParameterError(
+            f"dropout with shards of keys that begin at {starts}",
+            "shards that begin at multiples of 4",
+            "divide the keys with shard(x)",
+        )
+
+
+def _squeeze(problem: Problem, statistic: Statistic, result: Any) -> Any:
+    """Return a statistic without a head axis if the caller's arrays have none."""
+    axis = statistic.head_axis(len(problem.batch_shape))
+    if axis is None or not problem.heads_squeezed:
+        return statistic.build_result(list(result))
+    return statistic.build_result([problem.squeeze_heads(array, array.ndim - axis - 1) for array in result])

@@ -1,0 +1,131 @@
+"""The group of processes: its ranks, its transfers, and errors that name the rank that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import ParameterError, RankError
+
+__all__ = ["Group", "Transfers"]
+
+
+class Group:
+    """The ranks of a process group.
+
+    Parameters
+    ----------
+    given : ProcessGroup, DeviceMesh of one axis, or None for all processes
+
+    Attributes
+    ----------
+    size, rank : the number of ranks, and the rank of this process in the group
+
+    Raises
+    ------
+    ParameterError
+        torch.distributed is not initialized, `given` is none of these, or this process does not belong to the group.
+    """
+
+    def __init__(self, given: Any = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ParameterError(
+                "a call without a process group",
+                "torch.distributed that is initialized",
+                'torch.distributed.init_process_group("gloo"), and start the program with torchrun',
+            )
+        if hasattr(given, "get_group"):
+            if given.ndim != 1:
+                raise ParameterError(
+                    f"a DeviceMesh of {given.ndim} axes", "a mesh of one axis", 'group=mesh["name of the axis"]'
+                )
+            given = given.get_group()
+        if not (given is None or isinstance(given, dist.ProcessGroup)):
+            raise ParameterError(
+                f"group is a {type(given).__name__}", "a ProcessGroup, a DeviceMesh or None", "group=None for all ranks"
+            )
+        self.handle: Any = dist.group.WORLD if given is None else given
+        self.size, self.rank = dist.get_world_size(self.handle), dist.get_rank(self.handle)
+        self._global = dist.get_process_group_ranks(self.handle)
+
+    def global_rank(self, rank: int) -> int:
+        """Return the rank among all processes of a rank of the group."""
+        return int(self._global[rank])
+
+    def exchange(self, own: Tensor, what: str) -> list[Tensor]:
+        """Return the tensors that all ranks passed, in the order of the ranks. All have the same shape and dtype."""
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        found[self.rank] = own
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        transfers = Transfers(self, what)
+        for rank in others:
+            transfers.send(own, rank)
+        for rank in others:
+            transfers.receive(found[rank], rank)
+        transfers.start()
+        transfers.wait()
+        return found
+
+    def exchange_objects(self, own: Any) -> list[Any]:
+        """Return the objects that all ranks passed, in the order of the ranks."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own, group=self.handle)
+        return found
+
+
+class Transfers:
+    """Transfers between pairs of ranks that start together and run in the background.
+
+    Transfers between the same two ranks are matched in the order in which both of them add the transfers.
+    """
+
+    def __init__(self, group: Group, what: str) -> None:
+        self.group, self.what = group, what
+        self._operations: list[dist.P2POp] = []
+        self._peers: list[int] = []
+        self._works: list[Any] = []
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        self._add(dist.isend, tensor, rank)
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        self._add(dist.irecv, tensor, rank)
+
+    def _add(self, operation: Any, tensor: Tensor, rank: int) -> None:
+        if tensor.numel():
+            raw = tensor if tensor.dtype == torch.int64 else tensor.view(torch.uint8)
+            self._operations.append(dist.P2POp(operation, raw, self.group.global_rank(rank), self.group.handle))
+            self._peers.append(rank)
+
+    def start(self) -> None:
+        """Start all transfers."""
+        if self._operations:
+            try:
+                self._works = dist.batch_isend_irecv(self._operations)
+            except RuntimeError as error:
+                raise self._failure(self._peers, error) from error
+
+    def wait(self) -> None:
+        """Return when all transfers have ended. Raise RankError if one of them fails or takes too long."""
+        peers: list[Sequence[int]] = [[peer] for peer in self._peers]
+        if len(self._works) != len(peers):  # NCCL joins the transfers
+            peers = [self._peers] * len(self._works)
+        for work, concerned in zip(self._works, peers, strict=True):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failure(concerned, error) from error
+
+    def _failure(self, peers: Sequence[int], error: RuntimeError) -> RankError:
+        names = ", ".join(map(str, sorted(set(peers))))
+        reason = str(error).strip().splitlines()[0]
+        return RankError(
+            f"rank {self.group.rank} exchanged {self.what} with rank {names} of {self.group.size}, and it failed: "
+            f"{reason}",
+            "ranks that live and answer within the group's timeout",
+            f"read the log of rank {names}: it died, stalled, or gave up because of another rank, which it then names",
+        )

@@ -1,0 +1,114 @@
+"""Attention in which heads are exchanged for positions: every rank computes some heads of the whole sequence.
+
+Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
+Models", 2023, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import dispatch
+from ...errors import ParameterError
+from ...problem import Problem
+from ...sharding import Shards, part_of
+from ...statistics import Mean, arrays_of, unwrap_mean
+from ..autograd import attach_to_graph
+from .group import Group
+from .shard import send_to_all, unshard
+
+__all__ = ["attention_by_heads"]
+
+
+def attention_by_heads(
+    group: Group, problem: Problem, shards: Sequence[Shards], local: Sequence[Tensor], threads: int | None
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """Return the output of this rank's queries, and the arrays of each statistic.
+
+    Rank r computes the key heads from ⌊r G / R⌋ to before ⌊(r + 1) G / R⌋, with their query heads.
+    """
+    if group.size > problem.G:
+        raise ParameterError(
+            f'method="heads" with {problem.G} key heads on {group.size} ranks',
+            "at least as many key heads as ranks",
+            'method="ring"',
+        )
+    queries, keys = shards
+    axis = len(problem.batch_shape)
+    key_heads = [problem.G * rank // group.size for rank in range(group.size + 1)]
+    query_heads = [problem.group * first for first in key_heads]
+    layouts = [(query_heads, queries), (key_heads, keys), (key_heads, keys)]
+    whole = [_exchange(x, group, axis, *own, to_heads=True) for x, own in zip(local, layouts, strict=True)]
+    first, last = query_heads[group.rank], query_heads[group.rank + 1]
+    computed = tuple([unwrap_mean(statistic) for statistic in problem.see])
+    part = part_of(problem, *whole, first_head=first, see=computed)
+    part = replace(part, sinks=None if problem.sinks is None else problem.sinks[first:last])
+    plan = dispatch.make_plan(part)
+    result = attach_to_graph(part, plan, None, threads, dispatch.solve(part, None, threads))
+    seen = []
+    for statistic, one, answer in zip(problem.see, computed, result.seen, strict=True):
+        arrays = [_gather(array, one.name, group, axis, query_heads, shards) for array in arrays_of(answer)]
+        seen.append([statistic.average(array, problem) for array in arrays] if isinstance(statistic, Mean) else arrays)
+    return _exchange(result.output, group, axis, query_heads, queries, to_heads=False), seen
+
+
+def _gather(
+    array: Tensor, name: str, group: Group, axis: int, heads: Sequence[int], shards: Sequence[Shards]
+) -> Tensor:
+    """Return all heads of a statistic's array: of this rank's queries or keys, or the whole array of pooled."""
+    if name == "pooled":
+        return unshard(array.contiguous(), group=group.handle, axis=axis)
+    return _exchange(array, group, axis, heads, shards[name == "received"], to_heads=False)
+
+
+def _exchange(x: Tensor, group: Group, axis: int, heads: Sequence[int], shards: Shards, *, to_heads: bool) -> Tensor:
+    exchanged: Tensor = _Exchange.apply(x, group, axis, tuple(heads), shards, to_heads)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """The exchange of (..., all H heads, own positions, ...) for (..., own heads, all n positions, ...), or back.
+
+    The heads are on `axis` and the positions on the next one. Rank r owns the heads from `heads[r]` to before
+    `heads[r + 1]`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, axis: int, heads: tuple[int, ...], shards: Shards, to_heads: bool
+    ) -> Tensor:
+        ctx.arguments = group, axis, heads, shards, to_heads
+        bounds = list(pairwise(heads))
+        own_heads, own_length = bounds[group.rank], shards.lengths[group.rank]
+        before, after = x.shape[:axis], x.shape[axis + 2 :]
+        if to_heads:
+            parts = [x.narrow(axis, first, last - first).contiguous() for first, last in bounds]
+            shapes = [(own_heads[1] - own_heads[0], length) for length in shards.lengths]
+        else:
+            parts = [
+                torch.cat([x.narrow(axis + 1, span.start, len(span)) for span in spans], dim=axis + 1)
+                for spans in shards.ranks
+            ]
+            shapes = [(last - first, own_length) for first, last in bounds]
+        buffers = [x.new_empty((*before, *shape, *after)) for shape in shapes]
+        found = send_to_all(group, parts, buffers, "heads")
+        if not to_heads:
+            return torch.cat(found, dim=axis)
+        whole = x.new_empty((*before, shapes[0][0], shards.length, *after))
+        for spans, part in zip(shards.ranks, found, strict=True):
+            for span in spans:
+                whole.narrow(axis + 1, span.start, len(span)).copy_(part.narrow(axis + 1, span.row, len(span)))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        *arguments, to_heads = ctx.arguments
+        group, axis, heads, shards = arguments
+        back = _exchange(gradient.contiguous(), group, axis, heads, shards, to_heads=not to_heads)
+        return back, None, None, None, None, None

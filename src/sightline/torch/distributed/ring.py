@@ -1,0 +1,191 @@
+"""Attention in which the blocks of keys travel: forward pass, statistics and backward pass of one rank.
+
+Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ... import dispatch, streaming
+from ...kernel import Gradients
+from ...problem import Problem
+from ...sharding import KeyBlock, Schedule, Span, part_of
+from ...statistics import Statistic, Tile, accumulate_statistics, arrays_of
+from .block_exchange import BlockExchange
+from .group import Group
+from .rows import RowResults
+from .statistic_gradients import part_gradients, sink_weights
+
+__all__ = ["Ring", "RingGradients", "Saved"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The results of the forward pass that the backward pass reads, and the inputs."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    output: Tensor  # in the dtype of the query
+    lse: Tensor
+    statistics: list[list[Tensor]]  # the arrays of each per-query statistic; [] for lse
+
+    def rows(self, span: Span) -> tuple[Tensor, Tensor]:
+        """Return (output, lse) of a span."""
+        return self.output[..., span.rows, :], self.lse[..., span.rows]
+
+
+@dataclass
+class RingGradients:
+    """The gradients of a rank's shards, and its own part of the gradients of the tables and the sinks."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    tables: dict[int, Tensor]  # by the index in `Problem.tables`
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One call on one rank.
+
+    problem : the whole problem; its arrays have the shapes of the whole sequence, but no entries. Its statistics are
+        those with an entry for every query.
+    """
+
+    group: Group
+    problem: Problem
+    schedule: Schedule
+    threads: int | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The accumulator's dtype."""
+        return torch.float64 if self.problem.accumulator == "float64" else torch.float32
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> RowResults:
+        """Return output, lse and the per-query statistics of this rank's queries."""
+        output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=self.dtype)
+        results = RowResults(output, self.problem.see)
+        for block, (keys, values) in BlockExchange(self.group, self.schedule, (key, value)):
+            for span in self._visible_spans(block):
+                part = self._part(span, block, query, keys, values)
+                results.add(span.rows, dispatch.solve(part, None, self.threads), block.span.start)
+        if sinks is not None:
+            results.add_sinks(sinks)
+        return results
+
+    def statistics_of_keys(self, query: Tensor, key: Tensor, lse: Tensor, see: tuple[Statistic, ...]) -> list[Any]:
+        """Return statistics to which all queries add, of the whole sequence, from a second pass with the final lse."""
+
+        def tiles() -> Iterator[Tile]:
+            for block, (keys,) in BlockExchange(self.group, self.schedule, (key,)):
+                for span in self._visible_spans(block):
+                    part = replace(self._part(span, block, query, keys, keys), see=(), dropout=0.0)
+                    for tile in streaming.tiles(streaming.TileOps(part), lse[..., span.rows]):
+                        yield replace(tile, rows=_move(tile.rows, span), columns=_move(tile.columns, block.span))
+
+        found = []
+        results = accumulate_statistics(self.problem.with_statistics(*see), lse, tiles)
+        for statistic, result in zip(see, results, strict=True):
+            (array,) = arrays_of(result)
+            how = getattr(statistic, "how", "sum")
+            dist.all_reduce(array, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=self.group.handle)
+            found.append(array)
+        return found
+
+    def backward(
+        self,
+        saved: Saved,
+        d_output: Tensor,
+        d_lse: Tensor | None,
+        d_seen: list[Tensor | None],
+        wanted_tables: tuple[int, ...],
+    ) -> RingGradients:
+        """Return the gradients of Σ d_output ∘ output + Σ d_lse ∘ lse + Σ d_seen ∘ seen, summed over the ranks."""
+        query, key, value = saved.query, saved.key, saved.value
+        d_query, d_key, d_value = (torch.zeros(x.shape, dtype=self.dtype, device=x.device) for x in (query, key, value))
+        found = RingGradients(d_query, d_key, d_value, {})
+        exchange = BlockExchange(self.group, self.schedule, (key, value), (d_key, d_value))
+        for block, (keys, values) in exchange:
+            sums = [torch.zeros(x.shape, dtype=self.dtype, device=x.device) for x in (keys, values)]
+            for span in self._visible_spans(block):
+                part = self._part(span, block, query, keys, values)
+                one = self._differentiate(part, span, block, saved, (d_output, d_lse), d_seen, wanted_tables)
+                found.query[..., span.rows, :] += one.query
+                sums[0] += one.key
+                sums[1] += one.value
+                for index in wanted_tables:
+                    table = one.tables[index]
+                    if table is not None:
+                        start = torch.zeros_like(table, dtype=torch.float64)
+                        found.tables[index] = found.tables.get(index, start) + table
+            exchange.add_gradients(sums)
+        if saved.sinks is not None:
+            found.sinks = self._differentiate_sinks(saved, d_output, d_lse, d_seen)
+        return found
+
+    def _differentiate(
+        self,
+        part: Problem,
+        span: Span,
+        block: KeyBlock,
+        saved: Saved,
+        d_results: tuple[Tensor, Tensor | None],
+        d_seen: list[Tensor | None],
+        wanted_tables: tuple[int, ...],
+    ) -> Gradients:
+        """Return the gradients of a part, from the final output and lse of its queries."""
+        arrays = [[array[..., span.rows] for array in own] for own in saved.statistics]
+        gradients = [None if one is None else one[..., span.rows] for one in d_seen]
+        results = saved.rows(span)
+        added = part_gradients(part, block.span.start, results[1], saved.sinks, gradients, arrays)
+        d_output, d_lse = d_results[0][..., span.rows, :], d_results[1]
+        d_lse = None if d_lse is None else d_lse[..., span.rows]
+        kernel = dispatch.make_plan(part).kernel
+        found = kernel.backward(part, d_output, d_lse, results, wanted_tables, self.threads, added)
+        if found is None:
+            found = streaming.backward(part, d_output, d_lse, (), results, added)
+        return found
+
+    def _differentiate_sinks(
+        self, saved: Saved, d_output: Tensor, d_lse: Tensor | None, d_seen: list[Tensor | None]
+    ) -> Tensor:
+        """Return this rank's part of the gradient of the sinks, −Σ exp(sink − lse) δ over its queries."""
+        delta = torch.einsum("...d,...d->...", d_output.to(self.dtype), saved.output.to(self.dtype)).double()
+        delta = delta if d_lse is None else delta - d_lse
+        part = replace(self.problem, query=saved.query, key=saved.key, value=saved.value, sinks=None)
+        added = part_gradients(part, 0, saved.lse, saved.sinks, d_seen, saved.statistics)
+        for term, sign in ((added.lse, -1.0), (added.weights_sum, 1.0)):
+            if term is not None:
+                delta = delta + sign * term
+        sums = -(sink_weights(saved.sinks, saved.lse) * delta).sum(dim=-1)
+        return sums.reshape(-1, sums.shape[-1]).sum(dim=0)
+
+    def _part(self, span: Span, block: KeyBlock, query: Tensor, key: Tensor, value: Tensor) -> Problem:
+        """Return the problem of the queries of a span on a block of keys."""
+        rows, see = query[..., span.rows, :], self.problem.see
+        return part_of(self.problem, rows, key, value, first_row=span.start, first_key=block.span.start, see=see)
+
+    def _visible_spans(self, block: KeyBlock) -> Iterator[Span]:
+        """Yield the spans of this rank's queries that see a key of the block."""
+        column = self.schedule.column(block)
+        ranks, rank = self.schedule.queries.ranks, self.group.rank
+        before = sum(map(len, ranks[:rank]))
+        for index, span in enumerate(ranks[rank]):
+            if self.schedule.pairs[before + index, column]:
+                yield span
+
+
+def _move(rows: slice, span: Span) -> slice:
+    """Return the positions of some rows of a span."""
+    return slice(rows.start + span.start, rows.stop + span.start)

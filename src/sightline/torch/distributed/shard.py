@@ -1,0 +1,124 @@
+"""Shards of a tensor that every rank has whole, and the whole tensor from the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...sharding import ShardLayout, Shards, divide
+from .group import Group, Transfers
+
+__all__ = ["check_shards", "send_to_all", "shard", "unshard"]
+
+
+def shard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", axis: int = -2) -> Tensor:
+    """Return this rank's shard of a tensor that every rank has whole.
+
+    Parameters
+    ----------
+    x : (..., n, ...)
+        The tensor with the whole sequence, with the same entries on every rank.
+    group : ProcessGroup or DeviceMesh of one axis, optional
+        The ranks. The default is all processes.
+    layout : {"contiguous", "zigzag"}
+        The division of the positions. "contiguous" gives rank r the r-th of R parts; "zigzag" gives it the parts r and
+        2R − 1 − r of 2R. Parts begin at multiples of 4.
+    axis : int, default −2
+        The axis of the positions.
+
+    Returns
+    -------
+    shard : (..., n_r, ...)
+        A contiguous tensor. It has a gradient: each rank's gradient of x is 0 outside its own shard.
+
+    Raises
+    ------
+    ParameterError
+        torch.distributed is not initialized, or `layout` is another word.
+    """
+    own = Group(group)
+    spans = divide(x.shape[axis], own.size, layout).ranks[own.rank]
+    return torch.cat([x.narrow(axis, span.start, len(span)) for span in spans], dim=axis)
+
+
+def unshard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", axis: int = -2) -> Tensor:
+    """Return the whole tensor from the shards of all ranks; the inverse of `shard`.
+
+    Parameters
+    ----------
+    x : (..., n_r, ...)
+        This rank's shard.
+    group, layout, axis : as in `shard`
+
+    Returns
+    -------
+    whole : (..., n, ...)
+        The whole tensor, on every rank. It has a gradient: a shard's gradient is the sum of the gradients of all ranks.
+
+    Raises
+    ------
+    ShapeError
+        The shards do not have the lengths that `shard` gives them. With layout="contiguous" all lengths are allowed.
+    RankError
+        Another rank died or did not answer within the group's timeout.
+    """
+    own = Group(group)
+    axis %= x.ndim
+    lengths = [int(row[0]) for row in own.exchange(torch.tensor([x.shape[axis]], device=x.device), "lengths of shards")]
+    shards = check_shards("shards", lengths, layout)
+    whole: Tensor = _Unshard.apply(x, own, shards, axis)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _Unshard(torch.autograd.Function):
+    """The gathering of all shards; its gradient sends each rank its part and adds the parts in the order of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
+        ctx.group, ctx.shards, ctx.axis = group, shards, axis
+        shapes = [(*x.shape[:axis], length, *x.shape[axis + 1 :]) for length in shards.lengths]
+        found = send_to_all(group, [x.contiguous()] * group.size, [x.new_empty(shape) for shape in shapes], "shards")
+        whole = x.new_empty((*x.shape[:axis], shards.length, *x.shape[axis + 1 :]))
+        for spans, part in zip(shards.ranks, found, strict=True):
+            for span in spans:
+                whole.narrow(axis, span.start, len(span)).copy_(part.narrow(axis, span.row, len(span)))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, d_whole: Tensor) -> tuple[Any, ...]:
+        group, axis = ctx.group, ctx.axis
+        parts = [
+            torch.cat([d_whole.narrow(axis, span.start, len(span)) for span in spans], dim=axis).contiguous()
+            for spans in ctx.shards.ranks
+        ]
+        buffers = [torch.empty_like(parts[group.rank]) for _ in parts]
+        found = send_to_all(group, parts, buffers, "gradients of shards")
+        total = found[0].clone()
+        for part in found[1:]:
+            total += part
+        return total, None, None, None
+
+
+def send_to_all(group: Group, parts: list[Tensor], buffers: list[Tensor], what: str) -> list[Tensor]:
+    """Send `parts[r]` to rank r. Return what the ranks sent to this rank, in `buffers`."""
+    transfers = Transfers(group, what)
+    for distance in range(1, group.size):
+        target, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
+        transfers.send(parts[target], target)
+        transfers.receive(buffers[source], source)
+    transfers.start()
+    buffers[group.rank] = parts[group.rank]
+    transfers.wait()
+    return buffers
+
+
+def check_shards(name: str, lengths: Sequence[int], layout: ShardLayout) -> Shards:
+    """Return the division whose ranks have these lengths; raise ShapeError if the layout does not allow them."""
+    if layout == "contiguous":
+        return Shards.from_lengths(lengths)
+    shards = divide(sum(lengths), len(lengths), layout)
+    shards.check_lengths(name, lengths, layout)
+    return shards

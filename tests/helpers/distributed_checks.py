@@ -1,0 +1,231 @@
+"""Checks that ranks run by themselves: finite differences, training, counted bytes, and planted faults."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+
+import sightline
+import sightline.torch.distributed as distributed
+from distributed_calls import short_blocks
+from fault_planting import broken
+from sightline import h, i, j, s, table
+
+
+class _Replicated(torch.autograd.Function):
+    """A tensor that every rank has whole; its gradient is the mean of the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total / dist.get_world_size(ctx.group), None
+
+
+def replicated(x: Tensor, group: Any) -> Tensor:
+    return _Replicated.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def finite_differences(group: Any, layout: Any, method: Any) -> bool:
+    """Check the gradients of shard → attention → unshard as a function of the whole tensors, tables and sinks.
+
+    Each rank adds its gradients to those of the whole output, so that the sum over the ranks is the number of ranks
+    times the gradient, and the mean is the gradient.
+    """
+    torch.manual_seed(0)
+
+    def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sinks: Tensor) -> list[Tensor]:
+        inputs = [replicated(x, group) for x in (query, key, value, bias, sinks)]
+        options = {
+            "mask": (i >= j - 1) & (i != 1),
+            "score": sightline.softcap(2.0).with_scores(s) + table(inputs[3])[h, j],
+        }
+        options |= {"dropout": 0.3, "seed": 1, "sinks": inputs[4], "group": group, "layout": layout, "method": method}
+        see = [
+            sightline.lse().mean("heads"),
+            sightline.entropy(),
+            sightline.mass((i + j) % 2 == h),
+            sightline.max_score(),
+        ]
+        if method == "heads":
+            see += [sightline.received(), sightline.pooled(2, 2)]
+        shards = [distributed.shard(x, group=group, layout=layout) for x in inputs[:3]]
+        output, seen = distributed.attention(*shards, see=see, **options)
+        found = [distributed.unshard(output, group=group, layout=layout)]
+        for statistic, one in zip(see, seen, strict=True):
+            array = one[0] if isinstance(one, tuple) else one
+            array = torch.where(torch.isinf(array), 0.0, array)
+            if statistic.name == "pooled":
+                found.append(array / dist.get_world_size(group))
+            else:
+                found.append(distributed.unshard(array, group=group, layout=layout, axis=-1))
+        return found
+
+    shapes = [(1, 4, 10, 2), (1, 2, 9, 2), (1, 2, 9, 2), (4, 9), (4,)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    with short_blocks(4):
+        return bool(gradcheck(call, inputs, fast_mode=True))
+
+
+class Layer(nn.Module):
+    """A pre-norm transformer layer with causal attention over the shards of a group, or on one process."""
+
+    def __init__(self, width: int, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(self.attend(*heads, mask=i >= j).transpose(1, 2).flatten(-2))
+        return x + self.mlp(x)
+
+
+def train(group: Any, steps: int, wrap: str) -> tuple[list[float], list[float]]:
+    """Return the losses of a small model trained by this process alone, and by all ranks together.
+
+    wrap : "DistributedDataParallel", "fully_shard", or "compile" for DistributedDataParallel and torch.compile
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, size, length, characters = dist.get_rank(group), dist.get_world_size(group), 32, 7
+    whole = (torch.arange(4)[:, None] * 3 + torch.arange(length + 1) ** 2 // 3) % characters
+
+    def run(attend: Callable[..., Tensor], divide: Callable[[Tensor], Tensor], is_alone: bool) -> list[float]:
+        torch.manual_seed(0)
+        parts = [Layer(16, attend) for _ in range(2)]
+        model: Any = nn.Sequential(nn.Embedding(characters, 16), *parts, nn.Linear(16, characters))
+        if wrap == "compile":
+            model = torch.compile(model, backend="aot_eager")
+        if not is_alone and wrap == "fully_shard":
+            from torch.distributed.device_mesh import DeviceMesh
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+        elif not is_alone:
+            model = DistributedDataParallel(model, process_group=group)
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+        text, following = divide(whole[:, :-1]), divide(whole[:, 1:])
+        losses = []
+        for _ in range(steps):
+            loss = nn.functional.cross_entropy(model(text).flatten(0, 1), following.flatten())
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            mean = loss.detach().clone()
+            if not is_alone:
+                dist.all_reduce(mean, group=group)
+            losses.append(mean.item() / (1 if is_alone else size))
+        return losses
+
+    def attend(*heads: Tensor, **options: Any) -> Tensor:
+        return distributed.attention(*heads, group=group, layout="zigzag", **options)  # type: ignore[no-any-return]
+
+    alone = run(sightline.attention, lambda x: x, True)  # type: ignore[arg-type]
+    del rank
+    return alone, run(attend, lambda x: distributed.shard(x, group=group, layout="zigzag", axis=1), False)
+
+
+def count_bytes(group: Any, reach: int | None) -> int:
+    """Return the bytes of keys and values that this rank sends in a forward pass; the window is `reach` keys long."""
+    from sightline.torch.distributed import block_exchange
+
+    count = 0
+
+    class Counting(block_exchange.Transfers):
+        def send(self, tensor: Tensor, rank: int) -> None:
+            nonlocal count
+            count += tensor.nbytes
+            super().send(tensor, rank)
+
+    query, key, value = torch.randn(3, 1, 2, 1024, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+    shards = [distributed.shard(x, group=group) for x in (query, key, value)]
+    mask = None if reach is None else (i >= j) & (i - j < reach)
+    with mock.patch.object(block_exchange, "Transfers", Counting), short_blocks(64):
+        distributed.attention(*shards, mask=mask, group=group)
+    return count
+
+
+FAULTS: dict[str, tuple[str, str, str, str, str]] = {  # module, line before, line after, and where it is looked up
+    "offset of keys": (
+        "sharding.part",
+        '("j", first_key)):',
+        '("j", first_key + (first_key > 0))):',
+        "torch.distributed.ring",
+        "part_of",
+    ),
+    "last shard dropped": (
+        "sharding.schedule",
+        "for distance in range(1, self.size):",
+        "for distance in range(1, self.size - 1):",
+        "torch.distributed.autograd",
+        "find_schedule",
+    ),
+    "tile skipped": (
+        "sharding.schedule",
+        "np.add.at(starts, (row, ranges.last), -1.0)",
+        "np.add.at(starts, (row, ranges.last - 1), -1.0)",
+        "torch.distributed.autograd",
+        "find_schedule",
+    ),
+    "entropy without its weight": (
+        "torch.distributed.rows",
+        "_mix_entropy(answer.double(), own))",
+        "answer.double())",
+        "torch.distributed.ring",
+        "RowResults",
+    ),
+    "mass without its weight": (
+        "torch.distributed.rows",
+        ".add_(answer.double() * own.exp())",
+        ".add_(answer.double())",
+        "torch.distributed.ring",
+        "RowResults",
+    ),
+    "output not rescaled": (
+        "torch.distributed.rows",
+        "output.mul_(share)",
+        "output.mul_(1.0)",
+        "torch.distributed.ring",
+        "RowResults",
+    ),
+    "keys of a block": (
+        "torch.distributed.rows",
+        "where < 0, where, where + first_key)",
+        "where < 0, where, where)",
+        "torch.distributed.ring",
+        "RowResults",
+    ),
+    "gradients returned to the wrong rows": (
+        "torch.distributed.block_exchange",
+        "self._add(sent, returned)",
+        "self._add(self.schedule.owned(self.group.rank)[0], returned)",
+        "torch.distributed.ring",
+        "BlockExchange",
+    ),
+}
+
+
+def with_fault(group: Any, fault: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function on this rank with a fault planted."""
+    name, before, after, place, attribute = FAULTS[fault]
+    copy = broken(sys.modules[f"sightline.{name}"], before, after)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys.modules[f"sightline.{place}"], attribute, getattr(copy, attribute)))
+        return function(group, *arguments)

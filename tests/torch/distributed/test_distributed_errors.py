@@ -1,0 +1,39 @@
+"""Ranks that make different calls, die or stall: every other rank raises an error that says so, and none hangs."""
+
+import re
+import time
+
+import pytest
+
+from distributed_mistakes import MISTAKES, fail_in_call, make_mistake, make_valid_call
+from distributed_ranks import Ranks
+from sightline.errors import RankError, SightlineError
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_different_calls_raise_on_every_rank(ranks, name):
+    found = ranks.outcomes(make_mistake, name, size=3)
+    for one in found[:2]:
+        assert isinstance(one, RankError), one
+        assert MISTAKES[name][1] in str(one)
+        assert "rank 2" in str(one)
+    assert isinstance(found[2], SightlineError)
+    ranks.run(make_valid_call, size=3)  # the group still works
+
+
+@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["forward", "backward"])
+@pytest.mark.parametrize("how", ["dies", pytest.param("stalls", marks=pytest.mark.soak)])
+def test_other_ranks_raise_an_error(how, backward):
+    timeout = 4.0
+    ranks = Ranks(3, timeout=timeout)
+    try:
+        ranks.run(make_valid_call)
+        begin = time.monotonic()
+        found = ranks.outcomes(fail_in_call, how, backward, 3 * timeout)
+        for one in found[:2]:
+            assert isinstance(one, RankError), one
+            assert "rank" in str(one)
+        assert any(re.search(r"with rank (\d, )?2 of 3", str(one)) for one in found[:2]), [str(x) for x in found]
+        assert time.monotonic() - begin < 10 * timeout
+    finally:
+        ranks.close()
