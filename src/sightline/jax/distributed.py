@@ -1,0 +1,260 @@
+"""Exact attention over a sequence that is divided among the devices of an axis of `jax.shard_map`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Never, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..arrays import resolve_dtype
+from ..errors import ParameterError, ShapeError
+from ..migration import refuse_arguments
+from ..problem import NUM_OPERANDS
+from ..sharding import ShardLayout, Shards
+from ..statistics import Lse, Statistic, StatisticBase
+from ..validation import read_sinks, read_statistics, split_names
+from . import partial_results
+from .dispatch import run
+from .functional import read_array
+from .partial_results import Part, Sums
+from .primitives import vary_together
+from .sharded_problem import ShardedProblem, divide_equally
+
+__all__ = ["attention", "order"]
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    axis_name: Any,
+    mask: Any = None,
+    score: Any = None,
+    scale: Any = None,
+    sinks: Any = None,
+    see: Statistic | Sequence[Statistic] | dict[str, Statistic] | None = None,
+    layout: ShardLayout = "contiguous",
+    **unknown: Never,
+) -> Any:
+    """Compute exact attention over a sequence that is divided among the devices of an axis of `jax.shard_map`.
+
+    Every device calls the function with its shard of query, key and value, inside `jax.shard_map`. The keys and values
+    travel among the devices by `jax.lax.ppermute`, and each device merges the results of its queries on the blocks that
+    it receives. A block that the mask hides from every query of a device is not sent to the device.
+
+    Parameters
+    ----------
+    query : (..., H, n / R, d_k)
+        The queries of this device, where R is the number of devices of the axis.
+    key : (..., G, m / R, d_k)
+        H is a multiple of G, as in `sightline.attention`.
+    value : (..., G, m / R, d_v)
+    axis_name : the name of the axis of the mesh along which the positions are divided
+    mask, score : as in `sightline.attention`
+        The symbols i, j, n and m, and the arrays with an axis of queries or keys, are those of the whole sequence. b
+        and h count the batch entries and heads of the arrays that are passed. A table whose entries JAX traces, such as
+        an array that enters `shard_map` as an argument, is not read before the program runs: a condition on such a
+        table hides pairs, but saves no transfers.
+    scale : float or array of one number, default 1/√d_k
+    sinks : (H,) floats, optional
+    see : list of statistics, or dict from names to statistics, or one statistic, optional
+        `lse()`, `entropy()`, `max_score()` and `mass(condition)`.
+    layout : {"contiguous", "zigzag"}
+        "contiguous": device r holds the r-th of R parts of the sequence. "zigzag": the sequence has 2R parts, and
+        device r holds the parts r and 2R − 1 − r, one after the other. Under a causal mask all devices then compute
+        about as many pairs. `order` returns the order of the positions.
+
+    Returns
+    -------
+    output : (..., H, n / R, d_v), the dtype of the inputs
+        The rows of this device of `sightline.attention` on the whole sequence.
+    seen : tuple, or dict if `see` is a dict; only if `see` is given
+        The result of each statistic, (..., H, n / R).
+
+    JAX differentiates the function any number of times, forward and backward. A backward pass receives the blocks again
+    and computes their scores again, so between the passes a device stores its shards, and a few numbers for each query
+    and each block. No array of n × m entries exists. While a pass runs, XLA decides how many received blocks are in
+    memory at once. On the CPU all of them are, so the memory of a device grows with the length of the whole sequence.
+
+    Raises
+    ------
+    ShapeError
+        The layout is "zigzag", and the devices have an odd number of positions.
+    ParameterError
+        `axis_name` is no axis of the enclosing `jax.shard_map`, `layout` is another word, `dropout` is given, or a
+        statistic is none of those above.
+    SightlineError
+        The other errors of `sightline.attention`. Errors that depend on the contents of traced tables are raised when
+        the program runs.
+
+    References
+    ----------
+    Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; Brandon et
+    al., "Striped Attention: Faster Ring Attention for Causal Transformers", 2023.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from functools import partial
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> from sightline import i, j
+    >>> from sightline.jax.distributed import attention
+    >>> mesh = Mesh(np.array(jax.devices()[:1]), "x")
+    >>> spec = P(None, None, "x")  # the positions of (batch, heads, positions, width)
+    >>> attend = jax.shard_map(partial(attention, axis_name="x", mask=i >= j), mesh=mesh, in_specs=spec, out_specs=spec)
+    >>> q = jnp.ones((1, 2, 8, 4))
+    >>> jax.jit(attend)(q, q, q).shape
+    (1, 2, 8, 4)
+    """
+    if unknown:
+        _refuse(unknown)
+    names, statistics = split_names([see] if isinstance(see, StatisticBase) else see)
+    statistics = read_statistics(() if statistics is None else statistics)
+    partial_results.check_statistics(statistics)
+    ranks = _read_axis(axis_name, layout)
+    shards = [read_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
+    options = {"mask": mask, "score": score, "scale": scale, "see": statistics}
+    problem = ShardedProblem.of(shards, ranks, layout, options)
+    output, seen = _Exchange(problem, shards, axis_name).compute(sinks)
+    if see is None:
+        return output
+    return output, seen if names is None else dict(zip(names, seen, strict=True))
+
+
+def order(length: int, ranks: int, layout: ShardLayout = "contiguous") -> Any:
+    """Return the positions of a sequence in the order in which `jax.shard_map` divides them among the devices.
+
+    `x[..., order(n, R, "zigzag"), :]` puts the positions of an array into the order of the layout, and
+    `y[..., np.argsort(order(n, R, "zigzag")), :]` puts a result into the order of the sequence.
+
+    Raises
+    ------
+    ShapeError
+        The length is no multiple of the number of devices, or of twice that number if the layout is "zigzag".
+    ParameterError
+        `layout` is another word.
+
+    Examples
+    --------
+    >>> from sightline.jax.distributed import order
+    >>> order(8, 2, "zigzag")
+    array([0, 1, 6, 7, 2, 3, 4, 5])
+    """
+    _check_layout(layout)
+    if length % ranks:
+        raise ShapeError(
+            f"{length} positions on {ranks} devices",
+            f"a multiple of {ranks}",
+            "pad the sequence, and hide the last positions with mask=",
+        )
+    spans = [span for own in divide_equally(length // ranks, ranks, layout).ranks for span in own]
+    return np.concatenate([np.arange(span.start, span.stop) for span in spans])
+
+
+def _refuse(unknown: dict[str, Any]) -> None:
+    """Raise the error for arguments that the function does not have. No dropout is allowed, under its name too."""
+    others = {name: value for name, value in unknown.items() if name not in ("dropout", "seed")}
+    if others:
+        refuse_arguments("attention", (), others)
+    if unknown.get("dropout", 0.0):
+        raise ParameterError(
+            f"dropout={unknown['dropout']!r} of a sequence on several devices",
+            "dropout=0",
+            "drop entries of the output: output * jax.random.bernoulli(key, 0.9, output.shape) / 0.9",
+        )
+
+
+def _check_layout(layout: Any) -> None:
+    if layout not in get_args(ShardLayout):
+        raise ParameterError(f"layout={layout!r}", '"contiguous" or "zigzag"', 'layout="zigzag" for a causal mask')
+
+
+def _read_axis(axis_name: Any, layout: Any) -> int:
+    """Return the number of devices of the axis."""
+    _check_layout(layout)
+    try:
+        return int(jax.lax.axis_size(axis_name))
+    except (NameError, TypeError) as error:
+        raise ParameterError(
+            f"axis_name={axis_name!r}",
+            "the name of an axis of the mesh, inside jax.shard_map",
+            'jax.shard_map(partial(attention, axis_name="x"), mesh=mesh, in_specs=P(None, None, "x"), ...)',
+        ) from error
+
+
+class _Exchange:
+    """The computation of one device, which receives blocks of keys from the other devices, one after another."""
+
+    def __init__(self, problem: ShardedProblem, shards: Sequence[Any], axis_name: Any) -> None:
+        self.problem, self.shards, self.axis_name = problem, shards, axis_name
+        self.size = len(problem.queries.ranks)
+        self.rank = jax.lax.axis_index(axis_name)
+        self.see, self.dtype = problem.whole.see, resolve_dtype(jnp, problem.whole.accumulator)
+
+    def compute(self, sinks: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return (output, seen)."""
+        sinks = self.read_sinks(sinks)
+        sums = [self.start(len(span), sinks) for span in self.problem.queries.ranks[0]]
+        for distance in range(self.size):
+            for index in range(len(self.problem.keys.ranks[0])):
+                sums = self.add_block(sums, distance, index)
+        finished = [partial_results.finish(own, self.see) for own in sums]
+        output = jnp.concatenate([output for output, _ in finished], axis=-2).astype(self.shards[0].dtype)
+        seen = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *[seen for _, seen in finished])
+        leaves, structure = jax.tree.flatten((output, seen))
+        found: tuple[Any, tuple[Any, ...]] = structure.unflatten(vary_together([*self.shards, *leaves])[NUM_OPERANDS:])
+        return found
+
+    def read_sinks(self, sinks: Any) -> Any:
+        """Return the sinks in a shape that broadcasts to lse."""
+        if sinks is None:
+            return None
+        query = self.shards[0] if self.shards[0].ndim > 3 else self.shards[0][..., None, :, :]
+        sinks = read_sinks(read_array("sinks", sinks), query)
+        return sinks if self.problem.whole.heads_squeezed else sinks[:, None]
+
+    def start(self, rows: int, sinks: Any) -> Sums:
+        whole = self.problem.whole
+        heads = () if whole.heads_squeezed else (whole.H,)
+        return partial_results.start((*whole.batch_shape, *heads, rows), whole.d_v, self.dtype, sinks, self.see)
+
+    def add_block(self, sums: list[Sums], distance: int, index: int) -> list[Sums]:
+        """Return the sums with one more block of keys: the block `index` of the rank `distance` before this one."""
+        spans = self.problem.spans_for(distance, index)
+        if not spans:
+            return sums
+        self.shards, sums = jax.lax.optimization_barrier((self.shards, sums))
+        parts = jax.checkpoint(partial(self.compute_parts, distance, index, spans))(*self.shards)
+        by_span = dict(zip(spans, parts, strict=True))
+        return [
+            partial_results.add(own, by_span[span], self.see) if span in by_span else own
+            for span, own in enumerate(sums)
+        ]
+
+    def compute_parts(self, distance: int, index: int, spans: list[int], *shards: Any) -> list[Part]:
+        """Return the results of the queries of these spans on a block of keys."""
+        query, key, value = shards
+        rows = self.problem.keys.ranks[0][index].rows
+        key, value = key[..., rows, :], value[..., rows, :]
+        if distance:
+            pairs = self.problem.transfers(distance, index)
+            key, value = (jax.lax.ppermute(x, self.axis_name, pairs) for x in (key, value))
+        first_key = _first(self.problem.keys, (self.rank - distance) % self.size, index)
+        parts = []
+        for span in spans:
+            first_row = _first(self.problem.queries, self.rank, span)
+            options = self.problem.part_options(first_row, first_key, [Lse(), *self.see])
+            own = query[..., self.problem.queries.ranks[0][span].rows, :]
+            output, seen = run(own, key, value, options, None, None)
+            parts.append(partial_results.prepare(output, seen, self.see, first_key, self.dtype))
+        return parts
+
+
+def _first(shards: Shards, rank: Any, index: int) -> Any:
+    """Return the first position of the span number `index` of a rank. JAX may trace the rank."""
+    return jnp.asarray([spans[index].start for spans in shards.ranks])[rank]

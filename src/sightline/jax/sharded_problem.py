@@ -1,0 +1,166 @@
+"""A problem whose queries and keys are divided among the devices of an axis, and the formulas of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..cached_property import cached_property
+from ..errors import ShapeError, TableError
+from ..formula.expression import SYMBOLS, Apply, Expression, as_expression
+from ..formula.formula_checks import check_spans
+from ..formula.tables import Table
+from ..problem import Problem, parse, validate
+from ..sharding import Schedule, Shards, Span, find_schedule
+from ..validation import fold_scale
+from .options import example
+
+__all__ = ["ShardedProblem", "divide_equally"]
+
+
+def divide_equally(length: int, ranks: int, layout: str) -> Shards:
+    """Return the division of a sequence in which every rank has `length` positions.
+
+    Raises
+    ------
+    ShapeError
+        The layout is "zigzag", and `length` is odd.
+    """
+    if layout == "contiguous":
+        return Shards.from_lengths([length] * ranks)
+    half, rest = divmod(length, 2)
+    if rest:
+        raise ShapeError(
+            f'{length} positions on each device, layout="zigzag"',
+            "an even number, because a device has two parts of equal length",
+            f"pad the sequence to {(length + 1) * ranks} positions, and hide the last ones with mask=",
+        )
+    starts = [(rank * half, (2 * ranks - 1 - rank) * half) for rank in range(ranks)]
+    return Shards(tuple([tuple([Span(at, at + half, row * half) for row, at in enumerate(pair)]) for pair in starts]))
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedProblem:
+    """The problem of the whole sequence, and the division of its positions.
+
+    whole : the problem; query, key and value have its shapes and dtypes, and no contents
+    queries, keys : the division of the queries and of the keys
+    """
+
+    whole: Problem
+    queries: Shards
+    keys: Shards
+
+    @classmethod
+    def of(cls, shards: Sequence[Any], ranks: int, layout: str, options: dict[str, Any]) -> ShardedProblem:
+        """Return the problem of which `shards` are the local query, key and value; `options` as in `parse`."""
+        scale = options["scale"]
+        if isinstance(scale, jax.Array):
+            score, scale = fold_scale(options["score"], scale)
+            options = options | {"score": score, "scale": scale}
+        local = parse(*[example(x.shape, x.dtype) for x in shards])
+        whole = [example((*x.shape[:-2], ranks * x.shape[-2], x.shape[-1]), x.dtype) for x in shards]
+        problem = parse(*whole, **options)
+
+        def check(formula: Expression) -> Expression:
+            if 0 not in problem.extent:
+                check_spans(formula, problem.extent)
+            return formula
+
+        problem.map_formulas(check)
+        return cls(problem, *[divide_equally(length, ranks, layout) for length in (local.n, local.m)])
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule of those conditions of the mask that are known while JAX traces. A block is a span of keys."""
+        length = max(self.keys.lengths, default=0)
+        return find_schedule(self._known_mask, self.whole.extent, self.queries, self.keys, max(length, 1))
+
+    @property
+    def _known_mask(self) -> Expression | None:
+        """A mask that hides no pair that the problem shows; it reads no traced table."""
+        whole = replace(self.whole, see=())
+        formulas = [formula for formula in (whole.mask, whole.score) if formula is not None]
+        if not all(map(_is_known, formulas)):
+            known = [] if whole.mask is None else [each for each in _conjuncts(whole.mask) if _is_known(each)]
+            if not known:
+                return None
+            whole = replace(whole, mask=reduce(lambda x, y: x & y, known), score=None)
+        try:
+            return validate(whole.map_formulas(_to_host)).mask
+        except TableError:
+            if all(map(_is_known, formulas)):
+                raise
+            return None  # a condition that reads a traced table may hide the pairs that read outside
+
+    def spans_for(self, distance: int, index: int) -> list[int]:
+        """Return the spans of queries that read the key block `index` of the rank `distance` before, on some rank."""
+        return [span for span in range(len(self.queries.ranks[0])) if self._readers(distance, index, [span])]
+
+    def transfers(self, distance: int, index: int) -> list[tuple[int, int]]:
+        """Return (owner, reader) of each key block `index` that a rank needs from the rank `distance` before."""
+        spans = self.spans_for(distance, index)
+        size = len(self.queries.ranks)
+        return [((rank - distance) % size, rank) for rank in self._readers(distance, index, spans)]
+
+    def _readers(self, distance: int, index: int, spans: Sequence[int]) -> list[int]:
+        """Return the ranks whose queries of these spans see a key of the block."""
+        if 0 in self.whole.extent:
+            return []
+        size, count, pairs = len(self.queries.ranks), len(self.queries.ranks[0]), self.schedule.pairs
+        blocks = len(self.keys.ranks[0])
+        column = [(rank - distance) % size * blocks + index for rank in range(size)]
+        return [rank for rank in range(size) if any(pairs[rank * count + span, column[rank]] for span in spans)]
+
+    def part_options(self, first_row: Any, first_key: Any, see: Sequence[Any]) -> dict[str, Any]:
+        """Return the arguments of `attention` for a part. Its first query and its first key may be traced."""
+        symbols = {"n": as_expression(self.whole.n), "m": as_expression(self.whole.m)}
+        symbols |= {name: SYMBOLS[name] + Table(first[None])[0] for name, first in (("i", first_row), ("j", first_key))}
+        tables: dict[int, Table] = {}
+
+        def shift(formula: Expression) -> Expression:
+            """Return the formula of the whole problem as a formula of the part, whose i and j count from 0."""
+            for table in formula.tables:
+                if id(table) not in tables:
+                    tables[id(table)] = _without_positions(table)
+            return formula.substitute(symbols, tables)
+
+        whole = self.whole
+        return {
+            "mask": None if whole.mask is None else shift(whole.mask),
+            "score": None if whole.score is None else shift(whole.score),
+            "scale": whole.scale,
+            "sinks": None,
+            "dropout": 0.0,
+            "seed": None,
+            "see": [statistic.map_formulas(shift) for statistic in see],
+        }
+
+
+def _without_positions(table: Table) -> Table:
+    """Return the table with the axes of the whole sequence as axes of any length."""
+    axes = None if table.axes is None else tuple([None if axis in ("i", "j") else axis for axis in table.axes])
+    return Table(table.array, axes)
+
+
+def _conjuncts(mask: Expression) -> list[Expression]:
+    if isinstance(mask, Apply) and mask.operator == "logical_and":
+        return [each for argument in mask.arguments for each in _conjuncts(argument)]
+    return [mask]
+
+
+def _is_known(formula: Expression) -> bool:
+    """True if the entries of every table are known before the program runs."""
+    arrays = [table.array for table in formula.tables]
+    return not any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in arrays)
+
+
+def _to_host(formula: Expression) -> Expression:
+    """Return the formula with its tables as NumPy arrays."""
+    tables = {id(table): Table(np.asarray(table.array), table.axes) for table in formula.tables}
+    return formula.substitute({}, tables)
