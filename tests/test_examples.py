@@ -86,3 +86,31 @@ def test_every_picture_of_tiles_is_drawn(example, tmp_path):
     drawn = example.main(tmp_path)
     assert {path.name for path in drawn} == shown == {path.name for path in example.FOLDER.iterdir()}
     assert all(map(is_picture, drawn))
+
+
+@pytest.mark.example("million_tokens")
+def test_long_attention_is_measured(example):
+    check_lengths(example.main(1024), 1024)
+
+
+@pytest.mark.soak
+@pytest.mark.example("million_tokens")
+def test_a_million_tokens(example):
+    found = example.main()
+    check_lengths(found, 1 << 20)
+    if sys.platform == "linux":
+        growth = found[-1].extra - found[0].extra
+        assert growth < (found[-1].inputs + found[-1].results - found[0].inputs - found[0].results) / 8
+
+
+def check_lengths(found, tokens):
+    assert [one.tokens for one in found] == [tokens // 4, tokens // 2, tokens]
+    assert all(4 * one.inputs == 3 * one.results for one in found)
+
+
+@pytest.mark.example("draw_scaling")
+def test_the_picture_of_scaling_is_drawn(example, tmp_path):
+    page = (FOLDER.parent / "docs" / "distributed.md").read_text()
+    drawn = example.main(tmp_path, ranks=(1, 2), per_rank=512, whole=1024)
+    assert {path.name for path in drawn} == {path.name for path in example.FOLDER.iterdir()}
+    assert all(f"(distributed/{path.name})" in page and is_picture(path) for path in drawn)

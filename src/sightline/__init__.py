@@ -26,6 +26,7 @@ from .forward_derivative import attention_tangent
 from .gpu.tuning.tuner import tune
 from .kv_cache import KVCache
 from .lse_merge import merge
+from .out_of_core import attention_from_disk
 from .statistics import entropy, lse, mass, max_score, pooled, received, scores, top_k, weighted_sum, weights
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "alibi",
     "alibi_slopes",
     "attention",
+    "attention_from_disk",
     "attention_tangent",
     "b",
     "bias",

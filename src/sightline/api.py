@@ -17,6 +17,7 @@ from .kernel import choose
 from .kv_cache import KVCache, as_arrays
 from .migration import refuse_arguments
 from .problem import make_problem
+from .sharding import Hardware, Method, ShardLayout, predict_problem
 from .statistics import Statistic, StatisticBase, Tile
 from .streaming import Streaming
 from .validation import Layout, check_choice, fold_scale, read_score, split_names, to_heads_first
@@ -202,6 +203,11 @@ def explain(
     threads: int | None = None,
     layout: Layout = "BHND",
     source: bool = False,
+    ranks: int | None = None,
+    shards: ShardLayout = "contiguous",
+    method: Method = "ring",
+    flops: float | None = None,
+    bandwidth: float | None = None,
     **unknown: Never,
 ) -> Explanation:
     """Explain what `attention` would do with the same arguments, without running a kernel.
@@ -212,13 +218,25 @@ def explain(
         As in `attention`.
     source : bool, default False
         Include the generated code: LLVM assembly for arrays on the CPU, Triton functions for tensors on a GPU.
+    ranks : int, optional
+        Predict the cost of the call over this number of ranks, as `sightline.torch.distributed` computes it. The arrays
+        are those of the whole call. They may be stand-ins without memory, such as `np.broadcast_to(np.float32(0),
+        shape)`.
+    shards : "contiguous" or "zigzag", default "contiguous"
+        How the sequences are divided among the ranks.
+    method : "ring" or "heads", default "ring"
+        Whether the ranks exchange blocks of keys or heads.
+    flops, bandwidth : float, optional
+        Operations per second of one rank, by default 400e12. Bytes per second that a rank sends, and at the same time
+        receives, by default 50e9.
 
     Returns
     -------
     Explanation
         `print` shows the formulas, the chosen kernel, the reasons why the other kernels were not chosen, the numbers of
-        empty, full and partial tiles, FLOPs, bytes, and the memory of this call and of the dense computation. The
-        fields have the same information.
+        empty, full and partial tiles, FLOPs, bytes, and the memory of this call and of the dense computation. With
+        `ranks`, a table shows what a rank computes, sends, receives and holds, and the predicted time. The fields have
+        the same information.
 
     Raises
     ------
@@ -251,16 +269,21 @@ def explain(
         seed=seed or 0,
         see=split_names(see)[1] or (),
     )
+    prediction = None
+    if ranks is not None:
+        given_rates = {name: x for name, x in (("flops", flops), ("bandwidth", bandwidth)) if x is not None}
+        prediction = predict_problem(problem, ranks, shards, method, Hardware(**given_rates))
     if arrays.framework(given) == "jax":
         from .jax.dispatch import explain as explain_jax
 
-        return explain_jax(given, problem, kernel, source)
+        return replace(explain_jax(given, problem, kernel, source), prediction=prediction)
     kernels = KERNELS
     if problem.framework == "torch":
         from .torch.dispatch import kernels as with_torch
 
         kernels = with_torch()
-    return Explanation.of(problem, choose(kernels, problem, kernel), source)
+    explanation = Explanation.of(problem, choose(kernels, problem, kernel), source)
+    return replace(explanation, prediction=prediction)
 
 
 def tiles(

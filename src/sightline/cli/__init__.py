@@ -160,6 +160,8 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--threads", type=int, help="threads of every contender (default: all usable processors)")
     add("--seconds", type=float, help="timing budget of one problem (default: 10; 2 on a GPU)")
     add("--quick", action="store_true", help="tiny sizes, to test that everything runs; times and ratios mean nothing")
+    ranks = "instead, time attention over 1, 2 and 4 processes and compare with the times that the cost model predicts"
+    add("--ranks", action="store_true", help=ranks)
     add("--json", metavar="PATH", help="write all results to PATH, with the time of every round")
     add("--figures", metavar="FOLDER", help="draw the results to FOLDER")
     bench.set_defaults(run=_bench)
@@ -200,6 +202,11 @@ def _info(_: argparse.Namespace) -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.ranks:
+        from .ranks_command import bench_ranks
+
+        bench_ranks(options.quick)
+        return 0
     from .bench_command import bench
 
     return bench(options)

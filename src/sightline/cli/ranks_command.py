@@ -1,0 +1,46 @@
+"""`sightline bench --ranks`: time attention over several processes, beside the times that the cost model predicts."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from ..bench.rank_scaling import RankResult, measure_ranks
+from ..bench.report import format_amount, format_duration
+from ..cpu.runtime.thread_count import usable_processors
+from ..errors import MissingExtraError
+from .bench_tables import format_ratio
+from .console import key_value_table, make_console, note, section, table
+
+__all__ = ["bench_ranks"]
+
+SIZE, QUICK_SIZE = 4096, 512  # positions of the sequence
+
+
+def bench_ranks(quick: bool = False) -> None:
+    """Print the measured and the predicted times of every case."""
+    try:
+        import torch.distributed as dist
+    except ImportError as error:
+        raise MissingExtraError("bench --ranks without torch", "torch 2.6 or later", "pip install torch") from error
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise MissingExtraError("bench --ranks with a torch without gloo", "a torch with gloo", "pip install torch")
+    console = make_console()
+    n = QUICK_SIZE if quick else SIZE
+    console.print(Text("Attention over several processes of one thread each, by the ring", style="bold"))
+    note(console, f"float32, {n:,} positions, on {usable_processors()} processors, which the processes share")
+    results, hardware = measure_ranks(n, 1 if quick else 3)
+    forward, backward = (format_amount(hardware.rate(back), "FLOP/s") for back in (False, True))
+    link = f"{format_amount(hardware.bandwidth, 'B/s')}, {format_duration(hardware.latency)} latency"
+    rates = [("one process", f"{forward} forward, {backward} backward"), ("exchange", f"{link}, in the largest group")]
+    console.print(key_value_table(rates))
+    for name in dict.fromkeys(result.case for result in results):
+        section(console, name)
+        rows = [_row(result) for result in results if result.case == name]
+        console.print(table("processes", "pass", "measured", "predicted", "ratio", rows=rows, left=2))
+    if quick:
+        note(console, "\nA quick run: a short sequence and one round. Its times and ratios mean nothing.")
+
+
+def _row(result: RankResult) -> list[str]:
+    times = format_duration(result.measured), format_duration(result.predicted)
+    return [str(result.ranks), result.name, *times, format_ratio(result.ratio)]
