@@ -63,7 +63,7 @@ DROPOUT = {
         methods=("dropout_keep_mask",),
     ),
     "counter of the next four keys": Fault(
-        block, "j.to(INT64) >> 2)", "(j.to(INT64) >> 2) + 1)", methods=("dropout_keep_mask",)
+        block, "key >> 2)", "(key >> 2) + 1)", methods=("dropout_keep_mask",)
     ),
     "seed cut short": Fault(
         block,
