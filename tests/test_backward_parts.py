@@ -1,5 +1,6 @@
 """The backward pass in parts: the gradients of the whole problem, in memory that does not grow with n."""
 
+import os
 import subprocess
 import sys
 
@@ -128,7 +129,10 @@ print(*map(extra, (1 << 16, 1 << 17)))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own accounting")
 def test_the_memory_of_the_backward_pass_is_constant():
-    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    """glibc keeps freed memory of some megabytes for later calls, unless a fixed threshold forbids it."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+    command = [sys.executable, "-c", PROGRAM]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     short, long = map(int, result.stdout.split())
     assert max(short, long) < 2 * backward_parts.MAX_SUM_BYTES
-    assert long < short + (1 << 17) * 2 * 8 + backward_parts.MAX_SUM_BYTES // 4  # a few numbers per query
+    assert long < short + (1 << 16) * 2 * 8  # two numbers of each further query

@@ -80,6 +80,9 @@ def finite_differences(group: Any, layout: Any, method: Any) -> bool:
         return bool(gradcheck(call, inputs, fast_mode=True))
 
 
+TRAINED_LENGTH = 32
+
+
 class Layer(nn.Module):
     """A pre-norm transformer layer with causal attention over the shards of a group, or on one process."""
 
@@ -100,11 +103,11 @@ class Layer(nn.Module):
 def train(group: Any, steps: int, wrap: str) -> tuple[list[float], list[float]]:
     """Return the losses of a small model trained by this process alone, and by all ranks together.
 
-    wrap : "DistributedDataParallel", "fully_shard", or "compile" for DistributedDataParallel and torch.compile
+    wrap : "fully_shard", or "compile" for DistributedDataParallel and torch.compile
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    rank, size, length, characters = dist.get_rank(group), dist.get_world_size(group), 32, 7
+    size, length, characters = dist.get_world_size(group), TRAINED_LENGTH, 7
     whole = (torch.arange(4)[:, None] * 3 + torch.arange(length + 1) ** 2 // 3) % characters
 
     def run(attend: Callable[..., Tensor], divide: Callable[[Tensor], Tensor], is_alone: bool) -> list[float]:
@@ -138,8 +141,40 @@ def train(group: Any, steps: int, wrap: str) -> tuple[list[float], list[float]]:
         return distributed.attention(*heads, group=group, layout="zigzag", **options)  # type: ignore[no-any-return]
 
     alone = run(sightline.attention, lambda x: x, True)  # type: ignore[arg-type]
-    del rank
     return alone, run(attend, lambda x: distributed.shard(x, group=group, layout="zigzag", axis=1), False)
+
+
+def solve_dtensors(group: Any, is_nested: bool) -> list[bool]:
+    """Check that a call with DTensors, or with a mesh as the group, has the bits of the call with this rank's shards.
+
+    is_nested : whether the positions are divided along the second axis of a mesh of 2 × 2 ranks
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    if is_nested:
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("data", "positions"))
+        line, placements = mesh["positions"], [Replicate(), Shard(2)]
+    else:
+        mesh = line = DeviceMesh.from_group(group, "cpu")
+        placements = [Shard(2)]
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, heads, 40, 8, generator=generator) for heads in (4, 2, 2)]
+    given = [distribute_tensor(x, mesh, placements).requires_grad_() for x in whole]
+    shards = [x.to_local().detach().clone().requires_grad_() for x in given]
+    see, options = [sightline.entropy()], {"mask": i >= j}
+    output, (entropy,) = distributed.attention(*shards, see=see, group=line, **options)  # type: ignore[arg-type]
+    expected = torch.autograd.grad(output.square().sum(), shards)
+    found, (found_entropy,) = distributed.attention(*given, see=see, **options)  # type: ignore[arg-type]
+    gradients = torch.autograd.grad(found.to_local().square().sum(), given)
+    of_one = sightline.attention(*whole, mask=i >= j)
+    return [
+        isinstance(found, DTensor) and found.placements == tuple(placements),
+        found.shape == of_one.shape and torch.equal(found.to_local(), output),
+        torch.equal(found_entropy, entropy),
+        all(torch.equal(one.to_local(), other) for one, other in zip(gradients, expected, strict=True)),
+        torch.equal(found.full_tensor(), distributed.unshard(output, group=line)),
+    ]
 
 
 def count_bytes(group: Any, reach: int | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -11,7 +12,7 @@ from ...errors import ParameterError
 
 __all__ = ["local_tensors", "to_dtensor"]
 
-Placement = tuple[Any, tuple[Any, ...]] | None  # the mesh and the placements of the output
+Placement = tuple[Any, tuple[Any, ...], tuple[int, ...]] | None  # mesh, placements, and the shape except d_v
 
 
 def local_tensors(query: Any, key: Any, value: Any, group: Any) -> tuple[list[Tensor], Any, Placement]:
@@ -42,11 +43,14 @@ def local_tensors(query: Any, key: Any, value: Any, group: Any) -> tuple[list[Te
             "Shard of the positions, axis −2, on one axis of the mesh, and Replicate on the others",
             "query.redistribute(mesh, [Shard(query.ndim - 2)])",
         )
-    return [array.to_local() for array in arrays], mesh.get_group(sharded[0]), (mesh, tuple(placements))
+    return [array.to_local() for array in arrays], mesh.get_group(sharded[0]), (mesh, tuple(placements), query.shape[:-1])
 
 
 def to_dtensor(output: Tensor, placement: Placement) -> Any:
     """Return the output with this placement; the tensor itself if it is None."""
     if placement is None:
         return output
-    return DTensor.from_local(output, placement[0], placement[1], run_check=False)
+    mesh, placements, rows = placement
+    shape = torch.Size([*rows, output.shape[-1]])
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(output, mesh, placements, run_check=False, shape=shape, stride=strides)
