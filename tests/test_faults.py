@@ -62,9 +62,7 @@ DROPOUT = {
         "for word in reversed(random_words(builder, args.seed, counter))",
         methods=("dropout_keep_mask",),
     ),
-    "counter of the next four keys": Fault(
-        block, "key >> 2)", "(key >> 2) + 1)", methods=("dropout_keep_mask",)
-    ),
+    "counter of the next four keys": Fault(block, "key >> 2)", "(key >> 2) + 1)", methods=("dropout_keep_mask",)),
     "seed cut short": Fault(
         block,
         "random_words(builder, args.seed,",

@@ -43,7 +43,8 @@ def local_tensors(query: Any, key: Any, value: Any, group: Any) -> tuple[list[Te
             "Shard of the positions, axis −2, on one axis of the mesh, and Replicate on the others",
             "query.redistribute(mesh, [Shard(query.ndim - 2)])",
         )
-    return [array.to_local() for array in arrays], mesh.get_group(sharded[0]), (mesh, tuple(placements), query.shape[:-1])
+    placement = mesh, tuple(placements), tuple(query.shape[:-1])
+    return [array.to_local() for array in arrays], mesh.get_group(sharded[0]), placement
 
 
 def to_dtensor(output: Tensor, placement: Placement) -> Any:
