@@ -27,7 +27,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 MIN_TILE, MAX_TILES = 64, 2048  # positions of a tile of the search, at least; tiles along a sequence, at most
-KEY_BYTES, MIN_KEYS = 4 << 20, 256  # the size of a block of keys and values, about; its number of keys, at least
+KEY_BYTES, MIN_KEYS = 8 << 20, 256  # the size of a block of keys and values, about; its number of keys, at least
 MAX_PIECES_AT_ONCE = 1 << 16  # pieces whose bounds are computed together; the number limits the memory
 
 

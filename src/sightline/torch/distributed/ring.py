@@ -5,7 +5,7 @@ Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-In
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +52,16 @@ class RingGradients:
     value: Tensor
     tables: dict[int, Tensor]  # by the index in `Problem.tables`
     sinks: Tensor | None = None
+
+    def add(self, span: Span, key_sums: Sequence[Tensor], part: Gradients) -> None:
+        """Add the gradients of a part: the queries of a span, and a block whose gradients are `key_sums`."""
+        self.query[..., span.rows, :] += part.query
+        key_sums[0].add_(part.key)
+        key_sums[1].add_(part.value)
+        for index, table in enumerate(part.tables):
+            if table is not None:
+                start = torch.zeros_like(table, dtype=torch.float64)
+                self.tables[index] = self.tables.get(index, start) + table
 
 
 @dataclass(frozen=True)
@@ -116,35 +126,29 @@ class Ring:
         d_query, d_key, d_value = (torch.zeros(x.shape, dtype=self.dtype, device=x.device) for x in (query, key, value))
         found = RingGradients(d_query, d_key, d_value, {})
         exchange = BlockExchange(self.group, self.schedule, (key, value), (d_key, d_value))
-        for block, (keys, values) in exchange:
-            sums = [torch.zeros(x.shape, dtype=self.dtype, device=x.device) for x in (keys, values)]
+        for block, arrays in exchange:
+            sums = [torch.zeros(x.shape, dtype=self.dtype, device=x.device) for x in arrays]
             for span in self._visible_spans(block):
-                part = self._part(span, block, query, keys, values)
-                one = self._differentiate(part, span, block, saved, (d_output, d_lse), d_seen, wanted_tables)
-                found.query[..., span.rows, :] += one.query
-                sums[0] += one.key
-                sums[1] += one.value
-                for index in wanted_tables:
-                    table = one.tables[index]
-                    if table is not None:
-                        start = torch.zeros_like(table, dtype=torch.float64)
-                        found.tables[index] = found.tables.get(index, start) + table
+                given = saved, (d_output, d_lse), d_seen, wanted_tables
+                found.add(span, sums, self._differentiate(span, block, arrays, *given))
             exchange.add_gradients(sums)
+            del arrays, sums  # before memory for the next block is taken
         if saved.sinks is not None:
             found.sinks = self._differentiate_sinks(saved, d_output, d_lse, d_seen)
         return found
 
     def _differentiate(
         self,
-        part: Problem,
         span: Span,
         block: KeyBlock,
+        block_arrays: list[Tensor],
         saved: Saved,
         d_results: tuple[Tensor, Tensor | None],
         d_seen: list[Tensor | None],
         wanted_tables: tuple[int, ...],
     ) -> Gradients:
-        """Return the gradients of a part, from the final output and lse of its queries."""
+        """Return the gradients of a span's queries on a block, from their final output and lse."""
+        part = self._part(span, block, saved.query, *block_arrays)
         arrays = [[array[..., span.rows] for array in own] for own in saved.statistics]
         gradients = [None if one is None else one[..., span.rows] for one in d_seen]
         results = saved.rows(span)
