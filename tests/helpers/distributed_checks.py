@@ -264,3 +264,22 @@ def with_fault(group: Any, fault: str, function: Callable[..., Any], *arguments:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys.modules[f"sightline.{place}"], attribute, getattr(copy, attribute)))
         return function(group, *arguments)
+
+
+def held_bytes(group: Any, length: int, heads: int, width: int) -> int:
+    """Return the peak bytes of a forward and a backward pass beside this rank's shards, output and gradients."""
+    from sightline.bench.peak_memory import peak_memory
+
+    def draw(positions: int = length // dist.get_world_size(group)) -> list[Tensor]:
+        shape = (1, heads, positions, width)
+        return [torch.randn(shape, requires_grad=True) for _ in range(3)] + [torch.randn(shape)]
+
+    def call(arrays: list[Tensor]) -> Any:
+        *shards, d_output = arrays
+        output = distributed.attention(*shards, mask=i >= j, group=group, layout="zigzag")  # type: ignore[arg-type]
+        return output, torch.autograd.grad(output, shards, d_output)
+
+    call(draw(512))  # libraries load, and kernels are compiled
+    with mock.patch("sightline.bench.peak_memory.MAX_TRIES", 1):  # every rank makes the same number of calls
+        peak = peak_memory(call, draw)
+    return int(peak or 0) - 4 * draw()[0].nbytes
