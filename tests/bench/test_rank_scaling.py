@@ -12,7 +12,8 @@ def test_every_case_is_measured_and_predicted():
         (case.name, ranks, name) for ranks in (1, 2) for case in CASES for name in ("forward", "backward")
     ]
     assert all(0 < one.ratio < math.inf for one in results)
-    assert all(rate > 0 for rate in (hardware.flops, hardware.backward_flops, hardware.bandwidth, hardware.latency))
+    for one in hardware.values():
+        assert all(rate > 0 for rate in (one.flops, one.backward_flops, one.bandwidth, one.latency))
 
 
 def test_the_command_prints_a_table_for_each_case(monkeypatch, capsys):

@@ -50,4 +50,9 @@ def assert_covers(schedule, visible):
             pairs = visible[queries.start : queries.stop, block.span.start : block.span.stop].sum()
             place = f"queries {queries.start} to {queries.stop}, keys {block.span.start} to {block.span.stop}"
             assert schedule.pairs[row, column] >= pairs, f"{place}: too few pairs"
-            assert not pairs or schedule.needs(rank, block), f"{place}: called needless"
+            seen, seeing = schedule.seen[:, rank, column], schedule.seeing[:, row, column]
+            needed = visible[slice(*seeing), slice(*seen)].sum()
+            assert needed == pairs, f"{place}: {pairs - needed} pairs called needless"
+            part = schedule.needed_part(rank, block)
+            assert (part is None) == (seen[0] == seen[1])
+            assert part is None or block.span.start <= part.span.start < part.span.stop <= block.span.stop

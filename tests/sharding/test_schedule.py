@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sharded_problems import assert_covers, needed_pairs
 from sightline import causal, documents, h, i, j, padding, prefix, table, window
 from sightline.problem import make_problem
-from sightline.sharding import divide, find_schedule
+from sightline.sharding import Span, divide, find_schedule
 from strategies import masks
 
 LAYOUTS = ["contiguous", "zigzag"]
@@ -71,8 +71,17 @@ def test_tiles_on_the_border_of_two_ranks_need_no_more_blocks():
     n = 200_000
     schedule = schedule_of_mask((i - j < 10) & (i >= j), n, 7)
     for rank in range(7):
-        needed = [block.owner for block in schedule.blocks if schedule.needs(rank, block)]
+        needed = [block.owner for block in schedule.blocks if schedule.needed_part(rank, block)]
         assert needed == [rank - 1, rank] if rank else needed == [0]
+
+
+def test_only_the_keys_and_queries_of_a_window_are_needed():
+    schedule = schedule_of_mask((i - j < 100) & (i >= j), 1024, 2)  # a shard is one block
+    first, last = schedule.blocks
+    own, received = schedule.needed_part(1, last).span, schedule.needed_part(1, first).span
+    assert (own, received) == (Span(512, 1024, 0), Span(384, 512, 384))  # tiles of 64 positions
+    assert list(schedule.seeing_spans(1, first)) == [Span(512, 640, 0)]
+    assert schedule.received_keys.tolist() == [[0, 0], [128, 0]]
 
 
 @pytest.mark.parametrize("n", [101, 1000])
@@ -89,7 +98,7 @@ def test_blocks_cover_the_keys_once(layout, block_length):
     assert sorted(keys) == list(range(222))
     assert all(0 < len(block.span) <= block_length for block in schedule.blocks)
     for owner in range(4):
-        blocks = schedule.owned(owner)
+        blocks = [block for block in schedule.blocks if block.owner == owner]
         assert [block.index for block in blocks] == list(range(len(blocks)))
         rows = [row for block in blocks for row in range(block.span.rows.start, block.span.rows.stop)]
         assert sorted(rows) == list(range(schedule.keys.lengths[owner]))
@@ -101,8 +110,8 @@ def test_every_needed_block_is_received_once_and_sent_once(layout):
     rounds = [schedule.rounds(rank) for rank in range(5)]
     for rank, own in enumerate(rounds):
         received = [each.received for each in own if each.received is not None]
-        needed = [block for block in schedule.blocks if block.owner != rank and schedule.needs(rank, block)]
-        assert sorted(received, key=schedule.column) == needed
+        needed = [schedule.needed_part(rank, block) for block in schedule.blocks if block.owner != rank]
+        assert sorted(received, key=schedule.column) == [part for part in needed if part is not None]
         for place, each in enumerate(own):
             if each.received is not None:
                 assert rounds[each.received.owner][place].sent == each.received

@@ -1,7 +1,8 @@
 """Measure attention over several processes of one thread each, and hold the cost model against the measured times.
 
-One process measures the rates of the forward and the backward pass. An exchange of plain arrays between all processes
-measures the bandwidth, and attention over a short sequence the time of a call that computes almost nothing.
+One process measures the rates of the forward and the backward pass of each mask. An exchange of plain arrays between
+all processes measures the bandwidth, and attention over a short sequence the time of a call that computes almost
+nothing.
 """
 
 from __future__ import annotations
@@ -80,8 +81,10 @@ class _Timing:
     latency: float
 
 
-def measure_ranks(n: int = 4096, repeats: int = 3, ranks: Sequence[int] = RANKS) -> tuple[list[RankResult], Hardware]:
-    """Return the results of every case, number of ranks and pass, and the rates of the largest group.
+def measure_ranks(
+    n: int = 16384, repeats: int = 3, ranks: Sequence[int] = RANKS
+) -> tuple[list[RankResult], dict[str, Hardware]]:
+    """Return the results of every case, number of ranks and pass, and the rates of each case in the largest group.
 
     Parameters
     ----------
@@ -90,20 +93,23 @@ def measure_ranks(n: int = 4096, repeats: int = 3, ranks: Sequence[int] = RANKS)
     ranks : the numbers of processes
     """
     alone = _run_group(1, n, repeats)
-    whole = predict_problem(CASES[0].problem(n), 1, "contiguous")
-    best = np.min([alone.passes[case.name] for case in CASES if case.width is None], axis=0)
-    rates = [
-        float(each.flops.sum() / seconds) for each, seconds in zip((whole.forward, whole.backward), best, strict=True)
-    ]
-    results = []
-    hardware = Hardware(rates[0], backward_flops=rates[1])
+    results, hardware = [], {case.name: Hardware() for case in CASES}
     for size in ranks:
         timing = alone if size == 1 else _run_group(size, n, repeats)
-        hardware = Hardware(rates[0], timing.bandwidth, timing.latency, min(size, usable_processors()), rates[1])
         for case in CASES:
-            prediction = predict_problem(case.problem(n), size, case.layout, hardware=hardware)
+            forward, backward = _rates(case, n, alone)
+            own = Hardware(forward, timing.bandwidth, timing.latency, min(size, usable_processors()), backward)
+            prediction = predict_problem(case.problem(n), size, case.layout, hardware=own)
             results += _compare(case, size, timing, prediction)
+            hardware[case.name] = own
     return results, hardware
+
+
+def _rates(case: RankCase, n: int, alone: _Timing) -> tuple[float, float]:
+    """Return the operations per second of one process in the forward and in the backward pass of a case."""
+    whole = predict_problem(case.problem(n), 1, case.layout)
+    forward, backward = alone.passes[case.name]
+    return float(whole.forward.flops.sum() / forward), float(whole.backward.flops.sum() / backward)
 
 
 def _compare(case: RankCase, ranks: int, timing: _Timing, prediction: Prediction) -> list[RankResult]:

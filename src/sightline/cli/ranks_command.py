@@ -13,7 +13,7 @@ from .console import key_value_table, make_console, note, section, table
 
 __all__ = ["bench_ranks"]
 
-SIZE, QUICK_SIZE = 4096, 512  # positions of the sequence
+SIZE, QUICK_SIZE = 16_384, 512  # positions of the sequence
 
 
 def bench_ranks(quick: bool = False) -> None:
@@ -29,12 +29,13 @@ def bench_ranks(quick: bool = False) -> None:
     console.print(Text("Attention over several processes of one thread each, by the ring", style="bold"))
     note(console, f"float32, {n:,} positions, on {usable_processors()} processors, which the processes share")
     results, hardware = measure_ranks(n, 1 if quick else 3)
-    forward, backward = (format_amount(hardware.rate(back), "FLOP/s") for back in (False, True))
-    link = f"{format_amount(hardware.bandwidth, 'B/s')}, {format_duration(hardware.latency)} latency"
-    rates = [("one process", f"{forward} forward, {backward} backward"), ("exchange", f"{link}, in the largest group")]
-    console.print(key_value_table(rates))
-    for name in dict.fromkeys(result.case for result in results):
+    link = next(iter(hardware.values()))
+    exchange = f"{format_amount(link.bandwidth, 'B/s')}, {format_duration(link.latency)} latency, in the largest group"
+    console.print(key_value_table([("exchange", exchange)]))
+    for name, rates in hardware.items():
         section(console, name)
+        forward, backward = (format_amount(rates.rate(back), "FLOP/s") for back in (False, True))
+        note(console, f"one process: {forward} forward, {backward} backward; the predictions begin with these rates")
         rows = [_row(result) for result in results if result.case == name]
         console.print(table("processes", "pass", "measured", "predicted", "ratio", rows=rows, left=2))
     if quick:

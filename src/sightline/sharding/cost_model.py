@@ -37,7 +37,8 @@ class Hardware:
     latency : float
         Seconds of a transfer without data.
     processors : float, optional
-        How many ranks can compute at the same time; None if every rank has a processor of its own.
+        How many ranks can compute at the same time; None if every rank has a processor of its own. Transfers between
+        ranks that share processors take processor time: `bandwidth` is then that of all ranks at the same time.
     backward_flops : float, optional
         `flops` of the backward pass; None if they are equal.
     """
@@ -215,7 +216,6 @@ class _Step:
 def _steps(schedule: Schedule) -> Iterator[_Step]:
     """Yield the ranks' own blocks, and then the rounds of `Schedule.rounds` for all ranks at once."""
     ranks = np.arange(schedule.size)
-    lengths = np.array([len(block.span) for block in schedule.blocks], dtype=np.float64)
     columns = np.full((schedule.size, max((block.index + 1 for block in schedule.blocks), default=0)), -1)
     for column, block in enumerate(schedule.blocks):
         columns[block.owner, block.index] = column
@@ -226,14 +226,13 @@ def _steps(schedule: Schedule) -> Iterator[_Step]:
     for distance in range(1, schedule.size):
         for part in columns.T:
             held = np.roll(part, distance)
-            pairs = _entries(schedule.pairs_by_rank, ranks, held)
-            received = np.where(pairs > 0, lengths[held], 0.0)
+            pairs, received = (_entries(x, ranks, held) for x in (schedule.pairs_by_rank, schedule.needed_keys))
             yield _Step(distance, pairs, received, np.roll(received, -distance))
 
 
-def _entries(pairs: Array, ranks: np.ndarray[Any, Any], column: np.ndarray[Any, Any]) -> Array:
-    """Return the pairs of each rank with its block; 0 for a column of −1, which is no block."""
-    entries: Array = np.where(column >= 0, pairs[ranks, column], 0.0)
+def _entries(numbers: Array, ranks: np.ndarray[Any, Any], column: np.ndarray[Any, Any]) -> Array:
+    """Return the number (ranks, blocks) of each rank with its block; 0 for a column of −1, which is no block."""
+    entries: Array = np.where(column >= 0, numbers[ranks, column], 0.0)
     return entries
 
 
@@ -259,13 +258,13 @@ def _ring(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward: bool) 
         begin, previous = end, step
         received, sent = received + step.received, sent + step.sent
         largest = np.maximum(largest, step.received)
-    flops = schedule.work * per_pair
+    flops, bytes_sent = schedule.work * per_pair, sent * block + received * gradient
     return PassCost(
         flops=flops,
-        sent=sent * block + received * gradient,
+        sent=bytes_sent,
         received=received * block + sent * gradient,
         held=_own_bytes(schedule, sizes, backward) + np.minimum(2 * largest, received) * (block + gradient),
-        seconds=np.maximum(begin, _ideal(flops, hardware, backward)),
+        seconds=np.maximum(begin, _processor_seconds(flops, bytes_sent, hardware, backward)),
         ideal=_ideal(flops, hardware, backward),
     )
 
@@ -296,13 +295,13 @@ def _exchange(schedule: Schedule, sizes: Sizes, hardware: Hardware, backward: bo
     for sent, received in transfers:
         amount = np.maximum(sent, received).max() if ranks > 1 else 0.0
         seconds = seconds + (hardware.latency + amount / hardware.bandwidth if amount else 0.0)
-    whole = incoming([*inputs, *results]) * (2 if backward else 1)
+    whole, bytes_sent = incoming([*inputs, *results]) * (2 if backward else 1), transfers[0][0] + transfers[1][0]
     return PassCost(
         flops=flops,
-        sent=transfers[0][0] + transfers[1][0],
+        sent=bytes_sent,
         received=transfers[0][1] + transfers[1][1],
         held=_own_bytes(schedule, sizes, backward) + whole,
-        seconds=np.maximum(seconds, _ideal(flops, hardware, backward)),
+        seconds=np.maximum(seconds, _processor_seconds(flops, bytes_sent, hardware, backward)),
         ideal=_ideal(flops, hardware, backward),
     )
 
@@ -322,6 +321,13 @@ def _own_bytes(schedule: Schedule, sizes: Sizes, backward: bool) -> Array:
     gradients = numbers * sizes.accumulator if backward else 0.0
     own: Array = numbers * sizes.itemsize + lse + gradients
     return own
+
+
+def _processor_seconds(flops: Array, sent: Array, hardware: Hardware, backward: bool) -> float:
+    """Return the seconds in which shared processors do all work and all transfers; 0 if they are not shared."""
+    if hardware.processors is None:
+        return 0.0
+    return _ideal(flops, hardware, backward) + float(sent.mean()) / hardware.bandwidth
 
 
 def _ideal(flops: Array, hardware: Hardware, backward: bool) -> float:

@@ -1,12 +1,12 @@
-"""Which blocks of keys each rank needs, and how many pairs it computes with them.
+"""Which keys each rank needs, and how many pairs it computes with them.
 
 Every rank computes the same schedule from the mask, so no rank asks another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise, zip_longest
 from typing import Any
@@ -61,12 +61,18 @@ class Schedule:
     blocks : every block of keys, in the order of their owners and indices
     pairs : (spans of queries, blocks), the number of pairs that are computed, over all batches and heads; an estimate
         for long sequences. The spans are those of all ranks, in order. An entry is 0 only if the mask hides every pair.
+    seeing : (2, spans of queries, blocks), the first query of each span that may see a key of the block, and the
+        position after the last one; 0 if none does
+    seen : (2, ranks, blocks), the first key of each block that a query of the rank may see, and the position after the
+        last one; 0 if there is none
     """
 
     queries: Shards
     keys: Shards
     blocks: tuple[KeyBlock, ...]
     pairs: Array
+    seeing: Indices
+    seen: Indices
 
     @property
     def size(self) -> int:
@@ -76,8 +82,7 @@ class Schedule:
     @cached_property
     def pairs_by_rank(self) -> Array:
         """(ranks, blocks): the number of pairs that each rank computes with each block."""
-        starts = np.cumsum([0, *[len(spans) for spans in self.queries.ranks]])
-        return np.stack([self.pairs[first:last].sum(axis=0) for first, last in pairwise(starts)])
+        return np.stack([self.pairs[spans].sum(axis=0) for spans in _spans_by_rank(self.queries)])
 
     @property
     def work(self) -> Array:
@@ -92,17 +97,32 @@ class Schedule:
         return float(self.work.max()) / mean if mean else 1.0
 
     @cached_property
+    def needed_keys(self) -> Array:
+        """(ranks, blocks): the number of keys of each block that each rank needs."""
+        counts: Array = (self.seen[1] - self.seen[0]).astype(np.float64)
+        return counts
+
+    @cached_property
     def received_keys(self) -> Array:
         """(ranks, ranks): the number of keys that rank r receives from rank o, at [r, o]; 0 on the diagonal."""
         counts = np.zeros((self.size, self.size))
         for column, block in enumerate(self.blocks):
-            counts[self.pairs_by_rank[:, column] > 0, block.owner] += len(block.span)
+            counts[:, block.owner] += self.needed_keys[:, column]
         np.fill_diagonal(counts, 0)
         return counts
 
-    def needs(self, rank: int, block: KeyBlock) -> bool:
-        """True if the rank computes pairs with the block."""
-        return bool(self.pairs_by_rank[rank, self.column(block)] > 0)
+    def needed_part(self, rank: int, block: KeyBlock) -> KeyBlock | None:
+        """Return the keys of a block that the rank needs, or None if it needs none."""
+        span = _shorten(block.span, self.seen[:, rank, self.column(block)])
+        return replace(block, span=span) if len(span) else None
+
+    def seeing_spans(self, rank: int, block: KeyBlock) -> Iterator[Span]:
+        """Yield the rank's queries that may see a key of the block, a part of each of its spans."""
+        spans, column = range(*_spans_by_rank(self.queries)[rank].indices(len(self.pairs))), self.column(block)
+        for index, span in zip(spans, self.queries.ranks[rank], strict=True):
+            part = _shorten(span, self.seeing[:, index, column])
+            if len(part):
+                yield part
 
     def column(self, block: KeyBlock) -> int:
         """Return the index of a block in `blocks`."""
@@ -113,9 +133,12 @@ class Schedule:
         counts = [sum(block.owner == owner for block in self.blocks) for owner in range(self.size)]
         return [sum(counts[:owner]) for owner in range(self.size)]
 
-    def owned(self, rank: int) -> list[KeyBlock]:
-        """Return the blocks of a rank's own shard."""
-        return [block for block in self.blocks if block.owner == rank]
+    def own_parts(self, rank: int) -> Iterator[KeyBlock]:
+        """Yield the keys of a rank's own blocks that its queries may see."""
+        for block in self.blocks:
+            part = self.needed_part(rank, block) if block.owner == rank else None
+            if part is not None:
+                yield part
 
     def rounds(self, rank: int) -> list[Round]:
         """Return the rounds of transfers of a rank. All ranks have the same rounds, in the same order."""
@@ -129,11 +152,23 @@ class Schedule:
                 rounds.append(
                     Round(
                         distance,
-                        received if received is not None and self.needs(rank, received) else None,
-                        sent if sent is not None and self.needs(target, sent) else None,
+                        None if received is None else self.needed_part(rank, received),
+                        None if sent is None else self.needed_part(target, sent),
                     )
                 )
         return rounds
+
+
+def _spans_by_rank(shards: Shards) -> list[slice]:
+    """Return the slice of each rank's spans among the spans of all ranks."""
+    ends = np.cumsum([0, *map(len, shards.ranks)]).tolist()
+    return [slice(*pair) for pair in pairwise(ends)]
+
+
+def _shorten(span: Span, ends: Indices) -> Span:
+    """Return the part of a span from the first end to before the second."""
+    first, stop = ends.tolist()
+    return Span(first, stop, span.row + first - span.start)
 
 
 def key_block_length(problem: Problem) -> int:
@@ -168,7 +203,7 @@ def _find_schedule(
 ) -> Schedule:
     blocks = tuple(chain.from_iterable([_cut(owner, spans, block_length) for owner, spans in enumerate(keys.ranks)]))
     _, _, n, m = extent
-    sizes = [max(MIN_TILE, -(-length // MAX_TILES)) for length in (n, m)]
+    sizes = [max(MIN_TILE, -(-length // (MAX_TILES * MIN_TILE)) * MIN_TILE) for length in (n, m)]
     ranges = find_tile_ranges(mask, extent, *sizes)
     full, partial = _count_tiles(ranges, ranges.full), _count_tiles(ranges, ~ranges.full)
     spans = [span for own in queries.ranks for span in own]
@@ -176,10 +211,15 @@ def _find_schedule(
     pieces = partial[np.ix_(rows.tile, columns.tile)]
     if mask is not None:
         _clear_hidden(pieces, mask, extent, rows, columns)
+    is_seen = (pieces > 0) | (full[np.ix_(rows.tile, columns.tile)] > 0)
     pieces *= (1 + MIN_TILE / max(sizes)) / 2  # a kernel's tiles are small: about half of them are empty in a large one
     pieces += full[np.ix_(rows.tile, columns.tile)]
     pieces *= rows.lengths[:, None] * columns.lengths
-    return Schedule(queries, keys, blocks, columns.sum_spans(rows.sum_spans(pieces).T).T)
+    pairs = columns.reduce_spans(np.add, rows.reduce_spans(np.add, pieces).T).T
+    by_span, by_block = rows.reduce_spans(np.logical_or, is_seen), columns.reduce_spans(np.logical_or, is_seen.T)
+    by_rank = np.stack([by_span[own].any(axis=0) for own in _spans_by_rank(queries)])
+    seeing, seen = rows.find_ends(by_block.T), columns.find_ends(by_rank.T).swapaxes(1, 2)
+    return Schedule(queries, keys, blocks, pairs, seeing, seen)
 
 
 _find_cached = lru_cache(64)(_find_schedule)
@@ -244,17 +284,29 @@ class _Pieces:
         begin, end = np.searchsorted(edges, starts), np.searchsorted(edges, stops)
         return cls(first, edges[1:] - 1, lengths.astype(np.float64), tile, is_cut, begin, end)
 
-    def sum_spans(self, values: Array) -> Array:
-        """Return (spans, ...), the sums of an array (pieces, ...) over the pieces of each span."""
-        padded = np.concatenate([values, np.zeros((1, *values.shape[1:]))])  # `end` is an index of `reduceat`
+    def reduce_spans(self, operation: np.ufunc, values: Any) -> Any:
+        """Return (spans, ...), an array (pieces, ...) reduced over the pieces of each span; 0 for no piece."""
+        padded = np.concatenate([values, np.zeros_like(values, shape=(1, *values.shape[1:]))])  # at the index `end`
         if not len(self.begin):
             return padded[:0]
-        order = np.argsort(self.begin, kind="stable")  # then `reduceat` sums no piece between two spans
+        order = np.argsort(self.begin, kind="stable")  # then `reduceat` reads no piece between two spans
         bounds = np.stack([self.begin[order], self.end[order]], axis=1)
-        sums = np.empty((len(order), *values.shape[1:]))
-        sums[order] = np.add.reduceat(padded, bounds.ravel(), axis=0)[::2]
-        sums[self.begin == self.end] = 0.0
-        return sums
+        found = np.empty_like(values, shape=(len(order), *values.shape[1:]))
+        found[order] = operation.reduceat(padded, bounds.ravel(), axis=0)[::2]
+        found[self.begin == self.end] = 0
+        return found
+
+    def find_ends(self, is_seen: Any) -> Indices:
+        """Return (2, spans, ...): the first seen position of each span, and the position after the last one.
+
+        Both are 0 if there is none. `is_seen` is (pieces, ...).
+        """
+        shape = (-1, *(1,) * (is_seen.ndim - 1))
+        first, last = (ends.reshape(shape) for ends in (self.first, self.last))
+        never = np.iinfo(np.int64).max
+        firsts = self.reduce_spans(np.minimum, np.where(is_seen, first, never))
+        stops = self.reduce_spans(np.maximum, np.where(is_seen, last + 1, 0))
+        return np.stack([np.where(firsts == never, 0, firsts), stops])
 
 
 def _clear_hidden(

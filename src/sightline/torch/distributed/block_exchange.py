@@ -1,6 +1,6 @@
 """The transfers of one pass: blocks of keys to the ranks that need them, and gradients of blocks to their owners.
 
-At distance t a rank receives the blocks of rank r − t, straight from that rank, and only the blocks that its queries
+At distance t a rank receives the blocks of rank r − t, straight from that rank, and only the keys that its queries
 see. While the rank computes with one block the next one arrives. The gradients of round x travel beside the blocks of
 round x + 2.
 """
@@ -42,10 +42,9 @@ class BlockExchange:
     def __iter__(self) -> Iterator[tuple[KeyBlock, list[Tensor]]]:
         last = len(self._rounds) + (ROUNDS_UNTIL_RETURN if self.gradients is not None else 0)
         pending = self._start(0)
-        for block in self.schedule.owned(self.group.rank):
-            if self.schedule.needs(self.group.rank, block):
-                self._current = block
-                yield block, [array[..., block.span.rows, :] for array in self.arrays]
+        for block in self.schedule.own_parts(self.group.rank):
+            self._current = block
+            yield block, [array[..., block.span.rows, :] for array in self.arrays]
         for number in range(last):
             buffers = self._finish(number, pending)
             pending = self._start(number + 1)

@@ -87,7 +87,7 @@ class Ring:
         output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=self.dtype)
         results = RowResults(output, self.problem.see)
         for block, (keys, values) in BlockExchange(self.group, self.schedule, (key, value)):
-            for span in self._visible_spans(block):
+            for span in self.schedule.seeing_spans(self.group.rank, block):
                 part = self._part(span, block, query, keys, values)
                 results.add(span.rows, dispatch.solve(part, None, self.threads), block.span.start)
         if sinks is not None:
@@ -99,7 +99,7 @@ class Ring:
 
         def tiles() -> Iterator[Tile]:
             for block, (keys,) in BlockExchange(self.group, self.schedule, (key,)):
-                for span in self._visible_spans(block):
+                for span in self.schedule.seeing_spans(self.group.rank, block):
                     part = replace(self._part(span, block, query, keys, keys), see=(), dropout=0.0)
                     for tile in streaming.tiles(streaming.TileOps(part), lse[..., span.rows]):
                         yield replace(tile, rows=_move(tile.rows, span), columns=_move(tile.columns, block.span))
@@ -128,7 +128,7 @@ class Ring:
         exchange = BlockExchange(self.group, self.schedule, (key, value), (d_key, d_value))
         for block, arrays in exchange:
             sums = [torch.zeros(x.shape, dtype=self.dtype, device=x.device) for x in arrays]
-            for span in self._visible_spans(block):
+            for span in self.schedule.seeing_spans(self.group.rank, block):
                 given = saved, (d_output, d_lse), d_seen, wanted_tables
                 found.add(span, sums, self._differentiate(span, block, arrays, *given))
             exchange.add_gradients(sums)
@@ -179,15 +179,6 @@ class Ring:
         """Return the problem of the queries of a span on a block of keys."""
         rows, see = query[..., span.rows, :], self.problem.see
         return part_of(self.problem, rows, key, value, first_row=span.start, first_key=block.span.start, see=see)
-
-    def _visible_spans(self, block: KeyBlock) -> Iterator[Span]:
-        """Yield the spans of this rank's queries that see a key of the block."""
-        column = self.schedule.column(block)
-        ranks, rank = self.schedule.queries.ranks, self.group.rank
-        before = sum(map(len, ranks[:rank]))
-        for index, span in enumerate(ranks[rank]):
-            if self.schedule.pairs[before + index, column]:
-                yield span
 
 
 def _move(rows: slice, span: Span) -> slice:
