@@ -312,8 +312,8 @@ def test_the_progress_bar_is_drawn_on_request(small_blocks, capfd):
 INTERRUPTED = """
 import sys, numpy as np, sightline
 from sightline import i, j
-from sightline.out_of_core import block_plan
-block_plan.MAX_PAIRS = 1 << 20
+from sightline.out_of_core import block_plan, call
+block_plan.MAX_PAIRS, call.SECONDS_BETWEEN_SAVES = 1 << 20, float(sys.argv[2])
 x = np.random.default_rng(0).normal(size=(4, 4096, 64)).astype(np.float32)
 print("begins", flush=True)
 while True:
@@ -321,16 +321,43 @@ while True:
 """
 
 
-def test_an_interrupt_from_the_keyboard_saves_the_state(tmp_path):
+def start(folder, seconds_between_saves):
+    """Start a process that computes again and again; return it when its first call begins."""
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", INTERRUPTED, folder, str(seconds_between_saves)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert process.stdout.readline() == b"begins\n"
+    return process
+
+
+def test_an_interrupt_from_the_keyboard_saves_the_state(tmp_path):
+    process = start(tmp_path, 60)
     time.sleep(2)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert b"KeyboardInterrupt" in error
     assert [path.name for path in tmp_path.iterdir()] == ["attention.npz"]
+
+
+def test_a_killed_process_leaves_a_state_that_continues(tmp_path, monkeypatch):
+    """The process saves its state after every step. It may be killed while it writes."""
+    process = start(tmp_path, 0)
+    end = time.monotonic() + 60
+    while not (tmp_path / "attention.npz").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    monkeypatch.setattr(block_plan, "MAX_PAIRS", 1 << 20)
+    x = np.random.default_rng(0).normal(size=(4, 4096, 64)).astype(np.float32)
+    finished, given = [], {"mask": i >= j, "memory_limit": "9 MB"}
+    output = sightline.attention_from_disk(
+        x, x, x, **given, checkpoint=tmp_path, progress=lambda done, total: finished.append(done)
+    )
+    assert finished[0] > 0
+    assert output.tobytes() == sightline.attention_from_disk(x, x, x, **given).tobytes()
+    assert list(tmp_path.iterdir()) == []
 
 
 LIMIT, ALLOWANCE = 48 * 2**20, 24 * 2**20

@@ -113,14 +113,14 @@ class Schedule:
 
     def needed_part(self, rank: int, block: KeyBlock) -> KeyBlock | None:
         """Return the keys of a block that the rank needs, or None if it needs none."""
-        span = _shorten(block.span, self.seen[:, rank, self.column(block)])
+        span = block.span.part(*self.seen[:, rank, self.column(block)].tolist())
         return replace(block, span=span) if len(span) else None
 
     def seeing_spans(self, rank: int, block: KeyBlock) -> Iterator[Span]:
         """Yield the rank's queries that may see a key of the block, a part of each of its spans."""
         spans, column = range(*_spans_by_rank(self.queries)[rank].indices(len(self.pairs))), self.column(block)
         for index, span in zip(spans, self.queries.ranks[rank], strict=True):
-            part = _shorten(span, self.seeing[:, index, column])
+            part = span.part(*self.seeing[:, index, column].tolist())
             if len(part):
                 yield part
 
@@ -163,12 +163,6 @@ def _spans_by_rank(shards: Shards) -> list[slice]:
     """Return the slice of each rank's spans among the spans of all ranks."""
     ends = np.cumsum([0, *map(len, shards.ranks)]).tolist()
     return [slice(*pair) for pair in pairwise(ends)]
-
-
-def _shorten(span: Span, ends: Indices) -> Span:
-    """Return the part of a span from the first end to before the second."""
-    first, stop = ends.tolist()
-    return Span(first, stop, span.row + first - span.start)
 
 
 def key_block_length(problem: Problem) -> int:
@@ -231,14 +225,8 @@ def _cut(owner: int, spans: Sequence[Span], block_length: int) -> list[KeyBlock]
     Under a causal mask, a block of the first span of a zigzag is much work for some ranks, and a block of the last span
     for the others. In turn they keep the ranks in step, since a rank waits for the ranks with which it exchanges.
     """
-    pieces = [
-        [
-            Span(first, min(first + block_length, span.stop), span.row + first - span.start)
-            for first in range(span.start, span.stop, block_length)
-        ]
-        for span in spans
-    ]
-    in_turn = [piece for group in zip_longest(*pieces) for piece in group if piece is not None]
+    cut = [span.cut(block_length) for span in spans]
+    in_turn = [piece for group in zip_longest(*cut) for piece in group if piece is not None]
     return [KeyBlock(owner, index, piece) for index, piece in enumerate(in_turn)]
 
 

@@ -35,6 +35,14 @@ class Span:
         """The rows of the rank's arrays that hold these positions."""
         return slice(self.row, self.row + len(self))
 
+    def part(self, start: int, stop: int) -> Span:
+        """Return the part of the span from the position `start` to before `stop`."""
+        return Span(start, stop, self.row + start - self.start)
+
+    def cut(self, length: int) -> list[Span]:
+        """Return consecutive parts of at most `length` positions."""
+        return [self.part(at, min(at + length, self.stop)) for at in range(self.start, self.stop, length)]
+
 
 @dataclass(frozen=True)
 class Shards:
@@ -51,6 +59,10 @@ class Shards:
     def lengths(self) -> tuple[int, ...]:
         """The number of positions of each rank."""
         return tuple([sum(map(len, spans)) for spans in self.ranks])
+
+    def cut(self, length: int) -> Shards:
+        """Return the division whose spans have at most `length` positions."""
+        return Shards(tuple([tuple([part for span in spans for part in span.cut(length)]) for spans in self.ranks]))
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> Shards:

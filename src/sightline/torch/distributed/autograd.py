@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...errors import ParameterError
 from ...problem import Problem
-from ...sharding import Shards, Span, find_schedule, key_block_length
-from ...statistics import Mean, Statistic, unwrap_mean
+from ...sharding import Shards, find_schedule, key_block_length
+from ...statistics import Mean, Statistic, itemsize, unwrap_mean
 from .group import Group
 from .ring import Ring, Saved
 from .rows import is_per_query
@@ -26,39 +26,49 @@ def attention_by_ring(
     group: Group, problem: Problem, shards: list[Shards], local: list[Tensor], threads: int | None
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """Return the output of this rank's queries, and the arrays of each statistic."""
-    queries, keys = shards
-    B, H, _, _ = problem.extent
-    size = 8 if problem.accumulator == "float64" else 4
-    row_bytes = max(1, B * H * max(problem.d_k, problem.d_v) * size)
-    pieces = _cut(queries, max(MIN_ROWS, QUERY_BYTES // row_bytes // 64 * 64))
-    schedule = find_schedule(problem.mask, problem.extent, pieces, keys, key_block_length(problem))
     computed = [unwrap_mean(statistic) for statistic in problem.see]
     per_query = tuple([statistic for statistic in computed if is_per_query(statistic)])
-    ring = Ring(group, replace(problem, see=per_query), schedule, threads)
+    over_queries = tuple([statistic for statistic in computed if not is_per_query(statistic)])
+    ring = _make_ring(group, replace(problem, see=per_query), shards, threads)
     tables = _learned_tables(problem)
     inputs = [*local, *([] if problem.sinks is None else [problem.sinks]), *tables.values()]
-    over_queries = tuple([statistic for statistic in computed if not is_per_query(statistic)])
+    _check_gradients(over_queries, inputs)
+    output, lse, *arrays = _RingAttention.apply(ring, tuple(tables), *inputs)  # type: ignore[no-untyped-call]
+    rest, found = iter(arrays), iter(_statistics_of_keys(ring, local, lse, over_queries))
+    results = [_own_arrays(x, lse, rest, problem) if is_per_query(x) else [next(found)] for x in computed]
+    return output, [
+        [statistic.average(array, problem) for array in result] if isinstance(statistic, Mean) else result
+        for statistic, result in zip(problem.see, results, strict=True)
+    ]
+
+
+def _make_ring(group: Group, problem: Problem, shards: list[Shards], threads: int | None) -> Ring:
+    queries, keys = shards
+    B, H, _, _ = problem.extent
+    row_bytes = max(1, B * H * max(problem.d_k, problem.d_v) * itemsize(problem.accumulator))
+    pieces = queries.cut(max(MIN_ROWS, QUERY_BYTES // row_bytes // 64 * 64))
+    schedule = find_schedule(problem.mask, problem.extent, pieces, keys, key_block_length(problem))
+    return Ring(group, problem, schedule, threads)
+
+
+def _check_gradients(over_queries: tuple[Statistic, ...], inputs: list[Tensor]) -> None:
+    """Raise ParameterError if statistics without gradients are asked for with inputs that require gradients."""
     if over_queries and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         raise ParameterError(
             f"see={list(over_queries)} with inputs that require gradients",
             'received and pooled without gradients, or method="heads"',
             "see them in a call under torch.no_grad()",
         )
-    output, lse, *arrays = _RingAttention.apply(ring, tuple(tables), *inputs)  # type: ignore[no-untyped-call]
-    rest = iter(arrays)
-    results = {k: _own_arrays(s, lse, rest, problem) for k, s in enumerate(computed) if is_per_query(s)}
-    if over_queries:
-        found = iter(ring.statistics_of_keys(local[0], local[1], lse.double(), over_queries))
-        spans = keys.ranks[group.rank]
-        for k, statistic in enumerate(computed):
-            if k not in results:
-                array = next(found)
-                if statistic.name == "received":
-                    array = torch.cat([array[..., span.start : span.stop] for span in spans], dim=-1)
-                results[k] = [array]
-    return output, [
-        [s.average(array, problem) for array in results[k]] if isinstance(s, Mean) else results[k]
-        for k, s in enumerate(problem.see)
+
+
+def _statistics_of_keys(ring: Ring, local: list[Tensor], lse: Tensor, see: tuple[Statistic, ...]) -> list[Tensor]:
+    """Return the array of each statistic to which all queries add; of `received`, the entries of this rank's keys."""
+    if not see:
+        return []
+    spans = ring.schedule.keys.ranks[ring.group.rank]
+    return [
+        torch.cat([x[..., span.start : span.stop] for span in spans], dim=-1) if statistic.name == "received" else x
+        for statistic, x in zip(see, ring.statistics_of_keys(local[0], local[1], lse.double(), see), strict=True)
     ]
 
 
@@ -78,16 +88,6 @@ def _learned_tables(problem: Problem) -> dict[int, Tensor]:
     """Return the tables of the score that require a gradient, by their indices in `Problem.tables`."""
     arrays = [table.array for table in problem.tables]
     return {k: arrays[k] for k in problem.score_table_indices if getattr(arrays[k], "requires_grad", False)}
-
-
-def _cut(shards: Shards, length: int) -> Shards:
-    """Return the division with spans of at most `length` positions."""
-
-    def pieces(span: Span) -> list[Span]:
-        starts = range(span.start, span.stop, length)
-        return [Span(at, min(at + length, span.stop), span.row + at - span.start) for at in starts]
-
-    return Shards(tuple([tuple([piece for span in spans for piece in pieces(span)]) for spans in shards.ranks]))
 
 
 class _RingAttention(torch.autograd.Function):
