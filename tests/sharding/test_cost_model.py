@@ -101,7 +101,7 @@ def test_imbalance_is_lost_time():
 def test_small_blocks_keep_the_ranks_of_a_zigzag_in_step():
     """Blocks from both ends of the sequence are sent in turn: several of one end would make half of the ranks wait."""
     n, shards = 16_384, divide(16_384, 8, "zigzag")
-    one_end = broken(schedule, "zip_longest(*pieces)", "pieces")
+    one_end = broken(schedule, "zip_longest(*cut)", "cut")
     found = [find(causal(), (2, 8, n, n), shards, shards, 128) for find in (find_schedule, one_end.find_schedule)]
     in_turn, apart = (predict(one, SIZES, FAST).efficiency for one in found)
     assert apart < 0.8 < 0.98 < in_turn
@@ -113,6 +113,21 @@ def test_ranks_that_share_processors_take_the_time_of_all_work():
     shared = predict(schedule, SIZES, Hardware(1e9, 1e30, 0, processors=2)).forward
     np.testing.assert_allclose(shared.time, 2 * alone.time, rtol=1e-12)
     np.testing.assert_allclose(shared.efficiency, 1, rtol=1e-12)
+
+
+def test_at_the_end_ranks_that_share_processors_have_one_each():
+    """Causal parts of 4 ranks have work of 1, 3, 5 and 7: by equal shares rank r ends after 2, 5, 7 and 9."""
+    schedule = schedule_of(causal(), 1 << 14, 4)
+    unit = schedule.work.sum() / 16 * SIZES.forward_flops / 1e9
+    shared = predict(schedule, SIZES, Hardware(1e9, 1e30, 0, processors=2)).forward
+    np.testing.assert_allclose(shared.seconds / unit, [2, 5, 7, 9], rtol=0.05)  # the tiles of the diagonal are whole
+
+
+def test_transfers_between_shared_processors_take_their_time():
+    schedule = schedule_of(None, 512, 4)
+    compute = predict(schedule, SIZES, Hardware(1e9, 1e30, 0, processors=2)).forward.time
+    forward = predict(schedule, SIZES, Hardware(1e9, 1e9, 0, processors=2)).forward
+    np.testing.assert_allclose(forward.time, compute + forward.sent[0] / 1e9, rtol=1e-12)
 
 
 def test_heads_exchange_positions_for_heads():

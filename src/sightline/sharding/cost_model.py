@@ -323,11 +323,18 @@ def _own_bytes(schedule: Schedule, sizes: Sizes, backward: bool) -> Array:
     return own
 
 
-def _processor_seconds(flops: Array, sent: Array, hardware: Hardware, backward: bool) -> float:
-    """Return the seconds in which shared processors do all work and all transfers; 0 if they are not shared."""
+def _processor_seconds(flops: Array, sent: Array, hardware: Hardware, backward: bool) -> Array:
+    """Return when each rank ends if the ranks share the processors; 0 if they do not.
+
+    The ranks that still have work share the processors equally. A rank does not use more than one processor.
+    """
     if hardware.processors is None:
-        return 0.0
-    return _ideal(flops, hardware, backward) + float(sent.mean()) / hardware.bandwidth
+        return np.zeros(len(flops))
+    work = np.sort(flops) / hardware.rate(backward)
+    working = np.arange(len(flops), 0, -1)
+    ends = np.cumsum(np.diff(work, prepend=0.0) * np.maximum(working / hardware.processors, 1.0))
+    by_rank: Array = ends[np.argsort(np.argsort(flops))] + sent.mean() / hardware.bandwidth
+    return by_rank
 
 
 def _ideal(flops: Array, hardware: Hardware, backward: bool) -> float:
