@@ -20,6 +20,9 @@ OPTIONS = ("mask", "score", "scale", "sinks", "dropout", "seed", "see", "kernel"
 OPTIONS_OF = {
     "explain": (*OPTIONS, "source", "ranks", "shards", "method", "flops", "bandwidth"),
     "tiles": ("mask", "score", "scale", "sinks", "layout"),
+    "torch.distributed.attention": (
+        *("mask", "score", "scale", "sinks", "dropout", "seed", "see", "threads", "group", "layout", "method"),
+    ),
 }
 
 _CAUSAL = 'mask=sightline.causal(); causal("lower right") if the queries are the last positions of the keys'
@@ -66,6 +69,9 @@ CURES: dict[str, str] = {
     **dict.fromkeys(("s_aux", "sink", "learnable_sink", "attention_sinks"), "sinks=array of one logit for each head"),
     **dict.fromkeys(("deterministic", "backend", "implementation", "kernel_options", "op"), _NO_OPTION),
     **dict.fromkeys(("qkv_format", "input_layout", "tensor_layout", "is_bhsd"), 'layout="BHND" or layout="BNHD"'),
+    **dict.fromkeys(("ranks", "flops", "bandwidth"), "nothing here: sightline.explain has it"),
+    **dict.fromkeys(("group", "method"), "nothing here: sightline.torch.distributed.attention has it"),
+    "shards": 'layout="contiguous" or layout="zigzag" of sightline.torch.distributed.attention',
     **dict.fromkeys(("past_key_value", "past_key_values", "kv_cache", "cache"), "attention(query, cache) of a KVCache"),
 }
 POSITIONAL_CURE = "write the names: attention(query, key, value, mask=..., score=...)"

@@ -8,6 +8,9 @@ imports this package first. The import raises MissingExtraError if JAX is not in
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
+
 from ..errors import MissingExtraError
 
 try:
@@ -23,3 +26,9 @@ from .target import register
 register()
 
 __all__ = ["dot_product_attention"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "distributed":  # imported when first accessed
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
+
 from ..errors import MissingExtraError
 
 try:
@@ -29,3 +32,9 @@ __all__ = [
     "scaled_dot_product_attention",
     "watch",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "distributed":  # imported when first accessed
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

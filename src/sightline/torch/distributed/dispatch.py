@@ -112,7 +112,7 @@ def attention(
     Jacobs et al., "DeepSpeed Ulysses", 2023, section 3, for method="heads".
     """
     if positional or unknown:
-        refuse_arguments("attention", positional, unknown)
+        refuse_arguments("torch.distributed.attention", positional, unknown)
     (query, key, value), group, placement = local_tensors(query, key, value, group)
     ranks = Group(group)
     names, statistics = split_names(see)

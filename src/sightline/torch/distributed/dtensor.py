@@ -21,11 +21,15 @@ def local_tensors(query: Any, key: Any, value: Any, group: Any) -> tuple[list[Te
     Raises
     ------
     ParameterError
-        Some arrays are DTensors and others are not, or the DTensors differ in their placements, are sharded along
-        another axis than the positions, or along several axes of the mesh.
+        An array is no tensor; some arrays are DTensors and others are not; or the DTensors differ in their placements,
+        are sharded along another axis than the positions, or along several axes of the mesh.
     """
     arrays = [query, key, value]
     kinds = {isinstance(array, DTensor) for array in arrays}
+    if foreign := {type(array).__name__ for array in arrays if not isinstance(array, Tensor)}:
+        raise ParameterError(
+            f"query, key or value is a {' and a '.join(sorted(foreign))}", "tensors of torch", "torch.as_tensor(array)"
+        )
     if kinds == {False}:
         return arrays, group, None
     if len(kinds) > 1:

@@ -44,9 +44,17 @@ class Group:
                     f"a DeviceMesh of {given.ndim} axes", "a mesh of one axis", 'group=mesh["name of the axis"]'
                 )
             given = given.get_group()
+        if given is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ParameterError(
+                "a group that this process does not belong to",
+                "a group with this process",
+                "call the function only in the processes of the group",
+            )
         if not (given is None or isinstance(given, dist.ProcessGroup)):
             raise ParameterError(
-                f"group is a {type(given).__name__}", "a ProcessGroup, a DeviceMesh or None", "group=None for all ranks"
+                f"group={given!r}",
+                "a ProcessGroup, a DeviceMesh or None",
+                "group=None for all ranks; group=torch.distributed.new_group(ranks) for some of them",
             )
         self.handle: Any = dist.group.WORLD if given is None else given
         self.size, self.rank = dist.get_world_size(self.handle), dist.get_rank(self.handle)

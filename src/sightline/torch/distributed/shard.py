@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import ParameterError, ShapeError
 from ...sharding import ShardLayout, Shards, divide
 from .group import Group, Transfers
 
@@ -37,9 +38,12 @@ def shard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", a
     Raises
     ------
     ParameterError
-        torch.distributed is not initialized, or `layout` is another word.
+        torch.distributed is not initialized, `layout` is another word, or `x` is no tensor.
+    ShapeError
+        `x` has no such axis.
     """
     own = Group(group)
+    check_axis(x, axis)
     spans = divide(x.shape[axis], own.size, layout).ranks[own.rank]
     return torch.cat([x.narrow(axis, span.start, len(span)) for span in spans], dim=axis)
 
@@ -61,16 +65,30 @@ def unshard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous",
     Raises
     ------
     ShapeError
-        The shards do not have the lengths that `shard` gives them. With layout="contiguous" all lengths are allowed.
+        The shards do not have the lengths that `shard` gives them, or `x` has no such axis. With layout="contiguous"
+        all lengths are allowed.
     RankError
         Another rank died or did not answer within the group's timeout.
     """
     own = Group(group)
+    check_axis(x, axis)
     axis %= x.ndim
     lengths = [int(row[0]) for row in own.exchange(torch.tensor([x.shape[axis]], device=x.device), "lengths of shards")]
     shards = check_shards("shards", lengths, layout)
     whole: Tensor = _Unshard.apply(x, own, shards, axis)  # type: ignore[no-untyped-call]
     return whole
+
+
+def check_axis(x: Any, axis: int) -> None:
+    """Raise an error if `x` is no tensor with this axis."""
+    if not isinstance(x, Tensor):
+        raise ParameterError(f"x is a {type(x).__name__}", "a tensor of torch", "torch.as_tensor(x)")
+    if not -x.ndim <= axis < x.ndim:
+        raise ShapeError(
+            f"axis={axis} of a tensor of shape {tuple(x.shape)}",
+            "the axis of the positions",
+            "axis=0 for one number per position; axis=-2 for query, key and value, the default",
+        )
 
 
 class _Unshard(torch.autograd.Function):
