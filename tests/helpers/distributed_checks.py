@@ -80,6 +80,23 @@ def finite_differences(group: Any, layout: Any, method: Any) -> bool:
         return bool(gradcheck(call, inputs, fast_mode=True))
 
 
+def penalise_gradients(group: Any, method: Any) -> list[bool]:
+    """Return whether the gradients of the squared gradients are those of one process, of query, key and value."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 2, 12, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
+    shards = [distributed.shard(x, group=group).requires_grad_() for x in whole]
+    inputs = [x.requires_grad_() for x in whole]
+
+    def differentiate(output: Tensor, given: list[Tensor]) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(output.square().sum(), given, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), given)  # type: ignore[arg-type]
+
+    expected = differentiate(sightline.attention(*inputs, mask=i >= j), inputs)  # type: ignore[arg-type]
+    output = distributed.attention(*shards, mask=i >= j, group=group, method=method)
+    found = differentiate(output, shards)
+    return [torch.allclose(x, distributed.shard(y, group=group)) for x, y in zip(found, expected, strict=True)]
+
+
 TRAINED_LENGTH = 32
 
 

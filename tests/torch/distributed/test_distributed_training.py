@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 import sightline
-from distributed_checks import TRAINED_LENGTH, count_bytes, finite_differences, solve_dtensors, train
+from distributed_checks import (
+    TRAINED_LENGTH,
+    count_bytes,
+    finite_differences,
+    penalise_gradients,
+    solve_dtensors,
+    train,
+)
+from sightline.errors import ParameterError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_distributed.py"
 
@@ -20,6 +28,15 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "train_distributed.py"
 @pytest.mark.parametrize(("layout", "method"), [("contiguous", "ring"), ("zigzag", "ring"), ("zigzag", "heads")])
 def test_gradients_equal_finite_differences(ranks, layout, method):
     assert ranks.run(finite_differences, layout, method, size=2) == [True, True]
+
+
+def test_second_derivatives_by_heads(ranks):
+    assert ranks.run(penalise_gradients, "heads", size=2) == [[True] * 3] * 2
+
+
+def test_second_derivatives_by_the_ring_raise_an_error(ranks):
+    with pytest.raises(ParameterError, match='method="heads"'):
+        ranks.run(penalise_gradients, "ring", size=2)
 
 
 def differ_by_rounding(losses, others, depth):

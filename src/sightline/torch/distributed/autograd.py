@@ -108,8 +108,19 @@ class _RingAttention(torch.autograd.Function):
         return output, results.lse, *arrays
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_output: Tensor | None, d_lse: Tensor | None, *d_arrays: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            gradients = _RingAttention.differentiate(ctx, *d_results)
+        if torch.is_grad_enabled():  # with create_graph=True
+            sources = [*ctx.saved_tensors[: ctx.num_inputs], *[x for x in d_results if x is not None]]
+            gradients = _NoSecondDerivative.apply(len(gradients), *gradients, *sources)  # type: ignore[no-untyped-call]
+        return None, None, *gradients
+
+    @staticmethod
+    def differentiate(
+        ctx: Any, d_output: Tensor | None, d_lse: Tensor | None, *d_arrays: Tensor | None
+    ) -> list[Tensor]:
+        """Return the gradients of the inputs."""
         ring, tensors = ctx.ring, ctx.saved_tensors
         inputs, (output, lse, *arrays) = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
         query, key, value, *rest = inputs
@@ -126,4 +137,20 @@ class _RingAttention(torch.autograd.Function):
         gradients = [found.query, found.key, found.value, *([] if sinks is None else [found.sinks])]
         tables = [found.tables.get(index) for index in ctx.wanted_tables]
         gradients += [torch.zeros_like(x) if one is None else one for x, one in zip(rest, tables, strict=True)]
-        return None, None, *[one.to(x.dtype) for one, x in zip(gradients, inputs, strict=True)]
+        return [one.to(x.dtype) for one, x in zip(gradients, inputs, strict=True)]
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Gradients whose own derivatives raise an error; without it, a penalty on gradients would be lost silently."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple([gradient.view_as(gradient) for gradient in tensors[:count]])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ParameterError(
+            'a second derivative of distributed.attention with method="ring"',
+            "first derivatives",
+            'method="heads", or gradients without create_graph=True',
+        )

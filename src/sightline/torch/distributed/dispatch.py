@@ -92,8 +92,8 @@ def attention(
 
     A backward pass is a call of all ranks, too. Gradients of the shards are complete. The gradients of tables and sinks
     are this rank's part, like the gradient of any parameter that every rank has: DistributedDataParallel averages them,
-    or add them with `torch.distributed.all_reduce`. Second derivatives are not available. With method="ring" the
-    gradients of received and pooled are not available.
+    or add them with `torch.distributed.all_reduce`. With method="ring", second derivatives and the gradients of
+    received and pooled are not available.
 
     Raises
     ------
