@@ -59,6 +59,17 @@ MISTAKES: dict[
     "invalid dtype": (lambda given: given.update(value=given["value"].long()), "raised"),
     "invalid mask": (lambda given: given.update(mask="causal"), "raised"),
     "invalid method": (lambda given: given.update(method="tree"), "raised"),
+    "requires_grad of sinks": (
+        lambda given: given.update(sinks=torch.zeros(4, requires_grad=True)),
+        "requires_grad of sinks differs",
+    ),
+    "requires_grad of a table": (
+        lambda given: given.update(score=s - table(torch.ones(4, requires_grad=True))[h] * abs(i - j)),
+        "requires_grad of tables differs",
+    ),
+    "unknown argument": (lambda given: given.update(is_causal=True), "raised"),
+    "no statistic": (lambda given: given.update(see=5), "raised"),
+    "seed out of range": (lambda given: given.update(dropout=0.1, seed=2**70), "raised"),
 }
 
 
