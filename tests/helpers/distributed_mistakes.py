@@ -87,6 +87,11 @@ def make_valid_call(group: Any) -> None:
     distributed.attention(given.pop("query"), given.pop("key"), given.pop("value"), group=group, **given)
 
 
+def call_in_first_rank(_: Any) -> None:
+    """Make a valid call in a group that has rank 0 alone. All ranks form the group."""
+    make_valid_call(torch.distributed.new_group([0]))
+
+
 def fail_in_call(group: Any, how: str, backward: bool, seconds: float) -> None:
     """Make a call in which the last rank dies or stalls during the forward or the backward pass."""
     from distributed_calls import short_blocks

@@ -44,6 +44,8 @@ class Group:
                     f"a DeviceMesh of {given.ndim} axes", "a mesh of one axis", 'group=mesh["name of the axis"]'
                 )
             given = given.get_group()
+        if given is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ParameterError("a group without this process", "a group of this process", "call from its ranks alone")
         if not (given is None or isinstance(given, dist.ProcessGroup)):
             raise ParameterError(
                 f"group is a {type(given).__name__}", "a ProcessGroup, a DeviceMesh or None", "group=None for all ranks"
