@@ -260,6 +260,20 @@ def test_the_output_is_written_to_a_file_or_an_array(small_blocks, tmp_path):
         sightline.attention_from_disk(*arrays, **given, output=own.astype(float))
 
 
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path):
+    path = tmp_path / "value.npy"
+    np.save(path, drawn()[2])
+    query, key, _ = drawn()
+    value = np.load(path, mmap_mode="r")
+    with pytest.raises(ParameterError, match="the file of value"):
+        sightline.attention_from_disk(query, key, value[:], output=str(path))
+    assert np.array_equal(np.load(path), drawn()[2])
+    with pytest.raises(ParameterError, match="read-only"):
+        sightline.attention_from_disk(query, key, value, output=np.broadcast_to(np.float32(0), query.shape))
+    with pytest.raises(ParameterError, match="a folder"):
+        sightline.attention_from_disk(query, key, value, checkpoint=path)
+
+
 @pytest.mark.parametrize(
     ("text", "size"), [(1000, 1000), ("2 GB", 2 * 10**9), ("1.5 kiB", 1536), ("7B", 7), ("3TB", 3 * 10**12)]
 )

@@ -97,6 +97,24 @@ def penalise_gradients(group: Any, method: Any) -> list[bool]:
     return [torch.allclose(x, distributed.shard(y, group=group)) for x, y in zip(found, expected, strict=True)]
 
 
+def differentiate_some_results(group: Any, method: Any, read: list[str]) -> list[Tensor]:
+    """Return this rank's gradients of a loss that reads one result, `read[rank]`: "output", "entropy" or "lse"."""
+    whole = torch.randn(3, 1, 4, 16, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+    shards = [distributed.shard(x, group=group).requires_grad_() for x in whole]
+    see = {"entropy": sightline.entropy(), "lse": sightline.lse()}
+    output, seen = distributed.attention(*shards, mask=i >= j, see=see, group=group, method=method)  # type: ignore[arg-type]
+    loss = ({"output": output} | seen)[read[dist.get_rank(group)]].square().sum()
+    return list(torch.autograd.grad(loss, shards))
+
+
+def differentiate_twice(group: Any) -> Tensor:
+    """Return the second derivative, for this rank's shard, of Σ x³ of the whole tensor, added over the ranks."""
+    x = torch.full((4, 2), 1.0 + dist.get_rank(group), requires_grad=True)
+    loss = distributed.unshard(x, group=group).pow(3).sum()
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    return torch.autograd.grad(first.sum(), x)[0]
+
+
 TRAINED_LENGTH = 32
 
 

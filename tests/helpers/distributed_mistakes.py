@@ -59,6 +59,17 @@ MISTAKES: dict[
     "invalid dtype": (lambda given: given.update(value=given["value"].long()), "raised"),
     "invalid mask": (lambda given: given.update(mask="causal"), "raised"),
     "invalid method": (lambda given: given.update(method="tree"), "raised"),
+    "requires_grad of sinks": (
+        lambda given: given.update(sinks=torch.zeros(4, requires_grad=True)),
+        "requires_grad of sinks differs",
+    ),
+    "requires_grad of a table": (
+        lambda given: given.update(score=s - table(torch.ones(4, requires_grad=True))[h] * abs(i - j)),
+        "requires_grad of tables differs",
+    ),
+    "unknown argument": (lambda given: given.update(is_causal=True), "raised"),
+    "no statistic": (lambda given: given.update(see=5), "raised"),
+    "seed out of range": (lambda given: given.update(dropout=0.1, seed=2**70), "raised"),
 }
 
 
@@ -74,6 +85,11 @@ def make_valid_call(group: Any) -> None:
     """Make a valid call."""
     given = arguments()
     distributed.attention(given.pop("query"), given.pop("key"), given.pop("value"), group=group, **given)
+
+
+def call_in_first_rank(_: Any) -> None:
+    """Make a valid call in a group that has rank 0 alone. All ranks form the group."""
+    make_valid_call(torch.distributed.new_group([0]))
 
 
 def fail_in_call(group: Any, how: str, backward: bool, seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -86,8 +87,8 @@ def attention_from_disk(
     SightlineError
         Every error of `attention`.
     ParameterError
-        The memory limit is too small, `see` has another statistic than lse, or the checkpoint is one of other
-        arguments.
+        The memory limit is too small, `see` has another statistic than lse, the checkpoint is one of other arguments or
+        no folder, or the output is read-only or the file of an input.
 
     References
     ----------
@@ -109,6 +110,7 @@ def attention_from_disk(
     problem = make_problem(*_stand_ins(sources), **options, see=statistics)
     _check_statistics(problem)
     sizes = choose_sizes(problem, _key_bytes(key, value), parse_bytes(memory_limit), output is None)
+    _check_output(output, sources)
     saved = None if checkpoint is None else Checkpoint(checkpoint, digest(problem, sources, sizes))
     run = _Run(problem, sources, sizes, saved, threads)
     target = _open_output(problem, output)
@@ -261,6 +263,25 @@ def _initial_state(problem: Problem) -> State:
     if problem.sinks is not None:
         lse[...] = np.asarray(arrays.to_numpy(problem.sinks), np.float64)[:, None]
     return State(np.zeros((*shape, problem.d_v), problem.accumulator), lse)
+
+
+def _check_output(output: Any, sources: dict[str, Any]) -> None:
+    """Raise ParameterError if the output is a read-only array, or the path of a file that an input reads."""
+    if isinstance(output, np.ndarray) and not output.flags.writeable:
+        raise ParameterError("output is a read-only array", "an array to write to", 'numpy.load(path, mmap_mode="r+")')
+    if not isinstance(output, str | PathLike) or not os.path.exists(output):
+        return
+    for name, array in sources.items():
+        file = _find_file(array)
+        if file is not None and os.path.exists(file) and os.path.samefile(file, output):
+            raise ParameterError(f"output={str(output)!r}, the file of {name}", "another file", 'output="output.npy"')
+
+
+def _find_file(array: Any) -> Any:
+    """Return the path of the file that an array or the base of a view maps; None if there is none."""
+    while array is not None and getattr(array, "filename", None) is None:
+        array = getattr(array, "base", None)
+    return None if array is None else array.filename
 
 
 def _open_output(problem: Problem, output: Any) -> Any:

@@ -54,8 +54,10 @@ class Checkpoint:
         Raises
         ------
         ParameterError
-            The state belongs to other arguments, or the file is damaged.
+            The state belongs to other arguments, the file is damaged, or `folder` is a file.
         """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ParameterError(f"checkpoint={str(self.folder)!r}, a file", "a folder", 'checkpoint="state"')
         if not self.path.exists():
             return None
         cure = f"give the arguments of the interrupted call, choose another folder, or delete {self.path}"

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from distributed_mistakes import MISTAKES, fail_in_call, make_mistake, make_valid_call
+from distributed_mistakes import MISTAKES, call_in_first_rank, fail_in_call, make_mistake, make_valid_call
 from distributed_ranks import Ranks
-from sightline.errors import RankError, SightlineError
+from sightline.errors import ParameterError, RankError, SightlineError
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -19,6 +19,14 @@ def test_different_calls_raise_on_every_rank(ranks, name):
         assert "rank 2" in str(one)
     assert isinstance(found[2], SightlineError)
     ranks.run(make_valid_call, size=3)  # the group still works
+
+
+def test_a_group_of_other_ranks_is_refused(ranks):
+    found = ranks.outcomes(call_in_first_rank, size=4)
+    assert found[0] is None
+    for one in found[1:]:
+        assert isinstance(one, ParameterError)
+        assert "without this process" in str(one)
 
 
 @pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["forward", "backward"])

@@ -10,16 +10,20 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import sightline
 from distributed_checks import (
     TRAINED_LENGTH,
     count_bytes,
+    differentiate_some_results,
+    differentiate_twice,
     finite_differences,
     penalise_gradients,
     solve_dtensors,
     train,
 )
+from sightline import i, j
 from sightline.errors import ParameterError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_distributed.py"
@@ -37,6 +41,26 @@ def test_second_derivatives_by_heads(ranks):
 def test_second_derivatives_by_the_ring_raise_an_error(ranks):
     with pytest.raises(ParameterError, match='method="heads"'):
         ranks.run(penalise_gradients, "ring", size=2)
+
+
+@pytest.mark.parametrize("read", [("output", "entropy"), ("lse", "output")], ids="-".join)
+@pytest.mark.parametrize("method", ["ring", "heads"])
+def test_losses_of_ranks_may_read_different_results(ranks, method, read):
+    found = ranks.run(differentiate_some_results, method, list(read), size=2)
+    whole = torch.randn(3, 1, 4, 16, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+    given = [x.requires_grad_() for x in whole]
+    see = {"entropy": sightline.entropy(), "lse": sightline.lse()}
+    output, seen = sightline.attention(*given, mask=i >= j, see=see)
+    results = {"output": output, "entropy": seen["entropy"][..., None], "lse": seen["lse"][..., None]}
+    loss = sum(results[name].chunk(2, dim=-2)[rank].square().sum() for rank, name in enumerate(read))
+    for shards, expected in zip(zip(*found, strict=True), torch.autograd.grad(loss, given), strict=True):
+        torch.testing.assert_close(torch.cat(shards, dim=-2), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_unshard_has_a_second_derivative(ranks):
+    """Each of the two ranks has the whole loss, so both derivatives are sums of two: 2 · 6 x."""
+    for rank, found in enumerate(ranks.run(differentiate_twice, size=2)):
+        torch.testing.assert_close(found, torch.full((4, 2), 12.0 * (1 + rank)))
 
 
 def differ_by_rounding(losses, others, depth):

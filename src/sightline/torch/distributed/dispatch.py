@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, Never
 
 import torch
@@ -14,7 +13,7 @@ from ...errors import ParameterError
 from ...migration import refuse_arguments
 from ...problem import Problem, make_problem
 from ...sharding import ShardLayout, Shards
-from ...statistics import Statistic, StatisticBase
+from ...statistics import Statistic
 from ...validation import (
     broadcast_inputs,
     check_arrays,
@@ -22,6 +21,7 @@ from ...validation import (
     read_dropout,
     read_mask,
     read_score,
+    read_seed,
     read_statistics,
     split_names,
 )
@@ -111,15 +111,18 @@ def attention(
     Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3.
     Jacobs et al., "DeepSpeed Ulysses", 2023, section 3, for method="heads".
     """
-    if positional or unknown:
-        refuse_arguments("torch.distributed.attention", positional, unknown)
     (query, key, value), group, placement = local_tensors(query, key, value, group)
     ranks = Group(group)
     names, statistics = split_names(see)
-    given: list[Any] = [statistics] if isinstance(statistics, StatisticBase) else list(statistics or ())
+    given: Any = () if statistics is None else statistics
     options = {"scale": scale, "sinks": sinks, "dropout": dropout, "seed": seed, "layout": layout, "method": method}
     named = {"query": query, "key": key, "value": value}
-    describe = partial(_describe, named, mask, score, given, options, threads)
+
+    def describe() -> tuple[tuple[int, ...], dict[str, str]]:
+        if positional or unknown:
+            refuse_arguments("torch.distributed.attention", positional, unknown)
+        return _describe(named, mask, score, given, options, threads)
+
     numbers = agree(ranks, describe, query.device if isinstance(query, Tensor) else "cpu")
     shards = [check_shards(name, [row[k] for row in numbers], layout) for k, name in enumerate(("queries", "keys"))]
     problem = _whole_problem(query, key, value, shards, mask, score, given, options | {"seed": numbers[0][2]})
@@ -136,7 +139,7 @@ def attention(
 
 
 def _describe(
-    named: dict[str, Any], mask: Any, score: Any, see: list[Statistic], options: dict[str, Any], threads: int | None
+    named: dict[str, Any], mask: Any, score: Any, see: Any, options: dict[str, Any], threads: int | None
 ) -> tuple[tuple[int, ...], dict[str, str]]:
     """Return the numbers and the description that `agree` compares, after the checks of this rank's arguments."""
     check_arrays(named)
@@ -154,12 +157,18 @@ def _describe(
     description["see"] = "; ".join([_describe_statistic(statistic) for statistic in parsed])
     sinks = options["sinks"]
     description["sinks"] = "None" if sinks is None else describe_array(sinks)
+    description["requires_grad of sinks"] = _describe_gradients([sinks])
+    tables = [table.array for formula in formulas.values() if formula is not None for table in formula.tables]
+    description["requires_grad of tables"] = _describe_gradients(tables)
     description |= {name: str(options[name]) for name in ("scale", "dropout", "seed", "layout", "method")}
-    seed = options["seed"]
-    if seed is None:
-        seed = int(make_seed(None)) if read_dropout(options["dropout"]) else 0
+    seed, dropout = options["seed"], read_dropout(options["dropout"])
+    seed = int(make_seed(None)) if seed is None and dropout else read_seed(seed, dropout)
     query, key = named["query"], named["key"]
     return (query.shape[-2], key.shape[-2], seed - 2**64 if seed >= 2**63 else seed), description
+
+
+def _describe_gradients(arrays: list[Any]) -> str:
+    return str([bool(getattr(array, "requires_grad", False)) and torch.is_grad_enabled() for array in arrays])
 
 
 def _describe_statistic(statistic: Statistic) -> str:
@@ -180,7 +189,7 @@ def _whole_problem(
     shards: list[Shards],
     mask: Any,
     score: Any,
-    see: list[Statistic],
+    see: Any,
     options: dict[str, Any],
 ) -> Problem:
     """Return the problem of the whole sequence. Its arrays have shapes, but one entry in memory."""

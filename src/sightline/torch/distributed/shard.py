@@ -12,7 +12,7 @@ from ...errors import ParameterError, ShapeError
 from ...sharding import ShardLayout, Shards, divide
 from .group import Group, Transfers
 
-__all__ = ["check_shards", "send_to_all", "shard", "unshard"]
+__all__ = ["check_shards", "gather", "scatter", "send_to_all", "shard", "unshard"]
 
 
 def shard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", axis: int = -2) -> Tensor:
@@ -96,28 +96,50 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
-        ctx.group, ctx.shards, ctx.axis = group, shards, axis
-        shapes = [(*x.shape[:axis], length, *x.shape[axis + 1 :]) for length in shards.lengths]
-        found = send_to_all(group, [x.contiguous()] * group.size, [x.new_empty(shape) for shape in shapes], "shards")
-        whole = x.new_empty((*x.shape[:axis], shards.length, *x.shape[axis + 1 :]))
-        for spans, part in zip(shards.ranks, found, strict=True):
-            for span in spans:
-                whole.narrow(axis, span.start, len(span)).copy_(part.narrow(axis, span.row, len(span)))
-        return whole
+        ctx.arguments = group, shards, axis
+        return gather(x, group, shards, axis)
 
     @staticmethod
     def backward(ctx: Any, d_whole: Tensor) -> tuple[Any, ...]:
-        group, axis = ctx.group, ctx.axis
-        parts = [
-            torch.cat([d_whole.narrow(axis, span.start, len(span)) for span in spans], dim=axis).contiguous()
-            for spans in ctx.shards.ranks
-        ]
-        buffers = [torch.empty_like(parts[group.rank]) for _ in parts]
-        found = send_to_all(group, parts, buffers, "gradients of shards")
-        total = found[0].clone()
-        for part in found[1:]:
-            total += part
-        return total, None, None, None
+        return _Scatter.apply(d_whole, *ctx.arguments), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _Scatter(torch.autograd.Function):
+    """The gradient of the gathering, whose own gradient is the gathering."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
+        ctx.arguments = group, shards, axis
+        return scatter(whole, group, shards, axis)
+
+    @staticmethod
+    def backward(ctx: Any, d_shard: Tensor) -> tuple[Any, ...]:
+        return _Unshard.apply(d_shard, *ctx.arguments), None, None, None  # type: ignore[no-untyped-call]
+
+
+def gather(x: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
+    """Return the whole tensor from the shards of all ranks."""
+    shapes = [(*x.shape[:axis], length, *x.shape[axis + 1 :]) for length in shards.lengths]
+    found = send_to_all(group, [x.contiguous()] * group.size, [x.new_empty(shape) for shape in shapes], "shards")
+    whole = x.new_empty((*x.shape[:axis], shards.length, *x.shape[axis + 1 :]))
+    for spans, part in zip(shards.ranks, found, strict=True):
+        for span in spans:
+            whole.narrow(axis, span.start, len(span)).copy_(part.narrow(axis, span.row, len(span)))
+    return whole
+
+
+def scatter(whole: Tensor, group: Group, shards: Shards, axis: int) -> Tensor:
+    """Return the sum of this rank's shards of the whole tensors of all ranks, added in the order of the ranks."""
+    parts = [
+        torch.cat([whole.narrow(axis, span.start, len(span)) for span in spans], dim=axis).contiguous()
+        for spans in shards.ranks
+    ]
+    buffers = [torch.empty_like(parts[group.rank]) for _ in parts]
+    found = send_to_all(group, parts, buffers, "gradients of shards")
+    total = found[0].clone()
+    for part in found[1:]:
+        total += part
+    return total
 
 
 def send_to_all(group: Group, parts: list[Tensor], buffers: list[Tensor], what: str) -> list[Tensor]:
