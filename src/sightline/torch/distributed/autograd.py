@@ -16,6 +16,7 @@ from ...statistics import Mean, Statistic, itemsize, unwrap_mean
 from .group import Group
 from .ring import Ring, Saved
 from .rows import is_per_query
+from .shard import cut_spans
 
 __all__ = ["attention_by_ring"]
 
@@ -67,7 +68,7 @@ def _statistics_of_keys(ring: Ring, local: list[Tensor], lse: Tensor, see: tuple
         return []
     spans = ring.schedule.keys.ranks[ring.group.rank]
     return [
-        torch.cat([x[..., span.start : span.stop] for span in spans], dim=-1) if statistic.name == "received" else x
+        cut_spans(x, spans, -1) if statistic.name == "received" else x
         for statistic, x in zip(see, ring.statistics_of_keys(local[0], local[1], lse.double(), see), strict=True)
     ]
 

@@ -21,7 +21,7 @@ from ...sharding import Shards, part_of
 from ...statistics import Mean, arrays_of, unwrap_mean
 from ..autograd import attach_to_graph
 from .group import Group
-from .shard import send_to_all, unshard
+from .shard import cut_spans, join_shards, send_to_all, unshard
 
 __all__ = ["attention_by_heads"]
 
@@ -85,30 +85,19 @@ class _Exchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.arguments = group, axis, heads, shards, to_heads
         bounds = list(pairwise(heads))
-        own_heads, own_length = bounds[group.rank], shards.lengths[group.rank]
-        before, after = x.shape[:axis], x.shape[axis + 2 :]
         if to_heads:
             parts = [x.narrow(axis, first, last - first).contiguous() for first, last in bounds]
-            shapes = [(own_heads[1] - own_heads[0], length) for length in shards.lengths]
+            first, last = bounds[group.rank]
+            shapes = [(last - first, length) for length in shards.lengths]
         else:
-            parts = [
-                torch.cat([x.narrow(axis + 1, span.start, len(span)) for span in spans], dim=axis + 1)
-                for spans in shards.ranks
-            ]
-            shapes = [(last - first, own_length) for first, last in bounds]
-        buffers = [x.new_empty((*before, *shape, *after)) for shape in shapes]
+            parts = [cut_spans(x, spans, axis + 1) for spans in shards.ranks]
+            shapes = [(last - first, shards.lengths[group.rank]) for first, last in bounds]
+        buffers = [x.new_empty((*x.shape[:axis], *shape, *x.shape[axis + 2 :])) for shape in shapes]
         found = send_to_all(group, parts, buffers, "heads")
-        if not to_heads:
-            return torch.cat(found, dim=axis)
-        whole = x.new_empty((*before, shapes[0][0], shards.length, *after))
-        for spans, part in zip(shards.ranks, found, strict=True):
-            for span in spans:
-                whole.narrow(axis + 1, span.start, len(span)).copy_(part.narrow(axis + 1, span.row, len(span)))
-        return whole
+        return join_shards(found, shards, axis + 1) if to_heads else torch.cat(found, dim=axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        *arguments, to_heads = ctx.arguments
-        group, axis, heads, shards = arguments
+        group, axis, heads, shards, to_heads = ctx.arguments
         back = _exchange(gradient.contiguous(), group, axis, heads, shards, to_heads=not to_heads)
         return back, None, None, None, None, None

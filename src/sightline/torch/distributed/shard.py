@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ...errors import ParameterError, ShapeError
-from ...sharding import ShardLayout, Shards, divide
+from ...sharding import ShardLayout, Shards, Span, divide
 from .group import Group, Transfers
 
-__all__ = ["check_shards", "send_to_all", "shard", "unshard"]
+__all__ = ["check_shards", "cut_spans", "join_shards", "send_to_all", "shard", "unshard"]
 
 
 def shard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", axis: int = -2) -> Tensor:
@@ -44,8 +44,7 @@ def shard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", a
     """
     own = Group(group)
     check_axis(x, axis)
-    spans = divide(x.shape[axis], own.size, layout).ranks[own.rank]
-    return torch.cat([x.narrow(axis, span.start, len(span)) for span in spans], dim=axis)
+    return cut_spans(x, divide(x.shape[axis], own.size, layout).ranks[own.rank], axis)
 
 
 def unshard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", axis: int = -2) -> Tensor:
@@ -99,25 +98,34 @@ class _Unshard(torch.autograd.Function):
         ctx.group, ctx.shards, ctx.axis = group, shards, axis
         shapes = [(*x.shape[:axis], length, *x.shape[axis + 1 :]) for length in shards.lengths]
         found = send_to_all(group, [x.contiguous()] * group.size, [x.new_empty(shape) for shape in shapes], "shards")
-        whole = x.new_empty((*x.shape[:axis], shards.length, *x.shape[axis + 1 :]))
-        for spans, part in zip(shards.ranks, found, strict=True):
-            for span in spans:
-                whole.narrow(axis, span.start, len(span)).copy_(part.narrow(axis, span.row, len(span)))
-        return whole
+        return join_shards(found, shards, axis)
 
     @staticmethod
     def backward(ctx: Any, d_whole: Tensor) -> tuple[Any, ...]:
         group, axis = ctx.group, ctx.axis
-        parts = [
-            torch.cat([d_whole.narrow(axis, span.start, len(span)) for span in spans], dim=axis).contiguous()
-            for spans in ctx.shards.ranks
-        ]
+        parts = [cut_spans(d_whole, spans, axis) for spans in ctx.shards.ranks]
         buffers = [torch.empty_like(parts[group.rank]) for _ in parts]
         found = send_to_all(group, parts, buffers, "gradients of shards")
         total = found[0].clone()
         for part in found[1:]:
             total += part
         return total, None, None, None
+
+
+def cut_spans(x: Tensor, spans: Sequence[Span], axis: int) -> Tensor:
+    """Return a rank's part of a tensor with the whole sequence, as a contiguous tensor."""
+    return torch.cat([x.narrow(axis, span.start, len(span)) for span in spans], dim=axis).contiguous()
+
+
+def join_shards(parts: Sequence[Tensor], shards: Shards, axis: int) -> Tensor:
+    """Return the tensor with the whole sequence from the parts of all ranks."""
+    shape = list(parts[0].shape)
+    shape[axis] = shards.length
+    whole = parts[0].new_empty(shape)
+    for spans, part in zip(shards.ranks, parts, strict=True):
+        for span in spans:
+            whole.narrow(axis, span.start, len(span)).copy_(part.narrow(axis, span.row, len(span)))
+    return whole
 
 
 def send_to_all(group: Group, parts: list[Tensor], buffers: list[Tensor], what: str) -> list[Tensor]:
