@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Never
+from typing import Any, Never, get_args
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from ...arrays import dtype_name
 from ...errors import ParameterError
 from ...migration import refuse_arguments
 from ...problem import Problem, make_problem
-from ...sharding import ShardLayout, Shards
-from ...statistics import Statistic, StatisticBase
+from ...sharding import Method, ShardLayout, Shards
+from ...statistics import Mean, Statistic, StatisticBase, unwrap_mean
 from ...validation import (
     broadcast_inputs,
     check_arrays,
@@ -53,7 +54,7 @@ def attention(
     threads: int | None = None,
     group: Any = None,
     layout: ShardLayout = "contiguous",
-    method: Literal["ring", "heads"] = "ring",
+    method: Method = "ring",
     **unknown: Never,
 ) -> Any:
     """Compute exact attention over a sequence that is divided among the ranks of a process group.
@@ -125,14 +126,14 @@ def attention(
     problem = _whole_problem(query, key, value, shards, mask, score, given, options | {"seed": numbers[0][2]})
     check_statistics(problem.see)
     _check_dropout(problem, shards[1])
-    local = broadcast_inputs(named)
+    computed = replace(problem, see=tuple(map(unwrap_mean, problem.see)))
     run = attention_by_ring if method == "ring" else attention_by_heads
-    output, seen = run(ranks, problem, shards, local, threads)
+    output, seen = run(ranks, computed, shards, broadcast_inputs(named), threads)
     output = to_dtensor(problem.squeeze_heads(output, 2), placement)
     if see is None:
         return output
-    answers = tuple([_squeeze(problem, one, result) for one, result in zip(problem.see, seen, strict=True)])
-    return output, answers if names is None else dict(zip(names, answers, strict=True))
+    results = tuple([_build_result(problem, *each) for each in zip(problem.see, seen, strict=True)])
+    return output, results if names is None else dict(zip(names, results, strict=True))
 
 
 def _describe(
@@ -142,7 +143,7 @@ def _describe(
     check_arrays(named)
     broadcast_inputs(named)
     check_choice(None, threads)
-    if options["method"] not in ("ring", "heads"):
+    if options["method"] not in get_args(Method):
         raise ParameterError(f"method={options['method']!r}", '"ring" or "heads"', 'method="ring"')
     formulas = {"mask": read_mask(mask), "score": read_score(score)}
     description = {name: describe_formula(formula) for name, formula in formulas.items()}
@@ -204,9 +205,14 @@ def _check_dropout(problem: Problem, keys: Shards) -> None:
         )
 
 
-def _squeeze(problem: Problem, statistic: Statistic, result: Any) -> Any:
-    """Return a statistic without a head axis if the caller's arrays have none."""
+def _build_result(problem: Problem, statistic: Statistic, arrays: Sequence[Tensor]) -> Any:
+    """Return the result of a statistic from the arrays before a mean over heads or batches.
+
+    The result has no head axis if the caller's arrays have none.
+    """
+    if isinstance(statistic, Mean):
+        arrays = [statistic.average(array, problem) for array in arrays]
     axis = statistic.head_axis(len(problem.batch_shape))
-    if axis is None or not problem.heads_squeezed:
-        return statistic.build_result(list(result))
-    return statistic.build_result([problem.squeeze_heads(array, array.ndim - axis - 1) for array in result])
+    if axis is not None:
+        arrays = [problem.squeeze_heads(array, array.ndim - axis - 1) for array in arrays]
+    return statistic.build_result(arrays)

@@ -18,7 +18,7 @@ from ... import dispatch
 from ...errors import ParameterError
 from ...problem import Problem
 from ...sharding import Shards, part_of
-from ...statistics import Mean, arrays_of, unwrap_mean
+from ...statistics import arrays_of
 from ..autograd import attach_to_graph
 from .group import Group
 from .shard import cut_spans, join_shards, send_to_all, unshard
@@ -46,15 +46,14 @@ def attention_by_heads(
     layouts = [(query_heads, queries), (key_heads, keys), (key_heads, keys)]
     whole = [_exchange(x, group, axis, *own, to_heads=True) for x, own in zip(local, layouts, strict=True)]
     first, last = query_heads[group.rank], query_heads[group.rank + 1]
-    computed = tuple([unwrap_mean(statistic) for statistic in problem.see])
-    part = part_of(problem, *whole, first_head=first, see=computed)
+    part = part_of(problem, *whole, first_head=first, see=problem.see)
     part = replace(part, sinks=None if problem.sinks is None else problem.sinks[first:last])
     plan = dispatch.make_plan(part)
     result = attach_to_graph(part, plan, None, threads, dispatch.solve(part, None, threads))
-    seen = []
-    for statistic, one, answer in zip(problem.see, computed, result.seen, strict=True):
-        arrays = [_gather(array, one.name, group, axis, query_heads, shards) for array in arrays_of(answer)]
-        seen.append([statistic.average(array, problem) for array in arrays] if isinstance(statistic, Mean) else arrays)
+    seen = [
+        [_gather(array, statistic.name, group, axis, query_heads, shards) for array in arrays_of(own)]
+        for statistic, own in zip(problem.see, result.seen, strict=True)
+    ]
     return _exchange(result.output, group, axis, query_heads, queries, to_heads=False), seen
 
 

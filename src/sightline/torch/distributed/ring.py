@@ -80,7 +80,8 @@ class Ring:
     @property
     def dtype(self) -> torch.dtype:
         """The accumulator's dtype."""
-        return torch.float64 if self.problem.accumulator == "float64" else torch.float32
+        dtype: torch.dtype = getattr(torch, self.problem.accumulator)
+        return dtype
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> RowResults:
         """Return output, lse and the per-query statistics of this rank's queries."""
