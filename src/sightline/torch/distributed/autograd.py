@@ -14,7 +14,7 @@ from ...problem import Problem
 from ...sharding import Shards, find_schedule, key_block_length
 from ...statistics import Lse, Statistic, itemsize
 from .group import Group
-from .ring import Ring, Saved
+from .ring import ResultGradients, Ring, Saved
 from .rows import PER_QUERY
 from .shard import cut_spans
 
@@ -113,7 +113,7 @@ class _RingAttention(torch.autograd.Function):
         saved = Saved(query, key, value, sinks, output, lse, _split(arrays, ring.problem.see))
         d_seen = [own[0] if own else None for own in _split(d_arrays, ring.problem.see)]
         d_output = torch.zeros_like(output) if d_output is None else d_output.contiguous()
-        found = ring.backward(saved, d_output, d_lse, d_seen, ctx.wanted_tables)
+        found = ring.backward(saved, ResultGradients(d_output, d_lse, d_seen), ctx.wanted_tables)
         gradients = [found.query, found.key, found.value, *([] if sinks is None else [found.sinks])]
         tables = [found.tables.get(index) for index in ctx.wanted_tables]
         gradients += [torch.zeros_like(x) if one is None else one for x, one in zip(rest, tables, strict=True)]
