@@ -16,7 +16,7 @@ import numpy as np
 from ..cached_property import cached_property
 from ..formula.expression import Expression
 from ..formula.interval_arithmetic import compute_intervals
-from ..formula.tile_ranges import TileRanges, find_tile_ranges, make_box
+from ..formula.tile_ranges import find_tile_ranges, make_box
 from ..problem import Problem
 from ..statistics import itemsize
 from .shards import Shards, Span
@@ -199,15 +199,16 @@ def _find_schedule(
     _, _, n, m = extent
     sizes = [max(MIN_TILE, -(-length // (MAX_TILES * MIN_TILE)) * MIN_TILE) for length in (n, m)]
     ranges = find_tile_ranges(mask, extent, *sizes)
-    full, partial = _count_tiles(ranges, ranges.full), _count_tiles(ranges, ~ranges.full)
     spans = [span for own in queries.ranks for span in own]
     rows, columns = _Pieces.of(spans, n, sizes[0]), _Pieces.of([block.span for block in blocks], m, sizes[1])
-    pieces = partial[np.ix_(rows.tile, columns.tile)]
+    tiles = np.ix_(rows.tile, columns.tile)
+    full = ranges.count_tiles(ranges.full)[tiles]
+    pieces = ranges.count_tiles(~ranges.full)[tiles].astype(np.float64)
     if mask is not None:
         _clear_hidden(pieces, mask, extent, rows, columns)
-    is_seen = (pieces > 0) | (full[np.ix_(rows.tile, columns.tile)] > 0)
+    is_seen = (pieces > 0) | (full > 0)
     pieces *= (1 + MIN_TILE / max(sizes)) / 2  # a kernel's tiles are small: about half of them are empty in a large one
-    pieces += full[np.ix_(rows.tile, columns.tile)]
+    pieces += full
     pieces *= rows.lengths[:, None] * columns.lengths
     pairs = columns.reduce_spans(np.add, rows.reduce_spans(np.add, pieces).T).T
     by_span, by_block = rows.reduce_spans(np.logical_or, is_seen), columns.reduce_spans(np.logical_or, is_seen.T)
@@ -228,18 +229,6 @@ def _cut(owner: int, spans: Sequence[Span], block_length: int) -> list[KeyBlock]
     cut = [span.cut(block_length) for span in spans]
     in_turn = [piece for group in zip_longest(*cut) for piece in group if piece is not None]
     return [KeyBlock(owner, index, piece) for index, piece in enumerate(in_turn)]
-
-
-def _count_tiles(ranges: TileRanges, kind: np.ndarray[Any, np.dtype[np.bool_]]) -> Array:
-    """Return (query blocks, key blocks): in how many batches and heads each tile is in the ranges of a kind."""
-    B, H, _, _ = ranges.extent
-    starts = np.zeros((ranges.query_blocks, ranges.key_blocks + 1))
-    row = np.repeat(np.arange(len(ranges.start) - 1), np.diff(ranges.start)) % max(ranges.query_blocks, 1)
-    np.add.at(starts, (row[kind], ranges.first[kind]), 1.0)
-    np.add.at(starts, (row[kind], ranges.last[kind]), -1.0)
-    repeats = (B // ranges.batches) * (H // ranges.heads) if B and H else 0
-    counts: Array = starts.cumsum(axis=1)[:, :-1] * repeats
-    return counts
 
 
 @dataclass(frozen=True, eq=False)
