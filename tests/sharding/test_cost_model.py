@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import sightline
 from fault_planting import broken
+from sharded_problems import received_keys
 from sightline import causal, window
 from sightline.errors import ParameterError
 from sightline.problem import make_problem
@@ -55,7 +56,7 @@ def test_bytes_of_the_ring_are_those_of_keys_values_and_their_gradients():
 def test_bytes_follow_the_schedule():
     schedule = schedule_of(causal() & window(100), 1024, 8)
     prediction = predict(schedule, SIZES)
-    keys, width = schedule.received_keys, 2 * 4 * (32 + 16)
+    keys, width = received_keys(schedule), 2 * 4 * (32 + 16)
     np.testing.assert_array_equal(prediction.forward.received, keys.sum(axis=1) * width * 2)
     np.testing.assert_array_equal(prediction.forward.sent, keys.sum(axis=0) * width * 2)
     expected = (2 * keys.sum(axis=1) + 4 * keys.sum(axis=0)) * width

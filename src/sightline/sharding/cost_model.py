@@ -215,24 +215,18 @@ class _Step:
 
 def _steps(schedule: Schedule) -> Iterator[_Step]:
     """Yield the ranks' own blocks, and then the rounds of `Schedule.rounds` for all ranks at once."""
-    ranks = np.arange(schedule.size)
-    columns = np.full((schedule.size, max((block.index + 1 for block in schedule.blocks), default=0)), -1)
-    for column, block in enumerate(schedule.blocks):
-        columns[block.owner, block.index] = column
-    own = np.sum(
-        [np.zeros(schedule.size), *[_entries(schedule.pairs_by_rank, ranks, part) for part in columns.T]], axis=0
-    )
-    yield _Step(0, own, np.zeros(schedule.size), np.zeros(schedule.size))
+    none = np.zeros(schedule.size)
+    yield _Step(0, sum([_entries(schedule.pairs_by_rank, own) for own in schedule.columns.T], none), none, none)
     for distance in range(1, schedule.size):
-        for part in columns.T:
-            held = np.roll(part, distance)
-            pairs, received = (_entries(x, ranks, held) for x in (schedule.pairs_by_rank, schedule.needed_keys))
-            yield _Step(distance, pairs, received, np.roll(received, -distance))
+        for own in schedule.columns.T:
+            column = np.roll(own, distance)
+            received = _entries(schedule.needed_keys, column)
+            yield _Step(distance, _entries(schedule.pairs_by_rank, column), received, np.roll(received, -distance))
 
 
-def _entries(numbers: Array, ranks: np.ndarray[Any, Any], column: np.ndarray[Any, Any]) -> Array:
-    """Return the number (ranks, blocks) of each rank with its block; 0 for a column of −1, which is no block."""
-    entries: Array = np.where(column >= 0, numbers[ranks, column], 0.0)
+def _entries(numbers: Array, column: np.ndarray[Any, Any]) -> Array:
+    """Return the entry of each rank in (ranks, blocks); 0 for a column of −1, which is no block."""
+    entries: Array = np.where(column >= 0, numbers[np.arange(len(column)), column], 0.0)
     return entries
 
 

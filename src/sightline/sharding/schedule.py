@@ -102,15 +102,6 @@ class Schedule:
         counts: Array = (self.seen[1] - self.seen[0]).astype(np.float64)
         return counts
 
-    @cached_property
-    def received_keys(self) -> Array:
-        """(ranks, ranks): the number of keys that rank r receives from rank o, at [r, o]; 0 on the diagonal."""
-        counts = np.zeros((self.size, self.size))
-        for column, block in enumerate(self.blocks):
-            counts[:, block.owner] += self.needed_keys[:, column]
-        np.fill_diagonal(counts, 0)
-        return counts
-
     def needed_part(self, rank: int, block: KeyBlock) -> KeyBlock | None:
         """Return the keys of a block that the rank needs, or None if it needs none."""
         span = block.span.part(*self.seen[:, rank, self.column(block)].tolist())
@@ -118,20 +109,23 @@ class Schedule:
 
     def seeing_spans(self, rank: int, block: KeyBlock) -> Iterator[Span]:
         """Yield the rank's queries that may see a key of the block, a part of each of its spans."""
-        spans, column = range(*_spans_by_rank(self.queries)[rank].indices(len(self.pairs))), self.column(block)
-        for index, span in zip(spans, self.queries.ranks[rank], strict=True):
-            part = span.part(*self.seeing[:, index, column].tolist())
+        seeing = self.seeing[:, _spans_by_rank(self.queries)[rank], self.column(block)]
+        for span, bounds in zip(self.queries.ranks[rank], seeing.T.tolist(), strict=True):
+            part = span.part(*bounds)
             if len(part):
                 yield part
 
     def column(self, block: KeyBlock) -> int:
         """Return the index of a block in `blocks`."""
-        return self._first_column[block.owner] + block.index
+        return int(self.columns[block.owner, block.index])
 
     @cached_property
-    def _first_column(self) -> list[int]:
-        counts = [sum(block.owner == owner for block in self.blocks) for owner in range(self.size)]
-        return [sum(counts[:owner]) for owner in range(self.size)]
+    def columns(self) -> Indices:
+        """(ranks, most blocks of a rank): the index in `blocks` of each rank's blocks, −1 after the last one."""
+        columns = np.full((self.size, max((block.index + 1 for block in self.blocks), default=0)), -1)
+        for column, block in enumerate(self.blocks):
+            columns[block.owner, block.index] = column
+        return columns
 
     def own_parts(self, rank: int) -> Iterator[KeyBlock]:
         """Yield the keys of a rank's own blocks that its queries may see."""
@@ -142,20 +136,15 @@ class Schedule:
 
     def rounds(self, rank: int) -> list[Round]:
         """Return the rounds of transfers of a rank. All ranks have the same rounds, in the same order."""
-        most = max((block.index + 1 for block in self.blocks), default=0)
-        by_place = {(block.owner, block.index): block for block in self.blocks}
         rounds = []
         for distance in range(1, self.size):
             source, target = (rank - distance) % self.size, (rank + distance) % self.size
-            for index in range(most):
-                received, sent = by_place.get((source, index)), by_place.get((rank, index))
-                rounds.append(
-                    Round(
-                        distance,
-                        None if received is None else self.needed_part(rank, received),
-                        None if sent is None else self.needed_part(target, sent),
-                    )
-                )
+            for columns in self.columns.T:
+                parts = [
+                    self.needed_part(reader, self.blocks[columns[owner]]) if columns[owner] >= 0 else None
+                    for reader, owner in ((rank, source), (target, rank))
+                ]
+                rounds.append(Round(distance, *parts))
         return rounds
 
 
