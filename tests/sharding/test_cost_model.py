@@ -119,7 +119,7 @@ def test_ranks_that_share_processors_take_the_time_of_all_work():
 def test_at_the_end_ranks_that_share_processors_have_one_each():
     """Causal parts of 4 ranks have work of 1, 3, 5 and 7: equal shares end after 2, 5, 7 and 9."""
     schedule = schedule_of(causal(), 1 << 14, 4)
-    unit = schedule.work.sum() / 16 * SIZES.forward_flops / 1e9
+    unit = schedule.work.sum() / 16 * SIZES.flops(False) / 1e9
     shared = predict(schedule, SIZES, Hardware(1e9, 1e30, 0, processors=2)).forward
     np.testing.assert_allclose(shared.time / unit, 9, rtol=1e-3)  # the tiles of the diagonal are whole
     assert shared.seconds.argmax() == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Never, get_args
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ...arrays import dtype_name
 from ...errors import ParameterError
 from ...migration import refuse_arguments
 from ...problem import Problem, make_problem
-from ...sharding import Method, ShardLayout, Shards
+from ...sharding import Method, ShardLayout, Shards, check_method, check_shards
 from ...statistics import Mean, Statistic, StatisticBase, unwrap_mean
 from ...validation import (
     broadcast_inputs,
@@ -33,7 +33,6 @@ from .dtensor import local_tensors, to_dtensor
 from .group import Group
 from .heads import attention_by_heads
 from .rows import check_statistics
-from .shard import check_shards
 
 __all__ = ["attention"]
 
@@ -143,8 +142,7 @@ def _describe(
     check_arrays(named)
     broadcast_inputs(named)
     check_choice(None, threads)
-    if options["method"] not in get_args(Method):
-        raise ParameterError(f"method={options['method']!r}", '"ring" or "heads"', 'method="ring"')
+    check_method(options["method"])
     formulas = {"mask": read_mask(mask), "score": read_score(score)}
     description = {name: describe_formula(formula) for name, formula in formulas.items()}
     for name, array in named.items():

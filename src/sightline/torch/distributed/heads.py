@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ... import dispatch
-from ...errors import ParameterError
 from ...problem import Problem
-from ...sharding import Shards, part_of
+from ...sharding import Shards, divide_heads, part_of
 from ...statistics import arrays_of
 from ..autograd import attach_to_graph
 from .group import Group
@@ -33,15 +32,9 @@ def attention_by_heads(
 
     Rank r computes the key heads from ⌊r G / R⌋ to before ⌊(r + 1) G / R⌋, with their query heads.
     """
-    if group.size > problem.G:
-        raise ParameterError(
-            f'method="heads" with {problem.G} key heads on {group.size} ranks',
-            "at least as many key heads as ranks",
-            'method="ring"',
-        )
     queries, keys = shards
     axis = len(problem.batch_shape)
-    key_heads = [problem.G * rank // group.size for rank in range(group.size + 1)]
+    key_heads = divide_heads(problem.G, group.size)
     query_heads = [problem.group * first for first in key_heads]
     layouts = [(query_heads, queries), (key_heads, keys), (key_heads, keys)]
     whole = [_exchange(x, group, axis, *own, to_heads=True) for x, own in zip(local, layouts, strict=True)]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ...errors import ParameterError, ShapeError
-from ...sharding import ShardLayout, Shards, Span, divide
+from ...sharding import ShardLayout, Shards, Span, check_shards, divide
 from .group import Group, Transfers
 
-__all__ = ["check_shards", "cut_spans", "join_shards", "send_to_all", "shard", "unshard"]
+__all__ = ["cut_spans", "join_shards", "send_to_all", "shard", "unshard"]
 
 
 def shard(x: Tensor, *, group: Any = None, layout: ShardLayout = "contiguous", axis: int = -2) -> Tensor:
@@ -139,12 +139,3 @@ def send_to_all(group: Group, parts: list[Tensor], buffers: list[Tensor], what: 
     buffers[group.rank] = parts[group.rank]
     transfers.wait()
     return buffers
-
-
-def check_shards(name: str, lengths: Sequence[int], layout: ShardLayout) -> Shards:
-    """Return the division whose ranks have these lengths; raise ShapeError if the layout does not allow them."""
-    if layout == "contiguous":
-        return Shards.from_lengths(lengths)
-    shards = divide(sum(lengths), len(lengths), layout)
-    shards.check_lengths(name, lengths, layout)
-    return shards
