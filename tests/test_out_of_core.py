@@ -85,7 +85,11 @@ FAULTS = {
     "keys count from the start of their block": (call, ", first_key=item.keys.start", ""),
     "queries count from the start of their range": (call, "first_row=rows.start, ", ""),
     "sinks count in no block": (call, "if problem.sinks is not None:", "if False:"),
-    "the next block in place of this one": (call, "self._read(reader, blocks, 0)", "self._read(reader, blocks[1:], 0)"),
+    "the next block in place of this one": (
+        call,
+        "keys) for items in blocks)",
+        "keys) for items in blocks[1:] + blocks)",
+    ),
     "the last tile of queries is not computed": (block_plan, "in find_runs(is_seen):", "in find_runs(is_seen[:-1]):"),
 }
 
