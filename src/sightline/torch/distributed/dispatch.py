@@ -154,11 +154,8 @@ def _describe(
     sinks = options["sinks"]
     description["sinks"] = "None" if sinks is None else describe_array(sinks)
     description |= {name: str(options[name]) for name in ("scale", "dropout", "seed", "layout", "method")}
-    seed = options["seed"]
-    if seed is None:
-        seed = int(make_seed(None)) if read_dropout(options["dropout"]) else 0
-    query, key = named["query"], named["key"]
-    return (query.shape[-2], key.shape[-2], seed - 2**64 if seed >= 2**63 else seed), description
+    seed = int(make_seed(options["seed"])) if read_dropout(options["dropout"]) else 0
+    return (named["query"].shape[-2], named["key"].shape[-2], seed), description
 
 
 def _describe_statistic(statistic: Statistic) -> str:
